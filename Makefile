@@ -1,0 +1,69 @@
+# The two commands of the README are `make demo` and `make test`; each sets up all it needs.
+# PYTHON: the interpreter to make the environment from, Python 3.10 or newer.
+PYTHON ?= python3
+JOBS ?= $(shell nproc)
+
+VENV := .venv
+PY := $(VENV)/bin/python
+COMPAT := .venv-compat
+CPP := $(shell git ls-files --cached --others --exclude-standard '*.h' '*.cpp' '*.cu' '*.cuh')
+
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+export UV_NO_CONFIG := 1
+export GLOO_SOCKET_IFNAME ?= lo
+export MAX_JOBS ?= $(JOBS)
+
+.PHONY: demo test test-cpp test-python build lint format compat bench clean
+
+demo: build
+	$(PY) examples/03_train_text.py
+
+test: test-cpp test-python
+
+test-cpp: build
+	ctest --test-dir build/dev --output-on-failure --parallel $(JOBS)
+
+test-python: build
+	OMP_NUM_THREADS=1 $(PY) -m pytest
+
+# The editable install configures and builds once; afterwards CMake rebuilds only what changed.
+build: $(VENV)/.installed
+	@cmake --build build/dev --parallel $(JOBS)
+
+$(VENV)/.packages: requirements/dev.lock requirements/uv.lock
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/uv.lock
+	$(VENV)/bin/uv pip install --quiet --python $(PY) --require-hashes -r requirements/dev.lock
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.packages pyproject.toml setup.py CMakePresets.json
+	$(VENV)/bin/uv pip install --quiet --python $(PY) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+lint: $(VENV)/.packages
+	ruff check .
+	ruff format --check .
+	clang-format --dry-run --Werror $(CPP)
+
+format: $(VENV)/.packages
+	ruff check --fix .
+	ruff format .
+	clang-format -i $(CPP)
+
+# The oldest supported torch in an environment and a build folder of its own.
+$(COMPAT)/.packages: requirements/compat.lock requirements/uv.lock
+	$(PYTHON) -m venv $(COMPAT)
+	$(COMPAT)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/uv.lock
+	$(COMPAT)/bin/uv pip install --quiet --python $(COMPAT)/bin/python --require-hashes -r requirements/compat.lock
+	@touch $@
+
+compat: $(COMPAT)/.packages
+	CMAKE=$(CURDIR)/$(COMPAT)/bin/cmake PYTHON=$(CURDIR)/$(COMPAT)/bin/python sh cmake/compat.sh
+
+bench: build
+	$(PY) benchmarks/op_overhead.py --ranks 2 --json
+
+clean:
+	rm -rf build dist $(VENV) $(COMPAT) ops/python/lib
+	rm -f strategy/python/_plan*.so
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

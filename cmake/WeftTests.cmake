@@ -1,0 +1,20 @@
+# weft_add_test(NAME SOURCES ... [LIBRARIES ...]): a GoogleTest executable, one per file, known to ctest.
+find_package(GTest 1.12 QUIET)
+if(NOT GTest_FOUND)
+  include(FetchContent)
+  FetchContent_Declare(
+    googletest
+    URL https://github.com/google/googletest/archive/refs/tags/v1.15.2.tar.gz
+    URL_HASH SHA256=7b42b4d6ed48810c5362c265a17faebe90dc2373c885e5216439d37927f02926)
+  FetchContent_MakeAvailable(googletest)
+endif()
+include(GoogleTest)
+
+function(weft_add_test NAME)
+  cmake_parse_arguments(TEST "" "" "SOURCES;LIBRARIES" ${ARGN})
+  add_executable(${NAME} ${TEST_SOURCES})
+  target_link_libraries(${NAME} PRIVATE weft_warnings ${TEST_LIBRARIES} GTest::gtest_main)
+  # c10d and libtorch need a fixed thread count: ranks are threads here and the machine may be small.
+  add_test(NAME ${NAME} COMMAND ${NAME} --gtest_brief=1)
+  set_tests_properties(${NAME} PROPERTIES ENVIRONMENT "OMP_NUM_THREADS=1" TIMEOUT 300)
+endfunction()

@@ -1,0 +1,247 @@
+#pragma once
+
+#include "activation_job.h"
+#include "half_types.h"
+#include "polynomial_math.h"
+
+#include <cstdint>
+#include <type_traits>
+
+// The loops of an ActivationJob, for the instruction set this file is compiled for. Internal
+// linkage throughout: see polynomial_math.h.
+//
+// Work goes tile by tile: operands are converted and biased into small buffers, the formula runs
+// over the buffers, results are rounded into place. Plain float and double operands are read and
+// written where they lie. So one loop per formula serves every storage type, with and without bias.
+namespace weft::kernels::cpu {
+namespace {
+
+constexpr int64_t kTileSize = 512;
+
+template <typename Storage>
+using ScalarOf = std::conditional_t<std::is_same_v<Storage, double>, double, float>;
+
+// An operand as scalars, its bias added.
+template <typename Storage>
+class TileReader {
+ public:
+  using Scalar = ScalarOf<Storage>;
+
+  TileReader(const void* data, const void* bias, int64_t row_size)
+      : data_(static_cast<const Storage*>(data)),
+        bias_(static_cast<const Storage*>(bias)),
+        row_size_(row_size) {}
+
+  // Valid until the next call. `begin` indexes the whole array.
+  const Scalar* read(int64_t begin, int64_t size) {
+    const Storage* source = data_ + begin;
+    if (bias_ == nullptr) {
+      if constexpr (std::is_same_v<Storage, Scalar>) return source;
+      convert(source, size);
+      return buffer_;
+    }
+    int64_t column = begin % row_size_;
+    for (int64_t done = 0; done < size;) {
+      const int64_t left_in_row = row_size_ - column;
+      const int64_t count = left_in_row < size - done ? left_in_row : size - done;
+      add_bias(source + done, bias_ + column, buffer_ + done, count);
+      done += count;
+      column = 0;
+    }
+    return buffer_;
+  }
+
+ private:
+  void convert(const Storage* __restrict source, int64_t size) {
+    for (int64_t i = 0; i < size; ++i) buffer_[i] = load(source[i]);
+  }
+
+  static void add_bias(const Storage* __restrict source,
+                       const Storage* __restrict bias,
+                       Scalar* __restrict sum,
+                       int64_t size) {
+    for (int64_t i = 0; i < size; ++i) sum[i] = load(source[i]) + load(bias[i]);
+  }
+
+  const Storage* data_;
+  const Storage* bias_;
+  int64_t row_size_;
+  alignas(64) Scalar buffer_[kTileSize];
+};
+
+// Where results go: begin() gives the place to write scalars, finish() stores them.
+template <typename Storage>
+class TileWriter {
+ public:
+  using Scalar = ScalarOf<Storage>;
+
+  explicit TileWriter(void* data) : data_(static_cast<Storage*>(data)) {}
+
+  Scalar* begin(int64_t begin) {
+    if constexpr (std::is_same_v<Storage, Scalar>) {
+      return data_ + begin;
+    } else {
+      return buffer_;
+    }
+  }
+
+  void finish(int64_t begin, int64_t size) {
+    if constexpr (!std::is_same_v<Storage, Scalar>) {
+      Storage* __restrict target = data_ + begin;
+      for (int64_t i = 0; i < size; ++i) store(buffer_[i], target[i]);
+    }
+  }
+
+ private:
+  Storage* data_;
+  alignas(64) Scalar buffer_[std::is_same_v<Storage, Scalar> ? 1 : kTileSize];
+};
+
+// Not inlined: merged with the code around it, the loop of a long formula is not vectorised (GCC
+// 12), and each is used by several storage types.
+template <typename Scalar, Activation kActivation>
+C10_NOINLINE void forward_tile(const Scalar* __restrict x, Scalar* __restrict h, int64_t size) {
+  for (int64_t i = 0; i < size; ++i) {
+    h[i] = detail::Formula<PolynomialMath<Scalar>, kActivation>::value(x[i]);
+  }
+}
+
+template <typename Scalar, Activation kActivation>
+C10_NOINLINE void backward_tile(const Scalar* __restrict grad_h,
+                                const Scalar* __restrict x,
+                                Scalar* __restrict grad_x,
+                                Scalar* __restrict h,
+                                int64_t size) {
+  for (int64_t i = 0; i < size; ++i) {
+    const auto result =
+        detail::Formula<PolynomialMath<Scalar>, kActivation>::backward(grad_h[i], x[i]);
+    grad_x[i] = result.grad_x;
+    h[i] = result.h;
+  }
+}
+
+template <typename Scalar, Activation kActivation>
+C10_NOINLINE void gated_forward_tile(const Scalar* __restrict gate,
+                                     const Scalar* __restrict up,
+                                     Scalar* __restrict h,
+                                     int64_t size) {
+  for (int64_t i = 0; i < size; ++i) {
+    h[i] = detail::Formula<PolynomialMath<Scalar>, kActivation>::value(gate[i]) * up[i];
+  }
+}
+
+template <typename Scalar, Activation kActivation>
+C10_NOINLINE void gated_backward_tile(const Scalar* __restrict grad_h,
+                                      const Scalar* __restrict gate,
+                                      const Scalar* __restrict up,
+                                      Scalar* __restrict grad_gate,
+                                      Scalar* __restrict grad_up,
+                                      Scalar* __restrict h,
+                                      int64_t size) {
+  for (int64_t i = 0; i < size; ++i) {
+    const auto result =
+        detail::gated_gradient<PolynomialMath<Scalar>, kActivation>(grad_h[i], gate[i], up[i]);
+    grad_gate[i] = result.grad_gate;
+    grad_up[i] = result.grad_up;
+    h[i] = result.h;
+  }
+}
+
+// Calls tile(begin, size) for consecutive tiles of [begin, end).
+template <typename Tile>
+void for_each_tile(int64_t begin, int64_t end, const Tile& tile) {
+  for (; begin < end; begin += kTileSize) {
+    tile(begin, end - begin < kTileSize ? end - begin : kTileSize);
+  }
+}
+
+template <typename Storage, Activation kActivation>
+void run_plain(const detail::ActivationJob& job, int64_t first, int64_t last) {
+  using Scalar = ScalarOf<Storage>;
+  TileReader<Storage> x(job.x, job.x_bias, job.row_size);
+  TileWriter<Storage> h(job.h);
+  if (job.op == detail::ActivationOp::kForward) {
+    for_each_tile(first, last, [&](int64_t begin, int64_t size) {
+      forward_tile<Scalar, kActivation>(x.read(begin, size), h.begin(begin), size);
+      h.finish(begin, size);
+    });
+    return;
+  }
+  TileReader<Storage> grad_h(job.grad_h, nullptr, job.row_size);
+  TileWriter<Storage> grad_x(job.grad_x);
+  for_each_tile(first, last, [&](int64_t begin, int64_t size) {
+    backward_tile<Scalar, kActivation>(
+        grad_h.read(begin, size), x.read(begin, size), grad_x.begin(begin), h.begin(begin), size);
+    grad_x.finish(begin, size);
+    h.finish(begin, size);
+  });
+}
+
+template <typename Storage, Activation kActivation>
+void run_gated(const detail::ActivationJob& job, int64_t first, int64_t last) {
+  using Scalar = ScalarOf<Storage>;
+  TileReader<Storage> gate(job.x, job.x_bias, job.row_size);
+  TileReader<Storage> up(job.up, job.up_bias, job.row_size);
+  TileWriter<Storage> h(job.h);
+  if (job.op == detail::ActivationOp::kGatedForward) {
+    for_each_tile(first, last, [&](int64_t begin, int64_t size) {
+      gated_forward_tile<Scalar, kActivation>(
+          gate.read(begin, size), up.read(begin, size), h.begin(begin), size);
+      h.finish(begin, size);
+    });
+    return;
+  }
+  TileReader<Storage> grad_h(job.grad_h, nullptr, job.row_size);
+  TileWriter<Storage> grad_gate(job.grad_x);
+  TileWriter<Storage> grad_up(job.grad_up);
+  for_each_tile(first, last, [&](int64_t begin, int64_t size) {
+    gated_backward_tile<Scalar, kActivation>(grad_h.read(begin, size),
+                                             gate.read(begin, size),
+                                             up.read(begin, size),
+                                             grad_gate.begin(begin),
+                                             grad_up.begin(begin),
+                                             h.begin(begin),
+                                             size);
+    grad_gate.finish(begin, size);
+    grad_up.finish(begin, size);
+    h.finish(begin, size);
+  });
+}
+
+template <typename Storage, Activation kActivation>
+void run_op(const detail::ActivationJob& job, int64_t first, int64_t last) {
+  const bool gated = job.up != nullptr;
+  gated ? run_gated<Storage, kActivation>(job, first, last)
+        : run_plain<Storage, kActivation>(job, first, last);
+}
+
+template <typename Storage>
+void run_activation(const detail::ActivationJob& job, int64_t first, int64_t last) {
+  switch (job.activation) {
+    case Activation::kSilu:
+      return run_op<Storage, Activation::kSilu>(job, first, last);
+    case Activation::kGelu:
+      return run_op<Storage, Activation::kGelu>(job, first, last);
+    case Activation::kGeluTanh:
+      return run_op<Storage, Activation::kGeluTanh>(job, first, last);
+    case Activation::kRelu:
+      return run_op<Storage, Activation::kRelu>(job, first, last);
+  }
+}
+
+// Elements [first, last) of the job.
+void run_loops(const detail::ActivationJob& job, int64_t first, int64_t last) {
+  switch (job.type) {
+    case detail::StorageType::kFloat32:
+      return run_activation<float>(job, first, last);
+    case detail::StorageType::kFloat64:
+      return run_activation<double>(job, first, last);
+    case detail::StorageType::kBFloat16:
+      return run_activation<BFloat16>(job, first, last);
+    case detail::StorageType::kFloat16:
+      return run_activation<Float16>(job, first, last);
+  }
+}
+
+}  // namespace
+}  // namespace weft::kernels::cpu

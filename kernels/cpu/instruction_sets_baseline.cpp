@@ -1,0 +1,9 @@
+#include "instruction_sets.h"
+
+namespace weft::kernels::cpu {
+
+std::vector<InstructionSet> supported_instruction_sets() {
+  return {{"baseline", activation_loops_baseline}};
+}
+
+}  // namespace weft::kernels::cpu

@@ -1,0 +1,19 @@
+#include "instruction_sets.h"
+
+namespace weft::kernels::cpu {
+
+// REQUIRES: the features named here are those that kernels/CMakeLists.txt compiles for.
+std::vector<InstructionSet> supported_instruction_sets() {
+  __builtin_cpu_init();
+  std::vector<InstructionSet> sets;
+  const bool has_fma = __builtin_cpu_supports("fma") != 0;
+  if (has_fma && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+    sets.push_back({"avx512", activation_loops_avx512});
+  }
+  if (has_fma && __builtin_cpu_supports("avx2")) sets.push_back({"avx2", activation_loops_avx2});
+  sets.push_back({"baseline", activation_loops_baseline});
+  return sets;
+}
+
+}  // namespace weft::kernels::cpu

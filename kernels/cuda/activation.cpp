@@ -1,0 +1,58 @@
+#include "activation_entry.h"
+#include "activation_launch.h"
+
+#include <weft/kernels/activation.h>
+
+#include <ATen/ops/empty.h>
+
+namespace weft::kernels::cuda {
+namespace {
+
+struct CudaDevice {
+  static constexpr c10::DeviceType kType = c10::DeviceType::CUDA;
+
+  static at::Tensor empty_like(const at::Tensor& like) {
+    return at::empty(like.sizes(), like.options());
+  }
+
+  static void run(const detail::ActivationJob& job, const at::Tensor& like) {
+    launch_activation(job, like.device());
+  }
+};
+
+using Entry = detail::ActivationEntry<CudaDevice>;
+
+}  // namespace
+
+at::Tensor activation_forward(const at::Tensor& x,
+                              const std::optional<at::Tensor>& bias,
+                              Activation activation) {
+  return Entry::forward(x, bias, activation);
+}
+
+std::tuple<at::Tensor, at::Tensor> activation_backward(const at::Tensor& grad_h,
+                                                       const at::Tensor& x,
+                                                       const std::optional<at::Tensor>& bias,
+                                                       Activation activation) {
+  return Entry::backward(grad_h, x, bias, activation);
+}
+
+at::Tensor gated_forward(const at::Tensor& gate,
+                         const at::Tensor& up,
+                         const std::optional<at::Tensor>& gate_bias,
+                         const std::optional<at::Tensor>& up_bias,
+                         Activation activation) {
+  return Entry::gated_forward(gate, up, gate_bias, up_bias, activation);
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> gated_backward(
+    const at::Tensor& grad_h,
+    const at::Tensor& gate,
+    const at::Tensor& up,
+    const std::optional<at::Tensor>& gate_bias,
+    const std::optional<at::Tensor>& up_bias,
+    Activation activation) {
+  return Entry::gated_backward(grad_h, gate, up, gate_bias, up_bias, activation);
+}
+
+}  // namespace weft::kernels::cuda

@@ -1,0 +1,127 @@
+#include "activation_entry.h"
+
+namespace weft::kernels::detail {
+namespace {
+
+struct NamedOperand {
+  const char* name;
+  const at::Tensor* tensor;
+};
+
+void check_type(const ActivationOperands& operands,
+                const NamedOperand& operand,
+                const NamedOperand& reference) {
+  TORCH_CHECK(operand.tensor->defined(),
+              operands.function,
+              " got an undefined tensor as ",
+              operand.name,
+              "; pass a tensor.");
+  TORCH_CHECK(operand.tensor->device() == reference.tensor->device(),
+              operands.function,
+              " got ",
+              operand.name,
+              " on ",
+              operand.tensor->device(),
+              " but ",
+              reference.name,
+              " on ",
+              reference.tensor->device(),
+              "; move both to one device.");
+  TORCH_CHECK(operand.tensor->scalar_type() == reference.tensor->scalar_type(),
+              operands.function,
+              " got ",
+              operand.name,
+              " of dtype ",
+              operand.tensor->scalar_type(),
+              " but ",
+              reference.name,
+              " of dtype ",
+              reference.tensor->scalar_type(),
+              "; convert both to one dtype.");
+}
+
+void check_same_shape(const ActivationOperands& operands,
+                      const NamedOperand& operand,
+                      const NamedOperand& reference) {
+  if (operand.tensor == nullptr) return;
+  check_type(operands, operand, reference);
+  TORCH_CHECK(operand.tensor->sizes() == reference.tensor->sizes(),
+              operands.function,
+              " got ",
+              operand.name,
+              " of shape ",
+              operand.tensor->sizes(),
+              " but ",
+              reference.name,
+              " of shape ",
+              reference.tensor->sizes(),
+              "; pass tensors of one shape.");
+}
+
+void check_bias(const ActivationOperands& operands,
+                const NamedOperand& bias,
+                const NamedOperand& reference) {
+  if (bias.tensor == nullptr) return;
+  check_type(operands, bias, reference);
+  const at::Tensor& x = *reference.tensor;
+  TORCH_CHECK(x.dim() > 0 && bias.tensor->dim() == 1 && bias.tensor->size(0) == x.size(-1),
+              operands.function,
+              " got ",
+              bias.name,
+              " of shape ",
+              bias.tensor->sizes(),
+              " for ",
+              reference.name,
+              " of shape ",
+              x.sizes(),
+              "; pass a bias with one dim, as long as the last dim of ",
+              reference.name,
+              ".");
+}
+
+}  // namespace
+
+void check_operands(const ActivationOperands& operands, c10::DeviceType device) {
+  const NamedOperand x = {operands.up != nullptr ? "gate" : "x", &operands.x};
+  check_type(operands, x, x);
+  TORCH_CHECK(x.tensor->device().type() == device,
+              operands.function,
+              " got ",
+              x.name,
+              " on ",
+              x.tensor->device(),
+              " in the kernel for ",
+              device,
+              "; call the kernel of the tensor's own device.");
+  const at::ScalarType type = x.tensor->scalar_type();
+  TORCH_CHECK(
+      type == at::kFloat || type == at::kDouble || type == at::kBFloat16 || type == at::kHalf,
+      operands.function,
+      " got ",
+      x.name,
+      " of dtype ",
+      type,
+      "; convert to float32, float64, bfloat16 or float16.");
+  check_same_shape(operands, {"up", operands.up}, x);
+  check_same_shape(operands, {"grad_h", operands.grad_h}, x);
+  check_bias(operands, {operands.up != nullptr ? "gate_bias" : "bias", operands.x_bias}, x);
+  if (operands.up != nullptr) {
+    check_bias(operands, {"up_bias", operands.up_bias}, {"up", operands.up});
+  }
+}
+
+StorageType storage_type(at::ScalarType type) {
+  switch (type) {
+    case at::kFloat:
+      return StorageType::kFloat32;
+    case at::kDouble:
+      return StorageType::kFloat64;
+    case at::kBFloat16:
+      return StorageType::kBFloat16;
+    default:
+      TORCH_INTERNAL_ASSERT(type == at::kHalf, "unchecked dtype ", type);
+      return StorageType::kFloat16;
+  }
+}
+
+}  // namespace weft::kernels::detail

@@ -1,0 +1,162 @@
+#pragma once
+
+#include "activation_job.h"
+
+#include <weft/kernels/activation_kind.h>
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <tuple>
+
+// From tensors to an ActivationJob, once for every device. `Device` supplies:
+//
+//   struct Device {
+//     static constexpr c10::DeviceType kType;
+//     static at::Tensor empty_like(const at::Tensor& like);  // contiguous
+//     static void run(const ActivationJob& job, const at::Tensor& like);  // job.num_elements > 0
+//   };
+namespace weft::kernels::detail {
+
+// The arguments of one call; `x` is the gate of the gated operations. Borrowed.
+struct ActivationOperands {
+  const char* function;
+  const at::Tensor& x;
+  const at::Tensor* x_bias = nullptr;
+  const at::Tensor* up = nullptr;
+  const at::Tensor* up_bias = nullptr;
+  const at::Tensor* grad_h = nullptr;
+};
+
+// Refuses operands that do not fit together or do not lie on `device`.
+void check_operands(const ActivationOperands& operands, c10::DeviceType device);
+
+// REQUIRES: a dtype that check_operands has passed.
+StorageType storage_type(at::ScalarType type);
+
+inline const at::Tensor* optional_ptr(const std::optional<at::Tensor>& tensor) {
+  return tensor.has_value() ? &*tensor : nullptr;
+}
+
+// Keeps the contiguous form of an optional operand alive while a job reads it.
+class ContiguousOperand {
+ public:
+  explicit ContiguousOperand(const at::Tensor* tensor) {
+    if (tensor != nullptr) tensor_ = tensor->expect_contiguous();
+  }
+
+  const void* data() const { return tensor_->defined() ? tensor_->const_data_ptr() : nullptr; }
+
+ private:
+  c10::MaybeOwned<at::Tensor> tensor_ = c10::MaybeOwned<at::Tensor>::owned(std::in_place);
+};
+
+struct ActivationResults {
+  at::Tensor h;
+  at::Tensor grad_x;
+  at::Tensor grad_up;
+};
+
+template <typename Device>
+ActivationResults run_operands(const ActivationOperands& operands,
+                               ActivationOp op,
+                               Activation activation) {
+  check_operands(operands, Device::kType);
+  const at::Tensor& x = operands.x;
+  ActivationResults results{.h = Device::empty_like(x), .grad_x = {}, .grad_up = {}};
+  if (operands.grad_h != nullptr) {
+    results.grad_x = Device::empty_like(x);
+    if (operands.up != nullptr) results.grad_up = Device::empty_like(x);
+  }
+  if (x.numel() == 0) return results;
+
+  const ContiguousOperand contiguous_x(&x);
+  const ContiguousOperand x_bias(operands.x_bias);
+  const ContiguousOperand up(operands.up);
+  const ContiguousOperand up_bias(operands.up_bias);
+  const ContiguousOperand grad_h(operands.grad_h);
+  const auto writable = [](const at::Tensor& tensor) {
+    return tensor.defined() ? tensor.mutable_data_ptr() : nullptr;
+  };
+  Device::run(
+      {
+          .op = op,
+          .activation = activation,
+          .type = storage_type(x.scalar_type()),
+          .num_elements = x.numel(),
+          .row_size = x.dim() > 0 ? x.size(-1) : 1,
+          .grad_h = grad_h.data(),
+          .x = contiguous_x.data(),
+          .x_bias = x_bias.data(),
+          .up = up.data(),
+          .up_bias = up_bias.data(),
+          .h = writable(results.h),
+          .grad_x = writable(results.grad_x),
+          .grad_up = writable(results.grad_up),
+      },
+      x);
+  return results;
+}
+
+template <typename Device>
+struct ActivationEntry {
+  using OptionalTensor = std::optional<at::Tensor>;
+
+  static at::Tensor forward(const at::Tensor& x,
+                            const OptionalTensor& bias,
+                            Activation activation) {
+    return run_operands<Device>(
+               {.function = "activation_forward", .x = x, .x_bias = optional_ptr(bias)},
+               ActivationOp::kForward,
+               activation)
+        .h;
+  }
+
+  static std::tuple<at::Tensor, at::Tensor> backward(const at::Tensor& grad_h,
+                                                     const at::Tensor& x,
+                                                     const OptionalTensor& bias,
+                                                     Activation activation) {
+    auto results = run_operands<Device>({.function = "activation_backward",
+                                         .x = x,
+                                         .x_bias = optional_ptr(bias),
+                                         .grad_h = &grad_h},
+                                        ActivationOp::kBackward,
+                                        activation);
+    return {std::move(results.grad_x), std::move(results.h)};
+  }
+
+  static at::Tensor gated_forward(const at::Tensor& gate,
+                                  const at::Tensor& up,
+                                  const OptionalTensor& gate_bias,
+                                  const OptionalTensor& up_bias,
+                                  Activation activation) {
+    return run_operands<Device>({.function = "gated_forward",
+                                 .x = gate,
+                                 .x_bias = optional_ptr(gate_bias),
+                                 .up = &up,
+                                 .up_bias = optional_ptr(up_bias)},
+                                ActivationOp::kGatedForward,
+                                activation)
+        .h;
+  }
+
+  static std::tuple<at::Tensor, at::Tensor, at::Tensor> gated_backward(
+      const at::Tensor& grad_h,
+      const at::Tensor& gate,
+      const at::Tensor& up,
+      const OptionalTensor& gate_bias,
+      const OptionalTensor& up_bias,
+      Activation activation) {
+    auto results = run_operands<Device>({.function = "gated_backward",
+                                         .x = gate,
+                                         .x_bias = optional_ptr(gate_bias),
+                                         .up = &up,
+                                         .up_bias = optional_ptr(up_bias),
+                                         .grad_h = &grad_h},
+                                        ActivationOp::kGatedBackward,
+                                        activation);
+    return {std::move(results.grad_x), std::move(results.grad_up), std::move(results.h)};
+  }
+};
+
+}  // namespace weft::kernels::detail

@@ -1,0 +1,32 @@
+#pragma once
+
+#include <weft/kernels/activation_kind.h>
+
+#include <cstdint>
+
+// One elementwise pass, described by sizes and pointers alone, so that the code that runs it needs
+// no tensor headers. All arrays are contiguous and of one type; pointers are borrowed.
+namespace weft::kernels::detail {
+
+enum class ActivationOp { kForward, kBackward, kGatedForward, kGatedBackward };
+
+enum class StorageType { kFloat32, kFloat64, kBFloat16, kFloat16 };
+
+// Unused pointers are null. `x` is the gate of the gated operations.
+struct ActivationJob {
+  ActivationOp op;
+  Activation activation;
+  StorageType type;
+  int64_t num_elements;
+  int64_t row_size;  // length of a bias; at least 1 when num_elements is
+  const void* grad_h = nullptr;
+  const void* x = nullptr;
+  const void* x_bias = nullptr;
+  const void* up = nullptr;
+  const void* up_bias = nullptr;
+  void* h = nullptr;
+  void* grad_x = nullptr;
+  void* grad_up = nullptr;
+};
+
+}  // namespace weft::kernels::detail

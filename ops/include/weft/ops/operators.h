@@ -1,0 +1,77 @@
+#pragma once
+
+// The operators of weft for C++ programs: typed calls into the dispatcher, so autograd, autocast
+// and Meta tensors work as from Python. Linking libweft_ops.so registers the operators.
+//
+// Shape legend: `...` leading dims, d = model dim, f = this rank's part of the hidden dim, o =
+// output dim, v = this rank's part of the vocabulary. All weights are this rank's shards in
+// nn.Linear's layout
+// (`[out, in]`); shards may be uneven or empty. `group_name` names a c10d process group
+// (c10d::resolve_process_group); "" is a group of one and needs no c10d at all.
+//
+// dtypes: float32, float64, bfloat16, float16, the same for all tensors of a call (ids apart).
+// Errors: c10::Error, one sentence, before anything is allocated or sent.
+
+#include <weft/ops/export.h>
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <string_view>
+
+namespace weft::ops {
+
+struct ColumnRowMlpWeights {
+  at::Tensor w1;                      // [f, d]: the activated half
+  at::Tensor w2;                      // [o, f]
+  std::optional<at::Tensor> w3 = {};  // [f, d]: with it the MLP is gated, act(x w1ᵀ) * (x w3ᵀ)
+  std::optional<at::Tensor> b1 = {};  // [f]
+  std::optional<at::Tensor> b2 = {};  // [o], whole on every rank; added once, after the sum
+  std::optional<at::Tensor> b3 = {};  // [f]
+};
+
+// act(x w1ᵀ + b1) [* (x w3ᵀ + b3)] w2ᵀ, summed over the group, + b2. x [..., d] -> [..., o].
+// activation: "silu", "gelu", "gelu_tanh", "relu". Communication: one all-reduce forward, one
+// backward (none when x needs no gradient). Saves x, h1 = x w1ᵀ + b1 and h3; with `recompute` x
+// alone.
+WEFT_OPS_API at::Tensor column_row_mlp(const at::Tensor& x,
+                                       const ColumnRowMlpWeights& weights,
+                                       std::string_view activation,
+                                       std::string_view group_name,
+                                       bool recompute = false);
+
+// x [..., d] -> x weightᵀ + bias, [..., f]; weight [f, d], bias [f]. One all-reduce backward, of
+// x's gradient.
+WEFT_OPS_API at::Tensor column_linear(const at::Tensor& x,
+                                      const at::Tensor& weight,
+                                      const std::optional<at::Tensor>& bias,
+                                      std::string_view group_name);
+
+// x [..., f] -> x weightᵀ summed over the group + bias, [..., o]; weight [o, f], bias [o] whole on
+// every rank. One all-reduce forward.
+WEFT_OPS_API at::Tensor row_linear(const at::Tensor& x,
+                                   const at::Tensor& weight,
+                                   const std::optional<at::Tensor>& bias,
+                                   std::string_view group_name);
+
+// ids [...] int64 or int32, global -> rows of the whole table, [..., d]; weight [v, d] holds the
+// rows vocab_start .. vocab_start + v. One all-reduce forward. With `vocab_size`, CPU ids outside
+// [0, vocab_size) are refused; without it (and on CUDA, where a check would wait for the device)
+// they give zeros.
+WEFT_OPS_API at::Tensor vocab_parallel_embedding(const at::Tensor& ids,
+                                                 const at::Tensor& weight,
+                                                 std::int64_t vocab_start,
+                                                 std::string_view group_name,
+                                                 std::optional<std::int64_t> vocab_size = {});
+
+// Identity forward, all-reduce of the gradient backward.
+WEFT_OPS_API at::Tensor copy_to_group(const at::Tensor& x, std::string_view group_name);
+
+// All-reduce (sum) forward, identity backward.
+WEFT_OPS_API at::Tensor reduce_from_group(const at::Tensor& x, std::string_view group_name);
+
+// The torch release that libweft_ops.so was compiled for, such as "2.15.0".
+WEFT_OPS_API std::string_view built_for_torch();
+
+}  // namespace weft::ops

@@ -1,0 +1,31 @@
+"""weft: tensor-parallel operators, modules and plans for PyTorch.
+
+`import weft` loads the C++ operators (`torch.ops.weft.*`, typed in `weft.ops`) and the modules over them
+(`weft.nn`). `weft.parallelize` and `weft.export_local` come from `weft.strategy` at first use; the
+Lightning and Fabric strategies register themselves on `import weft.lightning`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from weft._library import load_library
+
+load_library()
+
+from weft import nn, ops  # noqa: E402  (they look the operators up)
+
+if TYPE_CHECKING:
+    from weft.strategy import Plan, export_local, parallelize
+
+__version__ = "0.1.0"
+__all__ = ["Plan", "export_local", "nn", "ops", "parallelize"]
+
+_FROM_STRATEGY = frozenset({"Plan", "export_local", "parallelize"})
+
+
+def __getattr__(name: str) -> Any:
+    if name in _FROM_STRATEGY:
+        return getattr(importlib.import_module("weft.strategy"), name)
+    raise AttributeError(f"module 'weft' has no attribute {name!r}")

@@ -1,0 +1,20 @@
+"""Scriptable modules over weft's operators; each holds this rank's shards as plain parameters.
+
+They run in eager mode, under torch.jit.script (save, load in a fresh process, C++), torch.compile and
+torch.export. Group names differ from job to job: after loading, `rebind_group` sets the new one.
+"""
+
+from weft.nn.embedding import VocabParallelEmbedding
+from weft.nn.linear import ColumnLinear, RowLinear
+from weft.nn.mlp import ColumnRowMLP
+from weft.nn.rebind import rebind_group
+from weft.nn.shard import shard_range
+
+__all__ = [
+    "ColumnLinear",
+    "ColumnRowMLP",
+    "RowLinear",
+    "VocabParallelEmbedding",
+    "rebind_group",
+    "shard_range",
+]

@@ -1,0 +1,101 @@
+"""ColumnLinear and RowLinear: nn.Linear with its rows or columns sharded over a group."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from weft.nn.shard import group_size_and_rank, shard_range
+
+
+def _init_like_linear(weight: Tensor, bias: Tensor | None, fan_in: int) -> None:
+    """nn.Linear's distributions; `fan_in` is that of the whole layer, not of the shard."""
+    bound = 1.0 / math.sqrt(fan_in) if fan_in > 0 else 0.0
+    with torch.no_grad():
+        weight.uniform_(-bound, bound)
+        if bias is not None:
+            bias.uniform_(-bound, bound)
+
+
+class ColumnLinear(nn.Module):
+    """x -> this rank's part of x Wᵀ + b: `[..., in_features]` -> `[..., out_local]`.
+
+    Args:
+        in_features: size of the last dim of x.
+        out_features: rows of the whole weight; this rank holds torch.chunk's part of them.
+        bias: with a bias, sharded like the rows.
+        group_name: c10d name of the group; "" for a group of one.
+        device, dtype: of the parameters.
+
+    Parameters `weight [out_local, in_features]`, `bias [out_local]`. Random values differ from those of
+    an unsharded nn.Linear; copy shards of one in to get its numbers.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        group_name: str,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        num_ranks, rank = group_size_and_rank(group_name)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.group_name = group_name
+        _, rows = shard_range(out_features, num_ranks, rank)
+        self.weight = nn.Parameter(torch.empty(rows, in_features, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
+        _init_like_linear(self.weight, self.bias, in_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.weft.column_linear(x, self.weight, self.bias, group_name=self.group_name)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
+
+
+class RowLinear(nn.Module):
+    """This rank's part of x -> x Wᵀ summed over the group + b: `[..., in_local]` -> `[..., out_features]`.
+
+    Args:
+        in_features: columns of the whole weight; this rank holds torch.chunk's part of them.
+        out_features: size of the last dim of the result.
+        bias: with a bias, whole on every rank and added once.
+        group_name: c10d name of the group; "" for a group of one.
+        device, dtype: of the parameters.
+
+    Parameters `weight [out_features, in_local]`, `bias [out_features]`. The bias starts at zero, so that
+    it is equal on every rank.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        group_name: str,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        num_ranks, rank = group_size_and_rank(group_name)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.group_name = group_name
+        _, columns = shard_range(in_features, num_ranks, rank)
+        self.weight = nn.Parameter(torch.empty(out_features, columns, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
+        _init_like_linear(self.weight, None, in_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.weft.row_linear(x, self.weight, self.bias, group_name=self.group_name)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"

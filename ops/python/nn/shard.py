@@ -1,0 +1,23 @@
+"""Which part of a dim a rank holds."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+
+def shard_range(dim_size: int, num_ranks: int, rank: int) -> tuple[int, int]:
+    """(start, length) of a rank's part of a dim: torch.chunk's parts, as DTensor's Shard cuts them.
+
+    Parts are ceil(dim_size / num_ranks) long; later ranks get a shorter part or none.
+    """
+    length = -(-dim_size // num_ranks)
+    start = min(rank * length, dim_size)
+    return start, min(start + length, dim_size) - start
+
+
+def group_size_and_rank(group_name: str) -> tuple[int, int]:
+    """(number of ranks, own rank) of the c10d group of that name; (1, 0) for the group of one, ""."""
+    if not group_name:
+        return 1, 0
+    group = dist.distributed_c10d._resolve_process_group(group_name)  # no public name for it
+    return group.size(), group.rank()

@@ -1,0 +1,78 @@
+"""Typed calls of weft's operators (`torch.ops.weft.*`), for eager code, torch.compile and torch.export.
+
+All weights are this rank's shards in nn.Linear's layout `[out, in]`; `group_name` is c10d's name of a
+process group (`mesh.get_group("tensor_parallel").group_name`), "" is a group of one. Tensors of a call
+share one dtype (float32, float64, bfloat16, float16) and device; under torch.autocast they are cast as
+for nn.Linear. Every refusal is a ValueError, TypeError or IndexError before anything is sent. There are no second
+derivatives.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+
+
+def column_row_mlp(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    w3: Tensor | None = None,
+    b1: Tensor | None = None,
+    b2: Tensor | None = None,
+    b3: Tensor | None = None,
+    *,
+    activation: Activation,
+    group_name: str,
+    recompute: bool = False,
+) -> Tensor:
+    """act(x w1ᵀ + b1) [* (x w3ᵀ + b3)] w2ᵀ, summed over the group, + b2.
+
+    Shapes: x `[..., d]`, w1 and w3 `[f, d]`, b1 and b3 `[f]`, w2 `[o, f]`, b2 `[o]` (whole on every
+    rank, added once) -> `[..., o]`, with f this rank's part of the hidden dim, uneven or empty.
+    One all-reduce forward, one backward (none when x needs no gradient). Saves x, x w1ᵀ and x w3ᵀ; with
+    `recompute` x alone.
+    """
+    return torch.ops.weft.column_row_mlp(
+        x, w1, w2, w3, b1, b2, b3, activation=activation, group_name=group_name, recompute=recompute
+    )
+
+
+def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, group_name: str) -> Tensor:
+    """x weightᵀ + bias with the rows of weight sharded: `[..., d]` -> `[..., f]`; one all-reduce backward."""
+    return torch.ops.weft.column_linear(x, weight, bias, group_name=group_name)
+
+
+def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, group_name: str) -> Tensor:
+    """x weightᵀ summed over the group + bias: `[..., f]` -> `[..., o]`; bias whole on every rank.
+
+    One all-reduce forward, none backward.
+    """
+    return torch.ops.weft.row_linear(x, weight, bias, group_name=group_name)
+
+
+def vocab_parallel_embedding(
+    input: Tensor, weight: Tensor, vocab_start: int, *, group_name: str, vocab_size: int | None = None
+) -> Tensor:
+    """Rows of a table whose rows are sharded: ids `[...]` (int64, int32; global) -> `[..., d]`.
+
+    weight `[v, d]` holds the rows from vocab_start on. One all-reduce forward. With `vocab_size`, CPU
+    ids outside `[0, vocab_size)` are refused (IndexError); without it they give zeros.
+    """
+    return torch.ops.weft.vocab_parallel_embedding(
+        input, weight, vocab_start, group_name=group_name, vocab_size=vocab_size
+    )
+
+
+def copy_to_group(x: Tensor, group_name: str) -> Tensor:
+    """Identity forward, all-reduce of the gradient backward: where a replicated tensor meets shards."""
+    return torch.ops.weft.copy_to_group(x, group_name)
+
+
+def reduce_from_group(x: Tensor, group_name: str) -> Tensor:
+    """All-reduce (sum) forward, identity backward: where partial results become whole."""
+    return torch.ops.weft.reduce_from_group(x, group_name)

@@ -1,0 +1,86 @@
+// Under torch.autocast the matrix-product operators run in the autocast dtype, as nn.Linear does;
+// the embedding and the group operators keep the dtype of their input.
+
+#include "dispatch.h"
+
+#include <ATen/autocast_mode.h>
+#include <torch/library.h>
+
+namespace weft::ops {
+
+namespace {
+
+template <c10::DeviceType kDevice>
+class Cast {
+ public:
+  at::Tensor operator()(const at::Tensor& tensor) const {
+    return at::autocast::cached_cast(dtype_, tensor, kDevice);
+  }
+  dispatch::OptionalTensor operator()(const dispatch::OptionalTensor& tensor) const {
+    return tensor.has_value() ? dispatch::OptionalTensor((*this)(*tensor)) : std::nullopt;
+  }
+
+ private:
+  at::ScalarType dtype_ = at::autocast::get_lower_precision_fp_from_device_type(kDevice);
+};
+
+template <c10::DeviceType kDevice>
+struct Autocast {
+  static constexpr auto kKey = kDevice == c10::DeviceType::CPU ? c10::DispatchKey::AutocastCPU
+                                                               : c10::DispatchKey::AutocastCUDA;
+
+  static at::Tensor column_row_mlp(const at::Tensor& x,
+                                   const at::Tensor& w1,
+                                   const at::Tensor& w2,
+                                   const dispatch::OptionalTensor& w3,
+                                   const dispatch::OptionalTensor& b1,
+                                   const dispatch::OptionalTensor& b2,
+                                   const dispatch::OptionalTensor& b3,
+                                   std::string_view activation,
+                                   std::string_view group_name,
+                                   bool recompute) {
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(kKey);
+    const Cast<kDevice> cast;
+    return dispatch::column_row_mlp(cast(x),
+                                    cast(w1),
+                                    cast(w2),
+                                    cast(w3),
+                                    cast(b1),
+                                    cast(b2),
+                                    cast(b3),
+                                    activation,
+                                    group_name,
+                                    recompute);
+  }
+
+  static at::Tensor column_linear(const at::Tensor& x,
+                                  const at::Tensor& weight,
+                                  const dispatch::OptionalTensor& bias,
+                                  std::string_view group_name) {
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(kKey);
+    const Cast<kDevice> cast;
+    return dispatch::column_linear(cast(x), cast(weight), cast(bias), group_name);
+  }
+
+  static at::Tensor row_linear(const at::Tensor& x,
+                               const at::Tensor& weight,
+                               const dispatch::OptionalTensor& bias,
+                               std::string_view group_name) {
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(kKey);
+    const Cast<kDevice> cast;
+    return dispatch::row_linear(cast(x), cast(weight), cast(bias), group_name);
+  }
+
+  static void register_kernels(torch::Library& m) {
+    m.impl("column_row_mlp", TORCH_FN(column_row_mlp));
+    m.impl("column_linear", TORCH_FN(column_linear));
+    m.impl("row_linear", TORCH_FN(row_linear));
+  }
+};
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(weft, AutocastCPU, m) { Autocast<c10::DeviceType::CPU>::register_kernels(m); }
+TORCH_LIBRARY_IMPL(weft, AutocastCUDA, m) { Autocast<c10::DeviceType::CUDA>::register_kernels(m); }
+
+}  // namespace weft::ops

@@ -1,0 +1,26 @@
+#pragma once
+
+// The pieces of column_row_mlp that its device kernels and its autograd formula share. All run
+// below autograd on this rank's tensors alone: nothing here communicates.
+
+#include "shape.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <string_view>
+#include <tuple>
+#include <utility>
+
+namespace weft::ops {
+
+// (h1, h3) = (x w1ᵀ + b1, x w3ᵀ + b3), [..., f]; h3 is undefined without w3.
+std::pair<at::Tensor, at::Tensor> column_half(const at::Tensor& x,
+                                              const at::Tensor& w1,
+                                              const OptionalTensor& w3,
+                                              const OptionalTensor& b1,
+                                              const OptionalTensor& b3);
+
+// act(h1) [* h3], [..., f]; `h3` may be undefined.
+at::Tensor activate(const at::Tensor& h1, const at::Tensor& h3, std::string_view activation);
+
+}  // namespace weft::ops

@@ -1,0 +1,268 @@
+// The gradient of column_row_mlp: a chain of nodes, one for each weight gradient, so that each
+// gradient can be used up (an optimizer step, a reduce-scatter) before the next one exists.
+//
+//   forward    x -> Enter -> x'      x, w1 -> Column -> h1     x, w3 -> Column -> h3
+//              x', h1, h3, w2 -> Row -> y
+//   backward   Row:     grad_h = grad_y w2; through the activation to grad_h1, grad_h3 and h in one
+//                       pass; grad_x = grad_h1 w1 + grad_h3 w3, whose all-reduce starts here;
+//                       grad_w2
+//              Column:  grad_w3 (its node is younger, so the engine takes it first), then grad_w1,
+//                       while the all-reduce is on its way
+//              Enter:   waits for the all-reduce; the oldest node, so the last to run
+//
+// Saved: x (by both Column nodes), h1 and h3 (by Row). With `recompute` Row saves x in their place.
+// Everything below calls registered operators under autograd, so compile and export see all of it;
+// there the all-reduce is the functional weft::reduce_from_group, in program order.
+
+#include "autograd_support.h"
+#include "column_row_mlp.h"
+#include "dispatch.h"
+#include "group.h"
+
+#include <ATen/core/ivalue.h>
+#include <ATen/ops/matmul.h>
+#include <torch/csrc/autograd/anomaly_mode.h>
+#include <torch/library.h>
+
+#include <string>
+
+namespace weft::ops {
+
+namespace {
+
+constexpr std::string_view kOp = "weft::column_row_mlp";
+
+// The all-reduce of grad_x between the node that starts it and the node that waits for it.
+struct ReduceSlot : torch::CustomClassHolder {
+  PendingReduce pending;
+};
+using ReduceSlotPtr = c10::intrusive_ptr<ReduceSlot>;
+
+c10::IValue to_ivalue(const ReduceSlotPtr& slot) {
+  return c10::IValue::make_capsule(
+      c10::static_intrusive_pointer_cast<torch::CustomClassHolder>(slot));
+}
+
+ReduceSlot& slot_of(AutogradContext* ctx) {
+  return static_cast<ReduceSlot&>(*ctx->saved_data.at("slot").toCapsule());
+}
+
+class Enter : public torch::autograd::Function<Enter> {
+ public:
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const ReduceSlotPtr& slot) {
+    ctx->saved_data["slot"] = to_ivalue(slot);
+    return x.detach();
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    slot_of(ctx).pending.wait();
+    return {grads[0], at::Tensor()};
+  }
+};
+
+// Tensors that a node only keeps or passes on: no inputs of it, so without gradients.
+struct ColumnValues {
+  at::Tensor x;
+  at::Tensor h;  // x weightᵀ + bias already; the node only adds the gradients of weight and bias
+};
+
+class Column : public torch::autograd::Function<Column> {
+ public:
+  static at::Tensor forward(AutogradContext* ctx,
+                            const at::Tensor& /*weight*/,
+                            const OptionalTensor& bias,
+                            const ColumnValues& values) {
+    ctx->set_materialize_grads(false);
+    ctx->save_for_backward({values.x});
+    ctx->saved_data["has_bias"] = bias.has_value();
+    return values.h.detach();
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const auto& grad_h = grads[0];
+    if (!grad_h.defined()) {
+      return variable_list(3);
+    }
+    const auto x = ctx->get_saved_variables()[0];
+    const bool needs_bias = ctx->saved_data.at("has_bias").toBool() && ctx->needs_input_grad(1);
+    return {ctx->needs_input_grad(0) ? weight_grad(grad_h, x) : at::Tensor(),
+            needs_bias ? bias_grad(grad_h) : at::Tensor(),
+            at::Tensor()};
+  }
+};
+
+struct RowValues {
+  at::Tensor y;               // complete already
+  at::Tensor w1, w3, b1, b3;  // undefined where the block has none
+  std::string activation;
+  std::string group_name;
+  ReduceSlotPtr slot;
+  bool recompute;
+};
+
+class Row : public torch::autograd::Function<Row> {
+ public:
+  // The order of the tensor arguments is the order of the gradients.
+  static at::Tensor forward(AutogradContext* ctx,
+                            const at::Tensor& x,
+                            const at::Tensor& h1,
+                            const at::Tensor& w2,
+                            const OptionalTensor& h3,
+                            const OptionalTensor& b2,
+                            const RowValues& values) {
+    const at::Tensor none;
+    if (values.recompute) {
+      ctx->save_for_backward({x, none, values.w1, w2, values.w3, values.b1, values.b3});
+    } else {
+      ctx->save_for_backward({h1, h3.value_or(none), values.w1, w2, values.w3, none, none});
+    }
+    ctx->saved_data["activation"] = values.activation;
+    ctx->saved_data["group_name"] = values.group_name;
+    ctx->saved_data["recompute"] = values.recompute;
+    ctx->saved_data["gated"] = h3.has_value();
+    ctx->saved_data["has_bias"] = b2.has_value();
+    ctx->saved_data["slot"] = to_ivalue(values.slot);
+    return values.y.detach();
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    refuse_double_backward(kOp);
+    const auto& grad_y = grads[0];
+    const auto saved = ctx->get_saved_variables();
+    const auto &w1 = saved[2], &w2 = saved[3], &w3 = saved[4];
+    const auto& activation = ctx->saved_data.at("activation").toStringRef();
+    auto [h1, h3] = hidden(ctx, saved);
+
+    // autograd::Function does not count absent optional inputs.
+    const bool gated = ctx->saved_data.at("gated").toBool();
+    const bool has_bias = ctx->saved_data.at("has_bias").toBool();
+    variable_list result(kNumInputs);
+    if (has_bias && ctx->needs_input_grad(gated ? kB2 : kB2 - 1)) {
+      result[kB2] = bias_grad(grad_y);
+    }
+    at::Tensor h;
+    if (ctx->needs_input_grad(kX) || ctx->needs_input_grad(kH1) ||
+        (gated && ctx->needs_input_grad(kH3))) {
+      const auto grad_h = at::matmul(grad_y, w2);
+      if (h3.defined()) {
+        std::tie(result[kH1], result[kH3], h) =
+            dispatch::gated_activation_backward(grad_h, h1, h3, activation);
+      } else {
+        std::tie(result[kH1], h) = dispatch::activation_backward(grad_h, h1, activation);
+      }
+    } else if (ctx->needs_input_grad(kW2)) {
+      h = activate(h1, h3, activation);
+    }
+    h1.reset();
+    h3.reset();
+    if (ctx->needs_input_grad(kX)) {
+      result[kX] = input_grad(ctx, result[kH1], result[kH3], w1, w3);
+    }
+    if (ctx->needs_input_grad(kW2)) {
+      result[kW2] = weight_grad(grad_y, h);
+    }
+    return result;
+  }
+
+ private:
+  enum Input : std::size_t { kX, kH1, kW2, kH3, kB2, kValues, kNumInputs };
+
+  static std::pair<at::Tensor, at::Tensor> hidden(AutogradContext* ctx,
+                                                  const variable_list& saved) {
+    if (!ctx->saved_data.at("recompute").toBool()) {
+      return {saved[0], saved[1]};
+    }
+    const auto optional = [](const at::Tensor& tensor) {
+      return tensor.defined() ? OptionalTensor(tensor) : OptionalTensor();
+    };
+    return column_half(
+        saved[0], saved[2], optional(saved[4]), optional(saved[5]), optional(saved[6]));
+  }
+
+  // grad_x with its all-reduce: on its way in eager mode, complete when traced (or when anomaly
+  // mode is about to read it).
+  static at::Tensor input_grad(AutogradContext* ctx,
+                               const at::Tensor& grad_h1,
+                               const at::Tensor& grad_h3,
+                               const at::Tensor& w1,
+                               const at::Tensor& w3) {
+    auto grad_x = at::matmul(grad_h1, w1);
+    if (w3.defined()) {
+      as_matrix(grad_x).addmm_(as_matrix(grad_h3), w3);
+    }
+    const auto& group_name = ctx->saved_data.at("group_name").toStringRef();
+    if (is_traced(grad_x)) {
+      return dispatch::reduce_from_group(grad_x, group_name);
+    }
+    auto pending = start_all_reduce(kOp, grad_x, resolve_group(kOp, group_name));
+    if (torch::autograd::AnomalyMode::is_enabled()) {
+      pending.wait();
+    }
+    slot_of(ctx).pending = std::move(pending);
+    return grad_x;
+  }
+};
+
+at::Tensor detached(const OptionalTensor& tensor) {
+  return tensor.has_value() ? tensor->detach() : at::Tensor();
+}
+
+// h1 or h3 with the node that gives weight and bias their gradients, if they need any.
+at::Tensor attach(const at::Tensor& x,
+                  const at::Tensor& weight,
+                  const OptionalTensor& bias,
+                  const at::Tensor& h) {
+  if (!weight.requires_grad() && !needs_grad(bias)) {
+    return h;
+  }
+  hurry_to_leaf(weight);
+  return Column::apply(weight, bias, ColumnValues{x, h});
+}
+
+at::Tensor column_row_mlp_autograd(const at::Tensor& x,
+                                   const at::Tensor& w1,
+                                   const at::Tensor& w2,
+                                   const OptionalTensor& w3,
+                                   const OptionalTensor& b1,
+                                   const OptionalTensor& b2,
+                                   const OptionalTensor& b3,
+                                   std::string_view activation,
+                                   std::string_view group_name,
+                                   bool recompute) {
+  if (!torch::autograd::compute_requires_grad(x, w1, w2, w3, b1, b2, b3)) {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    return dispatch::column_row_mlp(x, w1, w2, w3, b1, b2, b3, activation, group_name, recompute);
+  }
+  at::Tensor y, h1, h3;
+  {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    std::tie(y, h1, h3) =
+        dispatch::column_row_mlp_saving(x, w1, w2, w3, b1, b2, b3, activation, group_name);
+  }
+  const auto slot = c10::make_intrusive<ReduceSlot>();
+  const auto x_in = x.requires_grad() ? Enter::apply(x, slot) : x;
+  const auto x_value = x.detach();
+  const auto h1_in = attach(x_value, w1, b1, h1);
+  const auto h3_in = w3.has_value() ? OptionalTensor(attach(x_value, *w3, b3, h3)) : std::nullopt;
+  hurry_to_leaf(w2);
+  return Row::apply(x_in,
+                    h1_in,
+                    w2,
+                    h3_in,
+                    b2,
+                    RowValues{y,
+                              w1.detach(),
+                              detached(w3),
+                              detached(b1),
+                              detached(b3),
+                              std::string(activation),
+                              std::string(group_name),
+                              slot,
+                              recompute});
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(weft, Autograd, m) {
+  m.impl("column_row_mlp", TORCH_FN(column_row_mlp_autograd));
+}
+
+}  // namespace weft::ops

@@ -1,0 +1,115 @@
+#include "dispatch.h"
+
+#include <utility>
+
+namespace weft::ops::dispatch {
+
+namespace {
+
+// The typed handle of `weft::<name>`, looked up once by each caller.
+template <typename Function>
+auto handle(const char* name, Function* /*signature*/) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Function>();
+}
+
+}  // namespace
+
+at::Tensor column_row_mlp(const at::Tensor& x,
+                          const at::Tensor& w1,
+                          const at::Tensor& w2,
+                          const OptionalTensor& w3,
+                          const OptionalTensor& b1,
+                          const OptionalTensor& b2,
+                          const OptionalTensor& b3,
+                          std::string_view activation,
+                          std::string_view group_name,
+                          bool recompute) {
+  static const auto op = handle("weft::column_row_mlp", &column_row_mlp);
+  return op.call(x, w1, w2, w3, b1, b2, b3, activation, group_name, recompute);
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> column_row_mlp_saving(const at::Tensor& x,
+                                                                     const at::Tensor& w1,
+                                                                     const at::Tensor& w2,
+                                                                     const OptionalTensor& w3,
+                                                                     const OptionalTensor& b1,
+                                                                     const OptionalTensor& b2,
+                                                                     const OptionalTensor& b3,
+                                                                     std::string_view activation,
+                                                                     std::string_view group_name) {
+  static const auto op = handle("weft::_column_row_mlp_saving", &column_row_mlp_saving);
+  return op.call(x, w1, w2, w3, b1, b2, b3, activation, group_name);
+}
+
+at::Tensor column_linear(const at::Tensor& x,
+                         const at::Tensor& weight,
+                         const OptionalTensor& bias,
+                         std::string_view group_name) {
+  static const auto op = handle("weft::column_linear", &column_linear);
+  return op.call(x, weight, bias, group_name);
+}
+
+at::Tensor row_linear(const at::Tensor& x,
+                      const at::Tensor& weight,
+                      const OptionalTensor& bias,
+                      std::string_view group_name) {
+  static const auto op = handle("weft::row_linear", &row_linear);
+  return op.call(x, weight, bias, group_name);
+}
+
+at::Tensor vocab_parallel_embedding(const at::Tensor& ids,
+                                    const at::Tensor& weight,
+                                    std::int64_t vocab_start,
+                                    std::string_view group_name,
+                                    std::optional<std::int64_t> vocab_size) {
+  static const auto op = handle("weft::vocab_parallel_embedding", &vocab_parallel_embedding);
+  return op.call(ids, weight, vocab_start, group_name, vocab_size);
+}
+
+at::Tensor vocab_embedding_backward(const at::Tensor& grad,
+                                    const at::Tensor& ids,
+                                    c10::SymInt num_rows,
+                                    std::int64_t vocab_start) {
+  static const auto op = handle("weft::_vocab_embedding_backward", &vocab_embedding_backward);
+  return op.call(grad, ids, std::move(num_rows), vocab_start);
+}
+
+at::Tensor copy_to_group(const at::Tensor& x, std::string_view group_name) {
+  static const auto op = handle("weft::copy_to_group", &copy_to_group);
+  return op.call(x, group_name);
+}
+
+at::Tensor reduce_from_group(const at::Tensor& x, std::string_view group_name) {
+  static const auto op = handle("weft::reduce_from_group", &reduce_from_group);
+  return op.call(x, group_name);
+}
+
+at::Tensor activation(const at::Tensor& x, std::string_view activation) {
+  static const auto op = handle("weft::_activation", &dispatch::activation);
+  return op.call(x, activation);
+}
+
+std::tuple<at::Tensor, at::Tensor> activation_backward(const at::Tensor& grad,
+                                                       const at::Tensor& x,
+                                                       std::string_view activation) {
+  static const auto op = handle("weft::_activation_backward", &activation_backward);
+  return op.call(grad, x, activation);
+}
+
+at::Tensor gated_activation(const at::Tensor& gate,
+                            const at::Tensor& up,
+                            std::string_view activation) {
+  static const auto op = handle("weft::_gated_activation", &gated_activation);
+  return op.call(gate, up, activation);
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> gated_activation_backward(
+    const at::Tensor& grad,
+    const at::Tensor& gate,
+    const at::Tensor& up,
+    std::string_view activation) {
+  static const auto op = handle("weft::_gated_activation_backward", &gated_activation_backward);
+  return op.call(grad, gate, up, activation);
+}
+
+}  // namespace weft::ops::dispatch

@@ -1,0 +1,75 @@
+#pragma once
+
+// Typed calls of weft's registered operators through the dispatcher. A call made below autograd
+// (under at::AutoDispatchBelowADInplaceOrView) reaches the device kernel, or the tracer where one
+// is active.
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <cstdint>
+#include <optional>
+#include <string_view>
+#include <tuple>
+
+namespace weft::ops::dispatch {
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+at::Tensor column_row_mlp(const at::Tensor& x,
+                          const at::Tensor& w1,
+                          const at::Tensor& w2,
+                          const OptionalTensor& w3,
+                          const OptionalTensor& b1,
+                          const OptionalTensor& b2,
+                          const OptionalTensor& b3,
+                          std::string_view activation,
+                          std::string_view group_name,
+                          bool recompute);
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> column_row_mlp_saving(const at::Tensor& x,
+                                                                     const at::Tensor& w1,
+                                                                     const at::Tensor& w2,
+                                                                     const OptionalTensor& w3,
+                                                                     const OptionalTensor& b1,
+                                                                     const OptionalTensor& b2,
+                                                                     const OptionalTensor& b3,
+                                                                     std::string_view activation,
+                                                                     std::string_view group_name);
+
+at::Tensor column_linear(const at::Tensor& x,
+                         const at::Tensor& weight,
+                         const OptionalTensor& bias,
+                         std::string_view group_name);
+at::Tensor row_linear(const at::Tensor& x,
+                      const at::Tensor& weight,
+                      const OptionalTensor& bias,
+                      std::string_view group_name);
+
+at::Tensor vocab_parallel_embedding(const at::Tensor& ids,
+                                    const at::Tensor& weight,
+                                    std::int64_t vocab_start,
+                                    std::string_view group_name,
+                                    std::optional<std::int64_t> vocab_size);
+at::Tensor vocab_embedding_backward(const at::Tensor& grad,
+                                    const at::Tensor& ids,
+                                    c10::SymInt num_rows,
+                                    std::int64_t vocab_start);
+
+at::Tensor copy_to_group(const at::Tensor& x, std::string_view group_name);
+at::Tensor reduce_from_group(const at::Tensor& x, std::string_view group_name);
+
+at::Tensor activation(const at::Tensor& x, std::string_view activation);
+std::tuple<at::Tensor, at::Tensor> activation_backward(const at::Tensor& grad,
+                                                       const at::Tensor& x,
+                                                       std::string_view activation);
+at::Tensor gated_activation(const at::Tensor& gate,
+                            const at::Tensor& up,
+                            std::string_view activation);
+std::tuple<at::Tensor, at::Tensor, at::Tensor> gated_activation_backward(
+    const at::Tensor& grad,
+    const at::Tensor& gate,
+    const at::Tensor& up,
+    std::string_view activation);
+
+}  // namespace weft::ops::dispatch

@@ -1,0 +1,92 @@
+#include "group.h"
+
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+namespace weft::ops {
+
+namespace {
+
+std::string failure(std::string_view op, int rank) {
+  return c10::str(op, ": the all-reduce failed on rank ", rank, " of its group");
+}
+
+// Runs `step` and adds operator and rank to what the backend raises. Exceptions of Python (a
+// backend written there) pass as they are: they are no std::runtime_error.
+template <typename Step>
+auto with_context(std::string_view op, int rank, Step step) {
+  try {
+    return step();
+  } catch (c10::Error& error) {
+    error.add_context(failure(op, rank));
+    throw;
+  } catch (const std::runtime_error& error) {
+    TORCH_CHECK_WITH(DistBackendError, false, failure(op, rank), ": ", error.what());
+  }
+}
+
+}  // namespace
+
+ProcessGroupPtr resolve_group(std::string_view op, const std::string& group_name) {
+  if (group_name.empty()) {
+    return {};
+  }
+  ProcessGroupPtr group;
+  // The registry knows only to throw; c10d::is_process_group_registered is newer than torch 2.11.
+  try {
+    group = c10d::resolve_process_group(group_name);
+  } catch (const c10::Error&) {
+    TORCH_CHECK_VALUE(
+        false,
+        op,
+        ": got group_name '",
+        group_name,
+        "', which is no process group of this process; pass the group_name of a group "
+        "made with torch.distributed or DeviceMesh (rebind a loaded module with "
+        "weft.nn.rebind_group), or '' for a group of one.");
+  }
+  return group->getSize() > 1 ? group : ProcessGroupPtr();
+}
+
+PendingReduce::PendingReduce(std::string op,
+                             at::Tensor tensor,
+                             c10::intrusive_ptr<c10d::Work> work,
+                             int rank)
+    : op_(std::move(op)), tensor_(std::move(tensor)), work_(std::move(work)), rank_(rank) {}
+
+void PendingReduce::wait() {
+  const auto work = std::exchange(work_, {});
+  if (work) {
+    with_context(op_, rank_, [&] { work->wait(); });
+  }
+  tensor_.reset();
+}
+
+PendingReduce start_all_reduce(std::string_view op,
+                               const at::Tensor& tensor,
+                               const ProcessGroupPtr& group) {
+  if (!group || tensor.numel() == 0) {
+    return {};
+  }
+  TORCH_INTERNAL_ASSERT(tensor.is_non_overlapping_and_dense());
+  std::vector<at::Tensor> tensors{tensor};
+  auto work = with_context(op, group->getRank(), [&] { return group->allreduce(tensors); });
+  return {std::string(op), tensor, std::move(work), group->getRank()};
+}
+
+void all_reduce_(std::string_view op, const at::Tensor& tensor, const ProcessGroupPtr& group) {
+  start_all_reduce(op, tensor, group).wait();
+}
+
+bool is_traced(const at::Tensor& tensor) {
+  const auto keys = tensor.key_set();
+  return c10::impl::TorchDispatchModeTLS::any_modes_set() || tensor.is_meta() ||
+         keys.has(c10::DispatchKey::Python) || keys.has(c10::DispatchKey::Functionalize);
+}
+
+}  // namespace weft::ops

@@ -1,0 +1,53 @@
+#pragma once
+
+// One process group, by name: resolving it and reducing over it. Every Work that starts here is
+// waited for here or by the holder of the returned PendingReduce.
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <string>
+#include <string_view>
+
+namespace weft::ops {
+
+using ProcessGroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+// The group named `group_name`; null for a group of one: the name "" or a group with one rank.
+// Errors: one sentence naming the operator `op` where no such group is registered in this process.
+ProcessGroupPtr resolve_group(std::string_view op, const std::string& group_name);
+
+// Sums the contiguous `tensor` over `group` in place and waits; nothing for a null group or no
+// elements (shapes are equal on all ranks, so all skip together).
+void all_reduce_(std::string_view op, const at::Tensor& tensor, const ProcessGroupPtr& group);
+
+// An all-reduce on its way. Move-only; wait() before the tensor is read. The tensor stays alive
+// with it.
+class PendingReduce {
+ public:
+  PendingReduce() = default;
+  PendingReduce(std::string op, at::Tensor tensor, c10::intrusive_ptr<c10d::Work> work, int rank);
+
+  // Waits until the sum is there (for CUDA: makes the current stream wait) and forgets the work.
+  // Errors: what the backend raises, with operator and rank added.
+  void wait();
+
+ private:
+  std::string op_;
+  at::Tensor tensor_;
+  c10::intrusive_ptr<c10d::Work> work_;
+  int rank_ = 0;
+};
+
+// Starts the sum of the contiguous `tensor` in place; for a null group or no elements it is done at
+// once.
+PendingReduce start_all_reduce(std::string_view op,
+                               const at::Tensor& tensor,
+                               const ProcessGroupPtr& group);
+
+// True where `tensor` is being traced (compile, export, fake or meta tensors, a dispatch mode):
+// then communication must go through a registered operator, in program order, or the trace would
+// lose it.
+bool is_traced(const at::Tensor& tensor);
+
+}  // namespace weft::ops

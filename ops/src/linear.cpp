@@ -1,0 +1,142 @@
+// column_linear and row_linear, the halves of column_row_mlp: kernels and gradients.
+
+#include "autograd_support.h"
+#include "dispatch.h"
+#include "group.h"
+#include "shape.h"
+
+#include <ATen/ops/linear.h>
+#include <ATen/ops/matmul.h>
+#include <torch/library.h>
+
+#include <string>
+
+namespace weft::ops {
+
+namespace {
+
+constexpr std::string_view kColumn = "weft::column_linear";
+constexpr std::string_view kRow = "weft::row_linear";
+
+at::Tensor column_linear(const at::Tensor& x,
+                         const at::Tensor& weight,
+                         const OptionalTensor& bias,
+                         std::string_view group_name) {
+  linear_shape(kColumn, x, weight, bias);
+  resolve_group(kColumn, std::string(group_name));  // refused here, not in the backward
+  return at::linear(x, weight, bias);
+}
+
+at::Tensor row_linear(const at::Tensor& x,
+                      const at::Tensor& weight,
+                      const OptionalTensor& bias,
+                      std::string_view group_name) {
+  linear_shape(kRow, x, weight, bias);
+  const auto group = resolve_group(kRow, std::string(group_name));
+  if (!group) {
+    return at::linear(x, weight, bias);
+  }
+  auto y = at::linear(x, weight);
+  all_reduce_(kRow, y, group);
+  return bias.has_value() ? y.add_(*bias) : y;
+}
+
+// The bias is input 2 where there is one; autograd::Function does not count absent optional inputs.
+bool needs_bias_grad(AutogradContext* ctx) {
+  return ctx->saved_data.at("has_bias").toBool() && ctx->needs_input_grad(2);
+}
+
+class ColumnLinear : public torch::autograd::Function<ColumnLinear> {
+ public:
+  static at::Tensor forward(AutogradContext* ctx,
+                            const at::Tensor& x,
+                            const at::Tensor& weight,
+                            const OptionalTensor& bias,
+                            const std::string& group_name) {
+    ctx->save_for_backward({x, weight});
+    ctx->saved_data["has_bias"] = bias.has_value();
+    ctx->saved_data["group_name"] = group_name;
+    const at::AutoDispatchBelowADInplaceOrView below;
+    return dispatch::column_linear(x, weight, bias, group_name);
+  }
+
+  // The all-reduce of grad_x is on its way while grad_weight and grad_bias are computed.
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    refuse_double_backward(kColumn);
+    const auto& grad_y = grads[0];
+    const auto saved = ctx->get_saved_variables();
+    const auto& group_name = ctx->saved_data.at("group_name").toStringRef();
+    variable_list result(4);
+    PendingReduce pending;
+    if (ctx->needs_input_grad(0)) {
+      result[0] = at::matmul(grad_y, saved[1]);
+      if (is_traced(result[0])) {
+        result[0] = dispatch::reduce_from_group(result[0], group_name);
+      } else {
+        pending = start_all_reduce(kColumn, result[0], resolve_group(kColumn, group_name));
+      }
+    }
+    if (ctx->needs_input_grad(1)) {
+      result[1] = weight_grad(grad_y, saved[0]);
+    }
+    if (needs_bias_grad(ctx)) {
+      result[2] = bias_grad(grad_y);
+    }
+    pending.wait();
+    return result;
+  }
+};
+
+class RowLinear : public torch::autograd::Function<RowLinear> {
+ public:
+  static at::Tensor forward(AutogradContext* ctx,
+                            const at::Tensor& x,
+                            const at::Tensor& weight,
+                            const OptionalTensor& bias,
+                            const std::string& group_name) {
+    ctx->save_for_backward({x, weight});
+    ctx->saved_data["has_bias"] = bias.has_value();
+    const at::AutoDispatchBelowADInplaceOrView below;
+    return dispatch::row_linear(x, weight, bias, group_name);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    refuse_double_backward(kRow);
+    const auto& grad_y = grads[0];
+    const auto saved = ctx->get_saved_variables();
+    return {ctx->needs_input_grad(0) ? at::matmul(grad_y, saved[1]) : at::Tensor(),
+            ctx->needs_input_grad(1) ? weight_grad(grad_y, saved[0]) : at::Tensor(),
+            needs_bias_grad(ctx) ? bias_grad(grad_y) : at::Tensor(),
+            at::Tensor()};
+  }
+};
+
+at::Tensor column_linear_autograd(const at::Tensor& x,
+                                  const at::Tensor& weight,
+                                  const OptionalTensor& bias,
+                                  std::string_view group_name) {
+  return ColumnLinear::apply(x, weight, bias, std::string(group_name));
+}
+
+at::Tensor row_linear_autograd(const at::Tensor& x,
+                               const at::Tensor& weight,
+                               const OptionalTensor& bias,
+                               std::string_view group_name) {
+  return RowLinear::apply(x, weight, bias, std::string(group_name));
+}
+
+void register_kernels(torch::Library& m) {
+  m.impl("column_linear", TORCH_FN(column_linear));
+  m.impl("row_linear", TORCH_FN(row_linear));
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(weft, CPU, m) { register_kernels(m); }
+TORCH_LIBRARY_IMPL(weft, CUDA, m) { register_kernels(m); }
+TORCH_LIBRARY_IMPL(weft, Autograd, m) {
+  m.impl("column_linear", TORCH_FN(column_linear_autograd));
+  m.impl("row_linear", TORCH_FN(row_linear_autograd));
+}
+
+}  // namespace weft::ops

@@ -1,0 +1,48 @@
+// Every operator of weft, declared once. The ones with a leading underscore are the pieces that the
+// autograd formulas are made of: registered, so that compile and export see each of them whole.
+
+#include <ATen/core/Tensor.h>
+#include <torch/library.h>
+
+#include <vector>
+
+namespace {
+
+const std::vector<at::Tag> kTags = {at::Tag::pt2_compliant_tag};
+
+void define(torch::Library& m, const char* schema) {
+  m.def(torch::schema(schema, c10::AliasAnalysisKind::FROM_SCHEMA), kTags);
+}
+
+}  // namespace
+
+TORCH_LIBRARY(weft, m) {
+  define(m,
+         "column_row_mlp(Tensor x, Tensor w1, Tensor w2, Tensor? w3=None, Tensor? b1=None, "
+         "Tensor? b2=None, Tensor? b3=None, *, str activation, str group_name, "
+         "bool recompute=False) -> Tensor");
+  define(m,
+         "column_linear(Tensor x, Tensor weight, Tensor? bias=None, *, str group_name) -> Tensor");
+  define(m, "row_linear(Tensor x, Tensor weight, Tensor? bias=None, *, str group_name) -> Tensor");
+  define(m,
+         "vocab_parallel_embedding(Tensor input, Tensor weight, int vocab_start, *, "
+         "str group_name, int? vocab_size=None) -> Tensor");
+  define(m, "copy_to_group(Tensor x, str group_name) -> Tensor");
+  define(m, "reduce_from_group(Tensor x, str group_name) -> Tensor");
+
+  // (y, h1, h3): column_row_mlp with what its backward needs; h3 is empty, [0], without w3.
+  define(m,
+         "_column_row_mlp_saving(Tensor x, Tensor w1, Tensor w2, Tensor? w3, Tensor? b1, "
+         "Tensor? b2, Tensor? b3, str activation, str group_name) -> (Tensor, Tensor, Tensor)");
+  define(m, "_activation(Tensor x, str activation) -> Tensor");
+  // (grad_x, act(x))
+  define(m, "_activation_backward(Tensor grad, Tensor x, str activation) -> (Tensor, Tensor)");
+  define(m, "_gated_activation(Tensor gate, Tensor up, str activation) -> Tensor");
+  // (grad_gate, grad_up, act(gate) * up)
+  define(m,
+         "_gated_activation_backward(Tensor grad, Tensor gate, Tensor up, str activation) -> "
+         "(Tensor, Tensor, Tensor)");
+  define(m,
+         "_vocab_embedding_backward(Tensor grad, Tensor input, SymInt num_rows, int vocab_start) "
+         "-> Tensor");
+}

@@ -1,0 +1,189 @@
+#include "shape.h"
+
+#include <c10/core/SymIntArrayRef.h>
+
+namespace weft::ops {
+
+namespace {
+
+constexpr std::string_view kMlp = "weft::column_row_mlp";
+constexpr std::string_view kEmbedding = "weft::vocab_parallel_embedding";
+
+// Every tensor of a call shares dtype and device with x, the first.
+void check_like_x(std::string_view op,
+                  const at::Tensor& x,
+                  const at::Tensor& other,
+                  std::string_view name) {
+  TORCH_CHECK_TYPE(other.scalar_type() == x.scalar_type(),
+                   op,
+                   ": got ",
+                   name,
+                   " of dtype ",
+                   other.scalar_type(),
+                   " with x of dtype ",
+                   x.scalar_type(),
+                   "; convert one of them, or run under torch.autocast.");
+  TORCH_CHECK_VALUE(other.device() == x.device(),
+                    op,
+                    ": got ",
+                    name,
+                    " on ",
+                    other.device(),
+                    " with x on ",
+                    x.device(),
+                    "; move them to one device.");
+}
+
+void check_floating(std::string_view op, const at::Tensor& x, std::string_view name) {
+  const auto dtype = x.scalar_type();
+  TORCH_CHECK_TYPE(
+      dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf,
+      op,
+      ": got ",
+      name,
+      " of dtype ",
+      dtype,
+      "; pass float32, float64, bfloat16 or float16.");
+}
+
+// `weight` must be a matrix with `num_cols` columns, the last dim of `of`.
+void check_matrix(std::string_view op,
+                  const at::Tensor& weight,
+                  std::string_view name,
+                  const c10::SymInt& num_cols,
+                  std::string_view of) {
+  TORCH_CHECK_VALUE(weight.dim() == 2,
+                    op,
+                    ": got ",
+                    name,
+                    " of shape ",
+                    weight.sym_sizes(),
+                    "; pass a matrix [out, in] as nn.Linear holds it.");
+  TORCH_CHECK_VALUE(weight.sym_size(1) == num_cols,
+                    op,
+                    ": got ",
+                    name,
+                    " of shape ",
+                    weight.sym_sizes(),
+                    ", whose second dim must be ",
+                    num_cols,
+                    ", the ",
+                    of,
+                    "; pass this rank's shard in nn.Linear's layout [out, in].");
+}
+
+void check_bias(std::string_view op,
+                const at::Tensor& x,
+                const OptionalTensor& bias,
+                std::string_view name,
+                const at::Tensor& weight,
+                std::string_view weight_name) {
+  if (!bias.has_value()) {
+    return;
+  }
+  check_like_x(op, x, *bias, name);
+  TORCH_CHECK_VALUE(bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0),
+                    op,
+                    ": got ",
+                    name,
+                    " of shape ",
+                    bias->sym_sizes(),
+                    ", which must be [",
+                    weight.sym_size(0),
+                    "], one entry for each row of ",
+                    weight_name,
+                    "; shard bias and weight alike.");
+}
+
+void check_input(std::string_view op, const at::Tensor& x) {
+  check_floating(op, x, "x");
+  TORCH_CHECK_VALUE(
+      x.dim() >= 1, op, ": got x without dims; pass at least one dim, x [..., features].");
+}
+
+c10::SymDimVector with_last_dim(const at::Tensor& x, const c10::SymInt& last) {
+  c10::SymDimVector sizes(x.sym_sizes().begin(), x.sym_sizes().end());
+  sizes.back() = last;
+  return sizes;
+}
+
+}  // namespace
+
+c10::SymDimVector column_row_mlp_shape(const at::Tensor& x,
+                                       const at::Tensor& w1,
+                                       const at::Tensor& w2,
+                                       const OptionalTensor& w3,
+                                       const OptionalTensor& b1,
+                                       const OptionalTensor& b2,
+                                       const OptionalTensor& b3,
+                                       std::string_view activation) {
+  checked_activation(kMlp, activation);
+  check_input(kMlp, x);
+  check_like_x(kMlp, x, w1, "w1");
+  check_like_x(kMlp, x, w2, "w2");
+  check_matrix(kMlp, w1, "w1", x.sym_size(-1), "last dim of x");
+  check_matrix(kMlp, w2, "w2", w1.sym_size(0), "number of rows of w1");
+  check_bias(kMlp, x, b1, "b1", w1, "w1");
+  check_bias(kMlp, x, b2, "b2", w2, "w2");
+  TORCH_CHECK_VALUE(
+      w3.has_value() || !b3.has_value(),
+      kMlp,
+      ": got b3 without w3, the half that it is the bias of; pass w3 too, or leave b3 "
+      "out.");
+  if (w3.has_value()) {
+    check_like_x(kMlp, x, *w3, "w3");
+    TORCH_CHECK_VALUE(w3->dim() == 2 && w3->sym_sizes() == w1.sym_sizes(),
+                      kMlp,
+                      ": got w3 of shape ",
+                      w3->sym_sizes(),
+                      ", which must be w1's, ",
+                      w1.sym_sizes(),
+                      "; shard w1 and w3 alike.");
+    check_bias(kMlp, x, b3, "b3", *w3, "w3");
+  }
+  return with_last_dim(x, w2.sym_size(0));
+}
+
+c10::SymDimVector linear_shape(std::string_view op,
+                               const at::Tensor& x,
+                               const at::Tensor& weight,
+                               const OptionalTensor& bias) {
+  check_input(op, x);
+  check_like_x(op, x, weight, "weight");
+  check_matrix(op, weight, "weight", x.sym_size(-1), "last dim of x");
+  check_bias(op, x, bias, "bias", weight, "weight");
+  return with_last_dim(x, weight.sym_size(0));
+}
+
+c10::SymDimVector vocab_embedding_shape(const at::Tensor& ids,
+                                        const at::Tensor& weight,
+                                        std::int64_t vocab_start) {
+  check_floating(kEmbedding, weight, "weight");
+  TORCH_CHECK_TYPE(ids.scalar_type() == at::kLong || ids.scalar_type() == at::kInt,
+                   kEmbedding,
+                   ": got input of dtype ",
+                   ids.scalar_type(),
+                   "; pass token ids as int64 or int32.");
+  TORCH_CHECK_VALUE(ids.device() == weight.device(),
+                    kEmbedding,
+                    ": got input on ",
+                    ids.device(),
+                    " with weight on ",
+                    weight.device(),
+                    "; move them to one device.");
+  TORCH_CHECK_VALUE(weight.dim() == 2,
+                    kEmbedding,
+                    ": got weight of shape ",
+                    weight.sym_sizes(),
+                    "; pass this rank's rows of the table, [rows, d].");
+  TORCH_CHECK_VALUE(vocab_start >= 0,
+                    kEmbedding,
+                    ": got vocab_start ",
+                    vocab_start,
+                    "; pass the index of this rank's first row, 0 or more.");
+  c10::SymDimVector sizes(ids.sym_sizes().begin(), ids.sym_sizes().end());
+  sizes.push_back(weight.sym_size(1));
+  return sizes;
+}
+
+}  // namespace weft::ops

@@ -1,0 +1,39 @@
+#pragma once
+
+// The shape functions: each checks the whole call of one operator, in one place, and says what
+// comes out. The real kernels, the Meta kernels and the error texts all rest on them.
+
+#include "checked_activation.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <string_view>
+
+namespace weft::ops {
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+// Checks act(x w1ᵀ + b1) [* (x w3ᵀ + b3)] w2ᵀ + b2; returns the size of the output.
+c10::SymDimVector column_row_mlp_shape(const at::Tensor& x,
+                                       const at::Tensor& w1,
+                                       const at::Tensor& w2,
+                                       const OptionalTensor& w3,
+                                       const OptionalTensor& b1,
+                                       const OptionalTensor& b2,
+                                       const OptionalTensor& b3,
+                                       std::string_view activation);
+
+// Checks x weightᵀ + bias for the operator `op`; returns the size of the output.
+c10::SymDimVector linear_shape(std::string_view op,
+                               const at::Tensor& x,
+                               const at::Tensor& weight,
+                               const OptionalTensor& bias);
+
+// Checks ids, table and vocab_start (>= 0); returns the size of the output.
+c10::SymDimVector vocab_embedding_shape(const at::Tensor& ids,
+                                        const at::Tensor& weight,
+                                        std::int64_t vocab_start);
+
+}  // namespace weft::ops

@@ -1,0 +1,53 @@
+"""Packaging of weft: one build_ext that drives CMake; all metadata is in pyproject.toml."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+
+
+class CMakeBuild(build_ext):
+    """Configure and build the CMake project into the package folders (in place for editable installs)."""
+
+    def build_extension(self, ext: Extension) -> None:
+        if self.editable_mode or self.inplace:
+            package, preset = ROOT / "ops" / "python", os.environ.get("WEFT_PRESET", "dev")
+            strategy = ROOT / "strategy" / "python"
+            build_dir = Path(os.environ.get("WEFT_BUILD_DIR", ROOT / "build" / preset))
+        else:
+            package, preset = Path(self.build_lib).resolve() / "weft", "release"
+            strategy = package / "strategy"
+            build_dir = Path(self.build_temp).resolve()
+        cmake = os.environ.get("CMAKE", "cmake")
+        subprocess.run(
+            [
+                cmake,
+                "--preset",
+                preset,
+                "-B",
+                str(build_dir),
+                f"-DPython_EXECUTABLE={sys.executable}",
+                f"-DWEFT_PACKAGE_DIR={package}",
+                f"-DWEFT_STRATEGY_PACKAGE_DIR={strategy}",
+            ],
+            cwd=ROOT,
+            check=True,
+        )
+        jobs = os.environ.get("MAX_JOBS", str(os.cpu_count() or 1))
+        subprocess.run([cmake, "--build", str(build_dir), "--parallel", jobs], cwd=ROOT, check=True)
+
+    def get_outputs(self) -> list[str]:
+        return []
+
+    def copy_extensions_to_source(self) -> None:
+        """CMake has written into the source folders already."""
+
+
+setup(ext_modules=[Extension("weft._cmake", sources=[])], cmdclass={"build_ext": CMakeBuild})

@@ -1,0 +1,112 @@
+"""The C++ values behind `weft.strategy`: meshes, plans and the arithmetic of shards.
+
+Everything here is a plain value or a pure function: no torch, no processes, no communication. A refusal is a
+ValueError of one sentence. Styles travel as the strings in `STYLES`.
+"""
+
+from collections.abc import Sequence
+from typing import Final, final
+
+AXIS_NAMES: Final[tuple[str, ...]]
+"""The names a mesh axis may have, in the order outer to inner that weft uses itself."""
+
+STYLES: Final[tuple[str, ...]]
+"""The styles a rule may name: column, row, column_row_mlp, vocab_embedding, replicate."""
+
+@final
+class Mesh:
+    """Named axes with sizes, the last one running fastest, as in torch's DeviceMesh; immutable and hashable.
+
+    `Mesh()` has no axes and one rank. ValueError: an unknown or repeated name, a size below 1.
+    """
+
+    def __init__(self, axes: Sequence[tuple[str, int]] = ...) -> None: ...
+    @staticmethod
+    def parse(text: str) -> Mesh:
+        """Reads what `str(mesh)` prints: "data_parallel=2,tensor_parallel=4"."""
+
+    @property
+    def axes(self) -> list[tuple[str, int]]: ...
+    def has_axis(self, axis: str) -> bool: ...
+    def size(self, axis: str | None = None) -> int:
+        """The number of ranks, or of ranks along one axis. ValueError: this mesh has no such axis."""
+
+    def coordinates(self, global_rank: int) -> list[int]:
+        """One coordinate per axis, in axis order. ValueError: the rank lies outside the mesh."""
+
+    def rank(self, coordinates: Sequence[int]) -> int:
+        """The global rank at these coordinates: the inverse of `coordinates`."""
+
+    def group(self, axis: str, global_rank: int) -> list[int]:
+        """The global ranks, ascending, that differ from this one along `axis` only (itself included)."""
+
+    def groups(self, axis: str) -> list[list[int]]:
+        """All groups along `axis`, ordered by their first rank; together they are every rank once."""
+
+    def check_world_size(self, world_size: int) -> None:
+        """ValueError, naming sizes that would fit, unless the mesh has exactly this many ranks."""
+
+    def __eq__(self, other: object) -> bool: ...
+    def __hash__(self) -> int: ...
+
+@final
+class Rule:
+    """`pattern` gives `style` to the modules it matches; `heads` names the attribute counting their heads."""
+
+    def __init__(self, pattern: str, style: str, heads: str | None = None) -> None: ...
+    @property
+    def pattern(self) -> str: ...
+    @property
+    def style(self) -> str: ...
+    @property
+    def heads(self) -> str | None: ...
+    def __eq__(self, other: object) -> bool: ...
+    def __hash__(self) -> int: ...
+
+@final
+class Plan:
+    """Ordered rules from name patterns to styles; immutable and hashable.
+
+    Rules are given as `Rule`s or as (pattern, style, heads) triples. A rule that repeats an earlier one is
+    kept once. ValueError: an unknown style, a malformed pattern, `heads` with a style other than column and
+    row, one pattern with two different values.
+    """
+
+    def __init__(self, rules: Sequence[Rule | tuple[str, str, str | None]] = ...) -> None: ...
+    @staticmethod
+    def parse(text: str) -> Plan:
+        """Reads what `str(plan)` prints, one rule a line; YAML and JSON proper are for PyYAML and json."""
+
+    @property
+    def rules(self) -> list[Rule]: ...
+    def resolve(self, module_names: Sequence[str]) -> list[tuple[str, Rule]]:
+        """The rule of each module that has one, in the order of `module_names` ("" is the model itself).
+
+        Where several rules give one module the same style they are one, with whichever `heads` is named. A
+        module below one that a column_row_mlp rule owns is left out when its own style is column_row_mlp too.
+        ValueError: a pattern that matches no module; rules that disagree on a module, or with column_row_mlp
+        on one of its ancestors.
+        """
+
+    def to_json(self) -> str:
+        """A compact JSON object, pattern to style or to {"style": ..., "heads": ...}."""
+
+    def __len__(self) -> int: ...
+    def __eq__(self, other: object) -> bool: ...
+    def __hash__(self) -> int: ...
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a dotted module name fits a pattern: `*` is one level or a part of one, "" the model itself."""
+
+def check_style(style: str) -> None:
+    """ValueError, with the valid styles and the nearest one, unless `style` is in `STYLES`."""
+
+def check_heads(module: str, attribute: str, num_heads: int, tp_size: int) -> None:
+    """ValueError unless `num_heads` heads, read from `attribute`, divide over `tp_size` ranks."""
+
+def shard_range(dim_size: int, num_ranks: int, rank: int) -> tuple[int, int]:
+    """(start, length) of a rank's shard of a dim, as torch.chunk and DTensor's Shard cut it.
+
+    Chunks have the size ceil(dim_size / num_ranks); later ones are smaller or empty, an empty one starting at
+    `dim_size`. `rank` counts within the group of `num_ranks`.
+    """

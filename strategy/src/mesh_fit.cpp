@@ -1,0 +1,104 @@
+#include "mesh_fit.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <tuple>
+#include <utility>
+
+namespace weft::strategy::detail {
+
+namespace {
+
+// Enough for every world size up to 10,000 over three axes; a number with very many divisors has
+// more, and then the search has met the sizes that were asked for first.
+constexpr size_t kMaxCandidates = 10'000;
+
+using Sizes = std::vector<int64_t>;
+
+Sizes divisors(int64_t number) {
+  Sizes small;
+  Sizes large;
+  for (int64_t i = 1; i * i <= number; ++i) {
+    if (number % i == 0) {
+      small.push_back(i);
+      if (i != number / i) {
+        large.push_back(number / i);
+      }
+    }
+  }
+  small.insert(small.end(), large.rbegin(), large.rend());
+  return small;
+}
+
+// Adds to `found` every way to write `rest` as sizes of the axes from `chosen.size()` on. Each axis
+// tries the size it was asked for first. `sizes` are the divisors of the whole product.
+void extend(const std::vector<Axis>& axes,
+            const Sizes& sizes,
+            int64_t rest,
+            Sizes& chosen,
+            std::vector<Sizes>& found) {
+  if (found.size() >= kMaxCandidates) {
+    return;
+  }
+  const int64_t asked = axes[chosen.size()].size;
+  if (chosen.size() + 1 == axes.size()) {
+    found.push_back(chosen);
+    found.back().push_back(rest);
+    return;
+  }
+  const auto choose = [&](int64_t size) {
+    chosen.push_back(size);
+    extend(axes, sizes, rest / size, chosen, found);
+    chosen.pop_back();
+  };
+  if (rest % asked == 0) {
+    choose(asked);
+  }
+  for (const int64_t size : sizes) {
+    if (size != asked && rest % size == 0) {
+      choose(size);
+    }
+  }
+}
+
+// Smaller is nearer: how many sizes changed, by how much, then the sizes themselves.
+using Distance = std::tuple<size_t, int64_t, Sizes>;
+
+Distance distance(const std::vector<Axis>& axes, const Sizes& sizes) {
+  size_t num_changed = 0;
+  int64_t change = 0;
+  for (size_t i = 0; i < axes.size(); ++i) {
+    num_changed += axes[i].size != sizes[i] ? 1U : 0U;
+    change += std::abs(axes[i].size - sizes[i]);
+  }
+  return {num_changed, change, sizes};
+}
+
+}  // namespace
+
+std::vector<std::vector<Axis>> nearest_axes(const std::vector<Axis>& axes,
+                                            int64_t world_size,
+                                            size_t max_choices) {
+  std::vector<Sizes> found;
+  Sizes chosen;
+  extend(axes, divisors(world_size), world_size, chosen, found);
+
+  std::vector<Distance> ranked;
+  ranked.reserve(found.size());
+  for (const Sizes& sizes : found) {
+    ranked.push_back(distance(axes, sizes));
+  }
+  std::sort(ranked.begin(), ranked.end());
+  ranked.resize(std::min(ranked.size(), max_choices));
+
+  std::vector<std::vector<Axis>> result;
+  for (const auto& [num_changed, change, sizes] : ranked) {
+    result.push_back(axes);
+    for (size_t i = 0; i < sizes.size(); ++i) {
+      result.back()[i].size = sizes[i];
+    }
+  }
+  return result;
+}
+
+}  // namespace weft::strategy::detail

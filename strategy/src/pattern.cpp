@@ -1,0 +1,75 @@
+#include "weft/strategy/pattern.h"
+
+#include "glob.h"
+#include "text.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+namespace weft::strategy {
+
+namespace detail {
+
+std::vector<std::string_view> split_levels(std::string_view text) {
+  return text.empty() ? std::vector<std::string_view>{} : split(text, '.');
+}
+
+bool level_matches(std::string_view pattern, std::string_view level) {
+  // Greedy with one point of return: when the text after a `*` does not fit, that `*` takes one
+  // character more. An earlier `*` never has to be revisited.
+  size_t p = 0;
+  size_t star = std::string_view::npos;  // the last `*` met
+  size_t resume = 0;                     // where in `level` the text after it is tried next
+  for (size_t i = 0; i < level.size();) {
+    if (p < pattern.size() && pattern[p] == '*') {
+      star = p++;
+      resume = i;
+    } else if (p < pattern.size() && pattern[p] == level[i]) {
+      ++p;
+      ++i;
+    } else if (star != std::string_view::npos) {
+      p = star + 1;
+      i = ++resume;
+    } else {
+      return false;
+    }
+  }
+  return pattern.find_first_not_of('*', p) == std::string_view::npos;
+}
+
+bool levels_match(std::span<const std::string_view> pattern,
+                  std::span<const std::string_view> name) {
+  return std::equal(pattern.begin(), pattern.end(), name.begin(), name.end(), level_matches);
+}
+
+}  // namespace detail
+
+void check_pattern(std::string_view pattern) {
+  const auto is_control = [](char c) {
+    return static_cast<unsigned char>(c) < 0x20 || c == '\x7f';
+  };
+  if (std::any_of(pattern.begin(), pattern.end(), is_control)) {
+    std::string shown(pattern);
+    std::replace_if(shown.begin(), shown.end(), is_control, '?');
+    throw std::invalid_argument("pattern " + detail::quote(shown) +
+                                ": it holds a control character (shown as ?); remove it");
+  }
+  const auto levels = detail::split_levels(pattern);
+  if (std::any_of(levels.begin(), levels.end(), [](auto level) { return level.empty(); })) {
+    throw std::invalid_argument("pattern " + detail::quote(pattern) +
+                                ": a level between dots is empty; write a name or '*' there");
+  }
+  if (pattern.find("**") != std::string_view::npos) {
+    throw std::invalid_argument("pattern " + detail::quote(pattern) +
+                                ": '**' would cross levels, and no pattern does; write one '*' "
+                                "for each level");
+  }
+}
+
+bool matches(std::string_view pattern, std::string_view name) {
+  check_pattern(pattern);
+  return detail::levels_match(detail::split_levels(pattern), detail::split_levels(name));
+}
+
+}  // namespace weft::strategy

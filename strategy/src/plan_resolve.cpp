@@ -1,0 +1,150 @@
+#include "glob.h"
+#include "nearest_modules.h"
+#include "text.h"
+#include "weft/strategy/plan.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <unordered_map>
+#include <utility>
+
+namespace weft::strategy {
+
+namespace {
+
+using detail::quote;
+using detail::quote_module;
+
+// A module and the rules whose patterns it fits, at least one, in the plan's order.
+struct Match {
+  const std::string* module;
+  std::vector<const Rule*> rules;
+};
+
+struct PatternLevels {
+  std::vector<std::string_view> levels;
+  const Rule* rule;
+  bool is_used = false;
+};
+
+[[noreturn]] void refuse_unmatched(const Rule& rule, std::span<const std::string> module_names) {
+  std::string text = "plan: pattern " + quote(rule.pattern) + " matches no module; ";
+  std::vector<std::string> near;
+  for (const std::string_view name : detail::nearest_modules(rule.pattern, module_names)) {
+    near.push_back(quote_module(name));
+  }
+  text += near.empty() ? "the model has no modules" : "nearest: " + detail::join(near, ", ");
+  throw std::invalid_argument(text + "; correct the pattern or remove the rule");
+}
+
+std::vector<Match> find_matches(const std::vector<Rule>& rules,
+                                std::span<const std::string> module_names) {
+  // A pattern fits only names with as many levels as it has: patterns are kept by that number.
+  std::vector<PatternLevels> patterns;
+  std::vector<std::vector<size_t>> by_num_levels;
+  for (const Rule& rule : rules) {
+    patterns.push_back({.levels = detail::split_levels(rule.pattern), .rule = &rule});
+    const size_t num_levels = patterns.back().levels.size();
+    by_num_levels.resize(std::max(by_num_levels.size(), num_levels + 1));
+    by_num_levels[num_levels].push_back(patterns.size() - 1);
+  }
+
+  std::vector<Match> matches;
+  for (const std::string& name : module_names) {
+    const auto levels = detail::split_levels(name);
+    if (levels.size() >= by_num_levels.size()) {
+      continue;
+    }
+    Match match{.module = &name, .rules = {}};
+    for (const size_t idx : by_num_levels[levels.size()]) {
+      if (detail::levels_match(patterns[idx].levels, levels)) {
+        patterns[idx].is_used = true;
+        match.rules.push_back(patterns[idx].rule);
+      }
+    }
+    if (!match.rules.empty()) {
+      matches.push_back(std::move(match));
+    }
+  }
+  for (const PatternLevels& pattern : patterns) {
+    if (!pattern.is_used) {
+      refuse_unmatched(*pattern.rule, module_names);
+    }
+  }
+  return matches;
+}
+
+// The one rule that several agreeing rules amount to.
+const Rule& merge(const Match& match) {
+  const Rule* merged = match.rules.front();
+  for (const Rule* rule : match.rules) {
+    const bool is_style = rule->style != merged->style;
+    if (is_style || (rule->heads && merged->heads && rule->heads != merged->heads)) {
+      const auto value = [&](const Rule& r) {
+        return is_style ? "style " + quote(to_string(r.style)) : "heads " + quote(*r.heads);
+      };
+      throw std::invalid_argument("plan: module " + quote_module(*match.module) + " gets " +
+                                  value(*merged) + " from pattern " + quote(merged->pattern) +
+                                  " and " + value(*rule) + " from pattern " + quote(rule->pattern) +
+                                  "; change the patterns so that the rules agree");
+    }
+    if (rule->heads && !merged->heads) {
+      merged = rule;
+    }
+  }
+  return *merged;
+}
+
+// Modules with kColumnRowMlp, each with its rule.
+using Owners = std::unordered_map<std::string_view, const Rule*>;
+
+// The nearest owner above `module`, if any.
+std::optional<Owners::value_type> find_owner(std::string_view module, const Owners& owners) {
+  while (!module.empty()) {
+    const size_t dot = module.rfind('.');
+    module = dot == std::string_view::npos ? std::string_view{} : module.substr(0, dot);
+    if (const auto found = owners.find(module); found != owners.end()) {
+      return *found;
+    }
+  }
+  return std::nullopt;
+}
+
+[[noreturn]] void refuse_below_owner(std::string_view module,
+                                     const Rule& rule,
+                                     const Owners::value_type& owner) {
+  const auto& [owner_module, owner_rule] = owner;
+  throw std::invalid_argument(
+      "plan: module " + quote_module(module) + " gets style " + quote(to_string(rule.style)) +
+      " from pattern " + quote(rule.pattern) + " but lies inside " + quote_module(owner_module) +
+      ", to which pattern " + quote(owner_rule->pattern) +
+      " gives style 'column_row_mlp' as a whole; remove one of the two "
+      "rules");
+}
+
+}  // namespace
+
+std::vector<Assignment> Plan::resolve(std::span<const std::string> module_names) const {
+  std::vector<std::pair<std::string_view, const Rule*>> merged;
+  Owners owners;
+  for (const Match& match : find_matches(rules_, module_names)) {
+    const Rule& rule = merge(match);
+    merged.emplace_back(*match.module, &rule);
+    if (rule.style == Style::kColumnRowMlp) {
+      owners.emplace(*match.module, &rule);
+    }
+  }
+
+  std::vector<Assignment> result;
+  for (const auto& [module, rule] : merged) {
+    const auto owner = owners.empty() ? std::nullopt : find_owner(module, owners);
+    if (!owner) {
+      result.push_back({.module = std::string(module), .rule = *rule});
+    } else if (rule->style != Style::kColumnRowMlp) {
+      refuse_below_owner(module, *rule, *owner);
+    }
+  }
+  return result;
+}
+
+}  // namespace weft::strategy

@@ -1,0 +1,33 @@
+"""Fixtures and markers every Python test has. Where ranks come from: tests/README.md."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+_TESTS_FOLDER = str(Path(__file__).parent)
+if _TESTS_FOLDER not in sys.path:
+    sys.path.insert(0, _TESTS_FOLDER)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "cuda: needs a CUDA device; skipped where there is none")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("cuda") is not None]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch finds none"))
+
+
+def pytest_unconfigure() -> None:
+    # Only where a test asked for ranks: importing the pools is not free.
+    if "support.rank_pool" in sys.modules:
+        sys.modules["support.rank_pool"].POOLS.close()

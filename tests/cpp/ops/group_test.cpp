@@ -1,0 +1,55 @@
+// copy_to_group, reduce_from_group, the group of one, and the build's own facts.
+#include "reference.h"
+#include "support/thread_ranks.h"
+
+#include <weft/ops/operators.h>
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+#include <torch/version.h>
+
+#include <string>
+
+namespace weft::testing {
+namespace {
+
+TEST(GroupOperators, CopyIsIdentityForwardAndSumBackward) {
+  run_ranks(3, [](RankContext& ctx) {
+    const auto x = at::arange(4, at::kDouble).requires_grad_();
+    const auto y = ops::copy_to_group(x, ctx.group_name);
+    EXPECT_TRUE(at::equal(y, x));
+    EXPECT_EQ(ctx.backend->num_calls(), 0);
+    (y * (ctx.group_rank + 1)).sum().backward();
+    EXPECT_EQ(ctx.backend->num_calls(), 1);
+    EXPECT_TRUE(at::equal(x.grad(), at::full({4}, 6, at::kDouble)));
+  });
+}
+
+TEST(GroupOperators, ReduceIsSumForwardAndIdentityBackward) {
+  run_ranks(3, [](RankContext& ctx) {
+    const auto x = at::full({2, 2}, ctx.group_rank + 1.0, at::kDouble).requires_grad_();
+    const auto y = ops::reduce_from_group(x.t(), ctx.group_name);
+    EXPECT_TRUE(at::equal(y, at::full({2, 2}, 6, at::kDouble)));
+    EXPECT_EQ(x[0][0].item<double>(), ctx.group_rank + 1.0);  // the input is left as it was
+    (y * 2).sum().backward();
+    EXPECT_EQ(ctx.backend->num_calls(), 1);
+    EXPECT_TRUE(at::equal(x.grad(), at::full({2, 2}, 2, at::kDouble)));
+  });
+}
+
+TEST(GroupOfOne, NeedsNoProcessGroup) {
+  const auto x = at::ones({2, 3}).requires_grad_();
+  EXPECT_TRUE(at::equal(ops::copy_to_group(x, ""), x));
+  EXPECT_TRUE(at::equal(ops::reduce_from_group(x, ""), x));
+  EXPECT_NE(ops::reduce_from_group(x, "").data_ptr(), x.data_ptr());
+}
+
+TEST(Build, KnowsItsTorch) {
+  const auto expected = std::to_string(TORCH_VERSION_MAJOR) + "." +
+                        std::to_string(TORCH_VERSION_MINOR) + "." +
+                        std::to_string(TORCH_VERSION_PATCH);
+  EXPECT_EQ(ops::built_for_torch(), expected);
+}
+
+}  // namespace
+}  // namespace weft::testing

@@ -1,0 +1,212 @@
+// Plans as values and as text; what they make of a model's modules is in plan_resolve_test.cpp.
+
+#include "weft/strategy/plan.h"
+
+#include "refusal.h"
+
+#include <gtest/gtest.h>
+
+#include <random>
+#include <unordered_set>
+
+namespace weft::strategy {
+namespace {
+
+TEST(Style, ParseReadsWhatToStringPrints) {
+  std::vector<std::string_view> names;
+  for (const Style style : all_styles()) {
+    names.push_back(to_string(style));
+    EXPECT_EQ(parse_style(to_string(style)), style);
+  }
+  EXPECT_EQ(names,
+            (std::vector<std::string_view>{
+                "column", "row", "column_row_mlp", "vocab_embedding", "replicate"}));
+}
+
+TEST(Style, RefusalNamesTheValidOnesAndTheNearest) {
+  const auto expected = [](const std::string& text, const std::string& nearest) {
+    return "unknown style '" + text +
+           "': use one of column, row, column_row_mlp, vocab_embedding, replicate; the nearest is "
+           "'" +
+           nearest + "'";
+  };
+  EXPECT_EQ(refusal([] { return parse_style("colunm"); }), expected("colunm", "column"));
+  EXPECT_EQ(refusal([] { return parse_style("colwise"); }), expected("colwise", "column"));
+  EXPECT_EQ(refusal([] { return parse_style("rowwise"); }), expected("rowwise", "row"));
+  EXPECT_EQ(refusal([] { return parse_style("Replicated"); }), expected("Replicated", "replicate"));
+  EXPECT_EQ(refusal([] { return parse_style("embedding"); }),
+            expected("embedding", "vocab_embedding"));
+}
+
+TEST(Plan, PrintsOneRuleALine) {
+  const Plan plan({{"layers.*.wq", Style::kColumn, "n_heads"},
+                   {"layers.*.mlp", Style::kColumnRowMlp, {}},
+                   {"", Style::kReplicate, {}},
+                   {"*.wo", Style::kRow, {}},
+                   {"a\"\\b c", Style::kVocabEmbedding, {}},
+                   {"true", Style::kRow, "on"},
+                   {"0", Style::kRow, {}}});
+  EXPECT_EQ(plan.to_string(),
+            "layers.*.wq: {style: column, heads: n_heads}\n"
+            "layers.*.mlp: column_row_mlp\n"
+            "\"\": replicate\n"
+            "\"*.wo\": row\n"
+            "\"a\\\"\\\\b c\": vocab_embedding\n"
+            "\"true\": {style: row, heads: \"on\"}\n"
+            "\"0\": row\n");
+  EXPECT_EQ(plan.to_json(),
+            "{\"layers.*.wq\":{\"style\":\"column\",\"heads\":\"n_heads\"},"
+            "\"layers.*.mlp\":\"column_row_mlp\",\"\":\"replicate\",\"*.wo\":\"row\","
+            "\"a\\\"\\\\b c\":\"vocab_embedding\",\"true\":{\"style\":\"row\",\"heads\":\"on\"},"
+            "\"0\":\"row\"}");
+  EXPECT_EQ(Plan::parse(plan.to_string()), plan);
+}
+
+TEST(Plan, WithoutRules) {
+  EXPECT_EQ(Plan().to_string(), "{}");
+  EXPECT_EQ(Plan().to_json(), "{}");
+  EXPECT_EQ(Plan::parse("{}"), Plan());
+  EXPECT_EQ(Plan::parse(" \n# nothing\n"), Plan());
+}
+
+TEST(Plan, ParseAllowsCommentsEmptyLinesQuotesAndEitherOrderOfKeys) {
+  const Plan plan = Plan::parse(
+      "# attention\r\n"
+      "wq: {heads: n_heads, style: column}  # by head\r\n"
+      "\n"
+      "  # the rest\n"
+      "\"wo\":   \"row\" # last");
+  EXPECT_EQ(plan, Plan({{"wq", Style::kColumn, "n_heads"}, {"wo", Style::kRow, {}}}));
+}
+
+std::string random_text(std::mt19937& random, std::string_view alphabet, size_t max_length) {
+  std::string text(std::uniform_int_distribution<size_t>(1, max_length)(random), ' ');
+  for (char& c : text) {
+    c = alphabet[std::uniform_int_distribution<size_t>(0, alphabet.size() - 1)(random)];
+  }
+  return text;
+}
+
+Rule random_rule(std::mt19937& random) {
+  Rule rule;
+  for (int num_levels = std::uniform_int_distribution(0, 4)(random); num_levels > 0; --num_levels) {
+    rule.pattern += rule.pattern.empty() ? "" : ".";
+    rule.pattern += random_text(random, "aZ_09-:#,{}[]\"'\\ &!|>%@`\xc3", 6);
+    rule.pattern += random() % 2 == 0 ? "*" : "";
+  }
+  rule.style = all_styles()[random() % all_styles().size()];
+  if (random() % 2 == 0 && (rule.style == Style::kColumn || rule.style == Style::kRow)) {
+    rule.heads = "n" + random_text(random, "aoynul_09", 5);
+  }
+  return rule;
+}
+
+TEST(PlanProperties, ParseReadsWhatToStringPrints) {
+  std::mt19937 random(0);
+  std::unordered_set<Plan> distinct;
+  for (int round = 0; round < 2000; ++round) {
+    std::vector<Rule> rules;
+    std::unordered_set<std::string> patterns;
+    for (size_t num_rules = random() % 5; num_rules > 0; --num_rules) {
+      Rule rule = random_rule(random);
+      if (patterns.insert(rule.pattern).second) {
+        rules.push_back(std::move(rule));
+      }
+    }
+    const Plan plan(rules);
+    ASSERT_EQ(plan.rules(), rules);
+    const Plan copy = Plan::parse(plan.to_string());
+    ASSERT_EQ(copy, plan) << plan.to_string();
+    ASSERT_EQ(std::hash<Plan>{}(copy), std::hash<Plan>{}(plan));
+    distinct.insert(plan);
+  }
+  EXPECT_GT(distinct.size(), 1000U);
+}
+
+TEST(Plan, OrderStyleAndHeadsCount) {
+  const Plan plan({{"a", Style::kRow, {}}, {"b", Style::kRow, {}}});
+  EXPECT_NE(plan, Plan({{"b", Style::kRow, {}}, {"a", Style::kRow, {}}}));
+  EXPECT_NE(plan, Plan({{"a", Style::kRow, {}}, {"b", Style::kColumn, {}}}));
+  EXPECT_NE(plan, Plan({{"a", Style::kRow, {}}, {"b", Style::kRow, "h"}}));
+}
+
+TEST(Plan, RepeatedRuleIsKeptOnce) {
+  EXPECT_EQ(Plan({{"a", Style::kRow, "h"}, {"b", Style::kRow, {}}, {"a", Style::kRow, "h"}}),
+            Plan({{"a", Style::kRow, "h"}, {"b", Style::kRow, {}}}));
+}
+
+TEST(PlanRefusals, OnePatternWithTwoValues) {
+  EXPECT_EQ(refusal([] {
+              return Plan({{"a", Style::kRow, {}}, {"a", Style::kColumn, {}}});
+            }),
+            "plan: pattern 'a' is given both style 'row' and style 'column'; keep one of the two "
+            "rules");
+  EXPECT_EQ(refusal([] { return Plan::parse("a: row\na: {style: row, heads: h}"); }),
+            "plan: pattern 'a' is given both style 'row' and style 'row' with heads 'h'; keep one "
+            "of the two rules");
+}
+
+TEST(PlanRefusals, Heads) {
+  EXPECT_EQ(
+      refusal([] {
+        return Plan({{"a", Style::kReplicate, "h"}});
+      }),
+      "plan: pattern 'a': heads = 'h' means nothing to style 'replicate'; remove heads or use "
+      "style 'column' or 'row'");
+  for (const std::string heads : {"", "n heads", "3", "a.b"}) {
+    EXPECT_EQ(refusal([&] {
+                return Plan({{"a", Style::kRow, heads}});
+              }),
+              "plan: pattern 'a': heads = '" + heads +
+                  "' is no attribute name; name the parent module's attribute that counts the "
+                  "heads, such as 'n_heads'");
+  }
+}
+
+TEST(PlanRefusals, Patterns) {
+  EXPECT_EQ(refusal([] {
+              return Plan({{"a..b", Style::kRow, {}}});
+            }),
+            "pattern 'a..b': a level between dots is empty; write a name or '*' there");
+}
+
+TEST(PlanRefusals, Text) {
+  const auto check = [](const std::string& line, const std::string& problem) {
+    EXPECT_EQ(refusal([&] { return Plan::parse("# first\n" + line); }),
+              "plan, line 2: " + problem + " in '" + line +
+                  "'; write 'pattern: style' or 'pattern: {style: column, heads: n_heads}'");
+  };
+  check("wq", "no ':' at column 3");
+  check("wq:", "no style at column 4");
+  check(": row", "no pattern at column 1");
+  check("wq:row", "no blank after ':' at column 3");
+  check("wq: row column", "text after the rule");
+  check("wq: row}", "text after the rule");
+  check(R"("wq": "row"#)", "text after the rule");
+  check("wq: row#", "'row#' needs double quotes");
+  check("*.wq: row", "'*.wq' needs double quotes");
+  check("on: row", "'on' needs double quotes");
+  check("0: row", "'0' needs double quotes");
+  check("\"wq: row", "a quote that does not end");
+  check(R"("w\n": row)", R"(an escape other than \" and \\)");
+  check("\"w\\", R"(an escape other than \" and \\)");
+  check("wq: {heads: h}", "no style");
+  check("wq: {style: row, style: row}", "key 'style' is unknown or repeated");
+  check("wq: {style: row, heads: h, heads: h}", "key 'heads' is unknown or repeated");
+  check("wq: {stile: row}", "key 'stile' is unknown or repeated");
+  check("wq: {style: row", "no '}' at column 16");
+  check("wq: {style: row,}", "no key at column 17");
+  check("wq: {}", "no key at column 6");
+  EXPECT_EQ(refusal([] { return Plan::parse("wq:\n  style: row"); }),
+            "plan, line 1: no style at column 4 in 'wq:'; write 'pattern: style' or 'pattern: "
+            "{style: column, heads: n_heads}'");
+  EXPECT_EQ(refusal([] { return Plan::parse("wq: row\n  wk: row"); }),
+            "plan, line 2: 'wk: row' is indented; write every rule on one line, without blanks "
+            "before it");
+  EXPECT_EQ(refusal([] { return Plan::parse("wq: row\nwk: colunm"); }),
+            "plan, line 2: unknown style 'colunm': use one of column, row, column_row_mlp, "
+            "vocab_embedding, replicate; the nearest is 'column'");
+}
+
+}  // namespace
+}  // namespace weft::strategy

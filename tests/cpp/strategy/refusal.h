@@ -1,0 +1,19 @@
+#pragma once
+
+#include <stdexcept>
+#include <string>
+
+namespace weft::strategy {
+
+// The text of the std::invalid_argument that `function` throws; "accepted" when it throws none.
+template <typename Function>
+std::string refusal(const Function& function) {
+  try {
+    static_cast<void>(function());
+  } catch (const std::invalid_argument& error) {
+    return error.what();
+  }
+  return "accepted";
+}
+
+}  // namespace weft::strategy

@@ -1,0 +1,75 @@
+"""The operators' sample calls and their unsharded references, shared by the tests of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+@dataclass
+class Call:
+    """One call of an operator on a group of one."""
+
+    name: str
+    args: tuple[object, ...]
+    kwargs: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def op(self) -> torch._ops.OpOverload:
+        return getattr(torch.ops.weft, self.name).default
+
+
+def _random(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*shape, dtype=dtype, requires_grad=True)
+
+
+def sample_calls(group_name: str = "", dtype: torch.dtype = torch.float64) -> list[Call]:
+    """Every public operator, in its main forms; random from the current seed."""
+
+    def random(*shape: int) -> Tensor:
+        return _random(*shape, dtype=dtype)
+
+    x, w1, w2, w3 = random(2, 3, 5), random(6, 5), random(4, 6), random(6, 5)
+    b1, b2, b3 = random(6), random(4), random(6)
+    mlp: dict[str, object] = {"group_name": group_name}
+    calls = [
+        Call("column_row_mlp", (x, w1, w2, w3, b1, b2, b3), {"activation": "silu", **mlp}),
+        Call("column_row_mlp", (x, w1, w2, w3), {"activation": "gelu", "recompute": True, **mlp}),
+        Call("column_row_mlp", (x, w1, w2), {"activation": "gelu_tanh", **mlp}),
+        Call("column_row_mlp", (x, w1, w2, None, b1, b2), {"activation": "silu", **mlp}),
+        Call("column_linear", (x, w1, b1), mlp),
+        Call("column_linear", (x, w1), mlp),
+        Call("row_linear", (x, w1, b1), mlp),
+        Call("row_linear", (x, w1), mlp),
+        Call("vocab_parallel_embedding", (torch.tensor([[0, 3], [1, 0]]), random(4, 5), 0), mlp),
+        Call("copy_to_group", (x, group_name)),
+        Call("reduce_from_group", (x, group_name)),
+    ]
+    return calls
+
+
+def chunk(tensor: Tensor, dim: int, world_size: int, rank: int) -> Tensor:
+    """This rank's leaf: torch.chunk's part along `dim`, which may be empty."""
+    length = -(-tensor.size(dim) // world_size)
+    start = min(rank * length, tensor.size(dim))
+    part = tensor.detach().narrow(dim, start, min(start + length, tensor.size(dim)) - start)
+    return part.clone().requires_grad_()
+
+
+def mlp_reference(x: Tensor, w: dict[str, Tensor], activation: str) -> Tensor:
+    """The unsharded feed-forward block with weights w1, w2 and optional w3, b1, b2, b3."""
+    h = ACTIVATIONS[activation](F.linear(x, w["w1"], w.get("b1")))
+    if "w3" in w:
+        h = h * F.linear(x, w["w3"], w.get("b3"))
+    return F.linear(h, w["w2"], w.get("b2"))

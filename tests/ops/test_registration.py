@@ -1,0 +1,84 @@
+"""What every operator owes the dispatcher: schema, fake kernels, autograd, float64 gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ops.operators import sample_calls
+
+import weft  # noqa: F401  (registers the operators)
+
+NUM_CALLS = len(sample_calls())
+
+
+def _sample(index: int):
+    torch.manual_seed(0)
+    return sample_calls()[index]
+
+
+@pytest.mark.parametrize("index", range(NUM_CALLS), ids=lambda i: f"{i}-{_sample(i).name}")
+def test_opcheck(index: int) -> None:
+    call = _sample(index)
+    results = torch.library.opcheck(call.op, call.args, call.kwargs)
+    assert set(results.values()) == {"SUCCESS"} and len(results) == 4
+
+
+@pytest.mark.parametrize("index", range(NUM_CALLS), ids=lambda i: f"{i}-{_sample(i).name}")
+def test_gradcheck(index: int) -> None:
+    call = _sample(index)
+    places = [i for i, arg in enumerate(call.args) if isinstance(arg, torch.Tensor) and arg.requires_grad]
+
+    def function(*tensors: torch.Tensor) -> torch.Tensor:
+        args = list(call.args)
+        for place, tensor in zip(places, tensors, strict=True):
+            args[place] = tensor
+        return call.op(*args, **call.kwargs)
+
+    assert torch.autograd.gradcheck(function, tuple(call.args[i] for i in places))
+
+
+PRIVATE = {
+    "_activation": (torch.randn(3, 5), "silu"),
+    "_activation_backward": (torch.randn(3, 5), torch.randn(3, 5), "gelu"),
+    "_gated_activation": (torch.randn(3, 5), torch.randn(3, 5), "gelu_tanh"),
+    "_gated_activation_backward": (torch.randn(3, 5), torch.randn(3, 5), torch.randn(3, 5), "relu"),
+    "_vocab_embedding_backward": (torch.randn(2, 5), torch.tensor([1, 3]), 3, 1),
+    "_column_row_mlp_saving": (
+        torch.randn(3, 5), torch.randn(6, 5), torch.randn(4, 6), None, None, None, None, "silu", "",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PRIVATE)
+def test_opcheck_of_the_pieces(name: str) -> None:
+    results = torch.library.opcheck(getattr(torch.ops.weft, name).default, PRIVATE[name])
+    assert set(results.values()) == {"SUCCESS"}
+
+
+# The schemas are what saved TorchScript modules and exported programs refer to: a change here breaks them.
+SCHEMAS = """
+weft::column_row_mlp(Tensor x, Tensor w1, Tensor w2, Tensor? w3=None, Tensor? b1=None, Tensor? b2=None, \
+Tensor? b3=None, *, str activation, str group_name, bool recompute=False) -> Tensor
+weft::column_linear(Tensor x, Tensor weight, Tensor? bias=None, *, str group_name) -> Tensor
+weft::row_linear(Tensor x, Tensor weight, Tensor? bias=None, *, str group_name) -> Tensor
+weft::vocab_parallel_embedding(Tensor input, Tensor weight, int vocab_start, *, str group_name, \
+int? vocab_size=None) -> Tensor
+weft::copy_to_group(Tensor x, str group_name) -> Tensor
+weft::reduce_from_group(Tensor x, str group_name) -> Tensor
+"""
+
+
+def test_public_schemas_are_as_published() -> None:
+    registered = {
+        str(schema).removesuffix("()")
+        for schema in torch._C._jit_get_all_schemas()
+        if schema.name.startswith("weft::") and not schema.name.startswith("weft::_")
+    }
+    assert registered == set(SCHEMAS.strip().splitlines())
+
+
+def test_every_operator_is_tagged_for_compile() -> None:
+    for schema in torch._C._jit_get_all_schemas():
+        if schema.name.startswith("weft::"):
+            op = getattr(torch.ops.weft, schema.name.removeprefix("weft::")).default
+            assert torch.Tag.pt2_compliant_tag in op.tags, schema.name

@@ -1,0 +1,148 @@
+"""Operators on gloo ranks against the unsharded computation: values, gradients, communication."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ops.operators import chunk, mlp_reference
+from support.ranks import on_ranks
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+import weft
+
+TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3}
+
+
+def _close(actual: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
+    error = (actual.double() - expected.double()).abs().max().item() if expected.numel() else 0.0
+    bound = tolerance * max(1.0, expected.double().abs().max().item() if expected.numel() else 0.0)
+    assert error <= bound, f"{what}: {error:.2e} > {bound:.2e}"
+
+
+def _group() -> str:
+    return dist.group.WORLD.group_name
+
+
+DIMS = {"w1": 0, "w3": 0, "b1": 0, "b3": 0, "w2": 1}
+FORMS = [(True, True, "silu"), (True, False, "gelu"), (False, True, "gelu_tanh"), (False, False, "relu")]
+
+
+@on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_column_row_mlp(rank: int, world_size: int, dtype: str) -> None:
+    tolerance = TOLERANCE[dtype]
+    for gated, bias, activation in FORMS:
+        for hidden in (16, 7, 2):  # even, uneven, and with ranks that hold nothing
+            torch.manual_seed(1)
+            shapes = {"w1": (hidden, 8), "w2": (6, hidden)}
+            shapes |= {"w3": (hidden, 8)} if gated else {}
+            shapes |= {"b1": (hidden,), "b2": (6,)} if bias else {}
+            shapes |= {"b3": (hidden,)} if bias and gated else {}
+            whole = {
+                name: (torch.randn(shape, dtype=torch.float64) * 0.4).to(getattr(torch, dtype)).double()
+                for name, shape in shapes.items()
+            }
+            x = torch.randn(2, 3, 8).to(getattr(torch, dtype)).double()
+            leaves = {name: value.clone().requires_grad_() for name, value in whole.items()}
+            x_whole = x.clone().requires_grad_()
+            y = mlp_reference(x_whole, leaves, activation)
+            y.sum().backward()
+
+            def local(name: str, value: Tensor) -> Tensor:
+                value = value.to(getattr(torch, dtype))
+                if name == "b2":
+                    return value.requires_grad_()
+                return chunk(value, DIMS[name], world_size, rank)
+
+            parts = {name: local(name, value) for name, value in whole.items()}
+            x_here = x.to(getattr(torch, dtype)).requires_grad_()
+            out = weft.ops.column_row_mlp(x_here, **parts, activation=activation, group_name=_group())
+            _close(out, y, tolerance, "y")
+            out.sum().backward()
+            _close(x_here.grad, x_whole.grad, tolerance, "grad x")
+            for name, part in parts.items():
+                expected = leaves[name].grad
+                if name != "b2":
+                    expected = chunk(expected, DIMS[name], world_size, rank)
+                _close(part.grad, expected, tolerance, f"grad {name}")
+
+
+@on_ranks(1, 2, 3, 4)
+def test_linears_and_embedding(rank: int, world_size: int) -> None:
+    torch.manual_seed(1)
+    x, weight, bias = torch.randn(3, 5).double(), torch.randn(7, 5).double(), torch.randn(7).double()
+    whole = [t.clone().requires_grad_() for t in (x, weight, bias)]
+    y = F.linear(*whole)
+    y.sin().sum().backward()
+    x_here, w, b = x.clone().requires_grad_(), *(chunk(t, 0, world_size, rank) for t in (weight, bias))
+    out = weft.ops.column_linear(x_here, w, b, group_name=_group())
+    _close(out, chunk(y, 1, world_size, rank), 1e-12, "column y")
+    out.sin().sum().backward()
+    _close(x_here.grad, whole[0].grad, 1e-12, "column grad x")
+    _close(w.grad, chunk(whole[1].grad, 0, world_size, rank), 1e-12, "column grad weight")
+    _close(b.grad, chunk(whole[2].grad, 0, world_size, rank), 1e-12, "column grad bias")
+
+    x_here, w = (chunk(t, 1, world_size, rank) for t in (x, weight))
+    b = bias.clone().requires_grad_()
+    out = weft.ops.row_linear(x_here, w, b, group_name=_group())
+    _close(out, y, 1e-12, "row y")
+    out.sin().sum().backward()
+    _close(x_here.grad, chunk(whole[0].grad, 1, world_size, rank), 1e-12, "row grad x")
+    _close(w.grad, chunk(whole[1].grad, 1, world_size, rank), 1e-12, "row grad weight")
+    _close(b.grad, whole[2].grad, 1e-12, "row grad bias")
+
+    ids = torch.tensor([[0, 6, 3], [2, 2, 5]])
+    table = weight.clone().requires_grad_()
+    F.embedding(ids, table).sin().sum().backward()
+    start, _ = weft.nn.shard_range(7, world_size, rank)
+    rows = chunk(weight, 0, world_size, rank)
+    out = weft.ops.vocab_parallel_embedding(ids, rows, start, group_name=_group(), vocab_size=7)
+    assert torch.equal(out, F.embedding(ids, weight))
+    out.sin().sum().backward()
+    _close(rows.grad, chunk(table.grad, 0, world_size, rank), 1e-12, "embedding grad")
+
+
+def _all_reduces(run) -> int:
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        run()
+    return sum(event.name == "gloo:all_reduce" for event in profiler.events())
+
+
+@on_ranks(2)
+def test_number_of_all_reduces(rank: int) -> None:
+    group = _group()
+    x = torch.randn(3, 4, requires_grad=True)
+    w1, w2 = torch.randn(6, 4, requires_grad=True), torch.randn(4, 6, requires_grad=True)
+
+    def mlp(x: Tensor) -> Tensor:
+        return weft.ops.column_row_mlp(x, w1, w2, activation="relu", group_name=group)
+
+    assert _all_reduces(lambda: mlp(x)) == 1
+    assert _all_reduces(lambda: mlp(x).sum().backward()) == 2
+    assert _all_reduces(lambda: mlp(x.detach()).sum().backward()) == 1
+    with torch.no_grad():
+        assert _all_reduces(lambda: mlp(x)) == 1
+    y = mlp(x)
+    assert _all_reduces(lambda: torch.autograd.grad(y.sum(), [w1, w2])) == 0
+
+
+@on_ranks(2)
+def test_refusals_leave_the_group_usable(rank: int) -> None:
+    group = _group()
+    x, w = torch.ones(3, 4), torch.ones(5, 4)
+    with pytest.raises(ValueError, match="got w2 of shape"):
+        weft.ops.column_row_mlp(x, w, torch.ones(4, 6), activation="silu", group_name=group)
+    with pytest.raises(ValueError, match=r"activation 'swish'; pass one of"):
+        weft.ops.column_row_mlp(x, w, w.t(), activation="swish", group_name=group)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no process group of this process"):
+        weft.ops.row_linear(x, w, group_name="nowhere")
+    with pytest.raises(TypeError, match="dtype"):
+        weft.ops.column_linear(x, w.double(), group_name=group)
+    with pytest.raises(IndexError, match="token ids from 0 to 9"):
+        weft.ops.vocab_parallel_embedding(torch.tensor([0, 9]), w, 0, group_name=group, vocab_size=5)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == 2

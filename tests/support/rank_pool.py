@@ -1,0 +1,305 @@
+"""The test process's side of the ranks: the server they are forked from, and pools of them."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+from support.rank_process import STACK_SIGNAL
+from support.rank_server import MAX_PACKET_BYTES, MAX_RANKS, PRELOADED_IF_USED
+
+_TESTS_FOLDER = Path(__file__).parents[1]
+_START_SECONDS = 120.0  # a cold disk imports torch and Lightning this slowly
+_RESET_SECONDS = 15.0
+_GRACE_SECONDS = 2.0  # what the other ranks get to fail by themselves once one has failed
+_STACK_SECONDS = 2.0
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+# Taken at import, before any test can change it.
+_ENVIRONMENT = {**os.environ, **_ONE_THREAD, "GLOO_SOCKET_IFNAME": "lo"}
+
+
+class RankFailure(AssertionError):
+    """At least one rank failed, died or ran out of time; the text shows each, the first failure first."""
+
+
+class RanksSkipped(Exception):
+    """Every rank called pytest.skip; the text is the reason."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a rank needs to find and call a function: see `rank_process._run_case`."""
+
+    path: str
+    module: str
+    qualname: str
+    arguments: bytes  # a pickled dict, opened once the module is loaded
+    wanted: tuple[str, ...]  # which of "rank" and "world_size" the function takes
+
+
+@dataclass
+class _Answers:
+    """What the ranks said, rank -> reply; `silent` are those that did not answer in time."""
+
+    replies: dict[int, dict] = field(default_factory=dict)
+    silent: list[int] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        return not self.silent and all(reply["outcome"] == "passed" for reply in self.replies.values())
+
+
+class RankServer:
+    """Starts and kills ranks, by way of the process of `rank_server`."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control = ours
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - as long-lived as the server
+        used = [name for name in PRELOADED_IF_USED if name in sys.modules]
+        bootstrap = (
+            f"import sys; sys.path.insert(0, {str(_TESTS_FOLDER)!r}); from support.rank_server import serve; "
+            f"serve({theirs.fileno()}, {os.getpid()}, {sys.path!r}, {used!r})"
+        )
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", bootstrap],
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            env=_ENVIRONMENT,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,  # a Ctrl-C in the terminal is the test process's to handle
+        )
+        theirs.close()
+        ready = self._receive()
+        if "error" in ready:
+            self.close()
+            raise RuntimeError(f"the rank server could not preload what the ranks need:\n{ready['error']}")
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def start(self, folder: Path, world_size: int) -> tuple[list[int], list[Connection]]:
+        """Fork `world_size` ranks; returns their process ids and the sockets to them, by rank."""
+        pairs = [socket.socketpair() for _ in range(world_size)]
+        packet = json.dumps({"start": {"folder": str(folder), "world_size": world_size}}).encode()
+        socket.send_fds(self._control, [packet], [theirs.fileno() for _, theirs in pairs])
+        for _, theirs in pairs:
+            theirs.close()
+        pids = self._receive()["pids"]
+        return pids, [Connection(ours.detach()) for ours, _ in pairs]
+
+    def kill(self, pids: list[int]) -> dict[int, int]:
+        """Kill the ranks and reap them; returns pid -> exit status, -9 for those killed by this call."""
+        self._control.send(json.dumps({"kill": pids}).encode())
+        return {int(pid): status for pid, status in self._receive()["status"].items()}
+
+    def close(self) -> None:
+        self._control.close()
+        self._process.kill()
+        self._process.wait()
+        self._log.close()
+
+    def _receive(self) -> dict:
+        readable, _, _ = select.select([self._control], [], [], _START_SECONDS)
+        packet = self._control.recv(MAX_PACKET_BYTES) if readable else b""
+        if not packet:
+            self._log.seek(0)
+            text = self._log.read().decode(errors="replace")
+            why = "ended" if readable else f"did not answer for {_START_SECONDS:g} s"
+            self.close()
+            raise RuntimeError(f"the rank server {why}; its output was:\n{text}")
+        return json.loads(packet)
+
+
+class RankPool:
+    """`world_size` processes in one gloo group, waiting for cases."""
+
+    def __init__(self, server: RankServer, world_size: int) -> None:
+        self.world_size = world_size
+        self.is_alive = True
+        self._server = server
+        self._folder = tempfile.TemporaryDirectory(prefix="weft-ranks-")
+        self._log_starts = [0] * world_size
+        self.pids, self._connections = server.start(Path(self._folder.name), world_size)
+        answers = self._collect(_START_SECONDS)
+        if not answers.passed:
+            raise RankFailure(self._stop(answers, "joining the process group", _START_SECONDS))
+
+    def run(self, case: Case, timeout: float) -> list[object]:
+        """Run `case` on every rank; returns what the ranks returned. After a failure the pool is gone."""
+        try:
+            self._log_starts = [self._log(rank).stat().st_size for rank in range(self.world_size)]
+            self._send(pickle.dumps(vars(case)))
+            answers = self._collect(timeout)
+            skips = [r["text"] for r in answers.replies.values() if r["outcome"] == "skipped"]
+            if not answers.passed and len(skips) != self.world_size:
+                raise RankFailure(self._stop(answers, case.qualname, timeout))
+            self._send(pickle.dumps(None))
+            between = self._collect(_RESET_SECONDS)
+            if not between.passed:
+                what = f"the barrier after {case.qualname}, which left its ranks out of step,"
+                raise RankFailure(self._stop(between, what, _RESET_SECONDS))
+            if skips:
+                raise RanksSkipped(skips[0])
+            return [pickle.loads(answers.replies[rank]["value"]) for rank in range(self.world_size)]
+        except RanksSkipped:
+            raise
+        except BaseException:  # an interrupt too: the ranks are somewhere inside the case
+            self.close()
+            raise
+
+    def close(self) -> dict[int, int]:
+        """End the ranks; returns rank -> exit status (empty when it was closed before)."""
+        if not self.is_alive:
+            return {}
+        self.is_alive = False
+        for connection in self._connections:
+            connection.close()
+        statuses = self._server.kill(self.pids) if self._server.is_alive else {}
+        self._folder.cleanup()
+        return {rank: statuses[pid] for rank, pid in enumerate(self.pids) if pid in statuses}
+
+    def _send(self, packet: bytes) -> None:
+        for connection in self._connections:
+            try:
+                connection.send_bytes(packet)
+            except (BrokenPipeError, ConnectionResetError):
+                continue  # a dead rank: `_collect` finds and reports it
+
+    def _collect(self, timeout: float) -> _Answers:
+        answers = _Answers()
+        rank_of = {connection: rank for rank, connection in enumerate(self._connections)}
+        deadline = time.monotonic() + timeout
+        while rank_of:
+            ready = wait(list(rank_of), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for connection in ready:
+                rank = rank_of.pop(connection)
+                try:
+                    reply = pickle.loads(connection.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    # Told later than the connection errors it causes on other ranks, hence first.
+                    reply = {"outcome": "died", "time": 0.0, "text": ""}
+                answers.replies[rank] = reply
+                if reply["outcome"] != "passed":
+                    deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+        answers.silent = sorted(rank_of.values())
+        return answers
+
+    def _stop(self, answers: _Answers, what: str, timeout: float) -> str:
+        """Kill the ranks and tell what happened to each."""
+        stacks = {rank: self._stack(rank) for rank in range(self.world_size)} if answers.silent else {}
+        logs = {rank: self._output(rank) for rank in range(self.world_size)}
+        statuses = self.close()
+        failed = sorted(
+            (rank for rank, reply in answers.replies.items() if reply["outcome"] != "passed"),
+            key=lambda rank: answers.replies[rank]["time"],
+        )
+        parts = []
+        for rank in failed:
+            reply = answers.replies[rank]
+            if reply["outcome"] == "died":
+                told = f"died with {_status_text(statuses.get(rank))}\n"
+            elif reply["outcome"] == "skipped":
+                told = f"was skipped ({reply['text']}) while others were not; skip on every rank or on none\n"
+            else:
+                later = reply["time"] - answers.replies[failed[0]]["time"]
+                is_follower = rank != failed[0] and answers.replies[failed[0]]["outcome"] == "failed"
+                told = f"failed{f' {later:.3f} s later' if is_follower else ''}:\n{reply['text']}"
+            parts.append(f"rank {rank} of {self.world_size} {told}{logs[rank]}")
+        limit = "when the ranks above had failed" if failed else f"within {timeout:g} s"
+        for rank in answers.silent:
+            stack = f"{stacks[rank]}{logs[rank]}"
+            parts.append(f"rank {rank} of {self.world_size} had not finished {what} {limit}:\n{stack}")
+        for rank in [rank for rank in stacks if rank not in answers.silent and rank not in failed]:
+            parts.append(f"rank {rank} of {self.world_size} had finished {what}:\n{stacks[rank]}")
+        return "\n".join(parts)
+
+    def _stack(self, rank: int) -> str:
+        path = Path(self._folder.name, f"stack-{rank}")
+        try:
+            os.kill(self.pids[rank], STACK_SIGNAL)
+        except ProcessLookupError:
+            return "(it has ended)\n"
+        deadline = time.monotonic() + _STACK_SECONDS
+        size = -1
+        while time.monotonic() < deadline:  # until the dump is there and grows no more
+            time.sleep(0.05)
+            now = path.stat().st_size if path.exists() else 0
+            if now > 0 and now == size:
+                break
+            size = now
+        return (path.read_text(errors="replace") if path.exists() else "") or "(no stack came back)\n"
+
+    def _log(self, rank: int) -> Path:
+        return Path(self._folder.name, f"log-{rank}")
+
+    def _output(self, rank: int) -> str:
+        if not self._log(rank).exists():
+            return ""
+        with self._log(rank).open("rb") as log:
+            log.seek(self._log_starts[rank])
+            text = log.read().decode(errors="replace").strip()
+        return f"--- output of rank {rank} ---\n{text}\n" if text else ""
+
+
+class RankPools:
+    """One pool per world size, made at first use; the one used longest ago makes room for a third."""
+
+    MAX_POOLS = 2
+
+    def __init__(self) -> None:
+        self._server: RankServer | None = None
+        self._pools: dict[int, RankPool] = {}  # in order of use
+
+    def get(self, world_size: int) -> RankPool:
+        """A living pool of `world_size` ranks."""
+        if not 1 <= world_size <= MAX_RANKS:
+            raise ValueError(f"a pool has 1 to {MAX_RANKS} ranks, not {world_size}; change the world size")
+        pool = self._pools.pop(world_size, None)
+        if self._server is not None and not self._server.is_alive:
+            self.close()
+            pool = None
+        if pool is None or not pool.is_alive:
+            self._pools = {size: other for size, other in self._pools.items() if other.is_alive}
+            while len(self._pools) >= self.MAX_POOLS:
+                self._pools.pop(next(iter(self._pools))).close()
+            if self._server is None:
+                self._server = RankServer()
+            pool = RankPool(self._server, world_size)
+        self._pools[world_size] = pool
+        return pool
+
+    def close(self) -> None:
+        """End every rank and the server. Another `get` starts anew."""
+        for pool in self._pools.values():
+            pool.close()
+        self._pools.clear()
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+
+def _status_text(status: int | None) -> str:
+    if status is None:
+        return "an unknown status"
+    return signal.Signals(-status).name if status < 0 else f"exit status {status}"
+
+
+POOLS = RankPools()
+atexit.register(POOLS.close)

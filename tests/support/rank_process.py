@@ -1,0 +1,172 @@
+"""One rank: joins the process group, then runs the cases it is sent until its socket closes."""
+
+from __future__ import annotations
+
+import ast
+import faulthandler
+import gc
+import importlib.util
+import os
+import pickle
+import random
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
+
+GROUP_TIMEOUT = timedelta(seconds=60)
+STACK_SIGNAL = signal.SIGUSR1
+
+_modules: dict[str, tuple[int, ModuleType]] = {}
+
+
+def run_rank(fd: int, folder: Path, rank: int, world_size: int) -> None:
+    """Serve cases on the socket `fd`. `folder` takes this rank's log, its stack dumps and the group's store.
+
+    Every request is answered once with {"outcome": "passed" | "failed" | "skipped", "time": monotonic
+    seconds, ...}; the first answer, unasked, says whether the rank has joined the group.
+    """
+    _redirect_output(folder / f"log-{rank}")
+    with (folder / f"stack-{rank}").open("w") as stacks:
+        faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
+        connection = Connection(fd)
+        _answer(connection, lambda: _join_group(folder, rank, world_size))
+        environment = dict(os.environ)
+        while True:
+            try:
+                request = pickle.loads(connection.recv_bytes())
+            except EOFError:
+                return
+            if request is None:
+                _answer(connection, lambda: _reset(environment))
+            else:
+                _answer(connection, lambda case=request: _run_case(case, rank, world_size))
+
+
+def _redirect_output(path: Path) -> None:
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+
+
+def _join_group(folder: Path, rank: int, world_size: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT)
+    _seed()
+    dist.barrier()
+
+
+def _run_case(case: dict, rank: int, world_size: int) -> object:
+    module = _load(case["path"], case["module"])
+    body = _find_body(module, case["qualname"])
+    arguments = pickle.loads(case["arguments"])
+    given = {"rank": rank, "world_size": world_size}
+    arguments.update({name: given[name] for name in case["wanted"]})
+    return body(**arguments)
+
+
+def _answer(connection: Connection, action: Callable[[], object]) -> None:
+    import pytest
+
+    try:
+        reply = {"outcome": "passed", "value": pickle.dumps(action())}
+    except pytest.skip.Exception as skip:
+        reply = {"outcome": "skipped", "text": str(skip.msg)}
+    except BaseException as error:
+        # NOTE: read the clock first: the order of these times tells the cause from what follows it.
+        failed_at = time.monotonic()
+        trace = error.__traceback__
+        while trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next  # the frames of this file say nothing to the reader
+        text = "".join(traceback.format_exception(type(error), error, trace))
+        reply = {"outcome": "failed", "text": text, "time": failed_at}
+        # The frames keep tensors and groups alive.
+        del trace
+        error.__traceback__ = None
+    reply.setdefault("time", time.monotonic())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    connection.send_bytes(pickle.dumps(reply))
+
+
+def _load(path: str, name: str) -> ModuleType:
+    """The test module at `path`, loaded again when the file has changed, registered as `name`."""
+    mtime_ns = os.stat(path).st_mtime_ns
+    cached = _modules.get(path)
+    if cached is not None and cached[0] == mtime_ns and sys.modules.get(name) is cached[1]:
+        return cached[1]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None:
+        raise ImportError(f"{path} is not a Python file that a rank could load; name a .py file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        exec(_compile(path), module.__dict__)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    _modules[path] = (mtime_ns, module)
+    return module
+
+
+def _compile(path: str) -> object:
+    # pytest's own rewriting, so that a failing assert shows its values on a rank as it does elsewhere.
+    from _pytest.assertion.rewrite import rewrite_asserts
+
+    source = Path(path).read_bytes()
+    tree = ast.parse(source, filename=path)
+    rewrite_asserts(tree, source, path)
+    return compile(tree, path, "exec", dont_inherit=True)
+
+
+def _find_body(module: ModuleType, qualname: str) -> Callable[..., object]:
+    owner: object = None
+    found: object = module
+    for part in qualname.split("."):
+        owner, found = found, getattr(found, part)
+    body = getattr(found, "rank_body", found)
+    return body.__get__(owner()) if isinstance(owner, type) else body
+
+
+def _reset(environment: dict[str, str]) -> None:
+    """What lies between two cases. The barrier shows that no rank is behind or ahead of the others."""
+    import torch
+    import torch.distributed as dist
+
+    gc.collect()
+    if not dist.is_initialized():
+        raise RuntimeError("the test destroyed the default process group, which belongs to the pool; do not")
+    world = dist.group.WORLD
+    dist.barrier()
+    for group in [g for g in dist.distributed_c10d._world.pg_map if g is not world]:
+        dist.destroy_process_group(group)
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    os.environ.clear()
+    os.environ.update(environment)
+    _seed()
+    dist.barrier()
+
+
+def _seed() -> None:
+    import torch
+
+    random.seed(0)
+    torch.manual_seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)

@@ -1,0 +1,119 @@
+"""The process that ranks are forked from.
+
+It imports torch, and what else the tests use, once; it stays single-threaded and initialises nothing, so that
+a fork is safe and takes milliseconds. Requests are JSON packets on a socket, one socket per rank attached:
+    {"start": {"folder": str, "world_size": int}} + fds  -> {"pids": [int]}
+    {"kill": [pid]}                                      -> {"status": {pid: exit status, negative: a signal}}
+It ends when the other side of the socket does; the kernel kills the ranks when it ends.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import importlib.util
+import json
+import os
+import signal
+import socket
+import sys
+import traceback
+from pathlib import Path
+
+from support.processes import die_with_parent
+
+MAX_RANKS = 16
+MAX_PACKET_BYTES = 1 << 16
+# What ranks are likely to import, in this order; the ranks of a session that uses none of Lightning do not
+# wait for it.
+PRELOADED_ALWAYS = ("numpy", "torch", "torch.distributed", "torch.testing", "pytest")
+PRELOADED_IF_USED = ("torch.distributed.tensor", "lightning.pytorch", "pytorch_lightning", "weft")
+
+
+def serve(fd: int, parent_pid: int, search_path: list[str], used: list[str]) -> None:
+    """Preload, say {"ready": true} or {"error": text}, then answer requests until the socket closes.
+
+    `used` names those of PRELOADED_IF_USED to preload.
+    """
+    die_with_parent(parent_pid)
+    control = socket.socket(fileno=fd)
+    sys.path[:] = search_path
+    try:
+        _preload([*PRELOADED_ALWAYS, *used])
+    except Exception:
+        _reply(control, {"error": traceback.format_exc()})
+        return
+    # What exists now is never collected: the collector of a rank does not write to the shared pages.
+    gc.collect()
+    gc.freeze()
+    _reply(control, {"ready": True})
+    while True:
+        packet, fds, _, _ = socket.recv_fds(control, MAX_PACKET_BYTES, MAX_RANKS)
+        if not packet:
+            return
+        request = json.loads(packet)
+        if "start" in request:
+            _reply(control, {"pids": _start_ranks(control, fds, **request["start"])})
+        else:
+            _reply(control, {"status": {pid: _kill(pid) for pid in request["kill"]}})
+
+
+def _preload(names: list[str]) -> None:
+    for name in names:
+        if importlib.util.find_spec(name.partition(".")[0]) is None:
+            continue
+        try:
+            importlib.import_module(name)
+        except Exception:
+            if name != "weft":
+                raise
+            # A broken build fails in the tests that import weft, with this traceback; others still run.
+            for loaded in [key for key in sys.modules if key.partition(".")[0] == "weft"]:
+                del sys.modules[loaded]
+        num_threads = len(list(Path("/proc/self/task").iterdir()))
+        if num_threads != 1:
+            raise RuntimeError(
+                f"importing {name} started {num_threads - 1} threads, which a fork would lose; "
+                "start them at first use instead"
+            )
+
+
+def _start_ranks(control: socket.socket, fds: list[int], folder: str, world_size: int) -> list[int]:
+    pids = []
+    server_pid = os.getpid()
+    for rank in range(world_size):
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                os.setpgid(0, 0)
+                die_with_parent(server_pid)
+                control.close()
+                for other in fds[:rank] + fds[rank + 1 :]:
+                    os.close(other)
+                from support.rank_process import run_rank
+
+                run_rank(fds[rank], Path(folder), rank, world_size)
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        pids.append(pid)
+    for fd in fds:
+        os.close(fd)
+    return pids
+
+
+def _kill(pid: int) -> int:
+    # The rank is not reaped before this line, so its id cannot belong to anybody else.
+    for target in (os.killpg, os.kill):
+        try:
+            target(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue  # it has not become a group leader yet
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _reply(control: socket.socket, message: dict) -> None:
+    control.send(json.dumps(message).encode()[:MAX_PACKET_BYTES])
