@@ -5,10 +5,12 @@ if(WEFT_CUDA STREQUAL "OFF")
   return()
 endif()
 
+# On PATH or where the usual variables point, nowhere else: hiding nvcc is enough to do without it.
 find_program(
   WEFT_NVCC nvcc
-  HINTS ENV CUDACXX ENV CUDA_HOME ENV CUDA_PATH
-  PATH_SUFFIXES bin)
+  HINTS ENV CUDA_HOME ENV CUDA_PATH
+  PATH_SUFFIXES bin
+  NO_CMAKE_SYSTEM_PATH NO_CMAKE_INSTALL_PREFIX)
 find_library(WEFT_TORCH_CUDA_LIBRARY torch_cuda PATHS "${WEFT_TORCH_ROOT}/lib" NO_DEFAULT_PATH)
 find_library(WEFT_C10_CUDA_LIBRARY c10_cuda PATHS "${WEFT_TORCH_ROOT}/lib" NO_DEFAULT_PATH)
 if(NOT WEFT_NVCC OR NOT WEFT_TORCH_CUDA_LIBRARY OR NOT WEFT_C10_CUDA_LIBRARY)

@@ -1,0 +1,128 @@
+"""column_row_mlp's backward as a chain: each weight gradient is complete before the next exists."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import on_ranks
+from torch import Tensor
+
+import weft
+
+
+def _weights() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return {"w1": torch.randn(6, 4), "w3": torch.randn(6, 4), "w2": torch.randn(4, 6)}
+
+
+def _watch(leaves: dict[str, Tensor]) -> list[tuple[str, set[str]]]:
+    """Hooks that note, when a gradient is complete, which gradients exist by then."""
+    seen: list[tuple[str, set[str]]] = []
+    for name, leaf in leaves.items():
+
+        def hook(_: Tensor, name: str = name) -> None:
+            seen.append((name, {other for other, t in leaves.items() if t.grad is not None}))
+
+        leaf.register_post_accumulate_grad_hook(hook)
+    return seen
+
+
+ORDER = [("w2", {"w2"}), ("w3", {"w2", "w3"}), ("w1", {"w1", "w2", "w3"})]
+
+
+def _run(x: Tensor, weights: dict[str, Tensor], group_name: str, recompute: bool) -> None:
+    y = weft.ops.column_row_mlp(
+        x, weights["w1"], weights["w2"], weights["w3"], activation="silu", group_name=group_name, recompute=recompute
+    )
+    y.square().sum().backward()
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_plain_weights(world_size: int, recompute: bool) -> None:
+    leaves = {name: w.requires_grad_() for name, w in _weights().items()}
+    seen = _watch(leaves)
+    _run(torch.randn(3, 4, requires_grad=True), leaves, dist.group.WORLD.group_name, recompute)
+    assert seen == ORDER
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_weights_that_enter_through_views_made_before(depth: int) -> None:
+    """As DTensor.to_local or a cast does: such nodes are older than the operator's own."""
+    leaves = {name: w.requires_grad_() for name, w in _weights().items()}
+    seen = _watch(leaves)
+    views = dict(leaves)
+    for _ in range(depth):
+        views = {name: view.view_as(view) for name, view in views.items()}
+    _run(torch.randn(3, 4, requires_grad=True), views, "", False)
+    assert seen == ORDER
+
+
+@on_ranks(2)
+def test_stepping_in_the_hook_gives_the_gradients_of_the_old_weights(rank: int) -> None:
+    """A weight may be stepped and its gradient dropped as soon as it is complete."""
+    group, x = dist.group.WORLD.group_name, torch.ones(3, 4)
+    expected = {name: w.clone().requires_grad_() for name, w in _weights().items()}
+    x_plain = x.clone().requires_grad_()
+    _run(x_plain, expected, group, False)
+
+    leaves = {name: w.requires_grad_() for name, w in _weights().items()}
+    alive: list[int] = []
+
+    def step(leaf: Tensor) -> None:
+        alive.append(sum(t.grad is not None for t in leaves.values()))
+        with torch.no_grad():
+            leaf -= 0.1 * leaf.grad
+        leaf.grad = None
+
+    for leaf in leaves.values():
+        leaf.register_post_accumulate_grad_hook(step)
+    x_here = x.clone().requires_grad_()
+    _run(x_here, leaves, group, False)
+    assert alive == [1, 1, 1]
+    assert torch.equal(x_here.grad, x_plain.grad)
+    for name, start in _weights().items():
+        assert torch.equal(leaves[name], start - 0.1 * expected[name].grad)
+
+
+@pytest.mark.parametrize(("gated", "recompute"), [(True, False), (False, False), (True, True)])
+def test_saves_x_and_the_hidden_values_and_nothing_else(gated: bool, recompute: bool) -> None:
+    leaves = {name: w.requires_grad_() for name, w in _weights().items()}
+    x = torch.randn(7, 4, requires_grad=True)
+    weights = {t.data_ptr() for t in leaves.values()}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in weights:
+            saved[tensor.data_ptr()] = tensor.numel()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        weft.ops.column_row_mlp(
+            x,
+            leaves["w1"],
+            leaves["w2"],
+            leaves["w3"] if gated else None,
+            activation="silu",
+            group_name="",
+            recompute=recompute,
+        )
+    x_numel, h_numel = 7 * 4, 7 * 6
+    hidden = [] if recompute else [h_numel] * (2 if gated else 1)
+    assert saved.pop(x.data_ptr()) == x_numel
+    assert sorted(saved.values()) == hidden
+
+
+def test_partial_backwards_and_two_backwards() -> None:
+    leaves = {name: w.requires_grad_() for name, w in _weights().items()}
+    x = torch.randn(3, 4, requires_grad=True)
+    y = weft.ops.column_row_mlp(x, leaves["w1"], leaves["w2"], leaves["w3"], activation="gelu", group_name="").sum()
+    everything = torch.autograd.grad(y, [x, *leaves.values()], retain_graph=True)
+    again = torch.autograd.grad(y, [x, *leaves.values()], retain_graph=True)
+    for index, leaf in enumerate([x, *leaves.values()]):
+        (alone,) = torch.autograd.grad(y, [leaf], retain_graph=True)
+        assert torch.equal(alone, everything[index]) and torch.equal(again[index], everything[index])
+    y.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        y.backward()

@@ -1,0 +1,75 @@
+"""The build: CUDA sources only where nvcc is, strategy/ without torch, a clear word where torch is missing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _configure(build: Path, *options: str, env: dict[str, str] | None = None) -> str:
+    command = [
+        "cmake", "--preset", "release", "-B", str(build), f"-DPython_EXECUTABLE={sys.executable}",
+        f"-DWEFT_PACKAGE_DIR={build}/weft", f"-DWEFT_STRATEGY_PACKAGE_DIR={build}/weft/strategy", *options,
+    ]  # fmt: skip
+    run = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300, env={**os.environ, **(env or {})}
+    )
+    return run.stdout + run.stderr if run.returncode == 0 else f"failed: {run.stdout}{run.stderr}"
+
+
+def _without_nvcc() -> dict[str, str]:
+    folders = os.environ["PATH"].split(os.pathsep)
+    kept = [folder for folder in folders if not Path(folder, "nvcc").exists()]
+    return {"PATH": os.pathsep.join(kept), "CUDA_HOME": "", "CUDA_PATH": ""}
+
+
+def test_cuda_sources_are_left_out_where_nvcc_is_hidden(tmp_path: Path) -> None:
+    output = _configure(tmp_path, env=_without_nvcc())
+    assert "weft: CUDA sources left out (nvcc: WEFT_NVCC-NOTFOUND" in output
+    compiled = (tmp_path / "compile_commands.json").read_text()
+    assert ".cu" not in compiled and "ops/src/column_row_mlp.cpp" in compiled
+
+
+def test_cuda_on_without_nvcc_is_refused(tmp_path: Path) -> None:
+    output = _configure(tmp_path, "-DWEFT_CUDA=ON", env=_without_nvcc())
+    assert output.startswith("failed") and "WEFT_CUDA=ON needs nvcc and a CUDA build of torch" in output
+
+
+@pytest.mark.parametrize("text", ["9.x", "sm_90"])
+def test_an_architecture_list_of_another_form_is_refused(tmp_path: Path, text: str) -> None:
+    output = _configure(tmp_path, env={"TORCH_CUDA_ARCH_LIST": text})
+    if "CUDA sources left out" in output:
+        pytest.skip("no nvcc, or a torch without CUDA: the list is not read")
+    assert output.startswith("failed") and f"TORCH_CUDA_ARCH_LIST has '{text}'" in " ".join(output.split())
+
+
+def test_strategy_configures_without_torch(tmp_path: Path) -> None:
+    output = _configure(tmp_path, "-DWEFT_STRATEGY_ONLY=ON")
+    assert not output.startswith("failed"), output
+    assert "torch" not in (tmp_path / "compile_commands.json").read_text()
+
+
+def test_a_build_without_torch_fails_at_once_and_says_what_to_run(tmp_path: Path) -> None:
+    import setuptools
+
+    packages = Path(setuptools.__file__).parents[1]
+    for name in ("setuptools", "_distutils_hack"):
+        (tmp_path / name).symlink_to(packages / name)
+    code = (
+        f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT / 'cmake')!r}]\n"
+        "import build_backend; build_backend.get_requires_for_build_wheel()"
+    )
+    start = time.monotonic()
+    run = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert run.returncode == 1
+    assert run.stderr.strip().endswith("`pip install --no-build-isolation .`")
+    assert "this build sees none" in run.stderr
+    # Generous for a loaded machine; a compile or a download would take far longer.
+    assert time.monotonic() - start < 30

@@ -1,0 +1,72 @@
+"""A layer uses the ones above it in docs/architecture's table, never one below: checked on the sources."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# folder -> what its Python files must not import
+PYTHON_LAYERS = {
+    "ops/python": ("weft.strategy", "weft._plugin", "weft.lightning", "lightning", "pytorch_lightning"),
+    "strategy/python": ("weft._plugin", "weft.lightning", "weft.pytorch_lightning", "lightning", "pytorch_lightning"),
+    "lightning_plugin/core": ("lightning", "pytorch_lightning", "lightning_fabric"),
+}
+
+# folder -> pattern of headers that its C++ files must not include
+CPP_LAYERS = {
+    "kernels": r"c10d|torch/|ATen/core/dispatch|weft/(ops|strategy)|pybind11|Python\.h",
+    "ops/src": r"weft/strategy|pybind11|Python\.h|ProcessGroup(Gloo|NCCL)",
+    "ops/include": r"weft/(kernels|strategy)|c10d|pybind11",
+    "strategy/src": r"ATen|c10|torch|pybind11|weft/(ops|kernels)",
+    "strategy/include": r"ATen|c10|torch|pybind11|weft/(ops|kernels)",
+}
+
+
+def _imports(tree: ast.AST) -> Iterator[str]:
+    """Modules imported at run time; those under `if TYPE_CHECKING` do not count."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+        yield from _imports(node)
+
+
+@pytest.mark.parametrize("folder", PYTHON_LAYERS)
+def test_python_imports(folder: str) -> None:
+    files = list((ROOT / folder).rglob("*.py"))
+    assert files
+    for file in files:
+        for module in _imports(ast.parse(file.read_text())):
+            for forbidden in PYTHON_LAYERS[folder]:
+                assert module != forbidden and not module.startswith(forbidden + "."), f"{file}: {module}"
+
+
+@pytest.mark.parametrize("folder", CPP_LAYERS)
+def test_cpp_includes(folder: str) -> None:
+    files = [path for path in (ROOT / folder).rglob("*") if path.suffix in {".h", ".cpp", ".cu", ".cuh"}]
+    assert files
+    for file in files:
+        for header in re.findall(r'^#include [<"]([^>"]+)[>"]', file.read_text(), re.MULTILINE):
+            assert not re.match(CPP_LAYERS[folder], header), f"{file} includes {header}"
+
+
+def test_importing_the_strategy_leaves_lightning_out() -> None:
+    code = "import sys, weft.strategy; sys.exit(any('lightning' in name.split('.')[0] for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
+
+
+def test_folders_of_the_repository_are_not_packages() -> None:
+    """From the root `import ops` must not make a second module object beside `weft`."""
+    for folder in ("ops", "strategy", "lightning_plugin", "kernels", "examples", "benchmarks"):
+        assert not (ROOT / folder / "__init__.py").exists(), folder
