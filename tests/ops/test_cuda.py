@@ -1,0 +1,56 @@
+"""The operators on a CUDA device against the CPU in float64: values and gradients, a group of one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ops.operators import Call, sample_calls
+from torch import Tensor
+
+import weft  # noqa: F401  (registers the operators)
+
+pytestmark = pytest.mark.cuda
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 6e-3}
+
+
+def _moved(call: Call, device: str, dtype: torch.dtype) -> Call:
+    def move(arg: object) -> object:
+        if not isinstance(arg, Tensor):
+            return arg
+        if not arg.is_floating_point():
+            return arg.to(device)
+        return arg.detach().to(device, dtype).requires_grad_()
+
+    return Call(call.name, tuple(move(arg) for arg in call.args), call.kwargs)
+
+
+def _run(call: Call) -> list[Tensor]:
+    y = call.op(*call.args, **call.kwargs)
+    leaves = [arg for arg in call.args if isinstance(arg, Tensor) and arg.requires_grad]
+    return [y.detach(), *torch.autograd.grad(y.sin().sum(), leaves)]
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("index", range(11))
+def test_equals_the_cpu(index: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    call = sample_calls()[index]
+    rounded = _moved(_moved(call, "cpu", dtype), "cpu", torch.float64)
+    expected = _run(rounded)
+    actual = _run(_moved(rounded, "cuda", dtype))
+    for a, b in zip(actual, expected, strict=True):
+        assert a.is_cuda and a.dtype is dtype
+        error = (a.double().cpu() - b).abs().max().item()
+        assert error <= TOLERANCE[dtype] * max(1.0, b.abs().max().item())
+
+
+def test_mixed_devices_are_refused() -> None:
+    x, w = torch.ones(2, 4, device="cuda"), torch.ones(3, 4)
+    with pytest.raises(ValueError, match=r"got weight on cpu with x on cuda:0; move them to one device"):
+        torch.ops.weft.column_linear(x, w, group_name="")
+
+
+def test_compile_on_cuda() -> None:
+    mlp = weft.nn.ColumnRowMLP(64, 96, group_name="", device=torch.device("cuda"))
+    x = torch.randn(8, 64, device="cuda")
+    torch.testing.assert_close(torch.compile(mlp, fullgraph=True)(x), mlp(x), rtol=1e-4, atol=1e-4)
