@@ -1,0 +1,189 @@
+"""parallelize: a plan and a mesh turn a plain nn.Module into one rank's part of it, in place."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from weft.strategy._plan import shard_range
+from weft.strategy.assignments import Assignment, Assignments, join
+from weft.strategy.linears import is_conv1d, shard_dims
+from weft.strategy.plan import Plan, Rules
+from weft.strategy.report import report
+from weft.strategy.roles import take_role
+from weft.strategy.shards import group_name_of, tensor_parallel_mesh, to_dtensor
+from weft.strategy.state import ModuleState, set_state, state_of
+
+
+def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Rules | Plan) -> nn.Module:
+    """Shard a model over the tensor-parallel axis of a mesh, in place.
+
+    Every parameter becomes a DTensor on that axis (those that no rule names, replicated) under its own name; forwards
+    compute on local tensors with weft's operators. Build the optimizer afterwards. FSDP2 (`fully_shard` over another
+    axis) and torch.compile come afterwards, too. No communication: the ranks must hold equal values.
+
+    Args:
+        model: plain modules on any device, meta included. Buffers stay as they are. Parameters that are DTensors
+            already are left alone.
+        mesh: a DeviceMesh of one axis, or with an axis named "tensor_parallel".
+        plan: see `Plan`. Applying the same plan again changes nothing.
+
+    Returns:
+        `model`.
+
+    Raises:
+        ValueError: the plan does not fit the model, or the model was parallelized with another plan or mesh. Nothing
+            has been changed then.
+    """
+    tp_mesh = tensor_parallel_mesh(mesh)
+    plan = plan if isinstance(plan, Plan) else Plan(plan)
+    key = plan.key()
+    if _is_applied(model, tp_mesh, key):
+        plan._report = report(model)
+        return model
+    assignments = plan.assign(model, tp_mesh.size())
+    dims = _parameter_dims(model, assignments)
+    _check_modules(model)
+    others = {id(m) for m in model.modules() if any(isinstance(p, DTensor) for p in m.parameters(recurse=False))}
+    _replace_parameters(model, tp_mesh, dims)
+    _take_roles(model, tp_mesh, assignments, others)
+    for (module_name, attribute), count in assignments.heads.items():
+        setattr(model.get_submodule(module_name), attribute, count)
+    notes = [*assignments.notes]
+    notes += [f"{join(name, attribute)} = {n} on this rank" for (name, attribute), n in assignments.heads.items()]
+    set_state(model, dataclasses.replace(state_of(model), plan_key=key, plan_notes=tuple(notes)))
+    plan._report = report(model)
+    return model
+
+
+def _is_applied(model: nn.Module, mesh: DeviceMesh, key: Any) -> bool:
+    state = state_of(model)
+    if state is None or state.plan_key is None:
+        return False
+    if state.mesh != mesh:
+        raise ValueError(
+            f"parallelize: this {state.original_class.__name__} is on the mesh {state.mesh} already and was given "
+            f"{mesh}; build the model anew for another mesh."
+        )
+    if state.plan_key != key:
+        raise ValueError(
+            f"parallelize: this {state.original_class.__name__} was parallelized with another plan already; "
+            "build the model anew for another plan."
+        )
+    return True
+
+
+def _parameter_dims(model: nn.Module, assignments: Assignments) -> dict[int, int | None]:
+    """The dim along which each plain parameter is cut (None: replicated), by the parameter's id."""
+    by_module = {id(model.get_submodule(name)): a for name, a in assignments.styles.items()}
+    dims: dict[int, int | None] = {}
+    names: dict[int, str] = {}
+    for module_name, module in model.named_modules():
+        cuts = shard_dims(module, by_module.get(id(module), Assignment("")).style)
+        for name, parameter in module._parameters.items():
+            if parameter is None or isinstance(parameter, DTensor):
+                continue
+            full_name, dim = join(module_name, name), cuts.get(name)
+            other = names.setdefault(id(parameter), full_name)
+            if dims.setdefault(id(parameter), dim) != dim:
+                raise ValueError(
+                    f"parallelize: '{other}' and '{full_name}' are one tied parameter, but the plan shards them "
+                    "differently; give their modules rules that agree, or none."
+                )
+    return dims
+
+
+def _check_modules(model: nn.Module) -> None:
+    """Refuse what would silently keep using a parameter that is about to be replaced."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for module_name, module in model.named_modules():
+        own = [p for p in module._parameters.values() if p is not None]
+        shown = f"'{module_name}'" if module_name else "the model itself"
+        if own and isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(f"parallelize: {shown} is a ScriptModule; parallelize the module before scripting it.")
+        for parameter in own:
+            if isinstance(parameter, nn.parameter.UninitializedParameter):
+                raise ValueError(f"parallelize: {shown} is lazy; run a forward once to give its parameters shapes.")
+            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+                raise ValueError(
+                    f"parallelize: '{names[id(parameter)]}' has gradient hooks, which would be lost; "
+                    "register them after parallelize."
+                )
+        if isinstance(module, nn.RNNBase):
+            continue
+        for attribute, value in module.__dict__.items():
+            held = next((p for p in _held_parameters(attribute, value) if id(p) in names), None)
+            if held is not None:
+                raise ValueError(
+                    f"parallelize: {shown} also keeps '{names[id(held)]}' in its plain attribute '{attribute}', which "
+                    "would keep the old values; make that attribute a property, or remove it."
+                )
+
+
+def _held_parameters(attribute: str, value: object) -> Iterable[nn.Parameter]:
+    if attribute in ("_parameters", "_modules", "_buffers"):
+        return ()
+    items: Iterable[object] = (value,)
+    if isinstance(value, (list, tuple, set)):
+        items = value
+    elif isinstance(value, dict):
+        items = value.values()
+    return (item for item in items if isinstance(item, nn.Parameter))
+
+
+def _replace_parameters(model: nn.Module, mesh: DeviceMesh, dims: dict[int, int | None]) -> None:
+    """One parameter at a time, so that each full one is freed before the next shard is made."""
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) in dims:
+                owners.setdefault(id(parameter), []).append((module, name))
+    for parameter_id, places in owners.items():
+        module, name = places[0]
+        new = to_dtensor(module._parameters[name], mesh, dims[parameter_id])
+        for module, name in places:
+            module._parameters[name] = new
+
+
+def _take_roles(model: nn.Module, mesh: DeviceMesh, assignments: Assignments, others: set[int]) -> None:
+    """Give modules the classes of their styles; `others` had DTensors before and know themselves how to use them."""
+    by_module = {id(model.get_submodule(name)): a for name, a in assignments.styles.items()}
+    group_name = group_name_of(mesh)
+    for module in reversed(list(model.modules())):  # children first: a fused container records their classes
+        assignment = by_module.get(id(module), Assignment(""))
+        if state_of(module) is not None or (module is not model and (id(module) in others or not _needs_role(module))):
+            continue
+        cls = type(module)
+        mlp = assignment.mlp
+        state = ModuleState(
+            original_class=cls,
+            style=assignment.style,
+            mesh=mesh,
+            group_name=group_name,
+            note=assignment.note,
+            mlp=mlp,
+            activation=assignment.activation,
+            child_classes=() if mlp is None else tuple(type(module._modules[name]) for name in mlp.children),
+            vocab_start=_vocab_start(module, mesh) if assignment.style == "vocab_embedding" else 0,
+            transposed=assignment.style in ("column", "row") and is_conv1d(module),
+            fused=assignment.fused_into is not None,
+        )
+        take_role(module, state)
+
+
+def _vocab_start(module: nn.Module, mesh: DeviceMesh) -> int:
+    return shard_range(module.num_embeddings, mesh.size(), mesh.get_local_rank())[0]
+
+
+def _needs_role(module: nn.Module) -> bool:
+    """Whether a module holds parameters or calls modules that do; others keep their class."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return False
+    holds = any(True for _ in module.parameters(recurse=False))
+    return holds or (type(module).forward is not nn.Module.forward and any(True for _ in module.parameters()))

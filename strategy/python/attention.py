@@ -1,0 +1,87 @@
+"""Attention blocks that plan="auto" can shard by heads."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from weft.strategy.assignments import Assignment, Assignments, join
+from weft.strategy.linears import features, why_no_linear
+
+# (query, key, value, output) as the models in use name them.
+_NAMES = (
+    ("wq", "wk", "wv", "wo"),
+    ("q_proj", "k_proj", "v_proj", "o_proj"),
+    ("q_proj", "k_proj", "v_proj", "out_proj"),
+    ("q_proj", "k_proj", "v_proj", "dense"),
+)
+NAMES_LOOKED_FOR = ", ".join("/".join(names) for names in _NAMES)
+_QUERY_COUNTS = ("n_heads", "num_heads", "n_head", "num_attention_heads", "n_local_heads")
+_KEY_COUNTS = ("n_kv_heads", "num_kv_heads", "num_key_value_heads", "n_local_kv_heads")
+_HEAD_DIMS = ("head_dim", "attention_head_size", "head_size", "d_head", "dim_head", "d_k")
+
+
+def find_attention(module: nn.Module) -> tuple[str, str, str, str] | None:
+    """The names of the four projections among a module's children."""
+    for names in _NAMES:
+        if all(module._modules.get(name) is not None for name in names):
+            return names
+    return None
+
+
+def place_attention(
+    result: Assignments, name: str, module: nn.Module, projections: tuple[str, str, str, str]
+) -> str | None:
+    """Give the projections column and row styles and divide the head counts; the reason when that is not possible."""
+    reason = _why_not(module, projections, result.tp_size)
+    if reason is not None:
+        return reason
+    for projection in projections:
+        style = "row" if projection == projections[-1] else "column"
+        result.styles[join(name, projection)] = Assignment(style)
+    for attribute, count in _counts(module, (*_QUERY_COUNTS, *_KEY_COUNTS)).items():
+        result.divide_heads(name, attribute, count)
+    return None
+
+
+def _counts(module: nn.Module, attributes: tuple[str, ...]) -> dict[str, int]:
+    values = {name: module.__dict__.get(name) for name in attributes}
+    return {name: value for name, value in values.items() if type(value) is int and value > 0}
+
+
+def _why_not(module: nn.Module, projections: tuple[str, str, str, str], tp_size: int) -> str | None:
+    layers = [module._modules[name] for name in projections]
+    for name, layer in zip(projections, layers, strict=True):
+        reason = why_no_linear(layer)
+        if reason is not None:
+            return f"'{name}': {reason}"
+    own = {id(p) for layer in layers for p in layer.parameters()}
+    extra = [name for name, parameter in module.named_parameters() if id(parameter) not in own]
+    if extra:
+        return f"it has more parameters than its projections: {', '.join(extra)}"
+    query, key, value = (features(layer)[1] for layer in layers[:3])
+    reason = _why_heads_do_not_divide(module, query, key, value, tp_size)
+    if reason is None and features(layers[3])[0] % tp_size:
+        reason = f"'{projections[3]}' takes {features(layers[3])[0]} features, which do not divide by {tp_size}"
+    return reason
+
+
+def _why_heads_do_not_divide(module: nn.Module, query: int, key: int, value: int, tp_size: int) -> str | None:
+    counts = _counts(module, (*_QUERY_COUNTS, *_KEY_COUNTS))
+    for attribute, count in counts.items():
+        if count % tp_size:
+            return f"{attribute}={count} does not divide by {tp_size}"
+    num_heads = next((counts[name] for name in _QUERY_COUNTS if name in counts), None)
+    if num_heads is None:
+        # Without a count the code views with -1; a count read from elsewhere (a config) cannot be divided, and
+        # meets a head size in the same view, so that a wrong one is an error of shape.
+        head_dim = next(iter(_counts(module, _HEAD_DIMS).values()), None)
+        if head_dim is None:
+            return f"it has no int attribute that counts its heads ({', '.join(_QUERY_COUNTS)})"
+        num_heads = query // head_dim
+    if num_heads == 0 or query % num_heads:
+        return f"its queries of {query} features are not {num_heads} heads"
+    head_dim = query // num_heads
+    for what, size in (("query", query), ("key", key)):
+        if size % head_dim or (size // head_dim) % tp_size:
+            return f"its {size / head_dim:g} {what} heads do not divide by {tp_size}"
+    return f"its {value} value features do not divide by {tp_size}" if value % tp_size else None

@@ -1,0 +1,144 @@
+"""plan="auto": recognises MLPs, attention blocks and embeddings, and shards what it can verify.
+
+What it is not sure of it leaves replicated, and says why in the report. The output head stays replicated.
+"""
+
+from __future__ import annotations
+
+import re
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from weft.strategy import attention, mlp_parts
+from weft.strategy.assignments import Assignment, Assignments, place_mlp
+from weft.strategy.linears import features, why_no_linear, why_no_vocab_embedding
+
+_MIN_ROWS_PER_RANK = 4
+_NO_TOKENS = re.compile(r"pos|wpe|type|segment")
+_LAYERS_BY_CALL = (nn.TransformerEncoderLayer.forward, nn.TransformerDecoderLayer.forward)
+
+
+def assign_auto(model: nn.Module, tp_size: int) -> Assignments:
+    """The styles for a model's modules.
+
+    Raises:
+        ValueError: nothing to shard was found, with tp_size > 1.
+    """
+    result = Assignments(tp_size)
+    owners = _owners(model)
+    claimed: set[int] = set()
+    skipped = 0
+    for name, module in model.named_modules():
+        if id(module) in claimed:
+            continue
+        if any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
+            skipped += 1
+            result.notes.append(f"{name}: skipped: its parameters are DTensors already")
+            continue
+        for place in (_place_mlp, _place_attention, _place_embedding):
+            used = place(result, model, name, module, owners)
+            claimed.update(id(part) for part in used)
+    if tp_size > 1 and not any(a.style != "replicate" for a in result.styles.values()) and not skipped:
+        reasons = f" ({'; '.join(result.notes)})" if result.notes else ""
+        raise ValueError(
+            f"plan='auto' found nothing to shard in a {type(model).__name__}{reasons}: it looks for linear layers "
+            f"named {mlp_parts.NAMES_LOOKED_FOR}, for Sequential(Linear, activation, Linear) and for attention "
+            f"projections named {attention.NAMES_LOOKED_FOR}; pass a plan of rules."
+        )
+    return result
+
+
+def _owners(model: nn.Module) -> dict[int, int]:
+    """How many (module, name) pairs hold each parameter, by its id."""
+    counts: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                counts[id(parameter)] = counts.get(id(parameter), 0) + 1
+    return counts
+
+
+def _is_tied(module: nn.Module, owners: dict[int, int]) -> bool:
+    return any(owners[id(parameter)] > 1 for parameter in module.parameters())
+
+
+def _has_dtensors(module: nn.Module) -> bool:
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
+
+
+def _layers(module: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
+    return [module._modules[name] for name in names]
+
+
+def _place_mlp(
+    result: Assignments, model: nn.Module, name: str, module: nn.Module, owners: dict[int, int]
+) -> list[nn.Module]:
+    parts = mlp_parts.find_by_name(module)
+    if parts is None:
+        return []
+    layers = _layers(module, parts.children)
+    if any(_has_dtensors(layer) for layer in layers):
+        return []
+    if any(_is_tied(layer, owners) for layer in layers):
+        result.leave(name, "a weight of its MLP is tied to another module's")
+    elif type(module).forward in _LAYERS_BY_CALL:
+        result.split_layers(name, parts, f"inside a {type(module).__name__}")
+    else:
+        reason = place_mlp(result, name, module, parts)
+        if reason is not None:
+            result.leave(name, reason)
+    return layers
+
+
+def _place_attention(
+    result: Assignments, model: nn.Module, name: str, module: nn.Module, owners: dict[int, int]
+) -> list[nn.Module]:
+    if isinstance(module, nn.MultiheadAttention):
+        result.leave(name, "an nn.MultiheadAttention keeps query, key and value in one weight")
+        return list(module.children())
+    if module._modules.get("c_attn") is not None:
+        result.leave(name, "its query, key and value are one layer, c_attn")
+        return list(module.children())
+    projections = attention.find_attention(module)
+    if projections is None:
+        return []
+    layers = _layers(module, projections)
+    if any(_has_dtensors(layer) for layer in layers):
+        return []
+    if any(_is_tied(layer, owners) for layer in layers):
+        reason: str | None = "a weight of its projections is tied to another module's"
+    else:
+        reason = attention.place_attention(result, name, module, projections)
+    if reason is not None:
+        result.leave(name, reason)
+    return layers
+
+
+def _place_embedding(
+    result: Assignments, model: nn.Module, name: str, module: nn.Module, owners: dict[int, int]
+) -> list[nn.Module]:
+    if not isinstance(module, nn.Embedding) or _NO_TOKENS.search(name.rpartition(".")[2]):
+        return []
+    rows = module.num_embeddings
+    reason = why_no_vocab_embedding(module)
+    if reason is None and _is_tied(module, owners):
+        reason = "its weight is tied to another module's, which would need the same shards"
+    if reason is None and rows < _MIN_ROWS_PER_RANK * result.tp_size:
+        reason = f"{rows} rows are too few for {result.tp_size} ranks"
+    if reason is None and not _has_own_head(model, module):
+        reason = f"no separate output layer of {rows} features, so its weight may be read as one"
+    if reason is None:
+        result.styles[name] = Assignment("vocab_embedding")
+    else:
+        result.leave(name, reason)
+    return [module]
+
+
+def _has_own_head(model: nn.Module, embedding: nn.Embedding) -> bool:
+    return any(
+        why_no_linear(module) is None
+        and features(module)[1] == embedding.num_embeddings
+        and module._parameters["weight"] is not embedding.weight
+        for module in model.modules()
+    )

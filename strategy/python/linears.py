@@ -1,0 +1,87 @@
+"""Which modules count as a linear or embedding layer that a style may shard, and along which dims."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from weft.strategy.state import original_class, state_of
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """GPT-2's Conv1D, a linear layer whose weight is [in, out]; known by name, since it is transformers' own."""
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    return (
+        original_class(module).__name__ == "Conv1D"
+        and not isinstance(module, nn.Conv1d)
+        and weight is not None
+        and weight.dim() == 2
+        and bias is not None
+        and bias.dim() == 1
+        and bias.shape[0] == weight.shape[1]
+        and isinstance(getattr(module, "nf", None), int)
+    )
+
+
+def why_no_linear(module: nn.Module) -> str | None:
+    """Why a column or row style cannot take over this module's forward; None when it can."""
+    cls = original_class(module)
+    if not isinstance(module, nn.Linear):
+        return None if is_conv1d(module) and "forward" not in module.__dict__ else f"it is a {cls.__name__}"
+    if "weight" not in module._parameters:
+        return "its weight is parametrized"
+    if cls.forward is not nn.Linear.forward or "forward" in module.__dict__:
+        return f"{cls.__name__} has a forward of its own"
+    extra = sorted(
+        name for name, value in module._parameters.items() if value is not None and name not in ("weight", "bias")
+    )
+    if extra:
+        return f"it has more parameters: {', '.join(extra)}"
+    below = [name for name, child in module.named_modules() if name and any(True for _ in child.parameters())]
+    return f"it has modules of its own: {', '.join(below)}" if below else None
+
+
+def why_not_fusable(module: nn.Module) -> str | None:
+    """Why a linear layer cannot become a part of one fused operator; None when it can."""
+    cls = original_class(module)
+    if cls is not nn.Linear and not is_conv1d(module):
+        return f"it is a {cls.__name__}, not an nn.Linear"
+    reason = why_no_linear(module)
+    if reason is not None:
+        return reason
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return "it has hooks" if any(hooks) else None
+
+
+def why_no_vocab_embedding(module: nn.Module) -> str | None:
+    """Why vocab_embedding cannot take over this module's forward; None when it can."""
+    cls = original_class(module)
+    if not isinstance(module, nn.Embedding):
+        return f"it is a {cls.__name__}"
+    if "weight" not in module._parameters:
+        return "its weight is parametrized"
+    if cls.forward is not nn.Embedding.forward or "forward" in module.__dict__:
+        return f"{cls.__name__} has a forward of its own"
+    for option in ("padding_idx", "max_norm"):
+        if getattr(module, option) is not None:
+            return f"it uses {option}={getattr(module, option)}"
+    for option in ("scale_grad_by_freq", "sparse"):
+        if getattr(module, option):
+            return f"it uses {option}=True"
+    return None
+
+
+def shard_dims(module: nn.Module, style: str) -> dict[str, int]:
+    """The dim along which a style shards each parameter of a module; parameters not named are replicated."""
+    state = state_of(module)
+    transposed = state.transposed if state is not None else is_conv1d(module)
+    if style == "column":
+        return {"weight": 1 if transposed else 0, "bias": 0}
+    if style == "row":
+        return {"weight": 0 if transposed else 1}
+    return {"weight": 0} if style == "vocab_embedding" else {}
+
+
+def features(module: nn.Module) -> tuple[int, int]:
+    """(in, out) of a linear layer."""
+    rows, columns = module._parameters["weight"].shape
+    return (rows, columns) if is_conv1d(module) else (columns, rows)

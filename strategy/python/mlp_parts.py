@@ -1,0 +1,69 @@
+"""Which of a module's layers form an MLP: one or two layers up, one down."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from weft.strategy.linears import features, why_no_linear
+from weft.strategy.state import MlpParts
+
+# (gate, up, down) as Llama-style models name them, then (up, down).
+_GATED = (("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj"), ("gate", "up", "down"))
+_PLAIN = (
+    ("fc1", "fc2"),
+    ("linear1", "linear2"),
+    ("lin1", "lin2"),
+    ("c_fc", "c_proj"),
+    ("up_proj", "down_proj"),
+    ("w1", "w2"),
+    ("dense_h_to_4h", "dense_4h_to_h"),
+)
+NAMES_LOOKED_FOR = ", ".join("/".join(names) for names in (*_GATED, *_PLAIN))
+
+
+def find_by_name(module: nn.Module) -> MlpParts | None:
+    """The MLP among a module's children by their usual names, or that of Sequential(Linear, activation, Linear)."""
+    children = module._modules
+    for gate, up, down in _GATED:
+        if gate in children and up in children and down in children:
+            return _fitting(module, MlpParts(gate, up, down))
+    for up, down in _PLAIN:
+        if up in children and down in children:
+            return _fitting(module, MlpParts(None, up, down))
+    if isinstance(module, nn.Sequential):
+        with_parameters = [name for name, child in children.items() if any(True for _ in child.parameters())]
+        first = next(iter(children), None)
+        if len(with_parameters) == 2 and with_parameters[0] == first and len(children) > 2:
+            return _fitting(module, MlpParts(None, *with_parameters))
+    return None
+
+
+def find(module: nn.Module) -> MlpParts | None:
+    """As find_by_name, else by the shapes of the linear layers among the children."""
+    by_name = find_by_name(module)
+    if by_name is not None:
+        return by_name
+    linears = {name: child for name, child in module._modules.items() if child is not None and _is_linear(child)}
+    for down, layer in reversed(list(linears.items())):  # the last one, where several fit
+        hidden, _ = features(layer)
+        ups = [name for name, other in linears.items() if name != down]
+        if len(ups) not in (1, 2) or any(features(linears[name])[1] != hidden for name in ups):
+            continue
+        dims = {features(linears[name])[0] for name in ups}
+        square = len(ups) == 2 and dims == {hidden}  # any of the three could be the last one
+        if len(dims) == 1 and not square:
+            return _fitting(module, MlpParts(None if len(ups) == 1 else ups[0], ups[-1], down))
+    return None
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return why_no_linear(module) is None
+
+
+def _fitting(module: nn.Module, parts: MlpParts) -> MlpParts | None:
+    layers = [module._modules[name] for name in parts.children]
+    if not all(layer is not None and _is_linear(layer) for layer in layers):
+        return None
+    *ups, down = (features(layer) for layer in layers)
+    fits = all(out == down[0] and dim == ups[0][0] for dim, out in ups)
+    return parts if fits else None

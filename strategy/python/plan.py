@@ -1,0 +1,171 @@
+"""Plan: which module gets which style, as a value that parses, prints and is applied by `parallelize`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from weft.strategy import _plan
+from weft.strategy.assignments import Assignments, assign_explicit
+from weft.strategy.auto import assign_auto
+from weft.strategy.report import Report
+
+Style = str | Mapping[str, str]
+Rules = Mapping[str, Style] | Callable[[str, nn.Module], Style | None] | str | os.PathLike[str]
+AUTO = "auto"
+
+
+class Plan:
+    """Rules from module-name patterns to styles.
+
+    Args:
+        rules: one of
+            - a dict from pattern to style, `{"layers.*.attention.wq": {"style": "column", "heads": "n_heads"}}`;
+              styles are column, row, column_row_mlp, vocab_embedding and replicate; `*` in a pattern stands for a
+              run of characters within one level, "" names the model itself;
+            - such a dict as YAML or JSON text, or the path of a file with it (.yaml, .yml, .json);
+            - a callable that is given each module's name and the module, and returns its style or None;
+            - "auto", which recognises transformer blocks.
+
+    Raises:
+        ValueError: an unknown style, a malformed pattern, two values for one pattern.
+        TypeError: rules of another type.
+    """
+
+    def __init__(self, rules: Rules | Plan) -> None:
+        self._report: Report | None = None
+        self._callable: Callable[[str, nn.Module], Style | None] | None = None
+        self._rules: _plan.Plan | None = None
+        if isinstance(rules, Plan):
+            self._callable, self._rules = rules._callable, rules._rules
+        elif isinstance(rules, _plan.Plan):
+            self._rules = rules
+        elif isinstance(rules, Mapping):
+            self._rules = _from_mapping(rules)
+        elif isinstance(rules, os.PathLike):
+            self._rules = _from_mapping(_load(Path(rules).read_text(encoding="utf-8"), f"file {rules}"))
+        elif isinstance(rules, str):
+            self._rules = None if rules.strip() == AUTO else _from_text(rules)
+        elif callable(rules):
+            self._callable = rules
+        else:
+            raise TypeError(
+                f"plan: got a {type(rules).__name__}; pass a dict from pattern to style, YAML or JSON text, a path, "
+                "a callable, or 'auto'."
+            )
+
+    @classmethod
+    def from_yaml(cls, text: str) -> Plan:
+        """A plan from a YAML mapping of pattern to style."""
+        return cls(_from_mapping(_load(text, "YAML text")))
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """A plan from a JSON object of pattern to style."""
+        try:
+            return cls(_from_mapping(json.loads(text)))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"plan: the text is no JSON ({error}); pass an object from pattern to style.") from error
+
+    @property
+    def is_auto(self) -> bool:
+        return self._rules is None and self._callable is None
+
+    def to_dict(self) -> dict[str, str | dict[str, str]]:
+        """The rules as a dict. ValueError for "auto" and a callable, whose rules depend on the model."""
+        return {
+            rule.pattern: rule.style if rule.heads is None else {"style": rule.style, "heads": rule.heads}
+            for rule in self._fixed_rules().rules
+        }
+
+    def to_yaml(self) -> str:
+        return str(self._fixed_rules())
+
+    def to_json(self) -> str:
+        return self._fixed_rules().to_json()
+
+    def report(self) -> Report:
+        """What became of each parameter of the model this plan was last applied to.
+
+        Raises:
+            ValueError: it was not applied yet.
+        """
+        if self._report is None:
+            raise ValueError("plan.report: this plan was not applied yet; pass it to weft.parallelize first.")
+        return self._report
+
+    def assign(self, model: nn.Module, tp_size: int) -> Assignments:
+        """The style of each module; refuses, by name, what does not fit. Changes nothing."""
+        if self.is_auto:
+            return assign_auto(model, tp_size)
+        return assign_explicit(model, self.rules_for(model), tp_size)
+
+    def key(self) -> Any:
+        """What two plans have in common that are the same: their rules, their callable, or being "auto"."""
+        return AUTO if self.is_auto else (self._callable or self._rules)
+
+    def rules_for(self, model: nn.Module) -> _plan.Plan:
+        """The rules of this plan on a model; not for "auto"."""
+        if self._callable is None:
+            return self._fixed_rules()
+        styles = {name: self._callable(name, module) for name, module in model.named_modules()}
+        return _from_mapping({name: style for name, style in styles.items() if style is not None})
+
+    def _fixed_rules(self) -> _plan.Plan:
+        if self._rules is None:
+            what = "'auto'" if self.is_auto else "a callable"
+            raise ValueError(f"plan: the rules of {what} depend on the model; apply it and read plan.report().")
+        return self._rules
+
+    def __str__(self) -> str:
+        if self._rules is not None:
+            return str(self._rules)
+        return AUTO if self.is_auto else f"<rules of {self._callable!r}>"
+
+    def __repr__(self) -> str:
+        return f"Plan({self.to_dict()!r})" if self._rules is not None else f"Plan({str(self)!r})"
+
+
+def _load(text: str, what: str) -> Any:
+    import yaml  # JSON is YAML
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"plan: the {what} is no YAML ({reason}); write one 'pattern: style' a line.") from error
+
+
+def _from_text(text: str) -> _plan.Plan:
+    if "\n" not in text and text.strip().endswith((".yaml", ".yml", ".json")):
+        path = Path(text.strip())
+        if not path.is_file():
+            raise ValueError(f"plan: there is no file {text!r}; pass the path of a plan, a dict, or 'auto'.")
+        return _from_mapping(_load(path.read_text(encoding="utf-8"), f"file {text}"))
+    return _from_mapping(_load(text, "text"))
+
+
+def _from_mapping(rules: Any) -> _plan.Plan:
+    if not isinstance(rules, Mapping):
+        raise ValueError(f"plan: got {rules!r}; pass a mapping from pattern to style, or 'auto'.")
+    return _plan.Plan([_rule(pattern, value) for pattern, value in rules.items()])
+
+
+def _rule(pattern: Any, value: Any) -> tuple[str, str, str | None]:
+    if not isinstance(pattern, str):
+        raise ValueError(f"plan: the pattern {pattern!r} is no text; put it in quotes.")
+    if isinstance(value, str):
+        return pattern, value, None
+    if isinstance(value, Mapping) and isinstance(value.get("style"), str) and set(value) <= {"style", "heads"}:
+        heads = value.get("heads")
+        if heads is None or isinstance(heads, str):
+            return pattern, value["style"], heads
+    raise ValueError(
+        f"plan: pattern '{pattern}' has the value {value!r}; write a style, or "
+        '{"style": a style, "heads": an attribute}.'
+    )

@@ -1,0 +1,209 @@
+"""Whether an MLP's own forward is what the fused operator computes, found out by running both.
+
+The forward's code decides, not the values of its weights, so the probe gives both sides random float64 weights of a
+slice of the hidden units and inputs of scales 1e-3, 1 and 30: every rank comes to the same result, meta models need no
+values, and freshly zeroed weights (with which every activation looks the same) do no harm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from weft.strategy.linears import features, is_conv1d, why_not_fusable
+from weft.strategy.shell import (
+    buffer_copies,
+    random_like,
+    replace_forward,
+    shell_of,
+    undisturbed,
+    wide_range_input,
+)
+from weft.strategy.state import MlpParts
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+_SCALES = (1e-3, 1.0, 30.0)
+_MAX_HIDDEN = 64
+_TOLERANCE = 1e-10
+
+
+def why_not_fused(container: nn.Module, parts: MlpParts) -> str | None:
+    """What in the module's structure forbids fusing, whatever its numbers; None when nothing does."""
+    if "forward" in container.__dict__:
+        return "its forward was replaced on the instance"
+    for name in parts.children:
+        reason = why_not_fusable(container._modules[name])
+        if reason is not None:
+            return f"'{name}' cannot be fused: {reason}"
+    own = {id(p) for name in parts.children for p in container._modules[name].parameters()}
+    extra = [name for name, parameter in container.named_parameters() if id(parameter) not in own]
+    if extra:
+        return f"it has more parameters than its linear layers: {', '.join(extra)}"
+    for name, child in container.named_modules():
+        if isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0:
+            return f"'{name}' is a Dropout with p={child.p}"
+        if name and any(
+            (child._forward_hooks, child._forward_pre_hooks, child._backward_hooks, child._backward_pre_hooks)
+        ):
+            return f"'{name}' has hooks"
+    return None
+
+
+def find_activation(container: nn.Module, parts: MlpParts) -> tuple[MlpParts, str] | str:
+    """The (parts, activation) with which the operator agrees with the forward, or why there is none.
+
+    Gate and up change places in the result where the forward applies its activation to the other one.
+    """
+    with undisturbed():
+        try:
+            shell, _ = _shell_with_hidden(container, parts, _MAX_HIDDEN)
+            runs = list(_own_runs(shell, container, parts))
+        except Exception as error:  # whatever the user's forward raises is the answer
+            return f"its forward does not run on one tensor and a part of its hidden units ({_first_line(error)})"
+        orders = [parts]
+        if parts.gate is not None:
+            orders.append(MlpParts(parts.up, parts.gate, parts.down))
+        for order in orders:
+            for activation in ACTIVATIONS:
+                if all(_agrees(shell, order, activation, *run) for run in runs):
+                    return order, activation
+    return f"its forward agrees with none of the activations {', '.join(ACTIVATIONS)}"
+
+
+def why_not_split(container: nn.Module, parts: MlpParts) -> str | None:
+    """Why column and row styles on the layers would change what the module computes; None when they do not.
+
+    What reaches the last layer must be computed for each hidden unit by itself, by code without parameters (a
+    replicated parameter there would get only a part of its gradient).
+    """
+    with undisturbed():
+        try:
+            whole, hidden = _hidden_values(container, parts, slice(0, _MAX_HIDDEN))
+            half = hidden // 2
+            for part in (slice(0, half), slice(half, hidden)):
+                some, _ = _hidden_values(container, parts, part)
+                if not _close(some, whole[..., part]):
+                    return "its hidden units are not computed one by one (is there a norm between the layers?)"
+        except _ParameterBetween as error:
+            return f"the parameter {error} is used between its layers"
+        except Exception as error:  # whatever the user's forward raises is the answer
+            return f"its forward does not run on one tensor and a part of its hidden units ({_first_line(error)})"
+    return None
+
+
+class _ParameterBetween(Exception):
+    """Its text names the parameter."""
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no text'}"
+
+
+def _shell_with_hidden(container: nn.Module, parts: MlpParts, units: int | slice) -> tuple[nn.Module, int]:
+    """A shell with these hidden units (of at most _MAX_HIDDEN) and their number; other sizes are the module's own."""
+    parameters: dict[int, Tensor] = {}
+    hidden = 0
+    for position, name in enumerate(parts.children):
+        layer = container._modules[name]
+        fan_in, fan_out = features(layer)
+        column = name != parts.down
+        hidden = min(fan_out if column else fan_in, _MAX_HIDDEN)
+        chosen = units if isinstance(units, slice) else slice(0, units)
+        rows, columns = (hidden, fan_in) if column else (fan_out, hidden)
+        with torch.no_grad():
+            weight = random_like((rows, columns), columns, seed=position)
+            weight = weight[chosen] if column else weight[:, chosen]
+            bias = random_like((rows,), 1, seed=10 + position)
+            bias = bias[chosen] if column else bias
+            weight = weight.t() if is_conv1d(layer) else weight
+        own = layer._parameters
+        parameters[id(own["weight"])] = weight.clone().requires_grad_()
+        if own.get("bias") is not None:
+            parameters[id(own["bias"])] = bias.clone().requires_grad_()
+    for position, parameter in enumerate(container.parameters()):
+        if id(parameter) not in parameters:
+            parameters[id(parameter)] = random_like(parameter.shape, 1, seed=100 + position)
+    shell = shell_of(container, parameters, buffer_copies(container))
+    for name in parts.children:
+        if is_conv1d(container._modules[name]):
+            shell._modules[name].nf = shell._modules[name]._parameters["weight"].shape[1]
+    return shell, hidden
+
+
+def _own_runs(shell: nn.Module, container: nn.Module, parts: MlpParts) -> Iterator[tuple[Tensor, list[Tensor], Tensor]]:
+    """(input, [output and gradients of input and weights], gradient of the output) of the module's own forward."""
+    dim, _ = features(container._modules[parts.up])
+    for training in (True, False):
+        shell.train(training)
+        for seed, scale in enumerate(_SCALES):
+            x = wide_range_input(dim, scale, 200 + seed).requires_grad_()
+            y = type(shell).forward(shell, x)
+            grad_y = wide_range_input(y.shape[-1], 1.0, 300 + seed).view_as(y)
+            yield x, [y.detach(), *_gradients(y, grad_y, [x, *_weights(shell, parts)])], grad_y
+
+
+def _weights(shell: nn.Module, parts: MlpParts) -> list[Tensor]:
+    layers = [shell._modules[name] for name in sorted(parts.children)]
+    return [p for layer in layers for p in layer._parameters.values() if p is not None]
+
+
+def _gradients(y: Tensor, grad_y: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    grads = torch.autograd.grad(y, inputs, grad_y, allow_unused=True)
+    return [torch.zeros_like(i) if g is None else g for g, i in zip(grads, inputs, strict=True)]
+
+
+def _agrees(shell: nn.Module, parts: MlpParts, activation: str, x: Tensor, own: list[Tensor], grad_y: Tensor) -> bool:
+    def weight_and_bias(name: str) -> tuple[Tensor, Tensor | None]:
+        layer = shell._modules[name]
+        weight = layer._parameters["weight"]
+        return (weight.t() if is_conv1d(layer) else weight), layer._parameters.get("bias")
+
+    w1, b1 = weight_and_bias(parts.columns[0])
+    w3, b3 = (None, None) if parts.gate is None else weight_and_bias(parts.up)
+    w2, b2 = weight_and_bias(parts.down)
+    y = torch.ops.weft.column_row_mlp(x, w1, w2, w3, b1, b2, b3, activation=activation, group_name="")
+    if y.shape != own[0].shape or not _close(y.detach(), own[0]):
+        return False
+    ours = _gradients(y, grad_y, [x, *_weights(shell, parts)])
+    return all(_close(a, b) for a, b in zip(ours, own[1:], strict=True))
+
+
+def _hidden_values(container: nn.Module, parts: MlpParts, units: slice) -> tuple[Tensor, int]:
+    """What reaches the last layer when only these hidden units exist, and how many hidden units there are."""
+    shell, hidden = _shell_with_hidden(container, parts, units)
+    shell.eval()
+    up_outputs: list[Tensor] = []
+    down_inputs: list[Tensor] = []
+    for name in parts.columns:
+        layer = shell._modules[name]
+
+        def up(x: Tensor, layer: nn.Module = layer) -> Tensor:
+            up_outputs.append(type(layer).forward(layer, x).detach().requires_grad_())
+            return up_outputs[-1]
+
+        replace_forward(layer, up)
+    down_layer = shell._modules[parts.down]
+
+    def down(x: Tensor) -> Tensor:
+        down_inputs.append(x)
+        return type(down_layer).forward(down_layer, x)
+
+    replace_forward(down_layer, down)
+    dim, _ = features(container._modules[parts.up])
+    type(shell).forward(shell, wide_range_input(dim, 1.0, 200))
+    if len(down_inputs) != 1 or len(up_outputs) != len(parts.columns):
+        raise ValueError("it does not call each of its linear layers once")
+    layers = {id(p) for name in parts.children for p in shell._modules[name].parameters()}
+    others = [(name, p) for name, p in shell.named_parameters() if id(p) not in layers]
+    if others:
+        grads = torch.autograd.grad(down_inputs[0].sum(), [p for _, p in others], allow_unused=True)
+        for (name, _), grad in zip(others, grads, strict=True):
+            if grad is not None:
+                raise _ParameterBetween(f"'{name}'")
+    return down_inputs[0].detach(), hidden
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    return bool((a - b).norm() <= _TOLERANCE * b.norm().clamp_min(torch.finfo(torch.float64).tiny))

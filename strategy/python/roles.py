@@ -1,0 +1,181 @@
+"""The classes that parallelized modules get in place of their own.
+
+Each is a subclass of the module's class, made once per class and role: isinstance, hooks, names and `_parameters` stay
+what they are, only the forward and the reading of parameters change. FSDP2 changes classes the same way.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from weft.strategy.local_tensor import enter_forward, inside_forward, is_whole, leave_forward, local_of
+from weft.strategy.state import ModuleState
+
+
+class ParallelModule:
+    """Mark of every module that parallelize has changed."""
+
+    _weft_state: ModuleState
+
+    @property
+    def __jit_ignored_attributes__(self) -> list[str]:
+        # Both torch.jit.script and trace ask for this first; they would save zeros for the DTensors.
+        raise ValueError(
+            "torch.jit got a module whose parameters are DTensors, which it would save as zeros: "
+            "call weft.export_local(model) and script its result."
+        )
+
+    __prepare_scriptable__ = property(lambda self: self.__jit_ignored_attributes__)
+
+
+def _local_parameter(module: nn.Module, name: str) -> Tensor | None:
+    parameter = module._parameters[name]
+    return None if parameter is None else local_of(parameter)
+
+
+def _weight_and_bias(module: nn.Module, transposed: bool) -> tuple[Tensor, Tensor | None]:
+    weight = local_of(module._parameters["weight"])
+    return (weight.t() if transposed else weight), _local_parameter(module, "bias")
+
+
+def _column_forward(self: Any, input: Tensor) -> Tensor:
+    state = self._weft_state
+    weight, bias = _weight_and_bias(self, state.transposed)
+    return torch.ops.weft.column_linear(input, weight, bias, group_name=state.group_name)
+
+
+def _row_forward(self: Any, input: Tensor) -> Tensor:
+    state = self._weft_state
+    weight, bias = _weight_and_bias(self, state.transposed)
+    return torch.ops.weft.row_linear(input, weight, bias, group_name=state.group_name)
+
+
+def _vocab_embedding_forward(self: Any, input: Tensor) -> Tensor:
+    state = self._weft_state
+    return torch.ops.weft.vocab_parallel_embedding(
+        input,
+        local_of(self._parameters["weight"]),
+        state.vocab_start,
+        group_name=state.group_name,
+        vocab_size=self.num_embeddings,
+    )
+
+
+def _fused_forward(self: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
+    if len(args) + len(kwargs) != 1:
+        raise TypeError(
+            f"{type(self).__name__}: got {len(args) + len(kwargs)} arguments, but a fused MLP takes one tensor; "
+            "replace column_row_mlp by column and row rules for its layers."
+        )
+    x = args[0] if args else next(iter(kwargs.values()))
+    state = self._weft_state
+    mlp = state.mlp
+    children = [self._modules[name] for name in mlp.children]
+    for name, child, expected in zip(mlp.children, children, state.child_classes, strict=True):
+        if type(child) is not expected:
+            _refuse_changed_child(name, child)
+        if child._forward_hooks or child._forward_pre_hooks or child._backward_hooks or child._backward_pre_hooks:
+            return _plain_forward_of(state.original_class)(self, x)
+    parts = [_weight_and_bias(child, child._weft_state.transposed) for child in children]
+    w3, b3 = (None, None) if mlp.gate is None else parts[1]
+    (w1, b1), (w2, b2) = parts[0], parts[-1]
+    return torch.ops.weft.column_row_mlp(
+        x, w1, w2, w3, b1, b2, b3, activation=state.activation, group_name=state.group_name
+    )
+
+
+def _refuse_changed_child(name: str, child: nn.Module) -> None:
+    if isinstance(child, FSDPModule):
+        raise ValueError(
+            f"fully_shard was applied to '{name}', a part of a fused MLP: "
+            "apply fully_shard to the MLP itself, which is one unit, and not to its layers."
+        )
+    raise ValueError(
+        f"'{name}', a part of a fused MLP, was replaced by a {type(child).__name__} after parallelize: "
+        "change the model before parallelize."
+    )
+
+
+@functools.cache
+def _plain_forward_of(cls: type[nn.Module]) -> Callable[..., Any]:
+    """The class's own forward, with local parameters."""
+    own_forward = cls.forward
+
+    @functools.wraps(own_forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        enter_forward()
+        try:
+            return own_forward(self, *args, **kwargs)
+        finally:
+            leave_forward()
+
+    return forward
+
+
+def _getattr_of(cls: type[nn.Module]) -> Callable[[nn.Module, str], Any]:
+    own_getattr = cls.__getattr__
+
+    def __getattr__(self: nn.Module, name: str) -> Any:
+        value = own_getattr(self, name)
+        if isinstance(value, DTensor) and inside_forward() and is_whole(value):
+            return local_of(value)
+        return value
+
+    return __getattr__
+
+
+def _flat_weights(self: Any) -> list[Tensor | None]:
+    """The parameters nn.RNNBase computes with; its own list of them would go stale."""
+    return [getattr(self, name, None) for name in self._flat_weights_names]
+
+
+_STYLED_FORWARDS = {
+    "column": _column_forward,
+    "row": _row_forward,
+    "vocab_embedding": _vocab_embedding_forward,
+    "column_row_mlp": _fused_forward,
+}
+
+
+@functools.cache
+def parallel_class(cls: type[nn.Module], style: str) -> type[nn.Module]:
+    """The class a module of class `cls` gets for a style ("" and "replicate": its own forward)."""
+    namespace: dict[str, Any] = {"__module__": cls.__module__, "__getattr__": _getattr_of(cls)}
+    styled = _STYLED_FORWARDS.get(style)
+    if styled is not None:
+        forward = types.FunctionType(styled.__code__, styled.__globals__, styled.__name__)
+        namespace["forward"] = functools.update_wrapper(forward, cls.forward)  # keeps the signature
+    elif cls.forward is not nn.Module.forward:
+        namespace["forward"] = _plain_forward_of(cls)
+    if issubclass(cls, nn.RNNBase):
+        namespace["_flat_weights"] = property(_flat_weights, lambda self, value: None)
+    return type(f"Weft{cls.__name__}", (ParallelModule, cls), namespace)
+
+
+def take_role(module: nn.Module, state: ModuleState) -> None:
+    """Give a module the class and state of its style."""
+    module.__class__ = parallel_class(state.original_class, state.style)
+    module.__dict__["_weft_state"] = state
+    if isinstance(module, nn.TransformerEncoderLayer):
+        module.activation_relu_or_gelu = 0  # its inference fast path reads its layers' weights itself
+    elif isinstance(module, nn.TransformerEncoder):
+        module.use_nested_tensor = False  # the same fast path
+    elif isinstance(module, nn.RNNBase):
+        module.__dict__.pop("_flat_weights", None)
+
+
+def refuse_fsdp_children(name: str, module: nn.Module) -> None:
+    for child_name, child in module.named_modules():
+        if child_name and isinstance(child, FSDPModule):
+            raise ValueError(
+                f"parallelize: fully_shard was already applied to '{name}.{child_name}', a part of an MLP that is to "
+                f"be fused; call parallelize first and apply fully_shard to '{name}' itself, which is one unit."
+            )

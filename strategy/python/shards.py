@@ -1,0 +1,71 @@
+"""Parameters become DTensors: this rank's part of each, cut locally, without communication.
+
+The ranks of a tensor-parallel group hold equal values when they come here (each has built the same model), so a
+broadcast would only repeat what is there.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from weft.strategy._plan import shard_range
+
+TENSOR_PARALLEL = "tensor_parallel"
+
+
+def tensor_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The axis to shard over: "tensor_parallel" of a mesh with names, else the only axis.
+
+    Raises:
+        TypeError: no DeviceMesh.
+        ValueError: several axes and none of that name.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"parallelize: mesh is a {type(mesh).__name__}; pass a torch DeviceMesh, made by init_device_mesh."
+        )
+    names = mesh.mesh_dim_names or ()
+    if mesh.ndim == 1:
+        return mesh
+    if TENSOR_PARALLEL in names:
+        return mesh[TENSOR_PARALLEL]
+    raise ValueError(
+        f"parallelize: the mesh has the axes {names or mesh.ndim} and none named '{TENSOR_PARALLEL}'; "
+        f"name one so, or pass a mesh of one axis."
+    )
+
+
+def group_name_of(mesh: DeviceMesh) -> str:
+    """The c10d name that the operators take; "" (a group of one) for an axis of size 1."""
+    return "" if mesh.size() == 1 else mesh.get_group().group_name
+
+
+def _cut(tensor: Tensor, mesh: DeviceMesh, dim: int | None) -> DTensor:
+    """This rank's part of `tensor` along `dim` (None: all of it), in storage of its own."""
+    local = tensor.detach()
+    num_ranks = mesh.size()
+    if dim is not None and num_ranks > 1:
+        start, length = shard_range(tensor.shape[dim], num_ranks, mesh.get_local_rank())
+        local = local.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
+        stride = torch.empty(tensor.shape, device="meta").stride()
+    else:
+        stride = tensor.stride()
+    placement = Replicate() if dim is None else Shard(dim)
+    return DTensor.from_local(local, mesh, [placement], run_check=False, shape=tensor.shape, stride=stride)
+
+
+def to_dtensor(parameter: nn.Parameter, mesh: DeviceMesh, dim: int | None) -> nn.Parameter:
+    """A Parameter holding the DTensor of a plain one: sharded along `dim`, or replicated when that is None.
+
+    Shards follow torch.chunk (later ones smaller or empty). The class attributes, requires_grad and the gradient are
+    taken over; meta stays meta.
+    """
+    with torch.no_grad():
+        result = nn.Parameter(_cut(parameter, mesh, dim), requires_grad=parameter.requires_grad)
+        if parameter.grad is not None:
+            result.grad = _cut(parameter.grad, mesh, dim)
+    result.__dict__.update(parameter.__dict__)
+    return result

@@ -1,0 +1,68 @@
+"""What a parallelized module remembers about itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+_KEY = "_weft_state"
+
+
+@dataclasses.dataclass(frozen=True)
+class MlpParts:
+    """The layers of an MLP by their names among a container's children; `gate` None for a plain one."""
+
+    gate: str | None
+    up: str
+    down: str
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (self.up,) if self.gate is None else (self.gate, self.up)
+
+    @property
+    def children(self) -> tuple[str, ...]:
+        return (*self.columns, self.down)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleState:
+    """`style` is one of weft.strategy.STYLES, or "" for a module that no rule named."""
+
+    original_class: type[nn.Module]
+    style: str
+    mesh: DeviceMesh
+    group_name: str
+    note: str = ""
+    mlp: MlpParts | None = None  # of a fused container, with its activation
+    activation: str = ""
+    child_classes: tuple[type, ...] = ()
+    transposed: bool = False  # the weight is [in, out], as in GPT-2's Conv1D
+    vocab_start: int = 0  # of a vocab_embedding: the first row on this rank
+    fused: bool = False  # a layer of a fused container
+    plan_key: Any = None  # set on the module that parallelize was called with
+    plan_notes: tuple[str, ...] = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleState:
+        return self  # immutable, and the mesh must stay the same mesh
+
+
+def state_of(module: nn.Module) -> ModuleState | None:
+    return module.__dict__.get(_KEY)
+
+
+def set_state(module: nn.Module, state: ModuleState) -> None:
+    module.__dict__[_KEY] = state
+
+
+def remove_state(module: nn.Module) -> None:
+    module.__dict__.pop(_KEY, None)
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """The class the module had before parallelize; its class if it never was parallelized."""
+    state = state_of(module)
+    return type(module) if state is None else state.original_class

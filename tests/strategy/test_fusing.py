@@ -1,0 +1,212 @@
+"""When column_row_mlp becomes one operator, when column and row layers, and when it is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import weft
+from support.models import FeedForward, Gpt2Mlp
+from support.parity import tensor_parallel
+from support.ranks import on_ranks
+from weft.strategy import mlp_parts, probe, report
+
+
+class Mlp(nn.Module):
+    def __init__(self, activation=F.relu, names: tuple[str, str] = ("fc1", "fc2"), bias: bool = True) -> None:
+        super().__init__()
+        self.activation = activation
+        self.names = names
+        self.add_module(names[0], nn.Linear(8, 12, bias=bias))
+        self.add_module(names[1], nn.Linear(12, 8, bias=bias))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = (self._modules[name] for name in self.names)
+        return second(self.activation(first(x)))
+
+
+class Gated(FeedForward):
+    def __init__(self, activation=F.silu, swapped: bool = False) -> None:
+        super().__init__(8, 12)
+        self.activation, self.swapped = activation, swapped
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.w1(x), self.w3(x)
+        return self.w2(gate * self.activation(up) if self.swapped else self.activation(gate) * up)
+
+
+class Dropping(Mlp):
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(p)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(super().forward(x))
+
+
+class NormBetween(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.normalize(F.relu(self.fc1(x)), dim=-1))
+
+
+class ClampBetween(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.relu(self.fc1(x)).clamp(max=7.0))
+
+
+class DifferentInTraining(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fc2(F.relu(self.fc1(x)))
+        return y + 0.1 if self.training else y
+
+
+class Wasteful(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+def tanh_gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+@pytest.mark.parametrize(
+    ("module", "activation"),
+    [
+        (Mlp(F.relu), "relu"),
+        (Mlp(F.gelu, bias=False), "gelu"),
+        (Mlp(tanh_gelu, ("c_fc", "c_proj")), "gelu_tanh"),
+        (Mlp(F.silu, ("one", "two")), "silu"),
+        (Gated(), "silu"),
+        (Gated(F.gelu), "gelu"),
+        (nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Dropout(0.0), nn.Linear(12, 4)), "gelu"),
+    ],
+    ids=["relu", "gelu", "gelu_tanh", "by shape", "swiglu", "geglu", "sequential"],
+)
+def test_the_activation_is_found(module: nn.Module, activation: str) -> None:
+    parts = mlp_parts.find(module)
+    assert probe.why_not_fused(module, parts) is None
+    assert probe.find_activation(module, parts) == (parts, activation)
+
+
+def test_gate_and_up_are_told_apart() -> None:
+    module = Gated(swapped=True)
+    parts, activation = probe.find_activation(module, mlp_parts.find(module))
+    assert (parts.gate, parts.up, activation) == ("w3", "w1", "silu")
+
+
+def test_the_probe_leaves_no_trace() -> None:
+    module = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8))
+    calls = []
+    module.register_forward_hook(lambda *args: calls.append(args))
+    module.register_buffer("seen", torch.ones(3))
+    module.train()
+    state = torch.get_rng_state()
+    with torch.no_grad():
+        assert probe.find_activation(module, mlp_parts.find(module))[1] == "relu"
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not calls and module.training and all(p.grad is None for p in module.parameters())
+    assert type(module._modules["0"]) is nn.Linear
+
+
+def lora_like() -> nn.Module:
+    module = Mlp()
+    module.fc1 = nn.Sequential(module.fc1)
+    return module
+
+
+def hooked() -> nn.Module:
+    module = Mlp()
+    module.fc1.register_forward_hook(lambda module, args, output: output * 2)
+    return module
+
+
+def backward_hooked() -> nn.Module:
+    module = Mlp()
+    module.fc2.register_full_backward_hook(lambda module, grad_in, grad_out: None)
+    return module
+
+
+NOT_FUSED = {
+    "dropout": (lambda: Dropping(0.1), "'dropout' is a Dropout with p=0.1"),
+    "hook": (hooked, "'fc1' cannot be fused: it has hooks"),
+    "backward hook": (backward_hooked, "'fc2' cannot be fused: it has hooks"),
+    "clamp": (ClampBetween, "agrees with none of the activations"),
+    "tanh": (lambda: Mlp(torch.tanh), "agrees with none of the activations"),
+    "training": (DifferentInTraining, "agrees with none of the activations"),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("case", list(NOT_FUSED))
+def test_what_is_not_fused_gets_column_and_row_and_says_why(world_size: int, case: str) -> None:
+    make, reason = NOT_FUSED[case]
+    model = make()
+    model.eval() if case == "dropout" else model.train()
+    x = torch.randn(3, 8)
+    expected = model(x).detach()
+    weft.parallelize(model, tensor_parallel(world_size), {"": "column_row_mlp"})
+    rows = {row.parameter: row for row in report(model).rows}
+    assert rows["fc1.weight"].style == "column" and rows["fc2.weight"].style == "row"
+    assert reason in rows["fc1.weight"].note
+    torch.testing.assert_close(model(x), expected)
+
+
+REFUSED = {
+    "norm": (NormBetween, "hidden units are not computed one by one"),
+    "parametrized": (
+        lambda: (m := Mlp(), nn.utils.parametrizations.weight_norm(m.fc1))[0],
+        "finds no MLP",
+    ),
+    "adapter": (lora_like, "finds no MLP"),
+    "own forward": (lambda: (m := Mlp(), setattr(m, "fc1", Wasteful(8, 12)))[0], "finds no MLP"),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("case", list(REFUSED))
+def test_what_cannot_be_split_is_refused(world_size: int, case: str) -> None:
+    make, reason = REFUSED[case]
+    with pytest.raises(ValueError, match=reason):
+        weft.parallelize(make(), tensor_parallel(world_size), {"": "column_row_mlp"})
+
+
+@on_ranks(2)
+def test_auto_leaves_what_cannot_be_split_and_says_why(world_size: int) -> None:
+    model = nn.ModuleDict({"good": Mlp(), "norm": NormBetween(), "wasteful": Mlp()})
+    model["wasteful"].fc1 = Wasteful(8, 12)
+    weft.parallelize(model, tensor_parallel(world_size), "auto")
+    notes = "\n".join(report(model).notes)
+    assert "'norm': left replicated: its hidden units are not computed one by one" in notes
+    styles = {row.parameter: row.style for row in report(model).rows}
+    assert styles["good.fc1.weight"] == "column_row_mlp"
+    assert styles["norm.fc1.weight"] == styles["wasteful.fc1.weight"] == "replicate"
+
+
+@on_ranks(2)
+def test_a_hook_added_later_is_called(world_size: int) -> None:
+    model = Mlp()
+    x = torch.randn(3, 8)
+    weft.parallelize(model, tensor_parallel(world_size), {"": "column_row_mlp"})
+    expected = model(x)
+    seen = []
+    model.fc1.register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    torch.testing.assert_close(model(x), expected)
+    assert seen == [(3, 6)]
+
+
+@on_ranks(2)
+def test_the_argument_may_be_named(world_size: int) -> None:
+    model = weft.parallelize(Mlp(), tensor_parallel(world_size), {"": "column_row_mlp"})
+    x = torch.randn(3, 8)
+    assert torch.equal(model(x=x), model(x))
+    with pytest.raises(TypeError, match="takes one tensor"):
+        model(x, x)
+
+
+@on_ranks(2)
+def test_zero_dropout_inside_gpt2_is_fused(world_size: int) -> None:
+    model = Gpt2Mlp(8, nn.Linear, torch.float32, dropout=0.0)
+    weft.parallelize(model, tensor_parallel(world_size), "auto")
+    assert {row.style for row in report(model).rows} == {"column_row_mlp"}

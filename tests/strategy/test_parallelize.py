@@ -1,0 +1,254 @@
+"""What parallelize does to a model's parameters, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import weft
+from support.models import FeedForward, Gpt2, Llama, LlamaArgs, token_batches
+from support.parity import own_part, tensor_parallel
+from support.ranks import on_ranks
+from weft.strategy import Plan, report
+
+
+@on_ranks(1, 2, 4)
+def test_every_parameter_becomes_a_dtensor_under_its_name(world_size: int) -> None:
+    model = Llama(LlamaArgs(tie_head=True))
+    model.norm.weight.requires_grad_(False)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    state_names = list(model.state_dict())
+    mesh = tensor_parallel(world_size)
+    assert weft.parallelize(model, mesh, "auto") is model
+    assert list(model.state_dict()) == state_names
+    assert [name for name, _ in model.named_parameters()] == list(before)
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor) and isinstance(parameter, nn.Parameter), name
+        assert parameter.shape == before[name].shape
+        assert parameter.requires_grad == (name != "norm.weight")
+        local = parameter.to_local()
+        assert torch.equal(local, own_part(before[name], parameter))
+        assert local.untyped_storage().nbytes() == local.numel() * local.element_size()
+    assert model.output.weight is model.tok_embeddings.weight
+    assert isinstance(model, Llama) and isinstance(model.output, nn.Linear)
+    assert not isinstance(model.cos, DTensor)
+
+
+@on_ranks(4)
+def test_uneven_and_empty_shards(rank: int, world_size: int) -> None:
+    model = FeedForward(8, 5)  # two rows each: 2, 2, 1, 0
+    x = torch.randn(3, 8)
+    expected = model(x).detach()
+    weft.parallelize(model, tensor_parallel(world_size), {"": "column_row_mlp"})
+    assert model.w1.weight.to_local().shape == ((2, 2, 1, 0)[rank], 8)
+    assert model.w2.weight.to_local().shape == (8, (2, 2, 1, 0)[rank])
+    torch.testing.assert_close(model(x), expected)
+    model(x).sum().backward()
+    assert model.w1.weight.grad.to_local().shape == ((2, 2, 1, 0)[rank], 8)
+
+
+@on_ranks(2)
+def test_meta_models_stay_meta_and_are_planned_alike(world_size: int) -> None:
+    mesh = tensor_parallel(world_size)
+    real = weft.parallelize(Llama(LlamaArgs()), mesh, "auto")
+    with torch.device("meta"):
+        model = Llama(LlamaArgs())
+    weft.parallelize(model, mesh, "auto")
+    assert all(p.is_meta and isinstance(p, DTensor) for p in model.parameters())
+    assert report(model) == report(real)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for ours, theirs in zip(model.parameters(), real.parameters(), strict=True):
+            ours.to_local().copy_(theirs.to_local())
+    model.cos, model.sin = real.cos, real.sin
+    tokens = token_batches(1, 37)[0][0]
+    assert torch.equal(model(tokens), real(tokens))
+
+
+@on_ranks(2)
+def test_the_axis_is_taken_from_a_larger_mesh(world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    model = weft.parallelize(FeedForward(8, 12), mesh, {"": "column_row_mlp"})
+    assert model.w1.weight.device_mesh == mesh["tensor_parallel"]
+    unnamed = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("a", "b"))
+    with pytest.raises(ValueError, match="none named 'tensor_parallel'"):
+        weft.parallelize(FeedForward(8, 12), unnamed, {"": "column_row_mlp"})
+
+
+@on_ranks(2)
+def test_applying_twice_changes_nothing(world_size: int) -> None:
+    mesh = tensor_parallel(world_size)
+    for plan, other in (
+        ("auto", {"layers.*.feed_forward": "column_row_mlp"}),
+        ({"layers.0.feed_forward": "replicate"}, "auto"),
+    ):
+        model = weft.parallelize(Llama(LlamaArgs()), mesh, plan)
+        parameters, table = list(model.parameters()), str(report(model))
+        again = Plan(plan)
+        weft.parallelize(model, mesh, again)
+        assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+        assert str(again.report()) == str(report(model)) == table
+        with pytest.raises(ValueError, match="parallelized with another plan"):
+            weft.parallelize(model, mesh, other)
+
+
+class Scaled(nn.Module):
+    """Reads parameters as plain attributes, in its forward and outside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = FeedForward(8, 12)
+        self.scale = nn.Parameter(torch.full((8,), 2.0))
+        self.bank = nn.ParameterList([nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))])
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert not isinstance(self.scale, DTensor)
+        assert isinstance(self.mlp.w1.weight, DTensor)  # sharded ones never look whole
+        return self.mlp(x) * self.scale * self.bank[1]
+
+    def penalty(self) -> Tensor:
+        return self.scale.square().sum()
+
+
+@on_ranks(2)
+def test_attributes_are_local_inside_forwards_only(world_size: int) -> None:
+    model = weft.parallelize(Scaled(), tensor_parallel(world_size), {"mlp": "column_row_mlp"})
+    model(torch.randn(3, 8)).sum().backward()
+    assert isinstance(model.scale, DTensor) and isinstance(model.scale.grad, DTensor)
+    assert model.bank[1].grad is not None and model.bank[0].grad is None
+    with weft.strategy.local_parameters():
+        model.penalty().backward()
+    assert isinstance(model.scale, DTensor)
+    assert not isinstance(weft.strategy.local_of(model.scale), DTensor)
+
+
+@on_ranks(2)
+def test_a_sharded_weight_is_never_mixed_with_plain_tensors(world_size: int) -> None:
+    model = Gpt2()
+    weft.parallelize(model, tensor_parallel(world_size), {"wte": "vocab_embedding"})
+    with pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor"):
+        model(token_batches(1, 37)[0][0])
+
+
+@on_ranks(2)
+def test_copies_of_a_parallel_model_work(world_size: int) -> None:
+    model = weft.parallelize(Llama(LlamaArgs()), tensor_parallel(world_size), "auto")
+    tokens = token_batches(1, 37)[0][0]
+    model(tokens).sum().backward()
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(tokens), model(tokens))
+    for each in (twin, model):
+        each.zero_grad()
+        each(tokens).square().sum().backward()
+    for ours, theirs in zip(twin.parameters(), model.parameters(), strict=True):
+        assert ours is not theirs and torch.equal(ours.grad.to_local(), theirs.grad.to_local())
+
+
+REFUSALS = {
+    "unmatched": (lambda: Llama(LlamaArgs()), {"layer.*.wq": "column"}, "matches no module"),
+    "heads": (
+        lambda: Llama(LlamaArgs(n_heads=1)),
+        {"layers.*.attention.wq": {"style": "column", "heads": "n_heads"}},
+        "layers.0.attention.*n_heads = 1.*2 tensor-parallel ranks",
+    ),
+    "heads attribute": (
+        lambda: Llama(LlamaArgs()),
+        {"layers.*.attention.wq": {"style": "column", "heads": "heads"}},
+        "'heads' of 'layers.0.attention', which does not exist",
+    ),
+    "no linear": (lambda: Llama(LlamaArgs()), {"norm": "column"}, "wants an nn.Linear at 'norm', but it is a RMSNorm"),
+    "no mlp": (lambda: Llama(LlamaArgs()), {"layers.0": "column_row_mlp"}, "finds no MLP.*attention \\(Attention\\)"),
+    "padding": (
+        lambda: nn.Sequential(nn.Embedding(20, 4, padding_idx=0)),
+        {"0": "vocab_embedding"},
+        "plain nn.Embedding at '0', but it uses padding_idx=0",
+    ),
+    "tied": (
+        lambda: Llama(LlamaArgs(tie_head=True)),
+        {"tok_embeddings": "vocab_embedding"},
+        "'tok_embeddings.weight' and 'output.weight' are one tied parameter",
+    ),
+    "multihead": (
+        lambda: nn.Sequential(nn.MultiheadAttention(8, 2)),
+        {"0.out_proj": "row"},
+        "'0.out_proj' is a layer of an nn.MultiheadAttention",
+    ),
+    "nothing found": (lambda: nn.Sequential(nn.Linear(4, 4)), "auto", "found nothing to shard.*w1/w3/w2"),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("case", list(REFUSALS))
+def test_refusals_change_nothing(world_size: int, case: str) -> None:
+    make, plan, message = REFUSALS[case]
+    model = make()
+    classes = [type(m) for m in model.modules()]
+    with pytest.raises(ValueError, match=message) as caught:
+        weft.parallelize(model, tensor_parallel(world_size), plan)
+    assert "\n" not in str(caught.value)
+    assert not any(isinstance(p, DTensor) for p in model.parameters())
+    assert [type(m) for m in model.modules()] == classes
+
+
+@on_ranks(2)
+def test_parameters_kept_elsewhere_are_refused(world_size: int) -> None:
+    mesh = tensor_parallel(world_size)
+    model = FeedForward(8, 12)
+    model.all_weights = [model.w1.weight]
+    with pytest.raises(ValueError, match=r"the model itself also keeps 'w1.weight' in its plain attribute"):
+        weft.parallelize(model, mesh, {"": "column_row_mlp"})
+    model = FeedForward(8, 12)
+    model.w1.weight.register_post_accumulate_grad_hook(lambda p: None)
+    with pytest.raises(ValueError, match=r"'w1.weight' has gradient hooks"):
+        weft.parallelize(model, mesh, {"": "column_row_mlp"})
+
+
+@on_ranks(2)
+def test_dtensors_are_refused_by_rules_and_skipped_by_auto(world_size: int) -> None:
+    mesh = tensor_parallel(world_size)
+    model = Llama(LlamaArgs())
+    w1 = model.layers[0].feed_forward.w1
+    w1.weight = nn.Parameter(distribute_tensor(w1.weight.detach(), mesh, [Shard(0)]))
+    with pytest.raises(ValueError, match=r"hits 'layers.0.feed_forward.w1.weight', which is a DTensor already"):
+        weft.parallelize(model, mesh, {"layers.*.feed_forward": "column_row_mlp"})
+    weft.parallelize(model, mesh, "auto")
+    assert type(w1) is nn.Linear
+    assert any("layers.0.feed_forward.w1: skipped" in note for note in report(model).notes)
+    assert model.layers[1].feed_forward.w1.weight.placements == (Shard(0),)
+    assert model.layers[0].feed_forward.w2.weight.placements == (Replicate(),)
+
+
+def between(linear: nn.Linear, x: Tensor, scale: Tensor) -> Tensor:
+    return F.relu(linear(x)) * scale
+
+
+class ScaleBetween(nn.Module):
+    """A replicated parameter between a column and a row layer: its gradient is a part on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 12)
+        self.second = nn.Linear(12, 8)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(between(self.first, self.norm(x), self.scale))
+
+
+@on_ranks(2, 3)
+def test_partial_gradients_of_replicated_parameters_are_found(world_size: int) -> None:
+    mesh = tensor_parallel(world_size)
+    model = weft.parallelize(ScaleBetween(), mesh, {"first": "column", "second": "row"})
+    model(torch.randn(4, 8)).square().sum().backward()
+    with pytest.raises(ValueError, match="replicated parameters 'scale' differ"):
+        weft.strategy.check_replicated_gradients(model)
+    fine = weft.parallelize(Llama(LlamaArgs()), mesh, "auto")
+    fine(token_batches(1, 37)[0][0]).square().mean().backward()
+    weft.strategy.check_replicated_gradients(fine)

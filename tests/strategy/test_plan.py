@@ -1,0 +1,90 @@
+"""weft.strategy.Plan: reading, printing, refusing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+import weft
+from support.models import Llama, LlamaArgs
+from support.parity import tensor_parallel
+from support.ranks import on_ranks
+from weft.strategy import Plan, report
+
+RULES = {
+    "layers.*.attention.wq": {"style": "column", "heads": "n_heads"},
+    "layers.*.feed_forward": "column_row_mlp",
+}
+
+
+def test_a_plan_reads_what_it_prints(tmp_path: Path) -> None:
+    plan = Plan(RULES)
+    assert plan.to_dict() == RULES == json.loads(plan.to_json())
+    assert Plan.from_yaml(plan.to_yaml()).to_dict() == RULES
+    assert Plan.from_json(plan.to_json()).to_dict() == RULES
+    assert Plan(plan.to_yaml()).to_dict() == Plan(plan.to_json()).to_dict() == RULES
+    for name, text in (("plan.yaml", plan.to_yaml()), ("plan.json", plan.to_json())):
+        (tmp_path / name).write_text(text)
+        assert Plan(tmp_path / name).to_dict() == Plan(str(tmp_path / name)).to_dict() == RULES
+    assert Plan(Plan(RULES)).to_dict() == RULES
+
+
+@pytest.mark.parametrize(
+    ("rules", "error", "message"),
+    [
+        ({"a": "colum"}, ValueError, "unknown style 'colum'.*nearest is 'column'"),
+        ({"a..b": "column"}, ValueError, "a..b"),
+        ({1: "column"}, ValueError, "pattern 1 is no text"),
+        ({"a": ["column"]}, ValueError, "pattern 'a' has the value"),
+        ({"a": {"style": "column", "head": "n"}}, ValueError, "pattern 'a' has the value"),
+        ("nowhere.yaml", ValueError, "there is no file 'nowhere.yaml'"),
+        ("- column", ValueError, "pass a mapping"),
+        ("a: [", ValueError, "no YAML"),
+        (3, TypeError, "got a int"),
+    ],
+)
+def test_bad_plans_are_refused(rules: object, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message) as caught:
+        Plan(rules)
+    assert "\n" not in str(caught.value)
+
+
+def test_auto_has_no_rules_of_its_own() -> None:
+    assert str(Plan("auto")) == "auto"
+    for read in (Plan("auto").to_dict, Plan("auto").to_yaml, Plan("auto").to_json):
+        with pytest.raises(ValueError, match="'auto' depend on the model"):
+            read()
+    with pytest.raises(ValueError, match="not applied yet"):
+        Plan("auto").report()
+
+
+def by_class(name: str, module: nn.Module) -> str | None:
+    return "column_row_mlp" if type(module).__name__ == "FeedForward" else None
+
+
+@on_ranks(2)
+def test_a_callable_names_the_style_of_each_module(world_size: int) -> None:
+    mesh = tensor_parallel(world_size)
+    plan = Plan(by_class)
+    model = weft.parallelize(Llama(LlamaArgs()), mesh, plan)
+    sharded = {row.parameter for row in plan.report().rows if row.style == "column_row_mlp"}
+    assert sharded == {f"layers.{i}.feed_forward.{w}.weight" for i in (0, 1) for w in ("w1", "w2", "w3")}
+    weft.parallelize(model, mesh, by_class)
+
+
+@on_ranks(2)
+def test_the_report_is_a_table(world_size: int) -> None:
+    plan = Plan(RULES)
+    model = weft.parallelize(Llama(LlamaArgs(tie_head=True)), tensor_parallel(world_size), plan)
+    assert plan.report() == report(model)
+    lines = str(plan.report()).splitlines()
+    assert lines[0].split() == ["parameter", "style", "local", "shape", "bytes", "note"]
+    line = next(line for line in lines if line.startswith("layers.0.feed_forward.w1.weight"))
+    assert line.split() == ["layers.0.feed_forward.w1.weight", "column_row_mlp", "19x16", "1,216", "silu,", "gated"]
+    total = sum(p.to_local().numel() * 4 for p in model.parameters())
+    assert plan.report().total_bytes == total
+    assert next(line for line in lines if line.startswith("total")).split() == ["total", f"{total:,}"]
+    assert "layers.0.attention.n_heads = 2 on this rank" in lines
