@@ -36,23 +36,20 @@ def check_replicated_gradients(model: nn.Module) -> None:
             gradients.append(grad.to_local() if isinstance(grad, DTensor) else grad)
     if not names:
         return
-    stats = torch.stack([_fingerprint(grad) for grad in gradients])
-    if gradients[0] is not None:
-        stats = stats.to(gradients[0].device)
-    group = mesh.get_group()
-    gathered = torch.empty(mesh.size(), *stats.shape, dtype=stats.dtype, device=_device(mesh))
-    dist.all_gather_into_tensor(gathered.view(-1), stats.to(gathered.device).view(-1).contiguous(), group=group)
+    stats = torch.stack([_fingerprint(grad) for grad in gradients]).to(_device(mesh))
+    gathered = stats.new_empty(mesh.size(), *stats.shape)
+    dist.all_gather_into_tensor(gathered.view(-1), stats.view(-1), group=mesh.get_group())
     differing = _differing(gathered.cpu(), names, [p.dtype if p is not None else torch.float32 for p in gradients])
     if differing:
         raise ValueError(
             f"the gradients of the replicated parameters {', '.join(differing)} differ between the tensor-parallel "
-            "ranks, so each rank holds only a part of them: shard the layers around them by 'replicate', or fuse or "
-            "shard the module that uses them."
+            "ranks, so each rank holds only a part of them: give the layers before and after them the style "
+            "'replicate'."
         )
 
 
 def _device(mesh: DeviceMesh) -> torch.device:
-    return torch.device("cpu") if mesh.device_type == "cpu" else torch.device(mesh.device_type)
+    return torch.device(mesh.device_type)
 
 
 def _mesh_of(model: nn.Module) -> DeviceMesh | None:

@@ -49,10 +49,7 @@ def meshes(draw: st.DrawFn) -> Mesh:
 
 
 def as_dict(triples: Triples) -> dict[str, object]:
-    return {
-        pattern: style if heads is None else {"style": style, "heads": heads}
-        for pattern, style, heads in triples
-    }
+    return {pattern: style if heads is None else {"style": style, "heads": heads} for pattern, style, heads in triples}
 
 
 # -- plans -------------------------------------------------------------------------------------------

@@ -91,9 +91,7 @@ def run_on_ranks(
 
 def _case(body: Callable[..., object], kwargs: dict[str, object], wanted: tuple[str, ...]) -> Case:
     if "<locals>" in body.__qualname__ or "<lambda>" in body.__qualname__:
-        raise ValueError(
-            f"ranks cannot find {body.__qualname__!r} by its name; move it to the top level of its module"
-        )
+        raise ValueError(f"ranks cannot find {body.__qualname__!r} by its name; move it to the top level of its module")
     for name, value in kwargs.items():
         try:
             pickle.dumps(value)
