@@ -1,0 +1,6 @@
+"""What weft's strategies do in every Lightning namespace, written without importing any of them.
+
+`lightning` and `pytorch_lightning` hold the same code twice, as different classes, and either may be
+absent. The behaviour is therefore in mixins, and `weft._plugin.factory` joins them to the classes of a
+namespace. Start reading at `trainer_mixin.py`.
+"""

@@ -1,0 +1,92 @@
+"""Compares the batches of a tensor-parallel group: ranks that see different data train a model that is neither's."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def batch_digest(batch: Any) -> int:
+    """63 bits of a hash over the tensors of a nested batch: their order, shapes, dtypes and bytes.
+
+    Looks into mappings, sequences, dataclasses and objects that hold tensors as attributes, as Hugging Face's
+    and PyTorch Geometric's batches do. What is no tensor (file names, say) does not count.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for tensor in _tensors(batch, set()):
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        digest.update(f"{tuple(local.shape)}{local.dtype}".encode())
+        plain = local.detach().cpu().contiguous()
+        digest.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b"")
+    return int.from_bytes(digest.digest(), "little") >> 1
+
+
+def _tensors(value: Any, seen: set[int]) -> Iterable[Tensor]:
+    if isinstance(value, Tensor):
+        if value.layout == torch.strided:
+            yield value
+        else:
+            coalesced = value.to_sparse_coo().coalesce()
+            yield from (coalesced.indices(), coalesced.values())
+        return
+    if isinstance(value, str | bytes | int | float | complex | bool | type(None)) or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Mapping):
+        children: Iterable[Any] = value.values()
+    elif isinstance(value, Sequence):
+        children = value
+    elif is_dataclass(value) and not isinstance(value, type):
+        children = [getattr(value, field.name) for field in fields(value)]
+    else:
+        children = vars(value).values() if hasattr(value, "__dict__") else ()
+    for child in children:
+        yield from _tensors(child, seen)
+
+
+class BatchCheck:
+    """Compares a stage's first `num_first` batches inside `group`, and every `every`-th one (0: no others)."""
+
+    def __init__(self, num_first: int, every: int) -> None:
+        self._num_first = num_first
+        self._every = every
+        self._num_seen: dict[str, int] = {}
+
+    def restart(self) -> None:
+        """Count from zero again: a new run begins."""
+        self._num_seen.clear()
+
+    def check(self, stage: str, batch: Any, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Count one batch of `stage`, and compare it if its turn has come.
+
+        Raises:
+            ValueError: on every rank of the group alike, if the ranks hold different batches.
+        """
+        batch_idx = self._num_seen.get(stage, 0)
+        self._num_seen[stage] = batch_idx + 1
+        is_due = batch_idx < self._num_first or (self._every > 0 and batch_idx % self._every == 0)
+        if not is_due or group.size() == 1:
+            return
+        mine = torch.tensor([batch_digest(batch)], dtype=torch.int64, device=device)
+        gathered = [torch.empty_like(mine) for _ in range(group.size())]
+        dist.all_gather(gathered, mine, group=group)
+        digests = [int(digest) for digest in gathered]
+        if len(set(digests)) == 1:
+            return
+        ranks = dist.get_process_group_ranks(group)
+        by_digest: dict[int, list[int]] = {}
+        for rank, digest in zip(ranks, digests, strict=True):
+            by_digest.setdefault(digest, []).append(rank)
+        parties = " and ".join(f"rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}" for r in by_digest.values())
+        raise ValueError(
+            f"{stage} batch {batch_idx} differs between {parties}, which share one tensor-parallel group and must "
+            "get the same data: call seed_everything before making random data, shard data sets by the data-parallel "
+            "rank instead of the global one, and draw from the default generators only."
+        )

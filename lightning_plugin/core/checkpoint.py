@@ -1,0 +1,160 @@
+"""Checkpoints of a model whose parameters are DTensors: a directory of shards, or one file like any Trainer's.
+
+The directory is written by torch.distributed.checkpoint with the keys "model" and "optimizer_0", ..., and has a
+`meta.pt` for the rest: what Lightning's `consolidate_checkpoint` turns into one file. (The stock strategy names the
+model "state_dict", which that tool refuses.) An optimizer that has no state goes into meta.pt, because the
+directory's format drops empty dictionaries.
+
+All functions are collective over the world.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from weft._plugin.optimizer_state import load_named_state, load_sharded_state
+
+METADATA_FILENAME = "meta.pt"
+# The second is what the stock strategy writes.
+_MODEL_KEYS = ("model", "state_dict")
+
+
+def optimizer_key(idx: int) -> str:
+    """The name of the idx-th optimizer in a directory of shards."""
+    return f"optimizer_{idx}"
+
+
+def is_directory(path: Path) -> bool:
+    """Whether `path` is a directory of shards with Lightning's metadata."""
+    return (path / METADATA_FILENAME).is_file()
+
+
+def save_directory(checkpoint: dict[str, Any], path: Path, is_first_rank: bool, barrier: Callable[[], None]) -> None:
+    """Write a Trainer's `checkpoint` (its keys "state_dict" and "optimizer_states" hold DTensors) as `path`."""
+    rest = dict(checkpoint)
+    states = rest.pop("optimizer_states", [])
+    optimizers = {optimizer_key(idx): state for idx, state in enumerate(states)}
+    write_directory({"model": rest.pop("state_dict")}, optimizers, rest, path, is_first_rank, barrier)
+
+
+def write_directory(
+    models: dict[str, Any],
+    optimizers: dict[str, dict[str, Any]],
+    rest: dict[str, Any],
+    path: Path,
+    is_first_rank: bool,
+    barrier: Callable[[], None],
+) -> None:
+    """Write state dicts of DTensors, and the rest from the first rank, as the directory `path`.
+
+    Written beside it and renamed when complete: what was there before is kept until then.
+    """
+    refuse_other_directory(path)
+    partial = path.with_name(f".{path.name}.partial")
+    if is_first_rank:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    barrier()
+    with_state = {key: state for key, state in optimizers.items() if state["state"]}
+    without_state = {key: state for key, state in optimizers.items() if not state["state"]}
+    dcp.save({**models, **with_state}, checkpoint_id=partial)
+    if is_first_rank:
+        torch.save({**rest, **without_state}, partial / METADATA_FILENAME)
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+        partial.rename(path)
+    barrier()  # without it a rank could look for the checkpoint before it is there
+
+
+def write_file(checkpoint: dict[str, Any], path: Path) -> None:
+    """Write a checkpoint of plain tensors as the file `path`; not collective."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    torch.save(checkpoint, partial)
+    if is_directory(path):
+        shutil.rmtree(path)
+    partial.replace(path)
+
+
+def refuse_other_directory(path: Path) -> None:
+    """Raise IsADirectoryError where `path` is a directory that no checkpoint has made."""
+    if path.is_dir() and not is_directory(path):
+        raise IsADirectoryError(f"the checkpoint path {str(path)!r} is a directory; pass another path, or remove it.")
+
+
+def load_directory(
+    path: Path, model: torch.nn.Module, optimizers: Sequence[Optimizer], strict: bool, weights_only: bool | None
+) -> dict[str, Any]:
+    """Load a directory of shards, saved by any number of ranks, into the live objects; returns the rest."""
+    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    model_key = next((k for k in _MODEL_KEYS if any(name.startswith(f"{k}.") for name in saved)), _MODEL_KEYS[0])
+    read = {model_key: get_model_state_dict(model)}
+    dcp.load(read, checkpoint_id=path, planner=dcp.DefaultLoadPlanner(allow_partial_load=not strict))
+    model.load_state_dict(read[model_key], strict=strict)
+    rest = torch.load(path / METADATA_FILENAME, map_location="cpu", weights_only=weights_only)
+    for idx, optimizer in enumerate(optimizers):
+        if not load_optimizer_of_directory(path, optimizer_key(idx), model, optimizer, rest):
+            raise KeyError(_no_optimizer(path, idx))
+    return rest
+
+
+def load_optimizer_of_directory(
+    path: Path, key: str, model: torch.nn.Module, optimizer: Optimizer, rest: dict[str, Any]
+) -> bool:
+    """Load the optimizer saved as `key`, from the shards or, if it had no state, from `rest` (what meta.pt holds).
+
+    Returns whether there is one.
+    """
+    if key in rest:
+        load_named_state(model, optimizer, rest.pop(key))
+        return True
+    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    if any(name.startswith(f"{key}.") for name in saved):
+        load_sharded_state(path, key, model, optimizer)
+        return True
+    return False
+
+
+def load_file(
+    path: Path, model: torch.nn.Module, optimizers: Sequence[Optimizer], strict: bool, weights_only: bool | None
+) -> dict[str, Any]:
+    """Load a Trainer's single file, saved by any strategy, into the live objects; returns the rest.
+
+    Every rank maps the file and reads its own part: nothing is sent, and nothing whole is held.
+    """
+    checkpoint = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
+    saved = checkpoint.pop("state_dict")
+    target = get_model_state_dict(model)
+    model.load_state_dict({name: _placed_like(value, target.get(name)) for name, value in saved.items()}, strict)
+    if optimizers:
+        states = checkpoint.pop("optimizer_states", [])
+        if len(states) < len(optimizers):
+            raise KeyError(_no_optimizer(path, len(states)))
+        for optimizer, state in zip(optimizers, states, strict=False):
+            load_named_state(model, optimizer, state)
+    return checkpoint
+
+
+def _placed_like(value: Any, target: Any) -> Any:
+    if not isinstance(target, DTensor) or isinstance(value, DTensor) or value.shape != target.shape:
+        return value  # a wrong shape is load_state_dict's to refuse, with all the others
+    local = value.to(target.device_mesh.device_type)
+    return distribute_tensor(local, target.device_mesh, target.placements, src_data_rank=None)
+
+
+def _no_optimizer(path: Path, idx: int) -> str:
+    return (
+        f"the checkpoint {str(path)!r} has no state of optimizer {idx}: it was saved with weights only "
+        "or by a run with fewer optimizers; load its weights into the model before fit, and fit without ckpt_path."
+    )

@@ -1,0 +1,160 @@
+"""WeftModelParallelStrategy for Fabric, less its base class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.constants import default_pg_timeout
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from weft._plugin import checkpoint as checkpoints
+from weft._plugin.optimizer_state import full_state, load_named_state, named_state
+from weft._plugin.replicas import share_random_state
+from weft._plugin.settings import PlanSettings
+from weft._plugin.strategy_mixin import StrategyMixin
+
+
+def _unchanged(model: Module, device_mesh: Any) -> Module:
+    return model
+
+
+class FabricMixin(StrategyMixin):
+    """Tensor parallelism by plan, for Fabric; a drop-in for Fabric's ModelParallelStrategy.
+
+    Args:
+        parallelize_fn: as in ModelParallelStrategy, and optional: `(model, device_mesh) -> model`, called before the
+            plan is applied.
+        plan: a plan as `weft.parallelize` takes it, applied to the parameters that are not DTensors yet.
+        data_parallel_size, tensor_parallel_size, save_distributed_checkpoint, process_group_backend, timeout,
+        check_batches, check_batches_every: as in the Trainer's strategy.
+
+    Raises:
+        ValueError, TypeError: an argument that no number of devices could make work.
+    """
+
+    def __init__(
+        self,
+        parallelize_fn: Callable[[Module, Any], Module] | None = None,
+        data_parallel_size: Any = "auto",
+        tensor_parallel_size: Any = "auto",
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: Any = default_pg_timeout,
+        plan: Any = None,
+        check_batches: int = 2,
+        check_batches_every: int = 0,
+    ) -> None:
+        if parallelize_fn is not None and not callable(parallelize_fn):
+            raise TypeError(
+                f"{type(self).__name__} got parallelize_fn={parallelize_fn!r}, which cannot be called; "
+                "pass a function (model, device_mesh) -> model, or a plan as plan=..."
+            )
+        super().__init__(
+            parallelize_fn=parallelize_fn or _unchanged,
+            data_parallel_size=data_parallel_size,
+            tensor_parallel_size=tensor_parallel_size,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        self._user_parallelize_fn = self._parallelize_fn
+        self._parallelize_fn = self._parallelize
+        self._init_weft(PlanSettings(plan, check_batches, check_batches_every))
+        self._modules: list[Module] = []
+        self._gradients_checked = False
+
+    def _parallelize(self, module: Module, device_mesh: Any) -> Module:
+        self._share_values(module)
+        module = self._user_parallelize_fn(module, device_mesh)
+        if isinstance(module, Module):  # else the stock strategy says what is wrong
+            self._values_to_come = self._apply_plan(module)
+        return module
+
+    def setup_module(self, module: Module) -> Module:
+        """Run `parallelize_fn`, then the plan; the ranks of a group start from the first one's values."""
+        module = super().setup_module(module)
+        if self._values_to_come:
+            self._share_values(module)
+        share_random_state(self.tensor_parallel_group, self.root_device)
+        module.register_forward_pre_hook(self._check_batch)
+        self._modules.append(module)
+        self._gradients_checked = False
+        return module
+
+    def _check_batch(self, module: Module, args: tuple[Any, ...]) -> None:
+        stage = "training" if module.training else "evaluation"
+        self._batch_check.check(stage, args, self.tensor_parallel_group, self.root_device)
+
+    def backward(self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
+        """Backward; after the first one replicated parameters must have got equal gradients on all ranks."""
+        super().backward(tensor, module, *args, **kwargs)
+        if self._plan is not None and not self._gradients_checked:
+            from weft.strategy import check_replicated_gradients
+
+            self._gradients_checked = True
+            for parallelized in self._modules:
+                check_replicated_gradients(parallelized)
+
+    # ---- checkpoints: as the stock strategy's, but no optimizer takes a step to be saved or loaded -----------
+
+    def save_checkpoint(
+        self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
+    ) -> None:
+        """Write `state` as `save_distributed_checkpoint` says; collective."""
+        models = {key: value for key, value in state.items() if isinstance(value, Module)}
+        if self._plan is None or storage_options is not None or filter is not None or len(models) != 1:
+            super().save_checkpoint(path, state, storage_options, filter)
+            return
+        [(model_key, model)] = models.items()
+        optimizers = {key: value for key, value in state.items() if isinstance(value, Optimizer)}
+        rest = {
+            key: value.state_dict() if hasattr(value, "state_dict") else value
+            for key, value in state.items()
+            if key not in models and key not in optimizers
+        }
+        target = Path(self.broadcast(path))
+        checkpoints.refuse_other_directory(target)
+        sharded = self._save_distributed_checkpoint
+        options = StateDictOptions(full_state_dict=not sharded, cpu_offload=True)
+        weights = get_model_state_dict(model, options=options)
+        if sharded:
+            states = {key: named_state(model, optimizer) for key, optimizer in optimizers.items()}
+            checkpoints.write_directory({model_key: weights}, states, rest, target, self.is_global_zero, self.barrier)
+            return
+        whole = {key: full_state(optimizer, self.is_global_zero) for key, optimizer in optimizers.items()}
+        if self.is_global_zero:
+            checkpoints.write_file({model_key: weights, **whole, **rest}, target)
+        self.barrier()
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load into the objects of `state` a checkpoint saved at any number of ranks; returns the rest; collective."""
+        optimizers = {}
+        if self._plan is not None and isinstance(state, dict):
+            optimizers = {key: value for key, value in state.items() if isinstance(value, Optimizer)}
+        if not optimizers:
+            return super().load_checkpoint(path, state, strict, weights_only)
+        others = {key: value for key, value in state.items() if key not in optimizers}
+        rest = super().load_checkpoint(path, others, strict, weights_only)
+        state.update(others)
+        [model] = [value for value in others.values() if isinstance(value, Module)]
+        source = Path(self.broadcast(path))
+        for key, optimizer in optimizers.items():
+            if checkpoints.is_directory(source):
+                found = checkpoints.load_optimizer_of_directory(source, key, model, optimizer, rest)
+            else:
+                found = key in rest
+                if found:
+                    load_named_state(model, optimizer, rest.pop(key))
+            if not found:
+                raise KeyError(
+                    f"the checkpoint {str(source)!r} has no entry {key!r} for the optimizer of that name in the state; "
+                    "load it without the optimizer, or under the name it was saved as."
+                )
+        return rest

@@ -1,0 +1,112 @@
+"""Builds one strategy class for each Lightning namespace that is installed, and registers it there.
+
+A namespace is an import name of the same code: `lightning` has `lightning.pytorch` and `lightning.fabric`;
+`pytorch-lightning` installs `pytorch_lightning` and `lightning_fabric`. Their classes are distinct: a Trainer of one
+refuses a strategy of the other.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+from weft._plugin.fabric_mixin import FabricMixin
+from weft._plugin.process_guard import watch_launcher
+from weft._plugin.trainer_mixin import TrainerMixin
+
+CLASS_NAME = "WeftModelParallelStrategy"
+# What a string means: a plan that recognises the model, all processes tensor-parallel.
+REGISTERED_NAMES = ("weft", "weft_tp")
+_DESCRIPTION = "weft: tensor parallelism with plan='auto' over all devices"
+
+
+@dataclass(frozen=True)
+class Flavour:
+    """A strategy class to be: what it is added to, and where users import it from."""
+
+    distribution: str  # the top-level package, whose presence says whether it is installed
+    strategies: str  # the module with ModelParallelStrategy and the registry
+    registry: str
+    fabric: str
+    mixin: type
+    public_module: str
+
+    @property
+    def is_installed(self) -> bool:
+        return importlib.util.find_spec(self.distribution) is not None
+
+
+LIGHTNING_TRAINER = Flavour(
+    "lightning", "lightning.pytorch.strategies", "StrategyRegistry", "lightning.fabric", TrainerMixin, "weft.lightning"
+)
+LIGHTNING_FABRIC = Flavour(
+    "lightning",
+    "lightning.fabric.strategies",
+    "STRATEGY_REGISTRY",
+    "lightning.fabric",
+    FabricMixin,
+    "weft.lightning.fabric",
+)
+PYTORCH_LIGHTNING = Flavour(
+    "pytorch_lightning",
+    "pytorch_lightning.strategies",
+    "StrategyRegistry",
+    "lightning_fabric",
+    TrainerMixin,
+    "weft.pytorch_lightning",
+)
+FABRIC_ALONE = Flavour(
+    "lightning_fabric",
+    "lightning_fabric.strategies",
+    "STRATEGY_REGISTRY",
+    "lightning_fabric",
+    FabricMixin,
+    "weft.lightning_fabric",
+)
+FLAVOURS = (LIGHTNING_TRAINER, LIGHTNING_FABRIC, PYTORCH_LIGHTNING, FABRIC_ALONE)
+
+
+@functools.cache
+def strategy_class(flavour: Flavour) -> type:
+    """The class of a flavour; the same one at every call.
+
+    Raises:
+        ImportError: the namespace is not installed.
+    """
+    if not flavour.is_installed:
+        raise ImportError(
+            f"{flavour.public_module} needs the package {flavour.distribution.replace('_', '-')}, which is not "
+            f"installed: run `pip install {flavour.distribution.replace('_', '-')}`."
+        )
+    stock = importlib.import_module(flavour.strategies).ModelParallelStrategy
+    namespace: dict[str, Any] = {
+        "__module__": flavour.public_module,
+        "__doc__": flavour.mixin.__doc__,
+        "fabric_module": flavour.fabric,
+    }
+    return type(CLASS_NAME, (flavour.mixin, stock), namespace)
+
+
+def register_installed() -> None:
+    """Register the names in every installed namespace's registry; a second call changes nothing.
+
+    Raises:
+        ValueError: somebody else has taken a name.
+    """
+    watch_launcher()  # the earliest moment at which a rank can notice that rank 0 has died while it started
+    for flavour in FLAVOURS:
+        if not flavour.is_installed:
+            continue
+        registry = getattr(importlib.import_module(flavour.strategies), flavour.registry)
+        made = strategy_class(flavour)
+        for name in REGISTERED_NAMES:
+            if name not in registry:
+                registry.register(name, made, description=_DESCRIPTION, plan="auto")
+            elif registry[name]["strategy"] is not made:
+                raise ValueError(
+                    f"the strategy name {name!r} is registered in {flavour.strategies} already, for "
+                    f"{registry[name]['strategy']!r}; register that one under another name."
+                )

@@ -1,0 +1,53 @@
+"""Lightning's own launcher, with checks before it starts processes and a guard over them after."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from weft._plugin.process_guard import LAUNCHER_PID_VARIABLE, guard
+
+
+class GuardedLauncherMixin:
+    """Goes before a subprocess launcher of Lightning or Fabric.
+
+    `check_before_launch` is called with nothing when the launcher is about to start processes, and raises
+    to refuse.
+    """
+
+    check_before_launch: Callable[[], None]
+
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Start the other ranks where that is this launcher's job, then call `function` in this process."""
+        self.check_before_launch()
+        # The kernel's parent-death signal fires when the *thread* that started a child ends.
+        if threading.current_thread() is threading.main_thread():
+            os.environ[LAUNCHER_PID_VARIABLE] = str(os.getpid())
+
+        def launched(*args: Any, **kwargs: Any) -> Any:
+            os.environ.pop(LAUNCHER_PID_VARIABLE, None)
+            guard().watch_children(self.procs)  # type: ignore[attr-defined]
+            return function(*args, **kwargs)
+
+        try:
+            return super().launch(launched, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            os.environ.pop(LAUNCHER_PID_VARIABLE, None)
+
+
+def guarded(launcher: Any, check_before_launch: Callable[[], None]) -> Any:
+    """The same launcher with GuardedLauncherMixin in front of its class.
+
+    The class of the launcher is not a public name of Lightning, so it is taken from the one that the stock
+    strategy made.
+    """
+    if isinstance(launcher, GuardedLauncherMixin):
+        return launcher
+    stock = type(launcher)
+    made = type(f"Guarded{stock.__name__.lstrip('_')}", (GuardedLauncherMixin, stock), {})(
+        launcher.cluster_environment, launcher.num_processes, launcher.num_nodes
+    )
+    made.check_before_launch = check_before_launch
+    return made

@@ -1,0 +1,142 @@
+"""Optimizer state in checkpoints, by parameter name, without taking a step to find out what it looks like.
+
+torch's `get_optimizer_state_dict` runs `optimizer.step()` on an optimizer that has no state yet, and Lightning's
+loading fails on a checkpoint without any (SGD without momentum; anything saved before the first step).
+
+The format is torch's: {"state": {parameter name: {"exp_avg": Tensor, ...}}, "param_groups": [{"params": [names],
+"lr": ..., ...}]}. State of a parameter that is a DTensor is either a DTensor of the same global shape and placements
+or a plain tensor, such as a step count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+# torch.compile and activation checkpointing put these into the names of what they wrap; checkpoints lack them.
+_WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def parameter_names(module: torch.nn.Module) -> dict[Tensor, str]:
+    """Each parameter's name in checkpoints; of tied parameters the first one."""
+    names = {}
+    for name, parameter in module.named_parameters():
+        for prefix in _WRAPPER_PREFIXES:
+            name = name.replace(prefix, "")  # noqa: PLW2901
+        names[parameter] = name
+    return names
+
+
+def named_state(module: torch.nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """The optimizer's state by parameter name, DTensors as they are, everything else on the CPU."""
+    names = parameter_names(module)
+    ordered = [p for group in optimizer.param_groups for p in group["params"]]
+    packed = optimizer.state_dict()
+    by_id = {idx: names[parameter] for idx, parameter in enumerate(ordered)}
+    return {
+        "state": {by_id[idx]: state for idx, state in packed["state"].items()},
+        "param_groups": [
+            {**group, "params": [by_id[idx] for idx in group["params"]]} for group in packed["param_groups"]
+        ],
+    }
+
+
+def full_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
+    """The state with whole tensors on the CPU, keyed as an unsharded optimizer's `state_dict` is: by number.
+
+    Collective. Only where `keep` is true is anything returned, and held; {} elsewhere.
+    """
+    packed = optimizer.state_dict()
+    state = {}
+    for idx, values in packed["state"].items():
+        # In the same order on every rank: full_tensor gathers.
+        whole = {name: _whole(value, keep) for name, value in values.items()}
+        if keep:
+            state[idx] = whole
+    return {**packed, "state": state} if keep else {}
+
+
+def _whole(value: Any, keep: bool) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    gathered = value.full_tensor() if isinstance(value, DTensor) else value
+    return gathered.detach().cpu() if keep else None
+
+
+def load_named_state(module: torch.nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Load a state keyed by parameter names or by numbers, whole tensors or DTensors placed like the parameters.
+
+    No communication: each rank takes its part of a whole tensor. A checkpoint without state leaves none.
+
+    Raises:
+        ValueError: the checkpoint's parameter groups do not fit the optimizer's.
+    """
+    names = parameter_names(module)
+    ordered = [p for group in optimizer.param_groups for p in group["params"]]
+    saved_groups = saved["param_groups"]
+    if [len(g["params"]) for g in saved_groups] != [len(g["params"]) for g in optimizer.param_groups]:
+        raise ValueError(
+            f"the checkpoint's optimizer has parameter groups of {[len(g['params']) for g in saved_groups]} parameters "
+            f"and this optimizer groups of {[len(g['params']) for g in optimizer.param_groups]}: "
+            "build the optimizer as in the run that saved the checkpoint."
+        )
+    saved_keys = [key for group in saved_groups for key in group["params"]]
+    by_name = {names[p]: idx for idx, p in enumerate(ordered)}
+    state = {}
+    for position, key in enumerate(saved_keys):
+        values = saved.get("state", {}).get(key)
+        if values is None:
+            continue
+        idx = by_name[key] if isinstance(key, str) else position
+        state[idx] = {name: _placed_like(value, ordered[idx]) for name, value in values.items()}
+    first_idx, groups = 0, []
+    for group in saved_groups:
+        num_params = len(group["params"])
+        groups.append({**group, "params": list(range(first_idx, first_idx + num_params))})
+        first_idx += num_params
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _placed_like(value: Any, parameter: Tensor) -> Any:
+    is_per_element = isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0
+    if not is_per_element or isinstance(value, DTensor) or not isinstance(parameter, DTensor):
+        return value
+    local = value.to(parameter.device_mesh.device_type)
+    # No source rank: every rank has the whole tensor, and cuts its own part out of it.
+    return distribute_tensor(local, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def load_sharded_state(folder: Path, key: str, module: torch.nn.Module, optimizer: Optimizer) -> None:
+    """Load the optimizer saved as `key` in a directory of torch.distributed.checkpoint; collective.
+
+    What to read is taken from the directory's metadata, where torch would take it from an optimizer that has made
+    a step.
+    """
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    by_name = {name: parameter for parameter, name in parameter_names(module).items()}
+    state: dict[str, dict[str, Any]] = {}
+    groups: dict[int, dict[str, Any]] = {}
+    for flat_key, entry in metadata.state_dict_metadata.items():
+        path = metadata.planner_data[flat_key]
+        if path[:2] == (key, "state") and len(path) == 4 and path[2] in by_name:
+            state.setdefault(path[2], {})[path[3]] = _empty_like_saved(entry, by_name[path[2]])
+        elif path[:2] == (key, "param_groups") and len(path) == 4:
+            groups.setdefault(path[2], {})[path[3]] = _empty_like_saved(entry, None)
+    read = {key: {"state": state, "param_groups": [groups[idx] for idx in sorted(groups)]}}
+    dcp.load(read, checkpoint_id=folder)
+    load_named_state(module, optimizer, read[key])
+
+
+def _empty_like_saved(entry: Any, parameter: Tensor | None) -> Any:
+    if not hasattr(entry, "size"):  # not a tensor: read as an object
+        return None
+    if isinstance(parameter, DTensor) and entry.size and entry.size == parameter.shape:
+        return torch.empty_like(parameter, dtype=entry.properties.dtype)
+    return torch.empty(entry.size, dtype=entry.properties.dtype)

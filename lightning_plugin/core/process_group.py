@@ -1,0 +1,35 @@
+"""The process group's life: made once per process, alive between runs, destroyed once at interpreter exit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from weft._plugin.process_guard import guard
+
+
+def refuse_other_world_size(num_processes: int) -> None:
+    """Raise ValueError if this process is already a rank of a group of another size."""
+    if dist.is_initialized() and dist.get_world_size() != num_processes:
+        raise ValueError(
+            f"this process is a rank of a group of {dist.get_world_size()} and cannot join one of {num_processes}: "
+            "run each device count in a process tree of its own (one script run per count)."
+        )
+
+
+@contextmanager
+def group_made_here() -> Iterator[None]:
+    """Destroy at exit the default group that is made inside the block; a group from before belongs to others."""
+    existed = dist.is_initialized()
+    yield
+    if not existed and dist.is_initialized():
+        made = dist.group.WORLD
+        guard().on_clean_exit(lambda: _destroy(made))
+
+
+def _destroy(group: object) -> None:
+    # The user may have destroyed it, and made another.
+    if dist.is_initialized() and dist.group.WORLD is group:
+        dist.destroy_process_group()

@@ -1,0 +1,196 @@
+"""Sees to it that a tree of ranks ends together, and soon, whatever ends it.
+
+Terms: the *root* is the process that the user started; Lightning's launcher makes it rank 0 and starts
+the other ranks as its *children*, which run the same script. Under torchrun every rank is a child of
+torchrun, which watches them itself.
+
+A rank blocked in a collective runs no Python in its main thread, so neither signal handlers nor
+exceptions reach it. What works then is used here: a daemon thread (collectives release the GIL), the
+wake-up pipe that CPython's C-level signal handler writes to, and the kernel's parent-death signal.
+
+    rank 0 is killed          -> the kernel kills the children (PR_SET_PDEATHSIG); off Linux their guard does
+    a child dies              -> the guard of rank 0 ends the tree after CHILD_GRACE_SECONDS
+    SIGINT or SIGTERM         -> Python's handlers first; after SIGNAL_GRACE_SECONDS the guard ends the tree
+    an exception on rank 0    -> the traceback, then the children are ended at exit
+    an exception on a child   -> the child exits without waiting for anybody: see "a child dies"
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+LAUNCHER_PID_VARIABLE = "WEFT_LAUNCHER_PID"
+SIGNAL_GRACE_SECONDS = 4.0
+CHILD_GRACE_SECONDS = 2.5
+FAILED_CHILDREN_GRACE_SECONDS = 2.0
+FAILED_EXIT_SECONDS = 4
+_POLL_SECONDS = 0.2
+_PR_SET_PDEATHSIG = 1
+_STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
+
+
+class ProcessGuard:
+    """The guard of this process: one thread, one wake-up pipe, one exit handler. See `guard()`."""
+
+    def __init__(self) -> None:
+        self._owner_pid = os.getpid()
+        self._children: Sequence[subprocess.Popen] = ()
+        self._parent_pid: int | None = None
+        self._watches_signals = False
+        self._failed = False
+        self._ending = False
+        self._deadline: float | None = None
+        self._status = 1
+        self._on_clean_exit: list[Callable[[], None]] = []
+        self._previous_wakeup_fd = -1
+        self._read_fd, self._write_fd = os.pipe()
+        os.set_blocking(self._read_fd, False)
+        os.set_blocking(self._write_fd, False)
+        if threading.current_thread() is threading.main_thread():
+            self._previous_wakeup_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
+        self._previous_excepthook = sys.excepthook
+        sys.excepthook = self._excepthook
+        os.register_at_fork(after_in_child=self._forget_in_fork)
+        atexit.register(self._at_exit)
+        threading.Thread(target=self._watch, name="weft-process-guard", daemon=True).start()
+
+    def watch_children(self, children: Sequence[subprocess.Popen]) -> None:
+        """End this process, and all of `children`, when one of them fails; `children` are waited for at exit."""
+        self._children = children
+
+    def watch_parent(self, pid: int) -> None:
+        """End this process when its parent, which is `pid`, has ended."""
+        if sys.platform == "linux":
+            # The kernel does it at once, and also for a process that is stopped or holds the GIL.
+            if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+                raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+        if os.getppid() != pid:  # it ended before the request was in force
+            os._exit(1)
+        self._parent_pid = pid
+
+    def watch_signals(self, enabled: bool) -> None:
+        """From now on SIGINT and SIGTERM end the process within SIGNAL_GRACE_SECONDS, or not any more.
+
+        A deadline that runs already is kept: teardown is part of dying.
+        """
+        self._watches_signals = enabled
+
+    def mark_failed(self, failed: bool) -> None:
+        """Say whether this process is on its way out because of an error, so that its exit waits for nobody."""
+        self._failed = failed
+
+    def on_clean_exit(self, function: Callable[[], None]) -> None:
+        """Call `function` at interpreter exit, unless the process failed: other ranks may be gone then."""
+        self._on_clean_exit.append(function)
+
+    def _watch(self) -> None:
+        while not self._ending:
+            select.select([self._read_fd], [], [], _POLL_SECONDS)
+            with contextlib.suppress(BlockingIOError):
+                self._receive(os.read(self._read_fd, 64))
+            if self._parent_pid is not None and os.getppid() != self._parent_pid:
+                self._end(1)
+            failed = [child for child in self._children if child.poll()]
+            if failed and self._deadline is None:
+                self._status = 1
+                self._deadline = time.monotonic() + CHILD_GRACE_SECONDS
+            if self._deadline is not None and time.monotonic() >= self._deadline:
+                for child in failed:
+                    _say(f"the rank in process {child.pid} ended with status {child.returncode}; ending all ranks")
+                self._end(self._status)
+
+    def _receive(self, signums: bytes) -> None:
+        if self._previous_wakeup_fd != -1:
+            os.write(self._previous_wakeup_fd, signums)
+        for signum in signums:
+            if signum in _STOP_SIGNALS and self._watches_signals:
+                self._status = 128 + signum
+                self._deadline = min(self._deadline or float("inf"), time.monotonic() + SIGNAL_GRACE_SECONDS)
+
+    def _excepthook(self, kind: type[BaseException], error: BaseException, trace: object) -> None:
+        self._failed = True
+        self._previous_excepthook(kind, error, trace)  # type: ignore[arg-type]
+
+    def _at_exit(self) -> None:
+        if os.getpid() != self._owner_pid:
+            return
+        if self._failed:
+            self._ending = True
+            self._kill_children(after=FAILED_CHILDREN_GRACE_SECONDS)
+            # Destroying the group joins threads that may wait for ranks that are gone, and so may what runs
+            # after the exit handlers. The alarm needs neither Python nor this thread.
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                signal.alarm(FAILED_EXIT_SECONDS)
+            return
+        for function in reversed(self._on_clean_exit):
+            function()
+        # NOTE: only after the group is destroyed: that is what frees a child from a collective it waits in.
+        # The guard's thread is still there, and ends the tree when a child fails.
+        for child in self._children:
+            child.wait()
+        self._ending = True
+
+    def _kill_children(self, after: float = 0.0) -> None:
+        deadline = time.monotonic() + after
+        for child in self._children:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(max(0.0, deadline - time.monotonic()))
+        for child in self._children:
+            child.kill()
+
+    def _end(self, status: int) -> None:
+        self._kill_children()
+        # In a thread of its own: the main thread may be blocked inside a write, with the buffer's lock.
+        flusher = threading.Thread(target=_flush, daemon=True)
+        flusher.start()
+        flusher.join(0.5)
+        os._exit(status)
+
+    def _forget_in_fork(self) -> None:
+        # A worker's signals are not this process's, and its descriptors are shared with it.
+        self._children = ()
+        self._parent_pid = None
+        signal.set_wakeup_fd(-1)
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def _say(text: str) -> None:
+    os.write(2, f"weft: {text}\n".encode())
+
+
+_guard: ProcessGuard | None = None
+_guard_lock = threading.Lock()
+
+
+def guard() -> ProcessGuard:
+    """The guard of this process, made at first use. A rank that a weft launcher started watches its parent."""
+    global _guard  # noqa: PLW0603  (a process has one set of signals, one exit and one parent)
+    with _guard_lock:
+        if _guard is None:
+            _guard = ProcessGuard()
+            # Taken out: what this rank starts in turn has another parent.
+            launcher_pid = os.environ.pop(LAUNCHER_PID_VARIABLE, None)
+            if launcher_pid is not None:
+                _guard.watch_parent(int(launcher_pid))
+    return _guard
+
+
+def watch_launcher() -> None:
+    """Make the guard if this process was started by a weft launcher; else do nothing."""
+    if LAUNCHER_PID_VARIABLE in os.environ:
+        guard()

@@ -1,0 +1,102 @@
+"""Keeps the ranks of a tensor-parallel group replicas of one another: same values, same random numbers.
+
+Everything here is collective over the group, and the group's first rank is the one that the others follow.
+A group of one is left alone.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+_SEED_VARIABLES = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
+
+
+def share_values(module: torch.nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Give every replicated parameter and buffer the value that it has on the first rank of `group`.
+
+    One tensor at a time, through `device`, where the group's backend works. Left alone: meta tensors, which have
+    no values yet, and shards.
+    """
+    if group.size() == 1:
+        return
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            local = _replicated_part(tensor)
+            if local is None or local.is_meta or local.numel() == 0:
+                continue
+            moved = local.detach().to(device).contiguous()
+            dist.broadcast(moved, group=group, group_src=0)
+            if moved.data_ptr() != local.data_ptr():
+                local.copy_(moved)
+
+
+def _replicated_part(tensor: Tensor) -> Tensor | None:
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.to_local() if all(p.is_replicate() for p in tensor.placements) else None
+
+
+def has_meta_tensors(module: torch.nn.Module) -> bool:
+    """Whether any parameter or buffer still waits for its values."""
+    return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+
+
+def share_random_state(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Continue Python's, numpy's and torch's random numbers on every rank of `group` as on its first one.
+
+    States are copied, not seeds, so that the first rank draws what it would have drawn alone. `seed_everything`'s
+    environment variables follow: data loaders and samplers read their seeds from them.
+    """
+    if group.size() == 1:
+        return
+    state = [_random_state(device) if group.rank() == 0 else None]
+    dist.broadcast_object_list(state, group=group, group_src=0)
+    if group.rank() != 0:
+        _set_random_state(state[0], device)
+
+
+def _random_state(device: torch.device) -> dict[str, Any]:
+    import numpy
+
+    return {
+        "python": random.getstate(),
+        "numpy": numpy.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "environment": {name: os.environ.get(name) for name in _SEED_VARIABLES},
+    }
+
+
+def _set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    import numpy
+
+    random.setstate(state["python"])
+    numpy.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"], device)
+    for name, value in state["environment"].items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def seed_workers_by_data_rank(dataloader: Any, worker_init_function: Any, data_rank: int) -> None:
+    """Make the workers that `seed_everything(workers=True)` seeds draw the same on all ranks of a group.
+
+    Lightning seeds them by global rank, with `worker_init_function` (its `pl_worker_init_function`). A function
+    of the user's own is left alone.
+    """
+    current = getattr(dataloader, "worker_init_fn", worker_init_function)
+    is_lightnings = isinstance(current, partial) and current.func is worker_init_function
+    if is_lightnings or (current is None and int(os.environ.get("PL_SEED_WORKERS", "0"))):
+        dataloader.worker_init_fn = partial(worker_init_function, rank=data_rank)

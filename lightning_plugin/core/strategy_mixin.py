@@ -1,0 +1,116 @@
+"""What the strategies for the Trainer and for Fabric have in common.
+
+NOTE on names: `_configure_launcher`, `_launcher`, `_device_mesh`, `_data_parallel_size` and `_tensor_parallel_size`
+are protected members of Lightning's ModelParallelStrategy, which this is a subclass of; there are no public ones
+that would do. No private function or module of Lightning is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from weft._plugin.batch_check import BatchCheck
+from weft._plugin.launcher import guarded
+from weft._plugin.process_group import group_made_here, refuse_other_world_size
+from weft._plugin.process_guard import guard
+from weft._plugin.replicas import has_meta_tensors, seed_workers_by_data_rank, share_random_state, share_values
+from weft._plugin.settings import PlanSettings, resolve_sizes
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+TENSOR_AXIS = "tensor_parallel"
+DATA_AXIS = "data_parallel"
+
+# (default group, device type, sizes) -> mesh. What one run made DTensors of must be the mesh of the next, and each
+# new mesh would make process groups that nothing destroys.
+_meshes: dict[tuple[dist.ProcessGroup, str, int, int], DeviceMesh] = {}
+
+
+class StrategyMixin:
+    """Goes before a ModelParallelStrategy of Lightning or Fabric. `weft._plugin.factory` sets `fabric_module`."""
+
+    fabric_module: str  # the name of the namespace's Fabric package
+
+    def _init_weft(self, settings: PlanSettings) -> None:
+        from weft.strategy import Plan
+
+        settings.validate(type(self).__name__, self._data_parallel_size)
+        self._plan = None if settings.plan is None else Plan(settings.plan)
+        self._batch_check = BatchCheck(settings.check_batches, settings.check_batches_every)
+
+    @property
+    def plan(self) -> Any:
+        """The `weft.strategy.Plan` that this strategy applies; None: what the user's code applies."""
+        return self._plan
+
+    @property
+    def tensor_parallel_group(self) -> dist.ProcessGroup:
+        """The ranks that hold the shards of one replica, this one among them."""
+        return self.device_mesh.get_group(TENSOR_AXIS)
+
+    def _configure_launcher(self) -> None:
+        self._check_devices()
+        super()._configure_launcher()
+        if self._launcher is not None:
+            self._launcher = guarded(self._launcher, self._check_devices)
+
+    def _check_devices(self) -> None:
+        """Refuse the device count, if it must be refused, before anything is launched."""
+        num_processes = self.num_processes * self.num_nodes
+        refuse_other_world_size(num_processes)
+        resolve_sizes(
+            type(self).__name__, self._plan, self._data_parallel_size, self._tensor_parallel_size, num_processes
+        )
+
+    def setup_environment(self) -> None:
+        """Join the process group, build the mesh, and give the ranks of a tensor-parallel group one random state."""
+        self._check_devices()
+        guard().mark_failed(False)
+        guard().watch_signals(self._owns_process_control())
+        self._data_parallel_size, self._tensor_parallel_size = resolve_sizes(
+            type(self).__name__,
+            self._plan,
+            self._data_parallel_size,
+            self._tensor_parallel_size,
+            self.num_processes * self.num_nodes,
+        )
+        with group_made_here():
+            super().setup_environment()
+        sizes = (int(self._data_parallel_size), int(self._tensor_parallel_size))
+        key = (dist.group.WORLD, self.root_device.type, *sizes)
+        self._device_mesh = _meshes.setdefault(key, self._device_mesh)
+        share_random_state(self.tensor_parallel_group, self.root_device)
+        self._batch_check.restart()
+
+    def _owns_process_control(self) -> bool:
+        # A cluster's scheduler may send SIGTERM as a warning, long before the end, for the job to react to.
+        return self._launcher is not None or type(self.cluster_environment).__name__ in (
+            "LightningEnvironment",
+            "TorchElasticEnvironment",
+        )
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Have the loader's workers seeded alike on the ranks of a tensor-parallel group."""
+        seed = importlib.import_module(f"{self.fabric_module}.utilities.seed")
+        data_rank = self.device_mesh.get_local_rank(DATA_AXIS)
+        dataloader = super().process_dataloader(dataloader)
+        seed_workers_by_data_rank(dataloader, seed.pl_worker_init_function, data_rank)
+        return dataloader
+
+    def _share_values(self, module: torch.nn.Module) -> None:
+        share_values(module, self.tensor_parallel_group, self.root_device)
+
+    def _apply_plan(self, module: torch.nn.Module) -> bool:
+        """Make the ranks' values equal, then shard. Returns whether values are still to come (meta tensors)."""
+        from weft.strategy import parallelize
+
+        self._share_values(module)
+        waiting = has_meta_tensors(module)
+        if self._plan is not None:
+            parallelize(module, self.device_mesh, self._plan)
+        return waiting

@@ -1,0 +1,179 @@
+"""WeftModelParallelStrategy for the Trainer, less its base class."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
+from torch.optim import Optimizer
+
+from weft._plugin import checkpoint as checkpoints
+from weft._plugin.optimizer_state import full_state, named_state
+from weft._plugin.process_guard import guard
+from weft._plugin.replicas import share_random_state
+from weft._plugin.settings import PlanSettings
+from weft._plugin.strategy_mixin import StrategyMixin
+
+
+class TrainerMixin(StrategyMixin):
+    """Tensor parallelism by plan, for the Trainer; a drop-in for Lightning's ModelParallelStrategy.
+
+    Args:
+        data_parallel_size: as in ModelParallelStrategy; with a plan it must be 1, which "auto" then means.
+        tensor_parallel_size: as in ModelParallelStrategy; with a plan "auto" means all processes.
+        save_distributed_checkpoint: True: checkpoints are directories to which each rank writes its part; False: one
+            file, assembled on rank 0, that any Trainer loads.
+        process_group_backend: as in ModelParallelStrategy.
+        timeout: as in ModelParallelStrategy.
+        plan: a plan as `weft.parallelize` takes it. `configure_model` is optional then, and runs first where it is
+            overridden. None: the stock behaviour, in which `configure_model` does all the sharding.
+        check_batches: compare the first batches of each stage between the ranks of a tensor-parallel group.
+        check_batches_every: compare every N-th batch as well; 0: no others.
+
+    Raises:
+        ValueError, TypeError: an argument that no number of devices could make work.
+    """
+
+    def __init__(
+        self,
+        data_parallel_size: Any = "auto",
+        tensor_parallel_size: Any = "auto",
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: Any = default_pg_timeout,
+        plan: Any = None,
+        check_batches: int = 2,
+        check_batches_every: int = 0,
+    ) -> None:
+        super().__init__(
+            data_parallel_size=data_parallel_size,
+            tensor_parallel_size=tensor_parallel_size,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        self._init_weft(PlanSettings(plan, check_batches, check_batches_every))
+        self._gradients_checked = False
+
+    # ---- a run's beginning and end -------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        """See StrategyMixin; the module's `device_mesh` is this process's one mesh."""
+        super().setup_environment()
+        # The stock strategy has set the mesh that it made, and LightningModule.device_mesh has no setter.
+        self.lightning_module._device_mesh = self._device_mesh
+        self._gradients_checked = False
+
+    def setup(self, trainer: Any) -> None:
+        """Apply the plan to what `configure_model` has built, then all that the stock strategy does."""
+        # A training step may compute with DTensors, which torch.inference_mode breaks. Lightning knows that of
+        # gloo groups (by name) only.
+        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            loop.inference_mode = False
+        self._is_fitting = trainer.state.fn == "fit"
+        values_to_come = self._apply_plan(self.model)
+        with self._plan_instead_of_configure_model():
+            super().setup(trainer)
+        if values_to_come:
+            self._share_values(self.model)
+        share_random_state(self.tensor_parallel_group, self.root_device)
+
+    @contextmanager
+    def _plan_instead_of_configure_model(self) -> Iterator[None]:
+        """Inside, `configure_model` counts as overridden, which the stock `setup` insists on, if there is a plan."""
+        module = self.lightning_module
+        if self._plan is None or "configure_model" in vars(module):
+            yield
+            return
+        own = module.configure_model
+        module.configure_model = lambda: own()  # noqa: PLW0108  (`own` itself has the code that is not overridden)
+        try:
+            yield
+        finally:
+            del module.configure_model
+
+    def on_train_start(self) -> None:
+        """Continue with one random state: hooks between setup and here may have drawn on some ranks only."""
+        super().on_train_start()
+        share_random_state(self.tensor_parallel_group, self.root_device)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Remember that this process is going down, so that its exit waits for no other rank."""
+        super().on_exception(exception)
+        guard().mark_failed(True)
+
+    def teardown(self) -> None:
+        """The stock teardown. The process group and the mesh stay: what a run leaves must remain usable."""
+        guard().watch_signals(False)
+        super().teardown()
+
+    # ---- steps ---------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's `training_step`, which may read replicated parameters as plain tensors."""
+        return self._step("training", super().training_step, args, kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's `validation_step`; see `training_step`."""
+        return self._step("validation", super().validation_step, args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's `test_step`; see `training_step`."""
+        return self._step("test", super().test_step, args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's `predict_step`; see `training_step`."""
+        return self._step("prediction", super().predict_step, args, kwargs)
+
+    def _step(self, stage: str, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            self._batch_check.check(stage, args[0], self.tensor_parallel_group, self.root_device)
+        if self._plan is None:
+            return step(*args, **kwargs)
+        from weft.strategy import local_parameters
+
+        with local_parameters():
+            return step(*args, **kwargs)
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """After a run's first backward: replicated parameters must have got equal gradients on all ranks."""
+        super().post_backward(closure_loss)
+        if self._plan is not None and not self._gradients_checked:
+            from weft.strategy import check_replicated_gradients
+
+            self._gradients_checked = True
+            check_replicated_gradients(self.model)
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state for `save_checkpoint`; collective."""
+        if self._plan is None:
+            return super().optimizer_state(optimizer)
+        inner = getattr(optimizer, "optimizer", optimizer)  # LightningOptimizer wraps the user's
+        if self._save_distributed_checkpoint:
+            return named_state(self.model, inner)
+        return full_state(inner, keep=self.is_global_zero)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint as `save_distributed_checkpoint` says; collective."""
+        if self._plan is None or not self._save_distributed_checkpoint or storage_options is not None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        checkpoints.save_directory(checkpoint, Path(self.broadcast(filepath)), self.is_global_zero, self.barrier)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a directory or a file, saved at any number of ranks, into the live model and optimizers; collective."""
+        if self._plan is None:
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        path = Path(self.broadcast(checkpoint_path))
+        load = checkpoints.load_directory if checkpoints.is_directory(path) else checkpoints.load_file
+        # In a test after a fit there are optimizers still, of the fit, perhaps of another model.
+        optimizers = self.optimizers if self._is_fitting else []
+        with torch.no_grad():
+            return load(path, self.model, optimizers, self.lightning_module.strict_loading, weights_only)

@@ -1,0 +1,15 @@
+"""weft's strategy for the Trainer of `lightning`, or of `pytorch_lightning` where that alone is installed.
+
+    import weft.lightning
+    trainer = Trainer(accelerator="cpu", devices=2, strategy="weft")
+
+Importing registers the strings "weft" and "weft_tp" in every installed namespace, for Trainer and Fabric.
+"""
+
+from weft._plugin import factory
+
+factory.register_installed()
+_FLAVOUR = factory.LIGHTNING_TRAINER if factory.LIGHTNING_TRAINER.is_installed else factory.PYTORCH_LIGHTNING
+WeftModelParallelStrategy = factory.strategy_class(_FLAVOUR)
+
+__all__ = ["WeftModelParallelStrategy"]

@@ -1,0 +1,8 @@
+"""weft's strategy for `lightning_fabric`, whatever else is installed; registers the names too."""
+
+from weft._plugin import factory
+
+factory.register_installed()
+WeftModelParallelStrategy = factory.strategy_class(factory.FABRIC_ALONE)
+
+__all__ = ["WeftModelParallelStrategy"]

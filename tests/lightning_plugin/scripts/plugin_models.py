@@ -1,0 +1,124 @@
+"""Small float64 models and a Trainer for the plugin's tests, on warm ranks and in scripts alike."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+DIM, HIDDEN, BATCH, NUM_BATCHES = 8, 12, 4, 6
+
+
+class FeedForward(nn.Module):
+    """A SwiGLU MLP that plan="auto" fuses."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(DIM, HIDDEN, bias=False, dtype=dtype)
+        self.w2 = nn.Linear(HIDDEN, DIM, bias=False, dtype=dtype)
+        self.w3 = nn.Linear(DIM, HIDDEN, bias=False, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(nn.functional.silu(self.w1(x)) * self.w3(x))
+
+
+class Model(L.LightningModule):
+    """norm -> MLP -> dropout, times a scale that the training step reads itself; records what it sees."""
+
+    def __init__(self, dropout: float = 0.0, optimizer: str = "adamw", seed: int | None = 0) -> None:
+        super().__init__()
+        if seed is not None:
+            torch.manual_seed(seed)
+        self.norm = nn.LayerNorm(DIM, dtype=torch.float64)
+        self.feed_forward = FeedForward()
+        self.dropout = nn.Dropout(dropout)
+        self.scale = nn.Parameter(torch.full((DIM,), 1.5, dtype=torch.float64))
+        self.register_buffer("offset", torch.randn(DIM, dtype=torch.float64))
+        self.optimizer_name = optimizer
+        self.losses: list[float] = []
+        self.batches: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.feed_forward(self.norm(x))) + self.offset
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return ((self(batch) * self.scale - batch) ** 2).mean()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.losses.append(loss.item())
+        self.batches.append(batch.clone())
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch), sync_dist=True)
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.optimizer_name == "sgd":
+            return torch.optim.SGD(self.parameters(), lr=0.05)
+        decayed = [p for p in self.parameters() if p.dim() > 1]
+        others = [p for p in self.parameters() if p.dim() <= 1]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=1e-2)
+
+
+def fixed_data() -> Tensor:
+    """The same samples everywhere, `[BATCH * NUM_BATCHES, DIM]` float64."""
+    generator = torch.Generator().manual_seed(7)
+    return torch.randn(BATCH * NUM_BATCHES, DIM, dtype=torch.float64, generator=generator)
+
+
+def loader(data: Any = None, **options: Any) -> DataLoader:
+    """Batches of `data`, or of `fixed_data()`, in order unless `options` say otherwise."""
+    return DataLoader(fixed_data() if data is None else data, batch_size=BATCH, **options)
+
+
+def trainer(devices: int, strategy: Any, folder: Path | str, **options: Any) -> L.Trainer:
+    """A quiet Trainer on the CPU."""
+    settings: dict[str, Any] = {
+        "max_epochs": 1,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "use_distributed_sampler": False,
+        "num_sanity_val_steps": 0,
+        "default_root_dir": folder,
+    }
+    return L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, **{**settings, **options})
+
+
+def on_warm_rank(rank: int, world_size: int) -> None:
+    """Make this rank of the tests' pool look to Lightning like one that torchrun has started."""
+    from weft._plugin import strategy_mixin
+
+    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(world_size))
+    strategy_mixin._meshes.clear()  # the pool destroys the groups of the case before
+
+
+def weights(module: nn.Module) -> dict[str, Tensor]:
+    """Every parameter, whole and plain; collective."""
+    whole = {}
+    for name, parameter in module.named_parameters():
+        value = parameter.detach()
+        whole[name] = (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
+    return whole
+
+
+def assert_same_weights(left: dict[str, Tensor], right: dict[str, Tensor], rtol: float = 1e-10) -> None:
+    """Equal up to the order of sums in float64."""
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        torch.testing.assert_close(value, right[name], rtol=rtol, atol=rtol, msg=lambda m, n=name: f"{n}: {m}")

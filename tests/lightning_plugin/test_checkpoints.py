@@ -1,0 +1,171 @@
+"""Checkpoints: saved at 1, 2 and 4 ranks, resumed at 1, 2 and 4, in both formats, and loaded without weft."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning_plugin.scripts.plugin_models import (
+    Model,
+    assert_same_weights,
+    loader,
+    on_warm_rank,
+    trainer,
+    weights,
+)
+
+from support.ranks import on_ranks, run_on_ranks
+from weft._plugin import checkpoint as checkpoints
+from weft.lightning import WeftModelParallelStrategy
+
+SIZES = (1, 2, 4)
+FORMATS = ("directory", "file")
+
+
+def _strategy(fmt: str) -> WeftModelParallelStrategy:
+    return WeftModelParallelStrategy(plan="auto", save_distributed_checkpoint=fmt == "directory")
+
+
+def _save(rank: int, world_size: int, folder: str, optimizer: str, num_steps: int) -> None:
+    """Train `num_steps` steps, then save in both formats as FORMAT-WORLD_SIZE.ckpt."""
+    on_warm_rank(rank, world_size)
+    model = Model(optimizer=optimizer)
+    for fmt in FORMATS:
+        run = trainer(world_size, _strategy(fmt), folder, max_steps=num_steps)
+        model = Model(optimizer=optimizer)
+        run.fit(model, loader())
+        run.save_checkpoint(Path(folder, f"{fmt}-{world_size}.ckpt"))
+
+
+def _resume(rank: int, world_size: int, names: list[str], folder: str, optimizer: str) -> dict[str, Any]:
+    """Resume each checkpoint to the end of the epoch; {name: (steps taken, weights)}."""
+    on_warm_rank(rank, world_size)
+    results = {}
+    for name in names:
+        model = Model(optimizer=optimizer, seed=99)
+        run = trainer(world_size, _strategy("directory"), folder, max_epochs=2)
+        run.fit(model, loader(), ckpt_path=Path(folder, name))
+        results[name] = (len(model.losses), weights(model))
+    return results
+
+
+def _straight(rank: int, world_size: int, folder: str, optimizer: str) -> dict[str, torch.Tensor]:
+    on_warm_rank(rank, world_size)
+    model = Model(optimizer=optimizer)
+    trainer(world_size, "auto", folder, max_epochs=2).fit(model, loader())
+    return weights(model)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_resumes_at_any_size(tmp_path: Path, optimizer: str) -> None:
+    folder = str(tmp_path)
+    [expected] = run_on_ranks(1, _straight, folder=folder, optimizer=optimizer)
+    for world_size in SIZES:
+        run_on_ranks(world_size, _save, folder=folder, optimizer=optimizer, num_steps=6)
+    names = [f"{fmt}-{size}.ckpt" for fmt in FORMATS for size in SIZES]
+    for world_size in SIZES:
+        for results in run_on_ranks(world_size, _resume, names=names, folder=folder, optimizer=optimizer):
+            for name in names:
+                num_steps, resumed = results[name]
+                assert num_steps == 6, f"{name} at {world_size} ranks"
+                assert_same_weights(resumed, expected)
+
+
+def _load_without_weft(rank: int, world_size: int, files: list[str], folder: str, optimizer: str) -> dict[str, Any]:
+    on_warm_rank(rank, world_size)
+    results = {}
+    for file in files:
+        model = Model(seed=99, optimizer=optimizer)
+        trainer(1, "auto", folder, max_epochs=2).fit(model, loader(), ckpt_path=file)
+        loaded = Model.load_from_checkpoint(file)
+        results[file] = (weights(model), weights(loaded))
+    return results
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_loads_without_weft(tmp_path: Path, optimizer: str) -> None:
+    folder = str(tmp_path)
+    run_on_ranks(2, _save, folder=folder, optimizer=optimizer, num_steps=6)
+    consolidated = tmp_path / "consolidated.ckpt"
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "lightning.pytorch.utilities.consolidate_checkpoint"),
+            *(str(tmp_path / "directory-2.ckpt"), "--output_file", str(consolidated)),
+        ],
+        check=True,
+        timeout=60,
+    )
+    [expected] = run_on_ranks(1, _straight, folder=folder, optimizer=optimizer)
+    saved = torch.load(tmp_path / "file-2.ckpt", weights_only=False)["state_dict"]
+    files = [str(tmp_path / "file-2.ckpt"), str(consolidated)]
+    [results] = run_on_ranks(1, _load_without_weft, files=files, folder=folder, optimizer=optimizer)
+    for file in files:
+        resumed, loaded = results[file]
+        assert_same_weights(resumed, expected)
+        assert_same_weights(loaded, {name: saved[name] for name in loaded})
+
+
+def _save_before_first_step(rank: int, world_size: int, folder: str) -> None:
+    on_warm_rank(rank, world_size)
+    for fmt in FORMATS:
+        model = Model()
+        model.on_train_start = lambda f=fmt, m=model: m.trainer.save_checkpoint(Path(folder, f"{f}-0.ckpt"))
+        run = trainer(world_size, _strategy(fmt), folder)
+        run.fit(model, loader())
+        assert {int(s["step"]) for s in run.optimizers[0].state.values()} == {6}, "saving took a step"
+
+
+def test_saved_before_the_first_step(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    run_on_ranks(2, _save_before_first_step, folder=folder)
+    [expected] = run_on_ranks(1, _straight, folder=folder, optimizer="adamw")
+    names = [f"{fmt}-0.ckpt" for fmt in FORMATS]
+    for world_size in (1, 2):
+        for results in run_on_ranks(world_size, _resume, names=names, folder=folder, optimizer="adamw"):
+            for name in names:
+                num_steps, resumed = results[name]
+                assert num_steps == 12
+                assert_same_weights(resumed, expected)
+
+
+@on_ranks(2)
+def test_refuses_a_checkpoint_of_weights_only(rank: int, world_size: int, tmp_path: Path) -> None:
+    on_warm_rank(rank, world_size)
+    for fmt in FORMATS:
+        run = trainer(world_size, _strategy(fmt), tmp_path, max_steps=1)
+        run.fit(Model(), loader())
+        run.save_checkpoint(tmp_path / f"{fmt}.ckpt", weights_only=True)
+        with pytest.raises(KeyError, match="no state of optimizer 0"):
+            trainer(world_size, _strategy(fmt), tmp_path).fit(Model(), loader(), ckpt_path=tmp_path / f"{fmt}.ckpt")
+        trainer(world_size, _strategy(fmt), tmp_path).test(
+            Model(), loader(), ckpt_path=tmp_path / f"{fmt}.ckpt", verbose=False
+        )
+
+
+class _Unwritable:
+    def __reduce__(self) -> tuple:
+        raise OSError("no space left")
+
+
+@on_ranks(1)
+def test_a_directory_is_replaced_only_when_complete(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    model = {"weight": torch.ones(2)}
+
+    def write(rest: dict[str, Any]) -> None:
+        checkpoints.write_directory({"model": model}, {}, rest, path, is_first_rank=True, barrier=lambda: None)
+
+    write({"epoch": 1})
+    with pytest.raises(OSError, match="no space left"):
+        write({"epoch": _Unwritable()})
+    assert torch.load(path / "meta.pt") == {"epoch": 1}
+    write({"epoch": 2})
+    assert torch.load(path / "meta.pt") == {"epoch": 2}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]
+    (tmp_path / "data").mkdir()
+    with pytest.raises(IsADirectoryError, match="remove it"):
+        checkpoints.refuse_other_directory(tmp_path / "data")

@@ -1,0 +1,112 @@
+"""plan=None is Lightning's own behaviour; with a plan, `configure_model` runs first and is optional."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning_plugin.scripts.plugin_models import (
+    FeedForward,
+    Model,
+    assert_same_weights,
+    loader,
+    on_warm_rank,
+    trainer,
+    weights,
+)
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from support.ranks import on_ranks
+from weft.lightning import WeftModelParallelStrategy
+
+
+class StockModel(Model):
+    """Sharded by its own `configure_model`, as for Lightning's ModelParallelStrategy."""
+
+    def configure_model(self) -> None:
+        if isinstance(self.feed_forward.w1.weight, DTensor):
+            return
+        plan = {"w1": ColwiseParallel(), "w3": ColwiseParallel(), "w2": RowwiseParallel()}
+        parallelize_module(self.feed_forward, self.device_mesh["tensor_parallel"], plan)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05, foreach=False)
+
+
+class DataParallelModel(Model):
+    def configure_model(self) -> None:
+        fully_shard(self, mesh=self.device_mesh["data_parallel"])
+
+
+class BuildingModel(Model):
+    """Builds its layers in `configure_model`, as large models do."""
+
+    num_calls = 0
+
+    def configure_model(self) -> None:
+        self.num_calls += 1
+        if self.num_calls == 1:
+            torch.manual_seed(5)
+            self.feed_forward = FeedForward()
+
+
+@on_ranks(2)
+def test_without_a_plan_it_is_the_stock_strategy(rank: int, world_size: int, tmp_path: Path) -> None:
+    on_warm_rank(rank, world_size)
+    trained = {}
+    for cls in (ModelParallelStrategy, WeftModelParallelStrategy):
+        model = StockModel()
+        run = trainer(world_size, cls(save_distributed_checkpoint=False), tmp_path)
+        run.fit(model, loader())
+        run.test(model, loader(), verbose=False)
+        trained[cls] = weights(model)
+        assert not isinstance(model.norm.weight, DTensor)
+    assert_same_weights(*trained.values(), rtol=0)
+    with pytest.raises(TypeError, match="required to override the `configure_model"):
+        trainer(world_size, WeftModelParallelStrategy(), tmp_path).fit(Model(), loader())
+
+
+@on_ranks(2)
+def test_without_a_plan_data_parallel_sizes_work(rank: int, world_size: int, tmp_path: Path) -> None:
+    on_warm_rank(rank, world_size)
+    strategy = WeftModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    run, model = trainer(world_size, strategy, tmp_path, use_distributed_sampler=True), DataParallelModel()
+    run.fit(model, loader())
+    assert len(model.losses) == len(loader()) // 2
+    assert strategy.distributed_sampler_kwargs == {"num_replicas": 2, "rank": rank}
+    assert model.scale.full_tensor().shape == model.scale.shape
+
+
+@on_ranks(2)
+def test_a_model_built_in_configure_model(rank: int, world_size: int, tmp_path: Path) -> None:
+    on_warm_rank(rank, world_size)
+    model, run = BuildingModel(), trainer(world_size, "weft", tmp_path)
+    run.fit(model, loader())
+    first = model.feed_forward.w1.weight
+    run.test(model, loader(), verbose=False)
+    run.fit_loop.max_epochs = 2
+    run.fit(model, loader())
+    assert model.num_calls == 3
+    assert model.feed_forward.w1.weight is first
+    assert first.to_local().shape[0] * world_size == first.shape[0]
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    assert "configure_model" not in vars(model)
+
+    reference = BuildingModel()
+    run = trainer(1, "auto", tmp_path)
+    run.fit(reference, loader())
+    run.fit_loop.max_epochs = 2
+    run.fit(reference, loader())  # with a new optimizer, as above
+    assert_same_weights(weights(model), weights(reference))
+
+
+@on_ranks(2)
+def test_a_plan_on_top_of_the_users_own_sharding(rank: int, world_size: int, tmp_path: Path) -> None:
+    on_warm_rank(rank, world_size)
+    explicit = WeftModelParallelStrategy(plan={"feed_forward.w1": "column"})
+    with pytest.raises(ValueError, match=r"feed_forward\.w1"):
+        trainer(world_size, explicit, tmp_path).fit(StockModel(), loader())

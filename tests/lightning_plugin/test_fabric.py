@@ -1,0 +1,152 @@
+"""Fabric with weft: parallelize_fn and plan, the numbers of one device, checkpoints at other sizes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning_plugin.scripts.plugin_models import (
+    DIM,
+    FeedForward,
+    assert_same_weights,
+    fixed_data,
+    on_warm_rank,
+    weights,
+)
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from support.ranks import on_ranks, run_on_ranks
+from weft.lightning.fabric import WeftModelParallelStrategy
+
+
+class Net(nn.Module):
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.norm = nn.LayerNorm(DIM, dtype=torch.float64)
+        self.feed_forward = FeedForward()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.feed_forward(self.norm(x))
+
+
+def _own_sharding(model: nn.Module, mesh: Any) -> nn.Module:
+    plan = {"w1": ColwiseParallel(), "w3": ColwiseParallel(), "w2": RowwiseParallel()}
+    parallelize_module(model.feed_forward, mesh["tensor_parallel"], plan)
+    return model
+
+
+def _fabric(world_size: int, strategy: Any) -> Fabric:
+    fabric = Fabric(accelerator="cpu", devices=world_size, strategy=strategy)
+    fabric.launch()
+    return fabric
+
+
+def _optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.05)
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def _steps(fabric: Fabric, model: nn.Module, optimizer: Any, num_steps: int) -> list[float]:
+    losses = []
+    for batch in fixed_data().split(4)[:num_steps]:
+        loss = ((model(batch) - batch) ** 2).mean()
+        fabric.backward(loss)
+        fabric.clip_gradients(model, optimizer, max_norm=0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _train(rank: int, world_size: int, strategy: Any) -> tuple[list[float], dict[str, Tensor]]:
+    on_warm_rank(rank, world_size)
+    fabric = _fabric(world_size, WeftModelParallelStrategy(plan="auto") if strategy is None else strategy)
+    model = Net()
+    model, optimizer = (
+        fabric.setup(model, _optimizer(model, "adamw")) if strategy == "auto" else (fabric.setup(model), None)
+    )
+    optimizer = optimizer or fabric.setup_optimizers(_optimizer(model, "adamw"))
+    return _steps(fabric, model, optimizer, 6), weights(model.module)
+
+
+def test_gives_the_numbers_of_one_device() -> None:
+    [(losses, expected)] = run_on_ranks(1, _train, strategy="auto")
+    for world_size, strategy in ((1, "weft"), (2, "weft_tp"), (2, None), (4, "weft")):
+        for got_losses, got in run_on_ranks(world_size, _train, strategy=strategy):
+            torch.testing.assert_close(got_losses, losses, rtol=1e-10, atol=0)
+            assert_same_weights(got, expected)
+
+
+@on_ranks(2)
+def test_parallelize_fn_alone_and_with_a_plan(rank: int, world_size: int) -> None:
+    on_warm_rank(rank, world_size)
+    alone = _fabric(world_size, WeftModelParallelStrategy(_own_sharding)).setup(Net())
+    assert isinstance(alone.feed_forward.w1.weight, DTensor)
+    assert not isinstance(alone.norm.weight, DTensor)
+    neither = _fabric(world_size, WeftModelParallelStrategy()).setup(Net())
+    assert not isinstance(neither.feed_forward.w1.weight, DTensor)
+    with pytest.raises(TypeError, match=r"must return a `nn\.Module`"):
+        _fabric(world_size, WeftModelParallelStrategy(lambda model, mesh: None, plan="auto")).setup(Net())
+    seen = []
+    both = WeftModelParallelStrategy(lambda model, mesh: seen.append(mesh) or model, plan="auto")
+    model = _fabric(world_size, both).setup(Net())
+    assert seen == [both.device_mesh]
+    assert isinstance(model.norm.weight, DTensor)
+
+
+@on_ranks(2)
+def test_ranks_are_kept_identical(rank: int, world_size: int) -> None:
+    on_warm_rank(rank, world_size)
+    fabric = _fabric(world_size, "weft")
+    model = fabric.setup(Net(seed=rank))
+    assert_same_weights(weights(model.module), weights(fabric.setup(Net(seed=0)).module), rtol=0)
+    drawn = [torch.empty(1) for _ in range(world_size)]
+    torch.distributed.all_gather(drawn, torch.rand(1))
+    assert drawn[0] == drawn[1]
+    with pytest.raises(ValueError, match="training batch 0 differs between rank 0 and rank 1"):
+        model(fixed_data()[:4] + rank)
+
+
+def _save(rank: int, world_size: int, folder: str, optimizer: str) -> dict[str, Tensor]:
+    on_warm_rank(rank, world_size)
+    for sharded in (True, False):
+        fabric = _fabric(world_size, WeftModelParallelStrategy(plan="auto", save_distributed_checkpoint=sharded))
+        model = fabric.setup(Net())
+        made = fabric.setup_optimizers(_optimizer(model, optimizer))
+        _steps(fabric, model, made, 3)
+        fabric.save(Path(folder, f"{sharded}-{world_size}"), {"model": model, "optimizer": made, "step": 3})
+    _steps(fabric, model, made, 6)
+    return weights(model.module)
+
+
+def _load(rank: int, world_size: int, folder: str, optimizer: str, names: list[str]) -> list[dict[str, Tensor]]:
+    on_warm_rank(rank, world_size)
+    results = []
+    for name in names:
+        fabric = _fabric(world_size, "weft")
+        model = fabric.setup(Net(seed=9))
+        made = fabric.setup_optimizers(_optimizer(model, optimizer))
+        state = {"model": model, "optimizer": made, "step": 0}
+        fabric.load(Path(folder, name), state)
+        assert state["step"] == 3
+        _steps(fabric, model, made, 6)
+        results.append(weights(model.module))
+    return results
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_checkpoints_at_other_sizes(tmp_path: Path, optimizer: str) -> None:
+    folder = str(tmp_path)
+    expected, *_ = [run_on_ranks(size, _save, folder=folder, optimizer=optimizer)[0] for size in (1, 2)]
+    names = [f"{sharded}-{size}" for sharded in (True, False) for size in (1, 2)]
+    for world_size in (1, 2, 4):
+        for results in run_on_ranks(world_size, _load, folder=folder, optimizer=optimizer, names=names):
+            for resumed in results:
+                assert_same_weights(resumed, expected)

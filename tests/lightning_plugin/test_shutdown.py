@@ -1,0 +1,84 @@
+"""Within 10 s of a signal, an exception or a kill nothing of the tree is left, whatever the ranks were doing."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from support.processes import ProcessTree, assert_nothing_left
+
+SCRIPT = Path(__file__).parent / "scripts" / "hang.py"
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+LIMIT_SECONDS = 10.0
+
+Stop = Callable[[ProcessTree, dict[int, int]], None]
+
+
+def _signal_root(signum: int) -> Stop:
+    return lambda tree, pids: os.kill(pids[0], signum)
+
+
+def _signal_child(signum: int) -> Stop:
+    return lambda tree, pids: os.kill(pids[1], signum)
+
+
+def _signal_all(signum: int) -> Stop:
+    return lambda tree, pids: tree.send_signal(signum, whole_group=True)
+
+
+def _nothing(tree: ProcessTree, pids: dict[int, int]) -> None:
+    """A rank raises by itself, a second after it is ready."""
+    time.sleep(1.0)
+
+
+# What rank 0 and rank 1 do when it happens. The two trees of a pair run side by side: a launch is slow.
+PAIRS = {
+    "SIGINT": ([("compute", "compute"), ("wait", "compute")], _signal_root(signal.SIGINT)),
+    "Ctrl-C": ([("compute", "compute"), ("wait", "compute")], _signal_all(signal.SIGINT)),
+    "SIGTERM": ([("compute", "compute"), ("wait", "compute")], _signal_root(signal.SIGTERM)),
+    "exception on rank 0": ([("raise", "compute"), ("raise", "wait")], _nothing),
+    "exception on rank 1": ([("compute", "raise"), ("wait", "raise")], _nothing),
+    "SIGKILL of rank 0": ([("compute", "compute"), ("compute", "wait")], _signal_root(signal.SIGKILL)),
+    "SIGKILL of rank 1": ([("compute", "compute"), ("wait", "compute")], _signal_child(signal.SIGKILL)),
+}
+
+
+def _check(launcher: list[str], actions: tuple[str, str], stop: Stop) -> str:
+    """Run a tree to where it hangs, stop it, and assert that it ends in time; returns its stderr."""
+    with ProcessTree([*launcher, str(SCRIPT), *actions], env=ENVIRONMENT) as tree:
+        for rank in (0, 1):
+            tree.wait_for_text(f"READY {rank}", timeout=120)
+        pids = {int(r): int(pid) for r, pid in re.findall(r"READY (\d) (\d+)", tree.stdout)}
+        time.sleep(0.2)  # from the line it printed to where it hangs
+        stop(tree, pids)
+        start = time.monotonic()
+        result = tree.wait(LIMIT_SECONDS)
+        assert_nothing_left(tree.pgid, within=LIMIT_SECONDS - (time.monotonic() - start))
+        assert result.returncode != 0
+        return result.stderr
+
+
+@pytest.mark.parametrize("case", PAIRS)
+def test_nothing_is_left(case: str) -> None:
+    trees, stop = PAIRS[case]
+    with ThreadPoolExecutor(len(trees)) as pool:
+        for stderr in pool.map(lambda actions: _check([sys.executable], actions, stop), trees):
+            assert stop is not _nothing or "this rank fails on purpose" in stderr
+
+
+def test_nothing_is_left_under_torchrun() -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    cases = [
+        (("compute", "raise"), _nothing),
+        (("wait", "compute"), lambda tree, pids: tree.send_signal(signal.SIGTERM)),
+    ]
+    with ThreadPoolExecutor(len(cases)) as pool:
+        list(pool.map(lambda case: _check(launcher, *case), cases))
