@@ -1,0 +1,124 @@
+"""What the benchmarks share: ranks as processes, interleaved timing, facts about the machine."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def machine_facts() -> dict[str, Any]:
+    """What a figure means nothing without: processor, cores, versions, date."""
+    return {
+        "cpu": _cpu_name(),
+        "cpu_count": os.cpu_count(),
+        "cpus_usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "load_average": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def run_on_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout_seconds: float = 600.0) -> Any:
+    """Call `function(*args)` on `num_ranks` fresh processes of one gloo group, each with one thread.
+
+    Args:
+        function: of a module's top level; its result on rank 0 must fit JSON.
+        num_ranks: processes to start; they meet through a file, so no port is taken.
+        args: picklable.
+        timeout_seconds: for the whole call; the processes are killed when it has passed.
+
+    Returns:
+        What `function` returned on rank 0.
+
+    Raises:
+        torch.multiprocessing.ProcessRaisedException: a rank raised; its traceback is in the text.
+        TimeoutError: the time has passed.
+    """
+    with tempfile.TemporaryDirectory(prefix="weft-benchmark-") as folder:
+        ranks = mp.start_processes(
+            _rank_main, (num_ranks, Path(folder), timeout_seconds, (function, args)), num_ranks, join=False
+        )
+        deadline = time.monotonic() + timeout_seconds
+        try:
+            while not ranks.join(timeout=max(0.0, deadline - time.monotonic())):
+                if time.monotonic() >= deadline:
+                    raise TimeoutError(
+                        f"{function.__name__} took more than {timeout_seconds:.0f} s on {num_ranks} ranks; "
+                        "give it more time, or run it on a quieter machine."
+                    )
+        finally:
+            for process in ranks.processes:
+                process.kill()
+                process.join()
+        return json.loads(Path(folder, "result.json").read_text())
+
+
+def _rank_main(
+    rank: int, num_ranks: int, folder: Path, timeout_seconds: float, job: tuple[Callable[..., Any], Any]
+) -> None:
+    function, args = job
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=num_ranks,
+        timeout=datetime.timedelta(seconds=timeout_seconds),
+    )
+    result = function(*args)
+    if rank == 0:
+        (folder / "result.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+def interleaved_seconds(
+    candidates: Mapping[str, Callable[[], None]], *, num_samples: int, calls_per_sample: int, warm_up: int = 5
+) -> dict[str, list[float]]:
+    """Seconds per call of each candidate, sample by sample in turn: noise of the machine hits all alike.
+
+    Every rank of the default group calls this together. A sample starts behind a barrier, holds
+    `calls_per_sample` calls and counts the slowest rank. Which candidate goes first alternates.
+    """
+    for function in candidates.values():
+        for _ in range(warm_up):
+            function()
+    order = list(candidates)
+    mine = {name: torch.zeros(num_samples, dtype=torch.float64) for name in order}
+    for sample in range(num_samples):
+        for name in order if sample % 2 == 0 else order[::-1]:
+            function = candidates[name]
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(calls_per_sample):
+                function()
+            mine[name][sample] = (time.perf_counter() - start) / calls_per_sample
+    for times in mine.values():
+        dist.all_reduce(times, dist.ReduceOp.MAX)
+    return {name: times.tolist() for name, times in mine.items()}
+
+
+def median_paired_ratio(ours: list[float], stock: list[float]) -> float:
+    """Median over the samples of ours / stock, each pair taken at almost the same moment."""
+    return statistics.median(a / b for a, b in zip(ours, stock, strict=True))

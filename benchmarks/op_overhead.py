@@ -1,0 +1,175 @@
+"""Forward + backward of a SwiGLU feed-forward: weft's operator against Lightning's documented DTensor plan.
+
+    python benchmarks/op_overhead.py --ranks 2 [--json] [--check]
+
+Both sides are the module a user gets: FeedForward(d, d) with w1, w2, w3 as DTensors over the ranks, one
+through `weft.parallelize`, one through `parallelize_module` with ColwiseParallel w1, w3 and RowwiseParallel
+w2, with the same weights, on gloo, one thread per rank. The input needs a gradient, as inside a network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from common import interleaved_seconds, machine_facts, median_paired_ratio, run_on_ranks
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A feed-forward d -> d -> d on T tokens, and how many calls make one sample long enough to time."""
+
+    dim: int
+    num_tokens: int
+    calls_per_sample: int
+    num_samples: int
+
+
+SHAPES = (Shape(64, 8, 20, 31), Shape(512, 64, 5, 31), Shape(2048, 64, 1, 21))
+# What --check demands: the median of paired ratios weft / DTensor, everywhere and at the first shape.
+MAX_RATIO = 1.02
+MAX_RATIO_SMALLEST = 1 / 1.8
+
+
+class FeedForward(nn.Module):
+    """Lightning's documented example."""
+
+    def __init__(self, dim: int, hidden_dim: int) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(dim, hidden_dim, bias=False)
+        self.w2 = nn.Linear(hidden_dim, dim, bias=False)
+        self.w3 = nn.Linear(dim, hidden_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+def with_weft(dim: int, mesh: DeviceMesh) -> nn.Module:
+    import weft
+
+    torch.manual_seed(0)
+    return weft.parallelize(FeedForward(dim, dim), mesh, {"": "column_row_mlp"})
+
+
+def with_dtensor(dim: int, mesh: DeviceMesh) -> nn.Module:
+    torch.manual_seed(0)
+    plan = {"w1": ColwiseParallel(), "w2": RowwiseParallel(), "w3": ColwiseParallel()}
+    return parallelize_module(FeedForward(dim, dim), mesh, plan)
+
+
+def forward_backward(module: nn.Module, x: Tensor, grad_y: Tensor) -> Callable[[], Tensor]:
+    """One call: forward, backward, all gradients dropped; returns the gradient of x."""
+    parameters = list(module.parameters())
+
+    def call() -> Tensor:
+        leaf = x.detach().requires_grad_()
+        settled(module(leaf)).backward(grad_y)
+        for parameter in parameters:
+            parameter.grad = None
+        return settled(leaf.grad)
+
+    return call
+
+
+def settled(tensor: Tensor | None) -> Tensor:
+    """The tensor once its all-reduce is done, as the next layer would want it: DTensor's outputs are on their way."""
+    assert tensor is not None
+    if isinstance(tensor, AsyncCollectiveTensor):
+        tensor.trigger_wait()
+    return tensor
+
+
+def measure(shape: Shape) -> dict[str, Any]:
+    """On every rank: both sides agree, then their times in turn."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tensor_parallel",))
+    modules = {"weft": with_weft(shape.dim, mesh), "dtensor": with_dtensor(shape.dim, mesh)}
+    torch.manual_seed(1)
+    x, grad_y = torch.randn(shape.num_tokens, shape.dim), torch.randn(shape.num_tokens, shape.dim)
+    calls = {name: forward_backward(module, x, grad_y) for name, module in modules.items()}
+    with torch.no_grad():
+        torch.testing.assert_close(modules["weft"](x), settled(modules["dtensor"](x)) + 0, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(calls["weft"](), calls["dtensor"]() + 0, rtol=1e-4, atol=1e-5)
+    return interleaved_seconds(calls, num_samples=shape.num_samples, calls_per_sample=shape.calls_per_sample)
+
+
+def summarise(shape: Shape, seconds: dict[str, list[float]]) -> dict[str, Any]:
+    weft_median, dtensor_median = (statistics.median(seconds[name]) for name in ("weft", "dtensor"))
+    return {
+        "dim": shape.dim,
+        "num_tokens": shape.num_tokens,
+        "num_pairs": shape.num_samples,
+        "calls_per_sample": shape.calls_per_sample,
+        "weft_median_ms": round(weft_median * 1e3, 4),
+        "dtensor_median_ms": round(dtensor_median * 1e3, 4),
+        "ratio_of_medians": round(weft_median / dtensor_median, 4),
+        "median_of_paired_ratios": round(median_paired_ratio(seconds["weft"], seconds["dtensor"]), 4),
+    }
+
+
+def failures(results: list[dict[str, Any]]) -> list[str]:
+    """The bars that are missed, one sentence each."""
+    missed = []
+    for position, result in enumerate(results):
+        bar = MAX_RATIO_SMALLEST if position == 0 else MAX_RATIO
+        if result["median_of_paired_ratios"] > bar:
+            missed.append(
+                f"(d, T) = ({result['dim']}, {result['num_tokens']}): weft / DTensor is "
+                f"{result['median_of_paired_ratios']}, wanted at most {bar:.3f}."
+            )
+    return missed
+
+
+def print_table(report: dict[str, Any]) -> None:
+    machine = report["machine"]
+    print(f"SwiGLU feed-forward d -> d -> d, forward + backward, {report['num_ranks']} gloo ranks x 1 thread")
+    print(f"{machine['cpu']}, {machine['cpu_count']} cores, torch {machine['torch']}, {machine['date']}")
+    print(f"{'d':>5} {'T':>4} {'pairs':>6} {'weft ms':>9} {'DTensor ms':>11} {'ratio':>7} {'paired':>7}")
+    for row in report["results"]:
+        print(
+            f"{row['dim']:>5} {row['num_tokens']:>4} {row['num_pairs']:>6} {row['weft_median_ms']:>9.3f} "
+            f"{row['dtensor_median_ms']:>11.3f} {row['ratio_of_medians']:>7.3f} "
+            f"{row['median_of_paired_ratios']:>7.3f}"
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2, help="processes of the group")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, not a table")
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a bar is missed")
+    args = parser.parse_args()
+    if args.ranks < 1:
+        parser.error(f"got --ranks {args.ranks}; give 1 or more.")
+
+    report: dict[str, Any] = {
+        "benchmark": "op_overhead",
+        "machine": machine_facts(),
+        "num_ranks": args.ranks,
+        "results": [
+            summarise(shape, run_on_ranks(measure, args.ranks, shape, timeout_seconds=300.0)) for shape in SHAPES
+        ],
+    }
+    if args.json:
+        print(json.dumps(report, indent=2))
+    else:
+        print_table(report)
+    missed = failures(report["results"]) if args.check else []
+    for sentence in missed:
+        print(sentence, file=sys.stderr)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""Runs of 03_train_text.py on several device counts: the table it prints, the bars it holds itself to."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+FIRST_STEPS, FIRST_RELATIVE = 20, 1e-4
+LAST_STEPS, LAST_ABSOLUTE = 20, 0.02
+LOSS_BAR, LOSS_SECONDS = 2.6, 180.0
+LOSS_WINDOW = 20
+LOSS_BAR_FROM_STEPS = 150  # a shorter run is a smoke test and promises no loss
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One training run.
+
+    Attributes:
+        devices: ranks it ran on.
+        num_parameters, num_parameters_local: of the whole model, and held by rank 0.
+        tokens_per_step: batch size times sequence length.
+        losses: training loss of each step, nats per byte.
+        seconds: training time at the end of each step.
+    """
+
+    devices: int
+    num_parameters: int
+    num_parameters_local: int
+    tokens_per_step: int
+    losses: list[float]
+    seconds: list[float]
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(dataclasses.asdict(self)))
+
+    @classmethod
+    def load(cls, path: Path) -> Run:
+        return cls(**json.loads(path.read_text()))
+
+    @property
+    def final_loss(self) -> float:
+        """Mean of the last steps: single batches are noisy."""
+        last = self.losses[-LOSS_WINDOW:]
+        return sum(last) / len(last)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Without the first step, which also sets things up."""
+        if len(self.seconds) < 2:
+            return self.tokens_per_step / self.seconds[-1]
+        return self.tokens_per_step * (len(self.seconds) - 1) / (self.seconds[-1] - self.seconds[0])
+
+    def step_below(self, bar: float) -> int | None:
+        """The first step (from 1) after which the mean of the last LOSS_WINDOW losses is below `bar`."""
+        for end in range(LOSS_WINDOW, len(self.losses) + 1):
+            if sum(self.losses[end - LOSS_WINDOW : end]) / LOSS_WINDOW < bar:
+                return end
+        return None
+
+
+def table(runs: list[Run]) -> str:
+    """Device count, parameters per rank, loss, speed; below it the losses side by side."""
+    lines = [f"{'devices':>8} {'parameters per rank':>20} {'nats per byte':>14} {'tokens/s':>10} {'seconds':>8}"]
+    for run in runs:
+        lines.append(
+            f"{run.devices:>8} {run.num_parameters_local:>20,} {run.final_loss:>14.4f} "
+            f"{run.tokens_per_second:>10,.0f} {run.seconds[-1]:>8.1f}"
+        )
+    if len(runs) > 1:
+        lines += ["", "loss at step " + "".join(f"{_devices(run.devices):>14}" for run in runs)]
+        num_steps = len(runs[0].losses)
+        for step in sorted({1, min(FIRST_STEPS, num_steps), *range(50, num_steps, 50), num_steps}):
+            lines.append(f"{step:>12} " + "".join(f"{run.losses[step - 1]:>14.6f}" for run in runs))
+    return "\n".join(lines)
+
+
+def verdict(runs: list[Run]) -> tuple[list[str], bool]:
+    """One line for each bar, with its figure, and whether all bars hold. Runs are compared with the first."""
+    lines, good = [], True
+    for run in runs:
+        if len(run.losses) >= LOSS_BAR_FROM_STEPS:
+            step = run.step_below(LOSS_BAR)
+            took = run.seconds[step - 1] if step is not None else None
+            holds = took is not None and took <= LOSS_SECONDS
+            when = f"after {step} steps and {took:.0f} s" if step is not None else "never"
+            what = f"mean of {LOSS_WINDOW} losses below {LOSS_BAR}"
+            lines.append(f"{_mark(holds)} {_devices(run.devices)}: {what} {when} (wanted within {LOSS_SECONDS:.0f} s)")
+            good &= holds
+    base = runs[0]
+    for run in runs[1:]:
+        pair = f"{_devices(run.devices)} against {base.devices}"
+        pairs = list(zip(run.losses, base.losses, strict=True))
+        first = [abs(a - b) / abs(b) for a, b in pairs[:FIRST_STEPS]]
+        last = [abs(a - b) for a, b in pairs[-LAST_STEPS:]]
+        for what, figures, bar in (
+            (f"first {FIRST_STEPS} losses, largest relative difference", first, FIRST_RELATIVE),
+            (f"last {LAST_STEPS} losses, largest difference", last, LAST_ABSOLUTE),
+        ):
+            holds = all(figure <= bar for figure in figures)  # false for a NaN, which max() may pass over
+            lines.append(f"{_mark(holds)} {pair}: {what} {max(figures):.1e} (wanted at most {bar:g})")
+            good &= holds
+    return lines, good
+
+
+def _devices(count: int) -> str:
+    return "1 device" if count == 1 else f"{count} devices"
+
+
+def _mark(holds: bool) -> str:
+    return "ok    " if holds else "FAILED"

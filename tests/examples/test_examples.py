@@ -1,0 +1,115 @@
+"""The examples as a user runs them: exit status, figures and what they leave behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import weft
+import weft.strategy
+from support.example_modules import EXAMPLES, load_example
+from support.processes import ProcessTree, children_left, run_script
+from support.ranks import on_ranks
+
+ENV = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
+
+
+def run_example(name: str, *arguments: str, cwd: Path, timeout: float = 240.0) -> str:
+    """Run it to its end and return its stdout; nothing may be left running."""
+    result = run_script(EXAMPLES / name, *arguments, cwd=cwd, env=ENV, timeout=timeout)
+    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+def test_one_op_gives_the_unsharded_numbers(tmp_path: Path) -> None:
+    stdout = run_example("01_one_op.py", cwd=tmp_path)
+    figures = dict(re.findall(r"^(y|grad \w+) .*: (\S+)$", stdout, re.MULTILINE))
+    assert set(figures) == {"y", "grad x", "grad w1", "grad w2", "grad w3"}
+    assert all(float(figure) <= 1e-10 for figure in figures.values())
+
+
+def test_tensor_parallel_mlp_halves_the_parameters_and_keeps_the_loss(tmp_path: Path) -> None:
+    losses = {}
+    for devices in (1, 2):
+        stdout = run_example("02_tensor_parallel_mlp.py", "--devices", str(devices), "--epochs", "2", cwd=tmp_path)
+        line = re.search(r"^devices (\d): (\d+) of (\d+) parameters per rank, loss (\S+)$", stdout, re.MULTILINE)
+        assert line is not None, stdout
+        assert int(line[1]) == devices
+        assert int(line[2]) * devices == int(line[3]) == 3 * 256 * 256
+        assert "column_row_mlp" in stdout
+        losses[devices] = float(line[4])
+    assert losses[2] == pytest.approx(losses[1], rel=1e-4)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_training_by_a_written_plan_agrees_on_one_and_two_devices(tmp_path: Path) -> None:
+    plan = str(EXAMPLES / "plan.yaml")
+    stdout = run_example("03_train_text.py", "--devices", "1", "2", "--steps", "25", "--plan", plan, cwd=tmp_path)
+    assert "FAILED" not in stdout
+    first = re.search(r"first 20 losses, largest relative difference (\S+) ", stdout)
+    last = re.search(r"last 20 losses, largest difference (\S+) ", stdout)
+    assert first is not None and last is not None, stdout
+    assert 0 < float(first[1]) <= 1e-4, "sums in another order cannot agree in all 20 steps to the bit"
+    assert float(last[1]) <= 0.02
+    rows = re.findall(r"^ +(\d) +([\d,]+) +([\d.]+) +[\d,]+ +[\d.]+$", stdout, re.MULTILINE)
+    assert [int(row[0]) for row in rows] == [1, 2]
+    whole, half = (int(row[1].replace(",", "")) for row in rows)
+    assert whole / 2 < half < 0.6 * whole, "all but the norms and the output layer is sharded"
+    assert list(tmp_path.iterdir()) == []
+
+
+@on_ranks(2)
+def test_the_written_plan_says_what_auto_does(rank: int) -> None:
+    model = load_example("model")
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor_parallel",))
+    rows = []
+    for plan in ("auto", EXAMPLES / "plan.yaml"):
+        whole = nn.ModuleDict({"model": model.Transformer(model.ModelArgs(n_layers=2))})
+        weft.parallelize(whole, mesh, plan)
+        rows.append(weft.strategy.report(whole).rows)
+        assert whole["model"].layers[1].attention.n_heads == 2
+    assert rows[0] == rows[1]
+    assert {row.style for row in rows[0]} == {"vocab_embedding", "column", "row", "column_row_mlp", "replicate"}
+
+
+def test_a_failing_run_fails_the_comparison(tmp_path: Path) -> None:
+    result = run_script(
+        EXAMPLES / "03_train_text.py",
+        "--devices",
+        "1",
+        "2",
+        "--steps",
+        "2",
+        "--plan",
+        "nowhere.yaml",
+        cwd=tmp_path,
+        env=ENV,
+        timeout=120.0,
+    )
+    assert result.returncode == 1
+    assert "training on 1 device(s) ended with status 1" in result.stderr
+
+
+def test_terminating_the_comparison_leaves_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, EXAMPLES / "03_train_text.py", "--devices", "2", "1", "--steps", "100000"]
+    with ProcessTree(command, cwd=tmp_path, env=ENV) as tree:
+        tree.wait_for_text("training on 2 devices")
+        deadline = time.monotonic() + 60.0
+        while len(children_left(tree.pgid)) < 3 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert len(children_left(tree.pgid)) >= 3, "the comparison and two ranks"
+        tree.send_signal(signal.SIGTERM)
+        assert tree.wait(30.0).returncode == 128 + signal.SIGTERM
+        # A rank that was still importing torch notices only afterwards that its launcher is gone.
+        deadline = time.monotonic() + 60.0
+        while children_left(tree.pgid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert children_left(tree.pgid) == {}
