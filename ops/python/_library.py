@@ -16,7 +16,7 @@ _BUILD_ADVICE = "run `pip install --no-build-isolation .` in weft's source folde
 
 def _release(version: str) -> str:
     """The release of a torch version without its local part: 2.15.0+cu132 -> 2.15.0."""
-    return version.split("+")[0]
+    return version.split("+", maxsplit=1)[0]
 
 
 def check_build(build: dict[str, object], torch_version: str, torch_cuda: str | None) -> bool:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ops.operators import Call, sample_calls
 from torch import Tensor
 
-import weft  # noqa: F401  (registers the operators)
+import weft
+from ops.operators import Call, sample_calls
 
 pytestmark = pytest.mark.cuda
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 6e-3}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import on_ranks
 from torch import Tensor
 
 import weft
+from support.ranks import on_ranks
 
 
 def _weights() -> dict[str, Tensor]:

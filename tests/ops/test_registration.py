@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ops.operators import sample_calls
 
 import weft  # noqa: F401  (registers the operators)
+from ops.operators import sample_calls
 
 NUM_CALLS = len(sample_calls())
 

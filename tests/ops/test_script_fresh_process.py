@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from support.processes import ProcessTree
-from support.ranks import run_on_ranks
 
 import weft
+from support.processes import ProcessTree
+from support.ranks import run_on_ranks
 
 LOADER = """
 import sys

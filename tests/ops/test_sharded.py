@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ops.operators import chunk, mlp_reference
-from support.ranks import on_ranks
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import weft
+from ops.operators import chunk, mlp_reference
+from support.ranks import on_ranks
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3}
 

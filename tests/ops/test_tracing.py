@@ -7,10 +7,10 @@ import io
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import on_ranks
 from torch import Tensor, nn
 
 import weft
+from support.ranks import on_ranks
 
 
 class Block(nn.Module):

@@ -45,9 +45,7 @@ class ColumnRowMLP(nn.Module):
     ) -> None:
         super().__init__()
         if activation not in _ACTIVATIONS:
-            raise ValueError(
-                f"ColumnRowMLP: got activation {activation!r}; pass one of {', '.join(_ACTIVATIONS)}."
-            )
+            raise ValueError(f"ColumnRowMLP: got activation {activation!r}; pass one of {', '.join(_ACTIVATIONS)}.")
         num_ranks, rank = group_size_and_rank(group_name)
         _, hidden = shard_range(hidden_dim, num_ranks, rank)
 
