@@ -2,6 +2,8 @@
 # PYTHON: the interpreter to make the environment from, Python 3.10 or newer.
 PYTHON ?= python3
 JOBS ?= $(shell nproc)
+# Test files at a time; each may start up to four ranks, most of them waiting.
+TEST_JOBS ?= 2
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -24,7 +26,7 @@ test-cpp: build
 	ctest --test-dir build/dev --output-on-failure --parallel $(JOBS)
 
 test-python: build
-	OMP_NUM_THREADS=1 $(PY) -m pytest
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(TEST_JOBS) --dist loadfile
 
 # The editable install configures and builds once; afterwards CMake rebuilds only what changed.
 build: $(VENV)/.installed

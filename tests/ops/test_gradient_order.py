@@ -16,47 +16,53 @@ def _weights() -> dict[str, Tensor]:
     return {"w1": torch.randn(6, 4), "w3": torch.randn(6, 4), "w2": torch.randn(4, 6)}
 
 
-def _watch(leaves: dict[str, Tensor]) -> list[tuple[str, set[str]]]:
-    """Hooks that note, when a gradient is complete, which gradients exist by then."""
-    seen: list[tuple[str, set[str]]] = []
+# In the order of backward: a weight's gradient is computed ("begins") by one node and complete in its leaf.
+ORDER = ["w2 complete", "w3 begins", "w3 complete", "w1 begins", "w1 complete"]
+
+
+def _watched_backward(
+    leaves: dict[str, Tensor], weights: dict[str, Tensor], group_name: str, recompute: bool = False
+) -> list[str]:
+    """Forward and backward with `weights`, made from `leaves`; returns what happened in which order."""
+    x = torch.randn(3, 4, requires_grad=True)
+    events: list[str] = []
     for name, leaf in leaves.items():
+        leaf.register_post_accumulate_grad_hook(lambda _, name=name: events.append(f"{name} complete"))
+    y = _forward(x, weights, group_name, recompute)
+    _, (h1, _), _, (h3, _) = y.grad_fn.next_functions  # the inputs of the last node: x, h1, w2, h3
+    h1.register_prehook(lambda _: events.append("w1 begins"))
+    h3.register_prehook(lambda _: events.append("w3 begins"))
+    y.square().sum().backward()
+    assert x.grad is not None
+    return events
 
-        def hook(_: Tensor, name: str = name) -> None:
-            seen.append((name, {other for other, t in leaves.items() if t.grad is not None}))
 
-        leaf.register_post_accumulate_grad_hook(hook)
-    return seen
-
-
-ORDER = [("w2", {"w2"}), ("w3", {"w2", "w3"}), ("w1", {"w1", "w2", "w3"})]
-
-
-def _run(x: Tensor, weights: dict[str, Tensor], group_name: str, recompute: bool) -> None:
-    y = weft.ops.column_row_mlp(
+def _forward(x: Tensor, weights: dict[str, Tensor], group_name: str, recompute: bool) -> Tensor:
+    return weft.ops.column_row_mlp(
         x, weights["w1"], weights["w2"], weights["w3"], activation="silu", group_name=group_name, recompute=recompute
     )
-    y.square().sum().backward()
+
+
+def _run(x: Tensor, weights: dict[str, Tensor], group_name: str) -> None:
+    _forward(x, weights, group_name, False).square().sum().backward()
 
 
 @on_ranks(1, 2)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_plain_weights(world_size: int, recompute: bool) -> None:
     leaves = {name: w.requires_grad_() for name, w in _weights().items()}
-    seen = _watch(leaves)
-    _run(torch.randn(3, 4, requires_grad=True), leaves, dist.group.WORLD.group_name, recompute)
-    assert seen == ORDER
+    assert _watched_backward(leaves, leaves, dist.group.WORLD.group_name, recompute) == ORDER
 
 
 @pytest.mark.parametrize("depth", [1, 3])
-def test_weights_that_enter_through_views_made_before(depth: int) -> None:
+@pytest.mark.parametrize("order", [("w1", "w2", "w3"), ("w2", "w3", "w1"), ("w3", "w1", "w2")])
+def test_weights_that_enter_through_views_made_before(order: tuple[str, ...], depth: int) -> None:
     """As DTensor.to_local or a cast does: such nodes are older than the operator's own."""
     leaves = {name: w.requires_grad_() for name, w in _weights().items()}
-    seen = _watch(leaves)
-    views = dict(leaves)
+    views = {name: leaves[name] for name in order}
     for _ in range(depth):
         views = {name: view.view_as(view) for name, view in views.items()}
-    _run(torch.randn(3, 4, requires_grad=True), views, "", False)
-    assert seen == ORDER
+    assert _watched_backward(leaves, views, "") == ORDER
 
 
 @on_ranks(2)
@@ -65,7 +71,7 @@ def test_stepping_in_the_hook_gives_the_gradients_of_the_old_weights(rank: int) 
     group, x = dist.group.WORLD.group_name, torch.ones(3, 4)
     expected = {name: w.clone().requires_grad_() for name, w in _weights().items()}
     x_plain = x.clone().requires_grad_()
-    _run(x_plain, expected, group, False)
+    _run(x_plain, expected, group)
 
     leaves = {name: w.requires_grad_() for name, w in _weights().items()}
     alive: list[int] = []
@@ -79,7 +85,7 @@ def test_stepping_in_the_hook_gives_the_gradients_of_the_old_weights(rank: int) 
     for leaf in leaves.values():
         leaf.register_post_accumulate_grad_hook(step)
     x_here = x.clone().requires_grad_()
-    _run(x_here, leaves, group, False)
+    _run(x_here, leaves, group)
     assert alive == [1, 1, 1]
     assert torch.equal(x_here.grad, x_plain.grad)
     for name, start in _weights().items():

@@ -15,12 +15,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def _configure(build: Path, *options: str, env: dict[str, str] | None = None) -> str:
     command = [
-        "cmake", "--preset", "release", "-B", str(build), f"-DPython_EXECUTABLE={sys.executable}",
+        str(Path(sys.executable).with_name("cmake")), "--preset", "release", "-B", str(build), f"-DPython_EXECUTABLE={sys.executable}",
         f"-DWEFT_PACKAGE_DIR={build}/weft", f"-DWEFT_STRATEGY_PACKAGE_DIR={build}/weft/strategy", *options,
     ]  # fmt: skip
-    run = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300, env={**os.environ, **(env or {})}
-    )
+    environment = {**os.environ, **(env or {})}
+    # The environment's own cmake and ninja: the system's may be older than the presets.
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300, env=environment)
     return run.stdout + run.stderr if run.returncode == 0 else f"failed: {run.stdout}{run.stderr}"
 
 

@@ -131,18 +131,23 @@ def test_each_weight_gradient_is_complete_before_the_next_begins(world_size: int
     weft.parallelize(model, tensor_parallel(world_size), {"": "column_row_mlp"})
     events: list[str] = []
 
-    def stepped(parameter: Tensor, name: str) -> None:
+    def complete(parameter: Tensor, name: str) -> None:
         alive = [n for n, p in model.named_parameters() if p.grad is not None]
-        events.append(f"{name} done, alive: {','.join(alive)}")
+        events.append(f"{name} complete, alive: {','.join(alive)}")
         parameter.grad = None
 
     for name, parameter in model.named_parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p, name=name: stepped(p, name))
+        parameter.register_post_accumulate_grad_hook(lambda p, name=name: complete(p, name))
     for _ in range(2):
         x = torch.randn(3, 8, requires_grad=True)
-        model(x).sum().backward()
+        y = model(x)
+        _, (h1, _), _, (h3, _) = y.grad_fn.next_functions  # the inputs of the operator's last node: x, h1, w2, h3
+        h1.register_prehook(lambda _: events.append("w1 begins"))
+        h3.register_prehook(lambda _: events.append("w3 begins"))
+        y.sum().backward()
         assert x.grad is not None
-    assert events == [f"{w}.weight done, alive: {w}.weight" for w in ("w2", "w3", "w1")] * 2
+    w1, w2, w3 = (f"{name}.weight complete, alive: {name}.weight" for name in ("w1", "w2", "w3"))
+    assert events == [w2, "w3 begins", w3, "w1 begins", w1] * 2
 
 
 @on_ranks(2)
