@@ -1,8 +1,8 @@
 """weft: tensor-parallel operators, modules and plans for PyTorch.
 
 `import weft` loads the C++ operators (`torch.ops.weft.*`, typed in `weft.ops`) and the modules over them
-(`weft.nn`). `weft.parallelize` and `weft.export_local` come from `weft.strategy` at first use; the
-Lightning and Fabric strategies register themselves on `import weft.lightning`.
+(`weft.nn`). `weft.strategy` is loaded at first use, and with it `weft.parallelize`, `weft.export_local` and
+`weft.Plan`; the Lightning and Fabric strategies register themselves on `import weft.lightning`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,18 @@ load_library()
 from weft import nn, ops  # noqa: E402  (they look the operators up)
 
 if TYPE_CHECKING:
+    from weft import strategy
     from weft.strategy import Plan, export_local, parallelize
 
 __version__ = "0.1.0"
-__all__ = ["Plan", "export_local", "nn", "ops", "parallelize"]
+__all__ = ["Plan", "export_local", "nn", "ops", "parallelize", "strategy"]
 
 _FROM_STRATEGY = frozenset({"Plan", "export_local", "parallelize"})
 
 
 def __getattr__(name: str) -> Any:
+    if name == "strategy":
+        return importlib.import_module("weft.strategy")
     if name in _FROM_STRATEGY:
         return getattr(importlib.import_module("weft.strategy"), name)
     raise AttributeError(f"module 'weft' has no attribute {name!r}")

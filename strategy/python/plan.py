@@ -134,11 +134,24 @@ class Plan:
 def _load(text: str, what: str) -> Any:
     import yaml  # JSON is YAML
 
+    class Loader(yaml.SafeLoader):
+        """Refuses a key that comes twice, of which YAML's own loader silently keeps the last value."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+            twice = next((key for idx, key in enumerate(keys) if key in keys[:idx]), None)
+            if twice is not None:
+                raise ValueError(f"plan: the {what} gives the pattern '{twice}' twice; keep one of them.")
+            return super().construct_mapping(node, deep)
+
     try:
-        return yaml.safe_load(text)
+        rules = yaml.load(text, Loader)  # a SafeLoader
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"plan: the {what} is no YAML ({reason}); write one 'pattern: style' a line.") from error
+    if rules is None:
+        raise ValueError(f"plan: the {what} is empty; write one 'pattern: style' a line, or pass 'auto'.")
+    return rules
 
 
 def _from_text(text: str) -> _plan.Plan:

@@ -52,7 +52,11 @@ class Report:
 
 
 def report(model: nn.Module) -> Report:
-    """What became of each parameter of a parallelized model (of any other: its plain parameters)."""
+    """What became of each parameter of a parallelized model (of any other: its plain parameters).
+
+    Of a wrapper that adds no parameters, such as Fabric's, the parallelized model inside is reported.
+    """
+    model = _without_wrapper(model)
     rows: list[Row] = []
     first: dict[int, str] = {}
     for module_name, module in model.named_modules():
@@ -69,6 +73,17 @@ def report(model: nn.Module) -> Report:
             rows.append(Row(full_name, style, tuple(local.shape), num_bytes, note))
     state = state_of(model)
     return Report(tuple(rows), state.plan_notes if state is not None else ())
+
+
+def _without_wrapper(model: nn.Module) -> nn.Module:
+    """The module that parallelize was called with, if all of the model's parameters are in it; else the model."""
+
+    def is_root(module: nn.Module) -> bool:
+        state = state_of(module)
+        return state is not None and state.plan_key is not None
+
+    inner = next((module for module in model.modules() if is_root(module)), model)
+    return inner if set(inner.parameters()) == set(model.parameters()) else model
 
 
 def _style_of(module: nn.Module, parameter: nn.Parameter) -> tuple[str, str]:

@@ -37,7 +37,7 @@ void check_heads(std::string_view module,
   if (num_heads % tp_size != 0) {
     throw std::invalid_argument(what + " = " + std::to_string(num_heads) +
                                 " heads do not divide over " + std::to_string(tp_size) +
-                                " tensor-parallel ranks; use a size that divides " +
+                                " tensor-parallel ranks; use a tensor-parallel size that divides " +
                                 std::to_string(num_heads) + " or style 'replicate'");
   }
 }

@@ -14,10 +14,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def _configure(build: Path, *options: str, env: dict[str, str] | None = None) -> str:
-    command = [
-        str(Path(sys.executable).with_name("cmake")), "--preset", "release", "-B", str(build), f"-DPython_EXECUTABLE={sys.executable}",
-        f"-DWEFT_PACKAGE_DIR={build}/weft", f"-DWEFT_STRATEGY_PACKAGE_DIR={build}/weft/strategy", *options,
-    ]  # fmt: skip
+    cmake = str(Path(sys.executable).with_name("cmake"))
+    folders = {"WEFT_PACKAGE_DIR": build / "weft", "WEFT_STRATEGY_PACKAGE_DIR": build / "weft" / "strategy"}
+    defined = [f"-D{name}={value}" for name, value in {"Python_EXECUTABLE": sys.executable, **folders}.items()]
+    command = [cmake, "--preset", "release", "-B", str(build), *defined, *options]
     environment = {**os.environ, **(env or {})}
     # The environment's own cmake and ninja: the system's may be older than the presets.
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"

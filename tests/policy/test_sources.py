@@ -53,7 +53,7 @@ def test_cmake_lists_its_sources() -> None:
 
 
 def test_public_names_of_weft() -> None:
-    assert sorted(weft.__all__) == ["Plan", "export_local", "nn", "ops", "parallelize"]
+    assert sorted(weft.__all__) == ["Plan", "export_local", "nn", "ops", "parallelize", "strategy"]
     assert sorted(weft.nn.__all__) == [
         "ColumnLinear",
         "ColumnRowMLP",

@@ -43,6 +43,8 @@ def test_a_plan_reads_what_it_prints(tmp_path: Path) -> None:
         ("nowhere.yaml", ValueError, "there is no file 'nowhere.yaml'"),
         ("- column", ValueError, "pass a mapping"),
         ("a: [", ValueError, "no YAML"),
+        ("", ValueError, "the text is empty"),
+        ("a: row\nb: row\na: column", ValueError, "the text gives the pattern 'a' twice"),
         (3, TypeError, "got a int"),
     ],
 )
@@ -88,3 +90,15 @@ def test_the_report_is_a_table(world_size: int) -> None:
     assert plan.report().total_bytes == total
     assert next(line for line in lines if line.startswith("total")).split() == ["total", f"{total:,}"]
     assert "layers.0.attention.n_heads = 2 on this rank" in lines
+
+
+@on_ranks(2)
+def test_the_report_looks_into_a_wrapper(world_size: int) -> None:
+    """As Fabric's: names and notes are those of the model that parallelize was called with."""
+    model = weft.parallelize(Llama(LlamaArgs()), tensor_parallel(world_size), "auto")
+    wrapper = nn.Module()
+    wrapper._forward_module = model
+    assert str(report(wrapper)) == str(report(model))
+    assert "n_heads" in str(report(wrapper))
+    wrapper.scale = nn.Linear(1, 1)
+    assert any(row.parameter == "scale.weight" for row in report(wrapper).rows)

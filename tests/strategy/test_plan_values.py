@@ -128,8 +128,8 @@ def test_resolve_matches_the_names_of_a_torch_module() -> None:
         ),
         (
             lambda: _plan.check_heads("layers.0.attention.wq", "n_heads", 6, 4),
-            "layers.0.attention.wq: n_heads = 6 heads do not divide over 4 tensor-parallel ranks; use a size "
-            "that divides 6 or style 'replicate'",
+            "layers.0.attention.wq: n_heads = 6 heads do not divide over 4 tensor-parallel ranks; use a "
+            "tensor-parallel size that divides 6 or style 'replicate'",
         ),
         (
             lambda: Mesh([("tensor_parallel", 4)]).check_world_size(2),

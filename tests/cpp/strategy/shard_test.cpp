@@ -86,7 +86,7 @@ TEST(CheckHeads, DivisibleCountsPass) {
 TEST(CheckHeads, Refusals) {
   EXPECT_EQ(heads_refusal("layers.0.attention.wq", 6, 4),
             "layers.0.attention.wq: n_heads = 6 heads do not divide over 4 tensor-parallel ranks; "
-            "use a size that divides 6 or style 'replicate'");
+            "use a tensor-parallel size that divides 6 or style 'replicate'");
   EXPECT_EQ(heads_refusal("", 0, 4),
             "the model itself: n_heads = 0 heads over 4 tensor-parallel ranks: both must be at "
             "least 1; correct the attribute or the size");
