@@ -37,6 +37,28 @@ TEST(GroupOperators, ReduceIsSumForwardAndIdentityBackward) {
   });
 }
 
+TEST(GroupOperators, AFailedReductionNamesOperatorAndRank) {
+  RankOptions options;
+  options.require_waits = false;
+  run_ranks(
+      2,
+      [](RankContext& ctx) {
+        if (ctx.group_rank == 1) return;  // never comes to the all-reduce
+        const auto x = at::ones({2});
+        std::string text;
+        try {
+          ops::reduce_from_group(x, ctx.group_name);
+        } catch (const std::exception& error) {
+          text = error.what();
+        }
+        EXPECT_NE(
+            text.find("weft::reduce_from_group: the all-reduce failed on rank 0 of its group"),
+            std::string::npos)
+            << text;
+      },
+      options);
+}
+
 TEST(GroupOfOne, NeedsNoProcessGroup) {
   const auto x = at::ones({2, 3}).requires_grad_();
   EXPECT_TRUE(at::equal(ops::copy_to_group(x, ""), x));
