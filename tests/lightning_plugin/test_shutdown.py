@@ -55,7 +55,9 @@ def _check(launcher: list[str], actions: tuple[str, str], stop: Stop) -> str:
     """Run a tree to where it hangs, stop it, and assert that it ends in time; returns its stderr."""
     with ProcessTree([*launcher, str(SCRIPT), *actions], env=ENVIRONMENT) as tree:
         for rank in (0, 1):
-            tree.wait_for_text(f"READY {rank}", timeout=120)
+            tree.wait_for_text(
+                f"READY {rank}", timeout=240
+            )  # a loaded machine imports slowly; the limit below starts after this
         pids = {int(r): int(pid) for r, pid in re.findall(r"READY (\d) (\d+)", tree.stdout)}
         time.sleep(0.2)  # from the line it printed to where it hangs
         stop(tree, pids)
