@@ -32,10 +32,11 @@ test-python: build
 build: $(VENV)/.installed
 	@cmake --build build/dev --parallel $(JOBS)
 
+# Bytecode is compiled once: every rank that is started imports torch and Lightning.
 $(VENV)/.packages: requirements/dev.lock requirements/uv.lock
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/uv.lock
-	$(VENV)/bin/uv pip install --quiet --python $(PY) --require-hashes -r requirements/dev.lock
+	$(VENV)/bin/uv pip install --quiet --compile-bytecode --python $(PY) --require-hashes -r requirements/dev.lock
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.packages pyproject.toml setup.py CMakePresets.json
@@ -56,7 +57,7 @@ format: $(VENV)/.packages
 $(COMPAT)/.packages: requirements/compat.lock requirements/uv.lock
 	$(PYTHON) -m venv $(COMPAT)
 	$(COMPAT)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/uv.lock
-	$(COMPAT)/bin/uv pip install --quiet --python $(COMPAT)/bin/python --require-hashes -r requirements/compat.lock
+	$(COMPAT)/bin/uv pip install --quiet --compile-bytecode --python $(COMPAT)/bin/python --require-hashes -r requirements/compat.lock
 	@touch $@
 
 compat: $(COMPAT)/.packages
