@@ -38,15 +38,9 @@ def vectors(num: int, dim: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 @on_ranks(1, 2, 3, 4)
-@pytest.mark.parametrize(
-    ("dtype", "optimizer", "bias"),
-    [
-        ("float32", "SGD", False),
-        ("float32", "AdamW", True),
-        ("float64", "SGD", True),
-        ("float64", "AdamW", False),
-    ],
-)
+@BOTH
+@PRECISIONS
+@pytest.mark.parametrize("bias", [False, True])
 def test_mlp(world_size: int, dtype: str, optimizer: str, bias: bool) -> None:
     model = FeedForward(8, 11, DTYPES[dtype], bias=bias)
     mesh = tensor_parallel(world_size)
@@ -69,15 +63,10 @@ class AttentionLoss(nn.Module):
 
 
 @on_ranks(1, 2, 4)
-@pytest.mark.parametrize(
-    ("dtype", "optimizer", "n_kv_heads", "bias"),
-    [
-        ("float32", "SGD", 4, True),
-        ("float32", "AdamW", 8, False),
-        ("float64", "SGD", 8, True),
-        ("float64", "AdamW", 4, True),
-    ],
-)
+@BOTH
+@PRECISIONS
+@pytest.mark.parametrize("n_kv_heads", [4, 8])
+@pytest.mark.parametrize("bias", [False, True])
 def test_attention(world_size: int, dtype: str, optimizer: str, n_kv_heads: int, bias: bool) -> None:
     args = LlamaArgs(dim=32, n_heads=8, n_kv_heads=n_kv_heads, dtype=DTYPES[dtype])
     mesh = tensor_parallel(world_size)
@@ -142,15 +131,9 @@ def test_llama_on_ranks_that_do_not_divide_the_heads(world_size: int) -> None:
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize(
-    ("dtype", "optimizer", "layer"),
-    [
-        ("float32", "SGD", "Linear"),
-        ("float32", "AdamW", "Conv1D"),
-        ("float64", "SGD", "Conv1D"),
-        ("float64", "AdamW", "Linear"),
-    ],
-)
+@BOTH
+@PRECISIONS
+@pytest.mark.parametrize("layer", ["Linear", "Conv1D"])
 def test_gpt2(world_size: int, dtype: str, optimizer: str, layer: str) -> None:
     mesh = tensor_parallel(world_size)
     model = assert_trains_alike(

@@ -211,6 +211,9 @@ class EncoderClassifier(nn.Module):
         layer = nn.TransformerEncoderLayer(dim, 4, 3 * dim, dropout=0.0, batch_first=True, dtype=dtype)
         self.encoder = nn.TransformerEncoder(layer, n_layers)
         self.head = nn.Linear(dim, vocab_size, dtype=dtype)
+        for each in self.encoder.layers:  # torch starts these at zero, where a bias that is added twice does not show
+            nn.init.uniform_(each.self_attn.in_proj_bias, -0.3, 0.3)
+            nn.init.uniform_(each.self_attn.out_proj.bias, -0.3, 0.3)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(self.encoder(self.embedding(tokens)))
