@@ -1,4 +1,5 @@
-# weft_add_test(NAME SOURCES ... [LIBRARIES ...]): a GoogleTest executable, one per file, known to ctest.
+# weft_add_test(NAME SOURCES ... [LIBRARIES ...] [PRECOMPILED target]): a GoogleTest executable, one per file, known
+# to ctest. PRECOMPILED names a library whose precompiled header it takes.
 find_package(GTest 1.12 QUIET)
 if(NOT GTest_FOUND)
   include(FetchContent)
@@ -11,9 +12,15 @@ endif()
 include(GoogleTest)
 
 function(weft_add_test NAME)
-  cmake_parse_arguments(TEST "" "" "SOURCES;LIBRARIES" ${ARGN})
+  cmake_parse_arguments(TEST "" "PRECOMPILED" "SOURCES;LIBRARIES" ${ARGN})
   add_executable(${NAME} ${TEST_SOURCES})
   target_link_libraries(${NAME} PRIVATE weft_warnings ${TEST_LIBRARIES} GTest::gtest_main)
+  if(TEST_PRECOMPILED)
+    # As the library is compiled: a precompiled header is good for one kind of position independence.
+    set_target_properties(${NAME} PROPERTIES POSITION_INDEPENDENT_CODE OFF)
+    target_compile_options(${NAME} PRIVATE -fPIC)
+    target_precompile_headers(${NAME} REUSE_FROM ${TEST_PRECOMPILED})
+  endif()
   # c10d and libtorch need a fixed thread count: ranks are threads here and the machine may be small.
   add_test(NAME ${NAME} COMMAND ${NAME} --gtest_brief=1)
   set_tests_properties(${NAME} PROPERTIES ENVIRONMENT "OMP_NUM_THREADS=1" TIMEOUT 300)

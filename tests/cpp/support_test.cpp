@@ -2,10 +2,10 @@
 // when ranks fail, disagree, end early or never come.
 #include "support/thread_ranks.h"
 
+#include <ATen/ATen.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
-#include <torch/torch.h>
 
 #include <atomic>
 #include <chrono>
@@ -279,7 +279,7 @@ struct CopyToGroup : torch::autograd::Function<CopyToGroup> {
 
 TEST(ThreadRanks, BackwardFindsTheGroupOfItsRank) {
   run_ranks(3, [](RankContext& ctx) {
-    at::Tensor x = torch::ones({4}, torch::requires_grad());
+    at::Tensor x = at::ones({4}).requires_grad_();
     (CopyToGroup::apply(x) * (ctx.group_rank + 1)).sum().backward();
     EXPECT_TRUE(at::equal(x.grad(), filled(6, at::kFloat, {4})));
     EXPECT_EQ(ctx.backend->count(Collective::kAllReduce).num_calls, 1);

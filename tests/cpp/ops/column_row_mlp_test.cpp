@@ -6,8 +6,8 @@
 #include <weft/ops/operators.h>
 
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/saved_variable_hooks.h>
-#include <torch/torch.h>
 
 #include <string>
 #include <tuple>

@@ -5,7 +5,6 @@
 #include <weft/ops/operators.h>
 
 #include <gtest/gtest.h>
-#include <torch/torch.h>
 #include <torch/version.h>
 
 #include <string>

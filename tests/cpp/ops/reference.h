@@ -1,8 +1,8 @@
 // Unsharded references in plain ATen and the shards that a rank gets of them.
 #pragma once
 
+#include <ATen/ATen.h>
 #include <gtest/gtest.h>
-#include <torch/torch.h>
 
 #include <algorithm>
 #include <cstdint>
