@@ -29,7 +29,7 @@ test-python: build
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(TEST_JOBS) --dist loadfile
 
 # The editable install configures and builds once; afterwards CMake rebuilds only what changed.
-build: $(VENV)/.installed
+build: build/dev/.installed
 	@cmake --build build/dev --parallel $(JOBS)
 
 # Bytecode is compiled once: every rank that is started imports torch and Lightning.
@@ -39,7 +39,7 @@ $(VENV)/.packages: requirements/dev.lock requirements/uv.lock
 	$(VENV)/bin/uv pip install --quiet --compile-bytecode --python $(PY) --require-hashes -r requirements/dev.lock
 	@touch $@
 
-$(VENV)/.installed: $(VENV)/.packages pyproject.toml setup.py CMakePresets.json
+build/dev/.installed: $(VENV)/.packages pyproject.toml setup.py CMakePresets.json
 	$(VENV)/bin/uv pip install --quiet --python $(PY) --no-deps --no-build-isolation --editable .
 	@touch $@
 

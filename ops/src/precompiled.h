@@ -1,8 +1,8 @@
 #pragma once
 
-// The heavy headers that nearly every file of this layer includes, compiled once. A file still
-// includes what it uses.
-#include <ATen/core/Tensor.h>
+// The heavy headers that nearly every file of this layer and of its tests includes, compiled once.
+// A file still includes what it uses.
+#include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>

@@ -27,7 +27,7 @@ std::string case_name(const ::testing::TestParamInfo<Case>& info) {
   const Case& c = info.param;
   std::string name =
       std::string(c10::toString(c.type)) + "_" + std::string(to_string(c.activation));
-  for (const int64_t size : c.shape) name += "_" + std::to_string(size);
+  for (const int64_t size : c.shape) name.append("_").append(std::to_string(size));
   name += c.layout == Layout::kContiguous ? ""
           : c.layout == Layout::kSliced   ? "_sliced"
                                           : "_transposed";
