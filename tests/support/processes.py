@@ -21,9 +21,11 @@ _TREE_VARIABLE = "WEFT_TEST_TREE"
 _POLL_SECONDS = 0.02
 
 # Becomes the command, after asking the kernel for what `die_with_parent` asks. (A preexec_fn would run Python
-# between fork and exec of a process that has threads.)
+# between fork and exec of a process that has threads.) A shell starts what it runs in the background with SIGINT
+# ignored, and that is inherited: a tree takes signals as if it were started at a terminal.
 _LAUNCHER = f"""
-import ctypes, os, sys
+import ctypes, os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
 ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, {int(signal.SIGKILL)}, 0, 0, 0)
 os.getppid() == int(sys.argv[1]) or os._exit(1)
 os.execvp(sys.argv[2], sys.argv[2:])
