@@ -15,6 +15,8 @@ function(weft_add_test NAME)
   cmake_parse_arguments(TEST "" "PRECOMPILED" "SOURCES;LIBRARIES" ${ARGN})
   add_executable(${NAME} ${TEST_SOURCES})
   target_link_libraries(${NAME} PRIVATE weft_warnings ${TEST_LIBRARIES} GTest::gtest_main)
+  # A test runs once for each time it is compiled.
+  target_compile_options(${NAME} PRIVATE $<$<CXX_COMPILER_ID:GNU,Clang>:-O1>)
   if(TEST_PRECOMPILED)
     # As the library is compiled: a precompiled header is good for one kind of position independence.
     set_target_properties(${NAME} PROPERTIES POSITION_INDEPENDENT_CODE OFF)

@@ -1,8 +1,9 @@
 #pragma once
 
 #include "activation_job.h"
-#include "half_types.h"
 #include "polynomial_math.h"
+
+#include <weft/kernels/half_types.h>
 
 #include <cstdint>
 #include <type_traits>

@@ -1,12 +1,14 @@
 #pragma once
 
-#include <c10/macros/Macros.h>
-
 #include <bit>
 #include <cstdint>
 
 // Conversions of the 16-bit types as integer arithmetic without branches, because c10's use
 // instructions or tables that keep a loop from vectorising. Rounding is to nearest even, as in c10.
+// Everything here is local to the file that includes it, and inlined: files are compiled for
+// several instruction sets.
+#define WEFT_ALWAYS_INLINE inline __attribute__((always_inline))
+
 namespace weft::kernels::cpu {
 namespace {
 
@@ -18,14 +20,14 @@ struct Float16 {
   uint16_t bits;
 };
 
-C10_ALWAYS_INLINE float load(float value) { return value; }
-C10_ALWAYS_INLINE double load(double value) { return value; }
+WEFT_ALWAYS_INLINE float load(float value) { return value; }
+WEFT_ALWAYS_INLINE double load(double value) { return value; }
 
-C10_ALWAYS_INLINE float load(BFloat16 value) {
+WEFT_ALWAYS_INLINE float load(BFloat16 value) {
   return std::bit_cast<float>(static_cast<uint32_t>(value.bits) << 16);
 }
 
-C10_ALWAYS_INLINE float load(Float16 value) {
+WEFT_ALWAYS_INLINE float load(Float16 value) {
   const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000U) << 16;
   const uint32_t magnitude = value.bits & 0x7FFFU;
   // The exponent and mantissa in float's places, then rescaled by 2^(127 - 15): exact for normal
@@ -36,17 +38,17 @@ C10_ALWAYS_INLINE float load(Float16 value) {
   return std::bit_cast<float>(sign | absolute);
 }
 
-C10_ALWAYS_INLINE void store(float value, float& out) { out = value; }
-C10_ALWAYS_INLINE void store(double value, double& out) { out = value; }
+WEFT_ALWAYS_INLINE void store(float value, float& out) { out = value; }
+WEFT_ALWAYS_INLINE void store(double value, double& out) { out = value; }
 
-C10_ALWAYS_INLINE void store(float value, BFloat16& out) {
+WEFT_ALWAYS_INLINE void store(float value, BFloat16& out) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   const uint32_t nearest = (bits + 0x7FFFU + ((bits >> 16) & 1U)) >> 16;
   const uint32_t absolute = bits & 0x7FFFFFFFU;
   out.bits = static_cast<uint16_t>(absolute > 0x7F800000U ? 0x7FC0U : nearest);
 }
 
-C10_ALWAYS_INLINE void store(float value, Float16& out) {
+WEFT_ALWAYS_INLINE void store(float value, Float16& out) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   const uint32_t sign = (bits >> 16) & 0x8000U;
   const uint32_t absolute = bits & 0x7FFFFFFFU;
@@ -63,3 +65,5 @@ C10_ALWAYS_INLINE void store(float value, Float16& out) {
 
 }  // namespace
 }  // namespace weft::kernels::cpu
+
+#undef WEFT_ALWAYS_INLINE

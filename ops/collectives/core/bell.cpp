@@ -1,0 +1,54 @@
+#include "bell.h"
+
+#include <climits>
+#include <ctime>
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace weft::collectives {
+
+namespace {
+
+// NOTE: not FUTEX_PRIVATE_FLAG: the word is shared between processes.
+void futex(std::atomic<uint32_t>* word, int operation, uint32_t value, const timespec* timeout) {
+  // The system call compares the word with `value` itself; every error it can give here (the word
+  // changed, time is up, a signal came) means: look again.
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), operation, value, timeout, nullptr, 0);
+}
+
+}  // namespace
+
+void Bell::ring() {
+  // Sequentially consistent, like the stores and loads of the sleeper: either this sees that it is
+  // asleep, or it sees this ring before it sleeps.
+  num_rings_.fetch_add(1);
+  if (asleep_.load() != 0) futex(&num_rings_, FUTEX_WAKE, INT_MAX, nullptr);
+}
+
+uint32_t Bell::listen() {
+  asleep_.store(1);
+  return num_rings_.load();
+}
+
+void Bell::sleep(uint32_t seen, std::chrono::microseconds most) {
+  const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(most);
+  const timespec timeout{seconds.count(), (most - seconds).count() * 1000};
+  futex(&num_rings_, FUTEX_WAIT, seen, &timeout);
+}
+
+void Bell::rise() { asleep_.store(0, std::memory_order_relaxed); }
+
+void pause() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield" ::: "memory");
+#endif
+}
+
+}  // namespace weft::collectives

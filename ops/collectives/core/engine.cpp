@@ -1,0 +1,394 @@
+#include "engine.h"
+
+#include "fork_guard.h"
+
+#include <sched.h>
+#include <sstream>
+#include <stdexcept>
+#include <utility>
+
+namespace weft::collectives {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// A peer's end is noticed within this time, and twice the time at most.
+constexpr std::chrono::milliseconds kLookInterval{25};
+
+int num_processors() {
+  cpu_set_t set;
+  return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
+}
+
+// Where every rank has a processor, looking again for some microseconds is cheaper than a wake-up;
+// where ranks share processors, the one that is waited for needs this one.
+int spins_for(int num_ranks) { return num_ranks <= num_processors() ? 2000 : 20; }
+
+// The engine that this thread drives: what its operations call when they are done may wait again.
+thread_local const Engine* driven_here = nullptr;
+
+class Driving {
+ public:
+  explicit Driving(const Engine* engine) : outer_(std::exchange(driven_here, engine)) {}
+  Driving(const Driving&) = delete;
+  Driving& operator=(const Driving&) = delete;
+  ~Driving() { driven_here = outer_; }
+
+ private:
+  const Engine* const outer_;
+};
+
+std::string seconds(std::chrono::milliseconds time) {
+  std::ostringstream text;
+  text << static_cast<double>(time.count()) / 1000.0;
+  return text.str();
+}
+
+}  // namespace
+
+Engine::Engine(const Store& store, const GroupOptions& options)
+    : options_(options),
+      membership_(join(store, options)),
+      shared_(membership_.shared),
+      peers_(shared_),
+      fork_generation_(fork_generation()),
+      num_spins_(spins_for(options.size)),
+      cursor_{Phases(shared_, options.rank), 0, 0},
+      messages_(shared_, options.rank) {}
+
+Engine::~Engine() {
+  leave();
+  if (background_.joinable()) background_.join();
+}
+
+void Engine::check_usable() const {
+  if (fork_generation() != fork_generation_) {
+    throw std::runtime_error("weft: got a call on group '" + options_.name +
+                             "' in a process forked after the group was made; make a group of its "
+                             "own there, or start the process with spawn");
+  }
+  if (auto error = failure()) std::rethrow_exception(error);
+  if (is_left_) {
+    throw GroupAbortedError("weft: got a call on group '" + options_.name +
+                            "', which this rank has left (destroy_process_group); make a new one");
+  }
+}
+
+std::exception_ptr Engine::failure() const {
+  const FailureRecord& record = shared_.control().failure;
+  if (!record.is_set()) return nullptr;
+  const CollectiveError error = record.get();
+  try {
+    throw_error(error.kind(), error.what());
+  } catch (...) {
+    return std::current_exception();
+  }
+}
+
+void Engine::submit(const CollectivePtr& collective, bool in_background) {
+  submit_any(collective, in_background);
+}
+
+void Engine::submit(const MessagePtr& message, bool in_background) {
+  submit_any(message, in_background);
+}
+
+void Engine::submit_any(OperationPtr operation, bool in_background) {
+  std::unique_lock lock(mutex_);
+  check_usable();
+  if (operation->timeout.count() == 0) operation->timeout = options_.timeout;
+  operation->deadline = Clock::now() + operation->timeout;
+  ++num_unfinished_;
+  inbox_.push_back(operation);
+  has_inbox_.store(true);
+  if (is_driven_) {
+    lock.unlock();
+    shared_.rank(options_.rank).bell.ring();
+    return;
+  }
+  is_driven_ = true;
+  lock.unlock();
+  {
+    const Driving driving(this);
+    advance();
+  }
+  lock.lock();
+  if (in_background && num_unfinished_ > 0 && !background_.joinable()) {
+    background_ = std::thread([this] { run_in_background(); });
+  }
+  stop_driving();
+}
+
+void Engine::stop_driving() {
+  is_driven_ = false;
+  if (num_waiting_ > 0 || (background_.joinable() && num_unfinished_ > 0)) changed_.notify_all();
+}
+
+void Engine::wait(Operation& operation, std::chrono::milliseconds timeout) {
+  if (operation.is_done()) return;
+  if (driven_here == this) return drive(&operation);
+  std::unique_lock lock(mutex_);
+  if (timeout.count() > 0 && Clock::now() + timeout < operation.deadline) {
+    // NOTE: the driver reads deadlines without the lock, but only of what nobody drives now.
+    while (is_driven_ && !operation.is_done()) {
+      ++num_waiting_;
+      shared_.rank(options_.rank).bell.ring();
+      changed_.wait(lock, [&] { return !is_driven_ || operation.is_done(); });
+      --num_waiting_;
+    }
+    operation.deadline = Clock::now() + timeout;
+    operation.timeout = timeout;
+  }
+  while (!operation.is_done()) {
+    if (!is_driven_) {
+      is_driven_ = true;
+      lock.unlock();
+      drive(&operation);
+      lock.lock();
+      stop_driving();
+      continue;
+    }
+    ++num_waiting_;
+    shared_.rank(options_.rank).bell.ring();  // a background driver gives way
+    changed_.wait(lock, [&] { return !is_driven_ || operation.is_done(); });
+    --num_waiting_;
+  }
+}
+
+void Engine::poll() {
+  std::unique_lock lock(mutex_);
+  if (is_driven_ || fork_generation() != fork_generation_) return;
+  is_driven_ = true;
+  lock.unlock();
+  {
+    const Driving driving(this);
+    advance();
+  }
+  lock.lock();
+  stop_driving();
+}
+
+void Engine::run_in_background() {
+  std::unique_lock lock(mutex_);
+  while (!is_left_) {
+    if (is_driven_ || num_unfinished_ == 0 || num_waiting_ > 0) {
+      changed_.wait(lock);
+      continue;
+    }
+    is_driven_ = true;
+    lock.unlock();
+    drive(nullptr);
+    lock.lock();
+    stop_driving();
+  }
+}
+
+// Until `until` is done; without one, until nothing is left or a thread wants to drive itself.
+void Engine::drive(const Operation* until) {
+  Bell& bell = shared_.rank(options_.rank).bell;
+  const auto is_over = [&] {
+    if (until != nullptr) return until->is_done();
+    return num_unfinished_ == 0 || num_waiting_ > 0 || is_left_;
+  };
+  const Driving driving(this);
+  int num_idle = 0;
+  next_look_ = Clock::now() + kLookInterval;
+  while (!is_over()) {
+    if (advance()) {
+      num_idle = 0;
+      continue;
+    }
+    if (++num_idle < num_spins_) {
+      pause();
+      continue;
+    }
+    const uint32_t seen = bell.listen();
+    if (!advance() && !is_over()) bell.sleep(seen, kLookInterval);
+    bell.rise();
+    if (Clock::now() >= next_look_) {
+      look_for_trouble();
+      next_look_ = Clock::now() + kLookInterval;
+    }
+  }
+}
+
+void Engine::take_inbox() {
+  if (!has_inbox_.load()) return;
+  std::vector<OperationPtr> taken;
+  {
+    const std::lock_guard lock(mutex_);
+    taken.swap(inbox_);
+    has_inbox_.store(false);
+  }
+  for (OperationPtr& operation : taken) {
+    if (auto collective = std::dynamic_pointer_cast<Collective>(operation)) {
+      collectives_.push_back(std::move(collective));
+    } else {
+      messages_.post(std::dynamic_pointer_cast<Message>(operation));
+    }
+  }
+}
+
+void Engine::finish(Operation& operation, const std::exception_ptr& error) {
+  operation.finish(error);
+  --num_unfinished_;
+}
+
+bool Engine::advance_collectives() {
+  bool moved = false;
+  while (!collectives_.empty()) {
+    const CollectivePtr first = collectives_.front();
+    if (!first->advance(shared_, options_.rank, cursor_)) break;
+    collectives_.pop_front();
+    finish(*first, nullptr);
+    moved = true;
+  }
+  return moved;
+}
+
+bool Engine::advance_messages() {
+  std::vector<MessagePtr> ended;
+  const auto finish_ended = [&] {
+    for (const MessagePtr& message : ended) finish(*message, nullptr);
+  };
+  bool moved = false;
+  try {
+    moved = messages_.advance(ended);
+  } catch (...) {
+    finish_ended();
+    throw;
+  }
+  finish_ended();
+  return moved;
+}
+
+bool Engine::advance() {
+  take_inbox();
+  if (num_unfinished_ == 0) return false;
+  if (auto error = failure()) {
+    fail_all(error);
+    return true;
+  }
+  bool moved = false;
+  try {
+    moved = advance_collectives();
+    moved |= advance_messages();
+  } catch (const CollectiveMismatchError& error) {
+    fail_all(fail_group(ErrorKind::kMismatch,
+                        "weft: the ranks of group '" + options_.name +
+                            "' made calls that do not belong together: " + error.what() +
+                            "; make every rank call the same operations in the same order with "
+                            "fitting arguments"));
+    moved = true;
+  } catch (const std::exception& error) {
+    fail_all(fail_group(ErrorKind::kAborted,
+                        "weft: rank " + std::to_string(options_.rank) + " of group '" +
+                            options_.name + "' failed inside an operation: " + error.what()));
+    moved = true;
+  }
+  if (is_left_ && num_unfinished_ > 0) {
+    fail_all(std::make_exception_ptr(
+        GroupAbortedError("weft: rank " + std::to_string(options_.rank) + " left group '" +
+                          options_.name + "' before this operation was done")));
+    moved = true;
+  }
+  if (moved && num_waiting_ > 0) {
+    const std::lock_guard lock(mutex_);
+    changed_.notify_all();
+  }
+  return moved;
+}
+
+std::exception_ptr Engine::fail_group(ErrorKind kind, const std::string& text) {
+  const CollectiveError error = shared_.control().failure.leave(kind, text);
+  for (int rank = 0; rank < options_.size; ++rank) shared_.rank(rank).bell.ring();
+  try {
+    throw_error(error.kind(), error.what());
+  } catch (...) {
+    return std::current_exception();
+  }
+}
+
+void Engine::fail_all(const std::exception_ptr& error) {
+  take_inbox();
+  std::vector<OperationPtr> all(collectives_.begin(), collectives_.end());
+  collectives_.clear();
+  for (MessagePtr& message : messages_.take_all()) all.push_back(std::move(message));
+  for (const OperationPtr& operation : all) finish(*operation, error);
+  const std::lock_guard lock(mutex_);
+  changed_.notify_all();
+}
+
+// Lost peers and deadlines. A peer that left the group, or ended without a word, is an error only
+// for those who still need it.
+void Engine::look_for_trouble() {
+  if (collectives_.empty() && messages_.is_idle()) return;
+  const std::string what =
+      collectives_.empty() ? "point-to-point messages" : collectives_.front()->describe();
+  const auto needs = [&](int peer) {
+    return (!collectives_.empty() && !cursor_.phases.has_arrived(peer)) || messages_.needs(peer);
+  };
+  for (int peer = 0; peer < options_.size; ++peer) {
+    if (peer == options_.rank) continue;
+    const bool has_left = shared_.rank(peer).state.load() == RankState::kLeft;
+    if (has_left ? !needs(peer) : !peers_.has_ended(peer)) continue;
+    std::ostringstream text;
+    text << "weft: " << name_of_rank(shared_, peer) << " of group '" << options_.name << "' "
+         << (has_left ? "left the group" : "ended") << " while rank " << options_.rank
+         << " waited for it in " << what << " (collective " << cursor_.sequence
+         << " of the group); see its own output for why";
+    return fail_all(fail_group(ErrorKind::kPeerLost, text.str()));
+  }
+  const auto now = Clock::now();
+  if (!collectives_.empty() && collectives_.front()->deadline <= now) {
+    return fail_late(*collectives_.front());
+  }
+  if (const MessagePtr message = messages_.find_late(now)) fail_late(*message);
+}
+
+void Engine::fail_late(const Operation& operation) {
+  std::ostringstream text;
+  text << "weft: " << operation.describe() << " of group '" << options_.name << "' timed out after "
+       << seconds(operation.timeout) << " s on rank " << options_.rank;
+  if (const auto* collective = dynamic_cast<const Collective*>(&operation)) {
+    text << " (collective " << collective->sequence() << " of the group)";
+    for (const bool has_arrived : {true, false}) {
+      std::string ranks;
+      for (int rank = 0; rank < options_.size; ++rank) {
+        if (cursor_.phases.has_arrived(rank) == has_arrived) {
+          ranks += (ranks.empty() ? "" : ", ") + name_of_rank(shared_, rank);
+        }
+      }
+      text << (has_arrived ? ": arrived " : "; not arrived ") << (ranks.empty() ? "none" : ranks);
+    }
+  }
+  text << "; see what the late ranks do, or raise the timeout";
+  fail_all(fail_group(ErrorKind::kTimeout, text.str()));
+}
+
+void Engine::abort(const std::string& why) {
+  if (fork_generation() != fork_generation_) return;
+  fail_group(ErrorKind::kAborted,
+             "weft: rank " + std::to_string(options_.rank) + " aborted group '" + options_.name +
+                 "'" + (why.empty() ? "" : ": " + why));
+  poll();
+}
+
+void Engine::leave() {
+  if (fork_generation() != fork_generation_ || is_left_.exchange(true)) return;
+  shared_.rank(options_.rank).state.store(RankState::kLeft);
+  for (int rank = 0; rank < options_.size; ++rank) shared_.rank(rank).bell.ring();
+  poll();  // a thread that drives already was woken, and does the same
+  const std::lock_guard lock(mutex_);
+  changed_.notify_all();
+}
+
+std::shared_ptr<Engine> make_engine(const Store& store, const GroupOptions& options) {
+  const unsigned made_in = fork_generation();
+  return {new Engine(store, options), [made_in](Engine* engine) {
+            if (fork_generation() == made_in) delete engine;
+          }};
+}
+
+}  // namespace weft::collectives

@@ -1,0 +1,66 @@
+#pragma once
+
+// What a group raises. Once one of these was raised the group stays failed, on every rank.
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+namespace weft::collectives {
+
+enum class ErrorKind : uint32_t {
+  kMismatch = 1,  // ranks brought calls that do not belong together
+  kPeerLost,      // a rank's process ended, or left the group
+  kTimeout,       // a rank did not come in time
+  kAborted,       // somebody aborted the group
+};
+
+class CollectiveError : public std::runtime_error {
+ public:
+  CollectiveError(ErrorKind kind, const std::string& text)
+      : std::runtime_error(text), kind_(kind) {}
+  ErrorKind kind() const { return kind_; }
+
+ private:
+  ErrorKind kind_;
+};
+
+class CollectiveMismatchError final : public CollectiveError {
+ public:
+  explicit CollectiveMismatchError(const std::string& text)
+      : CollectiveError(ErrorKind::kMismatch, text) {}
+};
+
+class PeerLostError final : public CollectiveError {
+ public:
+  explicit PeerLostError(const std::string& text) : CollectiveError(ErrorKind::kPeerLost, text) {}
+};
+
+class CollectiveTimeoutError final : public CollectiveError {
+ public:
+  explicit CollectiveTimeoutError(const std::string& text)
+      : CollectiveError(ErrorKind::kTimeout, text) {}
+};
+
+class GroupAbortedError final : public CollectiveError {
+ public:
+  explicit GroupAbortedError(const std::string& text)
+      : CollectiveError(ErrorKind::kAborted, text) {}
+};
+
+// Throws the class of `kind`.
+[[noreturn]] inline void throw_error(ErrorKind kind, const std::string& text) {
+  switch (kind) {
+    case ErrorKind::kMismatch:
+      throw CollectiveMismatchError(text);
+    case ErrorKind::kPeerLost:
+      throw PeerLostError(text);
+    case ErrorKind::kTimeout:
+      throw CollectiveTimeoutError(text);
+    case ErrorKind::kAborted:
+      break;
+  }
+  throw GroupAbortedError(text);
+}
+
+}  // namespace weft::collectives

@@ -1,0 +1,98 @@
+#pragma once
+
+// Point-to-point messages. A sender announces each message; a small one comes along at once. A
+// larger one waits until the receiver has a place for it, and is then streamed through the ring
+// piece by piece, so that no side ever holds more than a ring of somebody else's data, and posts in
+// any order on both sides do not dead-lock. Messages of one sender, receiver and tag keep their
+// order.
+
+#include "operation.h"
+#include "ring.h"
+#include "shared_state.h"
+
+#include <deque>
+#include <list>
+#include <map>
+#include <memory>
+#include <vector>
+
+namespace weft::collectives {
+
+constexpr int kAnySource = -1;
+
+class Message : public Operation {
+ public:
+  enum class Direction { kSend, kReceive };
+  // data: read by a send, written by a receive; lives until the operation is done.
+  Message(
+      Direction direction, int peer, int tag, DType dtype, int64_t num_elements, std::byte* data);
+
+  std::string describe() const override;
+  // The sender, once a receive from any source is done.
+  int source() const { return peer; }
+
+  const Direction direction;
+  int peer;  // kAnySource until it is known
+  const int tag;
+  const DType dtype;
+  const int64_t num_elements;
+  std::byte* const data;
+
+  uint64_t num_bytes() const { return static_cast<uint64_t>(num_elements) * size_of(dtype); }
+
+ private:
+  friend class Messages;
+  uint64_t id_ = 0;
+  uint64_t num_moved_ = 0;  // bytes streamed so far
+};
+
+using MessagePtr = std::shared_ptr<Message>;
+
+// All messages of one rank. One thread at a time (the driver of the engine).
+class Messages {
+ public:
+  Messages(const SharedState& shared, int rank);
+
+  void post(MessagePtr message);
+  bool is_idle() const { return num_pending_ == 0; }
+  // Moves what can be moved; messages that ended are appended to `ended`. True when anything moved.
+  // Errors: CollectiveMismatchError when a receive meets a message of another size or dtype.
+  bool advance(std::vector<MessagePtr>& ended);
+  // Takes out all that are pending.
+  std::vector<MessagePtr> take_all();
+  // Whether something pending waits for `peer`. A receive from any source waits for all.
+  bool needs(int peer) const;
+  // Those whose deadline has passed.
+  MessagePtr find_late(std::chrono::steady_clock::time_point now) const;
+
+ private:
+  struct Announced {
+    int from;
+    FrameHead head;
+    std::vector<std::byte> payload;  // the message itself, where it came along
+  };
+  struct PeerQueues {
+    std::deque<MessagePtr> to_announce;
+    std::map<uint64_t, MessagePtr> announced;  // sends without a grant yet
+    std::deque<MessagePtr> granted;            // sends being streamed
+    std::deque<FrameHead> grants;              // to be sent to the peer
+    std::map<uint64_t, MessagePtr> incoming;   // receives that were granted
+    uint64_t num_announced = 0;
+  };
+
+  bool read_from(int peer, std::vector<MessagePtr>& ended);
+  bool write_to(int peer, std::vector<MessagePtr>& ended);
+  void match(std::vector<MessagePtr>& ended);
+  void accept(const MessagePtr& receive, Announced& message, std::vector<MessagePtr>& ended);
+  void end(const MessagePtr& message, std::vector<MessagePtr>& ended);
+
+  SharedState shared_;
+  int rank_;
+  std::vector<PeerQueues> queues_;  // by peer
+  std::list<MessagePtr> receives_;  // posted and not matched, in order
+  std::list<Announced> announced_;  // come and not matched, in order
+  size_t num_pending_ = 0;
+  bool has_new_match_ = false;
+};
+
+}  // namespace weft::collectives

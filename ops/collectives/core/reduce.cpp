@@ -1,0 +1,52 @@
+#include "reduce.h"
+
+#include <vector>
+
+namespace weft::collectives {
+
+bool can_reduce(ReduceOp op, DType dtype) {
+  if (op == ReduceOp::kNone || dtype >= DType::kFloat8) return false;
+  switch (op) {
+    case ReduceOp::kAvg:
+      return dtype != DType::kBool;
+    case ReduceOp::kBand:
+    case ReduceOp::kBor:
+    case ReduceOp::kBxor:
+      return dtype < DType::kFloat16;
+    default:
+      return true;
+  }
+}
+
+namespace detail {
+
+std::span<const ReduceLoops> supported_reduce_loops() {
+  static const std::vector<ReduceLoops> supported = [] {
+    std::vector<ReduceLoops> loops;
+#if defined(__x86_64__)
+    // REQUIRES: the features named here are those that CMakeLists.txt compiles for.
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+      loops.push_back(reduce_avx512);
+    }
+    if (__builtin_cpu_supports("avx2")) loops.push_back(reduce_avx2);
+#endif
+    loops.push_back(reduce_baseline);
+    return loops;
+  }();
+  return supported;
+}
+
+}  // namespace detail
+
+void reduce(ReduceOp op,
+            DType dtype,
+            std::byte* out,
+            std::span<const std::byte* const> sources,
+            int64_t num_elements) {
+  detail::supported_reduce_loops().front()(
+      {op, dtype, out, sources.data(), sources.size(), num_elements});
+}
+
+}  // namespace weft::collectives

@@ -1,0 +1,7 @@
+#include "reduce_loops.h"
+
+namespace weft::collectives::detail {
+
+void reduce_avx2(const ReduceJob& job) { run_loops(job); }
+
+}  // namespace weft::collectives::detail

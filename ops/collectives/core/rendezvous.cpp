@@ -1,0 +1,119 @@
+#include "rendezvous.h"
+
+#include "error.h"
+#include "peers.h"
+
+#include <sstream>
+#include <stdexcept>
+#include <thread>
+#include <unistd.h>
+#include <utility>
+
+namespace weft::collectives {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+class Joining {
+ public:
+  Joining(const Store& store, const GroupOptions& options)
+      : store_(store), options_(options), deadline_(Clock::now() + options.timeout) {}
+
+  Membership run() {
+    check_hosts();
+    const SharedSizes sizes = SharedSizes::within(options_.size, options_.staging_limit_bytes);
+    Membership member;
+    if (options_.rank == 0) {
+      member.segment = Segment::create(SharedState::num_bytes(sizes));
+      member.shared = SharedState(member.segment.data(), sizes);
+      member.shared.initialize();
+      store_.set("segment", member.segment.address().to_string());
+    } else {
+      member.segment = Segment::open(SegmentAddress::parse(get("segment", 0)));
+      member.shared = SharedState(member.segment.data(), sizes);
+    }
+    enter(member.shared);
+    wait_for_all(member.shared);
+    member.segment.close_descriptor();
+    return member;
+  }
+
+ private:
+  std::string get(const std::string& key, int from_rank) const {
+    const auto left =
+        std::chrono::duration_cast<std::chrono::milliseconds>(deadline_ - Clock::now());
+    try {
+      return store_.get(key, std::max(left, std::chrono::milliseconds(1)));
+    } catch (const std::exception& error) {
+      throw CollectiveTimeoutError("weft: rank " + std::to_string(from_rank) +
+                                   " did not join group '" + options_.name + "' within " +
+                                   seconds(options_.timeout) + " s (" + error.what() +
+                                   "); see what it waits for, or raise the timeout");
+    }
+  }
+
+  static std::string seconds(std::chrono::milliseconds time) {
+    std::ostringstream text;
+    text << static_cast<double>(time.count()) / 1000.0;
+    return text.str();
+  }
+
+  void check_hosts() const {
+    const std::string own = host_identity();
+    store_.set("host/" + std::to_string(options_.rank), own);
+    for (int rank = 0; rank < options_.size; ++rank) {
+      if (rank == options_.rank || get("host/" + std::to_string(rank), rank) == own) continue;
+      throw std::runtime_error(
+          "weft: got rank " + std::to_string(rank) + " of group '" + options_.name +
+          "' on another host than rank " + std::to_string(options_.rank) +
+          "; the weft backend takes ranks of one host, use gloo for this group");
+    }
+  }
+
+  void enter(const SharedState& shared) const {
+    RankBlock& own = shared.rank(options_.rank);
+    own.pid = getpid();
+    own.start_time = process_start_time(own.pid);
+    own.global_rank = options_.global_ranks.empty()
+                          ? options_.rank
+                          : options_.global_ranks[static_cast<size_t>(options_.rank)];
+    own.state.store(RankState::kJoined, std::memory_order_release);
+    shared.control().num_joined.fetch_add(1, std::memory_order_acq_rel);
+  }
+
+  void wait_for_all(const SharedState& shared) const {
+    const auto& joined = shared.control().num_joined;
+    while (joined.load(std::memory_order_acquire) != static_cast<uint32_t>(options_.size)) {
+      if (Clock::now() > deadline_) {
+        std::ostringstream text;
+        text << "weft: joining group '" << options_.name << "' timed out after "
+             << seconds(options_.timeout) << " s: without";
+        for (int rank = 0; rank < options_.size; ++rank) {
+          if (shared.rank(rank).state.load() == RankState::kAbsent) text << " rank " << rank;
+        }
+        throw CollectiveTimeoutError(text.str());
+      }
+      std::this_thread::sleep_for(std::chrono::microseconds(200));
+    }
+  }
+
+  const Store& store_;
+  const GroupOptions& options_;
+  const Clock::time_point deadline_;
+};
+
+}  // namespace
+
+Membership join(const Store& store, const GroupOptions& options) {
+  return Joining(store, options).run();
+}
+
+std::string name_of_rank(const SharedState& shared, int rank) {
+  const RankBlock& block = shared.rank(rank);
+  std::string text = "rank " + std::to_string(rank) + " (";
+  if (block.global_rank != rank) text += "global rank " + std::to_string(block.global_rank) + ", ";
+  return text + "pid " + std::to_string(block.pid) + ")";
+}
+
+}  // namespace weft::collectives

@@ -1,0 +1,45 @@
+#pragma once
+
+// How the ranks of a group find each other's memory.
+
+#include "segment.h"
+#include "shared_state.h"
+
+#include <chrono>
+#include <functional>
+#include <string>
+#include <vector>
+
+namespace weft::collectives {
+
+// A key-value store that all ranks of the group see, and nobody else under these keys.
+struct Store {
+  std::function<void(const std::string& key, const std::string& value)> set;
+  // Waits for the key; throws when it does not come within the timeout.
+  std::function<std::string(const std::string& key, std::chrono::milliseconds timeout)> get;
+};
+
+struct GroupOptions {
+  std::string name;  // for texts
+  int rank = 0;
+  int size = 1;
+  std::vector<int> global_ranks;  // by rank, for texts; empty: the same
+  std::chrono::milliseconds timeout{30 * 60 *
+                                    1000};        // of joining, and of each operation by default
+  size_t staging_limit_bytes = 16 * 1024 * 1024;  // of the group on this host, together
+};
+
+struct Membership {
+  Segment segment;
+  SharedState shared;
+};
+
+// Blocks until all ranks are there.
+// Errors: CollectiveTimeoutError naming the ranks that did not come; std::runtime_error where ranks
+// run on several hosts, or another's memory cannot be opened.
+Membership join(const Store& store, const GroupOptions& options);
+
+// "rank 1 (pid 4711)", "rank 1 (global rank 5, pid 4711)".
+std::string name_of_rank(const SharedState& shared, int rank);
+
+}  // namespace weft::collectives

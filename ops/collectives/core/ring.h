@@ -1,0 +1,52 @@
+#pragma once
+
+#include "shared_state.h"
+
+#include <cstddef>
+#include <cstdint>
+
+namespace weft::collectives {
+
+// What travels through a ring: frames of a head and a payload, each rounded up to whole heads.
+//   kAnnounce  a message is there; small ones come along as the payload
+//   kGrant     the receiver has a place for the announced message: send it
+//   kData      a piece of a granted message
+enum class FrameKind : uint8_t { kAnnounce = 1, kGrant, kData };
+
+struct FrameHead {
+  FrameKind kind = FrameKind::kAnnounce;
+  DType dtype = DType::kUInt8;
+  uint16_t unused = 0;
+  int32_t tag = 0;
+  uint64_t message = 0;  // the sender's count of messages to this receiver
+  uint64_t message_bytes = 0;
+  uint64_t payload_bytes = 0;
+};
+static_assert(sizeof(FrameHead) == 32);
+
+// The writing end of the ring to a peer, or the reading end of the ring from it. One thread.
+class RingEnd {
+ public:
+  RingEnd(const SharedState& shared, int from, int to);
+
+  // Payload bytes that a frame written now can take; negative: not even a head fits.
+  int64_t space() const;
+  // REQUIRES: head.payload_bytes <= space().
+  void write(const FrameHead& head, const std::byte* payload);
+
+  bool is_empty() const;
+  // REQUIRES: not empty. `read_payload`, then `pop`.
+  FrameHead front() const;
+  void read_payload(std::byte* out) const;
+  void pop();
+
+ private:
+  void copy_in(uint64_t position, const void* data, size_t num_bytes);
+  void copy_out(uint64_t position, void* data, size_t num_bytes) const;
+
+  RingHeader* header_;
+  std::byte* data_;
+  size_t num_bytes_;
+};
+
+}  // namespace weft::collectives

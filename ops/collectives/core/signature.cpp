@@ -1,0 +1,135 @@
+#include "signature.h"
+
+#include <algorithm>
+#include <map>
+#include <sstream>
+
+namespace weft::collectives {
+
+namespace {
+
+constexpr size_t kMaxListed = 16;  // ranks or counts in a text
+
+template <typename List>
+void print_list(std::ostream& out, const List& list) {
+  out << '[';
+  for (size_t i = 0; i < list.size(); ++i) {
+    if (i == kMaxListed) {
+      out << ", ...";
+      break;
+    }
+    out << (i == 0 ? "" : ", ") << list[i];
+  }
+  out << ']';
+}
+
+bool same_shape(const SignatureHead& a, const SignatureHead& b) {
+  return a.num_elements == b.num_elements && a.num_dims == b.num_dims && a.shape == b.shape;
+}
+
+bool same_call(const SignatureHead& a, const SignatureHead& b) {
+  return a.op == b.op && a.reduce_op == b.reduce_op && a.root == b.root &&
+         (a.dtype == b.dtype || a.op == Op::kBarrier);
+}
+
+// Whether what rank `from` gives is what rank `to` expects of it.
+bool fits(const std::vector<Signature>& by_rank, size_t from, size_t to) {
+  return by_rank[from].gives[to] == by_rank[to].expects[from];
+}
+
+bool belong_together(const std::vector<Signature>& by_rank) {
+  const SignatureHead& first = by_rank.front().head;
+  const size_t num_ranks = by_rank.size();
+  for (const Signature& other : by_rank) {
+    if (!same_call(first, other.head)) return false;
+  }
+  const auto root = static_cast<size_t>(std::max(first.root, 0));
+  for (size_t rank = 0; rank < num_ranks; ++rank) {
+    const Signature& mine = by_rank[rank];
+    switch (first.op) {
+      case Op::kAllReduce:
+      case Op::kReduce:
+      case Op::kBroadcast:
+        if (!same_shape(first, mine.head)) return false;
+        break;
+      case Op::kReduceScatter:
+        if (!std::ranges::equal(mine.gives, by_rank.front().gives)) return false;
+        if (mine.expects[rank] != mine.gives[rank]) return false;
+        break;
+      case Op::kGather:
+        if (!fits(by_rank, rank, root)) return false;
+        break;
+      case Op::kScatter:
+        if (!fits(by_rank, root, rank)) return false;
+        break;
+      case Op::kAllGather:
+      case Op::kAllToAll:
+        for (size_t peer = 0; peer < num_ranks; ++peer) {
+          if (!fits(by_rank, rank, peer)) return false;
+        }
+        break;
+      case Op::kBarrier:
+        break;
+    }
+  }
+  return true;
+}
+
+}  // namespace
+
+std::string describe(const Signature& signature) {
+  const SignatureHead& head = signature.head;
+  std::ostringstream text;
+  text << name_of(head.op) << '(';
+  const char* separator = "";
+  const auto field = [&](const char* label) -> std::ostream& {
+    text << separator << label;
+    separator = ", ";
+    return text;
+  };
+  if (head.reduce_op != ReduceOp::kNone) field("") << name_of(head.reduce_op);
+  if (head.op != Op::kBarrier) {
+    field("") << name_of(head.dtype) << ' ';
+    if (head.num_dims > 0) {
+      print_list(text, std::span(head.shape).first(head.num_dims));
+    } else {
+      text << head.num_elements << (head.num_elements == 1 ? " element" : " elements");
+    }
+  }
+  if (head.root >= 0) field("root ") << head.root;
+  if (!signature.gives.empty()) {
+    field("gives ");
+    print_list(text, signature.gives);
+  }
+  if (!signature.expects.empty()) {
+    field("expects ");
+    print_list(text, signature.expects);
+  }
+  text << ')';
+  return text.str();
+}
+
+std::optional<std::string> mismatch(const std::vector<Signature>& by_rank) {
+  if (belong_together(by_rank)) return std::nullopt;
+  // Ranks that brought the same are told together.
+  std::vector<std::string> calls;
+  std::map<std::string, std::vector<size_t>> ranks_of;
+  for (size_t rank = 0; rank < by_rank.size(); ++rank) {
+    std::string call = describe(by_rank[rank]);
+    if (!ranks_of.contains(call)) calls.push_back(call);
+    ranks_of[call].push_back(rank);
+  }
+  std::ostringstream text;
+  for (size_t i = 0; i < std::min(calls.size(), kMaxListed); ++i) {
+    const auto& ranks = ranks_of[calls[i]];
+    text << (i == 0 ? "" : "; ") << (ranks.size() == 1 ? "rank " : "ranks ");
+    for (size_t k = 0; k < std::min(ranks.size(), kMaxListed); ++k) {
+      text << (k == 0 ? "" : ", ") << ranks[k];
+    }
+    text << (ranks.size() > kMaxListed ? ", ..." : "") << " brought " << calls[i];
+  }
+  if (calls.size() > kMaxListed) text << "; ...";
+  return text.str();
+}
+
+}  // namespace weft::collectives

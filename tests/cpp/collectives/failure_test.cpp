@@ -1,0 +1,167 @@
+// Calls that do not belong together, ranks that come late or leave: what every rank gets to read.
+#include "ranks.h"
+#include "reductions.h"
+
+#include <gmock/gmock.h>
+
+#include <mutex>
+
+namespace weft::collectives::testing {
+namespace {
+
+using ::testing::HasSubstr;
+using Values = std::vector<float>;
+using MakeCall = std::function<CollectivePtr(int rank, Values& values)>;
+
+// What each rank reads when it makes its call; all must be of class Error and the same text.
+template <typename Error>
+std::string common_text(int num_ranks, const MakeCall& make_call) {
+  std::mutex mutex;
+  std::vector<std::string> texts;
+  run_threads(num_ranks, [&](Engine& engine, int rank) {
+    Values values(256, 1.F);
+    std::string text = text_of<Error>([&] { complete(engine, make_call(rank, values)); });
+    {
+      const std::lock_guard lock(mutex);
+      texts.push_back(text);
+    }
+    EXPECT_EQ(text_of<Error>([&] { complete(engine, make_barrier()); }), text)
+        << "the group stays failed";
+  });
+  for (const std::string& text : texts) EXPECT_EQ(text, texts.front());
+  return texts.front();
+}
+
+CollectivePtr sum(std::vector<int64_t> shape, DType dtype, Values& values) {
+  int64_t size = 1;
+  for (const int64_t dim : shape) size *= dim;
+  return make_all_reduce(
+      {dtype, std::move(shape)}, ReduceOp::kSum, {bytes(values), size}, {bytes(values), size});
+}
+
+TEST(Mismatch, Operation) {
+  const auto text = common_text<CollectiveMismatchError>(3, [](int rank, Values& values) {
+    return rank == 1 ? make_barrier() : sum({4}, DType::kFloat32, values);
+  });
+  EXPECT_THAT(text,
+              HasSubstr("ranks 0, 2 brought all_reduce(sum, float32 [4]); rank 1 brought "
+                        "barrier()"));
+}
+
+TEST(Mismatch, ShapeOfEqualSize) {
+  const auto text = common_text<CollectiveMismatchError>(2, [](int rank, Values& values) {
+    return sum(rank == 0 ? std::vector<int64_t>{2, 6} : std::vector<int64_t>{3, 4},
+               DType::kFloat32,
+               values);
+  });
+  EXPECT_THAT(text,
+              HasSubstr("rank 0 brought all_reduce(sum, float32 [2, 6]); rank 1 brought "
+                        "all_reduce(sum, float32 [3, 4])"));
+}
+
+TEST(Mismatch, DTypeOfEqualSize) {
+  const auto text = common_text<CollectiveMismatchError>(2, [](int rank, Values& values) {
+    return sum({4}, rank == 0 ? DType::kFloat32 : DType::kInt32, values);
+  });
+  EXPECT_THAT(text, HasSubstr("float32 [4]"));
+  EXPECT_THAT(text, HasSubstr("int32 [4]"));
+}
+
+TEST(Mismatch, Root) {
+  const auto text = common_text<CollectiveMismatchError>(2, [](int rank, Values& values) {
+    return make_broadcast({DType::kFloat32, {4}}, {bytes(values), 4}, rank, rank);
+  });
+  EXPECT_THAT(text, HasSubstr("root 0"));
+  EXPECT_THAT(text, HasSubstr("root 1"));
+}
+
+TEST(Mismatch, WhatAnotherExpects) {
+  const auto text = common_text<CollectiveMismatchError>(2, [](int rank, Values& values) {
+    // Rank 1 gives 6 elements where rank 0 has place for 4.
+    const int64_t own = rank == 0 ? 4 : 6;
+    return make_all_gather(DType::kFloat32,
+                           {bytes(values), own},
+                           {{bytes(values), 4}, {bytes(values), rank == 0 ? 4 : 6}});
+  });
+  EXPECT_THAT(text, HasSubstr("gives [6, 6], expects [4, 6]"));
+}
+
+TEST(Mismatch, SizeOfAMessage) {
+  run_threads(2, [](Engine& engine, int rank) {
+    Values values(100000);
+    const auto direction = rank == 0 ? Message::Direction::kSend : Message::Direction::kReceive;
+    const auto call = std::make_shared<Message>(
+        direction, 1 - rank, 0, DType::kFloat32, rank == 0 ? 100000 : 4, bytes(values));
+    const auto text = text_of<CollectiveMismatchError>([&] { complete(engine, call); });
+    EXPECT_THAT(text,
+                HasSubstr("rank 0 sent float32 100000 elements with tag 0 where rank 1 called "
+                          "recv(float32 4 elements from rank 0, tag 0)"));
+  });
+}
+
+TEST(Late, TheErrorTellsWhoCameAndWhoDidNot) {
+  std::atomic<bool> is_over{false};
+  run_threads(
+      3,
+      [&](Engine& engine, int rank) {
+        Values values(4);
+        if (rank == 2) {
+          while (!is_over) std::this_thread::sleep_for(milliseconds(1));
+          EXPECT_NE(text_of<CollectiveTimeoutError>([&] { complete(engine, make_barrier()); }), "");
+          return;
+        }
+        const auto text = text_of<CollectiveTimeoutError>(
+            [&] { complete(engine, sum({4}, DType::kFloat32, values)); });
+        EXPECT_THAT(text, HasSubstr("all_reduce(sum, float32 [4]) of group 'test' timed out"));
+        EXPECT_THAT(text, HasSubstr("not arrived rank 2"));
+        is_over = true;
+      },
+      group_of(1, 0, milliseconds(300)));
+}
+
+TEST(Late, ARankThatNeverJoinsIsNamed) {
+  MemoryStore store;
+  GroupOptions options = group_of(2, 0, milliseconds(200));
+  EXPECT_THAT(text_of<CollectiveTimeoutError>([&] { make_engine(store.view(), options); }),
+              HasSubstr("rank 1 did not join group 'test' within 0.2 s"));
+}
+
+TEST(Leave, WhoStillNeedsTheRankIsTold) {
+  run_threads(2, [](Engine& engine, int rank) {
+    complete(engine, make_barrier());
+    if (rank == 1) return;  // leaves
+    const auto text = text_of<PeerLostError>([&] { complete(engine, make_barrier()); });
+    EXPECT_THAT(text, HasSubstr("rank 1"));
+    EXPECT_THAT(text, HasSubstr("left the group"));
+  });
+}
+
+TEST(Leave, PendingOperationsFail) {
+  run_threads(2, [](Engine& engine, int rank) {
+    if (rank == 0) {
+      Values values(4);
+      const auto pending = std::make_shared<Message>(
+          Message::Direction::kReceive, 1, 0, DType::kFloat32, 4, bytes(values));
+      engine.submit(pending, true);
+      engine.leave();
+      EXPECT_NE(text_of<GroupAbortedError>([&] {
+                  engine.wait(*pending, milliseconds(0));
+                  std::rethrow_exception(pending->error());
+                }),
+                "");
+      EXPECT_THAT(text_of<GroupAbortedError>([&] { complete(engine, make_barrier()); }),
+                  HasSubstr("which this rank has left"));
+    }
+  });
+}
+
+TEST(Abort, ReachesAllRanks) {
+  run_threads(3, [](Engine& engine, int rank) {
+    if (rank == 0) engine.abort("enough");
+    EXPECT_THAT(text_of<GroupAbortedError>([&] { complete(engine, make_barrier()); }),
+                HasSubstr("rank 0 aborted group 'test': enough"));
+  });
+}
+
+}  // namespace
+}  // namespace weft::collectives::testing

@@ -1,0 +1,231 @@
+// Reductions in double precision (or 64-bit integers) against every instruction set that runs here.
+#include "reduce.h"
+
+#include <weft/kernels/half_types.h>
+
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <vector>
+
+namespace weft::collectives {
+namespace {
+
+using kernels::cpu::BFloat16;
+using kernels::cpu::Float16;
+
+template <typename T>
+T element(int value) {
+  if constexpr (std::is_same_v<T, BFloat16> || std::is_same_v<T, Float16>) {
+    T out{};
+    kernels::cpu::store(static_cast<float>(value), out);
+    return out;
+  } else {
+    return static_cast<T>(value);
+  }
+}
+
+template <typename T>
+double number(T value) {
+  if constexpr (std::is_same_v<T, BFloat16> || std::is_same_v<T, Float16>) {
+    return kernels::cpu::load(value);
+  } else {
+    return static_cast<double>(value);
+  }
+}
+
+double expected(ReduceOp op, const std::vector<int>& values) {
+  double result = values.front();
+  for (size_t k = 1; k < values.size(); ++k) {
+    const int value = values[k];
+    const auto bits = static_cast<int>(result);
+    switch (op) {
+      case ReduceOp::kSum:
+      case ReduceOp::kAvg:
+        result += value;
+        break;
+      case ReduceOp::kProduct:
+        result *= value;
+        break;
+      case ReduceOp::kMin:
+        result = std::min<double>(result, value);
+        break;
+      case ReduceOp::kMax:
+        result = std::max<double>(result, value);
+        break;
+      case ReduceOp::kBand:
+        result = bits & value;
+        break;
+      case ReduceOp::kBor:
+        result = bits | value;
+        break;
+      case ReduceOp::kBxor:
+        result = bits ^ value;
+        break;
+      case ReduceOp::kNone:
+        break;
+    }
+  }
+  return result;
+}
+
+constexpr std::array kOps{ReduceOp::kSum,
+                          ReduceOp::kAvg,
+                          ReduceOp::kProduct,
+                          ReduceOp::kMin,
+                          ReduceOp::kMax,
+                          ReduceOp::kBand,
+                          ReduceOp::kBor,
+                          ReduceOp::kBxor};
+
+// Values of 0 to 4: products of three and sums fit every type, and halves hold them exactly.
+template <typename T>
+void check(DType dtype) {
+  std::mt19937 random(17);
+  for (const ReduceOp op : kOps) {
+    if (!can_reduce(op, dtype)) continue;
+    for (const size_t size : {size_t{0}, size_t{1}, size_t{31}, size_t{1025}}) {
+      for (const size_t num_sources : {size_t{1}, size_t{2}, size_t{3}}) {
+        std::vector<std::vector<int>> values(size, std::vector<int>(num_sources));
+        std::vector<std::vector<T>> sources(num_sources, std::vector<T>(size));
+        for (size_t i = 0; i < size; ++i) {
+          for (size_t k = 0; k < num_sources; ++k) {
+            values[i][k] = static_cast<int>(random() % 5);
+            sources[k][i] = element<T>(values[i][k]);
+          }
+        }
+        for (const auto loops : detail::supported_reduce_loops()) {
+          auto copies = sources;
+          std::vector<const std::byte*> data;
+          for (auto& source : copies) data.push_back(reinterpret_cast<std::byte*>(source.data()));
+          // Into the last source: as a rank in place does.
+          auto& out = copies.back();
+          loops({op,
+                 dtype,
+                 reinterpret_cast<std::byte*>(out.data()),
+                 data.data(),
+                 data.size(),
+                 static_cast<int64_t>(size)});
+          for (size_t i = 0; i < size; ++i) {
+            double wanted = expected(op, values[i]);
+            if (op == ReduceOp::kAvg) {
+              wanted /= static_cast<double>(num_sources);
+              if (dtype < DType::kFloat16) wanted = std::trunc(wanted);
+            }
+            const double tolerance = dtype == DType::kBFloat16  ? 0.01
+                                     : dtype == DType::kFloat16 ? 0.002
+                                                                : 1e-6;
+            ASSERT_NEAR(number(out[i]), wanted, tolerance * std::max(1.0, wanted))
+                << name_of(op) << ' ' << name_of(dtype) << " element " << i;
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(Reduce, EveryTypeAndOperation) {
+  check<uint8_t>(DType::kUInt8);
+  check<int8_t>(DType::kInt8);
+  check<uint16_t>(DType::kUInt16);
+  check<int16_t>(DType::kInt16);
+  check<uint32_t>(DType::kUInt32);
+  check<int32_t>(DType::kInt32);
+  check<uint64_t>(DType::kUInt64);
+  check<int64_t>(DType::kInt64);
+  check<Float16>(DType::kFloat16);
+  check<BFloat16>(DType::kBFloat16);
+  check<float>(DType::kFloat32);
+  check<double>(DType::kFloat64);
+}
+
+// (((a + b) + c) + d), to the bit, on every instruction set: what makes all ranks agree.
+TEST(Reduce, KeepsTheOrder) {
+  std::mt19937 random(3);
+  std::uniform_real_distribution<float> uniform(-1e6F, 1e6F);
+  constexpr size_t kSize = 3001;
+  std::vector<std::vector<float>> sources(4, std::vector<float>(kSize));
+  std::vector<const std::byte*> data;
+  for (auto& source : sources) {
+    for (float& value : source) value = uniform(random);
+    data.push_back(reinterpret_cast<std::byte*>(source.data()));
+  }
+  for (const auto loops : detail::supported_reduce_loops()) {
+    std::vector<float> out(kSize);
+    loops({ReduceOp::kSum,
+           DType::kFloat32,
+           reinterpret_cast<std::byte*>(out.data()),
+           data.data(),
+           data.size(),
+           kSize});
+    for (size_t i = 0; i < kSize; ++i) {
+      const float wanted = ((sources[0][i] + sources[1][i]) + sources[2][i]) + sources[3][i];
+      ASSERT_EQ(std::memcmp(&out[i], &wanted, sizeof wanted), 0) << i;
+    }
+  }
+}
+
+TEST(Reduce, HalfTypesAccumulateInFloat) {
+  // 256 + 1 is not a bfloat16, 256 + 1 + 1 is: rounding after each addition would give 256.
+  std::array<BFloat16, 3> values{
+      element<BFloat16>(256), element<BFloat16>(1), element<BFloat16>(1)};
+  std::vector<const std::byte*> data;
+  for (auto& value : values) data.push_back(reinterpret_cast<std::byte*>(&value));
+  BFloat16 out{};
+  reduce(ReduceOp::kSum, DType::kBFloat16, reinterpret_cast<std::byte*>(&out), data, 1);
+  EXPECT_EQ(number(out), 258.0);
+}
+
+TEST(Reduce, IntegersWrap) {
+  std::array<int32_t, 2> values{std::numeric_limits<int32_t>::max(), 1};
+  const std::vector<const std::byte*> data{reinterpret_cast<std::byte*>(&values[0]),
+                                           reinterpret_cast<std::byte*>(&values[1])};
+  int32_t out = 0;
+  reduce(ReduceOp::kSum, DType::kInt32, reinterpret_cast<std::byte*>(&out), data, 1);
+  EXPECT_EQ(out, std::numeric_limits<int32_t>::min());
+}
+
+TEST(Reduce, NaNStaysWhicheverSideBringsIt) {
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  for (const bool nan_first : {true, false}) {
+    std::array<float, 2> values{nan_first ? nan : 1.F, nan_first ? 1.F : nan};
+    const std::vector<const std::byte*> data{reinterpret_cast<std::byte*>(&values[0]),
+                                             reinterpret_cast<std::byte*>(&values[1])};
+    for (const ReduceOp op : {ReduceOp::kMin, ReduceOp::kMax, ReduceOp::kSum}) {
+      float out = 0;
+      reduce(op, DType::kFloat32, reinterpret_cast<std::byte*>(&out), data, 1);
+      EXPECT_TRUE(std::isnan(out)) << name_of(op);
+    }
+  }
+}
+
+TEST(Reduce, BoolIsLogic) {
+  std::array<uint8_t, 2> values{1, 0};
+  const std::vector<const std::byte*> data{reinterpret_cast<std::byte*>(&values[0]),
+                                           reinterpret_cast<std::byte*>(&values[1])};
+  const auto result = [&](ReduceOp op) {
+    uint8_t out = 9;
+    reduce(op, DType::kBool, reinterpret_cast<std::byte*>(&out), data, 1);
+    return out;
+  };
+  EXPECT_EQ(result(ReduceOp::kSum), 1);
+  EXPECT_EQ(result(ReduceOp::kMax), 1);
+  EXPECT_EQ(result(ReduceOp::kProduct), 0);
+  EXPECT_EQ(result(ReduceOp::kMin), 0);
+  EXPECT_EQ(result(ReduceOp::kBxor), 1);
+}
+
+TEST(Reduce, WhatHasNoMeaningIsNotReduced) {
+  EXPECT_FALSE(can_reduce(ReduceOp::kBand, DType::kFloat32));
+  EXPECT_FALSE(can_reduce(ReduceOp::kAvg, DType::kBool));
+  EXPECT_FALSE(can_reduce(ReduceOp::kSum, DType::kFloat8));
+  EXPECT_FALSE(can_reduce(ReduceOp::kNone, DType::kInt32));
+  EXPECT_TRUE(can_reduce(ReduceOp::kBor, DType::kBool));
+}
+
+}  // namespace
+}  // namespace weft::collectives
