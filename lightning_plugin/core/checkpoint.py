@@ -33,6 +33,11 @@ def optimizer_key(idx: int) -> str:
     return f"optimizer_{idx}"
 
 
+def if_given(**arguments: Any) -> dict[str, Any]:
+    """The arguments that are not None: the stock strategy of Lightning 2.5 does not know `weights_only` yet."""
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
 def is_directory(path: Path) -> bool:
     """Whether `path` is a directory of shards with Lightning's metadata."""
     return (path / METADATA_FILENAME).is_file()

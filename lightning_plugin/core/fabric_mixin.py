@@ -139,9 +139,9 @@ class FabricMixin(StrategyMixin):
         if self._plan is not None and isinstance(state, dict):
             optimizers = {key: value for key, value in state.items() if isinstance(value, Optimizer)}
         if not optimizers:
-            return super().load_checkpoint(path, state, strict, weights_only)
+            return super().load_checkpoint(path, state, strict, **checkpoints.if_given(weights_only=weights_only))
         others = {key: value for key, value in state.items() if key not in optimizers}
-        rest = super().load_checkpoint(path, others, strict, weights_only)
+        rest = super().load_checkpoint(path, others, strict, **checkpoints.if_given(weights_only=weights_only))
         state.update(others)
         [model] = [value for value in others.values() if isinstance(value, Module)]
         source = Path(self.broadcast(path))

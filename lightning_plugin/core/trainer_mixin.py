@@ -170,7 +170,7 @@ class TrainerMixin(StrategyMixin):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a directory or a file, saved at any number of ranks, into the live model and optimizers; collective."""
         if self._plan is None:
-            return super().load_checkpoint(checkpoint_path, weights_only)
+            return super().load_checkpoint(checkpoint_path, **checkpoints.if_given(weights_only=weights_only))
         path = Path(self.broadcast(checkpoint_path))
         load = checkpoints.load_directory if checkpoints.is_directory(path) else checkpoints.load_file
         # In a test after a fit there are optimizers still, of the fit, perhaps of another model.
