@@ -1,5 +1,6 @@
-# weft_add_test(NAME SOURCES ... [LIBRARIES ...] [PRECOMPILED target]): a GoogleTest executable, one per file, known
-# to ctest. PRECOMPILED names a library whose precompiled header it takes.
+# weft_add_test(NAME SOURCES ... [LIBRARIES ...] [PRECOMPILED target]): a GoogleTest executable, known to ctest. Its
+# files are compiled as one: most of their time is in what they include. So they share an anonymous namespace.
+# PRECOMPILED names a library whose precompiled header it takes.
 find_package(GTest 1.12 QUIET)
 if(NOT GTest_FOUND)
   include(FetchContent)
@@ -14,6 +15,7 @@ include(GoogleTest)
 function(weft_add_test NAME)
   cmake_parse_arguments(TEST "" "PRECOMPILED" "SOURCES;LIBRARIES" ${ARGN})
   add_executable(${NAME} ${TEST_SOURCES})
+  set_target_properties(${NAME} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 0)
   target_link_libraries(${NAME} PRIVATE weft_warnings ${TEST_LIBRARIES} GTest::gtest_main)
   # A test runs once for each time it is compiled.
   target_compile_options(${NAME} PRIVATE $<$<CXX_COMPILER_ID:GNU,Clang>:-O1>)

@@ -169,6 +169,21 @@ void run_any(const ReduceJob& job) {
   if constexpr (kInteger) run_bits<T>(job);
 }
 
+// Sums, products and bits of signed integers are those of unsigned ones: half the loops.
+template <typename T, typename U>
+void run_signed(const ReduceJob& job) {
+  switch (job.op) {
+    case ReduceOp::kAvg:
+      return run<T, Sum, true>(job);
+    case ReduceOp::kMin:
+      return run<T, Min, false>(job);
+    case ReduceOp::kMax:
+      return run<T, Max, false>(job);
+    default:
+      return run_any<U, true>(job);
+  }
+}
+
 void run_bool(const ReduceJob& job) {
   switch (job.op) {
     case ReduceOp::kSum:
@@ -191,19 +206,19 @@ void run_loops(const ReduceJob& job) {
     case DType::kUInt8:
       return run_any<uint8_t, true>(job);
     case DType::kInt8:
-      return run_any<int8_t, true>(job);
+      return run_signed<int8_t, uint8_t>(job);
     case DType::kUInt16:
       return run_any<uint16_t, true>(job);
     case DType::kInt16:
-      return run_any<int16_t, true>(job);
+      return run_signed<int16_t, uint16_t>(job);
     case DType::kUInt32:
       return run_any<uint32_t, true>(job);
     case DType::kInt32:
-      return run_any<int32_t, true>(job);
+      return run_signed<int32_t, uint32_t>(job);
     case DType::kUInt64:
       return run_any<uint64_t, true>(job);
     case DType::kInt64:
-      return run_any<int64_t, true>(job);
+      return run_signed<int64_t, uint64_t>(job);
     case DType::kFloat16:
       return run_any<Float16, false>(job);
     case DType::kBFloat16:

@@ -7,16 +7,16 @@
 namespace weft::collectives::testing {
 namespace {
 
-using Values = std::vector<int32_t>;
+using Ints = std::vector<int32_t>;
 using Direction = Message::Direction;
 
-Values pattern(int seed, size_t size) {
-  Values values(size);
+Ints pattern(int seed, size_t size) {
+  Ints values(size);
   for (size_t i = 0; i < size; ++i) values[i] = seed * 1000003 + static_cast<int32_t>(i);
   return values;
 }
 
-MessagePtr message(Direction direction, int peer, int tag, Values& values) {
+MessagePtr message(Direction direction, int peer, int tag, Ints& values) {
   return std::make_shared<Message>(
       direction, peer, tag, DType::kInt32, static_cast<int64_t>(values.size()), bytes(values));
 }
@@ -30,8 +30,8 @@ class MessageSizes : public ::testing::TestWithParam<size_t> {};
 
 TEST_P(MessageSizes, BothWaysAtOnceWithoutDeadlock) {
   run_threads(2, [&](Engine& engine, int rank) {
-    Values sent = pattern(rank, GetParam());
-    Values received(GetParam());
+    Ints sent = pattern(rank, GetParam());
+    Ints received(GetParam());
     const auto send = message(Direction::kSend, 1 - rank, 0, sent);
     engine.submit(send, true);
     complete(engine, message(Direction::kReceive, 1 - rank, 0, received));
@@ -43,9 +43,9 @@ TEST_P(MessageSizes, BothWaysAtOnceWithoutDeadlock) {
 
 TEST_P(MessageSizes, ReceivedInTheOtherOrder) {
   run_threads(2, [&](Engine& engine, int rank) {
-    std::vector<Values> values;
+    std::vector<Ints> values;
     for (int tag = 0; tag < 5; ++tag) {
-      values.push_back(rank == 0 ? pattern(tag, GetParam()) : Values(GetParam()));
+      values.push_back(rank == 0 ? pattern(tag, GetParam()) : Ints(GetParam()));
     }
     if (rank == 0) {
       std::vector<MessagePtr> sends;
@@ -56,7 +56,7 @@ TEST_P(MessageSizes, ReceivedInTheOtherOrder) {
       for (const MessagePtr& send : sends) wait_for(engine, send);
     } else {
       for (int tag = 4; tag >= 0; --tag) {
-        Values& received = values[static_cast<size_t>(tag)];
+        Ints& received = values[static_cast<size_t>(tag)];
         complete(engine, message(Direction::kReceive, 0, tag, received));
         EXPECT_EQ(received, pattern(tag, GetParam()));
       }
@@ -70,7 +70,7 @@ INSTANTIATE_TEST_SUITE_P(Sizes, MessageSizes, ::testing::Values(0, 1, 1016, 1017
 TEST(MessageTest, OneTagKeepsItsOrder) {
   run_threads(2, [](Engine& engine, int rank) {
     for (int i = 0; i < 200; ++i) {
-      Values values = rank == 0 ? pattern(i, 3) : Values(3);
+      Ints values = rank == 0 ? pattern(i, 3) : Ints(3);
       complete(engine,
                message(rank == 0 ? Direction::kSend : Direction::kReceive, 1 - rank, 7, values));
       EXPECT_EQ(values, pattern(i, 3));
@@ -84,7 +84,7 @@ TEST(MessageTest, FromAnyRankTellsWhich) {
     if (rank == 0) {
       std::vector<int> sources;
       for (int i = 0; i < 3; ++i) {
-        Values values(5000);
+        Ints values(5000);
         const auto receive = message(Direction::kReceive, kAnySource, 1, values);
         complete(engine, receive);
         sources.push_back(receive->source());
@@ -93,7 +93,7 @@ TEST(MessageTest, FromAnyRankTellsWhich) {
       std::ranges::sort(sources);
       EXPECT_EQ(sources, (std::vector<int>{1, 2, 3}));
     } else {
-      Values values = pattern(rank, 5000);
+      Ints values = pattern(rank, 5000);
       complete(engine, message(Direction::kSend, 0, 1, values));
     }
     complete(engine, make_barrier());
@@ -103,7 +103,7 @@ TEST(MessageTest, FromAnyRankTellsWhich) {
 // A collective that comes between does not hold up a message that the other side needs first.
 TEST(MessageTest, ASendGoesOnWhileItsRankWaitsInACollective) {
   run_threads(2, [](Engine& engine, int rank) {
-    Values values = rank == 0 ? pattern(5, 500000) : Values(500000);
+    Ints values = rank == 0 ? pattern(5, 500000) : Ints(500000);
     if (rank == 0) {
       const auto send = message(Direction::kSend, 1, 0, values);
       engine.submit(send, true);
@@ -134,7 +134,7 @@ TEST(MessageTest, RandomTrafficBetweenFourRanks) {
         transfers.push_back({from, to, i, plan() % 20000});
       }
       std::ranges::shuffle(transfers, own);
-      std::vector<Values> buffers(transfers.size());
+      std::vector<Ints> buffers(transfers.size());
       std::vector<MessagePtr> pending;
       for (size_t i = 0; i < transfers.size(); ++i) {
         const Transfer& t = transfers[i];

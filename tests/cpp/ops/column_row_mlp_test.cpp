@@ -103,7 +103,7 @@ TEST_P(ColumnRowMlp, EqualsTheUnshardedBlock) {
   });
 }
 
-std::string case_name(const ::testing::TestParamInfo<Case>& info) {
+std::string mlp_case_name(const ::testing::TestParamInfo<Case>& info) {
   const auto& [ranks, gated, bias, activation, recompute] = info.param;
   return std::to_string(ranks) + "ranks_" + activation + (gated ? "_gated" : "") +
          (bias ? "_bias" : "") + (recompute ? "_recompute" : "");
@@ -116,7 +116,7 @@ INSTANTIATE_TEST_SUITE_P(All,
                                             ::testing::Bool(),
                                             ::testing::Values("silu", "gelu", "gelu_tanh", "relu"),
                                             ::testing::Bool()),
-                         case_name);
+                         mlp_case_name);
 
 TEST(ColumnRowMlpCommunication, NoBackwardAllReduceForAnInputWithoutGradient) {
   const auto whole = Block::random(true, false, 4, 6, at::kDouble);

@@ -77,7 +77,7 @@ TEST_P(Linear, RowEqualsTheWholeLayerWithItsBiasOnce) {
   });
 }
 
-std::string case_name(const ::testing::TestParamInfo<std::tuple<int, bool>>& info) {
+std::string linear_case_name(const ::testing::TestParamInfo<std::tuple<int, bool>>& info) {
   const auto [ranks, with_bias] = info.param;
   return std::to_string(ranks) + "ranks" + (with_bias ? "_bias" : "");
 }
@@ -85,7 +85,7 @@ std::string case_name(const ::testing::TestParamInfo<std::tuple<int, bool>>& inf
 INSTANTIATE_TEST_SUITE_P(All,
                          Linear,
                          ::testing::Combine(::testing::Values(1, 2, 3, 4), ::testing::Bool()),
-                         case_name);
+                         linear_case_name);
 
 TEST(LinearCommunication, ColumnWithoutInputGradientSendsNothing) {
   run_ranks(2, [](RankContext& ctx) {
