@@ -127,32 +127,32 @@ void Engine::stop_driving() {
 
 void Engine::wait(Operation& operation, std::chrono::milliseconds timeout) {
   if (operation.is_done()) return;
-  if (driven_here == this) return drive(&operation);
-  std::unique_lock lock(mutex_);
-  if (timeout.count() > 0 && Clock::now() + timeout < operation.deadline) {
-    // NOTE: the driver reads deadlines without the lock, but only of what nobody drives now.
-    while (is_driven_ && !operation.is_done()) {
-      ++num_waiting_;
-      shared_.rank(options_.rank).bell.ring();
-      changed_.wait(lock, [&] { return !is_driven_ || operation.is_done(); });
-      --num_waiting_;
-    }
+  // NOTE: the driver reads deadlines without the lock, but only of what nobody else drives now.
+  const auto shorten = [&] {
+    if (timeout.count() == 0 || Clock::now() + timeout >= operation.deadline) return;
     operation.deadline = Clock::now() + timeout;
     operation.timeout = timeout;
+    timeout = std::chrono::milliseconds(0);
+  };
+  if (driven_here == this) {
+    shorten();
+    return drive(&operation);
   }
+  std::unique_lock lock(mutex_);
   while (!operation.is_done()) {
-    if (!is_driven_) {
-      is_driven_ = true;
-      lock.unlock();
-      drive(&operation);
-      lock.lock();
-      stop_driving();
+    if (is_driven_) {
+      ++num_waiting_;
+      shared_.rank(options_.rank).bell.ring();  // a background driver gives way
+      changed_.wait(lock, [&] { return !is_driven_ || operation.is_done(); });
+      --num_waiting_;
       continue;
     }
-    ++num_waiting_;
-    shared_.rank(options_.rank).bell.ring();  // a background driver gives way
-    changed_.wait(lock, [&] { return !is_driven_ || operation.is_done(); });
-    --num_waiting_;
+    shorten();
+    is_driven_ = true;
+    lock.unlock();
+    drive(&operation);
+    lock.lock();
+    stop_driving();
   }
 }
 
@@ -320,8 +320,8 @@ void Engine::fail_all(const std::exception_ptr& error) {
   changed_.notify_all();
 }
 
-// Lost peers and deadlines. A peer that left the group, or ended without a word, is an error only
-// for those who still need it.
+// Lost peers and deadlines. A peer that left the group is an error only for those who still need
+// it; one that ended without a word always is.
 void Engine::look_for_trouble() {
   if (collectives_.empty() && messages_.is_idle()) return;
   const std::string what =
