@@ -46,3 +46,10 @@ target_compile_definitions(weft_torch INTERFACE USE_DISTRIBUTED USE_C10D)
 target_compile_options(weft_torch INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-fopenmp>)
 target_link_options(weft_torch INTERFACE $<$<LINK_LANGUAGE:CXX>:-fopenmp>)
 target_link_libraries(weft_torch INTERFACE "${WEFT_TORCH_CPU_LIBRARY}" "${WEFT_C10_LIBRARY}")
+
+# For Python modules that exchange torch's own types: with the pybind11 that torch was compiled with, which lies
+# among its headers.
+find_library(WEFT_TORCH_PYTHON_LIBRARY torch_python PATHS "${WEFT_TORCH_ROOT}/lib" NO_DEFAULT_PATH REQUIRED)
+add_library(weft_torch_python INTERFACE)
+add_library(weft::torch_python ALIAS weft_torch_python)
+target_link_libraries(weft_torch_python INTERFACE weft::torch "${WEFT_TORCH_PYTHON_LIBRARY}")

@@ -1,5 +1,7 @@
 #include "group.h"
 
+#include <weft/collectives/error.h>
+
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -22,6 +24,8 @@ template <typename Step>
 auto with_context(std::string_view op, int rank, Step step) {
   try {
     return step();
+  } catch (const collectives::CollectiveError& error) {
+    collectives::throw_error(error.kind(), c10::str(failure(op, rank), ": ", error.what()));
   } catch (c10::Error& error) {
     error.add_context(failure(op, rank));
     throw;
@@ -67,20 +71,34 @@ void PendingReduce::wait() {
   tensor_.reset();
 }
 
-PendingReduce start_all_reduce(std::string_view op,
-                               const at::Tensor& tensor,
-                               const ProcessGroupPtr& group) {
+namespace {
+
+// `overlaps`: the caller does other things before it waits.
+PendingReduce start(std::string_view op,
+                    const at::Tensor& tensor,
+                    const ProcessGroupPtr& group,
+                    bool overlaps) {
   if (!group || tensor.numel() == 0) {
     return {};
   }
   TORCH_INTERNAL_ASSERT(tensor.is_non_overlapping_and_dense());
   std::vector<at::Tensor> tensors{tensor};
-  auto work = with_context(op, group->getRank(), [&] { return group->allreduce(tensors); });
+  c10d::AllreduceOptions opts;
+  opts.asyncOp = overlaps;
+  auto work = with_context(op, group->getRank(), [&] { return group->allreduce(tensors, opts); });
   return {std::string(op), tensor, std::move(work), group->getRank()};
 }
 
+}  // namespace
+
+PendingReduce start_all_reduce(std::string_view op,
+                               const at::Tensor& tensor,
+                               const ProcessGroupPtr& group) {
+  return start(op, tensor, group, true);
+}
+
 void all_reduce_(std::string_view op, const at::Tensor& tensor, const ProcessGroupPtr& group) {
-  start_all_reduce(op, tensor, group).wait();
+  start(op, tensor, group, false).wait();
 }
 
 bool is_traced(const at::Tensor& tensor) {

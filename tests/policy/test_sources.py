@@ -53,7 +53,10 @@ def test_cmake_lists_its_sources() -> None:
 
 
 def test_public_names_of_weft() -> None:
-    assert sorted(weft.__all__) == ["Plan", "export_local", "nn", "ops", "parallelize", "strategy"]
+    errors = ["CollectiveError", "CollectiveMismatchError", "CollectiveTimeoutError"]
+    errors += ["GroupAbortedError", "PeerLostError"]
+    modules = ["collectives", "nn", "ops", "strategy"]
+    assert sorted(weft.__all__) == sorted([*errors, *modules, "Plan", "export_local", "parallelize"])
     assert sorted(weft.nn.__all__) == [
         "ColumnLinear",
         "ColumnRowMLP",

@@ -7,6 +7,7 @@ namespace weft::collectives {
 
 void Operation::finish(std::exception_ptr error) {
   error_ = std::move(error);
+  finishing_.store(true);
   if (on_done) {
     try {
       on_done(error_);

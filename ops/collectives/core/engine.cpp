@@ -16,6 +16,12 @@ using Clock = std::chrono::steady_clock;
 // A peer's end is noticed within this time, and twice the time at most.
 constexpr std::chrono::milliseconds kLookInterval{25};
 
+// How the background thread waits for its turn. Most callers come back for their result sooner, and
+// waking a thread for each operation would cost more than a small operation itself: so it looks at
+// intervals while there is work, and is woken only after it found none for some of them.
+constexpr std::chrono::microseconds kNap{300};
+constexpr int kNapsBeforeSleep = 10;
+
 int num_processors() {
   cpu_set_t set;
   return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
@@ -102,6 +108,7 @@ void Engine::submit_any(OperationPtr operation, bool in_background) {
   ++num_unfinished_;
   inbox_.push_back(operation);
   has_inbox_.store(true);
+  if (in_background) wake_background();
   if (is_driven_) {
     lock.unlock();
     shared_.rank(options_.rank).bell.ring();
@@ -114,15 +121,17 @@ void Engine::submit_any(OperationPtr operation, bool in_background) {
     advance();
   }
   lock.lock();
-  if (in_background && num_unfinished_ > 0 && !background_.joinable()) {
-    background_ = std::thread([this] { run_in_background(); });
-  }
   stop_driving();
+}
+
+void Engine::wake_background() {
+  if (!background_.joinable()) background_ = std::thread([this] { run_in_background(); });
+  if (std::exchange(background_sleeps_, false)) background_wakes_.notify_one();
 }
 
 void Engine::stop_driving() {
   is_driven_ = false;
-  if (num_waiting_ > 0 || (background_.joinable() && num_unfinished_ > 0)) changed_.notify_all();
+  if (num_waiting_ > 0) changed_.notify_all();
 }
 
 void Engine::wait(Operation& operation, std::chrono::milliseconds timeout) {
@@ -135,6 +144,7 @@ void Engine::wait(Operation& operation, std::chrono::milliseconds timeout) {
     timeout = std::chrono::milliseconds(0);
   };
   if (driven_here == this) {
+    if (operation.is_finishing()) return;  // from its own on_done: all but that has happened
     shorten();
     return drive(&operation);
   }
@@ -171,11 +181,15 @@ void Engine::poll() {
 
 void Engine::run_in_background() {
   std::unique_lock lock(mutex_);
+  int num_idle_naps = 0;
   while (!is_left_) {
-    if (is_driven_ || num_unfinished_ == 0 || num_waiting_ > 0) {
-      changed_.wait(lock);
-      continue;
+    num_idle_naps = num_unfinished_ == 0 ? num_idle_naps + 1 : 0;
+    if (num_idle_naps > kNapsBeforeSleep) {
+      background_sleeps_ = true;
+      background_wakes_.wait(lock, [&] { return !background_sleeps_; });
     }
+    background_wakes_.wait_for(lock, kNap);
+    if (is_left_ || is_driven_ || num_unfinished_ == 0 || num_waiting_ > 0) continue;
     is_driven_ = true;
     lock.unlock();
     drive(nullptr);
@@ -382,6 +396,8 @@ void Engine::leave() {
   poll();  // a thread that drives already was woken, and does the same
   const std::lock_guard lock(mutex_);
   changed_.notify_all();
+  background_sleeps_ = false;
+  background_wakes_.notify_one();
 }
 
 std::shared_ptr<Engine> make_engine(const Store& store, const GroupOptions& options) {

@@ -71,6 +71,8 @@ class Engine {
   // An error of the whole group, from this rank.
   std::exception_ptr fail_group(ErrorKind kind, const std::string& text);
 
+  // REQUIRES: mutex_ held.
+  void wake_background();
   void run_in_background();
   // REQUIRES: mutex_ held, and this thread has stopped driving.
   void stop_driving();
@@ -91,6 +93,8 @@ class Engine {
   std::vector<OperationPtr> inbox_;
   std::atomic<bool> has_inbox_{false};
   std::thread background_;
+  bool background_sleeps_ = false;
+  std::condition_variable background_wakes_;
 
   // The driver's.
   CollectiveCursor cursor_;

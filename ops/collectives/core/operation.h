@@ -21,6 +21,8 @@ class Operation {
   virtual std::string describe() const = 0;
 
   bool is_done() const { return done_.load(); }
+  // Whether on_done runs now.
+  bool is_finishing() const { return finishing_.load(); }
   // What it failed with, or null. REQUIRES: is_done().
   std::exception_ptr error() const { return error_; }
 
@@ -35,6 +37,7 @@ class Operation {
 
  private:
   std::exception_ptr error_;
+  std::atomic<bool> finishing_{false};
   std::atomic<bool> done_{false};
 };
 

@@ -4,8 +4,18 @@
 
 namespace weft::collectives {
 
+namespace {
+
+DType part_of_complex(DType dtype) {
+  if (dtype == DType::kComplex32) return DType::kFloat16;
+  return dtype == DType::kComplex64 ? DType::kFloat32 : DType::kFloat64;
+}
+
+}  // namespace
+
 bool can_reduce(ReduceOp op, DType dtype) {
-  if (op == ReduceOp::kNone || dtype >= DType::kFloat8) return false;
+  if (op == ReduceOp::kNone || dtype == DType::kFloat8) return false;
+  if (dtype > DType::kFloat8) return op == ReduceOp::kSum || op == ReduceOp::kAvg;
   switch (op) {
     case ReduceOp::kAvg:
       return dtype != DType::kBool;
@@ -45,6 +55,11 @@ void reduce(ReduceOp op,
             std::byte* out,
             std::span<const std::byte* const> sources,
             int64_t num_elements) {
+  // A sum of complex numbers is the sums of their parts.
+  if (dtype > DType::kFloat8) {
+    num_elements *= 2;
+    dtype = part_of_complex(dtype);
+  }
   detail::supported_reduce_loops().front()(
       {op, dtype, out, sources.data(), sources.size(), num_elements});
 }

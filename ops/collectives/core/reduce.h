@@ -12,7 +12,7 @@
 namespace weft::collectives {
 
 // Whether `op` is defined on `dtype`: bit operations on integers and bool, an average on anything
-// but bool, none at all on types that are only moved. (Complex sums are sums of their parts.)
+// but bool, sums and averages alone on complex numbers, none at all on float8.
 bool can_reduce(ReduceOp op, DType dtype);
 
 // Half types accumulate in float32 and round once. Integers wrap; their average truncates. bool:

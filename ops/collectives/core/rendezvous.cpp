@@ -1,7 +1,8 @@
 #include "rendezvous.h"
 
-#include "error.h"
 #include "peers.h"
+
+#include <weft/collectives/error.h>
 
 #include <sstream>
 #include <stdexcept>
@@ -34,8 +35,9 @@ class Joining {
       member.shared = SharedState(member.segment.data(), sizes);
     }
     enter(member.shared);
-    wait_for_all(member.shared);
+    open_group(member.shared);
     member.segment.close_descriptor();
+    store_.remove("host/" + std::to_string(options_.rank));
     return member;
   }
 
@@ -82,9 +84,22 @@ class Joining {
     shared.control().num_joined.fetch_add(1, std::memory_order_acq_rel);
   }
 
-  void wait_for_all(const SharedState& shared) const {
-    const auto& joined = shared.control().num_joined;
-    while (joined.load(std::memory_order_acquire) != static_cast<uint32_t>(options_.size)) {
+  // Rank 0 cleans the store once nobody reads it any more, and lets all go on.
+  void open_group(const SharedState& shared) const {
+    Control& control = shared.control();
+    if (options_.rank == 0) {
+      wait_for_all(shared, [&] {
+        return control.num_joined.load(std::memory_order_acquire) ==
+               static_cast<uint32_t>(options_.size);
+      });
+      store_.remove("segment");
+      control.is_open.store(true, std::memory_order_release);
+    }
+    wait_for_all(shared, [&] { return control.is_open.load(std::memory_order_acquire); });
+  }
+
+  void wait_for_all(const SharedState& shared, const std::function<bool()>& is_over) const {
+    while (!is_over()) {
       if (Clock::now() > deadline_) {
         std::ostringstream text;
         text << "weft: joining group '" << options_.name << "' timed out after "

@@ -17,6 +17,7 @@ struct Store {
   std::function<void(const std::string& key, const std::string& value)> set;
   // Waits for the key; throws when it does not come within the timeout.
   std::function<std::string(const std::string& key, std::chrono::milliseconds timeout)> get;
+  std::function<void(const std::string& key)> remove;
 };
 
 struct GroupOptions {
@@ -34,7 +35,8 @@ struct Membership {
   SharedState shared;
 };
 
-// Blocks until all ranks are there.
+// Blocks until all ranks are there. Nothing stays in the store that a later group of the same keys
+// could take for its own.
 // Errors: CollectiveTimeoutError naming the ranks that did not come; std::runtime_error where ranks
 // run on several hosts, or another's memory cannot be opened.
 Membership join(const Store& store, const GroupOptions& options);

@@ -8,8 +8,9 @@
 // reads, and no rank is ever two phases ahead (see Collective).
 
 #include "bell.h"
-#include "error.h"
 #include "signature.h"
+
+#include <weft/collectives/error.h>
 
 #include <array>
 #include <atomic>
@@ -42,6 +43,7 @@ class FailureRecord {
 struct Control {
   uint64_t nonce;  // the segment's: not ours to write
   std::atomic<uint32_t> num_joined{0};
+  std::atomic<bool> is_open{false};  // all have joined, and the store is clean again
   // Arrivals of all ranks at all phases so far: phase p is complete at p * num_ranks.
   alignas(64) std::atomic<uint64_t> num_arrivals{0};
   alignas(64) FailureRecord failure;

@@ -24,7 +24,7 @@ std::string_view name_of(Op op);
 enum class ReduceOp : uint8_t { kNone, kSum, kAvg, kProduct, kMin, kMax, kBand, kBor, kBxor };
 std::string_view name_of(ReduceOp op);
 
-// Those below kFloat8 can be reduced, the others only moved.
+// kFloat8 is only moved; see can_reduce for the others.
 enum class DType : uint8_t {
   kBool,
   kUInt8,

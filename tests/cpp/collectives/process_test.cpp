@@ -43,7 +43,8 @@ class FolderStore {
               std::ifstream file(path(key));
               std::getline(file, value);
               return value;
-            }};
+            },
+            [this](const std::string& key) { fs::remove(path(key)); }};
   }
 
  private:

@@ -33,6 +33,10 @@ class MemoryStore {
                 throw std::runtime_error("no key " + key);
               }
               return values_[key];
+            },
+            [this](const std::string& key) {
+              const std::lock_guard lock(mutex_);
+              values_.erase(key);
             }};
   }
 

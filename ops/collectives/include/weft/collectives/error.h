@@ -6,6 +6,9 @@
 #include <stdexcept>
 #include <string>
 
+// Thrown by one library and caught by another.
+#define WEFT_COLLECTIVES_API __attribute__((visibility("default")))
+
 namespace weft::collectives {
 
 enum class ErrorKind : uint32_t {
@@ -15,7 +18,7 @@ enum class ErrorKind : uint32_t {
   kAborted,       // somebody aborted the group
 };
 
-class CollectiveError : public std::runtime_error {
+class WEFT_COLLECTIVES_API CollectiveError : public std::runtime_error {
  public:
   CollectiveError(ErrorKind kind, const std::string& text)
       : std::runtime_error(text), kind_(kind) {}
@@ -25,24 +28,24 @@ class CollectiveError : public std::runtime_error {
   ErrorKind kind_;
 };
 
-class CollectiveMismatchError final : public CollectiveError {
+class WEFT_COLLECTIVES_API CollectiveMismatchError final : public CollectiveError {
  public:
   explicit CollectiveMismatchError(const std::string& text)
       : CollectiveError(ErrorKind::kMismatch, text) {}
 };
 
-class PeerLostError final : public CollectiveError {
+class WEFT_COLLECTIVES_API PeerLostError final : public CollectiveError {
  public:
   explicit PeerLostError(const std::string& text) : CollectiveError(ErrorKind::kPeerLost, text) {}
 };
 
-class CollectiveTimeoutError final : public CollectiveError {
+class WEFT_COLLECTIVES_API CollectiveTimeoutError final : public CollectiveError {
  public:
   explicit CollectiveTimeoutError(const std::string& text)
       : CollectiveError(ErrorKind::kTimeout, text) {}
 };
 
-class GroupAbortedError final : public CollectiveError {
+class WEFT_COLLECTIVES_API GroupAbortedError final : public CollectiveError {
  public:
   explicit GroupAbortedError(const std::string& text)
       : CollectiveError(ErrorKind::kAborted, text) {}

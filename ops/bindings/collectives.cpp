@@ -1,0 +1,63 @@
+// The Python module weft._collectives: makes groups, and gives failures their Python classes.
+#include "raise.h"
+
+#include <weft/ops/backend.h>
+
+#include <pybind11/chrono.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/utils/pybind.h>
+
+namespace weft {
+namespace {
+
+using collectives::ErrorKind;
+
+// By ErrorKind; never freed, as failures may come until the process ends.
+std::array<PyObject*, 5> error_classes{};
+
+void raise_in_python(ErrorKind kind, const std::string& text) {
+  if (Py_IsInitialized() == 0) return;
+  const py::gil_scoped_acquire gil;
+  PyErr_SetString(error_classes.at(static_cast<size_t>(kind)), text.c_str());
+  // Unlike a C++ exception with a translator, this keeps its class through dispatcher and autograd.
+  throw py::error_already_set();
+}
+
+void set_error_classes(const py::object& mismatch,
+                       const py::object& peer_lost,
+                       const py::object& timeout,
+                       const py::object& aborted) {
+  const auto set = [](ErrorKind kind, const py::object& error_class) {
+    error_classes.at(static_cast<size_t>(kind)) = py::object(error_class).release().ptr();
+  };
+  set(ErrorKind::kMismatch, mismatch);
+  set(ErrorKind::kPeerLost, peer_lost);
+  set(ErrorKind::kTimeout, timeout);
+  set(ErrorKind::kAborted, aborted);
+  collectives::set_raise_hook(raise_in_python);
+}
+
+c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::Store>& store,
+                                               int rank,
+                                               int size,
+                                               std::chrono::milliseconds timeout,
+                                               const std::string& group_name,
+                                               const std::vector<uint64_t>& global_ranks,
+                                               size_t staging_limit_bytes) {
+  auto options = c10::make_intrusive<ops::BackendOptions>();
+  options->timeout = timeout;
+  options->group_name = group_name;
+  options->global_ranks_in_group = global_ranks;
+  options->staging_limit_bytes = staging_limit_bytes;
+  return ops::make_backend(store, rank, size, std::move(options));
+}
+
+PYBIND11_MODULE(_collectives, m) {
+  m.def("set_error_classes", &set_error_classes);
+  m.def("make_backend", &make_backend, py::call_guard<py::gil_scoped_release>());
+  m.def("leave_all_groups", &ops::leave_all_groups, py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace
+}  // namespace weft

@@ -1,0 +1,121 @@
+#pragma once
+
+#include "engine.h"
+#include "tensors.h"
+
+#include <weft/ops/backend.h>
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace weft::collectives {
+
+// c10d's collectives over an Engine. Everything that c10d has two names for is overridden under the
+// older one: torch 2.11 knows no other, and newer ones forward to it.
+class WeftBackend final : public c10d::Backend {
+ public:
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+  using Tensors = std::vector<at::Tensor>;
+
+  WeftBackend(const c10::intrusive_ptr<c10d::Store>& store,
+              int rank,
+              int size,
+              c10::intrusive_ptr<ops::BackendOptions> options);
+  ~WeftBackend() override;
+
+  const std::string getBackendName() const override { return "weft"; }
+  c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
+  void setTimeout(std::chrono::milliseconds timeout) override { options_->timeout = timeout; }
+  uint64_t getSequenceNumberForGroup() override { return num_calls_; }
+  bool supportsSplitting() const override { return true; }
+  c10::intrusive_ptr<Backend> split(const c10::intrusive_ptr<c10d::Store>& store,
+                                    const std::vector<int>& ranks,
+                                    const c10::intrusive_ptr<Options>& opts) override;
+  c10d::ErrorType getError() override;
+  void abort() override;
+  void shutdown() override;
+
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override;
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
+  WorkPtr allreduce_coalesced(Tensors& tensors,
+                              const c10d::AllreduceCoalescedOptions& opts) override;
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override;
+  WorkPtr allgather(std::vector<Tensors>& outputs,
+                    Tensors& inputs,
+                    const c10d::AllgatherOptions& opts) override;
+  WorkPtr _allgather_base(at::Tensor& output,
+                          at::Tensor& input,
+                          const c10d::AllgatherOptions& opts) override;
+  WorkPtr allgather_coalesced(std::vector<Tensors>& outputs,
+                              Tensors& inputs,
+                              const c10d::AllgatherOptions& opts) override;
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs,
+                                          Tensors& inputs,
+                                          const c10d::AllgatherOptions& opts) override;
+  WorkPtr gather(std::vector<Tensors>& outputs,
+                 Tensors& inputs,
+                 const c10d::GatherOptions& opts) override;
+  WorkPtr scatter(Tensors& outputs,
+                  std::vector<Tensors>& inputs,
+                  const c10d::ScatterOptions& opts) override;
+  WorkPtr reduce_scatter(Tensors& outputs,
+                         std::vector<Tensors>& inputs,
+                         const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr _reduce_scatter_base(at::Tensor& output,
+                               at::Tensor& input,
+                               const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs,
+                                          Tensors& inputs,
+                                          const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr alltoall_base(at::Tensor& output,
+                        at::Tensor& input,
+                        std::vector<int64_t>& output_splits,
+                        std::vector<int64_t>& input_splits,
+                        const c10d::AllToAllOptions& opts) override;
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) override;
+  WorkPtr barrier(const c10d::BarrierOptions& opts) override;
+  void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override;
+  WorkPtr send(Tensors& tensors, int peer, int tag) override;
+  WorkPtr recv(Tensors& tensors, int peer, int tag) override;
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override;
+
+ private:
+  // A collective and the tensors it works on.
+  struct Step {
+    CollectivePtr collective;
+    std::shared_ptr<TensorPack> pack;
+  };
+  struct Call {
+    c10d::OpType op_type;
+    const char* title;  // for the profiler
+    std::chrono::milliseconds timeout;
+    bool in_background;
+  };
+
+  WorkPtr start(const Call& call,
+                const std::vector<Step>& steps,
+                const Tensors& inputs,
+                Tensors outputs);
+  WorkPtr start(const Call& call,
+                const MessagePtr& message,
+                const std::shared_ptr<TensorPack>& pack,
+                const at::Tensor& tensor);
+  Step all_reduce_step(const at::Tensor& tensor, const c10d::ReduceOp& op) const;
+  Step all_gather_step(const at::Tensor& input, const Tensors& outputs) const;
+  Step all_gather_step(const at::Tensor& input, const at::Tensor& output) const;
+  Step reduce_scatter_step(const at::Tensor& output,
+                           const at::Tensor& input,
+                           const c10d::ReduceOp& op) const;
+  WorkPtr message(Message::Direction direction, Tensors& tensors, int peer, int tag);
+  int checked_root(std::string_view op, int64_t root) const;
+  void check_peer(std::string_view op, int peer) const;
+
+  const c10::intrusive_ptr<ops::BackendOptions> options_;
+  const std::shared_ptr<Engine> engine_;
+  std::atomic<uint64_t> num_calls_{0};
+};
+
+}  // namespace weft::collectives

@@ -1,0 +1,127 @@
+// How a call starts; messages and barriers.
+#include "arguments.h"
+#include "backend.h"
+#include "raise.h"
+#include "work.h"
+
+#include <utility>
+
+namespace weft::collectives {
+
+namespace {
+
+constexpr auto kUnset = std::chrono::milliseconds(-1);
+
+}  // namespace
+
+using c10d::OpType;
+
+int WeftBackend::checked_root(std::string_view op, int64_t root) const {
+  TORCH_CHECK(root >= 0 && root < getSize(),
+              "weft: ",
+              op,
+              " got root ",
+              root,
+              " in a group of ",
+              getSize(),
+              "; pass a rank of the group");
+  return static_cast<int>(root);
+}
+
+void WeftBackend::check_peer(std::string_view op, int peer) const {
+  TORCH_CHECK(peer >= 0 && peer < getSize() && peer != getRank(),
+              "weft: ",
+              op,
+              " got peer ",
+              peer,
+              " on rank ",
+              getRank(),
+              " of ",
+              getSize(),
+              "; pass another rank of the group");
+}
+
+WeftBackend::WorkPtr WeftBackend::start(const Call& call,
+                                        const std::vector<Step>& steps,
+                                        const Tensors& inputs,
+                                        Tensors outputs) {
+  ++num_calls_;
+  auto work = c10::make_intrusive<CollectiveWork>(
+      engine_, getRank(), call.op_type, call.title, inputs, std::move(outputs));
+  for (const Step& step : steps) {
+    step.collective->on_done = [pack = step.pack](const std::exception_ptr& error) {
+      if (error == nullptr && pack) pack->copy_back();
+    };
+    step.collective->timeout = call.timeout == kUnset ? options_->timeout : call.timeout;
+    work->add(step.collective);
+  }
+  try {
+    for (const Step& step : steps) engine_->submit(step.collective, call.in_background);
+  } catch (const CollectiveError&) {
+    raise(std::current_exception());
+  }
+  return work;
+}
+
+WeftBackend::WorkPtr WeftBackend::start(const Call& call,
+                                        const MessagePtr& message,
+                                        const std::shared_ptr<TensorPack>& pack,
+                                        const at::Tensor& tensor) {
+  ++num_calls_;
+  auto work = c10::make_intrusive<CollectiveWork>(
+      engine_, getRank(), call.op_type, call.title, Tensors{tensor}, Tensors{tensor});
+  message->on_done = [pack](const std::exception_ptr& error) {
+    if (error == nullptr) pack->copy_back();
+  };
+  message->timeout = options_->timeout;
+  work->add(message);
+  try {
+    engine_->submit(message, call.in_background);
+  } catch (const CollectiveError&) {
+    raise(std::current_exception());
+  }
+  return work;
+}
+
+WeftBackend::WorkPtr WeftBackend::barrier(const c10d::BarrierOptions& opts) {
+  return start(
+      {OpType::BARRIER, "weft:barrier", opts.timeout, true}, {{make_barrier(), nullptr}}, {}, {});
+}
+
+// Every barrier names the late ranks on all others, so there is nothing to add.
+void WeftBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool /*wait_all_ranks*/) {
+  barrier(opts)->wait();
+}
+
+WeftBackend::WorkPtr WeftBackend::message(Message::Direction direction,
+                                          Tensors& tensors,
+                                          int peer,
+                                          int tag) {
+  const bool sends = direction == Message::Direction::kSend;
+  const char* const op = sends ? "send" : "recv";
+  const at::Tensor& tensor = only_one(op, tensors);
+  if (peer != kAnySource) check_peer(op, peer);
+  const auto pack = new_pack(op);
+  std::byte* const data = (sends ? as_output(pack->input(tensor)) : pack->output(tensor)).data;
+  const OpType op_type = sends                ? OpType::SEND
+                         : peer == kAnySource ? OpType::RECVANYSOURCE
+                                              : OpType::RECV;
+  return start({op_type, sends ? "weft:send" : "weft:recv", kUnset, true},
+               std::make_shared<Message>(direction, peer, tag, pack->dtype(), tensor.numel(), data),
+               pack,
+               tensor);
+}
+
+WeftBackend::WorkPtr WeftBackend::send(Tensors& tensors, int peer, int tag) {
+  return message(Message::Direction::kSend, tensors, peer, tag);
+}
+
+WeftBackend::WorkPtr WeftBackend::recv(Tensors& tensors, int peer, int tag) {
+  return message(Message::Direction::kReceive, tensors, peer, tag);
+}
+
+WeftBackend::WorkPtr WeftBackend::recvAnysource(Tensors& tensors, int tag) {
+  return message(Message::Direction::kReceive, tensors, kAnySource, tag);
+}
+
+}  // namespace weft::collectives

@@ -1,0 +1,179 @@
+// c10d's calls that move data as it is.
+#include "arguments.h"
+#include "backend.h"
+#include "exchanges.h"
+
+namespace weft::collectives {
+
+using c10d::OpType;
+
+WeftBackend::WorkPtr WeftBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
+  const at::Tensor& tensor = only_one("broadcast", tensors);
+  const int root = checked_root("broadcast", opts.rootRank);
+  const auto pack = new_pack("broadcast");
+  const Output data = root == getRank() ? as_output(pack->input(tensor)) : pack->output(tensor);
+  return start({OpType::BROADCAST, "weft:broadcast", opts.timeout, opts.asyncOp},
+               {{make_broadcast(facts_of("broadcast", tensor), data, root, getRank()), pack}},
+               tensors,
+               tensors);
+}
+
+WeftBackend::Step WeftBackend::all_gather_step(const at::Tensor& input,
+                                               const Tensors& outputs) const {
+  const auto pack = new_pack("all_gather");
+  const Input data = pack->input(input);
+  auto places = outputs_of(*pack, outputs);
+  return {make_all_gather(pack->dtype(), data, std::move(places)), pack};
+}
+
+WeftBackend::Step WeftBackend::all_gather_step(const at::Tensor& input,
+                                               const at::Tensor& output) const {
+  check_flat("all_gather_into_tensor", output.numel(), input.numel(), getSize());
+  const auto pack = new_pack("all_gather_into_tensor");
+  const Input data = pack->input(input);
+  auto places = pack->output_parts(output.is_contiguous() ? output.view({-1}) : output, {}, 1);
+  const Output whole = places.front();
+  places.clear();
+  for (int rank = 0; rank < getSize(); ++rank) {
+    const size_t offset =
+        static_cast<size_t>(rank) * static_cast<size_t>(input.numel()) * size_of(pack->dtype());
+    places.push_back({whole.data + offset, input.numel()});
+  }
+  return {make_all_gather(pack->dtype(), data, std::move(places)), pack};
+}
+
+WeftBackend::WorkPtr WeftBackend::allgather(std::vector<Tensors>& outputs,
+                                            Tensors& inputs,
+                                            const c10d::AllgatherOptions& opts) {
+  const at::Tensor& input = only_one("all_gather", inputs);
+  const Tensors& list = list_for_all("all_gather", outputs, getSize());
+  return start({OpType::ALLGATHER, "weft:all_gather", opts.timeout, opts.asyncOp},
+               {all_gather_step(input, list)},
+               inputs,
+               list);
+}
+
+WeftBackend::WorkPtr WeftBackend::_allgather_base(at::Tensor& output,
+                                                  at::Tensor& input,
+                                                  const c10d::AllgatherOptions& opts) {
+  return start({OpType::_ALLGATHER_BASE, "weft:all_gather_into_tensor", opts.timeout, opts.asyncOp},
+               {all_gather_step(input, output)},
+               {input},
+               {output});
+}
+
+WeftBackend::WorkPtr WeftBackend::allgather_coalesced(std::vector<Tensors>& outputs,
+                                                      Tensors& inputs,
+                                                      const c10d::AllgatherOptions& opts) {
+  check_pairs("all_gather_coalesced", outputs.size(), static_cast<size_t>(getSize()));
+  std::vector<Step> steps;
+  Tensors all;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    Tensors of_all_ranks;
+    for (const Tensors& of_rank : outputs) {
+      check_pairs("all_gather_coalesced", of_rank.size(), inputs.size());
+      of_all_ranks.push_back(of_rank[i]);
+      all.push_back(of_rank[i]);
+    }
+    steps.push_back(all_gather_step(inputs[i], of_all_ranks));
+  }
+  return start(
+      {OpType::ALLGATHER_COALESCED, "weft:all_gather_coalesced", opts.timeout, opts.asyncOp},
+      steps,
+      inputs,
+      std::move(all));
+}
+
+WeftBackend::WorkPtr WeftBackend::allgather_into_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
+  check_pairs("all_gather_into_tensor_coalesced", outputs.size(), inputs.size());
+  std::vector<Step> steps;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    steps.push_back(all_gather_step(inputs[i], outputs[i]));
+  }
+  return start({OpType::ALLGATHER_COALESCED,
+                "weft:all_gather_into_tensor_coalesced",
+                opts.timeout,
+                opts.asyncOp},
+               steps,
+               inputs,
+               outputs);
+}
+
+WeftBackend::WorkPtr WeftBackend::gather(std::vector<Tensors>& outputs,
+                                         Tensors& inputs,
+                                         const c10d::GatherOptions& opts) {
+  const at::Tensor& input = only_one("gather", inputs);
+  const int root = checked_root("gather", opts.rootRank);
+  const bool is_root = root == getRank();
+  TORCH_CHECK(is_root || outputs.empty(),
+              "weft: gather got outputs on rank ",
+              getRank(),
+              ", which is not the root ",
+              root,
+              "; pass none there");
+  const auto pack = new_pack("gather");
+  const Input data = pack->input(input);
+  const Tensors list = is_root ? list_for_all("gather", outputs, getSize()) : Tensors();
+  auto places = outputs_of(*pack, list);
+  return start(
+      {OpType::GATHER, "weft:gather", opts.timeout, opts.asyncOp},
+      {{make_gather(pack->dtype(), data, std::move(places), root, getRank(), getSize()), pack}},
+      inputs,
+      list);
+}
+
+WeftBackend::WorkPtr WeftBackend::scatter(Tensors& outputs,
+                                          std::vector<Tensors>& inputs,
+                                          const c10d::ScatterOptions& opts) {
+  const at::Tensor& output = only_one("scatter", outputs);
+  const int root = checked_root("scatter", opts.rootRank);
+  const bool is_root = root == getRank();
+  TORCH_CHECK(is_root || inputs.empty(),
+              "weft: scatter got inputs on rank ",
+              getRank(),
+              ", which is not the root ",
+              root,
+              "; pass none there");
+  const auto pack = new_pack("scatter");
+  const Output place = pack->output(output);
+  const Tensors list = is_root ? list_for_all("scatter", inputs, getSize()) : Tensors();
+  auto data = inputs_of(*pack, list);
+  return start(
+      {OpType::SCATTER, "weft:scatter", opts.timeout, opts.asyncOp},
+      {{make_scatter(pack->dtype(), std::move(data), place, root, getRank(), getSize()), pack}},
+      list,
+      outputs);
+}
+
+WeftBackend::WorkPtr WeftBackend::alltoall_base(at::Tensor& output,
+                                                at::Tensor& input,
+                                                std::vector<int64_t>& output_splits,
+                                                std::vector<int64_t>& input_splits,
+                                                const c10d::AllToAllOptions& opts) {
+  const auto pack = new_pack("all_to_all_single");
+  const bool in_place = output.is_alias_of(input);
+  auto parts = pack->input_parts(in_place ? input.clone() : input, input_splits, getSize());
+  auto places = pack->output_parts(output, output_splits, getSize());
+  return start({OpType::ALLTOALL_BASE, "weft:all_to_all_single", opts.timeout, opts.asyncOp},
+               {{make_all_to_all(pack->dtype(), std::move(parts), std::move(places)), pack}},
+               {input},
+               {output});
+}
+
+WeftBackend::WorkPtr WeftBackend::alltoall(Tensors& outputs,
+                                           Tensors& inputs,
+                                           const c10d::AllToAllOptions& opts) {
+  const auto num_ranks = static_cast<size_t>(getSize());
+  check_pairs("all_to_all", outputs.size(), num_ranks);
+  check_pairs("all_to_all", num_ranks, inputs.size());
+  const auto pack = new_pack("all_to_all");
+  auto parts = inputs_of(*pack, inputs);
+  auto places = outputs_of(*pack, outputs);
+  return start({OpType::ALLTOALL, "weft:all_to_all", opts.timeout, opts.asyncOp},
+               {{make_all_to_all(pack->dtype(), std::move(parts), std::move(places)), pack}},
+               inputs,
+               outputs);
+}
+
+}  // namespace weft::collectives

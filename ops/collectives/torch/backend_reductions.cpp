@@ -1,0 +1,158 @@
+// c10d's calls that reduce.
+#include "arguments.h"
+#include "backend.h"
+#include "reduce.h"
+#include "reductions.h"
+
+namespace weft::collectives {
+
+namespace {
+
+ReduceOp reduce_op_of(std::string_view op, const c10d::ReduceOp& reduce_op, DType dtype) {
+  ReduceOp known = ReduceOp::kNone;
+  switch (reduce_op) {
+    case c10d::ReduceOp::SUM:
+      known = ReduceOp::kSum;
+      break;
+    case c10d::ReduceOp::AVG:
+      known = ReduceOp::kAvg;
+      break;
+    case c10d::ReduceOp::PRODUCT:
+      known = ReduceOp::kProduct;
+      break;
+    case c10d::ReduceOp::MIN:
+      known = ReduceOp::kMin;
+      break;
+    case c10d::ReduceOp::MAX:
+      known = ReduceOp::kMax;
+      break;
+    case c10d::ReduceOp::BAND:
+      known = ReduceOp::kBand;
+      break;
+    case c10d::ReduceOp::BOR:
+      known = ReduceOp::kBor;
+      break;
+    case c10d::ReduceOp::BXOR:
+      known = ReduceOp::kBxor;
+      break;
+    default:
+      TORCH_CHECK(false, "weft: ", op, " got PREMUL_SUM; multiply first and use SUM");
+  }
+  TORCH_CHECK(can_reduce(known, dtype),
+              "weft: ",
+              op,
+              " got ",
+              name_of(known),
+              " for tensors of ",
+              name_of(dtype),
+              "; bit operations take integers and bool, avg anything but bool, complex numbers sum "
+              "and avg");
+  return known;
+}
+
+}  // namespace
+
+using c10d::OpType;
+
+WeftBackend::Step WeftBackend::all_reduce_step(const at::Tensor& tensor,
+                                               const c10d::ReduceOp& op) const {
+  const auto pack = new_pack("all_reduce");
+  const auto [input, output] = pack->in_place(tensor);
+  const ReduceOp reduce_op = reduce_op_of("all_reduce", op, pack->dtype());
+  return {make_all_reduce(facts_of("all_reduce", tensor), reduce_op, input, output), pack};
+}
+
+WeftBackend::WorkPtr WeftBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
+  const at::Tensor& tensor = only_one("all_reduce", tensors);
+  return start({OpType::ALLREDUCE, "weft:all_reduce", opts.timeout, opts.asyncOp},
+               {all_reduce_step(tensor, opts.reduceOp)},
+               tensors,
+               tensors);
+}
+
+WeftBackend::WorkPtr WeftBackend::allreduce_coalesced(Tensors& tensors,
+                                                      const c10d::AllreduceCoalescedOptions& opts) {
+  std::vector<Step> steps;
+  for (const at::Tensor& tensor : tensors) {
+    steps.push_back(all_reduce_step(tensor, opts.reduceOp));
+  }
+  return start(
+      {OpType::ALLREDUCE_COALESCED, "weft:all_reduce_coalesced", opts.timeout, opts.asyncOp},
+      steps,
+      tensors,
+      tensors);
+}
+
+WeftBackend::WorkPtr WeftBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
+  const at::Tensor& tensor = only_one("reduce", tensors);
+  const int root = checked_root("reduce", opts.rootRank);
+  const auto pack = new_pack("reduce");
+  const bool is_root = root == getRank();
+  const auto [input, output] =
+      is_root ? pack->in_place(tensor) : std::pair(pack->input(tensor), Output{});
+  const ReduceOp reduce_op = reduce_op_of("reduce", opts.reduceOp, pack->dtype());
+  return start(
+      {OpType::REDUCE, "weft:reduce", opts.timeout, opts.asyncOp},
+      {{make_reduce(facts_of("reduce", tensor), reduce_op, input, output, root, getRank()), pack}},
+      tensors,
+      tensors);
+}
+
+WeftBackend::WorkPtr WeftBackend::reduce_scatter(Tensors& outputs,
+                                                 std::vector<Tensors>& inputs,
+                                                 const c10d::ReduceScatterOptions& opts) {
+  const at::Tensor& output = only_one("reduce_scatter", outputs);
+  const Tensors& list = list_for_all("reduce_scatter", inputs, getSize());
+  const auto pack = new_pack("reduce_scatter");
+  const Output place = pack->output(output);
+  auto data = inputs_of(*pack, list);
+  const ReduceOp reduce_op = reduce_op_of("reduce_scatter", opts.reduceOp, pack->dtype());
+  return start(
+      {OpType::REDUCE_SCATTER, "weft:reduce_scatter", opts.timeout, opts.asyncOp},
+      {{make_reduce_scatter(pack->dtype(), reduce_op, std::move(data), place, getRank()), pack}},
+      list,
+      outputs);
+}
+
+WeftBackend::Step WeftBackend::reduce_scatter_step(const at::Tensor& output,
+                                                   const at::Tensor& input,
+                                                   const c10d::ReduceOp& op) const {
+  check_flat("reduce_scatter_tensor", input.numel(), output.numel(), getSize());
+  const auto pack = new_pack("reduce_scatter_tensor");
+  const Output place = pack->output(output);
+  const Input whole = pack->input(input);
+  const ReduceOp reduce_op = reduce_op_of("reduce_scatter_tensor", op, pack->dtype());
+  std::vector<Input> parts;
+  for (int rank = 0; rank < getSize(); ++rank) {
+    const size_t offset =
+        static_cast<size_t>(rank) * static_cast<size_t>(output.numel()) * size_of(pack->dtype());
+    parts.push_back({whole.data + offset, output.numel()});
+  }
+  return {make_reduce_scatter(pack->dtype(), reduce_op, std::move(parts), place, getRank()), pack};
+}
+
+WeftBackend::WorkPtr WeftBackend::_reduce_scatter_base(at::Tensor& output,
+                                                       at::Tensor& input,
+                                                       const c10d::ReduceScatterOptions& opts) {
+  return start(
+      {OpType::_REDUCE_SCATTER_BASE, "weft:reduce_scatter_tensor", opts.timeout, opts.asyncOp},
+      {reduce_scatter_step(output, input, opts.reduceOp)},
+      {input},
+      {output});
+}
+
+WeftBackend::WorkPtr WeftBackend::reduce_scatter_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& opts) {
+  check_pairs("reduce_scatter_tensor_coalesced", outputs.size(), inputs.size());
+  std::vector<Step> steps;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    steps.push_back(reduce_scatter_step(outputs[i], inputs[i], opts.reduceOp));
+  }
+  return start(
+      {OpType::REDUCE_SCATTER, "weft:reduce_scatter_tensor_coalesced", opts.timeout, opts.asyncOp},
+      steps,
+      inputs,
+      outputs);
+}
+
+}  // namespace weft::collectives

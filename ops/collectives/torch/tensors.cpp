@@ -1,0 +1,184 @@
+#include "tensors.h"
+
+#include <ATen/ATen.h>
+#include <ATen/MemoryOverlap.h>
+
+#include <numeric>
+
+namespace weft::collectives {
+
+namespace {
+
+std::vector<int64_t> part_sizes(std::string_view op,
+                                const at::Tensor& tensor,
+                                const std::vector<int64_t>& counts,
+                                int num_parts) {
+  const auto num_ranks = static_cast<size_t>(num_parts);
+  TORCH_CHECK(counts.empty() || counts.size() == num_ranks,
+              "weft: ",
+              op,
+              " got ",
+              counts.size(),
+              " split sizes in a group of ",
+              num_parts,
+              "; pass one for each rank, or none");
+  const int64_t num_rows = tensor.dim() == 0 ? tensor.numel() : tensor.size(0);
+  const int64_t row_size = num_rows == 0 ? 0 : tensor.numel() / num_rows;
+  if (counts.empty()) {
+    TORCH_CHECK(num_rows % num_parts == 0,
+                "weft: ",
+                op,
+                " got a first dim of ",
+                num_rows,
+                ", which ",
+                num_parts,
+                " ranks do not divide; pass split sizes");
+    return std::vector<int64_t>(num_ranks, num_rows / num_parts * row_size);
+  }
+  std::vector<int64_t> sizes;
+  for (const int64_t count : counts) {
+    TORCH_CHECK(count >= 0, "weft: ", op, " got the split size ", count, "; pass 0 or more");
+    sizes.push_back(count * row_size);
+  }
+  const int64_t sum = std::accumulate(counts.begin(), counts.end(), int64_t{0});
+  TORCH_CHECK(sum == num_rows,
+              "weft: ",
+              op,
+              " got split sizes that add up to ",
+              sum,
+              " for a first dim of ",
+              num_rows,
+              "; make them add up to it");
+  return sizes;
+}
+
+template <typename Part, typename Byte>
+std::vector<Part> parts_of(Byte* data, DType dtype, const std::vector<int64_t>& sizes) {
+  std::vector<Part> parts;
+  for (const int64_t size : sizes) {
+    parts.push_back({data, size});
+    data += static_cast<size_t>(size) * size_of(dtype);
+  }
+  return parts;
+}
+
+}  // namespace
+
+DType dtype_of(std::string_view op, const at::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kBool:
+      return DType::kBool;
+    case at::kByte:
+      return DType::kUInt8;
+    case at::kChar:
+      return DType::kInt8;
+    case at::kUInt16:
+      return DType::kUInt16;
+    case at::kShort:
+      return DType::kInt16;
+    case at::kUInt32:
+      return DType::kUInt32;
+    case at::kInt:
+      return DType::kInt32;
+    case at::kUInt64:
+      return DType::kUInt64;
+    case at::kLong:
+      return DType::kInt64;
+    case at::kHalf:
+      return DType::kFloat16;
+    case at::kBFloat16:
+      return DType::kBFloat16;
+    case at::kFloat:
+      return DType::kFloat32;
+    case at::kDouble:
+      return DType::kFloat64;
+    case at::kComplexHalf:
+      return DType::kComplex32;
+    case at::kComplexFloat:
+      return DType::kComplex64;
+    case at::kComplexDouble:
+      return DType::kComplex128;
+    default:
+      break;
+  }
+  TORCH_CHECK(at::isFloat8Type(tensor.scalar_type()),
+              "weft: ",
+              op,
+              " got a tensor of ",
+              tensor.scalar_type(),
+              "; pass one of a floating, complex, integer or bool dtype");
+  return DType::kFloat8;
+}
+
+TensorFacts facts_of(std::string_view op, const at::Tensor& tensor) {
+  return {dtype_of(op, tensor), tensor.sizes().vec()};
+}
+
+void TensorPack::check(const at::Tensor& tensor) {
+  TORCH_CHECK(tensor.defined() && tensor.device().is_cpu() && tensor.layout() == at::kStrided,
+              "weft: ",
+              op_,
+              " got ",
+              tensor.defined() ? c10::str("a tensor on ", tensor.device(), ", ", tensor.layout())
+                               : std::string("an undefined tensor"),
+              "; pass dense CPU tensors");
+  const DType dtype = dtype_of(op_, tensor);
+  TORCH_CHECK(!dtype_ || *dtype_ == dtype,
+              "weft: ",
+              op_,
+              " got tensors of ",
+              name_of(dtype_.value_or(dtype)),
+              " and ",
+              name_of(dtype),
+              "; pass tensors of one dtype");
+  dtype_ = dtype;
+}
+
+at::Tensor TensorPack::keep(at::Tensor tensor) {
+  kept_.push_back(tensor);
+  return tensor;
+}
+
+Input TensorPack::input(const at::Tensor& tensor) {
+  check(tensor);
+  const at::Tensor kept = keep(tensor.resolve_conj().resolve_neg().contiguous());
+  return {static_cast<const std::byte*>(kept.const_data_ptr()), kept.numel()};
+}
+
+Output TensorPack::output(const at::Tensor& tensor) {
+  check(tensor);
+  at::Tensor target = tensor;
+  if (!tensor.is_contiguous() || tensor.is_conj() || tensor.is_neg()) {
+    at::assert_no_internal_overlap(tensor);
+    target = at::empty(tensor.sizes(), tensor.options());
+    copy_backs_.emplace_back(tensor, target);
+  }
+  keep(target);
+  return {static_cast<std::byte*>(target.mutable_data_ptr()), target.numel()};
+}
+
+std::pair<Input, Output> TensorPack::in_place(const at::Tensor& tensor) {
+  const Output to = output(tensor);
+  return {input(tensor), to};
+}
+
+std::vector<Input> TensorPack::input_parts(const at::Tensor& tensor,
+                                           const std::vector<int64_t>& counts,
+                                           int num_parts) {
+  const Input whole = input(tensor);
+  return parts_of<Input>(whole.data, dtype(), part_sizes(op_, tensor, counts, num_parts));
+}
+
+std::vector<Output> TensorPack::output_parts(const at::Tensor& tensor,
+                                             const std::vector<int64_t>& counts,
+                                             int num_parts) {
+  const Output whole = output(tensor);
+  return parts_of<Output>(whole.data, dtype(), part_sizes(op_, tensor, counts, num_parts));
+}
+
+void TensorPack::copy_back() {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  for (const auto& [to, from] : copy_backs_) to.copy_(from);
+}
+
+}  // namespace weft::collectives

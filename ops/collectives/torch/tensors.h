@@ -1,0 +1,58 @@
+#pragma once
+
+// Tensors of a call as the core takes them: by pointer, contiguous, alive until the end.
+
+#include "exchanges.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace weft::collectives {
+
+// Errors: c10::Error for a dtype that cannot be sent (quantized ones).
+DType dtype_of(std::string_view op, const at::Tensor& tensor);
+
+// Holds the tensors of one operation. A tensor that is not contiguous is sent from a copy, and
+// received into one that is copied back when the operation is done.
+class TensorPack {
+ public:
+  explicit TensorPack(std::string_view op) : op_(op) {}
+
+  // Errors: c10::Error unless `tensor` is a dense CPU tensor of the dtype of those before it.
+  Input input(const at::Tensor& tensor);
+  Output output(const at::Tensor& tensor);
+  // Read and written.
+  std::pair<Input, Output> in_place(const at::Tensor& tensor);
+
+  // `tensor` split along its first dim into as many parts as `counts` has elements; empty counts:
+  // `num_parts` equal ones.
+  std::vector<Input> input_parts(const at::Tensor& tensor,
+                                 const std::vector<int64_t>& counts,
+                                 int num_parts);
+  std::vector<Output> output_parts(const at::Tensor& tensor,
+                                   const std::vector<int64_t>& counts,
+                                   int num_parts);
+
+  // Of the tensors so far. REQUIRES: at least one.
+  DType dtype() const { return dtype_.value(); }
+
+  // To be called when the operation is done: writes results to where they belong.
+  void copy_back();
+
+ private:
+  void check(const at::Tensor& tensor);
+  at::Tensor keep(at::Tensor tensor);
+
+  std::string op_;
+  std::optional<DType> dtype_;
+  std::vector<at::Tensor> kept_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> copy_backs_;  // to, from
+};
+
+// The shape as other ranks compare it.
+TensorFacts facts_of(std::string_view op, const at::Tensor& tensor);
+
+}  // namespace weft::collectives

@@ -1,0 +1,104 @@
+#include "work.h"
+
+#include "raise.h"
+
+#include <ATen/core/ivalue.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace weft::collectives {
+
+CollectiveWork::CollectiveWork(std::shared_ptr<Engine> engine,
+                               int rank,
+                               c10d::OpType op_type,
+                               const char* title,
+                               const std::vector<at::Tensor>& inputs,
+                               std::vector<at::Tensor> outputs)
+    : Work(rank, op_type, title, inputs),
+      engine_(std::move(engine)),
+      completion_(std::make_shared<Completion>()) {
+  completion_->outputs = std::move(outputs);
+  completion_->end_of_profile = recordFunctionEndCallback_;
+}
+
+void CollectiveWork::add(const OperationPtr& operation) {
+  ++completion_->num_left;
+  operations_.push_back(operation);
+  operation->on_done = [first = std::move(operation->on_done),
+                        completion = completion_](std::exception_ptr error) {
+    try {
+      if (first) first(error);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    completion->one_done(error);
+    if (error != nullptr) std::rethrow_exception(error);
+  };
+}
+
+void CollectiveWork::Completion::one_done(const std::exception_ptr& operation_error) {
+  c10::intrusive_ptr<c10::ivalue::Future> to_settle;
+  {
+    const std::lock_guard lock(mutex);
+    if (error == nullptr) error = operation_error;
+    if (--num_left > 0) return;
+    to_settle = future;
+    if (end_of_profile) std::exchange(end_of_profile, nullptr)();
+  }
+  if (to_settle) settle(*to_settle);  // runs what was chained to it
+}
+
+void CollectiveWork::Completion::settle(c10::ivalue::Future& to_settle) const {
+  if (error != nullptr) {
+    to_settle.setError(translated(error));
+  } else {
+    to_settle.markCompleted(c10::IValue(outputs));
+  }
+}
+
+bool CollectiveWork::is_done() const {
+  return std::ranges::all_of(operations_, [](const auto& each) { return each->is_done(); });
+}
+
+std::exception_ptr CollectiveWork::first_error() const {
+  for (const OperationPtr& operation : operations_) {
+    if (operation->is_done() && operation->error() != nullptr) return operation->error();
+  }
+  return nullptr;
+}
+
+bool CollectiveWork::isCompleted() {
+  if (!is_done()) engine_->poll();
+  return is_done();
+}
+
+bool CollectiveWork::isSuccess() const { return is_done() && first_error() == nullptr; }
+
+std::exception_ptr CollectiveWork::exception() const { return translated(first_error()); }
+
+int CollectiveWork::sourceRank() const {
+  const auto* message = dynamic_cast<const Message*>(operations_.at(0).get());
+  TORCH_CHECK(message != nullptr, "weft: only a receive has a source rank");
+  return message->source();
+}
+
+bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
+  for (const OperationPtr& operation : operations_) engine_->wait(*operation, timeout);
+  if (auto error = first_error()) raise(std::move(error));
+  return true;
+}
+
+void CollectiveWork::abort() { engine_->abort("its work was aborted"); }
+
+c10::intrusive_ptr<c10::ivalue::Future> CollectiveWork::getFuture() {
+  const std::lock_guard lock(completion_->mutex);
+  if (!completion_->future) {
+    completion_->future =
+        c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+    if (completion_->num_left == 0) completion_->settle(*completion_->future);
+  }
+  return completion_->future;
+}
+
+}  // namespace weft::collectives

@@ -1,0 +1,48 @@
+#pragma once
+
+// The c10d backend "weft" for C++ programs: collectives of CPU tensors between processes of one
+// host, through shared memory. Python reaches it as init_process_group("cpu:weft").
+//
+// What its works and calls raise is in <weft/collectives/error.h>.
+
+#include <weft/collectives/error.h>
+#include <weft/ops/export.h>
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace weft::ops {
+
+struct BackendOptions final : c10d::Backend::Options {
+  // The inherited timeout: of joining the group, and of each operation that names none.
+  BackendOptions() : Options("weft") {}
+#ifdef C10D_BACKEND_HAS_RECONFIGURE  // c10d clones options since then
+  c10::intrusive_ptr<Options> clone() const override {
+    return c10::make_intrusive<BackendOptions>(*this);
+  }
+#endif
+
+  // Of shared memory that the group takes on this host at most, all ranks together.
+  std::size_t staging_limit_bytes = std::size_t{16} << 20;
+};
+
+// Joins the group: blocks until all `size` ranks have called it with a view of one `store` that no
+// other group uses. A program adds it to a c10d::ProcessGroup with setBackend(at::kCPU, CUSTOM,
+// ...). Errors: CollectiveTimeoutError naming the ranks that did not come; c10::Error for ranks on
+// several hosts.
+WEFT_OPS_API c10::intrusive_ptr<c10d::Backend> make_backend(
+    const c10::intrusive_ptr<c10d::Store>& store,
+    int rank,
+    int size,
+    c10::intrusive_ptr<BackendOptions> options);
+
+// Tells the peers of all groups that this process ends: for the end of a program that keeps its
+// groups until then.
+WEFT_OPS_API void leave_all_groups();
+
+}  // namespace weft::ops

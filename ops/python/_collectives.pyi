@@ -1,0 +1,18 @@
+from collections.abc import Sequence
+from datetime import timedelta
+
+from torch._C._distributed_c10d import Backend, Store
+
+def set_error_classes(
+    mismatch: type[Exception], peer_lost: type[Exception], timeout: type[Exception], aborted: type[Exception]
+) -> None: ...
+def make_backend(
+    store: Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    group_name: str,
+    global_ranks: Sequence[int],
+    staging_limit_bytes: int,
+) -> Backend: ...
+def leave_all_groups() -> None: ...

@@ -1,0 +1,78 @@
+"""The c10d backend `weft`: collectives of CPU tensors between the processes of one host, through shared memory.
+
+`import weft` registers it: `dist.init_process_group("cpu:weft")`, `"cpu:weft,cuda:nccl"`,
+`dist.new_group(backend="cpu:weft")`. Everything that talks to `torch.distributed` runs on it unchanged.
+
+A failure is the same on every rank of a group, has one of the classes here, and stays: a failed group is
+destroyed and made anew.
+"""
+
+from __future__ import annotations
+
+import atexit
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from weft import _collectives
+
+__all__ = [
+    "BackendOptions",
+    "CollectiveError",
+    "CollectiveMismatchError",
+    "CollectiveTimeoutError",
+    "GroupAbortedError",
+    "PeerLostError",
+]
+
+
+class CollectiveError(dist.DistBackendError):
+    """A group of the weft backend has failed."""
+
+
+class CollectiveMismatchError(CollectiveError):
+    """The ranks of a group made calls that do not belong together."""
+
+
+class PeerLostError(CollectiveError):
+    """The process of a rank that is waited for has ended, or has left the group."""
+
+
+class CollectiveTimeoutError(CollectiveError):
+    """A rank did not come within the timeout of the group or the call."""
+
+
+class GroupAbortedError(CollectiveError):
+    """A rank has aborted the group, or this rank has left it."""
+
+
+@dataclass(frozen=True)
+class BackendOptions:
+    """What `pg_options` of `init_process_group` and `new_group` may be for this backend.
+
+    Attributes:
+        staging_limit_bytes: of shared memory that a group takes on a host at most, all its ranks together.
+    """
+
+    staging_limit_bytes: int = 16 * 1024 * 1024
+
+
+def _create(opts: dist.distributed_c10d._DistributedBackendOptions, options: object | None) -> object:
+    mine = options if isinstance(options, BackendOptions) else BackendOptions()
+    return _collectives.make_backend(
+        opts.store,
+        opts.group_rank,
+        opts.group_size,
+        opts.timeout,
+        opts.group_id,
+        opts.global_ranks_in_group,
+        mine.staging_limit_bytes,
+    )
+
+
+def register() -> None:
+    """Make the backend known to torch.distributed; once per process."""
+    _collectives.set_error_classes(CollectiveMismatchError, PeerLostError, CollectiveTimeoutError, GroupAbortedError)
+    dist.Backend.register_backend("weft", _create, extended_api=True, devices=["cpu"])
+    # A process that ends with its groups tells the peers so; they need not find out.
+    atexit.register(_collectives.leave_all_groups)

@@ -1,0 +1,69 @@
+"""Arguments that are refused: with the class of error that gloo raises, before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft  # noqa: F401  (registers the backend)
+from support.ranks import on_ranks
+
+Call = Callable[[dist.ProcessGroup, int], object]
+
+# Refused by both backends.
+REFUSED: dict[str, Call] = {
+    "too few outputs": lambda group, n: dist.all_gather([torch.ones(2)] * (n - 1), torch.ones(2), group=group),
+    "output of a wrong size": lambda group, n: dist.all_gather_into_tensor(
+        torch.ones(2 * n + 1), torch.ones(2), group=group
+    ),
+    "output of another dtype": lambda group, n: dist.all_gather_into_tensor(
+        torch.ones(2 * n, dtype=torch.float64), torch.ones(2), group=group
+    ),
+    "lists of two dtypes": lambda group, n: dist.all_gather(
+        [torch.ones(2, dtype=torch.float64)] * n, torch.ones(2), group=group
+    ),
+    "too few inputs": lambda group, n: dist.reduce_scatter(torch.ones(2), [torch.ones(2)] * (n - 1), group=group),
+    "splits that do not add up": lambda group, n: dist.all_to_all_single(
+        torch.ones(4), torch.ones(4), [1] * n, [1] * n, group=group
+    ),
+    "a dim that ranks do not divide": lambda group, n: dist.all_to_all_single(
+        torch.ones(2 * n + 1), torch.ones(2 * n + 1), group=group
+    ),
+    "a root outside": lambda group, n: dist.broadcast(torch.ones(2), n, group=group),
+    "a peer outside": lambda group, n: dist.send(torch.ones(2), n + 3, group=group),
+    "itself": lambda group, n: dist.send(torch.ones(2), dist.get_rank(), group=group),
+    "no tensor": lambda group, n: dist.all_reduce([1.0], group=group),
+    "bits of floats": lambda group, n: dist.all_reduce(torch.ones(2), op=dist.ReduceOp.BXOR, group=group),
+    "a product of complex numbers": lambda group, n: dist.all_reduce(
+        torch.ones(2, dtype=torch.complex64), op=dist.ReduceOp.PRODUCT, group=group
+    ),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("case", REFUSED)
+def test_as_gloo_does(rank: int, world_size: int, case: str) -> None:
+    classes = []
+    for backend in ("gloo", "cpu:weft"):
+        group = dist.new_group(backend=backend)
+        with pytest.raises(Exception) as caught:
+            REFUSED[case](group, world_size)
+        classes.append(type(caught.value))
+        ones = torch.ones(2)
+        dist.all_reduce(ones, group=group)  # the group works on
+        assert ones.tolist() == [2.0, 2.0]
+    assert classes[0] is classes[1], classes
+
+
+@on_ranks(2)
+def test_sentences(rank: int, world_size: int) -> None:
+    group = dist.new_group(backend="cpu:weft")
+    with pytest.raises(RuntimeError, match=r"got 5 elements|of 5 elements for parts of 2 .* one part for each rank"):
+        dist.all_gather_into_tensor(torch.ones(5), torch.ones(2), group=group)
+    with pytest.raises(RuntimeError, match="avg for tensors of bool"):
+        dist.all_reduce(torch.ones(2, dtype=torch.bool), op=dist.ReduceOp.AVG, group=group)
+    with pytest.raises(RuntimeError, match=r"single memory location|overlap"):
+        dist.broadcast(torch.ones(1).expand(4), 1 - rank, group=group)

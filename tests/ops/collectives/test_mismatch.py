@@ -1,0 +1,211 @@
+"""Calls that do not belong together: the same typed error on every rank, and never a wrong number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+from support.ranks import on_ranks
+
+Body = Callable[[dist.ProcessGroup, int], None]
+
+
+def new_group(seconds: float = 20.0) -> dist.ProcessGroup:
+    return dist.new_group(backend="cpu:weft", timeout=timedelta(seconds=seconds))
+
+
+def sum_of(*shape: int, dtype: torch.dtype = torch.float32, op: str = "SUM") -> Body:
+    return lambda group, rank: dist.all_reduce(
+        torch.ones(shape, dtype=dtype), op=getattr(dist.ReduceOp, op), group=group
+    )
+
+
+def barrier(group: dist.ProcessGroup, rank: int) -> None:
+    dist.barrier(group=group)
+
+
+def gather_of(size: int, expected: int | None = None) -> Body:
+    def body(group: dist.ProcessGroup, rank: int) -> None:
+        outputs = [torch.zeros(size if expected is None else expected) for _ in range(group.size())]
+        dist.all_gather(outputs, torch.ones(size), group=group)
+
+    return body
+
+
+def broadcast_from(root: int, size: int = 4) -> Body:
+    return lambda group, rank: dist.broadcast(torch.ones(size), root, group=group)
+
+
+def reduce_scatter_of(size: int) -> Body:
+    def body(group: dist.ProcessGroup, rank: int) -> None:
+        dist.reduce_scatter_tensor(torch.zeros(size), torch.ones(size * group.size()), group=group)
+
+    return body
+
+
+def split(*sizes: int) -> Body:
+    def body(group: dist.ProcessGroup, rank: int) -> None:
+        dist.all_to_all_single(torch.zeros(4), torch.ones(4), list(sizes), list(sizes), group=group)
+
+    return body
+
+
+# What rank 1 does, what the others do, and what the error tells of both.
+CASES: dict[str, tuple[Body, Body, str, str]] = {
+    "sizes": (sum_of(200, 256), sum_of(100, 256), "[200, 256]", "[100, 256]"),
+    "shapes of one size": (sum_of(3, 4), sum_of(2, 6), "[3, 4]", "[2, 6]"),
+    "dtypes of one size": (sum_of(4, dtype=torch.int32), sum_of(4), "int32 [4]", "float32 [4]"),
+    "dtypes": (sum_of(4, dtype=torch.float64), sum_of(4), "float64 [4]", "float32 [4]"),
+    "reduction": (sum_of(4, op="MAX"), sum_of(4), "max", "sum"),
+    "operations": (barrier, sum_of(4), "barrier()", "all_reduce(sum, float32 [4])"),
+    "all_gather": (gather_of(6), gather_of(4), "6", "4"),
+    "expected sizes": (gather_of(4, expected=5), gather_of(4), "expects [5, 5", "expects [4, 4"),
+    "roots": (broadcast_from(1), broadcast_from(0), "root 1", "root 0"),
+    "broadcast": (broadcast_from(0, 5), broadcast_from(0, 4), "[5]", "[4]"),
+    "reduce_scatter": (reduce_scatter_of(3), reduce_scatter_of(2), "gives [3, 3", "gives [2, 2"),
+}
+
+
+def check_failed(group: dist.ProcessGroup, error: type[Exception]) -> None:
+    """A failed group stays failed, with the same error, and ends at once."""
+    for again in (sum_of(4), barrier, broadcast_from(0)):
+        with pytest.raises(error):
+            again(group, dist.get_rank())
+    dist.destroy_process_group(group)
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("case", CASES)
+def test_same_error_on_every_rank(rank: int, world_size: int, case: str) -> None:
+    other, usual, other_text, usual_text = CASES[case]
+    group = new_group()
+    sum_of(4)(group, rank)
+    with pytest.raises(weft.CollectiveMismatchError) as caught:
+        (other if rank == 1 else usual)(group, rank)
+        dist.barrier(group=group)  # where a rank may be done with its part before the others are
+    text = str(caught.value)
+    assert isinstance(caught.value, RuntimeError)
+    assert "made calls that do not belong together" in text
+    assert other_text in text and usual_text in text, text
+    assert "rank 1 brought" in text
+    texts: list[str] = [""] * world_size
+    dist.all_gather_object(texts, text)
+    assert len(set(texts)) == 1, texts
+    check_failed(group, weft.CollectiveMismatchError)
+
+
+@on_ranks(2)
+def test_splits(rank: int, world_size: int) -> None:
+    group = new_group()
+    with pytest.raises(weft.CollectiveMismatchError, match=r"gives \[1, 3\]"):
+        (split(1, 3) if rank == 1 else split(2, 2))(group, rank)
+    check_failed(group, weft.CollectiveMismatchError)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize(("sent", "received"), [(10, 4), (4, 10), (4000, 10)])
+def test_messages(rank: int, world_size: int, sent: int, received: int) -> None:
+    """Gloo aborts on the first and leaves stale values behind in the second."""
+    group = new_group()
+    place = torch.full((received,), 7.0)
+    with pytest.raises(weft.CollectiveMismatchError, match=rf"{sent}.*{received}|{received}.*{sent}"):
+        if rank == 0:
+            dist.send(torch.ones(sent), 1, group=group)
+        elif rank == 1:
+            dist.recv(place, 0, group=group)
+        dist.barrier(group=group)
+    assert torch.equal(place, torch.full((received,), 7.0))
+    check_failed(group, weft.CollectiveMismatchError)
+
+
+@on_ranks(2, 4)
+def test_order_of_operations(rank: int, world_size: int) -> None:
+    group = new_group()
+    calls = [sum_of(4), gather_of(3)]
+    with pytest.raises(weft.CollectiveMismatchError, match=r"all_reduce.*all_gather|all_gather.*all_reduce"):
+        for call in calls[::-1] if rank == 1 else calls:
+            call(group, rank)
+
+
+@on_ranks(2)
+def test_nan_travels(rank: int, world_size: int) -> None:
+    group = new_group()
+    for op in ("SUM", "AVG", "PRODUCT", "MIN", "MAX"):
+        tensor = torch.tensor([float("nan") if rank == 0 else 1.0, 1.0])
+        dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op), group=group)
+        assert tensor[0].isnan() and not tensor[1].isnan(), op
+
+
+@on_ranks(2)
+def test_the_error_keeps_its_class(rank: int, world_size: int) -> None:
+    """Through works, futures, functional collectives, weft's operators and the backward pass."""
+    import torch.distributed._functional_collectives as funcol
+
+    def waits(group: dist.ProcessGroup) -> None:
+        dist.all_reduce(torch.ones(2 + rank), group=group, async_op=True).wait()
+
+    def future(group: dist.ProcessGroup) -> None:
+        dist.all_reduce(torch.ones(2 + rank), group=group, async_op=True).get_future().wait()
+
+    def functional(group: dist.ProcessGroup) -> None:
+        funcol.all_reduce(torch.ones(2 + rank), "sum", group).wait()
+
+    def operator(group: dist.ProcessGroup) -> None:
+        torch.ops.weft.reduce_from_group(torch.ones(2 + rank), group.group_name)
+
+    def backward(group: dist.ProcessGroup) -> None:
+        x = torch.ones(2 + rank, requires_grad=True)
+        torch.ops.weft.copy_to_group(x, group.group_name).sum().backward()
+
+    for path in (waits, future, functional, operator, backward):
+        group = new_group()
+        with pytest.raises(weft.CollectiveMismatchError, match=rf"float32 \[{2 + rank}\]"):
+            path(group)
+        dist.destroy_process_group(group)
+
+
+@on_ranks(2, 4)
+def test_generated(rank: int, world_size: int) -> None:
+    """One rank changes one thing about a call; hypothesis chooses which, the same on every rank."""
+    from hypothesis import HealthCheck, given, seed, settings
+    from hypothesis import strategies as st
+
+    dtypes = [torch.float32, torch.float64, torch.int32, torch.bfloat16, torch.uint8]
+    calls = {"all_reduce": sum_of(4), "all_gather": gather_of(4), "broadcast": broadcast_from(0), "barrier": barrier}
+
+    @seed(20261121)
+    @settings(max_examples=30, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(
+        st.lists(st.integers(1, 6), min_size=1, max_size=3),
+        st.sampled_from(dtypes),
+        st.sampled_from(["shape", "dtype", "operation"]),
+        st.integers(0, world_size - 1),
+        st.integers(1, 4),
+        st.sampled_from(sorted(calls)),
+        st.sampled_from(dtypes),
+    )
+    def check(shape, dtype, what, culprit, extra, other_call, other_dtype) -> None:
+        call: Body = sum_of(*shape, dtype=dtype)
+        if rank == culprit:
+            if what == "shape":
+                call = sum_of(*shape[:-1], shape[-1] + extra, dtype=dtype)
+            elif what == "dtype":
+                call = sum_of(*shape, dtype=other_dtype)
+            elif other_call != "all_reduce":
+                call = calls[other_call]
+        fits = (what == "dtype" and other_dtype == dtype) or (what == "operation" and other_call == "all_reduce")
+        group = new_group()
+        if fits:
+            call(group, rank)
+        else:
+            with pytest.raises(weft.CollectiveMismatchError, match=f"rank {culprit} brought|brought"):
+                call(group, rank)
+                dist.barrier(group=group)
+        dist.destroy_process_group(group)
+
+    check()

@@ -1,0 +1,245 @@
+"""Values on the weft backend: those of gloo where gloo takes the dtype, those of plain arithmetic elsewhere."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import weft  # noqa: F401  (registers the backend)
+from ops.collectives.calls import MOVES, REDUCE_OPS, REDUCTIONS
+from support.ranks import on_ranks
+
+GLOO_DTYPES = ("float32", "float64", "float16", "bfloat16", "uint8", "int8", "int32", "int64", "bool")
+OTHER_DTYPES = ("int16", "uint16", "uint32", "uint64", "complex64", "complex128", "float8_e4m3fn")
+TOLERANCE = {"float16": 2e-3, "bfloat16": 2e-2, "float32": 1e-6, "float64": 1e-12}
+
+
+def values(rank: int, key: object, shape: tuple[int, ...], dtype: str) -> Tensor:
+    """What rank `rank` brings: small whole numbers, so that halves and products hold them."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{rank} {key}".encode()))
+    numbers = torch.randint(0, 2 if dtype == "bool" else 4, shape, generator=generator)
+    if dtype.startswith("complex"):
+        return torch.complex(numbers.double(), numbers.double() - 1).to(getattr(torch, dtype))
+    return numbers.to(getattr(torch, dtype))
+
+
+def strided(tensor: Tensor) -> Tensor:
+    """The same values, every second element of a larger storage and the last dim first."""
+    wide = torch.zeros((*tensor.shape, 2), dtype=tensor.dtype)
+    wide[..., 0] = tensor
+    flipped = wide[..., 0]
+    return flipped.transpose(0, -1).contiguous().transpose(0, -1) if tensor.dim() > 1 else flipped
+
+
+def maker(rank: int, dtype: str, layout: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    return lambda key, *shape: layout(values(rank, key, shape, dtype))
+
+
+def check_close(actual: list[Tensor], expected: list[Tensor], dtype: str, what: str) -> None:
+    assert len(actual) == len(expected), what
+    for mine, theirs in zip(actual, expected, strict=True):
+        tolerance = TOLERANCE.get(dtype, 0.0)
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance, msg=lambda text: f"{what}: {text}")
+
+
+def is_reducible(op: str, dtype: str) -> bool:
+    if dtype.startswith("float8"):
+        return False
+    if dtype.startswith("complex"):
+        return op in ("SUM", "AVG")
+    if op in ("BAND", "BOR", "BXOR"):
+        return not dtype.startswith(("float", "bfloat"))
+    return op != "AVG" or dtype != "bool"
+
+
+@on_ranks(1, 2, 4)
+@pytest.mark.parametrize("dtype", GLOO_DTYPES)
+def test_equals_gloo(rank: int, world_size: int, dtype: str) -> None:
+    """Gloo has contiguous tensors; ours come in both layouts. AVG of integers is ours alone: it truncates."""
+    weft_group = dist.new_group(backend="cpu:weft")
+    calls = dict(MOVES)
+    for name, reduction in REDUCTIONS.items():
+        for op in REDUCE_OPS:
+            floats = dtype.startswith(("float", "bfloat"))
+            if is_reducible(op, dtype) and (floats or op != "AVG"):
+                calls[f"{name} {op}"] = reduction(op)
+    for name, call in calls.items():
+        expected = call(dist.group.WORLD, rank, world_size, maker(rank, dtype, torch.clone))
+        for layout in (torch.clone, strided):
+            actual = call(weft_group, rank, world_size, maker(rank, dtype, layout))
+            check_close(actual, expected, dtype, f"{name} {layout.__name__}")
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("dtype", OTHER_DTYPES)
+def test_dtypes_that_gloo_does_not_take(rank: int, world_size: int, dtype: str) -> None:
+    """Moves equal gloo's moves of the same bytes, sums and averages those of torch."""
+    group = dist.new_group(backend="cpu:weft")
+    size = torch.empty(0, dtype=getattr(torch, dtype)).element_size()
+
+    def make_bytes(key: object, *shape: int) -> Tensor:
+        return values(rank, key, shape, dtype).view(torch.uint8).reshape(*shape[:-1], shape[-1] * size)
+
+    for name, call in MOVES.items():
+        if name == "all_to_all_single":
+            continue  # its split sizes count rows, which bytes have others of
+        expected = call(dist.group.WORLD, rank, world_size, make_bytes)
+        actual = call(group, rank, world_size, maker(rank, dtype, torch.clone))
+        actual = [tensor.view(torch.uint8).reshape(tensor.shape[0], -1).flatten() for tensor in actual]
+        check_close(actual, [tensor.flatten() for tensor in expected], "uint8", name)
+    if not is_reducible("SUM", dtype):
+        return
+    work_dtype = torch.complex128 if dtype.startswith("complex") else torch.int64
+    parts = [values(each, "x", (3, 5), dtype).to(work_dtype) for each in range(world_size)]
+    total = sum(parts[1:], parts[0])
+    for op, expected in (("SUM", total), ("AVG", total / world_size if total.is_complex() else total // world_size)):
+        (actual,) = REDUCTIONS["all_reduce"](op)(group, rank, world_size, maker(rank, dtype, torch.clone))
+        torch.testing.assert_close(actual.to(work_dtype), expected, rtol=1e-6, atol=1e-6)
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("dtype", ["int32", "int64", "uint8"])
+def test_averages_of_integers_truncate(rank: int, world_size: int, dtype: str) -> None:
+    tensor = torch.tensor([rank, 3, -rank if dtype != "uint8" else 0]).to(getattr(torch, dtype))
+    dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=dist.new_group(backend="cpu:weft"))
+    total = world_size * (world_size - 1) // 2
+    least = -(total // world_size) if dtype != "uint8" else 0
+    assert tensor.tolist() == [total // world_size, 3, least]
+
+
+@on_ranks(2, 3)
+def test_large_and_uneven(rank: int, world_size: int) -> None:
+    """Larger than the staging buffers, and lists whose parts differ from rank to rank."""
+    group = dist.new_group(backend="cpu:weft")
+    size = 3_000_001
+    tensor = torch.arange(size, dtype=torch.float32) % 1000 + rank
+    dist.all_reduce(tensor, group=group)
+    expected = (torch.arange(size, dtype=torch.float32) % 1000) * world_size + sum(range(world_size))
+    assert torch.equal(tensor, expected)
+
+    parts = [torch.zeros(1000 * each, 3) for each in range(world_size)]
+    dist.all_gather(parts, torch.full((1000 * rank, 3), float(rank)), group=group)
+    for each, part in enumerate(parts):
+        assert torch.equal(part, torch.full((1000 * each, 3), float(each)))
+
+    output = torch.zeros(rank + 1, 2)
+    dist.reduce_scatter(output, [torch.full((each + 1, 2), 1.0 + each) for each in range(world_size)], group=group)
+    assert torch.equal(output, torch.full((rank + 1, 2), world_size * (1.0 + rank)))
+
+    places = [torch.zeros(each + rank + 1) for each in range(world_size)]
+    given = [torch.full((each + rank + 1,), 10.0 * rank + each) for each in range(world_size)]
+    dist.all_to_all(places, given, group=group)
+    for each, place in enumerate(places):
+        assert torch.equal(place, torch.full((each + rank + 1,), 10.0 * each + rank))
+
+
+@on_ranks(1, 2, 4)
+def test_coalesced(rank: int, world_size: int) -> None:
+    group = dist.new_group(backend="cpu:weft")
+    tensors = [torch.full((size,), rank + 1.0) for size in (1, 70, 5)]
+    dist.all_reduce_coalesced(tensors, group=group)
+    total = world_size * (world_size + 1) / 2
+    assert all(torch.equal(tensor, torch.full_like(tensor, total)) for tensor in tensors)
+
+    opts = dist.distributed_c10d.AllgatherOptions()
+    inputs = [torch.full((size,), float(rank)) for size in (2, 3)]
+    outputs = [torch.zeros(size * world_size) for size in (2, 3)]
+    group.allgather_into_tensor_coalesced(outputs, inputs, opts).wait()
+    for output, size in zip(outputs, (2, 3), strict=True):
+        assert torch.equal(output, torch.arange(world_size).repeat_interleave(size).float())
+
+    lists = [[torch.zeros(size) for size in (2, 3)] for _ in range(world_size)]
+    dist.all_gather_coalesced(lists, inputs, group=group)
+    for each, of_rank in enumerate(lists):
+        assert all(torch.equal(tensor, torch.full_like(tensor, each)) for tensor in of_rank)
+
+    whole = [torch.arange(size * world_size, dtype=torch.float32) for size in (2, 3)]
+    parts = [torch.zeros(size) for size in (2, 3)]
+    group.reduce_scatter_tensor_coalesced(parts, whole, dist.distributed_c10d.ReduceScatterOptions()).wait()
+    for part, source in zip(parts, whole, strict=True):
+        assert torch.equal(part, source.chunk(world_size)[rank] * world_size)
+
+
+@on_ranks(2, 4)
+def test_same_bits_for_every_size_and_run(rank: int, world_size: int) -> None:
+    """One-shot, sliced and chunked all-reduces, reduce-scatter and reduce sum in the order of the ranks."""
+    group = dist.new_group(backend="cpu:weft")
+    scales = [10.0**each for each in range(world_size)]
+    parts = [torch.randn(5_000_000, generator=torch.Generator().manual_seed(each)) for each in range(world_size)]
+    parts = [part * scale for part, scale in zip(parts, scales, strict=True)]
+    expected = parts[0].clone()
+    for part in parts[1:]:
+        expected += part
+    for size in (7, 5_000, 200_000, 5_000_000):
+        for _ in range(2):
+            tensor = parts[rank][:size].clone()
+            dist.all_reduce(tensor, group=group)
+            assert torch.equal(tensor, expected[:size])
+        even = size - size % world_size
+        output = torch.empty(even // world_size)
+        dist.reduce_scatter_tensor(output, parts[rank][:even].clone(), group=group)
+        assert torch.equal(output, expected[:even].chunk(world_size)[rank])
+
+
+@on_ranks(2, 4)
+def test_any_source_and_any_order(rank: int, world_size: int) -> None:
+    """Everybody posts its sends first, or its receives, in the order of the ranks or against it."""
+    group = dist.new_group(backend="cpu:weft")
+    peers = [each for each in range(world_size) if each != rank]
+    for size in (3, 2_000_000):
+        for order in (peers, peers[::-1]):
+            outgoing = [torch.full((size,), float(rank))] * len(peers)
+            incoming = [torch.zeros(size) for _ in peers]
+            works = [dist.isend(each, peer, group=group) for each, peer in zip(outgoing, order, strict=True)]
+            works += [dist.irecv(each, peer, group=group) for each, peer in zip(incoming, order[::-1], strict=True)]
+            for work in works if rank % 2 else works[::-1]:
+                work.wait()
+            for each, peer in zip(incoming, order[::-1], strict=True):
+                assert torch.equal(each, torch.full((size,), float(peer)))
+    if rank == 0:
+        seen = set()
+        for _ in peers:
+            tensor = torch.zeros(2)
+            source = dist.recv(tensor, group=group)
+            assert tensor.tolist() == [source, source]
+            seen.add(source)
+        assert seen == set(peers)
+    else:
+        dist.send(torch.full((2,), float(rank)), 0, group=group)
+
+
+@on_ranks(2)
+def test_batched_messages(rank: int, world_size: int) -> None:
+    group = dist.new_group(backend="cpu:weft")
+    sent, received = torch.full((1000,), float(rank)), torch.zeros(1000)
+    operations = [dist.P2POp(dist.isend, sent, 1 - rank, group), dist.P2POp(dist.irecv, received, 1 - rank, group)]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    assert torch.equal(received, torch.full((1000,), 1.0 - rank))
+
+
+@on_ranks(2, 4)
+def test_asynchronous_works(rank: int, world_size: int) -> None:
+    group = dist.new_group(backend="cpu:weft")
+    tensors = [torch.full((1000 * (each + 1),), rank + 1.0) for each in range(6)]
+    works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
+    total = world_size * (world_size + 1) / 2
+    seen = []
+    chained = works[3].get_future().then(lambda future: seen.append(future.value()[0][0].item()))
+    for work in works[::-1]:
+        assert work.wait()
+        assert work.is_completed()
+        assert work.is_success()
+    chained.wait()
+    assert seen == [total]
+    assert all(torch.equal(tensor, torch.full_like(tensor, total)) for tensor in tensors)
+    # Nobody waits: the background thread ends it.
+    work = dist.all_reduce(tensors[0], group=group, async_op=True)
+    future = work.get_future()
+    future.wait()
+    assert torch.equal(future.value()[0], torch.full_like(tensors[0], total * world_size))
