@@ -1,0 +1,148 @@
+"""Kills or stops one rank of a group in the middle of a collective and reports what the others saw, as JSON.
+
+    python tests/ops/collectives/faults.py --signals SIGKILL SIGSTOP --world-sizes 3 --victims 1 --repeats 1
+
+One line for each scenario. Ranks are forked from this process, which has imported torch and started nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import weft
+from ops.collectives.calls import MOVES, REDUCTIONS, Call
+
+STOP_TIMEOUT = timedelta(seconds=1)  # of a group with a stopped rank: it is noticed then
+KILL_TIMEOUT = timedelta(seconds=60)  # no rank may need it
+
+
+def barrier(group: dist.ProcessGroup, rank: int, world_size: int, make: Callable[..., torch.Tensor]) -> list:
+    dist.barrier(group=group)
+    return []
+
+
+def large_all_reduce(group: dist.ProcessGroup, rank: int, world_size: int, make: Callable[..., torch.Tensor]) -> list:
+    """Many chunks: the others are inside it for some time."""
+    dist.all_reduce(torch.ones(4_000_000), group=group)
+    return []
+
+
+def asynchronous(group: dist.ProcessGroup, rank: int, world_size: int, make: Callable[..., torch.Tensor]) -> list:
+    works = [dist.all_reduce(torch.ones(1000), group=group, async_op=True) for _ in range(4)]
+    for work in works:
+        work.wait()
+    return []
+
+
+CALLS: dict[str, Call] = {
+    **MOVES,
+    **{name: reduction("SUM") for name, reduction in REDUCTIONS.items()},
+    "barrier": barrier,
+    "large_all_reduce": large_all_reduce,
+    "asynchronous": asynchronous,
+}
+
+
+def run_rank(folder: Path, call: str, rank: int, world_size: int, timeout: timedelta) -> None:
+    """Loop over the call until it fails, then say how."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), world_size)
+    dist.init_process_group("cpu:weft", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    group = dist.group.WORLD
+    dist.barrier()
+    (folder / f"ready-{rank}").touch()
+    try:
+        while True:
+            CALLS[call](group, rank, world_size, lambda key, *shape: torch.ones(shape))
+    except weft.CollectiveError as error:
+        failed_at = time.monotonic()
+        seen = {"error": type(error).__name__, "text": str(error), "time": failed_at}
+    try:
+        dist.all_reduce(torch.ones(1))
+    except weft.CollectiveError as error:
+        seen["again"] = type(error).__name__
+    started = time.monotonic()
+    dist.destroy_process_group()
+    seen["destroy_seconds"] = time.monotonic() - started
+    (folder / f"seen-{rank}").write_text(json.dumps(seen))
+
+
+def fork_rank(*arguments: object) -> int:
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            run_rank(*arguments)  # type: ignore[arg-type]
+            status = 0
+        except BaseException as error:
+            print(f"rank failed: {error!r}", file=sys.stderr, flush=True)
+        os._exit(status)
+    return pid
+
+
+def run_scenario(call: str, signal_name: str, world_size: int, victim: int, delay: float) -> dict:
+    """Returns the scenario, and `ranks`: what each survivor saw, `seconds` after the signal."""
+    stops = signal_name == "SIGSTOP"
+    with tempfile.TemporaryDirectory(prefix="weft-faults-") as name:
+        folder = Path(name)
+        timeout = STOP_TIMEOUT if stops else KILL_TIMEOUT
+        pids = [fork_rank(folder, call, rank, world_size, timeout) for rank in range(world_size)]
+        while len(list(folder.glob("ready-*"))) < world_size:
+            time.sleep(0.002)
+        time.sleep(delay)
+        sent_at = time.monotonic()
+        os.kill(pids[victim], signal.Signals[signal_name])
+        statuses = {}
+        for rank, pid in enumerate(pids):
+            if rank != victim:
+                statuses[rank] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if stops:
+            os.kill(pids[victim], signal.SIGKILL)
+        os.waitpid(pids[victim], 0)
+        ranks = {}
+        for rank, status in statuses.items():
+            seen = json.loads((folder / f"seen-{rank}").read_text()) if status == 0 else {}
+            ranks[rank] = {**seen, "status": status, "seconds": seen.pop("time", sent_at) - sent_at}
+    return {
+        "call": call,
+        "signal": signal_name,
+        "world_size": world_size,
+        "victim": victim,
+        "victim_pid": pids[victim],
+        "ranks": ranks,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--signals", nargs="+", default=["SIGKILL", "SIGSTOP"])
+    parser.add_argument("--calls", nargs="+", default=list(CALLS))
+    parser.add_argument("--world-sizes", nargs="+", type=int, default=[3])
+    parser.add_argument("--victims", nargs="+", type=int, help="default: each rank in turn")
+    parser.add_argument("--repeats", type=int, default=1)
+    args = parser.parse_args()
+    rng = random.Random(20261121)
+    for _ in range(args.repeats):
+        for world_size in args.world_sizes:
+            for call in args.calls:
+                for signal_name in args.signals:
+                    for victim in args.victims or range(world_size):
+                        scenario = run_scenario(call, signal_name, world_size, victim, rng.uniform(0.0, 0.03))
+                        print(json.dumps(scenario), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""Ranks that die, stop, fork or share the machine with another job: real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+from support.ranks import on_ranks
+
+TESTS = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
+
+
+def run_faults(*arguments: str) -> list[dict]:
+    command = [sys.executable, str(Path(__file__).with_name("faults.py")), *arguments]
+    result = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def scenarios() -> list[dict]:
+    """Each collective once, with rank 1 of 3 killed and stopped in the middle of it; rank 0 once more."""
+    before = set(os.listdir("/dev/shm"))
+    found = run_faults("--victims", "1") + run_faults("--victims", "0", "--calls", "all_reduce", "broadcast")
+    assert set(os.listdir("/dev/shm")) == before
+    return found
+
+
+def test_a_killed_rank_is_named(scenarios: list[dict]) -> None:
+    killed = [scenario for scenario in scenarios if scenario["signal"] == "SIGKILL"]
+    assert len(killed) >= 15
+    for scenario in killed:
+        for seen in scenario["ranks"].values():
+            assert seen["status"] == 0, scenario
+            assert seen["error"] == seen["again"] == "PeerLostError", scenario
+            assert f"rank {scenario['victim']} (pid {scenario['victim_pid']}) of group" in seen["text"], scenario
+            assert "ended while rank" in seen["text"], scenario
+
+
+def test_a_stopped_rank_is_named(scenarios: list[dict]) -> None:
+    stopped = [scenario for scenario in scenarios if scenario["signal"] == "SIGSTOP"]
+    assert len(stopped) >= 15
+    for scenario in stopped:
+        victim = f"rank {scenario['victim']} (pid {scenario['victim_pid']})"
+        for seen in scenario["ranks"].values():
+            assert seen["status"] == 0, scenario
+            assert seen["error"] == seen["again"] == "CollectiveTimeoutError", scenario
+            assert "timed out after 1 s" in seen["text"], scenario
+            if scenario["call"] != "send_recv":  # its text names the peer of the message that came too late
+                assert victim in seen["text"].partition("not arrived")[2], scenario
+
+
+def _forked(body: str) -> str:
+    """Runs in a child forked now; what it raises comes back as text."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            exec(body, {"torch": torch, "dist": dist})
+            text = "nothing was raised"
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+        os.write(writer, text.encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        text = pipe.read()
+    assert os.waitpid(pid, 0)[1] == 0
+    return text
+
+
+@on_ranks(2)
+def test_fork_after_init(rank: int, world_size: int) -> None:
+    """A child may not use its parent's group, and neither its work nor its end disturbs the group."""
+    group = dist.new_group(backend="cpu:weft")
+    work = dist.all_reduce(torch.ones(10), group=group, async_op=True)  # starts the background thread
+    work.wait()
+    dist.distributed_c10d._world.pg_names  # noqa: B018 - the child finds the group by its name
+    name = group.group_name
+    use = f"dist.all_reduce(torch.ones(3), group=dist.distributed_c10d._resolve_process_group({name!r}))"
+    text = _forked(use)
+    assert text.startswith("RuntimeError: weft: got a call on group"), text
+    assert "in a process forked after the group was made" in text
+    assert _forked(f"dist.destroy_process_group(dist.distributed_c10d._resolve_process_group({name!r}))").startswith(
+        "nothing"
+    )
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor, group=group)
+    assert tensor.tolist() == [2.0] * 3
+    loader = torch.utils.data.DataLoader(list(range(8)), num_workers=1, multiprocessing_context="fork")
+    assert len(list(loader)) == 8
+
+
+JOB = """
+import sys, tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp
+import weft
+
+def run(rank, path, seed):
+    torch.set_num_threads(1)
+    dist.init_process_group("cpu:weft", store=dist.FileStore(path, 2), rank=rank, world_size=2)
+    for step in range(300):
+        tensor = torch.full((1 + 37 * step,), float(seed + rank))
+        dist.all_reduce(tensor)
+        assert torch.equal(tensor, torch.full_like(tensor, 2.0 * seed + 1)), (step, tensor)
+    if sys.argv[2] == "keep":
+        return  # ends without destroying the group
+    dist.destroy_process_group()
+    # The same store again: nothing of the first group is in the way.
+    dist.init_process_group("cpu:weft", store=dist.FileStore(path, 2), rank=rank, world_size=2)
+    dist.barrier()
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(run, (folder + "/store", int(sys.argv[1])), nprocs=2, start_method="fork")
+"""
+
+
+def test_two_jobs_on_one_machine(tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(JOB)
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(seed), how], env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
+        )
+        for seed, how in ((3, "destroy"), (500, "keep"))
+    ]
+    for job in jobs:
+        _, errors = job.communicate(timeout=120)
+        assert job.returncode == 0, errors
+        assert "Error" not in errors and "terminate" not in errors, errors
+
+
+@on_ranks(2)
+def test_abort_and_leaving(rank: int, world_size: int) -> None:
+    """Abort ends what waits at once; so does the end of a group that others still need."""
+    group = dist.new_group(backend="cpu:weft")
+    if rank == 0:
+        with pytest.raises(weft.GroupAbortedError, match="rank 1 aborted group"):
+            dist.all_reduce(torch.ones(3), group=group)
+    else:
+        group._get_backend(torch.device("cpu")).abort()
+    group = dist.new_group(backend="cpu:weft")
+    if rank == 0:
+        with pytest.raises(weft.PeerLostError, match=r"rank 1 \(pid \d+\) of group '.*' left the group while rank 0"):
+            dist.all_reduce(torch.ones(3), group=group)
+    else:
+        dist.destroy_process_group(group)
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_a_late_rank_is_named_by_the_timeout_of_the_call(rank: int, world_size: int) -> None:
+    from datetime import timedelta
+
+    group = dist.new_group(backend="cpu:weft", timeout=timedelta(seconds=60))
+    if rank == 0:
+        work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
+        with pytest.raises(weft.CollectiveTimeoutError, match=r"timed out after 0.2 s on rank 0.*not arrived rank 1"):
+            work.wait(timedelta(seconds=0.2))
+    dist.barrier()  # of gloo: the late one comes only now
+    if rank == 1:
+        with pytest.raises(weft.CollectiveTimeoutError, match="not arrived rank 1"):
+            dist.all_reduce(torch.ones(3), group=group)
