@@ -58,7 +58,11 @@ def run_on_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeo
     """
     with tempfile.TemporaryDirectory(prefix="weft-benchmark-") as folder:
         ranks = mp.start_processes(
-            _rank_main, (num_ranks, Path(folder), timeout_seconds, (function, args)), num_ranks, join=False
+            _rank_main,
+            (num_ranks, Path(folder), timeout_seconds, (function, args)),
+            num_ranks,
+            join=False,
+            start_method="fork",  # this process has imported torch and started nothing: no rank imports it again
         )
         deadline = time.monotonic() + timeout_seconds
         try:
@@ -94,12 +98,17 @@ def _rank_main(
 
 
 def interleaved_seconds(
-    candidates: Mapping[str, Callable[[], None]], *, num_samples: int, calls_per_sample: int, warm_up: int = 5
+    candidates: Mapping[str, Callable[[], None]],
+    *,
+    num_samples: int,
+    calls_per_sample: int | Mapping[str, int],
+    warm_up: int = 5,
 ) -> dict[str, list[float]]:
     """Seconds per call of each candidate, sample by sample in turn: noise of the machine hits all alike.
 
     Every rank of the default group calls this together. A sample starts behind a barrier, holds
-    `calls_per_sample` calls and counts the slowest rank. Which candidate goes first alternates.
+    `calls_per_sample` calls (a number for all candidates, or one for each) and counts the slowest rank. Which
+    candidate goes first alternates.
     """
     for function in candidates.values():
         for _ in range(warm_up):
@@ -109,11 +118,12 @@ def interleaved_seconds(
     for sample in range(num_samples):
         for name in order if sample % 2 == 0 else order[::-1]:
             function = candidates[name]
+            num_calls = calls_per_sample if isinstance(calls_per_sample, int) else calls_per_sample[name]
             dist.barrier()
             start = time.perf_counter()
-            for _ in range(calls_per_sample):
+            for _ in range(num_calls):
                 function()
-            mine[name][sample] = (time.perf_counter() - start) / calls_per_sample
+            mine[name][sample] = (time.perf_counter() - start) / num_calls
     for times in mine.values():
         dist.all_reduce(times, dist.ReduceOp.MAX)
     return {name: times.tolist() for name, times in mine.items()}

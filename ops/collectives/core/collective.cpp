@@ -37,7 +37,7 @@ bool Collective::advance(const SharedState& shared, int rank, CollectiveCursor& 
           head_.num_chunks = num_chunks_;
           publish(shared, rank);
         }
-        fill(chunk_, staging);
+        if (!std::exchange(is_filled_ahead_, false)) fill(chunk_, staging);
         cursor.phases.arrive();
         stage_ = Stage::kFilled;
         break;
@@ -48,6 +48,11 @@ bool Collective::advance(const SharedState& shared, int rank, CollectiveCursor& 
           combine(chunk_, staging);
           cursor.phases.arrive();
           stage_ = Stage::kCombined;
+          after_combine(chunk_, staging);
+          if (chunk_ + 1 < num_chunks_) {
+            fill(chunk_ + 1, Staging(shared, rank, 1 - staging.buffer()));
+            is_filled_ahead_ = true;
+          }
           break;
         }
         [[fallthrough]];

@@ -8,7 +8,8 @@
 //   [combines into its own buffer, arrives, and when all have arrived]
 //   drains the buffers into its result.
 // Chunks alternate between two buffers: a rank fills buffer b again only after it saw everybody
-// arrive for the chunk between, which they do after draining b.
+// arrive for the chunk between, which they do after draining b. So it may fill the next buffer as
+// soon as all have filled this one: while it waits for those that combine.
 
 #include "operation.h"
 #include "phases.h"
@@ -29,6 +30,7 @@ class Staging {
   std::byte* of(int rank) const { return shared_.staging(rank, buffer_); }
   size_t num_bytes() const { return shared_.staging_bytes(); }
   int rank() const { return rank_; }
+  int buffer() const { return buffer_; }
   int num_ranks() const { return shared_.num_ranks(); }
 
  private:
@@ -63,6 +65,8 @@ class Collective : public Operation {
   virtual bool combines() const { return false; }
   virtual void fill(int64_t chunk, const Staging& staging) = 0;
   virtual void combine(int64_t /*chunk*/, const Staging& /*staging*/) {}
+  // What can be done once this rank has combined, while others may not have.
+  virtual void after_combine(int64_t /*chunk*/, const Staging& /*staging*/) {}
   virtual void drain(int64_t chunk, const Staging& staging) = 0;
 
   const SignatureHead& head() const { return head_; }
@@ -77,6 +81,7 @@ class Collective : public Operation {
   std::vector<int64_t> gives_;
   std::vector<int64_t> expects_;
   Stage stage_ = Stage::kFill;
+  bool is_filled_ahead_ = false;  // the chunk to come
   int64_t chunk_ = 0;
   int64_t num_chunks_ = 0;
 };

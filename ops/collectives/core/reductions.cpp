@@ -88,20 +88,28 @@ class AllReduce final : public Reduction {
         staging.own() + offset, input_at(part.first + slice.first), offset, slice.size, staging);
   }
 
+  void after_combine(int64_t chunk, const Staging& staging) override {
+    take_slice(staging.rank(), chunk_range(chunk, staging), staging);
+  }
+
   void drain(int64_t chunk, const Staging& staging) override {
     const Range part = chunk_range(chunk, staging);
     if (!in_slices_) {
       return reduce_into(output_at(part.first), input_at(part.first), 0, part.size, staging);
     }
     for (int peer = 0; peer < staging.num_ranks(); ++peer) {
-      const Range slice = slice_range(peer, part, staging);
-      copy(output_at(part.first + slice.first),
-           staging.of(peer) + bytes_of(slice.first),
-           slice.size);
+      if (peer != staging.rank()) take_slice(peer, part, staging);
     }
   }
 
  private:
+  // The slice that `rank` has reduced, into the output.
+  void take_slice(int rank, const Range& part, const Staging& staging) {
+    const Range slice = slice_range(rank, part, staging);
+    copy(output_at(part.first + slice.first),
+         staging.of(rank) + bytes_of(slice.first),
+         slice.size);
+  }
   Range chunk_range(int64_t chunk, const Staging& staging) const {
     return range_of(chunk, elements_in(staging.num_bytes()), input_.num_elements);
   }

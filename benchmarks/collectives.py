@@ -1,0 +1,164 @@
+"""Collectives of CPU tensors: the backend weft against gloo, in the same processes, in turn.
+
+    python benchmarks/collectives.py --ranks 2 4 8 [--json] [--check] [--runs 5]
+
+Each run starts fresh ranks with one thread each, makes a group of either backend, and takes samples of both in turn
+behind a barrier; a sample counts its slowest rank. A run's figure is the median of its samples, the reported one the
+median of the runs. `memcpy` is every rank copying as many bytes as the call has, at the same time: no all-reduce
+can read its input and write its result faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import interleaved_seconds, machine_facts, run_on_ranks
+
+import weft  # noqa: F401  (registers the backend)
+
+KIB, MIB = 1024, 1024 * 1024
+SIZES = (4 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 32 * MIB)
+CALLS = ("all_reduce", "reduce_scatter", "all_gather", "send_recv")
+# What --check demands of gloo / weft, by ranks: call -> size -> least ratio.
+_MANY = {
+    "all_reduce": {4 * KIB: 15.0, 256 * KIB: 15.0, 4 * MIB: 4.0},
+    "all_gather": {256 * KIB: 5.0},
+    "send_recv": {256 * KIB: 5.0},
+}
+BARS = {2: {**_MANY, "all_reduce": {4 * KIB: 20.0, 256 * KIB: 15.0, 4 * MIB: 5.0}}, 4: _MANY, 8: _MANY}
+MAX_REDUCE_SCATTER = {"small": 1.1, "large": 0.8}  # of our own all-reduce; large is from 1 MiB up
+MAX_MEMCPY = 3.0  # of an all-reduce of 4 MiB
+_SAMPLE_SECONDS = 0.03  # that a sample takes about
+_NUM_SAMPLES = 7
+
+
+def call_of(name: str, num_bytes: int, group: dist.ProcessGroup) -> Callable[[], None]:
+    """A call whose larger tensor, or message, has `num_bytes` of float32."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    whole = torch.zeros(num_bytes // 4)
+    part = torch.zeros(num_bytes // 4 // num_ranks)
+    if name == "all_reduce":
+        return lambda: dist.all_reduce(whole, group=group)
+    if name == "reduce_scatter":
+        return lambda: dist.reduce_scatter_tensor(part, whole, group=group)
+    if name == "all_gather":
+        return lambda: dist.all_gather_into_tensor(whole, part, group=group)
+
+    def ping_pong() -> None:
+        """Between ranks 0 and 1; the time is of both ways."""
+        if rank == 0:
+            dist.send(whole, 1, group=group)
+            dist.recv(whole, 1, group=group)
+        elif rank == 1:
+            dist.recv(whole, 0, group=group)
+            dist.send(whole, 0, group=group)
+
+    return ping_pong
+
+
+def measure(sizes: list[int]) -> list[dict[str, Any]]:
+    """On every rank: the rows of one run, in seconds per call."""
+    groups = {"gloo": dist.group.WORLD, "weft": dist.new_group(backend="cpu:weft")}
+    rows = []
+    for name in CALLS:
+        for num_bytes in sizes:
+            candidates = {backend: call_of(name, num_bytes, group) for backend, group in groups.items()}
+            if name == "all_reduce":
+                source, target = torch.zeros(num_bytes // 4), torch.ones(num_bytes // 4)
+                candidates["memcpy"] = lambda source=source, target=target: target.copy_(source)
+            trial = interleaved_seconds(candidates, num_samples=1, calls_per_sample=5, warm_up=3)
+            # At least five: the ranks do not leave the barrier before a sample at the same time.
+            calls = {side: max(5, min(500, int(_SAMPLE_SECONDS / times[0]))) for side, times in trial.items()}
+            seconds = interleaved_seconds(candidates, num_samples=_NUM_SAMPLES, calls_per_sample=calls, warm_up=0)
+            rows.append({"call": name, "num_bytes": num_bytes})
+            rows[-1] |= {side: statistics.median(times) for side, times in seconds.items()}
+    return rows
+
+
+def combine(num_ranks: int, runs: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Row by row the medians over the runs, and the ratios."""
+    combined = []
+    for same in zip(*runs, strict=True):
+        row: dict[str, Any] = {"num_ranks": num_ranks, "call": same[0]["call"], "num_bytes": same[0]["num_bytes"]}
+        for side in ("weft", "gloo", "memcpy"):
+            if side in same[0]:
+                row[f"{side}_us"] = round(statistics.median(run[side] for run in same) * 1e6, 1)
+        row["gloo_over_weft"] = round(statistics.median(run["gloo"] / run["weft"] for run in same), 2)
+        combined.append(row)
+    ours = {row["num_bytes"]: [run["weft"] for run in same] for row, same in _of_call("all_reduce", combined, runs)}
+    for row, same in _of_call("reduce_scatter", combined, runs):
+        ratios = [run["weft"] / other for run, other in zip(same, ours[row["num_bytes"]], strict=True)]
+        row["over_all_reduce"] = round(statistics.median(ratios), 3)
+    for row, same in _of_call("all_reduce", combined, runs):
+        row["over_memcpy"] = round(statistics.median(run["weft"] / run["memcpy"] for run in same), 2)
+    return combined
+
+
+def _of_call(name: str, combined: list[dict[str, Any]], runs: list[list[dict[str, Any]]]) -> list[tuple[dict, tuple]]:
+    return [(row, same) for row, same in zip(combined, zip(*runs, strict=True), strict=True) if row["call"] == name]
+
+
+def failures(rows: list[dict[str, Any]]) -> list[str]:
+    """The bars that are missed, one sentence each."""
+    missed = []
+    for row in rows:
+        what = f"{row['call']} of {row['num_bytes']} bytes on {row['num_ranks']} ranks"
+        bar = BARS.get(row["num_ranks"], {}).get(row["call"], {}).get(row["num_bytes"], 0.0)
+        if row["gloo_over_weft"] < bar:
+            missed.append(f"{what}: gloo / weft is {row['gloo_over_weft']}, wanted at least {bar:g}.")
+        limit = MAX_REDUCE_SCATTER["large" if row["num_bytes"] >= MIB else "small"]
+        if row.get("over_all_reduce", 0.0) > limit:
+            missed.append(f"{what}: {row['over_all_reduce']} of our all-reduce, wanted at most {limit:g}.")
+        if row["num_bytes"] == 4 * MIB and row.get("over_memcpy", 0.0) > MAX_MEMCPY:
+            missed.append(f"{what}: {row['over_memcpy']} of a memcpy, wanted at most {MAX_MEMCPY:g}.")
+    return missed
+
+
+def print_table(report: dict[str, Any]) -> None:
+    machine = report["machine"]
+    print(f"{machine['cpu']}, {machine['cpu_count']} cores, torch {machine['torch']}, {machine['date']}")
+    print(f"{'ranks':>5} {'call':<15} {'KiB':>6} {'weft us':>10} {'gloo us':>10} {'ratio':>7}  of")
+    for row in report["results"]:
+        others = [f"all-reduce {row['over_all_reduce']}"] if "over_all_reduce" in row else []
+        others += [f"memcpy {row['over_memcpy']}"] if "over_memcpy" in row else []
+        print(
+            f"{row['num_ranks']:>5} {row['call']:<15} {row['num_bytes'] // KIB:>6} {row['weft_us']:>10.1f} "
+            f"{row['gloo_us']:>10.1f} {row['gloo_over_weft']:>7.2f}  {', '.join(others)}"
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="processes of the group, one or several")
+    parser.add_argument("--runs", type=int, default=5, help="fresh groups whose medians are taken")
+    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="bytes")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, not a table")
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a bar is missed")
+    args = parser.parse_args()
+    if min(args.ranks) < 2 or args.runs < 1:
+        parser.error("give --ranks of 2 or more and --runs of 1 or more.")
+
+    report: dict[str, Any] = {"benchmark": "collectives", "machine": machine_facts(), "num_runs": args.runs}
+    report["results"] = []
+    for num_ranks in args.ranks:
+        runs = [run_on_ranks(measure, num_ranks, args.sizes) for _ in range(args.runs)]
+        report["results"] += combine(num_ranks, runs)
+    if args.json:
+        print(json.dumps(report, indent=2))
+    else:
+        print_table(report)
+    missed = failures(report["results"]) if args.check else []
+    for sentence in missed:
+        print(sentence, file=sys.stderr)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
