@@ -1,8 +1,9 @@
 """What the strategies for the Trainer and for Fabric have in common.
 
-NOTE on names: `_configure_launcher`, `_launcher`, `_device_mesh`, `_data_parallel_size` and `_tensor_parallel_size`
-are protected members of Lightning's ModelParallelStrategy, which this is a subclass of; there are no public ones
-that would do. No private function or module of Lightning is used.
+NOTE on names: `_configure_launcher`, `_launcher`, `_device_mesh`, `_data_parallel_size`, `_tensor_parallel_size`,
+`_process_group_backend` and `_get_process_group_backend` are protected members of Lightning's
+ModelParallelStrategy, which this is a subclass of; there are no public ones that would do. No private function or
+module of Lightning is used.
 """
 
 from __future__ import annotations
@@ -86,6 +87,19 @@ class StrategyMixin:
         self._device_mesh = _meshes.setdefault(key, self._device_mesh)
         share_random_state(self.tensor_parallel_group, self.root_device)
         self._batch_check.restart()
+
+    def _get_process_group_backend(self) -> str:
+        """The user's choice; else ours between CPU ranks of one host, and the stock default elsewhere."""
+        if self._process_group_backend is None and self.root_device.type == "cpu" and self.num_nodes == 1:
+            return "cpu:weft"
+        return super()._get_process_group_backend()
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks. The stock barrier names the device of an NCCL group only where that is its only part."""
+        if not dist.is_initialized():
+            return
+        on_device = self.root_device.type == "cuda"
+        dist.barrier(device_ids=[self.root_device.index] if on_device else None)
 
     def _owns_process_control(self) -> bool:
         # A cluster's scheduler may send SIGTERM as a warning, long before the end, for the job to react to.

@@ -28,7 +28,8 @@ class TrainerMixin(StrategyMixin):
         tensor_parallel_size: as in ModelParallelStrategy; with a plan "auto" means all processes.
         save_distributed_checkpoint: True: checkpoints are directories to which each rank writes its part; False: one
             file, assembled on rank 0, that any Trainer loads.
-        process_group_backend: as in ModelParallelStrategy.
+        process_group_backend: as in ModelParallelStrategy; None on the CPUs of one host: "cpu:weft". "gloo" is the
+            alternative there.
         timeout: as in ModelParallelStrategy.
         plan: a plan as `weft.parallelize` takes it. `configure_model` is optional then, and runs first where it is
             overridden. None: the stock behaviour, in which `configure_model` does all the sharding.
@@ -71,8 +72,8 @@ class TrainerMixin(StrategyMixin):
 
     def setup(self, trainer: Any) -> None:
         """Apply the plan to what `configure_model` has built, then all that the stock strategy does."""
-        # A training step may compute with DTensors, which torch.inference_mode breaks. Lightning knows that of
-        # gloo groups (by name) only.
+        # A step may compute with DTensors, which torch.inference_mode breaks. Lightning knows that of gloo groups
+        # (by name) only.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False
         self._is_fitting = trainer.state.fn == "fit"
