@@ -1,4 +1,4 @@
-"""Operators on gloo ranks against the unsharded computation: values, gradients, communication."""
+"""Operators on ranks against the unsharded computation: values, gradients, communication."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_linears_and_embedding(rank: int, world_size: int) -> None:
 def _all_reduces(run) -> int:
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         run()
-    return sum(event.name == "gloo:all_reduce" for event in profiler.events())
+    return sum(event.name == "weft:all_reduce" for event in profiler.events())
 
 
 @on_ranks(2)

@@ -126,7 +126,7 @@ class RankServer:
 
 
 class RankPool:
-    """`world_size` processes in one gloo group, waiting for cases."""
+    """`world_size` processes in one group, waiting for cases."""
 
     def __init__(self, server: RankServer, world_size: int) -> None:
         self.world_size = world_size
@@ -152,7 +152,7 @@ class RankPool:
             between = self._collect(_RESET_SECONDS)
             if not between.passed:
                 what = f"the barrier after {case.qualname}, which left its ranks out of step,"
-                raise RankFailure(self._stop(between, what, _RESET_SECONDS))
+                raise RankFailure(self._stop(between, what, _RESET_SECONDS, place=f" in {what}"))
             if skips:
                 raise RanksSkipped(skips[0])
             return [pickle.loads(answers.replies[rank]["value"]) for rank in range(self.world_size)]
@@ -201,8 +201,8 @@ class RankPool:
         answers.silent = sorted(rank_of.values())
         return answers
 
-    def _stop(self, answers: _Answers, what: str, timeout: float) -> str:
-        """Kill the ranks and tell what happened to each."""
+    def _stop(self, answers: _Answers, what: str, timeout: float, place: str = "") -> str:
+        """Kill the ranks and tell what happened to each; `place` says where the first failed, if not in the case."""
         stacks = {rank: self._stack(rank) for rank in range(self.world_size)} if answers.silent else {}
         logs = {rank: self._output(rank) for rank in range(self.world_size)}
         statuses = self.close()
@@ -220,7 +220,7 @@ class RankPool:
             else:
                 later = reply["time"] - answers.replies[failed[0]]["time"]
                 is_follower = rank != failed[0] and answers.replies[failed[0]]["outcome"] == "failed"
-                told = f"failed{f' {later:.3f} s later' if is_follower else ''}:\n{reply['text']}"
+                told = f"failed{f' {later:.3f} s later' if is_follower else place}:\n{reply['text']}"
             parts.append(f"rank {rank} of {self.world_size} {told}{logs[rank]}")
         limit = "when the ranks above had failed" if failed else f"within {timeout:g} s"
         for rank in answers.silent:

@@ -61,9 +61,11 @@ def _join_group(folder: Path, rank: int, world_size: int) -> None:
     import torch
     import torch.distributed as dist
 
+    import weft  # noqa: F401  (registers the backend)
+
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT)
+    dist.init_process_group("cpu:weft", store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT)
     _seed()
     dist.barrier()
 

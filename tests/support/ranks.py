@@ -1,4 +1,4 @@
-"""Run a test's body on every rank of a warm gloo group.
+"""Run a test's body on every rank of a warm process group.
 
     @on_ranks(1, 2, 4)
     @pytest.mark.parametrize("dtype", ["float32", "float64"])

@@ -106,9 +106,7 @@ class AllReduce final : public Reduction {
   // The slice that `rank` has reduced, into the output.
   void take_slice(int rank, const Range& part, const Staging& staging) {
     const Range slice = slice_range(rank, part, staging);
-    copy(output_at(part.first + slice.first),
-         staging.of(rank) + bytes_of(slice.first),
-         slice.size);
+    copy(output_at(part.first + slice.first), staging.of(rank) + bytes_of(slice.first), slice.size);
   }
   Range chunk_range(int64_t chunk, const Staging& staging) const {
     return range_of(chunk, elements_in(staging.num_bytes()), input_.num_elements);

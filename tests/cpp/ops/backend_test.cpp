@@ -67,8 +67,8 @@ TEST(BackendFromCpp, Reduces) {
 
 TEST(BackendFromCpp, ServesTheOperators) {
   on_backend(2, [](const BackendPtr& backend, int rank) {
-    const auto group = c10::make_intrusive<c10d::ProcessGroup>(
-        c10::make_intrusive<c10d::HashStore>(), rank, 2);
+    const auto group =
+        c10::make_intrusive<c10d::ProcessGroup>(c10::make_intrusive<c10d::HashStore>(), rank, 2);
     group->setBackend(at::kCPU, c10d::ProcessGroup::BackendType::CUSTOM, backend);
     const std::string name = "from C++ " + std::to_string(rank);
     c10d::register_process_group(name, group);
@@ -80,7 +80,8 @@ TEST(BackendFromCpp, ServesTheOperators) {
       ADD_FAILURE() << "nothing was thrown";
     } catch (const collectives::CollectiveMismatchError& error) {
       const std::string text = error.what();
-      EXPECT_NE(text.find("rank 1 brought all_reduce(sum, float32 [3])"), std::string::npos) << text;
+      EXPECT_NE(text.find("rank 1 brought all_reduce(sum, float32 [3])"), std::string::npos)
+          << text;
       EXPECT_NE(text.find("weft::reduce_from_group"), std::string::npos) << text;
     }
     c10d::unregister_process_group(name);

@@ -167,7 +167,7 @@ def test_a_late_rank_is_named_by_the_timeout_of_the_call(rank: int, world_size: 
         work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
         with pytest.raises(weft.CollectiveTimeoutError, match=r"timed out after 0.2 s on rank 0.*not arrived rank 1"):
             work.wait(timedelta(seconds=0.2))
-    dist.barrier()  # of gloo: the late one comes only now
+    dist.barrier()  # of the other group: the late one comes only now
     if rank == 1:
         with pytest.raises(weft.CollectiveTimeoutError, match="not arrived rank 1"):
             dist.all_reduce(torch.ones(3), group=group)

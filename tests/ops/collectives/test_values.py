@@ -61,7 +61,7 @@ def is_reducible(op: str, dtype: str) -> bool:
 @pytest.mark.parametrize("dtype", GLOO_DTYPES)
 def test_equals_gloo(rank: int, world_size: int, dtype: str) -> None:
     """Gloo has contiguous tensors; ours come in both layouts. AVG of integers is ours alone: it truncates."""
-    weft_group = dist.new_group(backend="cpu:weft")
+    gloo_group, weft_group = dist.new_group(backend="gloo"), dist.new_group(backend="cpu:weft")
     calls = dict(MOVES)
     for name, reduction in REDUCTIONS.items():
         for op in REDUCE_OPS:
@@ -69,7 +69,7 @@ def test_equals_gloo(rank: int, world_size: int, dtype: str) -> None:
             if is_reducible(op, dtype) and (floats or op != "AVG"):
                 calls[f"{name} {op}"] = reduction(op)
     for name, call in calls.items():
-        expected = call(dist.group.WORLD, rank, world_size, maker(rank, dtype, torch.clone))
+        expected = call(gloo_group, rank, world_size, maker(rank, dtype, torch.clone))
         for layout in (torch.clone, strided):
             actual = call(weft_group, rank, world_size, maker(rank, dtype, layout))
             check_close(actual, expected, dtype, f"{name} {layout.__name__}")
@@ -79,7 +79,7 @@ def test_equals_gloo(rank: int, world_size: int, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", OTHER_DTYPES)
 def test_dtypes_that_gloo_does_not_take(rank: int, world_size: int, dtype: str) -> None:
     """Moves equal gloo's moves of the same bytes, sums and averages those of torch."""
-    group = dist.new_group(backend="cpu:weft")
+    gloo_group, group = dist.new_group(backend="gloo"), dist.new_group(backend="cpu:weft")
     size = torch.empty(0, dtype=getattr(torch, dtype)).element_size()
 
     def make_bytes(key: object, *shape: int) -> Tensor:
@@ -88,7 +88,7 @@ def test_dtypes_that_gloo_does_not_take(rank: int, world_size: int, dtype: str) 
     for name, call in MOVES.items():
         if name == "all_to_all_single":
             continue  # its split sizes count rows, which bytes have others of
-        expected = call(dist.group.WORLD, rank, world_size, make_bytes)
+        expected = call(gloo_group, rank, world_size, make_bytes)
         actual = call(group, rank, world_size, maker(rank, dtype, torch.clone))
         actual = [tensor.view(torch.uint8).reshape(tensor.shape[0], -1).flatten() for tensor in actual]
         check_close(actual, [tensor.flatten() for tensor in expected], "uint8", name)

@@ -1,0 +1,79 @@
+"""Which process group the strategies make, and a user's own FSDP2 on the weft backend."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning_plugin.scripts.plugin_models import BATCH, NUM_BATCHES, Model, fixed_data, loader, on_warm_rank, trainer
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from support.ranks import on_ranks
+from weft.lightning import WeftModelParallelStrategy
+from weft.lightning.fabric import WeftModelParallelStrategy as FabricStrategy
+
+
+@pytest.mark.parametrize(
+    ("chosen", "num_nodes", "expected"),
+    [(None, 1, "cpu:weft"), ("gloo", 1, "gloo"), (None, 2, "gloo"), ("cpu:weft,cuda:nccl", 1, "cpu:weft,cuda:nccl")],
+)
+def test_default_and_choice(tmp_path: Path, chosen: str | None, num_nodes: int, expected: str) -> None:
+    """Ours between the CPU ranks of a host; what the user says everywhere."""
+    strategy = WeftModelParallelStrategy(process_group_backend=chosen)
+    trainer(2, strategy, tmp_path, num_nodes=num_nodes)
+    assert strategy._get_process_group_backend() == expected
+    for_fabric = FabricStrategy(process_group_backend=chosen)
+    Fabric(accelerator="cpu", devices=2, num_nodes=num_nodes, strategy=for_fabric)
+    assert for_fabric._get_process_group_backend() == expected
+
+
+class ShardedByUser(Model):
+    """Data parallel with FSDP2 in configure_model, as Lightning documents it; each rank has batches of its own."""
+
+    def configure_model(self) -> None:
+        if isinstance(self, FSDPModule):
+            return  # Lightning calls it before every run
+        mesh = self.device_mesh["data_parallel"]
+        fully_shard(self.feed_forward, mesh=mesh)
+        fully_shard(self, mesh=mesh)
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        assert not torch.is_inference_mode_enabled()
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+        self.log("num_samples", torch.tensor(len(batch)), sync_dist=True, reduce_fx="sum")
+        self.log("rank", float(dist.get_rank()), sync_dist=True)
+
+
+@on_ranks(2)
+def test_fully_sharded_by_the_user(rank: int, world_size: int, tmp_path: Path) -> None:
+    on_warm_rank(rank, world_size)
+    assert dist.get_backend() == "cpu:weft"
+    keep = ModelCheckpoint(dirpath=tmp_path / "best", monitor="val_loss", save_last=True)
+    run = trainer(
+        world_size,
+        WeftModelParallelStrategy(data_parallel_size=world_size, tensor_parallel_size=1),
+        tmp_path,
+        max_epochs=5,
+        callbacks=[keep, EarlyStopping("val_loss", mode="max", patience=1)],
+        enable_checkpointing=True,
+    )
+    model = ShardedByUser()
+    mine = fixed_data().view(NUM_BATCHES, BATCH, -1)[rank::world_size].flatten(0, 1)
+    run.fit(model, loader(mine), loader(mine))
+    assert run.current_epoch == 2, "the loss falls, and early stopping wants it to rise: on every rank"
+    losses = torch.zeros(world_size, dtype=torch.float64)
+    with torch.no_grad():
+        losses[rank] = torch.stack([model.loss(batch) for batch in loader(mine)]).mean()
+    dist.all_reduce(losses)
+    assert run.callback_metrics["val_loss"].item() == pytest.approx(losses.mean().item(), rel=1e-6)
+    assert run.callback_metrics["num_samples"].item() == BATCH * world_size * NUM_BATCHES // world_size
+    assert run.callback_metrics["rank"].item() == pytest.approx((world_size - 1) / 2)
+    assert (Path(keep.best_model_path) / "meta.pt").is_file()
+    [tested] = run.test(model, loader(mine), verbose=False)
+    assert tested["test_loss"] == pytest.approx(losses.mean().item(), rel=1e-6)
+    assert torch.cat(run.predict(model, loader(mine))).shape == mine.shape
+    run.validate(model, loader(mine), ckpt_path=keep.best_model_path, verbose=False)
