@@ -15,7 +15,7 @@ export UV_NO_CONFIG := 1
 export GLOO_SOCKET_IFNAME ?= lo
 export MAX_JOBS ?= $(JOBS)
 
-.PHONY: demo test test-cpp test-python build lint format compat bench clean
+.PHONY: demo test test-cpp test-python build lint format compat bench soak sanitize clean
 
 demo: build
 	$(PY) examples/03_train_text.py
@@ -65,6 +65,19 @@ compat: $(COMPAT)/.packages
 
 bench: build
 	$(PY) benchmarks/op_overhead.py --ranks 2 --json
+	$(PY) benchmarks/collectives.py --ranks 2 4 8 --json
+
+# Not part of `make test`: half an hour. Random collectives; every rank killed and stopped in every collective.
+soak: build
+	OMP_NUM_THREADS=1 $(PY) tests/soak/collectives.py --seconds 600 --ranks 8
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(PY) tests/soak/faults.py --repeats 20
+
+# The torch-free part under the thread sanitizer, and under those for addresses and undefined behaviour.
+sanitize: $(VENV)/.packages
+	for kind in tsan asan-ubsan-core; do \
+	  cmake --preset $$kind -DPython_EXECUTABLE=$(abspath $(PY)) && cmake --build build/$$kind --parallel $(JOBS) && \
+	  ctest --test-dir build/$$kind --output-on-failure || exit 1; \
+	done
 
 clean:
 	rm -rf build dist $(VENV) $(COMPAT) ops/python/lib

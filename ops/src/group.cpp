@@ -84,7 +84,8 @@ PendingReduce start(std::string_view op,
   TORCH_INTERNAL_ASSERT(tensor.is_non_overlapping_and_dense());
   std::vector<at::Tensor> tensors{tensor};
   c10d::AllreduceOptions opts;
-  opts.asyncOp = overlaps;
+  // On CPUs the wait below drives the reduction; asynchronous would mean a thread for it.
+  opts.asyncOp = overlaps && !tensor.is_cpu();
   auto work = with_context(op, group->getRank(), [&] { return group->allreduce(tensors, opts); });
   return {std::string(op), tensor, std::move(work), group->getRank()};
 }

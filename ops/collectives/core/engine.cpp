@@ -211,6 +211,9 @@ void Engine::drive(const Operation* until) {
     return num_unfinished_ == 0 || num_waiting_ > 0 || is_left_;
   };
   const Driving driving(this);
+  // The background thread is in no hurry: it leaves the processor to those that compute.
+  const int num_spins = until == nullptr ? 0 : num_spins_;
+  const int num_yields = until == nullptr ? 0 : kYields;
   int num_idle = 0;
   next_look_ = Clock::now() + kLookInterval;
   while (!is_over()) {
@@ -218,11 +221,11 @@ void Engine::drive(const Operation* until) {
       num_idle = 0;
       continue;
     }
-    if (++num_idle < num_spins_) {
+    if (++num_idle < num_spins) {
       pause();
       continue;
     }
-    if (num_idle < num_spins_ + kYields) {
+    if (num_idle < num_spins + num_yields) {
       sched_yield();
       continue;
     }

@@ -20,7 +20,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
 
 
 def run_faults(*arguments: str) -> list[dict]:
-    command = [sys.executable, str(Path(__file__).with_name("faults.py")), *arguments]
+    command = [sys.executable, str(TESTS / "soak" / "faults.py"), *arguments]
     result = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr
     return [json.loads(line) for line in result.stdout.splitlines()]

@@ -1,6 +1,6 @@
 """Kills or stops one rank of a group in the middle of a collective and reports what the others saw, as JSON.
 
-    python tests/ops/collectives/faults.py --signals SIGKILL SIGSTOP --world-sizes 3 --victims 1 --repeats 1
+    python tests/soak/faults.py --signals SIGKILL SIGSTOP --world-sizes 3 --victims 1 --repeats 1
 
 One line for each scenario. Ranks are forked from this process, which has imported torch and started nothing.
 """
@@ -21,9 +21,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from ops.collectives.calls import MOVES, REDUCTIONS, Call
 
 import weft
-from ops.collectives.calls import MOVES, REDUCTIONS, Call
 
 STOP_TIMEOUT = timedelta(seconds=1)  # of a group with a stopped rank: it is noticed then
 KILL_TIMEOUT = timedelta(seconds=60)  # no rank may need it
