@@ -51,7 +51,8 @@ def test_an_architecture_list_of_another_form_is_refused(tmp_path: Path, text: s
     assert output.startswith("failed") and f"TORCH_CUDA_ARCH_LIST has '{text}'" in " ".join(output.split())
 
 
-def test_what_needs_no_torch_configures_without(tmp_path: Path) -> None:
+# NOTE: the folder is named after the test, and must not be called after torch.
+def test_lower_layers_configure_by_themselves(tmp_path: Path) -> None:
     output = _configure(tmp_path, "-DWEFT_WITHOUT_TORCH=ON")
     assert not output.startswith("failed"), output
     assert "torch" not in (tmp_path / "compile_commands.json").read_text()
