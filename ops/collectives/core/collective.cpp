@@ -48,7 +48,6 @@ bool Collective::advance(const SharedState& shared, int rank, CollectiveCursor& 
           combine(chunk_, staging);
           cursor.phases.arrive();
           stage_ = Stage::kCombined;
-          after_combine(chunk_, staging);
           if (chunk_ + 1 < num_chunks_) {
             fill(chunk_ + 1, Staging(shared, rank, 1 - staging.buffer()));
             is_filled_ahead_ = true;

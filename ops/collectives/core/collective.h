@@ -65,8 +65,6 @@ class Collective : public Operation {
   virtual bool combines() const { return false; }
   virtual void fill(int64_t chunk, const Staging& staging) = 0;
   virtual void combine(int64_t /*chunk*/, const Staging& /*staging*/) {}
-  // What can be done once this rank has combined, while others may not have.
-  virtual void after_combine(int64_t /*chunk*/, const Staging& /*staging*/) {}
   virtual void drain(int64_t chunk, const Staging& staging) = 0;
 
   const SignatureHead& head() const { return head_; }

@@ -54,14 +54,15 @@ void reduce(ReduceOp op,
             DType dtype,
             std::byte* out,
             std::span<const std::byte* const> sources,
-            int64_t num_elements) {
+            int64_t num_elements,
+            std::byte* second_out) {
   // A sum of complex numbers is the sums of their parts.
   if (dtype > DType::kFloat8) {
     num_elements *= 2;
     dtype = part_of_complex(dtype);
   }
   detail::supported_reduce_loops().front()(
-      {op, dtype, out, sources.data(), sources.size(), num_elements});
+      {op, dtype, out, sources.data(), sources.size(), num_elements, second_out});
 }
 
 }  // namespace weft::collectives

@@ -17,12 +17,14 @@ bool can_reduce(ReduceOp op, DType dtype);
 
 // Half types accumulate in float32 and round once. Integers wrap; their average truncates. bool:
 // sum is or, product is and. min and max give NaN where any source has one.
-// `out` may be one of the sources. REQUIRES: can_reduce(op, dtype); at least one source.
+// `out` may be one of the sources, and so may `second_out`, which gets the same where it is not
+// null. REQUIRES: can_reduce(op, dtype); at least one source.
 void reduce(ReduceOp op,
             DType dtype,
             std::byte* out,
             std::span<const std::byte* const> sources,
-            int64_t num_elements);
+            int64_t num_elements,
+            std::byte* second_out = nullptr);
 
 namespace detail {
 
@@ -33,6 +35,7 @@ struct ReduceJob {
   const std::byte* const* sources;
   size_t num_sources;
   int64_t num_elements;
+  std::byte* second_out = nullptr;
 };
 
 // reduce_loops.h, compiled once per instruction set.

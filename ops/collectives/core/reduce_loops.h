@@ -124,6 +124,7 @@ void run(const ReduceJob& job) {
   using E = Element<T>;
   using V = typename E::Value;
   auto* out = reinterpret_cast<T*>(job.out);
+  auto* second_out = reinterpret_cast<T*>(job.second_out);
   const auto num_sources = static_cast<V>(job.num_sources);
   V value[kBlock];
   for (int64_t first = 0; first < job.num_elements; first += kBlock) {
@@ -140,6 +141,8 @@ void run(const ReduceJob& job) {
     }
     // The out of this block may be one of the sources: all are read by now.
     for (int64_t i = 0; i < n; ++i) E::store(value[i], out[first + i]);
+    if (second_out == nullptr) continue;
+    for (int64_t i = 0; i < n; ++i) E::store(value[i], second_out[first + i]);
   }
 }
 

@@ -38,13 +38,14 @@ class Reduction : public Collective {
                    const std::byte* own,
                    size_t offset,
                    int64_t num_elements,
-                   const Staging& staging) {
+                   const Staging& staging,
+                   std::byte* second_out = nullptr) {
     if (num_elements == 0) return;
     sources_.clear();
     for (int peer = 0; peer < staging.num_ranks(); ++peer) {
       sources_.push_back(peer == staging.rank() ? own : staging.of(peer) + offset);
     }
-    reduce(head().reduce_op, head().dtype, out, sources_, num_elements);
+    reduce(head().reduce_op, head().dtype, out, sources_, num_elements, second_out);
   }
 
   void copy(std::byte* to, const std::byte* from, int64_t num_elements) const {
@@ -84,12 +85,12 @@ class AllReduce final : public Reduction {
     const Range part = chunk_range(chunk, staging);
     const Range slice = slice_range(staging.rank(), part, staging);
     const size_t offset = bytes_of(slice.first);
-    reduce_into(
-        staging.own() + offset, input_at(part.first + slice.first), offset, slice.size, staging);
-  }
-
-  void after_combine(int64_t chunk, const Staging& staging) override {
-    take_slice(staging.rank(), chunk_range(chunk, staging), staging);
+    reduce_into(staging.own() + offset,
+                input_at(part.first + slice.first),
+                offset,
+                slice.size,
+                staging,
+                output_at(part.first + slice.first));
   }
 
   void drain(int64_t chunk, const Staging& staging) override {
@@ -98,16 +99,15 @@ class AllReduce final : public Reduction {
       return reduce_into(output_at(part.first), input_at(part.first), 0, part.size, staging);
     }
     for (int peer = 0; peer < staging.num_ranks(); ++peer) {
-      if (peer != staging.rank()) take_slice(peer, part, staging);
+      if (peer == staging.rank()) continue;  // combine() has put this rank's slice there
+      const Range slice = slice_range(peer, part, staging);
+      copy(output_at(part.first + slice.first),
+           staging.of(peer) + bytes_of(slice.first),
+           slice.size);
     }
   }
 
  private:
-  // The slice that `rank` has reduced, into the output.
-  void take_slice(int rank, const Range& part, const Staging& staging) {
-    const Range slice = slice_range(rank, part, staging);
-    copy(output_at(part.first + slice.first), staging.of(rank) + bytes_of(slice.first), slice.size);
-  }
   Range chunk_range(int64_t chunk, const Staging& staging) const {
     return range_of(chunk, elements_in(staging.num_bytes()), input_.num_elements);
   }

@@ -57,10 +57,11 @@ SharedSizes SharedSizes::within(int num_ranks, size_t limit_bytes) {
   const auto part = [](size_t bytes, size_t parts, size_t least, size_t most) {
     return std::clamp(bytes / parts / 64 * 64, least, most);
   };
-  // A quarter for the rings of point-to-point messages, the rest for staging. The largest sizes are
-  // those beyond which nothing became faster, measured with benchmarks/collectives.py.
+  // A quarter for the rings of point-to-point messages and half for staging. More was slower from 8
+  // ranks on, where staging no longer stays in the caches; the largest sizes are those beyond which
+  // nothing became faster, measured with benchmarks/collectives.py.
   sizes.ring_bytes = part(limit_bytes / 4, std::max<size_t>(n * (n - 1), 1), kPage, 256 * 1024);
-  sizes.staging_bytes = part(limit_bytes / 4 * 3, 2 * n, kPage, 1024 * 1024);
+  sizes.staging_bytes = part(limit_bytes / 2, 2 * n, kPage, 1024 * 1024);
   return sizes;
 }
 

@@ -22,7 +22,14 @@ Store view_of(const c10::intrusive_ptr<c10d::Store>& store) {
             const std::vector<uint8_t> value = store->get(key);
             return std::string(value.begin(), value.end());
           },
-          [store](const std::string& key) { store->deleteKey(key); }};
+          [store](const std::string& key) {
+            try {
+              store->deleteKey(key);
+            } catch (const std::exception&) {
+              // A store that cannot delete keeps it, which only a group of the same name would
+              // mind.
+            }
+          }};
 }
 
 // All groups of this process, for its end.

@@ -84,8 +84,10 @@ WeftBackend::WorkPtr WeftBackend::start(const Call& call,
 }
 
 WeftBackend::WorkPtr WeftBackend::barrier(const c10d::BarrierOptions& opts) {
-  return start(
-      {OpType::BARRIER, "weft:barrier", opts.timeout, true}, {{make_barrier(), nullptr}}, {}, {});
+  return start({OpType::BARRIER, "weft:barrier", opts.timeout, opts.asyncOp},
+               {{make_barrier(), nullptr}},
+               {},
+               {});
 }
 
 // Every barrier names the late ranks on all others, so there is nothing to add.
