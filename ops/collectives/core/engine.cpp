@@ -3,7 +3,6 @@
 #include "fork_guard.h"
 
 #include <sched.h>
-#include <sstream>
 #include <stdexcept>
 #include <utility>
 
@@ -50,12 +49,6 @@ class Driving {
   const Engine* const outer_;
 };
 
-std::string seconds(std::chrono::milliseconds time) {
-  std::ostringstream text;
-  text << static_cast<double>(time.count()) / 1000.0;
-  return text.str();
-}
-
 }  // namespace
 
 Engine::Engine(const Store& store, const GroupOptions& options)
@@ -86,26 +79,7 @@ void Engine::check_usable() const {
   }
 }
 
-std::exception_ptr Engine::failure() const {
-  const FailureRecord& record = shared_.control().failure;
-  if (!record.is_set()) return nullptr;
-  const CollectiveError error = record.get();
-  try {
-    throw_error(error.kind(), error.what());
-  } catch (...) {
-    return std::current_exception();
-  }
-}
-
-void Engine::submit(const CollectivePtr& collective, bool in_background) {
-  submit_any(collective, in_background);
-}
-
-void Engine::submit(const MessagePtr& message, bool in_background) {
-  submit_any(message, in_background);
-}
-
-void Engine::submit_any(OperationPtr operation, bool in_background) {
+void Engine::submit(OperationPtr operation, bool in_background) {
   std::unique_lock lock(mutex_);
   check_usable();
   if (operation->timeout.count() == 0) operation->timeout = options_.timeout;
@@ -225,6 +199,12 @@ void Engine::drive(const Operation* until) {
       pause();
       continue;
     }
+    // Before each yield: on a busy machine one may last as long as a time slice.
+    if (const auto now = Clock::now(); now >= next_look_) {
+      next_look_ = now + kLookInterval;
+      look_for_trouble();
+      continue;
+    }
     if (num_idle < num_spins + num_yields) {
       sched_yield();
       continue;
@@ -232,10 +212,6 @@ void Engine::drive(const Operation* until) {
     const uint32_t seen = bell.listen();
     if (!advance() && !is_over()) bell.sleep(seen, kLookInterval);
     bell.rise();
-    if (Clock::now() >= next_look_) {
-      look_for_trouble();
-      next_look_ = Clock::now() + kLookInterval;
-    }
   }
 }
 
@@ -324,73 +300,6 @@ bool Engine::advance() {
     changed_.notify_all();
   }
   return moved;
-}
-
-std::exception_ptr Engine::fail_group(ErrorKind kind, const std::string& text) {
-  const CollectiveError error = shared_.control().failure.leave(kind, text);
-  for (int rank = 0; rank < options_.size; ++rank) shared_.rank(rank).bell.ring();
-  try {
-    throw_error(error.kind(), error.what());
-  } catch (...) {
-    return std::current_exception();
-  }
-}
-
-void Engine::fail_all(const std::exception_ptr& error) {
-  take_inbox();
-  std::vector<OperationPtr> all(collectives_.begin(), collectives_.end());
-  collectives_.clear();
-  for (MessagePtr& message : messages_.take_all()) all.push_back(std::move(message));
-  for (const OperationPtr& operation : all) finish(*operation, error);
-  const std::lock_guard lock(mutex_);
-  changed_.notify_all();
-}
-
-// Lost peers and deadlines. A peer that left the group is an error only for those who still need
-// it; one that ended without a word always is.
-void Engine::look_for_trouble() {
-  if (collectives_.empty() && messages_.is_idle()) return;
-  const std::string what =
-      collectives_.empty() ? "point-to-point messages" : collectives_.front()->describe();
-  const auto needs = [&](int peer) {
-    return (!collectives_.empty() && !cursor_.phases.has_arrived(peer)) || messages_.needs(peer);
-  };
-  for (int peer = 0; peer < options_.size; ++peer) {
-    if (peer == options_.rank) continue;
-    const bool has_left = shared_.rank(peer).state.load() == RankState::kLeft;
-    if (has_left ? !needs(peer) : !peers_.has_ended(peer)) continue;
-    std::ostringstream text;
-    text << "weft: " << name_of_rank(shared_, peer) << " of group '" << options_.name << "' "
-         << (has_left ? "left the group" : "ended") << " while rank " << options_.rank
-         << " waited for it in " << what << " (collective " << cursor_.sequence
-         << " of the group); see its own output for why";
-    return fail_all(fail_group(ErrorKind::kPeerLost, text.str()));
-  }
-  const auto now = Clock::now();
-  if (!collectives_.empty() && collectives_.front()->deadline <= now) {
-    return fail_late(*collectives_.front());
-  }
-  if (const MessagePtr message = messages_.find_late(now)) fail_late(*message);
-}
-
-void Engine::fail_late(const Operation& operation) {
-  std::ostringstream text;
-  text << "weft: " << operation.describe() << " of group '" << options_.name << "' timed out after "
-       << seconds(operation.timeout) << " s on rank " << options_.rank;
-  if (const auto* collective = dynamic_cast<const Collective*>(&operation)) {
-    text << " (collective " << collective->sequence() << " of the group)";
-    for (const bool has_arrived : {true, false}) {
-      std::string ranks;
-      for (int rank = 0; rank < options_.size; ++rank) {
-        if (cursor_.phases.has_arrived(rank) == has_arrived) {
-          ranks += (ranks.empty() ? "" : ", ") + name_of_rank(shared_, rank);
-        }
-      }
-      text << (has_arrived ? ": arrived " : "; not arrived ") << (ranks.empty() ? "none" : ranks);
-    }
-  }
-  text << "; see what the late ranks do, or raise the timeout";
-  fail_all(fail_group(ErrorKind::kTimeout, text.str()));
 }
 
 void Engine::abort(const std::string& why) {

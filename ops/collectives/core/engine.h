@@ -33,10 +33,9 @@ class Engine {
   // has neither the memory nor the thread): there an engine is forgotten, see make_engine.
   ~Engine();
 
-  // Begins. `in_background`: nobody may come to wait for it soon.
+  // Begins a Collective or a Message. `in_background`: nobody may come to wait for it soon.
   // Errors: the group's, if it has failed; std::runtime_error in a forked child.
-  void submit(const CollectivePtr& collective, bool in_background);
-  void submit(const MessagePtr& message, bool in_background);
+  void submit(OperationPtr operation, bool in_background);
 
   // Until it is done, or `timeout` has passed (zero: its own deadline): then the group fails.
   // Never throws what the operation failed with. An operation's on_done may wait for another one.
@@ -56,7 +55,6 @@ class Engine {
   size_t resident_bytes() const { return membership_.segment.resident_bytes(); }
 
  private:
-  void submit_any(OperationPtr operation, bool in_background);
   void check_usable() const;
   // The following are the driver's. REQUIRES: is_driven_, set by this thread.
   bool advance();

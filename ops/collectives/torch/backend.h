@@ -83,9 +83,9 @@ class WeftBackend final : public c10d::Backend {
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
 
  private:
-  // A collective and the tensors it works on.
+  // An operation and the tensors it works on.
   struct Step {
-    CollectivePtr collective;
+    OperationPtr operation;
     std::shared_ptr<TensorPack> pack;
   };
   struct Call {
@@ -99,10 +99,6 @@ class WeftBackend final : public c10d::Backend {
                 const std::vector<Step>& steps,
                 const Tensors& inputs,
                 Tensors outputs);
-  WorkPtr start(const Call& call,
-                const MessagePtr& message,
-                const std::shared_ptr<TensorPack>& pack,
-                const at::Tensor& tensor);
   Step all_reduce_step(const at::Tensor& tensor, const c10d::ReduceOp& op) const;
   Step all_gather_step(const at::Tensor& input, const Tensors& outputs) const;
   Step all_gather_step(const at::Tensor& input, const at::Tensor& output) const;

@@ -49,34 +49,14 @@ WeftBackend::WorkPtr WeftBackend::start(const Call& call,
   auto work = c10::make_intrusive<CollectiveWork>(
       engine_, getRank(), call.op_type, call.title, inputs, std::move(outputs));
   for (const Step& step : steps) {
-    step.collective->on_done = [pack = step.pack](const std::exception_ptr& error) {
+    step.operation->on_done = [pack = step.pack](const std::exception_ptr& error) {
       if (error == nullptr && pack) pack->copy_back();
     };
-    step.collective->timeout = call.timeout == kUnset ? options_->timeout : call.timeout;
-    work->add(step.collective);
+    step.operation->timeout = call.timeout == kUnset ? options_->timeout : call.timeout;
+    work->add(step.operation);
   }
   try {
-    for (const Step& step : steps) engine_->submit(step.collective, call.in_background);
-  } catch (const CollectiveError&) {
-    raise(std::current_exception());
-  }
-  return work;
-}
-
-WeftBackend::WorkPtr WeftBackend::start(const Call& call,
-                                        const MessagePtr& message,
-                                        const std::shared_ptr<TensorPack>& pack,
-                                        const at::Tensor& tensor) {
-  ++num_calls_;
-  auto work = c10::make_intrusive<CollectiveWork>(
-      engine_, getRank(), call.op_type, call.title, Tensors{tensor}, Tensors{tensor});
-  message->on_done = [pack](const std::exception_ptr& error) {
-    if (error == nullptr) pack->copy_back();
-  };
-  message->timeout = options_->timeout;
-  work->add(message);
-  try {
-    engine_->submit(message, call.in_background);
+    for (const Step& step : steps) engine_->submit(step.operation, call.in_background);
   } catch (const CollectiveError&) {
     raise(std::current_exception());
   }
@@ -108,10 +88,12 @@ WeftBackend::WorkPtr WeftBackend::message(Message::Direction direction,
   const OpType op_type = sends                ? OpType::SEND
                          : peer == kAnySource ? OpType::RECVANYSOURCE
                                               : OpType::RECV;
+  const auto message =
+      std::make_shared<Message>(direction, peer, tag, pack->dtype(), tensor.numel(), data);
   return start({op_type, sends ? "weft:send" : "weft:recv", kUnset, true},
-               std::make_shared<Message>(direction, peer, tag, pack->dtype(), tensor.numel(), data),
-               pack,
-               tensor);
+               {{message, pack}},
+               tensors,
+               tensors);
 }
 
 WeftBackend::WorkPtr WeftBackend::send(Tensors& tensors, int peer, int tag) {

@@ -119,6 +119,32 @@ TEST(Late, TheErrorTellsWhoCameAndWhoDidNot) {
       group_of(1, 0, milliseconds(300)));
 }
 
+// A rank that waits offers its processor to others, who may keep it for a time slice each time.
+TEST(Late, ABusyMachineDoesNotPutOffTheTimeout) {
+  std::atomic<bool> is_over{false};
+  std::vector<std::thread> busy;
+  for (unsigned i = 0; i < 2 * std::thread::hardware_concurrency(); ++i) {
+    busy.emplace_back([&] {
+      while (!is_over) pause();
+    });
+  }
+  std::atomic<int> num_seen{0};
+  run_threads(
+      4,
+      [&](Engine& engine, int rank) {
+        const auto start = std::chrono::steady_clock::now();
+        while (rank == 0 && num_seen < 3 &&
+               std::chrono::steady_clock::now() - start < milliseconds(1000)) {
+          std::this_thread::sleep_for(milliseconds(1));
+        }
+        EXPECT_NE(text_of<CollectiveTimeoutError>([&] { complete(engine, make_barrier()); }), "");
+        ++num_seen;
+      },
+      group_of(1, 0, milliseconds(100)));
+  is_over = true;
+  for (std::thread& thread : busy) thread.join();
+}
+
 TEST(Late, ARankThatNeverJoinsIsNamed) {
   MemoryStore store;
   GroupOptions options = group_of(2, 0, milliseconds(200));

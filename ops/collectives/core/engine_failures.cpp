@@ -1,0 +1,97 @@
+// What an engine does when something is wrong: it finds out, tells all ranks, and ends what is
+// left.
+#include "engine.h"
+
+#include <sstream>
+#include <utility>
+
+namespace weft::collectives {
+
+namespace {
+
+std::string seconds(std::chrono::milliseconds time) {
+  std::ostringstream text;
+  text << static_cast<double>(time.count()) / 1000.0;
+  return text.str();
+}
+
+std::exception_ptr as_exception(const CollectiveError& error) {
+  try {
+    throw_error(error.kind(), error.what());
+  } catch (...) {
+    return std::current_exception();
+  }
+}
+
+}  // namespace
+
+std::exception_ptr Engine::failure() const {
+  const FailureRecord& record = shared_.control().failure;
+  if (!record.is_set()) return nullptr;
+  return as_exception(record.get());
+}
+
+std::exception_ptr Engine::fail_group(ErrorKind kind, const std::string& text) {
+  const CollectiveError error = shared_.control().failure.leave(kind, text);
+  for (int rank = 0; rank < options_.size; ++rank) shared_.rank(rank).bell.ring();
+  return as_exception(error);
+}
+
+void Engine::fail_all(const std::exception_ptr& error) {
+  take_inbox();
+  std::vector<OperationPtr> all(collectives_.begin(), collectives_.end());
+  collectives_.clear();
+  for (MessagePtr& message : messages_.take_all()) all.push_back(std::move(message));
+  for (const OperationPtr& operation : all) finish(*operation, error);
+  const std::lock_guard lock(mutex_);
+  changed_.notify_all();
+}
+
+// Lost peers and deadlines. A peer that left the group is an error only for those who still need
+// it; one that ended without a word always is.
+void Engine::look_for_trouble() {
+  if (collectives_.empty() && messages_.is_idle()) return;
+  const std::string what =
+      collectives_.empty() ? "point-to-point messages" : collectives_.front()->describe();
+  const auto needs = [&](int peer) {
+    return (!collectives_.empty() && !cursor_.phases.has_arrived(peer)) || messages_.needs(peer);
+  };
+  for (int peer = 0; peer < options_.size; ++peer) {
+    if (peer == options_.rank) continue;
+    const bool has_left = shared_.rank(peer).state.load() == RankState::kLeft;
+    if (has_left ? !needs(peer) : !peers_.has_ended(peer)) continue;
+    std::ostringstream text;
+    text << "weft: " << name_of_rank(shared_, peer) << " of group '" << options_.name << "' "
+         << (has_left ? "left the group" : "ended") << " while rank " << options_.rank
+         << " waited for it in " << what << " (collective " << cursor_.sequence
+         << " of the group); see its own output for why";
+    return fail_all(fail_group(ErrorKind::kPeerLost, text.str()));
+  }
+  const auto now = std::chrono::steady_clock::now();
+  if (!collectives_.empty() && collectives_.front()->deadline <= now) {
+    return fail_late(*collectives_.front());
+  }
+  if (const MessagePtr message = messages_.find_late(now)) fail_late(*message);
+}
+
+void Engine::fail_late(const Operation& operation) {
+  std::ostringstream text;
+  text << "weft: " << operation.describe() << " of group '" << options_.name << "' timed out after "
+       << seconds(operation.timeout) << " s on rank " << options_.rank;
+  if (const auto* collective = dynamic_cast<const Collective*>(&operation)) {
+    text << " (collective " << collective->sequence() << " of the group)";
+    for (const bool has_arrived : {true, false}) {
+      std::string ranks;
+      for (int rank = 0; rank < options_.size; ++rank) {
+        if (cursor_.phases.has_arrived(rank) == has_arrived) {
+          ranks += (ranks.empty() ? "" : ", ") + name_of_rank(shared_, rank);
+        }
+      }
+      text << (has_arrived ? ": arrived " : "; not arrived ") << (ranks.empty() ? "none" : ranks);
+    }
+  }
+  text << "; see what the late ranks do, or raise the timeout";
+  fail_all(fail_group(ErrorKind::kTimeout, text.str()));
+}
+
+}  // namespace weft::collectives
