@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -69,7 +70,8 @@ def main(namespace: str, devices: int, folder: Path) -> None:
         "group_alive": dist.is_initialized(),
         "other_count": other_count,
     }
-    print("RESULT " + json.dumps(result), flush=True)
+    # In one write: the ranks share a pipe, and torchrun starts them unbuffered.
+    os.write(sys.stdout.fileno(), f"RESULT {json.dumps(result)}\n".encode())
 
 
 if __name__ == "__main__":

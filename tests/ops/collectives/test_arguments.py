@@ -43,11 +43,19 @@ REFUSED: dict[str, Call] = {
 }
 
 
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+REFUSED_BY_NEW_GLOO = {"a dim that ranks do not divide"}  # with torch 2.11 it goes through
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("case", REFUSED)
 def test_as_gloo_does(rank: int, world_size: int, case: str) -> None:
-    classes = []
-    for backend in ("gloo", "cpu:weft"):
+    classes: list[type] = []
+    backends = ["gloo", "cpu:weft"]
+    if case in REFUSED_BY_NEW_GLOO and TORCH < (2, 15):
+        backends.remove("gloo")
+        classes.append(RuntimeError)
+    for backend in backends:
         group = dist.new_group(backend=backend)
         with pytest.raises(Exception) as caught:
             REFUSED[case](group, world_size)

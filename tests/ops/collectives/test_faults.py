@@ -16,7 +16,8 @@ import weft
 from support.ranks import on_ranks
 
 TESTS = Path(__file__).parents[2]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
+PYTHONPATH = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH}
 
 
 def run_faults(*arguments: str) -> list[dict]:
@@ -106,7 +107,8 @@ import weft
 
 def run(rank, path, seed):
     torch.set_num_threads(1)
-    dist.init_process_group("cpu:weft", store=dist.FileStore(path, 2), rank=rank, world_size=2)
+    store = dist.FileStore(path, 2)
+    dist.init_process_group("cpu:weft", store=store, rank=rank, world_size=2)
     for step in range(300):
         tensor = torch.full((1 + 37 * step,), float(seed + rank))
         dist.all_reduce(tensor)
@@ -115,7 +117,7 @@ def run(rank, path, seed):
         return  # ends without destroying the group
     dist.destroy_process_group()
     # The same store again: nothing of the first group is in the way.
-    dist.init_process_group("cpu:weft", store=dist.FileStore(path, 2), rank=rank, world_size=2)
+    dist.init_process_group("cpu:weft", store=store, rank=rank, world_size=2)
     dist.barrier()
     dist.destroy_process_group()
 
