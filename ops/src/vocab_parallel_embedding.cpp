@@ -116,15 +116,15 @@ at::Tensor vocab_parallel_embedding_autograd(const at::Tensor& ids,
       ids, weight, vocab_start, std::string(group_name), vocab_size);
 }
 
-void register_kernels(torch::Library& m) {
+void register_embedding_kernels(torch::Library& m) {
   m.impl("vocab_parallel_embedding", TORCH_FN(vocab_parallel_embedding));
   m.impl("_vocab_embedding_backward", TORCH_FN(vocab_embedding_backward));
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(weft, CPU, m) { register_kernels(m); }
-TORCH_LIBRARY_IMPL(weft, CUDA, m) { register_kernels(m); }
+TORCH_LIBRARY_IMPL(weft, CPU, m) { register_embedding_kernels(m); }
+TORCH_LIBRARY_IMPL(weft, CUDA, m) { register_embedding_kernels(m); }
 TORCH_LIBRARY_IMPL(weft, Autograd, m) {
   m.impl("vocab_parallel_embedding", TORCH_FN(vocab_parallel_embedding_autograd));
 }
