@@ -44,18 +44,34 @@ c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::St
                                                std::chrono::milliseconds timeout,
                                                const std::string& group_name,
                                                const std::vector<uint64_t>& global_ranks,
-                                               size_t staging_limit_bytes) {
+                                               size_t staging_limit_bytes,
+                                               const py::function& make_transport) {
   auto options = c10::make_intrusive<ops::BackendOptions>();
   options->timeout = timeout;
   options->group_name = group_name;
   options->global_ranks_in_group = global_ranks;
   options->staging_limit_bytes = staging_limit_bytes;
+  // Outlives the call, in the options: held and dropped with the lock.
+  const auto callable = std::shared_ptr<py::function>(
+      new py::function(make_transport), [](py::function* held) {
+        const py::gil_scoped_acquire gil;
+        delete held;
+      });
+  options->make_transport = [callable](const c10::intrusive_ptr<c10d::Store>& own_store,
+                                       int own_rank,
+                                       int num_ranks,
+                                       std::chrono::milliseconds within) {
+    const py::gil_scoped_acquire gil;
+    return (*callable)(own_store, own_rank, num_ranks, within)
+        .cast<c10::intrusive_ptr<c10d::Backend>>();
+  };
+  const py::gil_scoped_release no_gil;
   return ops::make_backend(store, rank, size, std::move(options));
 }
 
 PYBIND11_MODULE(_collectives, m) {
   m.def("set_error_classes", &set_error_classes);
-  m.def("make_backend", &make_backend, py::call_guard<py::gil_scoped_release>());
+  m.def("make_backend", &make_backend);
   m.def("leave_all_groups", &ops::leave_all_groups, py::call_guard<py::gil_scoped_release>());
 }
 

@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Backend, Store
@@ -14,5 +14,6 @@ def make_backend(
     group_name: str,
     global_ranks: Sequence[int],
     staging_limit_bytes: int,
+    make_transport: Callable[[Store, int, int, timedelta], Backend],
 ) -> Backend: ...
 def leave_all_groups() -> None: ...

@@ -1,7 +1,8 @@
-"""The c10d backend `weft`: collectives of CPU tensors between the processes of one host, through shared memory.
+"""The c10d backend `weft`: collectives of CPU tensors, through shared memory between the processes of a host.
 
 `import weft` registers it: `dist.init_process_group("cpu:weft")`, `"cpu:weft,cuda:nccl"`,
 `dist.new_group(backend="cpu:weft")`. Everything that talks to `torch.distributed` runs on it unchanged.
+Between hosts it sends over gloo, or over the backend that `BackendOptions.transport` makes.
 
 A failure is the same on every rank of a group, has one of the classes here, and stays: a failed group is
 destroyed and made anew.
@@ -10,7 +11,9 @@ destroyed and made anew.
 from __future__ import annotations
 
 import atexit
+from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -46,15 +49,23 @@ class GroupAbortedError(CollectiveError):
     """A rank has aborted the group, or this rank has left it."""
 
 
+def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.distributed_c10d.Backend:
+    return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+
 @dataclass(frozen=True)
 class BackendOptions:
     """What `pg_options` of `init_process_group` and `new_group` may be for this backend.
 
     Attributes:
         staging_limit_bytes: of shared memory that a group takes on a host at most, all its ranks together.
+        transport: makes the backend whose `send` and `recv` carry bytes between hosts, over the ranks of the
+            group. Called as `transport(store, rank, size, timeout)` on every rank, and only where they run on
+            several hosts.
     """
 
     staging_limit_bytes: int = 16 * 1024 * 1024
+    transport: Callable[[dist.Store, int, int, timedelta], dist.distributed_c10d.Backend] = _gloo
 
 
 def _create(opts: dist.distributed_c10d._DistributedBackendOptions, options: object | None) -> object:
@@ -67,6 +78,7 @@ def _create(opts: dist.distributed_c10d._DistributedBackendOptions, options: obj
         opts.group_id,
         opts.global_ranks_in_group,
         mine.staging_limit_bytes,
+        mine.transport,
     )
 
 

@@ -101,7 +101,7 @@ def _case(body: Callable[..., object], kwargs: dict[str, object], wanted: tuple[
                 "pass a plain value and build the object in the body"
             ) from error
     return Case(
-        str(Path(inspect.getfile(body)).resolve()),
+        str(Path(inspect.getfile(inspect.unwrap(body))).resolve()),
         body.__module__,
         body.__qualname__,
         pickle.dumps(kwargs),

@@ -1,5 +1,8 @@
 #include "collective.h"
 
+#include "exchanges.h"
+#include "reductions.h"
+
 #include <algorithm>
 #include <utility>
 
@@ -19,11 +22,8 @@ void Operation::finish(std::exception_ptr error) {
   done_.store(true);
 }
 
-Collective::Collective(SignatureHead head, std::vector<int64_t> gives, std::vector<int64_t> expects)
-    : head_(head), gives_(std::move(gives)), expects_(std::move(expects)) {}
-
 std::string Collective::describe() const {
-  return collectives::describe({head_, gives_, expects_});
+  return call_.purpose.empty() ? collectives::describe(call_.signature()) : call_.purpose;
 }
 
 bool Collective::advance(const SharedState& shared, int rank, CollectiveCursor& cursor) {
@@ -32,9 +32,9 @@ bool Collective::advance(const SharedState& shared, int rank, CollectiveCursor& 
     switch (stage_) {
       case Stage::kFill:
         if (chunk_ == 0) {
-          head_.sequence = ++cursor.sequence;
+          call_.head.sequence = ++cursor.sequence;
           num_chunks_ = num_chunks(shared.staging_bytes(), shared.num_ranks());
-          head_.num_chunks = num_chunks_;
+          call_.head.num_chunks = num_chunks_;
           publish(shared, rank);
         }
         if (!std::exchange(is_filled_ahead_, false)) fill(chunk_, staging);
@@ -67,15 +67,15 @@ bool Collective::advance(const SharedState& shared, int rank, CollectiveCursor& 
 }
 
 void Collective::publish(const SharedState& shared, int rank) const {
-  const int buffer = static_cast<int>(head_.sequence % 2);
-  shared.signature(rank, buffer) = head_;
+  const int buffer = static_cast<int>(head().sequence % 2);
+  shared.signature(rank, buffer) = head();
   auto counts = shared.signature_counts(rank, buffer);
-  std::ranges::copy(gives_, counts.begin());
-  std::ranges::copy(expects_, counts.begin() + shared.num_ranks());
+  std::ranges::copy(call_.gives, counts.begin());
+  std::ranges::copy(call_.expects, counts.begin() + shared.num_ranks());
 }
 
 void Collective::compare(const SharedState& shared) {
-  const int buffer = static_cast<int>(head_.sequence % 2);
+  const int buffer = static_cast<int>(head().sequence % 2);
   std::vector<Signature> by_rank;
   by_rank.reserve(static_cast<size_t>(shared.num_ranks()));
   const auto n = static_cast<size_t>(shared.num_ranks());
@@ -83,14 +83,28 @@ void Collective::compare(const SharedState& shared) {
     const SignatureHead& head = shared.signature(peer, buffer);
     const std::span<const int64_t> counts = shared.signature_counts(peer, buffer);
     // Which counts a rank has follows from its operation; one that brought another has others.
-    const bool gives = head.op == Op::kReduceScatter || head.op == Op::kAllGather ||
-                       head.op == Op::kGather || head.op == Op::kScatter ||
-                       head.op == Op::kAllToAll;
-    by_rank.push_back({head, counts.first(gives ? n : 0), counts.last(gives ? n : 0)});
+    const size_t num_counts = has_counts(head.op) ? n : 0;
+    by_rank.push_back({head, counts.first(num_counts), counts.last(num_counts)});
     num_chunks_ = std::max(num_chunks_, head.num_chunks);
   }
   if (auto text = mismatch(by_rank)) {
-    throw CollectiveMismatchError("at collective " + std::to_string(head_.sequence) + ", " + *text);
+    throw CollectiveMismatchError("at collective " + std::to_string(head().sequence) + ", " + *text);
+  }
+}
+
+std::string calls_misfit(const std::string& group, const std::string& what) {
+  return "weft: the ranks of group '" + group + "' made calls that do not belong together: " + what +
+         "; make every rank call the same operations in the same order with fitting arguments";
+}
+
+CollectivePtr make_collective(CollectiveCall call, int rank) {
+  switch (call.head.op) {
+    case Op::kAllReduce:
+    case Op::kReduce:
+    case Op::kReduceScatter:
+      return make_reduction(std::move(call), rank);
+    default:
+      return make_exchange(std::move(call));
   }
 }
 

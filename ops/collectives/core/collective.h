@@ -11,12 +11,13 @@
 // arrive for the chunk between, which they do after draining b. So it may fill the next buffer as
 // soon as all have filled this one: while it waits for those that combine.
 
+#include "call.h"
 #include "operation.h"
 #include "phases.h"
 #include "shared_state.h"
 
 #include <memory>
-#include <vector>
+#include <utility>
 
 namespace weft::collectives {
 
@@ -48,15 +49,13 @@ struct CollectiveCursor {
 
 class Collective : public Operation {
  public:
-  // The head's sequence and num_chunks are filled in by advance(). `gives` and `expects` are empty
-  // or hold one count per rank.
-  Collective(SignatureHead head, std::vector<int64_t> gives, std::vector<int64_t> expects);
+  explicit Collective(CollectiveCall call) : call_(std::move(call)) {}
 
   // Goes on as far as possible; true when the result is there.
   // Errors: CollectiveMismatchError when the ranks' calls do not belong together.
   bool advance(const SharedState& shared, int rank, CollectiveCursor& cursor);
 
-  uint64_t sequence() const { return head_.sequence; }
+  uint64_t sequence() const { return head().sequence; }
   std::string describe() const override;
 
  protected:
@@ -67,7 +66,8 @@ class Collective : public Operation {
   virtual void combine(int64_t /*chunk*/, const Staging& /*staging*/) {}
   virtual void drain(int64_t chunk, const Staging& staging) = 0;
 
-  const SignatureHead& head() const { return head_; }
+  const CollectiveCall& call() const { return call_; }
+  const SignatureHead& head() const { return call_.head; }
 
  private:
   enum class Stage { kFill, kFilled, kCombined };
@@ -75,9 +75,7 @@ class Collective : public Operation {
   void publish(const SharedState& shared, int rank) const;
   void compare(const SharedState& shared);
 
-  SignatureHead head_;
-  std::vector<int64_t> gives_;
-  std::vector<int64_t> expects_;
+  CollectiveCall call_;
   Stage stage_ = Stage::kFill;
   bool is_filled_ahead_ = false;  // the chunk to come
   int64_t chunk_ = 0;
@@ -85,5 +83,11 @@ class Collective : public Operation {
 };
 
 using CollectivePtr = std::shared_ptr<Collective>;
+
+// The text of a CollectiveMismatchError: `what` the ranks of a group brought.
+std::string calls_misfit(const std::string& group, const std::string& what);
+
+// The machine that carries out `call` on a rank.
+CollectivePtr make_collective(CollectiveCall call, int rank);
 
 }  // namespace weft::collectives

@@ -26,14 +26,14 @@ int num_processors() {
   return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
 }
 
+// Where every rank has a processor, looking again for some microseconds is cheaper than a wake-up;
+// where ranks share processors, the one that is waited for needs this one.
+int spins_for(int num_ranks) { return num_ranks <= num_processors() ? 2000 : 20; }
+
 // Then a rank offers its processor to whoever else can run, the awaited one perhaps, before it
 // sleeps: waking up from sleep takes longer than most operations. Measured on 2 processors with
 // benchmarks/collectives.py: 4 KiB all-reduce on 4 ranks 280 to 430 us without, 75 to 90 with.
 constexpr int kYields = 500;
-
-// Where every rank has a processor, looking again for some microseconds is cheaper than a wake-up;
-// where ranks share processors, the one that is waited for needs this one.
-int spins_for(int num_ranks) { return num_ranks <= num_processors() ? 2000 : 20; }
 
 // The engine that this thread drives: what its operations call when they are done may wait again.
 thread_local const Engine* driven_here = nullptr;
@@ -79,6 +79,19 @@ void Engine::check_usable() const {
   }
 }
 
+template <typename Drive>
+void Engine::drive_unlocked(std::unique_lock<std::mutex>& lock, const Drive& drive_now) {
+  is_driven_ = true;
+  lock.unlock();
+  {
+    const Driving driving(this);
+    drive_now();
+  }
+  lock.lock();
+  is_driven_ = false;
+  if (num_waiting_ > 0) changed_.notify_all();
+}
+
 void Engine::submit(OperationPtr operation, bool in_background) {
   std::unique_lock lock(mutex_);
   check_usable();
@@ -93,24 +106,12 @@ void Engine::submit(OperationPtr operation, bool in_background) {
     shared_.rank(options_.rank).bell.ring();
     return;
   }
-  is_driven_ = true;
-  lock.unlock();
-  {
-    const Driving driving(this);
-    advance();
-  }
-  lock.lock();
-  stop_driving();
+  drive_unlocked(lock, [this] { advance(); });
 }
 
 void Engine::wake_background() {
   if (!background_.joinable()) background_ = std::thread([this] { run_in_background(); });
   if (std::exchange(background_sleeps_, false)) background_wakes_.notify_one();
-}
-
-void Engine::stop_driving() {
-  is_driven_ = false;
-  if (num_waiting_ > 0) changed_.notify_all();
 }
 
 void Engine::wait(Operation& operation, std::chrono::milliseconds timeout) {
@@ -137,25 +138,14 @@ void Engine::wait(Operation& operation, std::chrono::milliseconds timeout) {
       continue;
     }
     shorten();
-    is_driven_ = true;
-    lock.unlock();
-    drive(&operation);
-    lock.lock();
-    stop_driving();
+    drive_unlocked(lock, [&] { drive(&operation); });
   }
 }
 
 void Engine::poll() {
   std::unique_lock lock(mutex_);
   if (is_driven_ || fork_generation() != fork_generation_) return;
-  is_driven_ = true;
-  lock.unlock();
-  {
-    const Driving driving(this);
-    advance();
-  }
-  lock.lock();
-  stop_driving();
+  drive_unlocked(lock, [this] { advance(); });
 }
 
 void Engine::run_in_background() {
@@ -169,11 +159,7 @@ void Engine::run_in_background() {
     }
     background_wakes_.wait_for(lock, kNap);
     if (is_left_ || is_driven_ || num_unfinished_ == 0 || num_waiting_ > 0) continue;
-    is_driven_ = true;
-    lock.unlock();
-    drive(nullptr);
-    lock.lock();
-    stop_driving();
+    drive_unlocked(lock, [this] { drive(nullptr); });
   }
 }
 
@@ -184,7 +170,6 @@ void Engine::drive(const Operation* until) {
     if (until != nullptr) return until->is_done();
     return num_unfinished_ == 0 || num_waiting_ > 0 || is_left_;
   };
-  const Driving driving(this);
   // The background thread is in no hurry: it leaves the processor to those that compute.
   const int num_spins = until == nullptr ? 0 : num_spins_;
   const int num_yields = until == nullptr ? 0 : kYields;
@@ -277,14 +262,10 @@ bool Engine::advance() {
     moved = advance_collectives();
     moved |= advance_messages();
   } catch (const CollectiveMismatchError& error) {
-    fail_all(fail_group(ErrorKind::kMismatch,
-                        "weft: the ranks of group '" + options_.name +
-                            "' made calls that do not belong together: " + error.what() +
-                            "; make every rank call the same operations in the same order with "
-                            "fitting arguments"));
+    fail_all(fail(ErrorKind::kMismatch, calls_misfit(options_.name, error.what())));
     moved = true;
   } catch (const std::exception& error) {
-    fail_all(fail_group(ErrorKind::kAborted,
+    fail_all(fail(ErrorKind::kAborted,
                         "weft: rank " + std::to_string(options_.rank) + " of group '" +
                             options_.name + "' failed inside an operation: " + error.what()));
     moved = true;
@@ -304,7 +285,7 @@ bool Engine::advance() {
 
 void Engine::abort(const std::string& why) {
   if (fork_generation() != fork_generation_) return;
-  fail_group(ErrorKind::kAborted,
+  fail(ErrorKind::kAborted,
              "weft: rank " + std::to_string(options_.rank) + " aborted group '" + options_.name +
                  "'" + (why.empty() ? "" : ": " + why));
   poll();

@@ -7,9 +7,9 @@
 // Thread safety: all of it.
 
 #include "collective.h"
+#include "group.h"
 #include "messages.h"
 #include "peers.h"
-#include "rendezvous.h"
 
 #include <atomic>
 #include <condition_variable>
@@ -21,41 +21,37 @@
 
 namespace weft::collectives {
 
-using OperationPtr = std::shared_ptr<Operation>;
-
-class Engine {
+// A group on one host.
+class Engine final : public Group {
  public:
   // Joins the group: see rendezvous.h.
   Engine(const Store& store, const GroupOptions& options);
-  Engine(const Engine&) = delete;
-  Engine& operator=(const Engine&) = delete;
   // Leaves the group; operations that are not done fail. REQUIRES: not in a forked child (which
   // has neither the memory nor the thread): there an engine is forgotten, see make_engine.
-  ~Engine();
+  ~Engine() override;
 
-  // Begins a Collective or a Message. `in_background`: nobody may come to wait for it soon.
-  // Errors: the group's, if it has failed; std::runtime_error in a forked child.
-  void submit(OperationPtr operation, bool in_background);
+  OperationPtr make(CollectiveCall call) const override {
+    return make_collective(std::move(call), options_.rank);
+  }
+  // A Collective or a Message.
+  void submit(OperationPtr operation, bool in_background) override;
+  void wait(Operation& operation, std::chrono::milliseconds timeout) override;
+  void poll() override;
+  void abort(const std::string& why) override;
+  void leave() override;
+  std::exception_ptr failure() const override;
+  const GroupOptions& options() const override { return options_; }
+  size_t resident_bytes() const override { return membership_.segment.resident_bytes(); }
 
-  // Until it is done, or `timeout` has passed (zero: its own deadline): then the group fails.
-  // Never throws what the operation failed with. An operation's on_done may wait for another one.
-  void wait(Operation& operation, std::chrono::milliseconds timeout);
-  // Does what can be done without waiting.
-  void poll();
-
-  // Fails the group on every rank, at once.
-  void abort(const std::string& why);
-  // Tells the others that nothing more comes from here, and fails what cannot be finished at once.
-  void leave();
-
-  // The failure of the group, as an exception, or null.
-  std::exception_ptr failure() const;
-  const GroupOptions& options() const { return options_; }
-  // Shared memory of the group that this host holds now.
-  size_t resident_bytes() const { return membership_.segment.resident_bytes(); }
+  // What submit() would refuse.
+  void check_usable() const;
+  // Fails the group on every rank; returns the failure that counts, which may be an earlier one.
+  std::exception_ptr fail(ErrorKind kind, const std::string& text);
+  // Fails the group if the process of a rank has ended without a word, for one who waits for
+  // something else than an operation of this engine: `what`.
+  void check_peers(const std::string& what);
 
  private:
-  void check_usable() const;
   // The following are the driver's. REQUIRES: is_driven_, set by this thread.
   bool advance();
   void drive(const Operation* until);
@@ -66,14 +62,14 @@ class Engine {
   void fail_all(const std::exception_ptr& error);
   void look_for_trouble();
   void fail_late(const Operation& operation);
-  // An error of the whole group, from this rank.
-  std::exception_ptr fail_group(ErrorKind kind, const std::string& text);
+  std::exception_ptr fail_lost(int peer, const char* how, const std::string& what);
 
   // REQUIRES: mutex_ held.
   void wake_background();
   void run_in_background();
-  // REQUIRES: mutex_ held, and this thread has stopped driving.
-  void stop_driving();
+  // Calls `drive_now` as the driver. REQUIRES: `lock` holds mutex_, and nobody drives.
+  template <typename Drive>
+  void drive_unlocked(std::unique_lock<std::mutex>& lock, const Drive& drive_now);
 
   const GroupOptions options_;
   Membership membership_;

@@ -31,7 +31,7 @@ std::exception_ptr Engine::failure() const {
   return as_exception(record.get());
 }
 
-std::exception_ptr Engine::fail_group(ErrorKind kind, const std::string& text) {
+std::exception_ptr Engine::fail(ErrorKind kind, const std::string& text) {
   const CollectiveError error = shared_.control().failure.leave(kind, text);
   for (int rank = 0; rank < options_.size; ++rank) shared_.rank(rank).bell.ring();
   return as_exception(error);
@@ -47,6 +47,20 @@ void Engine::fail_all(const std::exception_ptr& error) {
   changed_.notify_all();
 }
 
+std::exception_ptr Engine::fail_lost(int peer, const char* how, const std::string& what) {
+  return fail(ErrorKind::kPeerLost,
+              "weft: " + name_of_rank(shared_, peer) + " of group '" + options_.name + "' " + how +
+                  " while rank " + std::to_string(options_.rank) + " waited for it in " + what +
+                  "; see its own output for why");
+}
+
+void Engine::check_peers(const std::string& what) {
+  for (int peer = 0; peer < options_.size; ++peer) {
+    const bool has_left = shared_.rank(peer).state.load() == RankState::kLeft;
+    if (peer != options_.rank && !has_left && peers_.has_ended(peer)) fail_lost(peer, "ended", what);
+  }
+}
+
 // Lost peers and deadlines. A peer that left the group is an error only for those who still need
 // it; one that ended without a word always is.
 void Engine::look_for_trouble() {
@@ -60,12 +74,10 @@ void Engine::look_for_trouble() {
     if (peer == options_.rank) continue;
     const bool has_left = shared_.rank(peer).state.load() == RankState::kLeft;
     if (has_left ? !needs(peer) : !peers_.has_ended(peer)) continue;
-    std::ostringstream text;
-    text << "weft: " << name_of_rank(shared_, peer) << " of group '" << options_.name << "' "
-         << (has_left ? "left the group" : "ended") << " while rank " << options_.rank
-         << " waited for it in " << what << " (collective " << cursor_.sequence
-         << " of the group); see its own output for why";
-    return fail_all(fail_group(ErrorKind::kPeerLost, text.str()));
+    return fail_all(fail_lost(peer,
+                              has_left ? "left the group" : "ended",
+                              what + " (collective " + std::to_string(cursor_.sequence) +
+                                  " of the group)"));
   }
   const auto now = std::chrono::steady_clock::now();
   if (!collectives_.empty() && collectives_.front()->deadline <= now) {
@@ -91,7 +103,7 @@ void Engine::fail_late(const Operation& operation) {
     }
   }
   text << "; see what the late ranks do, or raise the timeout";
-  fail_all(fail_group(ErrorKind::kTimeout, text.str()));
+  fail_all(fail(ErrorKind::kTimeout, text.str()));
 }
 
 }  // namespace weft::collectives

@@ -42,6 +42,15 @@ std::string Message::describe() const {
   return text.str();
 }
 
+void check_fits(const Message& receive, int from, DType dtype, uint64_t num_bytes, int rank) {
+  if (num_bytes == receive.num_bytes() && dtype == receive.dtype) return;
+  std::ostringstream text;
+  text << "rank " << from << " sent " << name_of(dtype) << ' ' << num_bytes / size_of(dtype)
+       << " elements with tag " << receive.tag << " where rank " << rank << " called "
+       << receive.describe();
+  throw CollectiveMismatchError(text.str());
+}
+
 Messages::Messages(const SharedState& shared, int rank)
     : shared_(shared), rank_(rank), queues_(static_cast<size_t>(shared.num_ranks())) {}
 
@@ -186,13 +195,7 @@ void Messages::accept(const MessagePtr& receive,
                       Announced& message,
                       std::vector<MessagePtr>& ended) {
   const FrameHead& head = message.head;
-  if (head.message_bytes != receive->num_bytes() || head.dtype != receive->dtype) {
-    std::ostringstream text;
-    text << "rank " << message.from << " sent " << name_of(head.dtype) << ' '
-         << head.message_bytes / size_of(head.dtype) << " elements with tag " << head.tag
-         << " where rank " << rank_ << " called " << receive->describe();
-    throw CollectiveMismatchError(text.str());
-  }
+  check_fits(*receive, message.from, head.dtype, head.message_bytes, rank_);
   receive->peer = message.from;
   if (message.payload.size() == head.message_bytes) {
     if (!message.payload.empty()) {

@@ -48,6 +48,10 @@ class Message : public Operation {
 
 using MessagePtr = std::shared_ptr<Message>;
 
+// Errors: CollectiveMismatchError unless what rank `from` sent is what `receive`, of rank `rank`,
+// has a place for.
+void check_fits(const Message& receive, int from, DType dtype, uint64_t num_bytes, int rank);
+
 // All messages of one rank. One thread at a time (the driver of the engine).
 class Messages {
  public:

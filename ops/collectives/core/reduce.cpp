@@ -55,14 +55,16 @@ void reduce(ReduceOp op,
             std::byte* out,
             std::span<const std::byte* const> sources,
             int64_t num_elements,
-            std::byte* second_out) {
+            std::byte* second_out,
+            int64_t divisor) {
   // A sum of complex numbers is the sums of their parts.
   if (dtype > DType::kFloat8) {
     num_elements *= 2;
     dtype = part_of_complex(dtype);
   }
+  if (divisor == 0) divisor = static_cast<int64_t>(sources.size());
   detail::supported_reduce_loops().front()(
-      {op, dtype, out, sources.data(), sources.size(), num_elements, second_out});
+      {op, dtype, out, sources.data(), sources.size(), num_elements, second_out, divisor});
 }
 
 }  // namespace weft::collectives

@@ -18,13 +18,14 @@ bool can_reduce(ReduceOp op, DType dtype);
 // Half types accumulate in float32 and round once. Integers wrap; their average truncates. bool:
 // sum is or, product is and. min and max give NaN where any source has one.
 // `out` may be one of the sources, and so may `second_out`, which gets the same where it is not
-// null. REQUIRES: can_reduce(op, dtype); at least one source.
+// null. An average is over `divisor`; 0: over the sources. REQUIRES: can_reduce(op, dtype); at least one source.
 void reduce(ReduceOp op,
             DType dtype,
             std::byte* out,
             std::span<const std::byte* const> sources,
             int64_t num_elements,
-            std::byte* second_out = nullptr);
+            std::byte* second_out = nullptr,
+            int64_t divisor = 0);
 
 namespace detail {
 
@@ -36,6 +37,7 @@ struct ReduceJob {
   size_t num_sources;
   int64_t num_elements;
   std::byte* second_out = nullptr;
+  int64_t divisor = 1;
 };
 
 // reduce_loops.h, compiled once per instruction set.

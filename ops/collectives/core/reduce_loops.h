@@ -117,6 +117,24 @@ struct Xor {
   }
 };
 
+// More ranks than an eight-bit integer counts may bring one.
+template <typename V>
+V average(V sum, int64_t divisor) {
+  return static_cast<V>(static_cast<int64_t>(sum) / divisor);
+}
+template <>
+inline uint64_t average(uint64_t sum, int64_t divisor) {
+  return sum / static_cast<uint64_t>(divisor);
+}
+template <>
+inline float average(float sum, int64_t divisor) {
+  return sum / static_cast<float>(divisor);
+}
+template <>
+inline double average(double sum, int64_t divisor) {
+  return sum / static_cast<double>(divisor);
+}
+
 constexpr int64_t kBlock = 512;  // elements whose running value stays in the first cache
 
 template <typename T, typename Operation, bool kAverage>
@@ -125,7 +143,6 @@ void run(const ReduceJob& job) {
   using V = typename E::Value;
   auto* out = reinterpret_cast<T*>(job.out);
   auto* second_out = reinterpret_cast<T*>(job.second_out);
-  const auto num_sources = static_cast<V>(job.num_sources);
   V value[kBlock];
   for (int64_t first = 0; first < job.num_elements; first += kBlock) {
     const int64_t left = job.num_elements - first;
@@ -137,7 +154,7 @@ void run(const ReduceJob& job) {
       for (int64_t i = 0; i < n; ++i) value[i] = Operation::apply(value[i], E::load(source[i]));
     }
     if constexpr (kAverage) {
-      for (int64_t i = 0; i < n; ++i) value[i] = static_cast<V>(value[i] / num_sources);
+      for (int64_t i = 0; i < n; ++i) value[i] = average(value[i], job.divisor);
     }
     // The out of this block may be one of the sources: all are read by now.
     for (int64_t i = 0; i < n; ++i) E::store(value[i], out[first + i]);

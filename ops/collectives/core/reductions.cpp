@@ -1,33 +1,22 @@
 #include "reductions.h"
 
+#include "parts.h"
 #include "reduce.h"
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
 namespace weft::collectives {
 
 namespace {
 
-// Elements [first, first + size).
-struct Range {
-  int64_t first;
-  int64_t size;
-};
-
-Range range_of(int64_t index, int64_t range_size, int64_t num_elements) {
-  const int64_t first = std::min(index * range_size, num_elements);
-  return {first, std::min(range_size, num_elements - first)};
-}
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+// Of elements.
+using Range = Part<int64_t>;
 
 class Reduction : public Collective {
  public:
-  Reduction(SignatureHead head, std::vector<int64_t> gives, std::vector<int64_t> expects)
-      : Collective(head, std::move(gives), std::move(expects)),
-        size_(static_cast<int64_t>(size_of(head.dtype))) {}
+  explicit Reduction(CollectiveCall call)
+      : Collective(std::move(call)), size_(static_cast<int64_t>(size_of(head().dtype))) {}
 
  protected:
   int64_t elements_in(size_t num_bytes) const { return static_cast<int64_t>(num_bytes) / size_; }
@@ -48,36 +37,47 @@ class Reduction : public Collective {
     reduce(head().reduce_op, head().dtype, out, sources_, num_elements, second_out);
   }
 
-  void copy(std::byte* to, const std::byte* from, int64_t num_elements) const {
-    if (num_elements > 0 && to != from) std::memcpy(to, from, bytes_of(num_elements));
+  // The parts of the tensor that are not cut by rank.
+  Range chunk_range(int64_t chunk, const Staging& staging) const {
+    return part_of(chunk, num_elements(), elements_in(staging.num_bytes()));
+  }
+  int64_t chunks_of_tensor(size_t staging_bytes) const {
+    return std::max<int64_t>(1, num_parts(num_elements(), elements_in(staging_bytes)));
+  }
+  const std::byte* input_at(int64_t element) const {
+    return call().inputs.front().data + bytes_of(element);
+  }
+  std::byte* output_at(int64_t element) const {
+    return call().outputs.front().data + bytes_of(element);
   }
 
  private:
+  int64_t num_elements() const { return call().inputs.front().num_elements; }
+
   const int64_t size_;
   std::vector<const std::byte*> sources_;
 };
 
 class AllReduce final : public Reduction {
  public:
-  AllReduce(SignatureHead head, Input input, Output output)
-      : Reduction(head, {}, {}),
-        input_(input),
-        output_(output),
-        in_slices_(bytes_of(input.num_elements) > kOneShotBytes) {}
+  explicit AllReduce(CollectiveCall call)
+      : Reduction(std::move(call)), in_slices_(bytes_of(head().num_elements) > kOneShotBytes) {}
 
  protected:
   int64_t num_chunks(size_t staging_bytes, int /*num_ranks*/) const override {
-    return std::max<int64_t>(1, ceil_div(input_.num_elements, elements_in(staging_bytes)));
+    return chunks_of_tensor(staging_bytes);
   }
   bool combines() const override { return in_slices_; }
 
   void fill(int64_t chunk, const Staging& staging) override {
     const Range part = chunk_range(chunk, staging);
-    if (!in_slices_) return copy(staging.own(), input_at(part.first), part.size);
+    if (!in_slices_) return copy_bytes(staging.own(), input_at(part.first), bytes_of(part.size));
     for (int peer = 0; peer < staging.num_ranks(); ++peer) {
       if (peer == staging.rank()) continue;  // this rank takes its own slice from the input
       const Range slice = slice_range(peer, part, staging);
-      copy(staging.own() + bytes_of(slice.first), input_at(part.first + slice.first), slice.size);
+      copy_bytes(staging.own() + bytes_of(slice.first),
+           input_at(part.first + slice.first),
+           bytes_of(slice.size));
     }
   }
 
@@ -101,156 +101,110 @@ class AllReduce final : public Reduction {
     for (int peer = 0; peer < staging.num_ranks(); ++peer) {
       if (peer == staging.rank()) continue;  // combine() has put this rank's slice there
       const Range slice = slice_range(peer, part, staging);
-      copy(output_at(part.first + slice.first),
+      copy_bytes(output_at(part.first + slice.first),
            staging.of(peer) + bytes_of(slice.first),
-           slice.size);
+           bytes_of(slice.size));
     }
   }
 
  private:
-  Range chunk_range(int64_t chunk, const Staging& staging) const {
-    return range_of(chunk, elements_in(staging.num_bytes()), input_.num_elements);
-  }
   // The part of a chunk that `rank` reduces, in whole cache lines.
   Range slice_range(int rank, const Range& part, const Staging& staging) const {
     const int64_t line = elements_in(64);
-    const int64_t slice = ceil_div(ceil_div(part.size, staging.num_ranks()), line) * line;
-    return range_of(rank, slice, part.size);
+    const int64_t slice = num_parts<int64_t>(num_parts<int64_t>(part.size, staging.num_ranks()), line) * line;
+    return part_of(rank, part.size, slice);
   }
-  const std::byte* input_at(int64_t element) const { return input_.data + bytes_of(element); }
-  std::byte* output_at(int64_t element) const { return output_.data + bytes_of(element); }
 
-  const Input input_;
-  const Output output_;
   const bool in_slices_;
 };
 
 class Reduce final : public Reduction {
  public:
-  Reduce(SignatureHead head, Input input, Output output, bool is_root)
-      : Reduction(head, {}, {}), input_(input), output_(output), is_root_(is_root) {}
+  explicit Reduce(CollectiveCall call) : Reduction(std::move(call)) {}
 
  protected:
   int64_t num_chunks(size_t staging_bytes, int /*num_ranks*/) const override {
-    return std::max<int64_t>(1, ceil_div(input_.num_elements, elements_in(staging_bytes)));
+    return chunks_of_tensor(staging_bytes);
   }
 
   void fill(int64_t chunk, const Staging& staging) override {
-    if (is_root_) return;
+    if (is_root()) return;
     const Range part = chunk_range(chunk, staging);
-    copy(staging.own(), input_.data + bytes_of(part.first), part.size);
+    copy_bytes(staging.own(), input_at(part.first), bytes_of(part.size));
   }
 
   void drain(int64_t chunk, const Staging& staging) override {
-    if (!is_root_) return;
+    if (!is_root()) return;
     const Range part = chunk_range(chunk, staging);
-    const size_t offset = bytes_of(part.first);
-    reduce_into(output_.data + offset, input_.data + offset, 0, part.size, staging);
+    reduce_into(output_at(part.first), input_at(part.first), 0, part.size, staging);
   }
 
  private:
-  Range chunk_range(int64_t chunk, const Staging& staging) const {
-    return range_of(chunk, elements_in(staging.num_bytes()), input_.num_elements);
-  }
-
-  const Input input_;
-  const Output output_;
-  const bool is_root_;
+  bool is_root() const { return !call().outputs.empty(); }
 };
 
 class ReduceScatter final : public Reduction {
  public:
-  ReduceScatter(SignatureHead head,
-                std::vector<int64_t> gives,
-                std::vector<int64_t> expects,
-                std::vector<Input> inputs,
-                Output output)
-      : Reduction(head, std::move(gives), std::move(expects)),
-        inputs_(std::move(inputs)),
-        output_(output) {}
+  ReduceScatter(CollectiveCall call, int rank)
+      : Reduction(std::move(call)), own_(static_cast<size_t>(rank)) {}
 
  protected:
-  int64_t num_chunks(size_t staging_bytes, int /*num_ranks*/) const override {
+  int64_t num_chunks(size_t staging_bytes, int num_ranks) const override {
     int64_t most = 1;
-    for (const Input& input : inputs_) {
-      most = std::max(most, ceil_div(input.num_elements, part_elements(staging_bytes)));
+    for (const Input& input : call().inputs) {
+      most = std::max(most,
+                      num_parts(input.num_elements, slot_elements(staging_bytes, num_ranks)));
     }
     return most;
   }
 
   void fill(int64_t chunk, const Staging& staging) override {
-    for (size_t peer = 0; peer < inputs_.size(); ++peer) {
-      if (static_cast<int>(peer) == staging.rank()) continue;
-      const Range part = part_range(chunk, inputs_[peer].num_elements, staging);
-      copy(staging.own() + part_offset(peer, staging),
-           inputs_[peer].data + bytes_of(part.first),
-           part.size);
+    for (size_t peer = 0; peer < call().inputs.size(); ++peer) {
+      if (peer == own_) continue;
+      const Range part = range_in(chunk, call().inputs[peer].num_elements, staging);
+      copy_bytes(staging.own() + slot_offset(peer, staging),
+           call().inputs[peer].data + bytes_of(part.first),
+           bytes_of(part.size));
     }
   }
 
   void drain(int64_t chunk, const Staging& staging) override {
-    const auto rank = static_cast<size_t>(staging.rank());
-    const Range part = part_range(chunk, output_.num_elements, staging);
+    const Output& output = call().outputs.front();
+    const Range part = range_in(chunk, output.num_elements, staging);
     const size_t first = bytes_of(part.first);
-    reduce_into(output_.data + first,
-                inputs_[rank].data + first,
-                part_offset(rank, staging),
+    reduce_into(output.data + first,
+                call().inputs[own_].data + first,
+                slot_offset(own_, staging),
                 part.size,
                 staging);
   }
 
  private:
-  // A buffer holds a part for each rank, in whole cache lines.
-  int64_t part_elements(size_t staging_bytes) const {
-    return elements_in(staging_bytes / inputs_.size() / 64 * 64);
+  int64_t slot_elements(size_t staging_bytes, int num_ranks) const {
+    return elements_in(slot_bytes(staging_bytes, num_ranks));
   }
-  size_t part_offset(size_t rank, const Staging& staging) const {
-    return rank * bytes_of(part_elements(staging.num_bytes()));
+  size_t slot_offset(size_t rank, const Staging& staging) const {
+    return rank * bytes_of(slot_elements(staging.num_bytes(), staging.num_ranks()));
   }
-  Range part_range(int64_t chunk, int64_t num_elements, const Staging& staging) const {
-    return range_of(chunk, part_elements(staging.num_bytes()), num_elements);
+  Range range_in(int64_t chunk, int64_t num_elements, const Staging& staging) const {
+    return part_of(
+        chunk, num_elements, slot_elements(staging.num_bytes(), staging.num_ranks()));
   }
 
-  const std::vector<Input> inputs_;
-  const Output output_;
+  const size_t own_;
 };
-
-SignatureHead head_of(Op op, ReduceOp reduce_op, const TensorFacts& facts, int root = -1) {
-  SignatureHead head;
-  head.op = op;
-  head.reduce_op = reduce_op;
-  head.root = root;
-  set_shape(head, facts);
-  return head;
-}
 
 }  // namespace
 
-CollectivePtr make_all_reduce(const TensorFacts& facts, ReduceOp op, Input input, Output output) {
-  return std::make_shared<AllReduce>(head_of(Op::kAllReduce, op, facts), input, output);
-}
-
-CollectivePtr make_reduce(
-    const TensorFacts& facts, ReduceOp op, Input input, Output output, int root, int rank) {
-  return std::make_shared<Reduce>(
-      head_of(Op::kReduce, op, facts, root), input, output, rank == root);
-}
-
-CollectivePtr make_reduce_scatter(
-    DType dtype, ReduceOp op, std::vector<Input> inputs, Output output, int rank) {
-  SignatureHead head;
-  head.op = Op::kReduceScatter;
-  head.reduce_op = op;
-  head.dtype = dtype;
-  std::vector<int64_t> gives;
-  for (const Input& input : inputs) {
-    gives.push_back(input.num_elements);
-    head.num_elements += input.num_elements;
+CollectivePtr make_reduction(CollectiveCall call, int rank) {
+  switch (call.head.op) {
+    case Op::kReduceScatter:
+      return std::make_shared<ReduceScatter>(std::move(call), rank);
+    case Op::kReduce:
+      return std::make_shared<Reduce>(std::move(call));
+    default:
+      return std::make_shared<AllReduce>(std::move(call));
   }
-  std::vector<int64_t> expects(inputs.size(), 0);
-  expects[static_cast<size_t>(rank)] = output.num_elements;
-  return std::make_shared<ReduceScatter>(
-      head, std::move(gives), std::move(expects), std::move(inputs), output);
 }
 
 }  // namespace weft::collectives

@@ -21,8 +21,16 @@ class Joining {
   Joining(const Store& store, const GroupOptions& options)
       : store_(store), options_(options), deadline_(Clock::now() + options.timeout) {}
 
+  std::vector<std::string> exchange_identities() const {
+    std::vector<std::string> identities;
+    store_.set("host/" + std::to_string(options_.rank), host_identity());
+    for (int rank = 0; rank < options_.size; ++rank) {
+      identities.push_back(get("host/" + std::to_string(rank), rank));
+    }
+    return identities;
+  }
+
   Membership run() {
-    check_hosts();
     const SharedSizes sizes = SharedSizes::within(options_.size, options_.staging_limit_bytes);
     Membership member;
     if (options_.rank == 0) {
@@ -37,7 +45,6 @@ class Joining {
     enter(member.shared);
     open_group(member.shared);
     member.segment.close_descriptor();
-    store_.remove("host/" + std::to_string(options_.rank));
     return member;
   }
 
@@ -59,18 +66,6 @@ class Joining {
     std::ostringstream text;
     text << static_cast<double>(time.count()) / 1000.0;
     return text.str();
-  }
-
-  void check_hosts() const {
-    const std::string own = host_identity();
-    store_.set("host/" + std::to_string(options_.rank), own);
-    for (int rank = 0; rank < options_.size; ++rank) {
-      if (rank == options_.rank || get("host/" + std::to_string(rank), rank) == own) continue;
-      throw std::runtime_error(
-          "weft: got rank " + std::to_string(rank) + " of group '" + options_.name +
-          "' on another host than rank " + std::to_string(options_.rank) +
-          "; the weft backend takes ranks of one host, use gloo for this group");
-    }
   }
 
   void enter(const SharedState& shared) const {
@@ -122,6 +117,10 @@ class Joining {
 
 Membership join(const Store& store, const GroupOptions& options) {
   return Joining(store, options).run();
+}
+
+std::vector<std::string> exchange_identities(const Store& store, const GroupOptions& options) {
+  return Joining(store, options).exchange_identities();
 }
 
 std::string name_of_rank(const SharedState& shared, int rank) {

@@ -18,6 +18,9 @@ struct Store {
   // Waits for the key; throws when it does not come within the timeout.
   std::function<std::string(const std::string& key, std::chrono::milliseconds timeout)> get;
   std::function<void(const std::string& key)> remove;
+  std::function<bool(const std::string& key)> has;
+  // The same, for use while another thread waits for a key here.
+  std::function<Store()> clone;
 };
 
 struct GroupOptions {
@@ -25,8 +28,8 @@ struct GroupOptions {
   int rank = 0;
   int size = 1;
   std::vector<int> global_ranks;  // by rank, for texts; empty: the same
-  std::chrono::milliseconds timeout{30 * 60 *
-                                    1000};        // of joining, and of each operation by default
+  // Of joining, and of each operation by default.
+  std::chrono::milliseconds timeout{30 * 60 * 1000};
   size_t staging_limit_bytes = 16 * 1024 * 1024;  // of the group on this host, together
 };
 
@@ -37,9 +40,14 @@ struct Membership {
 
 // Blocks until all ranks are there. Nothing stays in the store that a later group of the same keys
 // could take for its own.
-// Errors: CollectiveTimeoutError naming the ranks that did not come; std::runtime_error where ranks
-// run on several hosts, or another's memory cannot be opened.
+// REQUIRES: ranks of one host.
+// Errors: CollectiveTimeoutError naming the ranks that did not come; std::runtime_error where
+// another's memory cannot be opened.
 Membership join(const Store& store, const GroupOptions& options);
+
+// The identity of the host of each rank. Blocks until all ranks have told theirs, which stays in the
+// store under "host/<rank>" until its rank removes it. Errors: CollectiveTimeoutError.
+std::vector<std::string> exchange_identities(const Store& store, const GroupOptions& options);
 
 // "rank 1 (pid 4711)", "rank 1 (global rank 5, pid 4711)".
 std::string name_of_rank(const SharedState& shared, int rank);

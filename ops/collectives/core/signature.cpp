@@ -77,6 +77,11 @@ bool belong_together(const std::vector<Signature>& by_rank) {
 
 }  // namespace
 
+bool has_counts(Op op) {
+  return op == Op::kReduceScatter || op == Op::kAllGather || op == Op::kGather ||
+         op == Op::kScatter || op == Op::kAllToAll;
+}
+
 std::string describe(const Signature& signature) {
   const SignatureHead& head = signature.head;
   std::ostringstream text;

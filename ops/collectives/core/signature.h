@@ -37,6 +37,9 @@ struct Signature {
   std::span<const int64_t> expects;
 };
 
+// Whether signatures of `op` have counts by peer.
+bool has_counts(Op op);
+
 // "all_reduce(sum, float32 [2, 6])"
 std::string describe(const Signature& signature);
 

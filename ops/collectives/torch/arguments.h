@@ -3,7 +3,6 @@
 // What c10d's calls have in common: checks of their arguments, and tensors as the core takes them.
 // Errors: c10::Error, one sentence.
 
-#include "exchanges.h"
 #include "tensors.h"
 
 #include <memory>

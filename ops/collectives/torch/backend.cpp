@@ -1,8 +1,11 @@
 // Life and death of a group: joining, splitting, leaving.
 #include "backend.h"
 
+#include "backend_transport.h"
+#include "hosts_group.h"
 #include "raise.h"
 
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <algorithm>
@@ -29,41 +32,43 @@ Store view_of(const c10::intrusive_ptr<c10d::Store>& store) {
               // A store that cannot delete keeps it, which only a group of the same name would
               // mind.
             }
-          }};
+          },
+          [store](const std::string& key) { return store->check({key}); },
+          [store] { return view_of(store->clone()); }};
 }
 
 // All groups of this process, for its end.
-class LivingEngines {
+class LivingGroups {
  public:
-  static LivingEngines& instance() {
+  static LivingGroups& instance() {
     // NOTE: never destroyed: a group may outlive the statics.
-    static auto* const engines = new LivingEngines;
-    return *engines;
+    static auto* const groups = new LivingGroups;
+    return *groups;
   }
 
-  void add(const std::shared_ptr<Engine>& engine) {
+  void add(const std::shared_ptr<Group>& group) {
     const std::lock_guard lock(mutex_);
-    std::erase_if(engines_, [](const auto& each) { return each.expired(); });
-    engines_.push_back(engine);
+    std::erase_if(groups_, [](const auto& each) { return each.expired(); });
+    groups_.push_back(group);
   }
 
   void leave_all() {
-    std::vector<std::weak_ptr<Engine>> engines;
+    std::vector<std::weak_ptr<Group>> groups;
     {
       const std::lock_guard lock(mutex_);
-      engines.swap(engines_);
+      groups.swap(groups_);
     }
-    for (const auto& each : engines) {
-      if (const auto engine = each.lock()) engine->leave();
+    for (const auto& each : groups) {
+      if (const auto group = each.lock()) group->leave();
     }
   }
 
  private:
   std::mutex mutex_;
-  std::vector<std::weak_ptr<Engine>> engines_;
+  std::vector<std::weak_ptr<Group>> groups_;
 };
 
-std::shared_ptr<Engine> join_group(const c10::intrusive_ptr<c10d::Store>& store,
+std::shared_ptr<Group> join(const c10::intrusive_ptr<c10d::Store>& store,
                                    int rank,
                                    int size,
                                    const ops::BackendOptions& options) {
@@ -76,10 +81,17 @@ std::shared_ptr<Engine> join_group(const c10::intrusive_ptr<c10d::Store>& store,
   for (const uint64_t each : options.global_ranks_in_group) {
     group.global_ranks.push_back(static_cast<int>(each));
   }
+  MakeTransport make_transport;
+  if (options.make_transport) {
+    make_transport = [&] {
+      const auto own_store = c10::make_intrusive<c10d::PrefixStore>("transport", store);
+      return transport_over(options.make_transport(own_store, rank, size, options.timeout));
+    };
+  }
   try {
-    auto engine = make_engine(view_of(store), group);
-    LivingEngines::instance().add(engine);
-    return engine;
+    auto joined = collectives::join_group(view_of(store), group, make_transport);
+    LivingGroups::instance().add(joined);
+    return joined;
   } catch (const CollectiveError&) {
     raise(std::current_exception());
   } catch (const c10::Error&) {
@@ -97,17 +109,17 @@ WeftBackend::WeftBackend(const c10::intrusive_ptr<c10d::Store>& store,
                          c10::intrusive_ptr<ops::BackendOptions> options)
     : Backend(rank, size),
       options_(std::move(options)),
-      engine_(join_group(store, rank, size, *options_)) {}
+      group_(join(store, rank, size, *options_)) {}
 
-// Works may keep the engine; the group is over all the same.
-WeftBackend::~WeftBackend() { engine_->leave(); }
+// Works may keep it; the group is over all the same.
+WeftBackend::~WeftBackend() { group_->leave(); }
 
-void WeftBackend::abort() { engine_->abort(""); }
+void WeftBackend::abort() { group_->abort(""); }
 
-void WeftBackend::shutdown() { engine_->leave(); }
+void WeftBackend::shutdown() { group_->leave(); }
 
 c10d::ErrorType WeftBackend::getError() {
-  const std::exception_ptr failure = engine_->failure();
+  const std::exception_ptr failure = group_->failure();
   if (failure == nullptr) return c10d::ErrorType::SUCCESS;
   try {
     std::rethrow_exception(failure);
@@ -159,6 +171,6 @@ c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::St
   return c10::make_intrusive<collectives::WeftBackend>(store, rank, size, std::move(options));
 }
 
-void leave_all_groups() { collectives::LivingEngines::instance().leave_all(); }
+void leave_all_groups() { collectives::LivingGroups::instance().leave_all(); }
 
 }  // namespace weft::ops

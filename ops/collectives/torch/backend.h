@@ -1,6 +1,7 @@
 #pragma once
 
-#include "engine.h"
+#include "group.h"
+#include "messages.h"
 #include "tensors.h"
 
 #include <weft/ops/backend.h>
@@ -13,7 +14,7 @@
 
 namespace weft::collectives {
 
-// c10d's collectives over an Engine. Everything that c10d has two names for is overridden under the
+// c10d's collectives over a Group. Everything that c10d has two names for is overridden under the
 // older one: torch 2.11 knows no other, and newer ones forward to it.
 class WeftBackend final : public c10d::Backend {
  public:
@@ -95,6 +96,9 @@ class WeftBackend final : public c10d::Backend {
     bool in_background;
   };
 
+  Step step(CollectiveCall call, std::shared_ptr<TensorPack> pack) const {
+    return {group_->make(std::move(call)), std::move(pack)};
+  }
   WorkPtr start(const Call& call,
                 const std::vector<Step>& steps,
                 const Tensors& inputs,
@@ -106,11 +110,13 @@ class WeftBackend final : public c10d::Backend {
                            const at::Tensor& input,
                            const c10d::ReduceOp& op) const;
   WorkPtr message(Message::Direction direction, Tensors& tensors, int peer, int tag);
+  // The list for all ranks on the root, none elsewhere.
+  Tensors list_on_root(std::string_view op, const std::vector<Tensors>& lists, int root) const;
   int checked_root(std::string_view op, int64_t root) const;
   void check_peer(std::string_view op, int peer) const;
 
   const c10::intrusive_ptr<ops::BackendOptions> options_;
-  const std::shared_ptr<Engine> engine_;
+  const std::shared_ptr<Group> group_;
   std::atomic<uint64_t> num_calls_{0};
 };
 

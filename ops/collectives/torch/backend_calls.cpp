@@ -41,13 +41,28 @@ void WeftBackend::check_peer(std::string_view op, int peer) const {
               "; pass another rank of the group");
 }
 
+WeftBackend::Tensors WeftBackend::list_on_root(std::string_view op,
+                                               const std::vector<Tensors>& lists,
+                                               int root) const {
+  if (root == getRank()) return list_for_all(op, lists, getSize());
+  TORCH_CHECK(lists.empty(),
+              "weft: ",
+              op,
+              " got a list of tensors on rank ",
+              getRank(),
+              ", which is not the root ",
+              root,
+              "; pass none there");
+  return {};
+}
+
 WeftBackend::WorkPtr WeftBackend::start(const Call& call,
                                         const std::vector<Step>& steps,
                                         const Tensors& inputs,
                                         Tensors outputs) {
   ++num_calls_;
   auto work = c10::make_intrusive<CollectiveWork>(
-      engine_, getRank(), call.op_type, call.title, inputs, std::move(outputs));
+      group_, getRank(), call.op_type, call.title, inputs, std::move(outputs));
   for (const Step& step : steps) {
     step.operation->on_done = [pack = step.pack](const std::exception_ptr& error) {
       if (error == nullptr && pack) pack->copy_back();
@@ -56,7 +71,7 @@ WeftBackend::WorkPtr WeftBackend::start(const Call& call,
     work->add(step.operation);
   }
   try {
-    for (const Step& step : steps) engine_->submit(step.operation, call.in_background);
+    for (const Step& step : steps) group_->submit(step.operation, call.in_background);
   } catch (const CollectiveError&) {
     raise(std::current_exception());
   }
@@ -65,7 +80,7 @@ WeftBackend::WorkPtr WeftBackend::start(const Call& call,
 
 WeftBackend::WorkPtr WeftBackend::barrier(const c10d::BarrierOptions& opts) {
   return start({OpType::BARRIER, "weft:barrier", opts.timeout, opts.asyncOp},
-               {{make_barrier(), nullptr}},
+               {step(barrier_call(), nullptr)},
                {},
                {});
 }

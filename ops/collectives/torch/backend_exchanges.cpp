@@ -1,7 +1,8 @@
 // c10d's calls that move data as it is.
 #include "arguments.h"
 #include "backend.h"
-#include "exchanges.h"
+
+#include <algorithm>
 
 namespace weft::collectives {
 
@@ -13,7 +14,7 @@ WeftBackend::WorkPtr WeftBackend::broadcast(Tensors& tensors, const c10d::Broadc
   const auto pack = new_pack("broadcast");
   const Output data = root == getRank() ? as_output(pack->input(tensor)) : pack->output(tensor);
   return start({OpType::BROADCAST, "weft:broadcast", opts.timeout, opts.asyncOp},
-               {{make_broadcast(facts_of("broadcast", tensor), data, root, getRank()), pack}},
+               {step(broadcast_call(facts_of("broadcast", tensor), data, root, getRank()), pack)},
                tensors,
                tensors);
 }
@@ -23,7 +24,7 @@ WeftBackend::Step WeftBackend::all_gather_step(const at::Tensor& input,
   const auto pack = new_pack("all_gather");
   const Input data = pack->input(input);
   auto places = outputs_of(*pack, outputs);
-  return {make_all_gather(pack->dtype(), data, std::move(places)), pack};
+  return step(all_gather_call(pack->dtype(), data, std::move(places)), pack);
 }
 
 WeftBackend::Step WeftBackend::all_gather_step(const at::Tensor& input,
@@ -31,15 +32,8 @@ WeftBackend::Step WeftBackend::all_gather_step(const at::Tensor& input,
   check_flat("all_gather_into_tensor", output.numel(), input.numel(), getSize());
   const auto pack = new_pack("all_gather_into_tensor");
   const Input data = pack->input(input);
-  auto places = pack->output_parts(output.is_contiguous() ? output.view({-1}) : output, {}, 1);
-  const Output whole = places.front();
-  places.clear();
-  for (int rank = 0; rank < getSize(); ++rank) {
-    const size_t offset =
-        static_cast<size_t>(rank) * static_cast<size_t>(input.numel()) * size_of(pack->dtype());
-    places.push_back({whole.data + offset, input.numel()});
-  }
-  return {make_all_gather(pack->dtype(), data, std::move(places)), pack};
+  auto places = pack->flat_output_parts(output, getSize());
+  return step(all_gather_call(pack->dtype(), data, std::move(places)), pack);
 }
 
 WeftBackend::WorkPtr WeftBackend::allgather(std::vector<Tensors>& outputs,
@@ -105,20 +99,13 @@ WeftBackend::WorkPtr WeftBackend::gather(std::vector<Tensors>& outputs,
                                          const c10d::GatherOptions& opts) {
   const at::Tensor& input = only_one("gather", inputs);
   const int root = checked_root("gather", opts.rootRank);
-  const bool is_root = root == getRank();
-  TORCH_CHECK(is_root || outputs.empty(),
-              "weft: gather got outputs on rank ",
-              getRank(),
-              ", which is not the root ",
-              root,
-              "; pass none there");
   const auto pack = new_pack("gather");
   const Input data = pack->input(input);
-  const Tensors list = is_root ? list_for_all("gather", outputs, getSize()) : Tensors();
+  const Tensors list = list_on_root("gather", outputs, root);
   auto places = outputs_of(*pack, list);
   return start(
       {OpType::GATHER, "weft:gather", opts.timeout, opts.asyncOp},
-      {{make_gather(pack->dtype(), data, std::move(places), root, getRank(), getSize()), pack}},
+      {step(gather_call(pack->dtype(), data, std::move(places), root, getRank(), getSize()), pack)},
       inputs,
       list);
 }
@@ -128,20 +115,13 @@ WeftBackend::WorkPtr WeftBackend::scatter(Tensors& outputs,
                                           const c10d::ScatterOptions& opts) {
   const at::Tensor& output = only_one("scatter", outputs);
   const int root = checked_root("scatter", opts.rootRank);
-  const bool is_root = root == getRank();
-  TORCH_CHECK(is_root || inputs.empty(),
-              "weft: scatter got inputs on rank ",
-              getRank(),
-              ", which is not the root ",
-              root,
-              "; pass none there");
   const auto pack = new_pack("scatter");
   const Output place = pack->output(output);
-  const Tensors list = is_root ? list_for_all("scatter", inputs, getSize()) : Tensors();
+  const Tensors list = list_on_root("scatter", inputs, root);
   auto data = inputs_of(*pack, list);
   return start(
       {OpType::SCATTER, "weft:scatter", opts.timeout, opts.asyncOp},
-      {{make_scatter(pack->dtype(), std::move(data), place, root, getRank(), getSize()), pack}},
+      {step(scatter_call(pack->dtype(), std::move(data), place, root, getRank(), getSize()), pack)},
       list,
       outputs);
 }
@@ -156,7 +136,7 @@ WeftBackend::WorkPtr WeftBackend::alltoall_base(at::Tensor& output,
   auto parts = pack->input_parts(in_place ? input.clone() : input, input_splits, getSize());
   auto places = pack->output_parts(output, output_splits, getSize());
   return start({OpType::ALLTOALL_BASE, "weft:all_to_all_single", opts.timeout, opts.asyncOp},
-               {{make_all_to_all(pack->dtype(), std::move(parts), std::move(places)), pack}},
+               {step(all_to_all_call(pack->dtype(), std::move(parts), std::move(places)), pack)},
                {input},
                {output});
 }
@@ -168,10 +148,15 @@ WeftBackend::WorkPtr WeftBackend::alltoall(Tensors& outputs,
   check_pairs("all_to_all", outputs.size(), num_ranks);
   check_pairs("all_to_all", num_ranks, inputs.size());
   const auto pack = new_pack("all_to_all");
-  auto parts = inputs_of(*pack, inputs);
+  Tensors sources = inputs;
+  for (at::Tensor& source : sources) {
+    const auto overlaps = [&](const at::Tensor& output) { return output.is_alias_of(source); };
+    if (std::ranges::any_of(outputs, overlaps)) source = source.clone();
+  }
+  auto parts = inputs_of(*pack, sources);
   auto places = outputs_of(*pack, outputs);
   return start({OpType::ALLTOALL, "weft:all_to_all", opts.timeout, opts.asyncOp},
-               {{make_all_to_all(pack->dtype(), std::move(parts), std::move(places)), pack}},
+               {step(all_to_all_call(pack->dtype(), std::move(parts), std::move(places)), pack)},
                inputs,
                outputs);
 }

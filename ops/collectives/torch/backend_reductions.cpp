@@ -2,7 +2,6 @@
 #include "arguments.h"
 #include "backend.h"
 #include "reduce.h"
-#include "reductions.h"
 
 namespace weft::collectives {
 
@@ -59,7 +58,7 @@ WeftBackend::Step WeftBackend::all_reduce_step(const at::Tensor& tensor,
   const auto pack = new_pack("all_reduce");
   const auto [input, output] = pack->in_place(tensor);
   const ReduceOp reduce_op = reduce_op_of("all_reduce", op, pack->dtype());
-  return {make_all_reduce(facts_of("all_reduce", tensor), reduce_op, input, output), pack};
+  return step(all_reduce_call(facts_of("all_reduce", tensor), reduce_op, input, output), pack);
 }
 
 WeftBackend::WorkPtr WeftBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
@@ -93,7 +92,7 @@ WeftBackend::WorkPtr WeftBackend::reduce(Tensors& tensors, const c10d::ReduceOpt
   const ReduceOp reduce_op = reduce_op_of("reduce", opts.reduceOp, pack->dtype());
   return start(
       {OpType::REDUCE, "weft:reduce", opts.timeout, opts.asyncOp},
-      {{make_reduce(facts_of("reduce", tensor), reduce_op, input, output, root, getRank()), pack}},
+      {step(reduce_call(facts_of("reduce", tensor), reduce_op, input, output, root, getRank()), pack)},
       tensors,
       tensors);
 }
@@ -109,7 +108,7 @@ WeftBackend::WorkPtr WeftBackend::reduce_scatter(Tensors& outputs,
   const ReduceOp reduce_op = reduce_op_of("reduce_scatter", opts.reduceOp, pack->dtype());
   return start(
       {OpType::REDUCE_SCATTER, "weft:reduce_scatter", opts.timeout, opts.asyncOp},
-      {{make_reduce_scatter(pack->dtype(), reduce_op, std::move(data), place, getRank()), pack}},
+      {step(reduce_scatter_call(pack->dtype(), reduce_op, std::move(data), place, getRank()), pack)},
       list,
       outputs);
 }
@@ -120,15 +119,9 @@ WeftBackend::Step WeftBackend::reduce_scatter_step(const at::Tensor& output,
   check_flat("reduce_scatter_tensor", input.numel(), output.numel(), getSize());
   const auto pack = new_pack("reduce_scatter_tensor");
   const Output place = pack->output(output);
-  const Input whole = pack->input(input);
+  auto parts = pack->flat_input_parts(input, getSize());
   const ReduceOp reduce_op = reduce_op_of("reduce_scatter_tensor", op, pack->dtype());
-  std::vector<Input> parts;
-  for (int rank = 0; rank < getSize(); ++rank) {
-    const size_t offset =
-        static_cast<size_t>(rank) * static_cast<size_t>(output.numel()) * size_of(pack->dtype());
-    parts.push_back({whole.data + offset, output.numel()});
-  }
-  return {make_reduce_scatter(pack->dtype(), reduce_op, std::move(parts), place, getRank()), pack};
+  return step(reduce_scatter_call(pack->dtype(), reduce_op, std::move(parts), place, getRank()), pack);
 }
 
 WeftBackend::WorkPtr WeftBackend::_reduce_scatter_base(at::Tensor& output,

@@ -9,6 +9,10 @@ namespace weft::collectives {
 
 namespace {
 
+std::vector<int64_t> equal_sizes(int64_t num_elements, int num_parts) {
+  return std::vector<int64_t>(static_cast<size_t>(num_parts), num_elements / num_parts);
+}
+
 std::vector<int64_t> part_sizes(std::string_view op,
                                 const at::Tensor& tensor,
                                 const std::vector<int64_t>& counts,
@@ -33,7 +37,7 @@ std::vector<int64_t> part_sizes(std::string_view op,
                 ", which ",
                 num_parts,
                 " ranks do not divide; pass split sizes");
-    return std::vector<int64_t>(num_ranks, num_rows / num_parts * row_size);
+    return equal_sizes(tensor.numel(), num_parts);
   }
   std::vector<int64_t> sizes;
   for (const int64_t count : counts) {
@@ -174,6 +178,16 @@ std::vector<Output> TensorPack::output_parts(const at::Tensor& tensor,
                                              int num_parts) {
   const Output whole = output(tensor);
   return parts_of<Output>(whole.data, dtype(), part_sizes(op_, tensor, counts, num_parts));
+}
+
+std::vector<Input> TensorPack::flat_input_parts(const at::Tensor& tensor, int num_parts) {
+  const Input whole = input(tensor);
+  return parts_of<Input>(whole.data, dtype(), equal_sizes(whole.num_elements, num_parts));
+}
+
+std::vector<Output> TensorPack::flat_output_parts(const at::Tensor& tensor, int num_parts) {
+  const Output whole = output(tensor);
+  return parts_of<Output>(whole.data, dtype(), equal_sizes(whole.num_elements, num_parts));
 }
 
 void TensorPack::copy_back() {

@@ -2,7 +2,7 @@
 
 // Tensors of a call as the core takes them: by pointer, contiguous, alive until the end.
 
-#include "exchanges.h"
+#include "call.h"
 
 #include <ATen/core/Tensor.h>
 
@@ -35,6 +35,10 @@ class TensorPack {
   std::vector<Output> output_parts(const at::Tensor& tensor,
                                    const std::vector<int64_t>& counts,
                                    int num_parts);
+
+  // `tensor` cut into as many equal parts, whatever its dims. REQUIRES: they divide it.
+  std::vector<Input> flat_input_parts(const at::Tensor& tensor, int num_parts);
+  std::vector<Output> flat_output_parts(const at::Tensor& tensor, int num_parts);
 
   // Of the tensors so far. REQUIRES: at least one.
   DType dtype() const { return dtype_.value(); }

@@ -9,14 +9,14 @@
 
 namespace weft::collectives {
 
-CollectiveWork::CollectiveWork(std::shared_ptr<Engine> engine,
+CollectiveWork::CollectiveWork(std::shared_ptr<Group> group,
                                int rank,
                                c10d::OpType op_type,
                                const char* title,
                                const std::vector<at::Tensor>& inputs,
                                std::vector<at::Tensor> outputs)
     : Work(rank, op_type, title, inputs),
-      engine_(std::move(engine)),
+      group_(std::move(group)),
       completion_(std::make_shared<Completion>()) {
   completion_->outputs = std::move(outputs);
   completion_->end_of_profile = recordFunctionEndCallback_;
@@ -69,7 +69,7 @@ std::exception_ptr CollectiveWork::first_error() const {
 }
 
 bool CollectiveWork::isCompleted() {
-  if (!is_done()) engine_->poll();
+  if (!is_done()) group_->poll();
   return is_done();
 }
 
@@ -84,12 +84,12 @@ int CollectiveWork::sourceRank() const {
 }
 
 bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
-  for (const OperationPtr& operation : operations_) engine_->wait(*operation, timeout);
+  for (const OperationPtr& operation : operations_) group_->wait(*operation, timeout);
   if (auto error = first_error()) raise(std::move(error));
   return true;
 }
 
-void CollectiveWork::abort() { engine_->abort("its work was aborted"); }
+void CollectiveWork::abort() { group_->abort("its work was aborted"); }
 
 c10::intrusive_ptr<c10::ivalue::Future> CollectiveWork::getFuture() {
   const std::lock_guard lock(completion_->mutex);

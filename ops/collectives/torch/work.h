@@ -2,7 +2,7 @@
 
 // A call on its way, for c10d.
 
-#include "engine.h"
+#include "group.h"
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
@@ -16,7 +16,7 @@ namespace weft::collectives {
 class CollectiveWork final : public c10d::Work {
  public:
   // `title` for the profiler. outputs: what result() and the future give.
-  CollectiveWork(std::shared_ptr<Engine> engine,
+  CollectiveWork(std::shared_ptr<Group> group,
                  int rank,
                  c10d::OpType op_type,
                  const char* title,
@@ -55,7 +55,7 @@ class CollectiveWork final : public c10d::Work {
   bool is_done() const;
   std::exception_ptr first_error() const;
 
-  const std::shared_ptr<Engine> engine_;
+  const std::shared_ptr<Group> group_;
   const std::shared_ptr<Completion> completion_;
   std::vector<OperationPtr> operations_;
 };

@@ -11,7 +11,7 @@ namespace {
 
 using ::testing::HasSubstr;
 using Values = std::vector<float>;
-using MakeCall = std::function<CollectivePtr(int rank, Values& values)>;
+using MakeCall = std::function<CollectiveCall(int rank, Values& values)>;
 
 // What each rank reads when it makes its call; all must be of class Error and the same text.
 template <typename Error>
@@ -25,23 +25,23 @@ std::string common_text(int num_ranks, const MakeCall& make_call) {
       const std::lock_guard lock(mutex);
       texts.push_back(text);
     }
-    EXPECT_EQ(text_of<Error>([&] { complete(engine, make_barrier()); }), text)
+    EXPECT_EQ(text_of<Error>([&] { complete(engine, barrier_call()); }), text)
         << "the group stays failed";
   });
   for (const std::string& text : texts) EXPECT_EQ(text, texts.front());
   return texts.front();
 }
 
-CollectivePtr sum(std::vector<int64_t> shape, DType dtype, Values& values) {
+CollectiveCall sum(std::vector<int64_t> shape, DType dtype, Values& values) {
   int64_t size = 1;
   for (const int64_t dim : shape) size *= dim;
-  return make_all_reduce(
+  return all_reduce_call(
       {dtype, std::move(shape)}, ReduceOp::kSum, {bytes(values), size}, {bytes(values), size});
 }
 
 TEST(Mismatch, Operation) {
   const auto text = common_text<CollectiveMismatchError>(3, [](int rank, Values& values) {
-    return rank == 1 ? make_barrier() : sum({4}, DType::kFloat32, values);
+    return rank == 1 ? barrier_call() : sum({4}, DType::kFloat32, values);
   });
   EXPECT_THAT(text,
               HasSubstr("ranks 0, 2 brought all_reduce(sum, float32 [4]); rank 1 brought "
@@ -69,7 +69,7 @@ TEST(Mismatch, DTypeOfEqualSize) {
 
 TEST(Mismatch, Root) {
   const auto text = common_text<CollectiveMismatchError>(2, [](int rank, Values& values) {
-    return make_broadcast({DType::kFloat32, {4}}, {bytes(values), 4}, rank, rank);
+    return broadcast_call({DType::kFloat32, {4}}, {bytes(values), 4}, rank, rank);
   });
   EXPECT_THAT(text, HasSubstr("root 0"));
   EXPECT_THAT(text, HasSubstr("root 1"));
@@ -79,7 +79,7 @@ TEST(Mismatch, WhatAnotherExpects) {
   const auto text = common_text<CollectiveMismatchError>(2, [](int rank, Values& values) {
     // Rank 1 gives 6 elements where rank 0 has place for 4.
     const int64_t own = rank == 0 ? 4 : 6;
-    return make_all_gather(DType::kFloat32,
+    return all_gather_call(DType::kFloat32,
                            {bytes(values), own},
                            {{bytes(values), 4}, {bytes(values), rank == 0 ? 4 : 6}});
   });
@@ -107,7 +107,7 @@ TEST(Late, TheErrorTellsWhoCameAndWhoDidNot) {
         Values values(4);
         if (rank == 2) {
           while (!is_over) std::this_thread::sleep_for(milliseconds(1));
-          EXPECT_NE(text_of<CollectiveTimeoutError>([&] { complete(engine, make_barrier()); }), "");
+          EXPECT_NE(text_of<CollectiveTimeoutError>([&] { complete(engine, barrier_call()); }), "");
           return;
         }
         const auto text = text_of<CollectiveTimeoutError>(
@@ -137,7 +137,7 @@ TEST(Late, ABusyMachineDoesNotPutOffTheTimeout) {
                std::chrono::steady_clock::now() - start < milliseconds(1000)) {
           std::this_thread::sleep_for(milliseconds(1));
         }
-        EXPECT_NE(text_of<CollectiveTimeoutError>([&] { complete(engine, make_barrier()); }), "");
+        EXPECT_NE(text_of<CollectiveTimeoutError>([&] { complete(engine, barrier_call()); }), "");
         ++num_seen;
       },
       group_of(1, 0, milliseconds(100)));
@@ -148,15 +148,15 @@ TEST(Late, ABusyMachineDoesNotPutOffTheTimeout) {
 TEST(Late, ARankThatNeverJoinsIsNamed) {
   MemoryStore store;
   GroupOptions options = group_of(2, 0, milliseconds(200));
-  EXPECT_THAT(text_of<CollectiveTimeoutError>([&] { make_engine(store.view(), options); }),
+  EXPECT_THAT(text_of<CollectiveTimeoutError>([&] { join_group(store.view(), options, {}); }),
               HasSubstr("rank 1 did not join group 'test' within 0.2 s"));
 }
 
 TEST(Leave, WhoStillNeedsTheRankIsTold) {
   run_threads(2, [](Engine& engine, int rank) {
-    complete(engine, make_barrier());
+    complete(engine, barrier_call());
     if (rank == 1) return;  // leaves
-    const auto text = text_of<PeerLostError>([&] { complete(engine, make_barrier()); });
+    const auto text = text_of<PeerLostError>([&] { complete(engine, barrier_call()); });
     EXPECT_THAT(text, HasSubstr("rank 1"));
     EXPECT_THAT(text, HasSubstr("left the group"));
   });
@@ -175,7 +175,7 @@ TEST(Leave, PendingOperationsFail) {
                   std::rethrow_exception(pending->error());
                 }),
                 "");
-      EXPECT_THAT(text_of<GroupAbortedError>([&] { complete(engine, make_barrier()); }),
+      EXPECT_THAT(text_of<GroupAbortedError>([&] { complete(engine, barrier_call()); }),
                   HasSubstr("which this rank has left"));
     }
   });
@@ -184,7 +184,7 @@ TEST(Leave, PendingOperationsFail) {
 TEST(Abort, ReachesAllRanks) {
   run_threads(3, [](Engine& engine, int rank) {
     if (rank == 0) engine.abort("enough");
-    EXPECT_THAT(text_of<GroupAbortedError>([&] { complete(engine, make_barrier()); }),
+    EXPECT_THAT(text_of<GroupAbortedError>([&] { complete(engine, barrier_call()); }),
                 HasSubstr("rank 0 aborted group 'test': enough"));
   });
 }

@@ -21,72 +21,86 @@ MessagePtr message(Direction direction, int peer, int tag, Ints& values) {
       direction, peer, tag, DType::kInt32, static_cast<int64_t>(values.size()), bytes(values));
 }
 
-void wait_for(Engine& engine, const MessagePtr& message) {
-  engine.wait(*message, milliseconds(0));
+void wait_for(Group& group, const MessagePtr& message) {
+  group.wait(*message, milliseconds(0));
   if (message->error()) std::rethrow_exception(message->error());
 }
 
-class MessageSizes : public ::testing::TestWithParam<size_t> {};
+class MessageSizes : public ::testing::TestWithParam<std::tuple<std::string, size_t>> {
+ protected:
+  std::string hosts() const { return std::get<0>(GetParam()); }
+  size_t size() const { return std::get<1>(GetParam()); }
+};
 
 TEST_P(MessageSizes, BothWaysAtOnceWithoutDeadlock) {
-  run_threads(2, [&](Engine& engine, int rank) {
-    Ints sent = pattern(rank, GetParam());
-    Ints received(GetParam());
+  run_on_hosts(hosts(), [&](Group& group, int rank) {
+    Ints sent = pattern(rank, size());
+    Ints received(size());
     const auto send = message(Direction::kSend, 1 - rank, 0, sent);
-    engine.submit(send, true);
-    complete(engine, message(Direction::kReceive, 1 - rank, 0, received));
-    wait_for(engine, send);
-    EXPECT_EQ(received, pattern(1 - rank, GetParam()));
-    complete(engine, make_barrier());
+    group.submit(send, true);
+    complete(group, message(Direction::kReceive, 1 - rank, 0, received));
+    wait_for(group, send);
+    EXPECT_EQ(received, pattern(1 - rank, size()));
+    complete(group, barrier_call());
   });
 }
 
 TEST_P(MessageSizes, ReceivedInTheOtherOrder) {
-  run_threads(2, [&](Engine& engine, int rank) {
+  run_on_hosts(hosts(), [&](Group& group, int rank) {
     std::vector<Ints> values;
     for (int tag = 0; tag < 5; ++tag) {
-      values.push_back(rank == 0 ? pattern(tag, GetParam()) : Ints(GetParam()));
+      values.push_back(rank == 0 ? pattern(tag, size()) : Ints(size()));
     }
     if (rank == 0) {
       std::vector<MessagePtr> sends;
       for (int tag = 0; tag < 5; ++tag) {
         sends.push_back(message(Direction::kSend, 1, tag, values[static_cast<size_t>(tag)]));
-        engine.submit(sends.back(), true);
+        group.submit(sends.back(), true);
       }
-      for (const MessagePtr& send : sends) wait_for(engine, send);
+      for (const MessagePtr& send : sends) wait_for(group, send);
     } else {
       for (int tag = 4; tag >= 0; --tag) {
         Ints& received = values[static_cast<size_t>(tag)];
-        complete(engine, message(Direction::kReceive, 0, tag, received));
-        EXPECT_EQ(received, pattern(tag, GetParam()));
+        complete(group, message(Direction::kReceive, 0, tag, received));
+        EXPECT_EQ(received, pattern(tag, size()));
       }
     }
-    complete(engine, make_barrier());
+    complete(group, barrier_call());
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Sizes, MessageSizes, ::testing::Values(0, 1, 1016, 1017, 70000, 1000003));
+INSTANTIATE_TEST_SUITE_P(Sizes,
+                         MessageSizes,
+                         ::testing::Combine(::testing::Values("aa", "ab"),
+                                            ::testing::Values(0, 1, 252, 253, 1016, 1017, 70000, 1000003)));
 
-TEST(MessageTest, OneTagKeepsItsOrder) {
-  run_threads(2, [](Engine& engine, int rank) {
+// Of as many ranks as a test needs: the first ones of these.
+class MessageTest : public ::testing::TestWithParam<std::string> {
+ protected:
+  std::string first(size_t num_ranks) const { return GetParam().substr(0, num_ranks); }
+};
+INSTANTIATE_TEST_SUITE_P(Hosts, MessageTest, ::testing::Values("aaaa", "abab"));
+
+TEST_P(MessageTest, OneTagKeepsItsOrder) {
+  run_on_hosts(first(2), [](Group& group, int rank) {
     for (int i = 0; i < 200; ++i) {
       Ints values = rank == 0 ? pattern(i, 3) : Ints(3);
-      complete(engine,
+      complete(group,
                message(rank == 0 ? Direction::kSend : Direction::kReceive, 1 - rank, 7, values));
       EXPECT_EQ(values, pattern(i, 3));
     }
-    complete(engine, make_barrier());
+    complete(group, barrier_call());
   });
 }
 
-TEST(MessageTest, FromAnyRankTellsWhich) {
-  run_threads(4, [](Engine& engine, int rank) {
+TEST_P(MessageTest, FromAnyRankTellsWhich) {
+  run_on_hosts(first(4), [](Group& group, int rank) {
     if (rank == 0) {
       std::vector<int> sources;
       for (int i = 0; i < 3; ++i) {
         Ints values(5000);
         const auto receive = message(Direction::kReceive, kAnySource, 1, values);
-        complete(engine, receive);
+        complete(group, receive);
         sources.push_back(receive->source());
         EXPECT_EQ(values, pattern(receive->source(), 5000));
       }
@@ -94,32 +108,32 @@ TEST(MessageTest, FromAnyRankTellsWhich) {
       EXPECT_EQ(sources, (std::vector<int>{1, 2, 3}));
     } else {
       Ints values = pattern(rank, 5000);
-      complete(engine, message(Direction::kSend, 0, 1, values));
+      complete(group, message(Direction::kSend, 0, 1, values));
     }
-    complete(engine, make_barrier());
+    complete(group, barrier_call());
   });
 }
 
 // A collective that comes between does not hold up a message that the other side needs first.
-TEST(MessageTest, ASendGoesOnWhileItsRankWaitsInACollective) {
-  run_threads(2, [](Engine& engine, int rank) {
+TEST_P(MessageTest, ASendGoesOnWhileItsRankWaitsInACollective) {
+  run_on_hosts(first(2), [](Group& group, int rank) {
     Ints values = rank == 0 ? pattern(5, 500000) : Ints(500000);
     if (rank == 0) {
       const auto send = message(Direction::kSend, 1, 0, values);
-      engine.submit(send, true);
-      complete(engine, make_barrier());
-      wait_for(engine, send);
+      group.submit(send, true);
+      complete(group, barrier_call());
+      wait_for(group, send);
     } else {
-      complete(engine, message(Direction::kReceive, 0, 0, values));
-      complete(engine, make_barrier());
+      complete(group, message(Direction::kReceive, 0, 0, values));
+      complete(group, barrier_call());
       EXPECT_EQ(values, pattern(5, 500000));
     }
   });
 }
 
-TEST(MessageTest, RandomTrafficBetweenFourRanks) {
+TEST_P(MessageTest, RandomTrafficBetweenFourRanks) {
   constexpr int kRounds = 60;
-  run_threads(4, [](Engine& engine, int rank) {
+  run_on_hosts(first(4), [](Group& group, int rank) {
     std::mt19937 plan(11);  // the same on every rank
     std::mt19937 own(static_cast<unsigned>(rank));
     for (int round = 0; round < kRounds; ++round) {
@@ -148,16 +162,16 @@ TEST(MessageTest, RandomTrafficBetweenFourRanks) {
         } else {
           continue;
         }
-        engine.submit(pending.back(), true);
+        group.submit(pending.back(), true);
       }
-      for (const MessagePtr& each : pending) wait_for(engine, each);
+      for (const MessagePtr& each : pending) wait_for(group, each);
       for (size_t i = 0; i < transfers.size(); ++i) {
         const Transfer& t = transfers[i];
         if (t.to != rank) continue;
         EXPECT_EQ(buffers[i], pattern(round * 8 + t.tag, t.size));
       }
     }
-    complete(engine, make_barrier());
+    complete(group, barrier_call());
   });
 }
 

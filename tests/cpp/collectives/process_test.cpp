@@ -22,6 +22,7 @@ using Clock = std::chrono::steady_clock;
 class FolderStore {
  public:
   FolderStore() {
+    // mkdtemp wants these six letters and replaces them.
     std::string name = (fs::temp_directory_path() / "weft-store-XXXXXX").string();
     folder_ = mkdtemp(name.data());
   }
@@ -44,7 +45,9 @@ class FolderStore {
               std::getline(file, value);
               return value;
             },
-            [this](const std::string& key) { fs::remove(path(key)); }};
+            [this](const std::string& key) { fs::remove(path(key)); },
+            [this](const std::string& key) { return fs::exists(path(key)); },
+            [this] { return view(); }};
   }
 
  private:
@@ -86,7 +89,7 @@ int reduce_once(Engine& engine, int rank) {
   std::vector<float> values(100000, static_cast<float>(rank + 1));
   complete(
       engine,
-      make_all_reduce({DType::kFloat32, {100000}}, ReduceOp::kSum, input(values), output(values)));
+      all_reduce_call({DType::kFloat32, {100000}}, ReduceOp::kSum, input(values), output(values)));
   return values.front() == 6.F && values.back() == 6.F ? 0 : 1;
 }
 
@@ -100,7 +103,7 @@ TEST(Processes, TheEndOfARankIsNoticedAndNamed) {
   for (int victim = 0; victim < 3; ++victim) {
     const FolderStore store;
     const auto pids = fork_ranks(3, store, [&](Engine& engine, int rank) {
-      complete(engine, make_barrier());
+      complete(engine, barrier_call());
       if (rank == victim) {
         // It dies in the collective: all but rank (victim + 1) % 3 wait in it.
         std::thread([] {
@@ -110,7 +113,7 @@ TEST(Processes, TheEndOfARankIsNoticedAndNamed) {
       }
       if (rank == (victim + 1) % 3) std::this_thread::sleep_for(milliseconds(400));
       const auto start = Clock::now();
-      const auto text = text_of<PeerLostError>([&] { complete(engine, make_barrier()); });
+      const auto text = text_of<PeerLostError>([&] { complete(engine, barrier_call()); });
       const auto waited = std::chrono::duration_cast<milliseconds>(Clock::now() - start);
       const bool is_named =
           text.find("rank " + std::to_string(victim) + " (pid ") != std::string::npos;
@@ -127,16 +130,16 @@ TEST(Processes, TheEndOfARankIsNoticedAndNamed) {
 TEST(Processes, AForkedChildIsRefusedAndHarmsNothing) {
   const FolderStore store;
   const auto pids = fork_ranks(2, store, [](Engine& engine, int rank) {
-    complete(engine, make_barrier());
+    complete(engine, barrier_call());
     if (rank == 0) {
       const pid_t child = fork();
       if (child == 0) {
-        const auto text = text_of<std::runtime_error>([&] { complete(engine, make_barrier()); });
+        const auto text = text_of<std::runtime_error>([&] { complete(engine, barrier_call()); });
         _exit(text.find("in a process forked after the group was made") == std::string::npos);
       }
       if (exit_status(child) != 0) return 1;
     }
-    complete(engine, make_barrier());
+    complete(engine, barrier_call());
     return 0;
   });
   for (const pid_t pid : pids) EXPECT_EQ(exit_status(pid), 0);
@@ -146,7 +149,7 @@ TEST(Processes, AForkedChildIsRefusedAndHarmsNothing) {
 TEST(Processes, MemoryHasNoNameAndNoDescriptorStaysOpen) {
   const FolderStore store;
   const auto pids = fork_ranks(2, store, [](Engine& engine, int rank) {
-    complete(engine, make_barrier());
+    complete(engine, barrier_call());
     for (const auto& entry : fs::directory_iterator("/proc/self/fd")) {
       std::error_code gone;
       if (fs::read_symlink(entry.path(), gone).string().find("memfd:weft") != std::string::npos) {
@@ -155,9 +158,9 @@ TEST(Processes, MemoryHasNoNameAndNoDescriptorStaysOpen) {
     }
     std::vector<float> values(1000000, 1.F);
     complete(engine,
-             make_all_reduce(
+             all_reduce_call(
                  {DType::kFloat32, {1000000}}, ReduceOp::kSum, input(values), output(values)));
-    complete(engine, make_barrier());
+    complete(engine, barrier_call());
     static_cast<void>(rank);
     return engine.resident_bytes() <= 16 * 1024 * 1024 ? 0 : 2;
   });

@@ -2,7 +2,9 @@
 #pragma once
 
 #include "engine.h"
-#include "exchanges.h"
+#include "hosts_group.h"
+#include "mailboxes.h"
+#include "messages.h"
 
 #include <gtest/gtest.h>
 
@@ -37,7 +39,12 @@ class MemoryStore {
             [this](const std::string& key) {
               const std::lock_guard lock(mutex_);
               values_.erase(key);
-            }};
+            },
+            [this](const std::string& key) {
+              const std::lock_guard lock(mutex_);
+              return values_.contains(key);
+            },
+            [this] { return view(); }};
   }
 
  private:
@@ -76,12 +83,47 @@ void run_threads(int num_ranks, const Body& body, const GroupOptions& like = gro
   for (std::thread& thread : threads) thread.join();
 }
 
+// The same for ranks on several hosts, which are told by a letter for each rank: "aab". One letter
+// for all is one host.
+template <typename Body>
+void run_on_hosts(const std::string& hosts,
+                  const Body& body,
+                  const GroupOptions& like = group_of(1, 0)) {
+  const auto num_ranks = static_cast<int>(hosts.size());
+  if (hosts.find_first_not_of(hosts.front()) == std::string::npos) {
+    return run_threads(num_ranks, body, like);
+  }
+  MemoryStore store;
+  Mailboxes mailboxes;
+  std::vector<std::string> identities;
+  for (const char host : hosts) identities.emplace_back(1, host);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    threads.emplace_back([&, rank] {
+      try {
+        GroupOptions options = like;
+        options.rank = rank;
+        options.size = num_ranks;
+        HostsGroup group(store.view(), options, HostLayout(identities, rank), [&] {
+          return std::make_unique<MailboxTransport>(mailboxes, rank);
+        });
+        body(group, rank);
+      } catch (const std::exception& error) {
+        ADD_FAILURE() << "rank " << rank << ": " << error.what();
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
 // Submits, waits, throws what it failed with.
-template <typename Pointer>
-void complete(Engine& engine, const Pointer& operation, bool in_background = false) {
-  engine.submit(operation, in_background);
-  engine.wait(*operation, milliseconds(0));
+inline void complete(Group& group, const OperationPtr& operation, bool in_background = false) {
+  group.submit(operation, in_background);
+  group.wait(*operation, milliseconds(0));
   if (operation->error()) std::rethrow_exception(operation->error());
+}
+inline void complete(Group& group, CollectiveCall call, bool in_background = false) {
+  complete(group, group.make(std::move(call)), in_background);
 }
 
 // What `body` throws, as text; empty if it throws nothing of this class.

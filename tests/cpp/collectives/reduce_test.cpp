@@ -109,7 +109,9 @@ void check(DType dtype) {
                  reinterpret_cast<std::byte*>(out.data()),
                  data.data(),
                  data.size(),
-                 static_cast<int64_t>(size)});
+                 static_cast<int64_t>(size),
+                 nullptr,
+                 static_cast<int64_t>(data.size())});
           for (size_t i = 0; i < size; ++i) {
             double wanted = expected(op, values[i]);
             if (op == ReduceOp::kAvg) {

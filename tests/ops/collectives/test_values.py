@@ -12,6 +12,7 @@ from torch import Tensor
 
 import weft  # noqa: F401  (registers the backend)
 from ops.collectives.calls import MOVES, REDUCE_OPS, REDUCTIONS
+from ops.collectives.hosts import across_hosts
 from support.ranks import on_ranks
 
 GLOO_DTYPES = ("float32", "float64", "float16", "bfloat16", "uint8", "int8", "int32", "int64", "bool")
@@ -60,6 +61,17 @@ def is_reducible(op: str, dtype: str) -> bool:
 @on_ranks(1, 2, 4)
 @pytest.mark.parametrize("dtype", GLOO_DTYPES)
 def test_equals_gloo(rank: int, world_size: int, dtype: str) -> None:
+    check_against_gloo(rank, world_size, dtype)
+
+
+@on_ranks(2, 4)
+@across_hosts("abba")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64", "bool"])
+def test_equals_gloo_across_hosts(rank: int, world_size: int, dtype: str) -> None:
+    check_against_gloo(rank, world_size, dtype)
+
+
+def check_against_gloo(rank: int, world_size: int, dtype: str) -> None:
     """Gloo has contiguous tensors; ours come in both layouts. AVG of integers is ours alone: it truncates."""
     gloo_group, weft_group = dist.new_group(backend="gloo"), dist.new_group(backend="cpu:weft")
     calls = dict(MOVES)
@@ -76,6 +88,7 @@ def test_equals_gloo(rank: int, world_size: int, dtype: str) -> None:
 
 
 @on_ranks(2, 3)
+@across_hosts("aaaa", "abba")
 @pytest.mark.parametrize("dtype", OTHER_DTYPES)
 def test_dtypes_that_gloo_does_not_take(rank: int, world_size: int, dtype: str) -> None:
     """Moves equal gloo's moves of the same bytes, sums and averages those of torch."""
@@ -103,6 +116,7 @@ def test_dtypes_that_gloo_does_not_take(rank: int, world_size: int, dtype: str) 
 
 
 @on_ranks(2, 4)
+@across_hosts("aaaa", "abba")
 @pytest.mark.parametrize("dtype", ["int32", "int64", "uint8"])
 def test_averages_of_integers_truncate(rank: int, world_size: int, dtype: str) -> None:
     tensor = torch.tensor([rank, 3, -rank if dtype != "uint8" else 0]).to(getattr(torch, dtype))
@@ -113,6 +127,7 @@ def test_averages_of_integers_truncate(rank: int, world_size: int, dtype: str) -
 
 
 @on_ranks(2, 3)
+@across_hosts("aaaa", "abba")
 def test_large_and_uneven(rank: int, world_size: int) -> None:
     """Larger than the staging buffers, and lists whose parts differ from rank to rank."""
     group = dist.new_group(backend="cpu:weft")
@@ -139,6 +154,7 @@ def test_large_and_uneven(rank: int, world_size: int) -> None:
 
 
 @on_ranks(1, 2, 4)
+@across_hosts("aaaa", "abca")
 def test_coalesced(rank: int, world_size: int) -> None:
     group = dist.new_group(backend="cpu:weft")
     tensors = [torch.full((size,), rank + 1.0) for size in (1, 70, 5)]
@@ -187,6 +203,7 @@ def test_same_bits_for_every_size_and_run(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2, 4)
+@across_hosts("aaaa", "abba")
 def test_any_source_and_any_order(rank: int, world_size: int) -> None:
     """Everybody posts its sends first, or its receives, in the order of the ranks or against it."""
     group = dist.new_group(backend="cpu:weft")
@@ -214,6 +231,7 @@ def test_any_source_and_any_order(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
+@across_hosts("aaaa", "abba")
 def test_batched_messages(rank: int, world_size: int) -> None:
     group = dist.new_group(backend="cpu:weft")
     sent, received = torch.full((1000,), float(rank)), torch.zeros(1000)
@@ -224,6 +242,7 @@ def test_batched_messages(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2, 4)
+@across_hosts("aaaa", "abba")
 def test_asynchronous_works(rank: int, world_size: int) -> None:
     group = dist.new_group(backend="cpu:weft")
     tensors = [torch.full((1000 * (each + 1),), rank + 1.0) for each in range(6)]

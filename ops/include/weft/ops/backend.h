@@ -1,7 +1,7 @@
 #pragma once
 
-// The c10d backend "weft" for C++ programs: collectives of CPU tensors between processes of one
-// host, through shared memory. Python reaches it as init_process_group("cpu:weft").
+// The c10d backend "weft" for C++ programs: collectives of CPU tensors between processes, through
+// shared memory within a host and over another backend between hosts. Python reaches it as init_process_group("cpu:weft").
 //
 // What its works and calls raise is in <weft/collectives/error.h>.
 
@@ -11,8 +11,10 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -27,6 +29,14 @@ struct BackendOptions final : c10d::Backend::Options {
   }
 #endif
 
+  // Makes a backend over the same ranks whose send and recv carry bytes between hosts, gloo say;
+  // called on every rank, and only where the ranks run on several hosts. `store` is its own.
+  std::function<c10::intrusive_ptr<c10d::Backend>(const c10::intrusive_ptr<c10d::Store>& store,
+                                                  int rank,
+                                                  int size,
+                                                  std::chrono::milliseconds timeout)>
+      make_transport;
+
   // Of shared memory that the group takes on this host at most, all ranks together.
   std::size_t staging_limit_bytes = std::size_t{16} << 20;
 };
@@ -34,7 +44,7 @@ struct BackendOptions final : c10d::Backend::Options {
 // Joins the group: blocks until all `size` ranks have called it with a view of one `store` that no
 // other group uses. A program adds it to a c10d::ProcessGroup with setBackend(at::kCPU, CUSTOM,
 // ...). Errors: CollectiveTimeoutError naming the ranks that did not come; c10::Error for ranks on
-// several hosts.
+// several hosts without a make_transport.
 WEFT_OPS_API c10::intrusive_ptr<c10d::Backend> make_backend(
     const c10::intrusive_ptr<c10d::Store>& store,
     int rank,

@@ -1,0 +1,131 @@
+#include "call.h"
+
+#include <algorithm>
+#include <functional>
+#include <numeric>
+#include <utility>
+
+namespace weft::collectives {
+
+namespace {
+
+template <typename List>
+std::vector<int64_t> counts_of(const List& list) {
+  std::vector<int64_t> counts;
+  counts.reserve(list.size());
+  for (const auto& item : list) counts.push_back(item.num_elements);
+  return counts;
+}
+
+// Zero but for `count` at `index`.
+std::vector<int64_t> only_at(int index, int64_t count, size_t num_ranks) {
+  std::vector<int64_t> counts(num_ranks, 0);
+  counts[static_cast<size_t>(index)] = count;
+  return counts;
+}
+
+std::vector<int64_t> zeros(int num_ranks) {
+  return std::vector<int64_t>(static_cast<size_t>(num_ranks), 0);
+}
+
+int64_t total(const std::vector<int64_t>& counts) {
+  return std::accumulate(counts.begin(), counts.end(), int64_t{0});
+}
+
+SignatureHead head_of(Op op, DType dtype, int64_t num_elements, int root = -1) {
+  SignatureHead head;
+  head.op = op;
+  head.dtype = dtype;
+  head.num_elements = num_elements;
+  head.root = root;
+  return head;
+}
+
+SignatureHead head_of(Op op, const TensorFacts& facts, int root = -1) {
+  const int64_t num_elements = std::accumulate(
+      facts.shape.begin(), facts.shape.end(), int64_t{1}, std::multiplies<int64_t>());
+  SignatureHead head = head_of(op, facts.dtype, num_elements, root);
+  if (facts.shape.size() <= SignatureHead::kMaxDims) {
+    head.num_dims = static_cast<uint8_t>(facts.shape.size());
+    std::ranges::copy(facts.shape, head.shape.begin());
+  }
+  return head;
+}
+
+SignatureHead with(ReduceOp op, SignatureHead head) {
+  head.reduce_op = op;
+  return head;
+}
+
+}  // namespace
+
+CollectiveCall barrier_call() { return {}; }
+
+CollectiveCall all_reduce_call(const TensorFacts& facts, ReduceOp op, Input input, Output output) {
+  return {with(op, head_of(Op::kAllReduce, facts)), {}, {}, {input}, {output}};
+}
+
+CollectiveCall reduce_call(
+    const TensorFacts& facts, ReduceOp op, Input input, Output output, int root, int rank) {
+  CollectiveCall call{with(op, head_of(Op::kReduce, facts, root)), {}, {}, {input}, {}};
+  if (rank == root) call.outputs = {output};
+  return call;
+}
+
+CollectiveCall reduce_scatter_call(
+    DType dtype, ReduceOp op, std::vector<Input> inputs, Output output, int rank) {
+  auto gives = counts_of(inputs);
+  auto expects = only_at(rank, output.num_elements, inputs.size());
+  const SignatureHead head = head_of(Op::kReduceScatter, dtype, total(gives));
+  return {with(op, head), std::move(gives), std::move(expects), std::move(inputs), {output}};
+}
+
+CollectiveCall broadcast_call(const TensorFacts& facts, Output tensor, int root, int rank) {
+  CollectiveCall call{head_of(Op::kBroadcast, facts, root), {}, {}, {}, {}};
+  if (rank == root) {
+    call.inputs = {{tensor.data, tensor.num_elements}};
+  } else {
+    call.outputs = {tensor};
+  }
+  return call;
+}
+
+CollectiveCall all_gather_call(DType dtype, Input input, std::vector<Output> outputs) {
+  std::vector<int64_t> gives(outputs.size(), input.num_elements);
+  auto expects = counts_of(outputs);
+  return {head_of(Op::kAllGather, dtype, input.num_elements),
+          std::move(gives),
+          std::move(expects),
+          {input},
+          std::move(outputs)};
+}
+
+CollectiveCall gather_call(
+    DType dtype, Input input, std::vector<Output> outputs, int root, int rank, int num_ranks) {
+  auto gives = only_at(root, input.num_elements, static_cast<size_t>(num_ranks));
+  auto expects = rank == root ? counts_of(outputs) : zeros(num_ranks);
+  return {head_of(Op::kGather, dtype, input.num_elements, root),
+          std::move(gives),
+          std::move(expects),
+          {input},
+          std::move(outputs)};
+}
+
+CollectiveCall scatter_call(
+    DType dtype, std::vector<Input> inputs, Output output, int root, int rank, int num_ranks) {
+  auto gives = rank == root ? counts_of(inputs) : zeros(num_ranks);
+  auto expects = only_at(root, output.num_elements, static_cast<size_t>(num_ranks));
+  const SignatureHead head = head_of(Op::kScatter, dtype, total(gives), root);
+  return {head, std::move(gives), std::move(expects), std::move(inputs), {output}};
+}
+
+CollectiveCall all_to_all_call(DType dtype,
+                               std::vector<Input> inputs,
+                               std::vector<Output> outputs) {
+  auto gives = counts_of(inputs);
+  auto expects = counts_of(outputs);
+  const SignatureHead head = head_of(Op::kAllToAll, dtype, total(gives));
+  return {head, std::move(gives), std::move(expects), std::move(inputs), std::move(outputs)};
+}
+
+}  // namespace weft::collectives

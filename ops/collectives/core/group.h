@@ -1,0 +1,47 @@
+#pragma once
+
+// The ranks that work together, wherever they run. Thread safety: all of it.
+
+#include "call.h"
+#include "operation.h"
+#include "rendezvous.h"
+
+#include <exception>
+#include <memory>
+#include <string>
+
+namespace weft::collectives {
+
+using OperationPtr = std::shared_ptr<Operation>;
+
+class Group {
+ public:
+  Group() = default;
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
+  virtual ~Group() = default;
+
+  // What carries `call` out, to be submitted. A message needs no such step.
+  virtual OperationPtr make(CollectiveCall call) const = 0;
+  // Begins an operation. `in_background`: nobody may come to wait for it soon.
+  // Errors: the group's, if it has failed; std::runtime_error in a forked child.
+  virtual void submit(OperationPtr operation, bool in_background) = 0;
+  // Until it is done, or `timeout` has passed (zero: its own deadline): then the group fails.
+  // Never throws what the operation failed with. An operation's on_done may wait for another one.
+  virtual void wait(Operation& operation, std::chrono::milliseconds timeout) = 0;
+  // Does what can be done without waiting.
+  virtual void poll() = 0;
+
+  // Fails the group on every rank, at once.
+  virtual void abort(const std::string& why) = 0;
+  // Tells the others that nothing more comes from here, and fails what cannot be finished at once.
+  virtual void leave() = 0;
+
+  // The failure of the group, as an exception, or null.
+  virtual std::exception_ptr failure() const = 0;
+  virtual const GroupOptions& options() const = 0;
+  // Shared memory of the group that this host holds now.
+  virtual size_t resident_bytes() const = 0;
+};
+
+}  // namespace weft::collectives

@@ -1,0 +1,251 @@
+// What all collectives over several hosts have in common, and those that move data as it is.
+#include "cross_host.h"
+
+#include "convert.h"
+#include "parts.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace weft::collectives {
+
+namespace {
+
+// The host whose own rank is late finds out which. Leaders wait for other hosts this much longer, to
+// hear of it, and ranks that wait for their leader this much again.
+constexpr std::chrono::milliseconds kGrace{500};
+
+}  // namespace
+
+CrossHost::CrossHost(Engine& here,
+                     Remote& remote,
+                     const HostLayout& layout,
+                     const CollectiveCall& call,
+                     std::string what,
+                     std::chrono::milliseconds timeout,
+                     Deadline deadline)
+    : here_(here),
+      remote_(remote),
+      layout_(layout),
+      call_(call),
+      what_(std::move(what)),
+      timeout_(timeout),
+      deadline_(deadline + kGrace),
+      wide_(wide_of(call.head.dtype)) {}
+
+void CrossHost::run() {
+  agree();
+  switch (call_.head.op) {
+    case Op::kAllReduce:
+      return all_reduce();
+    case Op::kReduce:
+      return reduce();
+    case Op::kReduceScatter:
+      return reduce_scatter();
+    case Op::kAllGather:
+      return all_gather();
+    case Op::kBroadcast:
+      return broadcast();
+    case Op::kGather:
+      return gather();
+    case Op::kScatter:
+      return scatter();
+    case Op::kAllToAll:
+      return all_to_all();
+    case Op::kBarrier:
+      return;  // all have agreed that they are here
+  }
+}
+
+void CrossHost::run_here(CollectiveCall step) {
+  step.purpose = what_;
+  const OperationPtr operation = here_.make(std::move(step));
+  operation->timeout = waits_for_others_ ? timeout_ + 2 * kGrace : timeout_;
+  here_.submit(operation, false);
+  here_.wait(*operation, std::chrono::milliseconds(0));
+  if (operation->error()) std::rethrow_exception(operation->error());
+}
+
+void CrossHost::broadcast_here(std::byte* data, size_t num_bytes) {
+  const auto size = static_cast<int64_t>(num_bytes);
+  run_here(broadcast_call({DType::kUInt8, {size}}, {data, size}, 0, local_rank()));
+}
+
+template <typename List>
+List CrossHost::of_own_ranks(const List& by_rank) const {
+  List own;
+  for (const int rank : layout_.own_ranks()) own.push_back(by_rank[static_cast<size_t>(rank)]);
+  return own;
+}
+
+// Every rank learns what every other brings: its record goes to all ranks of the host, the records
+// of a host from leader to leader, and those of all hosts to all ranks.
+void CrossHost::agree() {
+  const auto num_ranks = static_cast<size_t>(layout_.num_ranks());
+  const size_t record_bytes = sizeof(SignatureHead) + 2 * num_ranks * sizeof(int64_t);
+  std::vector<std::byte> records(num_ranks * record_bytes);  // host by host
+  std::vector<std::byte*> record_of(num_ranks);
+  std::byte* next = records.data();
+  for (const auto& of_host : layout_.ranks) {
+    for (const int rank : of_host) {
+      record_of[static_cast<size_t>(rank)] = next;
+      next += record_bytes;
+    }
+  }
+
+  std::byte* const own = record_of[static_cast<size_t>(layout_.rank)];
+  std::memcpy(own, &call_.head, sizeof call_.head);
+  auto* const counts = own + sizeof call_.head;
+  std::memcpy(counts, call_.gives.data(), call_.gives.size() * sizeof(int64_t));
+  std::memcpy(counts + num_ranks * sizeof(int64_t),
+              call_.expects.data(),
+              call_.expects.size() * sizeof(int64_t));
+
+  const auto size = static_cast<int64_t>(record_bytes);
+  std::vector<Output> places;
+  for (const int rank : layout_.own_ranks()) {
+    places.push_back({record_of[static_cast<size_t>(rank)], size});
+  }
+  run_here(all_gather_call(DType::kUInt8, {own, size}, std::move(places)));
+  waits_for_others_ = true;
+  if (layout_.is_leader()) {
+    Transfers transfers(remote_, deadline_);
+    for (int host = 0; host < layout_.num_hosts(); ++host) {
+      if (host == layout_.own_host()) continue;
+      const int leader = layout_.leader_of(host);
+      transfers.receive(leader,
+                        record_of[static_cast<size_t>(leader)],
+                        layout_.ranks_on(host).size() * record_bytes);
+      transfers.send(leader,
+                     record_of[static_cast<size_t>(layout_.rank)],
+                     layout_.own_ranks().size() * record_bytes);
+    }
+    transfers.wait();
+  }
+  broadcast_here(records.data(), records.size());
+
+  std::vector<Signature> by_rank;
+  for (const std::byte* record : record_of) {
+    Signature signature;
+    std::memcpy(&signature.head, record, sizeof signature.head);
+    const auto* numbers = reinterpret_cast<const int64_t*>(record + sizeof signature.head);
+    const size_t num_counts = has_counts(signature.head.op) ? num_ranks : 0;
+    signature.gives = {numbers, num_counts};
+    signature.expects = {numbers + num_ranks, num_counts};
+    by_rank.push_back(signature);
+  }
+  if (auto text = mismatch(by_rank)) throw CollectiveMismatchError("in " + what_ + ", " + *text);
+}
+
+void CrossHost::broadcast() {
+  const bool is_root = root() == layout_.rank;
+  std::byte* const data = is_root ? const_cast<std::byte*>(input().data) : output().data;
+  const int64_t num_elements = is_root ? input().num_elements : output().num_elements;
+  const size_t num_bytes = call_.bytes_of(num_elements);
+  const int root_host = layout_.host_of[static_cast<size_t>(root())];
+  if (root_host == layout_.own_host()) {
+    const auto size = static_cast<int64_t>(num_bytes);
+    run_here(broadcast_call(
+        {DType::kUInt8, {size}}, {data, size}, layout_.local_rank_of(root()), local_rank()));
+  }
+  if (layout_.is_leader()) {
+    Transfers transfers(remote_, deadline_);
+    if (root_host != layout_.own_host()) {
+      transfers.receive(layout_.leader_of(root_host), data, num_bytes);
+    } else {
+      for (int host = 0; host < layout_.num_hosts(); ++host) {
+        if (host != root_host) transfers.send(layout_.leader_of(host), data, num_bytes);
+      }
+    }
+    transfers.wait();
+  }
+  if (root_host != layout_.own_host()) broadcast_here(data, num_bytes);
+}
+
+void CrossHost::all_gather() {
+  run_here(all_gather_call(call_.head.dtype, input(), of_own_ranks(call_.outputs)));
+  const auto place_of = [&](int rank) { return call_.outputs[static_cast<size_t>(rank)]; };
+  if (layout_.is_leader()) {
+    Transfers transfers(remote_, deadline_);
+    for (int host = 0; host < layout_.num_hosts(); ++host) {
+      if (host == layout_.own_host()) continue;
+      const int leader = layout_.leader_of(host);
+      for (const int rank : layout_.ranks_on(host)) {
+        const Output place = place_of(rank);
+        transfers.receive(leader, place.data, call_.bytes_of(place.num_elements));
+      }
+      for (const int rank : layout_.own_ranks()) {
+        const Output place = place_of(rank);
+        transfers.send(leader, place.data, call_.bytes_of(place.num_elements));
+      }
+    }
+    transfers.wait();
+  }
+  for (int rank = 0; rank < layout_.num_ranks(); ++rank) {
+    if (layout_.is_here(rank)) continue;
+    const Output place = place_of(rank);
+    broadcast_here(place.data, call_.bytes_of(place.num_elements));
+  }
+}
+
+void CrossHost::gather() {
+  const bool is_root = root() == layout_.rank;
+  Transfers transfers(remote_, deadline_);
+  if (!layout_.is_here(root())) {
+    transfers.send(root(), input().data, call_.bytes_of(input().num_elements));
+    return transfers.wait();
+  }
+  if (is_root) {
+    for (int rank = 0; rank < layout_.num_ranks(); ++rank) {
+      if (layout_.is_here(rank)) continue;
+      const Output place = call_.outputs[static_cast<size_t>(rank)];
+      transfers.receive(rank, place.data, call_.bytes_of(place.num_elements));
+    }
+  }
+  run_here(gather_call(call_.head.dtype,
+                       input(),
+                       is_root ? of_own_ranks(call_.outputs) : std::vector<Output>(),
+                       layout_.local_rank_of(root()),
+                       local_rank(),
+                       here_.options().size));
+  transfers.wait();
+}
+
+void CrossHost::scatter() {
+  const bool is_root = root() == layout_.rank;
+  Transfers transfers(remote_, deadline_);
+  if (!layout_.is_here(root())) {
+    transfers.receive(root(), output().data, call_.bytes_of(output().num_elements));
+    return transfers.wait();
+  }
+  if (is_root) {
+    for (int rank = 0; rank < layout_.num_ranks(); ++rank) {
+      if (layout_.is_here(rank)) continue;
+      const Input part = call_.inputs[static_cast<size_t>(rank)];
+      transfers.send(rank, part.data, call_.bytes_of(part.num_elements));
+    }
+  }
+  run_here(scatter_call(call_.head.dtype,
+                        is_root ? of_own_ranks(call_.inputs) : std::vector<Input>(),
+                        output(),
+                        layout_.local_rank_of(root()),
+                        local_rank(),
+                        here_.options().size));
+  transfers.wait();
+}
+
+void CrossHost::all_to_all() {
+  Transfers transfers(remote_, deadline_);
+  for (int rank = 0; rank < layout_.num_ranks(); ++rank) {
+    if (layout_.is_here(rank)) continue;
+    const Output place = call_.outputs[static_cast<size_t>(rank)];
+    const Input part = call_.inputs[static_cast<size_t>(rank)];
+    transfers.receive(rank, place.data, call_.bytes_of(place.num_elements));
+    transfers.send(rank, part.data, call_.bytes_of(part.num_elements));
+  }
+  run_here(all_to_all_call(
+      call_.head.dtype, of_own_ranks(call_.inputs), of_own_ranks(call_.outputs)));
+  transfers.wait();
+}
+
+}  // namespace weft::collectives

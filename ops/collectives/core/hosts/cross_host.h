@@ -1,0 +1,80 @@
+#pragma once
+
+// One collective over several hosts, start to end: on each host through its own memory, between
+// hosts by the leaders (or, where each pair of ranks has something of its own to say, by the ranks
+// themselves). Partial results are added in the order of the hosts, on each host in the order of
+// its ranks, so the bits depend on the layout alone.
+
+#include "engine.h"
+#include "layout.h"
+#include "remote.h"
+
+namespace weft::collectives {
+
+class CrossHost {
+ public:
+  // `what` names the collective in texts.
+  CrossHost(Engine& here,
+            Remote& remote,
+            const HostLayout& layout,
+            const CollectiveCall& call,
+            std::string what,
+            std::chrono::milliseconds timeout,
+            Deadline deadline);
+
+  // Blocks. Errors: CollectiveMismatchError, on every rank, when the calls do not belong together;
+  // TransportError; the failure of `here`.
+  void run();
+
+ private:
+  void agree();
+  void broadcast();
+  void all_reduce();
+  void reduce();
+  void reduce_scatter();
+  void all_gather();
+  void gather();
+  void scatter();
+  void all_to_all();
+
+  // Steps of it.
+  void run_here(CollectiveCall step);
+  void reduce_here(const std::byte* in, std::byte* out, int64_t num_elements);
+  // From the leader, bytes.
+  void broadcast_here(std::byte* data, size_t num_bytes);
+  void reduce_on_leader_of(int host, std::byte* partial, int64_t num_elements);
+  void all_reduce_between_leaders(std::byte* partial, int64_t num_elements);
+  void all_reduce_in_slices(std::byte* partial, int64_t num_elements);
+  // Reduces what hosts have sent, `own` in the place of this one.
+  void combine(const std::vector<std::byte>& received,
+               const std::byte* own,
+               std::byte* out,
+               int64_t num_elements) const;
+  // Calls do_chunk(input in the wide dtype, room for the result, number of elements) for the tensor
+  // in pieces; the room is written to the output where `has_result`.
+  template <typename DoChunk>
+  void in_chunks(bool has_result, const DoChunk& do_chunk);
+
+  size_t wide_bytes(int64_t num_elements) const {
+    return static_cast<size_t>(num_elements) * size_of(wide_);
+  }
+  bool converts() const { return wide_ != call_.head.dtype; }
+  template <typename List>
+  List of_own_ranks(const List& by_rank) const;
+  Input input() const { return call_.inputs.front(); }
+  Output output() const { return call_.outputs.front(); }
+  int root() const { return call_.head.root; }
+  int local_rank() const { return here_.options().rank; }
+
+  Engine& here_;
+  Remote& remote_;
+  const HostLayout& layout_;
+  const CollectiveCall& call_;
+  const std::string what_;
+  const std::chrono::milliseconds timeout_;
+  const Deadline deadline_;
+  const DType wide_;
+  bool waits_for_others_ = false;  // the ranks of this host have come
+};
+
+}  // namespace weft::collectives

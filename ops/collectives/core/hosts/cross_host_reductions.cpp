@@ -1,0 +1,238 @@
+// Collectives over several hosts that reduce. Sums of half types travel as float32 and are rounded
+// once; an average is a sum until the hosts' partial results meet.
+#include "convert.h"
+#include "cross_host.h"
+#include "parts.h"
+#include "reduce.h"
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
+
+namespace weft::collectives {
+
+namespace {
+
+// A tensor goes from host to host in pieces of this size: a leader holds as many as there are hosts.
+constexpr size_t kChunkBytes = size_t{8} << 20;
+
+// From here on a leader reduces a slice and fetches the others' instead of reducing everything,
+// which would send the whole tensor to each host.
+constexpr size_t kSlicedBytes = size_t{64} << 10;
+
+ReduceOp partial_op(ReduceOp op) { return op == ReduceOp::kAvg ? ReduceOp::kSum : op; }
+
+}  // namespace
+
+// On the leader `out` gets the host's partial result.
+void CrossHost::reduce_here(const std::byte* in, std::byte* out, int64_t num_elements) {
+  run_here(reduce_call({wide_, {num_elements}},
+                       partial_op(call_.head.reduce_op),
+                       {in, num_elements},
+                       {out, num_elements},
+                       0,
+                       local_rank()));
+}
+
+void CrossHost::combine(const std::vector<std::byte>& received,
+                        const std::byte* own,
+                        std::byte* out,
+                        int64_t num_elements) const {
+  std::vector<const std::byte*> sources;
+  const std::byte* next = received.data();
+  for (int host = 0; host < layout_.num_hosts(); ++host) {
+    if (host == layout_.own_host()) {
+      sources.push_back(own);
+    } else {
+      sources.push_back(next);
+      next += wide_bytes(num_elements);
+    }
+  }
+  collectives::reduce(
+      call_.head.reduce_op, wide_, out, sources, num_elements, nullptr, layout_.num_ranks());
+}
+
+void CrossHost::reduce_on_leader_of(int host, std::byte* partial, int64_t num_elements) {
+  const size_t num_bytes = wide_bytes(num_elements);
+  const auto num_others = static_cast<size_t>(layout_.num_hosts() - 1);
+  Transfers transfers(remote_, deadline_);
+  if (host != layout_.own_host()) {
+    transfers.send(layout_.leader_of(host), partial, num_bytes);
+    return transfers.wait();
+  }
+  std::vector<std::byte> received(num_others * num_bytes);
+  std::byte* next = received.data();
+  for (int other = 0; other < layout_.num_hosts(); ++other) {
+    if (other == host) continue;
+    transfers.receive(layout_.leader_of(other), next, num_bytes);
+    next += num_bytes;
+  }
+  transfers.wait();
+  combine(received, partial, partial, num_elements);
+}
+
+void CrossHost::all_reduce_between_leaders(std::byte* partial, int64_t num_elements) {
+  const size_t num_bytes = wide_bytes(num_elements);
+  if (layout_.num_hosts() > 2 && num_bytes >= kSlicedBytes) {
+    return all_reduce_in_slices(partial, num_elements);
+  }
+  std::vector<std::byte> received(static_cast<size_t>(layout_.num_hosts() - 1) * num_bytes);
+  std::byte* next = received.data();
+  Transfers transfers(remote_, deadline_);
+  for (int host = 0; host < layout_.num_hosts(); ++host) {
+    if (host == layout_.own_host()) continue;
+    transfers.receive(layout_.leader_of(host), next, num_bytes);
+    transfers.send(layout_.leader_of(host), partial, num_bytes);
+    next += num_bytes;
+  }
+  transfers.wait();
+  combine(received, partial, partial, num_elements);
+}
+
+void CrossHost::all_reduce_in_slices(std::byte* partial, int64_t num_elements) {
+  const auto slice_of = [&](int host) {
+    const auto slice = part_of<int64_t>(
+        host, num_elements, num_parts<int64_t>(num_elements, layout_.num_hosts()));
+    return Output{partial + wide_bytes(slice.first), slice.size};
+  };
+  const Output own = slice_of(layout_.own_host());
+  const size_t own_bytes = wide_bytes(own.num_elements);
+  std::vector<std::byte> received(static_cast<size_t>(layout_.num_hosts() - 1) * own_bytes);
+  std::byte* next = received.data();
+  const auto to_others = [&](const auto& exchange) {
+    Transfers transfers(remote_, deadline_);
+    for (int host = 0; host < layout_.num_hosts(); ++host) {
+      if (host == layout_.own_host()) continue;
+      exchange(transfers, layout_.leader_of(host), slice_of(host));
+    }
+    transfers.wait();
+  };
+  to_others([&](Transfers& transfers, int leader, const Output& slice) {
+    transfers.receive(leader, next, own_bytes);
+    transfers.send(leader, slice.data, wide_bytes(slice.num_elements));
+    next += own_bytes;
+  });
+  combine(received, own.data, own.data, own.num_elements);
+  to_others([&](Transfers& transfers, int leader, const Output& slice) {
+    transfers.receive(leader, slice.data, wide_bytes(slice.num_elements));
+    transfers.send(leader, own.data, own_bytes);
+  });
+}
+
+template <typename DoChunk>
+void CrossHost::in_chunks(bool has_result, const DoChunk& do_chunk) {
+  const DType dtype = call_.head.dtype;
+  const int64_t num_elements = input().num_elements;
+  const auto chunk_elements = static_cast<int64_t>(kChunkBytes / size_of(wide_));
+  const size_t room_bytes = wide_bytes(std::min(num_elements, chunk_elements));
+  std::vector<std::byte> wide_input(converts() ? room_bytes : 0);
+  // Without a conversion the result is made in its place.
+  const bool needs_room = converts() || !has_result;
+  std::vector<std::byte> room(needs_room ? room_bytes : 0);
+  for (int64_t chunk = 0; chunk < num_parts(num_elements, chunk_elements); ++chunk) {
+    const auto part = part_of(chunk, num_elements, chunk_elements);
+    const std::byte* in = input().data + call_.bytes_of(part.first);
+    if (converts()) {
+      widen(dtype, in, wide_input.data(), part.size);
+      in = wide_input.data();
+    }
+    std::byte* const place = has_result ? output().data + call_.bytes_of(part.first) : nullptr;
+    std::byte* const out = needs_room ? room.data() : place;
+    do_chunk(in, out, part.size);
+    if (has_result && converts()) narrow(dtype, out, place, part.size);
+  }
+}
+
+void CrossHost::all_reduce() {
+  in_chunks(true, [&](const std::byte* in, std::byte* out, int64_t num_elements) {
+    reduce_here(in, out, num_elements);
+    if (layout_.is_leader()) all_reduce_between_leaders(out, num_elements);
+    broadcast_here(out, wide_bytes(num_elements));
+  });
+}
+
+void CrossHost::reduce() {
+  const int root_host = layout_.host_of[static_cast<size_t>(root())];
+  const bool is_root = root() == layout_.rank;
+  in_chunks(is_root, [&](const std::byte* in, std::byte* out, int64_t num_elements) {
+    reduce_here(in, out, num_elements);
+    if (layout_.is_leader()) reduce_on_leader_of(root_host, out, num_elements);
+    const bool is_with_root = root_host == layout_.own_host();
+    if (is_with_root && layout_.leader_of(root_host) != root()) {
+      broadcast_here(out, wide_bytes(num_elements));
+    }
+  });
+}
+
+void CrossHost::reduce_scatter() {
+  // The parts of all ranks, host by host, so that what goes to a host lies together.
+  std::vector<int> order;
+  for (const auto& of_host : layout_.ranks) order.insert(order.end(), of_host.begin(), of_host.end());
+  const auto elements_of = [&](int rank) {
+    return call_.inputs[static_cast<size_t>(rank)].num_elements;
+  };
+  const auto elements_on = [&](int host) {
+    const auto& ranks = layout_.ranks_on(host);
+    return std::accumulate(ranks.begin(), ranks.end(), int64_t{0}, [&](int64_t sum, int rank) {
+      return sum + elements_of(rank);
+    });
+  };
+  const int64_t num_elements = call_.head.num_elements;
+  std::vector<std::byte> partial(layout_.is_leader() ? wide_bytes(num_elements) : 0);
+  std::vector<std::byte> wide_input;
+  size_t offset = 0;
+  for (const int rank : order) {
+    const Input& input = call_.inputs[static_cast<size_t>(rank)];
+    const std::byte* in = input.data;
+    if (converts()) {
+      wide_input.resize(wide_bytes(input.num_elements));
+      widen(call_.head.dtype, in, wide_input.data(), input.num_elements);
+      in = wide_input.data();
+    }
+    reduce_here(in, partial.data() + (layout_.is_leader() ? offset : 0), input.num_elements);
+    offset += wide_bytes(input.num_elements);
+  }
+
+  std::byte* block = nullptr;  // of this host, on its leader
+  if (layout_.is_leader()) {
+    const int64_t own_elements = elements_on(layout_.own_host());
+    const size_t own_bytes = wide_bytes(own_elements);
+    std::vector<std::byte> received(static_cast<size_t>(layout_.num_hosts() - 1) * own_bytes);
+    std::byte* next = received.data();
+    std::byte* of_host = partial.data();
+    Transfers transfers(remote_, deadline_);
+    for (int host = 0; host < layout_.num_hosts(); ++host) {
+      const size_t num_bytes = wide_bytes(elements_on(host));
+      if (host == layout_.own_host()) {
+        block = of_host;
+      } else {
+        transfers.receive(layout_.leader_of(host), next, own_bytes);
+        transfers.send(layout_.leader_of(host), of_host, num_bytes);
+        next += own_bytes;
+      }
+      of_host += num_bytes;
+    }
+    transfers.wait();
+    combine(received, block, block, own_elements);
+  }
+
+  std::vector<Input> parts;
+  if (layout_.is_leader()) {
+    for (const int rank : layout_.own_ranks()) {
+      parts.push_back({block, elements_of(rank)});
+      block += wide_bytes(elements_of(rank));
+    }
+  }
+  const Output result = output();
+  std::vector<std::byte> wide_result(converts() ? wide_bytes(result.num_elements) : 0);
+  std::byte* const place = converts() ? wide_result.data() : result.data;
+  run_here(scatter_call(wide_,
+                        std::move(parts),
+                        {place, result.num_elements},
+                        0,
+                        local_rank(),
+                        here_.options().size));
+  if (converts()) narrow(call_.head.dtype, place, result.data, result.num_elements);
+}
+
+}  // namespace weft::collectives

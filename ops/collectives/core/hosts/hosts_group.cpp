@@ -1,0 +1,313 @@
+#include "hosts_group.h"
+
+#include "fork_guard.h"
+
+#include <sstream>
+#include <utility>
+
+namespace weft::collectives {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Another host's failure, or the end of a process of this one, is noticed within this time.
+constexpr std::chrono::milliseconds kLookInterval{50};
+
+Store with_prefix(const Store& store, const std::string& prefix) {
+  return {[=](const std::string& key, const std::string& value) { store.set(prefix + key, value); },
+          [=](const std::string& key, std::chrono::milliseconds timeout) {
+            return store.get(prefix + key, timeout);
+          },
+          [=](const std::string& key) { store.remove(prefix + key); },
+          [=](const std::string& key) { return store.has(prefix + key); },
+          [=] { return with_prefix(store.clone(), prefix); }};
+}
+
+// The ranks of this host as a group of their own.
+GroupOptions options_here(const GroupOptions& all, const HostLayout& layout) {
+  GroupOptions here = all;
+  here.name += ", host " + std::to_string(layout.own_host());
+  here.size = static_cast<int>(layout.own_ranks().size());
+  here.rank = layout.local_rank_of(layout.rank);
+  here.global_ranks.clear();
+  for (const int rank : layout.own_ranks()) {
+    here.global_ranks.push_back(
+        all.global_ranks.empty() ? rank : all.global_ranks[static_cast<size_t>(rank)]);
+  }
+  return here;
+}
+
+constexpr const char* kFailureKey = "failure";
+
+std::string format_failure(const CollectiveError& error) {
+  return std::to_string(static_cast<int>(error.kind())) + ' ' + error.what();
+}
+
+std::pair<ErrorKind, std::string> parse_failure(const std::string& text) {
+  const size_t space = text.find(' ');
+  return {static_cast<ErrorKind>(std::stoi(text.substr(0, space))), text.substr(space + 1)};
+}
+
+}  // namespace
+
+class HostsGroup::CollectiveOperation final : public Operation {
+ public:
+  explicit CollectiveOperation(CollectiveCall call_) : call(std::move(call_)) {}
+  std::string describe() const override {
+    const std::string text = collectives::describe(call.signature());
+    return sequence == 0 ? text : text + ", collective " + std::to_string(sequence);
+  }
+
+  const CollectiveCall call;
+  uint64_t sequence = 0;  // in the group, once submitted
+};
+
+HostsGroup::HostsGroup(const Store& store,
+                       const GroupOptions& options,
+                       HostLayout layout,
+                       const MakeTransport& make_transport)
+    : options_(options),
+      layout_(std::move(layout)),
+      store_(store.clone()),
+      here_(with_prefix(store, "host/" + std::to_string(layout_.own_host()) + "/"),
+            options_here(options, layout_)),
+      remote_(make_transport()),
+      messages_(remote_, options.rank, options.size) {
+  worker_ = std::thread([this] { work(); });
+  watcher_ = std::thread([this] { watch(); });
+}
+
+HostsGroup::~HostsGroup() {
+  leave();
+  worker_.join();
+  watcher_.join();
+}
+
+OperationPtr HostsGroup::make(CollectiveCall call) const {
+  return std::make_shared<CollectiveOperation>(std::move(call));
+}
+
+void HostsGroup::submit(OperationPtr operation, bool /*in_background*/) {
+  here_.check_usable();
+  if (operation->timeout.count() == 0) operation->timeout = options_.timeout;
+  operation->deadline = Clock::now() + operation->timeout;
+  const std::lock_guard lock(mutex_);
+  if (auto collective = std::dynamic_pointer_cast<CollectiveOperation>(operation)) {
+    collective->sequence = ++num_collectives_;
+    ++num_unfinished_;
+    queue_.push_back(std::move(collective));
+  } else {
+    const auto posted = messages_.post(std::dynamic_pointer_cast<Message>(operation));
+    ++num_unfinished_;
+    message_threads_.run([this, operation, posted] {
+      std::exception_ptr error;
+      try {
+        messages_.finish(*posted, operation->deadline);
+      } catch (...) {
+        error = as_failure(*operation);
+      }
+      finish(*operation, error);
+    });
+  }
+  changed_.notify_all();
+}
+
+void HostsGroup::work() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    changed_.wait(lock, [&] { return is_left_ || !queue_.empty(); });
+    if (queue_.empty()) return;
+    const auto collective = std::move(queue_.front());
+    queue_.pop_front();
+    lock.unlock();
+    carry_out(*collective);
+    lock.lock();
+  }
+}
+
+void HostsGroup::carry_out(CollectiveOperation& collective) {
+  std::exception_ptr error;
+  try {
+    const std::string what = collective.describe();
+    {
+      const std::lock_guard lock(mutex_);
+      under_way_ = what;
+    }
+    here_.check_usable();
+    CrossHost(here_,
+              remote_,
+              layout_,
+              collective.call,
+              what,
+              collective.timeout,
+              collective.deadline)
+        .run();
+  } catch (...) {
+    error = as_failure(collective);
+  }
+  finish(collective, error);
+}
+
+void HostsGroup::finish(Operation& operation, const std::exception_ptr& error) {
+  operation.finish(error);
+  const std::lock_guard lock(mutex_);
+  --num_unfinished_;
+  changed_.notify_all();
+}
+
+void HostsGroup::wait(Operation& operation, std::chrono::milliseconds timeout) {
+  const auto until = timeout.count() == 0 ? Deadline::max() : Clock::now() + timeout;
+  std::unique_lock lock(mutex_);
+  if (is_working_here()) {
+    // From an operation's on_done: nobody else would carry out what comes before.
+    while (!operation.is_done() && !operation.is_finishing() && !queue_.empty()) {
+      const auto next = std::move(queue_.front());
+      queue_.pop_front();
+      lock.unlock();
+      carry_out(*next);
+      lock.lock();
+    }
+  }
+  if (operation.is_finishing() && is_working_here()) return;
+  const auto is_done = [&] { return operation.is_done(); };
+  if (until == Deadline::max()) return changed_.wait(lock, is_done);
+  if (changed_.wait_until(lock, until, is_done)) return;
+  lock.unlock();
+  fail_late(operation, timeout, "");
+  lock.lock();
+  changed_.wait(lock, is_done);
+}
+
+void HostsGroup::fail(ErrorKind kind, const std::string& text) {
+  here_.fail(kind, text);
+  tell_failure();
+}
+
+void HostsGroup::fail_late(const Operation& operation,
+                           std::chrono::milliseconds timeout,
+                           const std::string& detail) {
+  std::ostringstream text;
+  text << "weft: " << operation.describe() << " of group '" << options_.name << "' timed out after "
+       << static_cast<double>(timeout.count()) / 1000.0 << " s on rank " << options_.rank
+       << detail << "; see what the late ranks do, or raise the timeout";
+  fail(ErrorKind::kTimeout, text.str());
+}
+
+std::exception_ptr HostsGroup::as_failure(const Operation& operation) {
+  try {
+    throw;
+  } catch (const TransportError& error) {
+    const std::string peer =
+        error.peer < 0 ? "any rank" : "rank " + std::to_string(error.peer) + " of another host";
+    // A failure of this host's ranks, or one the other hosts told of, comes first.
+    look_for_trouble();
+    if (failure() != nullptr) {
+    } else if (Clock::now() >= operation.deadline) {
+      fail_late(operation, operation.timeout, ", waiting for " + peer);
+    } else if (!is_left_) {
+      fail(ErrorKind::kPeerLost,
+           "weft: " + peer + " of group '" + options_.name + "' was lost while rank " +
+               std::to_string(options_.rank) + " waited for it in " + operation.describe() + " (" +
+               error.what() + "); see its own output for why");
+    }
+  } catch (const CollectiveMismatchError& error) {
+    fail(ErrorKind::kMismatch, calls_misfit(options_.name, error.what()));
+  } catch (const CollectiveError&) {
+    if (failure() != nullptr) tell_failure();  // found by this host's ranks
+  } catch (const std::exception& error) {
+    fail(ErrorKind::kAborted,
+         "weft: rank " + std::to_string(options_.rank) + " of group '" + options_.name +
+             "' failed in " + operation.describe() + ": " + error.what());
+  }
+  if (auto error = failure()) return error;
+  return std::make_exception_ptr(
+      GroupAbortedError("weft: rank " + std::to_string(options_.rank) + " left group '" +
+                        options_.name + "' before this operation was done"));
+}
+
+void HostsGroup::watch() {
+  std::unique_lock lock(mutex_);
+  while (!is_left_ && !is_told_) {
+    changed_.wait(lock, [&] { return is_left_ || num_unfinished_ > 0; });
+    lock.unlock();
+    look_for_trouble();
+    lock.lock();
+    changed_.wait_for(lock, kLookInterval, [&] { return is_left_.load(); });
+  }
+}
+
+void HostsGroup::look_for_trouble() {
+  std::string what;
+  {
+    const std::lock_guard lock(mutex_);
+    what = under_way_;
+  }
+  if (failure() == nullptr) here_.check_peers(what.empty() ? "point-to-point messages" : what);
+  try {
+    if (failure() == nullptr && store_.has(kFailureKey)) {
+      const auto [kind, text] = parse_failure(store_.get(kFailureKey, kLookInterval));
+      here_.fail(kind, text);
+    }
+  } catch (const std::exception&) {
+    // Without the store the other hosts are silent; the transport and the deadlines remain.
+  }
+  if (failure() != nullptr) tell_failure();
+}
+
+// Once: to the other hosts, and to those who wait for them here.
+void HostsGroup::tell_failure() {
+  remote_.give_up();
+  if (is_told_.exchange(true)) return;
+  try {
+    std::rethrow_exception(failure());
+  } catch (const CollectiveError& error) {
+    try {
+      if (!store_.has(kFailureKey)) store_.set(kFailureKey, format_failure(error));
+    } catch (const std::exception&) {
+      // They find out by the transport then.
+    }
+  }
+}
+
+void HostsGroup::abort(const std::string& why) {
+  fail(ErrorKind::kAborted,
+       "weft: rank " + std::to_string(options_.rank) + " aborted group '" + options_.name + "'" +
+           (why.empty() ? "" : ": " + why));
+}
+
+void HostsGroup::leave() {
+  {
+    const std::lock_guard lock(mutex_);
+    if (is_left_.exchange(true)) return;
+  }
+  here_.leave();
+  remote_.give_up();
+  changed_.notify_all();
+}
+
+std::shared_ptr<Group> join_group(const Store& store,
+                                  const GroupOptions& options,
+                                  const MakeTransport& make_transport) {
+  const unsigned made_in = fork_generation();
+  HostLayout layout(exchange_identities(store, options), options.rank);
+  std::shared_ptr<Group> group;
+  if (layout.num_hosts() == 1) {
+    group = make_engine(store, options);
+  } else if (make_transport) {
+    group = {new HostsGroup(store, options, std::move(layout), make_transport),
+             [made_in](HostsGroup* joined) {
+               if (fork_generation() == made_in) delete joined;
+             }};
+  } else {
+    throw std::runtime_error("weft: got ranks of group '" + options.name + "' on " +
+                             std::to_string(layout.num_hosts()) +
+                             " hosts and no transport between them; pass "
+                             "BackendOptions::make_transport, or keep the ranks on one host");
+  }
+  // All have read it: they have joined since.
+  store.remove("host/" + std::to_string(options.rank));
+  return group;
+}
+
+}  // namespace weft::collectives

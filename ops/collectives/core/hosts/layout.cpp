@@ -1,0 +1,23 @@
+#include "layout.h"
+
+#include <algorithm>
+#include <map>
+
+namespace weft::collectives {
+
+HostLayout::HostLayout(const std::vector<std::string>& identities, int own_rank) : rank(own_rank) {
+  std::map<std::string, int> hosts;
+  for (const std::string& identity : identities) {
+    const auto [host, is_new] = hosts.emplace(identity, num_hosts());
+    if (is_new) ranks.emplace_back();
+    ranks[static_cast<size_t>(host->second)].push_back(num_ranks());
+    host_of.push_back(host->second);
+  }
+}
+
+int HostLayout::local_rank_of(int other) const {
+  const std::vector<int>& here = ranks_on(host_of[static_cast<size_t>(other)]);
+  return static_cast<int>(std::ranges::find(here, other) - here.begin());
+}
+
+}  // namespace weft::collectives

@@ -1,0 +1,67 @@
+#pragma once
+
+// The transport as the parts of a group share it: from several threads, with deadlines, and given
+// up as a whole.
+
+#include "transport.h"
+
+#include <mutex>
+#include <set>
+#include <stdexcept>
+#include <vector>
+
+namespace weft::collectives {
+
+using Deadline = std::chrono::steady_clock::time_point;
+
+// A transfer failed; what the transport said.
+class TransportError : public std::runtime_error {
+ public:
+  TransportError(int peer_, const std::string& text) : std::runtime_error(text), peer(peer_) {}
+  const int peer;  // kAnySource where it is not known
+};
+
+class Remote {
+ public:
+  explicit Remote(std::unique_ptr<Transport> transport) : transport_(std::move(transport)) {}
+
+  // Errors, of all: TransportError, also after give_up().
+  std::unique_ptr<Transfer> send(int peer, int tag, const std::byte* data, size_t num_bytes);
+  std::unique_ptr<Transfer> receive(int peer, int tag, std::byte* data, size_t num_bytes);
+  void wait(Transfer& transfer, int peer, Deadline deadline);
+
+  // Ends every wait, now and later.
+  void give_up();
+
+ private:
+  template <typename Post>
+  std::unique_ptr<Transfer> post(int peer, const Post& post_it);
+
+  std::mutex posting_;
+  const std::unique_ptr<Transport> transport_;
+  std::mutex mutex_;
+  std::set<Transfer*> waited_for_;
+  bool is_given_up_ = false;
+};
+
+// Transfers of one step of a collective, waited for together. Nothing travels for no bytes.
+class Transfers {
+ public:
+  Transfers(Remote& remote, Deadline deadline) : remote_(remote), deadline_(deadline) {}
+
+  void send(int peer, const std::byte* data, size_t num_bytes);
+  void receive(int peer, std::byte* data, size_t num_bytes);
+  void wait();
+
+ private:
+  struct Posted {
+    int peer;
+    std::unique_ptr<Transfer> transfer;
+  };
+
+  Remote& remote_;
+  const Deadline deadline_;
+  std::vector<Posted> posted_;
+};
+
+}  // namespace weft::collectives

@@ -1,0 +1,54 @@
+#pragma once
+
+// Point-to-point messages in a group of several hosts. A message is a head, which says what comes
+// and brings a small message along, and for a larger one its data under a tag that the head names:
+// the receiver posts that receive once it knows that sizes and dtypes agree. All of them travel
+// over the transport, those within a host too: a receive from any source can look in one place.
+
+#include "messages.h"
+#include "remote.h"
+
+#include <array>
+#include <atomic>
+#include <vector>
+
+namespace weft::collectives {
+
+class RemoteMessages {
+ public:
+  RemoteMessages(Remote& remote, int rank, int num_ranks)
+      : remote_(remote), rank_(rank), num_sent_(static_cast<size_t>(num_ranks)) {}
+
+  // A message whose transfers have been posted; finish() blocks.
+  class Posted;
+  // In the order that the messages are to have. Errors: TransportError; std::invalid_argument for a
+  // tag that cannot travel.
+  std::shared_ptr<Posted> post(const MessagePtr& message);
+  // Errors: CollectiveMismatchError where a receive meets another message; TransportError.
+  void finish(Posted& posted, Deadline deadline);
+
+ private:
+  Remote& remote_;
+  const int rank_;
+  std::vector<std::atomic<uint64_t>> num_sent_;  // by peer
+};
+
+struct MessageHead {
+  uint64_t num_bytes = 0;
+  int32_t data_tag = 0;
+  DType dtype = DType::kUInt8;
+};
+
+class RemoteMessages::Posted {
+ public:
+  static constexpr size_t kHeadBytes = 1024;
+  static constexpr size_t kEagerBytes = kHeadBytes - sizeof(MessageHead);
+
+  MessagePtr message;
+  std::array<std::byte, kHeadBytes> head{};
+  // NOTE: dropped before the memory above.
+  std::unique_ptr<Transfer> head_transfer;
+  std::unique_ptr<Transfer> data_transfer;
+};
+
+}  // namespace weft::collectives

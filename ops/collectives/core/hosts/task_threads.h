@@ -1,0 +1,36 @@
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace weft::collectives {
+
+// Threads for tasks that block for each other's sake: each task gets one at once, an idle one or a
+// new one.
+class TaskThreads {
+ public:
+  TaskThreads() = default;
+  TaskThreads(const TaskThreads&) = delete;
+  TaskThreads& operator=(const TaskThreads&) = delete;
+  // Waits for the tasks that run.
+  ~TaskThreads();
+
+  // `task` does not throw.
+  void run(std::function<void()> task);
+
+ private:
+  void work();
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> tasks_;
+  size_t num_idle_ = 0;
+  bool is_over_ = false;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace weft::collectives

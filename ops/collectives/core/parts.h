@@ -1,0 +1,40 @@
+#pragma once
+
+// How a tensor is cut for buffers smaller than itself.
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+namespace weft::collectives {
+
+// [first, first + size), in whatever it was cut in: bytes or elements.
+template <typename Count>
+struct Part {
+  Count first;
+  Count size;
+};
+
+// Part `index` of `whole`, cut every `part_size`; empty beyond the end.
+template <typename Count>
+Part<Count> part_of(int64_t index, Count whole, Count part_size) {
+  const Count first = std::min(static_cast<Count>(index) * part_size, whole);
+  return {first, std::min(part_size, whole - first)};
+}
+
+template <typename Count>
+int64_t num_parts(Count whole, Count part_size) {
+  return static_cast<int64_t>((whole + part_size - 1) / part_size);
+}
+
+// Bytes of a buffer for each of several ranks: whole cache lines, so that they share none.
+inline size_t slot_bytes(size_t buffer_bytes, int num_ranks) {
+  return buffer_bytes / static_cast<size_t>(num_ranks) / 64 * 64;
+}
+
+inline void copy_bytes(std::byte* to, const std::byte* from, size_t num_bytes) {
+  if (num_bytes > 0 && to != from) std::memcpy(to, from, num_bytes);
+}
+
+}  // namespace weft::collectives

@@ -1,0 +1,222 @@
+// What ranks on several hosts have beyond those on one; see exchange_test.cpp and message_test.cpp
+// for the values.
+#include "convert.h"
+#include "ranks.h"
+
+#include <gmock/gmock.h>
+
+#include <atomic>
+#include <bit>
+#include <cmath>
+
+namespace weft::collectives::testing {
+namespace {
+
+using ::testing::HasSubstr;
+using Values = std::vector<float>;
+
+CollectiveCall sum(Values& values) {
+  return all_reduce_call({DType::kFloat32, {static_cast<int64_t>(values.size())}},
+                         ReduceOp::kSum,
+                         input(values),
+                         output(values));
+}
+
+TEST(HostLayoutTest, HostsAreInTheOrderOfTheirLowestRanks) {
+  const HostLayout layout({"x", "b", "x", "a", "b"}, 4);
+  EXPECT_EQ(layout.num_hosts(), 3);
+  EXPECT_EQ(layout.ranks, (std::vector<std::vector<int>>{{0, 2}, {1, 4}, {3}}));
+  EXPECT_EQ(layout.own_host(), 1);
+  EXPECT_EQ(layout.leader_of(2), 3);
+  EXPECT_EQ(layout.local_rank_of(4), 1);
+  EXPECT_FALSE(layout.is_leader());
+  EXPECT_TRUE(layout.is_here(1));
+  EXPECT_FALSE(layout.is_here(0));
+}
+
+// Fractions whose sum depends on the order in which it is made.
+Values fractions(int rank, size_t size) {
+  Values values(size);
+  for (size_t i = 0; i < size; ++i) {
+    values[i] = std::sin(static_cast<float>(i + 1) * static_cast<float>(rank + 1)) *
+                std::ldexp(1.F, rank * 3);
+  }
+  return values;
+}
+
+class Bits : public ::testing::TestWithParam<size_t> {};
+// One message, slices, and several pieces of a tensor.
+INSTANTIATE_TEST_SUITE_P(Sizes, Bits, ::testing::Values(5, 40000, 2200000));
+
+TEST_P(Bits, AreThoseOfAddingHostByHost) {
+  const size_t size = GetParam();
+  const std::string hosts = "abcab";
+  Values expected(size, 0.F);
+  for (size_t i = 0; i < size; ++i) {
+    const auto at = [&](int rank) {
+      return std::sin(static_cast<float>(i + 1) * static_cast<float>(rank + 1)) *
+             std::ldexp(1.F, rank * 3);
+    };
+    expected[i] = (at(0) + at(3)) + (at(1) + at(4)) + at(2);
+  }
+  run_on_hosts(hosts, [&](Group& group, int rank) {
+    for (int repeat = 0; repeat < 2; ++repeat) {
+      Values values = fractions(rank, size);
+      complete(group, sum(values));
+      EXPECT_EQ(values, expected);
+    }
+  });
+}
+
+// 256 + 1 is 256 in bfloat16, so partial sums of that type would lose the ones.
+TEST(Halves, AreRoundedOnce) {
+  run_on_hosts("abb", [](Group& group, int rank) {
+    const Values wide(3, rank == 0 ? 256.F : 1.F);
+    std::vector<uint16_t> values(3);
+    narrow(DType::kBFloat16,
+           reinterpret_cast<const std::byte*>(wide.data()),
+           bytes(values),
+           3);
+    complete(group,
+             all_reduce_call({DType::kBFloat16, {3}}, ReduceOp::kSum, input(values), output(values)));
+    Values result(3);
+    widen(DType::kBFloat16, bytes(values), bytes(result), 3);
+    EXPECT_EQ(result, Values(3, 258.F));
+
+    std::vector<uint16_t> mine(1);
+    std::vector<Input> parts;
+    narrow(DType::kBFloat16,
+           reinterpret_cast<const std::byte*>(wide.data()),
+           bytes(values),
+           3);
+    for (size_t i = 0; i < 3; ++i) {
+      parts.push_back({reinterpret_cast<const std::byte*>(&values[i]), 1});
+    }
+    complete(group,
+             reduce_scatter_call(DType::kBFloat16, ReduceOp::kAvg, parts, output(mine), rank));
+    widen(DType::kBFloat16, bytes(mine), bytes(result), 1);
+    EXPECT_EQ(result[0], 86.F);
+  });
+}
+
+TEST(Integers, AverageOverAllRanksAndTruncate) {
+  run_on_hosts("aab", [](Group& group, int rank) {
+    std::vector<int64_t> values{rank == 2 ? 3 : 1, -5};
+    complete(group,
+             all_reduce_call({DType::kInt64, {2}}, ReduceOp::kAvg, input(values), output(values)));
+    EXPECT_EQ(values, (std::vector<int64_t>{1, -5}));
+    const std::vector<int64_t> before{rank + 1, 7};
+    values = before;
+    complete(group,
+             reduce_call(
+                 {DType::kInt64, {2}}, ReduceOp::kProduct, input(values), output(values), 1, rank));
+    EXPECT_EQ(values, rank == 1 ? (std::vector<int64_t>{6, 343}) : before) << "the root's alone";
+  });
+}
+
+TEST(HostsFailure, AMismatchIsTheSameErrorEverywhere) {
+  std::mutex mutex;
+  std::vector<std::string> texts;
+  run_on_hosts("aabb", [&](Group& group, int rank) {
+    Values values(rank == 3 ? 6U : 4U);
+    const auto text = text_of<CollectiveMismatchError>([&] { complete(group, sum(values)); });
+    EXPECT_EQ(text_of<CollectiveMismatchError>([&] { complete(group, barrier_call()); }), text);
+    const std::lock_guard lock(mutex);
+    texts.push_back(text);
+  });
+  EXPECT_THAT(texts.front(),
+              HasSubstr("ranks 0, 1, 2 brought all_reduce(sum, float32 [4]); rank 3 brought "
+                        "all_reduce(sum, float32 [6])"));
+  for (const std::string& text : texts) {
+    EXPECT_EQ(text.substr(text.rfind("ranks 0, 1, 2")), texts.front().substr(texts.front().rfind("ranks 0, 1, 2")));
+  }
+}
+
+TEST(HostsFailure, AMessageOfAnotherSizeFailsBothSides) {
+  run_on_hosts("ab", [](Group& group, int rank) {
+    Values values(rank == 0 ? 4U : 5U);
+    const auto message = std::make_shared<Message>(
+        rank == 0 ? Message::Direction::kSend : Message::Direction::kReceive,
+        1 - rank,
+        7,
+        DType::kFloat32,
+        static_cast<int64_t>(values.size()),
+        bytes(values));
+    if (rank == 0) {
+      complete(group, message);
+    } else {
+      EXPECT_THAT(text_of<CollectiveMismatchError>([&] { complete(group, message); }),
+                  HasSubstr("rank 0 sent float32 4 elements with tag 7 where rank 1 called "
+                            "recv(float32 5 elements"));
+    }
+    EXPECT_THAT(text_of<CollectiveMismatchError>([&] { complete(group, barrier_call()); }),
+                HasSubstr("rank 0 sent float32 4 elements"));
+  });
+}
+
+TEST(HostsFailure, ALateRankIsNamedOnTheOtherHostsToo) {
+  std::atomic<int> num_told{0};
+  run_on_hosts(
+      "aabb",
+      [&](Group& group, int rank) {
+        const auto start = std::chrono::steady_clock::now();
+        while (rank == 3 && num_told < 3 &&
+               std::chrono::steady_clock::now() - start < milliseconds(10000)) {
+          std::this_thread::sleep_for(milliseconds(1));
+        }
+        Values values(4);
+        const auto text = text_of<CollectiveTimeoutError>([&] { complete(group, sum(values)); });
+        EXPECT_THAT(text, HasSubstr("all_reduce(sum, float32 [4]), collective 1"));
+        EXPECT_THAT(text, HasSubstr("not arrived rank 1 (global rank 3"));
+        ++num_told;
+      },
+      group_of(1, 0, milliseconds(300)));
+}
+
+TEST(HostsFailure, AnAbortReachesWhoWaitsOnAnotherHost) {
+  run_on_hosts("ab", [](Group& group, int rank) {
+    if (rank == 0) {
+      std::this_thread::sleep_for(milliseconds(50));
+      group.abort("enough");
+    }
+    const auto start = std::chrono::steady_clock::now();
+    EXPECT_THAT(text_of<GroupAbortedError>([&] { complete(group, barrier_call()); }),
+                HasSubstr("rank 0 aborted group 'test': enough"));
+    EXPECT_LT(std::chrono::steady_clock::now() - start, milliseconds(5000));
+  });
+}
+
+TEST(HostsFailure, AWaitOfItsOwnLengthEndsInTime) {
+  run_on_hosts("ab", [](Group& group, int rank) {
+    const auto operation = group.make(barrier_call());
+    if (rank == 1) std::this_thread::sleep_for(milliseconds(300));
+    if (rank == 0) {
+      group.submit(operation, false);
+      group.wait(*operation, milliseconds(20));
+      EXPECT_THROW(std::rethrow_exception(operation->error()), CollectiveTimeoutError);
+    } else {
+      // The other has arrived there; what comes next does not begin.
+      EXPECT_THROW(
+          {
+            complete(group, operation);
+            complete(group, barrier_call());
+          },
+          CollectiveTimeoutError);
+    }
+  });
+}
+
+TEST(HostsFailure, LeavingEndsWhatIsUnderWay) {
+  run_on_hosts("ab", [](Group& group, int rank) {
+    if (rank == 1) return;
+    const auto operation = group.make(barrier_call());
+    group.submit(operation, false);
+    group.leave();
+    group.wait(*operation, milliseconds(0));
+    EXPECT_TRUE(operation->error());
+    EXPECT_THROW(complete(group, barrier_call()), GroupAbortedError);
+  });
+}
+
+}  // namespace
+}  // namespace weft::collectives::testing

@@ -1,0 +1,105 @@
+// A transport between threads: what a test of several hosts needs of a network.
+#pragma once
+
+#include "messages.h"
+#include "transport.h"
+
+#include <algorithm>
+#include <condition_variable>
+#include <cstring>
+#include <list>
+#include <mutex>
+#include <stdexcept>
+#include <vector>
+
+namespace weft::collectives::testing {
+
+// All letters on their way between the ranks of a group.
+class Mailboxes {
+ public:
+  struct Letter {
+    int from;
+    int to;
+    int tag;
+    std::vector<std::byte> text;
+  };
+
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::list<Letter> letters;
+};
+
+class MailboxTransport final : public Transport {
+ public:
+  MailboxTransport(Mailboxes& mailboxes, int rank) : mailboxes_(mailboxes), rank_(rank) {}
+
+  std::unique_ptr<Transfer> send(int peer,
+                                 int tag,
+                                 const std::byte* data,
+                                 size_t num_bytes) override {
+    const std::lock_guard lock(mailboxes_.mutex);
+    mailboxes_.letters.push_back({rank_, peer, tag, {data, data + num_bytes}});
+    mailboxes_.changed.notify_all();
+    return std::make_unique<Sent>();
+  }
+
+  std::unique_ptr<Transfer> receive(int peer, int tag, std::byte* data, size_t num_bytes) override {
+    return std::make_unique<Received>(mailboxes_, Place{peer, rank_, tag, data, num_bytes});
+  }
+
+ private:
+  struct Place {
+    int from;
+    int to;
+    int tag;
+    std::byte* data;
+    size_t num_bytes;
+  };
+
+  class Sent final : public Transfer {
+   public:
+    void wait(std::chrono::milliseconds /*timeout*/) override {}
+    void give_up() override {}
+    int source() const override { return -1; }
+  };
+
+  // NOTE: matched when waited for: the tests wait for receives of one tag in their order.
+  class Received final : public Transfer {
+   public:
+    Received(Mailboxes& mailboxes, const Place& place) : mailboxes_(mailboxes), place_(place) {}
+
+    void wait(std::chrono::milliseconds timeout) override {
+      std::unique_lock lock(mailboxes_.mutex);
+      auto found = mailboxes_.letters.end();
+      const bool came = mailboxes_.changed.wait_for(lock, timeout, [&] {
+        found = std::ranges::find_if(mailboxes_.letters, [&](const Mailboxes::Letter& letter) {
+          return letter.to == place_.to && letter.tag == place_.tag &&
+                 (place_.from == kAnySource || place_.from == letter.from);
+        });
+        return is_given_up_ || found != mailboxes_.letters.end();
+      });
+      if (!came || is_given_up_) throw std::runtime_error("no letter");
+      if (found->text.size() != place_.num_bytes) throw std::runtime_error("a letter of another size");
+      std::ranges::copy(found->text, place_.data);
+      source_ = found->from;
+      mailboxes_.letters.erase(found);
+    }
+    void give_up() override {
+      const std::lock_guard lock(mailboxes_.mutex);
+      is_given_up_ = true;
+      mailboxes_.changed.notify_all();
+    }
+    int source() const override { return source_; }
+
+   private:
+    Mailboxes& mailboxes_;
+    const Place place_;
+    bool is_given_up_ = false;
+    int source_ = kAnySource;
+  };
+
+  Mailboxes& mailboxes_;
+  const int rank_;
+};
+
+}  // namespace weft::collectives::testing

@@ -1,0 +1,34 @@
+"""Tests on ranks that believe to run on several hosts."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+
+def across_hosts(*layouts: str) -> Callable[[Callable[..., None]], Any]:
+    """Run a body of `on_ranks` once per layout: a letter for each rank, its host. One letter for all is one host.
+
+    Groups of the weft backend that the body makes are on those hosts.
+    """
+
+    def decorate(body: Callable[..., None]) -> Any:
+        @functools.wraps(body)
+        def on_its_host(*, hosts: str, rank: int, **kwargs: object) -> None:
+            os.environ["WEFT_HOST_ID"] = hosts[rank]
+            try:
+                body(rank=rank, **kwargs)
+            finally:
+                del os.environ["WEFT_HOST_ID"]
+
+        parameters = list(inspect.signature(body).parameters.values())
+        hosts = inspect.Parameter("hosts", inspect.Parameter.KEYWORD_ONLY)
+        on_its_host.__signature__ = inspect.Signature([*parameters, hosts])  # type: ignore[attr-defined]
+        return pytest.mark.parametrize("hosts", layouts)(on_its_host)
+
+    return decorate
