@@ -89,8 +89,8 @@ class StrategyMixin:
         self._batch_check.restart()
 
     def _get_process_group_backend(self) -> str:
-        """The user's choice; else ours between CPU ranks of one host, and the stock default elsewhere."""
-        if self._process_group_backend is None and self.root_device.type == "cpu" and self.num_nodes == 1:
+        """The user's choice; else ours between CPU ranks, and the stock default elsewhere."""
+        if self._process_group_backend is None and self.root_device.type == "cpu":
             return "cpu:weft"
         return super()._get_process_group_backend()
 

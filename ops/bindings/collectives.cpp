@@ -52,8 +52,8 @@ c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::St
   options->global_ranks_in_group = global_ranks;
   options->staging_limit_bytes = staging_limit_bytes;
   // Outlives the call, in the options: held and dropped with the lock.
-  const auto callable = std::shared_ptr<py::function>(
-      new py::function(make_transport), [](py::function* held) {
+  const auto callable =
+      std::shared_ptr<py::function>(new py::function(make_transport), [](py::function* held) {
         const py::gil_scoped_acquire gil;
         delete held;
       });

@@ -19,10 +19,15 @@ from weft.lightning.fabric import WeftModelParallelStrategy as FabricStrategy
 
 @pytest.mark.parametrize(
     ("chosen", "num_nodes", "expected"),
-    [(None, 1, "cpu:weft"), ("gloo", 1, "gloo"), (None, 2, "gloo"), ("cpu:weft,cuda:nccl", 1, "cpu:weft,cuda:nccl")],
+    [
+        (None, 1, "cpu:weft"),
+        ("gloo", 1, "gloo"),
+        (None, 2, "cpu:weft"),
+        ("cpu:weft,cuda:nccl", 1, "cpu:weft,cuda:nccl"),
+    ],
 )
 def test_default_and_choice(tmp_path: Path, chosen: str | None, num_nodes: int, expected: str) -> None:
-    """Ours between the CPU ranks of a host; what the user says everywhere."""
+    """Ours between CPU ranks, on however many nodes; what the user says everywhere."""
     strategy = WeftModelParallelStrategy(process_group_backend=chosen)
     trainer(2, strategy, tmp_path, num_nodes=num_nodes)
     assert strategy._get_process_group_backend() == expected

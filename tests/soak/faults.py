@@ -1,6 +1,6 @@
 """Kills or stops one rank of a group in the middle of a collective and reports what the others saw, as JSON.
 
-    python tests/soak/faults.py --signals SIGKILL SIGSTOP --world-sizes 3 --victims 1 --repeats 1
+    python tests/soak/faults.py --signals SIGKILL SIGSTOP --hosts aaa abb --victims 1 --repeats 1
 
 One line for each scenario. Ranks are forked from this process, which has imported torch and started nothing.
 """
@@ -56,9 +56,10 @@ CALLS: dict[str, Call] = {
 }
 
 
-def run_rank(folder: Path, call: str, rank: int, world_size: int, timeout: timedelta) -> None:
+def run_rank(folder: Path, call: str, rank: int, world_size: int, host: str, timeout: timedelta) -> None:
     """Loop over the call until it fails, then say how."""
     torch.set_num_threads(1)
+    os.environ["WEFT_HOST_ID"] = host
     store = dist.FileStore(str(folder / "store"), world_size)
     dist.init_process_group("cpu:weft", store=store, rank=rank, world_size=world_size, timeout=timeout)
     group = dist.group.WORLD
@@ -93,13 +94,14 @@ def fork_rank(*arguments: object) -> int:
     return pid
 
 
-def run_scenario(call: str, signal_name: str, world_size: int, victim: int, delay: float) -> dict:
+def run_scenario(call: str, signal_name: str, hosts: str, victim: int, delay: float) -> dict:
     """Returns the scenario, and `ranks`: what each survivor saw, `seconds` after the signal."""
+    world_size = len(hosts)
     stops = signal_name == "SIGSTOP"
     with tempfile.TemporaryDirectory(prefix="weft-faults-") as name:
         folder = Path(name)
         timeout = STOP_TIMEOUT if stops else KILL_TIMEOUT
-        pids = [fork_rank(folder, call, rank, world_size, timeout) for rank in range(world_size)]
+        pids = [fork_rank(folder, call, rank, world_size, hosts[rank], timeout) for rank in range(world_size)]
         while len(list(folder.glob("ready-*"))) < world_size:
             time.sleep(0.002)
         time.sleep(delay)
@@ -119,7 +121,7 @@ def run_scenario(call: str, signal_name: str, world_size: int, victim: int, dela
     return {
         "call": call,
         "signal": signal_name,
-        "world_size": world_size,
+        "hosts": hosts,
         "victim": victim,
         "victim_pid": pids[victim],
         "ranks": ranks,
@@ -130,17 +132,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--signals", nargs="+", default=["SIGKILL", "SIGSTOP"])
     parser.add_argument("--calls", nargs="+", default=list(CALLS))
-    parser.add_argument("--world-sizes", nargs="+", type=int, default=[3])
+    parser.add_argument("--hosts", nargs="+", default=["aaa"], help="of the ranks of a group: a letter for each")
     parser.add_argument("--victims", nargs="+", type=int, help="default: each rank in turn")
     parser.add_argument("--repeats", type=int, default=1)
     args = parser.parse_args()
     rng = random.Random(20261121)
     for _ in range(args.repeats):
-        for world_size in args.world_sizes:
+        for hosts in args.hosts:
             for call in args.calls:
                 for signal_name in args.signals:
-                    for victim in args.victims or range(world_size):
-                        scenario = run_scenario(call, signal_name, world_size, victim, rng.uniform(0.0, 0.03))
+                    for victim in args.victims or range(len(hosts)):
+                        scenario = run_scenario(call, signal_name, hosts, victim, rng.uniform(0.0, 0.03))
                         print(json.dumps(scenario), flush=True)
 
 

@@ -88,12 +88,14 @@ void Collective::compare(const SharedState& shared) {
     num_chunks_ = std::max(num_chunks_, head.num_chunks);
   }
   if (auto text = mismatch(by_rank)) {
-    throw CollectiveMismatchError("at collective " + std::to_string(head().sequence) + ", " + *text);
+    throw CollectiveMismatchError("at collective " + std::to_string(head().sequence) + ", " +
+                                  *text);
   }
 }
 
 std::string calls_misfit(const std::string& group, const std::string& what) {
-  return "weft: the ranks of group '" + group + "' made calls that do not belong together: " + what +
+  return "weft: the ranks of group '" + group +
+         "' made calls that do not belong together: " + what +
          "; make every rank call the same operations in the same order with fitting arguments";
 }
 

@@ -96,7 +96,7 @@ void Engine::submit(OperationPtr operation, bool in_background) {
   std::unique_lock lock(mutex_);
   check_usable();
   if (operation->timeout.count() == 0) operation->timeout = options_.timeout;
-  operation->deadline = Clock::now() + operation->timeout;
+  operation->deadline = Clock::now() + operation->timeout + operation->grace;
   ++num_unfinished_;
   inbox_.push_back(operation);
   has_inbox_.store(true);
@@ -266,8 +266,8 @@ bool Engine::advance() {
     moved = true;
   } catch (const std::exception& error) {
     fail_all(fail(ErrorKind::kAborted,
-                        "weft: rank " + std::to_string(options_.rank) + " of group '" +
-                            options_.name + "' failed inside an operation: " + error.what()));
+                  "weft: rank " + std::to_string(options_.rank) + " of group '" + options_.name +
+                      "' failed inside an operation: " + error.what()));
     moved = true;
   }
   if (is_left_ && num_unfinished_ > 0) {
@@ -286,8 +286,8 @@ bool Engine::advance() {
 void Engine::abort(const std::string& why) {
   if (fork_generation() != fork_generation_) return;
   fail(ErrorKind::kAborted,
-             "weft: rank " + std::to_string(options_.rank) + " aborted group '" + options_.name +
-                 "'" + (why.empty() ? "" : ": " + why));
+       "weft: rank " + std::to_string(options_.rank) + " aborted group '" + options_.name + "'" +
+           (why.empty() ? "" : ": " + why));
   poll();
 }
 

@@ -57,7 +57,8 @@ std::exception_ptr Engine::fail_lost(int peer, const char* how, const std::strin
 void Engine::check_peers(const std::string& what) {
   for (int peer = 0; peer < options_.size; ++peer) {
     const bool has_left = shared_.rank(peer).state.load() == RankState::kLeft;
-    if (peer != options_.rank && !has_left && peers_.has_ended(peer)) fail_lost(peer, "ended", what);
+    if (peer != options_.rank && !has_left && peers_.has_ended(peer))
+      fail_lost(peer, "ended", what);
   }
 }
 
@@ -74,10 +75,10 @@ void Engine::look_for_trouble() {
     if (peer == options_.rank) continue;
     const bool has_left = shared_.rank(peer).state.load() == RankState::kLeft;
     if (has_left ? !needs(peer) : !peers_.has_ended(peer)) continue;
-    return fail_all(fail_lost(peer,
-                              has_left ? "left the group" : "ended",
-                              what + " (collective " + std::to_string(cursor_.sequence) +
-                                  " of the group)"));
+    return fail_all(
+        fail_lost(peer,
+                  has_left ? "left the group" : "ended",
+                  what + " (collective " + std::to_string(cursor_.sequence) + " of the group)"));
   }
   const auto now = std::chrono::steady_clock::now();
   if (!collectives_.empty() && collectives_.front()->deadline <= now) {

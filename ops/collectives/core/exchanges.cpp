@@ -34,8 +34,8 @@ class SharedExchange final : public Collective {
       const auto rank = static_cast<int>(peer);
       const bool is_own = rank == staging.rank() && !call().inputs.empty();
       copy_bytes(output.data + part.first,
-           is_own ? call().inputs.front().data + part.first : staging.of(rank),
-           part.size);
+                 is_own ? call().inputs.front().data + part.first : staging.of(rank),
+                 part.size);
     }
   }
 
@@ -56,7 +56,8 @@ class PersonalExchange final : public Collective {
     int64_t most = 1;
     for (const Input& input : call().inputs) {
       most = std::max(
-          most, num_parts(call().bytes_of(input.num_elements), slot_bytes(staging_bytes, num_ranks)));
+          most,
+          num_parts(call().bytes_of(input.num_elements), slot_bytes(staging_bytes, num_ranks)));
     }
     return most;
   }

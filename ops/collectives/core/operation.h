@@ -31,6 +31,7 @@ class Operation {
   std::function<void(std::exception_ptr)> on_done;
   std::chrono::steady_clock::time_point deadline = std::chrono::steady_clock::time_point::max();
   std::chrono::milliseconds timeout{0};  // that made the deadline, for texts
+  std::chrono::milliseconds grace{0};    // beyond it, for who is told by others what went wrong
 
   // For the engine. REQUIRES: not done.
   void finish(std::exception_ptr error);

@@ -18,7 +18,8 @@ bool can_reduce(ReduceOp op, DType dtype);
 // Half types accumulate in float32 and round once. Integers wrap; their average truncates. bool:
 // sum is or, product is and. min and max give NaN where any source has one.
 // `out` may be one of the sources, and so may `second_out`, which gets the same where it is not
-// null. An average is over `divisor`; 0: over the sources. REQUIRES: can_reduce(op, dtype); at least one source.
+// null. An average is over `divisor`; 0: over the sources. REQUIRES: can_reduce(op, dtype); at
+// least one source.
 void reduce(ReduceOp op,
             DType dtype,
             std::byte* out,

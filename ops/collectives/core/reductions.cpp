@@ -76,8 +76,8 @@ class AllReduce final : public Reduction {
       if (peer == staging.rank()) continue;  // this rank takes its own slice from the input
       const Range slice = slice_range(peer, part, staging);
       copy_bytes(staging.own() + bytes_of(slice.first),
-           input_at(part.first + slice.first),
-           bytes_of(slice.size));
+                 input_at(part.first + slice.first),
+                 bytes_of(slice.size));
     }
   }
 
@@ -102,8 +102,8 @@ class AllReduce final : public Reduction {
       if (peer == staging.rank()) continue;  // combine() has put this rank's slice there
       const Range slice = slice_range(peer, part, staging);
       copy_bytes(output_at(part.first + slice.first),
-           staging.of(peer) + bytes_of(slice.first),
-           bytes_of(slice.size));
+                 staging.of(peer) + bytes_of(slice.first),
+                 bytes_of(slice.size));
     }
   }
 
@@ -111,7 +111,8 @@ class AllReduce final : public Reduction {
   // The part of a chunk that `rank` reduces, in whole cache lines.
   Range slice_range(int rank, const Range& part, const Staging& staging) const {
     const int64_t line = elements_in(64);
-    const int64_t slice = num_parts<int64_t>(num_parts<int64_t>(part.size, staging.num_ranks()), line) * line;
+    const int64_t slice =
+        num_parts<int64_t>(num_parts<int64_t>(part.size, staging.num_ranks()), line) * line;
     return part_of(rank, part.size, slice);
   }
 
@@ -152,8 +153,7 @@ class ReduceScatter final : public Reduction {
   int64_t num_chunks(size_t staging_bytes, int num_ranks) const override {
     int64_t most = 1;
     for (const Input& input : call().inputs) {
-      most = std::max(most,
-                      num_parts(input.num_elements, slot_elements(staging_bytes, num_ranks)));
+      most = std::max(most, num_parts(input.num_elements, slot_elements(staging_bytes, num_ranks)));
     }
     return most;
   }
@@ -163,8 +163,8 @@ class ReduceScatter final : public Reduction {
       if (peer == own_) continue;
       const Range part = range_in(chunk, call().inputs[peer].num_elements, staging);
       copy_bytes(staging.own() + slot_offset(peer, staging),
-           call().inputs[peer].data + bytes_of(part.first),
-           bytes_of(part.size));
+                 call().inputs[peer].data + bytes_of(part.first),
+                 bytes_of(part.size));
     }
   }
 
@@ -187,8 +187,7 @@ class ReduceScatter final : public Reduction {
     return rank * bytes_of(slot_elements(staging.num_bytes(), staging.num_ranks()));
   }
   Range range_in(int64_t chunk, int64_t num_elements, const Staging& staging) const {
-    return part_of(
-        chunk, num_elements, slot_elements(staging.num_bytes(), staging.num_ranks()));
+    return part_of(chunk, num_elements, slot_elements(staging.num_bytes(), staging.num_ranks()));
   }
 
   const size_t own_;

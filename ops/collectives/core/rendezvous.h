@@ -45,8 +45,8 @@ struct Membership {
 // another's memory cannot be opened.
 Membership join(const Store& store, const GroupOptions& options);
 
-// The identity of the host of each rank. Blocks until all ranks have told theirs, which stays in the
-// store under "host/<rank>" until its rank removes it. Errors: CollectiveTimeoutError.
+// The identity of the host of each rank. Blocks until all ranks have told theirs, which stays in
+// the store under "host/<rank>" until its rank removes it. Errors: CollectiveTimeoutError.
 std::vector<std::string> exchange_identities(const Store& store, const GroupOptions& options);
 
 // "rank 1 (pid 4711)", "rank 1 (global rank 5, pid 4711)".

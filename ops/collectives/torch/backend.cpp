@@ -69,9 +69,9 @@ class LivingGroups {
 };
 
 std::shared_ptr<Group> join(const c10::intrusive_ptr<c10d::Store>& store,
-                                   int rank,
-                                   int size,
-                                   const ops::BackendOptions& options) {
+                            int rank,
+                            int size,
+                            const ops::BackendOptions& options) {
   GroupOptions group;
   group.name = options.group_name;
   group.rank = rank;

@@ -92,7 +92,8 @@ WeftBackend::WorkPtr WeftBackend::reduce(Tensors& tensors, const c10d::ReduceOpt
   const ReduceOp reduce_op = reduce_op_of("reduce", opts.reduceOp, pack->dtype());
   return start(
       {OpType::REDUCE, "weft:reduce", opts.timeout, opts.asyncOp},
-      {step(reduce_call(facts_of("reduce", tensor), reduce_op, input, output, root, getRank()), pack)},
+      {step(reduce_call(facts_of("reduce", tensor), reduce_op, input, output, root, getRank()),
+            pack)},
       tensors,
       tensors);
 }
@@ -108,7 +109,8 @@ WeftBackend::WorkPtr WeftBackend::reduce_scatter(Tensors& outputs,
   const ReduceOp reduce_op = reduce_op_of("reduce_scatter", opts.reduceOp, pack->dtype());
   return start(
       {OpType::REDUCE_SCATTER, "weft:reduce_scatter", opts.timeout, opts.asyncOp},
-      {step(reduce_scatter_call(pack->dtype(), reduce_op, std::move(data), place, getRank()), pack)},
+      {step(reduce_scatter_call(pack->dtype(), reduce_op, std::move(data), place, getRank()),
+            pack)},
       list,
       outputs);
 }
@@ -121,7 +123,8 @@ WeftBackend::Step WeftBackend::reduce_scatter_step(const at::Tensor& output,
   const Output place = pack->output(output);
   auto parts = pack->flat_input_parts(input, getSize());
   const ReduceOp reduce_op = reduce_op_of("reduce_scatter_tensor", op, pack->dtype());
-  return step(reduce_scatter_call(pack->dtype(), reduce_op, std::move(parts), place, getRank()), pack);
+  return step(reduce_scatter_call(pack->dtype(), reduce_op, std::move(parts), place, getRank()),
+              pack);
 }
 
 WeftBackend::WorkPtr WeftBackend::_reduce_scatter_base(at::Tensor& output,

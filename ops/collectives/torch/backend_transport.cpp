@@ -40,9 +40,8 @@ class BackendTransport final : public Transport {
 
   std::unique_ptr<Transfer> receive(int peer, int tag, std::byte* data, size_t num_bytes) override {
     auto tensors = as_tensors(data, num_bytes);
-    return std::make_unique<WorkTransfer>(peer == kAnySource
-                                              ? backend_->recvAnysource(tensors, tag)
-                                              : backend_->recv(tensors, peer, tag));
+    return std::make_unique<WorkTransfer>(peer == kAnySource ? backend_->recvAnysource(tensors, tag)
+                                                             : backend_->recv(tensors, peer, tag));
   }
 
  private:

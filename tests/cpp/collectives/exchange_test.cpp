@@ -129,8 +129,7 @@ TEST_P(Exchange, GatherAndScatter) {
       inputs.push_back(input(all[peer]));
     }
     Values back(values.size());
-    complete(group,
-             scatter_call(DType::kFloat32, inputs, output(back), root(), rank, num_ranks()));
+    complete(group, scatter_call(DType::kFloat32, inputs, output(back), root(), rank, num_ranks()));
     EXPECT_EQ(back, values);
   });
 }
@@ -160,8 +159,8 @@ TEST_P(Exchange, ManyAtOnceKeepTheirOrder) {
     std::vector<Values> values(20, values_of(rank, size()));
     std::vector<OperationPtr> pending;
     for (Values& each : values) {
-      pending.push_back(group.make(all_reduce_call(
-          {DType::kFloat32, {size()}}, ReduceOp::kSum, input(each), output(each))));
+      pending.push_back(group.make(
+          all_reduce_call({DType::kFloat32, {size()}}, ReduceOp::kSum, input(each), output(each))));
       group.submit(pending.back(), /*in_background=*/true);
     }
     complete(group, barrier_call());
@@ -173,19 +172,12 @@ TEST_P(Exchange, ManyAtOnceKeepTheirOrder) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Ranks,
-                         Exchange,
-                         ::testing::Combine(::testing::Values("a",
-                                                              "aa",
-                                                              "aaa",
-                                                              "aaaa",
-                                                              "aaaaa",
-                                                              "ab",
-                                                              "abc",
-                                                              "aab",
-                                                              "abab",
-                                                              "abbca"),
-                                            ::testing::Values(0, 1, 7, 4096, 50001)));
+INSTANTIATE_TEST_SUITE_P(
+    Ranks,
+    Exchange,
+    ::testing::Combine(
+        ::testing::Values("a", "aa", "aaa", "aaaa", "aaaaa", "ab", "abc", "aab", "abab", "abbca"),
+        ::testing::Values(0, 1, 7, 4096, 50001)));
 
 class ExchangeTest : public ::testing::TestWithParam<std::string> {};
 INSTANTIATE_TEST_SUITE_P(Hosts, ExchangeTest, ::testing::Values("aa", "ab"));

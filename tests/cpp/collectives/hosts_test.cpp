@@ -73,22 +73,17 @@ TEST(Halves, AreRoundedOnce) {
   run_on_hosts("abb", [](Group& group, int rank) {
     const Values wide(3, rank == 0 ? 256.F : 1.F);
     std::vector<uint16_t> values(3);
-    narrow(DType::kBFloat16,
-           reinterpret_cast<const std::byte*>(wide.data()),
-           bytes(values),
-           3);
-    complete(group,
-             all_reduce_call({DType::kBFloat16, {3}}, ReduceOp::kSum, input(values), output(values)));
+    narrow(DType::kBFloat16, reinterpret_cast<const std::byte*>(wide.data()), bytes(values), 3);
+    complete(
+        group,
+        all_reduce_call({DType::kBFloat16, {3}}, ReduceOp::kSum, input(values), output(values)));
     Values result(3);
     widen(DType::kBFloat16, bytes(values), bytes(result), 3);
     EXPECT_EQ(result, Values(3, 258.F));
 
     std::vector<uint16_t> mine(1);
     std::vector<Input> parts;
-    narrow(DType::kBFloat16,
-           reinterpret_cast<const std::byte*>(wide.data()),
-           bytes(values),
-           3);
+    narrow(DType::kBFloat16, reinterpret_cast<const std::byte*>(wide.data()), bytes(values), 3);
     for (size_t i = 0; i < 3; ++i) {
       parts.push_back({reinterpret_cast<const std::byte*>(&values[i]), 1});
     }
@@ -128,7 +123,8 @@ TEST(HostsFailure, AMismatchIsTheSameErrorEverywhere) {
               HasSubstr("ranks 0, 1, 2 brought all_reduce(sum, float32 [4]); rank 3 brought "
                         "all_reduce(sum, float32 [6])"));
   for (const std::string& text : texts) {
-    EXPECT_EQ(text.substr(text.rfind("ranks 0, 1, 2")), texts.front().substr(texts.front().rfind("ranks 0, 1, 2")));
+    EXPECT_EQ(text.substr(text.rfind("ranks 0, 1, 2")),
+              texts.front().substr(texts.front().rfind("ranks 0, 1, 2")));
   }
 }
 

@@ -79,7 +79,8 @@ class MailboxTransport final : public Transport {
         return is_given_up_ || found != mailboxes_.letters.end();
       });
       if (!came || is_given_up_) throw std::runtime_error("no letter");
-      if (found->text.size() != place_.num_bytes) throw std::runtime_error("a letter of another size");
+      if (found->text.size() != place_.num_bytes)
+        throw std::runtime_error("a letter of another size");
       std::ranges::copy(found->text, place_.data);
       source_ = found->from;
       mailboxes_.letters.erase(found);

@@ -69,10 +69,11 @@ TEST_P(MessageSizes, ReceivedInTheOtherOrder) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Sizes,
-                         MessageSizes,
-                         ::testing::Combine(::testing::Values("aa", "ab"),
-                                            ::testing::Values(0, 1, 252, 253, 1016, 1017, 70000, 1000003)));
+INSTANTIATE_TEST_SUITE_P(
+    Sizes,
+    MessageSizes,
+    ::testing::Combine(::testing::Values("aa", "ab"),
+                       ::testing::Values(0, 1, 252, 253, 1016, 1017, 70000, 1000003)));
 
 // Of as many ranks as a test needs: the first ones of these.
 class MessageTest : public ::testing::TestWithParam<std::string> {

@@ -23,7 +23,6 @@ import weft  # noqa: F401  (registers the backend)
 from ops.collectives.hosts import across_hosts
 from support.ranks import on_ranks
 
-
 _made = itertools.count()
 
 

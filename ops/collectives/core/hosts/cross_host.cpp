@@ -11,8 +11,9 @@ namespace weft::collectives {
 
 namespace {
 
-// The host whose own rank is late finds out which. Leaders wait for other hosts this much longer, to
-// hear of it, and ranks that wait for their leader this much again.
+// The host whose own rank is late finds out which. Leaders wait for other hosts this much longer,
+// to hear of it, ranks that wait for their leader this much again, and those who wait for such a
+// rank of another host once more.
 constexpr std::chrono::milliseconds kGrace{500};
 
 }  // namespace
@@ -60,11 +61,15 @@ void CrossHost::run() {
 void CrossHost::run_here(CollectiveCall step) {
   step.purpose = what_;
   const OperationPtr operation = here_.make(std::move(step));
-  operation->timeout = waits_for_others_ ? timeout_ + 2 * kGrace : timeout_;
+  // Once all ranks of a host have come, they wait for their leader, who waits for other hosts.
+  if (all_have_come_ && !layout_.is_leader()) operation->grace = 2 * kGrace;
+  operation->timeout = timeout_;
   here_.submit(operation, false);
   here_.wait(*operation, std::chrono::milliseconds(0));
   if (operation->error()) std::rethrow_exception(operation->error());
 }
+
+Deadline CrossHost::deadline_of_pairs() const { return deadline_ + 2 * kGrace; }
 
 void CrossHost::broadcast_here(std::byte* data, size_t num_bytes) {
   const auto size = static_cast<int64_t>(num_bytes);
@@ -107,7 +112,7 @@ void CrossHost::agree() {
     places.push_back({record_of[static_cast<size_t>(rank)], size});
   }
   run_here(all_gather_call(DType::kUInt8, {own, size}, std::move(places)));
-  waits_for_others_ = true;
+  all_have_come_ = true;
   if (layout_.is_leader()) {
     Transfers transfers(remote_, deadline_);
     for (int host = 0; host < layout_.num_hosts(); ++host) {
@@ -190,7 +195,7 @@ void CrossHost::all_gather() {
 
 void CrossHost::gather() {
   const bool is_root = root() == layout_.rank;
-  Transfers transfers(remote_, deadline_);
+  Transfers transfers(remote_, deadline_of_pairs());
   if (!layout_.is_here(root())) {
     transfers.send(root(), input().data, call_.bytes_of(input().num_elements));
     return transfers.wait();
@@ -213,7 +218,7 @@ void CrossHost::gather() {
 
 void CrossHost::scatter() {
   const bool is_root = root() == layout_.rank;
-  Transfers transfers(remote_, deadline_);
+  Transfers transfers(remote_, deadline_of_pairs());
   if (!layout_.is_here(root())) {
     transfers.receive(root(), output().data, call_.bytes_of(output().num_elements));
     return transfers.wait();
@@ -235,7 +240,7 @@ void CrossHost::scatter() {
 }
 
 void CrossHost::all_to_all() {
-  Transfers transfers(remote_, deadline_);
+  Transfers transfers(remote_, deadline_of_pairs());
   for (int rank = 0; rank < layout_.num_ranks(); ++rank) {
     if (layout_.is_here(rank)) continue;
     const Output place = call_.outputs[static_cast<size_t>(rank)];
@@ -243,8 +248,8 @@ void CrossHost::all_to_all() {
     transfers.receive(rank, place.data, call_.bytes_of(place.num_elements));
     transfers.send(rank, part.data, call_.bytes_of(part.num_elements));
   }
-  run_here(all_to_all_call(
-      call_.head.dtype, of_own_ranks(call_.inputs), of_own_ranks(call_.outputs)));
+  run_here(
+      all_to_all_call(call_.head.dtype, of_own_ranks(call_.inputs), of_own_ranks(call_.outputs)));
   transfers.wait();
 }
 

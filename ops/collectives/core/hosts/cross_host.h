@@ -58,6 +58,8 @@ class CrossHost {
   size_t wide_bytes(int64_t num_elements) const {
     return static_cast<size_t>(num_elements) * size_of(wide_);
   }
+  // Of transfers between ranks that need not be leaders.
+  Deadline deadline_of_pairs() const;
   bool converts() const { return wide_ != call_.head.dtype; }
   template <typename List>
   List of_own_ranks(const List& by_rank) const;
@@ -74,7 +76,7 @@ class CrossHost {
   const std::chrono::milliseconds timeout_;
   const Deadline deadline_;
   const DType wide_;
-  bool waits_for_others_ = false;  // the ranks of this host have come
+  bool all_have_come_ = false;  // the ranks of this host
 };
 
 }  // namespace weft::collectives

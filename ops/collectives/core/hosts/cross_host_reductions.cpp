@@ -13,7 +13,8 @@ namespace weft::collectives {
 
 namespace {
 
-// A tensor goes from host to host in pieces of this size: a leader holds as many as there are hosts.
+// A tensor goes from host to host in pieces of this size: a leader holds as many as there are
+// hosts.
 constexpr size_t kChunkBytes = size_t{8} << 20;
 
 // From here on a leader reduces a slice and fetches the others' instead of reducing everything,
@@ -91,8 +92,8 @@ void CrossHost::all_reduce_between_leaders(std::byte* partial, int64_t num_eleme
 
 void CrossHost::all_reduce_in_slices(std::byte* partial, int64_t num_elements) {
   const auto slice_of = [&](int host) {
-    const auto slice = part_of<int64_t>(
-        host, num_elements, num_parts<int64_t>(num_elements, layout_.num_hosts()));
+    const auto slice =
+        part_of<int64_t>(host, num_elements, num_parts<int64_t>(num_elements, layout_.num_hosts()));
     return Output{partial + wide_bytes(slice.first), slice.size};
   };
   const Output own = slice_of(layout_.own_host());
@@ -167,7 +168,8 @@ void CrossHost::reduce() {
 void CrossHost::reduce_scatter() {
   // The parts of all ranks, host by host, so that what goes to a host lies together.
   std::vector<int> order;
-  for (const auto& of_host : layout_.ranks) order.insert(order.end(), of_host.begin(), of_host.end());
+  for (const auto& of_host : layout_.ranks)
+    order.insert(order.end(), of_host.begin(), of_host.end());
   const auto elements_of = [&](int rank) {
     return call_.inputs[static_cast<size_t>(rank)].num_elements;
   };

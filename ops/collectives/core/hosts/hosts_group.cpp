@@ -135,13 +135,8 @@ void HostsGroup::carry_out(CollectiveOperation& collective) {
       under_way_ = what;
     }
     here_.check_usable();
-    CrossHost(here_,
-              remote_,
-              layout_,
-              collective.call,
-              what,
-              collective.timeout,
-              collective.deadline)
+    CrossHost(
+        here_, remote_, layout_, collective.call, what, collective.timeout, collective.deadline)
         .run();
   } catch (...) {
     error = as_failure(collective);
@@ -189,8 +184,8 @@ void HostsGroup::fail_late(const Operation& operation,
                            const std::string& detail) {
   std::ostringstream text;
   text << "weft: " << operation.describe() << " of group '" << options_.name << "' timed out after "
-       << static_cast<double>(timeout.count()) / 1000.0 << " s on rank " << options_.rank
-       << detail << "; see what the late ranks do, or raise the timeout";
+       << static_cast<double>(timeout.count()) / 1000.0 << " s on rank " << options_.rank << detail
+       << "; see what the late ranks do, or raise the timeout";
   fail(ErrorKind::kTimeout, text.str());
 }
 
@@ -199,12 +194,12 @@ std::exception_ptr HostsGroup::as_failure(const Operation& operation) {
     throw;
   } catch (const TransportError& error) {
     const std::string peer =
-        error.peer < 0 ? "any rank" : "rank " + std::to_string(error.peer) + " of another host";
+        error.peer < 0 ? "a rank" : "rank " + std::to_string(error.peer) + " (on another host)";
     // A failure of this host's ranks, or one the other hosts told of, comes first.
     look_for_trouble();
     if (failure() != nullptr) {
     } else if (Clock::now() >= operation.deadline) {
-      fail_late(operation, operation.timeout, ", waiting for " + peer);
+      fail_late(operation, operation.timeout, ": not arrived " + peer);
     } else if (!is_left_) {
       fail(ErrorKind::kPeerLost,
            "weft: " + peer + " of group '" + options_.name + "' was lost while rank " +
@@ -221,9 +216,9 @@ std::exception_ptr HostsGroup::as_failure(const Operation& operation) {
              "' failed in " + operation.describe() + ": " + error.what());
   }
   if (auto error = failure()) return error;
-  return std::make_exception_ptr(
-      GroupAbortedError("weft: rank " + std::to_string(options_.rank) + " left group '" +
-                        options_.name + "' before this operation was done"));
+  return std::make_exception_ptr(GroupAbortedError("weft: rank " + std::to_string(options_.rank) +
+                                                   " left group '" + options_.name +
+                                                   "' before this operation was done"));
 }
 
 void HostsGroup::watch() {

@@ -20,10 +20,7 @@ std::unique_ptr<Transfer> Remote::post(int peer, const Post& post_it) {
   }
 }
 
-std::unique_ptr<Transfer> Remote::send(int peer,
-                                       int tag,
-                                       const std::byte* data,
-                                       size_t num_bytes) {
+std::unique_ptr<Transfer> Remote::send(int peer, int tag, const std::byte* data, size_t num_bytes) {
   return post(peer, [&] { return transport_->send(peer, tag, data, num_bytes); });
 }
 
@@ -41,8 +38,8 @@ void Remote::wait(Transfer& transfer, int peer, Deadline deadline) {
     const std::lock_guard lock(mutex_);
     waited_for_.erase(&transfer);
   };
-  const auto left = std::chrono::ceil<std::chrono::milliseconds>(
-      deadline - std::chrono::steady_clock::now());
+  const auto left =
+      std::chrono::ceil<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
   try {
     transfer.wait(std::max(left, std::chrono::milliseconds(1)));
   } catch (const std::exception& error) {

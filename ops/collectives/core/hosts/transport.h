@@ -41,7 +41,10 @@ class Transport {
                                          const std::byte* data,
                                          size_t num_bytes) = 0;
   // `peer` may be kAnySource.
-  virtual std::unique_ptr<Transfer> receive(int peer, int tag, std::byte* data, size_t num_bytes) = 0;
+  virtual std::unique_ptr<Transfer> receive(int peer,
+                                            int tag,
+                                            std::byte* data,
+                                            size_t num_bytes) = 0;
 };
 
 // Called once the ranks know that they run on several hosts, on all of them.

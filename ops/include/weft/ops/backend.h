@@ -1,7 +1,8 @@
 #pragma once
 
 // The c10d backend "weft" for C++ programs: collectives of CPU tensors between processes, through
-// shared memory within a host and over another backend between hosts. Python reaches it as init_process_group("cpu:weft").
+// shared memory within a host and over another backend between hosts. Python reaches it as
+// init_process_group("cpu:weft").
 //
 // What its works and calls raise is in <weft/collectives/error.h>.
 
