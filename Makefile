@@ -67,10 +67,12 @@ bench: build
 	$(PY) benchmarks/op_overhead.py --ranks 2 --json
 	$(PY) benchmarks/collectives.py --ranks 2 4 8 --json
 
-# Not part of `make test`: half an hour. Random collectives; every rank killed and stopped in every collective.
+# Not part of `make test`: an hour. Random collectives; every rank killed and stopped in every collective.
 soak: build
-	OMP_NUM_THREADS=1 $(PY) tests/soak/collectives.py --seconds 600 --ranks 8
+	OMP_NUM_THREADS=1 $(PY) tests/soak/collectives.py --seconds 600 --hosts aaaaaaaa
+	OMP_NUM_THREADS=1 $(PY) tests/soak/collectives.py --seconds 120 --hosts aabbbcba
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(PY) tests/soak/faults.py --repeats 20
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(PY) tests/soak/faults.py --repeats 5 --hosts abb
 
 # The torch-free part under the thread sanitizer, and under those for addresses and undefined behaviour.
 sanitize: $(VENV)/.packages

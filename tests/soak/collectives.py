@@ -1,6 +1,6 @@
 """Random collectives on random sub-groups with random delays, values checked; then: did anything leak?
 
-    python tests/soak/collectives.py --seconds 600 --ranks 8
+    python tests/soak/collectives.py --seconds 600 --hosts aaaaaaaa
 
 Exits with 0 and prints one JSON line where no value was wrong, nothing failed, and neither file descriptors, memory
 nor /dev/shm grew.
@@ -106,8 +106,10 @@ def facts() -> dict[str, float]:
     }
 
 
-def run_rank(rank: int, num_ranks: int, folder: str, seconds: float, seed: int) -> None:
+def run_rank(rank: int, hosts: str, folder: str, seconds: float, seed: int) -> None:
     torch.set_num_threads(1)
+    num_ranks = len(hosts)
+    os.environ["WEFT_HOST_ID"] = hosts[rank]
     store = dist.FileStore(f"{folder}/store", num_ranks)
     dist.init_process_group("cpu:weft", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=120))
     plan, delays = random.Random(seed), random.Random(seed + 1 + rank)
@@ -149,21 +151,21 @@ def run_rank(rank: int, num_ranks: int, folder: str, seconds: float, seed: int) 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=600.0)
-    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--hosts", default="aaaaaaaa", help="a letter for each rank; one letter for all is one host")
     parser.add_argument("--seed", type=int, default=20261121)
     args = parser.parse_args()
     before = set(os.listdir("/dev/shm"))
     with tempfile.TemporaryDirectory(prefix="weft-soak-") as folder:
         mp.start_processes(
-            run_rank, (args.ranks, folder, args.seconds, args.seed), nprocs=args.ranks, start_method="fork"
+            run_rank, (args.hosts, folder, args.seconds, args.seed), nprocs=len(args.hosts), start_method="fork"
         )
-        ranks = [json.loads(Path(folder, f"facts-{rank}").read_text()) for rank in range(args.ranks)]
+        ranks = [json.loads(Path(folder, f"facts-{rank}").read_text()) for rank in range(len(args.hosts))]
     growth = [rank["last"]["own_mib"] - rank["first"]["own_mib"] for rank in ranks]
     leaked = [rank["last"][what] - rank["first"][what] for rank in ranks for what in ("descriptors", "mappings")]
     left = sorted(set(os.listdir("/dev/shm")) - before)
     report = {
         "soak": "collectives",
-        "ranks": args.ranks,
+        "hosts": args.hosts,
         "seconds": args.seconds,
         "rounds": ranks[0]["rounds"],
         "calls": sum(rank["steps"] for rank in ranks),

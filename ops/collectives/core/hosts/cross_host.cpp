@@ -100,11 +100,9 @@ void CrossHost::agree() {
 
   std::byte* const own = record_of[static_cast<size_t>(layout_.rank)];
   std::memcpy(own, &call_.head, sizeof call_.head);
-  auto* const counts = own + sizeof call_.head;
-  std::memcpy(counts, call_.gives.data(), call_.gives.size() * sizeof(int64_t));
-  std::memcpy(counts + num_ranks * sizeof(int64_t),
-              call_.expects.data(),
-              call_.expects.size() * sizeof(int64_t));
+  auto* const counts = reinterpret_cast<int64_t*>(own + sizeof call_.head);
+  std::ranges::copy(call_.gives, counts);
+  std::ranges::copy(call_.expects, counts + num_ranks);
 
   const auto size = static_cast<int64_t>(record_bytes);
   std::vector<Output> places;

@@ -8,6 +8,7 @@
 #include "engine.h"
 #include "layout.h"
 #include "remote.h"
+#include "scratch.h"
 
 namespace weft::collectives {
 
@@ -45,8 +46,10 @@ class CrossHost {
   void reduce_on_leader_of(int host, std::byte* partial, int64_t num_elements);
   void all_reduce_between_leaders(std::byte* partial, int64_t num_elements);
   void all_reduce_in_slices(std::byte* partial, int64_t num_elements);
-  // Reduces what hosts have sent, `own` in the place of this one.
-  void combine(const std::vector<std::byte>& received,
+  // Where the other hosts' parts of `num_bytes` come to lie, one after another.
+  std::byte* room_for_others(size_t num_bytes);
+  // Reduces what the other hosts have sent, `own` in the place of this one.
+  void combine(const std::byte* received,
                const std::byte* own,
                std::byte* out,
                int64_t num_elements) const;
@@ -77,6 +80,7 @@ class CrossHost {
   const Deadline deadline_;
   const DType wide_;
   bool all_have_come_ = false;  // the ranks of this host
+  Scratch received_;
 };
 
 }  // namespace weft::collectives

@@ -35,18 +35,23 @@ void CrossHost::reduce_here(const std::byte* in, std::byte* out, int64_t num_ele
                        local_rank()));
 }
 
-void CrossHost::combine(const std::vector<std::byte>& received,
+std::byte* CrossHost::room_for_others(size_t num_bytes) {
+  const size_t needed = static_cast<size_t>(layout_.num_hosts() - 1) * num_bytes;
+  if (received_.num_bytes() < needed) received_ = Scratch(needed);
+  return received_.data();
+}
+
+void CrossHost::combine(const std::byte* received,
                         const std::byte* own,
                         std::byte* out,
                         int64_t num_elements) const {
   std::vector<const std::byte*> sources;
-  const std::byte* next = received.data();
   for (int host = 0; host < layout_.num_hosts(); ++host) {
     if (host == layout_.own_host()) {
       sources.push_back(own);
     } else {
-      sources.push_back(next);
-      next += wide_bytes(num_elements);
+      sources.push_back(received);
+      received += wide_bytes(num_elements);
     }
   }
   collectives::reduce(
@@ -55,14 +60,13 @@ void CrossHost::combine(const std::vector<std::byte>& received,
 
 void CrossHost::reduce_on_leader_of(int host, std::byte* partial, int64_t num_elements) {
   const size_t num_bytes = wide_bytes(num_elements);
-  const auto num_others = static_cast<size_t>(layout_.num_hosts() - 1);
   Transfers transfers(remote_, deadline_);
   if (host != layout_.own_host()) {
     transfers.send(layout_.leader_of(host), partial, num_bytes);
     return transfers.wait();
   }
-  std::vector<std::byte> received(num_others * num_bytes);
-  std::byte* next = received.data();
+  std::byte* const received = room_for_others(num_bytes);
+  std::byte* next = received;
   for (int other = 0; other < layout_.num_hosts(); ++other) {
     if (other == host) continue;
     transfers.receive(layout_.leader_of(other), next, num_bytes);
@@ -77,8 +81,8 @@ void CrossHost::all_reduce_between_leaders(std::byte* partial, int64_t num_eleme
   if (layout_.num_hosts() > 2 && num_bytes >= kSlicedBytes) {
     return all_reduce_in_slices(partial, num_elements);
   }
-  std::vector<std::byte> received(static_cast<size_t>(layout_.num_hosts() - 1) * num_bytes);
-  std::byte* next = received.data();
+  std::byte* const received = room_for_others(num_bytes);
+  std::byte* next = received;
   Transfers transfers(remote_, deadline_);
   for (int host = 0; host < layout_.num_hosts(); ++host) {
     if (host == layout_.own_host()) continue;
@@ -98,8 +102,8 @@ void CrossHost::all_reduce_in_slices(std::byte* partial, int64_t num_elements) {
   };
   const Output own = slice_of(layout_.own_host());
   const size_t own_bytes = wide_bytes(own.num_elements);
-  std::vector<std::byte> received(static_cast<size_t>(layout_.num_hosts() - 1) * own_bytes);
-  std::byte* next = received.data();
+  std::byte* const received = room_for_others(own_bytes);
+  std::byte* next = received;
   const auto to_others = [&](const auto& exchange) {
     Transfers transfers(remote_, deadline_);
     for (int host = 0; host < layout_.num_hosts(); ++host) {
@@ -126,10 +130,10 @@ void CrossHost::in_chunks(bool has_result, const DoChunk& do_chunk) {
   const int64_t num_elements = input().num_elements;
   const auto chunk_elements = static_cast<int64_t>(kChunkBytes / size_of(wide_));
   const size_t room_bytes = wide_bytes(std::min(num_elements, chunk_elements));
-  std::vector<std::byte> wide_input(converts() ? room_bytes : 0);
+  const Scratch wide_input(converts() ? room_bytes : 0);
   // Without a conversion the result is made in its place.
   const bool needs_room = converts() || !has_result;
-  std::vector<std::byte> room(needs_room ? room_bytes : 0);
+  const Scratch room(needs_room ? room_bytes : 0);
   for (int64_t chunk = 0; chunk < num_parts(num_elements, chunk_elements); ++chunk) {
     const auto part = part_of(chunk, num_elements, chunk_elements);
     const std::byte* in = input().data + call_.bytes_of(part.first);
@@ -180,14 +184,15 @@ void CrossHost::reduce_scatter() {
     });
   };
   const int64_t num_elements = call_.head.num_elements;
-  std::vector<std::byte> partial(layout_.is_leader() ? wide_bytes(num_elements) : 0);
-  std::vector<std::byte> wide_input;
+  const Scratch partial(layout_.is_leader() ? wide_bytes(num_elements) : 0);
+  Scratch wide_input;
   size_t offset = 0;
   for (const int rank : order) {
     const Input& input = call_.inputs[static_cast<size_t>(rank)];
     const std::byte* in = input.data;
     if (converts()) {
-      wide_input.resize(wide_bytes(input.num_elements));
+      const size_t num_bytes = wide_bytes(input.num_elements);
+      if (wide_input.num_bytes() < num_bytes) wide_input = Scratch(num_bytes);
       widen(call_.head.dtype, in, wide_input.data(), input.num_elements);
       in = wide_input.data();
     }
@@ -199,8 +204,8 @@ void CrossHost::reduce_scatter() {
   if (layout_.is_leader()) {
     const int64_t own_elements = elements_on(layout_.own_host());
     const size_t own_bytes = wide_bytes(own_elements);
-    std::vector<std::byte> received(static_cast<size_t>(layout_.num_hosts() - 1) * own_bytes);
-    std::byte* next = received.data();
+    std::byte* const received = room_for_others(own_bytes);
+    std::byte* next = received;
     std::byte* of_host = partial.data();
     Transfers transfers(remote_, deadline_);
     for (int host = 0; host < layout_.num_hosts(); ++host) {
@@ -226,7 +231,7 @@ void CrossHost::reduce_scatter() {
     }
   }
   const Output result = output();
-  std::vector<std::byte> wide_result(converts() ? wide_bytes(result.num_elements) : 0);
+  const Scratch wide_result(converts() ? wide_bytes(result.num_elements) : 0);
   std::byte* const place = converts() ? wide_result.data() : result.data;
   run_here(scatter_call(wide_,
                         std::move(parts),

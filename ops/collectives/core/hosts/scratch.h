@@ -1,0 +1,28 @@
+#pragma once
+
+#include <cstddef>
+
+namespace weft::collectives {
+
+// Memory for a step of a collective, not initialised. Larger ones are mapped: the threads of many
+// groups would each leave what they free in a heap of their own.
+class Scratch {
+ public:
+  Scratch() = default;
+  // Errors: std::bad_alloc.
+  explicit Scratch(size_t num_bytes);
+  Scratch(Scratch&& other) noexcept;
+  Scratch& operator=(Scratch&& other) noexcept;
+  ~Scratch();
+
+  std::byte* data() const { return data_; }
+  size_t num_bytes() const { return num_bytes_; }
+
+ private:
+  bool is_mapped() const;
+
+  std::byte* data_ = nullptr;
+  size_t num_bytes_ = 0;
+};
+
+}  // namespace weft::collectives
