@@ -4,6 +4,7 @@
 
 #include "dispatch.h"
 #include "group.h"
+#include "reduced_products.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
@@ -38,8 +39,7 @@ at::Tensor row_half(const at::Tensor& h,
   if (!group) {
     return at::linear(h, w2, b2);
   }
-  auto y = at::linear(h, w2);
-  all_reduce_(kOp, y, group);
+  auto y = reduced_linear(kOp, h, w2, group);
   return b2.has_value() ? y.add_(*b2) : y;
 }
 

@@ -18,6 +18,7 @@
 #include "column_row_mlp.h"
 #include "dispatch.h"
 #include "group.h"
+#include "reduced_products.h"
 
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/matmul.h>
@@ -184,15 +185,16 @@ class Row : public torch::autograd::Function<Row> {
                                const at::Tensor& grad_h3,
                                const at::Tensor& w1,
                                const at::Tensor& w3) {
-    auto grad_x = at::matmul(grad_h1, w1);
-    if (w3.defined()) {
-      as_matrix(grad_x).addmm_(as_matrix(grad_h3), w3);
-    }
     const auto& group_name = ctx->saved_data.at("group_name").toStringRef();
-    if (is_traced(grad_x)) {
+    if (is_traced(grad_h1)) {
+      auto grad_x = at::matmul(grad_h1, w1);
+      if (w3.defined()) {
+        as_matrix(grad_x).addmm_(as_matrix(grad_h3), w3);
+      }
       return dispatch::reduce_from_group(grad_x, group_name);
     }
-    auto pending = start_all_reduce(kOp, grad_x, resolve_group(kOp, group_name));
+    auto [grad_x, pending] =
+        start_reduced_input_product(kOp, resolve_group(kOp, group_name), grad_h1, w1, grad_h3, w3);
     if (torch::autograd::AnomalyMode::is_enabled()) {
       pending.wait();
     }

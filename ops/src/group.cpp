@@ -1,7 +1,10 @@
 #include "group.h"
 
+#include "written_all_reduce.h"
+
 #include <weft/collectives/error.h>
 
+#include <ATen/ops/empty.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -96,6 +99,35 @@ PendingReduce start_all_reduce(std::string_view op,
                                const at::Tensor& tensor,
                                const ProcessGroupPtr& group) {
   return start(op, tensor, group, true);
+}
+
+std::pair<at::Tensor, PendingReduce> start_sum_of(std::string_view op,
+                                                  at::IntArrayRef sizes,
+                                                  const at::TensorOptions& options,
+                                                  const ProcessGroupPtr& group,
+                                                  const std::function<void(at::Tensor&)>& write) {
+  auto result = at::empty(sizes, options);
+  if (group && result.is_cpu() && result.numel() > 0 && !is_traced(result)) {
+    auto work = with_context(op, group->getRank(), [&] {
+      return collectives::all_reduce_written(*group, result, write);
+    });
+    if (work) {
+      return {result, PendingReduce(std::string(op), result, std::move(work), group->getRank())};
+    }
+  }
+  write(result);
+  auto pending = start_all_reduce(op, result, group);
+  return {std::move(result), std::move(pending)};
+}
+
+at::Tensor sum_of(std::string_view op,
+                  at::IntArrayRef sizes,
+                  const at::TensorOptions& options,
+                  const ProcessGroupPtr& group,
+                  const std::function<void(at::Tensor&)>& write) {
+  auto [result, pending] = start_sum_of(op, sizes, options, group, write);
+  pending.wait();
+  return result;
 }
 
 void all_reduce_(std::string_view op, const at::Tensor& tensor, const ProcessGroupPtr& group) {

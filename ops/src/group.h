@@ -6,8 +6,10 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <functional>
 #include <string>
 #include <string_view>
+#include <utility>
 
 namespace weft::ops {
 
@@ -16,6 +18,15 @@ using ProcessGroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 // The group named `group_name`; null for a group of one: the name "" or a group with one rank.
 // Errors: one sentence naming the operator `op` where no such group is registered in this process.
 ProcessGroupPtr resolve_group(std::string_view op, const std::string& group_name);
+
+// The sum over `group` of what `write` puts into a contiguous tensor of `sizes` that it is given,
+// which need not be the result: a backend may have memory that its peers read. A null group: what
+// was written.
+at::Tensor sum_of(std::string_view op,
+                  at::IntArrayRef sizes,
+                  const at::TensorOptions& options,
+                  const ProcessGroupPtr& group,
+                  const std::function<void(at::Tensor&)>& write);
 
 // Sums the contiguous `tensor` over `group` in place and waits; nothing for a null group or no
 // elements (shapes are equal on all ranks, so all skip together).
@@ -44,6 +55,13 @@ class PendingReduce {
 PendingReduce start_all_reduce(std::string_view op,
                                const at::Tensor& tensor,
                                const ProcessGroupPtr& group);
+
+// The same as sum_of on its way. The first is not to be read before the second was waited for.
+std::pair<at::Tensor, PendingReduce> start_sum_of(std::string_view op,
+                                                  at::IntArrayRef sizes,
+                                                  const at::TensorOptions& options,
+                                                  const ProcessGroupPtr& group,
+                                                  const std::function<void(at::Tensor&)>& write);
 
 // True where `tensor` is being traced (compile, export, fake or meta tensors, a dispatch mode):
 // then communication must go through a registered operator, in program order, or the trace would

@@ -3,6 +3,7 @@
 #include "autograd_support.h"
 #include "dispatch.h"
 #include "group.h"
+#include "reduced_products.h"
 #include "shape.h"
 
 #include <ATen/ops/linear.h>
@@ -10,6 +11,7 @@
 #include <torch/library.h>
 
 #include <string>
+#include <tuple>
 
 namespace weft::ops {
 
@@ -36,8 +38,7 @@ at::Tensor row_linear(const at::Tensor& x,
   if (!group) {
     return at::linear(x, weight, bias);
   }
-  auto y = at::linear(x, weight);
-  all_reduce_(kRow, y, group);
+  auto y = reduced_linear(kRow, x, weight, group);
   return bias.has_value() ? y.add_(*bias) : y;
 }
 
@@ -69,11 +70,11 @@ class ColumnLinear : public torch::autograd::Function<ColumnLinear> {
     variable_list result(4);
     PendingReduce pending;
     if (ctx->needs_input_grad(0)) {
-      result[0] = at::matmul(grad_y, saved[1]);
-      if (is_traced(result[0])) {
-        result[0] = dispatch::reduce_from_group(result[0], group_name);
+      if (is_traced(grad_y)) {
+        result[0] = dispatch::reduce_from_group(at::matmul(grad_y, saved[1]), group_name);
       } else {
-        pending = start_all_reduce(kColumn, result[0], resolve_group(kColumn, group_name));
+        std::tie(result[0], pending) = start_reduced_input_product(
+            kColumn, resolve_group(kColumn, group_name), grad_y, saved[1]);
       }
     }
     if (ctx->needs_input_grad(1)) {

@@ -95,10 +95,14 @@ void Engine::drive_unlocked(std::unique_lock<std::mutex>& lock, const Drive& dri
 void Engine::submit(OperationPtr operation, bool in_background) {
   std::unique_lock lock(mutex_);
   check_usable();
-  if (operation->timeout.count() == 0) operation->timeout = options_.timeout;
-  operation->deadline = Clock::now() + operation->timeout + operation->grace;
-  ++num_unfinished_;
   inbox_.push_back(operation);
+  begin(*operation, in_background, lock);
+}
+
+void Engine::begin(Operation& operation, bool in_background, std::unique_lock<std::mutex>& lock) {
+  if (operation.timeout.count() == 0) operation.timeout = options_.timeout;
+  operation.deadline = Clock::now() + operation.timeout + operation.grace;
+  ++num_unfinished_;
   has_inbox_.store(true);
   if (in_background) wake_background();
   if (is_driven_) {
@@ -107,6 +111,31 @@ void Engine::submit(OperationPtr operation, bool in_background) {
     return;
   }
   drive_unlocked(lock, [this] { advance(); });
+}
+
+std::byte* Engine::lend_scratch(size_t num_bytes) {
+  const std::lock_guard lock(mutex_);
+  const bool is_idle = !is_driven_ && num_unfinished_ == 0 && !is_lent_;
+  if (!is_idle || num_bytes > shared_.staging_bytes() || is_left_) return nullptr;
+  if (fork_generation() != fork_generation_) return nullptr;
+  is_lent_ = true;
+  // Free since this rank saw everybody arrive for the chunk before: see Collective.
+  return shared_.staging(options_.rank, static_cast<int>(cursor_.num_chunks % 2));
+}
+
+void Engine::submit_lent(OperationPtr operation) {
+  std::unique_lock lock(mutex_);
+  lent_operation_ = operation;  // the driver goes on with it, see take_inbox
+  begin(*operation, /*in_background=*/false, lock);
+}
+
+void Engine::give_back_scratch() {
+  std::unique_lock lock(mutex_);
+  is_lent_ = false;
+  if (num_unfinished_ == 0) return;
+  lock.unlock();
+  shared_.rank(options_.rank).bell.ring();
+  poll();
 }
 
 void Engine::wake_background() {
@@ -207,6 +236,12 @@ void Engine::take_inbox() {
     const std::lock_guard lock(mutex_);
     taken.swap(inbox_);
     has_inbox_.store(false);
+    if (lent_operation_) {
+      // Those that came since have waited for it.
+      collectives_.push_front(
+          std::dynamic_pointer_cast<Collective>(std::exchange(lent_operation_, nullptr)));
+      is_lent_ = false;
+    }
   }
   for (OperationPtr& operation : taken) {
     if (auto collective = std::dynamic_pointer_cast<Collective>(operation)) {
@@ -224,7 +259,7 @@ void Engine::finish(Operation& operation, const std::exception_ptr& error) {
 
 bool Engine::advance_collectives() {
   bool moved = false;
-  while (!collectives_.empty()) {
+  while (!collectives_.empty() && !is_lent_) {
     const CollectivePtr first = collectives_.front();
     if (!first->advance(shared_, options_.rank, cursor_)) break;
     collectives_.pop_front();

@@ -37,6 +37,9 @@ class Engine final : public Group {
   void submit(OperationPtr operation, bool in_background) override;
   void wait(Operation& operation, std::chrono::milliseconds timeout) override;
   void poll() override;
+  std::byte* lend_scratch(size_t num_bytes) override;
+  void submit_lent(OperationPtr operation) override;
+  void give_back_scratch() override;
   void abort(const std::string& why) override;
   void leave() override;
   std::exception_ptr failure() const override;
@@ -67,6 +70,8 @@ class Engine final : public Group {
   // REQUIRES: mutex_ held.
   void wake_background();
   void run_in_background();
+  // After it was queued. REQUIRES: `lock` holds mutex_.
+  void begin(Operation& operation, bool in_background, std::unique_lock<std::mutex>& lock);
   // Calls `drive_now` as the driver. REQUIRES: `lock` holds mutex_, and nobody drives.
   template <typename Drive>
   void drive_unlocked(std::unique_lock<std::mutex>& lock, const Drive& drive_now);
@@ -86,6 +91,8 @@ class Engine final : public Group {
   std::atomic<int> num_unfinished_{0};
   std::vector<OperationPtr> inbox_;
   std::atomic<bool> has_inbox_{false};
+  OperationPtr lent_operation_;       // comes before those in the inbox
+  std::atomic<bool> is_lent_{false};  // the next staging buffer: no collective begins
   std::thread background_;
   bool background_sleeps_ = false;
   std::condition_variable background_wakes_;

@@ -32,6 +32,15 @@ class Group {
   // Does what can be done without waiting.
   virtual void poll() = 0;
 
+  // Memory in which the caller may build the input of an all-reduce, so that nothing is copied
+  // there. Null where none can be had now, and always where the group has none: then build it
+  // elsewhere. From here to submit_lent() or give_back() other operations of this rank wait.
+  virtual std::byte* lend_scratch(size_t /*num_bytes*/) { return nullptr; }
+  // Begins the all-reduce whose input was built there, one that its caller waits for. A group that
+  // has failed since fails it.
+  virtual void submit_lent(OperationPtr /*operation*/) {}
+  virtual void give_back_scratch() {}
+
   // Fails the group on every rank, at once.
   virtual void abort(const std::string& why) = 0;
   // Tells the others that nothing more comes from here, and fails what cannot be finished at once.

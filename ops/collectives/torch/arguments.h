@@ -5,11 +5,15 @@
 
 #include "tensors.h"
 
+#include <chrono>
 #include <memory>
 #include <string_view>
 #include <vector>
 
 namespace weft::collectives {
+
+// How c10d says that a call brings no timeout of its own.
+constexpr auto kUnset = std::chrono::milliseconds(-1);
 
 const at::Tensor& only_one(std::string_view op, const std::vector<at::Tensor>& tensors);
 // The only list of `lists`, with a tensor for each rank.

@@ -3,6 +3,7 @@
 #include "group.h"
 #include "messages.h"
 #include "tensors.h"
+#include "written_all_reduce.h"
 
 #include <weft/ops/backend.h>
 
@@ -83,6 +84,9 @@ class WeftBackend final : public c10d::Backend {
   WorkPtr recv(Tensors& tensors, int peer, int tag) override;
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
 
+  // See written_all_reduce.h.
+  WorkPtr allreduce_written(at::Tensor& result, const Write& write);
+
  private:
   // An operation and the tensors it works on.
   struct Step {
@@ -94,6 +98,7 @@ class WeftBackend final : public c10d::Backend {
     const char* title;  // for the profiler
     std::chrono::milliseconds timeout;
     bool in_background;
+    bool is_in_scratch = false;  // the input of the only step, lent by the group
   };
 
   Step step(CollectiveCall call, std::shared_ptr<TensorPack> pack) const {

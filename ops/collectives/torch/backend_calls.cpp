@@ -8,12 +8,6 @@
 
 namespace weft::collectives {
 
-namespace {
-
-constexpr auto kUnset = std::chrono::milliseconds(-1);
-
-}  // namespace
-
 using c10d::OpType;
 
 int WeftBackend::checked_root(std::string_view op, int64_t root) const {
@@ -71,7 +65,13 @@ WeftBackend::WorkPtr WeftBackend::start(const Call& call,
     work->add(step.operation);
   }
   try {
-    for (const Step& step : steps) group_->submit(step.operation, call.in_background);
+    for (const Step& step : steps) {
+      if (call.is_in_scratch) {
+        group_->submit_lent(step.operation);
+      } else {
+        group_->submit(step.operation, call.in_background);
+      }
+    }
   } catch (const CollectiveError&) {
     raise(std::current_exception());
   }

@@ -2,6 +2,9 @@
 #include "arguments.h"
 #include "backend.h"
 #include "reduce.h"
+#include "reductions.h"
+
+#include <ATen/ops/from_blob.h>
 
 namespace weft::collectives {
 
@@ -67,6 +70,32 @@ WeftBackend::WorkPtr WeftBackend::allreduce(Tensors& tensors, const c10d::Allred
                {all_reduce_step(tensor, opts.reduceOp)},
                tensors,
                tensors);
+}
+
+WeftBackend::WorkPtr WeftBackend::allreduce_written(at::Tensor& result, const Write& write) {
+  // Smaller ones are copied in less time than it takes to ask.
+  std::byte* const lent =
+      result.nbytes() > kOneShotBytes ? group_->lend_scratch(result.nbytes()) : nullptr;
+  if (lent == nullptr) {
+    write(result);
+    Tensors tensors{result};
+    return allreduce(tensors, {});
+  }
+  const auto pack = new_pack("all_reduce");
+  const Output sum = pack->output(result);
+  try {
+    auto scratch = at::from_blob(lent, result.sizes(), result.options());
+    write(scratch);
+  } catch (...) {
+    group_->give_back_scratch();
+    throw;
+  }
+  auto call =
+      all_reduce_call(facts_of("all_reduce", result), ReduceOp::kSum, {lent, result.numel()}, sum);
+  return start({OpType::ALLREDUCE, "weft:all_reduce", kUnset, false, true},
+               {step(std::move(call), pack)},
+               {result},
+               {result});
 }
 
 WeftBackend::WorkPtr WeftBackend::allreduce_coalesced(Tensors& tensors,
@@ -149,6 +178,15 @@ WeftBackend::WorkPtr WeftBackend::reduce_scatter_tensor_coalesced(
       steps,
       inputs,
       outputs);
+}
+
+c10::intrusive_ptr<c10d::Work> all_reduce_written(c10d::ProcessGroup& group,
+                                                  at::Tensor& result,
+                                                  const Write& write) {
+  if (!group.hasBackends()) return nullptr;  // it has collectives of its own
+  const auto backend = group.getBackend(at::kCPU);
+  auto* const ours = dynamic_cast<WeftBackend*>(backend.get());
+  return ours == nullptr ? nullptr : ours->allreduce_written(result, write);
 }
 
 }  // namespace weft::collectives

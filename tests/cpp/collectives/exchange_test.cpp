@@ -2,7 +2,9 @@
 // many chunks.
 #include "ranks.h"
 
+#include <cstring>
 #include <numeric>
+#include <thread>
 #include <tuple>
 
 namespace weft::collectives::testing {
@@ -36,10 +38,11 @@ class Exchange : public ::testing::TestWithParam<std::tuple<std::string, int64_t
   int root() const { return num_ranks() / 2; }
 
   // Staging of a page or so: sizes above make many chunks.
+  static constexpr size_t kStagingLimit = size_t{128} * 1024;
   template <typename Body>
   void run(const Body& body) {
     GroupOptions options = group_of(1, 0);
-    options.staging_limit_bytes = 128 * 1024;
+    options.staging_limit_bytes = kStagingLimit;
     run_on_hosts(hosts(), body, options);
   }
 };
@@ -179,6 +182,43 @@ INSTANTIATE_TEST_SUITE_P(
         ::testing::Values("a", "aa", "aaa", "aaaa", "aaaaa", "ab", "abc", "aab", "abab", "abbca"),
         ::testing::Values(0, 1, 7, 4096, 50001)));
 
+// Sums what a rank has built in the group's own memory; 50001 floats are more than that holds.
+TEST_P(Exchange, AllReduceOfLentScratch) {
+  run([&](Group& group, int rank) {
+    int num_lent = 0;
+    for (int repeat = 0; repeat < 5; ++repeat) {
+      const Values values = values_of(rank, size());
+      Values result(values.size());
+      std::byte* const lent = group.lend_scratch(values.size() * sizeof(float));
+      num_lent += lent != nullptr ? 1 : 0;
+      if (lent == nullptr) {
+        result = values;
+        complete(group,
+                 all_reduce_call(
+                     {DType::kFloat32, {size()}}, ReduceOp::kSum, input(result), output(result)));
+      } else {
+        EXPECT_EQ(group.lend_scratch(1), nullptr) << "twice";
+        if (repeat == 3) {
+          group.give_back_scratch();
+          continue;
+        }
+        std::memcpy(lent, values.data(), values.size() * sizeof(float));
+        const auto operation = group.make(all_reduce_call(
+            {DType::kFloat32, {size()}}, ReduceOp::kSum, {lent, size()}, output(result)));
+        group.submit_lent(operation);
+        group.wait(*operation, milliseconds(0));
+      }
+      EXPECT_EQ(result, sum_over(num_ranks(), size()));
+    }
+    const bool is_one_host = hosts().find_first_not_of('a') == std::string::npos;
+    const size_t staging_bytes = SharedSizes::within(num_ranks(), kStagingLimit).staging_bytes;
+    const bool is_lent =
+        is_one_host && static_cast<size_t>(size()) * sizeof(float) <= staging_bytes;
+    EXPECT_EQ(num_lent, is_lent ? 5 : 0);
+    complete(group, barrier_call());
+  });
+}
+
 class ExchangeTest : public ::testing::TestWithParam<std::string> {};
 INSTANTIATE_TEST_SUITE_P(Hosts, ExchangeTest, ::testing::Values("aa", "ab"));
 
@@ -213,6 +253,42 @@ TEST_P(ExchangeTest, WhatIsCalledAtTheEndMayWaitForMore) {
     };
     complete(group, outer);
     EXPECT_EQ(second, sum_over(2, 10));
+  });
+}
+
+TEST(LentScratch, OthersWaitUntilItsOperationHasBegun) {
+  run_threads(2, [](Engine& engine, int rank) {
+    for (const bool gives_back : {false, true}) {
+      Values first = values_of(rank, 5000);
+      Values second = values_of(rank + 1, 5000);
+      Values result(5000);
+      std::byte* const lent = engine.lend_scratch(5000 * sizeof(float));
+      ASSERT_NE(lent, nullptr);
+      // Another thread of this rank asks for something meanwhile, and waits for it.
+      std::thread other([&] {
+        complete(engine,
+                 all_reduce_call(
+                     {DType::kFloat32, {5000}}, ReduceOp::kSum, input(second), output(second)));
+      });
+      std::this_thread::sleep_for(milliseconds(20));
+      std::memcpy(lent, first.data(), 5000 * sizeof(float));
+      if (gives_back) {
+        engine.give_back_scratch();
+      } else {
+        const auto operation = engine.make(all_reduce_call(
+            {DType::kFloat32, {5000}}, ReduceOp::kSum, {lent, 5000}, output(result)));
+        engine.submit_lent(operation);
+        engine.wait(*operation, milliseconds(0));
+        EXPECT_FALSE(operation->error());
+        EXPECT_EQ(result, sum_over(2, 5000));
+      }
+      other.join();
+      Values expected = values_of(1, 5000);
+      const Values added = values_of(2, 5000);
+      for (size_t i = 0; i < expected.size(); ++i) expected[i] += added[i];
+      EXPECT_EQ(second, expected);
+    }
+    complete(engine, barrier_call());
   });
 }
 

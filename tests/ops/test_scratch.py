@@ -1,0 +1,50 @@
+"""Partial results built in memory of the group: the same values whether or not it has some free."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+from ops.operators import mlp_reference
+from support.ranks import on_ranks
+
+TOKENS, WIDTH, HIDDEN = 300, 64, 48  # 150 KiB of float64: more than is copied without asking, less than a buffer
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("with_work_under_way", [False, True])
+def test_mlp_and_linears(rank: int, world_size: int, with_work_under_way: bool) -> None:
+    """A collective under way, or one that another thread has asked for, takes the memory away."""
+    group = dist.new_group(backend="cpu:weft")
+    torch.manual_seed(3)
+    whole = {name: torch.randn(HIDDEN, WIDTH, dtype=torch.float64) * 0.2 for name in ("w1", "w3")}
+    whole["w2"] = torch.randn(WIDTH, HIDDEN, dtype=torch.float64) * 0.2
+    x = torch.randn(TOKENS, WIDTH, dtype=torch.float64)
+    expected_x = x.clone().requires_grad_()
+    expected = mlp_reference(expected_x, whole, "silu")
+    expected.sum().backward()
+    dims = {"w1": 0, "w2": 1, "w3": 0}
+    parts = {name: whole[name].chunk(world_size, dim=dims[name])[rank].clone() for name in whole}
+
+    for _ in range(3):
+        pending, other = None, torch.ones(200_000)
+        if with_work_under_way:
+            pending = dist.all_reduce(other, group=group, async_op=True)
+        mine = x.clone().requires_grad_()
+        y = weft.ops.column_row_mlp(mine, **parts, activation="silu", group_name=group.group_name)
+        torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+        y.sum().backward()
+        torch.testing.assert_close(mine.grad, expected_x.grad, rtol=1e-12, atol=1e-12)
+        linear = weft.ops.row_linear(
+            mine.detach().chunk(world_size, dim=1)[rank],
+            whole["w1"].chunk(world_size, dim=1)[rank],
+            group_name=group.group_name,
+        )
+        torch.testing.assert_close(linear, x @ whole["w1"].t(), rtol=1e-12, atol=1e-12)
+        # The result is the caller's: changed at once, while a slow peer may still read its part.
+        linear.zero_()
+        if pending is not None:
+            pending.wait()
+            assert torch.equal(other, torch.full_like(other, world_size))
