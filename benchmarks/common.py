@@ -103,12 +103,13 @@ def interleaved_seconds(
     num_samples: int,
     calls_per_sample: int | Mapping[str, int],
     warm_up: int = 5,
+    barrier: Callable[[], object] = dist.barrier,
 ) -> dict[str, list[float]]:
     """Seconds per call of each candidate, sample by sample in turn: noise of the machine hits all alike.
 
-    Every rank of the default group calls this together. A sample starts behind a barrier, holds
-    `calls_per_sample` calls (a number for all candidates, or one for each) and counts the slowest rank. Which
-    candidate goes first alternates.
+    Every rank of the default group calls this together. A sample starts behind `barrier`, whose ranks should leave
+    it at almost the same time, holds `calls_per_sample` calls (a number for all candidates, or one for each) and
+    counts the slowest rank. Which candidate goes first alternates.
     """
     for function in candidates.values():
         for _ in range(warm_up):
@@ -119,7 +120,7 @@ def interleaved_seconds(
         for name in order if sample % 2 == 0 else order[::-1]:
             function = candidates[name]
             num_calls = calls_per_sample if isinstance(calls_per_sample, int) else calls_per_sample[name]
-            dist.barrier()
+            barrier()
             start = time.perf_counter()
             for _ in range(num_calls):
                 function()

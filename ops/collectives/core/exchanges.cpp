@@ -1,6 +1,7 @@
 #include "exchanges.h"
 
 #include "parts.h"
+#include "streaming.h"
 
 #include <algorithm>
 #include <utility>
@@ -9,11 +10,32 @@ namespace weft::collectives {
 
 namespace {
 
+class Exchange : public Collective {
+ public:
+  explicit Exchange(CollectiveCall call) : Collective(std::move(call)) {
+    size_t num_bytes = 0;
+    for (const Output& output : this->call().outputs) {
+      num_bytes += this->call().bytes_of(output.num_elements);
+    }
+    streams_ = num_bytes >= kStreamedBytes;
+  }
+
+ protected:
+  void copy_result(std::byte* to, const std::byte* from, size_t num_bytes) const {
+    if (!streams_ || to == from) return copy_bytes(to, from, num_bytes);
+    stream_bytes(to, from, num_bytes);
+    finish_streaming();
+  }
+
+ private:
+  bool streams_ = false;
+};
+
 // Every rank that has an input shows it to all: all_gather, gather, broadcast, barrier.
-class SharedExchange final : public Collective {
+class SharedExchange final : public Exchange {
  public:
   // outputs: by rank, null data where this rank does not want that rank's input; may be empty.
-  explicit SharedExchange(CollectiveCall call) : Collective(std::move(call)) {}
+  explicit SharedExchange(CollectiveCall call) : Exchange(std::move(call)) {}
 
  protected:
   int64_t num_chunks(size_t staging_bytes, int /*num_ranks*/) const override {
@@ -33,9 +55,9 @@ class SharedExchange final : public Collective {
       const auto part = part_of(chunk, call().bytes_of(output.num_elements), staging.num_bytes());
       const auto rank = static_cast<int>(peer);
       const bool is_own = rank == staging.rank() && !call().inputs.empty();
-      copy_bytes(output.data + part.first,
-                 is_own ? call().inputs.front().data + part.first : staging.of(rank),
-                 part.size);
+      copy_result(output.data + part.first,
+                  is_own ? call().inputs.front().data + part.first : staging.of(rank),
+                  part.size);
     }
   }
 
@@ -46,10 +68,10 @@ class SharedExchange final : public Collective {
 };
 
 // A rank's buffer holds a part for each rank: all_to_all, scatter.
-class PersonalExchange final : public Collective {
+class PersonalExchange final : public Exchange {
  public:
   // inputs: by rank, or empty. outputs: by rank, null data where nothing is wanted.
-  explicit PersonalExchange(CollectiveCall call) : Collective(std::move(call)) {}
+  explicit PersonalExchange(CollectiveCall call) : Exchange(std::move(call)) {}
 
  protected:
   int64_t num_chunks(size_t staging_bytes, int num_ranks) const override {
@@ -81,7 +103,7 @@ class PersonalExchange final : public Collective {
       const auto part = part_of(chunk, call().bytes_of(output.num_elements), slot);
       const std::byte* from = peer == own ? call().inputs[own].data + part.first
                                           : staging.of(static_cast<int>(peer)) + own * slot;
-      copy_bytes(output.data + part.first, from, part.size);
+      copy_result(output.data + part.first, from, part.size);
     }
   }
 };

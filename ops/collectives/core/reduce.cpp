@@ -56,7 +56,8 @@ void reduce(ReduceOp op,
             std::span<const std::byte* const> sources,
             int64_t num_elements,
             std::byte* second_out,
-            int64_t divisor) {
+            int64_t divisor,
+            bool streams) {
   // A sum of complex numbers is the sums of their parts.
   if (dtype > DType::kFloat8) {
     num_elements *= 2;
@@ -64,7 +65,7 @@ void reduce(ReduceOp op,
   }
   if (divisor == 0) divisor = static_cast<int64_t>(sources.size());
   detail::supported_reduce_loops().front()(
-      {op, dtype, out, sources.data(), sources.size(), num_elements, second_out, divisor});
+      {op, dtype, out, sources.data(), sources.size(), num_elements, second_out, divisor, streams});
 }
 
 }  // namespace weft::collectives

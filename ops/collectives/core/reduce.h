@@ -18,7 +18,8 @@ bool can_reduce(ReduceOp op, DType dtype);
 // Half types accumulate in float32 and round once. Integers wrap; their average truncates. bool:
 // sum is or, product is and. min and max give NaN where any source has one.
 // `out` may be one of the sources, and so may `second_out`, which gets the same where it is not
-// null. An average is over `divisor`; 0: over the sources. REQUIRES: can_reduce(op, dtype); at
+// null. An average is over `divisor`; 0: over the sources. `streams`: `out` past the
+// caches, see streaming.h. REQUIRES: can_reduce(op, dtype); at
 // least one source.
 void reduce(ReduceOp op,
             DType dtype,
@@ -26,7 +27,8 @@ void reduce(ReduceOp op,
             std::span<const std::byte* const> sources,
             int64_t num_elements,
             std::byte* second_out = nullptr,
-            int64_t divisor = 0);
+            int64_t divisor = 0,
+            bool streams = false);
 
 namespace detail {
 
@@ -39,6 +41,7 @@ struct ReduceJob {
   int64_t num_elements;
   std::byte* second_out = nullptr;
   int64_t divisor = 1;
+  bool streams = false;
 };
 
 // reduce_loops.h, compiled once per instruction set.

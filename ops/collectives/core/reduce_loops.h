@@ -2,6 +2,7 @@
 // header with code that another file could emit too: a function compiled for a wider instruction
 // set must not be picked by the linker for everybody.
 #include "reduce.h"
+#include "streaming.h"
 
 #include <weft/kernels/half_types.h>
 
@@ -157,10 +158,19 @@ void run(const ReduceJob& job) {
       for (int64_t i = 0; i < n; ++i) value[i] = average(value[i], job.divisor);
     }
     // The out of this block may be one of the sources: all are read by now.
-    for (int64_t i = 0; i < n; ++i) E::store(value[i], out[first + i]);
+    if (job.streams) {
+      T block[kBlock];
+      for (int64_t i = 0; i < n; ++i) E::store(value[i], block[i]);
+      stream_bytes(reinterpret_cast<std::byte*>(out + first),
+                   reinterpret_cast<const std::byte*>(block),
+                   static_cast<size_t>(n) * sizeof(T));
+    } else {
+      for (int64_t i = 0; i < n; ++i) E::store(value[i], out[first + i]);
+    }
     if (second_out == nullptr) continue;
     for (int64_t i = 0; i < n; ++i) E::store(value[i], second_out[first + i]);
   }
+  if (job.streams) finish_streaming();
 }
 
 template <typename T>

@@ -2,6 +2,7 @@
 
 #include "parts.h"
 #include "reduce.h"
+#include "streaming.h"
 
 #include <algorithm>
 #include <utility>
@@ -28,13 +29,14 @@ class Reduction : public Collective {
                    size_t offset,
                    int64_t num_elements,
                    const Staging& staging,
-                   std::byte* second_out = nullptr) {
+                   std::byte* second_out = nullptr,
+                   bool streams = false) {
     if (num_elements == 0) return;
     sources_.clear();
     for (int peer = 0; peer < staging.num_ranks(); ++peer) {
       sources_.push_back(peer == staging.rank() ? own : staging.of(peer) + offset);
     }
-    reduce(head().reduce_op, head().dtype, out, sources_, num_elements, second_out);
+    reduce(head().reduce_op, head().dtype, out, sources_, num_elements, second_out, 0, streams);
   }
 
   // The parts of the tensor that are not cut by rank.
@@ -176,7 +178,9 @@ class ReduceScatter final : public Reduction {
                 call().inputs[own_].data + first,
                 slot_offset(own_, staging),
                 part.size,
-                staging);
+                staging,
+                nullptr,
+                bytes_of(head().num_elements) >= 2 * kStreamedBytes);
   }
 
  private:

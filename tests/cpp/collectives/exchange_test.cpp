@@ -219,6 +219,49 @@ TEST_P(Exchange, AllReduceOfLentScratch) {
   });
 }
 
+// Results that are written past the caches, from places and to places off the lines of those.
+TEST(StreamedResults, AreTheSame) {
+  constexpr size_t kSize = 700001;
+  run_threads(3, [](Engine& engine, int rank) {
+    const auto from = [](Values& values) { return values.data() + 1; };
+    const auto as_bytes = [](float* data) { return reinterpret_cast<std::byte*>(data); };
+    constexpr auto kElements = static_cast<int64_t>(kSize - 1);
+    const auto element = [](int source, size_t i) {
+      return static_cast<float>((static_cast<size_t>(source) + 1) * (i % 97));
+    };
+    Values whole(3 * kSize);
+    std::vector<Input> inputs;
+    for (size_t part = 0; part < 3; ++part) {
+      float* const data = whole.data() + part * kSize + 1;
+      for (size_t i = 0; i < kSize - 1; ++i) data[i] = element(rank, i + part);
+      inputs.push_back({as_bytes(data), kElements});
+    }
+    Values result(kSize);
+    complete(
+        engine,
+        reduce_scatter_call(
+            DType::kFloat32, ReduceOp::kSum, inputs, {as_bytes(from(result)), kElements}, rank));
+    for (size_t i = 0; i < kSize - 1; ++i) {
+      ASSERT_EQ(from(result)[i], 6 * element(0, i + static_cast<size_t>(rank))) << i;
+    }
+    std::vector<Values> gathered(3, Values(kSize));
+    std::vector<Output> outputs;
+    for (Values& each : gathered) outputs.push_back({as_bytes(from(each)), kElements});
+    complete(engine, all_gather_call(DType::kFloat32, inputs.front(), outputs));
+    for (int peer = 0; peer < 3; ++peer) {
+      const float* const got = from(gathered[static_cast<size_t>(peer)]);
+      for (size_t i = 0; i < kSize - 1; ++i) ASSERT_EQ(got[i], element(peer, i)) << i;
+    }
+    complete(engine, all_to_all_call(DType::kFloat32, inputs, outputs));
+    for (int peer = 0; peer < 3; ++peer) {
+      const float* const got = from(gathered[static_cast<size_t>(peer)]);
+      for (size_t i = 0; i < kSize - 1; ++i) {
+        ASSERT_EQ(got[i], element(peer, i + static_cast<size_t>(rank))) << i;
+      }
+    }
+  });
+}
+
 class ExchangeTest : public ::testing::TestWithParam<std::string> {};
 INSTANTIATE_TEST_SUITE_P(Hosts, ExchangeTest, ::testing::Values("aa", "ab"));
 

@@ -111,7 +111,8 @@ void check(DType dtype) {
                  data.size(),
                  static_cast<int64_t>(size),
                  nullptr,
-                 static_cast<int64_t>(data.size())});
+                 static_cast<int64_t>(data.size()),
+                 size % 2 == 1});
           for (size_t i = 0; i < size; ++i) {
             double wanted = expected(op, values[i]);
             if (op == ReduceOp::kAvg) {
