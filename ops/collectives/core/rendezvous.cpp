@@ -4,6 +4,7 @@
 
 #include <weft/collectives/error.h>
 
+#include <random>
 #include <sstream>
 #include <stdexcept>
 #include <thread>
@@ -21,11 +22,17 @@ class Joining {
   Joining(const Store& store, const GroupOptions& options)
       : store_(store), options_(options), deadline_(Clock::now() + options.timeout) {}
 
-  std::vector<std::string> exchange_identities() const {
-    std::vector<std::string> identities;
-    store_.set("host/" + std::to_string(options_.rank), host_identity());
+  // A line with the host, on rank 0 followed by the nonce.
+  Identities exchange_identities() const {
+    std::random_device random;
+    const std::string nonce = std::to_string(random()) + std::to_string(random());
+    store_.set("host/" + std::to_string(options_.rank),
+               options_.rank == 0 ? host_identity() + '\n' + nonce : host_identity());
+    Identities identities;
     for (int rank = 0; rank < options_.size; ++rank) {
-      identities.push_back(get("host/" + std::to_string(rank), rank));
+      const std::string told = get("host/" + std::to_string(rank), rank);
+      identities.hosts.push_back(told.substr(0, told.find('\n')));
+      if (rank == 0) identities.nonce = told.substr(told.find('\n') + 1);
     }
     return identities;
   }
@@ -119,7 +126,7 @@ Membership join(const Store& store, const GroupOptions& options) {
   return Joining(store, options).run();
 }
 
-std::vector<std::string> exchange_identities(const Store& store, const GroupOptions& options) {
+Identities exchange_identities(const Store& store, const GroupOptions& options) {
   return Joining(store, options).exchange_identities();
 }
 

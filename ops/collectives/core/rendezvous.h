@@ -45,9 +45,14 @@ struct Membership {
 // another's memory cannot be opened.
 Membership join(const Store& store, const GroupOptions& options);
 
-// The identity of the host of each rank. Blocks until all ranks have told theirs, which stays in
-// the store under "host/<rank>" until its rank removes it. Errors: CollectiveTimeoutError.
-std::vector<std::string> exchange_identities(const Store& store, const GroupOptions& options);
+struct Identities {
+  std::vector<std::string> hosts;  // by rank
+  std::string nonce;               // the same on all ranks, and no other group's
+};
+
+// Blocks until all ranks have told who their host is, which stays in the store under "host/<rank>"
+// until its rank removes it. Errors: CollectiveTimeoutError.
+Identities exchange_identities(const Store& store, const GroupOptions& options);
 
 // "rank 1 (pid 4711)", "rank 1 (global rank 5, pid 4711)".
 std::string name_of_rank(const SharedState& shared, int rank);

@@ -83,8 +83,8 @@ std::shared_ptr<Group> join(const c10::intrusive_ptr<c10d::Store>& store,
   }
   MakeTransport make_transport;
   if (options.make_transport) {
-    make_transport = [&] {
-      const auto own_store = c10::make_intrusive<c10d::PrefixStore>("transport", store);
+    make_transport = [&](const std::string& name) {
+      const auto own_store = c10::make_intrusive<c10d::PrefixStore>(name, store);
       return transport_over(options.make_transport(own_store, rank, size, options.timeout));
     };
   }

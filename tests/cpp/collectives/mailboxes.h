@@ -9,6 +9,7 @@
 #include <cstring>
 #include <list>
 #include <mutex>
+#include <set>
 #include <stdexcept>
 #include <vector>
 
@@ -27,11 +28,17 @@ class Mailboxes {
   std::mutex mutex;
   std::condition_variable changed;
   std::list<Letter> letters;
+  std::set<int> closed;  // ranks that send no more
 };
 
 class MailboxTransport final : public Transport {
  public:
   MailboxTransport(Mailboxes& mailboxes, int rank) : mailboxes_(mailboxes), rank_(rank) {}
+  ~MailboxTransport() override {
+    const std::lock_guard lock(mailboxes_.mutex);
+    mailboxes_.closed.insert(rank_);
+    mailboxes_.changed.notify_all();
+  }
 
   std::unique_ptr<Transfer> send(int peer,
                                  int tag,
@@ -76,9 +83,12 @@ class MailboxTransport final : public Transport {
           return letter.to == place_.to && letter.tag == place_.tag &&
                  (place_.from == kAnySource || place_.from == letter.from);
         });
-        return is_given_up_ || found != mailboxes_.letters.end();
+        return is_given_up_ || found != mailboxes_.letters.end() ||
+               mailboxes_.closed.contains(place_.from);
       });
-      if (!came || is_given_up_) throw std::runtime_error("no letter");
+      if (!came || is_given_up_ || found == mailboxes_.letters.end()) {
+        throw std::runtime_error("no letter");
+      }
       if (found->text.size() != place_.num_bytes)
         throw std::runtime_error("a letter of another size");
       std::ranges::copy(found->text, place_.data);

@@ -95,8 +95,8 @@ void run_on_hosts(const std::string& hosts,
   }
   MemoryStore store;
   Mailboxes mailboxes;
-  std::vector<std::string> identities;
-  for (const char host : hosts) identities.emplace_back(1, host);
+  Identities identities;
+  for (const char host : hosts) identities.hosts.emplace_back(1, host);
   std::vector<std::thread> threads;
   for (int rank = 0; rank < num_ranks; ++rank) {
     threads.emplace_back([&, rank] {
@@ -104,7 +104,7 @@ void run_on_hosts(const std::string& hosts,
         GroupOptions options = like;
         options.rank = rank;
         options.size = num_ranks;
-        HostsGroup group(store.view(), options, HostLayout(identities, rank), [&] {
+        HostsGroup group(store.view(), options, identities, [&](const std::string& /*name*/) {
           return std::make_unique<MailboxTransport>(mailboxes, rank);
         });
         body(group, rank);

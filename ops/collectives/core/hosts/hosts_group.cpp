@@ -14,6 +14,12 @@ using Clock = std::chrono::steady_clock;
 // Another host's failure, or the end of a process of this one, is noticed within this time.
 constexpr std::chrono::milliseconds kLookInterval{50};
 
+// A transport that does not give its transfers up holds a leaving rank for this time.
+constexpr std::chrono::seconds kLeaving{1};
+
+// Of so many looks one asks the store, on a rank that is not a leader.
+constexpr unsigned kLooksOfOthers = 8;
+
 Store with_prefix(const Store& store, const std::string& prefix) {
   return {[=](const std::string& key, const std::string& value) { store.set(prefix + key, value); },
           [=](const std::string& key, std::chrono::milliseconds timeout) {
@@ -37,8 +43,6 @@ GroupOptions options_here(const GroupOptions& all, const HostLayout& layout) {
   }
   return here;
 }
-
-constexpr const char* kFailureKey = "failure";
 
 std::string format_failure(const CollectiveError& error) {
   return std::to_string(static_cast<int>(error.kind())) + ' ' + error.what();
@@ -65,14 +69,16 @@ class HostsGroup::CollectiveOperation final : public Operation {
 
 HostsGroup::HostsGroup(const Store& store,
                        const GroupOptions& options,
-                       HostLayout layout,
+                       const Identities& identities,
                        const MakeTransport& make_transport)
     : options_(options),
-      layout_(std::move(layout)),
+      layout_(identities.hosts, options.rank),
       store_(store.clone()),
+      failure_key_("failure/" + identities.nonce),
+      fork_generation_(fork_generation()),
       here_(with_prefix(store, "host/" + std::to_string(layout_.own_host()) + "/"),
             options_here(options, layout_)),
-      remote_(make_transport()),
+      remote_(make_transport("transport/" + identities.nonce)),
       messages_(remote_, options.rank, options.size) {
   worker_ = std::thread([this] { work(); });
   watcher_ = std::thread([this] { watch(); });
@@ -92,25 +98,36 @@ void HostsGroup::submit(OperationPtr operation, bool /*in_background*/) {
   here_.check_usable();
   if (operation->timeout.count() == 0) operation->timeout = options_.timeout;
   operation->deadline = Clock::now() + operation->timeout;
+  if (auto message = std::dynamic_pointer_cast<Message>(operation)) return begin(message);
+  auto collective = std::dynamic_pointer_cast<CollectiveOperation>(operation);
   const std::lock_guard lock(mutex_);
-  if (auto collective = std::dynamic_pointer_cast<CollectiveOperation>(operation)) {
-    collective->sequence = ++num_collectives_;
-    ++num_unfinished_;
-    queue_.push_back(std::move(collective));
-  } else {
-    const auto posted = messages_.post(std::dynamic_pointer_cast<Message>(operation));
-    ++num_unfinished_;
-    message_threads_.run([this, operation, posted] {
-      std::exception_ptr error;
-      try {
-        messages_.finish(*posted, operation->deadline);
-      } catch (...) {
-        error = as_failure(*operation);
-      }
-      finish(*operation, error);
-    });
-  }
+  collective->sequence = ++num_collectives_;
+  ++num_unfinished_;
+  queue_.push_back(std::move(collective));
   changed_.notify_all();
+}
+
+void HostsGroup::begin(const MessagePtr& message) {
+  std::shared_ptr<RemoteMessages::Posted> posted;
+  try {
+    posted = messages_.post(message);
+  } catch (const TransportError&) {
+    std::rethrow_exception(as_failure(*message));
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    ++num_unfinished_;
+    changed_.notify_all();
+  }
+  message_threads_.run([this, message, posted] {
+    std::exception_ptr error;
+    try {
+      messages_.finish(*posted, message->deadline);
+    } catch (...) {
+      error = as_failure(*message);
+    }
+    finish(*message, error);
+  });
 }
 
 void HostsGroup::work() {
@@ -196,11 +213,11 @@ std::exception_ptr HostsGroup::as_failure(const Operation& operation) {
     const std::string peer =
         error.peer < 0 ? "a rank" : "rank " + std::to_string(error.peer) + " (on another host)";
     // A failure of this host's ranks, or one the other hosts told of, comes first.
-    look_for_trouble();
-    if (failure() != nullptr) {
-    } else if (Clock::now() >= operation.deadline) {
+    look_for_trouble(true);
+    const bool is_new = failure() == nullptr && !is_left_;
+    if (is_new && Clock::now() >= operation.deadline) {
       fail_late(operation, operation.timeout, ": not arrived " + peer);
-    } else if (!is_left_) {
+    } else if (is_new) {
       fail(ErrorKind::kPeerLost,
            "weft: " + peer + " of group '" + options_.name + "' was lost while rank " +
                std::to_string(options_.rank) + " waited for it in " + operation.describe() + " (" +
@@ -223,16 +240,17 @@ std::exception_ptr HostsGroup::as_failure(const Operation& operation) {
 
 void HostsGroup::watch() {
   std::unique_lock lock(mutex_);
-  while (!is_left_ && !is_told_) {
+  for (unsigned num_looks = 0; !is_left_ && !is_told_; ++num_looks) {
     changed_.wait(lock, [&] { return is_left_ || num_unfinished_ > 0; });
     lock.unlock();
-    look_for_trouble();
+    // A leader has work wherever its host takes part in a collective; the others ask for messages.
+    look_for_trouble(layout_.is_leader() || num_looks % kLooksOfOthers == 0);
     lock.lock();
     changed_.wait_for(lock, kLookInterval, [&] { return is_left_.load(); });
   }
 }
 
-void HostsGroup::look_for_trouble() {
+void HostsGroup::look_for_trouble(bool asks_others) {
   std::string what;
   {
     const std::lock_guard lock(mutex_);
@@ -240,8 +258,8 @@ void HostsGroup::look_for_trouble() {
   }
   if (failure() == nullptr) here_.check_peers(what.empty() ? "point-to-point messages" : what);
   try {
-    if (failure() == nullptr && store_.has(kFailureKey)) {
-      const auto [kind, text] = parse_failure(store_.get(kFailureKey, kLookInterval));
+    if (asks_others && failure() == nullptr && store_.has(failure_key_)) {
+      const auto [kind, text] = parse_failure(store_.get(failure_key_, kLookInterval));
       here_.fail(kind, text);
     }
   } catch (const std::exception&) {
@@ -258,7 +276,7 @@ void HostsGroup::tell_failure() {
     std::rethrow_exception(failure());
   } catch (const CollectiveError& error) {
     try {
-      if (!store_.has(kFailureKey)) store_.set(kFailureKey, format_failure(error));
+      if (!store_.has(failure_key_)) store_.set(failure_key_, format_failure(error));
     } catch (const std::exception&) {
       // They find out by the transport then.
     }
@@ -266,12 +284,14 @@ void HostsGroup::tell_failure() {
 }
 
 void HostsGroup::abort(const std::string& why) {
+  if (fork_generation() != fork_generation_) return;
   fail(ErrorKind::kAborted,
        "weft: rank " + std::to_string(options_.rank) + " aborted group '" + options_.name + "'" +
            (why.empty() ? "" : ": " + why));
 }
 
 void HostsGroup::leave() {
+  if (fork_generation() != fork_generation_) return;
   {
     const std::lock_guard lock(mutex_);
     if (is_left_.exchange(true)) return;
@@ -279,24 +299,29 @@ void HostsGroup::leave() {
   here_.leave();
   remote_.give_up();
   changed_.notify_all();
+  if (is_working_here()) return;  // from an operation's on_done, whose own transfers are not over
+  // Every wait of it has ended; who waits for this rank on another host sees the connection go.
+  std::unique_lock lock(mutex_);
+  if (changed_.wait_for(lock, kLeaving, [&] { return num_unfinished_ == 0; })) remote_.close();
 }
 
 std::shared_ptr<Group> join_group(const Store& store,
                                   const GroupOptions& options,
                                   const MakeTransport& make_transport) {
   const unsigned made_in = fork_generation();
-  HostLayout layout(exchange_identities(store, options), options.rank);
+  const Identities identities = exchange_identities(store, options);
+  const int num_hosts = HostLayout(identities.hosts, options.rank).num_hosts();
   std::shared_ptr<Group> group;
-  if (layout.num_hosts() == 1) {
+  if (num_hosts == 1) {
     group = make_engine(store, options);
   } else if (make_transport) {
-    group = {new HostsGroup(store, options, std::move(layout), make_transport),
+    group = {new HostsGroup(store, options, identities, make_transport),
              [made_in](HostsGroup* joined) {
                if (fork_generation() == made_in) delete joined;
              }};
   } else {
     throw std::runtime_error("weft: got ranks of group '" + options.name + "' on " +
-                             std::to_string(layout.num_hosts()) +
+                             std::to_string(num_hosts) +
                              " hosts and no transport between them; pass "
                              "BackendOptions::make_transport, or keep the ranks on one host");
   }

@@ -21,7 +21,7 @@ class HostsGroup final : public Group {
   // Blocks until all ranks are there. Errors: as of Engine; what the transport throws.
   HostsGroup(const Store& store,
              const GroupOptions& options,
-             HostLayout layout,
+             const Identities& identities,
              const MakeTransport& make_transport);
   // Leaves the group. REQUIRES: not in a forked child.
   ~HostsGroup() override;
@@ -40,6 +40,7 @@ class HostsGroup final : public Group {
   class CollectiveOperation;
   using CollectiveOperationPtr = std::shared_ptr<CollectiveOperation>;
 
+  void begin(const MessagePtr& message);
   void work();
   void carry_out(CollectiveOperation& collective);
   void finish(Operation& operation, const std::exception_ptr& error);
@@ -51,12 +52,15 @@ class HostsGroup final : public Group {
                  const std::string& detail);
   void tell_failure();
   void watch();
-  void look_for_trouble();
+  // `asks_others`: whether another host has failed, too.
+  void look_for_trouble(bool asks_others);
   bool is_working_here() const { return worker_.get_id() == std::this_thread::get_id(); }
 
   const GroupOptions options_;
   const HostLayout layout_;
   const Store store_;
+  const std::string failure_key_;  // where the hosts tell each other
+  const unsigned fork_generation_;
   Engine here_;
   Remote remote_;
   RemoteMessages messages_;

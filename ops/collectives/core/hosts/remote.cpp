@@ -55,6 +55,11 @@ void Remote::give_up() {
   for (Transfer* transfer : waited_for_) transfer->give_up();
 }
 
+void Remote::close() {
+  const std::lock_guard lock(posting_);
+  transport_.reset();
+}
+
 void Transfers::send(int peer, const std::byte* data, size_t num_bytes) {
   if (num_bytes == 0) return;
   posted_.push_back({peer, remote_.send(peer, kCollectiveTag, data, num_bytes)});

@@ -32,13 +32,15 @@ class Remote {
 
   // Ends every wait, now and later.
   void give_up();
+  // Ends the transport, which tells the other hosts. REQUIRES: given up, and no transfer is left.
+  void close();
 
  private:
   template <typename Post>
   std::unique_ptr<Transfer> post(int peer, const Post& post_it);
 
   std::mutex posting_;
-  const std::unique_ptr<Transport> transport_;
+  std::unique_ptr<Transport> transport_;
   std::mutex mutex_;
   std::set<Transfer*> waited_for_;
   bool is_given_up_ = false;

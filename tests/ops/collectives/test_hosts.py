@@ -1,0 +1,73 @@
+"""Groups on several hosts, beyond the values that test_values.py checks there too."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+from ops.collectives.hosts import across_hosts
+from support.ranks import on_ranks
+
+
+def gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.distributed_c10d.Backend:
+    return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+
+def transports_made(rank: int) -> list[tuple[int, int, timedelta]]:
+    """What a group asks of the function that makes its transport."""
+    made: list[tuple[int, int, timedelta]] = []
+
+    def transport(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.distributed_c10d.Backend:
+        made.append((rank, size, timeout))
+        return gloo(store, rank, size, timeout)
+
+    options = weft.collectives.BackendOptions(transport=transport)
+    group = dist.new_group(backend="cpu:weft", pg_options=options, timeout=timedelta(seconds=77))
+    tensor = torch.full((5,), rank + 1.0)
+    dist.all_reduce(tensor, group=group)
+    assert tensor.tolist() == [6.0] * 5
+    return made
+
+
+@on_ranks(3)
+@across_hosts("aba")
+def test_transport_is_what_the_options_make(rank: int, world_size: int) -> None:
+    assert transports_made(rank) == [(rank, world_size, timedelta(seconds=77))]
+
+
+@on_ranks(3)
+def test_one_host_needs_no_transport(rank: int, world_size: int) -> None:
+    assert transports_made(rank) == []
+
+
+@on_ranks(2)
+@across_hosts("ab")
+def test_a_store_can_be_used_again(rank: int, world_size: int) -> None:
+    """Neither the failure of an earlier group nor the addresses of its ranks are in the way."""
+    store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
+    for attempt in range(3):
+        backend = weft._collectives.make_backend(
+            store, rank, world_size, timedelta(seconds=60), "again", [], 1 << 24, gloo
+        )
+        tensor = torch.full((3,), float(attempt))
+        backend.allreduce([tensor], dist.AllreduceOptions()).wait()
+        assert tensor.tolist() == [2.0 * attempt] * 3
+        dist.barrier()
+        backend.abort()
+        with pytest.raises(weft.GroupAbortedError, match=r"rank \d aborted group 'again'"):
+            backend.allreduce([tensor], dist.AllreduceOptions()).wait()
+        dist.barrier()
+        del backend
+
+
+@on_ranks(2)
+@across_hosts("ab")
+def test_tags_that_cannot_travel(rank: int, world_size: int) -> None:
+    group = dist.new_group(backend="cpu:weft")
+    with pytest.raises(ValueError, match=r"got tag 2147483647 in a group of several hosts; pass one from 0 to"):
+        dist.isend(torch.ones(1), 1 - rank, group=group, tag=2**31 - 1)
+    dist.barrier(group=group)
