@@ -2,6 +2,7 @@
 // many chunks.
 #include "ranks.h"
 
+#include <algorithm>
 #include <cstring>
 #include <numeric>
 #include <thread>
@@ -202,7 +203,7 @@ TEST_P(Exchange, AllReduceOfLentScratch) {
           group.give_back_scratch();
           continue;
         }
-        std::memcpy(lent, values.data(), values.size() * sizeof(float));
+        std::ranges::copy(values, reinterpret_cast<float*>(lent));
         const auto operation = group.make(all_reduce_call(
             {DType::kFloat32, {size()}}, ReduceOp::kSum, {lent, size()}, output(result)));
         group.submit_lent(operation);

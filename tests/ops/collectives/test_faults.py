@@ -146,7 +146,8 @@ def test_abort_and_leaving(rank: int, world_size: int) -> None:
     group = dist.new_group(backend="cpu:weft")
     if rank == 0:
         # On another host it is a connection that was closed.
-        with pytest.raises(weft.PeerLostError, match=r"rank 1 \(.*\) of group '.*' (left the group|was lost) while rank 0"):
+        text = r"rank 1 \(.*\) of group '.*' (left the group|was lost) while rank 0"
+        with pytest.raises(weft.PeerLostError, match=text):
             dist.all_reduce(torch.ones(3), group=group)
     else:
         dist.destroy_process_group(group)

@@ -48,8 +48,8 @@ class Transport {
                                             size_t num_bytes) = 0;
 };
 
-// Called once the ranks know that they run on several hosts, on all of them, with a name for it that
-// is the same on all ranks and was never used before.
+// Called once the ranks know that they run on several hosts, on all of them, with a name for it
+// that is the same on all ranks and was never used before.
 using MakeTransport = std::function<std::unique_ptr<Transport>(const std::string& name)>;
 
 }  // namespace weft::collectives
