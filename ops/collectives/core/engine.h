@@ -50,6 +50,11 @@ class Engine final : public Group {
   void check_usable() const;
   // Fails the group on every rank; returns the failure that counts, which may be an earlier one.
   std::exception_ptr fail(ErrorKind kind, const std::string& text);
+  // What others read of this rank when they find it late: the rank of another host that it waits
+  // for, or kNobody.
+  void tell_waiting(int remote_rank) {
+    shared_.rank(options_.rank).waits_for.store(remote_rank, std::memory_order_relaxed);
+  }
   // Fails the group if the process of a rank has ended without a word, for one who waits for
   // something else than an operation of this engine: `what`.
   void check_peers(const std::string& what);

@@ -98,6 +98,10 @@ void Engine::fail_late(const Operation& operation) {
       for (int rank = 0; rank < options_.size; ++rank) {
         if (cursor_.phases.has_arrived(rank) == has_arrived) {
           ranks += (ranks.empty() ? "" : ", ") + name_of_rank(shared_, rank);
+          const int remote = shared_.rank(rank).waits_for.load(std::memory_order_relaxed);
+          if (!has_arrived && remote != RankBlock::kNobody) {
+            ranks += ", which waits for rank " + std::to_string(remote) + " (on another host)";
+          }
         }
       }
       text << (has_arrived ? ": arrived " : "; not arrived ") << (ranks.empty() ? "none" : ranks);

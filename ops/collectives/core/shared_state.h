@@ -52,10 +52,12 @@ struct Control {
 enum class RankState : uint32_t { kAbsent = 0, kJoined, kLeft };
 
 struct RankBlock {
+  static constexpr int32_t kNobody = -1;
   alignas(64) std::atomic<RankState> state{RankState::kAbsent};
   pid_t pid = 0;
   uint64_t start_time = 0;                            // of the process: tells a reused pid
   int32_t global_rank = 0;                            // for texts
+  std::atomic<int32_t> waits_for{kNobody};            // on another host, for texts
   alignas(64) std::atomic<uint64_t> num_arrivals{0};  // of this rank
   Bell bell;
 };

@@ -112,7 +112,7 @@ void CrossHost::agree() {
   run_here(all_gather_call(DType::kUInt8, {own, size}, std::move(places)));
   all_have_come_ = true;
   if (layout_.is_leader()) {
-    Transfers transfers(remote_, deadline_);
+    auto transfers = transfers_until(deadline_);
     for (int host = 0; host < layout_.num_hosts(); ++host) {
       if (host == layout_.own_host()) continue;
       const int leader = layout_.leader_of(host);
@@ -152,7 +152,7 @@ void CrossHost::broadcast() {
         {DType::kUInt8, {size}}, {data, size}, layout_.local_rank_of(root()), local_rank()));
   }
   if (layout_.is_leader()) {
-    Transfers transfers(remote_, deadline_);
+    auto transfers = transfers_until(deadline_);
     if (root_host != layout_.own_host()) {
       transfers.receive(layout_.leader_of(root_host), data, num_bytes);
     } else {
@@ -169,7 +169,7 @@ void CrossHost::all_gather() {
   run_here(all_gather_call(call_.head.dtype, input(), of_own_ranks(call_.outputs)));
   const auto place_of = [&](int rank) { return call_.outputs[static_cast<size_t>(rank)]; };
   if (layout_.is_leader()) {
-    Transfers transfers(remote_, deadline_);
+    auto transfers = transfers_until(deadline_);
     for (int host = 0; host < layout_.num_hosts(); ++host) {
       if (host == layout_.own_host()) continue;
       const int leader = layout_.leader_of(host);
@@ -193,7 +193,7 @@ void CrossHost::all_gather() {
 
 void CrossHost::gather() {
   const bool is_root = root() == layout_.rank;
-  Transfers transfers(remote_, deadline_of_pairs());
+  auto transfers = transfers_until(deadline_of_pairs());
   if (!layout_.is_here(root())) {
     transfers.send(root(), input().data, call_.bytes_of(input().num_elements));
     return transfers.wait();
@@ -216,7 +216,7 @@ void CrossHost::gather() {
 
 void CrossHost::scatter() {
   const bool is_root = root() == layout_.rank;
-  Transfers transfers(remote_, deadline_of_pairs());
+  auto transfers = transfers_until(deadline_of_pairs());
   if (!layout_.is_here(root())) {
     transfers.receive(root(), output().data, call_.bytes_of(output().num_elements));
     return transfers.wait();
@@ -238,7 +238,7 @@ void CrossHost::scatter() {
 }
 
 void CrossHost::all_to_all() {
-  Transfers transfers(remote_, deadline_of_pairs());
+  auto transfers = transfers_until(deadline_of_pairs());
   for (int rank = 0; rank < layout_.num_ranks(); ++rank) {
     if (layout_.is_here(rank)) continue;
     const Output place = call_.outputs[static_cast<size_t>(rank)];

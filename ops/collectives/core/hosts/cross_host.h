@@ -61,6 +61,9 @@ class CrossHost {
   size_t wide_bytes(int64_t num_elements) const {
     return static_cast<size_t>(num_elements) * size_of(wide_);
   }
+  Transfers transfers_until(Deadline deadline) {
+    return {remote_, deadline, [this](int peer) { here_.tell_waiting(peer); }};
+  }
   // Of transfers between ranks that need not be leaders.
   Deadline deadline_of_pairs() const;
   bool converts() const { return wide_ != call_.head.dtype; }

@@ -60,7 +60,7 @@ void CrossHost::combine(const std::byte* received,
 
 void CrossHost::reduce_on_leader_of(int host, std::byte* partial, int64_t num_elements) {
   const size_t num_bytes = wide_bytes(num_elements);
-  Transfers transfers(remote_, deadline_);
+  auto transfers = transfers_until(deadline_);
   if (host != layout_.own_host()) {
     transfers.send(layout_.leader_of(host), partial, num_bytes);
     return transfers.wait();
@@ -83,7 +83,7 @@ void CrossHost::all_reduce_between_leaders(std::byte* partial, int64_t num_eleme
   }
   std::byte* const received = room_for_others(num_bytes);
   std::byte* next = received;
-  Transfers transfers(remote_, deadline_);
+  auto transfers = transfers_until(deadline_);
   for (int host = 0; host < layout_.num_hosts(); ++host) {
     if (host == layout_.own_host()) continue;
     transfers.receive(layout_.leader_of(host), next, num_bytes);
@@ -105,7 +105,7 @@ void CrossHost::all_reduce_in_slices(std::byte* partial, int64_t num_elements) {
   std::byte* const received = room_for_others(own_bytes);
   std::byte* next = received;
   const auto to_others = [&](const auto& exchange) {
-    Transfers transfers(remote_, deadline_);
+    auto transfers = transfers_until(deadline_);
     for (int host = 0; host < layout_.num_hosts(); ++host) {
       if (host == layout_.own_host()) continue;
       exchange(transfers, layout_.leader_of(host), slice_of(host));
@@ -207,7 +207,7 @@ void CrossHost::reduce_scatter() {
     std::byte* const received = room_for_others(own_bytes);
     std::byte* next = received;
     std::byte* of_host = partial.data();
-    Transfers transfers(remote_, deadline_);
+    auto transfers = transfers_until(deadline_);
     for (int host = 0; host < layout_.num_hosts(); ++host) {
       const size_t num_bytes = wide_bytes(elements_on(host));
       if (host == layout_.own_host()) {

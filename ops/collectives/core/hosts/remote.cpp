@@ -71,8 +71,12 @@ void Transfers::receive(int peer, std::byte* data, size_t num_bytes) {
 }
 
 void Transfers::wait() {
-  for (const Posted& each : posted_) remote_.wait(*each.transfer, each.peer, deadline_);
+  for (const Posted& each : posted_) {
+    tell_waiting_(each.peer);
+    remote_.wait(*each.transfer, each.peer, deadline_);
+  }
   posted_.clear();
+  tell_waiting_(-1);
 }
 
 }  // namespace weft::collectives

@@ -5,9 +5,11 @@
 
 #include "transport.h"
 
+#include <functional>
 #include <mutex>
 #include <set>
 #include <stdexcept>
+#include <utility>
 #include <vector>
 
 namespace weft::collectives {
@@ -49,7 +51,9 @@ class Remote {
 // Transfers of one step of a collective, waited for together. Nothing travels for no bytes.
 class Transfers {
  public:
-  Transfers(Remote& remote, Deadline deadline) : remote_(remote), deadline_(deadline) {}
+  // `tell_waiting` is called with the peer of each wait, and with -1 when all are over.
+  Transfers(Remote& remote, Deadline deadline, std::function<void(int)> tell_waiting)
+      : remote_(remote), deadline_(deadline), tell_waiting_(std::move(tell_waiting)) {}
 
   void send(int peer, const std::byte* data, size_t num_bytes);
   void receive(int peer, std::byte* data, size_t num_bytes);
@@ -63,6 +67,7 @@ class Transfers {
 
   Remote& remote_;
   const Deadline deadline_;
+  const std::function<void(int)> tell_waiting_;
   std::vector<Posted> posted_;
 };
 
