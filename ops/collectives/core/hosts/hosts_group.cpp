@@ -14,6 +14,9 @@ using Clock = std::chrono::steady_clock;
 // Another host's failure, or the end of a process of this one, is noticed within this time.
 constexpr std::chrono::milliseconds kLookInterval{50};
 
+// Who sees a connection go waits for this time for the word of those who know why.
+constexpr std::chrono::milliseconds kWordOfOthers{40};
+
 // A transport that does not give its transfers up holds a leaving rank for this time.
 constexpr std::chrono::seconds kLeaving{1};
 
@@ -212,10 +215,17 @@ std::exception_ptr HostsGroup::as_failure(const Operation& operation) {
   } catch (const TransportError& error) {
     const std::string peer =
         error.peer < 0 ? "a rank" : "rank " + std::to_string(error.peer) + " (on another host)";
-    // A failure of this host's ranks, or one the other hosts told of, comes first.
+    // A failure of this host's ranks, or one that the other hosts tell of, comes first: a transport
+    // may end all its connections where one operation was late.
+    const bool is_late = Clock::now() >= operation.deadline;
+    const auto until = Clock::now() + (is_late ? std::chrono::milliseconds(0) : kWordOfOthers);
     look_for_trouble(true);
+    while (failure() == nullptr && !is_left_ && Clock::now() < until) {
+      std::this_thread::sleep_for(kWordOfOthers / 8);
+      look_for_trouble(true);
+    }
     const bool is_new = failure() == nullptr && !is_left_;
-    if (is_new && Clock::now() >= operation.deadline) {
+    if (is_new && is_late) {
       fail_late(operation, operation.timeout, ": not arrived " + peer);
     } else if (is_new) {
       fail(ErrorKind::kPeerLost,
