@@ -1,6 +1,7 @@
 // What an engine does when something is wrong: it finds out, tells all ranks, and ends what is
 // left.
 #include "engine.h"
+#include "texts.h"
 
 #include <sstream>
 #include <utility>
@@ -8,12 +9,6 @@
 namespace weft::collectives {
 
 namespace {
-
-std::string seconds(std::chrono::milliseconds time) {
-  std::ostringstream text;
-  text << static_cast<double>(time.count()) / 1000.0;
-  return text.str();
-}
 
 std::exception_ptr as_exception(const CollectiveError& error) {
   try {
@@ -90,7 +85,7 @@ void Engine::look_for_trouble() {
 void Engine::fail_late(const Operation& operation) {
   std::ostringstream text;
   text << "weft: " << operation.describe() << " of group '" << options_.name << "' timed out after "
-       << seconds(operation.timeout) << " s on rank " << options_.rank;
+       << in_seconds(operation.timeout) << " s on rank " << options_.rank;
   if (const auto* collective = dynamic_cast<const Collective*>(&operation)) {
     text << " (collective " << collective->sequence() << " of the group)";
     for (const bool has_arrived : {true, false}) {

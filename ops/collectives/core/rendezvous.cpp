@@ -1,6 +1,7 @@
 #include "rendezvous.h"
 
 #include "peers.h"
+#include "texts.h"
 
 #include <weft/collectives/error.h>
 
@@ -64,15 +65,9 @@ class Joining {
     } catch (const std::exception& error) {
       throw CollectiveTimeoutError("weft: rank " + std::to_string(from_rank) +
                                    " did not join group '" + options_.name + "' within " +
-                                   seconds(options_.timeout) + " s (" + error.what() +
+                                   in_seconds(options_.timeout) + " s (" + error.what() +
                                    "); see what it waits for, or raise the timeout");
     }
-  }
-
-  static std::string seconds(std::chrono::milliseconds time) {
-    std::ostringstream text;
-    text << static_cast<double>(time.count()) / 1000.0;
-    return text.str();
   }
 
   void enter(const SharedState& shared) const {
@@ -105,7 +100,7 @@ class Joining {
       if (Clock::now() > deadline_) {
         std::ostringstream text;
         text << "weft: joining group '" << options_.name << "' timed out after "
-             << seconds(options_.timeout) << " s: without";
+             << in_seconds(options_.timeout) << " s: without";
         for (int rank = 0; rank < options_.size; ++rank) {
           if (shared.rank(rank).state.load() == RankState::kAbsent) text << " rank " << rank;
         }

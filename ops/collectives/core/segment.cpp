@@ -171,7 +171,8 @@ size_t Segment::resident_bytes() const {
 }
 
 std::string host_identity() {
-  if (const char* given = std::getenv("WEFT_HOST_ID")) return given;
+  const char* const given = std::getenv("WEFT_HOST_ID");
+  if (given != nullptr && *given != 0) return given;
   std::string boot_id;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot_id;
   // A rank that cannot see another's process could neither open its memory nor notice its end; and

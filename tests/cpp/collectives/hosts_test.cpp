@@ -109,6 +109,61 @@ TEST(Integers, AverageOverAllRanksAndTruncate) {
   });
 }
 
+class OnDone : public ::testing::TestWithParam<const char*> {};
+INSTANTIATE_TEST_SUITE_P(Hosts, OnDone, ::testing::Values("aa", "ab"));
+
+// A wait for what is being finished on this thread would never end.
+TEST_P(OnDone, MayWaitForItsOwnOperationAndOthers) {
+  run_on_hosts(GetParam(), [](Group& group, int rank) {
+    Values values(3, static_cast<float>(rank));
+    const auto wait_for_itself = [&](const OperationPtr& operation, bool* is_over) {
+      operation->on_done = [&, is_over, it = operation.get()](const std::exception_ptr& error) {
+        EXPECT_FALSE(error);
+        group.wait(*it, milliseconds(0));
+        *is_over = true;
+      };
+      complete(group, operation);
+    };
+    bool message_is_over = false;
+    wait_for_itself(std::make_shared<Message>(
+                        rank == 0 ? Message::Direction::kSend : Message::Direction::kReceive,
+                        1 - rank,
+                        7,
+                        DType::kFloat32,
+                        3,
+                        bytes(values)),
+                    &message_is_over);
+    EXPECT_TRUE(message_is_over);
+    EXPECT_EQ(values, Values(3, 0.F));
+
+    bool sum_is_over = false;
+    values.assign(3, static_cast<float>(rank + 1));
+    wait_for_itself(group.make(sum(values)), &sum_is_over);
+    EXPECT_TRUE(sum_is_over);
+    EXPECT_EQ(values, Values(3, 3.F));
+
+    // From a message's on_done, for a collective that the group's own thread carries out.
+    const auto later = group.make(sum(values));
+    bool later_was_done = false;
+    const auto message = std::make_shared<Message>(
+        rank == 0 ? Message::Direction::kSend : Message::Direction::kReceive,
+        1 - rank,
+        8,
+        DType::kFloat32,
+        0,
+        nullptr);
+    message->on_done = [&](const std::exception_ptr& /*error*/) {
+      group.wait(*later, milliseconds(0));
+      later_was_done = later->is_done();
+    };
+    group.submit(later, false);
+    group.submit(message, false);
+    group.wait(*message, milliseconds(0));
+    EXPECT_TRUE(later_was_done);
+    EXPECT_EQ(values, Values(3, 6.F));
+  });
+}
+
 TEST(HostsFailure, AMismatchIsTheSameErrorEverywhere) {
   std::mutex mutex;
   std::vector<std::string> texts;

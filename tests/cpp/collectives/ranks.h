@@ -62,9 +62,13 @@ inline GroupOptions group_of(int size, int rank, milliseconds timeout = millisec
   return options;
 }
 
-// Runs `body(engine, rank)` on a thread per rank; an exception on any fails the test.
-template <typename Body>
-void run_threads(int num_ranks, const Body& body, const GroupOptions& like = group_of(1, 0)) {
+// Runs `body(group, rank)` on a thread per rank, with what `make_group(store, options)` points to;
+// an exception on any fails the test.
+template <typename MakeGroup, typename Body>
+void run_groups(int num_ranks,
+                const MakeGroup& make_group,
+                const Body& body,
+                const GroupOptions& like) {
   MemoryStore store;
   std::vector<std::thread> threads;
   for (int rank = 0; rank < num_ranks; ++rank) {
@@ -73,14 +77,24 @@ void run_threads(int num_ranks, const Body& body, const GroupOptions& like = gro
         GroupOptions options = like;
         options.rank = rank;
         options.size = num_ranks;
-        const auto engine = make_engine(store.view(), options);
-        body(*engine, rank);
+        const auto group = make_group(store.view(), options);
+        body(*group, rank);
       } catch (const std::exception& error) {
         ADD_FAILURE() << "rank " << rank << ": " << error.what();
       }
     });
   }
   for (std::thread& thread : threads) thread.join();
+}
+
+// `body(engine, rank)` for ranks on one host.
+template <typename Body>
+void run_threads(int num_ranks, const Body& body, const GroupOptions& like = group_of(1, 0)) {
+  run_groups(
+      num_ranks,
+      [](const Store& store, const GroupOptions& options) { return make_engine(store, options); },
+      body,
+      like);
 }
 
 // The same for ranks on several hosts, which are told by a letter for each rank: "aab". One letter
@@ -93,27 +107,19 @@ void run_on_hosts(const std::string& hosts,
   if (hosts.find_first_not_of(hosts.front()) == std::string::npos) {
     return run_threads(num_ranks, body, like);
   }
-  MemoryStore store;
   Mailboxes mailboxes;
   Identities identities;
   for (const char host : hosts) identities.hosts.emplace_back(1, host);
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < num_ranks; ++rank) {
-    threads.emplace_back([&, rank] {
-      try {
-        GroupOptions options = like;
-        options.rank = rank;
-        options.size = num_ranks;
-        HostsGroup group(store.view(), options, identities, [&](const std::string& /*name*/) {
-          return std::make_unique<MailboxTransport>(mailboxes, rank);
-        });
-        body(group, rank);
-      } catch (const std::exception& error) {
-        ADD_FAILURE() << "rank " << rank << ": " << error.what();
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+  run_groups(
+      num_ranks,
+      [&](const Store& store, const GroupOptions& options) {
+        return std::make_unique<HostsGroup>(
+            store, options, identities, [&, rank = options.rank](const std::string& /*name*/) {
+              return std::make_unique<MailboxTransport>(mailboxes, rank);
+            });
+      },
+      body,
+      like);
 }
 
 // Submits, waits, throws what it failed with.

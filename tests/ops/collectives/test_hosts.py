@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 
 import pytest
@@ -12,9 +13,7 @@ import weft
 from ops.collectives.hosts import across_hosts
 from support.ranks import on_ranks
 
-
-def gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.distributed_c10d.Backend:
-    return dist.ProcessGroupGloo(store, rank, size, timeout)
+gloo = weft.collectives.BackendOptions().transport
 
 
 def transports_made(rank: int) -> list[tuple[int, int, timedelta]]:
@@ -42,6 +41,31 @@ def test_transport_is_what_the_options_make(rank: int, world_size: int) -> None:
 @on_ranks(3)
 def test_one_host_needs_no_transport(rank: int, world_size: int) -> None:
     assert transports_made(rank) == []
+
+
+@on_ranks(3)
+@across_hosts("aab")
+def test_transport_of_another_kind(rank: int, world_size: int) -> None:
+    """Over a backend whose works cannot be aborted: the group works, fails and goes all the same."""
+
+    def weft_on_one_host(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.distributed_c10d.Backend:
+        own_host = os.environ["WEFT_HOST_ID"]
+        os.environ["WEFT_HOST_ID"] = "all"
+        try:
+            return weft._collectives.make_backend(store, rank, size, timeout, "between", [], 1 << 24, gloo)
+        finally:
+            os.environ["WEFT_HOST_ID"] = own_host
+
+    options = weft.collectives.BackendOptions(transport=weft_on_one_host)
+    group = dist.new_group(backend="cpu:weft", pg_options=options, timeout=timedelta(seconds=60))
+    tensor = torch.full((70_000,), rank + 1.0)
+    dist.all_reduce(tensor, group=group)
+    assert tensor.eq(6.0).all()
+    dist.broadcast(tensor, 0, group=group)
+    if rank == 2:
+        group.abort()
+    with pytest.raises(weft.GroupAbortedError, match="rank 2 aborted"):
+        dist.all_reduce(tensor, group=group)
 
 
 @on_ranks(2)

@@ -112,18 +112,12 @@ void CrossHost::agree() {
   run_here(all_gather_call(DType::kUInt8, {own, size}, std::move(places)));
   all_have_come_ = true;
   if (layout_.is_leader()) {
-    auto transfers = transfers_until(deadline_);
-    for (int host = 0; host < layout_.num_hosts(); ++host) {
-      if (host == layout_.own_host()) continue;
-      const int leader = layout_.leader_of(host);
+    with_other_leaders([&](Transfers& transfers, int host, int leader) {
       transfers.receive(leader,
                         record_of[static_cast<size_t>(leader)],
                         layout_.ranks_on(host).size() * record_bytes);
-      transfers.send(leader,
-                     record_of[static_cast<size_t>(layout_.rank)],
-                     layout_.own_ranks().size() * record_bytes);
-    }
-    transfers.wait();
+      transfers.send(leader, own, layout_.own_ranks().size() * record_bytes);
+    });
   }
   broadcast_here(records.data(), records.size());
 
@@ -145,65 +139,50 @@ void CrossHost::broadcast() {
   std::byte* const data = is_root ? const_cast<std::byte*>(input().data) : output().data;
   const int64_t num_elements = is_root ? input().num_elements : output().num_elements;
   const size_t num_bytes = call_.bytes_of(num_elements);
-  const int root_host = layout_.host_of[static_cast<size_t>(root())];
+  const int root_host = layout_.host_with(root());
   if (root_host == layout_.own_host()) {
     const auto size = static_cast<int64_t>(num_bytes);
     run_here(broadcast_call(
         {DType::kUInt8, {size}}, {data, size}, layout_.local_rank_of(root()), local_rank()));
   }
   if (layout_.is_leader()) {
-    auto transfers = transfers_until(deadline_);
-    if (root_host != layout_.own_host()) {
-      transfers.receive(layout_.leader_of(root_host), data, num_bytes);
-    } else {
-      for (int host = 0; host < layout_.num_hosts(); ++host) {
-        if (host != root_host) transfers.send(layout_.leader_of(host), data, num_bytes);
-      }
-    }
-    transfers.wait();
+    with_other_leaders([&](Transfers& transfers, int host, int leader) {
+      if (root_host == layout_.own_host()) transfers.send(leader, data, num_bytes);
+      if (root_host == host) transfers.receive(leader, data, num_bytes);
+    });
   }
   if (root_host != layout_.own_host()) broadcast_here(data, num_bytes);
 }
 
 void CrossHost::all_gather() {
   run_here(all_gather_call(call_.head.dtype, input(), of_own_ranks(call_.outputs)));
-  const auto place_of = [&](int rank) { return call_.outputs[static_cast<size_t>(rank)]; };
   if (layout_.is_leader()) {
-    auto transfers = transfers_until(deadline_);
-    for (int host = 0; host < layout_.num_hosts(); ++host) {
-      if (host == layout_.own_host()) continue;
-      const int leader = layout_.leader_of(host);
+    with_other_leaders([&](Transfers& transfers, int host, int leader) {
       for (const int rank : layout_.ranks_on(host)) {
-        const Output place = place_of(rank);
-        transfers.receive(leader, place.data, call_.bytes_of(place.num_elements));
+        receive_from(transfers, leader, call_.outputs[static_cast<size_t>(rank)]);
       }
       for (const int rank : layout_.own_ranks()) {
-        const Output place = place_of(rank);
-        transfers.send(leader, place.data, call_.bytes_of(place.num_elements));
+        const Output& place = call_.outputs[static_cast<size_t>(rank)];
+        send_to(transfers, leader, {place.data, place.num_elements});
       }
-    }
-    transfers.wait();
+    });
   }
-  for (int rank = 0; rank < layout_.num_ranks(); ++rank) {
-    if (layout_.is_here(rank)) continue;
-    const Output place = place_of(rank);
+  for_ranks_elsewhere([&](int /*rank*/, size_t index) {
+    const Output& place = call_.outputs[index];
     broadcast_here(place.data, call_.bytes_of(place.num_elements));
-  }
+  });
 }
 
 void CrossHost::gather() {
   const bool is_root = root() == layout_.rank;
   auto transfers = transfers_until(deadline_of_pairs());
   if (!layout_.is_here(root())) {
-    transfers.send(root(), input().data, call_.bytes_of(input().num_elements));
+    send_to(transfers, root(), input());
     return transfers.wait();
   }
   if (is_root) {
-    for (int rank = 0; rank < layout_.num_ranks(); ++rank) {
-      if (layout_.is_here(rank)) continue;
-      const Output place = call_.outputs[static_cast<size_t>(rank)];
-      transfers.receive(rank, place.data, call_.bytes_of(place.num_elements));
-    }
+    for_ranks_elsewhere(
+        [&](int rank, size_t index) { receive_from(transfers, rank, call_.outputs[index]); });
   }
   run_here(gather_call(call_.head.dtype,
                        input(),
@@ -218,15 +197,12 @@ void CrossHost::scatter() {
   const bool is_root = root() == layout_.rank;
   auto transfers = transfers_until(deadline_of_pairs());
   if (!layout_.is_here(root())) {
-    transfers.receive(root(), output().data, call_.bytes_of(output().num_elements));
+    receive_from(transfers, root(), output());
     return transfers.wait();
   }
   if (is_root) {
-    for (int rank = 0; rank < layout_.num_ranks(); ++rank) {
-      if (layout_.is_here(rank)) continue;
-      const Input part = call_.inputs[static_cast<size_t>(rank)];
-      transfers.send(rank, part.data, call_.bytes_of(part.num_elements));
-    }
+    for_ranks_elsewhere(
+        [&](int rank, size_t index) { send_to(transfers, rank, call_.inputs[index]); });
   }
   run_here(scatter_call(call_.head.dtype,
                         is_root ? of_own_ranks(call_.inputs) : std::vector<Input>(),
@@ -239,13 +215,10 @@ void CrossHost::scatter() {
 
 void CrossHost::all_to_all() {
   auto transfers = transfers_until(deadline_of_pairs());
-  for (int rank = 0; rank < layout_.num_ranks(); ++rank) {
-    if (layout_.is_here(rank)) continue;
-    const Output place = call_.outputs[static_cast<size_t>(rank)];
-    const Input part = call_.inputs[static_cast<size_t>(rank)];
-    transfers.receive(rank, place.data, call_.bytes_of(place.num_elements));
-    transfers.send(rank, part.data, call_.bytes_of(part.num_elements));
-  }
+  for_ranks_elsewhere([&](int rank, size_t index) {
+    receive_from(transfers, rank, call_.outputs[index]);
+    send_to(transfers, rank, call_.inputs[index]);
+  });
   run_here(
       all_to_all_call(call_.head.dtype, of_own_ranks(call_.inputs), of_own_ranks(call_.outputs)));
   transfers.wait();

@@ -66,6 +66,29 @@ class CrossHost {
   }
   // Of transfers between ranks that need not be leaders.
   Deadline deadline_of_pairs() const;
+  // Lets `exchange(transfers, host, leader)` post what this leader and that of each other host have
+  // for each other, and waits for it.
+  template <typename Exchange>
+  void with_other_leaders(const Exchange& exchange) {
+    auto transfers = transfers_until(deadline_);
+    for (int host = 0; host < layout_.num_hosts(); ++host) {
+      if (host != layout_.own_host()) exchange(transfers, host, layout_.leader_of(host));
+    }
+    transfers.wait();
+  }
+  // Calls visit(rank, its place in the lists of the call) for each rank of another host.
+  template <typename Visit>
+  void for_ranks_elsewhere(const Visit& visit) const {
+    for (int rank = 0; rank < layout_.num_ranks(); ++rank) {
+      if (!layout_.is_here(rank)) visit(rank, static_cast<size_t>(rank));
+    }
+  }
+  void send_to(Transfers& transfers, int peer, const Input& part) const {
+    transfers.send(peer, part.data, call_.bytes_of(part.num_elements));
+  }
+  void receive_from(Transfers& transfers, int peer, const Output& place) const {
+    transfers.receive(peer, place.data, call_.bytes_of(place.num_elements));
+  }
   bool converts() const { return wide_ != call_.head.dtype; }
   template <typename List>
   List of_own_ranks(const List& by_rank) const;

@@ -6,7 +6,6 @@
 #include "reduce.h"
 
 #include <algorithm>
-#include <numeric>
 #include <utility>
 
 namespace weft::collectives {
@@ -60,20 +59,16 @@ void CrossHost::combine(const std::byte* received,
 
 void CrossHost::reduce_on_leader_of(int host, std::byte* partial, int64_t num_elements) {
   const size_t num_bytes = wide_bytes(num_elements);
-  auto transfers = transfers_until(deadline_);
-  if (host != layout_.own_host()) {
-    transfers.send(layout_.leader_of(host), partial, num_bytes);
-    return transfers.wait();
-  }
-  std::byte* const received = room_for_others(num_bytes);
+  const bool gets_it = host == layout_.own_host();
+  std::byte* const received = gets_it ? room_for_others(num_bytes) : nullptr;
   std::byte* next = received;
-  for (int other = 0; other < layout_.num_hosts(); ++other) {
-    if (other == host) continue;
-    transfers.receive(layout_.leader_of(other), next, num_bytes);
+  with_other_leaders([&](Transfers& transfers, int other, int leader) {
+    if (other == host) transfers.send(leader, partial, num_bytes);
+    if (!gets_it) return;
+    transfers.receive(leader, next, num_bytes);
     next += num_bytes;
-  }
-  transfers.wait();
-  combine(received, partial, partial, num_elements);
+  });
+  if (gets_it) combine(received, partial, partial, num_elements);
 }
 
 void CrossHost::all_reduce_between_leaders(std::byte* partial, int64_t num_elements) {
@@ -83,14 +78,11 @@ void CrossHost::all_reduce_between_leaders(std::byte* partial, int64_t num_eleme
   }
   std::byte* const received = room_for_others(num_bytes);
   std::byte* next = received;
-  auto transfers = transfers_until(deadline_);
-  for (int host = 0; host < layout_.num_hosts(); ++host) {
-    if (host == layout_.own_host()) continue;
-    transfers.receive(layout_.leader_of(host), next, num_bytes);
-    transfers.send(layout_.leader_of(host), partial, num_bytes);
+  with_other_leaders([&](Transfers& transfers, int /*host*/, int leader) {
+    transfers.receive(leader, next, num_bytes);
+    transfers.send(leader, partial, num_bytes);
     next += num_bytes;
-  }
-  transfers.wait();
+  });
   combine(received, partial, partial, num_elements);
 }
 
@@ -104,21 +96,15 @@ void CrossHost::all_reduce_in_slices(std::byte* partial, int64_t num_elements) {
   const size_t own_bytes = wide_bytes(own.num_elements);
   std::byte* const received = room_for_others(own_bytes);
   std::byte* next = received;
-  const auto to_others = [&](const auto& exchange) {
-    auto transfers = transfers_until(deadline_);
-    for (int host = 0; host < layout_.num_hosts(); ++host) {
-      if (host == layout_.own_host()) continue;
-      exchange(transfers, layout_.leader_of(host), slice_of(host));
-    }
-    transfers.wait();
-  };
-  to_others([&](Transfers& transfers, int leader, const Output& slice) {
+  with_other_leaders([&](Transfers& transfers, int host, int leader) {
+    const Output slice = slice_of(host);
     transfers.receive(leader, next, own_bytes);
     transfers.send(leader, slice.data, wide_bytes(slice.num_elements));
     next += own_bytes;
   });
   combine(received, own.data, own.data, own.num_elements);
-  to_others([&](Transfers& transfers, int leader, const Output& slice) {
+  with_other_leaders([&](Transfers& transfers, int host, int leader) {
+    const Output slice = slice_of(host);
     transfers.receive(leader, slice.data, wide_bytes(slice.num_elements));
     transfers.send(leader, own.data, own_bytes);
   });
@@ -157,7 +143,7 @@ void CrossHost::all_reduce() {
 }
 
 void CrossHost::reduce() {
-  const int root_host = layout_.host_of[static_cast<size_t>(root())];
+  const int root_host = layout_.host_with(root());
   const bool is_root = root() == layout_.rank;
   in_chunks(is_root, [&](const std::byte* in, std::byte* out, int64_t num_elements) {
     reduce_here(in, out, num_elements);
@@ -172,18 +158,19 @@ void CrossHost::reduce() {
 void CrossHost::reduce_scatter() {
   // The parts of all ranks, host by host, so that what goes to a host lies together.
   std::vector<int> order;
-  for (const auto& of_host : layout_.ranks)
-    order.insert(order.end(), of_host.begin(), of_host.end());
+  std::vector<Part<int64_t>> block_of;  // by host, in elements
   const auto elements_of = [&](int rank) {
     return call_.inputs[static_cast<size_t>(rank)].num_elements;
   };
-  const auto elements_on = [&](int host) {
-    const auto& ranks = layout_.ranks_on(host);
-    return std::accumulate(ranks.begin(), ranks.end(), int64_t{0}, [&](int64_t sum, int rank) {
-      return sum + elements_of(rank);
-    });
-  };
-  const int64_t num_elements = call_.head.num_elements;
+  int64_t num_elements = 0;
+  for (const std::vector<int>& on_host : layout_.ranks) {
+    const int64_t first = num_elements;
+    for (const int rank : on_host) {
+      order.push_back(rank);
+      num_elements += elements_of(rank);
+    }
+    block_of.push_back({first, num_elements - first});
+  }
   const Scratch partial(layout_.is_leader() ? wide_bytes(num_elements) : 0);
   Scratch wide_input;
   size_t offset = 0;
@@ -202,25 +189,17 @@ void CrossHost::reduce_scatter() {
 
   std::byte* block = nullptr;  // of this host, on its leader
   if (layout_.is_leader()) {
-    const int64_t own_elements = elements_on(layout_.own_host());
-    const size_t own_bytes = wide_bytes(own_elements);
-    std::byte* const received = room_for_others(own_bytes);
+    const Part<int64_t> own = block_of[static_cast<size_t>(layout_.own_host())];
+    block = partial.data() + wide_bytes(own.first);
+    std::byte* const received = room_for_others(wide_bytes(own.size));
     std::byte* next = received;
-    std::byte* of_host = partial.data();
-    auto transfers = transfers_until(deadline_);
-    for (int host = 0; host < layout_.num_hosts(); ++host) {
-      const size_t num_bytes = wide_bytes(elements_on(host));
-      if (host == layout_.own_host()) {
-        block = of_host;
-      } else {
-        transfers.receive(layout_.leader_of(host), next, own_bytes);
-        transfers.send(layout_.leader_of(host), of_host, num_bytes);
-        next += own_bytes;
-      }
-      of_host += num_bytes;
-    }
-    transfers.wait();
-    combine(received, block, block, own_elements);
+    with_other_leaders([&](Transfers& transfers, int host, int leader) {
+      const Part<int64_t> theirs = block_of[static_cast<size_t>(host)];
+      transfers.receive(leader, next, wide_bytes(own.size));
+      transfers.send(leader, partial.data() + wide_bytes(theirs.first), wide_bytes(theirs.size));
+      next += wide_bytes(own.size);
+    });
+    combine(received, block, block, own.size);
   }
 
   std::vector<Input> parts;

@@ -1,9 +1,11 @@
 #include "hosts_group.h"
 
 #include "fork_guard.h"
+#include "texts.h"
 
-#include <sstream>
+#include <algorithm>
 #include <utility>
+#include <vector>
 
 namespace weft::collectives {
 
@@ -22,6 +24,9 @@ constexpr std::chrono::seconds kLeaving{1};
 
 // Of so many looks one asks the store, on a rank that is not a leader.
 constexpr unsigned kLooksOfOthers = 8;
+
+// The operations whose on_done runs on this thread, the innermost last.
+thread_local std::vector<const Operation*> finishing_here;
 
 Store with_prefix(const Store& store, const std::string& prefix) {
   return {[=](const std::string& key, const std::string& value) { store.set(prefix + key, value); },
@@ -122,13 +127,14 @@ void HostsGroup::begin(const MessagePtr& message) {
     ++num_unfinished_;
     changed_.notify_all();
   }
-  message_threads_.run([this, message, posted] {
+  message_threads_.run([this, message, posted = std::move(posted)]() mutable {
     std::exception_ptr error;
     try {
       messages_.finish(*posted, message->deadline);
     } catch (...) {
       error = as_failure(*message);
     }
+    posted.reset();  // nothing is on its way once the message counts as done
     finish(*message, error);
   });
 }
@@ -165,18 +171,22 @@ void HostsGroup::carry_out(CollectiveOperation& collective) {
 }
 
 void HostsGroup::finish(Operation& operation, const std::exception_ptr& error) {
+  finishing_here.push_back(&operation);
   operation.finish(error);
+  finishing_here.pop_back();
   const std::lock_guard lock(mutex_);
   --num_unfinished_;
   changed_.notify_all();
 }
 
 void HostsGroup::wait(Operation& operation, std::chrono::milliseconds timeout) {
+  // From its own on_done: all but that has happened.
+  if (std::ranges::find(finishing_here, &operation) != finishing_here.end()) return;
   const auto until = timeout.count() == 0 ? Deadline::max() : Clock::now() + timeout;
   std::unique_lock lock(mutex_);
   if (is_working_here()) {
-    // From an operation's on_done: nobody else would carry out what comes before.
-    while (!operation.is_done() && !operation.is_finishing() && !queue_.empty()) {
+    // From another's on_done: nobody else would carry out what comes before.
+    while (!operation.is_done() && !queue_.empty()) {
       const auto next = std::move(queue_.front());
       queue_.pop_front();
       lock.unlock();
@@ -184,7 +194,6 @@ void HostsGroup::wait(Operation& operation, std::chrono::milliseconds timeout) {
       lock.lock();
     }
   }
-  if (operation.is_finishing() && is_working_here()) return;
   const auto is_done = [&] { return operation.is_done(); };
   if (until == Deadline::max()) return changed_.wait(lock, is_done);
   if (changed_.wait_until(lock, until, is_done)) return;
@@ -202,11 +211,10 @@ void HostsGroup::fail(ErrorKind kind, const std::string& text) {
 void HostsGroup::fail_late(const Operation& operation,
                            std::chrono::milliseconds timeout,
                            const std::string& detail) {
-  std::ostringstream text;
-  text << "weft: " << operation.describe() << " of group '" << options_.name << "' timed out after "
-       << static_cast<double>(timeout.count()) / 1000.0 << " s on rank " << options_.rank << detail
-       << "; see what the late ranks do, or raise the timeout";
-  fail(ErrorKind::kTimeout, text.str());
+  fail(ErrorKind::kTimeout,
+       "weft: " + operation.describe() + " of group '" + options_.name + "' timed out after " +
+           in_seconds(timeout) + " s on rank " + std::to_string(options_.rank) + detail +
+           "; see what the late ranks do, or raise the timeout");
 }
 
 std::exception_ptr HostsGroup::as_failure(const Operation& operation) {
@@ -309,7 +317,7 @@ void HostsGroup::leave() {
   here_.leave();
   remote_.give_up();
   changed_.notify_all();
-  if (is_working_here()) return;  // from an operation's on_done, whose own transfers are not over
+  if (!finishing_here.empty()) return;  // from an on_done: its operation is not over
   // Every wait of it has ended; who waits for this rank on another host sees the connection go.
   std::unique_lock lock(mutex_);
   if (changed_.wait_for(lock, kLeaving, [&] { return num_unfinished_ == 0; })) remote_.close();

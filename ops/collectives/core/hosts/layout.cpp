@@ -16,7 +16,7 @@ HostLayout::HostLayout(const std::vector<std::string>& identities, int own_rank)
 }
 
 int HostLayout::local_rank_of(int other) const {
-  const std::vector<int>& here = ranks_on(host_of[static_cast<size_t>(other)]);
+  const std::vector<int>& here = ranks_on(host_with(other));
   return static_cast<int>(std::ranges::find(here, other) - here.begin());
 }
 

@@ -13,13 +13,14 @@ struct HostLayout {
 
   int num_ranks() const { return static_cast<int>(host_of.size()); }
   int num_hosts() const { return static_cast<int>(ranks.size()); }
-  int own_host() const { return host_of[static_cast<size_t>(rank)]; }
+  int host_with(int other) const { return host_of[static_cast<size_t>(other)]; }
+  int own_host() const { return host_with(rank); }
   const std::vector<int>& ranks_on(int host) const { return ranks[static_cast<size_t>(host)]; }
   const std::vector<int>& own_ranks() const { return ranks_on(own_host()); }
   // Its lowest rank speaks for a host.
   int leader_of(int host) const { return ranks_on(host).front(); }
   bool is_leader() const { return leader_of(own_host()) == rank; }
-  bool is_here(int other) const { return host_of[static_cast<size_t>(other)] == own_host(); }
+  bool is_here(int other) const { return host_with(other) == own_host(); }
   // Among the ranks of its host.
   int local_rank_of(int other) const;
 
