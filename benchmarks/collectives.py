@@ -5,7 +5,8 @@
 Each run starts fresh ranks with one thread each, makes a group of either backend, and takes samples of both in turn
 behind a barrier; a sample counts its slowest rank. A run's figure is the median of its samples, the reported one the
 median of the runs. `memcpy` is every rank copying as many bytes as the call has, at the same time: no all-reduce
-can read its input and write its result faster.
+can read its input and write its result faster. A reduce-scatter is compared with our own all-reduce, too, which takes
+its turns in the same row.
 """
 
 from __future__ import annotations
@@ -74,6 +75,8 @@ def measure(sizes: list[int]) -> list[dict[str, Any]]:
             if name == "all_reduce":
                 source, target = torch.zeros(num_bytes // 4), torch.ones(num_bytes // 4)
                 candidates["memcpy"] = lambda source=source, target=target: target.copy_(source)
+            if name == "reduce_scatter":
+                candidates["all_reduce"] = call_of("all_reduce", num_bytes, groups["weft"])
             # The ranks leave gloo's barrier up to milliseconds apart, which would count for the shorter calls most.
             timed = partial(interleaved_seconds, candidates, barrier=partial(dist.barrier, group=groups["weft"]))
             trial = timed(num_samples=1, calls_per_sample=5, warm_up=3)
@@ -94,18 +97,11 @@ def combine(num_ranks: int, runs: list[list[dict[str, Any]]]) -> list[dict[str, 
             if side in same[0]:
                 row[f"{side}_us"] = round(statistics.median(run[side] for run in same) * 1e6, 1)
         row["gloo_over_weft"] = round(statistics.median(run["gloo"] / run["weft"] for run in same), 2)
+        for side, digits in (("memcpy", 2), ("all_reduce", 3)):
+            if side in same[0]:
+                row[f"over_{side}"] = round(statistics.median(run["weft"] / run[side] for run in same), digits)
         combined.append(row)
-    ours = {row["num_bytes"]: [run["weft"] for run in same] for row, same in _of_call("all_reduce", combined, runs)}
-    for row, same in _of_call("reduce_scatter", combined, runs):
-        ratios = [run["weft"] / other for run, other in zip(same, ours[row["num_bytes"]], strict=True)]
-        row["over_all_reduce"] = round(statistics.median(ratios), 3)
-    for row, same in _of_call("all_reduce", combined, runs):
-        row["over_memcpy"] = round(statistics.median(run["weft"] / run["memcpy"] for run in same), 2)
     return combined
-
-
-def _of_call(name: str, combined: list[dict[str, Any]], runs: list[list[dict[str, Any]]]) -> list[tuple[dict, tuple]]:
-    return [(row, same) for row, same in zip(combined, zip(*runs, strict=True), strict=True) if row["call"] == name]
 
 
 def failures(rows: list[dict[str, Any]]) -> list[str]:
