@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from weft._plugin import checkpoint as checkpoints
 from weft._plugin.optimizer_state import full_state, load_named_state, named_state
 from weft._plugin.replicas import share_random_state
+from weft._plugin.repoint import Replacements, parameters_of
 from weft._plugin.settings import PlanSettings
 from weft._plugin.strategy_mixin import StrategyMixin
 
@@ -66,6 +67,7 @@ class FabricMixin(StrategyMixin):
         self._parallelize_fn = self._parallelize
         self._init_weft(PlanSettings(plan, check_batches, check_batches_every))
         self._modules: list[Module] = []
+        self._replacements = Replacements()
         self._gradients_checked = False
 
     def _parallelize(self, module: Module, device_mesh: Any) -> Module:
@@ -77,7 +79,9 @@ class FabricMixin(StrategyMixin):
 
     def setup_module(self, module: Module) -> Module:
         """Run `parallelize_fn`, then the plan; the ranks of a group start from the first one's values."""
+        before = parameters_of(module)
         module = super().setup_module(module)
+        self._replacements.note(before, module)
         if self._values_to_come:
             self._share_values(module)
         share_random_state(self.tensor_parallel_group, self.root_device)
@@ -85,6 +89,12 @@ class FabricMixin(StrategyMixin):
         self._modules.append(module)
         self._gradients_checked = False
         return module
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """The optimizer, whose parameters are those of the modules from now on, where it was made before them."""
+        optimizer = super().setup_optimizer(optimizer)
+        self._replacements.repoint(optimizer)
+        return optimizer
 
     def _check_batch(self, module: Module, args: tuple[Any, ...]) -> None:
         stage = "training" if module.training else "evaluation"

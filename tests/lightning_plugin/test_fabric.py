@@ -65,23 +65,39 @@ def _steps(fabric: Fabric, model: nn.Module, optimizer: Any, num_steps: int) -> 
     return losses
 
 
-def _train(rank: int, world_size: int, strategy: Any) -> tuple[list[float], dict[str, Tensor]]:
+def _train(rank: int, world_size: int, strategy: Any, order: str) -> tuple[list[float], dict[str, Tensor]]:
+    """`order`: whether the optimizer is set up with the model, after it, or after it but made before it."""
     on_warm_rank(rank, world_size)
     fabric = _fabric(world_size, WeftModelParallelStrategy(plan="auto") if strategy is None else strategy)
     model = Net()
-    model, optimizer = (
-        fabric.setup(model, _optimizer(model, "adamw")) if strategy == "auto" else (fabric.setup(model), None)
-    )
-    optimizer = optimizer or fabric.setup_optimizers(_optimizer(model, "adamw"))
+    optimizer = _optimizer(model, "adamw")
+    if order == "together":
+        model, optimizer = fabric.setup(model, optimizer)
+    else:
+        model = fabric.setup(model)
+        optimizer = fabric.setup_optimizers(optimizer if order == "made before" else _optimizer(model, "adamw"))
     return _steps(fabric, model, optimizer, 6), weights(model.module)
 
 
 def test_gives_the_numbers_of_one_device() -> None:
-    [(losses, expected)] = run_on_ranks(1, _train, strategy="auto")
-    for world_size, strategy in ((1, "weft"), (2, "weft_tp"), (2, None), (4, "weft")):
-        for got_losses, got in run_on_ranks(world_size, _train, strategy=strategy):
+    [(losses, expected)] = run_on_ranks(1, _train, strategy="auto", order="together")
+    cases = [(1, "weft", "after"), (2, "weft_tp", "after"), (2, None, "after"), (4, "weft", "after")]
+    cases += [(2, "weft", "together"), (2, "weft", "made before")]
+    for world_size, strategy, order in cases:
+        for got_losses, got in run_on_ranks(world_size, _train, strategy=strategy, order=order):
             torch.testing.assert_close(got_losses, losses, rtol=1e-10, atol=0)
             assert_same_weights(got, expected)
+
+
+@on_ranks(2)
+def test_an_optimizer_that_has_stepped_cannot_follow(rank: int, world_size: int) -> None:
+    on_warm_rank(rank, world_size)
+    model = Net()
+    optimizer = _optimizer(model, "adamw")
+    model(fixed_data()).sum().backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"AdamW has state of \d parameters that sharding has replaced; set it up"):
+        _fabric(world_size, "weft").setup(model, optimizer)
 
 
 @on_ranks(2)

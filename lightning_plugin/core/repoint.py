@@ -1,0 +1,50 @@
+"""Optimizers that were made before the model was sharded."""
+
+from __future__ import annotations
+
+import weakref
+
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+
+class Replacements:
+    """Which parameters of modules have taken the places of others.
+
+    Those others are not kept alive: an optimizer that holds them does so.
+    """
+
+    def __init__(self) -> None:
+        self._new = WeakIdKeyDictionary()
+
+    def note(self, before: dict[str, weakref.ref[Parameter]], module: Module) -> None:
+        """Compare what `parameters_of` gave with what the module has under the same names now."""
+        now = dict(module.named_parameters(remove_duplicate=False))
+        for name, reference in before.items():
+            old, new = reference(), now.get(name)
+            if old is not None and new is not None and old is not new:
+                self._new[old] = new
+
+    def repoint(self, optimizer: Optimizer) -> None:
+        """Have an optimizer step the parameters that the modules hold now, with the options of its groups.
+
+        Raises:
+            RuntimeError: it has stepped already, and its state is of the sizes of then.
+        """
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        stale = [parameter for parameter in held if parameter in self._new]
+        if not stale:
+            return
+        if any(parameter in optimizer.state for parameter in stale):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} has state of {len(stale)} parameters that sharding has replaced; "
+                "set it up before its first step, or make it after the model was set up."
+            )
+        for group in optimizer.param_groups:
+            group["params"] = [self._new.get(parameter, parameter) for parameter in group["params"]]
+
+
+def parameters_of(module: Module) -> dict[str, weakref.ref[Parameter]]:
+    """The parameters by name, not kept alive."""
+    return {name: weakref.ref(parameter) for name, parameter in module.named_parameters(remove_duplicate=False)}
