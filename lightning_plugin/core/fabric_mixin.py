@@ -87,6 +87,7 @@ class FabricMixin(StrategyMixin):
         share_random_state(self.tensor_parallel_group, self.root_device)
         module.register_forward_pre_hook(self._check_batch)
         self._modules.append(module)
+        self._watch_memory(module)
         self._gradients_checked = False
         return module
 
@@ -94,6 +95,8 @@ class FabricMixin(StrategyMixin):
         """The optimizer, whose parameters are those of the modules from now on, where it was made before them."""
         optimizer = super().setup_optimizer(optimizer)
         self._replacements.repoint(optimizer)
+        if self._watch is not None:
+            self._watch.add_optimizer(optimizer)
         return optimizer
 
     def _check_batch(self, module: Module, args: tuple[Any, ...]) -> None:

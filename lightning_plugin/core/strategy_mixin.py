@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from weft import memory
 from weft._plugin.batch_check import BatchCheck
 from weft._plugin.launcher import guarded
 from weft._plugin.process_group import group_made_here, refuse_other_world_size
@@ -23,6 +24,9 @@ from weft._plugin.settings import PlanSettings, resolve_sizes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
+
+    from weft.memory import Watch
 
 TENSOR_AXIS = "tensor_parallel"
 DATA_AXIS = "data_parallel"
@@ -43,6 +47,7 @@ class StrategyMixin:
         settings.validate(type(self).__name__, self._data_parallel_size)
         self._plan = None if settings.plan is None else Plan(settings.plan)
         self._batch_check = BatchCheck(settings.check_batches, settings.check_batches_every)
+        self._watch: Watch | None = None
 
     @property
     def plan(self) -> Any:
@@ -118,6 +123,17 @@ class StrategyMixin:
 
     def _share_values(self, module: torch.nn.Module) -> None:
         share_values(module, self.tensor_parallel_group, self.root_device)
+
+    def _watch_memory(self, module: torch.nn.Module, *optimizers: Optimizer) -> None:
+        """Where memory is counted, have that of the loop tagged."""
+        self._unwatch_memory()
+        if memory.is_tracking():
+            self._watch = memory.watch(module, *optimizers)
+
+    def _unwatch_memory(self) -> None:
+        if self._watch is not None:
+            self._watch.remove()
+        self._watch = None
 
     def _apply_plan(self, module: torch.nn.Module) -> bool:
         """Make the ranks' values equal, then shard. Returns whether values are still to come (meta tensors)."""

@@ -83,6 +83,7 @@ class TrainerMixin(StrategyMixin):
         if values_to_come:
             self._share_values(self.model)
         share_random_state(self.tensor_parallel_group, self.root_device)
+        self._watch_memory(self.model, *self.optimizers)
 
     @contextmanager
     def _plan_instead_of_configure_model(self) -> Iterator[None]:
@@ -111,6 +112,7 @@ class TrainerMixin(StrategyMixin):
     def teardown(self) -> None:
         """The stock teardown. The process group and the mesh stay: what a run leaves must remain usable."""
         guard().watch_signals(False)
+        self._unwatch_memory()
         super().teardown()
 
     # ---- steps ---------------------------------------------------------------------------------------------
@@ -134,12 +136,20 @@ class TrainerMixin(StrategyMixin):
     def _step(self, stage: str, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
             self._batch_check.check(stage, args[0], self.tensor_parallel_group, self.root_device)
+        if self._watch is not None:
+            self._watch.forward_begins()
         if self._plan is None:
             return step(*args, **kwargs)
         from weft.strategy import local_parameters
 
         with local_parameters():
             return step(*args, **kwargs)
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """The stock hook; what the step has left alive is kept for the backward that begins."""
+        super().pre_backward(closure_loss)
+        if self._watch is not None:
+            self._watch.backward_begins()
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """After a run's first backward: replicated parameters must have got equal gradients on all ranks."""

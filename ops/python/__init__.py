@@ -15,7 +15,7 @@ from weft._library import load_library
 
 load_library()
 
-from weft import collectives, nn, ops  # noqa: E402  (they look the operators up)
+from weft import collectives, memory, nn, ops  # noqa: E402  (they look the operators up)
 from weft.collectives import (  # noqa: E402
     CollectiveError,
     CollectiveMismatchError,
@@ -25,6 +25,7 @@ from weft.collectives import (  # noqa: E402
 )
 
 collectives.register()
+memory.counter.track_if_asked()
 
 if TYPE_CHECKING:
     from weft import strategy
@@ -40,6 +41,7 @@ __all__ = [
     "Plan",
     "collectives",
     "export_local",
+    "memory",
     "nn",
     "ops",
     "parallelize",

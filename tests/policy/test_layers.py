@@ -24,6 +24,7 @@ PYTHON_LAYERS = {
 CPP_LAYERS = {
     "kernels": r"c10d|torch/|ATen/core/dispatch|weft/(ops|strategy)|pybind11|Python\.h",
     "ops/collectives/core": r"ATen|c10|torch|pybind11|Python\.h|weft/(ops|strategy)",
+    "ops/memory/core": r"ATen|c10|torch|pybind11|Python\.h|weft/(ops|strategy)",
     "ops/src": r"weft/strategy|pybind11|Python\.h|ProcessGroup(Gloo|NCCL)",
     "ops/include": r"weft/(kernels|strategy)|c10d|pybind11",
     "strategy/src": r"ATen|c10|torch|pybind11|weft/(ops|kernels)",

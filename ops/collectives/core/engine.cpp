@@ -171,6 +171,14 @@ void Engine::wait(Operation& operation, std::chrono::milliseconds timeout) {
   }
 }
 
+size_t Engine::own_resident_bytes() const {
+  size_t num_bytes = 0;
+  for (const auto& part : shared_.parts_of(options_.rank)) {
+    num_bytes += membership_.segment.resident_bytes(part.first, part.size);
+  }
+  return num_bytes;
+}
+
 void Engine::poll() {
   std::unique_lock lock(mutex_);
   if (is_driven_ || fork_generation() != fork_generation_) return;

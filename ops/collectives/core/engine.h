@@ -45,6 +45,7 @@ class Engine final : public Group {
   std::exception_ptr failure() const override;
   const GroupOptions& options() const override { return options_; }
   size_t resident_bytes() const override { return membership_.segment.resident_bytes(); }
+  size_t own_resident_bytes() const override;
 
   // What submit() would refuse.
   void check_usable() const;

@@ -49,8 +49,10 @@ class Group {
   // The failure of the group, as an exception, or null.
   virtual std::exception_ptr failure() const = 0;
   virtual const GroupOptions& options() const = 0;
-  // Shared memory of the group that this host holds now.
+  // Shared memory of the group that this host holds now, and the part of it in which this rank
+  // writes.
   virtual size_t resident_bytes() const = 0;
+  virtual size_t own_resident_bytes() const = 0;
 };
 
 }  // namespace weft::collectives

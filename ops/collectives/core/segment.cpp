@@ -161,10 +161,15 @@ void Segment::close_descriptor() {
   if (descriptor_ >= 0) ::close(std::exchange(descriptor_, -1));
 }
 
-size_t Segment::resident_bytes() const {
+size_t Segment::resident_bytes(size_t offset, size_t size) const {
   const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-  std::vector<unsigned char> resident((num_bytes() + page - 1) / page);
-  if (mincore(data(), num_bytes(), resident.data()) != 0) return 0;
+  const size_t first = (offset + page - 1) / page;
+  const size_t end = (offset + size + page - 1) / page;
+  std::vector<unsigned char> resident(end - first);
+  if (resident.empty() ||
+      mincore(data() + first * page, resident.size() * page, resident.data()) != 0) {
+    return 0;
+  }
   size_t num_pages = 0;
   for (const unsigned char flag : resident) num_pages += flag & 1U;
   return num_pages * page;

@@ -45,8 +45,10 @@ class Segment {
   SegmentAddress address() const;
   // Once every rank has it open; the memory stays.
   void close_descriptor();
-  // Bytes that the system holds for it now (all ranks' pages, counted once).
-  size_t resident_bytes() const;
+  // Bytes that the system holds for it now (all ranks' pages, counted once), of all of it or of the
+  // pages that begin in a part.
+  size_t resident_bytes() const { return resident_bytes(0, num_bytes()); }
+  size_t resident_bytes(size_t offset, size_t size) const;
 
  private:
   class Mapping;

@@ -111,6 +111,12 @@ std::byte* SharedState::staging(int rank, int buffer) const {
   return data_ + staging_ + index(rank, buffer) * staging_bytes();
 }
 
+std::array<Part<size_t>, 2> SharedState::parts_of(int rank) const {
+  const size_t rings = static_cast<size_t>(num_ranks()) * ring_stride(sizes_);
+  return {{{staging_ + index(rank, 0) * staging_bytes(), 2 * staging_bytes()},
+           {rings_ + static_cast<size_t>(rank) * rings, rings}}};
+}
+
 RingHeader& SharedState::ring(int from, int to) const {
   const size_t pair =
       static_cast<size_t>(from) * static_cast<size_t>(num_ranks()) + static_cast<size_t>(to);

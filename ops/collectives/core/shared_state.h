@@ -8,6 +8,7 @@
 // reads, and no rank is ever two phases ahead (see Collective).
 
 #include "bell.h"
+#include "parts.h"
 #include "signature.h"
 
 #include <weft/collectives/error.h>
@@ -97,6 +98,8 @@ class SharedState {
   SignatureHead& signature(int rank, int buffer) const;
   std::span<int64_t> signature_counts(int rank, int buffer) const;
   std::byte* staging(int rank, int buffer) const;
+  // Where a rank alone writes: offsets in the segment, of its staging and of the rings from it.
+  std::array<Part<size_t>, 2> parts_of(int rank) const;
   RingHeader& ring(int from, int to) const;
   std::byte* ring_data(int from, int to) const;
 

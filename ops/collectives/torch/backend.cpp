@@ -53,17 +53,26 @@ class LivingGroups {
   }
 
   void leave_all() {
-    std::vector<std::weak_ptr<Group>> groups;
-    {
-      const std::lock_guard lock(mutex_);
-      groups.swap(groups_);
-    }
-    for (const auto& each : groups) {
-      if (const auto group = each.lock()) group->leave();
-    }
+    const auto groups = living();
+    for (const auto& group : groups) group->leave();
+  }
+
+  size_t own_resident_bytes() {
+    size_t num_bytes = 0;
+    for (const auto& group : living()) num_bytes += group->own_resident_bytes();
+    return num_bytes;
   }
 
  private:
+  std::vector<std::shared_ptr<Group>> living() {
+    const std::lock_guard lock(mutex_);
+    std::vector<std::shared_ptr<Group>> groups;
+    for (const auto& each : groups_) {
+      if (auto group = each.lock()) groups.push_back(std::move(group));
+    }
+    return groups;
+  }
+
   std::mutex mutex_;
   std::vector<std::weak_ptr<Group>> groups_;
 };
@@ -169,6 +178,10 @@ c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::St
                     size,
                     "; pass a rank from 0 to one less than the size");
   return c10::make_intrusive<collectives::WeftBackend>(store, rank, size, std::move(options));
+}
+
+std::size_t shared_memory_bytes() {
+  return collectives::LivingGroups::instance().own_resident_bytes();
 }
 
 void leave_all_groups() { collectives::LivingGroups::instance().leave_all(); }

@@ -1,5 +1,7 @@
 #include "tensors.h"
 
+#include "ledger.h"
+
 #include <ATen/ATen.h>
 #include <ATen/MemoryOverlap.h>
 
@@ -145,12 +147,14 @@ at::Tensor TensorPack::keep(at::Tensor tensor) {
 
 Input TensorPack::input(const at::Tensor& tensor) {
   check(tensor);
+  const memory::ScopedCategory copies(memory::Category::kCommunication);
   const at::Tensor kept = keep(tensor.resolve_conj().resolve_neg().contiguous());
   return {static_cast<const std::byte*>(kept.const_data_ptr()), kept.numel()};
 }
 
 Output TensorPack::output(const at::Tensor& tensor) {
   check(tensor);
+  const memory::ScopedCategory copies(memory::Category::kCommunication);
   at::Tensor target = tensor;
   if (!tensor.is_contiguous() || tensor.is_conj() || tensor.is_neg()) {
     at::assert_no_internal_overlap(tensor);

@@ -35,6 +35,7 @@ class HostsGroup final : public Group {
   std::exception_ptr failure() const override { return here_.failure(); }
   const GroupOptions& options() const override { return options_; }
   size_t resident_bytes() const override { return here_.resident_bytes(); }
+  size_t own_resident_bytes() const override { return here_.own_resident_bytes(); }
 
  private:
   class CollectiveOperation;

@@ -52,6 +52,9 @@ WEFT_OPS_API c10::intrusive_ptr<c10d::Backend> make_backend(
     int size,
     c10::intrusive_ptr<BackendOptions> options);
 
+// Shared memory in which this process writes, in all its groups: the pages that are there now.
+WEFT_OPS_API std::size_t shared_memory_bytes();
+
 // Tells the peers of all groups that this process ends: for the end of a program that keeps its
 // groups until then.
 WEFT_OPS_API void leave_all_groups();

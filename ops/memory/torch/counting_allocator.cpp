@@ -1,0 +1,68 @@
+#include "counting_allocator.h"
+
+#include <c10/core/CPUAllocator.h>
+#include <c10/util/Exception.h>
+
+#include <atomic>
+#include <mutex>
+#include <new>
+
+namespace weft::memory {
+
+namespace {
+
+// What is wrapped; null until then. A deleter is a function, and has no other place to look.
+std::atomic<c10::Allocator*> wrapped{nullptr};
+
+BlockHead* head_before(void* data) { return static_cast<BlockHead*>(data) - 1; }
+
+void free_block(void* data) {
+  if (data == nullptr) return;
+  BlockHead* const head = head_before(data);
+  ledger().remove(*head);
+  wrapped.load()->raw_deallocate(head);
+}
+
+// oneDNN and others free by raw_deleter() what they find in get(): data and context are the same
+// here, and what is to be known of a block stands before it, not in a context of its own.
+class CountingAllocator final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t num_bytes) override {
+    const c10::Device cpu(c10::kCPU);
+    if (num_bytes == 0) return {nullptr, nullptr, &free_block, cpu};
+    auto* const head = new (wrapped.load()->raw_allocate(sizeof(BlockHead) + num_bytes)) BlockHead;
+    head->num_bytes = num_bytes;
+    ledger().add(*head);
+    void* const data = head + 1;
+    return {data, data, &free_block, cpu};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &free_block; }
+  void copy_data(void* to, const void* from, size_t num_bytes) const override {
+    default_copy_data(to, from, num_bytes);
+  }
+};
+
+}  // namespace
+
+bool install_counting_allocator() {
+  static std::mutex mutex;
+  const std::lock_guard lock(mutex);
+  if (is_counting()) return false;
+  c10::Allocator* const base = c10::GetCPUAllocator();
+  TORCH_CHECK(base->raw_deleter() != nullptr,
+              "weft: got a CPU allocator without a raw_deleter, whose memory cannot be counted; "
+              "start counting before it is installed");
+  wrapped = base;
+  // Never destroyed: storages keep it, and blocks may be freed at the very end of the process.
+  c10::SetCPUAllocator(new CountingAllocator, UINT8_MAX);
+  return true;
+}
+
+bool is_counting() { return wrapped.load() != nullptr; }
+
+BlockHead* head_of(const c10::DataPtr& data) {
+  const bool is_ours = data.get_deleter() == &free_block && data.get() != nullptr;
+  return is_ours ? head_before(data.get()) : nullptr;
+}
+
+}  // namespace weft::memory

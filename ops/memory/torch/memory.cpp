@@ -1,0 +1,44 @@
+// What <weft/ops/memory.h> declares.
+#include "counting_allocator.h"
+
+#include <weft/ops/backend.h>
+#include <weft/ops/memory.h>
+
+namespace weft::ops {
+
+namespace {
+
+// Shared memory comes with no word of an allocator: it is looked at wherever figures are asked for.
+memory::Ledger& up_to_date() {
+  memory::ledger().set_shared_memory(static_cast<int64_t>(shared_memory_bytes()));
+  return memory::ledger();
+}
+
+}  // namespace
+
+bool track_memory() { return memory::install_counting_allocator(); }
+bool tracks_memory() { return memory::is_counting(); }
+
+memory::Totals memory_totals() { return up_to_date().totals(); }
+void reset_memory_peak() { up_to_date().reset_peak(); }
+std::vector<memory::Phase> memory_phases() { return up_to_date().phases(); }
+
+void begin_memory_phase(const std::string& name, Category category) {
+  up_to_date().begin_phase(name, category);
+}
+
+bool set_memory_category(const at::Tensor& tensor, Category category) {
+  if (!tensor.defined() || !tensor.has_storage()) return false;
+  memory::BlockHead* const head = memory::head_of(tensor.storage().data_ptr());
+  if (head == nullptr) return false;
+  memory::ledger().set_category(*head, category);
+  return true;
+}
+
+void set_memory_category_since(uint64_t mark, Category from, Category to) {
+  memory::ledger().set_category_since(mark, from, to);
+}
+
+uint64_t memory_mark() { return memory::ledger().mark(); }
+
+}  // namespace weft::ops

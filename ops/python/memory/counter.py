@@ -1,0 +1,151 @@
+"""Reading and steering the count of `weft.memory`."""
+
+from __future__ import annotations
+
+import gc
+import os
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from weft import _memory
+
+CATEGORIES: tuple[str, ...] = _memory.CATEGORIES
+"""Names of what memory is for. "scratch" is what operators and optimizers need for a moment."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of a run.
+
+    Attributes:
+        name: "forward", "backward", "step", or what `begin_phase` was given.
+        seconds: from the beginning of the count to that of the phase.
+        peak: bytes by category at the moment of the phase at which their sum was largest.
+    """
+
+    name: str
+    seconds: float
+    peak: dict[str, int]
+
+
+def track() -> None:
+    """Count the memory of all CPU tensors from now on, until the process ends.
+
+    Those that exist already are not counted: a warning says how many bytes they hold.
+    """
+    if not _memory.track():
+        return
+    existing = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in gc.get_objects()
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and tensor.is_cpu
+    }
+    existing.pop(0, None)
+    if num_bytes := sum(existing.values()):
+        warnings.warn(
+            f"weft.memory.track() came after {len(existing)} tensors with {num_bytes} bytes, which are not counted; "
+            "call it before they are made, or set WEFT_MEMORY=1 before `import weft`.",
+            stacklevel=2,
+        )
+
+
+def track_if_asked() -> None:
+    """`track()` where the environment says WEFT_MEMORY=1."""
+    asked = os.environ.get("WEFT_MEMORY", "0")
+    if asked not in ("", "0", "1"):
+        raise ValueError(f"got WEFT_MEMORY={asked}; set it to 1 to count memory, or to 0.")
+    if asked == "1":
+        track()
+
+
+def is_tracking() -> bool:
+    """Whether CPU tensors are counted."""
+    return _memory.tracks()
+
+
+def _need_count() -> None:
+    if not _memory.tracks():
+        raise RuntimeError(
+            "weft.memory counts nothing yet: set WEFT_MEMORY=1 before `import weft`, or call weft.memory.track() "
+            "before the first tensor is made."
+        )
+
+
+def _is_cuda(device: torch.device | str) -> bool:
+    kind = torch.device(device).type
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"got the device {device}; memory is counted on cpu and cuda.")
+    return kind == "cuda"
+
+
+def current(device: torch.device | str = "cpu") -> int:
+    """Bytes in use now."""
+    if _is_cuda(device):
+        return torch.cuda.memory_allocated(device)
+    return sum(by_category().values())
+
+
+def peak(device: torch.device | str = "cpu") -> int:
+    """The most bytes in use at once since the beginning or `reset_peak()`."""
+    if _is_cuda(device):
+        return torch.cuda.max_memory_allocated(device)
+    return sum(by_category(at="peak").values())
+
+
+def reserved(device: torch.device | str = "cpu") -> int:
+    """Bytes held now for use: on CUDA the caching allocator's segments; CPU memory is given back at once."""
+    return torch.cuda.memory_reserved(device) if _is_cuda(device) else current()
+
+
+def peak_reserved(device: torch.device | str = "cpu") -> int:
+    """The most bytes held for use at once since the beginning or `reset_peak()`."""
+    return torch.cuda.max_memory_reserved(device) if _is_cuda(device) else peak()
+
+
+def by_category(at: Literal["now", "peak"] = "now") -> dict[str, int]:
+    """Bytes of CPU tensors by category, now or at the moment of the peak: their sum is `current()` or `peak()`."""
+    _need_count()
+    if at not in ("now", "peak"):
+        raise ValueError(f"got at={at!r}; pass 'now' or 'peak'.")
+    return _memory.current() if at == "now" else _memory.peak()
+
+
+def reset_peak(device: torch.device | str = "cpu") -> None:
+    """Begin to look for the peak anew; the timeline of CPU memory begins anew, too."""
+    if _is_cuda(device):
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        _need_count()
+        _memory.reset_peak()
+
+
+def num_allocations() -> int:
+    """How often CPU memory was asked for since the beginning of the count."""
+    _need_count()
+    return _memory.num_allocations()
+
+
+def timeline() -> list[Phase]:
+    """The phases since the beginning or `reset_peak()`, the present one last; of a long run the newest 4096."""
+    _need_count()
+    return [Phase(*phase) for phase in _memory.phases()]
+
+
+def begin_phase(name: str, category: str = "other") -> None:
+    """Begin a part of the timeline, in which memory is of `category` until it is tagged."""
+    if _memory.tracks():
+        _memory.begin_phase(name, category)
+
+
+def tag(tensors: Iterable[torch.Tensor | None], category: str) -> None:
+    """Say what the memory of tensors is for, in hindsight too: a peak that they were part of shows it."""
+    if not _memory.tracks():
+        return
+    for tensor in tensors:
+        if tensor is not None:
+            # Of a DTensor, this rank's part.
+            _memory.set_category(getattr(tensor, "_local_tensor", tensor), category)

@@ -1,0 +1,104 @@
+"""What the memory of a training loop is for, told to `weft.memory` by hooks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from weft import _memory
+from weft.memory.counter import begin_phase, tag
+
+
+class Watch:
+    """Hooks on a model and its optimizers; see `watch`."""
+
+    def __init__(self, model: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> None:
+        self._mark = 0
+        self._num_states: dict[torch.optim.Optimizer, int] = {}
+        self._handles: list[RemovableHandle] = [
+            model.register_forward_pre_hook(self._before_forward),
+            model.register_forward_hook(self._after_forward),
+        ]
+        tag(model.parameters(), "parameters")
+        tag(model.buffers(), "parameters")
+        for parameter in model.parameters():
+            tag([parameter.grad], "gradients")
+            if parameter.requires_grad:
+                self._handles.append(parameter.register_post_accumulate_grad_hook(_after_accumulation))
+        for optimizer in optimizers:
+            self.add_optimizer(optimizer)
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Watch another optimizer of the model, too."""
+        self._num_states[optimizer] = 0
+        self._tag_states(optimizer)
+        self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+        self._handles.append(optimizer.register_step_post_hook(self._after_step))
+
+    def remove(self) -> None:
+        """Take the hooks away; what is tagged stays so."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def forward_begins(self) -> None:
+        """Begin the phase "forward", or "inference" where no gradients are recorded."""
+        begin_phase("forward" if torch.is_grad_enabled() else "inference", "scratch")
+        self._mark = _memory.mark()
+
+    def forward_ends(self) -> None:
+        """Whatever came since the forward began and still lives is kept for the backward."""
+        _memory.set_category_since(self._mark, "scratch", "saved_activations")
+
+    def backward_begins(self) -> None:
+        """Begin the phase "backward"; what the loss keeps is saved, too."""
+        self.forward_ends()
+        begin_phase("backward", "scratch")
+        self._mark = _memory.mark()
+
+    def _before_forward(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        self.forward_begins()
+
+    def _after_forward(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        self.forward_ends()
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda _: self.backward_begins())
+                break
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        begin_phase("step", "scratch")
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._tag_states(optimizer)
+        begin_phase("between steps")
+
+    def _tag_states(self, optimizer: torch.optim.Optimizer) -> None:
+        """Once for each that is there: states come with a parameter's first step."""
+        if len(optimizer.state) == self._num_states[optimizer]:
+            return
+        self._num_states[optimizer] = len(optimizer.state)
+        states = tree_leaves(list(optimizer.state.values()))
+        tag((state for state in states if isinstance(state, torch.Tensor)), "optimizer_state")
+
+
+def _after_accumulation(parameter: torch.Tensor) -> None:
+    tag([parameter.grad], "gradients")
+
+
+def watch(model: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> Watch:
+    """Have the memory of `model` and `optimizers` tagged, and the timeline show its forwards, backwards and steps.
+
+    Parameters and buffers are "parameters"; what a forward leaves alive is "saved_activations"; gradients are
+    tagged as they are accumulated and optimizer states after the step that makes them. What else operators and
+    optimizers allocate is "scratch", and what is allocated between the steps "other".
+
+    Returns a handle whose `remove()` takes the hooks away. Call it once the parameters are where they stay:
+    sharded, on their device.
+    """
+    return Watch(model, *optimizers)

@@ -1,0 +1,205 @@
+#include "ledger.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <deque>
+#include <sys/wait.h>
+#include <thread>
+#include <unistd.h>
+#include <vector>
+
+namespace weft::memory {
+namespace {
+
+// Stands for an allocation.
+class Blocks {
+ public:
+  explicit Blocks(Ledger& ledger) : ledger_(ledger) {}
+  BlockHead& add(size_t num_bytes) {
+    BlockHead& head = heads_.emplace_back();
+    head.num_bytes = num_bytes;
+    ledger_.add(head);
+    return head;
+  }
+
+ private:
+  Ledger& ledger_;
+  std::deque<BlockHead> heads_;
+};
+
+TEST(Ledger, ThePeakIsTheLargestSumNotTheLargestParts) {
+  Ledger ledger;
+  Blocks blocks(ledger);
+  ledger.begin_phase("forward", Category::kScratch);
+  BlockHead& large = blocks.add(100);
+  ledger.begin_phase("backward", Category::kGradients);
+  BlockHead& small = blocks.add(10);
+  ledger.remove(large);
+  BlockHead& middle = blocks.add(60);
+
+  const Totals totals = ledger.totals();
+  EXPECT_EQ(totals.current[Category::kGradients], 70);
+  EXPECT_EQ(totals.current.total(), 70);
+  EXPECT_EQ(totals.peak[Category::kScratch], 100);
+  EXPECT_EQ(totals.peak[Category::kGradients], 10);
+  EXPECT_EQ(totals.peak.total(), 110);
+  EXPECT_EQ(totals.num_allocations, 3U);
+  EXPECT_EQ(totals.num_blocks, 2U);
+
+  ledger.remove(small);
+  ledger.reset_peak();
+  EXPECT_EQ(ledger.totals().peak.total(), 60);
+  ledger.remove(middle);
+  EXPECT_EQ(ledger.totals().peak.total(), 60);
+  EXPECT_EQ(ledger.totals().current, Usage());
+}
+
+TEST(Ledger, WhatIsKnownLaterHoldsForThePeaksThatTheBlockWasPartOf) {
+  Ledger ledger;
+  Blocks blocks(ledger);
+  BlockHead& before = blocks.add(1);
+  BlockHead& at_peak = blocks.add(20);
+  BlockHead& gone = blocks.add(100);
+  ledger.remove(gone);
+  BlockHead& after = blocks.add(3);
+  for (BlockHead* head : {&before, &at_peak, &after}) {
+    ledger.set_category(*head, Category::kParameters);
+  }
+  const Totals totals = ledger.totals();
+  EXPECT_EQ(totals.current[Category::kParameters], 24);
+  EXPECT_EQ(totals.peak[Category::kParameters], 21);
+  EXPECT_EQ(totals.peak[Category::kOther], 100);
+  EXPECT_EQ(totals.peak.total(), 121);
+}
+
+TEST(Ledger, PhasesHavePeaksOfTheirOwn) {
+  Ledger ledger;
+  Blocks blocks(ledger);
+  blocks.add(5);
+  ledger.begin_phase("forward", Category::kScratch);
+  BlockHead& saved = blocks.add(7);
+  ledger.remove(blocks.add(50));
+  ledger.begin_phase("backward", Category::kScratch);
+  ledger.set_category(saved, Category::kSavedActivations);
+  ledger.remove(saved);
+  ledger.begin_phase("step", Category::kOther);
+
+  const std::vector<Phase> phases = ledger.phases();
+  ASSERT_EQ(phases.size(), 4U);
+  EXPECT_EQ(phases[0].name, "start");
+  EXPECT_EQ(phases[0].peak.total(), 5);
+  EXPECT_EQ(phases[1].name, "forward");
+  EXPECT_EQ(phases[1].peak[Category::kSavedActivations], 7);
+  EXPECT_EQ(phases[1].peak[Category::kScratch], 50);
+  EXPECT_EQ(phases[2].peak[Category::kSavedActivations], 7);
+  EXPECT_EQ(phases[2].peak.total(), 12);
+  EXPECT_EQ(phases[3].peak.total(), 5);
+  EXPECT_LE(phases[1].seconds, phases[2].seconds);
+
+  ledger.reset_peak();
+  ASSERT_EQ(ledger.phases().size(), 1U);
+  EXPECT_EQ(ledger.phases()[0].name, "step");
+}
+
+TEST(Ledger, SharedMemoryCountsFromThePhaseInWhichItCame) {
+  Ledger ledger;
+  Blocks blocks(ledger);
+  ledger.remove(blocks.add(100));
+  ledger.begin_phase("backward", Category::kOther);
+  ledger.remove(blocks.add(50));
+  ledger.set_shared_memory(30);
+  EXPECT_EQ(ledger.totals().current[Category::kCommunication], 30);
+  EXPECT_EQ(ledger.totals().peak.total(), 100) << "of the phase before";
+  EXPECT_EQ(ledger.phases()[1].peak.total(), 80);
+  ledger.set_shared_memory(70);
+  EXPECT_EQ(ledger.totals().peak.total(), 120);
+  EXPECT_EQ(ledger.totals().peak[Category::kCommunication], 70);
+  ledger.set_shared_memory(75);
+  EXPECT_EQ(ledger.totals().peak.total(), 125);
+  ledger.set_shared_memory(0);
+  EXPECT_EQ(ledger.totals().current, Usage());
+  EXPECT_EQ(ledger.totals().peak.total(), 125);
+}
+
+TEST(Ledger, OfALongRunTheNewestPhasesStay) {
+  Ledger ledger;
+  for (size_t i = 0; i < Ledger::kMostPhases + 3; ++i) {
+    ledger.begin_phase(std::to_string(i), Category::kOther);
+  }
+  const auto phases = ledger.phases();
+  ASSERT_EQ(phases.size(), Ledger::kMostPhases);
+  EXPECT_EQ(phases.front().name, "3");
+}
+
+TEST(Ledger, ARangeOfBlocksChangesItsCategoryTogether) {
+  Ledger ledger;
+  Blocks blocks(ledger);
+  ledger.begin_phase("forward", Category::kScratch);
+  blocks.add(1);
+  const uint64_t mark = ledger.mark();
+  blocks.add(2);
+  ledger.set_category(blocks.add(4), Category::kGradients);
+  ledger.remove(blocks.add(8));
+  blocks.add(16);
+  ledger.set_category_since(mark, Category::kScratch, Category::kSavedActivations);
+  const Usage current = ledger.totals().current;
+  EXPECT_EQ(current[Category::kScratch], 1);
+  EXPECT_EQ(current[Category::kSavedActivations], 18);
+  EXPECT_EQ(current[Category::kGradients], 4);
+}
+
+TEST(Ledger, AThreadCanHaveACategoryOfItsOwn) {
+  Ledger ledger;
+  Blocks blocks(ledger);
+  {
+    const ScopedCategory communication(Category::kCommunication);
+    EXPECT_EQ(blocks.add(1).category, Category::kCommunication);
+    {
+      const ScopedCategory scratch(Category::kScratch);
+      EXPECT_EQ(blocks.add(1).category, Category::kScratch);
+    }
+    EXPECT_EQ(blocks.add(1).category, Category::kCommunication);
+    std::thread([&] { EXPECT_EQ(blocks.add(1).category, Category::kOther); }).join();
+  }
+  EXPECT_EQ(blocks.add(1).category, Category::kOther);
+}
+
+TEST(Ledger, ThreadsAndForksAtOnce) {
+  constexpr int kThreads = 4;
+  const int64_t before = ledger().totals().current.total();
+  std::atomic<bool> is_over{false};
+  std::vector<std::thread> threads;
+  for (int i = 0; i < kThreads; ++i) {
+    threads.emplace_back([&] {
+      while (!is_over) {
+        BlockHead head;
+        head.num_bytes = 3;
+        ledger().add(head);
+        ledger().set_category(head, Category::kScratch);
+        ledger().remove(head);
+      }
+    });
+  }
+  for (int i = 0; i < 20; ++i) {
+    const pid_t child = fork();
+    if (child == 0) {
+      alarm(20);  // a lock that nobody will open
+      BlockHead head;
+      head.num_bytes = 5;
+      ledger().add(head);
+      ledger().remove(head);
+      _exit(0);
+    }
+    int status = -1;
+    waitpid(child, &status, 0);
+    EXPECT_EQ(status, 0);
+  }
+  is_over = true;
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(ledger().totals().current.total(), before);
+  EXPECT_LE(ledger().totals().peak.total(), before + 3 * kThreads);
+}
+
+}  // namespace
+}  // namespace weft::memory

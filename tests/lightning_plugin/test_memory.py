@@ -1,0 +1,110 @@
+"""Memory under the strategies, where it is counted: what each byte is for, by rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.fabric import Fabric
+from lightning_plugin.scripts.plugin_models import on_warm_rank, trainer
+from ops.memory.counting import counted
+from torch import Tensor, nn
+
+import weft
+from support.ranks import on_ranks
+from weft.lightning import WeftModelParallelStrategy
+from weft.lightning.fabric import WeftModelParallelStrategy as FabricStrategy
+
+DIM, HIDDEN, BATCH = 256, 1536, 4
+WEIGHTS = 3 * DIM * HIDDEN * 4
+
+
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(DIM, HIDDEN, bias=False)
+        self.w2 = nn.Linear(HIDDEN, DIM, bias=False)
+        self.w3 = nn.Linear(DIM, HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Model(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.feed_forward = FeedForward()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if batch_idx == 0:  # what recognising this small model took is more than what training takes
+            weft.memory.reset_peak()
+        return self.feed_forward(batch).square().mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.feed_forward(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), fused=True)
+
+
+def _batches() -> torch.utils.data.DataLoader:
+    return torch.utils.data.DataLoader(torch.randn(4 * BATCH, DIM), batch_size=BATCH)
+
+
+def _check(peak: dict[str, int], before: dict[str, int], world_size: int) -> None:
+    of_run = {name: peak[name] - before[name] for name in peak}
+    assert of_run["parameters"] == of_run["gradients"] == WEIGHTS // world_size
+    assert of_run["optimizer_state"] == 2 * WEIGHTS // world_size + 3 * 4
+    assert of_run["other"] <= 0.01 * sum(of_run.values())
+
+
+@on_ranks(1, 2)
+def test_trainer(rank: int, world_size: int, tmp_path: Path) -> None:
+    on_warm_rank(rank, world_size)
+    with counted():
+        before = weft.memory.by_category()
+        model = Model()
+        run = trainer(world_size, WeftModelParallelStrategy(plan="auto"), tmp_path)
+        run.fit(model, _batches(), _batches())
+        _check(weft.memory.by_category(at="peak"), before, world_size)
+        names = [phase.name for phase in weft.memory.timeline()]
+        # The optimizer's step holds the closure: forward and backward come within it.
+        assert names[:6] == ["forward", "backward", "between steps", "step", "forward", "backward"]
+        assert "inference" in names
+
+
+@on_ranks(2)
+def test_fabric(rank: int, world_size: int) -> None:
+    on_warm_rank(rank, world_size)
+    with counted():
+        before = weft.memory.by_category()
+        fabric = Fabric(accelerator="cpu", devices=world_size, strategy=FabricStrategy(plan="auto"))
+        fabric.launch()
+        model = FeedForward()
+        model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), fused=True))
+        weft.memory.reset_peak()
+        for batch in torch.randn(3, BATCH, DIM):
+            fabric.backward(model(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        _check(weft.memory.by_category(at="peak"), before, world_size)
+        names = [phase.name for phase in weft.memory.timeline()]
+        start = names.index("forward")
+        assert names[start : start + 4] == ["forward", "backward", "step", "between steps"]
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+@on_ranks(1)
+def test_a_second_run_leaves_no_hooks_of_the_first(rank: int, tmp_path: Path, calls: int) -> None:
+    on_warm_rank(rank, 1)
+    with counted():
+        model = Model()
+        run = trainer(1, WeftModelParallelStrategy(plan="auto"), tmp_path)
+        for _ in range(calls):
+            run.fit_loop.max_epochs = (run.fit_loop.max_epochs or 0) + 1
+            run.fit(model, _batches())
+        parameter = model.feed_forward.w1.weight
+        assert not getattr(parameter, "_post_accumulate_grad_hooks", None)
