@@ -32,7 +32,7 @@ class FabricMixin(StrategyMixin):
             plan is applied.
         plan: a plan as `weft.parallelize` takes it, applied to the parameters that are not DTensors yet.
         data_parallel_size, tensor_parallel_size, save_distributed_checkpoint, process_group_backend, timeout,
-        check_batches, check_batches_every: as in the Trainer's strategy.
+        check_batches, check_batches_every, fused_optimizers: as in the Trainer's strategy.
 
     Raises:
         ValueError, TypeError: an argument that no number of devices could make work.
@@ -49,6 +49,7 @@ class FabricMixin(StrategyMixin):
         plan: Any = None,
         check_batches: int = 2,
         check_batches_every: int = 0,
+        fused_optimizers: bool = True,
     ) -> None:
         if parallelize_fn is not None and not callable(parallelize_fn):
             raise TypeError(
@@ -65,7 +66,7 @@ class FabricMixin(StrategyMixin):
         )
         self._user_parallelize_fn = self._parallelize_fn
         self._parallelize_fn = self._parallelize
-        self._init_weft(PlanSettings(plan, check_batches, check_batches_every))
+        self._init_weft(PlanSettings(plan, check_batches, check_batches_every, fused_optimizers))
         self._modules: list[Module] = []
         self._replacements = Replacements()
         self._gradients_checked = False
@@ -95,6 +96,7 @@ class FabricMixin(StrategyMixin):
         """The optimizer, whose parameters are those of the modules from now on, where it was made before them."""
         optimizer = super().setup_optimizer(optimizer)
         self._replacements.repoint(optimizer)
+        self._fuse(optimizer, self._modules[-1] if self._modules else None)
         if self._watch is not None:
             self._watch.add_optimizer(optimizer)
         return optimizer

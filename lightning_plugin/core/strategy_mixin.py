@@ -47,6 +47,7 @@ class StrategyMixin:
         settings.validate(type(self).__name__, self._data_parallel_size)
         self._plan = None if settings.plan is None else Plan(settings.plan)
         self._batch_check = BatchCheck(settings.check_batches, settings.check_batches_every)
+        self._fused_optimizers = settings.fused_optimizers
         self._watch: Watch | None = None
 
     @property
@@ -123,6 +124,24 @@ class StrategyMixin:
 
     def _share_values(self, module: torch.nn.Module) -> None:
         share_values(module, self.tensor_parallel_group, self.root_device)
+
+    def _fuse(self, optimizer: Optimizer, module: torch.nn.Module | None) -> None:
+        """Fuse an optimizer as the settings say, and say so."""
+        if not self._fused_optimizers:
+            return
+        from weft.strategy import fuse
+
+        was_fused = all(group.get("fused") for group in optimizer.param_groups)
+        why_not = fuse(optimizer, module)
+        name = type(optimizer).__name__
+        if why_not is not None:
+            self._log(f"weft leaves {name} as it is: {why_not}.")
+        elif not was_fused:
+            self._log(f"weft has {name} use its fused kernels, without temporaries; fused_optimizers=False keeps it.")
+
+    def _log(self, text: str) -> None:
+        """On the first rank, where Lightning's own messages go."""
+        importlib.import_module(f"{self.fabric_module}.utilities.rank_zero").rank_zero_info(text)
 
     def _watch_memory(self, module: torch.nn.Module, *optimizers: Optimizer) -> None:
         """Where memory is counted, have that of the loop tagged."""

@@ -35,6 +35,8 @@ class TrainerMixin(StrategyMixin):
             overridden. None: the stock behaviour, in which `configure_model` does all the sharding.
         check_batches: compare the first batches of each stage between the ranks of a tensor-parallel group.
         check_batches_every: compare every N-th batch as well; 0: no others.
+        fused_optimizers: have Adam, AdamW, SGD and Adagrad use their fused kernels, which need no temporaries, unless
+            they were told `foreach` or `fused`; what is done stands in the log. False: leave all as they are.
 
     Raises:
         ValueError, TypeError: an argument that no number of devices could make work.
@@ -50,6 +52,7 @@ class TrainerMixin(StrategyMixin):
         plan: Any = None,
         check_batches: int = 2,
         check_batches_every: int = 0,
+        fused_optimizers: bool = True,
     ) -> None:
         super().__init__(
             data_parallel_size=data_parallel_size,
@@ -58,7 +61,7 @@ class TrainerMixin(StrategyMixin):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
-        self._init_weft(PlanSettings(plan, check_batches, check_batches_every))
+        self._init_weft(PlanSettings(plan, check_batches, check_batches_every, fused_optimizers))
         self._gradients_checked = False
 
     # ---- a run's beginning and end -------------------------------------------------------------------------
@@ -84,6 +87,12 @@ class TrainerMixin(StrategyMixin):
             self._share_values(self.model)
         share_random_state(self.tensor_parallel_group, self.root_device)
         self._watch_memory(self.model, *self.optimizers)
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Make the optimizers; torch's own become their fused variants."""
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            self._fuse(optimizer, self.model)
 
     @contextmanager
     def _plan_instead_of_configure_model(self) -> Iterator[None]:

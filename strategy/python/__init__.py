@@ -10,6 +10,7 @@
 from weft.strategy._plan import AXIS_NAMES, STYLES, Mesh
 from weft.strategy.apply import parallelize
 from weft.strategy.export import export_local
+from weft.strategy.fused_optimizers import fuse
 from weft.strategy.gradients import check_replicated_gradients
 from weft.strategy.local_tensor import local_of, local_parameters
 from weft.strategy.plan import Plan
@@ -24,6 +25,7 @@ __all__ = [
     "Row",
     "check_replicated_gradients",
     "export_local",
+    "fuse",
     "local_of",
     "local_parameters",
     "parallelize",

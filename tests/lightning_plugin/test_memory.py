@@ -108,3 +108,26 @@ def test_a_second_run_leaves_no_hooks_of_the_first(rank: int, tmp_path: Path, ca
             run.fit(model, _batches())
         parameter = model.feed_forward.w1.weight
         assert not getattr(parameter, "_post_accumulate_grad_hooks", None)
+
+
+class _Users(Model):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.RMSprop(self.parameters()) if self.keeps else torch.optim.AdamW(self.parameters())
+
+
+@on_ranks(2)
+def test_optimizers_are_fused_unless_kept(rank: int, world_size: int, tmp_path: Path) -> None:
+    on_warm_rank(rank, world_size)
+    said: list[str] = []
+    for keeps, fused_optimizers in ((False, True), (True, True), (False, False)):
+        model = _Users()
+        model.keeps = keeps
+        strategy = WeftModelParallelStrategy(plan="auto", fused_optimizers=fused_optimizers)
+        strategy._log = said.append
+        trainer(world_size, strategy, tmp_path).fit(model, _batches())
+        [group] = strategy.optimizers[0].param_groups
+        assert bool(group.get("fused")) == (fused_optimizers and not keeps)
+    assert said == [
+        "weft has AdamW use its fused kernels, without temporaries; fused_optimizers=False keeps it.",
+        "weft leaves RMSprop as it is: RMSprop has no fused variant.",
+    ]

@@ -45,7 +45,7 @@ def test_arguments_are_lightnings_and_ours(name: str) -> None:
             assert ours[argument].default is None
         else:
             assert ours[argument].default == stock.default, argument
-    assert list(ours)[-3:] == ["plan", "check_batches", "check_batches_every"]
+    assert list(ours)[-4:] == ["plan", "check_batches", "check_batches_every", "fused_optimizers"]
 
 
 def test_registering_again_changes_nothing() -> None:
@@ -80,6 +80,7 @@ def test_a_namespace_that_is_absent() -> None:
         ({"plan": 3}, TypeError, "got a int"),
         ({"check_batches": -1}, ValueError, "check_batches=-1"),
         ({"check_batches_every": 0.5}, ValueError, "check_batches_every=0.5"),
+        ({"fused_optimizers": "yes"}, ValueError, "fused_optimizers='yes'"),
     ],
 )
 def test_bad_settings(name: str, settings: dict, error: type[Exception], remedy: str) -> None:

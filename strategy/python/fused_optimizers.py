@@ -1,0 +1,98 @@
+"""torch's optimizers as their fused variants: the same steps in one pass, without temporaries of the weights' size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.utils._pytree import tree_map
+
+# Exactly these classes: a subclass may do anything in its step. Where a fused kernel exists.
+_DEVICES = {
+    Adam: ("cpu", "cuda"),
+    AdamW: ("cpu", "cuda"),
+    SGD: ("cpu", "cuda"),
+    Adagrad: ("cpu",),
+}
+
+
+def _on_local_tensors(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """Element by element: each rank does its part, whatever the placements, if they are the same in all lists."""
+    lists = [arg for arg in args if isinstance(arg, (list, tuple)) and any(isinstance(t, DTensor) for t in arg)]
+    for together in zip(*lists, strict=True):
+        placements = {t.placements if isinstance(t, DTensor) else None for t in together}
+        if len(placements) != 1 or any(placement.is_partial() for placement in placements.pop() or ()):
+            raise RuntimeError(
+                f"{func} got parameters, gradients and states with the placements "
+                f"{[getattr(t, 'placements', None) for t in together]}; give them the same ones, none of them partial."
+            )
+    local = tree_map(lambda t: t._local_tensor if isinstance(t, DTensor) else t, (args, kwargs or {}))
+    return func(*local[0], **local[1])
+
+
+# DTensor knows the fused kernels of Adam and AdamW alone.
+for _name in ("aten::_fused_sgd_", "aten::_fused_adagrad_"):
+    torch.library.register_torch_dispatch(_name, DTensor, _on_local_tensors)
+
+
+def fuse(optimizer: Optimizer, model: nn.Module | None = None) -> str | None:
+    """Have an optimizer of torch use its fused kernels from its next step on.
+
+    Loading a state and adding parameter groups leave it so. Results differ by rounding only.
+
+    Args:
+        optimizer: changed in place, if it can be.
+        model: whose parameters it has; asked whether gradients can be sparse.
+
+    Returns:
+        None when the optimizer is fused, else why it is left as it is, in a few words.
+    """
+    if all(group.get("fused") for group in optimizer.param_groups):
+        return None
+    if (why_not := _why_not(optimizer, model)) is not None:
+        return why_not
+    _set_flags(optimizer)
+    optimizer.register_load_state_dict_post_hook(_set_flags)
+    return None
+
+
+def _why_not(optimizer: Optimizer, model: nn.Module | None) -> str | None:
+    devices = _DEVICES.get(type(optimizer))
+    if devices is None:
+        return f"{type(optimizer).__name__} has no fused variant"
+    for group in optimizer.param_groups:
+        for flag in ("foreach", "fused"):
+            if group.get(flag) is not None:
+                return f"{flag}={group[flag]} was chosen"
+        if group.get("differentiable"):
+            return "it is differentiable"
+        if (why_not := _why_not_together(group["params"], devices)) is not None:
+            return why_not
+    sparse = (name for name, module in model.named_modules() if getattr(module, "sparse", False)) if model else ()
+    name = next(iter(sparse), None)
+    return None if name is None else f"the gradient of '{name}' is sparse"
+
+
+def _why_not_together(parameters: Iterable[torch.Tensor], devices: tuple[str, ...]) -> str | None:
+    kinds = set()
+    for parameter in parameters:
+        if not parameter.is_floating_point():
+            return f"it steps {parameter.dtype} parameters"
+        if parameter.device.type not in devices:
+            return f"there is no fused kernel on {parameter.device.type}"
+        kinds.add(parameter.device_mesh if isinstance(parameter, DTensor) else None)
+    return "it steps parameters of several meshes in one group" if len(kinds) > 1 else None
+
+
+def _set_flags(optimizer: Optimizer) -> None:
+    """A loaded state brings the flags that it was saved with, and step counts where they were."""
+    for options in (optimizer.defaults, *optimizer.param_groups):
+        options.update(fused=True, foreach=False)
+    for parameter, state in optimizer.state.items():
+        step = state.get("step")
+        if isinstance(step, torch.Tensor):
+            state["step"] = step.to(device=parameter.device, dtype=torch.float32)

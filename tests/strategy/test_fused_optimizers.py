@@ -1,0 +1,137 @@
+"""Optimizers of torch as their fused variants: the same losses, less memory, whatever is loaded or added later."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from ops.memory.counting import counted
+from torch import nn
+from torch.optim import SGD, Adagrad, Adam, AdamW
+
+import weft
+from support.ranks import on_ranks
+from weft.strategy import fuse
+
+OPTIMIZERS: dict[str, Any] = {
+    "adam": lambda p: Adam(p, lr=1e-2, weight_decay=0.1, amsgrad=True),
+    "adamw": lambda p: AdamW(p, lr=1e-2),
+    "sgd": lambda p: SGD(p, lr=0.05),
+    "momentum": lambda p: SGD(p, lr=0.05, momentum=0.9, nesterov=True),
+    "adagrad": lambda p: Adagrad(p, lr=0.05, lr_decay=0.01),
+}
+
+
+def _model(seed: int = 3) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 5, bias=False))
+
+
+def _losses(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) -> list[float]:
+    data = torch.randn(num_steps, 11, 7, generator=torch.Generator().manual_seed(5))
+    losses = []
+    for x in data:
+        loss = model(x).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@on_ranks(1, 3)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_same_losses(rank: int, world_size: int, name: str) -> None:
+    """Sharded too, with shards that are smaller or empty on some ranks."""
+    expected_model = _model()
+    expected = _losses(expected_model, OPTIMIZERS[name](expected_model.parameters()), 20)
+    model = _model()
+    mesh = torch.distributed.init_device_mesh("cpu", (world_size,))
+    weft.parallelize(model, mesh, {"0": "column", "2": "row"})
+    optimizer = OPTIMIZERS[name](model.parameters())
+    assert fuse(optimizer, model) is None
+    torch.testing.assert_close(_losses(model, optimizer, 20), expected, rtol=1e-5, atol=0)
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_loaded_state_does_not_undo_it(rank: int, name: str) -> None:
+    plain = _model()
+    stock = OPTIMIZERS[name](plain.parameters())
+    first = _losses(plain, stock, 3)
+    resumed = copy.deepcopy(plain)
+    saved = copy.deepcopy(stock.state_dict())
+    expected = _losses(plain, stock, 3)
+
+    optimizer = OPTIMIZERS[name](resumed.parameters())
+    assert fuse(optimizer) is None
+    optimizer.load_state_dict(saved)
+    assert [group["fused"] for group in optimizer.param_groups] == [True]
+    torch.testing.assert_close(_losses(resumed, optimizer, 3), expected, rtol=1e-5, atol=0)
+
+    # The other way: the state of a fused one in a stock one.
+    again = _model()
+    other = OPTIMIZERS[name](again.parameters())
+    fuse(other)
+    torch.testing.assert_close(_losses(again, other, 3), first, rtol=1e-5, atol=0)
+    stock_again = OPTIMIZERS[name](again.parameters())
+    stock_again.load_state_dict(other.state_dict())
+    torch.testing.assert_close(_losses(again, stock_again, 3), expected, rtol=1e-5, atol=0)
+
+
+@on_ranks(1)
+def test_groups_that_come_later_are_fused(rank: int) -> None:
+    model = _model()
+    optimizer = AdamW(model[0].parameters())
+    fuse(optimizer, model)
+    optimizer.add_param_group({"params": model[2].parameters(), "lr": 0.5})
+    assert [group["fused"] for group in optimizer.param_groups] == [True, True]
+    _losses(model, optimizer, 1)
+
+
+class _Own(AdamW):
+    pass
+
+
+@on_ranks(2)
+def test_what_is_left_as_it_is(rank: int, world_size: int) -> None:
+    model = _model()
+    cases = [
+        (_Own(model.parameters()), "_Own has no fused variant"),
+        (torch.optim.RMSprop(model.parameters()), "RMSprop has no fused variant"),
+        (AdamW(model.parameters(), foreach=True), "foreach=True was chosen"),
+        (AdamW(model.parameters(), fused=False), "fused=False was chosen"),
+        (SGD(model.parameters(), differentiable=True), "it is differentiable"),
+        (Adam([torch.zeros(2, dtype=torch.complex64)]), "it steps torch.complex64 parameters"),
+        (Adam([torch.zeros(2, device="meta")]), "there is no fused kernel on meta"),
+    ]
+    mesh = torch.distributed.init_device_mesh("cpu", (world_size,))
+    mixed = _model()
+    sharded = nn.ModuleDict({"layer": mixed[0]})
+    weft.parallelize(sharded, mesh, {"layer": "column"})
+    cases.append((AdamW(mixed.parameters()), "it steps parameters of several meshes in one group"))
+    embedding = nn.ModuleDict({"words": nn.Embedding(5, 3, sparse=True)})
+    for optimizer, reason in cases:
+        flags = [group.get("fused") for group in optimizer.param_groups]
+        assert fuse(optimizer) == reason
+        assert [group.get("fused") for group in optimizer.param_groups] == flags
+    assert fuse(SGD(embedding.parameters(), lr=0.1), embedding) == "the gradient of 'words' is sparse"
+    assert fuse(AdamW(model.parameters(), fused=True)) is None
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("name", ["adam", "adamw", "momentum", "adagrad"])
+def test_a_step_allocates_nothing_once_the_states_are_there(rank: int, name: str) -> None:
+    with counted():
+        model = nn.Linear(64, 256, bias=False)
+        optimizer = OPTIMIZERS[name](model.parameters())
+        fuse(optimizer)
+        for _ in range(2):
+            model.weight.grad = torch.ones_like(model.weight)
+            optimizer.step()
+        weft.memory.reset_peak()
+        before = weft.memory.current()
+        optimizer.step()
+        assert weft.memory.peak() - before <= 64  # numbers, such as a step count
