@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ class FabricMixin(StrategyMixin):
         plan: a plan as `weft.parallelize` takes it, applied to the parameters that are not DTensors yet.
         data_parallel_size, tensor_parallel_size, save_distributed_checkpoint, process_group_backend, timeout,
         check_batches, check_batches_every, fused_optimizers: as in the Trainer's strategy.
+        empty_init: with a plan, what `fabric.init_module(empty_init=True)` builds gets its values in `fabric.setup`,
+            each rank its shards only, and the values are those of an unsharded model. False: as in Fabric's strategy.
 
     Raises:
         ValueError, TypeError: an argument that no number of devices could make work.
@@ -50,6 +53,7 @@ class FabricMixin(StrategyMixin):
         check_batches: int = 2,
         check_batches_every: int = 0,
         fused_optimizers: bool = True,
+        empty_init: bool = True,
     ) -> None:
         if parallelize_fn is not None and not callable(parallelize_fn):
             raise TypeError(
@@ -66,10 +70,19 @@ class FabricMixin(StrategyMixin):
         )
         self._user_parallelize_fn = self._parallelize_fn
         self._parallelize_fn = self._parallelize
-        self._init_weft(PlanSettings(plan, check_batches, check_batches_every, fused_optimizers))
+        self._init_weft(PlanSettings(plan, check_batches, check_batches_every, fused_optimizers, empty_init))
         self._modules: list[Module] = []
         self._replacements = Replacements()
         self._gradients_checked = False
+
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager:
+        """As the stock one; with a plan, what would be without values waits for them instead."""
+        if not empty_init or self._plan is None or not self._empty_init:
+            return super().module_init_context(empty_init)
+        stack = ExitStack()
+        stack.enter_context(super().module_init_context())
+        stack.enter_context(self._deferred_init())
+        return stack
 
     def _parallelize(self, module: Module, device_mesh: Any) -> Module:
         self._share_values(module)

@@ -22,14 +22,16 @@ _SEED_VARIABLES = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
 def share_values(module: torch.nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
     """Give every replicated parameter and buffer the value that it has on the first rank of `group`.
 
-    One tensor at a time, through `device`, where the group's backend works. Left alone: meta tensors, which have
-    no values yet, and shards.
+    One tensor at a time, through `device`, where the group's backend works. Left alone: tensors that have no values
+    yet, and shards.
     """
+    from weft.strategy.deferred import is_deferred
+
     if group.size() == 1:
         return
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
-            local = _replicated_part(tensor)
+            local = None if is_deferred(tensor) else _replicated_part(tensor)
             if local is None or local.is_meta or local.numel() == 0:
                 continue
             moved = local.detach().to(device).contiguous()

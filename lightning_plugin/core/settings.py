@@ -15,12 +15,14 @@ class PlanSettings:
     check_batches: compare this many batches at the start of each stage between the ranks of a tensor-parallel group.
     check_batches_every: compare every N-th batch as well; 0: no others.
     fused_optimizers: whether optimizers of torch become their fused variants.
+    empty_init: whether models built where the strategy knows of it get values as shards only.
     """
 
     plan: Any
     check_batches: int
     check_batches_every: int
     fused_optimizers: bool
+    empty_init: bool
 
     def validate(self, owner: str, data_parallel_size: int | str) -> None:
         """Raise ValueError for settings that no number of devices could make work."""
@@ -28,8 +30,9 @@ class PlanSettings:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ValueError(f"{owner} got {name}={value!r}; pass a whole number of batches, 0 for none.")
-        if not isinstance(self.fused_optimizers, bool):
-            raise ValueError(f"{owner} got fused_optimizers={self.fused_optimizers!r}; pass True or False.")
+        for name in ("fused_optimizers", "empty_init"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{owner} got {name}={getattr(self, name)!r}; pass True or False.")
         if self.plan is None:
             return
         if data_parallel_size not in ("auto", 1):

@@ -9,6 +9,7 @@ module of Lightning is used.
 from __future__ import annotations
 
 import importlib
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,6 +49,7 @@ class StrategyMixin:
         self._plan = None if settings.plan is None else Plan(settings.plan)
         self._batch_check = BatchCheck(settings.check_batches, settings.check_batches_every)
         self._fused_optimizers = settings.fused_optimizers
+        self._empty_init = settings.empty_init
         self._watch: Watch | None = None
 
     @property
@@ -124,6 +126,14 @@ class StrategyMixin:
 
     def _share_values(self, module: torch.nn.Module) -> None:
         share_values(module, self.tensor_parallel_group, self.root_device)
+
+    def _deferred_init(self) -> AbstractContextManager[None]:
+        """What is built inside gets values when the plan is applied, each rank its shards; without a plan, at once."""
+        if self._plan is None or not self._empty_init:
+            return nullcontext()
+        from weft.strategy import deferred_init
+
+        return deferred_init()
 
     def _fuse(self, optimizer: Optimizer, module: torch.nn.Module | None) -> None:
         """Fuse an optimizer as the settings say, and say so."""

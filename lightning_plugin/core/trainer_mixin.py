@@ -19,6 +19,9 @@ from weft._plugin.replicas import share_random_state
 from weft._plugin.settings import PlanSettings
 from weft._plugin.strategy_mixin import StrategyMixin
 
+# The Trainer enters the context without a word there, and init_module says what its caller wants.
+_IN_CONFIGURE_MODEL = object()
+
 
 class TrainerMixin(StrategyMixin):
     """Tensor parallelism by plan, for the Trainer; a drop-in for Lightning's ModelParallelStrategy.
@@ -37,6 +40,9 @@ class TrainerMixin(StrategyMixin):
         check_batches_every: compare every N-th batch as well; 0: no others.
         fused_optimizers: have Adam, AdamW, SGD and Adagrad use their fused kernels, which need no temporaries, unless
             they were told `foreach` or `fused`; what is done stands in the log. False: leave all as they are.
+        empty_init: with a plan, what `configure_model` builds gets its values when the plan is applied, each rank its
+            shards only, and the values are those of an unsharded model; `init_module(empty_init=True)` does so too.
+            False: every rank builds the whole model first.
 
     Raises:
         ValueError, TypeError: an argument that no number of devices could make work.
@@ -53,6 +59,7 @@ class TrainerMixin(StrategyMixin):
         check_batches: int = 2,
         check_batches_every: int = 0,
         fused_optimizers: bool = True,
+        empty_init: bool = True,
     ) -> None:
         super().__init__(
             data_parallel_size=data_parallel_size,
@@ -61,7 +68,7 @@ class TrainerMixin(StrategyMixin):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
-        self._init_weft(PlanSettings(plan, check_batches, check_batches_every, fused_optimizers))
+        self._init_weft(PlanSettings(plan, check_batches, check_batches_every, fused_optimizers, empty_init))
         self._gradients_checked = False
 
     # ---- a run's beginning and end -------------------------------------------------------------------------
@@ -72,6 +79,20 @@ class TrainerMixin(StrategyMixin):
         # The stock strategy has set the mesh that it made, and LightningModule.device_mesh has no setter.
         self.lightning_module._device_mesh = self._device_mesh
         self._gradients_checked = False
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: Any = _IN_CONFIGURE_MODEL) -> Iterator[None]:
+        """As the stock one; with a plan, what would be without values waits for them instead (see `empty_init`)."""
+        in_configure_model = empty_init is _IN_CONFIGURE_MODEL
+        if self._plan is None or not (in_configure_model or empty_init):
+            with super().tensor_init_context(**({} if in_configure_model else {"empty_init": empty_init})):
+                yield
+            return
+        if in_configure_model:
+            # A hook before may have drawn on some ranks only, and what is built here is not compared later.
+            share_random_state(self.tensor_parallel_group, self.root_device)
+        with super().tensor_init_context(), self._deferred_init():
+            yield
 
     def setup(self, trainer: Any) -> None:
         """Apply the plan to what `configure_model` has built, then all that the stock strategy does."""

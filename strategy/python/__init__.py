@@ -9,6 +9,7 @@
 
 from weft.strategy._plan import AXIS_NAMES, STYLES, Mesh
 from weft.strategy.apply import parallelize
+from weft.strategy.deferred import deferred_init
 from weft.strategy.export import export_local
 from weft.strategy.fused_optimizers import fuse
 from weft.strategy.gradients import check_replicated_gradients
@@ -24,6 +25,7 @@ __all__ = [
     "Report",
     "Row",
     "check_replicated_gradients",
+    "deferred_init",
     "export_local",
     "fuse",
     "local_of",

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from weft.strategy._plan import shard_range
 from weft.strategy.assignments import Assignment, Assignments, join
+from weft.strategy.deferred import check_written, materialize
 from weft.strategy.linears import is_conv1d, shard_dims
 from weft.strategy.plan import Plan, Rules
 from weft.strategy.report import report
@@ -50,8 +51,10 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Rules | Plan) -> nn.Mo
     assignments = plan.assign(model, tp_mesh.size())
     dims = _parameter_dims(model, assignments)
     _check_modules(model)
+    check_written(model)
     others = {id(m) for m in model.modules() if any(isinstance(p, DTensor) for p in m.parameters(recurse=False))}
     _replace_parameters(model, tp_mesh, dims)
+    materialize(model)
     _take_roles(model, tp_mesh, assignments, others)
     for (module_name, attribute), count in assignments.heads.items():
         setattr(model.get_submodule(module_name), attribute, count)

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from weft.strategy._plan import shard_range
+from weft.strategy.deferred import attributes_of, is_deferred, shard_of, whole_of
 
 TENSOR_PARALLEL = "tensor_parallel"
 
@@ -45,11 +46,15 @@ def group_name_of(mesh: DeviceMesh) -> str:
 
 def _cut(tensor: Tensor, mesh: DeviceMesh, dim: int | None) -> DTensor:
     """This rank's part of `tensor` along `dim` (None: all of it), in storage of its own."""
-    local = tensor.detach()
     num_ranks = mesh.size()
-    if dim is not None and num_ranks > 1:
+    is_cut = dim is not None and num_ranks > 1
+    local = whole_of(tensor) if is_deferred(tensor) and not is_cut else tensor.detach()
+    if is_cut:
         start, length = shard_range(tensor.shape[dim], num_ranks, mesh.get_local_rank())
-        local = local.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
+        if is_deferred(tensor):
+            local, _ = shard_of(tensor, dim, start, length)
+        else:
+            local = local.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
         stride = torch.empty(tensor.shape, device="meta").stride()
     else:
         stride = tensor.stride()
@@ -67,5 +72,5 @@ def to_dtensor(parameter: nn.Parameter, mesh: DeviceMesh, dim: int | None) -> nn
         result = nn.Parameter(_cut(parameter, mesh, dim), requires_grad=parameter.requires_grad)
         if parameter.grad is not None:
             result.grad = _cut(parameter.grad, mesh, dim)
-    result.__dict__.update(parameter.__dict__)
+    result.__dict__.update(attributes_of(parameter))
     return result

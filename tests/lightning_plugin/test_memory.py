@@ -14,9 +14,10 @@ from ops.memory.counting import counted
 from torch import Tensor, nn
 
 import weft
-from support.ranks import on_ranks
+from support.ranks import on_ranks, run_on_ranks
 from weft.lightning import WeftModelParallelStrategy
 from weft.lightning.fabric import WeftModelParallelStrategy as FabricStrategy
+from weft.strategy.deferred import is_deferred
 
 DIM, HIDDEN, BATCH = 256, 1536, 4
 WEIGHTS = 3 * DIM * HIDDEN * 4
@@ -131,3 +132,73 @@ def test_optimizers_are_fused_unless_kept(rank: int, world_size: int, tmp_path: 
         "weft has AdamW use its fused kernels, without temporaries; fused_optimizers=False keeps it.",
         "weft leaves RMSprop as it is: RMSprop has no fused variant.",
     ]
+
+
+class _Configured(Model):
+    """Built where the strategy has told it to wait for its values."""
+
+    def __init__(self) -> None:
+        pl.LightningModule.__init__(self)
+        self.losses: list[float] = []
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "feed_forward"):
+            self.feed_forward = FeedForward()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.feed_forward(batch).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+
+def _losses(rank: int, world_size: int, folder: str, empty_init: bool) -> tuple[list[float], int]:
+    """Also: the start-up peak, less what the model's first forward adds."""
+    on_warm_rank(rank, world_size)
+    torch.manual_seed(21)
+    data = torch.utils.data.DataLoader(torch.randn(4 * BATCH, DIM), batch_size=BATCH)
+    with counted() as count:
+        model = _Configured()
+        plan = {"feed_forward.w1": "column", "feed_forward.w3": "column", "feed_forward.w2": "row"}
+        strategy = WeftModelParallelStrategy(plan=plan, empty_init=empty_init)
+        strategy._watch_memory = lambda *_: peaks.append(count.peak("other"))
+        peaks: list[int] = []
+        trainer(world_size, strategy, folder).fit(model, data)
+        return model.losses, peaks[0]
+
+
+def test_configure_model_builds_shards_with_the_values_of_one_device(tmp_path: Path) -> None:
+    [(expected, _)] = run_on_ranks(1, _losses, folder=str(tmp_path), empty_init=False)
+    for world_size in (1, 2, 4):
+        shards = WEIGHTS // world_size
+        for losses, peak in run_on_ranks(world_size, _losses, folder=str(tmp_path), empty_init=True):
+            torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
+            # A piece of the stream, and what recognising the layers takes.
+            assert shards <= peak <= shards + 800_000
+    for losses, peak in run_on_ranks(2, _losses, folder=str(tmp_path), empty_init=False):
+        torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
+        assert peak >= WEIGHTS
+
+
+@on_ranks(2)
+def test_init_module(rank: int, world_size: int, tmp_path: Path) -> None:
+    on_warm_rank(rank, world_size)
+    torch.manual_seed(5)
+    expected = FeedForward()
+    run = trainer(world_size, WeftModelParallelStrategy(plan="auto"), tmp_path, max_epochs=0)
+    torch.manual_seed(5)
+    with run.init_module(empty_init=True):
+        model = Model()
+    assert is_deferred(model.feed_forward.w1.weight)
+    run.fit(model, _batches())
+    weight = model.feed_forward.w1.weight
+    assert torch.equal(weight.full_tensor(), expected.w1.weight)
+    with run.init_module():
+        assert not is_deferred(FeedForward().w1.weight)
+
+    fabric = Fabric(accelerator="cpu", devices=world_size, strategy=FabricStrategy(plan="auto"))
+    fabric.launch()
+    torch.manual_seed(5)
+    with fabric.init_module(empty_init=True):
+        built = FeedForward()
+    assert is_deferred(built.w1.weight)
+    assert torch.equal(fabric.setup(built).w2.weight.full_tensor(), expected.w2.weight)

@@ -45,7 +45,7 @@ def test_arguments_are_lightnings_and_ours(name: str) -> None:
             assert ours[argument].default is None
         else:
             assert ours[argument].default == stock.default, argument
-    assert list(ours)[-4:] == ["plan", "check_batches", "check_batches_every", "fused_optimizers"]
+    assert list(ours)[-5:] == ["plan", "check_batches", "check_batches_every", "fused_optimizers", "empty_init"]
 
 
 def test_registering_again_changes_nothing() -> None:
@@ -81,6 +81,7 @@ def test_a_namespace_that_is_absent() -> None:
         ({"check_batches": -1}, ValueError, "check_batches=-1"),
         ({"check_batches_every": 0.5}, ValueError, "check_batches_every=0.5"),
         ({"fused_optimizers": "yes"}, ValueError, "fused_optimizers='yes'"),
+        ({"empty_init": None}, ValueError, "empty_init=None"),
     ],
 )
 def test_bad_settings(name: str, settings: dict, error: type[Exception], remedy: str) -> None:

@@ -1,0 +1,21 @@
+"""Models built without values: `deferred_init`, and what turns them into shards later."""
+
+from weft.strategy.deferred.context import deferred_init
+from weft.strategy.deferred.materialize import (
+    attributes_of,
+    check_written,
+    is_deferred,
+    materialize,
+    shard_of,
+    whole_of,
+)
+
+__all__ = [
+    "attributes_of",
+    "check_written",
+    "deferred_init",
+    "is_deferred",
+    "materialize",
+    "shard_of",
+    "whole_of",
+]

@@ -1,0 +1,93 @@
+"""`deferred_init`: large tensors made inside have no values yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import init
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from weft.strategy.deferred.tape import Tape
+from weft.strategy.deferred.tensor import DeferredTensor, call, record, record_whole
+
+# Smaller ones are made as ever: they cost little, and code that asks for values mostly asks them.
+MIN_BYTES = 16 * 1024
+
+aten = torch.ops.aten
+_DRAWN = {
+    aten.rand.default: aten.uniform_.default,
+    aten.rand.generator: aten.uniform_.default,
+    aten.randn.default: aten.normal_.default,
+    aten.randn.generator: aten.normal_.default,
+}
+
+
+class _Building(TorchDispatchMode):
+    def __init__(self, tape: Tape, min_bytes: int) -> None:
+        super().__init__()
+        self._tape, self._min_bytes = tape, min_bytes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        leaves = tree_leaves((args, kwargs))
+        if any(isinstance(leaf, DeferredTensor) for leaf in leaves):
+            return call(func, args, kwargs)
+        device = torch.device(kwargs.get("device") or "cpu")
+        is_factory = not any(isinstance(leaf, Tensor) for leaf in leaves) and "device" in _argument_names(func)
+        if not is_factory or device.type == "meta" or not self._is_large(func, args, kwargs):
+            return func(*args, **kwargs)
+        if func in _DRAWN:
+            generator = kwargs.pop("generator", None)
+            made = record(self._tape, aten.empty.memory_format, args[:1], kwargs, device)
+            return call(_DRAWN[func], (made,), {} if generator is None else {"generator": generator})
+        return record(self._tape, func, args, kwargs, device)
+
+    def _is_large(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+        try:
+            with no_dispatch():
+                made = func(*args, **{**kwargs, "device": torch.device("meta")})
+        except (NotImplementedError, RuntimeError):
+            return False
+        return isinstance(made, Tensor) and made.numel() * made.element_size() >= self._min_bytes
+
+
+def _argument_names(func: Any) -> set[str]:
+    return {argument.name for argument in func._schema.arguments}
+
+
+@contextmanager
+def deferred_init(min_bytes: int = MIN_BYTES) -> Iterator[None]:
+    """Build a model whose parameters `weft.parallelize` gives values, each rank its shards only.
+
+    The values are those, to the bit, that the model would have had: what is done to a tensor is recorded in the order
+    of the program, with the state of the random numbers, and the program goes on with the numbers it would have had.
+    Code that asks for values gets them; that tensor is then built whole.
+
+        with weft.strategy.deferred_init():
+            model = Model()
+        weft.parallelize(model, mesh, plan)
+
+    Args:
+        min_bytes: smaller tensors are made as ever.
+    """
+    tape = Tape()
+    own = init._no_grad_trunc_normal_
+
+    def trunc_normal(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        # Draws until no value is out of bounds: how often depends on the values.
+        if isinstance(tensor, DeferredTensor):
+            return record_whole(own, tensor, args, kwargs)
+        return own(tensor, *args, **kwargs)
+
+    init._no_grad_trunc_normal_ = trunc_normal
+    try:
+        with _Building(tape, min_bytes):
+            yield
+    finally:
+        init._no_grad_trunc_normal_ = own

@@ -1,0 +1,116 @@
+"""From tensors without values to values: a shard, a whole tensor, what is left of a module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from weft.strategy.deferred import stream
+from weft.strategy.deferred.tape import storage_of
+from weft.strategy.deferred.tensor import DeferredTensor
+
+_OF_DEFERRED = ("meta", "tape", "_is_param")
+
+
+def is_deferred(value: object) -> bool:
+    """Whether a tensor waits for its values."""
+    return isinstance(value, DeferredTensor)
+
+
+def whole_of(tensor: DeferredTensor) -> Tensor:
+    """All values, contiguous, in storage of its own; the deferred tensor stays as it is."""
+    storage = storage_of(tensor.meta)
+    if storage in tensor.tape.real:
+        real = tensor.tape.real[storage]
+        value = real.as_strided(tensor.meta.shape, tensor.meta.stride(), tensor.meta.storage_offset())
+        return value.clone(memory_format=torch.preserve_format)
+    [value] = tensor.tape.replay([tensor.meta])
+    holds_more = value.untyped_storage().nbytes() != value.numel() * value.element_size()
+    return value.detach().clone(memory_format=torch.preserve_format) if holds_more else value.detach()
+
+
+def shard_of(tensor: DeferredTensor, dim: int, start: int, length: int) -> tuple[Tensor, bool]:
+    """`narrow(dim, start, length)` of the values, contiguous, and whether the whole was never there."""
+    if storage_of(tensor.meta) not in tensor.tape.real and tensor.device.type == "cpu":
+        with torch.no_grad():
+            made = stream.shard(tensor.tape, tensor.meta, dim, start, length)
+        if made is not None:
+            return made, True
+    return whole_of(tensor).narrow(dim, start, length).clone(memory_format=torch.contiguous_format), False
+
+
+def materialize(module: nn.Module) -> list[str]:
+    """Give values to what still waits for them: parameters, buffers, tensors in attributes and in lists there.
+
+    Returns:
+        The names of what was given values.
+
+    Raises:
+        ValueError: a parameter that nothing has been written to; `check_written` says so beforehand.
+    """
+    made: dict[int, Tensor] = {}
+    names: list[str] = []
+
+    def value(name: str, tensor: DeferredTensor) -> Tensor:
+        if id(tensor) not in made:
+            made[id(tensor)] = plain_of(tensor, whole_of(tensor))
+            names.append(name)
+        return made[id(tensor)]
+
+    def replaced(name: str, item: Any) -> Any:
+        if is_deferred(item):
+            return value(name, item)
+        if type(item) in (list, tuple):
+            new = [replaced(name, each) for each in item]
+            return type(item)(new) if any(a is not b for a, b in zip(new, item, strict=True)) else item
+        if type(item) is dict:
+            new = {key: replaced(name, each) for key, each in item.items()}
+            return new if any(new[key] is not item[key] for key in item) else item
+        return item
+
+    for module_name, owner in module.named_modules():
+        prefix = f"{module_name}." if module_name else ""
+        for table in (owner._parameters, owner._buffers):
+            for name, item in table.items():
+                if is_deferred(item):
+                    table[name] = value(prefix + name, item)
+                elif isinstance(item, DTensor) and is_deferred(item._local_tensor):
+                    # Distributed while it was built, by other means than ours.
+                    item._local_tensor = value(prefix + name, item._local_tensor)
+        for name, item in list(owner.__dict__.items()):
+            if name not in ("_parameters", "_buffers", "_modules"):
+                new = replaced(prefix + name, item)
+                if new is not item:
+                    owner.__dict__[name] = new
+    return names
+
+
+def plain_of(tensor: DeferredTensor, value: Tensor) -> Tensor:
+    """`value` in the place of a deferred tensor: a Parameter for a Parameter, with its attributes."""
+    if isinstance(tensor, nn.Parameter):
+        value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+    value.__dict__.update(attributes_of(tensor))
+    return value
+
+
+def attributes_of(tensor: Tensor) -> dict[str, Any]:
+    """What the user has set on a tensor."""
+    return {name: item for name, item in tensor.__dict__.items() if name not in _OF_DEFERRED or not is_deferred(tensor)}
+
+
+def check_written(module: nn.Module) -> None:
+    """Refuse parameters that were made and never written to.
+
+    Raises:
+        ValueError: names them.
+    """
+    waiting = {name: tensor for name, tensor in module.named_parameters() if is_deferred(tensor)}
+    unwritten = [name for name, tensor in waiting.items() if not stream.is_written(tensor.tape, tensor.meta)]
+    if unwritten:
+        raise ValueError(
+            f"parallelize: nothing was written to {', '.join(repr(name) for name in unwritten)} while the model was "
+            "built, so every rank would have other values; initialise them, or build the model outside deferred_init."
+        )

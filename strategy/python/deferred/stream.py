@@ -1,0 +1,222 @@
+"""Shards of a tensor whose values come from a random stream: drawn piece by piece, the whole is never there.
+
+Calls that fill a contiguous range element after element draw the same values in pieces, if each piece but the last is
+a multiple of 16 elements long and the last is no shorter (seen for all of _RANDOM and all floating types: normal_
+transforms 16 numbers at once, and draws the last 16 of a range again).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.strategy.deferred.tape import Entry, Storage, Tape, drawing_from, metas, storage_of
+
+aten = torch.ops.aten
+
+_RANDOM = {
+    aten.uniform_.default,
+    aten.normal_.default,
+    aten.bernoulli_.float,
+    aten.exponential_.default,
+    aten.cauchy_.default,
+    aten.log_normal_.default,
+    aten.geometric_.default,
+    aten.random_.default,
+    aten.random_.to,
+    aten.random_.__getattr__("from"),
+}
+# In place, element by element, with numbers as arguments.
+_ELEMENTWISE = {
+    aten.fill_.Scalar,
+    aten.fill_.Tensor,
+    aten.zero_.default,
+    aten.mul_.Tensor,
+    aten.mul_.Scalar,
+    aten.add_.Tensor,
+    aten.add_.Scalar,
+    aten.sub_.Tensor,
+    aten.sub_.Scalar,
+    aten.div_.Tensor,
+    aten.div_.Scalar,
+    aten.clamp_.default,
+    aten.clamp_min_.default,
+    aten.clamp_max_.default,
+    aten.neg_.default,
+    aten.abs_.default,
+    aten.exp_.default,
+    aten.sqrt_.default,
+    aten.rsqrt_.default,
+    aten.erfinv_.default,
+    aten.tanh_.default,
+    aten.pow_.Scalar,
+}
+_EMPTY = {aten.empty.memory_format, aten.empty_strided.default, aten.new_empty.default, aten.empty_like.default}
+_CONSTANT = {aten.zeros.default: 0, aten.ones.default: 1, aten.zeros_like.default: 0, aten.ones_like.default: 1}
+_VIEWS = {
+    aten.detach.default,
+    aten.alias.default,
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.unbind.int,
+    aten.t.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.expand.default,
+}
+_PIECE = 1 << 16  # elements
+_MOST = 1 << 22
+
+
+@dataclass(frozen=True)
+class _Write:
+    """A call on the elements from `first` to `end` of a storage, in its order."""
+
+    entry: Entry
+    first: int
+    end: int
+
+
+def draws_in_pieces(function: Any) -> bool:
+    """Whether a random call on a contiguous tensor may be made piece by piece."""
+    return function in _RANDOM
+
+
+def pieces(num_elements: int, multiple_of: int = 16) -> Iterator[tuple[int, int]]:
+    """Ranges that a random call can be cut into, their beginnings multiples of `multiple_of`, itself one of 16."""
+    size = max(1, _PIECE // multiple_of) * multiple_of
+    first = 0
+    while first < num_elements:
+        end = first + size
+        if num_elements - end < 16:
+            end = num_elements
+        yield first, end
+        first = end
+
+
+def skip(entry_function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: Tensor) -> None:
+    """Move the generator as a random call on a contiguous tensor like this would."""
+    for first, end in pieces(like.numel()):
+        entry_function(torch.empty(end - first, dtype=like.dtype), *args, **kwargs)
+
+
+def shard(tape: Tape, meta: Tensor, dim: int, start: int, length: int) -> Tensor | None:
+    """`narrow(dim, start, length)` of what `meta` stands for, contiguous; None where it takes all of it to know.
+
+    Args:
+        meta: contiguous, and all of its storage.
+    """
+    if not meta.is_contiguous() or meta.untyped_storage().nbytes() != meta.numel() * meta.element_size():
+        return None
+    found = _writes(tape, storage_of(meta), meta)
+    if found is None:
+        return None
+    # The tensor as [outer, size of dim, inner]; the shard as [outer, length, inner].
+    outer, inner = math.prod(meta.shape[:dim]), math.prod(meta.shape[dim + 1 :])
+    row = meta.shape[dim] * inner
+    initial, writes = found
+    if not all(_fits(write, outer, row) for write in writes):
+        return None
+    result = torch.empty(outer, length, inner, dtype=meta.dtype)
+    if initial is not None:
+        result.fill_(initial)
+    for write in writes:
+        if write.entry.random is not None:
+            _draw(write, result, meta.shape[dim], start, inner)
+        else:
+            _apply(write, result, row, start, inner)
+    return result.view(*meta.shape[:dim], length, *meta.shape[dim + 1 :])
+
+
+def _writes(tape: Tape, storage: Storage, meta: Tensor) -> tuple[float | None, list[_Write]] | None:
+    """The value that a storage is made with (None: any) and the calls that write to it; None for others than known."""
+    initial: float | None = None
+    writes: list[_Write] = []
+    is_known = True
+    for entry in tape.entries_of(storage):
+        function = entry.function
+        if function in _EMPTY or function in _VIEWS:
+            continue
+        if function in _CONSTANT or function is aten.full.default:
+            initial = _CONSTANT[function] if function in _CONSTANT else entry.args[1]
+            continue
+        write = _write(entry, meta)
+        if write is None:
+            is_known = False
+            continue
+        if write.first == 0 and write.end == meta.numel() and (function in _RANDOM or _overwrites(function)):
+            writes.clear()
+            is_known = True
+        writes.append(write)
+    return (initial, writes) if is_known else None
+
+
+def _write(entry: Entry, meta: Tensor) -> _Write | None:
+    function, target = entry.function, entry.args[0] if entry.args else None
+    if function not in _RANDOM and function not in _ELEMENTWISE:
+        return None
+    if not target.is_contiguous() or target.dtype != meta.dtype or metas(entry.args[1:], entry.kwargs):
+        return None
+    if any(isinstance(arg, Tensor) and arg.dim() > 0 for arg in entry.args[1:]):
+        return None
+    first = target.storage_offset()
+    return _Write(entry, first, first + target.numel())
+
+
+def is_written(tape: Tape, meta: Tensor) -> bool:
+    """Whether anything gives a tensor values."""
+    storage = storage_of(meta)
+    functions = (entry.function for entry in tape.entries_of(storage))
+    return storage in tape.real or any(function not in _EMPTY and function not in _VIEWS for function in functions)
+
+
+def _overwrites(function: Any) -> bool:
+    return function in (aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default)
+
+
+def _fits(write: _Write, outer: int, row: int) -> bool:
+    """Whether a range is made of whole rows, or there is one row: then a shard's part of it is a range again."""
+    if outer > 1 and (write.first % row or write.end % row):
+        return False
+    return outer == 1 or write.entry.random is None or math.lcm(row, 16) <= _MOST
+
+
+def _apply(write: _Write, result: Tensor, row: int, start: int, inner: int) -> None:
+    if result.shape[0] > 1:
+        part = result[write.first // row : write.end // row]
+    else:  # one row: the shard is the range from start * inner
+        offset = start * inner
+        flat = result.view(-1)
+        part = flat[max(write.first - offset, 0) : max(write.end - offset, 0)]
+    write.entry.function(part, *write.entry.args[1:], **write.entry.kwargs)
+
+
+def _draw(write: _Write, result: Tensor, size: int, start: int, inner: int) -> None:
+    """Draw all of a range, piece by piece, and keep what is the shard's."""
+    num_rows, length, _ = result.shape
+    row = size * inner
+    multiple = 16 if num_rows == 1 else math.lcm(row, 16)
+    flat, offset = result.view(-1), start * inner
+    with drawing_from(write.entry.random):
+        for begin, stop in pieces(write.end - write.first, multiple):
+            drawn = torch.empty(stop - begin, dtype=result.dtype)
+            write.entry.function(drawn, *write.entry.args[1:], **write.entry.kwargs)
+            first, end = write.first + begin, write.first + stop
+            if num_rows == 1:
+                low, high = max(first, offset), min(end, offset + flat.numel())
+                if low < high:
+                    flat[low - offset : high - offset] = drawn[low - first : high - first]
+            else:
+                rows = drawn.view(-1, size, inner)
+                result[first // row : end // row] = rows[:, start : start + length]

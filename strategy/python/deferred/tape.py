@@ -1,0 +1,133 @@
+"""What was done to tensors that have no values yet, in the order of the program, so that it can be done later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+Storage = int
+
+
+def storage_of(tensor: Tensor) -> Storage:
+    """The identity of a meta tensor's storage, as long as that lives: a tape keeps it alive."""
+    return tensor.untyped_storage()._cdata
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """A generator, and its state before a call drew from it."""
+
+    generator: torch.Generator
+    state: Tensor
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One call. Tensors without values stand as the meta tensors that have their shapes.
+
+    Attributes:
+        writes: storages that the call makes or changes.
+        versions: of the tensors with values among the arguments, which must not change until the call is repeated.
+    """
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+    writes: frozenset[Storage]
+    versions: tuple[tuple[Tensor, int], ...] = ()
+    random: RandomState | None = None
+
+    def reads(self) -> set[Storage]:
+        return {storage_of(tensor) for tensor in metas(self.args, self.kwargs)}
+
+
+def metas(*trees: Any) -> list[Tensor]:
+    """The meta tensors in nested arguments or results."""
+    return [leaf for leaf in tree_leaves(trees) if isinstance(leaf, Tensor) and leaf.is_meta]
+
+
+class Tape:
+    """All calls of one construction."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self._entries_of: dict[Storage, list[int]] = {}
+        # Storages whose values were asked for: they are real, and so is all that is done to them from then on.
+        self.real: dict[Storage, Tensor] = {}
+
+    def record(self, entry: Entry) -> None:
+        """Append a call."""
+        for storage in entry.writes | {storage_of(tensor) for tensor in metas(entry.result)}:
+            self._entries_of.setdefault(storage, []).append(len(self.entries))
+        self.entries.append(entry)
+
+    def entries_of(self, storage: Storage) -> list[Entry]:
+        """The calls that made, changed or viewed a storage."""
+        return [self.entries[index] for index in self._entries_of.get(storage, ())]
+
+    def _needed(self, storages: Iterable[Storage]) -> list[Entry]:
+        needed: set[int] = set()
+        seen: set[Storage] = set()
+        open_storages = set(storages)
+        while open_storages:
+            storage = open_storages.pop()
+            seen.add(storage)
+            for index in self._entries_of.get(storage, ()):
+                if index not in needed:
+                    needed.add(index)
+                    open_storages |= self.entries[index].reads() - seen
+        return [self.entries[index] for index in sorted(needed)]
+
+    def replay(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """The values of meta tensors, in full; those of one storage share one.
+
+        Raises:
+            RuntimeError: a tensor with values that a call read has been changed since.
+        """
+        wanted = list(tensors)
+        values: dict[int, Tensor] = {}  # by the identity of the meta tensor
+        for entry in self._needed(storage_of(tensor) for tensor in wanted):
+            for tensor, version in entry.versions:
+                if tensor._version != version:
+                    raise RuntimeError(
+                        f"deferred_init: {entry.function} read a tensor of shape {tuple(tensor.shape)} that has been "
+                        "changed since; build that module outside, or give it a copy."
+                    )
+
+            def real(leaf: Any) -> Any:
+                return values[id(leaf)] if isinstance(leaf, Tensor) and leaf.is_meta else leaf
+
+            args, kwargs = tree_map(real, (entry.args, entry.kwargs))
+            with drawing_from(entry.random):
+                result = entry.function(*args, **kwargs)
+            for meta, value in zip(metas(entry.result), _tensors(result, entry.result), strict=True):
+                values[id(meta)] = value
+        return [values[id(tensor)] for tensor in wanted]
+
+
+def _tensors(result: Any, like: Any) -> list[Tensor]:
+    """Of a result those at the places of the meta tensors of an earlier result."""
+    pairs = zip(tree_leaves(result), tree_leaves(like), strict=True)
+    return [value for value, meta in pairs if isinstance(meta, Tensor) and meta.is_meta]
+
+
+class drawing_from:
+    """Inside, a generator draws as it did from a recorded state; then it goes on where it was."""
+
+    def __init__(self, random: RandomState | None) -> None:
+        self._random = random
+
+    def __enter__(self) -> None:
+        if self._random is not None:
+            self._own = self._random.generator.get_state()
+            self._random.generator.set_state(self._random.state)
+
+    def __exit__(self, *_: object) -> None:
+        if self._random is not None:
+            self._random.generator.set_state(self._own)

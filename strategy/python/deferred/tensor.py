@@ -1,0 +1,197 @@
+"""A tensor that knows everything but its values."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from weft.strategy.deferred.stream import draws_in_pieces, skip
+from weft.strategy.deferred.tape import Entry, RandomState, Tape, metas, storage_of
+
+# Calls whose result is a Python value: they need the tensor's values.
+_QUESTIONS = {
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.equal.default,
+    torch.ops.aten.is_nonzero.default,
+}
+
+
+class DeferredTensor(Tensor):
+    """Looks like a tensor on its device; calls on it are put on a tape instead of being done.
+
+    Asking for a value (`item()`, `if tensor.any()`, a shape that depends on values) has it computed, whole, and from
+    then on what is done to that tensor is done at once.
+    """
+
+    meta: Tensor
+    tape: Tape
+
+    @staticmethod
+    def __new__(cls, meta: Tensor, tape: Tape, device: torch.device) -> DeferredTensor:
+        made = Tensor._make_wrapper_subclass(
+            cls,
+            meta.shape,
+            strides=meta.stride(),
+            storage_offset=meta.storage_offset(),
+            dtype=meta.dtype,
+            layout=meta.layout,
+            device=device,
+        )
+        made.meta, made.tape = meta, tape
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Put the call on the tape."""
+        return call(func, args, kwargs or {})
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """As ever; what is assigned is what the tensor stands for from then on."""
+        return Tensor.data.__get__(self)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not isinstance(value, DeferredTensor):
+            value = record(self.tape, torch.ops.aten.clone.default, (value.detach(),), {}, value.device)
+        Tensor.data.__set__(self, value)
+        self.meta, self.tape = value.meta, value.tape
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DeferredTensor:
+        if id(self) not in memo:
+            with torch.no_grad():
+                copied = self.clone(memory_format=torch.preserve_format)
+            copied.requires_grad_(self.requires_grad)
+            for name, item in self.__dict__.items():
+                if name not in ("meta", "tape"):
+                    setattr(copied, name, copy.deepcopy(item, memo))
+            memo[id(self)] = copied
+        return memo[id(self)]
+
+    def __repr__(self) -> str:
+        return f"DeferredTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call with at least one deferred tensor among its arguments."""
+    deferred = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DeferredTensor)]
+    tape = deferred[0].tape
+    communicates = func.namespace in ("c10d", "_c10d_functional")
+    if func in _QUESTIONS or communicates or any(storage_of(tensor.meta) in tape.real for tensor in deferred):
+        return _call_for_real(func, args, kwargs)
+    device = torch.device(kwargs["device"]) if kwargs.get("device") is not None else deferred[0].device
+    try:
+        return record(tape, func, args, kwargs, device)
+    except (NotImplementedError, RuntimeError):
+        # The shape depends on the values, or the call is wrong: it is made for real, and says so itself.
+        return _call_for_real(func, args, kwargs)
+
+
+def record(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:
+    """Put a call on the tape; its tensors on the CPU or another `device` that it makes are deferred."""
+    meta_args, meta_kwargs = tree_map(_without_values, (args, kwargs))
+    if "device" in kwargs or not any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))):
+        meta_kwargs["device"] = torch.device("meta")
+    with no_dispatch():
+        result = func(*meta_args, **meta_kwargs)
+    plain_args, plain_kwargs = tree_map(_plain, (args, kwargs))
+    inputs = {id(tensor) for tensor in metas(plain_args, plain_kwargs)}
+    changed = _changed(func, plain_args, plain_kwargs)
+    made = {storage_of(tensor) for tensor in metas(result) if id(tensor) not in inputs}
+    versions = tuple(
+        (leaf, leaf._version)
+        for leaf in tree_leaves((plain_args, plain_kwargs))
+        if isinstance(leaf, Tensor) and not leaf.is_meta
+    )
+    random = _draw(func, plain_args, plain_kwargs, result, device)
+    tape.record(Entry(func, plain_args, plain_kwargs, result, frozenset(changed | made), versions, random))
+
+    own = {id(leaf.meta): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DeferredTensor)}
+    if torch.Tag.inplace_view in func.tags:
+        with no_dispatch():
+            func(*args, **kwargs)  # the shape that the tensor shows
+
+    def wrapped(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return own[id(leaf)] if id(leaf) in own else DeferredTensor(leaf, tape, device)
+
+    return tree_map(wrapped, result)
+
+
+def record_whole(function: Any, tensor: DeferredTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Put on the tape a function that changes one tensor in place, and may look at its values."""
+    generator = kwargs.get("generator") or _generator_of(tensor.device)
+    random = RandomState(generator, generator.get_state())
+    with no_dispatch():
+        function(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device), *args, **kwargs)
+    written = frozenset({storage_of(tensor.meta)})
+    tensor.tape.record(Entry(function, (tensor.meta, *args), kwargs, tensor.meta, written, (), random))
+    return tensor
+
+
+def _generator_of(device: torch.device) -> torch.Generator:
+    return torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
+
+
+def _plain(leaf: Any) -> Any:
+    return leaf.meta if isinstance(leaf, DeferredTensor) else leaf
+
+
+def _without_values(leaf: Any) -> Any:
+    if isinstance(leaf, DeferredTensor):
+        return leaf.meta
+    if isinstance(leaf, Tensor) and leaf.dim() > 0:
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+    return leaf
+
+
+def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
+    """Storages of the arguments that the schema marks as written."""
+    changed: set[int] = set()
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            changed |= {storage_of(tensor) for tensor in metas(value)}
+    return changed
+
+
+def _draw(func: Any, args: Any, kwargs: Any, result: Any, device: torch.device) -> RandomState | None:
+    """Move the generator as the call would, so that the program goes on with the numbers it would have had."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return None
+    generator = kwargs.get("generator") or _generator_of(device)
+    random = RandomState(generator, generator.get_state())
+    [target] = metas(result)
+    rest = tuple(args[1:])
+    with no_dispatch():
+        if draws_in_pieces(func) and target.is_contiguous() and device.type == "cpu":
+            skip(func, rest, kwargs, target)
+        elif func._schema.is_mutable:
+            whole = torch.empty_strided(target.shape, target.stride(), dtype=target.dtype, device=device)
+            func(whole, *rest, **kwargs)
+        else:
+            func(*args, **kwargs)
+    return random
+
+
+def _call_for_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    values = tree_map(lambda leaf: value_of(leaf) if isinstance(leaf, DeferredTensor) else leaf, (args, kwargs))
+    return func(*values[0], **values[1])
+
+
+def value_of(tensor: DeferredTensor) -> Tensor:
+    """The whole tensor; the deferred one stands for it from now on."""
+    storage = storage_of(tensor.meta)
+    if storage not in tensor.tape.real:
+        [whole] = tensor.tape.replay([tensor.meta])
+        tensor.tape.real[storage] = whole
+    whole = tensor.tape.real[storage]
+    return whole.as_strided(tensor.meta.shape, tensor.meta.stride(), tensor.meta.storage_offset())

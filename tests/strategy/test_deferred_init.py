@@ -1,0 +1,245 @@
+"""Models built without values: the bits that the same program would have given them, shard by shard."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ops.memory.counting import counted
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import weft
+from support.ranks import on_ranks
+from weft.strategy import deferred_init
+from weft.strategy.deferred import is_deferred, materialize, shard_of, whole_of
+
+
+class _Ordered(nn.Module):
+    """Built in another order than `modules()` lists; initialised by hand, by `apply`, and by operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        head = nn.Linear(24, 40)
+        self.embedding = nn.Embedding(50, 24, padding_idx=3)
+        self.norm = nn.LayerNorm(24)
+        self.head = head
+        self.scale = nn.Parameter(torch.randn(4, 24) * 0.3)
+        self.qkv = nn.Parameter(torch.empty(72, 24))
+        for part in self.qkv.chunk(3):
+            nn.init.xavier_uniform_(part)
+        self.register_buffer("table", torch.outer(torch.arange(30.0), torch.arange(20.0)), persistent=False)
+        self.plain = torch.arange(100.0) * 2
+        self.listed = [torch.ones(40), {"deep": torch.zeros(3, 9) + 1}]
+        self.conv = nn.Conv1d(3, 8, 5)
+        self.apply(self._initialise)
+        with torch.no_grad():
+            self.conv.weight.copy_(torch.randn(8, 3, 5)).div_(2)
+            self.head.weight[:7].mul_(3)
+
+    @staticmethod
+    def _initialise(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.weight.data.normal_(0.0, 0.02)
+            if module.bias is not None:
+                module.bias.data.zero_()
+
+
+class _DependsOnValues(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 30)
+        if self.first.weight.sum() > -1e9:
+            self.first.weight.data.clamp_(min=0)
+        largest = self.first.weight.max().item()
+        self.second = nn.Linear(30, 5)
+        nn.init.constant_(self.second.weight, largest)
+
+
+def _by_hand() -> nn.Module:
+    module = nn.Linear(33, 47)
+    nn.init.trunc_normal_(module.weight, std=0.5, a=-0.6, b=0.6)
+    nn.init.orthogonal_(module.weight[:20])
+    return module
+
+
+def _to_bfloat16() -> nn.Module:
+    return nn.Sequential(nn.Linear(20, 30), nn.Embedding(7, 9)).to(torch.bfloat16)
+
+
+def _tied() -> nn.Module:
+    embedding, head = nn.Embedding(31, 12), nn.Linear(12, 31, bias=False)
+    head.weight = embedding.weight
+    head.weight.data.normal_(std=0.1)
+    return nn.ModuleDict({"embedding": embedding, "head": head})
+
+
+def _random_in_between() -> nn.Module:
+    first = nn.Linear(20, 30)
+    kept = torch.rand(3, device="cpu")  # small: drawn at once, from the stream that the layer has drawn from
+    second = nn.Linear(30, int(20 + 10 * kept[0].item()))
+    dropped = torch.randn(500)
+    del dropped
+    return nn.Sequential(first, second, copy.deepcopy(first))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "ordered": _Ordered,
+    "depends on values": _DependsOnValues,
+    "by hand": _by_hand,
+    "bfloat16": _to_bfloat16,
+    "tied": _tied,
+    "random in between": _random_in_between,
+    "transformer": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 24, batch_first=True), 2),
+    "lstm": lambda: nn.LSTM(9, 11, num_layers=2),
+}
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("min_bytes", [0, 600])
+@pytest.mark.parametrize("name", MODELS)
+def test_same_bits(rank: int, name: str, min_bytes: int) -> None:
+    torch.manual_seed(11)
+    expected = MODELS[name]()
+    numbers_after = torch.rand(5)
+    torch.manual_seed(11)
+    with deferred_init(min_bytes):
+        model = MODELS[name]()
+    assert torch.equal(torch.rand(5), numbers_after)
+    waiting = [tensor for tensor in _tensors(model).values() if is_deferred(tensor)]
+    assert waiting
+    materialize(model)
+    assert _tensors(model).keys() == _tensors(expected).keys()
+    for key, value in _tensors(expected).items():
+        assert torch.equal(_tensors(model)[key], value), key
+        assert isinstance(_tensors(model)[key], nn.Parameter) == isinstance(value, nn.Parameter)
+        assert _tensors(model)[key].requires_grad == value.requires_grad
+    if name == "ordered":
+        assert torch.equal(model.plain, expected.plain)
+        assert torch.equal(model.listed[1]["deep"], expected.listed[1]["deep"])
+    if name == "tied":
+        assert model["head"].weight is model["embedding"].weight
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(1,), (17,), (5, 7), (130, 257), (3, 5, 7, 9), (2, 70_001), (70_001, 2)])
+def test_every_shard_of_a_stream(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Pieces end where the numbers of normal_ are drawn 16 at once: on both sides of it, and below."""
+
+    def build() -> Tensor:
+        tensor = torch.empty(shape, dtype=dtype).normal_(1, 2)
+        kept = torch.empty(shape, dtype=dtype).uniform_(-1, 1)
+        tensor.mul_(0.5).add_(1)
+        tensor[:1].zero_()
+        return tensor if shape[0] % 2 else kept
+
+    torch.manual_seed(3)
+    expected = build()
+    torch.manual_seed(3)
+    with deferred_init(0):
+        tensor = build()
+    for dim, size in enumerate(shape):
+        for start, length in ((0, size), (size // 3, size - size // 3), (size // 2, size // 4)):
+            made, streamed = shard_of(tensor, dim, start, length)
+            assert streamed
+            assert torch.equal(made, expected.narrow(dim, start, length)), (dim, start, length)
+    assert torch.equal(whole_of(tensor), expected)
+
+
+@on_ranks(1)
+def test_the_linear_layers_and_norms_are_never_whole(rank: int) -> None:
+    torch.manual_seed(3)
+    with counted() as count:
+        with deferred_init():
+            layers = [nn.Linear(1000, 2000), nn.Embedding(3000, 500, padding_idx=1), nn.LayerNorm(100_000)]
+        assert count.peak() < 600_000  # a piece, and states of the random numbers
+        weft.memory.reset_peak()
+        before = count.now()
+        for layer in layers:
+            for parameter in filter(is_deferred, layer.parameters()):
+                size = parameter.shape[0]
+                made, streamed = shard_of(parameter, 0, size // 2, size // 4)
+                assert streamed and made.shape[0] == size // 4
+                assert count.peak() - before <= made.nbytes + 600_000
+                del made
+                weft.memory.reset_peak()
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("plan", ["auto", {"mlp.0": "column", "mlp.2": "row", "words": "vocab_embedding"}])
+def test_parallelize_gives_each_rank_its_shards(rank: int, world_size: int, plan: Any) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(301, 64)
+            self.mlp = nn.Sequential(nn.Linear(64, 207), nn.ReLU(), nn.Linear(207, 64))
+            self.norm = nn.LayerNorm(64)
+            self.register_buffer("offset", torch.randn(64, 64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.mlp(self.words(x))) @ self.offset
+
+    mesh = torch.distributed.init_device_mesh("cpu", (world_size,))
+    torch.manual_seed(4)
+    expected = weft.parallelize(Model(), mesh, plan)
+    torch.manual_seed(4)
+    with deferred_init(0):
+        model = Model()
+    weft.parallelize(model, mesh, plan)
+    for (name, got), value in zip(_tensors(model).items(), _tensors(expected).values(), strict=True):
+        assert type(got) is type(value), name
+        if isinstance(value, DTensor):
+            assert got.placements == value.placements
+            got, value = got.to_local(), value.to_local()  # noqa: PLW2901
+        assert torch.equal(got, value), name
+    x = torch.arange(24).view(2, 12)
+    assert torch.equal(model(x), expected(x))
+
+
+@on_ranks(2)
+def test_layers_that_were_distributed_by_other_means(rank: int, world_size: int) -> None:
+    mesh = torch.distributed.init_device_mesh("cpu", (world_size,))
+
+    def build() -> nn.Module:
+        torch.manual_seed(6)
+        model = nn.ModuleDict({"ours": nn.Linear(40, 60), "stock": nn.Linear(40, 60)})
+        parallelize_module(model["stock"], mesh, ColwiseParallel())
+        return model
+
+    expected = build()
+    with deferred_init(0):
+        model = build()
+    for module in (expected, model):
+        weft.parallelize(module, mesh, {"ours": "row"})
+    for (name, got), value in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert not is_deferred(got.to_local()), name
+        assert torch.equal(got.full_tensor(), value.full_tensor()), name
+    x = torch.ones(3, 40)
+    assert torch.equal(model["stock"](x), expected["stock"](x))
+
+
+@on_ranks(1)
+def test_what_is_refused(rank: int) -> None:
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    with deferred_init(0):
+        model = nn.ModuleDict({"layer": nn.Linear(5, 7)})
+        model.extra = nn.Parameter(torch.empty(3))
+    with pytest.raises(ValueError, match=r"nothing was written to 'extra' while the model was built"):
+        weft.parallelize(model, mesh, {"layer": "column"})
+
+    source = torch.ones(7, 5)
+    with deferred_init(0):
+        layer = nn.Linear(5, 7)
+        layer.weight.data.copy_(source)
+    source.add_(1)
+    with pytest.raises(RuntimeError, match=r"read a tensor of shape \(7, 5\) that has been changed since"):
+        whole_of(layer.weight)
