@@ -40,14 +40,17 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def run_on_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout_seconds: float = 600.0) -> Any:
-    """Call `function(*args)` on `num_ranks` fresh processes of one gloo group, each with one thread.
+def run_on_ranks(
+    function: Callable[..., Any], num_ranks: int, *args: Any, timeout_seconds: float = 600.0, backend: str = "gloo"
+) -> Any:
+    """Call `function(*args)` on `num_ranks` fresh processes of one group, each with one thread.
 
     Args:
         function: of a module's top level; its result on rank 0 must fit JSON.
         num_ranks: processes to start; they meet through a file, so no port is taken.
         args: picklable.
         timeout_seconds: for the whole call; the processes are killed when it has passed.
+        backend: of the group.
 
     Returns:
         What `function` returned on rank 0.
@@ -59,7 +62,7 @@ def run_on_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeo
     with tempfile.TemporaryDirectory(prefix="weft-benchmark-") as folder:
         ranks = mp.start_processes(
             _rank_main,
-            (num_ranks, Path(folder), timeout_seconds, (function, args)),
+            (num_ranks, Path(folder), timeout_seconds, backend, (function, args)),
             num_ranks,
             join=False,
             start_method="fork",  # this process has imported torch and started nothing: no rank imports it again
@@ -80,12 +83,12 @@ def run_on_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeo
 
 
 def _rank_main(
-    rank: int, num_ranks: int, folder: Path, timeout_seconds: float, job: tuple[Callable[..., Any], Any]
+    rank: int, num_ranks: int, folder: Path, timeout_seconds: float, backend: str, job: tuple[Callable[..., Any], Any]
 ) -> None:
     function, args = job
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=num_ranks,

@@ -25,7 +25,7 @@ from weft.strategy.state import MlpParts
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 _SCALES = (1e-3, 1.0, 30.0)
-_MAX_HIDDEN = 64
+_MAX_HIDDEN = 16  # of a layer as wide as the model: what the probe holds is small beside a shard
 _TOLERANCE = 1e-10
 
 
@@ -56,19 +56,20 @@ def find_activation(container: nn.Module, parts: MlpParts) -> tuple[MlpParts, st
 
     Gate and up change places in the result where the forward applies its activation to the other one.
     """
+    orders = [parts]
+    if parts.gate is not None:
+        orders.append(MlpParts(parts.up, parts.gate, parts.down))
+    candidates = [(order, activation) for order in orders for activation in ACTIVATIONS]
     with undisturbed():
         try:
             shell, _ = _shell_with_hidden(container, parts, _MAX_HIDDEN)
-            runs = list(_own_runs(shell, container, parts))
+            runs = _own_runs(shell, container, parts)
+            while (run := next(runs, None)) is not None:
+                candidates = [candidate for candidate in candidates if _agrees(shell, *candidate, *run)]
         except Exception as error:  # whatever the user's forward raises is the answer
             return f"its forward does not run on one tensor and a part of its hidden units ({_first_line(error)})"
-        orders = [parts]
-        if parts.gate is not None:
-            orders.append(MlpParts(parts.up, parts.gate, parts.down))
-        for order in orders:
-            for activation in ACTIVATIONS:
-                if all(_agrees(shell, order, activation, *run) for run in runs):
-                    return order, activation
+    if candidates:
+        return candidates[0]
     return f"its forward agrees with none of the activations {', '.join(ACTIVATIONS)}"
 
 
