@@ -6,6 +6,7 @@
 #include <pybind11/chrono.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
 namespace weft {
@@ -24,6 +25,20 @@ void raise_in_python(ErrorKind kind, const std::string& text) {
   throw py::error_already_set();
 }
 
+// Unlike error_already_set, which is spent when Python has taken it once.
+class KeptError final : public torch::PyTorchError {
+ public:
+  KeptError(ErrorKind kind, const std::string& text) : PyTorchError(text), kind_(kind) {}
+  PyObject* python_type() override { return error_classes.at(static_cast<size_t>(kind_)); }
+
+ private:
+  const ErrorKind kind_;
+};
+
+std::exception_ptr keep_for_python(ErrorKind kind, const std::string& text) {
+  return std::make_exception_ptr(KeptError(kind, text));
+}
+
 void set_error_classes(const py::object& mismatch,
                        const py::object& peer_lost,
                        const py::object& timeout,
@@ -35,7 +50,7 @@ void set_error_classes(const py::object& mismatch,
   set(ErrorKind::kPeerLost, peer_lost);
   set(ErrorKind::kTimeout, timeout);
   set(ErrorKind::kAborted, aborted);
-  collectives::set_raise_hook(raise_in_python);
+  collectives::set_error_hooks({raise_in_python, keep_for_python});
 }
 
 c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::Store>& store,
@@ -62,8 +77,13 @@ c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::St
                                        int num_ranks,
                                        std::chrono::milliseconds within) {
     const py::gil_scoped_acquire gil;
-    return (*callable)(own_store, own_rank, num_ranks, within)
-        .cast<c10::intrusive_ptr<c10d::Backend>>();
+    const py::object made = (*callable)(own_store, own_rank, num_ranks, within);
+    if (!py::isinstance<c10d::Backend>(made)) {
+      throw py::type_error("weft: got " + py::repr(made).cast<std::string>() +
+                           " from BackendOptions.transport; return a backend of torch.distributed, "
+                           "such as dist.ProcessGroupGloo(store, rank, size, timeout)");
+    }
+    return made.cast<c10::intrusive_ptr<c10d::Backend>>();
   };
   const py::gil_scoped_release no_gil;
   return ops::make_backend(store, rank, size, std::move(options));

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Backend
 
 from weft import _collectives
 
@@ -58,7 +59,8 @@ class BackendOptions:
     """What `pg_options` of `init_process_group` and `new_group` may be for this backend.
 
     Attributes:
-        staging_limit_bytes: of shared memory that a group takes on a host at most, all its ranks together.
+        staging_limit_bytes: of shared memory that a group takes on a host at most, all its ranks together; a page
+            for each of its buffers is the least.
         transport: makes the backend whose `send` and `recv` carry bytes between hosts, over the ranks of the
             group. Called as `transport(store, rank, size, timeout)` on every rank, and only where they run on
             several hosts.
@@ -67,8 +69,22 @@ class BackendOptions:
     staging_limit_bytes: int = 16 * 1024 * 1024
     transport: Callable[[dist.Store, int, int, timedelta], dist.distributed_c10d.Backend] = _gloo
 
+    def __post_init__(self) -> None:
+        """Refuse what no group could be made with."""
+        limit = self.staging_limit_bytes
+        if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
+            raise ValueError(f"BackendOptions got staging_limit_bytes={limit!r}; pass a number of bytes above 0.")
+        if not callable(self.transport):
+            raise TypeError(
+                f"BackendOptions got transport={self.transport!r}; pass a function (store, rank, size, timeout) that "
+                "makes a backend."
+            )
+
 
 def _create(opts: dist.distributed_c10d._DistributedBackendOptions, options: object | None) -> object:
+    # torch hands its own options, or those of another group, to backends that are made without any.
+    if options is not None and not isinstance(options, (BackendOptions, Backend.Options)):
+        raise TypeError(f"got pg_options={options!r} for the backend weft; pass weft.collectives.BackendOptions(...).")
     mine = options if isinstance(options, BackendOptions) else BackendOptions()
     return _collectives.make_backend(
         opts.store,

@@ -66,12 +66,15 @@ Engine::~Engine() {
   if (background_.joinable()) background_.join();
 }
 
+void Engine::check_not_forked() const {
+  if (fork_generation() == fork_generation_) return;
+  throw std::runtime_error("weft: got a call on group '" + options_.name +
+                           "' in a process forked after the group was made; make a group of its "
+                           "own there, or start the process with spawn");
+}
+
 void Engine::check_usable() const {
-  if (fork_generation() != fork_generation_) {
-    throw std::runtime_error("weft: got a call on group '" + options_.name +
-                             "' in a process forked after the group was made; make a group of its "
-                             "own there, or start the process with spawn");
-  }
+  check_not_forked();
   if (auto error = failure()) std::rethrow_exception(error);
   if (is_left_) {
     throw GroupAbortedError("weft: got a call on group '" + options_.name +
@@ -145,6 +148,7 @@ void Engine::wake_background() {
 
 void Engine::wait(Operation& operation, std::chrono::milliseconds timeout) {
   if (operation.is_done()) return;
+  check_not_forked();
   // NOTE: the driver reads deadlines without the lock, but only of what nobody else drives now.
   const auto shorten = [&] {
     if (timeout.count() == 0 || Clock::now() + timeout >= operation.deadline) return;

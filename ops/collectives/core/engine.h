@@ -47,8 +47,15 @@ class Engine final : public Group {
   size_t resident_bytes() const override { return membership_.segment.resident_bytes(); }
   size_t own_resident_bytes() const override;
 
-  // What submit() would refuse.
+  // What submit() would refuse, and the part of it that wait() refuses.
   void check_usable() const;
+  void check_not_forked() const;
+  // Of the step that this rank waits in, as far as its host knows.
+  struct Late {
+    std::string text;      // ": not arrived rank 1 (pid 5)", or empty
+    bool is_here = false;  // a rank of this host; of others, only whom one of this host waits for
+  };
+  Late who_is_late() const;
   // Fails the group on every rank; returns the failure that counts, which may be an earlier one.
   std::exception_ptr fail(ErrorKind kind, const std::string& text);
   // What others read of this rank when they find it late: the rank of another host that it waits

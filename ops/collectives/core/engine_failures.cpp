@@ -61,8 +61,10 @@ void Engine::check_peers(const std::string& what) {
 // it; one that ended without a word always is.
 void Engine::look_for_trouble() {
   if (collectives_.empty() && messages_.is_idle()) return;
-  const std::string what =
-      collectives_.empty() ? "point-to-point messages" : collectives_.front()->describe();
+  const std::string what = collectives_.empty()
+                               ? "point-to-point messages"
+                               : collectives_.front()->describe() + " (collective " +
+                                     std::to_string(cursor_.sequence) + " of the group)";
   const auto needs = [&](int peer) {
     return (!collectives_.empty() && !cursor_.phases.has_arrived(peer)) || messages_.needs(peer);
   };
@@ -70,16 +72,32 @@ void Engine::look_for_trouble() {
     if (peer == options_.rank) continue;
     const bool has_left = shared_.rank(peer).state.load() == RankState::kLeft;
     if (has_left ? !needs(peer) : !peers_.has_ended(peer)) continue;
-    return fail_all(
-        fail_lost(peer,
-                  has_left ? "left the group" : "ended",
-                  what + " (collective " + std::to_string(cursor_.sequence) + " of the group)"));
+    return fail_all(fail_lost(peer, has_left ? "left the group" : "ended", what));
   }
   const auto now = std::chrono::steady_clock::now();
   if (!collectives_.empty() && collectives_.front()->deadline <= now) {
     return fail_late(*collectives_.front());
   }
   if (const MessagePtr message = messages_.find_late(now)) fail_late(*message);
+}
+
+Engine::Late Engine::who_is_late() const {
+  Late late;
+  const auto add = [&](const std::string& name) {
+    late.text += (late.text.empty() ? ": not arrived " : ", ") + name;
+  };
+  const uint64_t own = shared_.rank(options_.rank).num_arrivals.load(std::memory_order_acquire);
+  for (int rank = 0; rank < options_.size; ++rank) {
+    const RankBlock& block = shared_.rank(rank);
+    const int remote = block.waits_for.load(std::memory_order_relaxed);
+    if (remote != RankBlock::kNobody) {
+      add("rank " + std::to_string(remote) + " (on another host)");
+    } else if (block.num_arrivals.load(std::memory_order_acquire) < own) {
+      add(name_of_rank(shared_, rank));
+      late.is_here = true;
+    }
+  }
+  return late;
 }
 
 void Engine::fail_late(const Operation& operation) {

@@ -54,7 +54,10 @@ WeftBackend::WorkPtr WeftBackend::start(const Call& call,
                                         const std::vector<Step>& steps,
                                         const Tensors& inputs,
                                         Tensors outputs) {
-  ++num_calls_;
+  // Of collectives: all ranks make the same ones.
+  const bool is_message = call.op_type == OpType::SEND || call.op_type == OpType::RECV ||
+                          call.op_type == OpType::RECVANYSOURCE;
+  if (!is_message) ++num_calls_;
   auto work = c10::make_intrusive<CollectiveWork>(
       group_, getRank(), call.op_type, call.title, inputs, std::move(outputs));
   for (const Step& step : steps) {

@@ -11,14 +11,19 @@
 
 namespace weft::collectives {
 
-// Throws its own exception for a failure. Called on the thread that called the operation.
-using RaiseHook = void (*)(ErrorKind kind, const std::string& text);
+struct ErrorHooks {
+  // Throws its own exception for a failure. Called on the thread that called the operation.
+  void (*raise)(ErrorKind kind, const std::string& text) = nullptr;
+  // Makes one that may be thrown many times, on any thread: for a future.
+  std::exception_ptr (*keep)(ErrorKind kind, const std::string& text) = nullptr;
+};
 
 // For all failures from now on; null: the C++ classes.
-WEFT_OPS_API void set_raise_hook(RaiseHook hook);
+WEFT_OPS_API void set_error_hooks(const ErrorHooks& hooks);
 
-// `error` as the caller is to get it.
-std::exception_ptr translated(std::exception_ptr error);
+// Throws `error` as the caller is to get it.
 [[noreturn]] void raise(std::exception_ptr error);
+// The same, to be thrown by others.
+std::exception_ptr kept(std::exception_ptr error);
 
 }  // namespace weft::collectives

@@ -1,6 +1,8 @@
 #include "work.h"
 
+#include "fork_guard.h"
 #include "raise.h"
+#include "task_threads.h"
 
 #include <ATen/core/ivalue.h>
 
@@ -8,6 +10,23 @@
 #include <utility>
 
 namespace weft::collectives {
+
+namespace {
+
+// What is chained to a future may wait for another one: never on a thread that moves data.
+void settle_elsewhere(std::function<void()> settle) {
+  static std::mutex mutex;
+  static TaskThreads* threads = nullptr;  // never destroyed: a callback may run at the very end
+  static unsigned made_in = 0;
+  const std::lock_guard lock(mutex);
+  if (threads == nullptr || made_in != fork_generation()) {
+    threads = new TaskThreads;
+    made_in = fork_generation();
+  }
+  threads->run(std::move(settle));
+}
+
+}  // namespace
 
 CollectiveWork::CollectiveWork(std::shared_ptr<Group> group,
                                int rank,
@@ -32,26 +51,24 @@ void CollectiveWork::add(const OperationPtr& operation) {
     } catch (...) {
       error = std::current_exception();
     }
-    completion->one_done(error);
+    one_done(completion, error);
     if (error != nullptr) std::rethrow_exception(error);
   };
 }
 
-void CollectiveWork::Completion::one_done(const std::exception_ptr& operation_error) {
-  c10::intrusive_ptr<c10::ivalue::Future> to_settle;
-  {
-    const std::lock_guard lock(mutex);
-    if (error == nullptr) error = operation_error;
-    if (--num_left > 0) return;
-    to_settle = future;
-    if (end_of_profile) std::exchange(end_of_profile, nullptr)();
-  }
-  if (to_settle) settle(*to_settle);  // runs what was chained to it
+void CollectiveWork::one_done(const std::shared_ptr<Completion>& completion,
+                              const std::exception_ptr& operation_error) {
+  const std::lock_guard lock(completion->mutex);
+  if (completion->error == nullptr) completion->error = operation_error;
+  if (--completion->num_left > 0) return;
+  if (completion->end_of_profile) std::exchange(completion->end_of_profile, nullptr)();
+  if (!completion->future) return;
+  settle_elsewhere([completion, future = completion->future] { completion->settle(*future); });
 }
 
 void CollectiveWork::Completion::settle(c10::ivalue::Future& to_settle) const {
   if (error != nullptr) {
-    to_settle.setError(translated(error));
+    to_settle.setError(kept(error));
   } else {
     to_settle.markCompleted(c10::IValue(outputs));
   }
@@ -75,7 +92,7 @@ bool CollectiveWork::isCompleted() {
 
 bool CollectiveWork::isSuccess() const { return is_done() && first_error() == nullptr; }
 
-std::exception_ptr CollectiveWork::exception() const { return translated(first_error()); }
+std::exception_ptr CollectiveWork::exception() const { return kept(first_error()); }
 
 int CollectiveWork::sourceRank() const {
   const auto* message = dynamic_cast<const Message*>(operations_.at(0).get());
@@ -86,6 +103,13 @@ int CollectiveWork::sourceRank() const {
 bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
   for (const OperationPtr& operation : operations_) group_->wait(*operation, timeout);
   if (auto error = first_error()) raise(std::move(error));
+  // Who waits for the work may ask its future next.
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  {
+    const std::lock_guard lock(completion_->mutex);
+    future = completion_->future;
+  }
+  if (future) future->wait();
   return true;
 }
 

@@ -47,11 +47,12 @@ class CollectiveWork final : public c10d::Work {
     c10::intrusive_ptr<c10::ivalue::Future> future;
     std::function<void()> end_of_profile;
 
-    void one_done(const std::exception_ptr& operation_error);
     // REQUIRES: num_left == 0.
     void settle(c10::ivalue::Future& to_settle) const;
   };
 
+  static void one_done(const std::shared_ptr<Completion>& completion,
+                       const std::exception_ptr& operation_error);
   bool is_done() const;
   std::exception_ptr first_error() const;
 

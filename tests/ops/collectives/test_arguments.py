@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import weft  # noqa: F401  (registers the backend)
+import weft
 from support.ranks import on_ranks
 
 Call = Callable[[dist.ProcessGroup, int], object]
@@ -75,3 +75,19 @@ def test_sentences(rank: int, world_size: int) -> None:
         dist.all_reduce(torch.ones(2, dtype=torch.bool), op=dist.ReduceOp.AVG, group=group)
     with pytest.raises(RuntimeError, match=r"single memory location|overlap"):
         dist.broadcast(torch.ones(1).expand(4), 1 - rank, group=group)
+
+
+@pytest.mark.parametrize("limit", [-1, 0, True, 1.5, "16"])
+def test_a_staging_limit_is_a_number_of_bytes(limit: object) -> None:
+    with pytest.raises(ValueError, match=r"staging_limit_bytes=.*pass a number of bytes above 0"):
+        weft.collectives.BackendOptions(staging_limit_bytes=limit)  # type: ignore[arg-type]
+
+
+def test_options_of_another_kind_are_refused() -> None:
+    with pytest.raises(TypeError, match="got transport=3; pass a function"):
+        weft.collectives.BackendOptions(transport=3)  # type: ignore[arg-type]
+    store = dist.HashStore()
+    creator_options = dist.distributed_c10d._DistributedBackendOptions()
+    creator_options.store = store
+    with pytest.raises(TypeError, match=r"got pg_options=3 for the backend weft; pass weft\.collectives"):
+        weft.collectives._create(creator_options, 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from datetime import timedelta
 
 import pytest
@@ -95,3 +96,41 @@ def test_tags_that_cannot_travel(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match=r"got tag 2147483647 in a group of several hosts; pass one from 0 to"):
         dist.isend(torch.ones(1), 1 - rank, group=group, tag=2**31 - 1)
     dist.barrier(group=group)
+
+
+@on_ranks(2)
+@across_hosts("ab")
+def test_a_transport_must_be_a_backend(rank: int, world_size: int) -> None:
+    for made in (None, print):
+        options = weft.collectives.BackendOptions(transport=lambda *_, made=made: made)
+        with pytest.raises(RuntimeError, match=r"got .* from BackendOptions\.transport; return a backend"):
+            dist.new_group(backend="cpu:weft", pg_options=options)
+
+
+@on_ranks(3)
+@across_hosts("aab", "aba")
+def test_a_wait_of_its_own_length_names_the_late_rank(rank: int, world_size: int) -> None:
+    group = dist.new_group(backend="cpu:weft", timeout=timedelta(seconds=60))
+    store = dist.PrefixStore(f"late in {group.group_name}", dist.distributed_c10d._get_default_store())
+    if rank != 2:
+        work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
+        with pytest.raises(weft.CollectiveTimeoutError, match=r"not arrived rank (2|1 \(global rank 2)"):
+            work.wait(timedelta(seconds=1))
+        store.add("waited", 1)
+        return
+    while store.add("waited", 0) < 2:
+        time.sleep(0.01)
+    with pytest.raises(weft.CollectiveTimeoutError):
+        dist.all_reduce(torch.ones(3), group=group)
+
+
+@on_ranks(3)
+@across_hosts("aab", "abc")
+def test_a_rank_that_left_is_said_to_have_left(rank: int, world_size: int) -> None:
+    group = dist.new_group(backend="cpu:weft", timeout=timedelta(seconds=60))
+    dist.barrier(group=group)
+    if rank == 2:
+        dist.destroy_process_group(group)
+        return
+    with pytest.raises(weft.PeerLostError, match="left the group"):
+        dist.barrier(group=group)

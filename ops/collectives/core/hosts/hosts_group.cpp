@@ -19,6 +19,9 @@ constexpr std::chrono::milliseconds kLookInterval{50};
 // Who sees a connection go waits for this time for the word of those who know why.
 constexpr std::chrono::milliseconds kWordOfOthers{40};
 
+// Who has waited for another host as long as it was told to waits so much longer for its word.
+constexpr std::chrono::milliseconds kWordOfLateHost{300};
+
 // A transport that does not give its transfers up holds a leaving rank for this time.
 constexpr std::chrono::seconds kLeaving{1};
 
@@ -82,6 +85,7 @@ HostsGroup::HostsGroup(const Store& store,
     : options_(options),
       layout_(identities.hosts, options.rank),
       store_(store.clone()),
+      nonce_(identities.nonce),
       failure_key_("failure/" + identities.nonce),
       fork_generation_(fork_generation()),
       here_(with_prefix(store, "host/" + std::to_string(layout_.own_host()) + "/"),
@@ -182,6 +186,7 @@ void HostsGroup::finish(Operation& operation, const std::exception_ptr& error) {
 void HostsGroup::wait(Operation& operation, std::chrono::milliseconds timeout) {
   // From its own on_done: all but that has happened.
   if (std::ranges::find(finishing_here, &operation) != finishing_here.end()) return;
+  here_.check_not_forked();
   const auto until = timeout.count() == 0 ? Deadline::max() : Clock::now() + timeout;
   std::unique_lock lock(mutex_);
   if (is_working_here()) {
@@ -197,8 +202,10 @@ void HostsGroup::wait(Operation& operation, std::chrono::milliseconds timeout) {
   const auto is_done = [&] { return operation.is_done(); };
   if (until == Deadline::max()) return changed_.wait(lock, is_done);
   if (changed_.wait_until(lock, until, is_done)) return;
+  // The host whose own rank is late knows which, and tells.
+  if (!here_.who_is_late().is_here && changed_.wait_for(lock, kWordOfLateHost, is_done)) return;
   lock.unlock();
-  fail_late(operation, timeout, "");
+  fail_late(operation, timeout, here_.who_is_late().text);
   lock.lock();
   changed_.wait(lock, is_done);
 }
@@ -235,6 +242,11 @@ std::exception_ptr HostsGroup::as_failure(const Operation& operation) {
     const bool is_new = failure() == nullptr && !is_left_;
     if (is_new && is_late) {
       fail_late(operation, operation.timeout, ": not arrived " + peer);
+    } else if (is_new && has_left(error.peer)) {
+      fail(ErrorKind::kPeerLost,
+           "weft: " + peer + " of group '" + options_.name + "' left the group while rank " +
+               std::to_string(options_.rank) + " waited for it in " + operation.describe() +
+               "; see its own output for why");
     } else if (is_new) {
       fail(ErrorKind::kPeerLost,
            "weft: " + peer + " of group '" + options_.name + "' was lost while rank " +
@@ -254,6 +266,18 @@ std::exception_ptr HostsGroup::as_failure(const Operation& operation) {
   return std::make_exception_ptr(GroupAbortedError("weft: rank " + std::to_string(options_.rank) +
                                                    " left group '" + options_.name +
                                                    "' before this operation was done"));
+}
+
+std::string HostsGroup::left_key(int rank) const {
+  return "left/" + nonce_ + "/" + std::to_string(rank);
+}
+
+bool HostsGroup::has_left(int rank) const {
+  try {
+    return rank >= 0 && store_.has(left_key(rank));
+  } catch (const std::exception&) {
+    return false;
+  }
 }
 
 void HostsGroup::watch() {
@@ -313,6 +337,13 @@ void HostsGroup::leave() {
   {
     const std::lock_guard lock(mutex_);
     if (is_left_.exchange(true)) return;
+  }
+  if (failure() == nullptr) {
+    try {
+      store_.set(left_key(options_.rank), "");
+    } catch (const std::exception&) {
+      // Then the others see a connection end, and no more.
+    }
   }
   here_.leave();
   remote_.give_up();

@@ -52,6 +52,9 @@ class HostsGroup final : public Group {
                  std::chrono::milliseconds timeout,
                  const std::string& detail);
   void tell_failure();
+  // What a rank leaves in the store when it goes, for those who see a connection end.
+  std::string left_key(int rank) const;
+  bool has_left(int rank) const;
   void watch();
   // `asks_others`: whether another host has failed, too.
   void look_for_trouble(bool asks_others);
@@ -60,6 +63,7 @@ class HostsGroup final : public Group {
   const GroupOptions options_;
   const HostLayout layout_;
   const Store store_;
+  const std::string nonce_;
   const std::string failure_key_;  // where the hosts tell each other
   const unsigned fork_generation_;
   Engine here_;

@@ -1,0 +1,104 @@
+"""Futures of works: what is chained to them may wait for others, and a failure can be read as often as one likes."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import weft
+from ops.collectives.hosts import across_hosts
+from support.processes import forked_text
+from support.ranks import on_ranks
+
+
+@on_ranks(2)
+@across_hosts("aa", "ab")
+@pytest.mark.parametrize("how", ["future", "work", "chain"])
+def test_a_callback_may_wait_for_another_collective(rank: int, world_size: int, how: str) -> None:
+    group = dist.new_group(backend="cpu:weft", timeout=timedelta(seconds=30))
+
+    def again(first: torch.futures.Future) -> torch.Tensor:
+        tensor = first.value()[0] + 1
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+        if how == "work":
+            work.wait()
+            return tensor
+        if how == "chain":
+            return work.get_future().then(lambda future: future.value()[0]).wait()
+        return work.get_future().wait()[0]
+
+    for _ in range(50):
+        work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
+        assert work.get_future().then(again).wait().tolist() == [6.0] * 3
+
+
+@on_ranks(2)
+@across_hosts("aa", "ab")
+def test_a_future_is_complete_when_its_work_is(rank: int, world_size: int) -> None:
+    group = dist.new_group(backend="cpu:weft")
+    for _ in range(200):
+        work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
+        future = work.get_future()
+        work.wait()
+        assert future.done()
+        assert future.value()[0].tolist() == [2.0] * 3
+
+
+@on_ranks(2)
+def test_powersgd_on_ddp(rank: int, world_size: int) -> None:
+    """torch's hook chains three all-reduces in callbacks."""
+    group = dist.new_group(backend="cpu:weft")
+    torch.manual_seed(1)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 8)), process_group=group)
+    state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=2, start_powerSGD_iter=2)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(4):
+        torch.manual_seed(10 * step + rank)
+        model(torch.randn(5, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for parameter in model.parameters():
+        others = [torch.empty_like(parameter) for _ in range(world_size)]
+        dist.all_gather(others, parameter.detach())
+        assert torch.equal(others[0], others[1])
+
+
+@on_ranks(2)
+@across_hosts("aa", "ab")
+def test_a_failure_is_read_as_often_as_one_likes(rank: int, world_size: int) -> None:
+    group = dist.new_group(backend="cpu:weft", timeout=timedelta(seconds=30))
+    work = dist.all_reduce(torch.ones(3 + rank), group=group, async_op=True)
+    futures = [work.get_future(), work.get_future()]
+    for _ in range(3):
+        for future in futures:
+            with pytest.raises(weft.CollectiveMismatchError, match=r"rank 1 brought all_reduce\(sum, float32 \[4\]\)"):
+                future.wait()
+            with pytest.raises(weft.CollectiveMismatchError):
+                future.value()
+        with pytest.raises(weft.CollectiveMismatchError):
+            torch.futures.wait_all(futures)
+        with pytest.raises(weft.CollectiveMismatchError):
+            work.wait()
+
+
+@on_ranks(2)
+@across_hosts("aa", "ab")
+def test_a_forked_child_is_refused_its_parents_work(rank: int, world_size: int) -> None:
+    group = dist.new_group(backend="cpu:weft", timeout=timedelta(seconds=30))
+    received = torch.zeros(3)
+    if rank == 0:
+        work = dist.irecv(received, 1, group=group)
+        assert "in a process forked after the group was made" in forked_text(work.wait)
+    dist.barrier(group=group)
+    if rank == 0:
+        work.wait()
+        assert received.tolist() == [5.0] * 3
+    else:
+        dist.send(torch.full((3,), 5.0), 0, group=group)
