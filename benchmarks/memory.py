@@ -57,7 +57,8 @@ def row_of(workload: str, column: str, small: bool, num_ranks: int) -> dict[str,
 def print_table(report: dict[str, Any]) -> None:
     machine = report["machine"]
     print(f"{machine['cpu']}, torch {machine['torch']}, {machine['date']}; GB = 1e9 bytes")
-    print(f"{'workload':<15} {'column':<20} {'ranks':>5} {'start-up':>9} {'training':>9} {'peak':>9}  at the training peak")
+    names = f"{'workload':<15} {'column':<20} {'ranks':>5} {'start-up':>9} {'training':>9} {'peak':>9}"
+    print(f"{names}  at the training peak")
     for row in report["results"]:
         most = max(row["ranks"], key=lambda rank: sum(rank["training"].values()))["training"]
         parts = ", ".join(f"{name} {size / 1e9:.4f}" for name, size in most.items() if size)

@@ -20,7 +20,7 @@ import weft
 from weft.lightning import WeftModelParallelStrategy
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-from model import ModelArgs, Transformer  # noqa: E402
+from model import ModelArgs, Transformer
 
 NUM_STEPS = 3  # the first makes the optimizer's states, the others are as all that follow
 
@@ -76,7 +76,9 @@ def workloads(small: bool) -> dict[str, Workload]:
     width = 8192 // divisor
     return {
         "feed_forward": Workload(lambda: FeedForward(width, width), (8, width)),
-        "activations": Workload(lambda: FeedForward(1024 // divisor, 4096 // divisor), (8192 // divisor, 1024 // divisor)),
+        "activations": Workload(
+            lambda: FeedForward(1024 // divisor, 4096 // divisor), (8192 // divisor, 1024 // divisor)
+        ),
         "language_model": Workload(lambda: Transformer(args), (4, args.max_seq_len), args.vocab_size),
     }
 
@@ -142,6 +144,9 @@ COLUMNS = {
     "stock": Column("init", _stock, own_sharding=True),
     "stock_meta": Column("meta", _stock, own_sharding=True),
     "weft": Column("configure", lambda _: WeftModelParallelStrategy(plan="auto")),
+    "weft_in_backward": Column(
+        "configure", lambda _: WeftModelParallelStrategy(plan="auto", optimizer_in_backward=True)
+    ),
     "weft_own_optimizer": Column("configure", lambda _: WeftModelParallelStrategy(plan="auto", fused_optimizers=False)),
 }
 

@@ -36,6 +36,7 @@ class FabricMixin(StrategyMixin):
         check_batches, check_batches_every, fused_optimizers: as in the Trainer's strategy.
         empty_init: with a plan, what `fabric.init_module(empty_init=True)` builds gets its values in `fabric.setup`,
             each rank its shards only, and the values are those of an unsharded model. False: as in Fabric's strategy.
+        optimizer_in_backward: as in the Trainer's strategy; call `step()` after each backward.
 
     Raises:
         ValueError, TypeError: an argument that no number of devices could make work.
@@ -54,6 +55,7 @@ class FabricMixin(StrategyMixin):
         check_batches_every: int = 0,
         fused_optimizers: bool = True,
         empty_init: bool = True,
+        optimizer_in_backward: bool = False,
     ) -> None:
         if parallelize_fn is not None and not callable(parallelize_fn):
             raise TypeError(
@@ -70,7 +72,9 @@ class FabricMixin(StrategyMixin):
         )
         self._user_parallelize_fn = self._parallelize_fn
         self._parallelize_fn = self._parallelize
-        self._init_weft(PlanSettings(plan, check_batches, check_batches_every, fused_optimizers, empty_init))
+        self._init_weft(
+            PlanSettings(plan, check_batches, check_batches_every, fused_optimizers, empty_init, optimizer_in_backward)
+        )
         self._modules: list[Module] = []
         self._replacements = Replacements()
         self._gradients_checked = False
@@ -112,6 +116,13 @@ class FabricMixin(StrategyMixin):
         self._fuse(optimizer, self._modules[-1] if self._modules else None)
         if self._watch is not None:
             self._watch.add_optimizer(optimizer)
+        if self._optimizer_in_backward:
+            if self._stepper is not None or not self._modules:
+                raise ValueError(
+                    "optimizer_in_backward=True takes one optimizer, set up with the model or after it; "
+                    "pass optimizer_in_backward=False for several."
+                )
+            self._step_in_backward(self._modules[-1], optimizer)
         return optimizer
 
     def _check_batch(self, module: Module, args: tuple[Any, ...]) -> None:
@@ -121,12 +132,7 @@ class FabricMixin(StrategyMixin):
     def backward(self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
         """Backward; after the first one replicated parameters must have got equal gradients on all ranks."""
         super().backward(tensor, module, *args, **kwargs)
-        if self._plan is not None and not self._gradients_checked:
-            from weft.strategy import check_replicated_gradients
-
-            self._gradients_checked = True
-            for parallelized in self._modules:
-                check_replicated_gradients(parallelized)
+        self._check_first_gradients(self._modules)
 
     # ---- checkpoints: as the stock strategy's, but no optimizer takes a step to be saved or loaded -----------
 

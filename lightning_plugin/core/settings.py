@@ -16,6 +16,7 @@ class PlanSettings:
     check_batches_every: compare every N-th batch as well; 0: no others.
     fused_optimizers: whether optimizers of torch become their fused variants.
     empty_init: whether models built where the strategy knows of it get values as shards only.
+    optimizer_in_backward: whether each parameter is stepped as soon as its gradient is complete.
     """
 
     plan: Any
@@ -23,6 +24,7 @@ class PlanSettings:
     check_batches_every: int
     fused_optimizers: bool
     empty_init: bool
+    optimizer_in_backward: bool
 
     def validate(self, owner: str, data_parallel_size: int | str) -> None:
         """Raise ValueError for settings that no number of devices could make work."""
@@ -30,7 +32,7 @@ class PlanSettings:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ValueError(f"{owner} got {name}={value!r}; pass a whole number of batches, 0 for none.")
-        for name in ("fused_optimizers", "empty_init"):
+        for name in ("fused_optimizers", "empty_init", "optimizer_in_backward"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{owner} got {name}={getattr(self, name)!r}; pass True or False.")
         if self.plan is None:

@@ -9,6 +9,7 @@ module of Lightning is used.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +25,12 @@ from weft._plugin.replicas import has_meta_tensors, seed_workers_by_data_rank, s
 from weft._plugin.settings import PlanSettings, resolve_sizes
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
     from weft.memory import Watch
+    from weft.strategy import StepInBackward
 
 TENSOR_AXIS = "tensor_parallel"
 DATA_AXIS = "data_parallel"
@@ -50,6 +53,9 @@ class StrategyMixin:
         self._batch_check = BatchCheck(settings.check_batches, settings.check_batches_every)
         self._fused_optimizers = settings.fused_optimizers
         self._empty_init = settings.empty_init
+        self._optimizer_in_backward = settings.optimizer_in_backward
+        self._stepper: StepInBackward | None = None
+        self._fingerprints: dict[Tensor, Tensor] = {}
         self._watch: Watch | None = None
 
     @property
@@ -148,6 +154,36 @@ class StrategyMixin:
             self._log(f"weft leaves {name} as it is: {why_not}.")
         elif not was_fused:
             self._log(f"weft has {name} use its fused kernels, without temporaries; fused_optimizers=False keeps it.")
+
+    def _step_in_backward(self, module: torch.nn.Module, optimizer: Optimizer, clip_value: float | None = None) -> None:
+        """Have the optimizer step inside the backward, after what a step's gradients go through."""
+        from weft.strategy import StepInBackward, gradient_fingerprint
+
+        def before_step(parameter: Tensor) -> None:
+            is_replicated = any(placement.is_replicate() for placement in getattr(parameter, "placements", ()))
+            if is_replicated and not self._gradients_checked:
+                self._fingerprints[parameter] = gradient_fingerprint(parameter)
+            if clip_value is not None:
+                getattr(parameter.grad, "_local_tensor", parameter.grad).clamp_(-clip_value, clip_value)
+
+        self._stop_stepping()
+        self._stepper = StepInBackward(module, optimizer, before_step)
+
+    def _stop_stepping(self) -> None:
+        if self._stepper is not None:
+            self._stepper.remove()
+        self._stepper = None
+
+    def _check_first_gradients(self, modules: Iterable[torch.nn.Module]) -> None:
+        """After a run's first backward: replicated parameters must have got equal gradients on all ranks."""
+        if self._plan is None or self._gradients_checked:
+            return
+        from weft.strategy import check_replicated_gradients
+
+        self._gradients_checked = True
+        for module in modules:
+            check_replicated_gradients(module, self._fingerprints)
+        self._fingerprints.clear()
 
     def _log(self, text: str) -> None:
         """On the first rank, where Lightning's own messages go."""

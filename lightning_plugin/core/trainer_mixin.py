@@ -13,6 +13,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from weft._plugin import checkpoint as checkpoints
+from weft._plugin.in_backward import refuse_with_optimizer_in_backward
 from weft._plugin.optimizer_state import full_state, named_state
 from weft._plugin.process_guard import guard
 from weft._plugin.replicas import share_random_state
@@ -43,6 +44,9 @@ class TrainerMixin(StrategyMixin):
         empty_init: with a plan, what `configure_model` builds gets its values when the plan is applied, each rank its
             shards only, and the values are those of an unsharded model; `init_module(empty_init=True)` does so too.
             False: every rank builds the whole model first.
+        optimizer_in_backward: step each parameter as soon as its gradient is complete, and free the gradient: one
+            gradient is alive at a time. For one Adam, AdamW or SGD; not together with what needs all gradients at
+            once, which is refused.
 
     Raises:
         ValueError, TypeError: an argument that no number of devices could make work.
@@ -60,6 +64,7 @@ class TrainerMixin(StrategyMixin):
         check_batches_every: int = 0,
         fused_optimizers: bool = True,
         empty_init: bool = True,
+        optimizer_in_backward: bool = False,
     ) -> None:
         super().__init__(
             data_parallel_size=data_parallel_size,
@@ -68,7 +73,9 @@ class TrainerMixin(StrategyMixin):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
-        self._init_weft(PlanSettings(plan, check_batches, check_batches_every, fused_optimizers, empty_init))
+        self._init_weft(
+            PlanSettings(plan, check_batches, check_batches_every, fused_optimizers, empty_init, optimizer_in_backward)
+        )
         self._gradients_checked = False
 
     # ---- a run's beginning and end -------------------------------------------------------------------------
@@ -101,6 +108,9 @@ class TrainerMixin(StrategyMixin):
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False
         self._is_fitting = trainer.state.fn == "fit"
+        steps_in_backward = self._optimizer_in_backward and self._is_fitting
+        if steps_in_backward:
+            refuse_with_optimizer_in_backward(trainer)
         values_to_come = self._apply_plan(self.model)
         with self._plan_instead_of_configure_model():
             super().setup(trainer)
@@ -108,6 +118,10 @@ class TrainerMixin(StrategyMixin):
             self._share_values(self.model)
         share_random_state(self.tensor_parallel_group, self.root_device)
         self._watch_memory(self.model, *self.optimizers)
+        if steps_in_backward:
+            self._step_in_backward(self.model, self.optimizers[0], trainer.gradient_clip_val)
+            # After the backward there is nothing left to clip, which torch's clipping takes for an error.
+            self.precision_plugin.clip_gradients = lambda *_, **__: None
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Make the optimizers; torch's own become their fused variants."""
@@ -138,11 +152,18 @@ class TrainerMixin(StrategyMixin):
         """Remember that this process is going down, so that its exit waits for no other rank."""
         super().on_exception(exception)
         guard().mark_failed(True)
+        if self._stepper is not None and self._stepper.num_stepped:
+            self._log(
+                f"weft: the run ended within a step, after {self._stepper.num_stepped} parameters were updated inside "
+                "the backward and before the others were: go on from a checkpoint, not from these weights."
+            )
 
     def teardown(self) -> None:
         """The stock teardown. The process group and the mesh stay: what a run leaves must remain usable."""
         guard().watch_signals(False)
         self._unwatch_memory()
+        self._stop_stepping()
+        vars(self.precision_plugin).pop("clip_gradients", None)
         super().teardown()
 
     # ---- steps ---------------------------------------------------------------------------------------------
@@ -184,11 +205,7 @@ class TrainerMixin(StrategyMixin):
     def post_backward(self, closure_loss: Tensor) -> None:
         """After a run's first backward: replicated parameters must have got equal gradients on all ranks."""
         super().post_backward(closure_loss)
-        if self._plan is not None and not self._gradients_checked:
-            from weft.strategy import check_replicated_gradients
-
-            self._gradients_checked = True
-            check_replicated_gradients(self.model)
+        self._check_first_gradients([self.model])
 
     # ---- checkpoints ---------------------------------------------------------------------------------------
 

@@ -12,7 +12,8 @@ from weft.strategy.apply import parallelize
 from weft.strategy.deferred import deferred_init
 from weft.strategy.export import export_local
 from weft.strategy.fused_optimizers import fuse
-from weft.strategy.gradients import check_replicated_gradients
+from weft.strategy.gradients import check_replicated_gradients, gradient_fingerprint
+from weft.strategy.in_backward import StepInBackward
 from weft.strategy.local_tensor import local_of, local_parameters
 from weft.strategy.plan import Plan
 from weft.strategy.report import Report, Row, report
@@ -24,10 +25,12 @@ __all__ = [
     "Plan",
     "Report",
     "Row",
+    "StepInBackward",
     "check_replicated_gradients",
     "deferred_init",
     "export_local",
     "fuse",
+    "gradient_fingerprint",
     "local_of",
     "local_parameters",
     "parallelize",

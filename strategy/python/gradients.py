@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -13,14 +15,19 @@ from weft.strategy.state import state_of
 
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
 _HALF_TOLERANCE = 3e-2
+_PIECE = 1 << 16  # elements
 _FLOOR = 1e-6  # of all gradients' norm: below it a gradient is rounding, as that of a key's bias
 
 
-def check_replicated_gradients(model: nn.Module) -> None:
+def check_replicated_gradients(model: nn.Module, fingerprints: Mapping[Tensor, Tensor] | None = None) -> None:
     """Compare the gradients of a parallelized model's replicated parameters over the tensor-parallel group.
 
     A replicated parameter that is used between a column and a row layer gets only this rank's part of its gradient,
     and the ranks drift apart without a word. Call this once after the first backward, on every rank: one all-gather.
+
+    Args:
+        model: as `parallelize` left it.
+        fingerprints: what `gradient_fingerprint` said of the gradients, where they are there no more.
 
     Raises:
         ValueError: gradients differ, naming the parameters; on every rank.
@@ -28,18 +35,19 @@ def check_replicated_gradients(model: nn.Module) -> None:
     mesh = _mesh_of(model)
     if mesh is None or mesh.size() == 1:
         return
-    names, gradients = [], []
+    names, dtypes, prints = [], [], []
     for name, parameter in model.named_parameters():
         if _is_replicated(parameter, mesh) and parameter.requires_grad:
             names.append(name)
-            grad = parameter.grad
-            gradients.append(grad.to_local() if isinstance(grad, DTensor) else grad)
+            dtypes.append(parameter.dtype)
+            known = None if fingerprints is None else fingerprints.get(parameter)
+            prints.append(gradient_fingerprint(parameter) if known is None else known)
     if not names:
         return
-    stats = torch.stack([_fingerprint(grad) for grad in gradients]).to(_device(mesh))
+    stats = torch.stack(prints).to(_device(mesh))
     gathered = stats.new_empty(mesh.size(), *stats.shape)
     dist.all_gather_into_tensor(gathered.view(-1), stats.view(-1), group=mesh.get_group())
-    differing = _differing(gathered.cpu(), names, [p.dtype if p is not None else torch.float32 for p in gradients])
+    differing = _differing(gathered.cpu(), names, dtypes)
     if differing:
         raise ValueError(
             f"the gradients of the replicated parameters {', '.join(differing)} differ between the tensor-parallel "
@@ -69,14 +77,22 @@ def _is_replicated(parameter: Tensor, mesh: DeviceMesh) -> bool:
     return axis in names and parameter.placements[names.index(axis)].is_replicate()
 
 
-def _fingerprint(grad: Tensor | None) -> Tensor:
-    """(exists, norm, sum with fixed random signs) in float64: partial gradients differ in the last two."""
-    if grad is None:
+def gradient_fingerprint(parameter: Tensor) -> Tensor:
+    """(exists, norm, sum with fixed random signs) in float64: partial gradients differ in the last two.
+
+    The gradient is read piece by piece: the largest replicated parameter may be most of a model.
+    """
+    if parameter.grad is None:
         return torch.zeros(3, dtype=torch.float64)
-    values = grad.detach().double().cpu().flatten()
-    signs = torch.randint(0, 2, values.shape, generator=torch.Generator().manual_seed(values.numel()))
-    signed_sum = torch.dot(values, signs.double().mul_(2).sub_(1))
-    return torch.stack((torch.ones((), dtype=torch.float64), values.norm(), signed_sum))
+    grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+    generator = torch.Generator().manual_seed(grad.numel())
+    square_sum = signed_sum = torch.zeros((), dtype=torch.float64)
+    for piece in grad.detach().flatten().split(_PIECE):
+        values = piece.cpu().double()
+        signs = torch.randint(0, 2, values.shape, generator=generator, dtype=torch.int8).mul_(2).sub_(1)
+        square_sum = square_sum + values.square().sum()
+        signed_sum = signed_sum + torch.dot(values, signs.double())
+    return torch.stack((torch.ones((), dtype=torch.float64), square_sum.sqrt(), signed_sum))
 
 
 def _differing(gathered: Tensor, names: list[str], dtypes: list[torch.dtype]) -> list[str]:

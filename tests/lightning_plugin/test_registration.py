@@ -45,7 +45,14 @@ def test_arguments_are_lightnings_and_ours(name: str) -> None:
             assert ours[argument].default is None
         else:
             assert ours[argument].default == stock.default, argument
-    assert list(ours)[-5:] == ["plan", "check_batches", "check_batches_every", "fused_optimizers", "empty_init"]
+    assert list(ours)[-6:] == [
+        "plan",
+        "check_batches",
+        "check_batches_every",
+        "fused_optimizers",
+        "empty_init",
+        "optimizer_in_backward",
+    ]
 
 
 def test_registering_again_changes_nothing() -> None:
@@ -82,6 +89,7 @@ def test_a_namespace_that_is_absent() -> None:
         ({"check_batches_every": 0.5}, ValueError, "check_batches_every=0.5"),
         ({"fused_optimizers": "yes"}, ValueError, "fused_optimizers='yes'"),
         ({"empty_init": None}, ValueError, "empty_init=None"),
+        ({"optimizer_in_backward": 1}, ValueError, "optimizer_in_backward=1"),
     ],
 )
 def test_bad_settings(name: str, settings: dict, error: type[Exception], remedy: str) -> None:

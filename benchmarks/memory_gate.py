@@ -1,0 +1,86 @@
+"""Whether training takes the memory it took: the rows of benchmarks/memory.py against a golden file, to the byte.
+
+    python benchmarks/memory_gate.py                       # exit status 1 where anything differs, less memory included
+    python benchmarks/memory_gate.py --update "REASON"     # take what is measured now; prints old -> new
+
+The golden file holds for one version of torch, which it names; another one is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from memory import row_of
+from memory_workloads import COLUMNS, workloads
+
+GOLDEN = Path(__file__).with_name("memory_golden.json")
+RANKS = (1, 2, 4, 8)
+Rows = dict[str, dict[str, int]]
+
+
+def wanted_rows(full: bool) -> list[tuple[str, str, bool, int]]:
+    """(workload, column, small, ranks) of all rows: the small ones, and with `full` some of the real size."""
+    rows = [(workload, column, True, n) for workload in workloads(True) for column in COLUMNS for n in RANKS]
+    if full:
+        rows += [("feed_forward", column, False, n) for column in ("weft", "weft_in_backward") for n in RANKS]
+    return rows
+
+
+def measured(wanted: list[tuple[str, str, bool, int]]) -> Rows:
+    """The figures by name: of the rank with the most, before and during training, the latter by category."""
+    rows: Rows = {}
+    for workload, column, small, num_ranks in wanted:
+        row = row_of(workload, column, small, num_ranks)
+        most = max((rank["training"] for rank in row["ranks"]), key=lambda usage: sum(usage.values()))
+        name = f"{workload}{'' if small else ' at real size'}, {column}, {num_ranks} ranks"
+        rows[name] = {"startup": row["startup_bytes"], "training": row["training_bytes"], **most}
+        print(f"{name}: {rows[name]['training']}", file=sys.stderr)
+    return rows
+
+
+def differences(golden: Rows, rows: Rows) -> list[str]:
+    """A sentence for each row that is missing, new, or has another figure."""
+    sentences = [f"{name}: the row is missing." for name in golden if name not in rows]
+    sentences += [f"{name}: the row is not in the golden file." for name in rows if name not in golden]
+    for name in golden.keys() & rows.keys():
+        for figure in sorted(golden[name].keys() | rows[name].keys()):
+            old, new = golden[name].get(figure), rows[name].get(figure)
+            if old != new:
+                sentences.append(f"{name}: {figure} {old} -> {new} bytes.")
+    return sorted(sentences)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--update", metavar="REASON", help="why the figures change")
+    parser.add_argument("--small-only", action="store_true", help="leave the rows of the real size out")
+    args = parser.parse_args()
+    if args.update is not None and len(args.update.split()) < 3:
+        parser.error("give a reason of a few words to --update.")
+    golden: dict[str, Any] = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {"rows": {}, "changes": []}
+    if args.update is None and golden.get("torch") != torch.__version__:
+        print(f"the golden file is of torch {golden.get('torch')}, and this is {torch.__version__}.", file=sys.stderr)
+        return 2
+    rows = measured(wanted_rows(full=not args.small_only))
+    old: Rows = golden["rows"]
+    if args.small_only:
+        old = {name: row for name, row in old.items() if "at real size" not in name}
+    changes = differences(old, rows)
+    print("\n".join(changes) if changes else f"{len(rows)} rows as they were.")
+    if args.update is None:
+        return 1 if changes else 0
+    golden["torch"] = torch.__version__
+    golden["rows"] = {**(golden["rows"] if args.small_only else {}), **rows}
+    golden["changes"].append({"date": datetime.date.today().isoformat(), "reason": args.update})
+    GOLDEN.write_text(json.dumps(golden, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

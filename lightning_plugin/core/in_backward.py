@@ -1,0 +1,53 @@
+"""What a Trainer must not ask for when its optimizer steps inside the backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Between the backward and the step there is nothing left that these could look at or change.
+_MODULE_HOOKS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
+_CALLBACK_HOOKS = ("on_after_backward", "on_before_optimizer_step")
+
+
+def refuse_with_optimizer_in_backward(trainer: Any) -> None:
+    """Raise ValueError for what would find gradients used up, or weights half updated; nothing is built yet."""
+    if (reason := _reason(trainer)) is not None:
+        raise ValueError(
+            f"optimizer_in_backward=True: {reason}, and gradients are used up as soon as they are complete; "
+            "leave that out, or pass optimizer_in_backward=False."
+        )
+
+
+def _reason(trainer: Any) -> str | None:
+    module = trainer.lightning_module
+    if trainer.accumulate_grad_batches != 1:
+        return f"the Trainer accumulates gradients over {trainer.accumulate_grad_batches} batches"
+    if trainer.gradient_clip_val and clips_by_norm(trainer):
+        return f"the Trainer clips gradients by their norm (gradient_clip_val={trainer.gradient_clip_val})"
+    if not module.automatic_optimization:
+        return f"{type(module).__name__} optimizes manually"
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        return "a gradient scaler decides after the backward whether to step"
+    for hook in _MODULE_HOOKS:
+        if _is_overridden(hook, module, "LightningModule"):
+            return f"{type(module).__name__} overrides {hook}"
+    for callback in trainer.callbacks:
+        if type(callback).__name__ == "GradientAccumulationScheduler":
+            return "a GradientAccumulationScheduler accumulates gradients"
+        for hook in _CALLBACK_HOOKS:
+            if _is_overridden(hook, callback, "Callback"):
+                return f"the callback {type(callback).__name__} overrides {hook}"
+    return None
+
+
+def clips_by_norm(trainer: Any) -> bool:
+    """Whether the Trainer's clipping, if there is any, is by norm: its default."""
+    algorithm = trainer.gradient_clip_algorithm
+    return algorithm is None or str(getattr(algorithm, "value", algorithm)) == "norm"
+
+
+def _is_overridden(hook: str, instance: Any, base_name: str) -> bool:
+    if hook in vars(instance):
+        return True
+    base = next(cls for cls in type(instance).__mro__ if cls.__name__ == base_name)
+    return getattr(type(instance), hook, None) is not getattr(base, hook, None)

@@ -1,0 +1,158 @@
+"""`optimizer_in_backward=True` under the Trainer and Fabric: the numbers of the usual step, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning_plugin.scripts.plugin_models import (
+    FeedForward,
+    Model,
+    assert_same_weights,
+    fixed_data,
+    loader,
+    on_warm_rank,
+    trainer,
+    weights,
+)
+from torch import Tensor
+
+from support.ranks import on_ranks, run_on_ranks
+from weft.lightning import WeftModelParallelStrategy
+from weft.lightning.fabric import WeftModelParallelStrategy as FabricStrategy
+
+
+class Scheduled(Model):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), "interval": "step"},
+        }
+
+
+def _fit(rank: int, world_size: int, folder: str, in_backward: bool, optimizer: str, clip: float | None) -> Any:
+    """Fit an epoch, save, and fit another from the checkpoint."""
+    on_warm_rank(rank, world_size)
+    settings = {"gradient_clip_val": clip, "gradient_clip_algorithm": "value"} if clip else {}
+    path = Path(folder, f"{world_size}{in_backward}{optimizer}{clip}.ckpt")
+    losses = []
+    for epochs, checkpoint in ((1, None), (2, path)):
+        model = Scheduled(optimizer=optimizer)
+        strategy = WeftModelParallelStrategy(plan="auto", optimizer_in_backward=in_backward)
+        run = trainer(world_size, strategy, folder, max_epochs=epochs, **settings)
+        run.fit(model, loader(), ckpt_path=checkpoint)
+        losses += model.losses
+        run.save_checkpoint(path)
+    return losses, weights(model), run.global_step
+
+
+@pytest.mark.parametrize(("optimizer", "clip"), [("adamw", None), ("adamw", 0.01), ("sgd", None)])
+def test_gives_the_numbers_of_the_usual_step(tmp_path: Path, optimizer: str, clip: float | None) -> None:
+    case = {"folder": str(tmp_path), "optimizer": optimizer, "clip": clip}
+    [(losses, expected, steps)] = run_on_ranks(1, _fit, in_backward=False, **case)
+    assert steps == 12
+    for world_size in (1, 2):
+        for got_losses, got, got_steps in run_on_ranks(world_size, _fit, in_backward=True, **case):
+            torch.testing.assert_close(got_losses, losses, rtol=1e-10, atol=0)
+            assert_same_weights(got, expected)
+            assert got_steps == steps
+
+
+@on_ranks(2)
+def test_fabric(rank: int, world_size: int) -> None:
+    on_warm_rank(rank, world_size)
+    results = []
+    for in_backward in (False, True):
+        strategy = FabricStrategy(plan="auto", optimizer_in_backward=in_backward)
+        fabric = Fabric(accelerator="cpu", devices=world_size, strategy=strategy)
+        fabric.launch()
+        torch.manual_seed(2)
+        model = fabric.setup(FeedForward())
+        optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))
+        for batch in fixed_data().split(4):
+            fabric.backward((model(batch) - batch).square().mean())
+            assert all((parameter.grad is None) == in_backward for parameter in model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(weights(model.module))
+        if in_backward:
+            with pytest.raises(ValueError, match="takes one optimizer"):
+                fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert_same_weights(*results)
+
+
+class AfterBackward(L.Callback):
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        pass
+
+
+class OwnStep(Model):
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+
+
+class Manual(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Other(Model):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.RMSprop(self.parameters())
+
+
+@on_ranks(1)
+@pytest.mark.parametrize(
+    ("model", "settings", "reason"),
+    [
+        (Model, {"accumulate_grad_batches": 2}, "accumulates gradients over 2 batches"),
+        (Model, {"gradient_clip_val": 0.5}, r"clips gradients by their norm \(gradient_clip_val=0\.5\)"),
+        (Model, {"callbacks": [AfterBackward()]}, "the callback AfterBackward overrides on_after_backward"),
+        (OwnStep, {}, "OwnStep overrides optimizer_step"),
+        (Manual, {}, "Manual optimizes manually"),
+        (Other, {}, "the optimizer is a RMSprop"),
+    ],
+)
+def test_what_is_refused(rank: int, tmp_path: Path, model: type[Model], settings: dict, reason: str) -> None:
+    on_warm_rank(rank, 1)
+    strategy = WeftModelParallelStrategy(plan="auto", optimizer_in_backward=True)
+    run = trainer(1, strategy, tmp_path, **settings)
+    with pytest.raises(ValueError, match=rf"optimizer_in_backward.*{reason}.*pass optimizer_in_backward=False"):
+        run.fit(model(), loader())
+    run.validate(Model(), loader(), verbose=False)
+
+
+class Failing(Model):
+    fails = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.fails = batch_idx == 1
+        return super().training_step(batch, batch_idx)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        if self.fails:
+            normed.register_hook(self._fail)
+        return self.feed_forward(normed)
+
+    @staticmethod
+    def _fail(grad: Tensor) -> None:
+        raise RuntimeError("in the middle")
+
+
+@on_ranks(1)
+def test_an_exception_in_the_middle_says_that_weights_are_partly_updated(rank: int, tmp_path: Path) -> None:
+    on_warm_rank(rank, 1)
+    strategy = WeftModelParallelStrategy(plan="auto", optimizer_in_backward=True)
+    said: list[str] = []
+    strategy._log = said.append
+    with pytest.raises(RuntimeError, match="in the middle"):
+        trainer(1, strategy, tmp_path).fit(Failing(), loader())
+    assert "the run ended within a step, after" in said[-1]
+    assert "go on from a checkpoint" in said[-1]
