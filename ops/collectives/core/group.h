@@ -27,7 +27,8 @@ class Group {
   // Errors: the group's, if it has failed; std::runtime_error in a forked child.
   virtual void submit(OperationPtr operation, bool in_background) = 0;
   // Until it is done, or `timeout` has passed (zero: its own deadline): then the group fails.
-  // Never throws what the operation failed with; std::runtime_error in a forked child. An operation's on_done may wait for another one.
+  // Never throws what the operation failed with; std::runtime_error in a forked child. An
+  // operation's on_done may wait for another one.
   virtual void wait(Operation& operation, std::chrono::milliseconds timeout) = 0;
   // Does what can be done without waiting.
   virtual void poll() = 0;
