@@ -67,6 +67,14 @@ def _by_hand() -> nn.Module:
     return module
 
 
+def _from_one_to_another() -> nn.Module:
+    """Of the two sizes of what is deferred, one leaves the bias real: it is written to from a weight that is not."""
+    module = nn.Linear(20, 30)
+    module.bias.data.copy_(module.weight[:, 0])
+    torch.add(module.weight.data[:, 1], module.bias.data, out=module.bias.data)
+    return module
+
+
 def _to_bfloat16() -> nn.Module:
     return nn.Sequential(nn.Linear(20, 30), nn.Embedding(7, 9)).to(torch.bfloat16)
 
@@ -92,6 +100,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "depends on values": _DependsOnValues,
     "by hand": _by_hand,
     "bfloat16": _to_bfloat16,
+    "from one to another": _from_one_to_another,
     "tied": _tied,
     "random in between": _random_in_between,
     "transformer": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 24, batch_first=True), 2),

@@ -21,6 +21,10 @@ _QUESTIONS = {
 }
 
 
+class _NeedsValuesError(Exception):
+    """The shape of a result depends on values, or the call is wrong: made for real, it says so itself."""
+
+
 class DeferredTensor(Tensor):
     """Looks like a tensor on its device; calls on it are put on a tape instead of being done.
 
@@ -83,14 +87,20 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A call with at least one deferred tensor among its arguments."""
     deferred = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DeferredTensor)]
     tape = deferred[0].tape
-    communicates = func.namespace in ("c10d", "_c10d_functional")
-    if func in _QUESTIONS or communicates or any(storage_of(tensor.meta) in tape.real for tensor in deferred):
+    needs_values = (
+        func in _QUESTIONS
+        or func.namespace in ("c10d", "_c10d_functional")
+        or any(
+            isinstance(leaf, Tensor) and not isinstance(leaf, DeferredTensor) for leaf in _written(func, args, kwargs)
+        )
+        or any(storage_of(tensor.meta) in tape.real for tensor in deferred)
+    )
+    if needs_values:
         return _call_for_real(func, args, kwargs)
     device = torch.device(kwargs["device"]) if kwargs.get("device") is not None else deferred[0].device
     try:
         return record(tape, func, args, kwargs, device)
-    except (NotImplementedError, RuntimeError):
-        # The shape depends on the values, or the call is wrong: it is made for real, and says so itself.
+    except _NeedsValuesError:
         return _call_for_real(func, args, kwargs)
 
 
@@ -99,11 +109,14 @@ def record(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
     meta_args, meta_kwargs = tree_map(_without_values, (args, kwargs))
     if "device" in kwargs or not any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))):
         meta_kwargs["device"] = torch.device("meta")
-    with no_dispatch():
-        result = func(*meta_args, **meta_kwargs)
+    try:
+        with no_dispatch():
+            result = func(*meta_args, **meta_kwargs)
+    except (NotImplementedError, RuntimeError) as error:
+        raise _NeedsValuesError from error
     plain_args, plain_kwargs = tree_map(_plain, (args, kwargs))
     inputs = {id(tensor) for tensor in metas(plain_args, plain_kwargs)}
-    changed = _changed(func, plain_args, plain_kwargs)
+    changed = {storage_of(tensor) for tensor in metas(_written(func, plain_args, plain_kwargs))}
     made = {storage_of(tensor) for tensor in metas(result) if id(tensor) not in inputs}
     versions = tuple(
         (leaf, leaf._version)
@@ -153,14 +166,13 @@ def _without_values(leaf: Any) -> Any:
     return leaf
 
 
-def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
-    """Storages of the arguments that the schema marks as written."""
-    changed: set[int] = set()
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """What stands for the arguments that the schema marks as written."""
+    written: list[Any] = []
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[index] if index < len(args) else kwargs.get(argument.name)
-            changed |= {storage_of(tensor) for tensor in metas(value)}
-    return changed
+            written += tree_leaves(args[index] if index < len(args) else kwargs.get(argument.name))
+    return written
 
 
 def _draw(func: Any, args: Any, kwargs: Any, result: Any, device: torch.device) -> RandomState | None:
