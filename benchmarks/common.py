@@ -1,4 +1,4 @@
-"""What the benchmarks share: ranks as processes, interleaved timing, facts about the machine."""
+"""What the benchmarks share: a module, ranks as processes, interleaved timing, facts about the machine."""
 
 from __future__ import annotations
 
@@ -16,6 +16,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class FeedForward(nn.Module):
+    """The module of Lightning's tensor-parallel documentation: w2(silu(w1 x) * w3 x)."""
+
+    def __init__(self, dim: int, hidden_dim: int) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(dim, hidden_dim, bias=False)
+        self.w2 = nn.Linear(hidden_dim, dim, bias=False)
+        self.w3 = nn.Linear(dim, hidden_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
 def machine_facts() -> dict[str, Any]:

@@ -21,8 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from common import interleaved_seconds, machine_facts, median_paired_ratio, run_on_ranks
+from common import FeedForward, interleaved_seconds, machine_facts, median_paired_ratio, run_on_ranks
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -45,19 +44,6 @@ SHAPES = (Shape(64, 8, 20, 31), Shape(512, 64, 5, 31), Shape(2048, 64, 1, 21))
 MAX_RATIO = 1.02
 MAX_RATIO_SMALLEST = 1 / 1.8
 MAX_RATIO_WITH_BACKEND = {2: 1 / 10, 4: 1 / 15}
-
-
-class FeedForward(nn.Module):
-    """Lightning's documented example."""
-
-    def __init__(self, dim: int, hidden_dim: int) -> None:
-        super().__init__()
-        self.w1 = nn.Linear(dim, hidden_dim, bias=False)
-        self.w2 = nn.Linear(hidden_dim, dim, bias=False)
-        self.w3 = nn.Linear(dim, hidden_dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
 def with_weft(dim: int, mesh: DeviceMesh) -> nn.Module:
