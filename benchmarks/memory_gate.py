@@ -25,8 +25,12 @@ Rows = dict[str, dict[str, int]]
 
 
 def wanted_rows(full: bool) -> list[tuple[str, str, bool, int]]:
-    """(workload, column, small, ranks) of all rows: the small ones, and with `full` some of the real size."""
-    rows = [(workload, column, True, n) for workload in workloads(True) for column in COLUMNS for n in RANKS]
+    """(workload, column, small, ranks) of weft's rows: the small ones, and with `full` some of the real size.
+
+    Stock's are left out: when gloo's threads let go of a tensor differs from run to run.
+    """
+    columns = [column for column in COLUMNS if column.startswith("weft")]
+    rows = [(workload, column, True, n) for workload in workloads(True) for column in columns for n in RANKS]
     if full:
         rows += [("feed_forward", column, False, n) for column in ("weft", "weft_in_backward") for n in RANKS]
     return rows

@@ -1,15 +1,19 @@
 #!/bin/sh
-# Builds against the torch of another environment and runs the C++ and operator tests there.
+# Builds against the torch of another environment and runs the C++ tests there, those of the operators, and of the
+# strategy those that lean most on torch's inside.
 # Environment: PYTHON, CMAKE: the interpreter and the cmake of that environment.
 set -eu
 cd "$(dirname "$0")/.."
 build=build/compat
 package="$PWD/$build/package/weft"
 
-mkdir -p "$package"
-# The operator package alone, its Python files linked beside the library of this build.
-for file in ops/python/*.py ops/python/py.typed ops/python/nn; do
+mkdir -p "$package/strategy"
+# The packages' Python files, linked beside the libraries of this build.
+for file in ops/python/*.py ops/python/py.typed ops/python/memory ops/python/nn; do
   ln -sfn "$PWD/$file" "$package/$(basename "$file")"
+done
+for file in strategy/python/*.py strategy/python/deferred; do
+  ln -sfn "$PWD/$file" "$package/strategy/$(basename "$file")"
 done
 PATH="$(dirname "$PYTHON"):$PATH" "$CMAKE" --preset dev -B "$build" \
   "-DPython_EXECUTABLE=$PYTHON" "-DWEFT_PACKAGE_DIR=$package" \
@@ -17,4 +21,5 @@ PATH="$(dirname "$PYTHON"):$PATH" "$CMAKE" --preset dev -B "$build" \
 "$CMAKE" --build "$build" --parallel "${MAX_JOBS:-2}"
 "$(dirname "$CMAKE")/ctest" --test-dir "$build" --output-on-failure --parallel "${MAX_JOBS:-2}"
 OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo PYTHONPATH="$build/package" \
-  "$PYTHON" -m pytest tests/ops -p no:cacheprovider
+  "$PYTHON" -m pytest tests/ops tests/strategy/test_deferred_init.py tests/strategy/test_fused_optimizers.py \
+  tests/strategy/test_in_backward.py -p no:cacheprovider

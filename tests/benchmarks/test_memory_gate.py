@@ -1,0 +1,77 @@
+"""Training takes the memory that the golden file says, to the byte; and the gate sees a single element more."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.processes import run_process
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(BENCHMARKS)}
+GOLDEN = json.loads((BENCHMARKS / "memory_golden.json").read_text())
+
+of_this_torch = pytest.mark.skipif(
+    torch.__version__ != GOLDEN["torch"], reason=f"the golden file is of torch {GOLDEN['torch']}"
+)
+
+
+@of_this_torch
+@pytest.mark.timeout(1200)
+def test_every_row_is_as_it_was() -> None:
+    result = run_process([sys.executable, BENCHMARKS / "memory_gate.py"], env=ENVIRONMENT, timeout=1100)
+    assert result.returncode == 0, result.stdout + result.stderr[-3000:]
+    assert "rows as they were" in result.stdout
+
+
+ONE_ELEMENT_MORE = """
+import memory_gate, memory_workloads, torch
+own = memory_workloads.FeedForward.__init__
+
+def with_a_buffer(self, *sizes):
+    own(self, *sizes)
+    self.register_buffer("more", torch.zeros(1))
+
+memory_workloads.FeedForward.__init__ = with_a_buffer
+name = "feed_forward, weft, 2 ranks"
+rows = memory_gate.measured([("feed_forward", "weft", True, 2)])
+golden = memory_gate.json.loads(memory_gate.GOLDEN.read_text())["rows"]
+print(*memory_gate.differences({name: golden[name]}, rows), sep="\\n")
+"""
+
+
+@of_this_torch
+def test_one_element_more_is_seen() -> None:
+    result = run_process([sys.executable, "-c", ONE_ELEMENT_MORE], env=ENVIRONMENT, timeout=100)
+    assert result.returncode == 0, result.stderr
+    old = GOLDEN["rows"]["feed_forward, weft, 2 ranks"]["training"]
+    assert f"feed_forward, weft, 2 ranks: training {old} -> {old + 4} bytes." in result.stdout.splitlines()
+
+
+DIFFERENCES = """
+from memory_gate import differences
+golden = {"a": {"peak": 10, "other": 1}, "gone": {"peak": 5}}
+print(*differences(golden, {"a": {"peak": 9, "other": 1}, "new": {"peak": 5}}), sep="\\n")
+assert differences(golden, golden) == []
+"""
+
+
+def test_less_memory_and_rows_that_come_or_go_are_differences_too() -> None:
+    result = run_process([sys.executable, "-c", DIFFERENCES], env=ENVIRONMENT, timeout=100)
+    assert result.stdout.splitlines() == [
+        "a: peak 10 -> 9 bytes.",
+        "gone: the row is missing.",
+        "new: the row is not in the golden file.",
+    ], result.stderr
+
+
+def test_an_update_wants_a_reason() -> None:
+    before = (BENCHMARKS / "memory_golden.json").read_bytes()
+    result = run_process([sys.executable, BENCHMARKS / "memory_gate.py", "--update", "why"], env=ENVIRONMENT)
+    assert result.returncode == 2 and "give a reason of a few words to --update" in result.stderr
+    assert (BENCHMARKS / "memory_golden.json").read_bytes() == before
+    assert all(len(change["reason"].split()) >= 3 for change in GOLDEN["changes"])
