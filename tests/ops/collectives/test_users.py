@@ -202,3 +202,18 @@ def test_monitored_barrier_and_sequence_numbers(rank: int, world_size: int) -> N
     before = backend._get_sequence_number_for_group()
     dist.all_reduce(torch.ones(1), group=group)
     assert backend._get_sequence_number_for_group() == before + 1
+
+
+@on_ranks(2)
+def test_messages_do_not_count_as_collectives(rank: int, world_size: int) -> None:
+    """torch's detailed debug mode compares the count between ranks, of which not all take part in a message."""
+    group = dist.new_group(backend="cpu:weft")
+    count = group._get_backend(torch.device("cpu"))._get_sequence_number_for_group
+    before = count()
+    if rank == 0:
+        dist.send(torch.ones(3), 1, group=group)
+    else:
+        dist.recv(torch.ones(3), 0, group=group)
+    assert count() == before
+    dist.all_reduce(torch.ones(3), group=group)
+    assert count() == before + 1
