@@ -111,17 +111,17 @@ class FabricMixin(StrategyMixin):
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """The optimizer, whose parameters are those of the modules from now on, where it was made before them."""
+        if self._optimizer_in_backward and (self._stepper is not None or not self._modules):
+            raise ValueError(
+                "optimizer_in_backward=True takes one optimizer, set up with the model or after it; "
+                "pass optimizer_in_backward=False for several."
+            )
         optimizer = super().setup_optimizer(optimizer)
         self._replacements.repoint(optimizer)
         self._fuse(optimizer, self._modules[-1] if self._modules else None)
         if self._watch is not None:
             self._watch.add_optimizer(optimizer)
         if self._optimizer_in_backward:
-            if self._stepper is not None or not self._modules:
-                raise ValueError(
-                    "optimizer_in_backward=True takes one optimizer, set up with the model or after it; "
-                    "pass optimizer_in_backward=False for several."
-                )
             self._step_in_backward(self._modules[-1], optimizer)
         return optimizer
 

@@ -43,7 +43,7 @@ class TrainerMixin(StrategyMixin):
             they were told `foreach` or `fused`; what is done stands in the log. False: leave all as they are.
         empty_init: with a plan, what `configure_model` builds gets its values when the plan is applied, each rank its
             shards only, and the values are those of an unsharded model; `init_module(empty_init=True)` does so too.
-            False: every rank builds the whole model first.
+            False: as in ModelParallelStrategy, where every rank builds the whole model first.
         optimizer_in_backward: step each parameter as soon as its gradient is complete, and free the gradient: one
             gradient is alive at a time. For one Adam, AdamW or SGD; not together with what needs all gradients at
             once, which is refused.
@@ -91,7 +91,7 @@ class TrainerMixin(StrategyMixin):
     def tensor_init_context(self, empty_init: Any = _IN_CONFIGURE_MODEL) -> Iterator[None]:
         """As the stock one; with a plan, what would be without values waits for them instead (see `empty_init`)."""
         in_configure_model = empty_init is _IN_CONFIGURE_MODEL
-        if self._plan is None or not (in_configure_model or empty_init):
+        if self._plan is None or not self._empty_init or not (in_configure_model or empty_init):
             with super().tensor_init_context(**({} if in_configure_model else {"empty_init": empty_init})):
                 yield
             return

@@ -88,7 +88,7 @@ def test_fabric(rank: int, world_size: int) -> None:
 
 class AfterBackward(L.Callback):
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        pass
+        """What it does is not asked: it expects gradients."""
 
 
 class OwnStep(Model):

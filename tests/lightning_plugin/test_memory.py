@@ -194,6 +194,9 @@ def test_init_module(rank: int, world_size: int, tmp_path: Path) -> None:
     assert torch.equal(weight.full_tensor(), expected.w1.weight)
     with run.init_module():
         assert not is_deferred(FeedForward().w1.weight)
+    stock = trainer(world_size, WeftModelParallelStrategy(plan="auto", empty_init=False), tmp_path)
+    with stock.init_module(empty_init=True):
+        assert FeedForward().w1.weight.is_meta
 
     fabric = Fabric(accelerator="cpu", devices=world_size, strategy=FabricStrategy(plan="auto"))
     fabric.launch()

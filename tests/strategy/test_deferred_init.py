@@ -35,6 +35,7 @@ class _Ordered(nn.Module):
         self.register_buffer("table", torch.outer(torch.arange(30.0), torch.arange(20.0)), persistent=False)
         self.plain = torch.arange(100.0) * 2
         self.listed = [torch.ones(40), {"deep": torch.zeros(3, 9) + 1}]
+        self.listed.append(self.listed)
         self.conv = nn.Conv1d(3, 8, 5)
         self.apply(self._initialise)
         with torch.no_grad():

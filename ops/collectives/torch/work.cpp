@@ -102,7 +102,6 @@ int CollectiveWork::sourceRank() const {
 
 bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
   for (const OperationPtr& operation : operations_) group_->wait(*operation, timeout);
-  if (auto error = first_error()) raise(std::move(error));
   // Who waits for the work may ask its future next.
   c10::intrusive_ptr<c10::ivalue::Future> future;
   {
@@ -110,6 +109,7 @@ bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
     future = completion_->future;
   }
   if (future) future->wait();
+  if (auto error = first_error()) raise(std::move(error));
   return true;
 }
 

@@ -53,7 +53,7 @@ class _Building(TorchDispatchMode):
             with no_dispatch():
                 made = func(*args, **{**kwargs, "device": torch.device("meta")})
         except (NotImplementedError, RuntimeError):
-            return False
+            return False  # no size without values, or a wrong call: made for real, which says what is wrong
         return isinstance(made, Tensor) and made.numel() * made.element_size() >= self._min_bytes
 
 

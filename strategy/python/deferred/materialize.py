@@ -47,12 +47,10 @@ def materialize(module: nn.Module) -> list[str]:
 
     Returns:
         The names of what was given values.
-
-    Raises:
-        ValueError: a parameter that nothing has been written to; `check_written` says so beforehand.
     """
     made: dict[int, Tensor] = {}
     names: list[str] = []
+    inside: set[int] = set()  # containers that are being looked through: one may hold itself
 
     def value(name: str, tensor: DeferredTensor) -> Tensor:
         if id(tensor) not in made:
@@ -63,13 +61,15 @@ def materialize(module: nn.Module) -> list[str]:
     def replaced(name: str, item: Any) -> Any:
         if is_deferred(item):
             return value(name, item)
-        if type(item) in (list, tuple):
-            new = [replaced(name, each) for each in item]
-            return type(item)(new) if any(a is not b for a, b in zip(new, item, strict=True)) else item
-        if type(item) is dict:
-            new = {key: replaced(name, each) for key, each in item.items()}
-            return new if any(new[key] is not item[key] for key in item) else item
-        return item
+        if type(item) not in (list, tuple, dict) or id(item) in inside:
+            return item
+        inside.add(id(item))
+        values = list(item.values()) if type(item) is dict else list(item)
+        new = [replaced(name, each) for each in values]
+        inside.discard(id(item))
+        if all(a is b for a, b in zip(new, values, strict=True)):
+            return item
+        return dict(zip(item, new, strict=True)) if type(item) is dict else type(item)(new)
 
     for module_name, owner in module.named_modules():
         prefix = f"{module_name}." if module_name else ""

@@ -76,6 +76,9 @@ def test_a_failure_is_read_as_often_as_one_likes(rank: int, world_size: int) -> 
     group = dist.new_group(backend="cpu:weft", timeout=timedelta(seconds=30))
     work = dist.all_reduce(torch.ones(3 + rank), group=group, async_op=True)
     futures = [work.get_future(), work.get_future()]
+    with pytest.raises(weft.CollectiveMismatchError):
+        work.wait()
+    assert all(future.done() for future in futures)
     for _ in range(3):
         for future in futures:
             with pytest.raises(weft.CollectiveMismatchError, match=r"rank 1 brought all_reduce\(sum, float32 \[4\]\)"):

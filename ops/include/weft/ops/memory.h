@@ -1,8 +1,8 @@
 #pragma once
 
 // The bytes that this process holds in CPU tensors, counted to the byte by an allocator around
-// torch's. What is not counted: storages made before track(), mapped files, shared memory, and what
-// other libraries allocate for themselves.
+// torch's. What is not counted: storages made before track_memory(), mapped files, shared memory,
+// and what other libraries allocate for themselves.
 
 #include <weft/memory/usage.h>
 #include <weft/ops/export.h>
