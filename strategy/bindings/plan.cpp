@@ -25,9 +25,21 @@ namespace {
 
 using AxisPair = std::pair<std::string, int64_t>;
 using RuleTriple = std::tuple<std::string, std::string, std::optional<std::string>>;
+using RuleFields = std::tuple<std::string, std::string, std::optional<std::string>, bool>;
 
-Rule make_rule(std::string pattern, const std::string& style, std::optional<std::string> heads) {
-  return {.pattern = std::move(pattern), .style = parse_style(style), .heads = std::move(heads)};
+Rule make_rule(std::string pattern,
+               const std::string& style,
+               std::optional<std::string> heads,
+               bool recompute) {
+  try {
+    const Style parsed = parse_style(style);
+    return {.pattern = std::move(pattern),
+            .style = parsed,
+            .heads = std::move(heads),
+            .recompute = recompute};
+  } catch (const std::invalid_argument& error) {
+    throw std::invalid_argument("plan: pattern '" + pattern + "': " + error.what());
+  }
 }
 
 Mesh make_mesh(const std::vector<AxisPair>& pairs) {
@@ -41,11 +53,12 @@ Mesh make_mesh(const std::vector<AxisPair>& pairs) {
 
 Rule rule_from_triple(const RuleTriple& triple) {
   const auto& [pattern, style, heads] = triple;
-  try {
-    return make_rule(pattern, style, heads);
-  } catch (const std::invalid_argument& error) {
-    throw std::invalid_argument("plan: pattern '" + pattern + "': " + error.what());
-  }
+  return make_rule(pattern, style, heads, false);
+}
+
+Rule rule_from_fields(const RuleFields& fields) {
+  const auto& [pattern, style, heads, recompute] = fields;
+  return make_rule(pattern, style, heads, recompute);
 }
 
 Plan make_plan(const std::vector<std::variant<Rule, RuleTriple>>& items) {
@@ -57,8 +70,8 @@ Plan make_plan(const std::vector<std::variant<Rule, RuleTriple>>& items) {
   return Plan(std::move(rules));
 }
 
-RuleTriple to_triple(const Rule& rule) {
-  return {rule.pattern, std::string(to_string(rule.style)), rule.heads};
+RuleFields to_fields(const Rule& rule) {
+  return {rule.pattern, std::string(to_string(rule.style)), rule.heads, rule.recompute};
 }
 
 template <typename Names>
@@ -110,18 +123,22 @@ void bind_mesh(py::module_& module) {
 
 void bind_rule(py::module_& module) {
   py::class_<Rule>(module, "Rule", py::is_final())
-      .def(
-          py::init(&make_rule), py::arg("pattern"), py::arg("style"), py::arg("heads") = py::none())
+      .def(py::init(&make_rule),
+           py::arg("pattern"),
+           py::arg("style"),
+           py::arg("heads") = py::none(),
+           py::arg("recompute") = false)
       .def_readonly("pattern", &Rule::pattern)
       .def_property_readonly("style", [](const Rule& rule) { return to_string(rule.style); })
       .def_readonly("heads", &Rule::heads)
+      .def_readonly("recompute", &Rule::recompute)
       .def(py::self == py::self)
       .def("__hash__", std::hash<Rule>{})
       .def("__repr__",
            [](const Rule& rule) {
-             return "Rule" + py::repr(py::cast(to_triple(rule))).cast<std::string>();
+             return "Rule" + py::repr(py::cast(to_fields(rule))).cast<std::string>();
            })
-      .def(py::pickle(&to_triple, &rule_from_triple));
+      .def(py::pickle(&to_fields, &rule_from_fields));
 }
 
 void bind_plan(py::module_& module) {

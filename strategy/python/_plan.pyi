@@ -51,15 +51,20 @@ class Mesh:
 
 @final
 class Rule:
-    """`pattern` gives `style` to the modules it matches; `heads` names the attribute counting their heads."""
+    """`pattern` gives `style` to the modules it matches; `heads` names the attribute counting their heads.
 
-    def __init__(self, pattern: str, style: str, heads: str | None = None) -> None: ...
+    `recompute`, of a column_row_mlp: the forward keeps the input alone. ValueError: an unknown style.
+    """
+
+    def __init__(self, pattern: str, style: str, heads: str | None = None, recompute: bool = False) -> None: ...
     @property
     def pattern(self) -> str: ...
     @property
     def style(self) -> str: ...
     @property
     def heads(self) -> str | None: ...
+    @property
+    def recompute(self) -> bool: ...
     def __eq__(self, other: object) -> bool: ...
     def __hash__(self) -> int: ...
 
@@ -69,7 +74,7 @@ class Plan:
 
     Rules are given as `Rule`s or as (pattern, style, heads) triples. A rule that repeats an earlier one is
     kept once. ValueError: an unknown style, a malformed pattern, `heads` with a style other than column and
-    row, one pattern with two different values.
+    row, `recompute` with one other than column_row_mlp, one pattern with two different values.
     """
 
     def __init__(self, rules: Sequence[Rule | tuple[str, str, str | None]] = ...) -> None: ...
@@ -82,14 +87,14 @@ class Plan:
     def resolve(self, module_names: Sequence[str]) -> list[tuple[str, Rule]]:
         """The rule of each module that has one, in the order of `module_names` ("" is the model itself).
 
-        Where several rules give one module the same style they are one, with whichever `heads` is named. A
+        Where several rules give one module the same style they are one, with whichever option is named. A
         module below one that a column_row_mlp rule owns is left out when its own style is column_row_mlp too.
         ValueError: a pattern that matches no module; rules that disagree on a module, or with column_row_mlp
         on one of its ancestors.
         """
 
     def to_json(self) -> str:
-        """A compact JSON object, pattern to style or to {"style": ..., "heads": ...}."""
+        """A compact JSON object, pattern to style or to {"style": ..., "heads": ...} and the like."""
 
     def __len__(self) -> int: ...
     def __eq__(self, other: object) -> bool: ...

@@ -172,6 +172,7 @@ def _take_roles(model: nn.Module, mesh: DeviceMesh, assignments: Assignments, ot
             note=assignment.note,
             mlp=mlp,
             activation=assignment.activation,
+            recompute=assignment.recompute,
             child_classes=() if mlp is None else tuple(type(module._modules[name]) for name in mlp.children),
             vocab_start=_vocab_start(module, mesh) if assignment.style == "vocab_embedding" else 0,
             transposed=assignment.style in ("column", "row") and is_conv1d(module),

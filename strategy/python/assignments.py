@@ -16,13 +16,14 @@ from weft.strategy.state import MlpParts
 
 @dataclasses.dataclass(frozen=True)
 class Assignment:
-    """The style of one module. `fused_into` names the MLP whose operator a layer is a part of."""
+    """The style of one module. `fused_into` names the MLP whose operator a layer is a part of; `recompute` is its."""
 
     style: str
     note: str = ""
     mlp: MlpParts | None = None
     activation: str = ""
     fused_into: str | None = None
+    recompute: bool = False
 
 
 @dataclasses.dataclass
@@ -47,9 +48,9 @@ class Assignments:
             style = "row" if child == parts.down else "column"
             self.styles[join(container_name, child)] = Assignment(style, note)
 
-    def fuse(self, container_name: str, parts: MlpParts, activation: str) -> None:
-        note = f"{activation}, {'gated' if parts.gate is not None else 'plain'}"
-        self.styles[container_name] = Assignment("column_row_mlp", note, parts, activation)
+    def fuse(self, container_name: str, parts: MlpParts, activation: str, recompute: bool) -> None:
+        note = f"{activation}, {'gated' if parts.gate is not None else 'plain'}{', recompute' if recompute else ''}"
+        self.styles[container_name] = Assignment("column_row_mlp", note, parts, activation, recompute=recompute)
         for child in parts.children:
             style = "row" if child == parts.down else "column"
             self.styles[join(container_name, child)] = Assignment(style, note, fused_into=container_name)
@@ -67,15 +68,26 @@ def parent_name(module_name: str) -> str:
     return module_name.rpartition(".")[0]
 
 
-def place_mlp(result: Assignments, name: str, container: nn.Module, parts: MlpParts) -> str | None:
-    """Give an MLP the fused style, or column and row to its layers; the reason when neither is right."""
+def place_mlp(
+    result: Assignments, name: str, container: nn.Module, parts: MlpParts, recompute: bool = False
+) -> str | None:
+    """Give an MLP the fused style, or column and row to its layers; the reason when neither is right.
+
+    Raises:
+        ValueError: `recompute` is asked of one that cannot be fused.
+    """
     reason = probe.why_not_fused(container, parts)
     if reason is None:
         found = probe.find_activation(container, parts)
         if not isinstance(found, str):
-            result.fuse(name, *found)
+            result.fuse(name, *found, recompute)
             return None
         reason = found
+    if recompute:
+        raise ValueError(
+            f"parallelize: the rule for {shown(name)} says recompute, which only the fused operator can do, and "
+            f"it cannot be fused: {reason}; remove recompute from the rule."
+        )
     not_split = probe.why_not_split(container, parts)
     if not_split is None:
         result.split_layers(name, parts, f"not fused: {reason}")
@@ -93,7 +105,7 @@ def assign_explicit(model: nn.Module, plan: _plan.Plan, tp_size: int) -> Assignm
     for name, rule in plan.resolve(list(modules)):
         module = modules[name]
         _refuse_dtensors(name, module, rule.style)
-        _ASSIGN[rule.style](result, name, module, rule.style)
+        _ASSIGN[rule.style](result, name, module, rule)
         if rule.heads is not None:
             _divide(result, modules[parent_name(name)], parent_name(name), rule.heads, name)
         holder = modules.get(parent_name(name)) if name else None
@@ -140,46 +152,46 @@ def _divide(result: Assignments, parent: nn.Module, module_name: str, attribute:
     result.divide_heads(module_name, attribute, value)
 
 
-def _assign_linear(result: Assignments, name: str, module: nn.Module, style: str) -> None:
+def _assign_linear(result: Assignments, name: str, module: nn.Module, rule: _plan.Rule) -> None:
     reason = why_no_linear(module)
     if reason is not None:
         raise ValueError(
-            f"parallelize: style '{style}' wants an nn.Linear at {shown(name)}, but {reason}; "
+            f"parallelize: style '{rule.style}' wants an nn.Linear at {shown(name)}, but {reason}; "
             "use style 'replicate' or name the linear layers themselves."
         )
-    result.styles[name] = Assignment(style)
+    result.styles[name] = Assignment(rule.style)
 
 
-def _assign_embedding(result: Assignments, name: str, module: nn.Module, style: str) -> None:
+def _assign_embedding(result: Assignments, name: str, module: nn.Module, rule: _plan.Rule) -> None:
     reason = why_no_vocab_embedding(module)
     if reason is not None:
         raise ValueError(
-            f"parallelize: style '{style}' wants a plain nn.Embedding at {shown(name)}, but {reason}; "
+            f"parallelize: style '{rule.style}' wants a plain nn.Embedding at {shown(name)}, but {reason}; "
             "use style 'replicate'."
         )
-    result.styles[name] = Assignment(style)
+    result.styles[name] = Assignment(rule.style)
 
 
-def _assign_mlp(result: Assignments, name: str, module: nn.Module, style: str) -> None:
+def _assign_mlp(result: Assignments, name: str, module: nn.Module, rule: _plan.Rule) -> None:
     parts = mlp_parts.find(module)
     if parts is None:
         children = ", ".join(f"{n} ({type(m).__name__})" for n, m in module.named_children()) or "none"
         raise ValueError(
-            f"parallelize: style '{style}' finds no MLP of two or three fitting nn.Linear layers among the children "
-            f"of {shown(name)}, which are {children}; use column and row rules for its layers."
+            f"parallelize: style '{rule.style}' finds no MLP of two or three fitting nn.Linear layers among the "
+            f"children of {shown(name)}, which are {children}; use column and row rules for its layers."
         )
-    reason = place_mlp(result, name, module, parts)
+    reason = place_mlp(result, name, module, parts, rule.recompute)
     if reason is not None:
         raise ValueError(
             f"parallelize: {shown(name)} cannot be sharded by its hidden units: {reason}; use style 'replicate'."
         )
 
 
-def _assign_replicate(result: Assignments, name: str, module: nn.Module, style: str) -> None:
-    result.styles[name] = Assignment(style)
+def _assign_replicate(result: Assignments, name: str, module: nn.Module, rule: _plan.Rule) -> None:
+    result.styles[name] = Assignment(rule.style)
 
 
-_ASSIGN: dict[str, Callable[[Assignments, str, nn.Module, str], None]] = {
+_ASSIGN: dict[str, Callable[[Assignments, str, nn.Module, _plan.Rule], None]] = {
     "column": _assign_linear,
     "row": _assign_linear,
     "vocab_embedding": _assign_embedding,

@@ -111,7 +111,7 @@ def _replacement(module: nn.Module, state: ModuleState, full: tuple[int, int] | 
     if state.style == "column_row_mlp":
         transposed = tuple(state_of(module._modules[name]).transposed for name in state.mlp.children)
         new = _bare(_fused_class(state.mlp, transposed), module)
-        new.group_name, new.activation = state.group_name, state.activation
+        new.group_name, new.activation, new.recompute = state.group_name, state.activation, state.recompute
         layers = (name for name in module._modules if name in state.mlp.children)  # in the order of the state dict
         for name in layers:
             new._modules[name] = module._modules[name]
@@ -135,7 +135,7 @@ class FusedMlp(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.ops.weft.column_row_mlp(
-            x, {arguments}, activation=self.activation, group_name=self.group_name
+            x, {arguments}, activation=self.activation, group_name=self.group_name, recompute=self.recompute
         )
 '''
 

@@ -15,9 +15,10 @@ from weft.strategy.assignments import Assignments, assign_explicit
 from weft.strategy.auto import assign_auto
 from weft.strategy.report import Report
 
-Style = str | Mapping[str, str]
+Style = str | Mapping[str, str | bool]
 Rules = Mapping[str, Style] | Callable[[str, nn.Module], Style | None] | str | os.PathLike[str]
 AUTO = "auto"
+_OPTION_TYPES = {"heads": (str, type(None)), "recompute": bool}
 
 
 class Plan:
@@ -26,8 +27,9 @@ class Plan:
     Args:
         rules: one of
             - a dict from pattern to style, `{"layers.*.attention.wq": {"style": "column", "heads": "n_heads"}}`;
-              styles are column, row, column_row_mlp, vocab_embedding and replicate; `*` in a pattern stands for a
-              run of characters within one level, "" names the model itself;
+              styles are column, row, column_row_mlp (with "recompute": True it keeps its input alone for the
+              backward), vocab_embedding and replicate; `*` in a pattern stands for a run of characters within one
+              level, "" names the model itself;
             - such a dict as YAML or JSON text, or the path of a file with it (.yaml, .yml, .json);
             - a callable that is given each module's name and the module, and returns its style or None;
             - "auto", which recognises transformer blocks.
@@ -76,12 +78,10 @@ class Plan:
     def is_auto(self) -> bool:
         return self._rules is None and self._callable is None
 
-    def to_dict(self) -> dict[str, str | dict[str, str]]:
+    def to_dict(self) -> dict[str, str | dict[str, str | bool]]:
         """The rules as a dict. ValueError for "auto" and a callable, whose rules depend on the model."""
-        return {
-            rule.pattern: rule.style if rule.heads is None else {"style": rule.style, "heads": rule.heads}
-            for rule in self._fixed_rules().rules
-        }
+        rules: dict[str, str | dict[str, str | bool]] = json.loads(self.to_json())
+        return rules
 
     def to_yaml(self) -> str:
         return str(self._fixed_rules())
@@ -169,16 +169,16 @@ def _from_mapping(rules: Any) -> _plan.Plan:
     return _plan.Plan([_rule(pattern, value) for pattern, value in rules.items()])
 
 
-def _rule(pattern: Any, value: Any) -> tuple[str, str, str | None]:
+def _rule(pattern: Any, value: Any) -> _plan.Rule:
     if not isinstance(pattern, str):
         raise ValueError(f"plan: the pattern {pattern!r} is no text; put it in quotes.")
     if isinstance(value, str):
-        return pattern, value, None
-    if isinstance(value, Mapping) and isinstance(value.get("style"), str) and set(value) <= {"style", "heads"}:
-        heads = value.get("heads")
-        if heads is None or isinstance(heads, str):
-            return pattern, value["style"], heads
+        return _plan.Rule(pattern, value)
+    if isinstance(value, Mapping) and isinstance(value.get("style"), str):
+        options = {key: option for key, option in value.items() if key != "style"}
+        if all(isinstance(option, _OPTION_TYPES.get(key, ())) for key, option in options.items()):
+            return _plan.Rule(pattern, value["style"], **options)
     raise ValueError(
-        f"plan: pattern '{pattern}' has the value {value!r}; write a style, or "
-        '{"style": a style, "heads": an attribute}.'
+        f"plan: pattern '{pattern}' has the value {value!r}; write a style, "
+        '{"style": a style, "heads": an attribute}, or {"style": "column_row_mlp", "recompute": true}.'
     )

@@ -88,7 +88,16 @@ def _fused_forward(self: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
     w3, b3 = (None, None) if mlp.gate is None else parts[1]
     (w1, b1), (w2, b2) = parts[0], parts[-1]
     return torch.ops.weft.column_row_mlp(
-        x, w1, w2, w3, b1, b2, b3, activation=state.activation, group_name=state.group_name
+        x,
+        w1,
+        w2,
+        w3,
+        b1,
+        b2,
+        b3,
+        activation=state.activation,
+        group_name=state.group_name,
+        recompute=state.recompute,
     )
 
 

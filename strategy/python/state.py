@@ -39,6 +39,7 @@ class ModuleState:
     note: str = ""
     mlp: MlpParts | None = None  # of a fused container, with its activation
     activation: str = ""
+    recompute: bool = False  # a fused container keeps its input alone for the backward
     child_classes: tuple[type, ...] = ()
     transposed: bool = False  # the weight is [in, out], as in GPT-2's Conv1D
     vocab_start: int = 0  # of a vocab_embedding: the first row on this rank

@@ -26,6 +26,14 @@ bool is_attribute_name(std::string_view text) {
          });
 }
 
+void check_recompute(const Rule& rule) {
+  if (rule.recompute && rule.style != Style::kColumnRowMlp) {
+    throw std::invalid_argument(
+        "plan: pattern " + quote(rule.pattern) + ": recompute means nothing to style " +
+        quote(to_string(rule.style)) + "; remove recompute or use style 'column_row_mlp'");
+  }
+}
+
 void check_heads_attribute(const Rule& rule) {
   if (!rule.heads) {
     return;
@@ -46,7 +54,8 @@ void check_heads_attribute(const Rule& rule) {
 
 std::string describe(const Rule& rule) {
   std::string text = "style " + quote(to_string(rule.style));
-  return rule.heads ? text + " with heads " + quote(*rule.heads) : text;
+  text += rule.heads ? " with heads " + quote(*rule.heads) : "";
+  return text + (rule.recompute ? " with recompute" : "");
 }
 
 }  // namespace
@@ -56,6 +65,7 @@ Plan::Plan(std::vector<Rule> rules) {
   for (Rule& rule : rules) {
     check_pattern(rule.pattern);
     check_heads_attribute(rule);
+    check_recompute(rule);
     const auto [entry, is_new] = seen.try_emplace(rule.pattern, rules_.size());
     if (is_new) {
       rules_.push_back(std::move(rule));
@@ -75,6 +85,7 @@ size_t std::hash<weft::strategy::Rule>::operator()(
   weft::strategy::detail::hash_combine(seed, rule.pattern);
   weft::strategy::detail::hash_combine(seed, static_cast<int>(rule.style));
   weft::strategy::detail::hash_combine(seed, rule.heads);
+  weft::strategy::detail::hash_combine(seed, rule.recompute);
   return seed;
 }
 

@@ -88,8 +88,8 @@ const Rule& merge(const Match& match) {
                                   " and " + value(*rule) + " from pattern " + quote(rule->pattern) +
                                   "; change the patterns so that the rules agree");
     }
-    if (rule->heads && !merged->heads) {
-      merged = rule;
+    if ((rule->heads && !merged->heads) || (rule->recompute && !merged->recompute)) {
+      merged = rule;  // no style has both options
     }
   }
   return *merged;

@@ -73,10 +73,11 @@ class LineParser {
   }
 
  private:
-  // {style: S, heads: H}, in either order, heads optional.
+  // {style: S, heads: H, recompute: B}, in any order, all but the style optional.
   void parse_mapping(Rule& rule) {
     expect('{');
     bool has_style = false;
+    bool has_recompute = false;
     for (bool is_last = false; !is_last;) {
       const std::string key = scalar("a key");
       expect_colon();
@@ -85,6 +86,9 @@ class LineParser {
         has_style = true;
       } else if (key == "heads" && !rule.heads) {
         rule.heads = scalar("an attribute name");
+      } else if (key == "recompute" && !has_recompute) {
+        rule.recompute = boolean();
+        has_recompute = true;
       } else {
         refuse("key " + quote(key) + " is unknown or repeated");
       }
@@ -153,6 +157,17 @@ class LineParser {
     refuse("a quote that does not end");
   }
 
+  bool boolean() {
+    next();
+    const size_t end = std::min(line_.find_first_of(" \t,}", position_), line_.size());
+    const std::string_view word = line_.substr(position_, end - position_);
+    if (word != "true" && word != "false") {
+      refuse(quote(word) + " is neither true nor false");
+    }
+    position_ = end;
+    return word == "true";
+  }
+
   Style style() {
     const std::string word = scalar("a style");
     try {
@@ -206,7 +221,10 @@ std::string Plan::to_string() const {
   for (const Rule& rule : rules_) {
     const std::string style(strategy::to_string(rule.style));
     text += to_scalar(rule.pattern) + ": ";
-    text += rule.heads ? "{style: " + style + ", heads: " + to_scalar(*rule.heads) + "}" : style;
+    const std::string options =
+        (rule.heads ? ", heads: " + to_scalar(*rule.heads) : std::string()) +
+        (rule.recompute ? ", recompute: true" : "");
+    text += options.empty() ? style : "{style: " + style + options + "}";
     text += '\n';
   }
   return text;
@@ -216,10 +234,11 @@ std::string Plan::to_json() const {
   std::vector<std::string> members;
   for (const Rule& rule : rules_) {
     const std::string style = double_quote(strategy::to_string(rule.style));
+    const std::string options =
+        (rule.heads ? ",\"heads\":" + double_quote(*rule.heads) : std::string()) +
+        (rule.recompute ? ",\"recompute\":true" : "");
     members.push_back(double_quote(rule.pattern) + ":" +
-                      (rule.heads
-                           ? "{\"style\":" + style + ",\"heads\":" + double_quote(*rule.heads) + "}"
-                           : style));
+                      (options.empty() ? style : "{\"style\":" + style + options + "}"));
   }
   return "{" + detail::join(members, ",") + "}";
 }

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from weft.strategy import _plan
 from weft.strategy._plan import AXIS_NAMES, STYLES, Mesh, Plan, Rule
 
-Triples: TypeAlias = "list[tuple[str, str, str | None]]"
+Fields: TypeAlias = "list[tuple[str, str, str | None, bool]]"
 
 HEADED_STYLES = ("column", "row")
 
@@ -35,11 +35,12 @@ HEADS = st.sampled_from(["n_heads", "n", "on", "null", "_1", "köpfe"])
 
 
 @st.composite
-def rules(draw: st.DrawFn) -> Triples:
+def rules(draw: st.DrawFn) -> Fields:
     patterns = draw(st.lists(PATTERNS, max_size=6, unique=True))
     styles = [draw(st.sampled_from(STYLES)) for _ in patterns]
     heads = [draw(st.none() | HEADS) if style in HEADED_STYLES else None for style in styles]
-    return list(zip(patterns, styles, heads, strict=True))
+    recompute = [style == "column_row_mlp" and draw(st.booleans()) for style in styles]
+    return list(zip(patterns, styles, heads, recompute, strict=True))
 
 
 @st.composite
@@ -48,25 +49,29 @@ def meshes(draw: st.DrawFn) -> Mesh:
     return Mesh([(name, draw(st.integers(1, 4))) for name in names])
 
 
-def as_dict(triples: Triples) -> dict[str, object]:
-    return {pattern: style if heads is None else {"style": style, "heads": heads} for pattern, style, heads in triples}
+def as_dict(fields: Fields) -> dict[str, object]:
+    result: dict[str, object] = {}
+    for pattern, style, heads, recompute in fields:
+        options = {**({} if heads is None else {"heads": heads}), **({"recompute": True} if recompute else {})}
+        result[pattern] = {"style": style, **options} if options else style
+    return result
 
 
 # -- plans -------------------------------------------------------------------------------------------
 
 
 @given(rules())
-def test_plan_round_trips_through_text_yaml_json_and_pickle(triples: Triples) -> None:
-    plan = Plan(triples)
-    assert [(rule.pattern, rule.style, rule.heads) for rule in plan.rules] == triples
-    assert len(plan) == len(triples)
+def test_plan_round_trips_through_text_yaml_json_and_pickle(fields: Fields) -> None:
+    plan = Plan([Rule(*each) for each in fields])
+    assert [(rule.pattern, rule.style, rule.heads, rule.recompute) for rule in plan.rules] == fields
+    assert len(plan) == len(fields)
     copies = [Plan.parse(str(plan)), Plan(plan.rules), pickle.loads(pickle.dumps(plan)), copy.deepcopy(plan)]
     for other in copies:
         assert other == plan
         assert hash(other) == hash(plan)
     for mapping in (yaml.safe_load(str(plan)), json.loads(plan.to_json())):
-        assert mapping == as_dict(triples)
-        assert list(mapping) == [pattern for pattern, _, _ in triples]
+        assert mapping == as_dict(fields)
+        assert list(mapping) == [pattern for pattern, *_ in fields]
     assert eval(repr(plan), {"Plan": Plan, "Rule": Rule}) == plan
 
 
@@ -101,6 +106,11 @@ def test_resolve_matches_the_names_of_a_torch_module() -> None:
             lambda: Plan([("wq", "colunm", None)]),
             "plan: pattern 'wq': unknown style 'colunm': use one of column, row, column_row_mlp, "
             "vocab_embedding, replicate; the nearest is 'column'",
+        ),
+        (
+            lambda: Plan([Rule("wq", "row", recompute=True)]),
+            "plan: pattern 'wq': recompute means nothing to style 'row'; remove recompute or use style "
+            "'column_row_mlp'",
         ),
         (
             lambda: _plan.check_style("rowwise"),

@@ -36,6 +36,14 @@ std::string resolve_refusal(const Plan& plan, const Names& names) {
   return refusal([&] { return plan.resolve(names); });
 }
 
+TEST(PlanResolve, RulesThatAgreeCountAsTheOneThatNamesAnOption) {
+  const Plan plan({{"*", Style::kColumnRowMlp, {}}, {"a", Style::kColumnRowMlp, {}, true}});
+  const std::vector<std::string> names = {"a", "b"};
+  EXPECT_EQ(plan.resolve(names),
+            (std::vector<Assignment>{{"a", {"a", Style::kColumnRowMlp, {}, true}},
+                                     {"b", {"*", Style::kColumnRowMlp, {}}}}));
+}
+
 TEST(Resolve, GivesEveryMatchedModuleItsRuleInModuleOrder) {
   const Rule output = {"output", Style::kColumn, {}};
   const Rule wq = {"layers.*.attention.wq", Style::kColumn, "n_heads"};

@@ -41,6 +41,7 @@ TEST(Style, RefusalNamesTheValidOnesAndTheNearest) {
 TEST(Plan, PrintsOneRuleALine) {
   const Plan plan({{"layers.*.wq", Style::kColumn, "n_heads"},
                    {"layers.*.mlp", Style::kColumnRowMlp, {}},
+                   {"mlp", Style::kColumnRowMlp, {}, true},
                    {"", Style::kReplicate, {}},
                    {"*.wo", Style::kRow, {}},
                    {"a\"\\b c", Style::kVocabEmbedding, {}},
@@ -49,6 +50,7 @@ TEST(Plan, PrintsOneRuleALine) {
   EXPECT_EQ(plan.to_string(),
             "layers.*.wq: {style: column, heads: n_heads}\n"
             "layers.*.mlp: column_row_mlp\n"
+            "mlp: {style: column_row_mlp, recompute: true}\n"
             "\"\": replicate\n"
             "\"*.wo\": row\n"
             "\"a\\\"\\\\b c\": vocab_embedding\n"
@@ -56,7 +58,9 @@ TEST(Plan, PrintsOneRuleALine) {
             "\"0\": row\n");
   EXPECT_EQ(plan.to_json(),
             "{\"layers.*.wq\":{\"style\":\"column\",\"heads\":\"n_heads\"},"
-            "\"layers.*.mlp\":\"column_row_mlp\",\"\":\"replicate\",\"*.wo\":\"row\","
+            "\"layers.*.mlp\":\"column_row_mlp\","
+            "\"mlp\":{\"style\":\"column_row_mlp\",\"recompute\":true},"
+            "\"\":\"replicate\",\"*.wo\":\"row\","
             "\"a\\\"\\\\b c\":\"vocab_embedding\",\"true\":{\"style\":\"row\",\"heads\":\"on\"},"
             "\"0\":\"row\"}");
   EXPECT_EQ(Plan::parse(plan.to_string()), plan);
@@ -75,8 +79,14 @@ TEST(Plan, ParseAllowsCommentsEmptyLinesQuotesAndEitherOrderOfKeys) {
       "wq: {heads: n_heads, style: column}  # by head\r\n"
       "\n"
       "  # the rest\n"
+      "a: {recompute: true, style: column_row_mlp}\n"
+      "b: {style: row, recompute: false}\n"
       "\"wo\":   \"row\" # last");
-  EXPECT_EQ(plan, Plan({{"wq", Style::kColumn, "n_heads"}, {"wo", Style::kRow, {}}}));
+  EXPECT_EQ(plan,
+            Plan({{"wq", Style::kColumn, "n_heads"},
+                  {"a", Style::kColumnRowMlp, {}, true},
+                  {"b", Style::kRow, {}},
+                  {"wo", Style::kRow, {}}}));
 }
 
 std::string random_text(std::mt19937& random, std::string_view alphabet, size_t max_length) {
@@ -98,6 +108,7 @@ Rule random_rule(std::mt19937& random) {
   if (random() % 2 == 0 && (rule.style == Style::kColumn || rule.style == Style::kRow)) {
     rule.heads = "n" + random_text(random, "aoynul_09", 5);
   }
+  rule.recompute = rule.style == Style::kColumnRowMlp && random() % 2 == 0;
   return rule;
 }
 
@@ -123,11 +134,12 @@ TEST(PlanProperties, ParseReadsWhatToStringPrints) {
   EXPECT_GT(distinct.size(), 1000U);
 }
 
-TEST(Plan, OrderStyleAndHeadsCount) {
+TEST(Plan, OrderStyleAndOptionsCount) {
   const Plan plan({{"a", Style::kRow, {}}, {"b", Style::kRow, {}}});
   EXPECT_NE(plan, Plan({{"b", Style::kRow, {}}, {"a", Style::kRow, {}}}));
   EXPECT_NE(plan, Plan({{"a", Style::kRow, {}}, {"b", Style::kColumn, {}}}));
   EXPECT_NE(plan, Plan({{"a", Style::kRow, {}}, {"b", Style::kRow, "h"}}));
+  EXPECT_NE(Plan({{"a", Style::kColumnRowMlp, {}}}), Plan({{"a", Style::kColumnRowMlp, {}, true}}));
 }
 
 TEST(Plan, RepeatedRuleIsKeptOnce) {
@@ -163,6 +175,19 @@ TEST(PlanRefusals, Heads) {
   }
 }
 
+TEST(PlanRefusals, Recompute) {
+  EXPECT_EQ(refusal([] {
+              return Plan({{"a", Style::kRow, {}, true}});
+            }),
+            "plan: pattern 'a': recompute means nothing to style 'row'; remove recompute or use "
+            "style 'column_row_mlp'");
+  EXPECT_EQ(refusal([] {
+              return Plan::parse("a: column_row_mlp\na: {style: column_row_mlp, recompute: true}");
+            }),
+            "plan: pattern 'a' is given both style 'column_row_mlp' and style 'column_row_mlp' "
+            "with recompute; keep one of the two rules");
+}
+
 TEST(PlanRefusals, Patterns) {
   EXPECT_EQ(refusal([] {
               return Plan({{"a..b", Style::kRow, {}}});
@@ -194,6 +219,8 @@ TEST(PlanRefusals, Text) {
   check("wq: {style: row, style: row}", "key 'style' is unknown or repeated");
   check("wq: {style: row, heads: h, heads: h}", "key 'heads' is unknown or repeated");
   check("wq: {stile: row}", "key 'stile' is unknown or repeated");
+  check("a: {style: column_row_mlp, recompute: yes}", "'yes' is neither true nor false");
+  check("a: {recompute: true, recompute: true}", "key 'recompute' is unknown or repeated");
   check("wq: {style: row", "no '}' at column 16");
   check("wq: {style: row,}", "no key at column 17");
   check("wq: {}", "no key at column 6");

@@ -15,10 +15,13 @@ namespace weft::strategy {
 
 // Modules whose names match `pattern` get `style`. `heads`, for kColumn and kRow only, names the
 // attribute of the parent module that counts the heads in the layer's output (kRow: input).
+// `recompute`, for kColumnRowMlp only: the forward keeps the input alone, and the backward computes
+// the hidden values again.
 struct Rule {
   std::string pattern;
   Style style = Style::kReplicate;
-  std::optional<std::string> heads;
+  std::optional<std::string> heads = {};
+  bool recompute = false;
 
   bool operator==(const Rule&) const = default;
 };
@@ -38,13 +41,14 @@ class Plan {
   Plan() = default;
 
   // A rule that repeats an earlier one exactly is kept once. Throws std::invalid_argument for a
-  // malformed pattern (see check_pattern), for `heads` that is no attribute name or comes with a
-  // style other than kColumn and kRow, and for one pattern with two different values.
+  // malformed pattern (see check_pattern), for `heads` that is no attribute name, for `heads` and
+  // `recompute` with a style that they are not for, and for one pattern with two different values.
   explicit Plan(std::vector<Rule> rules);
 
   // Reads what to_string() prints: one rule a line, `pattern: style` or
-  // `pattern: {style: column, heads: n_heads}`; empty lines and # comments are allowed. What it
-  // reads is YAML, but YAML's other ways of writing the same thing are refused, naming the line.
+  // `pattern: {style: column, heads: n_heads}` or `pattern: {style: column_row_mlp, recompute:
+  // true}`; empty lines and # comments are allowed. What it reads is YAML, but YAML's other ways of
+  // writing the same thing are refused, naming the line.
   static Plan parse(std::string_view text);
 
   // Also a YAML mapping; patterns that YAML would not read as a string are in double quotes. A plan
@@ -59,9 +63,10 @@ class Plan {
   // Which rule each module gets: those that got one, in the order of `module_names`, where "" is
   // the model itself.
   //
-  // Rules that give one module the same style count as one: the first that names `heads`, else the
-  // first. No pattern wins over another by being more specific. A kColumnRowMlp module owns
-  // everything below it: a module below with kColumnRowMlp of its own is left out of the result.
+  // Rules that give one module the same style count as one: the first that names `heads` or
+  // `recompute`, else the first. No pattern wins over another by being more specific. A
+  // kColumnRowMlp module owns everything below it: a module below with kColumnRowMlp of its own is
+  // left out of the result.
   //
   // Throws std::invalid_argument, naming those involved, for a pattern that matches no module and
   // for rules that disagree: on the style or `heads` of one module, or with the owner above it.
