@@ -37,6 +37,7 @@ class FabricMixin(StrategyMixin):
         empty_init: with a plan, what `fabric.init_module(empty_init=True)` builds gets its values in `fabric.setup`,
             each rank its shards only, and the values are those of an unsharded model. False: as in Fabric's strategy.
         optimizer_in_backward: as in the Trainer's strategy; call `step()` after each backward.
+        activation_checkpointing, activation_offload: as in the Trainer's strategy.
 
     Raises:
         ValueError, TypeError: an argument that no number of devices could make work.
@@ -56,6 +57,8 @@ class FabricMixin(StrategyMixin):
         fused_optimizers: bool = True,
         empty_init: bool = True,
         optimizer_in_backward: bool = False,
+        activation_checkpointing: Any = "none",
+        activation_offload: bool = False,
     ) -> None:
         if parallelize_fn is not None and not callable(parallelize_fn):
             raise TypeError(
@@ -73,7 +76,16 @@ class FabricMixin(StrategyMixin):
         self._user_parallelize_fn = self._parallelize_fn
         self._parallelize_fn = self._parallelize
         self._init_weft(
-            PlanSettings(plan, check_batches, check_batches_every, fused_optimizers, empty_init, optimizer_in_backward)
+            PlanSettings(
+                plan=plan,
+                check_batches=check_batches,
+                check_batches_every=check_batches_every,
+                fused_optimizers=fused_optimizers,
+                empty_init=empty_init,
+                optimizer_in_backward=optimizer_in_backward,
+                activation_checkpointing=activation_checkpointing,
+                activation_offload=activation_offload,
+            )
         )
         self._modules: list[Module] = []
         self._replacements = Replacements()

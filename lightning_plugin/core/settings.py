@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,8 @@ class PlanSettings:
     fused_optimizers: whether optimizers of torch become their fused variants.
     empty_init: whether models built where the strategy knows of it get values as shards only.
     optimizer_in_backward: whether each parameter is stepped as soon as its gradient is complete.
+    activation_checkpointing: which modules compute their activations again, as `checkpoint_activations` takes it.
+    activation_offload: whether what checkpoints keep waits in CPU memory.
     """
 
     plan: Any
@@ -25,6 +28,8 @@ class PlanSettings:
     fused_optimizers: bool
     empty_init: bool
     optimizer_in_backward: bool
+    activation_checkpointing: Any
+    activation_offload: bool
 
     def validate(self, owner: str, data_parallel_size: int | str) -> None:
         """Raise ValueError for settings that no number of devices could make work."""
@@ -32,9 +37,19 @@ class PlanSettings:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ValueError(f"{owner} got {name}={value!r}; pass a whole number of batches, 0 for none.")
-        for name in ("fused_optimizers", "empty_init", "optimizer_in_backward"):
+        for name in ("fused_optimizers", "empty_init", "optimizer_in_backward", "activation_offload"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{owner} got {name}={getattr(self, name)!r}; pass True or False.")
+        if not isinstance(self.activation_checkpointing, (str, list, tuple, Mapping)):
+            raise ValueError(
+                f"{owner} got activation_checkpointing={self.activation_checkpointing!r}; pass 'none', 'selective', "
+                "'full', a pattern of module names, a list of them, or a dict from pattern to 'full' or 'selective'."
+            )
+        if self.activation_offload and self.activation_checkpointing == "none":
+            raise ValueError(
+                f"{owner} got activation_offload=True without checkpoints, whose inputs are what is offloaded; "
+                "pass activation_checkpointing='full' or 'selective', too."
+            )
         if self.plan is None:
             return
         if data_parallel_size not in ("auto", 1):

@@ -54,6 +54,8 @@ class StrategyMixin:
         self._fused_optimizers = settings.fused_optimizers
         self._empty_init = settings.empty_init
         self._optimizer_in_backward = settings.optimizer_in_backward
+        self._activation_checkpointing = settings.activation_checkpointing
+        self._activation_offload = settings.activation_offload
         self._stepper: StepInBackward | None = None
         self._fingerprints: dict[Tensor, Tensor] = {}
         self._watch: Watch | None = None
@@ -85,6 +87,7 @@ class StrategyMixin:
     def setup_environment(self) -> None:
         """Join the process group, build the mesh, and give the ranks of a tensor-parallel group one random state."""
         self._check_devices()
+        self._refuse_offload_on_cpu()
         guard().mark_failed(False)
         guard().watch_signals(self._owns_process_control())
         self._data_parallel_size, self._tensor_parallel_size = resolve_sizes(
@@ -101,6 +104,13 @@ class StrategyMixin:
         self._device_mesh = _meshes.setdefault(key, self._device_mesh)
         share_random_state(self.tensor_parallel_group, self.root_device)
         self._batch_check.restart()
+
+    def _refuse_offload_on_cpu(self) -> None:
+        if self._activation_offload and self.root_device.type == "cpu":
+            raise ValueError(
+                f"{type(self).__name__} got activation_offload=True on CPU devices, whose memory is where activations "
+                "would go; pass activation_offload=False."
+            )
 
     def _get_process_group_backend(self) -> str:
         """The user's choice; else ours between CPU ranks, and the stock default elsewhere."""
@@ -208,4 +218,13 @@ class StrategyMixin:
         waiting = has_meta_tensors(module)
         if self._plan is not None:
             parallelize(module, self.device_mesh, self._plan)
+        self._checkpoint_activations(module)
         return waiting
+
+    def _checkpoint_activations(self, module: torch.nn.Module) -> None:
+        from weft.strategy import checkpoint_activations
+
+        names = checkpoint_activations(module, self._activation_checkpointing, offload=self._activation_offload)
+        if names:
+            shown = ", ".join(names if len(names) <= 4 else [*names[:2], "...", names[-1]])
+            self._log(f"weft computes the activations of {len(names)} modules again in the backward: {shown}.")

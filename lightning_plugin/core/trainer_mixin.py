@@ -47,6 +47,10 @@ class TrainerMixin(StrategyMixin):
         optimizer_in_backward: step each parameter as soon as its gradient is complete, and free the gradient: one
             gradient is alive at a time. For one Adam, AdamW or SGD; not together with what needs all gradients at
             once, which is refused.
+        activation_checkpointing: "none"; "full": each repeated block keeps its inputs alone for the backward, which
+            runs its forward again; "selective": it keeps the results of matrix products, attention and communication,
+            too; or a pattern of module names, a list of them, or a dict from pattern to "full" or "selective".
+        activation_offload: keep those inputs in CPU memory until the backward; on CUDA devices.
 
     Raises:
         ValueError, TypeError: an argument that no number of devices could make work.
@@ -65,6 +69,8 @@ class TrainerMixin(StrategyMixin):
         fused_optimizers: bool = True,
         empty_init: bool = True,
         optimizer_in_backward: bool = False,
+        activation_checkpointing: Any = "none",
+        activation_offload: bool = False,
     ) -> None:
         super().__init__(
             data_parallel_size=data_parallel_size,
@@ -74,7 +80,16 @@ class TrainerMixin(StrategyMixin):
             timeout=timeout,
         )
         self._init_weft(
-            PlanSettings(plan, check_batches, check_batches_every, fused_optimizers, empty_init, optimizer_in_backward)
+            PlanSettings(
+                plan=plan,
+                check_batches=check_batches,
+                check_batches_every=check_batches_every,
+                fused_optimizers=fused_optimizers,
+                empty_init=empty_init,
+                optimizer_in_backward=optimizer_in_backward,
+                activation_checkpointing=activation_checkpointing,
+                activation_offload=activation_offload,
+            )
         )
         self._gradients_checked = False
 

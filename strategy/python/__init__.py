@@ -8,6 +8,7 @@
 """
 
 from weft.strategy._plan import AXIS_NAMES, STYLES, Mesh
+from weft.strategy.activation_checkpointing import checkpoint_activations
 from weft.strategy.apply import parallelize
 from weft.strategy.deferred import deferred_init
 from weft.strategy.export import export_local
@@ -27,6 +28,7 @@ __all__ = [
     "Row",
     "StepInBackward",
     "check_replicated_gradients",
+    "checkpoint_activations",
     "deferred_init",
     "export_local",
     "fuse",

@@ -45,13 +45,15 @@ def test_arguments_are_lightnings_and_ours(name: str) -> None:
             assert ours[argument].default is None
         else:
             assert ours[argument].default == stock.default, argument
-    assert list(ours)[-6:] == [
+    assert list(ours)[-8:] == [
         "plan",
         "check_batches",
         "check_batches_every",
         "fused_optimizers",
         "empty_init",
         "optimizer_in_backward",
+        "activation_checkpointing",
+        "activation_offload",
     ]
 
 
@@ -90,6 +92,9 @@ def test_a_namespace_that_is_absent() -> None:
         ({"fused_optimizers": "yes"}, ValueError, "fused_optimizers='yes'"),
         ({"empty_init": None}, ValueError, "empty_init=None"),
         ({"optimizer_in_backward": 1}, ValueError, "optimizer_in_backward=1"),
+        ({"activation_checkpointing": True}, ValueError, "activation_checkpointing=True; pass 'none'"),
+        ({"activation_offload": 0}, ValueError, "activation_offload=0"),
+        ({"activation_offload": True}, ValueError, "activation_offload=True without checkpoints"),
     ],
 )
 def test_bad_settings(name: str, settings: dict, error: type[Exception], remedy: str) -> None:

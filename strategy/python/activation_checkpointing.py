@@ -1,0 +1,181 @@
+"""Activation checkpointing: a module keeps its inputs for the backward, and computes what it needs of the rest again.
+
+As in Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016), by torch.utils.checkpoint without
+reentrance. A checkpointed module gets a subclass of its class: names, hooks and state dicts stay what they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import checkpoint as torch_checkpoint
+
+from weft.strategy._plan import matches
+from weft.strategy.state import original_class, state_of
+
+FULL, SELECTIVE, NONE = "full", "selective", "none"
+What = str | Sequence[str] | Mapping[str, str]
+
+# What a selective checkpoint keeps: the results of matrix products, of attention and of communication.
+_KEPT_ATEN = (
+    *("mm", "addmm", "bmm", "baddbmm", "convolution"),
+    *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
+    *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
+    *("_scaled_dot_product_fused_attention_overrideable", "_scaled_dot_product_attention_math"),
+)
+_KEPT_WEFT = ("column_linear", "row_linear", "_column_row_mlp_saving", "vocab_parallel_embedding", "reduce_from_group")
+_KEPT_COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
+
+
+def checkpoint_activations(model: nn.Module, what: What = FULL, *, offload: bool = False) -> list[str]:
+    """Checkpoint modules of a model, in place, after `parallelize`.
+
+    Args:
+        model: a plain module, or one that `parallelize`, `fully_shard` or both have changed.
+        what: "full" or "selective" for each of the repeated blocks (the entries of the outermost ModuleLists, and
+            Sequentials, of modules of one class that have modules inside); or a pattern of module names, as in a plan,
+            or several, for a full checkpoint of each match; or a dict from pattern to "full" or "selective"; or
+            "none". A full checkpoint keeps a module's inputs; a selective one the results of its matrix products,
+            attention and communication as well, so that neither is repeated.
+        offload: keep what the checkpoints keep of inputs in pinned CPU memory until the backward.
+
+    Returns:
+        The names of what is checkpointed.
+
+    Raises:
+        ValueError: no blocks were found, a pattern that matches nothing, a layer inside a fused MLP, a module that has
+            another checkpoint already. Nothing has been changed then.
+    """
+    modes = _modes(model, what)
+    modules = {name: model.get_submodule(name) for name in modes}
+    for name, mode in modes.items():
+        _refuse(name, modules[name], mode, offload)
+    for name, mode in modes.items():
+        module = modules[name]
+        if not isinstance(module, CheckpointedModule):
+            module.__class__ = _checkpointed_class(type(module), mode, offload)
+    return list(modes)
+
+
+def _modes(model: nn.Module, what: What) -> dict[str, str]:
+    """The mode of each module, by name; one module under two names counts once."""
+    if what == NONE:
+        return {}
+    names = [name for name, _ in model.named_modules()]
+    if what in (FULL, SELECTIVE):
+        blocks = _blocks(model)
+        if not blocks:
+            raise ValueError(
+                f"checkpoint_activations: {what!r} finds no repeated blocks in a {original_class(model).__name__}, "
+                "which are modules of one class in an nn.ModuleList or nn.Sequential; pass patterns of module names."
+            )
+        return dict.fromkeys(blocks, str(what))
+    patterns = what if isinstance(what, Mapping) else dict.fromkeys([what] if isinstance(what, str) else what, FULL)
+    modes: dict[str, str] = {}
+    for pattern, mode in patterns.items():
+        if mode not in (FULL, SELECTIVE):
+            raise ValueError(
+                f"checkpoint_activations: pattern '{pattern}' has the value {mode!r}; pass 'full' or 'selective'."
+            )
+        found = [name for name in names if matches(pattern, name)]
+        if not found:
+            raise ValueError(
+                f"checkpoint_activations: pattern '{pattern}' matches no module; pass 'full', 'selective', 'none' or "
+                f"names such as {', '.join(repr(name) for name in names[1:4])}."
+            )
+        for name in found:
+            if modes.setdefault(name, mode) != mode:
+                raise ValueError(
+                    f"checkpoint_activations: '{name}' gets 'full' from one pattern and 'selective' from another; "
+                    "change the patterns so that they agree."
+                )
+    return modes
+
+
+def _blocks(model: nn.Module) -> list[str]:
+    found: list[str] = []
+    for name, module in model.named_modules():
+        if any(name.startswith(f"{block}.") for block in found):
+            continue
+        is_list = isinstance(module, nn.ModuleList)
+        is_numbered = isinstance(module, nn.ModuleDict) and all(key.isdigit() for key in module)
+        entries = list(module.named_children()) if is_list or is_numbered or isinstance(module, nn.Sequential) else []
+        alike = len({original_class(entry) for _, entry in entries}) == 1
+        if alike and len(entries) >= (2 if isinstance(module, nn.Sequential) else 1):
+            prefix = f"{name}." if name else ""
+            found += [prefix + key for key, entry in entries if any(True for _ in entry.children())]
+    return found
+
+
+def _refuse(name: str, module: nn.Module, mode: str, offload: bool) -> None:
+    shown = f"'{name}'" if name else "the model itself"
+    state = state_of(module)
+    if state is not None and state.fused:
+        raise ValueError(
+            f"checkpoint_activations: {shown} is a layer of a fused MLP, which never calls it; name the MLP, or "
+            "give its rule in the plan recompute."
+        )
+    if isinstance(module, CheckpointedModule) and module.checkpoint_mode != (mode, offload):
+        raise ValueError(
+            f"checkpoint_activations: {shown} has a {module.checkpoint_mode[0]} checkpoint already; give it the same "
+            "again, or build the model anew."
+        )
+    if isinstance(module, torch.jit.ScriptModule) or type(module).forward is nn.Module.forward:
+        raise ValueError(
+            f"checkpoint_activations: {shown} is a {type(module).__name__}, which has no forward of its own to run "
+            "again; name the modules inside it."
+        )
+    if "forward" in module.__dict__:
+        raise ValueError(
+            f"checkpoint_activations: the forward of {shown} was replaced on the instance; name the modules inside it."
+        )
+
+
+class CheckpointedModule:
+    """Mark of every module that checkpoint_activations has changed."""
+
+    checkpoint_mode: tuple[str, bool]  # "full" or "selective", and whether its inputs are offloaded
+
+
+@functools.cache
+def _checkpointed_class(cls: type[nn.Module], mode: str, offload: bool) -> type[nn.Module]:
+    own_forward = cls.forward
+    # torch.compile knows no context_fn that does nothing
+    options = {"context_fn": _selective_contexts} if mode == SELECTIVE else {}
+
+    @functools.wraps(own_forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return own_forward(self, *args, **kwargs)
+        with torch.autograd.graph.save_on_cpu(pin_memory=True) if offload else contextlib.nullcontext():
+            return torch_checkpoint.checkpoint(own_forward, self, *args, use_reentrant=False, **options, **kwargs)
+
+    namespace = {"__module__": cls.__module__, "forward": forward, "checkpoint_mode": (mode, offload)}
+    return type(cls.__name__, (CheckpointedModule, cls), namespace)
+
+
+def _selective_contexts() -> Any:
+    return torch_checkpoint.create_selective_checkpoint_contexts(list(_kept_operators()))
+
+
+@functools.cache
+def _kept_operators() -> tuple[Any, ...]:
+    def overloads(namespace: Any, names: tuple[str, ...]) -> list[Any]:
+        packets = [getattr(namespace, name) for name in names if hasattr(namespace, name)]
+        return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+
+    return tuple(
+        op
+        for namespace, names in (
+            (torch.ops.aten, _KEPT_ATEN),
+            (torch.ops.weft, _KEPT_WEFT),
+            (torch.ops._c10d_functional, _KEPT_COLLECTIVES),
+        )
+        for op in overloads(namespace, names)
+        if not op._schema.is_mutable and not op._overloadname.endswith("out")
+    )

@@ -1,0 +1,111 @@
+"""What the options that spend less memory do to a run: nothing to its losses, and what they promise to its bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.fabric import Fabric
+from lightning_plugin.scripts.plugin_models import on_warm_rank, trainer
+from torch import Tensor
+
+from support.models import Llama, LlamaArgs
+from support.ranks import on_ranks
+from weft.lightning import WeftModelParallelStrategy
+from weft.lightning.fabric import WeftModelParallelStrategy as FabricStrategy
+
+NUM_STEPS = 20
+WITHOUT = {"plan": "auto", "fused_optimizers": False, "empty_init": False}
+RECOMPUTE = {
+    "model.layers.*.feed_forward": {"style": "column_row_mlp", "recompute": True},
+    **{f"model.layers.*.attention.w{each}": {"style": "column", "heads": "n_heads"} for each in "q"},
+    **{f"model.layers.*.attention.w{each}": {"style": "column", "heads": "n_kv_heads"} for each in "kv"},
+    "model.layers.*.attention.wo": "row",
+    "model.tok_embeddings": "vocab_embedding",
+}
+# Options that only reorder work, or make the same numbers elsewhere: losses are those without, to the bit.
+SAME_BITS: dict[str, dict[str, Any]] = {
+    "empty_init": {"empty_init": True},
+    "optimizer_in_backward": {"optimizer_in_backward": True},
+    "full": {"activation_checkpointing": "full"},
+    "selective": {"activation_checkpointing": "selective"},
+    "patterns": {"activation_checkpointing": {"model.layers.0": "full", "model.layers.*.attention": "selective"}},
+    "recompute": {"plan": RECOMPUTE},
+    "all": {"empty_init": True, "optimizer_in_backward": True, "activation_checkpointing": "full", "plan": RECOMPUTE},
+}
+
+
+class Model(pl.LightningModule):
+    def __init__(self, optimizer: str = "AdamW") -> None:
+        super().__init__()
+        self.model: Llama | None = None
+        self.optimizer = optimizer
+        self.losses: list[float] = []
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            torch.manual_seed(3)
+            self.model = Llama(LlamaArgs())
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        logits = self.model(batch[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return getattr(torch.optim, self.optimizer)(self.parameters(), lr=3e-3 if self.optimizer == "AdamW" else 0.05)
+
+
+def _batches() -> torch.utils.data.DataLoader:
+    tokens = torch.randint(37, (4 * NUM_STEPS, 13), generator=torch.Generator().manual_seed(1))
+    return torch.utils.data.DataLoader(tokens, batch_size=4)
+
+
+def _losses(world_size: int, folder: Path, optimizer: str, **options: Any) -> list[float]:
+    model = Model(optimizer)
+    trainer(world_size, WeftModelParallelStrategy(**{**WITHOUT, **options}), folder).fit(model, _batches())
+    assert len(model.losses) == NUM_STEPS and model.losses[-1] < model.losses[0]
+    return model.losses
+
+
+@on_ranks(1, 2, timeout=300)
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+def test_losses_are_those_without(rank: int, world_size: int, tmp_path: Path, optimizer: str) -> None:
+    on_warm_rank(rank, world_size)
+    expected = _losses(world_size, tmp_path, optimizer)
+    for name, options in SAME_BITS.items():
+        assert _losses(world_size, tmp_path, optimizer, **options) == expected, name
+    fused = _losses(world_size, tmp_path, optimizer, fused_optimizers=True)
+    assert fused == pytest.approx(expected, rel=1e-6, abs=0)
+    for name, options in SAME_BITS.items():
+        assert _losses(world_size, tmp_path, optimizer, fused_optimizers=True, **options) == fused, name
+
+
+@on_ranks(2)
+def test_fabric_checkpoints(rank: int, world_size: int) -> None:
+    on_warm_rank(rank, world_size)
+    gradients = []
+    for what in ("none", "selective"):
+        torch.manual_seed(0)
+        strategy = FabricStrategy(plan="auto", activation_checkpointing=what)
+        fabric = Fabric(accelerator="cpu", devices=world_size, strategy=strategy)
+        fabric.launch()
+        model = fabric.setup(Llama(LlamaArgs()))
+        names = [name for name, _ in model.named_parameters()]
+        assert not any("checkpoint" in name for name in names)
+        fabric.backward(model(torch.arange(36).view(3, 12)).square().mean())
+        gradients.append([p.grad.to_local() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+@on_ranks(2)
+def test_offload_on_the_cpu_is_refused(rank: int, world_size: int, tmp_path: Path) -> None:
+    on_warm_rank(rank, world_size)
+    strategy = WeftModelParallelStrategy(plan="auto", activation_checkpointing="full", activation_offload=True)
+    with pytest.raises(ValueError, match="activation_offload=True on CPU devices"):
+        trainer(world_size, strategy, tmp_path).fit(Model(), _batches())

@@ -1,0 +1,215 @@
+"""checkpoint_activations: less is kept, some is computed again, and no number changes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ops.memory.counting import counted
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import weft
+from support.models import EncoderClassifier, Gpt2, Llama, LlamaArgs, token_batches
+from support.parity import assert_close, assert_trains_alike, tensor_parallel
+from support.ranks import on_ranks
+from weft.strategy import StepInBackward, checkpoint_activations
+from weft.strategy.activation_checkpointing import CheckpointedModule
+
+TOKENS = token_batches(4, 37)
+WHAT = ["full", "selective", {"layers.0": "full", "layers.*.attention": "selective"}]
+
+
+def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("what", WHAT, ids=["full", "selective", "patterns"])
+def test_parity(world_size: int, what: object) -> None:
+    torch.manual_seed(0)
+    mesh = tensor_parallel(world_size)
+
+    def both(model: nn.Module) -> nn.Module:
+        weft.parallelize(model, mesh, {"layers.*.feed_forward": "column_row_mlp"})
+        assert checkpoint_activations(model, what)
+        return model
+
+    model = Llama(LlamaArgs(dtype=torch.float64))
+    names = list(model.state_dict())
+    trained = assert_trains_alike(both, model, _loss, TOKENS, "SGD")
+    assert list(trained.state_dict()) == names
+    assert [name for name, _ in trained.named_parameters()] == [name for name, _ in model.named_parameters()]
+
+
+def _gradients(model: nn.Module) -> list[Tensor]:
+    torch.manual_seed(5)  # of dropout
+    model.train()
+    _loss(model, TOKENS[0]).backward()
+    gradients = [getattr(p.grad, "_local_tensor", p.grad) for p in model.parameters()]
+    model.zero_grad()
+    return gradients
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("what", ["full", "selective"])
+def test_dropout_draws_the_same_again(world_size: int, what: str, offload: bool) -> None:
+    torch.manual_seed(0)
+    model = weft.parallelize(Gpt2(dropout=0.3), tensor_parallel(world_size), "auto")
+    expected = _gradients(model)
+    checkpoint_activations(model, what, offload=offload)
+    assert all(torch.equal(a, b) for a, b in zip(_gradients(model), expected, strict=True))
+
+
+@on_ranks(2)
+def test_kept_bytes_and_communication(world_size: int) -> None:
+    """Of a full block its input is kept, and the random state; selective ones repeat no communication."""
+    mesh = tensor_parallel(world_size)
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    tokens = TOKENS[0][0].repeat(16, 1)
+    kept, sent = {}, {}
+    with counted() as count:
+        for what in ("none", "full", "selective"):
+            for num_layers in (2, 5):
+                args = LlamaArgs(n_layers=num_layers)
+                model = weft.parallelize(Llama(args), mesh, "auto")
+                checkpoint_activations(model, what)
+                watch = weft.memory.watch(model)
+                before = count.now("saved_activations")
+                y = model(tokens)
+                kept[what, num_layers] = count.now("saved_activations") - before
+                start = backend._get_sequence_number_for_group()
+                y.sum().backward()
+                sent[what, num_layers] = backend._get_sequence_number_for_group() - start
+                watch.remove()
+                del model, y, watch
+    of_block = {what: (kept[what, 5] - kept[what, 2]) / 3 for what, _ in kept}
+    assert of_block["full"] == tokens.numel() * args.dim * 4 + torch.get_rng_state().nbytes
+    assert of_block["selective"] < 0.75 * of_block["none"]
+    sent_by_block = {what: (sent[what, 5] - sent[what, 2]) / 3 for what, _ in sent}
+    # Backward: query, key, value and MLP; those of the forward, which full repeats: attention and MLP.
+    assert sent_by_block == {"none": 4, "selective": 4, "full": 6}
+
+
+@on_ranks(4)
+def test_with_fsdp_and_the_step_in_backward(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    for what in ("none", "full", "selective"):
+        torch.manual_seed(0)
+        reference = Llama(LlamaArgs(dtype=torch.float64, hidden_dim=40))
+        model = weft.parallelize(copy.deepcopy(reference), mesh, "auto")
+        checkpoint_activations(model, what)
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh["data_parallel"])
+        fully_shard(model, mesh=mesh["data_parallel"])
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (model, reference)]
+        stepper = StepInBackward(model, optimizers[0])
+        for step in range(2):
+            halves = TOKENS[2 * step : 2 * step + 2]
+            _loss(model, halves[rank // 2]).backward()
+            optimizers[0].step()
+            (sum(_loss(reference, half) for half in halves) / 2).backward()
+            optimizers[1].step()
+            optimizers[1].zero_grad()
+        stepper.remove()
+        expected = dict(reference.named_parameters())
+        for name, parameter in model.named_parameters():
+            assert_close(name, parameter.full_tensor(), expected[name], 1e-10 * expected[name].norm().item())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("what", ["full", "selective"])
+def test_compiled(world_size: int, what: str) -> None:
+    torch.manual_seed(0)
+    model = weft.parallelize(Llama(LlamaArgs(n_layers=1)), tensor_parallel(world_size), "auto")
+    expected = _gradients(model)
+    checkpoint_activations(model, what)
+    for layer in model.layers:
+        layer.compile(backend="aot_eager")
+    for ours, theirs in zip(_gradients(model), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@on_ranks(2)
+def test_a_copy_for_deployment_is_not_checkpointed(world_size: int) -> None:
+    model = weft.parallelize(Llama(LlamaArgs()), tensor_parallel(world_size), "auto")
+    checkpoint_activations(model)
+    local = weft.export_local(model)
+    assert type(local.layers[0]).__mro__[1] is nn.Module
+    with torch.no_grad():
+        torch.testing.assert_close(local(TOKENS[0][0]), model(TOKENS[0][0]))
+    again = copy.deepcopy(model)
+    assert torch.equal(again(TOKENS[0][0]), model(TOKENS[0][0]))
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (lambda: Llama(LlamaArgs()), ["layers.0", "layers.1"]),
+        (EncoderClassifier, ["encoder.layers.0", "encoder.layers.1"]),
+        (
+            lambda: nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Sequential(nn.Linear(2, 2))),
+            ["0", "1"],
+        ),
+        (lambda: nn.ModuleDict({"0": nn.Sequential(nn.Linear(2, 2))}), ["0"]),
+    ],
+    ids=["llama", "encoder", "sequential", "numbered dict"],
+)
+def test_blocks_are_found(make, names: list[str]) -> None:
+    assert checkpoint_activations(make()) == names
+
+
+REFUSED = {
+    "no blocks": ("full", "finds no repeated blocks in a Sequential.*pass patterns"),
+    "no match": ("layers.*", "pattern 'layers.*' matches no module; pass 'full'.*such as '0', '1'"),
+    "mode": ({"0": "half"}, "pattern '0' has the value 'half'; pass 'full' or 'selective'"),
+    "both": ({"0": "full", "*": "selective"}, "'0' gets 'full' from one pattern and 'selective' from another"),
+}
+
+
+@pytest.mark.parametrize("case", list(REFUSED))
+def test_refusals(case: str) -> None:
+    what, sentence = REFUSED[case]
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    with pytest.raises(ValueError, match=sentence):
+        checkpoint_activations(model, what)
+    assert type(model[0]) is nn.Linear
+
+
+@on_ranks(2)
+def test_a_layer_of_a_fused_mlp_and_another_checkpoint_are_refused(world_size: int) -> None:
+    model = weft.parallelize(Llama(LlamaArgs()), tensor_parallel(world_size), "auto")
+    with pytest.raises(ValueError, match=r"'layers\.0\.feed_forward\.w1' is a layer of a fused MLP.*name the MLP"):
+        checkpoint_activations(model, "layers.0.feed_forward.w1")
+    checkpoint_activations(model, "layers.0")
+    assert checkpoint_activations(model, "layers.0") == ["layers.0"]  # again the same: nothing changes
+    assert len([cls for cls in type(model.layers[0]).__mro__ if cls is CheckpointedModule]) == 1
+    with pytest.raises(ValueError, match=r"'layers\.0' has a full checkpoint already; give it the same again"):
+        checkpoint_activations(model, "selective")
+    with pytest.raises(ValueError, match="'layers' is a ModuleList, which has no forward"):
+        checkpoint_activations(model, "layers")
+
+
+@pytest.mark.cuda
+def test_offloaded_inputs_leave_the_device() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4)).cuda()
+    x = torch.randn(4096, 64, device="cuda", requires_grad=True)
+    held, gradients = {}, {}
+    for offload in (False, True):
+        blocks = copy.deepcopy(model)
+        checkpoint_activations(blocks, "*", offload=offload)
+        before = torch.cuda.memory_allocated()
+        y = x
+        for block in blocks:
+            y = block(y)
+        held[offload] = torch.cuda.memory_allocated() - before
+        (gradients[offload],) = torch.autograd.grad(y.sum(), x)
+        del y
+    assert held[False] - held[True] == 3 * x.nbytes  # of the results that are the next block's input
+    assert torch.equal(gradients[False], gradients[True])
