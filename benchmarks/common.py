@@ -60,6 +60,8 @@ def run_on_ranks(
 ) -> Any:
     """Call `function(*args)` on `num_ranks` fresh processes of one group, each with one thread.
 
+    With the backend "fake" there is rank 0 only; torch's fake process group pretends the others.
+
     Args:
         function: of a module's top level; its result on rank 0 must fit JSON.
         num_ranks: processes to start; they meet through a file, so no port is taken.
@@ -78,7 +80,7 @@ def run_on_ranks(
         ranks = mp.start_processes(
             _rank_main,
             (num_ranks, Path(folder), timeout_seconds, backend, (function, args)),
-            num_ranks,
+            1 if backend == "fake" else num_ranks,
             join=False,
             start_method="fork",  # this process has imported torch and started nothing: no rank imports it again
         )
@@ -104,7 +106,7 @@ def _rank_main(
     torch.set_num_threads(1)
     dist.init_process_group(
         backend,
-        init_method=f"file://{folder}/store",
+        store=_store(backend, folder, num_ranks),
         rank=rank,
         world_size=num_ranks,
         timeout=datetime.timedelta(seconds=timeout_seconds),
@@ -113,6 +115,14 @@ def _rank_main(
     if rank == 0:
         (folder / "result.json").write_text(json.dumps(result))
     dist.destroy_process_group()
+
+
+def _store(backend: str, folder: Path, num_ranks: int) -> dist.Store:
+    if backend == "fake":
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        return FakeStore()
+    return dist.FileStore(str(folder / "store"), num_ranks)
 
 
 def interleaved_seconds(

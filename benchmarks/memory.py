@@ -1,9 +1,13 @@
 """Peak memory of each rank while a model is trained on 1, 2, 4 and 8 ranks: stock Lightning and weft.
 
     python benchmarks/memory.py [--ranks 1 2 4 8] [--workloads feed_forward] [--columns weft] [--small] [--json]
+                                [--report FOLDER] [--simulate [--device cuda]]
 
 Every row is a training run on fresh CPU ranks, whose tensors an allocator counts to the byte (docs/memory.md). Start-up
 is all that comes before the first training step, training what follows; the figure is that of the rank with the most.
+Beside it stand what the memory model predicts for it, and the ideal: what one rank would take, divided by the ranks.
+With --simulate rank 0 runs alone, and torch's fake process group pretends the others: what a rank allocates does not
+depend on the values it receives. So one CUDA device shows what each of eight would hold.
 """
 
 from __future__ import annotations
@@ -14,35 +18,43 @@ import logging
 import os
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from common import machine_facts, run_on_ranks
-from memory_workloads import COLUMNS, train, workloads
+from memory_report import write_report
+from memory_workloads import COLUMNS, predicted, train, training_peak, workloads
 
 import weft
 
 
-def measure(workload: str, column: str, small: bool) -> list[dict[str, Any]]:
+def measure(workload: str, column: str, small: bool, device: str, is_alone: bool) -> list[dict[str, Any]]:
     """On every rank: train, and collect what all ranks have seen."""
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
-    weft.memory.track()
+    if device == "cpu":
+        weft.memory.track()
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(num_ranks))
-    seen = train(workloads(small)[workload], COLUMNS[column], num_ranks)
+    seen = train(workloads(small)[workload], COLUMNS[column], num_ranks, device, is_alone)
+    if is_alone:
+        return [seen]
     everyone: list[Any] = [None] * num_ranks
     dist.all_gather_object(everyone, seen)
     return everyone
 
 
-def row_of(workload: str, column: str, small: bool, num_ranks: int) -> dict[str, Any]:
+def row_of(
+    workload: str, column: str, small: bool, num_ranks: int, device: str = "cpu", simulate: bool = False
+) -> dict[str, Any]:
     """One run: bytes of the rank with the most."""
-    backend = "gloo" if column.startswith("stock") else "cpu:weft"
-    ranks = run_on_ranks(measure, num_ranks, workload, column, small, backend=backend)
-    startup = max(sum(rank["startup"].values()) for rank in ranks)
-    training = max(sum(rank["training"].values()) for rank in ranks)
+    backend = "fake" if simulate else "gloo" if column.startswith("stock") else "cpu:weft"
+    ranks = run_on_ranks(measure, num_ranks, workload, column, small, device, simulate, backend=backend)
+    startup, training = (max(held(rank[name]) for rank in ranks) for name in ("startup", "training"))
+    model = workloads(small)[workload], COLUMNS[column]
+    phases, on_one = predicted(*model, num_ranks), predicted(*model, 1)
     return {
         "workload": workload,
         "column": column,
@@ -50,20 +62,30 @@ def row_of(workload: str, column: str, small: bool, num_ranks: int) -> dict[str,
         "startup_bytes": startup,
         "training_bytes": training,
         "peak_bytes": max(startup, training),
+        "predicted_bytes": None if phases is None else training_peak(phases),
+        "predicted_startup_bytes": None if phases is None else sum(phases["init"].values()),
+        "predicted_phases": phases,
+        "ideal_bytes": None if on_one is None else training_peak(on_one) // num_ranks,
         "ranks": ranks,
     }
+
+
+def held(usage: dict[str, int]) -> int:
+    """The bytes of a peak: on CUDA those of tensors."""
+    return usage["allocated"] if "allocated" in usage else sum(usage.values())
 
 
 def print_table(report: dict[str, Any]) -> None:
     machine = report["machine"]
     print(f"{machine['cpu']}, torch {machine['torch']}, {machine['date']}; GB = 1e9 bytes")
-    names = f"{'workload':<15} {'column':<20} {'ranks':>5} {'start-up':>9} {'training':>9} {'peak':>9}"
-    print(f"{names}  at the training peak")
+    figures = ("startup_bytes", "training_bytes", "peak_bytes", "predicted_bytes", "ideal_bytes")
+    names = " ".join(f"{name.removesuffix('_bytes'):>9}" for name in figures)
+    print(f"{'workload':<15} {'column':<20} {'ranks':>5} {names}  at the training peak")
     for row in report["results"]:
-        most = max(row["ranks"], key=lambda rank: sum(rank["training"].values()))["training"]
+        most = max(row["ranks"], key=lambda rank: held(rank["training"]))["training"]
         parts = ", ".join(f"{name} {size / 1e9:.4f}" for name, size in most.items() if size)
-        figures = " ".join(f"{row[name] / 1e9:>9.4f}" for name in ("startup_bytes", "training_bytes", "peak_bytes"))
-        print(f"{row['workload']:<15} {row['column']:<20} {row['num_ranks']:>5} {figures}  {parts}")
+        values = " ".join(f"{'-' if row[name] is None else f'{row[name] / 1e9:.4f}':>9}" for name in figures)
+        print(f"{row['workload']:<15} {row['column']:<20} {row['num_ranks']:>5} {values}  {parts}")
 
 
 def main() -> int:
@@ -73,15 +95,25 @@ def main() -> int:
     parser.add_argument("--columns", nargs="+", default=list(COLUMNS), choices=list(COLUMNS))
     parser.add_argument("--small", action="store_true", help="sizes for a gate: seconds, not minutes")
     parser.add_argument("--json", action="store_true", help="print one JSON object, not a table")
+    parser.add_argument("--report", type=Path, metavar="FOLDER", help="write results.json, table.md and memory.svg")
+    parser.add_argument("--simulate", action="store_true", help="run rank 0 alone and pretend the others")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="cuda: with --simulate only")
     args = parser.parse_args()
     if min(args.ranks) < 1:
         parser.error("give --ranks of 1 or more.")
-    report: dict[str, Any] = {"benchmark": "memory", "machine": machine_facts(), "results": []}
+    if args.device == "cuda" and not args.simulate:
+        parser.error("--device cuda measures on one device: give --simulate, too.")
+    report: dict[str, Any] = {"benchmark": "memory", "machine": machine_facts(), "device": args.device, "results": []}
     for workload in args.workloads:
         for column in args.columns:
+            if not COLUMNS[column].is_for(workloads(args.small)[workload]):
+                continue
             for num_ranks in args.ranks:
-                report["results"].append(row_of(workload, column, args.small, num_ranks))
+                row = row_of(workload, column, args.small, num_ranks, args.device, args.simulate)
+                report["results"].append(row)
                 print(f"{workload}, {column}, {num_ranks} ranks: done", file=sys.stderr)
+    if args.report is not None:
+        write_report(report, args.report)
     if args.json:
         print(json.dumps(report, indent=2))
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import weft
 from weft.lightning import WeftModelParallelStrategy
+from weft.strategy._plan import DecoderModel, FeedForwardModel, Mesh, TrainingSpec
+from weft.strategy.plan_text import from_mapping
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from model import ModelArgs, Transformer
@@ -49,48 +52,98 @@ class Workload:
     Attributes:
         build: makes the model.
         batch: shape of a batch.
+        spec: the model as the memory model knows it.
         vocab_size: of a language model; None: the batch is the model's input, and the loss the sum of its output.
     """
 
     build: Callable[[], nn.Module]
     batch: tuple[int, ...]
+    spec: FeedForwardModel | DecoderModel
     vocab_size: int | None = None
+
+    @property
+    def has_blocks(self) -> bool:
+        return self.vocab_size is not None
+
+    def recomputing_plan(self, of_spec: bool) -> dict[str, Any]:
+        """What "auto" finds, but MLPs keep their input alone; with the module names of the model or of `spec`."""
+        mlp = {"style": "column_row_mlp", "recompute": True}
+        if not self.has_blocks:
+            return {"" if of_spec else "model": mlp}
+        block = "model.layers.*"
+        if of_spec:
+            projections = {f"{block}.self_attn.{name}_proj": "column" for name in "qkv"}
+            ends = {f"{block}.self_attn.o_proj": "row", "model.embed_tokens": "vocab_embedding"}
+            return {f"{block}.mlp": mlp, **projections, **ends}
+        headed = {f"{block}.attention.w{name}": {"style": "column", "heads": "n_heads"} for name in "qkv"}
+        ends = {f"{block}.attention.wo": "row", "model.tok_embeddings": "vocab_embedding"}
+        return {f"{block}.feed_forward": mlp, **headed, **ends}
 
 
 def workloads(small: bool) -> dict[str, Workload]:
     """By name; the small ones are for a gate that takes seconds."""
     divisor = 32 if small else 1
     args = ModelArgs(dim=64, n_layers=2, n_heads=8, hidden_dim=192) if small else ModelArgs(n_heads=8)
-    width = 8192 // divisor
+    width, dim, hidden_dim = 8192 // divisor, 1024 // divisor, 4096 // divisor
+    decoder = DecoderModel(
+        dim=args.dim,
+        hidden_dim=args.hidden_dim,
+        num_layers=args.n_layers,
+        num_heads=args.n_heads,
+        num_kv_heads=args.n_heads,
+        head_dim=args.dim // args.n_heads,
+        vocab_size=args.vocab_size,
+        max_tokens=args.max_seq_len,
+    )
     return {
-        "feed_forward": Workload(lambda: FeedForward(width, width), (8, width)),
-        "activations": Workload(
-            lambda: FeedForward(1024 // divisor, 4096 // divisor), (8192 // divisor, 1024 // divisor)
+        "feed_forward": Workload(
+            lambda: FeedForward(width, width), (8, width), FeedForwardModel(dim=width, hidden_dim=width)
         ),
-        "language_model": Workload(lambda: Transformer(args), (4, args.max_seq_len), args.vocab_size),
+        "activations": Workload(
+            lambda: FeedForward(dim, hidden_dim),
+            (8192 // divisor, dim),
+            FeedForwardModel(dim=dim, hidden_dim=hidden_dim),
+        ),
+        "language_model": Workload(lambda: Transformer(args), (4, args.max_seq_len), decoder, args.vocab_size),
     }
+
+
+@dataclass(frozen=True)
+class Meter:
+    """The peak of a kind of device: on the CPU by category, on CUDA as the caching allocator has it."""
+
+    device: str  # "cpu" or "cuda"
+
+    def take(self) -> dict[str, int]:
+        """Bytes since the beginning or the last call."""
+        if self.device == "cpu":
+            peak = weft.memory.by_category(at="peak")
+        else:
+            peak = {"allocated": weft.memory.peak("cuda"), "reserved": weft.memory.peak_reserved("cuda")}
+        weft.memory.reset_peak(self.device)
+        return peak
 
 
 class Model(L.LightningModule):
     """As the documentation writes it, with the model made in `configure_model` or before."""
 
-    def __init__(self, workload: Workload, where: str, own_sharding: bool, num_ranks: int) -> None:
+    def __init__(self, workload: Workload, where: str, own_sharding: bool, num_ranks: int, meter: Meter) -> None:
         super().__init__()
         self.workload, self.where, self.own_sharding, self.num_ranks = workload, where, own_sharding, num_ranks
+        self.meter = meter
         self.model = workload.build() if where == "init" else None
         self.startup: dict[str, int] = {}
 
     def configure_model(self) -> None:
         if self.model is None:
-            with torch.device("meta" if self.where == "meta" else "cpu"):
+            with torch.device("meta") if self.where == "meta" else nullcontext():
                 self.model = self.workload.build()
         if self.own_sharding and self.num_ranks > 1 and not self.startup:
             _parallelize(self.model, self.device_mesh["tensor_parallel"])
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         if batch_idx == 0:
-            self.startup = weft.memory.by_category(at="peak")
-            weft.memory.reset_peak()
+            self.startup = self.meter.take()
         if self.workload.vocab_size is None:
             return self.model(batch).sum()
         logits = self.model(batch[:, :-1])
@@ -115,38 +168,75 @@ class Column:
     Attributes:
         where: "init": in the LightningModule's constructor; "configure": in `configure_model`; "meta": there, too, and
             on the meta device.
-        strategy: makes it for a number of ranks.
-        own_sharding: whether `configure_model` shards.
+        options: of weft's strategy; None: Lightning's, and `configure_model` shards.
+        recomputes: whether MLPs keep their input alone.
+        wants_blocks: whether it is for models of blocks only.
     """
 
     where: str
-    strategy: Callable[[int], Any]
-    own_sharding: bool = False
+    options: dict[str, Any] | None
+    recomputes: bool = False
+    wants_blocks: bool = False
 
+    def strategy(self, workload: Workload, num_ranks: int) -> Any:
+        if self.options is None:
+            return ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=num_ranks)
+        plan = workload.recomputing_plan(of_spec=False) if self.recomputes else "auto"
+        return WeftModelParallelStrategy(plan=plan, **self.options)
 
-def _stock(num_ranks: int) -> Any:
-    return ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=num_ranks)
+    def is_for(self, workload: Workload) -> bool:
+        return workload.has_blocks or not self.wants_blocks
 
 
 COLUMNS = {
-    "stock": Column("init", _stock, own_sharding=True),
-    "stock_meta": Column("meta", _stock, own_sharding=True),
-    "weft": Column("configure", lambda _: WeftModelParallelStrategy(plan="auto")),
-    "weft_in_backward": Column(
-        "configure", lambda _: WeftModelParallelStrategy(plan="auto", optimizer_in_backward=True)
-    ),
-    "weft_own_optimizer": Column("configure", lambda _: WeftModelParallelStrategy(plan="auto", fused_optimizers=False)),
+    "stock": Column("init", None),
+    "stock_meta": Column("meta", None),
+    "weft": Column("configure", {}),
+    "weft_in_backward": Column("configure", {"optimizer_in_backward": True}),
+    "weft_own_optimizer": Column("configure", {"fused_optimizers": False}),
+    "weft_recompute": Column("configure", {}, recomputes=True),
+    "weft_checkpointed": Column("configure", {"activation_checkpointing": "full"}, wants_blocks=True),
 }
 
 
-def train(workload: Workload, column: Column, num_ranks: int) -> dict[str, Any]:
-    """Train a few steps on this rank; the peaks before and during training, by category."""
+def predicted(workload: Workload, column: Column, num_ranks: int) -> dict[str, dict[str, int]] | None:
+    """By phase and category, of the rank with the most; None for Lightning's own strategy."""
+    if column.options is None:
+        return None
+    if workload.has_blocks:
+        sequences, tokens = workload.batch[0], workload.batch[1] - 1  # the last one is a target only
+    else:
+        sequences, tokens = workload.batch[0], 1
+    spec = TrainingSpec(
+        workload.spec,
+        Mesh([("tensor_parallel", num_ranks)]),
+        plan=from_mapping(workload.recomputing_plan(of_spec=True)) if column.recomputes else None,
+        sequences=sequences,
+        tokens=tokens,
+        **column.options,
+    )
+    return max((spec.predict(rank) for rank, _ in spec.distinct_ranks()), key=training_peak)
+
+
+def training_peak(phases: dict[str, dict[str, int]]) -> int:
+    return max(sum(usage.values()) for name, usage in phases.items() if name != "init")
+
+
+def train(
+    workload: Workload, column: Column, num_ranks: int, device: str = "cpu", is_alone: bool = False
+) -> dict[str, Any]:
+    """Train a few steps on this rank; the peaks before and during training.
+
+    `is_alone`: the other ranks are pretended; each is a host of its own, as there is one device.
+    """
     torch.manual_seed(1)
-    model = Model(workload, column.where, column.own_sharding, num_ranks)
+    meter = Meter(device)
+    model = Model(workload, column.where, column.options is None, num_ranks, meter)
     trainer = L.Trainer(
-        accelerator="cpu",
-        devices=num_ranks,
-        strategy=column.strategy(num_ranks),
+        accelerator=device,
+        devices=1 if is_alone else num_ranks,
+        num_nodes=num_ranks if is_alone else 1,
+        strategy=column.strategy(workload, num_ranks),
         max_epochs=1,
         logger=False,
         enable_progress_bar=False,
@@ -156,4 +246,4 @@ def train(workload: Workload, column: Column, num_ranks: int) -> dict[str, Any]:
     )
     batches = RandomBatches(workload.batch, workload.vocab_size)
     trainer.fit(model, DataLoader(batches, batch_size=None))
-    return {"startup": model.startup, "training": weft.memory.by_category(at="peak")}
+    return {"startup": model.startup, "training": meter.take()}

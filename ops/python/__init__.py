@@ -9,26 +9,18 @@ themselves on `import weft.lightning`.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
-from weft._library import load_library
-
-load_library()
-
-from weft import collectives, memory, nn, ops  # noqa: E402  (they look the operators up)
-from weft.collectives import (  # noqa: E402
-    CollectiveError,
-    CollectiveMismatchError,
-    CollectiveTimeoutError,
-    GroupAbortedError,
-    PeerLostError,
-)
-
-collectives.register()
-memory.counter.track_if_asked()
-
 if TYPE_CHECKING:
-    from weft import strategy
+    from weft import collectives, memory, nn, ops, strategy
+    from weft.collectives import (
+        CollectiveError,
+        CollectiveMismatchError,
+        CollectiveTimeoutError,
+        GroupAbortedError,
+        PeerLostError,
+    )
     from weft.strategy import Plan, export_local, parallelize
 
 __version__ = "0.1.0"
@@ -48,7 +40,32 @@ __all__ = [
     "strategy",
 ]
 
+_MODULES = frozenset({"collectives", "memory", "nn", "ops"})
 _FROM_STRATEGY = frozenset({"Plan", "export_local", "parallelize"})
+
+
+def _load() -> None:
+    """Open the operators, register the backend, and begin to count memory where the environment says so."""
+    from weft._library import load_library
+
+    load_library()
+    for name in _MODULES:  # they look the operators up
+        importlib.import_module(f"weft.{name}")
+    from weft import collectives, memory
+
+    collectives.register()
+    memory.counter.track_if_asked()
+    globals().update({name: getattr(collectives, name) for name in __all__ if name.endswith("Error")})
+
+
+def _is_command() -> bool:
+    """Whether this is `python -m weft`, which estimates before anything runs, and so does without torch."""
+    arguments = sys.orig_argv
+    return sys.argv[:1] == ["-m"] and arguments[arguments.index("-m") + 1 :][:1] == ["weft"]
+
+
+if not _is_command():
+    _load()
 
 
 def __getattr__(name: str) -> Any:

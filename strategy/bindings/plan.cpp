@@ -3,6 +3,7 @@
 
 #include "weft/strategy/plan.h"
 
+#include "memory_model.h"
 #include "weft/strategy/mesh.h"
 #include "weft/strategy/shard.h"
 
@@ -185,6 +186,7 @@ PYBIND11_MODULE(_plan, module) {
   bind_mesh(module);
   bind_rule(module);
   bind_plan(module);
+  bind_memory_model(module);
 
   module.def("matches", &matches, py::arg("pattern"), py::arg("name"));
   module.def(

@@ -4,20 +4,42 @@
     weft.parallelize(model, mesh, "auto")        # or a dict, YAML, JSON, a callable, a Plan
     print(weft.strategy.report(model))
 
-`Mesh`, the arithmetic of shards and the plan's rules are C++ values in `weft.strategy._plan`.
+`Mesh`, the arithmetic of shards, the plan's rules and the memory model are C++ values in `weft.strategy._plan`. Names
+are loaded at their first use: `weft.strategy.estimate` does without torch.
 """
 
-from weft.strategy._plan import AXIS_NAMES, STYLES, Mesh
-from weft.strategy.activation_checkpointing import checkpoint_activations
-from weft.strategy.apply import parallelize
-from weft.strategy.deferred import deferred_init
-from weft.strategy.export import export_local
-from weft.strategy.fused_optimizers import fuse
-from weft.strategy.gradients import check_replicated_gradients, gradient_fingerprint
-from weft.strategy.in_backward import StepInBackward
-from weft.strategy.local_tensor import local_of, local_parameters
-from weft.strategy.plan import Plan
-from weft.strategy.report import Report, Row, report
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from weft.strategy._plan import AXIS_NAMES, STYLES, Mesh
+    from weft.strategy.activation_checkpointing import checkpoint_activations
+    from weft.strategy.apply import parallelize
+    from weft.strategy.deferred import deferred_init
+    from weft.strategy.export import export_local
+    from weft.strategy.fused_optimizers import fuse
+    from weft.strategy.gradients import check_replicated_gradients, gradient_fingerprint
+    from weft.strategy.in_backward import StepInBackward
+    from weft.strategy.local_tensor import local_of, local_parameters
+    from weft.strategy.plan import Plan
+    from weft.strategy.report_table import Report, Row, report
+
+_MODULES = {
+    "_plan": ("AXIS_NAMES", "STYLES", "Mesh"),
+    "activation_checkpointing": ("checkpoint_activations",),
+    "apply": ("parallelize",),
+    "deferred": ("deferred_init",),
+    "export": ("export_local",),
+    "fused_optimizers": ("fuse",),
+    "gradients": ("check_replicated_gradients", "gradient_fingerprint"),
+    "in_backward": ("StepInBackward",),
+    "local_tensor": ("local_of", "local_parameters"),
+    "plan": ("Plan",),
+    "report_table": ("Report", "Row", "report"),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "AXIS_NAMES",
@@ -38,3 +60,15 @@ __all__ = [
     "parallelize",
     "report",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'weft.strategy' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"weft.strategy.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

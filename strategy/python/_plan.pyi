@@ -100,6 +100,75 @@ class Plan:
     def __eq__(self, other: object) -> bool: ...
     def __hash__(self) -> int: ...
 
+@final
+class FeedForwardModel:
+    """One MLP for `TrainingSpec`: layers w1, w2 and, if gated, w3; sizes in features."""
+
+    def __init__(self, *, dim: int, hidden_dim: int, gated: bool = True, bias: bool = False) -> None: ...
+
+@final
+class DecoderModel:
+    """A Llama-like language model for `TrainingSpec`; its modules have the names of LlamaForCausalLM.
+
+    `max_tokens`: rows of the rotary tables that are buffers. `attention_bias`: of query, key and value.
+    """
+
+    def __init__(
+        self,
+        *,
+        dim: int,
+        hidden_dim: int,
+        num_layers: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        vocab_size: int,
+        max_tokens: int = 0,
+        attention_bias: bool = False,
+        tied: bool = False,
+    ) -> None: ...
+
+@final
+class TrainingSpec:
+    """A model in training on a mesh, whose memory is to be predicted.
+
+    `plan` None: "auto". A batch of `sequences` times `tokens` goes to each data-parallel rank. `precision`: "32-true",
+    "bf16-true", "16-true", "bf16-mixed", "16-mixed". `optimizer`: "SGD", "SGD with momentum", "Adam", "AdamW",
+    "Adagrad". `activation_checkpointing`: "none", "full". The other options are the strategies'. ValueError: an unknown
+    name.
+    """
+
+    def __init__(
+        self,
+        model: FeedForwardModel | DecoderModel,
+        mesh: Mesh,
+        *,
+        plan: Plan | None = None,
+        sequences: int = 1,
+        tokens: int = 1,
+        precision: str = "32-true",
+        optimizer: str = "AdamW",
+        fused_optimizers: bool = True,
+        optimizer_in_backward: bool = False,
+        empty_init: bool = True,
+        activation_checkpointing: str = "none",
+    ) -> None: ...
+    def module_names(self) -> list[str]:
+        """The names that the plan's patterns are held against."""
+
+    def predict(self, global_rank: int) -> dict[str, dict[str, int]]:
+        """Bytes by category at the peak of each phase: init, forward, backward and step.
+
+        ValueError: sizes below one, heads that do not divide, a plan that does not fit, an axis without a prediction,
+        a rank outside the mesh.
+        """
+
+    def distinct_ranks(self) -> list[tuple[int, int]]:
+        """(rank, how many ranks are like it) of each set of local shapes. ValueError: as `predict`."""
+
+    def parameter_cost(self) -> tuple[int, float]:
+        """(parameters of the model, bytes that each costs: itself, gradient, states, half-precision copies)."""
+
 def matches(pattern: str, name: str) -> bool:
     """Whether a dotted module name fits a pattern: `*` is one level or a part of one, "" the model itself."""
 

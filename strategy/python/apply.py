@@ -16,7 +16,7 @@ from weft.strategy.assignments import Assignment, Assignments, join
 from weft.strategy.deferred import check_written, materialize
 from weft.strategy.linears import is_conv1d, shard_dims
 from weft.strategy.plan import Plan, Rules
-from weft.strategy.report import report
+from weft.strategy.report_table import report
 from weft.strategy.roles import take_role
 from weft.strategy.shards import group_name_of, tensor_parallel_mesh, to_dtensor
 from weft.strategy.state import ModuleState, set_state, state_of

@@ -13,12 +13,11 @@ from torch import nn
 from weft.strategy import _plan
 from weft.strategy.assignments import Assignments, assign_explicit
 from weft.strategy.auto import assign_auto
-from weft.strategy.report import Report
+from weft.strategy.plan_text import Style, from_mapping, from_text, load
+from weft.strategy.report_table import Report
 
-Style = str | Mapping[str, str | bool]
 Rules = Mapping[str, Style] | Callable[[str, nn.Module], Style | None] | str | os.PathLike[str]
 AUTO = "auto"
-_OPTION_TYPES = {"heads": (str, type(None)), "recompute": bool}
 
 
 class Plan:
@@ -48,11 +47,11 @@ class Plan:
         elif isinstance(rules, _plan.Plan):
             self._rules = rules
         elif isinstance(rules, Mapping):
-            self._rules = _from_mapping(rules)
+            self._rules = from_mapping(rules)
         elif isinstance(rules, os.PathLike):
-            self._rules = _from_mapping(_load(Path(rules).read_text(encoding="utf-8"), f"file {rules}"))
+            self._rules = from_mapping(load(Path(rules).read_text(encoding="utf-8"), f"file {rules}"))
         elif isinstance(rules, str):
-            self._rules = None if rules.strip() == AUTO else _from_text(rules)
+            self._rules = None if rules.strip() == AUTO else from_text(rules)
         elif callable(rules):
             self._callable = rules
         else:
@@ -64,13 +63,13 @@ class Plan:
     @classmethod
     def from_yaml(cls, text: str) -> Plan:
         """A plan from a YAML mapping of pattern to style."""
-        return cls(_from_mapping(_load(text, "YAML text")))
+        return cls(from_mapping(load(text, "YAML text")))
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """A plan from a JSON object of pattern to style."""
         try:
-            return cls(_from_mapping(json.loads(text)))
+            return cls(from_mapping(json.loads(text)))
         except json.JSONDecodeError as error:
             raise ValueError(f"plan: the text is no JSON ({error}); pass an object from pattern to style.") from error
 
@@ -114,7 +113,7 @@ class Plan:
         if self._callable is None:
             return self._fixed_rules()
         styles = {name: self._callable(name, module) for name, module in model.named_modules()}
-        return _from_mapping({name: style for name, style in styles.items() if style is not None})
+        return from_mapping({name: style for name, style in styles.items() if style is not None})
 
     def _fixed_rules(self) -> _plan.Plan:
         if self._rules is None:
@@ -129,56 +128,3 @@ class Plan:
 
     def __repr__(self) -> str:
         return f"Plan({self.to_dict()!r})" if self._rules is not None else f"Plan({str(self)!r})"
-
-
-def _load(text: str, what: str) -> Any:
-    import yaml  # JSON is YAML
-
-    class Loader(yaml.SafeLoader):
-        """Refuses a key that comes twice, of which YAML's own loader silently keeps the last value."""
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-            twice = next((key for idx, key in enumerate(keys) if key in keys[:idx]), None)
-            if twice is not None:
-                raise ValueError(f"plan: the {what} gives the pattern '{twice}' twice; keep one of them.")
-            return super().construct_mapping(node, deep)
-
-    try:
-        rules = yaml.load(text, Loader)  # a SafeLoader
-    except yaml.YAMLError as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"plan: the {what} is no YAML ({reason}); write one 'pattern: style' a line.") from error
-    if rules is None:
-        raise ValueError(f"plan: the {what} is empty; write one 'pattern: style' a line, or pass 'auto'.")
-    return rules
-
-
-def _from_text(text: str) -> _plan.Plan:
-    if "\n" not in text and text.strip().endswith((".yaml", ".yml", ".json")):
-        path = Path(text.strip())
-        if not path.is_file():
-            raise ValueError(f"plan: there is no file {text!r}; pass the path of a plan, a dict, or 'auto'.")
-        return _from_mapping(_load(path.read_text(encoding="utf-8"), f"file {text}"))
-    return _from_mapping(_load(text, "text"))
-
-
-def _from_mapping(rules: Any) -> _plan.Plan:
-    if not isinstance(rules, Mapping):
-        raise ValueError(f"plan: got {rules!r}; pass a mapping from pattern to style, or 'auto'.")
-    return _plan.Plan([_rule(pattern, value) for pattern, value in rules.items()])
-
-
-def _rule(pattern: Any, value: Any) -> _plan.Rule:
-    if not isinstance(pattern, str):
-        raise ValueError(f"plan: the pattern {pattern!r} is no text; put it in quotes.")
-    if isinstance(value, str):
-        return _plan.Rule(pattern, value)
-    if isinstance(value, Mapping) and isinstance(value.get("style"), str):
-        options = {key: option for key, option in value.items() if key != "style"}
-        if all(isinstance(option, _OPTION_TYPES.get(key, ())) for key, option in options.items()):
-            return _plan.Rule(pattern, value["style"], **options)
-    raise ValueError(
-        f"plan: pattern '{pattern}' has the value {value!r}; write a style, "
-        '{"style": a style, "heads": an attribute}, or {"style": "column_row_mlp", "recompute": true}.'
-    )

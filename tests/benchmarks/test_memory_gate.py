@@ -25,7 +25,7 @@ of_this_torch = pytest.mark.skipif(
 def test_every_row_is_as_it_was() -> None:
     result = run_process([sys.executable, BENCHMARKS / "memory_gate.py"], env=ENVIRONMENT, timeout=1100)
     assert result.returncode == 0, result.stdout + result.stderr[-3000:]
-    assert "rows as they were" in result.stdout
+    assert "rows as they were" in result.stdout and "rows as predicted" in result.stdout
 
 
 ONE_ELEMENT_MORE = """
@@ -38,9 +38,9 @@ def with_a_buffer(self, *sizes):
 
 memory_workloads.FeedForward.__init__ = with_a_buffer
 name = "feed_forward, weft, 2 ranks"
-rows = memory_gate.measured([("feed_forward", "weft", True, 2)])
+rows, misses = memory_gate.measured([("feed_forward", "weft", True, 2)])
 golden = memory_gate.json.loads(memory_gate.GOLDEN.read_text())["rows"]
-print(*memory_gate.differences({name: golden[name]}, rows), sep="\\n")
+print(*memory_gate.differences({name: golden[name]}, rows), *misses, sep="\\n")
 """
 
 
@@ -48,8 +48,30 @@ print(*memory_gate.differences({name: golden[name]}, rows), sep="\\n")
 def test_one_element_more_is_seen() -> None:
     result = run_process([sys.executable, "-c", ONE_ELEMENT_MORE], env=ENVIRONMENT, timeout=100)
     assert result.returncode == 0, result.stderr
-    old = GOLDEN["rows"]["feed_forward, weft, 2 ranks"]["training"]
-    assert f"feed_forward, weft, 2 ranks: training {old} -> {old + 4} bytes." in result.stdout.splitlines()
+    old, parameters = (GOLDEN["rows"]["feed_forward, weft, 2 ranks"][figure] for figure in ("training", "parameters"))
+    lines = result.stdout.splitlines()
+    assert f"feed_forward, weft, 2 ranks: training {old} -> {old + 4} bytes." in lines
+    assert f"feed_forward, weft, 2 ranks: parameters {parameters + 4} bytes, predicted {parameters}." in lines
+
+
+SIMULATED = """
+import json, memory
+rows = {n: memory.row_of("language_model", column, True, n, simulate=True)["ranks"][0]["training"]
+        for n, column in ((1, "weft"), (2, "weft_in_backward"), (8, "weft_checkpointed"))}
+print(json.dumps(rows))
+"""
+
+
+@of_this_torch
+def test_a_rank_among_pretended_ones_allocates_what_it_would_among_real_ones() -> None:
+    result = run_process([sys.executable, "-c", SIMULATED], env=ENVIRONMENT, timeout=200)
+    assert result.returncode == 0, result.stderr
+    rows = json.loads(result.stdout.splitlines()[-1])
+    for n, column in ((1, "weft"), (2, "weft_in_backward"), (8, "weft_checkpointed")):
+        golden = GOLDEN["rows"][f"language_model, {column}, {n} ranks"]
+        alone = rows[str(n)]
+        assert alone["communication"] == 0  # shared memory, which pretended ranks have none of
+        assert {**alone, "communication": golden["communication"]} == {name: golden[name] for name in alone}
 
 
 DIFFERENCES = """

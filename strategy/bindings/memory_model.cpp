@@ -1,0 +1,171 @@
+// The memory model in weft.strategy._plan; its documentation is in strategy/python/_plan.pyi.
+
+#include "memory_model.h"
+
+#include "weft/strategy/memory_model.h"
+
+#include <pybind11/stl.h>
+
+#include <array>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace py = pybind11;
+
+namespace weft::strategy {
+
+namespace {
+
+template <typename Value, std::size_t kSize>
+using Names = std::array<std::pair<std::string_view, Value>, kSize>;
+
+constexpr Names<Precision, 5> kPrecisions = {{{"32-true", Precision::k32True},
+                                              {"bf16-true", Precision::kHalfTrue},
+                                              {"16-true", Precision::kHalfTrue},
+                                              {"bf16-mixed", Precision::kHalfMixed},
+                                              {"16-mixed", Precision::kHalfMixed}}};
+constexpr Names<OptimizerKind, 5> kOptimizers = {
+    {{"SGD", OptimizerKind::kSgd},
+     {"SGD with momentum", OptimizerKind::kSgdMomentum},
+     {"Adam", OptimizerKind::kAdam},
+     {"AdamW", OptimizerKind::kAdamW},
+     {"Adagrad", OptimizerKind::kAdagrad}}};
+constexpr Names<Checkpointing, 2> kCheckpointing = {
+    {{"none", Checkpointing::kNone}, {"full", Checkpointing::kFull}}};
+
+template <typename Value, std::size_t kSize>
+Value value_of(std::string_view what, const std::string& name, const Names<Value, kSize>& names) {
+  std::string valid;
+  for (const auto& [text, value] : names) {
+    if (text == name) {
+      return value;
+    }
+    valid += (valid.empty() ? "" : ", ") + ("'" + std::string(text) + "'");
+  }
+  throw std::invalid_argument("memory: got " + std::string(what) + " '" + name + "'; use one of " +
+                              valid);
+}
+
+TrainingSpec make_spec(ModelSpec model,
+                       Mesh mesh,
+                       std::optional<Plan> plan,
+                       int64_t sequences,
+                       int64_t tokens,
+                       const std::string& precision,
+                       const std::string& optimizer,
+                       bool fused_optimizers,
+                       bool optimizer_in_backward,
+                       bool empty_init,
+                       const std::string& activation_checkpointing) {
+  return {.model = std::move(model),
+          .mesh = std::move(mesh),
+          .plan = std::move(plan),
+          .sequences = sequences,
+          .tokens = tokens,
+          .precision = value_of("precision", precision, kPrecisions),
+          .optimizer = value_of("optimizer", optimizer, kOptimizers),
+          .has_fused_optimizer = fused_optimizers,
+          .steps_in_backward = optimizer_in_backward,
+          .has_deferred_init = empty_init,
+          .checkpointing =
+              value_of("activation_checkpointing", activation_checkpointing, kCheckpointing)};
+}
+
+py::dict to_dict(const MemoryUsage& usage) {
+  py::dict result;
+  const auto names = memory_category_names();
+  for (std::size_t i = 0; i < names.size(); ++i) {
+    result[py::str(names[i].data(), names[i].size())] = usage.by_category.at(i);
+  }
+  return result;
+}
+
+}  // namespace
+
+void bind_memory_model(py::module_& module) {
+  py::class_<FeedForwardModel>(module, "FeedForwardModel", py::is_final())
+      .def(py::init([](int64_t dim, int64_t hidden_dim, bool gated, bool bias) {
+             return FeedForwardModel{
+                 .dim = dim, .hidden_dim = hidden_dim, .is_gated = gated, .has_bias = bias};
+           }),
+           py::kw_only(),
+           py::arg("dim"),
+           py::arg("hidden_dim"),
+           py::arg("gated") = true,
+           py::arg("bias") = false);
+
+  py::class_<DecoderModel>(module, "DecoderModel", py::is_final())
+      .def(py::init([](int64_t dim,
+                       int64_t hidden_dim,
+                       int64_t num_layers,
+                       int64_t num_heads,
+                       int64_t num_kv_heads,
+                       int64_t head_dim,
+                       int64_t vocab_size,
+                       int64_t max_tokens,
+                       bool attention_bias,
+                       bool tied) {
+             return DecoderModel{.dim = dim,
+                                 .hidden_dim = hidden_dim,
+                                 .num_layers = num_layers,
+                                 .num_heads = num_heads,
+                                 .num_kv_heads = num_kv_heads,
+                                 .head_dim = head_dim,
+                                 .vocab_size = vocab_size,
+                                 .max_tokens = max_tokens,
+                                 .has_attention_bias = attention_bias,
+                                 .is_tied = tied};
+           }),
+           py::kw_only(),
+           py::arg("dim"),
+           py::arg("hidden_dim"),
+           py::arg("num_layers"),
+           py::arg("num_heads"),
+           py::arg("num_kv_heads"),
+           py::arg("head_dim"),
+           py::arg("vocab_size"),
+           py::arg("max_tokens") = 0,
+           py::arg("attention_bias") = false,
+           py::arg("tied") = false);
+
+  py::class_<TrainingSpec>(module, "TrainingSpec", py::is_final())
+      .def(py::init(&make_spec),
+           py::arg("model"),
+           py::arg("mesh"),
+           py::kw_only(),
+           py::arg("plan") = py::none(),
+           py::arg("sequences") = 1,
+           py::arg("tokens") = 1,
+           py::arg("precision") = "32-true",
+           py::arg("optimizer") = "AdamW",
+           py::arg("fused_optimizers") = true,
+           py::arg("optimizer_in_backward") = false,
+           py::arg("empty_init") = true,
+           py::arg("activation_checkpointing") = "none")
+      .def("module_names", [](const TrainingSpec& spec) { return module_names(spec.model); })
+      .def(
+          "predict",
+          [](const TrainingSpec& spec, int64_t global_rank) {
+            py::dict phases;
+            for (const PhaseMemory& phase : predict_memory(spec, global_rank)) {
+              phases[py::str(phase.phase)] = to_dict(phase.at_peak);
+            }
+            return phases;
+          },
+          py::arg("global_rank"))
+      .def("distinct_ranks",
+           [](const TrainingSpec& spec) {
+             std::vector<std::pair<int64_t, int64_t>> result;
+             for (const RankClass& each : distinct_ranks(spec)) {
+               result.emplace_back(each.global_rank, each.num_ranks);
+             }
+             return result;
+           })
+      .def("parameter_cost", [](const TrainingSpec& spec) {
+        const ParameterCost cost = parameter_cost(spec);
+        return std::pair(cost.num_elements, cost.bytes_per_element);
+      });
+}
+
+}  // namespace weft::strategy

@@ -1,0 +1,110 @@
+#pragma once
+
+#include "parameters.h"
+#include "timeline.h"
+
+#include <cstdint>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace weft::strategy::detail {
+
+// One rank's memory while a model trains: its parameters, gradients and states, and what layers
+// ask for. Sizes are in elements unless they say bytes.
+class Machine {
+ public:
+  Machine(const TrainingSpec& spec, int64_t global_rank, Timeline& timeline);
+
+  // Activations of a half type have 2 bytes an element, others 4.
+  Buffer saved(int64_t num) {
+    return activation(
+        is_recomputing_ ? MemoryCategory::kScratch : MemoryCategory::kSavedActivations, num);
+  }
+  Buffer scratch(int64_t num) { return activation(MemoryCategory::kScratch, num); }
+  Buffer hold_bytes(MemoryCategory category, int64_t num_bytes) {
+    return timeline_.hold(category, num_bytes);
+  }
+
+  // Between the two, what a forward saves is scratch of the backward.
+  void begin_recomputation() { is_recomputing_ = true; }
+  void end_recomputation() { is_recomputing_ = false; }
+
+  // This rank's tensor-parallel part of dim `dim` of the weight of a layer.
+  [[nodiscard]] int64_t weight_dim(const std::string& module, std::size_t dim) const;
+  [[nodiscard]] const ModuleStyle& style(const std::string& module) const;
+
+  // Parameters come to be: as shards, or whole first.
+  void initialize();
+  void make_optimizer_state();
+
+  // Complete gradients of all of a module's parameters, and the step where it is in the backward.
+  void make_gradients(const std::string& module);
+  // As much as a module's parameters on this rank, for a moment of the caller's choice.
+  Buffer weight_sized(const std::string& module);
+  // Every parameter has a gradient, of an earlier step.
+  void make_all_gradients();
+  void drop_gradients();
+  void step();
+
+  // Fully sharded units around their forward and backward. Nothing without a data-parallel axis.
+  void gather(int64_t unit);
+  void release(int64_t unit);
+  void reduce_gradients(int64_t unit);
+
+  // The shared memory through which sums of `num_bytes` go.
+  void communicate(int64_t num_bytes);
+
+  // Half-precision copies of all weights, where precision is mixed, and of their gradients.
+  void copy_weights();
+  void copy_gradients();
+  void drop_copies();
+
+  [[nodiscard]] int64_t num_units() const { return static_cast<int64_t>(unsharded_.size()); }
+
+ private:
+  struct Held {
+    Buffer parameter;
+    Buffer gradient;
+    Buffer state;
+    Buffer unsharded_gradient;  // until its unit is reduced
+  };
+
+  Buffer activation(MemoryCategory category, int64_t num) {
+    return timeline_.hold(category, num * activation_bytes_);
+  }
+  [[nodiscard]] int64_t local_bytes(std::size_t idx) const;      // of the shard on this rank
+  [[nodiscard]] int64_t unsharded_bytes(std::size_t idx) const;  // of all data-parallel shards
+  [[nodiscard]] int64_t unit_bytes(int64_t unit) const;
+  [[nodiscard]] int64_t all_local_bytes() const;
+  [[nodiscard]] int64_t step_scratch_bytes(int64_t parameter_bytes) const;
+  void complete(std::size_t idx);
+
+  const TrainingSpec& spec_;
+  Timeline& timeline_;
+  Styles styles_;
+  std::vector<Parameter> parameters_;
+  std::vector<std::vector<int64_t>> shapes_;  // tensor-parallel parts
+  std::vector<Held> held_;
+  std::unordered_map<std::string, std::vector<std::size_t>> by_module_;
+  std::vector<Buffer> unsharded_;  // by unit
+  Buffer buffers_;
+  Buffer staging_;
+  Buffer weight_copies_;
+  Buffer gradient_copies_;
+  int64_t staging_bytes_ = 0;
+  bool is_recomputing_ = false;
+  int64_t tp_size_ = 1;
+  int64_t dp_size_ = 1;
+  int64_t activation_bytes_ = 4;
+  int64_t parameter_bytes_ = 4;
+};
+
+// Sizes of the tensor-parallel and the data-parallel axis; 1 where the mesh has none.
+int64_t axis_size(const Mesh& mesh, std::string_view axis);
+
+// Tensors of a parameter's size that an optimizer keeps, and bytes that it keeps beside them.
+int64_t num_moments(OptimizerKind optimizer);
+int64_t step_count_bytes(OptimizerKind optimizer);
+
+}  // namespace weft::strategy::detail

@@ -1,0 +1,236 @@
+#include "parameters.h"
+
+#include "../text.h"
+#include "weft/strategy/shard.h"
+
+#include <functional>
+#include <numeric>
+#include <stdexcept>
+#include <utility>
+
+namespace weft::strategy {
+
+namespace {
+
+std::string block_name(int64_t layer) { return "model.layers." + std::to_string(layer); }
+
+constexpr std::array<std::string_view, 4> kProjections = {"q_proj", "k_proj", "v_proj", "o_proj"};
+constexpr std::array<std::string_view, 3> kMlpLayers = {"gate_proj", "up_proj", "down_proj"};
+
+std::vector<std::string> names_of(const FeedForwardModel& model) {
+  std::vector<std::string> names = {"", "w1", "w2"};
+  if (model.is_gated) {
+    names.emplace_back("w3");
+  }
+  return names;
+}
+
+std::vector<std::string> names_of(const DecoderModel& model) {
+  std::vector<std::string> names = {"", "model", "model.embed_tokens", "model.layers"};
+  for (int64_t layer = 0; layer < model.num_layers; ++layer) {
+    const std::string block = block_name(layer);
+    names.push_back(block);
+    names.push_back(block + ".self_attn");
+    for (const std::string_view projection : kProjections) {
+      names.push_back(block + ".self_attn." + std::string(projection));
+    }
+    names.push_back(block + ".mlp");
+    for (const std::string_view mlp_layer : kMlpLayers) {
+      names.push_back(block + ".mlp." + std::string(mlp_layer));
+    }
+    names.push_back(block + ".input_layernorm");
+    names.push_back(block + ".post_attention_layernorm");
+  }
+  names.emplace_back("model.norm");
+  names.emplace_back("lm_head");
+  return names;
+}
+
+}  // namespace
+
+std::vector<std::string> module_names(const ModelSpec& model) {
+  return std::visit([](const auto& value) { return names_of(value); }, model);
+}
+
+namespace detail {
+
+namespace {
+
+// What plan="auto" finds in a model.
+Styles auto_styles(const FeedForwardModel& /*model*/) { return {{"", {Style::kColumnRowMlp}}}; }
+
+Styles auto_styles(const DecoderModel& model) {
+  Styles styles;
+  if (!model.is_tied) {
+    styles["model.embed_tokens"] = {Style::kVocabEmbedding};
+  }
+  for (int64_t layer = 0; layer < model.num_layers; ++layer) {
+    const std::string block = block_name(layer);
+    for (const std::string_view projection : kProjections) {
+      styles[block + ".self_attn." + std::string(projection)] = {
+          projection == "o_proj" ? Style::kRow : Style::kColumn};
+    }
+    styles[block + ".mlp"] = {Style::kColumnRowMlp};
+  }
+  return styles;
+}
+
+// The layers of a fused MLP, by column and by row.
+void add_layers(Styles& styles, const std::string& mlp, const FeedForwardModel& model) {
+  const ModuleStyle own = styles.at(mlp);
+  styles["w1"] = {Style::kColumn, own.recompute};
+  styles["w2"] = {Style::kRow, own.recompute};
+  if (model.is_gated) {
+    styles["w3"] = {Style::kColumn, own.recompute};
+  }
+}
+
+void add_layers(Styles& styles, const std::string& mlp, const DecoderModel& /*model*/) {
+  const ModuleStyle own = styles.at(mlp);
+  for (const std::string_view layer : kMlpLayers) {
+    styles[mlp + "." + std::string(layer)] = {layer == "down_proj" ? Style::kRow : Style::kColumn,
+                                              own.recompute};
+  }
+}
+
+bool is_mlp(const std::string& module, const ModelSpec& model) {
+  return std::holds_alternative<FeedForwardModel>(model) ? module.empty()
+                                                         : module.ends_with(".mlp");
+}
+
+// The dim of a weight [out, in] along which a style cuts it.
+std::optional<std::size_t> weight_dim(Style style) {
+  switch (style) {
+    case Style::kColumn:
+    case Style::kVocabEmbedding:
+      return 0;
+    case Style::kRow:
+      return 1;
+    case Style::kColumnRowMlp:
+    case Style::kReplicate:
+      return std::nullopt;
+  }
+  return std::nullopt;
+}
+
+// Collects parameters with the styles of their modules.
+class Collector {
+ public:
+  explicit Collector(const Styles& styles) : styles_(styles) {}
+
+  void linear(const std::string& module, int64_t out, int64_t in, bool has_bias, int64_t unit) {
+    const Style style = style_of(module);
+    add(module, {out, in}, weight_dim(style), unit);
+    if (has_bias) {
+      add(module, {out}, style == Style::kColumn ? weight_dim(style) : std::nullopt, unit);
+    }
+  }
+
+  void add(const std::string& module,
+           std::vector<int64_t> shape,
+           std::optional<std::size_t> shard_dim,
+           int64_t unit) {
+    parameters.push_back(
+        {.module = module, .shape = std::move(shape), .shard_dim = shard_dim, .unit = unit});
+  }
+
+  [[nodiscard]] Style style_of(const std::string& module) const {
+    const auto found = styles_.find(module);
+    return found == styles_.end() ? Style::kReplicate : found->second.style;
+  }
+
+  std::vector<Parameter> parameters;
+
+ private:
+  const Styles& styles_;
+};
+
+void collect(Collector& collector, const FeedForwardModel& model) {
+  collector.linear("w1", model.hidden_dim, model.dim, model.has_bias, 0);
+  collector.linear("w2", model.dim, model.hidden_dim, model.has_bias, 0);
+  if (model.is_gated) {
+    collector.linear("w3", model.hidden_dim, model.dim, model.has_bias, 0);
+  }
+}
+
+void collect(Collector& collector, const DecoderModel& model) {
+  collector.linear("model.embed_tokens", model.vocab_size, model.dim, false, 0);
+  const int64_t query_dim = model.num_heads * model.head_dim;
+  const int64_t kv_dim = model.num_kv_heads * model.head_dim;
+  for (int64_t layer = 0; layer < model.num_layers; ++layer) {
+    const std::string block = block_name(layer);
+    const std::string attention = block + ".self_attn.";
+    const bool has_bias = model.has_attention_bias;
+    collector.linear(attention + "q_proj", query_dim, model.dim, has_bias, layer + 1);
+    collector.linear(attention + "k_proj", kv_dim, model.dim, has_bias, layer + 1);
+    collector.linear(attention + "v_proj", kv_dim, model.dim, has_bias, layer + 1);
+    collector.linear(attention + "o_proj", model.dim, query_dim, false, layer + 1);
+    collector.linear(block + ".mlp.gate_proj", model.hidden_dim, model.dim, false, layer + 1);
+    collector.linear(block + ".mlp.up_proj", model.hidden_dim, model.dim, false, layer + 1);
+    collector.linear(block + ".mlp.down_proj", model.dim, model.hidden_dim, false, layer + 1);
+    collector.add(block + ".input_layernorm", {model.dim}, std::nullopt, layer + 1);
+    collector.add(block + ".post_attention_layernorm", {model.dim}, std::nullopt, layer + 1);
+  }
+  collector.add("model.norm", {model.dim}, std::nullopt, 0);
+  if (!model.is_tied) {
+    collector.linear("lm_head", model.vocab_size, model.dim, false, 0);
+  }
+}
+
+}  // namespace
+
+Styles resolve_styles(const TrainingSpec& spec) {
+  Styles styles;
+  if (spec.plan) {
+    for (const Assignment& assignment : spec.plan->resolve(module_names(spec.model))) {
+      styles[assignment.module] = {assignment.rule.style, assignment.rule.recompute};
+    }
+  } else {
+    styles = std::visit([](const auto& model) { return auto_styles(model); }, spec.model);
+  }
+  std::vector<std::string> mlps;
+  for (const auto& [module, style] : styles) {
+    if (style.style != Style::kColumnRowMlp) {
+      continue;
+    }
+    if (!is_mlp(module, spec.model)) {
+      throw std::invalid_argument("memory: the plan gives " + quote_module(module) +
+                                  " the style 'column_row_mlp', but it is no MLP; use column and "
+                                  "row rules for its layers");
+    }
+    mlps.push_back(module);
+  }
+  for (const std::string& mlp : mlps) {
+    std::visit([&](const auto& model) { add_layers(styles, mlp, model); }, spec.model);
+  }
+  return styles;
+}
+
+std::vector<Parameter> parameters_of(const ModelSpec& model, const Styles& styles) {
+  Collector collector(styles);
+  std::visit([&](const auto& value) { collect(collector, value); }, model);
+  return std::move(collector.parameters);
+}
+
+std::vector<int64_t> tensor_parallel_shape(const Parameter& parameter,
+                                           int64_t tp_size,
+                                           int64_t tp_rank) {
+  std::vector<int64_t> shape = parameter.shape;
+  if (parameter.shard_dim) {
+    int64_t& dim = shape.at(*parameter.shard_dim);
+    dim = shard_range(dim, tp_size, tp_rank).length;
+  }
+  return shape;
+}
+
+int64_t num_elements(const std::vector<int64_t>& shape) {
+  return std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
+}
+
+int64_t num_buffer_elements(const ModelSpec& model) {
+  const auto* decoder = std::get_if<DecoderModel>(&model);
+  return decoder == nullptr ? 0 : 2 * decoder->max_tokens * decoder->head_dim;
+}
+
+}  // namespace detail
+}  // namespace weft::strategy

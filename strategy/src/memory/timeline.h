@@ -1,0 +1,39 @@
+#pragma once
+
+#include "weft/strategy/memory_model.h"
+
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace weft::strategy::detail {
+
+class Timeline;
+
+// Bytes that are held as long as a copy of this lives; an empty one holds nothing.
+using Buffer = std::shared_ptr<const void>;
+
+// Counts bytes by category, and remembers the peak of each phase. Must outlive its buffers.
+class Timeline {
+ public:
+  Timeline() = default;
+  Timeline(const Timeline&) = delete;
+  Timeline& operator=(const Timeline&) = delete;
+  Timeline(Timeline&&) = delete;
+  Timeline& operator=(Timeline&&) = delete;
+  ~Timeline() = default;
+
+  // Holds `num_bytes` until the last copy of the result is gone.
+  Buffer hold(MemoryCategory category, int64_t num_bytes);
+
+  // Ends the phase before; peaks begin at what is held.
+  void begin_phase(std::string name);
+
+  [[nodiscard]] const std::vector<PhaseMemory>& phases() const { return phases_; }
+
+ private:
+  MemoryUsage current_;
+  std::vector<PhaseMemory> phases_;
+};
+
+}  // namespace weft::strategy::detail

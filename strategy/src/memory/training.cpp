@@ -1,0 +1,273 @@
+// The phases of a training step, and which ranks differ in them.
+
+#include "../text.h"
+#include "layers.h"
+#include "weft/strategy/shard.h"
+
+#include <algorithm>
+#include <map>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace weft::strategy {
+
+namespace {
+
+using detail::Buffer;
+using detail::Machine;
+
+constexpr int64_t kTokenIdBytes = 8;
+
+// A model's forward, with its loss, and its backward.
+class Run {
+ public:
+  Run() = default;
+  Run(const Run&) = delete;
+  Run& operator=(const Run&) = delete;
+  Run(Run&&) = delete;
+  Run& operator=(Run&&) = delete;
+  virtual ~Run() = default;
+
+  virtual void forward() = 0;
+  virtual void backward() = 0;
+};
+
+// The loss is the sum of the output.
+class FeedForwardRun : public Run {
+ public:
+  FeedForwardRun(Machine& machine, const FeedForwardModel& model, int64_t rows)
+      : machine_(machine),
+        mlp_(machine,
+             model.is_gated ? std::vector<std::string>{"w1", "w3", "w2"}
+                            : std::vector<std::string>{"w1", "w2"}),
+        rows_(rows),
+        batch_(machine.hold_bytes(MemoryCategory::kOther, rows * model.dim * 4)) {}
+
+  void forward() override {
+    machine_.gather(0);
+    mlp_.forward(rows_, batch_);
+  }
+
+  void backward() override {
+    mlp_.backward(rows_, {}, false);
+    machine_.reduce_gradients(0);
+  }
+
+ private:
+  Machine& machine_;
+  detail::Mlp mlp_;
+  int64_t rows_;
+  Buffer batch_;
+};
+
+// The loss is the cross-entropy of the next tokens.
+class DecoderRun : public Run {
+ public:
+  DecoderRun(Machine& machine, const DecoderModel& model, const TrainingSpec& spec)
+      : machine_(machine),
+        model_(model),
+        norm_(machine, "model.norm", model.dim),
+        rows_(spec.sequences * spec.tokens),
+        batch_(machine.hold_bytes(MemoryCategory::kOther,
+                                  spec.sequences * (spec.tokens + 1) * kTokenIdBytes)) {
+    for (int64_t layer = 0; layer < model.num_layers; ++layer) {
+      blocks_.emplace_back(machine, model, layer, spec.checkpointing == Checkpointing::kFull);
+    }
+    const Style embedding = machine.style("model.embed_tokens").style;
+    vocabulary_ = machine.weight_dim(model.is_tied ? "model.embed_tokens" : "lm_head", 0);
+    has_embedding_sum_ = embedding == Style::kVocabEmbedding;
+  }
+
+  void forward() override {
+    machine_.gather(0);
+    Buffer x = machine_.saved(rows_ * model_.dim);
+    if (has_embedding_sum_) {
+      machine_.communicate(rows_ * model_.dim * 4);
+    }
+    for (std::size_t i = 0; i < blocks_.size(); ++i) {
+      const int64_t unit = static_cast<int64_t>(i) + 1;
+      machine_.gather(unit);
+      x = blocks_[i].forward(rows_, x);
+      if (i + 1 < blocks_.size()) {
+        machine_.release(unit);
+      }
+    }
+    normed_ = norm_.forward(rows_, x);
+    x.reset();
+    const Buffer logits = machine_.scratch(rows_ * vocabulary_);
+    targets_ = machine_.hold_bytes(MemoryCategory::kSavedActivations, rows_ * kTokenIdBytes);
+    log_probabilities_ = machine_.saved(rows_ * vocabulary_);
+  }
+
+  void backward() override {
+    Buffer grad_logits;
+    {
+      const Buffer grad = machine_.scratch(rows_ * vocabulary_);
+      targets_.reset();
+      grad_logits = machine_.scratch(rows_ * vocabulary_);
+    }
+    log_probabilities_.reset();
+    Buffer grad = machine_.scratch(rows_ * model_.dim);
+    if (!model_.is_tied) {
+      machine_.make_gradients("lm_head");
+    }
+    const Buffer of_tied = model_.is_tied ? machine_.weight_sized("model.embed_tokens") : Buffer();
+    grad_logits.reset();
+    normed_.reset();
+    grad = norm_.backward(rows_, grad);
+    for (std::size_t i = blocks_.size(); i-- > 0;) {
+      const int64_t unit = static_cast<int64_t>(i) + 1;
+      machine_.gather(unit);
+      if (i > 0) {
+        machine_.gather(unit - 1);  // while this one computes
+      }
+      grad = blocks_[i].backward(rows_, grad);
+      machine_.reduce_gradients(unit);
+    }
+    machine_.make_gradients("model.embed_tokens");
+    machine_.reduce_gradients(0);
+  }
+
+ private:
+  Machine& machine_;
+  DecoderModel model_;
+  std::vector<detail::Block> blocks_;
+  detail::RmsNorm norm_;
+  int64_t rows_;
+  int64_t vocabulary_ = 0;
+  bool has_embedding_sum_ = false;
+  Buffer batch_, normed_, log_probabilities_, targets_;
+};
+
+std::unique_ptr<Run> make_run(Machine& machine, const TrainingSpec& spec) {
+  if (const auto* model = std::get_if<FeedForwardModel>(&spec.model)) {
+    return std::make_unique<FeedForwardRun>(machine, *model, spec.sequences * spec.tokens);
+  }
+  return std::make_unique<DecoderRun>(machine, std::get<DecoderModel>(spec.model), spec);
+}
+
+void check_sizes(std::span<const std::pair<std::string_view, int64_t>> sizes) {
+  for (const auto& [name, size] : sizes) {
+    if (size < 1) {
+      throw std::invalid_argument("memory: got " + std::string(name) + " = " +
+                                  std::to_string(size) + "; give a number of at least 1");
+    }
+  }
+}
+
+void check_model(const FeedForwardModel& model, const TrainingSpec& spec) {
+  using Size = std::pair<std::string_view, int64_t>;
+  check_sizes(std::vector<Size>{{"dim", model.dim}, {"hidden_dim", model.hidden_dim}});
+  if (spec.checkpointing != Checkpointing::kNone) {
+    throw std::invalid_argument(
+        "memory: one MLP has no blocks to checkpoint; leave checkpointing out, or give the plan's "
+        "rule recompute");
+  }
+}
+
+void check_model(const DecoderModel& model, const TrainingSpec& spec) {
+  using Size = std::pair<std::string_view, int64_t>;
+  check_sizes(std::vector<Size>{{"dim", model.dim},
+                                {"hidden_dim", model.hidden_dim},
+                                {"num_layers", model.num_layers},
+                                {"num_heads", model.num_heads},
+                                {"num_kv_heads", model.num_kv_heads},
+                                {"head_dim", model.head_dim},
+                                {"vocab_size", model.vocab_size}});
+  const int64_t tp_size = detail::axis_size(spec.mesh, "tensor_parallel");
+  for (const auto& [module, style] : detail::resolve_styles(spec)) {
+    const bool is_query = module.ends_with("q_proj");
+    if (style.style == Style::kColumn && is_query) {
+      check_heads(module, "num_heads", model.num_heads, tp_size);
+    } else if (style.style == Style::kColumn &&
+               (module.ends_with("k_proj") || module.ends_with("v_proj"))) {
+      check_heads(module, "num_kv_heads", model.num_kv_heads, tp_size);
+    }
+  }
+}
+
+void check(const TrainingSpec& spec) {
+  for (const std::string_view axis : {"pipeline_parallel", "context_parallel"}) {
+    if (detail::axis_size(spec.mesh, axis) > 1) {
+      throw std::invalid_argument("memory: the mesh '" + spec.mesh.to_string() +
+                                  "' has the axis '" + std::string(axis) +
+                                  "', for which there is no prediction; use data_replicate, "
+                                  "data_parallel and tensor_parallel");
+    }
+  }
+  using Size = std::pair<std::string_view, int64_t>;
+  check_sizes(std::vector<Size>{{"sequences", spec.sequences}, {"tokens", spec.tokens}});
+  std::visit([&](const auto& model) { check_model(model, spec); }, spec.model);
+}
+
+}  // namespace
+
+std::vector<PhaseMemory> predict_memory(const TrainingSpec& spec, int64_t global_rank) {
+  check(spec);
+  detail::Timeline timeline;
+  timeline.begin_phase("init");
+  Machine machine(spec, global_rank, timeline);
+  machine.initialize();
+  timeline.begin_phase("forward");
+  machine.make_optimizer_state();
+  if (!spec.steps_in_backward) {
+    machine.make_all_gradients();
+  }
+  const auto run = make_run(machine, spec);
+  machine.copy_weights();
+  run->forward();
+  machine.drop_gradients();
+  timeline.begin_phase("backward");
+  machine.copy_gradients();
+  run->backward();
+  machine.drop_copies();
+  timeline.begin_phase("step");
+  machine.step();
+  return timeline.phases();
+}
+
+std::vector<RankClass> distinct_ranks(const TrainingSpec& spec) {
+  check(spec);
+  const int64_t tp_size = detail::axis_size(spec.mesh, "tensor_parallel");
+  const auto parameters = detail::parameters_of(spec.model, detail::resolve_styles(spec));
+  std::map<std::vector<int64_t>, RankClass> classes;  // by the local shapes
+  // Ranks that differ in other coordinates hold equally much: FSDP2 pads its shards.
+  const std::vector<int64_t> group = spec.mesh.has_axis("tensor_parallel")
+                                         ? spec.mesh.group("tensor_parallel", 0)
+                                         : std::vector<int64_t>{0};
+  for (int64_t tp_rank = 0; tp_rank < tp_size; ++tp_rank) {
+    std::vector<int64_t> sizes;
+    for (const auto& parameter : parameters) {
+      sizes.push_back(
+          detail::num_elements(detail::tensor_parallel_shape(parameter, tp_size, tp_rank)));
+    }
+    const RankClass alike{.global_rank = group.at(static_cast<std::size_t>(tp_rank)),
+                          .num_ranks = 0};
+    classes.try_emplace(sizes, alike).first->second.num_ranks += spec.mesh.size() / tp_size;
+  }
+  std::vector<RankClass> result;
+  for (const auto& [shapes, alike] : classes) {
+    result.push_back(alike);
+  }
+  std::sort(result.begin(), result.end(), [](const RankClass& a, const RankClass& b) {
+    return a.global_rank < b.global_rank;
+  });
+  return result;
+}
+
+ParameterCost parameter_cost(const TrainingSpec& spec) {
+  check(spec);
+  ParameterCost cost;
+  for (const auto& parameter : detail::parameters_of(spec.model, {})) {
+    cost.num_elements += detail::num_elements(parameter.shape);
+  }
+  const double size = spec.precision == Precision::kHalfTrue ? 2 : 4;
+  const double copies = spec.precision == Precision::kHalfMixed ? 4 : 0;
+  const double gradient = spec.steps_in_backward ? 0 : size;
+  cost.bytes_per_element =
+      size + gradient + size * static_cast<double>(detail::num_moments(spec.optimizer)) + copies;
+  return cost;
+}
+
+}  // namespace weft::strategy

@@ -1,0 +1,202 @@
+// Predictions against what is known in closed form; against measured bytes they are held by
+// benchmarks/memory_gate.py.
+
+#include "weft/strategy/memory_model.h"
+
+#include "refusal.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+namespace weft::strategy {
+namespace {
+
+using enum MemoryCategory;
+
+constexpr int64_t kRows = 8;
+constexpr int64_t kWidth = 8192;
+constexpr int64_t kWeight = kWidth * kWidth * 4;  // bytes of one of the three
+
+TrainingSpec documented(int64_t num_ranks) {
+  return {.model = FeedForwardModel{.dim = kWidth, .hidden_dim = kWidth},
+          .mesh = Mesh({{"tensor_parallel", num_ranks}}),
+          .plan = {},
+          .sequences = kRows};
+}
+
+DecoderModel llama_70b() {
+  return {.dim = 8192,
+          .hidden_dim = 28672,
+          .num_layers = 80,
+          .num_heads = 64,
+          .num_kv_heads = 8,
+          .head_dim = 128,
+          .vocab_size = 128256};
+}
+
+DecoderModel small_decoder() {
+  return {.dim = 64,
+          .hidden_dim = 192,
+          .num_layers = 3,
+          .num_heads = 8,
+          .num_kv_heads = 4,
+          .head_dim = 8,
+          .vocab_size = 100};
+}
+
+MemoryUsage phase(const TrainingSpec& spec, const std::string& name, int64_t rank = 0) {
+  for (const PhaseMemory& each : predict_memory(spec, rank)) {
+    if (each.phase == name) {
+      return each.at_peak;
+    }
+  }
+  ADD_FAILURE() << "no phase " << name;
+  return {};
+}
+
+int64_t peak(const TrainingSpec& spec, int64_t rank = 0) {
+  int64_t most = 0;
+  for (const PhaseMemory& each : predict_memory(spec, rank)) {
+    most = std::max(most, each.at_peak.total());
+  }
+  return most;
+}
+
+TEST(MemoryModel, StateOfTheDocumentedFeedForward) {
+  for (const int64_t n : {1, 2, 4, 8}) {
+    const MemoryUsage step = phase(documented(n), "step");
+    EXPECT_EQ(step[kParameters], 3 * kWeight / n);
+    EXPECT_EQ(step[kGradients], 3 * kWeight / n);
+    EXPECT_EQ(step[kOptimizerState], 6 * kWeight / n + 3 * 4);
+    EXPECT_EQ(step[kScratch], 0);
+    EXPECT_EQ(phase(documented(n), "init")[kParameters], 3 * kWeight / n);
+  }
+}
+
+TEST(MemoryModel, OptionsThatSpendLess) {
+  TrainingSpec spec = documented(2);
+  const int64_t by_default = peak(spec);
+  spec.has_fused_optimizer = false;
+  EXPECT_EQ(phase(spec, "step")[kScratch], 3 * kWeight / 2);
+  spec.has_fused_optimizer = true;
+  spec.steps_in_backward = true;
+  EXPECT_EQ(phase(spec, "backward")[kGradients], kWeight / 2);
+  EXPECT_NEAR(static_cast<double>(by_default - peak(spec)), kWeight, 0.01 * kWeight);
+  spec.has_deferred_init = false;
+  // The whole model, and a first shard before the first whole weight goes.
+  EXPECT_EQ(phase(spec, "init")[kParameters], 3 * kWeight + kWeight / 2);
+}
+
+TEST(MemoryModel, SavedActivationsOfAnMlp) {
+  for (const bool recompute : {false, true}) {
+    TrainingSpec spec{.model = FeedForwardModel{.dim = 1024, .hidden_dim = 4096},
+                      .mesh = Mesh({{"tensor_parallel", 4}}),
+                      .plan = Plan({{"", Style::kColumnRowMlp, {}, recompute}}),
+                      .sequences = 8192};
+    const MemoryUsage forward = phase(spec, "forward");
+    EXPECT_EQ(forward[kSavedActivations], recompute ? 0 : 2 * 8192 * (4096 / 4) * 4);
+    EXPECT_EQ(forward[kOther], 8192 * 1024 * 4);  // x, which is the batch
+  }
+}
+
+TEST(MemoryModel, UnevenShardsAreThoseOfEachRank) {
+  TrainingSpec spec{.model = FeedForwardModel{.dim = 4, .hidden_dim = 5, .has_bias = true},
+                    .mesh = Mesh({{"tensor_parallel", 4}}),
+                    .plan = {}};
+  // Hidden units 2, 2, 1 and none; w1 and w3 with biases by column, w2's bias whole.
+  const std::vector<int64_t> hidden = {2, 2, 1, 0};
+  for (int64_t rank = 0; rank < 4; ++rank) {
+    EXPECT_EQ(phase(spec, "init", rank)[kParameters], (hidden[rank] * (3 * 4 + 2) + 4) * 4);
+  }
+  std::vector<std::pair<int64_t, int64_t>> ranks;
+  for (const RankClass& each : distinct_ranks(spec)) {
+    ranks.emplace_back(each.global_rank, each.num_ranks);
+  }
+  EXPECT_EQ(ranks, (std::vector<std::pair<int64_t, int64_t>>{{0, 2}, {2, 1}, {3, 1}}));
+}
+
+TEST(MemoryModel, MixedPrecisionAdamTakesTwentyBytesAParameter) {
+  TrainingSpec spec{.model = llama_70b(), .mesh = Mesh(), .plan = {}};
+  spec.precision = Precision::kHalfMixed;
+  EXPECT_EQ(parameter_cost(spec).num_elements, 70'553'706'496);
+  EXPECT_EQ(parameter_cost(spec).bytes_per_element, 20);
+  spec.precision = Precision::k32True;
+  EXPECT_EQ(parameter_cost(spec).bytes_per_element, 16);
+  spec.precision = Precision::kHalfTrue;
+  spec.optimizer = OptimizerKind::kSgd;
+  EXPECT_EQ(parameter_cost(spec).bytes_per_element, 4);
+}
+
+TEST(MemoryModel, FullyShardedStateIsAPartOfTheWhole) {
+  TrainingSpec spec{.model = llama_70b(),
+                    .mesh = Mesh({{"data_parallel", 32}, {"tensor_parallel", 8}}),
+                    .plan = {}};
+  const MemoryUsage step = phase(spec, "step", 255);
+  // The output layer and the norms are whole over the tensor-parallel axis.
+  const int64_t whole = (int64_t{128256} * 8192 + (2 * 80 + 1) * 8192);
+  const int64_t cut = 70'553'706'496 - whole;
+  EXPECT_EQ(step[kParameters], (whole + cut / 8) / 32 * 4);
+  EXPECT_EQ(step[kGradients], step[kParameters]);
+  ASSERT_EQ(distinct_ranks(spec).size(), 1U);
+  EXPECT_EQ(distinct_ranks(spec).front().num_ranks, 256);
+}
+
+TEST(MemoryModel, CheckpointedBlocksKeepTheirInputs) {
+  TrainingSpec spec{.model = small_decoder(), .mesh = Mesh(), .plan = {}, .tokens = 4096};
+  spec.checkpointing = Checkpointing::kFull;
+  const int64_t full = phase(spec, "backward")[kSavedActivations];
+  std::get<DecoderModel>(spec.model).num_layers += 2;
+  // The backward's peak is in the last block: all inputs are held.
+  const int64_t more = phase(spec, "backward")[kSavedActivations] - full;
+  EXPECT_EQ(more, 2 * (4096 * 64 * 4 + 5056));
+  spec.checkpointing = Checkpointing::kNone;
+  EXPECT_GT(phase(spec, "backward")[kSavedActivations], 4 * full);
+}
+
+TEST(MemoryModel, TiedWeightsAreOne) {
+  TrainingSpec spec{.model = small_decoder(), .mesh = Mesh(), .plan = {}, .tokens = 16};
+  const int64_t untied = parameter_cost(spec).num_elements;
+  std::get<DecoderModel>(spec.model).is_tied = true;
+  EXPECT_EQ(untied - parameter_cost(spec).num_elements, 100 * 64);
+  EXPECT_EQ(phase(spec, "init")[kParameters], parameter_cost(spec).num_elements * 4);
+}
+
+TEST(MemoryModel, ModuleNamesAreThoseThatPlansMatch) {
+  TrainingSpec spec{.model = small_decoder(),
+                    .mesh = Mesh({{"tensor_parallel", 2}}),
+                    .plan = Plan({{"model.layers.*.mlp", Style::kColumnRowMlp, {}}})};
+  const int64_t mlps = 3 * (3 * 64 * 192);
+  EXPECT_EQ(phase(spec, "init")[kParameters], (parameter_cost(spec).num_elements - mlps / 2) * 4);
+}
+
+TEST(MemoryModelRefusals, Sentences) {
+  TrainingSpec spec{.model = small_decoder(), .mesh = Mesh({{"tensor_parallel", 8}}), .plan = {}};
+  EXPECT_EQ(refusal([&] { return predict_memory(spec, 0).size(); }),
+            "model.layers.0.self_attn.k_proj: num_kv_heads = 4 heads do not divide over 8 "
+            "tensor-parallel ranks; use a tensor-parallel size that divides 4 or style "
+            "'replicate'");
+  spec.mesh = Mesh({{"pipeline_parallel", 2}});
+  EXPECT_EQ(refusal([&] { return predict_memory(spec, 0).size(); }),
+            "memory: the mesh 'pipeline_parallel=2' has the axis 'pipeline_parallel', for which "
+            "there is no prediction; use data_replicate, data_parallel and tensor_parallel");
+  spec.mesh = Mesh();
+  spec.tokens = 0;
+  EXPECT_EQ(refusal([&] { return predict_memory(spec, 0).size(); }),
+            "memory: got tokens = 0; give a number of at least 1");
+  spec.tokens = 1;
+  EXPECT_EQ(refusal([&] { return predict_memory(spec, 1).size(); }),
+            refusal([] { return Mesh().coordinates(1).size(); }));
+  spec.plan = Plan({{"model.layers.0", Style::kColumnRowMlp, {}}});
+  EXPECT_EQ(refusal([&] { return predict_memory(spec, 0).size(); }),
+            "memory: the plan gives 'model.layers.0' the style 'column_row_mlp', but it is no MLP; "
+            "use column and row rules for its layers");
+  TrainingSpec mlp = documented(1);
+  mlp.checkpointing = Checkpointing::kFull;
+  EXPECT_EQ(refusal([&] { return predict_memory(mlp, 0).size(); }),
+            "memory: one MLP has no blocks to checkpoint; leave checkpointing out, or give the "
+            "plan's rule recompute");
+}
+
+}  // namespace
+}  // namespace weft::strategy

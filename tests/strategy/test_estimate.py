@@ -1,0 +1,113 @@
+"""`python -m weft estimate`: what it reads, what it prints, and that it says no in a sentence."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from support.processes import run_process
+from weft.strategy.estimate import estimate_file
+
+LLAMA_70B = {
+    "model_type": "llama",
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+
+
+def _write(folder: Path, **config: Any) -> Path:
+    path = folder / "training.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def test_the_command_prints_a_table_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
+    path = _write(
+        tmp_path,
+        model="config.json",
+        mesh={"data_parallel": 512, "tensor_parallel": 8},
+        batch={"sequences": 1, "tokens": 4096},
+        precision="bf16-mixed",
+        activation_checkpointing="full",
+    )
+    command = [sys.executable, "-X", "importtime", "-m", "weft", "estimate", "--config", path]
+    result = run_process(command, timeout=100)
+    assert result.returncode == 0, result.stderr
+    assert "import time" in result.stderr and "torch" not in result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("70,553,706,496 parameters, 20 bytes each in training: 1411.07 GB in all")
+    assert lines[2].startswith("rank 0 and 4095 like it: at most ")
+    assert [line.split()[0] for line in lines[3:]] == ["phase", "init", "forward", "backward", "step"]
+
+    result = run_process([*command, "--json"], timeout=100)
+    found = json.loads(result.stdout)
+    assert found["bytes_per_parameter"] == 20 and found["mesh"] == "data_parallel=512,tensor_parallel=8"
+    [rank] = found["ranks"]
+    assert rank["num_ranks"] == 4096
+    assert rank["peak_bytes"] == max(sum(usage.values()) for usage in rank["phases"].values())
+
+
+def test_ranks_that_differ_are_shown_one_by_one(tmp_path: Path) -> None:
+    path = _write(tmp_path, model={"feed_forward": {"dim": 4, "hidden_dim": 5}}, mesh="tensor_parallel=3")
+    found = estimate_file(path)
+    assert [(rank.rank, rank.num_ranks) for rank in found.ranks] == [(0, 2), (2, 1)]
+    assert [rank.phases["init"]["parameters"] for rank in found.ranks] == [2 * 3 * 4 * 4, 1 * 3 * 4 * 4]
+    assert "rank 0 and 1 like it" in str(found) and "rank 2: at most" in str(found)
+
+
+def test_a_plan_and_options_change_what_is_expected(tmp_path: Path) -> None:
+    model = {**LLAMA_70B, "num_hidden_layers": 2}
+
+    def of(**config: Any) -> dict[str, dict[str, int]]:
+        [rank] = estimate_file(_write(tmp_path, model=model, mesh="tensor_parallel=2", **config)).ranks
+        return rank.phases
+
+    auto = of()
+    mlps = of(plan={"model.layers.*.mlp": {"style": "column_row_mlp", "recompute": True}})
+    assert mlps["init"]["parameters"] > auto["init"]["parameters"]
+    assert of(optimizer="SGD")["step"]["optimizer_state"] == 0
+    assert of(optimizer_in_backward=True)["step"]["gradients"] == 0
+    assert of(fused_optimizers=False)["step"]["scratch"] == auto["step"]["parameters"]
+    assert of(empty_init=False)["init"]["parameters"] > 1.5 * auto["init"]["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ({"model": LLAMA_70B}, "the configuration has model; give 'model' and 'mesh'"),
+        ({"model": LLAMA_70B, "mesh": "a", "modle": 1}, "the configuration has mesh, model, modle"),
+        ({"model": LLAMA_70B, "mesh": {"rows": 2}}, "'mesh' is {'rows': 2}; give whole numbers for pipeline_parallel"),
+        ({"model": LLAMA_70B, "mesh": "tensor_parallel=0"}, "tensor_parallel"),
+        ({"model": LLAMA_70B, "mesh": {"tensor_parallel": 16}}, "num_kv_heads = 8 heads do not divide over 16"),
+        ({"model": LLAMA_70B, "mesh": {}, "batch": {"tokens": 1.5}}, "'batch' is {'tokens': 1.5}"),
+        ({"model": LLAMA_70B, "mesh": {}, "optimizer": "Lion"}, "got optimizer 'Lion'; use one of 'SGD'"),
+        ({"model": LLAMA_70B, "mesh": {}, "fused_optimizers": "often"}, "are not all of the right kind"),
+        ({"model": LLAMA_70B, "mesh": {}, "plan": {"x": "row"}}, "pattern 'x' matches no module"),
+        ({"model": {"hidden_size": 8}, "mesh": {}}, "the model's configuration has no 'num_attention_heads'"),
+        ({"model": {**LLAMA_70B, "model_type": "gpt2"}, "mesh": {}}, "model_type is 'gpt2'"),
+        ({"model": {**LLAMA_70B, "vocab_size": "x"}, "mesh": {}}, "has a size that is no whole number"),
+        ({"model": {"feed_forward": {"dim": 3}}, "mesh": {}}, "'feed_forward' is {'dim': 3}; give dim and hidden_dim"),
+        ({"model": 3, "mesh": {}}, "'model' is 3; give the path"),
+    ],
+)
+def test_refusals(tmp_path: Path, config: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        estimate_file(_write(tmp_path, **config))
+    assert sentence in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_command_refuses_in_a_sentence(tmp_path: Path) -> None:
+    for path in (tmp_path / "nowhere.yaml", _write(tmp_path, model=3, mesh={})):
+        result = run_process([sys.executable, "-m", "weft", "estimate", "--config", path], timeout=100)
+        assert result.returncode == 2
+        assert result.stderr.startswith("weft estimate: ") and len(result.stderr.splitlines()) == 1
