@@ -66,6 +66,9 @@ compat: $(COMPAT)/.packages
 bench: build
 	$(PY) benchmarks/op_overhead.py --ranks 2 --json
 	$(PY) benchmarks/collectives.py --ranks 2 4 8 --json
+	$(PY) benchmarks/step_time.py --ranks 2 --json
+	$(PY) benchmarks/step_time.py --ranks 2 --tracking --json
+	$(PY) benchmarks/memory.py --json
 
 # Not part of `make test`: an hour. Random collectives; every rank killed and stopped in every collective.
 soak: build

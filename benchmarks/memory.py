@@ -1,7 +1,7 @@
 """Peak memory of each rank while a model is trained on 1, 2, 4 and 8 ranks: stock Lightning and weft.
 
     python benchmarks/memory.py [--ranks 1 2 4 8] [--workloads feed_forward] [--columns weft] [--small] [--json]
-                                [--report FOLDER] [--simulate [--device cuda]]
+                                [--report FOLDER] [--simulate [--device cuda]] [--resident]
 
 Every row is a training run on fresh CPU ranks, whose tensors an allocator counts to the byte (docs/memory.md). Start-up
 is all that comes before the first training step, training what follows; the figure is that of the rank with the most.
@@ -13,6 +13,7 @@ depend on the values it receives. So one CUDA device shows what each of eight wo
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import os
@@ -29,7 +30,9 @@ from memory_workloads import COLUMNS, predicted, train, training_peak, workloads
 import weft
 
 
-def measure(workload: str, column: str, small: bool, device: str, is_alone: bool) -> list[dict[str, Any]]:
+def measure(
+    workload: str, column: str, small: bool, device: str, is_alone: bool, resident: bool
+) -> list[dict[str, Any]]:
     """On every rank: train, and collect what all ranks have seen."""
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -38,7 +41,15 @@ def measure(workload: str, column: str, small: bool, device: str, is_alone: bool
         weft.memory.track()
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(num_ranks))
+    if resident:
+        train(workloads(True)[workload], COLUMNS[column], num_ranks)  # all code that a run needs is loaded
+        gc.collect()
+        weft.memory.reset_peak()
+        before = resident_bytes("VmRSS") - weft.memory.current()
+        Path("/proc/self/clear_refs").write_text("5")  # the resident peak begins anew
     seen = train(workloads(small)[workload], COLUMNS[column], num_ranks, device, is_alone)
+    if resident:
+        seen["resident_growth"] = resident_bytes("VmHWM") - before
     if is_alone:
         return [seen]
     everyone: list[Any] = [None] * num_ranks
@@ -46,12 +57,24 @@ def measure(workload: str, column: str, small: bool, device: str, is_alone: bool
     return everyone
 
 
+def resident_bytes(field: str) -> int:
+    """Of this process, as Linux counts: "VmRSS" now, "VmHWM" at most."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
 def row_of(
-    workload: str, column: str, small: bool, num_ranks: int, device: str = "cpu", simulate: bool = False
+    workload: str,
+    column: str,
+    small: bool,
+    num_ranks: int,
+    device: str = "cpu",
+    simulate: bool = False,
+    resident: bool = False,
 ) -> dict[str, Any]:
     """One run: bytes of the rank with the most."""
     backend = "fake" if simulate else "gloo" if column.startswith("stock") else "cpu:weft"
-    ranks = run_on_ranks(measure, num_ranks, workload, column, small, device, simulate, backend=backend)
+    ranks = run_on_ranks(measure, num_ranks, workload, column, small, device, simulate, resident, backend=backend)
     startup, training = (max(held(rank[name]) for rank in ranks) for name in ("startup", "training"))
     model = workloads(small)[workload], COLUMNS[column]
     phases, on_one = predicted(*model, num_ranks), predicted(*model, 1)
@@ -66,6 +89,7 @@ def row_of(
         "predicted_startup_bytes": None if phases is None else sum(phases["init"].values()),
         "predicted_phases": phases,
         "ideal_bytes": None if on_one is None else training_peak(on_one) // num_ranks,
+        "resident_bytes": max(rank["resident_growth"] for rank in ranks) if resident else None,
         "ranks": ranks,
     }
 
@@ -78,7 +102,7 @@ def held(usage: dict[str, int]) -> int:
 def print_table(report: dict[str, Any]) -> None:
     machine = report["machine"]
     print(f"{machine['cpu']}, torch {machine['torch']}, {machine['date']}; GB = 1e9 bytes")
-    figures = ("startup_bytes", "training_bytes", "peak_bytes", "predicted_bytes", "ideal_bytes")
+    figures = ("startup_bytes", "training_bytes", "peak_bytes", "predicted_bytes", "ideal_bytes", "resident_bytes")
     names = " ".join(f"{name.removesuffix('_bytes'):>9}" for name in figures)
     print(f"{'workload':<15} {'column':<20} {'ranks':>5} {names}  at the training peak")
     for row in report["results"]:
@@ -98,9 +122,12 @@ def main() -> int:
     parser.add_argument("--report", type=Path, metavar="FOLDER", help="write results.json, table.md and memory.svg")
     parser.add_argument("--simulate", action="store_true", help="run rank 0 alone and pretend the others")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="cuda: with --simulate only")
+    parser.add_argument("--resident", action="store_true", help="what Linux says of the processes, too: their VmHWM")
     args = parser.parse_args()
     if min(args.ranks) < 1:
         parser.error("give --ranks of 1 or more.")
+    if args.resident and (args.simulate or args.small):
+        parser.error("--resident compares real ranks at real sizes: leave --simulate and --small out.")
     if args.device == "cuda" and not args.simulate:
         parser.error("--device cuda measures on one device: give --simulate, too.")
     report: dict[str, Any] = {"benchmark": "memory", "machine": machine_facts(), "device": args.device, "results": []}
@@ -109,7 +136,7 @@ def main() -> int:
             if not COLUMNS[column].is_for(workloads(args.small)[workload]):
                 continue
             for num_ranks in args.ranks:
-                row = row_of(workload, column, args.small, num_ranks, args.device, args.simulate)
+                row = row_of(workload, column, args.small, num_ranks, args.device, args.simulate, args.resident)
                 report["results"].append(row)
                 print(f"{workload}, {column}, {num_ranks} ranks: done", file=sys.stderr)
     if args.report is not None:

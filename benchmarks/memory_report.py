@@ -82,7 +82,7 @@ def _draw_categories(axes: Any, rows: list[dict[str, Any]]) -> None:
     usages = [max((rank["training"] for rank in row["ranks"]), key=lambda usage: sum(usage.values())) for row in own]
     labels = [str(row["num_ranks"]) for row in own]
     bottoms = [0.0] * len(own)
-    for category in usages[0]:
+    for category in ["allocated"] if "allocated" in usages[0] else usages[0]:  # reserved bytes hold them, too
         heights = [usage[category] / 1e9 for usage in usages]
         axes.bar(labels, heights, bottom=bottoms, label=category.replace("_", " "))
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]

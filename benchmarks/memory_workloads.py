@@ -195,6 +195,7 @@ COLUMNS = {
     "weft_in_backward": Column("configure", {"optimizer_in_backward": True}),
     "weft_own_optimizer": Column("configure", {"fused_optimizers": False}),
     "weft_recompute": Column("configure", {}, recomputes=True),
+    "weft_selective": Column("configure", {"activation_checkpointing": "selective"}, wants_blocks=True),
     "weft_checkpointed": Column("configure", {"activation_checkpointing": "full"}, wants_blocks=True),
 }
 

@@ -43,6 +43,8 @@ class FabricMixin(StrategyMixin):
         ValueError, TypeError: an argument that no number of devices could make work.
     """
 
+    _DEFERRED_PLACE = "fabric.init_module(empty_init=True)"
+
     def __init__(
         self,
         parallelize_fn: Callable[[Module, Any], Module] | None = None,

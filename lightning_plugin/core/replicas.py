@@ -51,6 +51,17 @@ def has_meta_tensors(module: torch.nn.Module) -> bool:
     return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
 
 
+def whole_bytes(module: torch.nn.Module) -> int:
+    """Bytes of the parameters that are here with all their values."""
+    from weft.strategy.deferred import is_deferred
+
+    return sum(
+        parameter.nbytes
+        for parameter in module.parameters()
+        if not (isinstance(parameter, DTensor) or is_deferred(parameter) or parameter.is_meta)
+    )
+
+
 def share_random_state(group: dist.ProcessGroup, device: torch.device) -> None:
     """Continue Python's, numpy's and torch's random numbers on every rank of `group` as on its first one.
 

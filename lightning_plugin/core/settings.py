@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +31,7 @@ class PlanSettings:
     activation_offload: bool
 
     def validate(self, owner: str, data_parallel_size: int | str) -> None:
-        """Raise ValueError for settings that no number of devices could make work."""
+        """Raise ValueError or TypeError for settings that no number of devices could make work."""
         for name in ("check_batches", "check_batches_every"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
@@ -40,11 +39,9 @@ class PlanSettings:
         for name in ("fused_optimizers", "empty_init", "optimizer_in_backward", "activation_offload"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{owner} got {name}={getattr(self, name)!r}; pass True or False.")
-        if not isinstance(self.activation_checkpointing, (str, list, tuple, Mapping)):
-            raise ValueError(
-                f"{owner} got activation_checkpointing={self.activation_checkpointing!r}; pass 'none', 'selective', "
-                "'full', a pattern of module names, a list of them, or a dict from pattern to 'full' or 'selective'."
-            )
+        from weft.strategy.activation_checkpointing import refuse_wrong_kind
+
+        refuse_wrong_kind(owner, self.activation_checkpointing)
         if self.activation_offload and self.activation_checkpointing == "none":
             raise ValueError(
                 f"{owner} got activation_offload=True without checkpoints, whose inputs are what is offloaded; "

@@ -21,7 +21,13 @@ from weft._plugin.batch_check import BatchCheck
 from weft._plugin.launcher import guarded
 from weft._plugin.process_group import group_made_here, refuse_other_world_size
 from weft._plugin.process_guard import guard
-from weft._plugin.replicas import has_meta_tensors, seed_workers_by_data_rank, share_random_state, share_values
+from weft._plugin.replicas import (
+    has_meta_tensors,
+    seed_workers_by_data_rank,
+    share_random_state,
+    share_values,
+    whole_bytes,
+)
 from weft._plugin.settings import PlanSettings, resolve_sizes
 
 if TYPE_CHECKING:
@@ -34,6 +40,7 @@ if TYPE_CHECKING:
 
 TENSOR_AXIS = "tensor_parallel"
 DATA_AXIS = "data_parallel"
+_LARGE_BYTES = 10**6
 
 # (default group, device type, sizes) -> mesh. What one run made DTensors of must be the mesh of the next, and each
 # new mesh would make process groups that nothing destroys.
@@ -44,6 +51,7 @@ class StrategyMixin:
     """Goes before a ModelParallelStrategy of Lightning or Fabric. `weft._plugin.factory` sets `fabric_module`."""
 
     fabric_module: str  # the name of the namespace's Fabric package
+    _DEFERRED_PLACE: str  # where users build models without values
 
     def _init_weft(self, settings: PlanSettings) -> None:
         from weft.strategy import Plan
@@ -217,9 +225,20 @@ class StrategyMixin:
         self._share_values(module)
         waiting = has_meta_tensors(module)
         if self._plan is not None:
+            self._advise_on_building(module)
             parallelize(module, self.device_mesh, self._plan)
         self._checkpoint_activations(module)
         return waiting
+
+    def _advise_on_building(self, module: torch.nn.Module) -> None:
+        """Say so where every rank has built a whole model, of which it keeps a shard."""
+        num_bytes = whole_bytes(module)
+        is_worth_a_word = num_bytes >= _LARGE_BYTES
+        if is_worth_a_word and self.tensor_parallel_group.size() > 1 and self._empty_init:
+            self._log(
+                f"weft got a model that was built whole, {num_bytes / 1e9:.3f} GB on every rank: build it in "
+                f"{self._DEFERRED_PLACE}, and each rank makes its shards only."
+            )
 
     def _checkpoint_activations(self, module: torch.nn.Module) -> None:
         from weft.strategy import checkpoint_activations

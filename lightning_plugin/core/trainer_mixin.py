@@ -56,6 +56,8 @@ class TrainerMixin(StrategyMixin):
         ValueError, TypeError: an argument that no number of devices could make work.
     """
 
+    _DEFERRED_PLACE = "configure_model"
+
     def __init__(
         self,
         data_parallel_size: Any = "auto",
@@ -203,7 +205,7 @@ class TrainerMixin(StrategyMixin):
         if args:
             self._batch_check.check(stage, args[0], self.tensor_parallel_group, self.root_device)
         if self._watch is not None:
-            self._watch.forward_begins()
+            self._watch.forward_begins(args)
         if self._plan is None:
             return step(*args, **kwargs)
         from weft.strategy import local_parameters

@@ -9,6 +9,7 @@ themselves on `import weft.lightning`.
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,7 @@ __all__ = [
     "strategy",
 ]
 
-_MODULES = frozenset({"collectives", "memory", "nn", "ops"})
+_MODULES = ("collectives", "memory", "nn", "ops")
 _FROM_STRATEGY = frozenset({"Plan", "export_local", "parallelize"})
 
 
@@ -60,8 +61,13 @@ def _load() -> None:
 
 def _is_command() -> bool:
     """Whether this is `python -m weft`, which estimates before anything runs, and so does without torch."""
-    arguments = sys.orig_argv
-    return sys.argv[:1] == ["-m"] and arguments[arguments.index("-m") + 1 :][:1] == ["weft"]
+    if sys.argv[:1] != ["-m"]:  # what stands there while Python looks for the module of -m
+        return False
+    for position, argument in enumerate(sys.orig_argv):
+        found = re.fullmatch(r"-[bBdEiIOPqRsSuvx]*m(.*)", argument)  # -m weft, -mweft, -um weft
+        if found:
+            return [found[1] or "".join(sys.orig_argv[position + 1 : position + 2])] == ["weft"]
+    return False
 
 
 if not _is_command():

@@ -31,8 +31,9 @@ constexpr Names<OptimizerKind, 5> kOptimizers = {
      {"Adam", OptimizerKind::kAdam},
      {"AdamW", OptimizerKind::kAdamW},
      {"Adagrad", OptimizerKind::kAdagrad}}};
-constexpr Names<Checkpointing, 2> kCheckpointing = {
-    {{"none", Checkpointing::kNone}, {"full", Checkpointing::kFull}}};
+constexpr Names<Checkpointing, 3> kCheckpointing = {{{"none", Checkpointing::kNone},
+                                                     {"selective", Checkpointing::kSelective},
+                                                     {"full", Checkpointing::kFull}}};
 
 template <typename Value, std::size_t kSize>
 Value value_of(std::string_view what, const std::string& name, const Names<Value, kSize>& names) {

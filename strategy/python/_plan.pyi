@@ -134,8 +134,8 @@ class TrainingSpec:
 
     `plan` None: "auto". A batch of `sequences` times `tokens` goes to each data-parallel rank. `precision`: "32-true",
     "bf16-true", "16-true", "bf16-mixed", "16-mixed". `optimizer`: "SGD", "SGD with momentum", "Adam", "AdamW",
-    "Adagrad". `activation_checkpointing`: "none", "full". The other options are the strategies'. ValueError: an unknown
-    name.
+    "Adagrad". `activation_checkpointing`: "none", "selective", "full". The other options are the strategies'.
+    ValueError: an unknown name.
     """
 
     def __init__(

@@ -41,16 +41,19 @@ def checkpoint_activations(model: nn.Module, what: What = FULL, *, offload: bool
             Sequentials, of modules of one class that have modules inside); or a pattern of module names, as in a plan,
             or several, for a full checkpoint of each match; or a dict from pattern to "full" or "selective"; or
             "none". A full checkpoint keeps a module's inputs; a selective one the results of its matrix products,
-            attention and communication as well, so that neither is repeated.
-        offload: keep what the checkpoints keep of inputs in pinned CPU memory until the backward.
+            attention and communication as well, so that neither is repeated (nothing may change those in place).
+        offload: keep the tensors among a module's positional arguments in pinned CPU memory until the backward.
 
     Returns:
         The names of what is checkpointed.
 
     Raises:
         ValueError: no blocks were found, a pattern that matches nothing, a layer inside a fused MLP, a module that has
-            another checkpoint already. Nothing has been changed then.
+            another checkpoint already, a selective checkpoint of an MLP whose rule says recompute. Nothing has been
+            changed then.
+        TypeError: `what` is none of these.
     """
+    refuse_wrong_kind("checkpoint_activations", what)
     modes = _modes(model, what)
     modules = {name: model.get_submodule(name) for name in modes}
     for name, mode in modes.items():
@@ -105,11 +108,31 @@ def _blocks(model: nn.Module) -> list[str]:
         is_list = isinstance(module, nn.ModuleList)
         is_numbered = isinstance(module, nn.ModuleDict) and all(key.isdigit() for key in module)
         entries = list(module.named_children()) if is_list or is_numbered or isinstance(module, nn.Sequential) else []
-        alike = len({original_class(entry) for _, entry in entries}) == 1
+        alike = len({_own_class(entry) for _, entry in entries}) == 1
         if alike and len(entries) >= (2 if isinstance(module, nn.Sequential) else 1):
             prefix = f"{name}." if name else ""
-            found += [prefix + key for key, entry in entries if any(True for _ in entry.children())]
+            found += [prefix + key for key, entry in entries if _is_block(entry)]
     return found
+
+
+def _is_block(entry: nn.Module) -> bool:
+    return type(entry).forward is not nn.Module.forward and any(True for _ in entry.children())
+
+
+def _own_class(module: nn.Module) -> type[nn.Module]:
+    cls = original_class(module)
+    return cls.__mro__[2] if issubclass(cls, CheckpointedModule) else cls
+
+
+def refuse_wrong_kind(owner: str, what: object) -> None:
+    """TypeError for what chooses no modules to checkpoint, whatever the model."""
+    is_text = isinstance(what, str)
+    is_patterns = isinstance(what, (list, tuple, Mapping)) and what and all(isinstance(each, str) for each in what)
+    if not is_text and not is_patterns:
+        raise TypeError(
+            f"{owner} got {what!r} for what to checkpoint; pass 'none', 'selective', 'full', a pattern of module "
+            "names, a list of them, or a dict from pattern to 'full' or 'selective'."
+        )
 
 
 def _refuse(name: str, module: nn.Module, mode: str, offload: bool) -> None:
@@ -130,6 +153,12 @@ def _refuse(name: str, module: nn.Module, mode: str, offload: bool) -> None:
             f"checkpoint_activations: {shown} is a {type(module).__name__}, which has no forward of its own to run "
             "again; name the modules inside it."
         )
+    recomputing = next((n for n, m in module.named_modules() if (s := state_of(m)) is not None and s.recompute), None)
+    if mode == SELECTIVE and recomputing is not None:
+        raise ValueError(
+            f"checkpoint_activations: the rule of '{recomputing}' in {shown} says recompute, and a selective "
+            "checkpoint would keep what it lets go of; leave out one of the two, or take a full checkpoint."
+        )
     if "forward" in module.__dict__:
         raise ValueError(
             f"checkpoint_activations: the forward of {shown} was replaced on the instance; name the modules inside it."
@@ -148,12 +177,15 @@ def _checkpointed_class(cls: type[nn.Module], mode: str, offload: bool) -> type[
     # torch.compile knows no context_fn that does nothing
     options = {"context_fn": _selective_contexts} if mode == SELECTIVE else {}
 
+    def run(self: nn.Module, kwargs: dict[str, Any], *args: Any) -> Any:  # the names are not torch's to take
+        return own_forward(self, *args, **kwargs)
+
     @functools.wraps(own_forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return own_forward(self, *args, **kwargs)
         with torch.autograd.graph.save_on_cpu(pin_memory=True) if offload else contextlib.nullcontext():
-            return torch_checkpoint.checkpoint(own_forward, self, *args, use_reentrant=False, **options, **kwargs)
+            return torch_checkpoint.checkpoint(run, self, kwargs, *args, use_reentrant=False, **options)
 
     namespace = {"__module__": cls.__module__, "forward": forward, "checkpoint_mode": (mode, offload)}
     return type(cls.__name__, (CheckpointedModule, cls), namespace)

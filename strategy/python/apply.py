@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from weft.strategy._plan import shard_range
+from weft.strategy.activation_checkpointing import CheckpointedModule
 from weft.strategy.assignments import Assignment, Assignments, join
 from weft.strategy.deferred import check_written, materialize
 from weft.strategy.linears import is_conv1d, shard_dims
@@ -53,13 +54,15 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Rules | Plan) -> nn.Mo
     _check_modules(model)
     check_written(model)
     others = {id(m) for m in model.modules() if any(isinstance(p, DTensor) for p in m.parameters(recurse=False))}
-    _replace_parameters(model, tp_mesh, dims)
+    whole = _replace_parameters(model, tp_mesh, dims)
     materialize(model)
     _take_roles(model, tp_mesh, assignments, others)
     for (module_name, attribute), count in assignments.heads.items():
         setattr(model.get_submodule(module_name), attribute, count)
     notes = [*assignments.notes]
     notes += [f"{join(name, attribute)} = {n} on this rank" for (name, attribute), n in assignments.heads.items()]
+    if whole:
+        notes.append(f"whole on every rank until they were cut, as their values cannot be drawn in parts: {whole}")
     set_state(model, dataclasses.replace(state_of(model), plan_key=key, plan_notes=tuple(notes)))
     plan._report = report(model)
     return model
@@ -107,6 +110,11 @@ def _check_modules(model: nn.Module) -> None:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for module_name, module in model.named_modules():
         own = [p for p in module._parameters.values() if p is not None]
+        if isinstance(module, CheckpointedModule):
+            raise ValueError(
+                f"parallelize: '{module_name}' is checkpointed already, which its new forward would not be; call "
+                "checkpoint_activations after parallelize."
+            )
         shown = f"'{module_name}'" if module_name else "the model itself"
         if own and isinstance(module, torch.jit.ScriptModule):
             raise ValueError(f"parallelize: {shown} is a ScriptModule; parallelize the module before scripting it.")
@@ -140,18 +148,25 @@ def _held_parameters(attribute: str, value: object) -> Iterable[nn.Parameter]:
     return (item for item in items if isinstance(item, nn.Parameter))
 
 
-def _replace_parameters(model: nn.Module, mesh: DeviceMesh, dims: dict[int, int | None]) -> None:
-    """One parameter at a time, so that each full one is freed before the next shard is made."""
-    owners: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
+def _replace_parameters(model: nn.Module, mesh: DeviceMesh, dims: dict[int, int | None]) -> str:
+    """One parameter at a time, so that each full one is freed before the next shard is made.
+
+    Returns:
+        The names of those that had no values and were whole for a moment, of many the first and the last.
+    """
+    owners: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    for module_name, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) in dims:
-                owners.setdefault(id(parameter), []).append((module, name))
+                owners.setdefault(id(parameter), []).append((module_name, module, name))
+    were_whole: list[str] = []
     for parameter_id, places in owners.items():
-        module, name = places[0]
-        new = to_dtensor(module._parameters[name], mesh, dims[parameter_id])
-        for module, name in places:
+        module_name, module, name = places[0]
+        new, was_whole = to_dtensor(module._parameters[name], mesh, dims[parameter_id])
+        were_whole += [join(module_name, name)] if was_whole else []
+        for _, module, name in places:
             module._parameters[name] = new
+    return ", ".join(were_whole if len(were_whole) <= 6 else [*were_whole[:4], "...", were_whole[-1]])
 
 
 def _take_roles(model: nn.Module, mesh: DeviceMesh, assignments: Assignments, others: set[int]) -> None:

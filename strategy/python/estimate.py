@@ -6,13 +6,12 @@ The arithmetic is the C++ memory model (weft/strategy/memory_model.h).
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from weft.strategy import _plan
-from weft.strategy.plan_text import from_mapping, from_text
+from weft.strategy.plan_text import from_mapping, load
 
 _GB = 1e9
 _KEYS = {
@@ -113,14 +112,19 @@ def estimate_file(path: str | Path) -> Estimate:
         ValueError: the file's content is not such a configuration.
         OSError: there is no such file.
     """
-    import yaml
-
     path = Path(path)
+    return estimate(*read_config(_load(path), path.parent))
+
+
+def _load(path: Path) -> Any:
+    return load(_read(path), f"file {path}", owner="estimate", key="key", advice="write 'model: ...' and 'mesh: ...'")
+
+
+def _read(path: Path) -> str:
     try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is no YAML ({' '.join(str(error).split())}).") from error
-    return estimate(*read_config(config, path.parent))
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8 ({error}).") from error
 
 
 def read_config(config: Any, folder: Path) -> tuple[_plan.TrainingSpec, _plan.Mesh]:
@@ -130,12 +134,12 @@ def read_config(config: Any, folder: Path) -> tuple[_plan.TrainingSpec, _plan.Me
         raise ValueError(f"the configuration has {given}; give 'model' and 'mesh', and of the others {_others()}.")
     mesh = _mesh(config["mesh"])
     options = {key: value for key, value in config.items() if key not in ("model", "mesh", "plan", "batch")}
-    plan = config.get("plan", "auto")
+    plan = _plan_of(config.get("plan", "auto"), folder)
     try:
         spec = _plan.TrainingSpec(
             _model(config["model"], folder),
             mesh,
-            plan=None if plan == "auto" else from_mapping(plan) if isinstance(plan, Mapping) else from_text(str(plan)),
+            plan=plan,
             **_sizes("batch", config.get("batch", {}), ("sequences", "tokens")),
             **options,
         )
@@ -144,6 +148,16 @@ def read_config(config: Any, folder: Path) -> tuple[_plan.TrainingSpec, _plan.Me
             f"the options {options!r} are not all of the right kind: names are text, switches true or false."
         ) from error
     return spec, mesh
+
+
+def _plan_of(value: Any, folder: Path) -> _plan.Plan | None:
+    if value == "auto":
+        return None
+    if isinstance(value, str):
+        value = load(_read(folder / value), f"file {value}")
+    if not isinstance(value, Mapping):
+        raise ValueError(f"'plan' is {value!r}; give auto, a mapping from pattern to style, or the path of one.")
+    return from_mapping(value)
 
 
 def _others() -> str:
@@ -165,7 +179,7 @@ def _sizes(what: str, value: Any, names: tuple[str, ...]) -> dict[str, int]:
 
 def _model(value: Any, folder: Path) -> _plan.FeedForwardModel | _plan.DecoderModel:
     if isinstance(value, str):
-        value = json.loads((folder / value).read_text(encoding="utf-8"))
+        value = _load(folder / value)  # JSON is YAML
     if isinstance(value, Mapping) and set(value) == {"feed_forward"}:
         sizes = value["feed_forward"]
         try:
@@ -186,20 +200,24 @@ def _decoder(config: Mapping[str, Any]) -> _plan.DecoderModel:
     model_type = config.get("model_type", "llama")
     if model_type not in _HF_TYPES:
         raise ValueError(f"model_type is {model_type!r}, and there are predictions for {', '.join(_HF_TYPES)} only.")
-    try:
-        heads = config["num_attention_heads"]
-        return _plan.DecoderModel(
-            dim=config["hidden_size"],
-            hidden_dim=config["intermediate_size"],
-            num_layers=config["num_hidden_layers"],
-            num_heads=heads,
-            num_kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            vocab_size=config["vocab_size"],
-            attention_bias=bool(config.get("attention_bias", model_type == "qwen2")),
-            tied=bool(config.get("tie_word_embeddings", False)),
-        )
-    except KeyError as error:
-        raise ValueError(f"the model's configuration has no {error}; give it.") from error
-    except TypeError as error:
-        raise ValueError(f"the model's configuration has a size that is no whole number: {dict(config)!r}.") from error
+    if config.get("mlp_bias") or (model_type == "llama" and config.get("attention_bias")):
+        raise ValueError("the model's configuration has mlp_bias or attention_bias, for which there is no prediction.")
+
+    def size(name: str, default: int | None = None) -> int:
+        value = config.get(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"the model's configuration has {name} = {value!r}; give a whole number from 1.")
+        return value
+
+    heads = size("num_attention_heads")
+    return _plan.DecoderModel(
+        dim=size("hidden_size"),
+        hidden_dim=size("intermediate_size"),
+        num_layers=size("num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=size("num_key_value_heads", heads),
+        head_dim=size("head_dim", size("hidden_size") // heads),
+        vocab_size=size("vocab_size"),
+        attention_bias=model_type == "qwen2",
+        tied=bool(config.get("tie_word_embeddings", False)),
+    )

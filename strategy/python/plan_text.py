@@ -9,11 +9,15 @@ from typing import Any
 from weft.strategy import _plan
 
 Style = str | Mapping[str, str | bool]
+_ADVICE = "write one 'pattern: style' a line, or pass 'auto'"
 _OPTION_TYPES = {"heads": (str, type(None)), "recompute": bool}
 
 
-def load(text: str, what: str) -> Any:
-    """The value of a YAML or JSON text; ValueError, naming `what` it is, for one that is neither, or empty."""
+def load(text: str, what: str, *, owner: str = "plan", key: str = "pattern", advice: str = _ADVICE) -> Any:
+    """The value of a YAML or JSON text; ValueError, naming `what` it is, for one that is neither, or is empty.
+
+    So are keys that come twice, of which YAML's own loader silently keeps the last value.
+    """
     import yaml  # JSON is YAML
 
     class Loader(yaml.SafeLoader):
@@ -23,16 +27,16 @@ def load(text: str, what: str) -> Any:
             keys = [self.construct_object(key, deep=True) for key, _ in node.value]
             twice = next((key for idx, key in enumerate(keys) if key in keys[:idx]), None)
             if twice is not None:
-                raise ValueError(f"plan: the {what} gives the pattern '{twice}' twice; keep one of them.")
+                raise ValueError(f"{owner}: the {what} gives the {key} '{twice}' twice; keep one of them.")
             return super().construct_mapping(node, deep)
 
     try:
         rules = yaml.load(text, Loader)  # a SafeLoader
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"plan: the {what} is no YAML ({reason}); write one 'pattern: style' a line.") from error
+        raise ValueError(f"{owner}: the {what} is no YAML ({reason}); {advice}.") from error
     if rules is None:
-        raise ValueError(f"plan: the {what} is empty; write one 'pattern: style' a line, or pass 'auto'.")
+        raise ValueError(f"{owner}: the {what} is empty; {advice}.")
     return rules
 
 

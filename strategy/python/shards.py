@@ -44,33 +44,39 @@ def group_name_of(mesh: DeviceMesh) -> str:
     return "" if mesh.size() == 1 else mesh.get_group().group_name
 
 
-def _cut(tensor: Tensor, mesh: DeviceMesh, dim: int | None) -> DTensor:
-    """This rank's part of `tensor` along `dim` (None: all of it), in storage of its own."""
+def _cut(tensor: Tensor, mesh: DeviceMesh, dim: int | None) -> tuple[DTensor, bool]:
+    """This rank's part of `tensor` along `dim` (None: all of it), in storage of its own.
+
+    And whether a tensor without values had to be made whole for it.
+    """
     num_ranks = mesh.size()
     is_cut = dim is not None and num_ranks > 1
+    is_drawn_in_parts = True
     local = whole_of(tensor) if is_deferred(tensor) and not is_cut else tensor.detach()
     if is_cut:
         start, length = shard_range(tensor.shape[dim], num_ranks, mesh.get_local_rank())
         if is_deferred(tensor):
-            local, _ = shard_of(tensor, dim, start, length)
+            local, is_drawn_in_parts = shard_of(tensor, dim, start, length)
         else:
             local = local.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
         stride = torch.empty(tensor.shape, device="meta").stride()
     else:
         stride = tensor.stride()
     placement = Replicate() if dim is None else Shard(dim)
-    return DTensor.from_local(local, mesh, [placement], run_check=False, shape=tensor.shape, stride=stride)
+    part = DTensor.from_local(local, mesh, [placement], run_check=False, shape=tensor.shape, stride=stride)
+    return part, not is_drawn_in_parts
 
 
-def to_dtensor(parameter: nn.Parameter, mesh: DeviceMesh, dim: int | None) -> nn.Parameter:
+def to_dtensor(parameter: nn.Parameter, mesh: DeviceMesh, dim: int | None) -> tuple[nn.Parameter, bool]:
     """A Parameter holding the DTensor of a plain one: sharded along `dim`, or replicated when that is None.
 
     Shards follow torch.chunk (later ones smaller or empty). The class attributes, requires_grad and the gradient are
-    taken over; meta stays meta.
+    taken over; meta stays meta. The second result: whether a parameter without values was whole for a moment.
     """
     with torch.no_grad():
-        result = nn.Parameter(_cut(parameter, mesh, dim), requires_grad=parameter.requires_grad)
+        part, was_whole = _cut(parameter, mesh, dim)
+        result = nn.Parameter(part, requires_grad=parameter.requires_grad)
         if parameter.grad is not None:
-            result.grad = _cut(parameter.grad, mesh, dim)
+            result.grad, _ = _cut(parameter.grad, mesh, dim)
     result.__dict__.update(attributes_of(parameter))
-    return result
+    return result, was_whole

@@ -74,6 +74,21 @@ def test_a_rank_among_pretended_ones_allocates_what_it_would_among_real_ones() -
         assert {**alone, "communication": golden["communication"]} == {name: golden[name] for name in alone}
 
 
+RESIDENT = """
+import memory
+row = memory.row_of("feed_forward", "weft", False, 2, resident=True)
+print(row["peak_bytes"], row["resident_bytes"])
+"""
+
+
+def test_linux_sees_what_is_counted() -> None:
+    """The growth of the resident peak, of the documented model on 2 ranks: what is not counted is below 5 %."""
+    result = run_process([sys.executable, "-c", RESIDENT], env=ENVIRONMENT, timeout=200)
+    assert result.returncode == 0, result.stderr
+    counted, resident = map(int, result.stdout.splitlines()[-1].split())
+    assert counted <= resident <= 1.05 * counted
+
+
 DIFFERENCES = """
 from memory_gate import differences
 golden = {"a": {"peak": 10, "other": 1}, "gone": {"peak": 5}}

@@ -128,10 +128,31 @@ def test_optimizers_are_fused_unless_kept(rank: int, world_size: int, tmp_path: 
         trainer(world_size, strategy, tmp_path).fit(model, _batches())
         [group] = strategy.optimizers[0].param_groups
         assert bool(group.get("fused")) == (fused_optimizers and not keeps)
-    assert said == [
+    assert [text for text in said if "built whole" not in text] == [
         "weft has AdamW use its fused kernels, without temporaries; fused_optimizers=False keeps it.",
         "weft leaves RMSprop as it is: RMSprop has no fused variant.",
     ]
+
+
+@on_ranks(2)
+def test_a_model_built_whole_is_cut_one_by_one_and_the_log_says_so(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Start-up holds the whole model and one more shard at most; the hint names the bytes and the remedy."""
+    on_warm_rank(rank, world_size)
+    said: list[str] = []
+    with counted() as count:
+        model = Model()
+        strategy = WeftModelParallelStrategy(plan="auto")
+        strategy._log = said.append
+        strategy._watch_memory = lambda *_: said.append(f"{count.peak()} {count.now()}")
+        trainer(world_size, strategy, tmp_path).fit(model, _batches())
+    peak, now = map(int, next(text for text in said if text[0].isdigit()).split())
+    data = 4 * BATCH * DIM * 4
+    assert now <= WEIGHTS // 2 + data + 1024
+    assert WEIGHTS < peak <= WEIGHTS + WEIGHTS // 3 // 2 + data + 1024
+    assert said[0] == (
+        "weft got a model that was built whole, 0.005 GB on every rank: build it in configure_model, and each rank "
+        "makes its shards only."
+    )
 
 
 class _Configured(Model):

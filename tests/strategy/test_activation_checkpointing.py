@@ -164,6 +164,46 @@ def test_blocks_are_found(make, names: list[str]) -> None:
     assert checkpoint_activations(make()) == names
 
 
+def test_a_module_keeps_its_own_keywords() -> None:
+    class Named(nn.Linear):
+        def forward(self, x: Tensor, *, debug: bool = False, function: float = 1.0, context_fn: float = 1.0) -> Tensor:
+            return super().forward(x) * (2.0 if debug else 1.0) * function * context_fn
+
+    for mode in ("full", "selective"):
+        model = nn.ModuleList([Named(2, 2)])
+        expected = model[0](torch.ones(1, 2), debug=True, function=3.0, context_fn=5.0)
+        checkpoint_activations(model, {"0": mode})
+        assert torch.equal(model[0](torch.ones(1, 2), debug=True, function=3.0, context_fn=5.0), expected)
+
+
+def test_blocks_in_lists_of_lists_and_after_a_pattern() -> None:
+    block = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    model = nn.ModuleList([nn.ModuleList([copy.deepcopy(block), block])])
+    checkpoint_activations(model, "0.0")
+    assert checkpoint_activations(model, "full") == ["0.0", "0.1"]
+
+
+@pytest.mark.parametrize("what", [None, [], {}, [1], 3])
+def test_what_is_of_no_kind_is_refused(what: object) -> None:
+    with pytest.raises(TypeError, match="for what to checkpoint; pass 'none'"):
+        checkpoint_activations(nn.Linear(2, 2), what)
+
+
+@on_ranks(2)
+def test_recompute_and_order(world_size: int) -> None:
+    mesh = tensor_parallel(world_size)
+    plan = {"layers.*.feed_forward": {"style": "column_row_mlp", "recompute": True}}
+    model = weft.parallelize(Llama(LlamaArgs()), mesh, plan)
+    with pytest.raises(ValueError, match=r"'feed_forward' in 'layers\.0' says recompute"):
+        checkpoint_activations(model, "selective")
+    assert checkpoint_activations(model, "full") == ["layers.0", "layers.1"]
+
+    model = Llama(LlamaArgs())
+    checkpoint_activations(model, "layers.*.feed_forward")
+    with pytest.raises(ValueError, match=r"'layers\.0\.feed_forward' is checkpointed already"):
+        weft.parallelize(model, mesh, plan)
+
+
 REFUSED = {
     "no blocks": ("full", "finds no repeated blocks in a Sequential.*pass patterns"),
     "no match": ("layers.*", "pattern 'layers.*' matches no module; pass 'full'.*such as '0', '1'"),

@@ -237,6 +237,20 @@ def test_layers_that_were_distributed_by_other_means(rank: int, world_size: int)
     assert torch.equal(model["stock"](x), expected["stock"](x))
 
 
+@on_ranks(2)
+def test_the_report_names_what_was_whole_for_a_moment(world_size: int) -> None:
+    mesh = torch.distributed.init_device_mesh("cpu", (world_size,))
+    with deferred_init(0):
+        model = nn.ModuleDict({name: nn.Linear(40, 60) for name in ("drawn", "cut_off", "turned")})
+        nn.init.trunc_normal_(model["cut_off"].weight)
+        nn.init.orthogonal_(model["turned"].weight)
+    weft.parallelize(model, mesh, {"*": "column"})
+    assert weft.strategy.report(model).notes == (
+        "whole on every rank until they were cut, as their values cannot be drawn in parts: cut_off.weight, "
+        "turned.weight",
+    )
+
+
 @on_ranks(1)
 def test_what_is_refused(rank: int) -> None:
     mesh = torch.distributed.init_device_mesh("cpu", (1,))

@@ -93,9 +93,13 @@ def test_a_plan_and_options_change_what_is_expected(tmp_path: Path) -> None:
         ({"model": LLAMA_70B, "mesh": {}, "optimizer": "Lion"}, "got optimizer 'Lion'; use one of 'SGD'"),
         ({"model": LLAMA_70B, "mesh": {}, "fused_optimizers": "often"}, "are not all of the right kind"),
         ({"model": LLAMA_70B, "mesh": {}, "plan": {"x": "row"}}, "pattern 'x' matches no module"),
-        ({"model": {"hidden_size": 8}, "mesh": {}}, "the model's configuration has no 'num_attention_heads'"),
+        ({"model": {"hidden_size": 8}, "mesh": {}}, "the model's configuration has num_attention_heads = None"),
         ({"model": {**LLAMA_70B, "model_type": "gpt2"}, "mesh": {}}, "model_type is 'gpt2'"),
-        ({"model": {**LLAMA_70B, "vocab_size": "x"}, "mesh": {}}, "has a size that is no whole number"),
+        ({"model": {**LLAMA_70B, "vocab_size": "x"}, "mesh": {}}, "has vocab_size = 'x'; give a whole number from 1"),
+        ({"model": {**LLAMA_70B, "num_attention_heads": 0}, "mesh": {}}, "has num_attention_heads = 0"),
+        ({"model": {**LLAMA_70B, "mlp_bias": True}, "mesh": {}}, "mlp_bias or attention_bias"),
+        ({"model": LLAMA_70B, "mesh": {}, "plan": None}, "'plan' is None; give auto"),
+        ({"model": LLAMA_70B, "mesh": {}, "batch": {"tokens": 2**40}}, "give a number from 1 to 4194304"),
         ({"model": {"feed_forward": {"dim": 3}}, "mesh": {}}, "'feed_forward' is {'dim': 3}; give dim and hidden_dim"),
         ({"model": 3, "mesh": {}}, "'model' is 3; give the path"),
     ],
@@ -104,6 +108,23 @@ def test_refusals(tmp_path: Path, config: dict[str, Any], sentence: str) -> None
     with pytest.raises(ValueError) as caught:
         estimate_file(_write(tmp_path, **config))
     assert sentence in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_paths_are_relative_to_the_configuration(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
+    (tmp_path / "plan.yaml").write_text("model.layers.*.mlp: column_row_mlp\n")
+    whole = estimate_file(_write(tmp_path, model="config.json", mesh="tensor_parallel=2", plan="plan.yaml"))
+    assert whole.num_parameters == 70_553_706_496
+    (tmp_path / "plan.yaml").write_text("a: row\na: column\n")
+    with pytest.raises(ValueError, match=r"the file plan\.yaml gives the pattern 'a' twice"):
+        estimate_file(tmp_path / "training.yaml")
+
+
+@pytest.mark.parametrize("flags", [["-mweft"], ["-um", "weft"], ["-B", "-m", "weft"]])
+def test_every_way_to_start_the_command(flags: list[str]) -> None:
+    result = run_process([sys.executable, "-X", "importtime", *flags, "--help"], timeout=100)
+    assert result.returncode == 0 and "usage: python -m weft" in result.stdout
+    assert "torch" not in result.stderr
 
 
 def test_the_command_refuses_in_a_sentence(tmp_path: Path) -> None:

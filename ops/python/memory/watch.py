@@ -17,9 +17,10 @@ class Watch:
 
     def __init__(self, model: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> None:
         self._mark = 0
+        self._own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         self._num_states: dict[torch.optim.Optimizer, int] = {}
         self._handles: list[RemovableHandle] = [
-            model.register_forward_pre_hook(self._before_forward),
+            model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             model.register_forward_hook(self._after_forward),
         ]
         tag(model.parameters(), "parameters")
@@ -44,8 +45,14 @@ class Watch:
             handle.remove()
         self._handles.clear()
 
-    def forward_begins(self) -> None:
-        """Begin the phase "forward", or "inference" where no gradients are recorded."""
+    def forward_begins(self, inputs: Any = ()) -> None:
+        """Begin the phase "forward", or "inference" where no gradients are recorded.
+
+        The tensors in `inputs`, a batch of lists, tuples and dicts, are what the first layers keep for the backward.
+        """
+        if torch.is_grad_enabled():
+            tensors = (each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor))
+            tag((each for each in tensors if id(each) not in self._own), "saved_activations")
         begin_phase("forward" if torch.is_grad_enabled() else "inference", "scratch")
         self._mark = _memory.mark()
 
@@ -59,8 +66,8 @@ class Watch:
         begin_phase("backward", "scratch")
         self._mark = _memory.mark()
 
-    def _before_forward(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        self.forward_begins()
+    def _before_forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.forward_begins((args, kwargs))
 
     def _after_forward(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not torch.is_grad_enabled():
@@ -94,8 +101,8 @@ def _after_accumulation(parameter: torch.Tensor) -> None:
 def watch(model: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> Watch:
     """Have the memory of `model` and `optimizers` tagged, and the timeline show its forwards, backwards and steps.
 
-    Parameters and buffers are "parameters"; what a forward leaves alive is "saved_activations"; gradients are
-    tagged as they are accumulated and optimizer states after the step that makes them. What else operators and
+    Parameters and buffers are "parameters"; what a forward is given and leaves alive is "saved_activations"; gradients
+    are tagged as they are accumulated and optimizer states after the step that makes them. What else operators and
     optimizers allocate is "scratch", and what is allocated between the steps "other".
 
     Returns a handle whose `remove()` takes the hooks away. Call it once the parameters are where they stay:

@@ -15,20 +15,28 @@ Mlp::Mlp(Machine& machine, std::vector<std::string> layers)
       layers_(std::move(layers)),
       is_gated_(layers_.size() == 3),
       recompute_(machine.style(layers_.front()).recompute),
+      is_fused_(machine.style(layers_.front()).is_fused),
+      is_summed_(machine.style(layers_.back()).style == Style::kRow),
       dim_(machine.weight_dim(layers_.front(), 1)),
       hidden_(machine.weight_dim(layers_.front(), 0)) {}
 
 Buffer Mlp::forward(int64_t rows, const Buffer& x) {
   const int64_t hidden = rows * hidden_;
   x_ = x;
-  Buffer gate = recompute_ ? machine_->scratch(hidden) : machine_->saved(hidden);
-  Buffer up;
-  if (is_gated_) {
-    up = recompute_ ? machine_->scratch(hidden) : machine_->saved(hidden);
+  const auto hidden_product = [&] {
+    return recompute_ ? machine_->scratch_product(hidden) : machine_->saved_product(hidden);
+  };
+  Buffer gate = hidden_product();
+  Buffer up = is_gated_ ? hidden_product() : Buffer();
+  Buffer product = is_fused_ ? machine_->scratch(hidden) : machine_->saved(hidden);
+  if (!is_fused_) {
+    activated_ = is_gated_ ? machine_->saved(hidden) : Buffer();
+    product_ = std::move(product);
   }
-  const Buffer product = machine_->scratch(hidden);
-  Buffer y = machine_->scratch(rows * dim_);
-  machine_->communicate(rows * dim_ * 4);
+  Buffer y = machine_->scratch_product(rows * dim_);
+  if (is_summed_) {
+    machine_->communicate(rows * dim_ * 4);
+  }
   if (!recompute_) {
     gate_ = std::move(gate);
     up_ = std::move(up);
@@ -37,6 +45,40 @@ Buffer Mlp::forward(int64_t rows, const Buffer& x) {
 }
 
 Buffer Mlp::backward(int64_t rows, const Buffer& grad_y, bool needs_input_grad) {
+  return is_fused_ ? fused_backward(rows, grad_y, needs_input_grad)
+                   : layered_backward(rows, grad_y, needs_input_grad);
+}
+
+// As torch's autograd goes through linear layers, an activation and a product.
+Buffer Mlp::layered_backward(int64_t rows, const Buffer& grad_y, bool needs_input_grad) {
+  const int64_t hidden = rows * hidden_;
+  Buffer grad_product = machine_->scratch(hidden);
+  {
+    const Buffer expanded = grad_y ? Buffer() : machine_->scratch(rows * dim_);
+    machine_->make_gradients(layers_.back());
+  }
+  product_.reset();
+  Buffer grad_up = is_gated_ ? machine_->scratch(hidden) : Buffer();
+  Buffer grad_activated = is_gated_ ? machine_->scratch(hidden) : std::move(grad_product);
+  grad_product.reset();
+  activated_.reset();
+  up_.reset();
+  Buffer grad_x = needs_input_grad ? machine_->scratch(rows * dim_) : Buffer();
+  if (is_gated_) {
+    machine_->make_gradients(layers_[1]);
+    grad_up.reset();
+  }
+  const Buffer grad_gate = machine_->scratch(hidden);
+  grad_activated.reset();
+  gate_.reset();
+  const Buffer own_grad_x =
+      needs_input_grad && is_gated_ ? machine_->scratch(rows * dim_) : Buffer();
+  machine_->make_gradients(layers_.front());
+  x_.reset();
+  return grad_x;
+}
+
+Buffer Mlp::fused_backward(int64_t rows, const Buffer& grad_y, bool needs_input_grad) {
   const int64_t hidden = rows * hidden_;
   if (recompute_) {
     gate_ = machine_->scratch(hidden);
@@ -75,9 +117,9 @@ RmsNorm::RmsNorm(Machine& machine, std::string name, int64_t dim)
 Buffer RmsNorm::forward(int64_t rows, const Buffer& x) {
   x_ = x;
   { const Buffer squares = machine_->scratch(rows * dim_); }
-  scale_ = machine_->saved(rows);
-  normed_ = machine_->saved(rows * dim_);
-  return machine_->saved(rows * dim_);
+  scale_ = machine_->saved_wide(rows);
+  normed_ = machine_->saved_wide(rows * dim_);
+  return machine_->saved_wide(rows * dim_);
 }
 
 Buffer RmsNorm::backward(int64_t rows, const Buffer& /*grad_y*/) {
@@ -102,11 +144,12 @@ Attention::Attention(Machine& machine, const std::string& name, const DecoderMod
       dim_(model.dim),
       query_dim_(machine.weight_dim(name + ".q_proj", 0)),
       kv_dim_(machine.weight_dim(name + ".k_proj", 0)),
+      is_summed_(machine.style(name + ".o_proj").style == Style::kRow),
       num_heads_(query_dim_ / model.head_dim) {}
 
 // x * cos + cat(-second, first) * sin
 Buffer Attention::rotated(int64_t num) {
-  const Buffer x = machine_->scratch(num);
+  const Buffer x = machine_->scratch_product(num);
   const Buffer by_cos = machine_->scratch(num);
   Buffer turned;
   {
@@ -122,11 +165,13 @@ Buffer Attention::forward(int64_t rows, const Buffer& x) {
   x_ = x;
   query_ = rotated(rows * query_dim_);
   key_ = rotated(rows * kv_dim_);
-  value_ = machine_->saved(rows * kv_dim_);
-  output_ = machine_->saved(rows * query_dim_);
-  sums_ = machine_->hold_bytes(MemoryCategory::kSavedActivations, rows * num_heads_ * 4);
-  Buffer y = machine_->scratch(rows * dim_);
-  machine_->communicate(rows * dim_ * 4);
+  value_ = machine_->saved_product(rows * kv_dim_);
+  output_ = machine_->saved_product(rows * query_dim_);
+  sums_ = machine_->product(MemoryCategory::kSavedActivations, rows * num_heads_ * 4);
+  Buffer y = machine_->scratch_product(rows * dim_);
+  if (is_summed_) {
+    machine_->communicate(rows * dim_ * 4);
+  }
   return y;
 }
 
@@ -170,27 +215,44 @@ Block::Parts::Parts(Machine& machine, const DecoderModel& model, const std::stri
       attention(machine, name + ".self_attn", model),
       mlp(machine, {name + ".mlp.gate_proj", name + ".mlp.up_proj", name + ".mlp.down_proj"}) {}
 
-Block::Block(Machine& machine, const DecoderModel& model, int64_t layer, bool is_checkpointed)
+Block::Block(Machine& machine,
+             const DecoderModel& model,
+             int64_t layer,
+             Checkpointing checkpointing)
     : machine_(&machine),
       dim_(model.dim),
-      is_checkpointed_(is_checkpointed),
+      checkpointing_(checkpointing),
       parts_(machine, model, "model.layers." + std::to_string(layer)),
       empty_(parts_) {}
 
-Buffer Block::run(int64_t rows, const Buffer& x) {
+Buffer Block::run(int64_t rows, const Buffer& x, bool is_kept) {
+  // What nothing keeps goes when the layer that made it is done.
+  const auto let_go = [&](auto& part, const auto& empty) {
+    if (!is_kept) {
+      part = empty;
+    }
+  };
   {
     const Buffer normed = parts_.attention_norm.forward(rows, x);
+    let_go(parts_.attention_norm, empty_.attention_norm);
     const Buffer mixed = parts_.attention.forward(rows, normed);
-    parts_.middle = machine_->saved(rows * dim_);
+    let_go(parts_.attention, empty_.attention);
+    parts_.middle = machine_->saved_wide(rows * dim_);
   }
   const Buffer normed = parts_.mlp_norm.forward(rows, parts_.middle);
+  let_go(parts_.mlp_norm, empty_.mlp_norm);
   const Buffer transformed = parts_.mlp.forward(rows, normed);
-  return machine_->saved(rows * dim_);
+  let_go(parts_.mlp, empty_.mlp);
+  return machine_->saved_wide(rows * dim_);
 }
 
 Buffer Block::forward(int64_t rows, const Buffer& x) {
-  Buffer y = run(rows, x);
-  if (is_checkpointed_) {
+  if (checkpointing_ == Checkpointing::kSelective) {
+    machine_->begin_recording(tape_);
+  }
+  Buffer y = run(rows, x, checkpointing_ == Checkpointing::kNone);
+  machine_->end_recording();
+  if (checkpointing_ != Checkpointing::kNone) {
     parts_ = empty_;
     x_ = x;
     random_state_ = machine_->hold_bytes(MemoryCategory::kSavedActivations, kRandomStateBytes);
@@ -199,9 +261,9 @@ Buffer Block::forward(int64_t rows, const Buffer& x) {
 }
 
 Buffer Block::backward(int64_t rows, const Buffer& grad_y) {
-  if (is_checkpointed_) {
-    machine_->begin_recomputation();
-    run(rows, x_);
+  if (checkpointing_ != Checkpointing::kNone) {
+    machine_->begin_recomputation(tape_);
+    run(rows, x_, true);
     machine_->end_recomputation();
   }
   Buffer grad_middle;

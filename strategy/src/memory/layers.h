@@ -24,13 +24,19 @@ class Mlp {
   Buffer backward(int64_t rows, const Buffer& grad_y, bool needs_input_grad);
 
  private:
+  Buffer fused_backward(int64_t rows, const Buffer& grad_y, bool needs_input_grad);
+  Buffer layered_backward(int64_t rows, const Buffer& grad_y, bool needs_input_grad);
+
   Machine* machine_;
   std::vector<std::string> layers_;
   bool is_gated_;
   bool recompute_;
+  bool is_fused_;
+  bool is_summed_;  // over the ranks
   int64_t dim_;
   int64_t hidden_;
   Buffer x_, gate_, up_;
+  Buffer activated_, product_;  // of layers by themselves
 };
 
 // x / rms(x) * weight, in the steps that torch takes on the CPU.
@@ -65,13 +71,14 @@ class Attention {
   int64_t dim_;
   int64_t query_dim_;
   int64_t kv_dim_;
+  bool is_summed_;  // over the ranks
   int64_t num_heads_;
   Buffer x_, query_, key_, value_, output_, sums_;
 };
 
 class Block {
  public:
-  Block(Machine& machine, const DecoderModel& model, int64_t layer, bool is_checkpointed);
+  Block(Machine& machine, const DecoderModel& model, int64_t layer, Checkpointing checkpointing);
 
   // `x` is kept; the result counts as saved.
   Buffer forward(int64_t rows, const Buffer& x);
@@ -88,14 +95,16 @@ class Block {
     Buffer middle;  // between attention and MLP
   };
 
-  Buffer run(int64_t rows, const Buffer& x);
+  // The forward; `is_kept`: with all that autograd saves.
+  Buffer run(int64_t rows, const Buffer& x, bool is_kept);
 
   Machine* machine_;
   int64_t dim_;
-  bool is_checkpointed_;
+  Checkpointing checkpointing_;
   Parts parts_;
   Parts empty_;  // as before any forward
   Buffer x_, random_state_;
+  Machine::Tape tape_;  // what a selective checkpoint keeps
 };
 
 }  // namespace weft::strategy::detail

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <utility>
 
 namespace weft::strategy::detail {
 
@@ -61,6 +62,7 @@ Machine::Machine(const TrainingSpec& spec, int64_t global_rank, Timeline& timeli
       tp_size_(axis_size(spec.mesh, "tensor_parallel")),
       dp_size_(axis_size(spec.mesh, "data_parallel")),
       activation_bytes_(spec.precision == Precision::k32True ? 4 : 2),
+      wide_bytes_(spec.precision == Precision::kHalfTrue ? 2 : 4),
       parameter_bytes_(spec.precision == Precision::kHalfTrue ? 2 : 4) {
   const int64_t tp_rank = coordinate(spec.mesh, "tensor_parallel", global_rank);
   int64_t num_units = 0;
@@ -70,6 +72,25 @@ Machine::Machine(const TrainingSpec& spec, int64_t global_rank, Timeline& timeli
     num_units = std::max(num_units, parameters_[i].unit + 1);
   }
   unsharded_.resize(static_cast<std::size_t>(num_units));
+}
+
+Buffer Machine::saved_wide(int64_t num) {
+  const bool is_scratch = replayed_ != nullptr;
+  return hold_bytes(is_scratch ? MemoryCategory::kScratch : MemoryCategory::kSavedActivations,
+                    num * wide_bytes_);
+}
+
+Buffer Machine::product(MemoryCategory category, int64_t num_bytes) {
+  if (replayed_ != nullptr && !replayed_->empty()) {
+    Buffer kept = std::move(replayed_->front());
+    replayed_->pop_front();
+    return kept;
+  }
+  if (recorded_ != nullptr) {
+    recorded_->push_back(hold_bytes(MemoryCategory::kSavedActivations, num_bytes));
+    return recorded_->back();
+  }
+  return hold_bytes(replayed_ != nullptr ? MemoryCategory::kScratch : category, num_bytes);
 }
 
 int64_t Machine::weight_dim(const std::string& module, std::size_t dim) const {
@@ -129,7 +150,9 @@ void Machine::initialize() {
     }
   }
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    held_[i].parameter = hold_bytes(MemoryCategory::kParameters, local_bytes(i));
+    const bool is_cut = dp_size_ > 1 || (tp_size_ > 1 && parameters_[i].shard_dim);
+    held_[i].parameter =
+        whole[i] && !is_cut ? whole[i] : hold_bytes(MemoryCategory::kParameters, local_bytes(i));
     whole[i].reset();
   }
 }

@@ -4,6 +4,7 @@
 #include "timeline.h"
 
 #include <cstdint>
+#include <deque>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -19,16 +20,34 @@ class Machine {
   // Activations of a half type have 2 bytes an element, others 4.
   Buffer saved(int64_t num) {
     return activation(
-        is_recomputing_ ? MemoryCategory::kScratch : MemoryCategory::kSavedActivations, num);
+        replayed_ != nullptr ? MemoryCategory::kScratch : MemoryCategory::kSavedActivations, num);
   }
   Buffer scratch(int64_t num) { return activation(MemoryCategory::kScratch, num); }
+  // Of what autocast leaves in float32: the stream between layers, norms and the loss.
+  Buffer saved_wide(int64_t num);
   Buffer hold_bytes(MemoryCategory category, int64_t num_bytes) {
     return timeline_.hold(category, num_bytes);
   }
 
-  // Between the two, what a forward saves is scratch of the backward.
-  void begin_recomputation() { is_recomputing_ = true; }
-  void end_recomputation() { is_recomputing_ = false; }
+  // The result of a matrix product, of attention or of communication, of `category` where there is
+  // no tape.
+  Buffer product(MemoryCategory category, int64_t num_bytes);
+  Buffer saved_product(int64_t num) {
+    return product(MemoryCategory::kSavedActivations, num * activation_bytes_);
+  }
+  Buffer scratch_product(int64_t num) {
+    return product(MemoryCategory::kScratch, num * activation_bytes_);
+  }
+
+  // Until end_recording(), products are saved, and kept on the tape, too.
+  using Tape = std::deque<Buffer>;
+  void begin_recording(Tape& tape) { recorded_ = &tape; }
+  void end_recording() { recorded_ = nullptr; }
+
+  // Until end_recomputation(), what a forward saves is scratch of the backward, and products are
+  // taken from the tape as long as it has any.
+  void begin_recomputation(Tape& tape) { replayed_ = &tape; }
+  void end_recomputation() { replayed_ = nullptr; }
 
   // This rank's tensor-parallel part of dim `dim` of the weight of a layer.
   [[nodiscard]] int64_t weight_dim(const std::string& module, std::size_t dim) const;
@@ -93,10 +112,12 @@ class Machine {
   Buffer weight_copies_;
   Buffer gradient_copies_;
   int64_t staging_bytes_ = 0;
-  bool is_recomputing_ = false;
+  Tape* recorded_ = nullptr;
+  Tape* replayed_ = nullptr;
   int64_t tp_size_ = 1;
   int64_t dp_size_ = 1;
   int64_t activation_bytes_ = 4;
+  int64_t wide_bytes_ = 4;
   int64_t parameter_bytes_ = 4;
 };
 

@@ -78,24 +78,47 @@ Styles auto_styles(const DecoderModel& model) {
 // The layers of a fused MLP, by column and by row.
 void add_layers(Styles& styles, const std::string& mlp, const FeedForwardModel& model) {
   const ModuleStyle own = styles.at(mlp);
-  styles["w1"] = {Style::kColumn, own.recompute};
-  styles["w2"] = {Style::kRow, own.recompute};
+  styles["w1"] = {Style::kColumn, own.recompute, true};
+  styles["w2"] = {Style::kRow, own.recompute, true};
   if (model.is_gated) {
-    styles["w3"] = {Style::kColumn, own.recompute};
+    styles["w3"] = {Style::kColumn, own.recompute, true};
   }
 }
 
 void add_layers(Styles& styles, const std::string& mlp, const DecoderModel& /*model*/) {
   const ModuleStyle own = styles.at(mlp);
   for (const std::string_view layer : kMlpLayers) {
-    styles[mlp + "." + std::string(layer)] = {layer == "down_proj" ? Style::kRow : Style::kColumn,
-                                              own.recompute};
+    styles[mlp + "." + std::string(layer)] = {
+        layer == "down_proj" ? Style::kRow : Style::kColumn, own.recompute, true};
   }
 }
 
 bool is_mlp(const std::string& module, const ModelSpec& model) {
   return std::holds_alternative<FeedForwardModel>(model) ? module.empty()
                                                          : module.ends_with(".mlp");
+}
+
+// What a style wants to be given to, in words; empty where it may be given to the module.
+std::string_view why_no_fit(const std::string& module, Style style, const ModelSpec& model) {
+  const auto* decoder = std::get_if<DecoderModel>(&model);
+  const bool is_embedding = module == "model.embed_tokens";
+  const bool is_linear =
+      decoder == nullptr ? !module.empty() : module.ends_with("_proj") || module == "lm_head";
+  switch (style) {
+    case Style::kColumnRowMlp:
+      return is_mlp(module, model) ? "" : "it is no MLP; use column and row rules for its layers";
+    case Style::kVocabEmbedding:
+      if (is_embedding && decoder != nullptr && decoder->is_tied) {
+        return "its weight is tied to the output layer's; use 'replicate'";
+      }
+      return is_embedding ? "" : "it is no embedding; use it for 'model.embed_tokens'";
+    case Style::kColumn:
+    case Style::kRow:
+      return is_linear ? "" : "it is no linear layer; name the linear layers themselves";
+    case Style::kReplicate:
+      return "";
+  }
+  return "";
 }
 
 // The dim of a weight [out, in] along which a style cuts it.
@@ -190,15 +213,13 @@ Styles resolve_styles(const TrainingSpec& spec) {
   }
   std::vector<std::string> mlps;
   for (const auto& [module, style] : styles) {
-    if (style.style != Style::kColumnRowMlp) {
-      continue;
+    if (const auto reason = why_no_fit(module, style.style, spec.model); !reason.empty()) {
+      throw std::invalid_argument("memory: the plan gives " + quote_module(module) + " the style " +
+                                  quote(to_string(style.style)) + ", but " + std::string(reason));
     }
-    if (!is_mlp(module, spec.model)) {
-      throw std::invalid_argument("memory: the plan gives " + quote_module(module) +
-                                  " the style 'column_row_mlp', but it is no MLP; use column and "
-                                  "row rules for its layers");
+    if (style.style == Style::kColumnRowMlp) {
+      mlps.push_back(module);
     }
-    mlps.push_back(module);
   }
   for (const std::string& mlp : mlps) {
     std::visit([&](const auto& model) { add_layers(styles, mlp, model); }, spec.model);

@@ -19,14 +19,17 @@ struct Parameter {
   int64_t unit = 0;  // of fully sharded data parallelism: 0 the root, then blocks
 };
 
-// A module's style, and whether a column_row_mlp computes its hidden values again.
+// A module's style; of a layer, whether it is a part of a column_row_mlp, and whether that computes
+// its hidden values again.
 struct ModuleStyle {
   Style style = Style::kReplicate;
   bool recompute = false;
+  bool is_fused = false;
 };
 using Styles = std::map<std::string, ModuleStyle>;
 
-// The style of each module that has one, fused MLPs with those of their layers.
+// The style of each module that has one, fused MLPs with those of their layers. Throws
+// std::invalid_argument for a plan that does not fit the model.
 Styles resolve_styles(const TrainingSpec& spec);
 
 // The parameters in the order of the modules.

@@ -42,7 +42,7 @@ class FeedForwardRun : public Run {
              model.is_gated ? std::vector<std::string>{"w1", "w3", "w2"}
                             : std::vector<std::string>{"w1", "w2"}),
         rows_(rows),
-        batch_(machine.hold_bytes(MemoryCategory::kOther, rows * model.dim * 4)) {}
+        batch_(machine.hold_bytes(MemoryCategory::kSavedActivations, rows * model.dim * 4)) {}
 
   void forward() override {
     machine_.gather(0);
@@ -69,10 +69,10 @@ class DecoderRun : public Run {
         model_(model),
         norm_(machine, "model.norm", model.dim),
         rows_(spec.sequences * spec.tokens),
-        batch_(machine.hold_bytes(MemoryCategory::kOther,
+        batch_(machine.hold_bytes(MemoryCategory::kSavedActivations,
                                   spec.sequences * (spec.tokens + 1) * kTokenIdBytes)) {
     for (int64_t layer = 0; layer < model.num_layers; ++layer) {
-      blocks_.emplace_back(machine, model, layer, spec.checkpointing == Checkpointing::kFull);
+      blocks_.emplace_back(machine, model, layer, spec.checkpointing);
     }
     const Style embedding = machine.style("model.embed_tokens").style;
     vocabulary_ = machine.weight_dim(model.is_tied ? "model.embed_tokens" : "lm_head", 0);
@@ -81,7 +81,7 @@ class DecoderRun : public Run {
 
   void forward() override {
     machine_.gather(0);
-    Buffer x = machine_.saved(rows_ * model_.dim);
+    Buffer x = machine_.saved_wide(rows_ * model_.dim);
     if (has_embedding_sum_) {
       machine_.communicate(rows_ * model_.dim * 4);
     }
@@ -97,7 +97,7 @@ class DecoderRun : public Run {
     x.reset();
     const Buffer logits = machine_.scratch(rows_ * vocabulary_);
     targets_ = machine_.hold_bytes(MemoryCategory::kSavedActivations, rows_ * kTokenIdBytes);
-    log_probabilities_ = machine_.saved(rows_ * vocabulary_);
+    log_probabilities_ = machine_.saved_wide(rows_ * vocabulary_);
   }
 
   void backward() override {
@@ -147,11 +147,17 @@ std::unique_ptr<Run> make_run(Machine& machine, const TrainingSpec& spec) {
   return std::make_unique<DecoderRun>(machine, std::get<DecoderModel>(spec.model), spec);
 }
 
+// Below it no sum of bytes overflows.
+constexpr int64_t kMaxSize = int64_t{1} << 22;
+constexpr int64_t kMaxLayers = int64_t{1} << 12;
+
 void check_sizes(std::span<const std::pair<std::string_view, int64_t>> sizes) {
   for (const auto& [name, size] : sizes) {
-    if (size < 1) {
+    const int64_t most = name == "num_layers" ? kMaxLayers : kMaxSize;
+    if (size < 1 || size > most) {
       throw std::invalid_argument("memory: got " + std::string(name) + " = " +
-                                  std::to_string(size) + "; give a number of at least 1");
+                                  std::to_string(size) + "; give a number from 1 to " +
+                                  std::to_string(most));
     }
   }
 }
@@ -198,6 +204,21 @@ void check(const TrainingSpec& spec) {
   }
   using Size = std::pair<std::string_view, int64_t>;
   check_sizes(std::vector<Size>{{"sequences", spec.sequences}, {"tokens", spec.tokens}});
+  check_sizes(std::vector<Size>{{"sequences * tokens", spec.sequences * spec.tokens}});
+  if (spec.steps_in_backward && spec.optimizer == OptimizerKind::kAdagrad) {
+    throw std::invalid_argument(
+        "memory: Adagrad does not step inside the backward; use SGD, Adam or AdamW, or step after "
+        "it");
+  }
+  if (spec.checkpointing == Checkpointing::kSelective) {
+    for (const auto& [module, style] : detail::resolve_styles(spec)) {
+      if (style.recompute) {
+        throw std::invalid_argument("memory: a selective checkpoint would keep what the rule of " +
+                                    detail::quote_module(module) +
+                                    " lets go of by recompute; leave out one of the two");
+      }
+    }
+  }
   std::visit([&](const auto& model) { check_model(model, spec); }, spec.model);
 }
 

@@ -95,8 +95,8 @@ TEST(MemoryModel, SavedActivationsOfAnMlp) {
                       .plan = Plan({{"", Style::kColumnRowMlp, {}, recompute}}),
                       .sequences = 8192};
     const MemoryUsage forward = phase(spec, "forward");
-    EXPECT_EQ(forward[kSavedActivations], recompute ? 0 : 2 * 8192 * (4096 / 4) * 4);
-    EXPECT_EQ(forward[kOther], 8192 * 1024 * 4);  // x, which is the batch
+    const int64_t hidden = recompute ? 0 : 2 * 8192 * (4096 / 4);
+    EXPECT_EQ(forward[kSavedActivations], (8192 * 1024 + hidden) * 4);
   }
 }
 
@@ -150,8 +150,14 @@ TEST(MemoryModel, CheckpointedBlocksKeepTheirInputs) {
   // The backward's peak is in the last block: all inputs are held.
   const int64_t more = phase(spec, "backward")[kSavedActivations] - full;
   EXPECT_EQ(more, 2 * (4096 * 64 * 4 + 5056));
+  const int64_t selective = [&] {
+    TrainingSpec other = spec;
+    other.checkpointing = Checkpointing::kSelective;
+    return phase(other, "backward")[kSavedActivations];
+  }();
   spec.checkpointing = Checkpointing::kNone;
-  EXPECT_GT(phase(spec, "backward")[kSavedActivations], 4 * full);
+  EXPECT_GT(selective, 2 * full);
+  EXPECT_LT(5 * selective, 4 * phase(spec, "backward")[kSavedActivations]);
 }
 
 TEST(MemoryModel, TiedWeightsAreOne) {
@@ -170,6 +176,24 @@ TEST(MemoryModel, ModuleNamesAreThoseThatPlansMatch) {
   EXPECT_EQ(phase(spec, "init")[kParameters], (parameter_cost(spec).num_elements - mlps / 2) * 4);
 }
 
+TEST(MemoryModel, LayersByThemselvesKeepTheActivationAndTheProductToo) {
+  TrainingSpec spec{
+      .model = FeedForwardModel{.dim = 64, .hidden_dim = 96},
+      .mesh = Mesh({{"tensor_parallel", 2}}),
+      .plan =
+          Plan({{"w1", Style::kColumn, {}}, {"w3", Style::kColumn, {}}, {"w2", Style::kRow, {}}}),
+      .sequences = 128};
+  EXPECT_EQ(phase(spec, "forward")[kSavedActivations], 128 * (64 + 4 * 96 / 2) * 4);
+}
+
+TEST(MemoryModel, ReplicatedParametersAreNotCopiedAtStartUp) {
+  TrainingSpec spec{.model = small_decoder(),
+                    .mesh = Mesh({{"tensor_parallel", 2}}),
+                    .plan = Plan({{"model.layers.0.mlp", Style::kReplicate, {}}})};
+  spec.has_deferred_init = false;
+  EXPECT_EQ(phase(spec, "init")[kParameters], parameter_cost(spec).num_elements * 4);
+}
+
 TEST(MemoryModelRefusals, Sentences) {
   TrainingSpec spec{.model = small_decoder(), .mesh = Mesh({{"tensor_parallel", 8}}), .plan = {}};
   EXPECT_EQ(refusal([&] { return predict_memory(spec, 0).size(); }),
@@ -183,7 +207,7 @@ TEST(MemoryModelRefusals, Sentences) {
   spec.mesh = Mesh();
   spec.tokens = 0;
   EXPECT_EQ(refusal([&] { return predict_memory(spec, 0).size(); }),
-            "memory: got tokens = 0; give a number of at least 1");
+            "memory: got tokens = 0; give a number from 1 to 4194304");
   spec.tokens = 1;
   EXPECT_EQ(refusal([&] { return predict_memory(spec, 1).size(); }),
             refusal([] { return Mesh().coordinates(1).size(); }));
@@ -191,6 +215,26 @@ TEST(MemoryModelRefusals, Sentences) {
   EXPECT_EQ(refusal([&] { return predict_memory(spec, 0).size(); }),
             "memory: the plan gives 'model.layers.0' the style 'column_row_mlp', but it is no MLP; "
             "use column and row rules for its layers");
+  spec.plan = Plan({{"model.norm", Style::kColumn, {}}});
+  EXPECT_EQ(refusal([&] { return predict_memory(spec, 0).size(); }),
+            "memory: the plan gives 'model.norm' the style 'column', but it is no linear layer; "
+            "name the linear layers themselves");
+  spec.plan = Plan({{"model.embed_tokens", Style::kVocabEmbedding, {}}});
+  std::get<DecoderModel>(spec.model).is_tied = true;
+  EXPECT_EQ(refusal([&] { return predict_memory(spec, 0).size(); }),
+            "memory: the plan gives 'model.embed_tokens' the style 'vocab_embedding', but its "
+            "weight is tied to the output layer's; use 'replicate'");
+  spec.plan = Plan({{"model.layers.*.mlp", Style::kColumnRowMlp, {}, true}});
+  spec.checkpointing = Checkpointing::kSelective;
+  EXPECT_EQ(refusal([&] { return predict_memory(spec, 0).size(); }),
+            "memory: a selective checkpoint would keep what the rule of 'model.layers.0.mlp' lets "
+            "go of by recompute; leave out one of the two");
+  spec.plan.reset();
+  spec.optimizer = OptimizerKind::kAdagrad;
+  spec.steps_in_backward = true;
+  EXPECT_EQ(refusal([&] { return predict_memory(spec, 0).size(); }),
+            "memory: Adagrad does not step inside the backward; use SGD, Adam or AdamW, or step "
+            "after it");
   TrainingSpec mlp = documented(1);
   mlp.checkpointing = Checkpointing::kFull;
   EXPECT_EQ(refusal([&] { return predict_memory(mlp, 0).size(); }),

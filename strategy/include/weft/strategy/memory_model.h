@@ -55,7 +55,9 @@ enum class Precision {
 
 enum class OptimizerKind { kSgd, kSgdMomentum, kAdam, kAdamW, kAdagrad };
 
-enum class Checkpointing { kNone, kFull };
+// Of each block: all that autograd saves; the results of matrix products, attention and
+// communication; or its input alone. What is not kept is computed again in the backward.
+enum class Checkpointing { kNone, kSelective, kFull };
 
 // A model in training on a mesh.
 //

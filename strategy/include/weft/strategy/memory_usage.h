@@ -13,10 +13,10 @@ enum class MemoryCategory {
   kParameters,        // parameters and buffers
   kGradients,         // complete gradients of parameters
   kOptimizerState,    // what an optimizer keeps between its steps
-  kSavedActivations,  // what the forward leaves alive for the backward
+  kSavedActivations,  // the batch, and what the forward leaves alive for the backward
   kScratch,           // everything else that the forward, the backward and the step allocate
   kCommunication,     // shared memory of the collectives
-  kOther,             // batches
+  kOther,             // nothing of a training step
 };
 
 constexpr std::size_t kNumMemoryCategories = 7;

@@ -1,0 +1,49 @@
+"""Every operator under torch's fake process group, in which one rank pretends all others: for memory and tracing."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from support.processes import run_process
+
+PROGRAM = """
+import torch, torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+import weft
+from ops.operators import sample_calls
+
+dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=8)
+torch.manual_seed(0)
+name = dist.group.WORLD.group_name
+for device in DEVICES:
+    for call, alone in zip(sample_calls(name), sample_calls(""), strict=True):
+        args = [arg.detach().to(device).requires_grad_(arg.requires_grad) if isinstance(arg, torch.Tensor) else arg
+                for arg in call.args]
+        y = call.op(*args, **call.kwargs)
+        expected = alone.op(*alone.args, **alone.kwargs)
+        assert y.shape == expected.shape and y.device.type == device, call.name
+        y.sum().backward()
+        for arg in args:
+            if isinstance(arg, torch.Tensor) and arg.requires_grad:
+                assert arg.grad.shape == arg.shape and torch.isfinite(arg.grad).all(), call.name
+    print(device, "ok")
+"""
+
+
+def _run(device: str) -> None:
+    program = PROGRAM.replace("DEVICES", repr([device]))
+    environment = {"PYTHONPATH": "tests", "OMP_NUM_THREADS": "1"}
+    result = run_process([sys.executable, "-c", program], env=environment, timeout=200)
+    assert result.returncode == 0, result.stderr
+    assert f"{device} ok" in result.stdout
+
+
+def test_on_the_cpu() -> None:
+    _run("cpu")
+
+
+@pytest.mark.cuda
+def test_on_cuda() -> None:
+    _run("cuda")

@@ -1,0 +1,70 @@
+"""What a rank holds at most under FSDP2 with the step in the backward: its shards, and two units for a moment."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from ops.memory.counting import counted
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import weft
+from support.example_modules import load_example
+from support.ranks import on_ranks
+from weft.strategy import StepInBackward
+
+TOKENS = torch.randint(256, (1, 3), generator=torch.Generator().manual_seed(0))
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(parameter.numel() * 4 for parameter in module.parameters())
+
+
+def _trained(mesh, tp_size: int) -> tuple[nn.Module, StepInBackward, torch.optim.Optimizer, int, int]:
+    """The example's language model, sharded; bytes of all weights and of the largest unit."""
+    example = load_example("model")
+    with weft.strategy.deferred_init():
+        model = example.Transformer(example.ModelArgs(n_heads=8))
+    units = [model.tok_embeddings, *model.layers, model.output]
+    sizes = _bytes(model), max(map(_bytes, units))
+    if tp_size > 1:
+        weft.parallelize(model, mesh, "auto")
+    else:
+        weft.strategy.deferred.materialize(model)
+    for unit in units:
+        fully_shard(unit, mesh=mesh["data_parallel"])
+    for unit in units:
+        unit.set_modules_to_backward_prefetch([unit])  # that is, none: nothing overlaps on the CPU
+    fully_shard(model, mesh=mesh["data_parallel"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    return model, StepInBackward(model, optimizer), optimizer, *sizes
+
+
+@on_ranks(2, 4)
+def test_peak(world_size: int) -> None:
+    """3W/n and 2u + 2u/n of a unit's gradients, beside the staging and the activations of two tokens."""
+    tp_size = world_size // 2
+    names = ("data_parallel", "tensor_parallel")
+    mesh = init_device_mesh("cpu", (2, tp_size), mesh_dim_names=names)
+    with counted() as count:
+        model, stepper, optimizer, weights, unit = _trained(mesh, tp_size)
+        watch = weft.memory.watch(model, optimizer)
+        for step in range(3):
+            if step == 2:
+                weft.memory.reset_peak()
+            logits = model(TOKENS[:, :-1])
+            F.cross_entropy(logits.flatten(0, 1), TOKENS[:, 1:].flatten()).backward()
+            optimizer.step()
+        peak = {name: count.peak(name) for name in ("parameters", "gradients", "optimizer_state", "scratch")}
+        buffers = sum(buffer.nbytes for buffer in model.buffers())
+        watch.remove()
+        stepper.remove()
+    step_counts = 4 * len(list(model.parameters()))
+    # Whole over the tensor-parallel axis are the norms and the output layer.
+    whole = (tp_size - 1) * 3 * (_bytes(model.output) + 9 * 128 * 4) // world_size
+    of_two_tokens = 2 * 3 * 256 * 4
+    bound = 3 * weights / world_size + 2 * unit + 2 * unit / world_size
+    held = sum(peak.values())
+    assert held <= bound + buffers + step_counts + whole + of_two_tokens, (peak, bound)
+    assert held >= 3 * weights / world_size + unit  # the bound is of what is there
