@@ -233,7 +233,7 @@ class StrategyMixin:
     def _advise_on_building(self, module: torch.nn.Module) -> None:
         """Say so where every rank has built a whole model, of which it keeps a shard."""
         num_bytes = whole_bytes(module)
-        is_worth_a_word = num_bytes >= _LARGE_BYTES
+        is_worth_a_word = num_bytes >= max(_LARGE_BYTES, sum(p.nbytes for p in module.parameters()) // 2)
         if is_worth_a_word and self.tensor_parallel_group.size() > 1 and self._empty_init:
             self._log(
                 f"weft got a model that was built whole, {num_bytes / 1e9:.3f} GB on every rank: build it in "

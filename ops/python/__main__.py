@@ -19,7 +19,7 @@ def main() -> int:
     module = importlib.import_module("weft.strategy.estimate")
     try:
         result = module.estimate_file(args.config)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         print(f"weft estimate: {error}", file=sys.stderr)
         return 2
     print(json.dumps(result.to_dict(), indent=2) if args.json else result)

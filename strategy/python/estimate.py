@@ -14,7 +14,8 @@ from weft.strategy import _plan
 from weft.strategy.plan_text import from_mapping, load
 
 _GB = 1e9
-_KEYS = {
+_AXES = ("data_replicate", "data_parallel", "tensor_parallel")
+_KEYS = (
     "model",
     "mesh",
     "batch",
@@ -25,7 +26,7 @@ _KEYS = {
     "optimizer_in_backward",
     "empty_init",
     "activation_checkpointing",
-}
+)
 # Architectures of Hugging Face that are the decoder of the memory model, in its own operators.
 _HF_TYPES = ("llama", "mistral", "qwen2")
 
@@ -109,8 +110,7 @@ def estimate_file(path: str | Path) -> Estimate:
     """The estimate for a configuration in YAML, as docs/memory.md describes it.
 
     Raises:
-        ValueError: the file's content is not such a configuration.
-        OSError: there is no such file.
+        ValueError: there is no such file, or its content is no such configuration.
     """
     path = Path(path)
     return estimate(*read_config(_load(path), path.parent))
@@ -121,6 +121,8 @@ def _load(path: Path) -> Any:
 
 
 def _read(path: Path) -> str:
+    if not path.is_file():
+        raise ValueError(f"there is no file '{path}'; give the path of one.")
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -129,18 +131,26 @@ def _read(path: Path) -> str:
 
 def read_config(config: Any, folder: Path) -> tuple[_plan.TrainingSpec, _plan.Mesh]:
     """The training that a configuration describes; paths in it are relative to `folder`."""
-    if not isinstance(config, Mapping) or not {"model", "mesh"} <= set(config) <= _KEYS:
-        given = ", ".join(map(str, config)) if isinstance(config, Mapping) else repr(config)
-        raise ValueError(f"the configuration has {given}; give 'model' and 'mesh', and of the others {_others()}.")
+    if not isinstance(config, Mapping):
+        raise ValueError(f"the configuration is {config!r}; give a mapping with {', '.join(_KEYS)}.")
+    if missing := [key for key in ("model", "mesh", "batch") if key not in config]:
+        raise ValueError(f"the configuration has no {' and no '.join(map(repr, missing))}; give it.")
+    if unknown := [key for key in config if key not in _KEYS]:
+        raise ValueError(f"the configuration has {', '.join(map(repr, unknown))}; the keys are {', '.join(_KEYS)}.")
     mesh = _mesh(config["mesh"])
     options = {key: value for key, value in config.items() if key not in ("model", "mesh", "plan", "batch")}
+    if options.get("optimizer_in_backward") is True and options.get("precision") == "16-mixed":
+        raise ValueError(
+            "optimizer_in_backward does not go with precision 16-mixed, whose gradient scaler decides after the "
+            "backward whether to step; use bf16-mixed, or leave optimizer_in_backward out."
+        )
     plan = _plan_of(config.get("plan", "auto"), folder)
     try:
         spec = _plan.TrainingSpec(
             _model(config["model"], folder),
             mesh,
             plan=plan,
-            **_sizes("batch", config.get("batch", {}), ("sequences", "tokens")),
+            **_sizes("batch", config["batch"], ("sequences", "tokens"), is_whole=True),
             **options,
         )
     except TypeError as error:
@@ -160,21 +170,21 @@ def _plan_of(value: Any, folder: Path) -> _plan.Plan | None:
     return from_mapping(value)
 
 
-def _others() -> str:
-    return ", ".join(sorted(_KEYS - {"model", "mesh"}))
-
-
 def _mesh(value: Any) -> _plan.Mesh:
     if isinstance(value, Mapping):
-        return _plan.Mesh(list(_sizes("mesh", value, _plan.AXIS_NAMES).items()))
+        return _plan.Mesh(list(_sizes("mesh", value, _AXES).items()))
     return _plan.Mesh.parse(str(value))
 
 
-def _sizes(what: str, value: Any, names: tuple[str, ...]) -> dict[str, int]:
-    is_fitting = isinstance(value, Mapping) and set(value) <= set(names)
-    if not is_fitting or any(not isinstance(size, int) or isinstance(size, bool) for size in value.values()):
-        raise ValueError(f"'{what}' is {value!r}; give whole numbers for {' and '.join(names)}.")
+def _sizes(what: str, value: Any, names: tuple[str, ...], is_whole: bool = False) -> dict[str, int]:
+    is_fitting = isinstance(value, Mapping) and (set(value) == set(names) if is_whole else set(value) <= set(names))
+    if not is_fitting or not all(_is_size(size) for size in value.values()):
+        raise ValueError(f"'{what}' is {value!r}; give whole numbers for {', '.join(names)}.")
     return dict(value)
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**62
 
 
 def _model(value: Any, folder: Path) -> _plan.FeedForwardModel | _plan.DecoderModel:
@@ -205,7 +215,7 @@ def _decoder(config: Mapping[str, Any]) -> _plan.DecoderModel:
 
     def size(name: str, default: int | None = None) -> int:
         value = config.get(name, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if not _is_size(value) or value < 1:
             raise ValueError(f"the model's configuration has {name} = {value!r}; give a whole number from 1.")
         return value
 

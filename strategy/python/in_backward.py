@@ -18,7 +18,8 @@ def why_not_in_backward(optimizer: Optimizer) -> str | None:
     """Why an optimizer cannot step inside the backward; None where it can."""
     if type(optimizer) not in _CLASSES:
         names = ", ".join(cls.__name__ for cls in _CLASSES)
-        return f"the optimizer is a {type(optimizer).__name__}, and only {names} are known to step each parameter alone"
+        name = type(optimizer).__name__
+        return f"the optimizer is of class {name}, and only {names} are known to step each parameter alone"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return "the optimizer is differentiable"
     return None
@@ -48,15 +49,23 @@ class StepInBackward:
             before_step: called with each parameter that has got its gradient.
 
         Raises:
-            ValueError: the optimizer cannot step inside the backward.
+            ValueError: the optimizer cannot step inside the backward, or has parameters that are not the model's.
         """
         if (why_not := why_not_in_backward(optimizer)) is not None:
-            raise ValueError(f"optimizer_in_backward: {why_not}; pass optimizer_in_backward=False.")
+            raise ValueError(
+                f"optimizer_in_backward: {why_not}; step after the backward (optimizer_in_backward=False)."
+            )
         self._optimizer = optimizer
         self._before_step = before_step
         # Without what runs once a step: the hooks of users and profilers, and the counts of schedulers.
         self._own_step: Callable[[Optimizer], Any] = type(optimizer).step.__wrapped__
         self._names = {parameter: name for name, parameter in model.named_parameters()}
+        strange = sum(parameter not in self._names for group in optimizer.param_groups for parameter in group["params"])
+        if strange:
+            raise ValueError(
+                f"optimizer_in_backward: {strange} parameters of the optimizer are not of the model; make the "
+                "optimizer of the model's parameters, after parallelize."
+            )
         self._stepped: list[Tensor] = []
         self._backward: int | None = None
         self._handles: list[RemovableHandle] = [optimizer.register_step_post_hook(self._end)]

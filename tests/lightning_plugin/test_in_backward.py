@@ -116,14 +116,14 @@ class Other(Model):
         (Model, {"callbacks": [AfterBackward()]}, "the callback AfterBackward overrides on_after_backward"),
         (OwnStep, {}, "OwnStep overrides optimizer_step"),
         (Manual, {}, "Manual optimizes manually"),
-        (Other, {}, "the optimizer is a RMSprop"),
+        (Other, {}, "the optimizer is of class RMSprop"),
     ],
 )
 def test_what_is_refused(rank: int, tmp_path: Path, model: type[Model], settings: dict, reason: str) -> None:
     on_warm_rank(rank, 1)
     strategy = WeftModelParallelStrategy(plan="auto", optimizer_in_backward=True)
     run = trainer(1, strategy, tmp_path, **settings)
-    with pytest.raises(ValueError, match=rf"optimizer_in_backward.*{reason}.*pass optimizer_in_backward=False"):
+    with pytest.raises(ValueError, match=rf"optimizer_in_backward.*{reason}.*optimizer_in_backward=False"):
         run.fit(model(), loader())
     run.validate(Model(), loader(), verbose=False)
 

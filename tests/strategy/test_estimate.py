@@ -25,6 +25,7 @@ LLAMA_70B = {
 
 
 def _write(folder: Path, **config: Any) -> Path:
+    config.setdefault("batch", {"sequences": 1, "tokens": 16})
     path = folder / "training.yaml"
     path.write_text(yaml.safe_dump(config))
     return path
@@ -77,16 +78,22 @@ def test_a_plan_and_options_change_what_is_expected(tmp_path: Path) -> None:
     assert mlps["init"]["parameters"] > auto["init"]["parameters"]
     assert of(optimizer="SGD")["step"]["optimizer_state"] == 0
     assert of(optimizer_in_backward=True)["step"]["gradients"] == 0
-    assert of(fused_optimizers=False)["step"]["scratch"] == auto["step"]["parameters"]
+    embedding = 128256 // 2 * 8192 * 4  # of the loop over parameters, two temporaries of the largest one's size
+    assert 2 * embedding <= of(fused_optimizers=False)["step"]["scratch"] < auto["step"]["parameters"] * 3
     assert of(empty_init=False)["init"]["parameters"] > 1.5 * auto["init"]["parameters"]
 
 
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        ({"model": LLAMA_70B}, "the configuration has model; give 'model' and 'mesh'"),
-        ({"model": LLAMA_70B, "mesh": "a", "modle": 1}, "the configuration has mesh, model, modle"),
-        ({"model": LLAMA_70B, "mesh": {"rows": 2}}, "'mesh' is {'rows': 2}; give whole numbers for pipeline_parallel"),
+        ({"model": LLAMA_70B}, "the configuration has no 'mesh'; give it"),
+        ({"model": LLAMA_70B, "mesh": "a", "modle": 1}, "the configuration has 'modle'; the keys are model, mesh"),
+        ({"model": LLAMA_70B, "mesh": {"rows": 2}}, "'mesh' is {'rows': 2}; give whole numbers for data_replicate"),
+        ({"model": LLAMA_70B, "mesh": {}, "batch": {"tokens": 5}}, "'batch' is {'tokens': 5}; give whole numbers for"),
+        (
+            {"model": LLAMA_70B, "mesh": {}, "precision": "16-mixed", "optimizer_in_backward": True},
+            "does not go with precision 16-mixed",
+        ),
         ({"model": LLAMA_70B, "mesh": "tensor_parallel=0"}, "tensor_parallel"),
         ({"model": LLAMA_70B, "mesh": {"tensor_parallel": 16}}, "num_kv_heads = 8 heads do not divide over 16"),
         ({"model": LLAMA_70B, "mesh": {}, "batch": {"tokens": 1.5}}, "'batch' is {'tokens': 1.5}"),
@@ -99,7 +106,8 @@ def test_a_plan_and_options_change_what_is_expected(tmp_path: Path) -> None:
         ({"model": {**LLAMA_70B, "num_attention_heads": 0}, "mesh": {}}, "has num_attention_heads = 0"),
         ({"model": {**LLAMA_70B, "mlp_bias": True}, "mesh": {}}, "mlp_bias or attention_bias"),
         ({"model": LLAMA_70B, "mesh": {}, "plan": None}, "'plan' is None; give auto"),
-        ({"model": LLAMA_70B, "mesh": {}, "batch": {"tokens": 2**40}}, "give a number from 1 to 4194304"),
+        ({"model": LLAMA_70B, "mesh": {}, "batch": {"sequences": 1, "tokens": 2**40}}, "give a number from 1 to"),
+        ({"model": LLAMA_70B, "mesh": {}, "batch": {"sequences": 1, "tokens": 10**20}}, "give whole numbers for"),
         ({"model": {"feed_forward": {"dim": 3}}, "mesh": {}}, "'feed_forward' is {'dim': 3}; give dim and hidden_dim"),
         ({"model": 3, "mesh": {}}, "'model' is 3; give the path"),
     ],

@@ -161,7 +161,7 @@ def test_one_gradient_is_alive_at_a_time(rank: int, world_size: int) -> None:
 @on_ranks(1)
 def test_what_is_refused(rank: int) -> None:
     model = _model()
-    with pytest.raises(ValueError, match="the optimizer is a RMSprop, and only Adam, AdamW, SGD are known"):
+    with pytest.raises(ValueError, match="the optimizer is of class RMSprop, and only Adam, AdamW, SGD are known"):
         StepInBackward(model, torch.optim.RMSprop(model.parameters()))
     with pytest.raises(ValueError, match="the optimizer is differentiable"):
         StepInBackward(model, SGD(model.parameters(), lr=0.1, differentiable=True))
@@ -183,3 +183,10 @@ def test_what_is_refused(rank: int) -> None:
     with pytest.raises(RuntimeError, match="without gradient accumulation or reentrant checkpointing"):
         (model.blocks[1](inner)).sum().backward()
     stepper.remove()
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="2 parameters of the optimizer are not of the model"):
+        StepInBackward(model, torch.optim.SGD(other.parameters(), lr=0.1))
+    assert not getattr(other.weight, "_post_accumulate_grad_hooks", None)

@@ -97,7 +97,8 @@ class Tape:
                 if tensor._version != version:
                     raise RuntimeError(
                         f"deferred_init: {entry.function} read a tensor of shape {tuple(tensor.shape)} that has been "
-                        "changed since; build that module outside, or give it a copy."
+                        "changed since; build that module outside, or give it a copy "
+                        "(or was the model used before weft.parallelize gave it its values?)."
                     )
 
             def real(leaf: Any) -> Any:

@@ -186,7 +186,7 @@ Buffer Machine::weight_sized(const std::string& module) {
 void Machine::complete(std::size_t idx) {
   held_[idx].gradient = hold_bytes(MemoryCategory::kGradients, local_bytes(idx));
   if (spec_.steps_in_backward) {
-    hold_bytes(MemoryCategory::kScratch, step_scratch_bytes(local_bytes(idx)));
+    step_temporaries(local_bytes(idx));
     held_[idx].gradient.reset();
   }
 }
@@ -203,27 +203,25 @@ void Machine::drop_gradients() {
   }
 }
 
-// What torch's foreach variants make for all parameters of a group at once.
-int64_t Machine::step_scratch_bytes(int64_t parameter_bytes) const {
-  if (spec_.has_fused_optimizer) {
-    return 0;
+Buffer Machine::step_temporaries(int64_t parameter_bytes) {
+  if (spec_.has_fused_optimizer || num_moments(spec_.optimizer) == 0 ||
+      spec_.optimizer == OptimizerKind::kSgdMomentum) {
+    return {};
   }
-  switch (spec_.optimizer) {
-    case OptimizerKind::kSgd:
-    case OptimizerKind::kSgdMomentum:
-      return 0;
-    case OptimizerKind::kAdam:
-    case OptimizerKind::kAdamW:
-      return parameter_bytes;  // the root of the second moment
-    case OptimizerKind::kAdagrad:
-      return 2 * parameter_bytes;  // the root of the sum, and the scaled gradient
+  Buffer root = hold_bytes(MemoryCategory::kScratch, parameter_bytes);
+  if (spec_.optimizer == OptimizerKind::kAdagrad) {
+    return root;
   }
-  return 0;
+  return hold_bytes(MemoryCategory::kScratch, parameter_bytes);  // the root, corrected
 }
 
 void Machine::step() {
-  if (!spec_.steps_in_backward) {
-    hold_bytes(MemoryCategory::kScratch, step_scratch_bytes(all_local_bytes()));
+  if (spec_.steps_in_backward) {
+    return;
+  }
+  Buffer divisor;  // of the parameter before, until that of the next is there
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    divisor = step_temporaries(local_bytes(i));
   }
 }
 

@@ -96,7 +96,9 @@ class Machine {
   [[nodiscard]] int64_t unsharded_bytes(std::size_t idx) const;  // of all data-parallel shards
   [[nodiscard]] int64_t unit_bytes(int64_t unit) const;
   [[nodiscard]] int64_t all_local_bytes() const;
-  [[nodiscard]] int64_t step_scratch_bytes(int64_t parameter_bytes) const;
+  // What torch's loop makes for one parameter's step; what it still holds when the next one's
+  // begins.
+  Buffer step_temporaries(int64_t parameter_bytes);
   void complete(std::size_t idx);
 
   const TrainingSpec& spec_;

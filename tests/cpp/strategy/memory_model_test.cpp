@@ -78,6 +78,7 @@ TEST(MemoryModel, OptionsThatSpendLess) {
   TrainingSpec spec = documented(2);
   const int64_t by_default = peak(spec);
   spec.has_fused_optimizer = false;
+  // The loop over parameters: two for one of them, and what is left of the one before.
   EXPECT_EQ(phase(spec, "step")[kScratch], 3 * kWeight / 2);
   spec.has_fused_optimizer = true;
   spec.steps_in_backward = true;

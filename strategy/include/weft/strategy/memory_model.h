@@ -71,7 +71,7 @@ struct TrainingSpec {
   int64_t tokens = 1;        // of a sequence; for a FeedForwardModel sequences * tokens rows
   Precision precision = Precision::k32True;
   OptimizerKind optimizer = OptimizerKind::kAdamW;
-  bool has_fused_optimizer = true;
+  bool has_fused_optimizer = true;  // else torch's loop over parameters, its default on the CPU
   bool steps_in_backward = false;
   bool has_deferred_init = true;
   Checkpointing checkpointing = Checkpointing::kNone;
