@@ -85,10 +85,10 @@ def row_of(
         "startup_bytes": startup,
         "training_bytes": training,
         "peak_bytes": max(startup, training),
-        "predicted_bytes": None if phases is None else training_peak(phases),
-        "predicted_startup_bytes": None if phases is None else sum(phases["init"].values()),
+        "predicted_bytes": training_peak(phases),
+        "predicted_startup_bytes": sum(phases["init"].values()),
         "predicted_phases": phases,
-        "ideal_bytes": None if on_one is None else training_peak(on_one) // num_ranks,
+        "ideal_bytes": training_peak(on_one) // num_ranks,
         "resident_bytes": max(rank["resident_growth"] for rank in ranks) if resident else None,
         "ranks": ranks,
     }

@@ -28,19 +28,13 @@ def markdown(report: dict[str, Any]) -> str:
     for row in report["results"]:
         cells = [row["workload"], row["column"], str(row["num_ranks"])]
         cells += [_gb(row[f"{name}_bytes"]) for name in ("startup", "training", "peak", "predicted")]
-        cells += [_error(row), _gb(row["ideal_bytes"])]
+        cells += [f"{100 * (row['predicted_bytes'] / row['training_bytes'] - 1):+.2f} %", _gb(row["ideal_bytes"])]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def _gb(num_bytes: int | None) -> str:
-    return "-" if num_bytes is None else f"{num_bytes / 1e9:.4f}"
-
-
-def _error(row: dict[str, Any]) -> str:
-    if row["predicted_bytes"] is None:
-        return "-"
-    return f"{100 * (row['predicted_bytes'] / row['training_bytes'] - 1):+.2f} %"
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.4f}" if num_bytes >= 1e7 else f"{num_bytes / 1e9:.6f}"
 
 
 def draw(report: dict[str, Any], path: Path) -> None:

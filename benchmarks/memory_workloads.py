@@ -200,21 +200,31 @@ COLUMNS = {
 }
 
 
-def predicted(workload: Workload, column: Column, num_ranks: int) -> dict[str, dict[str, int]] | None:
-    """By phase and category, of the rank with the most; None for Lightning's own strategy."""
-    if column.options is None:
-        return None
+def predicted(workload: Workload, column: Column, num_ranks: int) -> dict[str, dict[str, int]]:
+    """By phase and category, of the rank with the most.
+
+    Of Lightning's own strategy, whose DTensors the memory model does not know, it is a guess: its plan and its
+    optimizer, with weft's operators.
+    """
     if workload.has_blocks:
         sequences, tokens = workload.batch[0], workload.batch[1] - 1  # the last one is a target only
     else:
         sequences, tokens = workload.batch[0], 1
+    plan, options = None, column.options
+    if column.recomputes:
+        plan = from_mapping(workload.recomputing_plan(of_spec=True))
+    if options is None:
+        names = ("gate_proj", "up_proj", "down_proj") if workload.has_blocks else ("w1", "w3", "w2")
+        prefix = "model.layers.*.mlp." if workload.has_blocks else ""
+        plan = from_mapping(dict(zip((prefix + name for name in names), ("column", "column", "row"), strict=True)))
+        options = {"fused_optimizers": False, "empty_init": column.where == "meta"}
     spec = TrainingSpec(
         workload.spec,
         Mesh([("tensor_parallel", num_ranks)]),
-        plan=from_mapping(workload.recomputing_plan(of_spec=True)) if column.recomputes else None,
+        plan=plan,
         sequences=sequences,
         tokens=tokens,
-        **column.options,
+        **options,
     )
     return max((spec.predict(rank) for rank, _ in spec.distinct_ranks()), key=training_peak)
 
