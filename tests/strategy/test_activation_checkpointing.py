@@ -90,6 +90,9 @@ def test_kept_bytes_and_communication(world_size: int) -> None:
                 del model, y, watch
     of_block = {what: (kept[what, 5] - kept[what, 2]) / 3 for what, _ in kept}
     assert of_block["full"] == tokens.numel() * args.dim * 4 + torch.get_rng_state().nbytes
+    # The input; query, key, value; attention's result and its 2 sums a token; the two all-reduced results; gate and up.
+    features = args.dim + 4 * (args.dim // 2) + 2 + 2 * args.dim + 2 * (args.hidden_dim // 2)
+    assert of_block["selective"] == tokens.numel() * features * 4 + torch.get_rng_state().nbytes
     assert of_block["selective"] < 0.75 * of_block["none"]
     sent_by_block = {what: (sent[what, 5] - sent[what, 2]) / 3 for what, _ in sent}
     # Backward: query, key, value and MLP; those of the forward, which full repeats: attention and MLP.
@@ -162,6 +165,19 @@ def test_a_copy_for_deployment_is_not_checkpointed(world_size: int) -> None:
 )
 def test_blocks_are_found(make, names: list[str]) -> None:
     assert checkpoint_activations(make()) == names
+
+
+@on_ranks(1)
+def test_plain_layers_keep_their_products(rank: int) -> None:
+    block = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 6))
+    x = torch.randn(64, 8, requires_grad=True)
+    with counted() as count:
+        model = nn.ModuleList([block])
+        checkpoint_activations(model, "selective")
+        before = count.now()
+        y = model[0](x)
+        assert count.now() - before == 64 * (32 + 6) * 4 + torch.get_rng_state().nbytes
+        del y
 
 
 def test_a_module_keeps_its_own_keywords() -> None:
