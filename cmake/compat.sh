@@ -22,4 +22,4 @@ PATH="$(dirname "$PYTHON"):$PATH" "$CMAKE" --preset dev -B "$build" \
 "$(dirname "$CMAKE")/ctest" --test-dir "$build" --output-on-failure --parallel "${MAX_JOBS:-2}"
 OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo PYTHONPATH="$build/package" \
   "$PYTHON" -m pytest tests/ops tests/strategy/test_deferred_init.py tests/strategy/test_fused_optimizers.py \
-  tests/strategy/test_in_backward.py -p no:cacheprovider
+  tests/strategy/test_in_backward.py tests/strategy/test_activation_checkpointing.py -p no:cacheprovider

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import pytest
@@ -34,7 +35,8 @@ for device in DEVICES:
 
 def _run(device: str) -> None:
     program = PROGRAM.replace("DEVICES", repr([device]))
-    environment = {"PYTHONPATH": "tests", "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(filter(None, ("tests", os.environ.get("PYTHONPATH"))))
+    environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     result = run_process([sys.executable, "-c", program], env=environment, timeout=200)
     assert result.returncode == 0, result.stderr
     assert f"{device} ok" in result.stdout
