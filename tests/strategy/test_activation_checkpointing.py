@@ -74,6 +74,7 @@ def test_kept_bytes_and_communication(world_size: int) -> None:
     tokens = TOKENS[0][0].repeat(16, 1)
     kept, sent = {}, {}
     with counted() as count:
+        weft.memory.tag([tokens], "saved_activations")  # as every batch is, from its first forward on
         for what in ("none", "full", "selective"):
             for num_layers in (2, 5):
                 args = LlamaArgs(n_layers=num_layers)

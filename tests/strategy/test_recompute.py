@@ -32,9 +32,10 @@ class _Scaled(nn.Module):
 @on_ranks(2, 4, timeout=300)
 def test_kept_bytes(world_size: int) -> None:
     mesh = tensor_parallel(world_size)
-    x = torch.ones(TOKENS, DIM)
     kept = {}
     with counted() as count:
+        x = torch.ones(TOKENS, DIM)
+        weft.memory.tag([x], "saved_activations")  # as every batch is, from its first forward on
         for recompute in (False, True):
             model = weft.parallelize(_Scaled(), mesh, {"mlp": {**RECOMPUTE, "recompute": recompute}})
             watch = weft.memory.watch(model)
