@@ -181,6 +181,21 @@ def test_plain_layers_keep_their_products(rank: int) -> None:
         del y
 
 
+@on_ranks(1)
+def test_offload_keeps_a_copy_of_the_input(rank: int) -> None:
+    x = torch.randn(64, 8, requires_grad=True)
+    kept = {}
+    with counted() as count:
+        for offload in (False, True):
+            model = nn.ModuleList([nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 6))])
+            checkpoint_activations(model, offload=offload)
+            before = count.now()
+            y = model[0](x)
+            kept[offload] = count.now() - before
+            del y
+    assert kept[True] - kept[False] == x.nbytes  # on the CPU it goes from there to there
+
+
 def test_a_module_keeps_its_own_keywords() -> None:
     class Named(nn.Linear):
         def forward(self, x: Tensor, *, debug: bool = False, function: float = 1.0, context_fn: float = 1.0) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from weft import _memory
 from weft.memory.counter import begin_phase, tag
@@ -17,7 +18,7 @@ class Watch:
 
     def __init__(self, model: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> None:
         self._mark = 0
-        self._own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        self._own = WeakIdKeyDictionary(dict.fromkeys((*model.parameters(), *model.buffers())))
         self._num_states: dict[torch.optim.Optimizer, int] = {}
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
@@ -52,7 +53,7 @@ class Watch:
         """
         if torch.is_grad_enabled():
             tensors = (each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor))
-            tag((each for each in tensors if id(each) not in self._own), "saved_activations")
+            tag((each for each in tensors if each not in self._own), "saved_activations")
         begin_phase("forward" if torch.is_grad_enabled() else "inference", "scratch")
         self._mark = _memory.mark()
 

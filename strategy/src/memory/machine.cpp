@@ -74,12 +74,6 @@ Machine::Machine(const TrainingSpec& spec, int64_t global_rank, Timeline& timeli
   unsharded_.resize(static_cast<std::size_t>(num_units));
 }
 
-Buffer Machine::saved_wide(int64_t num) {
-  const bool is_scratch = replayed_ != nullptr;
-  return hold_bytes(is_scratch ? MemoryCategory::kScratch : MemoryCategory::kSavedActivations,
-                    num * wide_bytes_);
-}
-
 Buffer Machine::product(MemoryCategory category, int64_t num_bytes) {
   if (replayed_ != nullptr && !replayed_->empty()) {
     Buffer kept = std::move(replayed_->front());

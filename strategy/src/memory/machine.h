@@ -18,13 +18,12 @@ class Machine {
   Machine(const TrainingSpec& spec, int64_t global_rank, Timeline& timeline);
 
   // Activations of a half type have 2 bytes an element, others 4.
-  Buffer saved(int64_t num) {
-    return activation(
-        replayed_ != nullptr ? MemoryCategory::kScratch : MemoryCategory::kSavedActivations, num);
+  Buffer saved(int64_t num) { return hold_bytes(saved_category(), num * activation_bytes_); }
+  Buffer scratch(int64_t num) {
+    return hold_bytes(MemoryCategory::kScratch, num * activation_bytes_);
   }
-  Buffer scratch(int64_t num) { return activation(MemoryCategory::kScratch, num); }
   // Of what autocast leaves in float32: the stream between layers, norms and the loss.
-  Buffer saved_wide(int64_t num);
+  Buffer saved_wide(int64_t num) { return hold_bytes(saved_category(), num * wide_bytes_); }
   Buffer hold_bytes(MemoryCategory category, int64_t num_bytes) {
     return timeline_.hold(category, num_bytes);
   }
@@ -79,8 +78,6 @@ class Machine {
   void copy_gradients();
   void drop_copies();
 
-  [[nodiscard]] int64_t num_units() const { return static_cast<int64_t>(unsharded_.size()); }
-
  private:
   struct Held {
     Buffer parameter;
@@ -89,8 +86,8 @@ class Machine {
     Buffer unsharded_gradient;  // until its unit is reduced
   };
 
-  Buffer activation(MemoryCategory category, int64_t num) {
-    return timeline_.hold(category, num * activation_bytes_);
+  [[nodiscard]] MemoryCategory saved_category() const {
+    return replayed_ != nullptr ? MemoryCategory::kScratch : MemoryCategory::kSavedActivations;
   }
   [[nodiscard]] int64_t local_bytes(std::size_t idx) const;      // of the shard on this rank
   [[nodiscard]] int64_t unsharded_bytes(std::size_t idx) const;  // of all data-parallel shards

@@ -89,9 +89,7 @@ class DecoderRun : public Run {
       const int64_t unit = static_cast<int64_t>(i) + 1;
       machine_.gather(unit);
       x = blocks_[i].forward(rows_, x);
-      if (i + 1 < blocks_.size()) {
-        machine_.release(unit);
-      }
+      machine_.release(unit);
     }
     normed_ = norm_.forward(rows_, x);
     x.reset();
