@@ -38,6 +38,11 @@ class Joining {
     return identities;
   }
 
+  void meet(const std::string& name) const {
+    store_.set(name + "/" + std::to_string(options_.rank), "here");
+    for (int rank = 0; rank < options_.size; ++rank) get(name + "/" + std::to_string(rank), rank);
+  }
+
   Membership run() {
     const SharedSizes sizes = SharedSizes::within(options_.size, options_.staging_limit_bytes);
     Membership member;
@@ -123,6 +128,10 @@ Membership join(const Store& store, const GroupOptions& options) {
 
 Identities exchange_identities(const Store& store, const GroupOptions& options) {
   return Joining(store, options).exchange_identities();
+}
+
+void meet(const Store& store, const GroupOptions& options, const std::string& name) {
+  Joining(store, options).meet(name);
 }
 
 std::string name_of_rank(const SharedState& shared, int rank) {

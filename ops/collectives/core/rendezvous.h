@@ -54,6 +54,11 @@ struct Identities {
 // until its rank removes it. Errors: CollectiveTimeoutError.
 Identities exchange_identities(const Store& store, const GroupOptions& options);
 
+// Blocks until all ranks have called it with this name, which is no other meeting's: a rank that
+// went on could leave before another has come as far. It stays in the store.
+// Errors: CollectiveTimeoutError naming the rank that did not come.
+void meet(const Store& store, const GroupOptions& options, const std::string& name);
+
 // "rank 1 (pid 4711)", "rank 1 (global rank 5, pid 4711)".
 std::string name_of_rank(const SharedState& shared, int rank);
 

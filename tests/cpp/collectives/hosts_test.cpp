@@ -257,6 +257,29 @@ TEST(HostsFailure, AWaitOfItsOwnLengthEndsInTime) {
   });
 }
 
+// A transport may need its peer until all of it is made.
+TEST(HostsGroupTest, NoRankGoesOnBeforeAllAreConnected) {
+  MemoryStore store;
+  Mailboxes mailboxes;
+  Identities identities;
+  identities.hosts = {"a", "b"};
+  std::atomic<bool> is_connected{false};
+  const auto join_as = [&](int rank) {
+    const HostsGroup group(
+        store.view(), group_of(2, rank), identities, [&, rank](const std::string& /*name*/) {
+          if (rank == 1) {
+            std::this_thread::sleep_for(milliseconds(100));
+            is_connected = true;
+          }
+          return std::make_unique<MailboxTransport>(mailboxes, rank);
+        });
+    EXPECT_TRUE(is_connected) << "rank " << rank;
+  };
+  std::thread other([&] { join_as(1); });
+  join_as(0);
+  other.join();
+}
+
 TEST(HostsFailure, WhoStillNeedsARankThatLeftIsTold) {
   run_on_hosts("ab", [](Group& group, int rank) {
     complete(group, barrier_call());

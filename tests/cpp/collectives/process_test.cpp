@@ -127,6 +127,39 @@ TEST(Processes, TheEndOfARankIsNoticedAndNamed) {
   }
 }
 
+TEST(Processes, TheEndOfARankIsNamedWhileAllMoveMuch) {
+  constexpr int64_t kSize = 3000000;
+  for (int victim = 0; victim < 3; ++victim) {
+    const FolderStore store;
+    const auto pids = fork_ranks(3, store, [&](Engine& engine, int rank) {
+      std::vector<float> values(kSize, 1.F);
+      const auto reduce = [&] {
+        complete(engine,
+                 all_reduce_call(
+                     {DType::kFloat32, {kSize}}, ReduceOp::kMax, input(values), output(values)));
+      };
+      reduce();
+      if (rank == victim) {
+        std::thread([] {
+          std::this_thread::sleep_for(milliseconds(100));
+          kill(getpid(), SIGKILL);
+        }).detach();
+      }
+      const auto text = text_of<PeerLostError>([&] {
+        for (;;) reduce();
+      });
+      const bool is_named =
+          text.find("rank " + std::to_string(victim) + " (pid ") != std::string::npos;
+      if (!is_named) std::fprintf(stderr, "rank %d read: %s\n", rank, text.c_str());
+      return is_named ? 0 : 1;
+    });
+    for (int rank = 0; rank < 3; ++rank) {
+      EXPECT_EQ(exit_status(pids[static_cast<size_t>(rank)]), rank == victim ? -SIGKILL : 0);
+    }
+    store.remove();
+  }
+}
+
 TEST(Processes, AForkedChildIsRefusedAndHarmsNothing) {
   const FolderStore store;
   const auto pids = fork_ranks(2, store, [](Engine& engine, int rank) {

@@ -92,6 +92,8 @@ HostsGroup::HostsGroup(const Store& store,
             options_here(options, layout_)),
       remote_(make_transport("transport/" + identities.nonce)),
       messages_(remote_, options.rank, options.size) {
+  // One that leaves at once closes connections that others may be making still.
+  meet(store, options, "connected/" + nonce_);
   worker_ = std::thread([this] { work(); });
   watcher_ = std::thread([this] { watch(); });
 }
