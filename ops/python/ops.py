@@ -76,3 +76,43 @@ def copy_to_group(x: Tensor, group_name: str) -> Tensor:
 def reduce_from_group(x: Tensor, group_name: str) -> Tensor:
     """All-reduce (sum) forward, identity backward: where partial results become whole."""
     return torch.ops.weft.reduce_from_group(x, group_name)
+
+
+def scatter_to_group(x: Tensor, dim: int, group_name: str) -> Tensor:
+    """This rank's part of x along `dim`; all parts of the gradient are gathered.
+
+    Parts here and below are those of torch.chunk: `ceil(size / ranks)` long, later ones shorter or empty.
+    """
+    return torch.ops.weft.scatter_to_group(x, dim, group_name)
+
+
+def gather_from_group(x: Tensor, dim: int, group_name: str, *, dim_size: int | None = None) -> Tensor:
+    """All parts along `dim`, of which x is this rank's; each rank keeps its part of the gradient.
+
+    For a result that all ranks use alike: its gradient is taken to be equal on all of them. `dim_size` is the
+    size of all parts together; without it every rank must bring as much as the others.
+    """
+    return torch.ops.weft.gather_from_group(x, dim, group_name, dim_size=dim_size)
+
+
+def gather_from_sequence(x: Tensor, dim: int, group_name: str, *, dim_size: int | None = None) -> Tensor:
+    """All parts along `dim`, of which x is this rank's; the gradients of all ranks are summed and scattered.
+
+    For a result that each rank uses for something else, as before a column linear in sequence parallelism.
+    `dim_size` as in `gather_from_group`.
+    """
+    return torch.ops.weft.gather_from_sequence(x, dim, group_name, dim_size=dim_size)
+
+
+def reduce_scatter_to_sequence(x: Tensor, dim: int, group_name: str) -> Tensor:
+    """This rank's part along `dim` of x summed over the group; all parts of the gradient are gathered."""
+    return torch.ops.weft.reduce_scatter_to_sequence(x, dim, group_name)
+
+
+def all_to_all(x: Tensor, split_dim: int, cat_dim: int, group_name: str, *, cat_size: int | None = None) -> Tensor:
+    """Exchanges the dim that is cut: x is whole along `split_dim` and cut along `cat_dim`, the result the other way.
+
+    Part r of x along `split_dim` goes to rank r. `cat_size` is the size of all parts along `cat_dim`; without it every
+    rank must bring as much as the others. The gradient takes the way back.
+    """
+    return torch.ops.weft.all_to_all(x, split_dim, cat_dim, group_name, cat_size=cat_size)

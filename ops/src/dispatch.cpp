@@ -84,6 +84,43 @@ at::Tensor reduce_from_group(const at::Tensor& x, std::string_view group_name) {
   return op.call(x, group_name);
 }
 
+at::Tensor scatter_to_group(const at::Tensor& x, std::int64_t dim, std::string_view group_name) {
+  static const auto op = handle("weft::scatter_to_group", &scatter_to_group);
+  return op.call(x, dim, group_name);
+}
+
+at::Tensor gather_from_group(const at::Tensor& x,
+                             std::int64_t dim,
+                             std::string_view group_name,
+                             std::optional<c10::SymInt> dim_size) {
+  static const auto op = handle("weft::gather_from_group", &gather_from_group);
+  return op.call(x, dim, group_name, std::move(dim_size));
+}
+
+at::Tensor gather_from_sequence(const at::Tensor& x,
+                                std::int64_t dim,
+                                std::string_view group_name,
+                                std::optional<c10::SymInt> dim_size) {
+  static const auto op = handle("weft::gather_from_sequence", &gather_from_sequence);
+  return op.call(x, dim, group_name, std::move(dim_size));
+}
+
+at::Tensor reduce_scatter_to_sequence(const at::Tensor& x,
+                                      std::int64_t dim,
+                                      std::string_view group_name) {
+  static const auto op = handle("weft::reduce_scatter_to_sequence", &reduce_scatter_to_sequence);
+  return op.call(x, dim, group_name);
+}
+
+at::Tensor all_to_all(const at::Tensor& x,
+                      std::int64_t split_dim,
+                      std::int64_t cat_dim,
+                      std::string_view group_name,
+                      std::optional<c10::SymInt> cat_size) {
+  static const auto op = handle("weft::all_to_all", &all_to_all);
+  return op.call(x, split_dim, cat_dim, group_name, std::move(cat_size));
+}
+
 at::Tensor activation(const at::Tensor& x, std::string_view activation) {
   static const auto op = handle("weft::_activation", &dispatch::activation);
   return op.call(x, activation);

@@ -59,6 +59,24 @@ at::Tensor vocab_embedding_backward(const at::Tensor& grad,
 at::Tensor copy_to_group(const at::Tensor& x, std::string_view group_name);
 at::Tensor reduce_from_group(const at::Tensor& x, std::string_view group_name);
 
+at::Tensor scatter_to_group(const at::Tensor& x, std::int64_t dim, std::string_view group_name);
+at::Tensor gather_from_group(const at::Tensor& x,
+                             std::int64_t dim,
+                             std::string_view group_name,
+                             std::optional<c10::SymInt> dim_size);
+at::Tensor gather_from_sequence(const at::Tensor& x,
+                                std::int64_t dim,
+                                std::string_view group_name,
+                                std::optional<c10::SymInt> dim_size);
+at::Tensor reduce_scatter_to_sequence(const at::Tensor& x,
+                                      std::int64_t dim,
+                                      std::string_view group_name);
+at::Tensor all_to_all(const at::Tensor& x,
+                      std::int64_t split_dim,
+                      std::int64_t cat_dim,
+                      std::string_view group_name,
+                      std::optional<c10::SymInt> cat_size);
+
 at::Tensor activation(const at::Tensor& x, std::string_view activation);
 std::tuple<at::Tensor, at::Tensor> activation_backward(const at::Tensor& grad,
                                                        const at::Tensor& x,

@@ -17,23 +17,25 @@ namespace weft::ops {
 
 namespace {
 
-std::string failure(std::string_view op, int rank) {
-  return c10::str(op, ": the all-reduce failed on rank ", rank, " of its group");
+constexpr std::string_view kAllReduce = "all-reduce";
+
+std::string failure(std::string_view op, std::string_view what, int rank) {
+  return c10::str(op, ": the ", what, " failed on rank ", rank, " of its group");
 }
 
 // Runs `step` and adds operator and rank to what the backend raises. Exceptions of Python (a
 // backend written there) pass as they are: they are no std::runtime_error.
 template <typename Step>
-auto with_context(std::string_view op, int rank, Step step) {
+auto with_context(std::string_view op, std::string_view what, int rank, Step step) {
   try {
     return step();
   } catch (const collectives::CollectiveError& error) {
-    collectives::throw_error(error.kind(), c10::str(failure(op, rank), ": ", error.what()));
+    collectives::throw_error(error.kind(), c10::str(failure(op, what, rank), ": ", error.what()));
   } catch (c10::Error& error) {
-    error.add_context(failure(op, rank));
+    error.add_context(failure(op, what, rank));
     throw;
   } catch (const std::runtime_error& error) {
-    TORCH_CHECK_WITH(DistBackendError, false, failure(op, rank), ": ", error.what());
+    TORCH_CHECK_WITH(DistBackendError, false, failure(op, what, rank), ": ", error.what());
   }
 }
 
@@ -69,7 +71,7 @@ PendingReduce::PendingReduce(std::string op,
 void PendingReduce::wait() {
   const auto work = std::exchange(work_, {});
   if (work) {
-    with_context(op_, rank_, [&] { work->wait(); });
+    with_context(op_, kAllReduce, rank_, [&] { work->wait(); });
   }
   tensor_.reset();
 }
@@ -89,7 +91,8 @@ PendingReduce start(std::string_view op,
   c10d::AllreduceOptions opts;
   // On CPUs the wait below drives the reduction; asynchronous would mean a thread for it.
   opts.asyncOp = overlaps && !tensor.is_cpu();
-  auto work = with_context(op, group->getRank(), [&] { return group->allreduce(tensors, opts); });
+  auto work = with_context(
+      op, kAllReduce, group->getRank(), [&] { return group->allreduce(tensors, opts); });
   return {std::string(op), tensor, std::move(work), group->getRank()};
 }
 
@@ -108,7 +111,7 @@ std::pair<at::Tensor, PendingReduce> start_sum_of(std::string_view op,
                                                   const std::function<void(at::Tensor&)>& write) {
   auto result = at::empty(sizes, options);
   if (group && result.is_cpu() && result.numel() > 0 && !is_traced(result)) {
-    auto work = with_context(op, group->getRank(), [&] {
+    auto work = with_context(op, kAllReduce, group->getRank(), [&] {
       return collectives::all_reduce_written(*group, result, write);
     });
     if (work) {
@@ -132,6 +135,13 @@ at::Tensor sum_of(std::string_view op,
 
 void all_reduce_(std::string_view op, const at::Tensor& tensor, const ProcessGroupPtr& group) {
   start(op, tensor, group, false).wait();
+}
+
+void wait_with_context(std::string_view op,
+                       std::string_view what,
+                       const ProcessGroupPtr& group,
+                       const std::function<c10::intrusive_ptr<c10d::Work>()>& start) {
+  with_context(op, what, group->getRank(), [&] { start()->wait(); });
 }
 
 bool is_traced(const at::Tensor& tensor) {

@@ -32,6 +32,12 @@ at::Tensor sum_of(std::string_view op,
 // elements (shapes are equal on all ranks, so all skip together).
 void all_reduce_(std::string_view op, const at::Tensor& tensor, const ProcessGroupPtr& group);
 
+// Starts a collective, waits for it, and adds operator, `what` failed and rank to what it raises.
+void wait_with_context(std::string_view op,
+                       std::string_view what,
+                       const ProcessGroupPtr& group,
+                       const std::function<c10::intrusive_ptr<c10d::Work>()>& start);
+
 // An all-reduce on its way. Move-only; wait() before the tensor is read. The tensor stays alive
 // with it.
 class PendingReduce {

@@ -51,6 +51,46 @@ at::Tensor reduce_from_group(const at::Tensor& x, std::string_view group_name) {
   return dispatch::reduce_from_group(x, group_name);
 }
 
+namespace {
+
+std::optional<c10::SymInt> symbolic(const std::optional<std::int64_t>& size) {
+  return size.has_value() ? std::optional<c10::SymInt>(*size) : std::nullopt;
+}
+
+}  // namespace
+
+at::Tensor scatter_to_group(const at::Tensor& x, std::int64_t dim, std::string_view group_name) {
+  return dispatch::scatter_to_group(x, dim, group_name);
+}
+
+at::Tensor gather_from_group(const at::Tensor& x,
+                             std::int64_t dim,
+                             std::string_view group_name,
+                             std::optional<std::int64_t> dim_size) {
+  return dispatch::gather_from_group(x, dim, group_name, symbolic(dim_size));
+}
+
+at::Tensor gather_from_sequence(const at::Tensor& x,
+                                std::int64_t dim,
+                                std::string_view group_name,
+                                std::optional<std::int64_t> dim_size) {
+  return dispatch::gather_from_sequence(x, dim, group_name, symbolic(dim_size));
+}
+
+at::Tensor reduce_scatter_to_sequence(const at::Tensor& x,
+                                      std::int64_t dim,
+                                      std::string_view group_name) {
+  return dispatch::reduce_scatter_to_sequence(x, dim, group_name);
+}
+
+at::Tensor all_to_all(const at::Tensor& x,
+                      std::int64_t split_dim,
+                      std::int64_t cat_dim,
+                      std::string_view group_name,
+                      std::optional<std::int64_t> cat_size) {
+  return dispatch::all_to_all(x, split_dim, cat_dim, group_name, symbolic(cat_size));
+}
+
 std::string_view built_for_torch() { return WEFT_TORCH_VERSION; }
 
 }  // namespace weft::ops

@@ -29,6 +29,17 @@ TORCH_LIBRARY(weft, m) {
          "str group_name, int? vocab_size=None) -> Tensor");
   define(m, "copy_to_group(Tensor x, str group_name) -> Tensor");
   define(m, "reduce_from_group(Tensor x, str group_name) -> Tensor");
+  define(m, "scatter_to_group(Tensor x, int dim, str group_name) -> Tensor");
+  define(m,
+         "gather_from_group(Tensor x, int dim, str group_name, *, SymInt? dim_size=None) -> "
+         "Tensor");
+  define(m,
+         "gather_from_sequence(Tensor x, int dim, str group_name, *, SymInt? dim_size=None) -> "
+         "Tensor");
+  define(m, "reduce_scatter_to_sequence(Tensor x, int dim, str group_name) -> Tensor");
+  define(m,
+         "all_to_all(Tensor x, int split_dim, int cat_dim, str group_name, *, "
+         "SymInt? cat_size=None) -> Tensor");
 
   // (y, h1, h3): column_row_mlp with what its backward needs; h3 is empty, [0], without w3.
   define(m,

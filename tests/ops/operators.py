@@ -55,6 +55,11 @@ def sample_calls(group_name: str = "", dtype: torch.dtype = torch.float64) -> li
         Call("vocab_parallel_embedding", (torch.tensor([[0, 3], [1, 0]]), random(4, 5), 0), mlp),
         Call("copy_to_group", (x, group_name)),
         Call("reduce_from_group", (x, group_name)),
+        Call("scatter_to_group", (x, 1, group_name)),
+        Call("gather_from_group", (x, -1, group_name)),
+        Call("gather_from_sequence", (x, 1, group_name)),
+        Call("reduce_scatter_to_sequence", (x, 0, group_name)),
+        Call("all_to_all", (x, 2, 0, group_name)),
     ]
     return calls
 

@@ -65,6 +65,11 @@ weft::vocab_parallel_embedding(Tensor input, Tensor weight, int vocab_start, *, 
 int? vocab_size=None) -> Tensor
 weft::copy_to_group(Tensor x, str group_name) -> Tensor
 weft::reduce_from_group(Tensor x, str group_name) -> Tensor
+weft::scatter_to_group(Tensor x, int dim, str group_name) -> Tensor
+weft::gather_from_group(Tensor x, int dim, str group_name, *, SymInt? dim_size=None) -> Tensor
+weft::gather_from_sequence(Tensor x, int dim, str group_name, *, SymInt? dim_size=None) -> Tensor
+weft::reduce_scatter_to_sequence(Tensor x, int dim, str group_name) -> Tensor
+weft::all_to_all(Tensor x, int split_dim, int cat_dim, str group_name, *, SymInt? cat_size=None) -> Tensor
 """
 
 

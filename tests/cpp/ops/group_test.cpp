@@ -36,6 +36,36 @@ TEST(GroupOperators, ReduceIsSumForwardAndIdentityBackward) {
   });
 }
 
+TEST(GroupOperators, ASequenceIsGatheredAndSummedBack) {
+  run_ranks(3, [](RankContext& ctx) {
+    // Parts of 2, 2 and 1 of 5.
+    const auto whole = at::arange(5, at::kDouble);
+    const auto part = whole.chunk(3)[ctx.group_rank].clone().requires_grad_();
+    const auto y = ops::gather_from_sequence(part, 0, ctx.group_name, 5);
+    EXPECT_TRUE(at::equal(y, whole));
+    const auto z = ops::reduce_scatter_to_sequence(y * (ctx.group_rank + 1), -1, ctx.group_name);
+    EXPECT_TRUE(at::equal(z, (whole * 6).chunk(3)[ctx.group_rank]));
+    EXPECT_EQ(ctx.backend->count(Collective::kAllGather).num_calls, 1);
+    EXPECT_EQ(ctx.backend->count(Collective::kReduceScatter).num_calls, 1);
+    z.sum().backward();
+    EXPECT_EQ(ctx.backend->num_calls(), 4);
+    EXPECT_TRUE(at::equal(part.grad(), at::full_like(part, 6)));
+  });
+}
+
+TEST(GroupOperators, APartOfWhatAllHaveIsTakenAndPutBack) {
+  run_ranks(2, [](RankContext& ctx) {
+    const auto x = at::arange(6, at::kDouble).view({2, 3}).requires_grad_();
+    const auto part = ops::scatter_to_group(x, 1, ctx.group_name);
+    EXPECT_TRUE(at::equal(part, x.chunk(2, 1)[ctx.group_rank]));
+    EXPECT_EQ(ctx.backend->num_calls(), 0);
+    EXPECT_TRUE(at::equal(ops::gather_from_group(part, 1, ctx.group_name, 3), x));
+    (part * 3).sum().backward();
+    EXPECT_EQ(ctx.backend->count(Collective::kAllGather).num_calls, 2);
+    EXPECT_TRUE(at::equal(x.grad(), at::full({2, 3}, 3, at::kDouble)));
+  });
+}
+
 TEST(GroupOperators, AFailedReductionNamesOperatorAndRank) {
   RankOptions options;
   options.require_waits = false;

@@ -71,6 +71,44 @@ WEFT_OPS_API at::Tensor copy_to_group(const at::Tensor& x, std::string_view grou
 // All-reduce (sum) forward, identity backward.
 WEFT_OPS_API at::Tensor reduce_from_group(const at::Tensor& x, std::string_view group_name);
 
+// The following cut tensors over the group or put them together. Parts are those of torch.chunk:
+// ceil(size / ranks) long, later ones shorter or empty. Sizes of all parts together that are not
+// told mean that every rank brings as much as the others. Results are contiguous copies.
+// Errors besides those above: c10::IndexError for a dim that x does not have.
+
+// This rank's part of x along `dim`. Backward: one all-gather.
+WEFT_OPS_API at::Tensor scatter_to_group(const at::Tensor& x,
+                                         std::int64_t dim,
+                                         std::string_view group_name);
+
+// All parts along `dim`, of which x is this rank's. One all-gather forward. The gradient is taken
+// to be equal on all ranks: each keeps its part.
+WEFT_OPS_API at::Tensor gather_from_group(const at::Tensor& x,
+                                          std::int64_t dim,
+                                          std::string_view group_name,
+                                          std::optional<std::int64_t> dim_size = {});
+
+// The same where each rank uses the result for something else: one all-gather forward, one
+// reduce-scatter of the gradient backward.
+WEFT_OPS_API at::Tensor gather_from_sequence(const at::Tensor& x,
+                                             std::int64_t dim,
+                                             std::string_view group_name,
+                                             std::optional<std::int64_t> dim_size = {});
+
+// This rank's part along `dim` of x summed over the group. One reduce-scatter forward, one
+// all-gather backward.
+WEFT_OPS_API at::Tensor reduce_scatter_to_sequence(const at::Tensor& x,
+                                                   std::int64_t dim,
+                                                   std::string_view group_name);
+
+// x whole along split_dim and cut along cat_dim -> cut along split_dim and whole along cat_dim.
+// One all-to-all forward, one backward.
+WEFT_OPS_API at::Tensor all_to_all(const at::Tensor& x,
+                                   std::int64_t split_dim,
+                                   std::int64_t cat_dim,
+                                   std::string_view group_name,
+                                   std::optional<std::int64_t> cat_size = {});
+
 // The torch release that libweft_ops.so was compiled for, such as "2.15.0".
 WEFT_OPS_API std::string_view built_for_torch();
 

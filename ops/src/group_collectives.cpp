@@ -1,0 +1,162 @@
+#include "group_collectives.h"
+
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#include <vector>
+
+namespace weft::ops {
+
+namespace {
+
+at::Tensor own_contiguous(const at::Tensor& x) { return x.clone(at::MemoryFormat::Contiguous); }
+
+std::int64_t length_of(std::int64_t size, const ProcessGroupPtr& group) {
+  return part_length(size, group->getSize()).expect_int();
+}
+
+std::int64_t size_on(std::int64_t size, int rank, const ProcessGroupPtr& group) {
+  return part_size(size, {group->getSize(), rank}).expect_int();
+}
+
+// x, which starts with the dim in question, with `size` there: followed by zeros, which nobody
+// reads but a sum.
+at::Tensor padded(const at::Tensor& x, std::int64_t size) {
+  if (x.size(0) == size) {
+    return x.contiguous();
+  }
+  auto sizes = x.sizes().vec();
+  sizes[0] = size;
+  auto result = at::zeros(sizes, x.options());
+  result.narrow(0, 0, x.size(0)).copy_(x);
+  return result;
+}
+
+// The first `size` entries of a result that starts with `dim`, in x's order of dims.
+at::Tensor restored(const at::Tensor& result, std::int64_t size, std::int64_t dim) {
+  return result.narrow(0, 0, size).movedim(0, dim).contiguous();
+}
+
+// c10d has renamed these calls: newer releases warn of the names that older ones have alone.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
+c10::intrusive_ptr<c10d::Work> start_all_gather(c10d::ProcessGroup& group,
+                                                at::Tensor& result,
+                                                at::Tensor& part) {
+  c10d::AllgatherOptions opts;
+  opts.asyncOp = false;
+  return group._allgather_base(result, part, opts);
+}
+
+c10::intrusive_ptr<c10d::Work> start_reduce_scatter(c10d::ProcessGroup& group,
+                                                    at::Tensor& result,
+                                                    at::Tensor& whole) {
+  c10d::ReduceScatterOptions opts;
+  opts.asyncOp = false;
+  return group._reduce_scatter_base(result, whole, opts);
+}
+
+c10::intrusive_ptr<c10d::Work> start_all_to_all(c10d::ProcessGroup& group,
+                                                at::Tensor& result,
+                                                at::Tensor& given,
+                                                std::vector<std::int64_t>& result_sizes,
+                                                std::vector<std::int64_t>& given_sizes) {
+  c10d::AllToAllOptions opts;
+  opts.asyncOp = false;
+  return group.alltoall_base(result, given, result_sizes, given_sizes, opts);
+}
+#pragma GCC diagnostic pop
+
+}  // namespace
+
+GroupPlace place_in(const ProcessGroupPtr& group) {
+  return group ? GroupPlace{group->getSize(), group->getRank()} : GroupPlace{};
+}
+
+at::Tensor all_gather(std::string_view op,
+                      const at::Tensor& x,
+                      std::int64_t dim,
+                      std::int64_t dim_size,
+                      const ProcessGroupPtr& group) {
+  if (!group) {
+    return own_contiguous(x);
+  }
+  const auto length = length_of(dim_size, group);
+  auto part = padded(x.movedim(dim, 0), length);
+  // All but the last parts are full: what is padded lies behind the end.
+  auto sizes = part.sizes().vec();
+  sizes[0] = length * group->getSize();
+  auto result = at::empty(sizes, x.options());
+  if (result.numel() > 0) {
+    wait_with_context(
+        op, "all-gather", group, [&] { return start_all_gather(*group, result, part); });
+  }
+  return restored(result, dim_size, dim);
+}
+
+at::Tensor reduce_scatter(std::string_view op,
+                          const at::Tensor& x,
+                          std::int64_t dim,
+                          const ProcessGroupPtr& group) {
+  if (!group) {
+    return own_contiguous(x);
+  }
+  const auto length = length_of(x.size(dim), group);
+  auto whole = padded(x.movedim(dim, 0), length * group->getSize());
+  auto sizes = whole.sizes().vec();
+  sizes[0] = length;
+  auto result = at::empty(sizes, x.options());
+  if (result.numel() > 0) {
+    wait_with_context(
+        op, "reduce-scatter", group, [&] { return start_reduce_scatter(*group, result, whole); });
+  }
+  return restored(result, size_on(x.size(dim), group->getRank(), group), dim);
+}
+
+at::Tensor all_to_all(std::string_view op,
+                      const at::Tensor& x,
+                      std::int64_t split_dim,
+                      std::int64_t cat_dim,
+                      std::int64_t cat_size,
+                      const ProcessGroupPtr& group) {
+  if (!group) {
+    return own_contiguous(x);
+  }
+  // With the split dim in front, what goes to a rank and what comes from one is contiguous.
+  auto given = x.movedim(split_dim, 0).contiguous();
+  const auto cat_place = cat_dim < split_dim ? cat_dim + 1 : cat_dim;
+  const auto own_rows = size_on(x.size(split_dim), group->getRank(), group);
+  const auto row_numel = [&](std::int64_t cat_part) {
+    std::int64_t numel = cat_part;
+    for (std::int64_t each = 1; each < given.dim(); ++each) {
+      numel *= each == cat_place ? 1 : given.size(each);
+    }
+    return numel;
+  };
+  std::vector<std::int64_t> given_sizes, result_sizes;
+  for (int rank = 0; rank < group->getSize(); ++rank) {
+    given_sizes.push_back(size_on(x.size(split_dim), rank, group) * row_numel(x.size(cat_dim)));
+    result_sizes.push_back(own_rows * row_numel(size_on(cat_size, rank, group)));
+  }
+  auto flat = at::empty({own_rows * row_numel(cat_size)}, x.options());
+  if (x.size(split_dim) * row_numel(cat_size) > 0) {
+    auto flat_given = given.view({-1});
+    wait_with_context(op, "all-to-all", group, [&] {
+      return start_all_to_all(*group, flat, flat_given, result_sizes, given_sizes);
+    });
+  }
+  std::vector<at::Tensor> parts;
+  auto sizes = given.sizes().vec();
+  sizes[0] = own_rows;
+  std::int64_t begin = 0;
+  for (int rank = 0; rank < group->getSize(); ++rank) {
+    const auto numel = result_sizes[static_cast<std::size_t>(rank)];
+    sizes[static_cast<std::size_t>(cat_place)] = size_on(cat_size, rank, group);
+    parts.push_back(flat.narrow(0, begin, numel).view(sizes));
+    begin += numel;
+  }
+  return at::cat(parts, cat_place).movedim(0, split_dim).contiguous();
+}
+
+}  // namespace weft::ops
