@@ -55,6 +55,38 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, group_n
     return torch.ops.weft.row_linear(x, weight, bias, group_name=group_name)
 
 
+def all_gather_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    gather_dim: int,
+    group_name: str,
+    dim_size: int | None = None,
+) -> Tensor:
+    """gather(x) weightᵀ + bias with x cut along `gather_dim`: `[..., s, ..., d]` -> `[..., S, ..., f]`.
+
+    x holds torch.chunk's part of `dim_size` entries along `gather_dim`, any dim but the last; without `dim_size`
+    every rank must bring as much as the others. weight `[f, d]`, bias `[f]`. One all-gather forward; backward one
+    all-gather, of x again, which is all that is saved of it, and one reduce-scatter, of x's gradient.
+    """
+    return torch.ops.weft.all_gather_linear(
+        x, weight, bias, gather_dim=gather_dim, group_name=group_name, dim_size=dim_size
+    )
+
+
+def linear_reduce_scatter(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, scatter_dim: int, group_name: str
+) -> Tensor:
+    """This rank's part along `scatter_dim` of x weightᵀ summed over the group, + bias.
+
+    Shapes: x `[..., S, ..., f]`, weight `[o, f]`, bias `[o]` (whole on every rank, added once) -> `[..., s, ..., o]`,
+    s being torch.chunk's part of S; `scatter_dim` is any dim but the last. One reduce-scatter forward, one
+    all-gather backward.
+    """
+    return torch.ops.weft.linear_reduce_scatter(x, weight, bias, scatter_dim=scatter_dim, group_name=group_name)
+
+
 def vocab_parallel_embedding(
     input: Tensor, weight: Tensor, vocab_start: int, *, group_name: str, vocab_size: int | None = None
 ) -> Tensor:

@@ -6,6 +6,8 @@
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
+#include <utility>
+
 namespace weft::ops {
 
 namespace {
@@ -71,10 +73,35 @@ struct Autocast {
     return dispatch::row_linear(cast(x), cast(weight), cast(bias), group_name);
   }
 
+  static at::Tensor all_gather_linear(const at::Tensor& x,
+                                      const at::Tensor& weight,
+                                      const dispatch::OptionalTensor& bias,
+                                      std::int64_t gather_dim,
+                                      std::string_view group_name,
+                                      std::optional<c10::SymInt> dim_size) {
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(kKey);
+    const Cast<kDevice> cast;
+    return dispatch::all_gather_linear(
+        cast(x), cast(weight), cast(bias), gather_dim, group_name, std::move(dim_size));
+  }
+
+  static at::Tensor linear_reduce_scatter(const at::Tensor& x,
+                                          const at::Tensor& weight,
+                                          const dispatch::OptionalTensor& bias,
+                                          std::int64_t scatter_dim,
+                                          std::string_view group_name) {
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(kKey);
+    const Cast<kDevice> cast;
+    return dispatch::linear_reduce_scatter(
+        cast(x), cast(weight), cast(bias), scatter_dim, group_name);
+  }
+
   static void register_kernels(torch::Library& m) {
     m.impl("column_row_mlp", TORCH_FN(column_row_mlp));
     m.impl("column_linear", TORCH_FN(column_linear));
     m.impl("row_linear", TORCH_FN(row_linear));
+    m.impl("all_gather_linear", TORCH_FN(all_gather_linear));
+    m.impl("linear_reduce_scatter", TORCH_FN(linear_reduce_scatter));
   }
 };
 

@@ -35,7 +35,7 @@ constexpr std::string_view kOp = "weft::column_row_mlp";
 
 // The all-reduce of grad_x between the node that starts it and the node that waits for it.
 struct ReduceSlot : torch::CustomClassHolder {
-  PendingReduce pending;
+  PendingCollective pending;
 };
 using ReduceSlotPtr = c10::intrusive_ptr<ReduceSlot>;
 

@@ -57,6 +57,25 @@ at::Tensor row_linear(const at::Tensor& x,
   return op.call(x, weight, bias, group_name);
 }
 
+at::Tensor all_gather_linear(const at::Tensor& x,
+                             const at::Tensor& weight,
+                             const OptionalTensor& bias,
+                             std::int64_t gather_dim,
+                             std::string_view group_name,
+                             std::optional<c10::SymInt> dim_size) {
+  static const auto op = handle("weft::all_gather_linear", &all_gather_linear);
+  return op.call(x, weight, bias, gather_dim, group_name, std::move(dim_size));
+}
+
+at::Tensor linear_reduce_scatter(const at::Tensor& x,
+                                 const at::Tensor& weight,
+                                 const OptionalTensor& bias,
+                                 std::int64_t scatter_dim,
+                                 std::string_view group_name) {
+  static const auto op = handle("weft::linear_reduce_scatter", &linear_reduce_scatter);
+  return op.call(x, weight, bias, scatter_dim, group_name);
+}
+
 at::Tensor vocab_parallel_embedding(const at::Tensor& ids,
                                     const at::Tensor& weight,
                                     std::int64_t vocab_start,

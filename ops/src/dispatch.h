@@ -46,6 +46,18 @@ at::Tensor row_linear(const at::Tensor& x,
                       const OptionalTensor& bias,
                       std::string_view group_name);
 
+at::Tensor all_gather_linear(const at::Tensor& x,
+                             const at::Tensor& weight,
+                             const OptionalTensor& bias,
+                             std::int64_t gather_dim,
+                             std::string_view group_name,
+                             std::optional<c10::SymInt> dim_size);
+at::Tensor linear_reduce_scatter(const at::Tensor& x,
+                                 const at::Tensor& weight,
+                                 const OptionalTensor& bias,
+                                 std::int64_t scatter_dim,
+                                 std::string_view group_name);
+
 at::Tensor vocab_parallel_embedding(const at::Tensor& ids,
                                     const at::Tensor& weight,
                                     std::int64_t vocab_start,

@@ -62,60 +62,67 @@ ProcessGroupPtr resolve_group(std::string_view op, const std::string& group_name
   return group->getSize() > 1 ? group : ProcessGroupPtr();
 }
 
-PendingReduce::PendingReduce(std::string op,
-                             at::Tensor tensor,
-                             c10::intrusive_ptr<c10d::Work> work,
-                             int rank)
-    : op_(std::move(op)), tensor_(std::move(tensor)), work_(std::move(work)), rank_(rank) {}
+PendingCollective::PendingCollective(
+    std::string_view op,
+    std::string_view what,
+    const ProcessGroupPtr& group,
+    std::vector<at::Tensor> tensors,
+    bool overlaps,
+    const std::function<c10::intrusive_ptr<c10d::Work>(bool async_op)>& start)
+    : op_(op), what_(what), tensors_(std::move(tensors)), rank_(group->getRank()) {
+  const bool async_op = overlaps && !tensors_.front().is_cpu();
+  work_ = with_context(op_, what_, rank_, [&] { return start(async_op); });
+}
 
-void PendingReduce::wait() {
+void PendingCollective::wait() {
   const auto work = std::exchange(work_, {});
   if (work) {
-    with_context(op_, kAllReduce, rank_, [&] { work->wait(); });
+    with_context(op_, what_, rank_, [&] { work->wait(); });
   }
-  tensor_.reset();
+  tensors_.clear();
 }
 
 namespace {
 
 // `overlaps`: the caller does other things before it waits.
-PendingReduce start(std::string_view op,
-                    const at::Tensor& tensor,
-                    const ProcessGroupPtr& group,
-                    bool overlaps) {
+PendingCollective start(std::string_view op,
+                        const at::Tensor& tensor,
+                        const ProcessGroupPtr& group,
+                        bool overlaps) {
   if (!group || tensor.numel() == 0) {
     return {};
   }
   TORCH_INTERNAL_ASSERT(tensor.is_non_overlapping_and_dense());
-  std::vector<at::Tensor> tensors{tensor};
-  c10d::AllreduceOptions opts;
-  // On CPUs the wait below drives the reduction; asynchronous would mean a thread for it.
-  opts.asyncOp = overlaps && !tensor.is_cpu();
-  auto work = with_context(
-      op, kAllReduce, group->getRank(), [&] { return group->allreduce(tensors, opts); });
-  return {std::string(op), tensor, std::move(work), group->getRank()};
+  return {op, kAllReduce, group, {tensor}, overlaps, [&](bool async_op) {
+            std::vector<at::Tensor> tensors{tensor};
+            c10d::AllreduceOptions opts;
+            opts.asyncOp = async_op;
+            return group->allreduce(tensors, opts);
+          }};
 }
 
 }  // namespace
 
-PendingReduce start_all_reduce(std::string_view op,
-                               const at::Tensor& tensor,
-                               const ProcessGroupPtr& group) {
+PendingCollective start_all_reduce(std::string_view op,
+                                   const at::Tensor& tensor,
+                                   const ProcessGroupPtr& group) {
   return start(op, tensor, group, true);
 }
 
-std::pair<at::Tensor, PendingReduce> start_sum_of(std::string_view op,
-                                                  at::IntArrayRef sizes,
-                                                  const at::TensorOptions& options,
-                                                  const ProcessGroupPtr& group,
-                                                  const std::function<void(at::Tensor&)>& write) {
+std::pair<at::Tensor, PendingCollective> start_sum_of(
+    std::string_view op,
+    at::IntArrayRef sizes,
+    const at::TensorOptions& options,
+    const ProcessGroupPtr& group,
+    const std::function<void(at::Tensor&)>& write) {
   auto result = at::empty(sizes, options);
   if (group && result.is_cpu() && result.numel() > 0 && !is_traced(result)) {
-    auto work = with_context(op, kAllReduce, group->getRank(), [&] {
-      return collectives::all_reduce_written(*group, result, write);
+    c10::intrusive_ptr<c10d::Work> work;
+    PendingCollective pending(op, kAllReduce, group, {result}, false, [&](bool /*async_op*/) {
+      return work = collectives::all_reduce_written(*group, result, write);
     });
     if (work) {
-      return {result, PendingReduce(std::string(op), result, std::move(work), group->getRank())};
+      return {result, std::move(pending)};
     }
   }
   write(result);
@@ -135,13 +142,6 @@ at::Tensor sum_of(std::string_view op,
 
 void all_reduce_(std::string_view op, const at::Tensor& tensor, const ProcessGroupPtr& group) {
   start(op, tensor, group, false).wait();
-}
-
-void wait_with_context(std::string_view op,
-                       std::string_view what,
-                       const ProcessGroupPtr& group,
-                       const std::function<c10::intrusive_ptr<c10d::Work>()>& start) {
-  with_context(op, what, group->getRank(), [&] { start()->wait(); });
 }
 
 bool is_traced(const at::Tensor& tensor) {

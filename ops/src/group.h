@@ -1,7 +1,7 @@
 #pragma once
 
 // One process group, by name: resolving it and reducing over it. Every Work that starts here is
-// waited for here or by the holder of the returned PendingReduce.
+// waited for here or by the holder of the returned PendingCollective.
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -10,6 +10,7 @@
 #include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 namespace weft::ops {
 
@@ -32,42 +33,45 @@ at::Tensor sum_of(std::string_view op,
 // elements (shapes are equal on all ranks, so all skip together).
 void all_reduce_(std::string_view op, const at::Tensor& tensor, const ProcessGroupPtr& group);
 
-// Starts a collective, waits for it, and adds operator, `what` failed and rank to what it raises.
-void wait_with_context(std::string_view op,
-                       std::string_view what,
-                       const ProcessGroupPtr& group,
-                       const std::function<c10::intrusive_ptr<c10d::Work>()>& start);
-
-// An all-reduce on its way. Move-only; wait() before the tensor is read. The tensor stays alive
-// with it.
-class PendingReduce {
+// A collective on its way. Move-only; wait() before its result is read. Its tensors stay alive with
+// it.
+class PendingCollective {
  public:
-  PendingReduce() = default;
-  PendingReduce(std::string op, at::Tensor tensor, c10::intrusive_ptr<c10d::Work> work, int rank);
+  PendingCollective() = default;
+  // Starts `what` with asyncOp as `start` is told: not on CPUs, where the wait drives a collective,
+  // and an asynchronous one would mean a thread for it; and not where the caller waits at once.
+  PendingCollective(std::string_view op,
+                    std::string_view what,
+                    const ProcessGroupPtr& group,
+                    std::vector<at::Tensor> tensors,
+                    bool overlaps,
+                    const std::function<c10::intrusive_ptr<c10d::Work>(bool async_op)>& start);
 
-  // Waits until the sum is there (for CUDA: makes the current stream wait) and forgets the work.
+  // Waits until it is done (for CUDA: makes the current stream wait) and forgets the work.
   // Errors: what the backend raises, with operator and rank added.
   void wait();
 
  private:
   std::string op_;
-  at::Tensor tensor_;
+  std::string what_;
+  std::vector<at::Tensor> tensors_;
   c10::intrusive_ptr<c10d::Work> work_;
   int rank_ = 0;
 };
 
 // Starts the sum of the contiguous `tensor` in place; for a null group or no elements it is done at
 // once.
-PendingReduce start_all_reduce(std::string_view op,
-                               const at::Tensor& tensor,
-                               const ProcessGroupPtr& group);
+PendingCollective start_all_reduce(std::string_view op,
+                                   const at::Tensor& tensor,
+                                   const ProcessGroupPtr& group);
 
 // The same as sum_of on its way. The first is not to be read before the second was waited for.
-std::pair<at::Tensor, PendingReduce> start_sum_of(std::string_view op,
-                                                  at::IntArrayRef sizes,
-                                                  const at::TensorOptions& options,
-                                                  const ProcessGroupPtr& group,
-                                                  const std::function<void(at::Tensor&)>& write);
+std::pair<at::Tensor, PendingCollective> start_sum_of(
+    std::string_view op,
+    at::IntArrayRef sizes,
+    const at::TensorOptions& options,
+    const ProcessGroupPtr& group,
+    const std::function<void(at::Tensor&)>& write);
 
 // True where `tensor` is being traced (compile, export, fake or meta tensors, a dispatch mode):
 // then communication must go through a registered operator, in program order, or the trace would

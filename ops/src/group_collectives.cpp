@@ -33,54 +33,55 @@ at::Tensor padded(const at::Tensor& x, std::int64_t size) {
   return result;
 }
 
-// The first `size` entries of a result that starts with `dim`, in x's order of dims.
-at::Tensor restored(const at::Tensor& result, std::int64_t size, std::int64_t dim) {
-  return result.narrow(0, 0, size).movedim(0, dim).contiguous();
-}
-
 // c10d has renamed these calls: newer releases warn of the names that older ones have alone.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wdeprecated-declarations"
-c10::intrusive_ptr<c10d::Work> start_all_gather(c10d::ProcessGroup& group,
-                                                at::Tensor& result,
-                                                at::Tensor& part) {
-  c10d::AllgatherOptions opts;
-  opts.asyncOp = false;
-  return group._allgather_base(result, part, opts);
+PendingCollective gather_into(std::string_view op,
+                              const ProcessGroupPtr& group,
+                              at::Tensor result,
+                              at::Tensor part,
+                              bool overlaps) {
+  return {op, "all-gather", group, {result, part}, overlaps, [&](bool async_op) {
+            c10d::AllgatherOptions opts;
+            opts.asyncOp = async_op;
+            return group->_allgather_base(result, part, opts);
+          }};
 }
 
-c10::intrusive_ptr<c10d::Work> start_reduce_scatter(c10d::ProcessGroup& group,
-                                                    at::Tensor& result,
-                                                    at::Tensor& whole) {
-  c10d::ReduceScatterOptions opts;
-  opts.asyncOp = false;
-  return group._reduce_scatter_base(result, whole, opts);
+PendingCollective reduce_scatter_into(std::string_view op,
+                                      const ProcessGroupPtr& group,
+                                      at::Tensor result,
+                                      at::Tensor whole,
+                                      bool overlaps) {
+  return {op, "reduce-scatter", group, {result, whole}, overlaps, [&](bool async_op) {
+            c10d::ReduceScatterOptions opts;
+            opts.asyncOp = async_op;
+            return group->_reduce_scatter_base(result, whole, opts);
+          }};
 }
 
-c10::intrusive_ptr<c10d::Work> start_all_to_all(c10d::ProcessGroup& group,
-                                                at::Tensor& result,
-                                                at::Tensor& given,
-                                                std::vector<std::int64_t>& result_sizes,
-                                                std::vector<std::int64_t>& given_sizes) {
-  c10d::AllToAllOptions opts;
-  opts.asyncOp = false;
-  return group.alltoall_base(result, given, result_sizes, given_sizes, opts);
+PendingCollective exchange_into(std::string_view op,
+                                const ProcessGroupPtr& group,
+                                at::Tensor result,
+                                at::Tensor given,
+                                std::vector<std::int64_t>& result_sizes,
+                                std::vector<std::int64_t>& given_sizes) {
+  return {op, "all-to-all", group, {result, given}, false, [&](bool async_op) {
+            c10d::AllToAllOptions opts;
+            opts.asyncOp = async_op;
+            return group->alltoall_base(result, given, result_sizes, given_sizes, opts);
+          }};
 }
 #pragma GCC diagnostic pop
 
-}  // namespace
-
-GroupPlace place_in(const ProcessGroupPtr& group) {
-  return group ? GroupPlace{group->getSize(), group->getRank()} : GroupPlace{};
-}
-
-at::Tensor all_gather(std::string_view op,
-                      const at::Tensor& x,
-                      std::int64_t dim,
-                      std::int64_t dim_size,
-                      const ProcessGroupPtr& group) {
+PendingTensor gather(std::string_view op,
+                     const at::Tensor& x,
+                     std::int64_t dim,
+                     std::int64_t dim_size,
+                     const ProcessGroupPtr& group,
+                     bool overlaps) {
   if (!group) {
-    return own_contiguous(x);
+    return PendingTensor(own_contiguous(x));
   }
   const auto length = length_of(dim_size, group);
   auto part = padded(x.movedim(dim, 0), length);
@@ -88,30 +89,81 @@ at::Tensor all_gather(std::string_view op,
   auto sizes = part.sizes().vec();
   sizes[0] = length * group->getSize();
   auto result = at::empty(sizes, x.options());
+  PendingCollective work;
   if (result.numel() > 0) {
-    wait_with_context(
-        op, "all-gather", group, [&] { return start_all_gather(*group, result, part); });
+    work = gather_into(op, group, result, std::move(part), overlaps);
   }
-  return restored(result, dim_size, dim);
+  return {std::move(work), std::move(result), dim_size, dim};
 }
 
-at::Tensor reduce_scatter(std::string_view op,
-                          const at::Tensor& x,
-                          std::int64_t dim,
-                          const ProcessGroupPtr& group) {
+PendingTensor sum_and_scatter(std::string_view op,
+                              const at::Tensor& x,
+                              std::int64_t dim,
+                              const ProcessGroupPtr& group,
+                              bool overlaps) {
   if (!group) {
-    return own_contiguous(x);
+    return PendingTensor(own_contiguous(x));
   }
   const auto length = length_of(x.size(dim), group);
   auto whole = padded(x.movedim(dim, 0), length * group->getSize());
   auto sizes = whole.sizes().vec();
   sizes[0] = length;
   auto result = at::empty(sizes, x.options());
+  PendingCollective work;
   if (result.numel() > 0) {
-    wait_with_context(
-        op, "reduce-scatter", group, [&] { return start_reduce_scatter(*group, result, whole); });
+    work = reduce_scatter_into(op, group, result, std::move(whole), overlaps);
   }
-  return restored(result, size_on(x.size(dim), group->getRank(), group), dim);
+  return {std::move(work), std::move(result), size_on(x.size(dim), group->getRank(), group), dim};
+}
+
+}  // namespace
+
+GroupPlace place_in(const ProcessGroupPtr& group) {
+  return group ? GroupPlace{group->getSize(), group->getRank()} : GroupPlace{};
+}
+
+PendingTensor::PendingTensor(at::Tensor result)
+    : result_(std::move(result)), size_(result_.size(0)), dim_(0) {}
+
+PendingTensor::PendingTensor(PendingCollective work,
+                             at::Tensor result,
+                             std::int64_t size,
+                             std::int64_t dim)
+    : work_(std::move(work)), result_(std::move(result)), size_(size), dim_(dim) {}
+
+at::Tensor PendingTensor::get() {
+  work_.wait();
+  return std::move(result_).narrow(0, 0, size_).movedim(0, dim_).contiguous();
+}
+
+at::Tensor all_gather(std::string_view op,
+                      const at::Tensor& x,
+                      std::int64_t dim,
+                      std::int64_t dim_size,
+                      const ProcessGroupPtr& group) {
+  return gather(op, x, dim, dim_size, group, /*overlaps=*/false).get();
+}
+
+PendingTensor start_all_gather(std::string_view op,
+                               const at::Tensor& x,
+                               std::int64_t dim,
+                               std::int64_t dim_size,
+                               const ProcessGroupPtr& group) {
+  return gather(op, x, dim, dim_size, group, /*overlaps=*/true);
+}
+
+at::Tensor reduce_scatter(std::string_view op,
+                          const at::Tensor& x,
+                          std::int64_t dim,
+                          const ProcessGroupPtr& group) {
+  return sum_and_scatter(op, x, dim, group, /*overlaps=*/false).get();
+}
+
+PendingTensor start_reduce_scatter(std::string_view op,
+                                   const at::Tensor& x,
+                                   std::int64_t dim,
+                                   const ProcessGroupPtr& group) {
+  return sum_and_scatter(op, x, dim, group, /*overlaps=*/true);
 }
 
 at::Tensor all_to_all(std::string_view op,
@@ -141,10 +193,7 @@ at::Tensor all_to_all(std::string_view op,
   }
   auto flat = at::empty({own_rows * row_numel(cat_size)}, x.options());
   if (x.size(split_dim) * row_numel(cat_size) > 0) {
-    auto flat_given = given.view({-1});
-    wait_with_context(op, "all-to-all", group, [&] {
-      return start_all_to_all(*group, flat, flat_given, result_sizes, given_sizes);
-    });
+    exchange_into(op, group, flat, given.view({-1}), result_sizes, given_sizes).wait();
   }
   std::vector<at::Tensor> parts;
   auto sizes = given.sizes().vec();

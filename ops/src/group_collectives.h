@@ -1,8 +1,8 @@
 #pragma once
 
 // Parts of a dim on their way between the ranks of a group: see shard_shape.h for how it is cut.
-// Everything here waits, works below autograd, and returns memory of its own, contiguous. A null
-// group is one rank. Nothing is sent where no rank has an element.
+// Everything here works below autograd and gives memory of its own, contiguous. A null group is one
+// rank. Nothing is sent where no rank has an element.
 
 #include "group.h"
 #include "shard_shape.h"
@@ -11,18 +11,45 @@ namespace weft::ops {
 
 GroupPlace place_in(const ProcessGroupPtr& group);
 
+// A tensor that a collective is about to give. Move-only; what the collective reads stays alive
+// with it.
+class PendingTensor {
+ public:
+  explicit PendingTensor(at::Tensor result);
+  // The first `size` entries of `result`, as `dim`, once `work` is done.
+  PendingTensor(PendingCollective work, at::Tensor result, std::int64_t size, std::int64_t dim);
+
+  // Waits (for CUDA: makes the current stream wait). Call it once.
+  at::Tensor get();
+
+ private:
+  PendingCollective work_;
+  at::Tensor result_;
+  std::int64_t size_;
+  std::int64_t dim_;
+};
+
 // All parts of `dim`, `dim_size` long together, of which x is this rank's.
 at::Tensor all_gather(std::string_view op,
                       const at::Tensor& x,
                       std::int64_t dim,
                       std::int64_t dim_size,
                       const ProcessGroupPtr& group);
+PendingTensor start_all_gather(std::string_view op,
+                               const at::Tensor& x,
+                               std::int64_t dim,
+                               std::int64_t dim_size,
+                               const ProcessGroupPtr& group);
 
 // This rank's part along `dim` of the sum of x over the group.
 at::Tensor reduce_scatter(std::string_view op,
                           const at::Tensor& x,
                           std::int64_t dim,
                           const ProcessGroupPtr& group);
+PendingTensor start_reduce_scatter(std::string_view op,
+                                   const at::Tensor& x,
+                                   std::int64_t dim,
+                                   const ProcessGroupPtr& group);
 
 // Part r of x along `split_dim` goes to rank r; what comes from the ranks is put together along
 // `cat_dim`, `cat_size` long.

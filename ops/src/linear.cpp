@@ -68,7 +68,7 @@ class ColumnLinear : public torch::autograd::Function<ColumnLinear> {
     const auto saved = ctx->get_saved_variables();
     const auto& group_name = ctx->saved_data.at("group_name").toStringRef();
     variable_list result(4);
-    PendingReduce pending;
+    PendingCollective pending;
     if (ctx->needs_input_grad(0)) {
       if (is_traced(grad_y)) {
         result[0] = dispatch::reduce_from_group(at::matmul(grad_y, saved[1]), group_name);

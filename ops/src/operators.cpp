@@ -4,6 +4,14 @@
 
 namespace weft::ops {
 
+namespace {
+
+std::optional<c10::SymInt> symbolic(const std::optional<std::int64_t>& size) {
+  return size.has_value() ? std::optional<c10::SymInt>(*size) : std::nullopt;
+}
+
+}  // namespace
+
 at::Tensor column_row_mlp(const at::Tensor& x,
                           const ColumnRowMlpWeights& weights,
                           std::string_view activation,
@@ -35,6 +43,23 @@ at::Tensor row_linear(const at::Tensor& x,
   return dispatch::row_linear(x, weight, bias, group_name);
 }
 
+at::Tensor all_gather_linear(const at::Tensor& x,
+                             const at::Tensor& weight,
+                             const std::optional<at::Tensor>& bias,
+                             std::int64_t gather_dim,
+                             std::string_view group_name,
+                             std::optional<std::int64_t> dim_size) {
+  return dispatch::all_gather_linear(x, weight, bias, gather_dim, group_name, symbolic(dim_size));
+}
+
+at::Tensor linear_reduce_scatter(const at::Tensor& x,
+                                 const at::Tensor& weight,
+                                 const std::optional<at::Tensor>& bias,
+                                 std::int64_t scatter_dim,
+                                 std::string_view group_name) {
+  return dispatch::linear_reduce_scatter(x, weight, bias, scatter_dim, group_name);
+}
+
 at::Tensor vocab_parallel_embedding(const at::Tensor& ids,
                                     const at::Tensor& weight,
                                     std::int64_t vocab_start,
@@ -50,14 +75,6 @@ at::Tensor copy_to_group(const at::Tensor& x, std::string_view group_name) {
 at::Tensor reduce_from_group(const at::Tensor& x, std::string_view group_name) {
   return dispatch::reduce_from_group(x, group_name);
 }
-
-namespace {
-
-std::optional<c10::SymInt> symbolic(const std::optional<std::int64_t>& size) {
-  return size.has_value() ? std::optional<c10::SymInt>(*size) : std::nullopt;
-}
-
-}  // namespace
 
 at::Tensor scatter_to_group(const at::Tensor& x, std::int64_t dim, std::string_view group_name) {
   return dispatch::scatter_to_group(x, dim, group_name);

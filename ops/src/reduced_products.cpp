@@ -33,12 +33,13 @@ at::Tensor reduced_linear(std::string_view op,
   });
 }
 
-std::pair<at::Tensor, PendingReduce> start_reduced_input_product(std::string_view op,
-                                                                 const ProcessGroupPtr& group,
-                                                                 const at::Tensor& grad,
-                                                                 const at::Tensor& weight,
-                                                                 const at::Tensor& second_grad,
-                                                                 const at::Tensor& second_weight) {
+std::pair<at::Tensor, PendingCollective> start_reduced_input_product(
+    std::string_view op,
+    const ProcessGroupPtr& group,
+    const at::Tensor& grad,
+    const at::Tensor& weight,
+    const at::Tensor& second_grad,
+    const at::Tensor& second_weight) {
   return start_sum_of(
       op, with_last(grad, weight.size(1)), grad.options(), group, [&](at::Tensor& out) {
         if (out.numel() == 0) {

@@ -21,7 +21,7 @@ at::Tensor reduced_linear(std::string_view op,
 
 // grad weight [+ second_grad second_weight], [..., in], summed over `group`, on its way: see
 // start_sum_of. The second pair may be undefined.
-std::pair<at::Tensor, PendingReduce> start_reduced_input_product(
+std::pair<at::Tensor, PendingCollective> start_reduced_input_product(
     std::string_view op,
     const ProcessGroupPtr& group,
     const at::Tensor& grad,

@@ -25,6 +25,12 @@ TORCH_LIBRARY(weft, m) {
          "column_linear(Tensor x, Tensor weight, Tensor? bias=None, *, str group_name) -> Tensor");
   define(m, "row_linear(Tensor x, Tensor weight, Tensor? bias=None, *, str group_name) -> Tensor");
   define(m,
+         "all_gather_linear(Tensor x, Tensor weight, Tensor? bias=None, *, int gather_dim, "
+         "str group_name, SymInt? dim_size=None) -> Tensor");
+  define(m,
+         "linear_reduce_scatter(Tensor x, Tensor weight, Tensor? bias=None, *, int scatter_dim, "
+         "str group_name) -> Tensor");
+  define(m,
          "vocab_parallel_embedding(Tensor input, Tensor weight, int vocab_start, *, "
          "str group_name, int? vocab_size=None) -> Tensor");
   define(m, "copy_to_group(Tensor x, str group_name) -> Tensor");

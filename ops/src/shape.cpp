@@ -7,6 +7,8 @@ namespace weft::ops {
 namespace {
 
 constexpr std::string_view kMlp = "weft::column_row_mlp";
+constexpr std::string_view kGatherLinear = "weft::all_gather_linear";
+constexpr std::string_view kLinearScatter = "weft::linear_reduce_scatter";
 constexpr std::string_view kEmbedding = "weft::vocab_parallel_embedding";
 
 // Every tensor of a call shares dtype and device with x, the first.
@@ -107,6 +109,25 @@ c10::SymDimVector with_last_dim(const at::Tensor& x, const c10::SymInt& last) {
   return sizes;
 }
 
+// `dim` counted from 0: any but the last.
+std::int64_t checked_token_dim(std::string_view op,
+                               const at::Tensor& x,
+                               std::int64_t dim,
+                               std::string_view name) {
+  dim = checked_dim(op, x, dim, name);
+  TORCH_CHECK_VALUE(dim + 1 < x.dim(),
+                    op,
+                    ": got ",
+                    name,
+                    " ",
+                    dim,
+                    ", the last dim of x of shape ",
+                    x.sym_sizes(),
+                    ", which holds the features; pass the dim that is cut over the group, the "
+                    "sequence's.");
+  return dim;
+}
+
 }  // namespace
 
 c10::SymDimVector column_row_mlp_shape(const at::Tensor& x,
@@ -153,6 +174,29 @@ c10::SymDimVector linear_shape(std::string_view op,
   check_matrix(op, weight, "weight", x.sym_size(-1), "last dim of x");
   check_bias(op, x, bias, "bias", weight, "weight");
   return with_last_dim(x, weight.sym_size(0));
+}
+
+c10::SymDimVector all_gather_linear_shape(const at::Tensor& x,
+                                          const at::Tensor& weight,
+                                          const OptionalTensor& bias,
+                                          std::int64_t gather_dim,
+                                          const std::optional<c10::SymInt>& dim_size,
+                                          const GroupPlace& place) {
+  auto sizes = linear_shape(kGatherLinear, x, weight, bias);
+  const auto dim = checked_token_dim(kGatherLinear, x, gather_dim, "gather_dim");
+  sizes[static_cast<std::size_t>(dim)] = gathered_size(kGatherLinear, x, dim, dim_size, place);
+  return sizes;
+}
+
+c10::SymDimVector linear_reduce_scatter_shape(const at::Tensor& x,
+                                              const at::Tensor& weight,
+                                              const OptionalTensor& bias,
+                                              std::int64_t scatter_dim,
+                                              const GroupPlace& place) {
+  auto sizes = linear_shape(kLinearScatter, x, weight, bias);
+  const auto dim = checked_token_dim(kLinearScatter, x, scatter_dim, "scatter_dim");
+  sizes[static_cast<std::size_t>(dim)] = part_size(x.sym_size(dim), place);
+  return sizes;
 }
 
 c10::SymDimVector vocab_embedding_shape(const at::Tensor& ids,

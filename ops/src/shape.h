@@ -4,6 +4,7 @@
 // comes out. The real kernels, the Meta kernels and the error texts all rest on them.
 
 #include "checked_activation.h"
+#include "shard_shape.h"
 
 #include <ATen/core/Tensor.h>
 
@@ -30,6 +31,23 @@ c10::SymDimVector linear_shape(std::string_view op,
                                const at::Tensor& x,
                                const at::Tensor& weight,
                                const OptionalTensor& bias);
+
+// Checks x weightᵀ + bias of which x holds a part along `gather_dim`, which is not that of the
+// features; returns the size of the output.
+c10::SymDimVector all_gather_linear_shape(const at::Tensor& x,
+                                          const at::Tensor& weight,
+                                          const OptionalTensor& bias,
+                                          std::int64_t gather_dim,
+                                          const std::optional<c10::SymInt>& dim_size,
+                                          const GroupPlace& place);
+
+// Checks x weightᵀ + bias whose part along `scatter_dim` comes out, which is not that of the
+// features; returns the size of the output.
+c10::SymDimVector linear_reduce_scatter_shape(const at::Tensor& x,
+                                              const at::Tensor& weight,
+                                              const OptionalTensor& bias,
+                                              std::int64_t scatter_dim,
+                                              const GroupPlace& place);
 
 // Checks ids, table and vocab_start (>= 0); returns the size of the output.
 c10::SymDimVector vocab_embedding_shape(const at::Tensor& ids,

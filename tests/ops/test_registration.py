@@ -61,6 +61,9 @@ weft::column_row_mlp(Tensor x, Tensor w1, Tensor w2, Tensor? w3=None, Tensor? b1
 Tensor? b3=None, *, str activation, str group_name, bool recompute=False) -> Tensor
 weft::column_linear(Tensor x, Tensor weight, Tensor? bias=None, *, str group_name) -> Tensor
 weft::row_linear(Tensor x, Tensor weight, Tensor? bias=None, *, str group_name) -> Tensor
+weft::all_gather_linear(Tensor x, Tensor weight, Tensor? bias=None, *, int gather_dim, str group_name, \
+SymInt? dim_size=None) -> Tensor
+weft::linear_reduce_scatter(Tensor x, Tensor weight, Tensor? bias=None, *, int scatter_dim, str group_name) -> Tensor
 weft::vocab_parallel_embedding(Tensor input, Tensor weight, int vocab_start, *, str group_name, \
 int? vocab_size=None) -> Tensor
 weft::copy_to_group(Tensor x, str group_name) -> Tensor

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
@@ -10,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 import weft
+from ops.collectives.profiled import collectives_of
 from ops.operators import chunk
 from support.ranks import on_ranks
 
@@ -102,13 +101,6 @@ def test_sizes_that_are_not_told_are_equal(rank: int, world_size: int) -> None:
     assert torch.equal(weft.ops.all_to_all(torch.full((1, 4), float(rank)), 1, 0, group)[:, 0], expected[::2, 0])
 
 
-def _collectives(run: Callable[[], object]) -> dict[str, int]:
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        run()
-    names = (event.name for event in profiler.events())
-    return dict(Counter(name.removeprefix("weft:") for name in names if name.startswith("weft:") and "::" not in name))
-
-
 GATHER, SCATTER, EXCHANGE = {"all_gather_into_tensor": 1}, {"reduce_scatter_tensor": 1}, {"all_to_all_single": 1}
 PARTNERS = {
     "scatter_to_group": ({}, GATHER),
@@ -123,13 +115,11 @@ def test_number_of_collectives(rank: int) -> None:
     group = dist.group.WORLD.group_name
     for name, (forward, backward) in PARTNERS.items():
         x = torch.ones(4, 3, requires_grad=True)
-        made: list[Tensor] = []
-        assert _collectives(lambda n=name, x=x, made=made: made.append(getattr(weft.ops, n)(x, 0, group))) == forward
-        assert _collectives(lambda made=made: made[0].sum().backward()) == backward, name
+        y = collectives_of(partial(getattr(weft.ops, name), x, 0, group), expected=forward)
+        collectives_of(y.sum().backward, expected=backward)
     x = torch.ones(4, 3, requires_grad=True)
-    y = weft.ops.all_to_all(x, 0, 1, group)
-    assert _collectives(lambda: weft.ops.all_to_all(x, 0, 1, group)) == EXCHANGE
-    assert _collectives(lambda: y.sum().backward()) == EXCHANGE
+    y = collectives_of(partial(weft.ops.all_to_all, x, 0, 1, group), expected=EXCHANGE)
+    collectives_of(y.sum().backward, expected=EXCHANGE)
 
 
 @on_ranks(2)

@@ -58,8 +58,10 @@ def test_public_names_of_weft() -> None:
     modules = ["collectives", "memory", "nn", "ops", "strategy"]
     assert sorted(weft.__all__) == sorted([*errors, *modules, "Plan", "export_local", "parallelize"])
     assert sorted(weft.nn.__all__) == [
+        "AllGatherLinear",
         "ColumnLinear",
         "ColumnRowMLP",
+        "LinearReduceScatter",
         "RowLinear",
         "VocabParallelEmbedding",
         "rebind_group",

@@ -5,14 +5,16 @@ torch.export. Group names differ from job to job: after loading, `rebind_group` 
 """
 
 from weft.nn.embedding import VocabParallelEmbedding
-from weft.nn.linear import ColumnLinear, RowLinear
+from weft.nn.linear import AllGatherLinear, ColumnLinear, LinearReduceScatter, RowLinear
 from weft.nn.mlp import ColumnRowMLP
 from weft.nn.rebind import rebind_group
 from weft.nn.shard import shard_range
 
 __all__ = [
+    "AllGatherLinear",
     "ColumnLinear",
     "ColumnRowMLP",
+    "LinearReduceScatter",
     "RowLinear",
     "VocabParallelEmbedding",
     "rebind_group",

@@ -1,4 +1,4 @@
-"""ColumnLinear and RowLinear: nn.Linear with its rows or columns sharded over a group."""
+"""nn.Linear with its rows or columns sharded over a group, for whole inputs or for parts of a sequence."""
 
 from __future__ import annotations
 
@@ -99,3 +99,66 @@ class RowLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
+
+
+class AllGatherLinear(ColumnLinear):
+    """A ColumnLinear whose input is cut along `gather_dim`: `[..., s, ..., in_features]` -> `[..., S, ..., out_local]`.
+
+    Args:
+        in_features, out_features, bias, group_name, device, dtype: those of ColumnLinear, and so are the parameters.
+        gather_dim: the dim of x that is cut over the group, the sequence's; any but the last.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        gather_dim: int,
+        group_name: str,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, group_name=group_name, device=device, dtype=dtype)
+        self.gather_dim = gather_dim
+
+    def forward(self, x: Tensor, dim_size: int | None = None) -> Tensor:
+        """`dim_size`: of all parts together; without it every rank must bring as much as the others."""
+        return torch.ops.weft.all_gather_linear(
+            x, self.weight, self.bias, gather_dim=self.gather_dim, group_name=self.group_name, dim_size=dim_size
+        )
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, gather_dim={self.gather_dim}"
+
+
+class LinearReduceScatter(RowLinear):
+    """A RowLinear whose result is cut along `scatter_dim`: `[..., S, ..., in_local]` -> `[..., s, ..., out_features]`.
+
+    Args:
+        in_features, out_features, bias, group_name, device, dtype: those of RowLinear, and so are the parameters.
+        scatter_dim: the dim of which this rank gets torch.chunk's part, the sequence's; any but the last.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        scatter_dim: int,
+        group_name: str,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, group_name=group_name, device=device, dtype=dtype)
+        self.scatter_dim = scatter_dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.weft.linear_reduce_scatter(
+            x, self.weight, self.bias, scatter_dim=self.scatter_dim, group_name=self.group_name
+        )
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, scatter_dim={self.scatter_dim}"

@@ -55,6 +55,28 @@ WEFT_OPS_API at::Tensor row_linear(const at::Tensor& x,
                                    const std::optional<at::Tensor>& bias,
                                    std::string_view group_name);
 
+// The halves of a layer in sequence parallelism; parts along the cut dim are those of torch.chunk.
+//
+// x [..., s, ..., d], this rank's part along `gather_dim` (not the last) of `dim_size` (default: as
+// if all ranks had as much) -> gather(x) weightᵀ + bias, [..., S, ..., f]; weight [f, d], bias [f].
+// One all-gather forward; backward one all-gather, of x again, which is all that is saved of it,
+// and one reduce-scatter, of x's gradient.
+WEFT_OPS_API at::Tensor all_gather_linear(const at::Tensor& x,
+                                          const at::Tensor& weight,
+                                          const std::optional<at::Tensor>& bias,
+                                          std::int64_t gather_dim,
+                                          std::string_view group_name,
+                                          std::optional<std::int64_t> dim_size = {});
+
+// x [..., S, ..., f] -> this rank's part along `scatter_dim` (not the last) of x weightᵀ summed
+// over the group, + bias, [..., s, ..., o]; weight [o, f], bias [o] whole on every rank. One
+// reduce-scatter forward, one all-gather backward.
+WEFT_OPS_API at::Tensor linear_reduce_scatter(const at::Tensor& x,
+                                              const at::Tensor& weight,
+                                              const std::optional<at::Tensor>& bias,
+                                              std::int64_t scatter_dim,
+                                              std::string_view group_name);
+
 // ids [...] int64 or int32, global -> rows of the whole table, [..., d]; weight [v, d] holds the
 // rows vocab_start .. vocab_start + v. One all-reduce forward. With `vocab_size`, CPU ids outside
 // [0, vocab_size) are refused; without it (and on CUDA, where a check would wait for the device)
