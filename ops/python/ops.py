@@ -29,6 +29,8 @@ def column_row_mlp(
     activation: Activation,
     group_name: str,
     recompute: bool = False,
+    sequence_dim: int | None = None,
+    sequence_size: int | None = None,
 ) -> Tensor:
     """act(x w1ᵀ + b1) [* (x w3ᵀ + b3)] w2ᵀ, summed over the group, + b2.
 
@@ -36,9 +38,25 @@ def column_row_mlp(
     rank, added once) -> `[..., o]`, with f this rank's part of the hidden dim, uneven or empty.
     One all-reduce forward, one backward (none when x needs no gradient). Saves x, x w1ᵀ and x w3ᵀ; with
     `recompute` x alone.
+
+    Sequence parallelism: with `sequence_dim`, any dim but the last, x and the result are torch.chunk's parts along it
+    of `sequence_size` entries; without `sequence_size` every rank must bring as much as the others. Then x is
+    gathered and the result reduce-scattered forward; backward the result's gradient and x, of which its part alone
+    was saved, are gathered and x's gradient is reduce-scattered.
     """
     return torch.ops.weft.column_row_mlp(
-        x, w1, w2, w3, b1, b2, b3, activation=activation, group_name=group_name, recompute=recompute
+        x,
+        w1,
+        w2,
+        w3,
+        b1,
+        b2,
+        b3,
+        activation=activation,
+        group_name=group_name,
+        recompute=recompute,
+        sequence_dim=sequence_dim,
+        sequence_size=sequence_size,
     )
 
 

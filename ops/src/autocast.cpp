@@ -40,7 +40,9 @@ struct Autocast {
                                    const dispatch::OptionalTensor& b3,
                                    std::string_view activation,
                                    std::string_view group_name,
-                                   bool recompute) {
+                                   bool recompute,
+                                   std::optional<std::int64_t> sequence_dim,
+                                   std::optional<c10::SymInt> sequence_size) {
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(kKey);
     const Cast<kDevice> cast;
     return dispatch::column_row_mlp(cast(x),
@@ -52,7 +54,9 @@ struct Autocast {
                                     cast(b3),
                                     activation,
                                     group_name,
-                                    recompute);
+                                    recompute,
+                                    sequence_dim,
+                                    std::move(sequence_size));
   }
 
   static at::Tensor column_linear(const at::Tensor& x,

@@ -11,20 +11,25 @@
 //              Enter:   waits for the all-reduce; the oldest node, so the last to run
 //
 // Saved: x (by both Column nodes), h1 and h3 (by Row). With `recompute` Row saves x in their place.
-// Everything below calls registered operators under autograd, so compile and export see all of it;
-// there the all-reduce is the functional weft::reduce_from_group, in program order.
+//
+// Of a cut sequence Row saves this rank's part of x for all. Its backward first gathers grad_y,
+// then starts to gather x again for the Column nodes, and reduce-scatters grad_x, which Enter waits
+// for. Everything below calls registered operators under autograd, so compile and export see all of
+// it; there the all-reduce is the functional weft::reduce_from_group, in program order.
 
 #include "autograd_support.h"
 #include "column_row_mlp.h"
 #include "dispatch.h"
-#include "group.h"
+#include "group_collectives.h"
 #include "reduced_products.h"
 
 #include <ATen/core/ivalue.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/matmul.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/library.h>
 
+#include <optional>
 #include <string>
 
 namespace weft::ops {
@@ -33,37 +38,61 @@ namespace {
 
 constexpr std::string_view kOp = "weft::column_row_mlp";
 
-// The all-reduce of grad_x between the node that starts it and the node that waits for it.
-struct ReduceSlot : torch::CustomClassHolder {
-  PendingCollective pending;
-};
-using ReduceSlotPtr = c10::intrusive_ptr<ReduceSlot>;
+// What Row's backward starts and other nodes wait for.
+struct Slot : torch::CustomClassHolder {
+  PendingCollective pending;  // the all-reduce of grad_x, in place
+  // Of a sequence: grad_x, and x of all ranks for `num_readers` Column nodes.
+  std::optional<PendingTensor> grad_x;
+  std::optional<PendingTensor> pending_x;
+  at::Tensor whole_x;
+  int num_readers = 0;
 
-c10::IValue to_ivalue(const ReduceSlotPtr& slot) {
+  at::Tensor read_x() {
+    if (pending_x.has_value()) {
+      whole_x = pending_x->get();
+      pending_x.reset();
+    }
+    const auto x = whole_x;
+    if (--num_readers == 0) {
+      whole_x.reset();
+    }
+    return x;
+  }
+};
+using SlotPtr = c10::intrusive_ptr<Slot>;
+
+c10::IValue to_ivalue(const SlotPtr& slot) {
   return c10::IValue::make_capsule(
       c10::static_intrusive_pointer_cast<torch::CustomClassHolder>(slot));
 }
 
-ReduceSlot& slot_of(AutogradContext* ctx) {
-  return static_cast<ReduceSlot&>(*ctx->saved_data.at("slot").toCapsule());
+Slot& slot_of(AutogradContext* ctx) {
+  return static_cast<Slot&>(*ctx->saved_data.at("slot").toCapsule());
 }
 
 class Enter : public torch::autograd::Function<Enter> {
  public:
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const ReduceSlotPtr& slot) {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const SlotPtr& slot) {
     ctx->saved_data["slot"] = to_ivalue(slot);
     return x.detach();
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    slot_of(ctx).pending.wait();
-    return {grads[0], at::Tensor()};
+    auto& slot = slot_of(ctx);
+    slot.pending.wait();
+    if (!slot.grad_x.has_value()) {
+      return {grads[0], at::Tensor()};
+    }
+    auto grad_x = slot.grad_x->get();
+    slot.grad_x.reset();
+    return {grad_x, at::Tensor()};
   }
 };
 
 // Tensors that a node only keeps or passes on: no inputs of it, so without gradients.
 struct ColumnValues {
-  at::Tensor x;
+  at::Tensor x;  // undefined where the slot gives it
   at::Tensor h;  // x weightᵀ + bias already; the node only adds the gradients of weight and bias
+  SlotPtr slot;
 };
 
 class Column : public torch::autograd::Function<Column> {
@@ -74,6 +103,7 @@ class Column : public torch::autograd::Function<Column> {
                             const ColumnValues& values) {
     ctx->set_materialize_grads(false);
     ctx->save_for_backward({values.x});
+    ctx->saved_data["slot"] = to_ivalue(values.slot);
     ctx->saved_data["has_bias"] = bias.has_value();
     return values.h.detach();
   }
@@ -82,7 +112,10 @@ class Column : public torch::autograd::Function<Column> {
     if (!grad_h.defined()) {
       return variable_list(3);
     }
-    const auto x = ctx->get_saved_variables()[0];
+    auto x = ctx->get_saved_variables()[0];
+    if (!x.defined()) {
+      x = slot_of(ctx).read_x();
+    }
     const bool needs_bias = ctx->saved_data.at("has_bias").toBool() && ctx->needs_input_grad(1);
     return {ctx->needs_input_grad(0) ? weight_grad(grad_h, x) : at::Tensor(),
             needs_bias ? bias_grad(grad_h) : at::Tensor(),
@@ -92,11 +125,13 @@ class Column : public torch::autograd::Function<Column> {
 
 struct RowValues {
   at::Tensor y;               // complete already
+  at::Tensor part_of_x;       // of a sequence
   at::Tensor w1, w3, b1, b3;  // undefined where the block has none
   std::string activation;
   std::string group_name;
-  ReduceSlotPtr slot;
+  SlotPtr slot;
   bool recompute;
+  std::optional<Sequence> sequence;
 };
 
 class Row : public torch::autograd::Function<Row> {
@@ -110,10 +145,16 @@ class Row : public torch::autograd::Function<Row> {
                             const OptionalTensor& b2,
                             const RowValues& values) {
     const at::Tensor none;
+    const auto& part_of_x = values.part_of_x;
     if (values.recompute) {
-      ctx->save_for_backward({x, none, values.w1, w2, values.w3, values.b1, values.b3});
+      ctx->save_for_backward({x, none, values.w1, w2, values.w3, values.b1, values.b3, part_of_x});
     } else {
-      ctx->save_for_backward({h1, h3.value_or(none), values.w1, w2, values.w3, none, none});
+      ctx->save_for_backward(
+          {h1, h3.value_or(none), values.w1, w2, values.w3, none, none, part_of_x});
+    }
+    if (values.sequence.has_value()) {
+      ctx->saved_data["sequence_dim"] = values.sequence->dim;
+      ctx->saved_data["sequence_size"] = values.sequence->size;
     }
     ctx->saved_data["activation"] = values.activation;
     ctx->saved_data["group_name"] = values.group_name;
@@ -126,15 +167,16 @@ class Row : public torch::autograd::Function<Row> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     refuse_double_backward(kOp);
-    const auto& grad_y = grads[0];
     const auto saved = ctx->get_saved_variables();
     const auto &w1 = saved[2], &w2 = saved[3], &w3 = saved[4];
     const auto& activation = ctx->saved_data.at("activation").toStringRef();
-    auto [h1, h3] = hidden(ctx, saved);
-
+    const auto grad_y = whole_sequence(ctx, grads[0]);
     // autograd::Function does not count absent optional inputs.
     const bool gated = ctx->saved_data.at("gated").toBool();
     const bool has_bias = ctx->saved_data.at("has_bias").toBool();
+    start_gathering_x(ctx, saved[7], gated);
+    auto [h1, h3] = hidden(ctx, saved);
+
     variable_list result(kNumInputs);
     if (has_bias && ctx->needs_input_grad(gated ? kB2 : kB2 - 1)) {
       result[kB2] = bias_grad(grad_y);
@@ -166,6 +208,49 @@ class Row : public torch::autograd::Function<Row> {
  private:
   enum Input : std::size_t { kX, kH1, kW2, kH3, kB2, kValues, kNumInputs };
 
+  static bool has_sequence(AutogradContext* ctx) {
+    return ctx->saved_data.count("sequence_dim") != 0;
+  }
+  static Sequence sequence_of(AutogradContext* ctx) {
+    return {ctx->saved_data.at("sequence_dim").toInt(),
+            ctx->saved_data.at("sequence_size").toSymInt()};
+  }
+
+  static at::Tensor whole_sequence(AutogradContext* ctx, const at::Tensor& part) {
+    if (!has_sequence(ctx)) {
+      return part;
+    }
+    const auto& group_name = ctx->saved_data.at("group_name").toStringRef();
+    const auto [dim, size] = sequence_of(ctx);
+    if (is_traced(part)) {
+      return dispatch::gather_from_sequence(part, dim, group_name, size);
+    }
+    return all_gather(kOp, part, dim, size.expect_int(), resolve_group(kOp, group_name));
+  }
+
+  // For the Column nodes that are about to run, and for hidden().
+  static void start_gathering_x(AutogradContext* ctx, const at::Tensor& part, bool gated) {
+    if (!has_sequence(ctx)) {
+      return;
+    }
+    auto& slot = slot_of(ctx);
+    slot.pending_x.reset();
+    slot.whole_x.reset();
+    slot.num_readers = (ctx->needs_input_grad(kH1) ? 1 : 0) +
+                       (gated && ctx->needs_input_grad(kH3) ? 1 : 0) +
+                       (ctx->saved_data.at("recompute").toBool() ? 1 : 0);
+    if (slot.num_readers == 0) {
+      return;
+    }
+    const auto [dim, size] = sequence_of(ctx);
+    if (is_traced(part)) {
+      slot.whole_x = whole_sequence(ctx, part);
+    } else {
+      const auto group = resolve_group(kOp, ctx->saved_data.at("group_name").toStringRef());
+      slot.pending_x = start_all_gather(kOp, part, dim, size.expect_int(), group);
+    }
+  }
+
   static std::pair<at::Tensor, at::Tensor> hidden(AutogradContext* ctx,
                                                   const variable_list& saved) {
     if (!ctx->saved_data.at("recompute").toBool()) {
@@ -174,8 +259,8 @@ class Row : public torch::autograd::Function<Row> {
     const auto optional = [](const at::Tensor& tensor) {
       return tensor.defined() ? OptionalTensor(tensor) : OptionalTensor();
     };
-    return column_half(
-        saved[0], saved[2], optional(saved[4]), optional(saved[5]), optional(saved[6]));
+    const auto x = has_sequence(ctx) ? slot_of(ctx).read_x() : saved[0];
+    return column_half(x, saved[2], optional(saved[4]), optional(saved[5]), optional(saved[6]));
   }
 
   // grad_x with its all-reduce: on its way in eager mode, complete when traced (or when anomaly
@@ -186,12 +271,13 @@ class Row : public torch::autograd::Function<Row> {
                                const at::Tensor& w1,
                                const at::Tensor& w3) {
     const auto& group_name = ctx->saved_data.at("group_name").toStringRef();
-    if (is_traced(grad_h1)) {
+    if (is_traced(grad_h1) || has_sequence(ctx)) {
       auto grad_x = at::matmul(grad_h1, w1);
       if (w3.defined()) {
         as_matrix(grad_x).addmm_(as_matrix(grad_h3), w3);
       }
-      return dispatch::reduce_from_group(grad_x, group_name);
+      return has_sequence(ctx) ? scattered(ctx, grad_x)
+                               : dispatch::reduce_from_group(grad_x, group_name);
     }
     auto [grad_x, pending] =
         start_reduced_input_product(kOp, resolve_group(kOp, group_name), grad_h1, w1, grad_h3, w3);
@@ -200,6 +286,22 @@ class Row : public torch::autograd::Function<Row> {
     }
     slot_of(ctx).pending = std::move(pending);
     return grad_x;
+  }
+
+  // This rank's part of the sum of grad_x. In eager mode what is returned has its shape alone: it
+  // is on its way, and Enter puts it in place.
+  static at::Tensor scattered(AutogradContext* ctx, const at::Tensor& grad_x) {
+    const auto& group_name = ctx->saved_data.at("group_name").toStringRef();
+    const auto dim = sequence_of(ctx).dim;
+    if (is_traced(grad_x) || torch::autograd::AnomalyMode::is_enabled()) {
+      return dispatch::reduce_scatter_to_sequence(grad_x, dim, group_name);
+    }
+    const auto group = resolve_group(kOp, group_name);
+    slot_of(ctx).grad_x = start_reduce_scatter(kOp, grad_x, dim, group);
+    auto sizes = grad_x.sizes().vec();
+    auto& size = sizes[static_cast<std::size_t>(dim)];
+    size = part_size(size, place_in(group)).expect_int();
+    return at::empty({1}, grad_x.options()).expand(sizes);
   }
 };
 
@@ -211,12 +313,13 @@ at::Tensor detached(const OptionalTensor& tensor) {
 at::Tensor attach(const at::Tensor& x,
                   const at::Tensor& weight,
                   const OptionalTensor& bias,
-                  const at::Tensor& h) {
+                  const at::Tensor& h,
+                  const SlotPtr& slot) {
   if (!weight.requires_grad() && !needs_grad(bias)) {
     return h;
   }
   hurry_to_leaf(weight);
-  return Column::apply(weight, bias, ColumnValues{x, h});
+  return Column::apply(weight, bias, ColumnValues{x, h, slot});
 }
 
 at::Tensor column_row_mlp_autograd(const at::Tensor& x,
@@ -228,22 +331,32 @@ at::Tensor column_row_mlp_autograd(const at::Tensor& x,
                                    const OptionalTensor& b3,
                                    std::string_view activation,
                                    std::string_view group_name,
-                                   bool recompute) {
+                                   bool recompute,
+                                   std::optional<std::int64_t> sequence_dim,
+                                   std::optional<c10::SymInt> sequence_size) {
   if (!torch::autograd::compute_requires_grad(x, w1, w2, w3, b1, b2, b3)) {
     const at::AutoDispatchBelowADInplaceOrView below;
-    return dispatch::column_row_mlp(x, w1, w2, w3, b1, b2, b3, activation, group_name, recompute);
+    return dispatch::column_row_mlp(
+        x, w1, w2, w3, b1, b2, b3, activation, group_name, recompute, sequence_dim, sequence_size);
   }
   at::Tensor y, h1, h3;
   {
     const at::AutoDispatchBelowADInplaceOrView below;
-    std::tie(y, h1, h3) =
-        dispatch::column_row_mlp_saving(x, w1, w2, w3, b1, b2, b3, activation, group_name);
+    std::tie(y, h1, h3) = dispatch::column_row_mlp_saving(
+        x, w1, w2, w3, b1, b2, b3, activation, group_name, sequence_dim, sequence_size);
   }
-  const auto slot = c10::make_intrusive<ReduceSlot>();
+  const auto group = resolve_group(kOp, std::string(group_name));
+  auto sequence = mlp_sequence(x, sequence_dim, sequence_size, place_in(group));
+  if (!group) {
+    sequence.reset();
+  }
+  const auto slot = c10::make_intrusive<Slot>();
   const auto x_in = x.requires_grad() ? Enter::apply(x, slot) : x;
-  const auto x_value = x.detach();
-  const auto h1_in = attach(x_value, w1, b1, h1);
-  const auto h3_in = w3.has_value() ? OptionalTensor(attach(x_value, *w3, b3, h3)) : std::nullopt;
+  // A part of a sequence is kept by Row.
+  const auto x_value = sequence.has_value() ? at::Tensor() : x.detach();
+  const auto h1_in = attach(x_value, w1, b1, h1, slot);
+  const auto h3_in =
+      w3.has_value() ? OptionalTensor(attach(x_value, *w3, b3, h3, slot)) : std::nullopt;
   hurry_to_leaf(w2);
   return Row::apply(x_in,
                     h1_in,
@@ -251,6 +364,7 @@ at::Tensor column_row_mlp_autograd(const at::Tensor& x,
                     h3_in,
                     b2,
                     RowValues{y,
+                              sequence.has_value() ? x.detach() : at::Tensor(),
                               w1.detach(),
                               detached(w3),
                               detached(b1),
@@ -258,7 +372,8 @@ at::Tensor column_row_mlp_autograd(const at::Tensor& x,
                               std::string(activation),
                               std::string(group_name),
                               slot,
-                              recompute});
+                              recompute,
+                              sequence});
 }
 
 }  // namespace

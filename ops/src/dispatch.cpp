@@ -23,22 +23,39 @@ at::Tensor column_row_mlp(const at::Tensor& x,
                           const OptionalTensor& b3,
                           std::string_view activation,
                           std::string_view group_name,
-                          bool recompute) {
+                          bool recompute,
+                          std::optional<std::int64_t> sequence_dim,
+                          std::optional<c10::SymInt> sequence_size) {
   static const auto op = handle("weft::column_row_mlp", &column_row_mlp);
-  return op.call(x, w1, w2, w3, b1, b2, b3, activation, group_name, recompute);
+  return op.call(x,
+                 w1,
+                 w2,
+                 w3,
+                 b1,
+                 b2,
+                 b3,
+                 activation,
+                 group_name,
+                 recompute,
+                 sequence_dim,
+                 std::move(sequence_size));
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> column_row_mlp_saving(const at::Tensor& x,
-                                                                     const at::Tensor& w1,
-                                                                     const at::Tensor& w2,
-                                                                     const OptionalTensor& w3,
-                                                                     const OptionalTensor& b1,
-                                                                     const OptionalTensor& b2,
-                                                                     const OptionalTensor& b3,
-                                                                     std::string_view activation,
-                                                                     std::string_view group_name) {
+std::tuple<at::Tensor, at::Tensor, at::Tensor> column_row_mlp_saving(
+    const at::Tensor& x,
+    const at::Tensor& w1,
+    const at::Tensor& w2,
+    const OptionalTensor& w3,
+    const OptionalTensor& b1,
+    const OptionalTensor& b2,
+    const OptionalTensor& b3,
+    std::string_view activation,
+    std::string_view group_name,
+    std::optional<std::int64_t> sequence_dim,
+    std::optional<c10::SymInt> sequence_size) {
   static const auto op = handle("weft::_column_row_mlp_saving", &column_row_mlp_saving);
-  return op.call(x, w1, w2, w3, b1, b2, b3, activation, group_name);
+  return op.call(
+      x, w1, w2, w3, b1, b2, b3, activation, group_name, sequence_dim, std::move(sequence_size));
 }
 
 at::Tensor column_linear(const at::Tensor& x,

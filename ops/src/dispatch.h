@@ -25,17 +25,22 @@ at::Tensor column_row_mlp(const at::Tensor& x,
                           const OptionalTensor& b3,
                           std::string_view activation,
                           std::string_view group_name,
-                          bool recompute);
+                          bool recompute,
+                          std::optional<std::int64_t> sequence_dim,
+                          std::optional<c10::SymInt> sequence_size);
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> column_row_mlp_saving(const at::Tensor& x,
-                                                                     const at::Tensor& w1,
-                                                                     const at::Tensor& w2,
-                                                                     const OptionalTensor& w3,
-                                                                     const OptionalTensor& b1,
-                                                                     const OptionalTensor& b2,
-                                                                     const OptionalTensor& b3,
-                                                                     std::string_view activation,
-                                                                     std::string_view group_name);
+std::tuple<at::Tensor, at::Tensor, at::Tensor> column_row_mlp_saving(
+    const at::Tensor& x,
+    const at::Tensor& w1,
+    const at::Tensor& w2,
+    const OptionalTensor& w3,
+    const OptionalTensor& b1,
+    const OptionalTensor& b2,
+    const OptionalTensor& b3,
+    std::string_view activation,
+    std::string_view group_name,
+    std::optional<std::int64_t> sequence_dim,
+    std::optional<c10::SymInt> sequence_size);
 
 at::Tensor column_linear(const at::Tensor& x,
                          const at::Tensor& weight,

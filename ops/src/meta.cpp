@@ -1,12 +1,15 @@
 // Meta kernels: the shape functions, with an empty tensor in the place of the result. They also
 // serve fake tensors, so compile and export rest on them.
 
+#include "group_collectives.h"
 #include "shape.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
+#include <optional>
+#include <string>
 #include <tuple>
 #include <utility>
 
@@ -20,6 +23,14 @@ at::Tensor empty(c10::SymIntArrayRef sizes, const at::Tensor& like) {
 
 at::Tensor empty_contiguous_like(const at::Tensor& x) { return empty(x.sym_sizes(), x); }
 
+std::optional<Sequence> sequence_of(const at::Tensor& x,
+                                    std::string_view group_name,
+                                    const std::optional<std::int64_t>& sequence_dim,
+                                    const std::optional<c10::SymInt>& sequence_size) {
+  const auto group = resolve_group("weft::column_row_mlp", std::string(group_name));
+  return mlp_sequence(x, sequence_dim, sequence_size, place_in(group));
+}
+
 at::Tensor column_row_mlp(const at::Tensor& x,
                           const at::Tensor& w1,
                           const at::Tensor& w2,
@@ -28,8 +39,11 @@ at::Tensor column_row_mlp(const at::Tensor& x,
                           const OptionalTensor& b2,
                           const OptionalTensor& b3,
                           std::string_view activation,
-                          std::string_view /*group_name*/,
-                          bool /*recompute*/) {
+                          std::string_view group_name,
+                          bool /*recompute*/,
+                          std::optional<std::int64_t> sequence_dim,
+                          std::optional<c10::SymInt> sequence_size) {
+  sequence_of(x, group_name, sequence_dim, sequence_size);
   return empty(column_row_mlp_shape(x, w1, w2, w3, b1, b2, b3, activation), x);
 }
 
@@ -42,10 +56,15 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> column_row_mlp_saving(
     const OptionalTensor& b2,
     const OptionalTensor& b3,
     std::string_view activation,
-    std::string_view /*group_name*/) {
+    std::string_view group_name,
+    std::optional<std::int64_t> sequence_dim,
+    std::optional<c10::SymInt> sequence_size) {
   auto y = empty(column_row_mlp_shape(x, w1, w2, w3, b1, b2, b3, activation), x);
   c10::SymDimVector hidden(x.sym_sizes().begin(), x.sym_sizes().end());
   hidden.back() = w1.sym_size(0);
+  if (const auto sequence = sequence_of(x, group_name, sequence_dim, sequence_size)) {
+    hidden[static_cast<std::size_t>(sequence->dim)] = sequence->size;
+  }
   return {y, empty(hidden, x), w3.has_value() ? empty(hidden, x) : at::empty({0}, x.options())};
 }
 

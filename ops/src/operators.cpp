@@ -16,7 +16,9 @@ at::Tensor column_row_mlp(const at::Tensor& x,
                           const ColumnRowMlpWeights& weights,
                           std::string_view activation,
                           std::string_view group_name,
-                          bool recompute) {
+                          bool recompute,
+                          std::optional<std::int64_t> sequence_dim,
+                          std::optional<std::int64_t> sequence_size) {
   return dispatch::column_row_mlp(x,
                                   weights.w1,
                                   weights.w2,
@@ -26,7 +28,9 @@ at::Tensor column_row_mlp(const at::Tensor& x,
                                   weights.b3,
                                   activation,
                                   group_name,
-                                  recompute);
+                                  recompute,
+                                  sequence_dim,
+                                  symbolic(sequence_size));
 }
 
 at::Tensor column_linear(const at::Tensor& x,

@@ -20,7 +20,7 @@ TORCH_LIBRARY(weft, m) {
   define(m,
          "column_row_mlp(Tensor x, Tensor w1, Tensor w2, Tensor? w3=None, Tensor? b1=None, "
          "Tensor? b2=None, Tensor? b3=None, *, str activation, str group_name, "
-         "bool recompute=False) -> Tensor");
+         "bool recompute=False, int? sequence_dim=None, SymInt? sequence_size=None) -> Tensor");
   define(m,
          "column_linear(Tensor x, Tensor weight, Tensor? bias=None, *, str group_name) -> Tensor");
   define(m, "row_linear(Tensor x, Tensor weight, Tensor? bias=None, *, str group_name) -> Tensor");
@@ -50,7 +50,8 @@ TORCH_LIBRARY(weft, m) {
   // (y, h1, h3): column_row_mlp with what its backward needs; h3 is empty, [0], without w3.
   define(m,
          "_column_row_mlp_saving(Tensor x, Tensor w1, Tensor w2, Tensor? w3, Tensor? b1, "
-         "Tensor? b2, Tensor? b3, str activation, str group_name) -> (Tensor, Tensor, Tensor)");
+         "Tensor? b2, Tensor? b3, str activation, str group_name, int? sequence_dim, "
+         "SymInt? sequence_size) -> (Tensor, Tensor, Tensor)");
   define(m, "_activation(Tensor x, str activation) -> Tensor");
   // (grad_x, act(x))
   define(m, "_activation_backward(Tensor grad, Tensor x, str activation) -> (Tensor, Tensor)");

@@ -165,6 +165,23 @@ c10::SymDimVector column_row_mlp_shape(const at::Tensor& x,
   return with_last_dim(x, w2.sym_size(0));
 }
 
+std::optional<Sequence> mlp_sequence(const at::Tensor& x,
+                                     const std::optional<std::int64_t>& sequence_dim,
+                                     const std::optional<c10::SymInt>& sequence_size,
+                                     const GroupPlace& place) {
+  if (!sequence_dim.has_value()) {
+    TORCH_CHECK_VALUE(!sequence_size.has_value(),
+                      kMlp,
+                      ": got sequence_size ",
+                      *sequence_size,
+                      " without sequence_dim, the dim that has it; pass both, or neither for an x "
+                      "that is whole on every rank.");
+    return std::nullopt;
+  }
+  const auto dim = checked_token_dim(kMlp, x, *sequence_dim, "sequence_dim");
+  return Sequence{dim, gathered_size(kMlp, x, dim, sequence_size, place, "sequence_size")};
+}
+
 c10::SymDimVector linear_shape(std::string_view op,
                                const at::Tensor& x,
                                const at::Tensor& weight,

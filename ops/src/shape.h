@@ -26,6 +26,19 @@ c10::SymDimVector column_row_mlp_shape(const at::Tensor& x,
                                        const OptionalTensor& b3,
                                        std::string_view activation);
 
+// The dim along which x and the result of a call are cut over the group, and how long it is.
+struct Sequence {
+  std::int64_t dim;  // counted from 0
+  c10::SymInt size;  // of all parts together
+};
+
+// The sequence of a column_row_mlp whose x holds a part along `sequence_dim`, which is not that of
+// the features; nothing where none is told.
+std::optional<Sequence> mlp_sequence(const at::Tensor& x,
+                                     const std::optional<std::int64_t>& sequence_dim,
+                                     const std::optional<c10::SymInt>& sequence_size,
+                                     const GroupPlace& place);
+
 // Checks x weightᵀ + bias for the operator `op`; returns the size of the output.
 c10::SymDimVector linear_shape(std::string_view op,
                                const at::Tensor& x,

@@ -48,6 +48,8 @@ def sample_calls(group_name: str = "", dtype: torch.dtype = torch.float64) -> li
         Call("column_row_mlp", (x, w1, w2, w3), {"activation": "gelu", "recompute": True, **mlp}),
         Call("column_row_mlp", (x, w1, w2), {"activation": "gelu_tanh", **mlp}),
         Call("column_row_mlp", (x, w1, w2, None, b1, b2), {"activation": "silu", **mlp}),
+        Call("column_row_mlp", (x, w1, w2, w3, b1, b2, b3), {"activation": "relu", "sequence_dim": 1, **mlp}),
+        Call("column_row_mlp", (x, w1, w2), {"activation": "gelu", "sequence_dim": 0, "recompute": True, **mlp}),
         Call("column_linear", (x, w1, b1), mlp),
         Call("column_linear", (x, w1), mlp),
         Call("row_linear", (x, w1, b1), mlp),

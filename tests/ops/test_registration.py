@@ -44,7 +44,7 @@ PRIVATE = {
     "_gated_activation_backward": (torch.randn(3, 5), torch.randn(3, 5), torch.randn(3, 5), "relu"),
     "_vocab_embedding_backward": (torch.randn(2, 5), torch.tensor([1, 3]), 3, 1),
     "_column_row_mlp_saving": (
-        torch.randn(3, 5), torch.randn(6, 5), torch.randn(4, 6), None, None, None, None, "silu", "",
+        torch.randn(3, 5), torch.randn(6, 5), torch.randn(4, 6), None, None, None, None, "silu", "", 0, None,
     ),
 }  # fmt: skip
 
@@ -58,7 +58,8 @@ def test_opcheck_of_the_pieces(name: str) -> None:
 # The schemas are what saved TorchScript modules and exported programs refer to: a change here breaks them.
 SCHEMAS = """
 weft::column_row_mlp(Tensor x, Tensor w1, Tensor w2, Tensor? w3=None, Tensor? b1=None, Tensor? b2=None, \
-Tensor? b3=None, *, str activation, str group_name, bool recompute=False) -> Tensor
+Tensor? b3=None, *, str activation, str group_name, bool recompute=False, int? sequence_dim=None, \
+SymInt? sequence_size=None) -> Tensor
 weft::column_linear(Tensor x, Tensor weight, Tensor? bias=None, *, str group_name) -> Tensor
 weft::row_linear(Tensor x, Tensor weight, Tensor? bias=None, *, str group_name) -> Tensor
 weft::all_gather_linear(Tensor x, Tensor weight, Tensor? bias=None, *, int gather_dim, str group_name, \

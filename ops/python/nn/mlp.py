@@ -22,6 +22,7 @@ class ColumnRowMLP(nn.Module):
         activation: "silu", "gelu", "gelu_tanh" or "relu".
         group_name: c10d name of the group; "" for a group of one.
         recompute: keep only x for the backward and compute the hidden values again.
+        sequence_dim: with it x and the result are torch.chunk's parts along this dim, any but the last.
         device, dtype: of the parameters.
 
     Parameters `w1, w3 [hidden_local, dim]`, `w2 [dim, hidden_local]`, `b1, b3 [hidden_local]`, `b2 [dim]`.
@@ -40,6 +41,7 @@ class ColumnRowMLP(nn.Module):
         bias: bool = False,
         activation: str = "silu",
         recompute: bool = False,
+        sequence_dim: int | None = None,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -57,6 +59,7 @@ class ColumnRowMLP(nn.Module):
         self.activation = activation
         self.group_name = group_name
         self.recompute = recompute
+        self.sequence_dim = sequence_dim
         self.w1 = parameter(hidden, dim)
         self.w2 = parameter(dim, hidden)
         self.w3 = parameter(hidden, dim) if gated else None
@@ -68,7 +71,8 @@ class ColumnRowMLP(nn.Module):
         if self.w3 is not None:
             _init_like_linear(self.w3, self.b3, dim)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, sequence_size: int | None = None) -> Tensor:
+        """`sequence_size`: of all parts together; without it every rank must bring as much as the others."""
         return torch.ops.weft.column_row_mlp(
             x,
             self.w1,
@@ -80,6 +84,8 @@ class ColumnRowMLP(nn.Module):
             activation=self.activation,
             group_name=self.group_name,
             recompute=self.recompute,
+            sequence_dim=self.sequence_dim,
+            sequence_size=sequence_size,
         )
 
     def extra_repr(self) -> str:

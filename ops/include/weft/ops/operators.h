@@ -35,11 +35,19 @@ struct ColumnRowMlpWeights {
 // activation: "silu", "gelu", "gelu_tanh", "relu". Communication: one all-reduce forward, one
 // backward (none when x needs no gradient). Saves x, h1 = x w1ᵀ + b1 and h3; with `recompute` x
 // alone.
+//
+// With `sequence_dim` (not the last) x and the result are cut along it as torch.chunk does, x
+// [..., s, ..., d] -> [..., s, ..., o], of `sequence_size` together (default: as if all ranks had
+// as much). Communication then: all-gather of x and reduce-scatter of the result forward; backward
+// all-gather of the gradient and again of x, of which its part alone is saved, and reduce-scatter
+// of x's gradient.
 WEFT_OPS_API at::Tensor column_row_mlp(const at::Tensor& x,
                                        const ColumnRowMlpWeights& weights,
                                        std::string_view activation,
                                        std::string_view group_name,
-                                       bool recompute = false);
+                                       bool recompute = false,
+                                       std::optional<std::int64_t> sequence_dim = {},
+                                       std::optional<std::int64_t> sequence_size = {});
 
 // x [..., d] -> x weightᵀ + bias, [..., f]; weight [f, d], bias [f]. One all-reduce backward, of
 // x's gradient.
