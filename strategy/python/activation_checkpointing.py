@@ -28,7 +28,11 @@ _KEPT_ATEN = (
     *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
     *("_scaled_dot_product_fused_attention_overrideable", "_scaled_dot_product_attention_math"),
 )
-_KEPT_WEFT = ("column_linear", "row_linear", "_column_row_mlp_saving", "vocab_parallel_embedding", "reduce_from_group")
+_KEPT_WEFT = (
+    *("column_linear", "row_linear", "_column_row_mlp_saving", "vocab_parallel_embedding"),
+    *("all_gather_linear", "linear_reduce_scatter"),
+    *("reduce_from_group", "gather_from_group", "gather_from_sequence", "reduce_scatter_to_sequence", "all_to_all"),
+)
 _KEPT_COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
 
 

@@ -44,7 +44,8 @@ def test_values_and_gradients(rank: int, world_size: int, dtype: str, recompute:
             shapes |= {"w3": (hidden, 6)} if gated else {}
             shapes |= {"b1": (hidden,), "b2": (4,)} if bias else {}
             shapes |= {"b3": (hidden,)} if bias and gated else {}
-            whole = {name: (torch.randn(size) * 0.4).to(kind).double().requires_grad_() for name, size in shapes.items()}
+            whole = {name: (torch.randn(size) * 0.4).to(kind).double() for name, size in shapes.items()}
+            whole = {name: value.requires_grad_() for name, value in whole.items()}
             x = torch.randn(shape).to(kind).double().requires_grad_()
             y = mlp_reference(x, whole, activation)
             grad = torch.randn(y.shape).to(kind).double()
@@ -171,8 +172,6 @@ def test_compile_export_and_script(rank: int) -> None:
         scripted = torch.jit.script(mlp)
         for _ in range(3):
             torch.testing.assert_close(run(scripted, 3), eager[3])
-        program = torch.export.export(
-            mlp, (torch.ones(2, 4, 8),), dynamic_shapes=({1: torch.export.Dim("s", min=2)},)
-        )
+        program = torch.export.export(mlp, (torch.ones(2, 4, 8),), dynamic_shapes=({1: torch.export.Dim("s", min=2)},))
         assert [str(n.target) for n in program.graph.nodes].count("weft.column_row_mlp.default") == 1
         torch.testing.assert_close(program.module()(torch.ones(2, 5, 8)), mlp(torch.ones(2, 5, 8)))

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from ops.collectives.profiled import collectives_of
 from ops.memory.counting import counted
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -179,6 +180,41 @@ def test_plain_layers_keep_their_products(rank: int) -> None:
         y = model[0](x)
         assert count.now() - before == 64 * (32 + 6) * 4 + torch.get_rng_state().nbytes
         del y
+
+
+class SequenceBlock(nn.Module):
+    """Sequence-parallel layers and the pairs for users' own."""
+
+    def __init__(self, group_name: str) -> None:
+        super().__init__()
+        self.group_name = group_name
+        self.up = weft.nn.AllGatherLinear(8, 8, gather_dim=0, group_name=group_name)
+        self.down = weft.nn.LinearReduceScatter(8, 8, scatter_dim=0, group_name=group_name)
+        self.mlp = weft.nn.ColumnRowMLP(8, 8, sequence_dim=0, group_name=group_name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.mlp(self.down(self.up(x).sin()))
+        heads = weft.ops.all_to_all(x, 1, 0, self.group_name)
+        x = weft.ops.all_to_all(heads, 0, 1, self.group_name).sin()
+        whole = weft.ops.gather_from_sequence(x, 0, self.group_name).sin()
+        part = weft.ops.reduce_scatter_to_sequence(whole, 0, self.group_name).sin()
+        return weft.ops.scatter_to_group(weft.ops.gather_from_group(part, 0, self.group_name).sin(), 0, self.group_name)
+
+
+@on_ranks(2)
+def test_a_selective_one_repeats_no_communication_of_a_sequence(rank: int) -> None:
+    backward = {"all_gather_into_tensor": 6, "reduce_scatter_tensor": 2, "all_to_all_single": 2}
+    grads = []
+    for selective in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(SequenceBlock(dist.group.WORLD.group_name))
+        if selective:
+            checkpoint_activations(model, {"0": "selective"})
+        y = model(torch.ones(2, 8)).sum()
+        collectives_of(y.backward, expected=backward)
+        grads.append([parameter.grad for parameter in model.parameters()])
+    for ours, expected in zip(*grads, strict=True):
+        assert torch.equal(ours, expected)
 
 
 @on_ranks(1)

@@ -18,5 +18,5 @@ def collectives_of(run: Callable[[], Result], expected: dict[str, int]) -> Resul
     names = (event.name for event in profiler.events())
     # The backend's events are weft:name, those of operators weft::name.
     made = Counter(name.removeprefix("weft:") for name in names if name.startswith("weft:") and "::" not in name)
-    assert dict(made) == expected
+    assert dict(made) == expected, f"{dict(made)} instead of {expected}"
     return result
