@@ -105,6 +105,19 @@ def linear_reduce_scatter(
     return torch.ops.weft.linear_reduce_scatter(x, weight, bias, scatter_dim=scatter_dim, group_name=group_name)
 
 
+def sharded_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, group_name: str, out_features: int | None = None
+) -> Tensor:
+    """x weightᵀ + bias with each rank's own x and a weight that no rank has whole: `[..., d]` -> `[..., out]`.
+
+    weight `[v, d]` and bias `[v]` are torch.chunk's part of `out_features` rows; without it every rank must hold as
+    many as the others. Shard by shard the weight is broadcast, multiplied and dropped: two shards at a time are there
+    beside this rank's own. Gradients of weight and bias are summed over the group. A broadcast for each shard
+    forward; a broadcast and a reduce for each backward; with a bias one all-gather and one reduce-scatter of it.
+    """
+    return torch.ops.weft.sharded_linear(x, weight, bias, group_name=group_name, out_features=out_features)
+
+
 def vocab_parallel_embedding(
     input: Tensor, weight: Tensor, vocab_start: int, *, group_name: str, vocab_size: int | None = None
 ) -> Tensor:

@@ -100,10 +100,22 @@ struct Autocast {
         cast(x), cast(weight), cast(bias), scatter_dim, group_name);
   }
 
+  static at::Tensor sharded_linear(const at::Tensor& x,
+                                   const at::Tensor& weight,
+                                   const dispatch::OptionalTensor& bias,
+                                   std::string_view group_name,
+                                   std::optional<c10::SymInt> out_features) {
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(kKey);
+    const Cast<kDevice> cast;
+    return dispatch::sharded_linear(
+        cast(x), cast(weight), cast(bias), group_name, std::move(out_features));
+  }
+
   static void register_kernels(torch::Library& m) {
     m.impl("column_row_mlp", TORCH_FN(column_row_mlp));
     m.impl("column_linear", TORCH_FN(column_linear));
     m.impl("row_linear", TORCH_FN(row_linear));
+    m.impl("sharded_linear", TORCH_FN(sharded_linear));
     m.impl("all_gather_linear", TORCH_FN(all_gather_linear));
     m.impl("linear_reduce_scatter", TORCH_FN(linear_reduce_scatter));
   }

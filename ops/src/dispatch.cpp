@@ -93,6 +93,29 @@ at::Tensor linear_reduce_scatter(const at::Tensor& x,
   return op.call(x, weight, bias, scatter_dim, group_name);
 }
 
+at::Tensor sharded_linear(const at::Tensor& x,
+                          const at::Tensor& weight,
+                          const OptionalTensor& bias,
+                          std::string_view group_name,
+                          std::optional<c10::SymInt> out_features) {
+  static const auto op = handle("weft::sharded_linear", &sharded_linear);
+  return op.call(x, weight, bias, group_name, std::move(out_features));
+}
+
+at::Tensor sharded_linear_input_grad(const at::Tensor& grad_y,
+                                     const at::Tensor& weight,
+                                     std::string_view group_name) {
+  static const auto op = handle("weft::_sharded_linear_input_grad", &sharded_linear_input_grad);
+  return op.call(grad_y, weight, group_name);
+}
+
+at::Tensor sharded_linear_shard_grad(const at::Tensor& grad_y,
+                                     const at::Tensor& x,
+                                     std::string_view group_name) {
+  static const auto op = handle("weft::_sharded_linear_shard_grad", &sharded_linear_shard_grad);
+  return op.call(grad_y, x, group_name);
+}
+
 at::Tensor vocab_parallel_embedding(const at::Tensor& ids,
                                     const at::Tensor& weight,
                                     std::int64_t vocab_start,

@@ -63,6 +63,18 @@ at::Tensor linear_reduce_scatter(const at::Tensor& x,
                                  std::int64_t scatter_dim,
                                  std::string_view group_name);
 
+at::Tensor sharded_linear(const at::Tensor& x,
+                          const at::Tensor& weight,
+                          const OptionalTensor& bias,
+                          std::string_view group_name,
+                          std::optional<c10::SymInt> out_features);
+at::Tensor sharded_linear_input_grad(const at::Tensor& grad_y,
+                                     const at::Tensor& weight,
+                                     std::string_view group_name);
+at::Tensor sharded_linear_shard_grad(const at::Tensor& grad_y,
+                                     const at::Tensor& x,
+                                     std::string_view group_name);
+
 at::Tensor vocab_parallel_embedding(const at::Tensor& ids,
                                     const at::Tensor& weight,
                                     std::int64_t vocab_start,

@@ -166,6 +166,38 @@ PendingTensor start_reduce_scatter(std::string_view op,
   return sum_and_scatter(op, x, dim, group, /*overlaps=*/true);
 }
 
+PendingCollective start_broadcast(std::string_view op,
+                                  const at::Tensor& tensor,
+                                  int root,
+                                  const ProcessGroupPtr& group) {
+  if (tensor.numel() == 0) {
+    return {};
+  }
+  return {op, "broadcast", group, {tensor}, /*overlaps=*/true, [&](bool async_op) {
+            std::vector<at::Tensor> tensors{tensor};
+            c10d::BroadcastOptions opts;
+            opts.rootRank = root;
+            opts.asyncOp = async_op;
+            return group->broadcast(tensors, opts);
+          }};
+}
+
+PendingCollective start_reduce(std::string_view op,
+                               const at::Tensor& tensor,
+                               int root,
+                               const ProcessGroupPtr& group) {
+  if (tensor.numel() == 0) {
+    return {};
+  }
+  return {op, "reduce", group, {tensor}, /*overlaps=*/true, [&](bool async_op) {
+            std::vector<at::Tensor> tensors{tensor};
+            c10d::ReduceOptions opts;
+            opts.rootRank = root;
+            opts.asyncOp = async_op;
+            return group->reduce(tensors, opts);
+          }};
+}
+
 at::Tensor all_to_all(std::string_view op,
                       const at::Tensor& x,
                       std::int64_t split_dim,

@@ -51,6 +51,18 @@ PendingTensor start_reduce_scatter(std::string_view op,
                                    std::int64_t dim,
                                    const ProcessGroupPtr& group);
 
+// Sends the contiguous `tensor` of rank `root` into that of all others; nothing where it is empty.
+PendingCollective start_broadcast(std::string_view op,
+                                  const at::Tensor& tensor,
+                                  int root,
+                                  const ProcessGroupPtr& group);
+
+// Sums the contiguous `tensor` into that of rank `root`; what the others' hold then is undefined.
+PendingCollective start_reduce(std::string_view op,
+                               const at::Tensor& tensor,
+                               int root,
+                               const ProcessGroupPtr& group);
+
 // Part r of x along `split_dim` goes to rank r; what comes from the ranks is put together along
 // `cat_dim`, `cat_size` long.
 at::Tensor all_to_all(std::string_view op,

@@ -64,6 +64,14 @@ at::Tensor linear_reduce_scatter(const at::Tensor& x,
   return dispatch::linear_reduce_scatter(x, weight, bias, scatter_dim, group_name);
 }
 
+at::Tensor sharded_linear(const at::Tensor& x,
+                          const at::Tensor& weight,
+                          const std::optional<at::Tensor>& bias,
+                          std::string_view group_name,
+                          std::optional<std::int64_t> out_features) {
+  return dispatch::sharded_linear(x, weight, bias, group_name, symbolic(out_features));
+}
+
 at::Tensor vocab_parallel_embedding(const at::Tensor& ids,
                                     const at::Tensor& weight,
                                     std::int64_t vocab_start,

@@ -31,6 +31,9 @@ TORCH_LIBRARY(weft, m) {
          "linear_reduce_scatter(Tensor x, Tensor weight, Tensor? bias=None, *, int scatter_dim, "
          "str group_name) -> Tensor");
   define(m,
+         "sharded_linear(Tensor x, Tensor weight, Tensor? bias=None, *, str group_name, "
+         "SymInt? out_features=None) -> Tensor");
+  define(m,
          "vocab_parallel_embedding(Tensor input, Tensor weight, int vocab_start, *, "
          "str group_name, int? vocab_size=None) -> Tensor");
   define(m, "copy_to_group(Tensor x, str group_name) -> Tensor");
@@ -52,6 +55,9 @@ TORCH_LIBRARY(weft, m) {
          "_column_row_mlp_saving(Tensor x, Tensor w1, Tensor w2, Tensor? w3, Tensor? b1, "
          "Tensor? b2, Tensor? b3, str activation, str group_name, int? sequence_dim, "
          "SymInt? sequence_size) -> (Tensor, Tensor, Tensor)");
+  define(m,
+         "_sharded_linear_input_grad(Tensor grad_y, Tensor weight, str group_name) -> Tensor");
+  define(m, "_sharded_linear_shard_grad(Tensor grad_y, Tensor x, str group_name) -> Tensor");
   define(m, "_activation(Tensor x, str activation) -> Tensor");
   // (grad_x, act(x))
   define(m, "_activation_backward(Tensor grad, Tensor x, str activation) -> (Tensor, Tensor)");

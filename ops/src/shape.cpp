@@ -9,6 +9,7 @@ namespace {
 constexpr std::string_view kMlp = "weft::column_row_mlp";
 constexpr std::string_view kGatherLinear = "weft::all_gather_linear";
 constexpr std::string_view kLinearScatter = "weft::linear_reduce_scatter";
+constexpr std::string_view kShardedLinear = "weft::sharded_linear";
 constexpr std::string_view kEmbedding = "weft::vocab_parallel_embedding";
 
 // Every tensor of a call shares dtype and device with x, the first.
@@ -213,6 +214,17 @@ c10::SymDimVector linear_reduce_scatter_shape(const at::Tensor& x,
   auto sizes = linear_shape(kLinearScatter, x, weight, bias);
   const auto dim = checked_token_dim(kLinearScatter, x, scatter_dim, "scatter_dim");
   sizes[static_cast<std::size_t>(dim)] = part_size(x.sym_size(dim), place);
+  return sizes;
+}
+
+c10::SymDimVector sharded_linear_shape(const at::Tensor& x,
+                                       const at::Tensor& weight,
+                                       const OptionalTensor& bias,
+                                       const std::optional<c10::SymInt>& out_features,
+                                       const GroupPlace& place) {
+  auto sizes = linear_shape(kShardedLinear, x, weight, bias);
+  sizes.back() =
+      gathered_size(kShardedLinear, weight, 0, out_features, place, "out_features", "weight");
   return sizes;
 }
 

@@ -62,6 +62,14 @@ c10::SymDimVector linear_reduce_scatter_shape(const at::Tensor& x,
                                               std::int64_t scatter_dim,
                                               const GroupPlace& place);
 
+// Checks x weightᵀ + bias where weight and bias are this rank's part of `out_features` rows;
+// returns the size of the output, which has all of them.
+c10::SymDimVector sharded_linear_shape(const at::Tensor& x,
+                                       const at::Tensor& weight,
+                                       const OptionalTensor& bias,
+                                       const std::optional<c10::SymInt>& out_features,
+                                       const GroupPlace& place);
+
 // Checks ids, table and vocab_start (>= 0); returns the size of the output.
 c10::SymDimVector vocab_embedding_shape(const at::Tensor& ids,
                                         const at::Tensor& weight,

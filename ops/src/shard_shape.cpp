@@ -51,14 +51,17 @@ c10::SymInt gathered_size(std::string_view op,
                           std::int64_t dim,
                           const std::optional<c10::SymInt>& dim_size,
                           const GroupPlace& place,
-                          std::string_view size_name) {
+                          std::string_view size_name,
+                          std::string_view name) {
   const auto here = x.sym_size(dim);
   if (!dim_size.has_value()) {
     return here * place.num_ranks;
   }
   TORCH_CHECK_VALUE(*dim_size >= 0 && here == part_size(*dim_size, place),
                     op,
-                    ": got x of shape ",
+                    ": got ",
+                    name,
+                    " of shape ",
                     x.sym_sizes(),
                     " on rank ",
                     place.rank,

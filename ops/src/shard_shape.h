@@ -37,7 +37,8 @@ c10::SymInt gathered_size(std::string_view op,
                           std::int64_t dim,
                           const std::optional<c10::SymInt>& dim_size,
                           const GroupPlace& place,
-                          std::string_view size_name = "dim_size");
+                          std::string_view size_name = "dim_size",
+                          std::string_view name = "x");
 
 // The shape of x with another size at `dim`. REQUIRES: dim counted from 0.
 c10::SymDimVector with_size(const at::Tensor& x, std::int64_t dim, const c10::SymInt& size);

@@ -58,6 +58,8 @@ def sample_calls(group_name: str = "", dtype: torch.dtype = torch.float64) -> li
         Call("all_gather_linear", (x, w1), {"gather_dim": 0, **mlp}),
         Call("linear_reduce_scatter", (x, w1, b1), {"scatter_dim": -2, **mlp}),
         Call("linear_reduce_scatter", (x, w1), {"scatter_dim": 0, **mlp}),
+        Call("sharded_linear", (x, w1, b1), mlp),
+        Call("sharded_linear", (x, w1), mlp),
         Call("vocab_parallel_embedding", (torch.tensor([[0, 3], [1, 0]]), random(4, 5), 0), mlp),
         Call("copy_to_group", (x, group_name)),
         Call("reduce_from_group", (x, group_name)),

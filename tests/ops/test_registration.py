@@ -38,6 +38,8 @@ def test_gradcheck(index: int) -> None:
 
 
 PRIVATE = {
+    "_sharded_linear_input_grad": (torch.randn(2, 3, 5), torch.randn(5, 4), ""),
+    "_sharded_linear_shard_grad": (torch.randn(2, 3, 5), torch.randn(2, 3, 4), ""),
     "_activation": (torch.randn(3, 5), "silu"),
     "_activation_backward": (torch.randn(3, 5), torch.randn(3, 5), "gelu"),
     "_gated_activation": (torch.randn(3, 5), torch.randn(3, 5), "gelu_tanh"),
@@ -65,6 +67,8 @@ weft::row_linear(Tensor x, Tensor weight, Tensor? bias=None, *, str group_name) 
 weft::all_gather_linear(Tensor x, Tensor weight, Tensor? bias=None, *, int gather_dim, str group_name, \
 SymInt? dim_size=None) -> Tensor
 weft::linear_reduce_scatter(Tensor x, Tensor weight, Tensor? bias=None, *, int scatter_dim, str group_name) -> Tensor
+weft::sharded_linear(Tensor x, Tensor weight, Tensor? bias=None, *, str group_name, \
+SymInt? out_features=None) -> Tensor
 weft::vocab_parallel_embedding(Tensor input, Tensor weight, int vocab_start, *, str group_name, \
 int? vocab_size=None) -> Tensor
 weft::copy_to_group(Tensor x, str group_name) -> Tensor

@@ -63,6 +63,7 @@ def test_public_names_of_weft() -> None:
         "ColumnRowMLP",
         "LinearReduceScatter",
         "RowLinear",
+        "ShardedLinear",
         "VocabParallelEmbedding",
         "rebind_group",
         "shard_range",

@@ -5,7 +5,7 @@ torch.export. Group names differ from job to job: after loading, `rebind_group` 
 """
 
 from weft.nn.embedding import VocabParallelEmbedding
-from weft.nn.linear import AllGatherLinear, ColumnLinear, LinearReduceScatter, RowLinear
+from weft.nn.linear import AllGatherLinear, ColumnLinear, LinearReduceScatter, RowLinear, ShardedLinear
 from weft.nn.mlp import ColumnRowMLP
 from weft.nn.rebind import rebind_group
 from weft.nn.shard import shard_range
@@ -16,6 +16,7 @@ __all__ = [
     "ColumnRowMLP",
     "LinearReduceScatter",
     "RowLinear",
+    "ShardedLinear",
     "VocabParallelEmbedding",
     "rebind_group",
     "shard_range",

@@ -85,6 +85,18 @@ WEFT_OPS_API at::Tensor linear_reduce_scatter(const at::Tensor& x,
                                               std::int64_t scatter_dim,
                                               std::string_view group_name);
 
+// x [..., d], each rank its own -> x weightᵀ + bias, [..., out_features], where weight [v, d] and
+// bias [v] are this rank's rows, torch.chunk's part of `out_features` (default: as if all ranks had
+// as many). No more than two shards of the weight are there at a time beside this rank's own.
+// Gradients of weight and bias are summed over the group. Forward a broadcast for each shard, and
+// one all-gather of the bias; backward a broadcast (x's gradient) and a reduce (the weight's) for
+// each shard, and one reduce-scatter of the bias's gradient.
+WEFT_OPS_API at::Tensor sharded_linear(const at::Tensor& x,
+                                       const at::Tensor& weight,
+                                       const std::optional<at::Tensor>& bias,
+                                       std::string_view group_name,
+                                       std::optional<std::int64_t> out_features = {});
+
 // ids [...] int64 or int32, global -> rows of the whole table, [..., d]; weight [v, d] holds the
 // rows vocab_start .. vocab_start + v. One all-reduce forward. With `vocab_size`, CPU ids outside
 // [0, vocab_size) are refused; without it (and on CUDA, where a check would wait for the device)
