@@ -68,6 +68,7 @@ bench: build
 	$(PY) benchmarks/collectives.py --ranks 2 4 8 --json
 	$(PY) benchmarks/step_time.py --ranks 2 --json
 	$(PY) benchmarks/step_time.py --ranks 2 --tracking --json
+	$(PY) benchmarks/cross_entropy.py --ranks 2 --json --check
 	$(PY) benchmarks/memory.py --json
 
 # Not part of `make test`: an hour. Random collectives; every rank killed and stopped in every collective.

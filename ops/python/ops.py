@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Reduction = Literal["none", "mean", "sum"]
 
 
 def column_row_mlp(
@@ -128,6 +129,67 @@ def vocab_parallel_embedding(
     """
     return torch.ops.weft.vocab_parallel_embedding(
         input, weight, vocab_start, group_name=group_name, vocab_size=vocab_size
+    )
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    vocab_start: int,
+    *,
+    group_name: str,
+    vocab_size: int | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """F.cross_entropy with classes cut over the group: logits `[..., v]` of the classes from vocab_start on.
+
+    target `[...]` (int64, int32; global) -> a loss, `[]` or `[...]`, in float32 (float64 for float64 logits).
+    `vocab_size` counts the classes of all ranks (without it every rank must have as many); with it CPU targets outside
+    of it are refused (IndexError). One all-gather of four numbers a token forward, none backward. The logits and one
+    number a token are saved; the gradient of the logits is the one tensor of their size that is made.
+    """
+    return torch.ops.weft.vocab_parallel_cross_entropy(
+        logits,
+        target,
+        vocab_start,
+        group_name=group_name,
+        vocab_size=vocab_size,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction=reduction,
+    )
+
+
+def vocab_parallel_linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    vocab_start: int,
+    *,
+    group_name: str,
+    vocab_size: int | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """vocab_parallel_cross_entropy of the logits x weightᵀ, which exist for a chunk of tokens at a time alone.
+
+    x `[..., d]`, weight `[v, d]`, this rank's rows of the output matrix. One all-gather of four numbers a token
+    forward, one all-reduce of x's gradient backward, which computes the logits again. x and one number a token are
+    saved.
+    """
+    return torch.ops.weft.vocab_parallel_linear_cross_entropy(
+        x,
+        weight,
+        target,
+        vocab_start,
+        group_name=group_name,
+        vocab_size=vocab_size,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction=reduction,
     )
 
 

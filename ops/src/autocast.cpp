@@ -111,11 +111,35 @@ struct Autocast {
         cast(x), cast(weight), cast(bias), group_name, std::move(out_features));
   }
 
+  // The product runs in the autocast dtype; the losses are computed in float32 whatever it is.
+  static at::Tensor linear_cross_entropy(const at::Tensor& x,
+                                         const at::Tensor& weight,
+                                         const at::Tensor& target,
+                                         std::int64_t vocab_start,
+                                         std::string_view group_name,
+                                         std::optional<std::int64_t> vocab_size,
+                                         std::int64_t ignore_index,
+                                         double label_smoothing,
+                                         std::string_view reduction) {
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(kKey);
+    const Cast<kDevice> cast;
+    return dispatch::vocab_parallel_linear_cross_entropy(cast(x),
+                                                         cast(weight),
+                                                         target,
+                                                         vocab_start,
+                                                         group_name,
+                                                         vocab_size,
+                                                         ignore_index,
+                                                         label_smoothing,
+                                                         reduction);
+  }
+
   static void register_kernels(torch::Library& m) {
     m.impl("column_row_mlp", TORCH_FN(column_row_mlp));
     m.impl("column_linear", TORCH_FN(column_linear));
     m.impl("row_linear", TORCH_FN(row_linear));
     m.impl("sharded_linear", TORCH_FN(sharded_linear));
+    m.impl("vocab_parallel_linear_cross_entropy", TORCH_FN(linear_cross_entropy));
     m.impl("all_gather_linear", TORCH_FN(all_gather_linear));
     m.impl("linear_reduce_scatter", TORCH_FN(linear_reduce_scatter));
   }

@@ -85,6 +85,58 @@ at::Tensor vocab_embedding_backward(const at::Tensor& grad,
                                     c10::SymInt num_rows,
                                     std::int64_t vocab_start);
 
+at::Tensor vocab_parallel_cross_entropy(const at::Tensor& logits,
+                                        const at::Tensor& target,
+                                        std::int64_t vocab_start,
+                                        std::string_view group_name,
+                                        std::optional<std::int64_t> vocab_size,
+                                        std::int64_t ignore_index,
+                                        double label_smoothing,
+                                        std::string_view reduction);
+at::Tensor vocab_parallel_linear_cross_entropy(const at::Tensor& x,
+                                               const at::Tensor& weight,
+                                               const at::Tensor& target,
+                                               std::int64_t vocab_start,
+                                               std::string_view group_name,
+                                               std::optional<std::int64_t> vocab_size,
+                                               std::int64_t ignore_index,
+                                               double label_smoothing,
+                                               std::string_view reduction);
+std::tuple<at::Tensor, at::Tensor> vocab_cross_entropy(const at::Tensor& logits,
+                                                       const at::Tensor& target,
+                                                       std::int64_t vocab_start,
+                                                       std::string_view group_name,
+                                                       std::optional<std::int64_t> vocab_size,
+                                                       std::int64_t ignore_index,
+                                                       double label_smoothing);
+at::Tensor vocab_cross_entropy_backward(const at::Tensor& grad,
+                                        const at::Tensor& logits,
+                                        const at::Tensor& target,
+                                        const at::Tensor& log_normalizer,
+                                        std::int64_t vocab_start,
+                                        std::int64_t num_classes,
+                                        std::int64_t ignore_index,
+                                        double label_smoothing);
+std::tuple<at::Tensor, at::Tensor> linear_cross_entropy(const at::Tensor& x,
+                                                        const at::Tensor& weight,
+                                                        const at::Tensor& target,
+                                                        std::int64_t vocab_start,
+                                                        std::string_view group_name,
+                                                        std::optional<std::int64_t> vocab_size,
+                                                        std::int64_t ignore_index,
+                                                        double label_smoothing);
+std::tuple<at::Tensor, at::Tensor> linear_cross_entropy_backward(const at::Tensor& grad,
+                                                                 const at::Tensor& x,
+                                                                 const at::Tensor& weight,
+                                                                 const at::Tensor& target,
+                                                                 const at::Tensor& log_normalizer,
+                                                                 std::int64_t vocab_start,
+                                                                 std::int64_t num_classes,
+                                                                 std::int64_t ignore_index,
+                                                                 double label_smoothing,
+                                                                 bool wants_x,
+                                                                 bool wants_weight);
+
 at::Tensor copy_to_group(const at::Tensor& x, std::string_view group_name);
 at::Tensor reduce_from_group(const at::Tensor& x, std::string_view group_name);
 

@@ -80,6 +80,38 @@ at::Tensor vocab_parallel_embedding(const at::Tensor& ids,
   return dispatch::vocab_parallel_embedding(ids, weight, vocab_start, group_name, vocab_size);
 }
 
+at::Tensor vocab_parallel_cross_entropy(const at::Tensor& logits,
+                                        const at::Tensor& target,
+                                        std::int64_t vocab_start,
+                                        std::string_view group_name,
+                                        const CrossEntropyOptions& options) {
+  return dispatch::vocab_parallel_cross_entropy(logits,
+                                                target,
+                                                vocab_start,
+                                                group_name,
+                                                options.vocab_size,
+                                                options.ignore_index,
+                                                options.label_smoothing,
+                                                options.reduction);
+}
+
+at::Tensor vocab_parallel_linear_cross_entropy(const at::Tensor& x,
+                                               const at::Tensor& weight,
+                                               const at::Tensor& target,
+                                               std::int64_t vocab_start,
+                                               std::string_view group_name,
+                                               const CrossEntropyOptions& options) {
+  return dispatch::vocab_parallel_linear_cross_entropy(x,
+                                                       weight,
+                                                       target,
+                                                       vocab_start,
+                                                       group_name,
+                                                       options.vocab_size,
+                                                       options.ignore_index,
+                                                       options.label_smoothing,
+                                                       options.reduction);
+}
+
 at::Tensor copy_to_group(const at::Tensor& x, std::string_view group_name) {
   return dispatch::copy_to_group(x, group_name);
 }

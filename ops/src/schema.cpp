@@ -36,6 +36,14 @@ TORCH_LIBRARY(weft, m) {
   define(m,
          "vocab_parallel_embedding(Tensor input, Tensor weight, int vocab_start, *, "
          "str group_name, int? vocab_size=None) -> Tensor");
+  define(m,
+         "vocab_parallel_cross_entropy(Tensor logits, Tensor target, int vocab_start, *, "
+         "str group_name, int? vocab_size=None, int ignore_index=-100, float label_smoothing=0.0, "
+         "str reduction=\"mean\") -> Tensor");
+  define(m,
+         "vocab_parallel_linear_cross_entropy(Tensor x, Tensor weight, Tensor target, "
+         "int vocab_start, *, str group_name, int? vocab_size=None, int ignore_index=-100, "
+         "float label_smoothing=0.0, str reduction=\"mean\") -> Tensor");
   define(m, "copy_to_group(Tensor x, str group_name) -> Tensor");
   define(m, "reduce_from_group(Tensor x, str group_name) -> Tensor");
   define(m, "scatter_to_group(Tensor x, int dim, str group_name) -> Tensor");
@@ -55,9 +63,25 @@ TORCH_LIBRARY(weft, m) {
          "_column_row_mlp_saving(Tensor x, Tensor w1, Tensor w2, Tensor? w3, Tensor? b1, "
          "Tensor? b2, Tensor? b3, str activation, str group_name, int? sequence_dim, "
          "SymInt? sequence_size) -> (Tensor, Tensor, Tensor)");
-  define(m,
-         "_sharded_linear_input_grad(Tensor grad_y, Tensor weight, str group_name) -> Tensor");
+  define(m, "_sharded_linear_input_grad(Tensor grad_y, Tensor weight, str group_name) -> Tensor");
   define(m, "_sharded_linear_shard_grad(Tensor grad_y, Tensor x, str group_name) -> Tensor");
+  // (the loss of each target, the log-normalizer of each token [tokens])
+  define(m,
+         "_vocab_cross_entropy(Tensor logits, Tensor target, int vocab_start, str group_name, "
+         "int? vocab_size, int ignore_index, float label_smoothing) -> (Tensor, Tensor)");
+  define(m,
+         "_vocab_cross_entropy_backward(Tensor grad, Tensor logits, Tensor target, "
+         "Tensor log_normalizer, int vocab_start, int num_classes, int ignore_index, "
+         "float label_smoothing) -> Tensor");
+  define(m,
+         "_linear_cross_entropy(Tensor x, Tensor weight, Tensor target, int vocab_start, "
+         "str group_name, int? vocab_size, int ignore_index, float label_smoothing) -> "
+         "(Tensor, Tensor)");
+  // (grad_x of this rank's classes, grad_weight); empty, [0], where it is not wanted.
+  define(m,
+         "_linear_cross_entropy_backward(Tensor grad, Tensor x, Tensor weight, Tensor target, "
+         "Tensor log_normalizer, int vocab_start, int num_classes, int ignore_index, "
+         "float label_smoothing, bool wants_x, bool wants_weight) -> (Tensor, Tensor)");
   define(m, "_activation(Tensor x, str activation) -> Tensor");
   // (grad_x, act(x))
   define(m, "_activation_backward(Tensor grad, Tensor x, str activation) -> (Tensor, Tensor)");

@@ -10,6 +10,7 @@ constexpr std::string_view kMlp = "weft::column_row_mlp";
 constexpr std::string_view kGatherLinear = "weft::all_gather_linear";
 constexpr std::string_view kLinearScatter = "weft::linear_reduce_scatter";
 constexpr std::string_view kShardedLinear = "weft::sharded_linear";
+constexpr std::string_view kLinearLoss = "weft::vocab_parallel_linear_cross_entropy";
 constexpr std::string_view kEmbedding = "weft::vocab_parallel_embedding";
 
 // Every tensor of a call shares dtype and device with x, the first.
@@ -226,6 +227,68 @@ c10::SymDimVector sharded_linear_shape(const at::Tensor& x,
   sizes.back() =
       gathered_size(kShardedLinear, weight, 0, out_features, place, "out_features", "weight");
   return sizes;
+}
+
+c10::SymDimVector cross_entropy_shape(std::string_view op,
+                                      const at::Tensor& logits,
+                                      const at::Tensor& target,
+                                      std::int64_t vocab_start,
+                                      double label_smoothing,
+                                      std::string_view reduction) {
+  const std::string_view name = op == kLinearLoss ? "x" : "logits";
+  check_floating(op, logits, name);
+  TORCH_CHECK_TYPE(target.scalar_type() == at::kLong || target.scalar_type() == at::kInt,
+                   op,
+                   ": got target of dtype ",
+                   target.scalar_type(),
+                   "; pass classes as int64 or int32.");
+  TORCH_CHECK_VALUE(target.device() == logits.device(),
+                    op,
+                    ": got target on ",
+                    target.device(),
+                    " with ",
+                    name,
+                    " on ",
+                    logits.device(),
+                    "; move them to one device.");
+  TORCH_CHECK_VALUE(
+      logits.dim() >= 1 && target.sym_sizes() == logits.sym_sizes().slice(0, logits.dim() - 1),
+      op,
+      ": got target of shape ",
+      target.sym_sizes(),
+      " with ",
+      name,
+      " of shape ",
+      logits.sym_sizes(),
+      "; pass one class for each of its rows, all dims but the last.");
+  TORCH_CHECK_VALUE(vocab_start >= 0,
+                    op,
+                    ": got vocab_start ",
+                    vocab_start,
+                    "; pass the class of this rank's first entry, 0 or more.");
+  TORCH_CHECK_VALUE(label_smoothing >= 0 && label_smoothing <= 1,
+                    op,
+                    ": got label_smoothing ",
+                    label_smoothing,
+                    "; pass a share from 0 to 1.");
+  TORCH_CHECK_VALUE(reduction == "none" || reduction == "mean" || reduction == "sum",
+                    op,
+                    ": got reduction '",
+                    reduction,
+                    "'; pass 'none', 'mean' or 'sum'.");
+  return reduction == "none"
+             ? c10::SymDimVector(target.sym_sizes().begin(), target.sym_sizes().end())
+             : c10::SymDimVector();
+}
+
+c10::SymDimVector linear_cross_entropy_shape(const at::Tensor& x,
+                                             const at::Tensor& weight,
+                                             const at::Tensor& target,
+                                             std::int64_t vocab_start,
+                                             double label_smoothing,
+                                             std::string_view reduction) {
+  linear_shape(kLinearLoss, x, weight, std::nullopt);
+  return cross_entropy_shape(kLinearLoss, x, target, vocab_start, label_smoothing, reduction);
 }
 
 c10::SymDimVector vocab_embedding_shape(const at::Tensor& ids,

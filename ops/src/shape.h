@@ -70,6 +70,23 @@ c10::SymDimVector sharded_linear_shape(const at::Tensor& x,
                                        const std::optional<c10::SymInt>& out_features,
                                        const GroupPlace& place);
 
+// Checks this rank's logits [..., v] and targets [...] for the operator `op`, and that `reduction`
+// is one of "none", "mean", "sum"; returns the size of the output.
+c10::SymDimVector cross_entropy_shape(std::string_view op,
+                                      const at::Tensor& logits,
+                                      const at::Tensor& target,
+                                      std::int64_t vocab_start,
+                                      double label_smoothing,
+                                      std::string_view reduction);
+
+// The same for x [..., d] and this rank's rows of the output matrix, [v, d].
+c10::SymDimVector linear_cross_entropy_shape(const at::Tensor& x,
+                                             const at::Tensor& weight,
+                                             const at::Tensor& target,
+                                             std::int64_t vocab_start,
+                                             double label_smoothing,
+                                             std::string_view reduction);
+
 // Checks ids, table and vocab_start (>= 0); returns the size of the output.
 c10::SymDimVector vocab_embedding_shape(const at::Tensor& ids,
                                         const at::Tensor& weight,

@@ -63,9 +63,8 @@ class Shards {
 
  private:
   std::pair<at::Tensor, PendingCollective> fetch(int rank, const at::Tensor& own) const {
-    auto shard = rank == group_->getRank()
-                     ? own.contiguous()
-                     : at::empty({size_of(rank), own.size(1)}, own.options());
+    auto shard = rank == group_->getRank() ? own.contiguous()
+                                           : at::empty({size_of(rank), own.size(1)}, own.options());
     auto work = start_broadcast(kSharded, shard, rank, group_);
     return {std::move(shard), std::move(work)};
   }
@@ -118,9 +117,7 @@ at::Tensor input_grad(const at::Tensor& grad_y,
 }
 
 // This rank's rows of grad_yᵀ x, summed over the group.
-at::Tensor shard_grad(const at::Tensor& grad_y,
-                      const at::Tensor& x,
-                      std::string_view group_name) {
+at::Tensor shard_grad(const at::Tensor& grad_y, const at::Tensor& x, std::string_view group_name) {
   const auto group = resolve_group(kSharded, std::string(group_name));
   if (!group) {
     return weight_grad(grad_y, x);
@@ -131,8 +128,7 @@ at::Tensor shard_grad(const at::Tensor& grad_y,
   at::Tensor own;
   PendingCollective work;
   for (int rank = 0; rank < group->getSize(); ++rank) {
-    auto part =
-        at::mm(grads.narrow(1, shards.first_row(rank), shards.size_of(rank)).t(), tokens);
+    auto part = at::mm(grads.narrow(1, shards.first_row(rank), shards.size_of(rank)).t(), tokens);
     work.wait();  // of the shard before
     work = start_reduce(kSharded, part, rank, group);
     if (rank == group->getRank()) {
@@ -195,8 +191,8 @@ at::Tensor sharded_linear_meta(const at::Tensor& x,
                                const OptionalTensor& bias,
                                std::string_view group_name,
                                OptionalSize out_features) {
-  return at::empty_symint(
-      sharded_linear_shape(x, weight, bias, out_features, place_of(group_name)), x.options());
+  return at::empty_symint(sharded_linear_shape(x, weight, bias, out_features, place_of(group_name)),
+                          x.options());
 }
 
 at::Tensor input_grad_meta(const at::Tensor& grad_y,

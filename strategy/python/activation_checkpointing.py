@@ -31,6 +31,7 @@ _KEPT_ATEN = (
 _KEPT_WEFT = (
     *("column_linear", "row_linear", "_column_row_mlp_saving", "vocab_parallel_embedding"),
     *("all_gather_linear", "linear_reduce_scatter", "sharded_linear"),
+    *("_vocab_cross_entropy", "_linear_cross_entropy"),
     *("reduce_from_group", "gather_from_group", "gather_from_sequence", "reduce_scatter_to_sequence", "all_to_all"),
 )
 _KEPT_COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")

@@ -61,6 +61,17 @@ def sample_calls(group_name: str = "", dtype: torch.dtype = torch.float64) -> li
         Call("sharded_linear", (x, w1, b1), mlp),
         Call("sharded_linear", (x, w1), mlp),
         Call("vocab_parallel_embedding", (torch.tensor([[0, 3], [1, 0]]), random(4, 5), 0), mlp),
+        Call("vocab_parallel_cross_entropy", (x, torch.tensor([[0, 4, -100], [1, 1, 3]]), 0), mlp),
+        Call(
+            "vocab_parallel_cross_entropy",
+            (x, torch.tensor([[0, 4, 2], [1, 1, 3]]), 0),
+            {"label_smoothing": 0.1, "reduction": "none", **mlp},
+        ),
+        Call(
+            "vocab_parallel_linear_cross_entropy",
+            (x, w1, torch.tensor([[0, 4, 5], [1, -7, 3]]), 0),
+            {"label_smoothing": 0.2, "reduction": "sum", "ignore_index": -7, **mlp},
+        ),
         Call("copy_to_group", (x, group_name)),
         Call("reduce_from_group", (x, group_name)),
         Call("scatter_to_group", (x, 1, group_name)),

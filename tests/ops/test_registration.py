@@ -38,6 +38,15 @@ def test_gradcheck(index: int) -> None:
 
 
 PRIVATE = {
+    "_vocab_cross_entropy": (torch.randn(2, 5), torch.tensor([1, 4]), 0, "", None, -100, 0.0),
+    "_vocab_cross_entropy_backward": (
+        torch.randn(2), torch.randn(2, 5), torch.tensor([1, 4]), torch.randn(2), 0, 5, -100, 0.1,
+    ),
+    "_linear_cross_entropy": (torch.randn(2, 3), torch.randn(5, 3), torch.tensor([1, 4]), 0, "", 5, -100, 0.1),
+    "_linear_cross_entropy_backward": (
+        torch.randn(2), torch.randn(2, 3), torch.randn(5, 3), torch.tensor([1, 4]), torch.randn(2), 0, 5, -100, 0.0,
+        True, True,
+    ),
     "_sharded_linear_input_grad": (torch.randn(2, 3, 5), torch.randn(5, 4), ""),
     "_sharded_linear_shard_grad": (torch.randn(2, 3, 5), torch.randn(2, 3, 4), ""),
     "_activation": (torch.randn(3, 5), "silu"),
@@ -71,6 +80,10 @@ weft::sharded_linear(Tensor x, Tensor weight, Tensor? bias=None, *, str group_na
 SymInt? out_features=None) -> Tensor
 weft::vocab_parallel_embedding(Tensor input, Tensor weight, int vocab_start, *, str group_name, \
 int? vocab_size=None) -> Tensor
+weft::vocab_parallel_cross_entropy(Tensor logits, Tensor target, int vocab_start, *, str group_name, \
+int? vocab_size=None, int ignore_index=-100, float label_smoothing=0., str reduction="mean") -> Tensor
+weft::vocab_parallel_linear_cross_entropy(Tensor x, Tensor weight, Tensor target, int vocab_start, *, \
+str group_name, int? vocab_size=None, int ignore_index=-100, float label_smoothing=0., str reduction="mean") -> Tensor
 weft::copy_to_group(Tensor x, str group_name) -> Tensor
 weft::reduce_from_group(Tensor x, str group_name) -> Tensor
 weft::scatter_to_group(Tensor x, int dim, str group_name) -> Tensor

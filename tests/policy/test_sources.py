@@ -64,7 +64,9 @@ def test_public_names_of_weft() -> None:
         "LinearReduceScatter",
         "RowLinear",
         "ShardedLinear",
+        "VocabParallelCrossEntropy",
         "VocabParallelEmbedding",
+        "VocabParallelLinearCrossEntropy",
         "rebind_group",
         "shard_range",
     ]

@@ -6,6 +6,7 @@ torch.export. Group names differ from job to job: after loading, `rebind_group` 
 
 from weft.nn.embedding import VocabParallelEmbedding
 from weft.nn.linear import AllGatherLinear, ColumnLinear, LinearReduceScatter, RowLinear, ShardedLinear
+from weft.nn.loss import VocabParallelCrossEntropy, VocabParallelLinearCrossEntropy
 from weft.nn.mlp import ColumnRowMLP
 from weft.nn.rebind import rebind_group
 from weft.nn.shard import shard_range
@@ -17,7 +18,9 @@ __all__ = [
     "LinearReduceScatter",
     "RowLinear",
     "ShardedLinear",
+    "VocabParallelCrossEntropy",
     "VocabParallelEmbedding",
+    "VocabParallelLinearCrossEntropy",
     "rebind_group",
     "shard_range",
 ]

@@ -107,6 +107,35 @@ WEFT_OPS_API at::Tensor vocab_parallel_embedding(const at::Tensor& ids,
                                                  std::string_view group_name,
                                                  std::optional<std::int64_t> vocab_size = {});
 
+struct CrossEntropyOptions {
+  std::optional<std::int64_t> vocab_size = {};  // of all ranks; default: as if all had as much
+  std::int64_t ignore_index = -100;             // a target without loss and gradient
+  double label_smoothing = 0.0;
+  std::string_view reduction = "mean";  // over the targets that count; "sum", "none"
+};
+
+// The cross-entropy of classes that are cut over the group: logits [..., v] are those of the
+// classes vocab_start .. vocab_start + v, target [...] int64 or int32, global. -> a loss, [] or
+// [...], in float32 (float64 for float64), as torch's cross_entropy gives it. Communication: one
+// all-gather of four numbers a token forward, none backward. Saves the logits and one number a
+// token; the gradient of the logits is the one tensor of their size that is made. With `vocab_size`
+// CPU targets outside of it are refused (c10::IndexError).
+WEFT_OPS_API at::Tensor vocab_parallel_cross_entropy(const at::Tensor& logits,
+                                                     const at::Tensor& target,
+                                                     std::int64_t vocab_start,
+                                                     std::string_view group_name,
+                                                     const CrossEntropyOptions& options = {});
+
+// The same of logits x weightᵀ, which never exist but for a chunk of tokens: x [..., d], weight
+// [v, d]. Forward one all-gather as above, backward one all-reduce of x's gradient.
+WEFT_OPS_API at::Tensor vocab_parallel_linear_cross_entropy(
+    const at::Tensor& x,
+    const at::Tensor& weight,
+    const at::Tensor& target,
+    std::int64_t vocab_start,
+    std::string_view group_name,
+    const CrossEntropyOptions& options = {});
+
 // Identity forward, all-reduce of the gradient backward.
 WEFT_OPS_API at::Tensor copy_to_group(const at::Tensor& x, std::string_view group_name);
 

@@ -1,0 +1,144 @@
+"""The loss over a large vocabulary on ranks: memory and time of ours, of torch's loss_parallel and of the plain one.
+
+    python benchmarks/cross_entropy.py --ranks 2 [--json] [--check]
+
+Each candidate computes the mean loss of hidden states and an output matrix, forward and backward. `peak` are the bytes
+of CPU tensors of the rank with the most, above what was there before (hidden states, targets and matrix), counted by
+weft.memory; times are medians of samples taken in turn.
+
+- plain: every rank has the whole matrix and F.cross_entropy of all logits;
+- loss_parallel: the matrix sharded as a DTensor, F.cross_entropy in torch's loss_parallel;
+- logits: column_linear and vocab_parallel_cross_entropy;
+- fused: vocab_parallel_linear_cross_entropy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from common import interleaved_seconds, machine_facts, run_on_ranks
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import loss_parallel
+
+import weft
+
+CHUNK_BYTES = 32 << 20  # the logits that the fused loss holds at a time
+
+
+def candidates(vocab: int, tokens: int, dim: int) -> dict[str, Callable[[], Tensor]]:
+    """A training step of each, without the optimizer; all on the same numbers."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    group = mesh.get_group().group_name
+    x = torch.randn(tokens, dim, requires_grad=True)
+    target = torch.randint(0, vocab, (tokens,))
+    whole = torch.randn(vocab, dim).mul_(0.02).requires_grad_()
+    start, rows = weft.nn.shard_range(vocab, dist.get_world_size(), dist.get_rank())
+    shard = whole.detach()[start : start + rows].clone().requires_grad_()
+    sharded = DTensor.from_local(shard.detach(), mesh, [Shard(0)], shape=(vocab, dim), stride=(dim, 1)).requires_grad_()
+
+    def step(leaves: list[Tensor], loss: Callable[[], Tensor]) -> Tensor:
+        value = loss()
+        value.backward()
+        for leaf in leaves:
+            leaf.grad = None
+        return value.detach()
+
+    def with_loss_parallel() -> Tensor:
+        with loss_parallel():
+            hidden = DTensor.from_local(x, mesh, [Replicate()])
+            value = F.cross_entropy(hidden @ sharded.t(), target)
+            value.backward()
+        x.grad = sharded.grad = None
+        return value.detach().full_tensor()
+
+    def ours(fused: bool) -> Tensor:
+        options = {"group_name": group, "vocab_size": vocab}
+        if fused:
+            return weft.ops.vocab_parallel_linear_cross_entropy(x, shard, target, start, **options)
+        logits = weft.ops.column_linear(x, shard, group_name=group)
+        return weft.ops.vocab_parallel_cross_entropy(logits, target, start, **options)
+
+    return {
+        "plain": lambda: step([x, whole], lambda: F.cross_entropy(x @ whole.t(), target)),
+        "loss_parallel": with_loss_parallel,
+        "logits": lambda: step([x, shard], lambda: ours(fused=False)),
+        "fused": lambda: step([x, shard], lambda: ours(fused=True)),
+    }
+
+
+def measure(vocab: int, tokens: int, dim: int, num_samples: int) -> dict[str, Any]:
+    """On every rank: loss, extra bytes at the peak and seconds of each candidate; rank 0 has the largest peaks."""
+    weft.memory.track()
+    steps = candidates(vocab, tokens, dim)
+    rows = {}
+    matrix = vocab * dim * 4
+    for name, step in steps.items():
+        step()  # what is made once
+        before = weft.memory.current() - weft.memory.by_category()["communication"]
+        weft.memory.reset_peak()
+        loss = step().item()
+        peak = weft.memory.by_category(at="peak")
+        extra = sum(peak.values()) - peak["communication"] - before
+        # Of the gradients of hidden states and matrix, which any of them makes.
+        gradients = tokens * dim * 4 + (matrix if name == "plain" else matrix // dist.get_world_size())
+        largest = torch.tensor([extra, extra - gradients])
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        rows[name] = {"loss": loss, "peak_bytes": int(largest[0]), "beside_gradients": int(largest[1])}
+    seconds = interleaved_seconds(steps, num_samples=num_samples, calls_per_sample=1, warm_up=0)
+    for name, times in seconds.items():
+        rows[name]["milliseconds"] = round(statistics.median(times) * 1e3, 1)
+    return rows
+
+
+def failures(rows: dict[str, Any], tokens: int) -> list[str]:
+    """What --check demands: one chunk of logits beside inputs and gradients, and some numbers a token."""
+    limit = CHUNK_BYTES + 64 * tokens
+    extra = rows["fused"]["beside_gradients"]
+    missed = [] if extra <= limit else [f"fused: {extra} bytes beside the gradients, wanted at most {limit}."]
+    missed += [
+        f"{name}: loss {row['loss']} instead of {rows['plain']['loss']}."
+        for name, row in rows.items()
+        if abs(row["loss"] - rows["plain"]["loss"]) > 1e-4
+    ]
+    return missed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2, help="processes of the group")
+    parser.add_argument("--vocab", type=int, default=128256, help="classes")
+    parser.add_argument("--tokens", type=int, default=4096, help="hidden states")
+    parser.add_argument("--dim", type=int, default=256, help="of a hidden state")
+    parser.add_argument("--samples", type=int, default=3, help="of which the time is the median")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, not a table")
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a bar is missed")
+    args = parser.parse_args()
+    rows = run_on_ranks(measure, args.ranks, args.vocab, args.tokens, args.dim, args.samples, backend="cpu:weft")
+    if args.json:
+        sizes = {"num_ranks": args.ranks, "vocab": args.vocab, "tokens": args.tokens, "dim": args.dim}
+        report = {"benchmark": "cross_entropy", "machine": machine_facts(), **sizes, "results": rows}
+        print(json.dumps(report, indent=2))
+    else:
+        print(f"{'':<14} {'peak MB':>9} {'beside gradients':>17} {'ms':>8}")
+        for name, row in rows.items():
+            extra = row["peak_bytes"] / 1e6, row["beside_gradients"] / 1e6
+            print(f"{name:<14} {extra[0]:>9.1f} {extra[1]:>17.1f} {row['milliseconds']:>8.1f}")
+    missed = failures(rows, args.tokens) if args.check else []
+    for sentence in missed:
+        print(sentence, file=sys.stderr)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

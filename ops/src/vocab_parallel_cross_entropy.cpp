@@ -1,0 +1,235 @@
+// The losses of classes that are cut over the group, and their gradients, on a device: from this
+// rank's logits or from hidden states and its rows of the output matrix.
+//
+// Tokens are worked on in chunks: beside its inputs and results a rank holds the logits of one
+// chunk. The ranks tell each other four numbers a token, in one all-gather. The backward computes
+// what it needs of the logits again; what is kept is one number a token.
+
+#include "autograd_support.h"
+#include "cross_entropy_math.h"
+#include "group_collectives.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+
+namespace weft::ops {
+
+namespace {
+
+constexpr std::string_view kLoss = "weft::vocab_parallel_cross_entropy";
+constexpr std::string_view kLinearLoss = "weft::vocab_parallel_linear_cross_entropy";
+
+// The logits of a chunk: small ones stay in the caches, larger ones make better products.
+constexpr std::int64_t kLogitsChunkBytes = std::int64_t{4} << 20;
+constexpr std::int64_t kProductChunkBytes = std::int64_t{32} << 20;
+
+using Losses = std::tuple<at::Tensor, at::Tensor>;
+
+// NOTE: on CUDA a check would wait for the device.
+void check_targets(std::string_view op,
+                   const at::Tensor& target,
+                   std::optional<std::int64_t> vocab_size,
+                   std::int64_t ignore_index) {
+  if (!vocab_size.has_value() || !target.is_cpu()) {
+    return;
+  }
+  const auto counted = target.masked_select(target.ne(ignore_index));
+  if (counted.numel() == 0) {
+    return;
+  }
+  const auto [lowest, highest] = counted.aminmax();
+  TORCH_CHECK_INDEX(lowest.item().toLong() >= 0 && highest.item().toLong() < *vocab_size,
+                    op,
+                    ": got targets from ",
+                    lowest.item().toLong(),
+                    " to ",
+                    highest.item().toLong(),
+                    "; pass classes from 0 to vocab_size - 1 = ",
+                    *vocab_size - 1,
+                    ", or ignore_index ",
+                    ignore_index,
+                    ".");
+}
+
+// Calls visit(first, size) for each chunk of tokens.
+template <typename Visit>
+void for_each_chunk(std::int64_t num_tokens, std::int64_t chunk, const Visit& visit) {
+  for (std::int64_t first = 0; first < num_tokens; first += chunk) {
+    visit(first, std::min(chunk, num_tokens - first));
+  }
+}
+
+// Statistics [tokens, 4] of all chunks; `logits_of(first, size)` gives logits that may be
+// overwritten.
+template <typename LogitsOf>
+Losses losses_of(std::string_view op,
+                 const at::Tensor& target,
+                 const ProcessGroupPtr& group,
+                 const at::TensorOptions& like,
+                 std::int64_t chunk,
+                 const LocalLossOptions& options,
+                 const LogitsOf& logits_of) {
+  const auto num_tokens = target.numel();
+  const auto targets = target.reshape({-1});
+  auto statistics = at::empty({num_tokens, 4}, like);
+  for_each_chunk(num_tokens, chunk, [&](std::int64_t first, std::int64_t size) {
+    statistics.narrow(0, first, size)
+        .copy_(local_statistics(logits_of(first, size), targets.narrow(0, first, size), options));
+  });
+  const auto num_ranks = place_in(group).num_ranks;
+  if (group) {
+    statistics = all_gather(op, statistics, 0, num_tokens * num_ranks, group);
+  }
+  const auto [losses, log_normalizer] =
+      combine_statistics(statistics.view({num_ranks, num_tokens, 4}), targets, options);
+  return {losses.view(target.sizes()), log_normalizer};
+}
+
+at::Tensor as_loss_dtype(const at::Tensor& logits) { return logits.to(loss_dtype(logits)); }
+
+Losses cross_entropy(const at::Tensor& logits,
+                     const at::Tensor& target,
+                     std::int64_t vocab_start,
+                     std::string_view group_name,
+                     std::optional<std::int64_t> vocab_size,
+                     std::int64_t ignore_index,
+                     double label_smoothing) {
+  const auto group = resolve_group(kLoss, std::string(group_name));
+  check_targets(kLoss, target, vocab_size, ignore_index);
+  const auto num_classes = classes_of(logits.size(-1), vocab_size, place_in(group));
+  const auto matrix = as_matrix(logits);
+  const auto dtype = loss_dtype(logits);
+  return losses_of(kLoss,
+                   target,
+                   group,
+                   logits.options().dtype(dtype),
+                   tokens_per_chunk(matrix.size(1), dtype, kLogitsChunkBytes),
+                   {vocab_start, num_classes, ignore_index, label_smoothing},
+                   [&](std::int64_t first, std::int64_t size) {
+                     return matrix.narrow(0, first, size).to(dtype, false, /*copy=*/true);
+                   });
+}
+
+at::Tensor cross_entropy_backward(const at::Tensor& grad,
+                                  const at::Tensor& logits,
+                                  const at::Tensor& target,
+                                  const at::Tensor& log_normalizer,
+                                  std::int64_t vocab_start,
+                                  std::int64_t num_classes,
+                                  std::int64_t ignore_index,
+                                  double label_smoothing) {
+  const LocalLossOptions options{vocab_start, num_classes, ignore_index, label_smoothing};
+  const auto matrix = as_matrix(logits);
+  const auto dtype = loss_dtype(logits);
+  const auto grads = grad.reshape({-1});
+  const auto targets = target.reshape({-1});
+  auto result = at::empty(matrix.sizes(), logits.options());
+  const auto chunk = tokens_per_chunk(matrix.size(1), dtype, kLogitsChunkBytes);
+  for_each_chunk(matrix.size(0), chunk, [&](std::int64_t first, std::int64_t size) {
+    auto part = result.narrow(0, first, size);
+    const auto source = matrix.narrow(0, first, size);
+    const auto work = dtype == logits.scalar_type() ? part.copy_(source) : source.to(dtype);
+    turn_into_gradient(work,
+                       grads.narrow(0, first, size),
+                       targets.narrow(0, first, size),
+                       log_normalizer.narrow(0, first, size),
+                       options);
+    if (!work.is_same(part)) {
+      part.copy_(work);
+    }
+  });
+  return result.view(logits.sizes());
+}
+
+Losses linear_cross_entropy(const at::Tensor& x,
+                            const at::Tensor& weight,
+                            const at::Tensor& target,
+                            std::int64_t vocab_start,
+                            std::string_view group_name,
+                            std::optional<std::int64_t> vocab_size,
+                            std::int64_t ignore_index,
+                            double label_smoothing) {
+  const auto group = resolve_group(kLinearLoss, std::string(group_name));
+  check_targets(kLinearLoss, target, vocab_size, ignore_index);
+  const auto num_classes = classes_of(weight.size(0), vocab_size, place_in(group));
+  const auto tokens = as_matrix(x);
+  const auto dtype = loss_dtype(x);
+  return losses_of(kLinearLoss,
+                   target,
+                   group,
+                   x.options().dtype(dtype),
+                   tokens_per_chunk(weight.size(0), dtype, kProductChunkBytes),
+                   {vocab_start, num_classes, ignore_index, label_smoothing},
+                   [&](std::int64_t first, std::int64_t size) {
+                     return as_loss_dtype(at::mm(tokens.narrow(0, first, size), weight.t()));
+                   });
+}
+
+// grad_x of this rank's classes, to be summed over the group, and grad_weight; empty, [0], where it
+// is not wanted.
+std::tuple<at::Tensor, at::Tensor> linear_cross_entropy_backward(const at::Tensor& grad,
+                                                                 const at::Tensor& x,
+                                                                 const at::Tensor& weight,
+                                                                 const at::Tensor& target,
+                                                                 const at::Tensor& log_normalizer,
+                                                                 std::int64_t vocab_start,
+                                                                 std::int64_t num_classes,
+                                                                 std::int64_t ignore_index,
+                                                                 double label_smoothing,
+                                                                 bool wants_x,
+                                                                 bool wants_weight) {
+  const LocalLossOptions options{vocab_start, num_classes, ignore_index, label_smoothing};
+  const auto tokens = as_matrix(x);
+  const auto dtype = loss_dtype(x);
+  const auto grads = grad.reshape({-1});
+  const auto targets = target.reshape({-1});
+  auto grad_x = wants_x ? at::empty(tokens.sizes(), x.options()) : at::empty({0}, x.options());
+  // Summed over the chunks in the dtype of the losses.
+  auto grad_weight = wants_weight ? at::zeros(weight.sizes(), weight.options().dtype(dtype))
+                                  : at::empty({0}, x.options());
+  const auto chunk = tokens_per_chunk(weight.size(0), dtype, kProductChunkBytes);
+  for_each_chunk(tokens.size(0), chunk, [&](std::int64_t first, std::int64_t size) {
+    const auto part = tokens.narrow(0, first, size);
+    auto logits = as_loss_dtype(at::mm(part, weight.t()));
+    turn_into_gradient(logits,
+                       grads.narrow(0, first, size),
+                       targets.narrow(0, first, size),
+                       log_normalizer.narrow(0, first, size),
+                       options);
+    logits = logits.to(x.scalar_type());
+    if (wants_x) {
+      auto rows = grad_x.narrow(0, first, size);
+      at::mm_out(rows, logits, weight);
+    }
+    if (wants_weight && dtype == x.scalar_type()) {
+      grad_weight.addmm_(logits.t(), part);
+    } else if (wants_weight) {
+      grad_weight.add_(at::mm(logits.t(), part));
+    }
+  });
+  return {wants_x ? grad_x.view(x.sizes()) : grad_x, grad_weight.to(weight.scalar_type())};
+}
+
+void register_loss_pieces(torch::Library& m) {
+  m.impl("_vocab_cross_entropy", TORCH_FN(cross_entropy));
+  m.impl("_vocab_cross_entropy_backward", TORCH_FN(cross_entropy_backward));
+  m.impl("_linear_cross_entropy", TORCH_FN(linear_cross_entropy));
+  m.impl("_linear_cross_entropy_backward", TORCH_FN(linear_cross_entropy_backward));
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(weft, CPU, m) { register_loss_pieces(m); }
+TORCH_LIBRARY_IMPL(weft, CUDA, m) { register_loss_pieces(m); }
+
+}  // namespace weft::ops

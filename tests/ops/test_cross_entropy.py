@@ -1,0 +1,238 @@
+"""Cross-entropy over a cut vocabulary: torch's losses and gradients, communication, memory, refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import weft
+from ops.collectives.profiled import collectives_of
+from ops.memory.counting import counted
+from ops.operators import chunk
+from support.ranks import on_ranks
+
+TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}
+# Of logits that are computed in the dtype itself.
+OF_PRODUCTS = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 0.15, "float16": 2e-2}
+# (vocabulary, shape of the targets): even, uneven, ranks without classes, a single token, none.
+SIZES = [(8, (2, 3)), (7, (5,)), (2, (4,)), (11, ()), (6, (0,))]
+OPTIONS = [
+    {},
+    {"label_smoothing": 0.1},
+    {"reduction": "sum", "ignore_index": 1},
+    {"reduction": "none", "ignore_index": 0, "label_smoothing": 0.3},
+]
+
+
+def _group() -> str:
+    return dist.group.WORLD.group_name
+
+
+def _close(actual: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
+    assert actual.shape == expected.shape, what
+    bounds = {"rtol": tolerance, "atol": tolerance, "equal_nan": True}
+    torch.testing.assert_close(actual.double(), expected.double(), **bounds, msg=lambda text: f"{what}: {text}")
+
+
+def _problem(vocab: int, shape: tuple[int, ...], dtype: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Hidden states, the output matrix, logits and targets, equal on all ranks; logits far from 0 as well."""
+    torch.manual_seed(3)
+    kind = getattr(torch, dtype)
+    x, weight = torch.randn(*shape, 4).to(kind), torch.randn(vocab, 4).to(kind)
+    logits = (torch.randn(*shape, vocab) * 3 + 50).to(kind)
+    target = torch.randint(0, vocab, shape)
+    if target.numel() > 1:
+        target.view(-1)[1] = -100
+    return x, weight, logits, target
+
+
+def _reference(logits: Tensor, target: Tensor, options: dict[str, object]) -> Tensor:
+    classes = logits.reshape(-1, logits.size(-1)), target.reshape(-1)
+    if options.get("ignore_index", -100) != -100:
+        classes = classes[0], classes[1].masked_fill(classes[1] == -100, options["ignore_index"])
+    loss = F.cross_entropy(*classes, **options)
+    return loss.reshape(target.shape) if options.get("reduction") == "none" else loss
+
+
+@on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_losses_and_gradients(rank: int, world_size: int, dtype: str) -> None:
+    for vocab, shape in SIZES:
+        for options in OPTIONS:
+            x, weight, logits, target = _problem(vocab, shape, dtype)
+            ours = target.masked_fill(target == -100, options.get("ignore_index", -100))
+            start, _ = weft.nn.shard_range(vocab, world_size, rank)
+            common = {"group_name": _group(), "vocab_size": vocab, **options}
+
+            whole = logits.double().requires_grad_()
+            expected = _reference(whole, target, options)
+            grad = torch.ones(expected.shape).cumsum(-1).double() if expected.dim() else torch.tensor(1.5).double()
+            expected.backward(grad)
+            part = chunk(logits, -1, world_size, rank)
+            loss = weft.ops.vocab_parallel_cross_entropy(part, ours, start, **common)
+            assert loss.dtype is (torch.float64 if dtype == "float64" else torch.float32)
+            _close(loss, expected, TOLERANCE[dtype], "loss")
+            loss.backward(grad.to(loss.dtype))
+            _close(part.grad, chunk(whole.grad, -1, world_size, rank), TOLERANCE[dtype], "grad logits")
+
+            x_whole, w_whole = x.double().requires_grad_(), weight.double().requires_grad_()
+            expected = _reference(x_whole @ w_whole.t(), target, options)
+            expected.backward(grad)
+            x_here, rows = x.detach().clone().requires_grad_(), chunk(weight, 0, world_size, rank)
+            loss = weft.ops.vocab_parallel_linear_cross_entropy(x_here, rows, ours, start, **common)
+            _close(loss, expected, OF_PRODUCTS[dtype], "loss of the product")
+            loss.backward(grad.to(loss.dtype))
+            _close(x_here.grad, x_whole.grad, OF_PRODUCTS[dtype], "grad x")
+            _close(rows.grad, chunk(w_whole.grad, 0, world_size, rank), OF_PRODUCTS[dtype], "grad weight")
+
+
+@on_ranks(2)
+def test_number_of_collectives(rank: int) -> None:
+    x, weight, _, target = _problem(8, (2, 3), "float32")
+    logits = torch.ones(2, 3, 4, requires_grad=True)
+    gather = {"all_gather_into_tensor": 1}
+    common = {"group_name": _group(), "label_smoothing": 0.1}
+    loss = collectives_of(lambda: weft.ops.vocab_parallel_cross_entropy(logits, target, 4 * rank, **common), gather)
+    collectives_of(loss.backward, {})
+
+    def linear(x: Tensor) -> Tensor:
+        rows = chunk(weight, 0, 2, rank)
+        return weft.ops.vocab_parallel_linear_cross_entropy(x, rows, target, 4 * rank, **common)
+
+    loss = collectives_of(lambda: linear(x.requires_grad_()), gather)
+    collectives_of(loss.backward, {"all_reduce": 1})
+    collectives_of(linear(x.detach()).backward, {})
+
+
+@on_ranks(2)
+def test_memory(rank: int) -> None:
+    """Beside inputs and results a chunk of logits at a time: 4 MiB of this rank's own, 32 MiB of a product."""
+    vocab, tokens = 32768, 1024
+    target = torch.randint(0, vocab, (tokens,), generator=torch.Generator().manual_seed(0))
+    common = {"group_name": _group(), "vocab_size": vocab}
+    small = 64 * tokens  # some numbers a token
+    logits = torch.ones(tokens, vocab // 2, requires_grad=True)
+    with counted() as count:
+        loss = weft.ops.vocab_parallel_cross_entropy(logits, target, rank * vocab // 2, **common)
+        staging = count.now("communication")
+        assert count.now() - staging <= 4 * tokens + 64  # the log-normalizers
+        assert count.peak() - staging <= (4 << 20) + small
+        weft.memory.reset_peak()
+        loss.backward()
+        assert count.peak() - staging <= logits.nbytes + small  # the gradient itself
+
+    x, weight = torch.randn(tokens, 64, requires_grad=True), torch.randn(vocab // 2, 64, requires_grad=True)
+    with counted() as count:
+        loss = weft.ops.vocab_parallel_linear_cross_entropy(x, weight, target, rank * vocab // 2, **common)
+        staging = count.now("communication")
+        assert count.now() - staging <= 4 * tokens + 64
+        assert count.peak() - staging <= (32 << 20) + small
+        weft.memory.reset_peak()
+        loss.backward()
+        staging = count.now("communication")
+        assert count.peak() - staging <= (32 << 20) + x.nbytes + weight.nbytes + small
+
+
+@on_ranks(2)
+def test_chunks_add_up(rank: int) -> None:
+    """More tokens than a chunk holds: 40000 classes of this rank take 26 tokens of logits, 209 of a product."""
+    vocab = 80000
+    torch.manual_seed(0)
+    x, weight = torch.randn(450, 3, dtype=torch.float32), torch.randn(vocab, 3)
+    target = torch.randint(0, vocab, (450,))
+    x_whole, w_whole = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    logits = x_whole @ w_whole.t()
+    logits.retain_grad()
+    expected = F.cross_entropy(logits, target)
+    expected.backward()
+    common = {"group_name": _group(), "vocab_size": vocab}
+    start = rank * vocab // 2
+    part = chunk(logits, 1, 2, rank)
+    loss = weft.ops.vocab_parallel_cross_entropy(part, target, start, **common)
+    loss.backward()
+    _close(loss, expected, 1e-5, "loss")
+    torch.testing.assert_close(part.grad, chunk(logits.grad, 1, 2, rank), rtol=1e-4, atol=1e-9)
+    x, rows = x.requires_grad_(), chunk(weight, 0, 2, rank)
+    loss = weft.ops.vocab_parallel_linear_cross_entropy(x, rows, target, start, **common)
+    loss.backward()
+    _close(loss, expected, 1e-5, "loss of the product")
+    torch.testing.assert_close(x.grad, x_whole.grad, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(rows.grad, chunk(w_whole.grad, 0, 2, rank), rtol=1e-4, atol=1e-7)
+
+
+REFUSALS = {
+    "got target of shape [3] with logits of shape [2, 4]": {"target": torch.zeros(3, dtype=torch.int64)},
+    "got target of dtype Float": {"target": torch.zeros(2)},
+    "got label_smoothing 1.5; pass a share from 0 to 1": {"label_smoothing": 1.5},
+    "got reduction 'average'; pass 'none', 'mean' or 'sum'": {"reduction": "average"},
+    "got vocab_start -1": {"vocab_start": -1},
+    "got targets from 0 to 8; pass classes from 0 to vocab_size - 1 = 7": {"target": torch.tensor([0, 8])},
+    "no process group of this process": {"group_name": "nowhere"},
+}
+
+
+@on_ranks(2)
+def test_refusals_leave_the_group_usable(rank: int) -> None:
+    for text, wrong in REFUSALS.items():
+        call = {"target": torch.tensor([0, 7]), "vocab_start": 4 * rank, "group_name": _group(), "vocab_size": 8}
+        call |= wrong
+        with pytest.raises((ValueError, TypeError, IndexError)) as caught:
+            weft.ops.vocab_parallel_cross_entropy(torch.ones(2, 4), **call)
+        assert text in str(caught.value)
+    with pytest.raises(ValueError, match="whose second dim must be 3"):
+        weft.ops.vocab_parallel_linear_cross_entropy(
+            torch.ones(2, 3), torch.ones(4, 2), torch.tensor([0, 1]), 0, group_name=_group()
+        )
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == 2
+
+
+class Model(nn.Module):
+    """Both losses."""
+
+    def __init__(self, group_name: str) -> None:
+        super().__init__()
+        self.column = weft.nn.ColumnLinear(6, 11, group_name=group_name)
+        self.loss = weft.nn.VocabParallelCrossEntropy(11, group_name=group_name, label_smoothing=0.1)
+        self.head = weft.nn.VocabParallelLinearCrossEntropy(6, 11, group_name=group_name, reduction="sum")
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return self.loss(self.column(x), target) + self.head(x, target)
+
+
+@on_ranks(1, 2, timeout=300)
+def test_compile_export_script_and_autocast(rank: int) -> None:
+    torch.manual_seed(rank)
+    model = Model(_group())
+
+    def run(module: nn.Module, tokens: int) -> list[Tensor]:
+        model.zero_grad(set_to_none=True)
+        x = torch.arange(tokens * 12.0).reshape(2, tokens, 6).sin().requires_grad_()
+        y = module(x, torch.arange(tokens * 2).reshape(2, tokens))
+        y.backward()
+        return [y.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]
+
+    eager = {tokens: run(model, tokens) for tokens in (3, 5)}
+    torch._dynamo.reset()
+    for dynamic in (False, True):
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+        for tokens in eager if dynamic else (3,):
+            torch.testing.assert_close(run(compiled, tokens), eager[tokens])
+    scripted = torch.jit.script(model)
+    for _ in range(3):
+        torch.testing.assert_close(run(scripted, 3), eager[3])
+    sizes = {1: torch.export.Dim("s", min=2)}
+    inputs = torch.ones(2, 4, 6), torch.zeros(2, 4, dtype=torch.int64)
+    program = torch.export.export(model, inputs, dynamic_shapes=(sizes, sizes))
+    targets = [str(node.target) for node in program.graph.nodes]
+    assert targets.count("weft.vocab_parallel_cross_entropy.default") == 1
+    assert targets.count("weft.vocab_parallel_linear_cross_entropy.default") == 1
+    torch.testing.assert_close(program.module()(*inputs), model(*inputs))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(*inputs)
+    assert loss.dtype is torch.float32
+    torch.testing.assert_close(loss, model(*inputs), rtol=0.02, atol=0.02)
