@@ -147,8 +147,8 @@ def vocab_parallel_cross_entropy(
 
     target `[...]` (int64, int32; global) -> a loss, `[]` or `[...]`, in float32 (float64 for float64 logits).
     `vocab_size` counts the classes of all ranks (without it every rank must have as many); with it CPU targets outside
-    of it are refused (IndexError). One all-gather of four numbers a token forward, none backward. The logits and one
-    number a token are saved; the gradient of the logits is the one tensor of their size that is made.
+    of it are refused (IndexError). One all-gather of four numbers a token forward, none backward. The logits and two
+    numbers a token are saved; the gradient of the logits is the one tensor of their size that is made.
     """
     return torch.ops.weft.vocab_parallel_cross_entropy(
         logits,
@@ -177,8 +177,8 @@ def vocab_parallel_linear_cross_entropy(
     """vocab_parallel_cross_entropy of the logits x weightᵀ, which exist for a chunk of tokens at a time alone.
 
     x `[..., d]`, weight `[v, d]`, this rank's rows of the output matrix. One all-gather of four numbers a token
-    forward, one all-reduce of x's gradient backward, which computes the logits again. x and one number a token are
-    saved.
+    forward, one all-reduce of x's gradient backward, which computes the logits again. x and two numbers a token
+    are saved.
     """
     return torch.ops.weft.vocab_parallel_linear_cross_entropy(
         x,

@@ -93,6 +93,7 @@ struct ColumnValues {
   at::Tensor x;  // undefined where the slot gives it
   at::Tensor h;  // x weightᵀ + bias already; the node only adds the gradients of weight and bias
   SlotPtr slot;
+  bool learns;  // whether weight needs a gradient, and so x
 };
 
 class Column : public torch::autograd::Function<Column> {
@@ -104,6 +105,7 @@ class Column : public torch::autograd::Function<Column> {
     ctx->set_materialize_grads(false);
     ctx->save_for_backward({values.x});
     ctx->saved_data["slot"] = to_ivalue(values.slot);
+    ctx->saved_data["learns"] = values.learns;
     ctx->saved_data["has_bias"] = bias.has_value();
     return values.h.detach();
   }
@@ -113,7 +115,8 @@ class Column : public torch::autograd::Function<Column> {
       return variable_list(3);
     }
     auto x = ctx->get_saved_variables()[0];
-    if (!x.defined()) {
+    // As Row has counted: by what may need a gradient, not by what this backward is for.
+    if (!x.defined() && ctx->saved_data.at("learns").toBool()) {
       x = slot_of(ctx).read_x();
     }
     const bool needs_bias = ctx->saved_data.at("has_bias").toBool() && ctx->needs_input_grad(1);
@@ -132,6 +135,7 @@ struct RowValues {
   SlotPtr slot;
   bool recompute;
   std::optional<Sequence> sequence;
+  bool w1_learns, w3_learns;  // need a gradient, and so x
 };
 
 class Row : public torch::autograd::Function<Row> {
@@ -147,7 +151,9 @@ class Row : public torch::autograd::Function<Row> {
     const at::Tensor none;
     const auto& part_of_x = values.part_of_x;
     if (values.recompute) {
-      ctx->save_for_backward({x, none, values.w1, w2, values.w3, values.b1, values.b3, part_of_x});
+      const auto& whole_x = values.sequence.has_value() ? none : x;
+      ctx->save_for_backward(
+          {whole_x, none, values.w1, w2, values.w3, values.b1, values.b3, part_of_x});
     } else {
       ctx->save_for_backward(
           {h1, h3.value_or(none), values.w1, w2, values.w3, none, none, part_of_x});
@@ -155,6 +161,8 @@ class Row : public torch::autograd::Function<Row> {
     if (values.sequence.has_value()) {
       ctx->saved_data["sequence_dim"] = values.sequence->dim;
       ctx->saved_data["sequence_size"] = values.sequence->size;
+      ctx->saved_data["w1_learns"] = values.w1_learns;
+      ctx->saved_data["w3_learns"] = values.w3_learns;
     }
     ctx->saved_data["activation"] = values.activation;
     ctx->saved_data["group_name"] = values.group_name;
@@ -234,10 +242,14 @@ class Row : public torch::autograd::Function<Row> {
       return;
     }
     auto& slot = slot_of(ctx);
+    // A backward that failed may have left something.
+    slot.grad_x.reset();
     slot.pending_x.reset();
     slot.whole_x.reset();
-    slot.num_readers = (ctx->needs_input_grad(kH1) ? 1 : 0) +
-                       (gated && ctx->needs_input_grad(kH3) ? 1 : 0) +
+    const auto reads = [&](std::size_t input, const char* learns) {
+      return ctx->needs_input_grad(input) && ctx->saved_data.at(learns).toBool() ? 1 : 0;
+    };
+    slot.num_readers = reads(kH1, "w1_learns") + (gated ? reads(kH3, "w3_learns") : 0) +
                        (ctx->saved_data.at("recompute").toBool() ? 1 : 0);
     if (slot.num_readers == 0) {
       return;
@@ -319,7 +331,7 @@ at::Tensor attach(const at::Tensor& x,
     return h;
   }
   hurry_to_leaf(weight);
-  return Column::apply(weight, bias, ColumnValues{x, h, slot});
+  return Column::apply(weight, bias, ColumnValues{x, h, slot, weight.requires_grad()});
 }
 
 at::Tensor column_row_mlp_autograd(const at::Tensor& x,
@@ -373,7 +385,9 @@ at::Tensor column_row_mlp_autograd(const at::Tensor& x,
                               std::string(group_name),
                               slot,
                               recompute,
-                              sequence});
+                              sequence,
+                              w1.requires_grad(),
+                              w3.has_value() && w3->requires_grad()});
 }
 
 }  // namespace

@@ -2,7 +2,7 @@
 
 #include <ATen/OpMathType.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
+#include <ATen/ops/stack.h>
 
 #include <algorithm>
 #include <limits>
@@ -56,7 +56,9 @@ at::Tensor local_statistics(const at::Tensor& logits,
   }
   const auto largest = logits.amax(1);
   result.select(1, 0).copy_(largest);
-  result.select(1, 1).copy_(logits.sub_(largest.unsqueeze(1)).exp_().sum(1));
+  // Where all are masked out, their sum is 0 and not that of nan.
+  const auto shift = largest.masked_fill(largest.eq(-std::numeric_limits<double>::infinity()), 0);
+  result.select(1, 1).copy_(logits.sub_(shift.unsqueeze(1)).exp_().sum(1));
   return result;
 }
 
@@ -65,28 +67,28 @@ TokenLosses combine_statistics(const at::Tensor& statistics,
                                const LocalLossOptions& options) {
   const auto largest = statistics.select(2, 0);
   const auto of_all = largest.amax(0);
-  const auto sum = statistics.select(2, 1).mul(largest.sub(of_all).exp_()).sum(0);
-  auto log_normalizer = sum.log_().add_(of_all);
-  auto losses = log_normalizer.sub(statistics.select(2, 2).sum(0));
+  const auto log_sum = statistics.select(2, 1).mul(largest.sub(of_all).exp_()).sum(0).log_();
+  // Differences first: the logits may be large where the loss is not.
+  auto losses = of_all.sub(statistics.select(2, 2).sum(0)).add_(log_sum);
   if (const double smoothing = options.label_smoothing; smoothing != 0) {
     const auto mean = statistics.select(2, 3).sum(0).div_(static_cast<double>(options.num_classes));
-    losses.mul_(1 - smoothing).add_(log_normalizer.sub(mean), smoothing);
+    losses.mul_(1 - smoothing).add_(of_all.sub(mean).add_(log_sum), smoothing);
   }
   losses.masked_fill_(target.eq(options.ignore_index), 0);
-  return {losses, log_normalizer};
+  return {losses, at::stack({of_all, log_sum})};
 }
 
 void turn_into_gradient(const at::Tensor& logits,
                         const at::Tensor& grad,
                         const at::Tensor& target,
-                        const at::Tensor& log_normalizer,
+                        const at::Tensor& normalizers,
                         const LocalLossOptions& options) {
   if (logits.numel() == 0) {
     return;
   }
   const double smoothing = options.label_smoothing;
   const auto [entry, is_own] = own_target(target, logits.size(1), options);
-  logits.sub_(log_normalizer.unsqueeze(1)).exp_();
+  logits.sub_(normalizers[0].unsqueeze(1)).sub_(normalizers[1].unsqueeze(1)).exp_();
   if (smoothing != 0) {
     logits.sub_(smoothing / static_cast<double>(options.num_classes));
   }

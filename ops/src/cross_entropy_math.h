@@ -47,8 +47,10 @@ at::Tensor local_statistics(const at::Tensor& logits,
                             const LocalLossOptions& options);
 
 struct TokenLosses {
-  at::Tensor losses;          // [tokens]
-  at::Tensor log_normalizer;  // [tokens]: log of the sum of exp over all logits
+  at::Tensor losses;  // [tokens]
+  // [2, tokens]: the largest of all logits, and the log of the sum of exp(logit - largest). Kept
+  // apart: their sum would lose the digits of the second.
+  at::Tensor normalizers;
 };
 
 // statistics [ranks, tokens, 4].
@@ -60,7 +62,7 @@ TokenLosses combine_statistics(const at::Tensor& statistics,
 void turn_into_gradient(const at::Tensor& logits,
                         const at::Tensor& grad,
                         const at::Tensor& target,
-                        const at::Tensor& log_normalizer,
+                        const at::Tensor& normalizers,
                         const LocalLossOptions& options);
 
 }  // namespace weft::ops

@@ -190,21 +190,15 @@ std::tuple<at::Tensor, at::Tensor> vocab_cross_entropy(const at::Tensor& logits,
 at::Tensor vocab_cross_entropy_backward(const at::Tensor& grad,
                                         const at::Tensor& logits,
                                         const at::Tensor& target,
-                                        const at::Tensor& log_normalizer,
+                                        const at::Tensor& normalizers,
                                         std::int64_t vocab_start,
                                         std::int64_t num_classes,
                                         std::int64_t ignore_index,
                                         double label_smoothing) {
   static const auto op =
       handle("weft::_vocab_cross_entropy_backward", &vocab_cross_entropy_backward);
-  return op.call(grad,
-                 logits,
-                 target,
-                 log_normalizer,
-                 vocab_start,
-                 num_classes,
-                 ignore_index,
-                 label_smoothing);
+  return op.call(
+      grad, logits, target, normalizers, vocab_start, num_classes, ignore_index, label_smoothing);
 }
 
 std::tuple<at::Tensor, at::Tensor> linear_cross_entropy(const at::Tensor& x,
@@ -224,7 +218,7 @@ std::tuple<at::Tensor, at::Tensor> linear_cross_entropy_backward(const at::Tenso
                                                                  const at::Tensor& x,
                                                                  const at::Tensor& weight,
                                                                  const at::Tensor& target,
-                                                                 const at::Tensor& log_normalizer,
+                                                                 const at::Tensor& normalizers,
                                                                  std::int64_t vocab_start,
                                                                  std::int64_t num_classes,
                                                                  std::int64_t ignore_index,
@@ -237,7 +231,7 @@ std::tuple<at::Tensor, at::Tensor> linear_cross_entropy_backward(const at::Tenso
                  x,
                  weight,
                  target,
-                 log_normalizer,
+                 normalizers,
                  vocab_start,
                  num_classes,
                  ignore_index,

@@ -65,13 +65,13 @@ TORCH_LIBRARY(weft, m) {
          "SymInt? sequence_size) -> (Tensor, Tensor, Tensor)");
   define(m, "_sharded_linear_input_grad(Tensor grad_y, Tensor weight, str group_name) -> Tensor");
   define(m, "_sharded_linear_shard_grad(Tensor grad_y, Tensor x, str group_name) -> Tensor");
-  // (the loss of each target, the log-normalizer of each token [tokens])
+  // (the loss of each target, what their softmax is made of [2, tokens])
   define(m,
          "_vocab_cross_entropy(Tensor logits, Tensor target, int vocab_start, str group_name, "
          "int? vocab_size, int ignore_index, float label_smoothing) -> (Tensor, Tensor)");
   define(m,
          "_vocab_cross_entropy_backward(Tensor grad, Tensor logits, Tensor target, "
-         "Tensor log_normalizer, int vocab_start, int num_classes, int ignore_index, "
+         "Tensor normalizers, int vocab_start, int num_classes, int ignore_index, "
          "float label_smoothing) -> Tensor");
   define(m,
          "_linear_cross_entropy(Tensor x, Tensor weight, Tensor target, int vocab_start, "
@@ -80,7 +80,7 @@ TORCH_LIBRARY(weft, m) {
   // (grad_x of this rank's classes, grad_weight); empty, [0], where it is not wanted.
   define(m,
          "_linear_cross_entropy_backward(Tensor grad, Tensor x, Tensor weight, Tensor target, "
-         "Tensor log_normalizer, int vocab_start, int num_classes, int ignore_index, "
+         "Tensor normalizers, int vocab_start, int num_classes, int ignore_index, "
          "float label_smoothing, bool wants_x, bool wants_weight) -> (Tensor, Tensor)");
   define(m, "_activation(Tensor x, str activation) -> Tensor");
   // (grad_x, act(x))

@@ -106,13 +106,17 @@ class AllGatherLinear : public torch::autograd::Function<AllGatherLinear> {
     const bool wants_weight = ctx->needs_input_grad(1);
     variable_list result(6);
     if (is_traced(grad_y)) {
+      // In the order of the other branch: some ranks may be traced and others not.
+      at::Tensor whole_x;
+      if (wants_weight) {
+        whole_x = dispatch::gather_from_sequence(x, dim, group_name, grad_y.sym_size(dim));
+      }
       if (wants_x) {
         result[0] =
             dispatch::reduce_scatter_to_sequence(at::matmul(grad_y, weight), dim, group_name);
       }
       if (wants_weight) {
-        result[1] = weight_grad(
-            grad_y, dispatch::gather_from_sequence(x, dim, group_name, grad_y.sym_size(dim)));
+        result[1] = weight_grad(grad_y, whole_x);
       }
     } else {
       const auto group = resolve_group(kGatherLinear, group_name);

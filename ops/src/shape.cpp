@@ -281,6 +281,22 @@ c10::SymDimVector cross_entropy_shape(std::string_view op,
              : c10::SymDimVector();
 }
 
+void check_classes(std::string_view op,
+                   std::int64_t vocab_start,
+                   const c10::SymInt& num_entries,
+                   std::optional<std::int64_t> vocab_size) {
+  TORCH_CHECK_VALUE(!vocab_size.has_value() || num_entries + vocab_start <= *vocab_size,
+                    op,
+                    ": got ",
+                    num_entries,
+                    " classes from vocab_start ",
+                    vocab_start,
+                    " on with vocab_size ",
+                    *vocab_size,
+                    "; pass the classes of this rank alone, without padding, and the number of "
+                    "those of all ranks.");
+}
+
 c10::SymDimVector linear_cross_entropy_shape(const at::Tensor& x,
                                              const at::Tensor& weight,
                                              const at::Tensor& target,

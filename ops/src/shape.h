@@ -79,6 +79,12 @@ c10::SymDimVector cross_entropy_shape(std::string_view op,
                                       double label_smoothing,
                                       std::string_view reduction);
 
+// That this rank's `num_entries` classes from vocab_start on are some of `vocab_size`, where told.
+void check_classes(std::string_view op,
+                   std::int64_t vocab_start,
+                   const c10::SymInt& num_entries,
+                   std::optional<std::int64_t> vocab_size);
+
 // The same for x [..., d] and this rank's rows of the output matrix, [v, d].
 c10::SymDimVector linear_cross_entropy_shape(const at::Tensor& x,
                                              const at::Tensor& weight,

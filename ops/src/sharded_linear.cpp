@@ -47,7 +47,7 @@ class Shards {
         next = fetch(rank + 1, own);
       }
       work.wait();
-      if (shard.numel() > 0) {
+      if (shard.size(0) > 0) {
         visit(shard, first_row(rank));
       }
     }
@@ -108,7 +108,7 @@ at::Tensor input_grad(const at::Tensor& grad_y,
   auto sizes = grad_y.sizes().vec();
   sizes.back() = weight.size(1);
   auto grad_x = at::zeros(sizes, grad_y.options());
-  auto matrix = grad_x.view({-1, weight.size(1)});
+  auto matrix = grad_x.view({grads.size(0), weight.size(1)});
   const Shards shards(group, grad_y.size(-1));
   shards.for_each(weight, [&](const at::Tensor& shard, std::int64_t first_row) {
     matrix.addmm_(grads.narrow(1, first_row, shard.size(0)), shard);

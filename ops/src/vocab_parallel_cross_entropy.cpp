@@ -3,7 +3,7 @@
 //
 // Tokens are worked on in chunks: beside its inputs and results a rank holds the logits of one
 // chunk. The ranks tell each other four numbers a token, in one all-gather. The backward computes
-// what it needs of the logits again; what is kept is one number a token.
+// what it needs of the logits again; what is kept is two numbers a token.
 
 #include "autograd_support.h"
 #include "cross_entropy_math.h"
@@ -90,9 +90,9 @@ Losses losses_of(std::string_view op,
   if (group) {
     statistics = all_gather(op, statistics, 0, num_tokens * num_ranks, group);
   }
-  const auto [losses, log_normalizer] =
+  const auto [losses, normalizers] =
       combine_statistics(statistics.view({num_ranks, num_tokens, 4}), targets, options);
-  return {losses.view(target.sizes()), log_normalizer};
+  return {losses.view(target.sizes()), normalizers};
 }
 
 at::Tensor as_loss_dtype(const at::Tensor& logits) { return logits.to(loss_dtype(logits)); }
@@ -123,7 +123,7 @@ Losses cross_entropy(const at::Tensor& logits,
 at::Tensor cross_entropy_backward(const at::Tensor& grad,
                                   const at::Tensor& logits,
                                   const at::Tensor& target,
-                                  const at::Tensor& log_normalizer,
+                                  const at::Tensor& normalizers,
                                   std::int64_t vocab_start,
                                   std::int64_t num_classes,
                                   std::int64_t ignore_index,
@@ -142,7 +142,7 @@ at::Tensor cross_entropy_backward(const at::Tensor& grad,
     turn_into_gradient(work,
                        grads.narrow(0, first, size),
                        targets.narrow(0, first, size),
-                       log_normalizer.narrow(0, first, size),
+                       normalizers.narrow(1, first, size),
                        options);
     if (!work.is_same(part)) {
       part.copy_(work);
@@ -181,7 +181,7 @@ std::tuple<at::Tensor, at::Tensor> linear_cross_entropy_backward(const at::Tenso
                                                                  const at::Tensor& x,
                                                                  const at::Tensor& weight,
                                                                  const at::Tensor& target,
-                                                                 const at::Tensor& log_normalizer,
+                                                                 const at::Tensor& normalizers,
                                                                  std::int64_t vocab_start,
                                                                  std::int64_t num_classes,
                                                                  std::int64_t ignore_index,
@@ -204,7 +204,7 @@ std::tuple<at::Tensor, at::Tensor> linear_cross_entropy_backward(const at::Tenso
     turn_into_gradient(logits,
                        grads.narrow(0, first, size),
                        targets.narrow(0, first, size),
-                       log_normalizer.narrow(0, first, size),
+                       normalizers.narrow(1, first, size),
                        options);
     logits = logits.to(x.scalar_type());
     if (wants_x) {

@@ -70,14 +70,14 @@ class CrossEntropy : public torch::autograd::Function<CrossEntropy> {
                             const at::Tensor& target,
                             const LossCall& call) {
     const at::AutoDispatchBelowADInplaceOrView below;
-    const auto [losses, log_normalizer] = dispatch::vocab_cross_entropy(logits,
-                                                                        target,
-                                                                        call.vocab_start,
-                                                                        call.group_name,
-                                                                        call.vocab_size,
-                                                                        call.ignore_index,
-                                                                        call.label_smoothing);
-    ctx->save_for_backward({logits, target, log_normalizer});
+    const auto [losses, normalizers] = dispatch::vocab_cross_entropy(logits,
+                                                                     target,
+                                                                     call.vocab_start,
+                                                                     call.group_name,
+                                                                     call.vocab_size,
+                                                                     call.ignore_index,
+                                                                     call.label_smoothing);
+    ctx->save_for_backward({logits, target, normalizers});
     keep(ctx, call);
     return losses;
   }
@@ -106,15 +106,15 @@ class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> 
                             const at::Tensor& target,
                             const LossCall& call) {
     const at::AutoDispatchBelowADInplaceOrView below;
-    const auto [losses, log_normalizer] = dispatch::linear_cross_entropy(x,
-                                                                         weight,
-                                                                         target,
-                                                                         call.vocab_start,
-                                                                         call.group_name,
-                                                                         call.vocab_size,
-                                                                         call.ignore_index,
-                                                                         call.label_smoothing);
-    ctx->save_for_backward({x, weight, target, log_normalizer});
+    const auto [losses, normalizers] = dispatch::linear_cross_entropy(x,
+                                                                      weight,
+                                                                      target,
+                                                                      call.vocab_start,
+                                                                      call.group_name,
+                                                                      call.vocab_size,
+                                                                      call.ignore_index,
+                                                                      call.label_smoothing);
+    ctx->save_for_backward({x, weight, target, normalizers});
     keep(ctx, call);
     return losses;
   }
@@ -169,6 +169,7 @@ at::Tensor vocab_parallel_cross_entropy(const at::Tensor& logits,
                                         double label_smoothing,
                                         std::string_view reduction) {
   cross_entropy_shape(kLossOp, logits, target, vocab_start, label_smoothing, reduction);
+  check_classes(kLossOp, vocab_start, logits.sym_size(-1), vocab_size);
   const auto losses = std::get<0>(dispatch::vocab_cross_entropy(
       logits, target, vocab_start, group_name, vocab_size, ignore_index, label_smoothing));
   return reduced(losses, target, ignore_index, reduction);
@@ -183,6 +184,7 @@ at::Tensor vocab_parallel_cross_entropy_autograd(const at::Tensor& logits,
                                                  double label_smoothing,
                                                  std::string_view reduction) {
   cross_entropy_shape(kLossOp, logits, target, vocab_start, label_smoothing, reduction);
+  check_classes(kLossOp, vocab_start, logits.sym_size(-1), vocab_size);
   const auto call = call_of(kLossOp,
                             logits.sym_size(-1).guard_int(__FILE__, __LINE__),
                             vocab_start,
@@ -203,6 +205,7 @@ at::Tensor vocab_parallel_linear_cross_entropy(const at::Tensor& x,
                                                double label_smoothing,
                                                std::string_view reduction) {
   linear_cross_entropy_shape(x, weight, target, vocab_start, label_smoothing, reduction);
+  check_classes(kLinearLossOp, vocab_start, weight.sym_size(0), vocab_size);
   const auto losses = std::get<0>(dispatch::linear_cross_entropy(
       x, weight, target, vocab_start, group_name, vocab_size, ignore_index, label_smoothing));
   return reduced(losses, target, ignore_index, reduction);
@@ -218,6 +221,7 @@ at::Tensor vocab_parallel_linear_cross_entropy_autograd(const at::Tensor& x,
                                                         double label_smoothing,
                                                         std::string_view reduction) {
   linear_cross_entropy_shape(x, weight, target, vocab_start, label_smoothing, reduction);
+  check_classes(kLinearLossOp, vocab_start, weight.sym_size(0), vocab_size);
   const auto call = call_of(kLinearLossOp,
                             weight.sym_size(0).guard_int(__FILE__, __LINE__),
                             vocab_start,
@@ -229,11 +233,11 @@ at::Tensor vocab_parallel_linear_cross_entropy_autograd(const at::Tensor& x,
       LinearCrossEntropy::apply(x, weight, target, call), target, ignore_index, reduction);
 }
 
-// Losses and log-normalizers, without storage.
+// Losses and normalizers, without storage.
 LossesAndNormalizers losses_meta(const at::Tensor& target, const at::Tensor& logits) {
   const auto options = logits.options().dtype(loss_dtype(logits));
   return {at::empty_symint(target.sym_sizes(), options),
-          at::empty_symint({target.sym_numel()}, options)};
+          at::empty_symint({2, target.sym_numel()}, options)};
 }
 
 LossesAndNormalizers cross_entropy_meta(const at::Tensor& logits,
@@ -260,7 +264,7 @@ LossesAndNormalizers linear_cross_entropy_meta(const at::Tensor& x,
 at::Tensor cross_entropy_backward_meta(const at::Tensor& /*grad*/,
                                        const at::Tensor& logits,
                                        const at::Tensor& /*target*/,
-                                       const at::Tensor& /*log_normalizer*/,
+                                       const at::Tensor& /*normalizers*/,
                                        std::int64_t /*vocab_start*/,
                                        std::int64_t /*num_classes*/,
                                        std::int64_t /*ignore_index*/,
@@ -273,7 +277,7 @@ std::tuple<at::Tensor, at::Tensor> linear_cross_entropy_backward_meta(
     const at::Tensor& x,
     const at::Tensor& weight,
     const at::Tensor& /*target*/,
-    const at::Tensor& /*log_normalizer*/,
+    const at::Tensor& /*normalizers*/,
     std::int64_t /*vocab_start*/,
     std::int64_t /*num_classes*/,
     std::int64_t /*ignore_index*/,

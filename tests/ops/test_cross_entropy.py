@@ -118,7 +118,7 @@ def test_memory(rank: int) -> None:
     with counted() as count:
         loss = weft.ops.vocab_parallel_cross_entropy(logits, target, rank * vocab // 2, **common)
         staging = count.now("communication")
-        assert count.now() - staging <= 4 * tokens + 64  # the log-normalizers
+        assert count.now() - staging <= 8 * tokens + 64  # two numbers a token
         assert count.peak() - staging <= (4 << 20) + small
         weft.memory.reset_peak()
         loss.backward()
@@ -128,7 +128,7 @@ def test_memory(rank: int) -> None:
     with counted() as count:
         loss = weft.ops.vocab_parallel_linear_cross_entropy(x, weight, target, rank * vocab // 2, **common)
         staging = count.now("communication")
-        assert count.now() - staging <= 4 * tokens + 64
+        assert count.now() - staging <= 8 * tokens + 64
         assert count.peak() - staging <= (32 << 20) + small
         weft.memory.reset_peak()
         loss.backward()
@@ -163,6 +163,25 @@ def test_chunks_add_up(rank: int) -> None:
     torch.testing.assert_close(rows.grad, chunk(w_whole.grad, 0, 2, rank), rtol=1e-4, atol=1e-7)
 
 
+@on_ranks(2)
+def test_masked_and_large_logits(rank: int) -> None:
+    """A rank whose classes are all masked out counts for nothing; large logits lose no digits."""
+    inf = float("inf")
+    for dtype, rows in (
+        (torch.float32, [[0.5, 1.0, -inf, -inf], [-inf, -inf, 2.0, 2.5], [10000.0, 10000.5, 9999.0, 10000.0]]),
+        (torch.float64, [[1e8, 1e8 + 0.5, 1e8, 1e8 - 1]]),
+    ):
+        whole = torch.tensor(rows, dtype=dtype).requires_grad_()
+        target = torch.tensor([1, 3, 1][: len(rows)])
+        expected = F.cross_entropy(whole, target, reduction="none")
+        expected.sum().backward()
+        part = chunk(whole, 1, 2, rank)
+        loss = weft.ops.vocab_parallel_cross_entropy(part, target, 2 * rank, group_name=_group(), reduction="none")
+        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
+        loss.sum().backward()
+        torch.testing.assert_close(part.grad, chunk(whole.grad, 1, 2, rank), rtol=1e-6, atol=1e-6)
+
+
 REFUSALS = {
     "got target of shape [3] with logits of shape [2, 4]": {"target": torch.zeros(3, dtype=torch.int64)},
     "got target of dtype Float": {"target": torch.zeros(2)},
@@ -170,6 +189,7 @@ REFUSALS = {
     "got reduction 'average'; pass 'none', 'mean' or 'sum'": {"reduction": "average"},
     "got vocab_start -1": {"vocab_start": -1},
     "got targets from 0 to 8; pass classes from 0 to vocab_size - 1 = 7": {"target": torch.tensor([0, 8])},
+    "got 4 classes from vocab_start 6 on with vocab_size 8": {"vocab_start": 6},
     "no process group of this process": {"group_name": "nowhere"},
 }
 
@@ -182,6 +202,8 @@ def test_refusals_leave_the_group_usable(rank: int) -> None:
         with pytest.raises((ValueError, TypeError, IndexError)) as caught:
             weft.ops.vocab_parallel_cross_entropy(torch.ones(2, 4), **call)
         assert text in str(caught.value)
+    with pytest.raises(ValueError, match="got 4 logits a token where this rank has 3 of 6 classes"):
+        weft.nn.VocabParallelCrossEntropy(6, group_name=_group())(torch.ones(2, 4), torch.tensor([0, 1]))
     with pytest.raises(ValueError, match="whose second dim must be 3"):
         weft.ops.vocab_parallel_linear_cross_entropy(
             torch.ones(2, 3), torch.ones(4, 2), torch.tensor([0, 1]), 0, group_name=_group()

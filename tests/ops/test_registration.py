@@ -40,11 +40,11 @@ def test_gradcheck(index: int) -> None:
 PRIVATE = {
     "_vocab_cross_entropy": (torch.randn(2, 5), torch.tensor([1, 4]), 0, "", None, -100, 0.0),
     "_vocab_cross_entropy_backward": (
-        torch.randn(2), torch.randn(2, 5), torch.tensor([1, 4]), torch.randn(2), 0, 5, -100, 0.1,
+        torch.randn(2), torch.randn(2, 5), torch.tensor([1, 4]), torch.randn(2, 2), 0, 5, -100, 0.1,
     ),
     "_linear_cross_entropy": (torch.randn(2, 3), torch.randn(5, 3), torch.tensor([1, 4]), 0, "", 5, -100, 0.1),
     "_linear_cross_entropy_backward": (
-        torch.randn(2), torch.randn(2, 3), torch.randn(5, 3), torch.tensor([1, 4]), torch.randn(2), 0, 5, -100, 0.0,
+        torch.randn(2), torch.randn(2, 3), torch.randn(5, 3), torch.tensor([1, 4]), torch.randn(2, 2), 0, 5, -100, 0.0,
         True, True,
     ),
     "_sharded_linear_input_grad": (torch.randn(2, 3, 5), torch.randn(5, 4), ""),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import weft
 from ops.collectives.profiled import collectives_of
@@ -138,6 +140,46 @@ def _run(module: nn.Module, x: Tensor) -> list[Tensor]:
     y = module(x)
     y.square().sum().backward()
     return [y.detach(), x.grad, *(p.grad.clone() for p in module.parameters())]
+
+
+class Everything(nn.Module):
+    """Collectives that do not depend on each other, in the backward above all."""
+
+    def __init__(self, group_name: str) -> None:
+        super().__init__()
+        self.block = Block(group_name)
+        self.mlp = weft.nn.ColumnRowMLP(6, 10, bias=True, sequence_dim=1, group_name=group_name)
+        self.sharded = weft.nn.ShardedLinear(6, 6, group_name=group_name)
+        self.loss = weft.nn.VocabParallelLinearCrossEntropy(6, 11, group_name=group_name)
+        self.group_name = group_name
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.sharded(self.mlp(self.block(x, 5), 5))
+        x = torch.ops.weft.gather_from_sequence(x, 1, self.group_name, dim_size=5)
+        return self.loss(x, torch.arange(10).view(2, 5))
+
+
+@on_ranks(2, timeout=300)
+def test_inductor_on_uneven_parts(rank: int) -> None:
+    """Ranks with graphs of other sizes call their collectives in one order."""
+    torch.manual_seed(rank)
+    model = Everything(_group())
+    x = torch.ones(2, 3 - rank, 6)
+    eager = _run(model, x)
+    torch._dynamo.reset()
+    for ours, expected in zip(_run(torch.compile(model, fullgraph=True), x), eager, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(2)
+def test_one_rank_under_a_dispatch_mode(rank: int) -> None:
+    """It traces its backward; the other does not."""
+    x, weight = torch.ones(3, 5, requires_grad=True), torch.ones(6, 5, requires_grad=True)
+    y = weft.ops.all_gather_linear(x, weight, gather_dim=0, group_name=_group()).sin()
+    with FlopCounterMode(display=False) if rank == 0 else nullcontext():
+        y.sum().backward()
+    expected = torch.full((6,), 5.0).cos().sum() * 2
+    torch.testing.assert_close(x.grad, expected.expand(3, 5))
 
 
 @on_ranks(1, 2, timeout=300)

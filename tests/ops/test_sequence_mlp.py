@@ -113,6 +113,11 @@ def test_number_of_collectives(rank: int, recompute: bool) -> None:
         grads = collectives_of(lambda y=y, w=wanted: torch.autograd.grad(y.sum(), [leaves[n] for n in w]), expected)
         for name, grad in zip(wanted, grads, strict=True):
             torch.testing.assert_close(grad, first[name], msg=name)
+    # A bias alone needs no x.
+    bias = torch.zeros(6, requires_grad=True)
+    frozen = {name: leaf.detach() for name, leaf in leaves.items()}
+    y = _mlp({**frozen, "b1": bias}, recompute)
+    collectives_of(y.sum().backward, expected={gather: 1 + recompute})
     with torch.autograd.set_detect_anomaly(True):
         torch.testing.assert_close(torch.autograd.grad(_mlp(leaves).sum(), leaves["x"])[0], first["x"])
 

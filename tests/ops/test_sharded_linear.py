@@ -36,9 +36,9 @@ def test_values_and_gradients(rank: int, world_size: int, dtype: str) -> None:
     kind = getattr(torch, dtype)
     for group in (_group(), dist.new_group(backend="gloo").group_name):
         # Rows: even, uneven, ranks without any, none at all; ranks with different numbers of tokens, and none.
-        for rows, shape in [(8, (2, 3 + rank, 5)), (7, (4, 5)), (2, (5,)), (0, (3, 5)), (6, (0, 5))]:
+        for rows, shape in [(8, (2, 3 + rank, 5)), (7, (4, 5)), (2, (5,)), (0, (3, 5)), (6, (0, 5)), (6, (2, 0))]:
             torch.manual_seed(1)
-            weight, bias = torch.randn(rows, 5) * 0.5, torch.randn(rows)
+            weight, bias = torch.randn(rows, shape[-1]) * 0.5, torch.randn(rows)
             weight, bias = (tensor.to(kind).double().requires_grad_() for tensor in (weight, bias))
             torch.manual_seed(100 + rank)
             x = torch.randn(shape).to(kind).double().requires_grad_()

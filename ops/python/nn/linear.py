@@ -164,44 +164,16 @@ class LinearReduceScatter(RowLinear):
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, scatter_dim={self.scatter_dim}"
 
 
-class ShardedLinear(nn.Module):
+class ShardedLinear(ColumnLinear):
     """x Wᵀ + b with each rank's own x and a weight that no rank has whole: `[..., in]` -> `[..., out_features]`.
 
     Args:
-        in_features: size of the last dim of x.
-        out_features: rows of the whole weight; this rank holds torch.chunk's part of them.
-        bias: with a bias, sharded like the rows.
-        group_name: c10d name of the group; "" for a group of one.
-        device, dtype: of the parameters.
+        in_features, out_features, bias, group_name, device, dtype: those of ColumnLinear, and so are the parameters.
 
-    Parameters `weight [out_local, in_features]`, `bias [out_local]`; their gradients are summed over the group. Random
-    values differ from those of an unsharded nn.Linear.
+    The gradients of weight and bias are summed over the group.
     """
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        group_name: str,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        num_ranks, rank = group_size_and_rank(group_name)
-        self.in_features = in_features
-        self.out_features = out_features
-        self.group_name = group_name
-        _, rows = shard_range(out_features, num_ranks, rank)
-        self.weight = nn.Parameter(torch.empty(rows, in_features, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
-        _init_like_linear(self.weight, self.bias, in_features)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.ops.weft.sharded_linear(
             x, self.weight, self.bias, group_name=self.group_name, out_features=self.out_features
         )
-
-    def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"

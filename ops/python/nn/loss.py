@@ -38,6 +38,11 @@ class VocabParallelCrossEntropy(nn.Module):
         self.vocab_start, self.num_local = shard_range(vocab_size, *group_size_and_rank(group_name))
 
     def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        if logits.size(-1) != self.num_local:
+            raise ValueError(
+                f"VocabParallelCrossEntropy: got {logits.size(-1)} logits a token where this rank has {self.num_local} "
+                f"of {self.vocab_size} classes; pass those of a ColumnLinear with as many outputs, without padding."
+            )
         return torch.ops.weft.vocab_parallel_cross_entropy(
             logits,
             target,
