@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
+#include <string>
 #include <vector>
 
 namespace weft::ops {
@@ -120,6 +121,10 @@ PendingTensor sum_and_scatter(std::string_view op,
 
 GroupPlace place_in(const ProcessGroupPtr& group) {
   return group ? GroupPlace{group->getSize(), group->getRank()} : GroupPlace{};
+}
+
+GroupPlace place_in(std::string_view op, std::string_view group_name) {
+  return place_in(resolve_group(op, std::string(group_name)));
 }
 
 PendingTensor::PendingTensor(at::Tensor result)

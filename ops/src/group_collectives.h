@@ -10,6 +10,8 @@
 namespace weft::ops {
 
 GroupPlace place_in(const ProcessGroupPtr& group);
+// The same by the group's name. Errors: those of resolve_group.
+GroupPlace place_in(std::string_view op, std::string_view group_name);
 
 // A tensor that a collective is about to give. Move-only; what the collective reads stays alive
 // with it.

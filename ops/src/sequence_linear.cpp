@@ -193,7 +193,7 @@ at::Tensor all_gather_linear_meta(const at::Tensor& x,
                                   std::int64_t gather_dim,
                                   std::string_view group_name,
                                   OptionalSize dim_size) {
-  const auto place = place_in(resolve_group(kGatherLinear, std::string(group_name)));
+  const auto place = place_in(kGatherLinear, group_name);
   return at::empty_symint(all_gather_linear_shape(x, weight, bias, gather_dim, dim_size, place),
                           x.options());
 }
@@ -203,7 +203,7 @@ at::Tensor linear_reduce_scatter_meta(const at::Tensor& x,
                                       const OptionalTensor& bias,
                                       std::int64_t scatter_dim,
                                       std::string_view group_name) {
-  const auto place = place_in(resolve_group(kLinearScatter, std::string(group_name)));
+  const auto place = place_in(kLinearScatter, group_name);
   return at::empty_symint(linear_reduce_scatter_shape(x, weight, bias, scatter_dim, place),
                           x.options());
 }

@@ -27,7 +27,7 @@ constexpr std::string_view kAllToAll = "weft::all_to_all";
 using OptionalSize = std::optional<c10::SymInt>;
 
 at::Tensor scatter_to_group(const at::Tensor& x, std::int64_t dim, std::string_view group_name) {
-  const auto place = place_in(resolve_group(kScatter, std::string(group_name)));
+  const auto place = place_in(kScatter, group_name);
   dim = checked_dim(kScatter, x, dim);
   const auto size = x.size(dim);
   const auto length = part_length(size, place.num_ranks).expect_int();
@@ -240,35 +240,31 @@ at::Tensor empty(const c10::SymDimVector& sizes, const at::Tensor& like) {
   return at::empty_symint(sizes, like.options());
 }
 
-GroupPlace place(std::string_view op, std::string_view group_name) {
-  return place_in(resolve_group(op, std::string(group_name)));
-}
-
 at::Tensor scatter_to_group_meta(const at::Tensor& x,
                                  std::int64_t dim,
                                  std::string_view group_name) {
-  return empty(scattered_shape(kScatter, x, dim, place(kScatter, group_name)), x);
+  return empty(scattered_shape(kScatter, x, dim, place_in(kScatter, group_name)), x);
 }
 
 at::Tensor gather_from_group_meta(const at::Tensor& x,
                                   std::int64_t dim,
                                   std::string_view group_name,
                                   OptionalSize dim_size) {
-  return empty(gathered_shape(kGather, x, dim, dim_size, place(kGather, group_name)), x);
+  return empty(gathered_shape(kGather, x, dim, dim_size, place_in(kGather, group_name)), x);
 }
 
 at::Tensor gather_from_sequence_meta(const at::Tensor& x,
                                      std::int64_t dim,
                                      std::string_view group_name,
                                      OptionalSize dim_size) {
-  const auto here = place(kGatherSequence, group_name);
+  const auto here = place_in(kGatherSequence, group_name);
   return empty(gathered_shape(kGatherSequence, x, dim, dim_size, here), x);
 }
 
 at::Tensor reduce_scatter_to_sequence_meta(const at::Tensor& x,
                                            std::int64_t dim,
                                            std::string_view group_name) {
-  const auto here = place(kReduceScatter, group_name);
+  const auto here = place_in(kReduceScatter, group_name);
   return empty(scattered_shape(kReduceScatter, x, dim, here), x);
 }
 
@@ -277,7 +273,7 @@ at::Tensor all_to_all_meta(const at::Tensor& x,
                            std::int64_t cat_dim,
                            std::string_view group_name,
                            OptionalSize cat_size) {
-  const auto here = place(kAllToAll, group_name);
+  const auto here = place_in(kAllToAll, group_name);
   return empty(exchanged_shape(kAllToAll, x, split_dim, cat_dim, cat_size, here), x);
 }
 

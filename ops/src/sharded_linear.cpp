@@ -182,17 +182,14 @@ at::Tensor sharded_linear_autograd(const at::Tensor& x,
   return ShardedLinear::apply(x, weight, bias, std::string(group_name), out_features);
 }
 
-GroupPlace place_of(std::string_view group_name) {
-  return place_in(resolve_group(kSharded, std::string(group_name)));
-}
-
 at::Tensor sharded_linear_meta(const at::Tensor& x,
                                const at::Tensor& weight,
                                const OptionalTensor& bias,
                                std::string_view group_name,
                                OptionalSize out_features) {
-  return at::empty_symint(sharded_linear_shape(x, weight, bias, out_features, place_of(group_name)),
-                          x.options());
+  return at::empty_symint(
+      sharded_linear_shape(x, weight, bias, out_features, place_in(kSharded, group_name)),
+      x.options());
 }
 
 at::Tensor input_grad_meta(const at::Tensor& grad_y,
@@ -206,8 +203,9 @@ at::Tensor input_grad_meta(const at::Tensor& grad_y,
 at::Tensor shard_grad_meta(const at::Tensor& grad_y,
                            const at::Tensor& x,
                            std::string_view group_name) {
-  return at::empty_symint({part_size(grad_y.sym_size(-1), place_of(group_name)), x.sym_size(-1)},
-                          x.options());
+  return at::empty_symint(
+      {part_size(grad_y.sym_size(-1), place_in(kSharded, group_name)), x.sym_size(-1)},
+      x.options());
 }
 
 void register_sharded_linear(torch::Library& m) {

@@ -154,10 +154,9 @@ LossCall call_of(std::string_view op,
                  std::optional<std::int64_t> vocab_size,
                  std::int64_t ignore_index,
                  double label_smoothing) {
-  std::string name(group_name);
-  const auto place = place_in(resolve_group(op, name));
-  const auto num_classes = classes_of(num_entries, vocab_size, place);
-  return {vocab_start, std::move(name), vocab_size, num_classes, ignore_index, label_smoothing};
+  const auto num_classes = classes_of(num_entries, vocab_size, place_in(op, group_name));
+  return {
+      vocab_start, std::string(group_name), vocab_size, num_classes, ignore_index, label_smoothing};
 }
 
 at::Tensor vocab_parallel_cross_entropy(const at::Tensor& logits,

@@ -118,6 +118,10 @@ def test_number_of_collectives(rank: int, recompute: bool) -> None:
     frozen = {name: leaf.detach() for name, leaf in leaves.items()}
     y = _mlp({**frozen, "b1": bias}, recompute)
     collectives_of(y.sum().backward, expected={gather: 1 + recompute})
+    # Nor may it take x from the other column, whose node runs later.
+    y = _mlp({**frozen, "w1": leaves["w1"], "b3": bias}, recompute)
+    grads = collectives_of(lambda: torch.autograd.grad(y.sum(), [leaves["w1"], bias]), expected={gather: 2})
+    torch.testing.assert_close(grads[0], first["w1"])
     with torch.autograd.set_detect_anomaly(True):
         torch.testing.assert_close(torch.autograd.grad(_mlp(leaves).sum(), leaves["x"])[0], first["x"])
 
