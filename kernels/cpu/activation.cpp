@@ -21,7 +21,7 @@ struct CpuDevice {
   }
 
   static void run(const detail::ActivationJob& job, const at::Tensor& /*like*/) {
-    static const auto loops = supported_instruction_sets().front().activation_loops;
+    static const auto loops = supported_instruction_sets().front().loops.activation;
     at::parallel_for(0, job.num_elements, kElementsPerThread, [&job](int64_t first, int64_t last) {
       loops(job, first, last);
     });

@@ -2,101 +2,14 @@
 
 #include "activation_job.h"
 #include "polynomial_math.h"
-
-#include <weft/kernels/half_types.h>
+#include "tiles.h"
 
 #include <cstdint>
-#include <type_traits>
 
 // The loops of an ActivationJob, for the instruction set this file is compiled for. Internal
 // linkage throughout: see polynomial_math.h.
-//
-// Work goes tile by tile: operands are converted and biased into small buffers, the formula runs
-// over the buffers, results are rounded into place. Plain float and double operands are read and
-// written where they lie. So one loop per formula serves every storage type, with and without bias.
 namespace weft::kernels::cpu {
 namespace {
-
-constexpr int64_t kTileSize = 512;
-
-template <typename Storage>
-using ScalarOf = std::conditional_t<std::is_same_v<Storage, double>, double, float>;
-
-// An operand as scalars, its bias added.
-template <typename Storage>
-class TileReader {
- public:
-  using Scalar = ScalarOf<Storage>;
-
-  TileReader(const void* data, const void* bias, int64_t row_size)
-      : data_(static_cast<const Storage*>(data)),
-        bias_(static_cast<const Storage*>(bias)),
-        row_size_(row_size) {}
-
-  // Valid until the next call. `begin` indexes the whole array.
-  const Scalar* read(int64_t begin, int64_t size) {
-    const Storage* source = data_ + begin;
-    if (bias_ == nullptr) {
-      if constexpr (std::is_same_v<Storage, Scalar>) return source;
-      convert(source, size);
-      return buffer_;
-    }
-    int64_t column = begin % row_size_;
-    for (int64_t done = 0; done < size;) {
-      const int64_t left_in_row = row_size_ - column;
-      const int64_t count = left_in_row < size - done ? left_in_row : size - done;
-      add_bias(source + done, bias_ + column, buffer_ + done, count);
-      done += count;
-      column = 0;
-    }
-    return buffer_;
-  }
-
- private:
-  void convert(const Storage* __restrict source, int64_t size) {
-    for (int64_t i = 0; i < size; ++i) buffer_[i] = load(source[i]);
-  }
-
-  static void add_bias(const Storage* __restrict source,
-                       const Storage* __restrict bias,
-                       Scalar* __restrict sum,
-                       int64_t size) {
-    for (int64_t i = 0; i < size; ++i) sum[i] = load(source[i]) + load(bias[i]);
-  }
-
-  const Storage* data_;
-  const Storage* bias_;
-  int64_t row_size_;
-  alignas(64) Scalar buffer_[kTileSize];
-};
-
-// Where results go: begin() gives the place to write scalars, finish() stores them.
-template <typename Storage>
-class TileWriter {
- public:
-  using Scalar = ScalarOf<Storage>;
-
-  explicit TileWriter(void* data) : data_(static_cast<Storage*>(data)) {}
-
-  Scalar* begin(int64_t begin) {
-    if constexpr (std::is_same_v<Storage, Scalar>) {
-      return data_ + begin;
-    } else {
-      return buffer_;
-    }
-  }
-
-  void finish(int64_t begin, int64_t size) {
-    if constexpr (!std::is_same_v<Storage, Scalar>) {
-      Storage* __restrict target = data_ + begin;
-      for (int64_t i = 0; i < size; ++i) store(buffer_[i], target[i]);
-    }
-  }
-
- private:
-  Storage* data_;
-  alignas(64) Scalar buffer_[std::is_same_v<Storage, Scalar> ? 1 : kTileSize];
-};
 
 // Not inlined: merged with the code around it, the loop of a long formula is not vectorised (GCC
 // 12), and each is used by several storage types.
@@ -145,14 +58,6 @@ C10_NOINLINE void gated_backward_tile(const Scalar* __restrict grad_h,
     grad_gate[i] = result.grad_gate;
     grad_up[i] = result.grad_up;
     h[i] = result.h;
-  }
-}
-
-// Calls tile(begin, size) for consecutive tiles of [begin, end).
-template <typename Tile>
-void for_each_tile(int64_t begin, int64_t end, const Tile& tile) {
-  for (; begin < end; begin += kTileSize) {
-    tile(begin, end - begin < kTileSize ? end - begin : kTileSize);
   }
 }
 
@@ -231,7 +136,7 @@ void run_activation(const detail::ActivationJob& job, int64_t first, int64_t las
 }
 
 // Elements [first, last) of the job.
-void run_loops(const detail::ActivationJob& job, int64_t first, int64_t last) {
+void run_activation_loops(const detail::ActivationJob& job, int64_t first, int64_t last) {
   switch (job.type) {
     case detail::StorageType::kFloat32:
       return run_activation<float>(job, first, last);

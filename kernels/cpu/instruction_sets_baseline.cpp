@@ -3,7 +3,7 @@
 namespace weft::kernels::cpu {
 
 std::vector<InstructionSet> supported_instruction_sets() {
-  return {{"baseline", activation_loops_baseline}};
+  return {{"baseline", loops_baseline()}};
 }
 
 }  // namespace weft::kernels::cpu

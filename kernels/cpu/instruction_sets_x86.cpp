@@ -9,10 +9,10 @@ std::vector<InstructionSet> supported_instruction_sets() {
   const bool has_fma = __builtin_cpu_supports("fma") != 0;
   if (has_fma && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-    sets.push_back({"avx512", activation_loops_avx512});
+    sets.push_back({"avx512", loops_avx512()});
   }
-  if (has_fma && __builtin_cpu_supports("avx2")) sets.push_back({"avx2", activation_loops_avx2});
-  sets.push_back({"baseline", activation_loops_baseline});
+  if (has_fma && __builtin_cpu_supports("avx2")) sets.push_back({"avx2", loops_avx2()});
+  sets.push_back({"baseline", loops_baseline()});
   return sets;
 }
 

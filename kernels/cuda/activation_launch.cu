@@ -1,5 +1,6 @@
 #include "activation_launch.h"
 #include "activation_math.h"
+#include "vector_access.cuh"
 
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -10,7 +11,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <initializer_list>
-#include <type_traits>
 
 namespace weft::kernels::cuda {
 namespace {
@@ -20,7 +20,6 @@ using detail::StorageType;
 
 constexpr int kThreads = 256;
 constexpr int kBlocksPerMultiprocessor = 8;
-constexpr int kVectorBytes = 16;
 
 __device__ __forceinline__ float normal_cdf(float x) { return normcdff(x); }
 __device__ __forceinline__ double normal_cdf(double x) { return normcdf(x); }
@@ -38,11 +37,6 @@ struct DeviceMath {
   }
 };
 
-template <typename Storage, int kWidth>
-struct alignas(sizeof(Storage) * kWidth) Pack {
-  Storage values[kWidth];
-};
-
 // The remainder of a division, in 32 bits where the numbers allow: 64-bit division is slow here.
 __device__ __forceinline__ int64_t column_of(int64_t element_idx, int64_t row_size) {
   if (((element_idx | row_size) >> 31) == 0) {
@@ -55,10 +49,7 @@ __device__ __forceinline__ int64_t column_of(int64_t element_idx, int64_t row_si
 template <typename Storage, typename Scalar, int kWidth>
 __device__ __forceinline__ void read(
     const void* data, const void* bias, int64_t row_size, int64_t begin, Scalar (&out)[kWidth]) {
-  const auto pack =
-      *reinterpret_cast<const Pack<Storage, kWidth>*>(static_cast<const Storage*>(data) + begin);
-#pragma unroll
-  for (int i = 0; i < kWidth; ++i) out[i] = static_cast<Scalar>(pack.values[i]);
+  load_pack<Storage>(data, begin, out);
   if (bias == nullptr) return;
   int64_t column = column_of(begin, row_size);
 #pragma unroll
@@ -68,17 +59,9 @@ __device__ __forceinline__ void read(
   }
 }
 
-template <typename Storage, typename Scalar, int kWidth>
-__device__ __forceinline__ void write(void* data, int64_t begin, const Scalar (&values)[kWidth]) {
-  Pack<Storage, kWidth> pack;
-#pragma unroll
-  for (int i = 0; i < kWidth; ++i) pack.values[i] = static_cast<Storage>(values[i]);
-  *reinterpret_cast<Pack<Storage, kWidth>*>(static_cast<Storage*>(data) + begin) = pack;
-}
-
 template <typename Storage, Activation kActivation, int kWidth>
 __device__ __forceinline__ void compute(const ActivationJob& job, int64_t begin) {
-  using Scalar = std::conditional_t<std::is_same_v<Storage, double>, double, float>;
+  using Scalar = ScalarOf<Storage>;
   using Formula = detail::Formula<DeviceMath<Scalar>, kActivation>;
   const bool gated = job.up != nullptr;
   Scalar x[kWidth];
@@ -92,7 +75,7 @@ __device__ __forceinline__ void compute(const ActivationJob& job, int64_t begin)
     for (int i = 0; i < kWidth; ++i) {
       h[i] = gated ? Formula::value(x[i]) * up[i] : Formula::value(x[i]);
     }
-    write<Storage>(job.h, begin, h);
+    store_pack<Storage>(job.h, begin, h);
     return;
   }
 
@@ -109,7 +92,7 @@ __device__ __forceinline__ void compute(const ActivationJob& job, int64_t begin)
       grad_up[i] = result.grad_up;
       h[i] = result.h;
     }
-    write<Storage>(job.grad_up, begin, grad_up);
+    store_pack<Storage>(job.grad_up, begin, grad_up);
   } else {
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
@@ -118,8 +101,8 @@ __device__ __forceinline__ void compute(const ActivationJob& job, int64_t begin)
       h[i] = result.h;
     }
   }
-  write<Storage>(job.grad_x, begin, grad_x);
-  write<Storage>(job.h, begin, h);
+  store_pack<Storage>(job.grad_x, begin, grad_x);
+  store_pack<Storage>(job.h, begin, h);
 }
 
 // One kernel for the four operations: they differ by branches that every thread takes alike, and

@@ -94,33 +94,18 @@ void check_operands(const ActivationOperands& operands, c10::DeviceType device) 
               device,
               "; call the kernel of the tensor's own device.");
   const at::ScalarType type = x.tensor->scalar_type();
-  TORCH_CHECK(
-      type == at::kFloat || type == at::kDouble || type == at::kBFloat16 || type == at::kHalf,
-      operands.function,
-      " got ",
-      x.name,
-      " of dtype ",
-      type,
-      "; convert to float32, float64, bfloat16 or float16.");
+  TORCH_CHECK(is_supported(type),
+              operands.function,
+              " got ",
+              x.name,
+              " of dtype ",
+              type,
+              "; convert to float32, float64, bfloat16 or float16.");
   check_same_shape(operands, {"up", operands.up}, x);
   check_same_shape(operands, {"grad_h", operands.grad_h}, x);
   check_bias(operands, {operands.up != nullptr ? "gate_bias" : "bias", operands.x_bias}, x);
   if (operands.up != nullptr) {
     check_bias(operands, {"up_bias", operands.up_bias}, {"up", operands.up});
-  }
-}
-
-StorageType storage_type(at::ScalarType type) {
-  switch (type) {
-    case at::kFloat:
-      return StorageType::kFloat32;
-    case at::kDouble:
-      return StorageType::kFloat64;
-    case at::kBFloat16:
-      return StorageType::kBFloat16;
-    default:
-      TORCH_INTERNAL_ASSERT(type == at::kHalf, "unchecked dtype ", type);
-      return StorageType::kFloat16;
   }
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "activation_job.h"
+#include "entry.h"
 
 #include <weft/kernels/activation_kind.h>
 
@@ -30,26 +31,6 @@ struct ActivationOperands {
 
 // Refuses operands that do not fit together or do not lie on `device`.
 void check_operands(const ActivationOperands& operands, c10::DeviceType device);
-
-// REQUIRES: a dtype that check_operands has passed.
-StorageType storage_type(at::ScalarType type);
-
-inline const at::Tensor* optional_ptr(const std::optional<at::Tensor>& tensor) {
-  return tensor.has_value() ? &*tensor : nullptr;
-}
-
-// Keeps the contiguous form of an optional operand alive while a job reads it.
-class ContiguousOperand {
- public:
-  explicit ContiguousOperand(const at::Tensor* tensor) {
-    if (tensor != nullptr) tensor_ = tensor->expect_contiguous();
-  }
-
-  const void* data() const { return tensor_->defined() ? tensor_->const_data_ptr() : nullptr; }
-
- private:
-  c10::MaybeOwned<at::Tensor> tensor_ = c10::MaybeOwned<at::Tensor>::owned(std::in_place);
-};
 
 struct ActivationResults {
   at::Tensor h;

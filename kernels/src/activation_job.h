@@ -1,5 +1,7 @@
 #pragma once
 
+#include "storage_type.h"
+
 #include <weft/kernels/activation_kind.h>
 
 #include <cstdint>
@@ -9,8 +11,6 @@
 namespace weft::kernels::detail {
 
 enum class ActivationOp { kForward, kBackward, kGatedForward, kGatedBackward };
-
-enum class StorageType { kFloat32, kFloat64, kBFloat16, kFloat16 };
 
 // Unused pointers are null. `x` is the gate of the gated operations.
 struct ActivationJob {

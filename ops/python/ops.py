@@ -193,6 +193,50 @@ def vocab_parallel_linear_cross_entropy(
     )
 
 
+def rms_norm(x: Tensor, weight: Tensor | None = None, *, group_name: str, eps: float = 1e-6) -> Tensor:
+    """The RMS norm of x over its last dim, times weight: `[..., d]` -> `[..., d]`; weight `[d]`.
+
+    `group_name` is the group that the tokens of x are cut over: weight, whole on every rank, gets the gradients of
+    all of them, in one all-reduce backward. "" where every rank has all tokens: nothing is sent then. Half types are
+    computed in float32, and take a weight of their own dtype or of float32. x and one number a token are saved.
+    """
+    return torch.ops.weft.rms_norm(x, weight, group_name=group_name, eps=eps)
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, group_name: str, eps: float = 1e-5
+) -> Tensor:
+    """The layer norm of x over its last dim, times weight, plus bias; else like `rms_norm`.
+
+    The gradients of weight and bias are summed together, in one all-reduce. Two numbers a token are saved.
+    """
+    return torch.ops.weft.layer_norm(x, weight, bias, group_name=group_name, eps=eps)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, *, group_name: str, eps: float = 1e-6
+) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual), x + residual) in one pass over memory: what a block adds and the next one norms.
+
+    The sum, in the dtype of x and residual, is what is saved. Under autocast both are brought to the wider of their
+    dtypes.
+    """
+    return torch.ops.weft.add_rms_norm(x, residual, weight, group_name=group_name, eps=eps)
+
+
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    group_name: str,
+    eps: float = 1e-5,
+) -> tuple[Tensor, Tensor]:
+    """(layer_norm(x + residual), x + residual); like `add_rms_norm`."""
+    return torch.ops.weft.add_layer_norm(x, residual, weight, bias, group_name=group_name, eps=eps)
+
+
 def copy_to_group(x: Tensor, group_name: str) -> Tensor:
     """Identity forward, all-reduce of the gradient backward: where a replicated tensor meets shards."""
     return torch.ops.weft.copy_to_group(x, group_name)

@@ -6,6 +6,7 @@
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
+#include <tuple>
 #include <utility>
 
 namespace weft::ops {
@@ -134,9 +135,33 @@ struct Autocast {
                                                          reduction);
   }
 
+  // The norms are computed in float32 whatever comes in; only the two terms of a sum must agree.
+  static std::tuple<at::Tensor, at::Tensor> add_rms_norm(const at::Tensor& x,
+                                                         const at::Tensor& residual,
+                                                         const dispatch::OptionalTensor& weight,
+                                                         std::string_view group_name,
+                                                         double eps) {
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(kKey);
+    const auto dtype = at::promote_types(x.scalar_type(), residual.scalar_type());
+    return dispatch::add_rms_norm(x.to(dtype), residual.to(dtype), weight, group_name, eps);
+  }
+
+  static std::tuple<at::Tensor, at::Tensor> add_layer_norm(const at::Tensor& x,
+                                                           const at::Tensor& residual,
+                                                           const dispatch::OptionalTensor& weight,
+                                                           const dispatch::OptionalTensor& bias,
+                                                           std::string_view group_name,
+                                                           double eps) {
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(kKey);
+    const auto dtype = at::promote_types(x.scalar_type(), residual.scalar_type());
+    return dispatch::add_layer_norm(x.to(dtype), residual.to(dtype), weight, bias, group_name, eps);
+  }
+
   static void register_kernels(torch::Library& m) {
     m.impl("column_row_mlp", TORCH_FN(column_row_mlp));
     m.impl("column_linear", TORCH_FN(column_linear));
+    m.impl("add_rms_norm", TORCH_FN(add_rms_norm));
+    m.impl("add_layer_norm", TORCH_FN(add_layer_norm));
     m.impl("row_linear", TORCH_FN(row_linear));
     m.impl("sharded_linear", TORCH_FN(sharded_linear));
     m.impl("vocab_parallel_linear_cross_entropy", TORCH_FN(linear_cross_entropy));

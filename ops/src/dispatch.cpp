@@ -240,6 +240,65 @@ std::tuple<at::Tensor, at::Tensor> linear_cross_entropy_backward(const at::Tenso
                  wants_weight);
 }
 
+at::Tensor rms_norm(const at::Tensor& x,
+                    const OptionalTensor& weight,
+                    std::string_view group_name,
+                    double eps) {
+  static const auto op = handle("weft::rms_norm", &rms_norm);
+  return op.call(x, weight, group_name, eps);
+}
+
+at::Tensor layer_norm(const at::Tensor& x,
+                      const OptionalTensor& weight,
+                      const OptionalTensor& bias,
+                      std::string_view group_name,
+                      double eps) {
+  static const auto op = handle("weft::layer_norm", &layer_norm);
+  return op.call(x, weight, bias, group_name, eps);
+}
+
+std::tuple<at::Tensor, at::Tensor> add_rms_norm(const at::Tensor& x,
+                                                const at::Tensor& residual,
+                                                const OptionalTensor& weight,
+                                                std::string_view group_name,
+                                                double eps) {
+  static const auto op = handle("weft::add_rms_norm", &add_rms_norm);
+  return op.call(x, residual, weight, group_name, eps);
+}
+
+std::tuple<at::Tensor, at::Tensor> add_layer_norm(const at::Tensor& x,
+                                                  const at::Tensor& residual,
+                                                  const OptionalTensor& weight,
+                                                  const OptionalTensor& bias,
+                                                  std::string_view group_name,
+                                                  double eps) {
+  static const auto op = handle("weft::add_layer_norm", &add_layer_norm);
+  return op.call(x, residual, weight, bias, group_name, eps);
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> norm(const at::Tensor& x,
+                                                                const OptionalTensor& residual,
+                                                                const OptionalTensor& weight,
+                                                                const OptionalTensor& bias,
+                                                                bool centered,
+                                                                double eps) {
+  static const auto op = handle("weft::_norm", &norm);
+  return op.call(x, residual, weight, bias, centered, eps);
+}
+
+std::tuple<at::Tensor, at::Tensor> norm_backward(const at::Tensor& grad_y,
+                                                 const OptionalTensor& grad_sum,
+                                                 const at::Tensor& v,
+                                                 const OptionalTensor& weight,
+                                                 const at::Tensor& mean,
+                                                 const at::Tensor& rstd,
+                                                 bool centered,
+                                                 bool wants_input,
+                                                 std::int64_t num_params) {
+  static const auto op = handle("weft::_norm_backward", &norm_backward);
+  return op.call(grad_y, grad_sum, v, weight, mean, rstd, centered, wants_input, num_params);
+}
+
 at::Tensor copy_to_group(const at::Tensor& x, std::string_view group_name) {
   static const auto op = handle("weft::copy_to_group", &copy_to_group);
   return op.call(x, group_name);

@@ -137,6 +137,47 @@ std::tuple<at::Tensor, at::Tensor> linear_cross_entropy_backward(const at::Tenso
                                                                  bool wants_x,
                                                                  bool wants_weight);
 
+at::Tensor rms_norm(const at::Tensor& x,
+                    const OptionalTensor& weight,
+                    std::string_view group_name,
+                    double eps);
+
+at::Tensor layer_norm(const at::Tensor& x,
+                      const OptionalTensor& weight,
+                      const OptionalTensor& bias,
+                      std::string_view group_name,
+                      double eps);
+
+std::tuple<at::Tensor, at::Tensor> add_rms_norm(const at::Tensor& x,
+                                                const at::Tensor& residual,
+                                                const OptionalTensor& weight,
+                                                std::string_view group_name,
+                                                double eps);
+
+std::tuple<at::Tensor, at::Tensor> add_layer_norm(const at::Tensor& x,
+                                                  const at::Tensor& residual,
+                                                  const OptionalTensor& weight,
+                                                  const OptionalTensor& bias,
+                                                  std::string_view group_name,
+                                                  double eps);
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> norm(const at::Tensor& x,
+                                                                const OptionalTensor& residual,
+                                                                const OptionalTensor& weight,
+                                                                const OptionalTensor& bias,
+                                                                bool centered,
+                                                                double eps);
+
+std::tuple<at::Tensor, at::Tensor> norm_backward(const at::Tensor& grad_y,
+                                                 const OptionalTensor& grad_sum,
+                                                 const at::Tensor& v,
+                                                 const OptionalTensor& weight,
+                                                 const at::Tensor& mean,
+                                                 const at::Tensor& rstd,
+                                                 bool centered,
+                                                 bool wants_input,
+                                                 std::int64_t num_params);
+
 at::Tensor copy_to_group(const at::Tensor& x, std::string_view group_name);
 at::Tensor reduce_from_group(const at::Tensor& x, std::string_view group_name);
 

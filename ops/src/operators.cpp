@@ -112,6 +112,38 @@ at::Tensor vocab_parallel_linear_cross_entropy(const at::Tensor& x,
                                                        options.reduction);
 }
 
+at::Tensor rms_norm(const at::Tensor& x,
+                    const std::optional<at::Tensor>& weight,
+                    std::string_view group_name,
+                    double eps) {
+  return dispatch::rms_norm(x, weight, group_name, eps);
+}
+
+at::Tensor layer_norm(const at::Tensor& x,
+                      const std::optional<at::Tensor>& weight,
+                      const std::optional<at::Tensor>& bias,
+                      std::string_view group_name,
+                      double eps) {
+  return dispatch::layer_norm(x, weight, bias, group_name, eps);
+}
+
+std::tuple<at::Tensor, at::Tensor> add_rms_norm(const at::Tensor& x,
+                                                const at::Tensor& residual,
+                                                const std::optional<at::Tensor>& weight,
+                                                std::string_view group_name,
+                                                double eps) {
+  return dispatch::add_rms_norm(x, residual, weight, group_name, eps);
+}
+
+std::tuple<at::Tensor, at::Tensor> add_layer_norm(const at::Tensor& x,
+                                                  const at::Tensor& residual,
+                                                  const std::optional<at::Tensor>& weight,
+                                                  const std::optional<at::Tensor>& bias,
+                                                  std::string_view group_name,
+                                                  double eps) {
+  return dispatch::add_layer_norm(x, residual, weight, bias, group_name, eps);
+}
+
 at::Tensor copy_to_group(const at::Tensor& x, std::string_view group_name) {
   return dispatch::copy_to_group(x, group_name);
 }

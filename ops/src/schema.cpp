@@ -44,6 +44,18 @@ TORCH_LIBRARY(weft, m) {
          "vocab_parallel_linear_cross_entropy(Tensor x, Tensor weight, Tensor target, "
          "int vocab_start, *, str group_name, int? vocab_size=None, int ignore_index=-100, "
          "float label_smoothing=0.0, str reduction=\"mean\") -> Tensor");
+  define(m,
+         "rms_norm(Tensor x, Tensor? weight=None, *, str group_name, float eps=1e-06) -> Tensor");
+  define(m,
+         "layer_norm(Tensor x, Tensor? weight=None, Tensor? bias=None, *, str group_name, "
+         "float eps=1e-05) -> Tensor");
+  // (the norm of the sum, x + residual)
+  define(m,
+         "add_rms_norm(Tensor x, Tensor residual, Tensor? weight=None, *, str group_name, "
+         "float eps=1e-06) -> (Tensor, Tensor)");
+  define(m,
+         "add_layer_norm(Tensor x, Tensor residual, Tensor? weight=None, Tensor? bias=None, *, "
+         "str group_name, float eps=1e-05) -> (Tensor, Tensor)");
   define(m, "copy_to_group(Tensor x, str group_name) -> Tensor");
   define(m, "reduce_from_group(Tensor x, str group_name) -> Tensor");
   define(m, "scatter_to_group(Tensor x, int dim, str group_name) -> Tensor");
@@ -82,6 +94,14 @@ TORCH_LIBRARY(weft, m) {
          "_linear_cross_entropy_backward(Tensor grad, Tensor x, Tensor weight, Tensor target, "
          "Tensor normalizers, int vocab_start, int num_classes, int ignore_index, "
          "float label_smoothing, bool wants_x, bool wants_weight) -> (Tensor, Tensor)");
+  // (y, x + residual, mean, rstd); empty, [0], where there is no residual, and no mean.
+  define(m,
+         "_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, bool centered, "
+         "float eps) -> (Tensor, Tensor, Tensor, Tensor)");
+  // (grad of x and of residual, grads of weight and bias [num_params, d]); empty where not wanted.
+  define(m,
+         "_norm_backward(Tensor grad_y, Tensor? grad_sum, Tensor v, Tensor? weight, Tensor mean, "
+         "Tensor rstd, bool centered, bool wants_input, int num_params) -> (Tensor, Tensor)");
   define(m, "_activation(Tensor x, str activation) -> Tensor");
   // (grad_x, act(x))
   define(m, "_activation_backward(Tensor grad, Tensor x, str activation) -> (Tensor, Tensor)");

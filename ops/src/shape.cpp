@@ -2,6 +2,8 @@
 
 #include <c10/core/SymIntArrayRef.h>
 
+#include <cmath>
+
 namespace weft::ops {
 
 namespace {
@@ -109,6 +111,35 @@ c10::SymDimVector with_last_dim(const at::Tensor& x, const c10::SymInt& last) {
   c10::SymDimVector sizes(x.sym_sizes().begin(), x.sym_sizes().end());
   sizes.back() = last;
   return sizes;
+}
+
+// The weight or bias of a norm.
+void check_norm_params(std::string_view op,
+                       const at::Tensor& x,
+                       const at::Tensor& params,
+                       std::string_view name) {
+  const bool is_half = x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kHalf;
+  if (!is_half || params.scalar_type() != at::kFloat) {
+    check_like_x(op, x, params, name);
+  }
+  TORCH_CHECK_VALUE(params.device() == x.device(),
+                    op,
+                    ": got ",
+                    name,
+                    " on ",
+                    params.device(),
+                    " with x on ",
+                    x.device(),
+                    "; move them to one device.");
+  TORCH_CHECK_VALUE(params.dim() == 1 && params.sym_size(0) == x.sym_size(-1),
+                    op,
+                    ": got ",
+                    name,
+                    " of shape ",
+                    params.sym_sizes(),
+                    ", which must be [",
+                    x.sym_size(-1),
+                    "], the last dim of x; a norm is over that dim alone.");
 }
 
 // `dim` counted from 0: any but the last.
@@ -305,6 +336,45 @@ c10::SymDimVector linear_cross_entropy_shape(const at::Tensor& x,
                                              std::string_view reduction) {
   linear_shape(kLinearLoss, x, weight, std::nullopt);
   return cross_entropy_shape(kLinearLoss, x, target, vocab_start, label_smoothing, reduction);
+}
+
+void check_norm(std::string_view op,
+                const at::Tensor& x,
+                const OptionalTensor& residual,
+                const OptionalTensor& weight,
+                const OptionalTensor& bias,
+                double eps) {
+  check_input(op, x);
+  TORCH_CHECK_VALUE(eps >= 0 && std::isfinite(eps),
+                    op,
+                    ": got eps ",
+                    eps,
+                    "; pass a number that is not negative, such as 1e-6.");
+  if (residual.has_value()) {
+    check_like_x(op, x, *residual, "residual");
+    TORCH_CHECK_VALUE(residual->sym_sizes() == x.sym_sizes(),
+                      op,
+                      ": got residual of shape ",
+                      residual->sym_sizes(),
+                      " with x of shape ",
+                      x.sym_sizes(),
+                      "; pass the tensor that x is to be added to, of its shape.");
+  }
+  if (weight.has_value()) {
+    check_norm_params(op, x, *weight, "weight");
+  }
+  if (bias.has_value()) {
+    TORCH_CHECK_VALUE(
+        weight.has_value(), op, ": got a bias without a weight; pass a weight of ones beside it.");
+    check_norm_params(op, x, *bias, "bias");
+    TORCH_CHECK_TYPE(bias->scalar_type() == weight->scalar_type(),
+                     op,
+                     ": got bias of dtype ",
+                     bias->scalar_type(),
+                     " with weight of dtype ",
+                     weight->scalar_type(),
+                     "; convert one of them.");
+  }
 }
 
 c10::SymDimVector vocab_embedding_shape(const at::Tensor& ids,

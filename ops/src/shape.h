@@ -93,6 +93,15 @@ c10::SymDimVector linear_cross_entropy_shape(const at::Tensor& x,
                                              double label_smoothing,
                                              std::string_view reduction);
 
+// Checks the norm of x [..., d] over its last dim: residual like x, weight and bias [d] of the
+// dtype of x or both float32 beside half types, eps >= 0.
+void check_norm(std::string_view op,
+                const at::Tensor& x,
+                const OptionalTensor& residual,
+                const OptionalTensor& weight,
+                const OptionalTensor& bias,
+                double eps);
+
 // Checks ids, table and vocab_start (>= 0); returns the size of the output.
 c10::SymDimVector vocab_embedding_shape(const at::Tensor& ids,
                                         const at::Tensor& weight,

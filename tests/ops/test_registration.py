@@ -49,6 +49,10 @@ PRIVATE = {
     ),
     "_sharded_linear_input_grad": (torch.randn(2, 3, 5), torch.randn(5, 4), ""),
     "_sharded_linear_shard_grad": (torch.randn(2, 3, 5), torch.randn(2, 3, 4), ""),
+    "_norm": (torch.randn(3, 5), torch.randn(3, 5), torch.randn(5), None, True, 1e-5),
+    "_norm_backward": (
+        torch.randn(3, 5), None, torch.randn(3, 5), None, torch.zeros(3), torch.ones(3), True, True, 2,
+    ),
     "_activation": (torch.randn(3, 5), "silu"),
     "_activation_backward": (torch.randn(3, 5), torch.randn(3, 5), "gelu"),
     "_gated_activation": (torch.randn(3, 5), torch.randn(3, 5), "gelu_tanh"),
@@ -84,6 +88,13 @@ weft::vocab_parallel_cross_entropy(Tensor logits, Tensor target, int vocab_start
 int? vocab_size=None, int ignore_index=-100, float label_smoothing=0., str reduction="mean") -> Tensor
 weft::vocab_parallel_linear_cross_entropy(Tensor x, Tensor weight, Tensor target, int vocab_start, *, \
 str group_name, int? vocab_size=None, int ignore_index=-100, float label_smoothing=0., str reduction="mean") -> Tensor
+weft::rms_norm(Tensor x, Tensor? weight=None, *, str group_name, float eps=9.9999999999999995e-07) -> Tensor
+weft::layer_norm(Tensor x, Tensor? weight=None, Tensor? bias=None, *, str group_name, \
+float eps=1.0000000000000001e-05) -> Tensor
+weft::add_rms_norm(Tensor x, Tensor residual, Tensor? weight=None, *, str group_name, \
+float eps=9.9999999999999995e-07) -> (Tensor, Tensor)
+weft::add_layer_norm(Tensor x, Tensor residual, Tensor? weight=None, Tensor? bias=None, *, str group_name, \
+float eps=1.0000000000000001e-05) -> (Tensor, Tensor)
 weft::copy_to_group(Tensor x, str group_name) -> Tensor
 weft::reduce_from_group(Tensor x, str group_name) -> Tensor
 weft::scatter_to_group(Tensor x, int dim, str group_name) -> Tensor

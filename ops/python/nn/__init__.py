@@ -8,6 +8,7 @@ from weft.nn.embedding import VocabParallelEmbedding
 from weft.nn.linear import AllGatherLinear, ColumnLinear, LinearReduceScatter, RowLinear, ShardedLinear
 from weft.nn.loss import VocabParallelCrossEntropy, VocabParallelLinearCrossEntropy
 from weft.nn.mlp import ColumnRowMLP
+from weft.nn.norm import LayerNorm, RMSNorm
 from weft.nn.rebind import rebind_group
 from weft.nn.shard import shard_range
 
@@ -15,7 +16,9 @@ __all__ = [
     "AllGatherLinear",
     "ColumnLinear",
     "ColumnRowMLP",
+    "LayerNorm",
     "LinearReduceScatter",
+    "RMSNorm",
     "RowLinear",
     "ShardedLinear",
     "VocabParallelCrossEntropy",

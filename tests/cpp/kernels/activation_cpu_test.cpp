@@ -73,8 +73,8 @@ TEST(InstructionSets, AgreeWithEachOther) {
                                          .grad_x = out + gate.numel(),
                                          .grad_up = out + 2 * gate.numel()};
       // In two ranges that meet in the middle of a row, as two threads would.
-      set.activation_loops(job, 0, 1000);
-      set.activation_loops(job, 1000, job.num_elements);
+      set.loops.activation(job, 0, 1000);
+      set.loops.activation(job, 1000, job.num_elements);
       EXPECT_TRUE(at::allclose(actual, at::stack({h, grad_gate, grad_up}), 1e-6, 1e-6));
     }
   }

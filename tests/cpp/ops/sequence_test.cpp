@@ -87,6 +87,37 @@ TEST_P(Sequence, FeedForwardEqualsTheWholeBlock) {
   }
 }
 
+TEST_P(Sequence, NormsSumTheirParametersGradients) {
+  const auto x = random({3, 5, 6}).requires_grad_();
+  const auto residual = random({3, 5, 6}).requires_grad_();
+  const auto weight = random({6}).requires_grad_();
+  const auto bias = random({6}).requires_grad_();
+  const auto grad_y = random({3, 5, 6});
+  const auto sum = x + residual;
+  const auto y = at::layer_norm(sum, {6}, weight, bias) + sum +
+                 at::rms_norm(at::rms_norm(sum, {6}, weight, 1e-6), {6}, {}, 1e-3);
+  y.backward(grad_y);
+  run_ranks(GetParam(), [&](RankContext& ctx) {
+    const auto x_here = shard(x, 1, ctx.group_size, ctx.group_rank);
+    const auto residual_here = shard(residual, 1, ctx.group_size, ctx.group_rank);
+    const auto weight_here = weight.detach().clone().requires_grad_();
+    const auto bias_here = bias.detach().clone().requires_grad_();
+    const auto [layer, layer_sum] =
+        ops::add_layer_norm(x_here, residual_here, weight_here, bias_here, ctx.group_name);
+    const auto [rms, rms_sum] =
+        ops::add_rms_norm(x_here, residual_here, weight_here, ctx.group_name);
+    const auto out = layer + layer_sum + ops::rms_norm(rms, {}, ctx.group_name, 1e-3);
+    expect_close(out, part_of(y, 1, ctx), 1e-12, "y");
+    expect_close(rms_sum, part_of(sum, 1, ctx), 1e-12, "sum");
+    out.backward(part_of(grad_y, 1, ctx));
+    expect_close(x_here.grad(), part_of(x.grad(), 1, ctx), 1e-12, "grad x");
+    expect_close(residual_here.grad(), part_of(residual.grad(), 1, ctx), 1e-12, "grad residual");
+    expect_close(weight_here.grad(), weight.grad(), 1e-12, "grad weight");
+    expect_close(bias_here.grad(), bias.grad(), 1e-12, "grad bias");
+    expect_calls(ctx, Collective::kAllReduce, 2);
+  });
+}
+
 // The gradient's reduce is not among what these ranks can; the Python tests have it.
 TEST_P(Sequence, ShardedLinearGivesTheWholeResult) {
   const auto weight = random({7, 5});

@@ -19,6 +19,7 @@
 #include <cstdint>
 #include <optional>
 #include <string_view>
+#include <tuple>
 
 namespace weft::ops {
 
@@ -135,6 +136,38 @@ WEFT_OPS_API at::Tensor vocab_parallel_linear_cross_entropy(
     std::int64_t vocab_start,
     std::string_view group_name,
     const CrossEntropyOptions& options = {});
+
+// The RMS norm of x [..., d] over its last dim, times weight [d], with the dtype of x or, beside
+// half types, float32; those are computed in float32. `group_name` is the group that the tokens are
+// cut over: one all-reduce backward sums weight's gradient. Saves x and one number a token.
+WEFT_OPS_API at::Tensor rms_norm(const at::Tensor& x,
+                                 const std::optional<at::Tensor>& weight,
+                                 std::string_view group_name,
+                                 double eps = 1e-6);
+
+// The layer norm, with bias [d], which is only given with a weight; else like rms_norm. One
+// all-reduce backward for both parameters. Saves x and two numbers a token.
+WEFT_OPS_API at::Tensor layer_norm(const at::Tensor& x,
+                                   const std::optional<at::Tensor>& weight,
+                                   const std::optional<at::Tensor>& bias,
+                                   std::string_view group_name,
+                                   double eps = 1e-5);
+
+// (norm of x + residual, x + residual), like the norms above; residual like x. Of the two tensors
+// the sum alone is saved.
+WEFT_OPS_API std::tuple<at::Tensor, at::Tensor> add_rms_norm(
+    const at::Tensor& x,
+    const at::Tensor& residual,
+    const std::optional<at::Tensor>& weight,
+    std::string_view group_name,
+    double eps = 1e-6);
+WEFT_OPS_API std::tuple<at::Tensor, at::Tensor> add_layer_norm(
+    const at::Tensor& x,
+    const at::Tensor& residual,
+    const std::optional<at::Tensor>& weight,
+    const std::optional<at::Tensor>& bias,
+    std::string_view group_name,
+    double eps = 1e-5);
 
 // Identity forward, all-reduce of the gradient backward.
 WEFT_OPS_API at::Tensor copy_to_group(const at::Tensor& x, std::string_view group_name);

@@ -1,0 +1,28 @@
+#pragma once
+
+#include "activation_job.h"
+#include "norm_job.h"
+
+#include <cstdint>
+
+// activation_loops.h and norm_loops.h compiled once per instruction set.
+namespace weft::kernels::cpu {
+
+struct Loops {
+  // Elements [first, last).
+  void (*activation)(const detail::ActivationJob& job, int64_t first, int64_t last);
+  // Rows [first, last).
+  void (*norm_forward)(const detail::NormForwardJob& job, int64_t first, int64_t last);
+  // Rows [first, last); adds their part of the parameters' gradients to `param_sums`, as
+  // [1 or 2, row_size] of the type computed in, unless that is null.
+  void (*norm_backward)(const detail::NormBackwardJob& job,
+                        int64_t first,
+                        int64_t last,
+                        void* param_sums);
+};
+
+Loops loops_baseline();
+Loops loops_avx2();
+Loops loops_avx512();
+
+}  // namespace weft::kernels::cpu

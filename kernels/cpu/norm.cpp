@@ -1,0 +1,85 @@
+#include "instruction_sets.h"
+#include "norm_entry.h"
+
+#include <weft/kernels/norm.h>
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/sum.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+
+namespace weft::kernels::cpu {
+namespace {
+
+constexpr int64_t kElementsPerThread = 32768;  // as for the activations
+// The parameters' gradients are summed block by block of rows, and then over the blocks: the bits
+// do not depend on the number of threads.
+constexpr int64_t kMaxBlocks = 16;
+constexpr int64_t kMinRowsPerBlock = 8;
+
+const Loops& loops() {
+  static const Loops widest = supported_instruction_sets().front().loops;
+  return widest;
+}
+
+struct CpuDevice {
+  static constexpr c10::DeviceType kType = c10::DeviceType::CPU;
+
+  static at::Tensor params(const at::Tensor& params, at::ScalarType scalar) {
+    return params.to(scalar);
+  }
+
+  static void run(const detail::NormForwardJob& job, const at::Tensor& /*like*/) {
+    const int64_t grain = std::max<int64_t>(1, kElementsPerThread / job.row_size);
+    at::parallel_for(0, job.num_rows, grain, [&job](int64_t first, int64_t last) {
+      loops().norm_forward(job, first, last);
+    });
+  }
+
+  static at::Tensor run(const detail::NormBackwardJob& job,
+                        int num_params,
+                        const at::Tensor& like) {
+    const int64_t rows_per_block =
+        std::max(kMinRowsPerBlock, (job.num_rows + kMaxBlocks - 1) / kMaxBlocks);
+    const int64_t num_blocks = (job.num_rows + rows_per_block - 1) / rows_per_block;
+    const int64_t grain =
+        std::max<int64_t>(1, kElementsPerThread / (rows_per_block * job.row_size));
+    at::Tensor sums;
+    char* data = nullptr;
+    int64_t bytes_per_block = 0;
+    if (num_params > 0) {
+      sums = at::zeros({num_blocks, num_params, job.row_size},
+                       like.options().dtype(detail::scalar_type_of(like.scalar_type())));
+      data = static_cast<char*>(sums.mutable_data_ptr());
+      bytes_per_block = num_params * job.row_size * static_cast<int64_t>(sums.element_size());
+    }
+    at::parallel_for(0, num_blocks, grain, [&](int64_t first, int64_t last) {
+      for (int64_t block = first; block < last; ++block) {
+        loops().norm_backward(job,
+                              block * rows_per_block,
+                              std::min((block + 1) * rows_per_block, job.num_rows),
+                              data == nullptr ? nullptr : data + block * bytes_per_block);
+      }
+    });
+    if (num_params == 0) return {};
+    return num_blocks == 1 ? sums[0] : sums.sum(0);
+  }
+};
+
+using Entry = detail::NormEntry<CpuDevice>;
+
+}  // namespace
+
+NormResult norm_forward(const NormArguments& arguments, Norm norm) {
+  return Entry::forward(arguments, norm);
+}
+
+NormGradients norm_backward(const at::Tensor& grad_y,
+                            const std::optional<at::Tensor>& grad_sum,
+                            const NormSaved& saved,
+                            NormWanted wanted) {
+  return Entry::backward(grad_y, grad_sum, saved, wanted);
+}
+
+}  // namespace weft::kernels::cpu

@@ -1,0 +1,281 @@
+#pragma once
+
+#include "norm_job.h"
+#include "tiles.h"
+
+#include <cmath>
+#include <cstdint>
+
+// The loops of the norms, for the instruction set this file is compiled for. Internal linkage
+// throughout: see polynomial_math.h. Parameters are scalars here (`wide_params`).
+//
+// A sum has as many lanes for every instruction set, added up in one order: the same bits on every
+// processor, but for fused multiply-adds.
+namespace weft::kernels::cpu {
+namespace {
+
+template <typename Scalar>
+struct LaneSum {
+  static constexpr int64_t kLanes = 64 / sizeof(Scalar);
+
+  Scalar total() const {
+    Scalar sum = 0;
+    for (int64_t lane = 0; lane < kLanes; ++lane) sum += lanes[lane];
+    return sum;
+  }
+
+  alignas(64) Scalar lanes[kLanes] = {};
+};
+
+// Calls body(i, lane) for i in [0, size), i = lane modulo the number of lanes.
+template <typename Scalar, typename Body>
+__attribute__((always_inline)) inline void for_each_lane(int64_t size, const Body& body) {
+  constexpr int64_t kLanes = LaneSum<Scalar>::kLanes;
+  const int64_t whole = size - size % kLanes;
+  for (int64_t begin = 0; begin < whole; begin += kLanes) {
+    for (int64_t lane = 0; lane < kLanes; ++lane) body(begin + lane, lane);
+  }
+  for (int64_t i = whole; i < size; ++i) body(i, i - whole);
+}
+
+// Not inlined, like the tiles of activation_loops.h.
+template <typename Scalar>
+C10_NOINLINE void add_tile(const Scalar* __restrict a,
+                           const Scalar* __restrict b,
+                           Scalar* __restrict sum,
+                           int64_t size) {
+  for (int64_t i = 0; i < size; ++i) sum[i] = a[i] + b[i];
+}
+
+template <typename Scalar>
+C10_NOINLINE void sum_tile(const Scalar* __restrict v, int64_t size, LaneSum<Scalar>& sum) {
+  LaneSum<Scalar> local = sum;
+  for_each_lane<Scalar>(size, [&](int64_t i, int64_t lane) { local.lanes[lane] += v[i]; });
+  sum = local;
+}
+
+template <typename Scalar>
+C10_NOINLINE void squares_tile(const Scalar* __restrict v,
+                               Scalar mean,
+                               int64_t size,
+                               LaneSum<Scalar>& sum) {
+  LaneSum<Scalar> local = sum;
+  for_each_lane<Scalar>(size, [&](int64_t i, int64_t lane) {
+    const Scalar centered = v[i] - mean;
+    local.lanes[lane] += centered * centered;
+  });
+  sum = local;
+}
+
+template <typename Scalar, bool kWeight, bool kBias>
+C10_NOINLINE void normalize_tile(const Scalar* __restrict v,
+                                 Scalar mean,
+                                 Scalar rstd,
+                                 const Scalar* __restrict weight,
+                                 const Scalar* __restrict bias,
+                                 Scalar* __restrict y,
+                                 int64_t size) {
+  for (int64_t i = 0; i < size; ++i) {
+    Scalar value = (v[i] - mean) * rstd;
+    if constexpr (kWeight) value *= weight[i];
+    if constexpr (kBias) value += bias[i];
+    y[i] = value;
+  }
+}
+
+// Adds up g and g * n.
+template <typename Scalar, bool kWeight>
+C10_NOINLINE void gradient_sums_tile(const Scalar* __restrict grad_y,
+                                     const Scalar* __restrict v,
+                                     const Scalar* __restrict weight,
+                                     Scalar mean,
+                                     Scalar rstd,
+                                     int64_t size,
+                                     LaneSum<Scalar>& sum_g,
+                                     LaneSum<Scalar>& sum_gn) {
+  LaneSum<Scalar> local_g = sum_g;
+  LaneSum<Scalar> local_gn = sum_gn;
+  for_each_lane<Scalar>(size, [&](int64_t i, int64_t lane) {
+    const Scalar g = kWeight ? grad_y[i] * weight[i] : grad_y[i];
+    local_g.lanes[lane] += g;
+    local_gn.lanes[lane] += g * ((v[i] - mean) * rstd);
+  });
+  sum_g = local_g;
+  sum_gn = local_gn;
+}
+
+template <typename Scalar>
+C10_NOINLINE void weight_gradient_tile(const Scalar* __restrict grad_y,
+                                       const Scalar* __restrict v,
+                                       Scalar mean,
+                                       Scalar rstd,
+                                       Scalar* __restrict grad_weight,
+                                       int64_t size) {
+  for (int64_t i = 0; i < size; ++i) grad_weight[i] += grad_y[i] * ((v[i] - mean) * rstd);
+}
+
+template <typename Scalar>
+C10_NOINLINE void accumulate_tile(const Scalar* __restrict values,
+                                  Scalar* __restrict sum,
+                                  int64_t size) {
+  for (int64_t i = 0; i < size; ++i) sum[i] += values[i];
+}
+
+template <typename Scalar, bool kWeight>
+C10_NOINLINE void input_gradient_tile(const Scalar* __restrict grad_y,
+                                      const Scalar* __restrict v,
+                                      const Scalar* __restrict weight,
+                                      Scalar mean,
+                                      Scalar rstd,
+                                      Scalar mean_g,
+                                      Scalar mean_gn,
+                                      Scalar* __restrict grad_v,
+                                      int64_t size) {
+  for (int64_t i = 0; i < size; ++i) {
+    const Scalar g = kWeight ? grad_y[i] * weight[i] : grad_y[i];
+    const Scalar n = (v[i] - mean) * rstd;
+    grad_v[i] = rstd * (g - mean_g - n * mean_gn);
+  }
+}
+
+template <typename Scalar>
+const Scalar* advanced(const Scalar* data, int64_t by) {
+  return data == nullptr ? nullptr : data + by;
+}
+
+template <typename Storage>
+void run_norm_forward(const detail::NormForwardJob& job, int64_t first, int64_t last) {
+  using Scalar = ScalarOf<Storage>;
+  const int64_t size = job.row_size;
+  const auto* weight = static_cast<const Scalar*>(job.weight);
+  const auto* bias = static_cast<const Scalar*>(job.bias);
+  TileReader<Storage> x(job.x, nullptr, size);
+  TileReader<Storage> residual(job.residual, nullptr, size);
+  TileWriter<Storage> sum(job.sum);
+  TileReader<Storage> v(job.residual == nullptr ? job.x : job.sum, nullptr, size);
+  TileWriter<Storage> y(job.y);
+  for (int64_t row = first; row < last; ++row) {
+    const int64_t row_begin = row * size;
+    const int64_t row_end = row_begin + size;
+    if (job.residual != nullptr) {
+      for_each_tile(row_begin, row_end, [&](int64_t begin, int64_t count) {
+        add_tile<Scalar>(
+            x.read(begin, count), residual.read(begin, count), sum.begin(begin), count);
+        sum.finish(begin, count);
+      });
+    }
+    Scalar mean = 0;
+    if (job.centered) {
+      LaneSum<Scalar> total;
+      for_each_tile(row_begin, row_end, [&](int64_t begin, int64_t count) {
+        sum_tile(v.read(begin, count), count, total);
+      });
+      mean = total.total() / static_cast<Scalar>(size);
+      static_cast<Scalar*>(job.mean)[row] = mean;
+    }
+    LaneSum<Scalar> squares;
+    for_each_tile(row_begin, row_end, [&](int64_t begin, int64_t count) {
+      squares_tile(v.read(begin, count), mean, count, squares);
+    });
+    const Scalar mean_square = squares.total() / static_cast<Scalar>(size);
+    const Scalar rstd = Scalar(1) / std::sqrt(mean_square + static_cast<Scalar>(job.eps));
+    static_cast<Scalar*>(job.rstd)[row] = rstd;
+    for_each_tile(row_begin, row_end, [&](int64_t begin, int64_t count) {
+      const int64_t column = begin - row_begin;
+      const auto* weights = advanced(weight, column);
+      const auto* biases = advanced(bias, column);
+      const auto normalize = bias != nullptr     ? normalize_tile<Scalar, true, true>
+                             : weight != nullptr ? normalize_tile<Scalar, true, false>
+                                                 : normalize_tile<Scalar, false, false>;
+      normalize(v.read(begin, count), mean, rstd, weights, biases, y.begin(begin), count);
+      y.finish(begin, count);
+    });
+  }
+}
+
+template <typename Storage>
+void run_norm_backward(const detail::NormBackwardJob& job,
+                       int64_t first,
+                       int64_t last,
+                       void* param_sums) {
+  using Scalar = ScalarOf<Storage>;
+  const int64_t size = job.row_size;
+  const auto* weight = static_cast<const Scalar*>(job.weight);
+  auto* grad_weight = static_cast<Scalar*>(param_sums);
+  TileReader<Storage> grad_y(job.grad_y, nullptr, size);
+  TileReader<Storage> grad_sum(job.grad_sum, nullptr, size);
+  TileReader<Storage> v(job.v, nullptr, size);
+  TileWriter<Storage> grad_v(job.grad_v);
+  for (int64_t row = first; row < last; ++row) {
+    const int64_t row_begin = row * size;
+    const int64_t row_end = row_begin + size;
+    const Scalar rstd = static_cast<const Scalar*>(job.rstd)[row];
+    const Scalar mean = job.centered ? static_cast<const Scalar*>(job.mean)[row] : Scalar(0);
+    LaneSum<Scalar> sum_g;
+    LaneSum<Scalar> sum_gn;
+    for_each_tile(row_begin, row_end, [&](int64_t begin, int64_t count) {
+      const int64_t column = begin - row_begin;
+      const Scalar* grads = grad_y.read(begin, count);
+      const Scalar* values = v.read(begin, count);
+      const auto add_sums =
+          weight != nullptr ? gradient_sums_tile<Scalar, true> : gradient_sums_tile<Scalar, false>;
+      add_sums(grads, values, advanced(weight, column), mean, rstd, count, sum_g, sum_gn);
+      if (grad_weight != nullptr) {
+        weight_gradient_tile(grads, values, mean, rstd, grad_weight + column, count);
+        if (job.has_bias) accumulate_tile(grads, grad_weight + size + column, count);
+      }
+    });
+    if (job.grad_v == nullptr) continue;
+    const Scalar mean_g = job.centered ? sum_g.total() / static_cast<Scalar>(size) : Scalar(0);
+    const Scalar mean_gn = sum_gn.total() / static_cast<Scalar>(size);
+    for_each_tile(row_begin, row_end, [&](int64_t begin, int64_t count) {
+      const auto write = weight != nullptr ? input_gradient_tile<Scalar, true>
+                                           : input_gradient_tile<Scalar, false>;
+      Scalar* out = grad_v.begin(begin);
+      write(grad_y.read(begin, count),
+            v.read(begin, count),
+            advanced(weight, begin - row_begin),
+            mean,
+            rstd,
+            mean_g,
+            mean_gn,
+            out,
+            count);
+      if (job.grad_sum != nullptr) accumulate_tile(grad_sum.read(begin, count), out, count);
+      grad_v.finish(begin, count);
+    });
+  }
+}
+
+// Rows [first, last) of the job.
+void run_norm_forward_loops(const detail::NormForwardJob& job, int64_t first, int64_t last) {
+  switch (job.type) {
+    case detail::StorageType::kFloat32:
+      return run_norm_forward<float>(job, first, last);
+    case detail::StorageType::kFloat64:
+      return run_norm_forward<double>(job, first, last);
+    case detail::StorageType::kBFloat16:
+      return run_norm_forward<BFloat16>(job, first, last);
+    case detail::StorageType::kFloat16:
+      return run_norm_forward<Float16>(job, first, last);
+  }
+}
+
+void run_norm_backward_loops(const detail::NormBackwardJob& job,
+                             int64_t first,
+                             int64_t last,
+                             void* param_sums) {
+  switch (job.type) {
+    case detail::StorageType::kFloat32:
+      return run_norm_backward<float>(job, first, last, param_sums);
+    case detail::StorageType::kFloat64:
+      return run_norm_backward<double>(job, first, last, param_sums);
+    case detail::StorageType::kBFloat16:
+      return run_norm_backward<BFloat16>(job, first, last, param_sums);
+    case detail::StorageType::kFloat16:
+      return run_norm_backward<Float16>(job, first, last, param_sums);
+  }
+}
+
+}  // namespace
+}  // namespace weft::kernels::cpu

@@ -1,0 +1,419 @@
+#include "norm_launch.h"
+#include "vector_access.cuh"
+
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <initializer_list>
+
+namespace weft::kernels::cuda {
+namespace {
+
+using detail::NormBackwardJob;
+using detail::NormForwardJob;
+using detail::StorageType;
+
+constexpr int kWarp = 32;
+constexpr int kMaxThreads = 512;
+constexpr int kThreadsPerMultiprocessor = 2048;
+
+// The sum over the block of `value`, on every thread. `shared` has kWarp entries.
+// REQUIRES: blockDim.x is a multiple of kWarp; all threads call.
+template <typename Scalar>
+__device__ __forceinline__ Scalar block_sum(Scalar value, Scalar* shared) {
+#pragma unroll
+  for (int offset = kWarp / 2; offset > 0; offset /= 2) {
+    value += __shfl_xor_sync(0xFFFFFFFFU, value, offset);
+  }
+  const int num_warps = static_cast<int>(blockDim.x) / kWarp;
+  if (num_warps == 1) return value;
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  __syncthreads();  // the entries of the call before have been read
+  if (lane == 0) shared[warp] = value;
+  __syncthreads();
+  Scalar total = lane < num_warps ? shared[lane] : Scalar(0);
+#pragma unroll
+  for (int offset = kWarp / 2; offset > 0; offset /= 2) {
+    total += __shfl_xor_sync(0xFFFFFFFFU, total, offset);
+  }
+  return total;
+}
+
+template <typename Params, typename Scalar, int kWidth>
+__device__ __forceinline__ void load_params(const void* params,
+                                            int64_t column,
+                                            Scalar otherwise,
+                                            Scalar (&out)[kWidth]) {
+  if (params != nullptr) {
+    load_pack<Params>(params, column, out);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) out[i] = otherwise;
+}
+
+// One block to a row at a time. A row is read up to three times, after the first from the caches:
+// a thread reads the packs that it read before.
+template <typename Storage, typename Params, int kWidth>
+__global__ void __launch_bounds__(kMaxThreads) norm_forward_kernel(const NormForwardJob job) {
+  using Scalar = ScalarOf<Storage>;
+  __shared__ Scalar shared[kWarp];
+  const int64_t step = static_cast<int64_t>(blockDim.x) * kWidth;
+  const Scalar size = static_cast<Scalar>(job.row_size);
+  for (int64_t row = blockIdx.x; row < job.num_rows; row += gridDim.x) {
+    const int64_t row_begin = row * job.row_size;
+    const void* source = job.residual == nullptr ? job.x : job.sum;
+    Scalar total = 0;
+    Scalar squares = 0;
+    for (int64_t column = threadIdx.x * int64_t{kWidth}; column < job.row_size; column += step) {
+      Scalar v[kWidth];
+      load_pack<Storage>(job.x, row_begin + column, v);
+      if (job.residual != nullptr) {
+        Scalar residual[kWidth];
+        load_pack<Storage>(job.residual, row_begin + column, residual);
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) {
+          // Rounded, as it is stored and as the backward will read it.
+          v[i] = static_cast<Scalar>(static_cast<Storage>(v[i] + residual[i]));
+        }
+        store_pack<Storage>(job.sum, row_begin + column, v);
+      }
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        total += v[i];
+        squares += v[i] * v[i];
+      }
+    }
+    Scalar mean = 0;
+    if (job.centered) {
+      mean = block_sum(total, shared) / size;
+      // Again, about the mean: the difference of two sums would cancel.
+      squares = 0;
+      for (int64_t column = threadIdx.x * int64_t{kWidth}; column < job.row_size; column += step) {
+        Scalar v[kWidth];
+        load_pack<Storage>(source, row_begin + column, v);
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) squares += (v[i] - mean) * (v[i] - mean);
+      }
+    }
+    const Scalar rstd =
+        Scalar(1) / ::sqrt(block_sum(squares, shared) / size + static_cast<Scalar>(job.eps));
+    if (threadIdx.x == 0) {
+      static_cast<Scalar*>(job.rstd)[row] = rstd;
+      if (job.centered) static_cast<Scalar*>(job.mean)[row] = mean;
+    }
+    for (int64_t column = threadIdx.x * int64_t{kWidth}; column < job.row_size; column += step) {
+      Scalar v[kWidth];
+      Scalar weight[kWidth];
+      Scalar bias[kWidth];
+      load_pack<Storage>(source, row_begin + column, v);
+      load_params<Params>(job.weight, column, Scalar(1), weight);
+      load_params<Params>(job.bias, column, Scalar(0), bias);
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) v[i] = (v[i] - mean) * rstd * weight[i] + bias[i];
+      store_pack<Storage>(job.y, row_begin + column, v);
+    }
+  }
+}
+
+// As above. The parameters' gradients of the rows of a block are added up in shared memory, or,
+// where a row does not fit there, in the block's part of `partial_sums`, to which they go in the
+// end; element i of a pack lies apart from element i + 1, so that neighbouring threads meet
+// neighbouring banks. Every column has one thread: nothing here races.
+template <typename Storage, typename Params, int kWidth>
+__global__ void __launch_bounds__(kMaxThreads) norm_backward_kernel(const NormBackwardJob job,
+                                                                    int num_params,
+                                                                    bool sums_are_shared,
+                                                                    void* partial_sums) {
+  using Scalar = ScalarOf<Storage>;
+  __shared__ Scalar shared[kWarp];
+  extern __shared__ char dynamic_shared[];
+  const int64_t step = static_cast<int64_t>(blockDim.x) * kWidth;
+  const int64_t num_packs = job.row_size / kWidth;
+  const Scalar size = static_cast<Scalar>(job.row_size);
+  Scalar* own = static_cast<Scalar*>(partial_sums) + blockIdx.x * num_params * job.row_size;
+  Scalar* sums = sums_are_shared ? reinterpret_cast<Scalar*>(dynamic_shared) : own;
+  const int64_t stride = sums_are_shared ? num_packs : 1;    // between elements of a pack
+  const int64_t pack_stride = sums_are_shared ? 1 : kWidth;  // between packs
+  if (sums_are_shared) {
+    for (int64_t i = threadIdx.x; i < num_params * job.row_size; i += blockDim.x) sums[i] = 0;
+    __syncthreads();
+  }
+  for (int64_t row = blockIdx.x; row < job.num_rows; row += gridDim.x) {
+    const int64_t row_begin = row * job.row_size;
+    const Scalar rstd = static_cast<const Scalar*>(job.rstd)[row];
+    const Scalar mean = job.centered ? static_cast<const Scalar*>(job.mean)[row] : Scalar(0);
+    Scalar sum_g = 0;
+    Scalar sum_gn = 0;
+    for (int64_t pack = threadIdx.x; pack < num_packs; pack += blockDim.x) {
+      const int64_t column = pack * kWidth;
+      Scalar grad_y[kWidth];
+      Scalar v[kWidth];
+      Scalar weight[kWidth];
+      load_pack<Storage>(job.grad_y, row_begin + column, grad_y);
+      load_pack<Storage>(job.v, row_begin + column, v);
+      load_params<Params>(job.weight, column, Scalar(1), weight);
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        const Scalar n = (v[i] - mean) * rstd;
+        sum_g += grad_y[i] * weight[i];
+        sum_gn += grad_y[i] * weight[i] * n;
+        const int64_t place = pack * pack_stride + i * stride;
+        if (num_params > 0) sums[place] += grad_y[i] * n;
+        if (num_params > 1) sums[job.row_size + place] += grad_y[i];
+      }
+    }
+    if (job.grad_v == nullptr) continue;
+    const Scalar mean_g = job.centered ? block_sum(sum_g, shared) / size : Scalar(0);
+    const Scalar mean_gn = block_sum(sum_gn, shared) / size;
+    for (int64_t column = threadIdx.x * int64_t{kWidth}; column < job.row_size; column += step) {
+      Scalar grad_y[kWidth];
+      Scalar v[kWidth];
+      Scalar weight[kWidth];
+      Scalar grad_sum[kWidth];
+      load_pack<Storage>(job.grad_y, row_begin + column, grad_y);
+      load_pack<Storage>(job.v, row_begin + column, v);
+      load_params<Params>(job.weight, column, Scalar(1), weight);
+      if (job.grad_sum != nullptr) {
+        load_pack<Storage>(job.grad_sum, row_begin + column, grad_sum);
+      }
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        const Scalar n = (v[i] - mean) * rstd;
+        v[i] = rstd * (grad_y[i] * weight[i] - mean_g - n * mean_gn);
+        if (job.grad_sum != nullptr) v[i] += grad_sum[i];
+      }
+      store_pack<Storage>(job.grad_v, row_begin + column, v);
+    }
+  }
+  if (sums_are_shared) {
+    __syncthreads();
+    for (int param = 0; param < num_params; ++param) {
+      const int64_t begin = param * job.row_size;
+      for (int64_t column = threadIdx.x; column < job.row_size; column += blockDim.x) {
+        own[begin + column] = sums[begin + (column / kWidth) + (column % kWidth) * num_packs];
+      }
+    }
+  }
+}
+
+// sums[column] = the sum over blocks of partial_sums[block][column], always in one order.
+// A block of threads is kWarp columns wide and kWarp / 4 blocks high.
+template <typename Scalar>
+__global__ void sum_blocks_kernel(const Scalar* partial_sums,
+                                  Scalar* sums,
+                                  int64_t num_blocks,
+                                  int64_t num_columns) {
+  __shared__ Scalar shared[kWarp / 4][kWarp];
+  const int64_t column = static_cast<int64_t>(blockIdx.x) * kWarp + threadIdx.x;
+  Scalar total = 0;
+  if (column < num_columns) {
+    for (int64_t block = threadIdx.y; block < num_blocks; block += blockDim.y) {
+      total += partial_sums[block * num_columns + column];
+    }
+  }
+  shared[threadIdx.y][threadIdx.x] = total;
+  __syncthreads();
+  if (threadIdx.y == 0 && column < num_columns) {
+    for (int other = 1; other < static_cast<int>(blockDim.y); ++other) {
+      total += shared[other][threadIdx.x];
+    }
+    sums[column] = total;
+  }
+}
+
+int attribute(cudaDeviceAttr name, c10::Device device) {
+  int value = 0;
+  C10_CUDA_CHECK(cudaDeviceGetAttribute(&value, name, device.index()));
+  return value;
+}
+
+bool is_aligned(std::initializer_list<const void*> pointers) {
+  uintptr_t bits = 0;
+  for (const void* pointer : pointers) bits |= reinterpret_cast<uintptr_t>(pointer);
+  return bits % kVectorBytes == 0;
+}
+
+int64_t bytes_of(StorageType type) {
+  switch (type) {
+    case StorageType::kFloat64:
+      return 8;
+    case StorageType::kFloat32:
+      return 4;
+    default:
+      return 2;
+  }
+}
+
+// Whether rows can be moved by packs of 16 bytes: every row begins on a multiple of them. The
+// parameters' pack of wide scalars is then 32 bytes, which the compiler moves by two instructions
+// and which a row's begin, not a part of an array, satisfies.
+template <typename Job>
+bool is_packable(const Job& job, std::initializer_list<const void*> rows) {
+  const int64_t width = kVectorBytes / bytes_of(job.type);
+  const auto weight = reinterpret_cast<uintptr_t>(job.weight);
+  return job.row_size % width == 0 && is_aligned(rows) && weight % (2 * kVectorBytes) == 0;
+}
+
+bool is_packable(const NormForwardJob& job) {
+  const auto bias = reinterpret_cast<uintptr_t>(job.bias);
+  return bias % (2 * kVectorBytes) == 0 && is_packable(job, {job.x, job.residual, job.sum, job.y});
+}
+
+bool is_packable(const NormBackwardJob& job) {
+  return is_packable(job, {job.grad_y, job.grad_sum, job.v, job.grad_v});
+}
+
+template <typename Job>
+int threads_of(const Job& job) {
+  const int64_t width = is_packable(job) ? kVectorBytes / bytes_of(job.type) : 1;
+  const int64_t num_packs = (job.row_size + width - 1) / width;
+  int threads = kWarp;
+  while (threads < kMaxThreads && threads < num_packs) threads *= 2;
+  return threads;
+}
+
+int64_t shared_bytes(const NormBackwardJob& job, int num_params) {
+  const int64_t scalar = job.type == StorageType::kFloat64 ? 8 : 4;
+  return num_params * job.row_size * scalar;
+}
+
+// Enough blocks to fill the device, each with the shared memory it may have then.
+template <typename Job>
+int64_t num_blocks_of(const Job& job, c10::Device device) {
+  const int64_t per_multiprocessor = kThreadsPerMultiprocessor / threads_of(job) / 2;
+  return std::min<int64_t>(job.num_rows,
+                           attribute(cudaDevAttrMultiProcessorCount, device) * per_multiprocessor);
+}
+
+template <typename Storage, typename Params, int kWidth>
+void run_forward(const NormForwardJob& job, c10::Device device, cudaStream_t stream) {
+  const auto num_blocks = static_cast<unsigned>(num_blocks_of(job, device));
+  norm_forward_kernel<Storage, Params, kWidth>
+      <<<num_blocks, static_cast<unsigned>(threads_of(job)), 0, stream>>>(job);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+template <typename Storage, typename Params, int kWidth>
+void run_backward(const NormBackwardJob& job,
+                  int num_params,
+                  void* partial_sums,
+                  void* sums,
+                  c10::Device device,
+                  cudaStream_t stream) {
+  using Scalar = ScalarOf<Storage>;
+  const auto kernel = norm_backward_kernel<Storage, Params, kWidth>;
+  const int64_t num_blocks = num_blocks_of(job, device);
+  // Half of what a multiprocessor has, so that two blocks fit.
+  const int64_t most_shared =
+      std::min(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+               attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device) / 2) -
+      2048;
+  const int64_t wanted = shared_bytes(job, num_params);
+  const bool sums_are_shared = num_params > 0 && wanted <= most_shared;
+  const auto shared = static_cast<size_t>(sums_are_shared ? wanted : 0);
+  C10_CUDA_CHECK(cudaFuncSetAttribute(
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)));
+  kernel<<<static_cast<unsigned>(num_blocks),
+           static_cast<unsigned>(threads_of(job)),
+           shared,
+           stream>>>(job, num_params, sums_are_shared, partial_sums);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  if (num_params == 0) return;
+  const int64_t num_columns = num_params * job.row_size;
+  sum_blocks_kernel<Scalar><<<static_cast<unsigned>((num_columns + kWarp - 1) / kWarp),
+                              dim3(kWarp, kWarp / 4),
+                              0,
+                              stream>>>(static_cast<const Scalar*>(partial_sums),
+                                        static_cast<Scalar*>(sums),
+                                        num_blocks,
+                                        num_columns);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+template <typename Storage, typename Visit>
+void with_params(bool packable, bool wide_params, const Visit& visit) {
+  constexpr int kWidth = kVectorBytes / sizeof(Storage);
+  if (wide_params) {
+    packable ? visit.template run<Storage, ScalarOf<Storage>, kWidth>()
+             : visit.template run<Storage, ScalarOf<Storage>, 1>();
+  } else {
+    packable ? visit.template run<Storage, Storage, kWidth>()
+             : visit.template run<Storage, Storage, 1>();
+  }
+}
+
+// Calls visit.run<Storage, Params, kWidth>() as the job asks.
+template <typename Job, typename Visit>
+void visit_types(const Job& job, const Visit& visit) {
+  const bool packable = is_packable(job);
+  switch (job.type) {
+    case StorageType::kFloat32:
+      return with_params<float>(packable, true, visit);
+    case StorageType::kFloat64:
+      return with_params<double>(packable, true, visit);
+    case StorageType::kBFloat16:
+      return with_params<c10::BFloat16>(packable, job.wide_params, visit);
+    case StorageType::kFloat16:
+      return with_params<c10::Half>(packable, job.wide_params, visit);
+  }
+}
+
+struct Forward {
+  template <typename Storage, typename Params, int kWidth>
+  void run() const {
+    run_forward<Storage, Params, kWidth>(job, device, stream);
+  }
+
+  const NormForwardJob& job;
+  c10::Device device;
+  cudaStream_t stream;
+};
+
+struct Backward {
+  template <typename Storage, typename Params, int kWidth>
+  void run() const {
+    run_backward<Storage, Params, kWidth>(job, num_params, partial_sums, sums, device, stream);
+  }
+
+  const NormBackwardJob& job;
+  int num_params;
+  void* partial_sums;
+  void* sums;
+  c10::Device device;
+  cudaStream_t stream;
+};
+
+}  // namespace
+
+void launch_norm_forward(const NormForwardJob& job, c10::Device device) {
+  const c10::cuda::CUDAGuard guard(device);
+  visit_types(job, Forward{job, device, c10::cuda::getCurrentCUDAStream(device.index())});
+}
+
+int64_t norm_backward_blocks(const NormBackwardJob& job, c10::Device device) {
+  return num_blocks_of(job, device);
+}
+
+void launch_norm_backward(const NormBackwardJob& job,
+                          int num_params,
+                          void* partial_sums,
+                          void* sums,
+                          c10::Device device) {
+  const c10::cuda::CUDAGuard guard(device);
+  visit_types(job,
+              Backward{job,
+                       num_params,
+                       partial_sums,
+                       sums,
+                       device,
+                       c10::cuda::getCurrentCUDAStream(device.index())});
+}
+
+}  // namespace weft::kernels::cuda

@@ -1,0 +1,23 @@
+#include "entry.h"
+
+namespace weft::kernels::detail {
+
+bool is_supported(at::ScalarType type) {
+  return type == at::kFloat || type == at::kDouble || type == at::kBFloat16 || type == at::kHalf;
+}
+
+StorageType storage_type(at::ScalarType type) {
+  switch (type) {
+    case at::kFloat:
+      return StorageType::kFloat32;
+    case at::kDouble:
+      return StorageType::kFloat64;
+    case at::kBFloat16:
+      return StorageType::kBFloat16;
+    default:
+      TORCH_INTERNAL_ASSERT(type == at::kHalf, "unchecked dtype ", type);
+      return StorageType::kFloat16;
+  }
+}
+
+}  // namespace weft::kernels::detail

@@ -1,0 +1,54 @@
+#pragma once
+
+#include "storage_type.h"
+
+#include <cstdint>
+
+// RMS and layer norms of the rows of a matrix, described by sizes and pointers alone, so that the
+// code that runs them needs no tensor headers. All arrays are contiguous; pointers are borrowed and
+// null where unused. `scalar` is the type computed in: double for float64, else float.
+//
+//   rms:    n = v * rstd           rstd = 1 / sqrt(mean(v^2) + eps)
+//   layer:  n = (v - mean) * rstd  rstd = 1 / sqrt(mean((v - mean)^2) + eps)
+//   y = n * weight + bias,  v = x + residual
+namespace weft::kernels::detail {
+
+struct NormForwardJob {
+  StorageType type;  // of x, residual, sum and y
+  bool centered;     // layer norm
+  bool wide_params;  // weight and bias are scalars, else of `type`
+  double eps;
+  int64_t num_rows;
+  int64_t row_size;
+  const void* x = nullptr;
+  const void* residual = nullptr;
+  const void* weight = nullptr;
+  const void* bias = nullptr;
+  void* sum = nullptr;  // v, rounded to `type`, which is what is normed; null without residual
+  void* y = nullptr;
+  void* mean = nullptr;  // scalar, one a row; null unless centered
+  void* rstd = nullptr;  // scalar, one a row
+};
+
+// With g = grad_y * weight and averages over the row:
+//
+//   rms:    grad_v = rstd * (g - n * mean(g n))            (+ grad_sum)
+//   layer:  grad_v = rstd * (g - mean(g) - n * mean(g n))  (+ grad_sum)
+//   grad_weight = sum over rows of grad_y * n,  grad_bias = sum over rows of grad_y
+struct NormBackwardJob {
+  StorageType type;
+  bool centered;
+  bool wide_params;
+  bool has_bias;
+  int64_t num_rows;
+  int64_t row_size;
+  const void* grad_y = nullptr;
+  const void* grad_sum = nullptr;
+  const void* v = nullptr;
+  const void* weight = nullptr;
+  const void* mean = nullptr;
+  const void* rstd = nullptr;
+  void* grad_v = nullptr;
+};
+
+}  // namespace weft::kernels::detail

@@ -1,0 +1,8 @@
+#pragma once
+
+// The dtypes of the kernels, for code that sees no tensor header.
+namespace weft::kernels::detail {
+
+enum class StorageType { kFloat32, kFloat64, kBFloat16, kFloat16 };
+
+}  // namespace weft::kernels::detail

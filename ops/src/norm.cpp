@@ -1,0 +1,257 @@
+// rms_norm and layer_norm, with and without the addition of a residual: the registered operators
+// and their gradients; the arithmetic is kernels/'s. Each rank norms its own tokens. Weight and
+// bias are whole on every rank and see its tokens alone, so their gradients are summed over the
+// group that the tokens are cut over, in one all-reduce for both.
+
+#include "autograd_support.h"
+#include "dispatch.h"
+#include "group_collectives.h"
+#include "norm_kernels.h"
+#include "shape.h"
+
+#include <weft/kernels/norm.h>
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros_like.h>
+#include <torch/library.h>
+
+#include <optional>
+#include <string>
+#include <tuple>
+
+namespace weft::ops {
+
+namespace {
+
+constexpr std::string_view kRmsNorm = "weft::rms_norm";
+constexpr std::string_view kLayerNorm = "weft::layer_norm";
+constexpr std::string_view kAddRmsNorm = "weft::add_rms_norm";
+constexpr std::string_view kAddLayerNorm = "weft::add_layer_norm";
+
+using YAndSum = std::tuple<at::Tensor, at::Tensor>;
+
+// A call of any of the four.
+struct NormCall {
+  std::string_view op;
+  bool centered;
+  std::string group_name;
+  double eps;
+};
+
+NormCall rms_call(std::string_view op, std::string_view group_name, double eps) {
+  return {op, false, std::string(group_name), eps};
+}
+NormCall layer_call(std::string_view op, std::string_view group_name, double eps) {
+  return {op, true, std::string(group_name), eps};
+}
+
+void check(const NormCall& call,
+           const at::Tensor& x,
+           const OptionalTensor& residual,
+           const OptionalTensor& weight,
+           const OptionalTensor& bias) {
+  check_norm(call.op, x, residual, weight, bias, call.eps);
+  resolve_group(call.op, call.group_name);
+}
+
+YAndSum forward(const NormCall& call,
+                const at::Tensor& x,
+                const OptionalTensor& residual,
+                const OptionalTensor& weight,
+                const OptionalTensor& bias) {
+  check(call, x, residual, weight, bias);
+  const auto [y, sum, mean, rstd] =
+      dispatch::norm(x, residual, weight, bias, call.centered, call.eps);
+  return {y, sum};
+}
+
+YAndSum meta(const NormCall& call,
+             const at::Tensor& x,
+             const OptionalTensor& residual,
+             const OptionalTensor& weight,
+             const OptionalTensor& bias) {
+  check(call, x, residual, weight, bias);
+  const auto empty = [&x] { return at::empty_symint(x.sym_sizes(), x.options()); };
+  return {empty(), residual.has_value() ? empty() : at::empty({0}, x.options())};
+}
+
+// Inputs: x, residual, weight, bias, of which the last three may be absent, and then are not
+// counted by needs_input_grad. Outputs: y, and with a residual the sum.
+class NormFunction : public torch::autograd::Function<NormFunction> {
+ public:
+  static variable_list forward(AutogradContext* ctx,
+                               const at::Tensor& x,
+                               const OptionalTensor& residual,
+                               const OptionalTensor& weight,
+                               const OptionalTensor& bias,
+                               const NormCall& call) {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    check(call, x, residual, weight, bias);
+    const auto [y, sum, mean, rstd] =
+        dispatch::norm(x, residual, weight, bias, call.centered, call.eps);
+    ctx->save_for_backward(
+        {residual.has_value() ? sum : x, weight.value_or(at::Tensor()), mean, rstd});
+    ctx->set_materialize_grads(false);
+    ctx->saved_data["op"] = std::string(call.op);
+    ctx->saved_data["centered"] = call.centered;
+    ctx->saved_data["group_name"] = call.group_name;
+    ctx->saved_data["has_residual"] = residual.has_value();
+    ctx->saved_data["has_bias"] = bias.has_value();
+    return residual.has_value() ? variable_list{y, sum} : variable_list{y};
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    refuse_double_backward(ctx->saved_data.at("op").toStringRef());
+    const auto saved = ctx->get_saved_variables();
+    const auto &v = saved[0], &weight = saved[1];
+    const bool has_residual = ctx->saved_data.at("has_residual").toBool();
+    const bool has_bias = ctx->saved_data.at("has_bias").toBool();
+    const std::size_t weight_idx = has_residual ? 2 : 1;
+    const bool wants_x = ctx->needs_input_grad(0);
+    const bool wants_residual = has_residual && ctx->needs_input_grad(1);
+    const bool wants_weight = weight.defined() && ctx->needs_input_grad(weight_idx);
+    const bool wants_bias = has_bias && ctx->needs_input_grad(weight_idx + 1);
+    const std::int64_t num_params = !wants_weight && !wants_bias ? 0 : wants_bias ? 2 : 1;
+
+    const bool has_grad_sum = has_residual && grads[1].defined();
+    auto [grad_v, grad_params] =
+        dispatch::norm_backward(grads[0].defined() ? grads[0] : at::zeros_like(v),
+                                has_grad_sum ? OptionalTensor(grads[1]) : std::nullopt,
+                                v,
+                                weight.defined() ? OptionalTensor(weight) : std::nullopt,
+                                saved[2],
+                                saved[3],
+                                ctx->saved_data.at("centered").toBool(),
+                                wants_x || wants_residual,
+                                num_params);
+    if (num_params > 0) {
+      grad_params =
+          dispatch::reduce_from_group(grad_params, ctx->saved_data.at("group_name").toStringRef());
+    }
+    variable_list result(5);
+    if (wants_x) {
+      result[0] = grad_v;
+    }
+    if (wants_residual) {
+      result[1] = grad_v;
+    }
+    if (wants_weight) {
+      result[2] = grad_params.select(0, 0);
+    }
+    if (wants_bias) {
+      result[3] = grad_params.select(0, 1);
+    }
+    return result;
+  }
+};
+
+YAndSum autograd(const NormCall& call,
+                 const at::Tensor& x,
+                 const OptionalTensor& residual,
+                 const OptionalTensor& weight,
+                 const OptionalTensor& bias) {
+  auto outputs = NormFunction::apply(x, residual, weight, bias, call);
+  return {outputs[0], residual.has_value() ? outputs[1] : at::Tensor()};
+}
+
+using Implementation = YAndSum (*)(const NormCall&,
+                                   const at::Tensor&,
+                                   const OptionalTensor&,
+                                   const OptionalTensor&,
+                                   const OptionalTensor&);
+
+// The four operators by one implementation.
+template <Implementation kRun>
+struct Norms {
+  static at::Tensor rms_norm(const at::Tensor& x,
+                             const OptionalTensor& weight,
+                             std::string_view group_name,
+                             double eps) {
+    return std::get<0>(kRun(rms_call(kRmsNorm, group_name, eps), x, {}, weight, {}));
+  }
+
+  static at::Tensor layer_norm(const at::Tensor& x,
+                               const OptionalTensor& weight,
+                               const OptionalTensor& bias,
+                               std::string_view group_name,
+                               double eps) {
+    return std::get<0>(kRun(layer_call(kLayerNorm, group_name, eps), x, {}, weight, bias));
+  }
+
+  static YAndSum add_rms_norm(const at::Tensor& x,
+                              const at::Tensor& residual,
+                              const OptionalTensor& weight,
+                              std::string_view group_name,
+                              double eps) {
+    return kRun(rms_call(kAddRmsNorm, group_name, eps), x, residual, weight, {});
+  }
+
+  static YAndSum add_layer_norm(const at::Tensor& x,
+                                const at::Tensor& residual,
+                                const OptionalTensor& weight,
+                                const OptionalTensor& bias,
+                                std::string_view group_name,
+                                double eps) {
+    return kRun(layer_call(kAddLayerNorm, group_name, eps), x, residual, weight, bias);
+  }
+
+  static void register_kernels(torch::Library& m) {
+    m.impl("rms_norm", TORCH_FN(rms_norm));
+    m.impl("layer_norm", TORCH_FN(layer_norm));
+    m.impl("add_rms_norm", TORCH_FN(add_rms_norm));
+    m.impl("add_layer_norm", TORCH_FN(add_layer_norm));
+  }
+};
+
+c10::SymDimVector row_sizes(const at::Tensor& x) {
+  return {x.sym_sizes().begin(), x.sym_sizes().end() - 1};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> norm_meta(
+    const at::Tensor& x,
+    const OptionalTensor& residual,
+    const OptionalTensor& /*weight*/,
+    const OptionalTensor& /*bias*/,
+    bool centered,
+    double /*eps*/) {
+  const auto options = x.options();
+  const auto rows = options.dtype(x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
+  return {at::empty_symint(x.sym_sizes(), options),
+          residual.has_value() ? at::empty_symint(x.sym_sizes(), options) : at::empty({0}, options),
+          centered ? at::empty_symint(row_sizes(x), rows) : at::empty({0}, rows),
+          at::empty_symint(row_sizes(x), rows)};
+}
+
+YAndSum norm_backward_meta(const at::Tensor& /*grad_y*/,
+                           const OptionalTensor& /*grad_sum*/,
+                           const at::Tensor& v,
+                           const OptionalTensor& weight,
+                           const at::Tensor& /*mean*/,
+                           const at::Tensor& /*rstd*/,
+                           bool /*centered*/,
+                           bool wants_input,
+                           std::int64_t num_params) {
+  const auto params =
+      v.options().dtype(weight.has_value() ? weight->scalar_type() : v.scalar_type());
+  return {wants_input ? at::empty_symint(v.sym_sizes(), v.options()) : at::empty({0}, v.options()),
+          num_params > 0 ? at::empty_symint({c10::SymInt(num_params), v.sym_size(-1)}, params)
+                         : at::empty({0}, params)};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(weft, CPU, m) {
+  using Kernels = NormKernels<kernels::cpu::norm_forward, kernels::cpu::norm_backward>;
+  Norms<forward>::register_kernels(m);
+  m.impl("_norm", TORCH_FN(Kernels::forward));
+  m.impl("_norm_backward", TORCH_FN(Kernels::backward));
+}
+TORCH_LIBRARY_IMPL(weft, CUDA, m) { Norms<forward>::register_kernels(m); }
+TORCH_LIBRARY_IMPL(weft, Meta, m) {
+  Norms<meta>::register_kernels(m);
+  m.impl("_norm", TORCH_FN(norm_meta));
+  m.impl("_norm_backward", TORCH_FN(norm_backward_meta));
+}
+TORCH_LIBRARY_IMPL(weft, Autograd, m) { Norms<autograd>::register_kernels(m); }
+
+}  // namespace weft::ops

@@ -1,0 +1,242 @@
+"""rms_norm, layer_norm and their sums with a residual: torch's values, and gradients summed over the cut tokens."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import weft
+from ops.collectives.profiled import collectives_of
+from ops.memory.counting import counted
+from ops.operators import chunk
+from support.ranks import on_ranks
+
+TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 3e-2, "float16": 6e-3}
+# Rows and columns: rows without tokens on some ranks or any, one feature, more than a tile of them, none.
+SHAPES = [((2, 7, 12), 1), ((3, 1), 0), ((5, 700), 0), ((1, 2, 33), 1), ((0, 4), 0), ((3, 0), 0)]
+
+
+def _group() -> str:
+    return dist.group.WORLD.group_name
+
+
+def _close(actual: Tensor, expected: Tensor, dtype: str, what: str, scale: float = 1.0) -> None:
+    assert actual.shape == expected.shape, what
+    bound = TOLERANCE[dtype] * max(scale, expected.abs().max().item() if expected.numel() else 0.0)
+    error = (actual.double() - expected.double()).abs().max().item() if expected.numel() else 0.0
+    assert error <= bound, f"{what}: {error:.2e} > {bound:.2e}"
+
+
+def _reference(norm: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    if norm == "rms":
+        return F.rms_norm(x, x.shape[-1:], weight, 1e-6)
+    return F.layer_norm(x, x.shape[-1:], weight, bias, 1e-5)
+
+
+def _parameters(norm: str, dim: int, kind: torch.dtype) -> list[list[Tensor]]:
+    """None, a weight, and for layer norms weight and bias; values that `kind` holds, in float64."""
+    weight, bias = ((torch.randn(dim) + 1).to(kind).double() for _ in range(2))
+    return [[], [weight], [weight, bias]] if norm == "layer" else [[], [weight]]
+
+
+@on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_values_and_gradients(rank: int, world_size: int, norm: str, dtype: str) -> None:
+    kind = getattr(torch, dtype)
+    for shape, dim in SHAPES:
+        torch.manual_seed(1)
+        for parameters in _parameters(norm, shape[-1], kind):
+            whole = [tensor.clone().requires_grad_() for tensor in parameters]
+            # A layer norm of one feature has no variance: what rounds is multiplied by 1 / sqrt(eps).
+            scale = 1e-5**-0.5 if norm == "layer" and shape[-1] == 1 else 1.0
+            x, residual = ((torch.randn(shape) * 2 + 1).to(kind).double().requires_grad_() for _ in range(2))
+            grad, grad_sum = (torch.randn(shape).to(kind).double() for _ in range(2))
+            sum_ = x + residual
+            y = _reference(norm, sum_, *[*whole, None, None][:2])
+            torch.autograd.backward([y, sum_], [grad, grad_sum])
+
+            parts = [chunk(tensor.to(kind), dim, world_size, rank) for tensor in (x, residual)]
+            own = [tensor.detach().to(kind).requires_grad_() for tensor in parameters]
+            op = weft.ops.add_rms_norm if norm == "rms" else weft.ops.add_layer_norm
+            y_here, sum_here = op(*parts, *own, group_name=_group())
+            _close(sum_here, chunk(sum_, dim, world_size, rank), dtype, "sum")
+            grads = [chunk(tensor.to(kind), dim, world_size, rank).detach() for tensor in (grad, grad_sum)]
+            torch.autograd.backward([y_here, sum_here], grads)
+            if dtype in ("float64", "float32"):  # a half sum is rounded before it is normed
+                _close(y_here, chunk(y, dim, world_size, rank), dtype, "y")
+                for part, tensor in zip(parts, (x, residual), strict=True):
+                    _close(part.grad, chunk(tensor.grad, dim, world_size, rank), dtype, "grad of a part", scale)
+                for mine, tensor in zip(own, whole, strict=True):
+                    _close(mine.grad, tensor.grad, dtype, "grad of a parameter")
+
+            # Without a residual: every dtype against float64 from the same values.
+            part, own = parts[0].detach().requires_grad_(), [tensor.detach().requires_grad_() for tensor in own]
+            x, whole = x.detach().requires_grad_(), [tensor.detach().requires_grad_() for tensor in whole]
+            y = _reference(norm, x, *[*whole, None, None][:2])
+            y.backward(grad)
+            y_here = getattr(weft.ops, f"{norm}_norm")(part, *own, group_name=_group())
+            assert y_here.dtype is kind
+            y_here.backward(grads[0])
+            _close(y_here, chunk(y, dim, world_size, rank), dtype, "y")
+            _close(part.grad, chunk(x.grad, dim, world_size, rank), dtype, "grad x", scale)
+            for mine, tensor in zip(own, whole, strict=True):
+                _close(mine.grad, tensor.grad, dtype, "grad of a parameter")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_float32_parameters_beside_half_types(rank: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(rank)
+    x = torch.randn(3, 40, dtype=dtype, requires_grad=True)
+    weight, bias = torch.randn(40, requires_grad=True), torch.randn(40, requires_grad=True)
+    y = weft.ops.layer_norm(x, weight, bias, group_name="")
+    y.float().square().sum().backward()
+    grads = [x.grad, weight.grad, bias.grad]
+    assert [y.dtype, *(grad.dtype for grad in grads)] == [dtype, dtype, torch.float32, torch.float32]
+    exact = [tensor.detach().double().requires_grad_() for tensor in (x, weight, bias)]
+    reference = F.layer_norm(exact[0], (40,), *exact[1:])
+    reference.backward(2 * y.detach().double())
+    torch.testing.assert_close(y.double(), reference, rtol=2**-7, atol=1e-2)
+    torch.testing.assert_close(weight.grad.double(), exact[1].grad, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(bias.grad.double(), exact[2].grad, rtol=1e-5, atol=1e-4)
+
+
+def test_large_means_and_strides() -> None:
+    """The variance is that about the mean, and strides are read as they are."""
+    x = torch.randn(16, 300) + 4096
+    expected = F.layer_norm(x.double(), (300,))
+    error = (weft.ops.layer_norm(x, group_name="") - expected).abs().max()
+    assert error < 2e-3, error  # x itself is rounded to 2.4e-4
+    torch.testing.assert_close(weft.ops.rms_norm(x.t()[:16], group_name=""), F.rms_norm(x.t()[:16], (16,), eps=1e-6))
+
+
+@on_ranks(2, 4)
+def test_number_of_collectives() -> None:
+    x, weight, bias = torch.ones(3, 5, requires_grad=True), torch.ones(5, requires_grad=True), torch.ones(5)
+    bias.requires_grad_()
+
+    def layer_norm(x: Tensor, *parameters: Tensor) -> Tensor:
+        return weft.ops.layer_norm(x, *parameters, group_name=_group())
+
+    y = collectives_of(lambda: layer_norm(x, weight, bias), expected={})
+    collectives_of(y.sum().backward, expected={"all_reduce": 1})
+    collectives_of(layer_norm(x.detach(), weight, bias.detach()).sum().backward, expected={"all_reduce": 1})
+    collectives_of(layer_norm(x, weight.detach(), bias.detach()).sum().backward, expected={})
+    collectives_of(layer_norm(x).sum().backward, expected={})
+    y, _ = weft.ops.add_rms_norm(x, x, weight, group_name=_group())
+    collectives_of(y.sum().backward, expected={"all_reduce": 1})
+
+
+@on_ranks(2)
+def test_what_is_saved(rank: int) -> None:
+    """One or two numbers a token beside the input; with a residual the sum, which is a result anyway."""
+    x, weight = torch.randn(64, 256, requires_grad=True), torch.randn(256, requires_grad=True)
+    with counted() as count:
+        start = count.now()
+        y = weft.ops.rms_norm(x, weight, group_name=_group())
+        assert count.now() - start == y.nbytes + 64 * 4
+        start = count.now()
+        z = weft.ops.layer_norm(x, weight, weight, group_name=_group())
+        assert count.now() - start == z.nbytes + 2 * 64 * 4
+        start = count.now()
+        a, b = weft.ops.add_rms_norm(x, x.detach(), weight, group_name=_group())
+        assert count.now() - start == a.nbytes + b.nbytes + 64 * 4
+
+
+def test_saved_sum_is_guarded() -> None:
+    x = torch.ones(2, 3, requires_grad=True)
+    y, total = weft.ops.add_rms_norm(x, torch.ones(2, 3), group_name="")
+    total.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_gradient_of_one_result_alone() -> None:
+    x, residual = torch.randn(2, 3, requires_grad=True), torch.randn(2, 3, requires_grad=True)
+    weight = torch.ones(3, requires_grad=True)
+    _, total = weft.ops.add_rms_norm(x, residual, weight, group_name="")
+    total.sum().backward()
+    assert torch.equal(x.grad, torch.ones(2, 3)) and torch.equal(residual.grad, x.grad)
+    assert torch.equal(weight.grad, torch.zeros(3))
+
+
+@on_ranks(2)
+def test_refusals_leave_the_group_usable() -> None:
+    x, weight, group = torch.ones(2, 4), torch.ones(4), _group()
+    for error, text, call in [
+        (ValueError, r"weft::rms_norm: got weight of shape \[3\], which must be \[4\]", (x, torch.ones(3))),
+        (TypeError, "got weight of dtype Double with x of dtype Float", (x, weight.double())),
+        (TypeError, "got x of dtype Long", (x.long(), weight)),
+        (ValueError, "got x without dims", (torch.tensor(1.0), weight)),
+    ]:
+        with pytest.raises(error, match=text):
+            weft.ops.rms_norm(*call, group_name=group)
+    for eps in (-1.0, float("nan")):
+        with pytest.raises(ValueError, match="weft::layer_norm: got eps"):
+            weft.ops.layer_norm(x, weight, group_name=group, eps=eps)
+    with pytest.raises(ValueError, match="got a bias without a weight"):
+        weft.ops.layer_norm(x, None, weight, group_name=group)
+    with pytest.raises(TypeError, match="got bias of dtype Float with weight of dtype BFloat16"):
+        weft.ops.layer_norm(x.bfloat16(), weight.bfloat16(), weight, group_name=group)
+    with pytest.raises(ValueError, match=r"got residual of shape \[4\] with x of shape \[2, 4\]"):
+        weft.ops.add_rms_norm(x, weight, group_name=group)
+    with pytest.raises(ValueError, match="weft::add_layer_norm: got group_name 'nowhere'"):
+        weft.ops.add_layer_norm(x, x, group_name="nowhere")
+    leaf = weight.requires_grad_()
+    weft.ops.rms_norm(x, leaf, group_name=group).sum().backward()
+    torch.testing.assert_close(leaf.grad, torch.full((4,), 4.0))
+
+
+class Block(nn.Module):
+    def __init__(self, group_name: str) -> None:
+        super().__init__()
+        self.first = weft.nn.RMSNorm(6, group_name=group_name)
+        self.second = weft.nn.LayerNorm(6, group_name=group_name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, total = self.second.add(x, self.first(x))
+        z, total = self.first.add(y, total)
+        return self.second(z) + total
+
+
+@on_ranks(1, 2, timeout=300)
+def test_compile_export_script_and_autocast(rank: int) -> None:
+    block = Block(_group())
+
+    def run(module: nn.Module, tokens: int) -> list[Tensor]:
+        block.zero_grad(set_to_none=True)
+        x = (torch.arange(tokens * 12.0).reshape(2, tokens, 6) + rank).sin().requires_grad_()
+        y = module(x)
+        y.square().sum().backward()
+        return [y.detach(), x.grad, *(p.grad.clone() for p in block.parameters())]
+
+    eager = {tokens: run(block, tokens) for tokens in (3, 5)}
+    for backend, dynamic in [("aot_eager", False), ("aot_eager", True), ("inductor", True)]:
+        torch._dynamo.reset()
+        compiled = torch.compile(block, fullgraph=True, backend=backend, dynamic=dynamic)
+        for tokens in eager if dynamic else (3,):
+            for actual, expected in zip(run(compiled, tokens), eager[tokens], strict=True):
+                torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    program = torch.export.export(block, (torch.ones(2, 4, 6),), dynamic_shapes=({1: torch.export.Dim("s", min=2)},))
+    targets = [str(node.target) for node in program.graph.nodes]
+    assert [targets.count(f"weft.{name}.default") for name in ("rms_norm", "layer_norm", "add_rms_norm")] == [1, 1, 1]
+    torch.testing.assert_close(program.module()(torch.ones(2, 5, 6)), block(torch.ones(2, 5, 6)))
+    scripted = torch.jit.script(block)
+    for _ in range(3):
+        torch.testing.assert_close(run(scripted, 3), eager[3])
+    buffer = io.BytesIO()
+    torch.jit.save(scripted, buffer)
+    buffer.seek(0)
+    loaded = torch.jit.load(buffer)
+    assert weft.nn.rebind_group(loaded, dist.new_group().group_name) == 2
+    torch.testing.assert_close(loaded(torch.ones(2, 3, 6)), block(torch.ones(2, 3, 6)))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y, total = block.second.add(torch.ones(2, 6, dtype=torch.bfloat16), torch.ones(2, 6))
+        assert y.dtype is torch.float32 and total.dtype is torch.float32
+        assert block.first(torch.ones(2, 6, dtype=torch.bfloat16)).dtype is torch.bfloat16
