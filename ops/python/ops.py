@@ -285,3 +285,44 @@ def all_to_all(x: Tensor, split_dim: int, cat_dim: int, group_name: str, *, cat_
     rank must bring as much as the others. The gradient takes the way back.
     """
     return torch.ops.weft.all_to_all(x, split_dim, cat_dim, group_name, cat_size=cat_size)
+
+
+def pipeline_send(tensors: list[Tensor], peer: int, channel: int, group_name: str) -> Tensor:
+    """Sends tensors to rank `peer` of the group on a channel, 0 to 1022; gives a token, of shape `[0]`.
+
+    Tensors of any dtype and shape. Nothing waits: several messages may be on their way. The n-th send on a channel
+    meets the peer's n-th `pipeline_recv` on it. The tensors stay unchanged until `pipeline_wait(token)` or until their
+    gradients have come. The token's backward waits for the gradients of those that need one: tie it to the loss with
+    `join`.
+
+    Raises:
+        CollectiveMismatchError: on both ranks, in what waits, where shapes, dtypes or needs of gradients differ.
+    """
+    return torch.ops.weft.pipeline_send(tensors, peer, channel, group_name)
+
+
+def pipeline_recv(like: list[Tensor], peer: int, channel: int, group_name: str) -> Tensor:
+    """Posts the receive of what rank `peer` sends next on a channel; gives the token for `pipeline_wait`.
+
+    `like` has its shapes, dtypes, devices and needs of gradients; values are not read, so
+    `torch.empty((), requires_grad=True).expand(shape)` will do.
+    """
+    return torch.ops.weft.pipeline_recv(like, peer, channel, group_name)
+
+
+def pipeline_wait(token: Tensor) -> list[Tensor]:
+    """The tensors of a `pipeline_recv`, once for each token; their backward sends the gradients, in one message.
+
+    For the token of a `pipeline_send` an empty list, as soon as what was sent may be changed.
+    """
+    return torch.ops.weft.pipeline_wait(token)
+
+
+def pipeline_flush(group_name: str) -> None:
+    """Waits until all that this rank has sent in the group has left: at the end of a step, before the group ends."""
+    torch.ops.weft.pipeline_flush(group_name)
+
+
+def join(x: Tensor, tokens: list[Tensor]) -> Tensor:
+    """x, whose backward reaches the tokens of `pipeline_send` too; a stage without a loss passes a zero for x."""
+    return torch.ops.weft.join(x, tokens)

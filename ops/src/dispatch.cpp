@@ -299,6 +299,37 @@ std::tuple<at::Tensor, at::Tensor> norm_backward(const at::Tensor& grad_y,
   return op.call(grad_y, grad_sum, v, weight, mean, rstd, centered, wants_input, num_params);
 }
 
+at::Tensor pipeline_send(at::TensorList tensors,
+                         std::int64_t peer,
+                         std::int64_t channel,
+                         std::string_view group_name) {
+  static const auto op = handle("weft::pipeline_send", &pipeline_send);
+  return op.call(tensors, peer, channel, group_name);
+}
+
+at::Tensor pipeline_recv(at::TensorList like,
+                         std::int64_t peer,
+                         std::int64_t channel,
+                         std::string_view group_name) {
+  static const auto op = handle("weft::pipeline_recv", &pipeline_recv);
+  return op.call(like, peer, channel, group_name);
+}
+
+std::vector<at::Tensor> pipeline_wait(const at::Tensor& token) {
+  static const auto op = handle("weft::pipeline_wait", &pipeline_wait);
+  return op.call(token);
+}
+
+void pipeline_flush(std::string_view group_name) {
+  static const auto op = handle("weft::pipeline_flush", &pipeline_flush);
+  op.call(group_name);
+}
+
+at::Tensor join(const at::Tensor& x, at::TensorList tokens) {
+  static const auto op = handle("weft::join", &join);
+  return op.call(x, tokens);
+}
+
 at::Tensor copy_to_group(const at::Tensor& x, std::string_view group_name) {
   static const auto op = handle("weft::copy_to_group", &copy_to_group);
   return op.call(x, group_name);

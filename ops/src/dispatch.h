@@ -11,6 +11,7 @@
 #include <optional>
 #include <string_view>
 #include <tuple>
+#include <vector>
 
 namespace weft::ops::dispatch {
 
@@ -177,6 +178,22 @@ std::tuple<at::Tensor, at::Tensor> norm_backward(const at::Tensor& grad_y,
                                                  bool centered,
                                                  bool wants_input,
                                                  std::int64_t num_params);
+
+at::Tensor pipeline_send(at::TensorList tensors,
+                         std::int64_t peer,
+                         std::int64_t channel,
+                         std::string_view group_name);
+
+at::Tensor pipeline_recv(at::TensorList like,
+                         std::int64_t peer,
+                         std::int64_t channel,
+                         std::string_view group_name);
+
+std::vector<at::Tensor> pipeline_wait(const at::Tensor& token);
+
+void pipeline_flush(std::string_view group_name);
+
+at::Tensor join(const at::Tensor& x, at::TensorList tokens);
 
 at::Tensor copy_to_group(const at::Tensor& x, std::string_view group_name);
 at::Tensor reduce_from_group(const at::Tensor& x, std::string_view group_name);

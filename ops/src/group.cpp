@@ -1,5 +1,6 @@
 #include "group.h"
 
+#include "raise.h"
 #include "written_all_reduce.h"
 
 #include <weft/collectives/error.h>
@@ -23,10 +24,11 @@ std::string failure(std::string_view op, std::string_view what, int rank) {
   return c10::str(op, ": the ", what, " failed on rank ", rank, " of its group");
 }
 
-// Runs `step` and adds operator and rank to what the backend raises. Exceptions of Python (a
-// backend written there) pass as they are: they are no std::runtime_error.
+// Runs `step` and adds operator and rank to what the backend raises. Exceptions of a backend
+// written in Python pass as they are: they are no std::runtime_error.
 template <typename Step>
 auto with_context(std::string_view op, std::string_view what, int rank, Step step) {
+  const collectives::RaiseContext context(failure(op, what, rank));
   try {
     return step();
   } catch (const collectives::CollectiveError& error) {
@@ -81,6 +83,8 @@ void PendingCollective::wait() {
   }
   tensors_.clear();
 }
+
+bool PendingCollective::is_done() const { return !work_ || work_->isCompleted(); }
 
 namespace {
 

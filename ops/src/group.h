@@ -51,6 +51,9 @@ class PendingCollective {
   // Errors: what the backend raises, with operator and rank added.
   void wait();
 
+  // Whether wait() would return at once.
+  bool is_done() const;
+
  private:
   std::string op_;
   std::string what_;

@@ -144,6 +144,28 @@ std::tuple<at::Tensor, at::Tensor> add_layer_norm(const at::Tensor& x,
   return dispatch::add_layer_norm(x, residual, weight, bias, group_name, eps);
 }
 
+at::Tensor pipeline_send(at::TensorList tensors,
+                         std::int64_t peer,
+                         std::int64_t channel,
+                         std::string_view group_name) {
+  return dispatch::pipeline_send(tensors, peer, channel, group_name);
+}
+
+at::Tensor pipeline_recv(at::TensorList like,
+                         std::int64_t peer,
+                         std::int64_t channel,
+                         std::string_view group_name) {
+  return dispatch::pipeline_recv(like, peer, channel, group_name);
+}
+
+std::vector<at::Tensor> pipeline_wait(const at::Tensor& token) {
+  return dispatch::pipeline_wait(token);
+}
+
+void pipeline_flush(std::string_view group_name) { dispatch::pipeline_flush(group_name); }
+
+at::Tensor join(const at::Tensor& x, at::TensorList tokens) { return dispatch::join(x, tokens); }
+
 at::Tensor copy_to_group(const at::Tensor& x, std::string_view group_name) {
   return dispatch::copy_to_group(x, group_name);
 }

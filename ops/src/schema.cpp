@@ -14,6 +14,11 @@ void define(torch::Library& m, const char* schema) {
   m.def(torch::schema(schema, c10::AliasAnalysisKind::FROM_SCHEMA), kTags);
 }
 
+// With effects beyond its results: TorchScript neither drops nor merges calls of it.
+void define_effect(torch::Library& m, const char* schema) {
+  m.def(torch::schema(schema, c10::AliasAnalysisKind::CONSERVATIVE), kTags);
+}
+
 }  // namespace
 
 TORCH_LIBRARY(weft, m) {
@@ -69,6 +74,13 @@ TORCH_LIBRARY(weft, m) {
   define(m,
          "all_to_all(Tensor x, int split_dim, int cat_dim, str group_name, *, "
          "SymInt? cat_size=None) -> Tensor");
+
+  define_effect(m,
+                "pipeline_send(Tensor[] tensors, int peer, int channel, str group_name) -> Tensor");
+  define_effect(m, "pipeline_recv(Tensor[] like, int peer, int channel, str group_name) -> Tensor");
+  define_effect(m, "pipeline_wait(Tensor token) -> Tensor[]");
+  define_effect(m, "pipeline_flush(str group_name) -> ()");
+  define(m, "join(Tensor x, Tensor[] tokens) -> Tensor");
 
   // (y, h1, h3): column_row_mlp with what its backward needs; h3 is empty, [0], without w3.
   define(m,

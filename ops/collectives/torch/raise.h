@@ -21,6 +21,20 @@ struct ErrorHooks {
 // For all failures from now on; null: the C++ classes.
 WEFT_OPS_API void set_error_hooks(const ErrorHooks& hooks);
 
+// While it lives, what is raised on this thread says first what was being done: "weft::row_linear:
+// the all-reduce failed on rank 1 of its group: ...". For hooks; the C++ classes are left as they
+// are, for who catches them to add to.
+class RaiseContext {
+ public:
+  explicit RaiseContext(std::string text);
+  ~RaiseContext();
+  RaiseContext(const RaiseContext&) = delete;
+  RaiseContext& operator=(const RaiseContext&) = delete;
+
+ private:
+  std::string outer_;
+};
+
 // Throws `error` as the caller is to get it.
 [[noreturn]] void raise(std::exception_ptr error);
 // The same, to be thrown by others.

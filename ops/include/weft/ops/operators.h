@@ -20,6 +20,7 @@
 #include <optional>
 #include <string_view>
 #include <tuple>
+#include <vector>
 
 namespace weft::ops {
 
@@ -215,5 +216,36 @@ WEFT_OPS_API at::Tensor all_to_all(const at::Tensor& x,
 
 // The torch release that libweft_ops.so was compiled for, such as "2.15.0".
 WEFT_OPS_API std::string_view built_for_torch();
+
+// Messages between two ranks, several on their way at a time. `peer` counts in the group, from 0;
+// `channel` is 0 to 1022: the n-th send on a channel meets the peer's n-th receive on it. Tensors
+// of any dtype. Where the sides do not agree on number, shapes, dtypes or needs of gradients, both
+// raise CollectiveMismatchError. Not traced by torch.compile and torch.export.
+//
+// Sends `tensors`, which stay unchanged until the token, [0], was waited for or its gradient has
+// come. The backward of the token waits for the gradients of those that need one.
+WEFT_OPS_API at::Tensor pipeline_send(at::TensorList tensors,
+                                      std::int64_t peer,
+                                      std::int64_t channel,
+                                      std::string_view group_name);
+
+// Posts the receive of tensors with the shapes, dtypes, devices and needs of gradients of `like`,
+// whose values are not read; gives a token, [0].
+WEFT_OPS_API at::Tensor pipeline_recv(at::TensorList like,
+                                      std::int64_t peer,
+                                      std::int64_t channel,
+                                      std::string_view group_name);
+
+// What was received; once a token. Their backward sends the gradients, in one message. For the
+// token of a send: empty, when what was sent may be changed again.
+WEFT_OPS_API std::vector<at::Tensor> pipeline_wait(const at::Tensor& token);
+
+// Waits until all that this rank has sent in the group has left: at the end of a step, and before a
+// group is destroyed.
+WEFT_OPS_API void pipeline_flush(std::string_view group_name);
+
+// x; its backward reaches the tokens of sends too, [0] each, so that gradients of what was sent
+// are received. A stage without a loss of its own joins them to a zero.
+WEFT_OPS_API at::Tensor join(const at::Tensor& x, at::TensorList tokens);
 
 }  // namespace weft::ops

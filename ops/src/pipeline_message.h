@@ -1,0 +1,123 @@
+#pragma once
+
+// Messages between two ranks of a group: lists of tensors on numbered channels, several on their
+// way at a time. They are numbered, by channel and direction, on both sides alike. A message is a
+// header of 64 bytes followed by the tensors, and is answered: with the gradients of those that are
+// differentiable, or else with a word that it has come.
+//
+// Tensors of other devices travel through host memory. Everything here works below autograd.
+
+#include "group.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace weft::ops {
+
+constexpr std::int64_t kMaxChannel = 1022;
+
+// What a message holds, in the form that both sides compare.
+struct PipelineHeader {
+  enum class Kind : std::uint8_t { kData = 1, kGradients, kArrived, kRefused };
+
+  std::uint32_t magic = 0;
+  Kind kind = Kind::kData;
+  std::uint8_t first_dtype = 0;
+  std::uint8_t first_dim = 0;
+  std::uint8_t reserved = 0;
+  std::uint32_t channel = 0;
+  std::uint32_t num_tensors = 0;
+  std::uint64_t sequence = 0;
+  std::uint64_t layout = 0;  // a hash of every dtype, shape, and whether it is differentiable
+  std::array<std::uint32_t, 8> first_sizes = {};
+};
+static_assert(sizeof(PipelineHeader) == 64);
+
+struct PipelineAddress {
+  ProcessGroupPtr group;
+  int peer;
+  std::int64_t channel;
+};
+
+// One message and its answer, seen from one side.
+// Errors of what waits: CollectiveMismatchError, on both sides, where they do not agree; those of
+// the backend.
+class PipelineMessage final : public torch::CustomClassHolder {
+ public:
+  enum class Side { kSender, kReceiver };
+
+  // Posts the message. `tensors` are sent, or have the shapes, dtypes and devices of what is to be
+  // received. `differentiable`: one flag for each.
+  static c10::intrusive_ptr<PipelineMessage> post(Side side,
+                                                  PipelineAddress address,
+                                                  const std::vector<at::Tensor>& tensors,
+                                                  const std::vector<bool>& differentiable);
+
+  // Waits until all that this rank has sent in the group has left, and has come where no gradients
+  // are still to answer it.
+  static void flush(const ProcessGroupPtr& group);
+
+  PipelineMessage(Side side, PipelineAddress address);
+
+  Side side() const { return side_; }
+  std::size_t num_tensors() const { return layouts_.size(); }
+  bool is_differentiable(std::size_t tensor_idx) const;
+  bool is_differentiable() const;  // any of them
+
+  // Receiver: the tensors that came; once. Sender: empty, as soon as what was sent may be changed
+  // again, and, unless gradients are still to come, has come.
+  std::vector<at::Tensor> wait();
+
+  // Receiver: answers with the gradients of the differentiable tensors, in their order.
+  void send_gradients(const std::vector<at::Tensor>& gradients);
+  // Sender: that answer; once.
+  std::vector<at::Tensor> receive_gradients();
+
+ private:
+  struct TensorLayout {
+    std::vector<std::int64_t> sizes;
+    at::TensorOptions options;
+    bool differentiable;
+  };
+  using Layouts = std::vector<TensorLayout>;
+
+  Layouts gradient_layouts() const;
+  PipelineHeader header_of(const Layouts& layouts, PipelineHeader::Kind kind) const;
+
+  void send(const PipelineHeader& header, const std::vector<at::Tensor>& tensors, bool is_answer);
+  void start_receiving_header(bool is_answer);
+  void start_receiving(const Layouts& layouts, bool is_answer);
+  // Waits for the header and checks it; tells the peer where it is not what is expected.
+  void expect_header(const PipelineHeader& expected);
+  // What start_receiving began, on the devices of `layouts`.
+  std::vector<at::Tensor> received(const Layouts& layouts);
+
+  void exchange(bool sends, const at::Tensor& tensor, bool is_answer);
+  void wait_for_exchanges();
+  // Whether nothing is on its way any more. Errors: the peer has refused the message.
+  bool is_finished();
+  void wait_for_sends();
+  PipelineHeader arrived_header() const;
+  std::string name() const;  // "message 3 on channel 0 of ranks 0 to 1"
+
+  const Side side_;
+  const PipelineAddress address_;
+  Layouts layouts_;
+  std::uint64_t sequence_ = 0;
+  std::string_view op_;
+  bool is_received_ = false;
+  bool has_failed_ = false;  // and said so
+  at::Tensor header_;        // [64] bytes, of the message or, on the sender's side, of its answer
+  PendingCollective header_on_its_way_;
+  std::vector<at::Tensor> arriving_;  // on the host
+  std::vector<PendingCollective> exchanges_;
+};
+
+}  // namespace weft::ops

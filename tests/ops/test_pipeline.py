@@ -1,0 +1,247 @@
+"""pipeline_send, pipeline_recv, pipeline_wait and join: values and gradients of stages against the whole model."""
+
+from __future__ import annotations
+
+import io
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import weft
+from ops.collectives.profiled import collectives_of
+from support.ranks import on_ranks
+from weft.collectives import CollectiveMismatchError
+
+OPS = weft.ops
+
+
+def _groups() -> list[str]:
+    """The group of the test, on the weft backend, and one on gloo."""
+    return [dist.group.WORLD.group_name, dist.new_group(backend="gloo").group_name]
+
+
+def _like(*shape: int, dtype: torch.dtype = torch.float64, needs_grad: bool = True) -> Tensor:
+    """A template without memory of its own."""
+    return torch.empty((), dtype=dtype, requires_grad=needs_grad).expand(shape)
+
+
+def _layers(num_stages: int) -> list[nn.Linear]:
+    torch.manual_seed(0)
+    return [nn.Linear(6, 6, dtype=torch.float64) for _ in range(num_stages)]
+
+
+@on_ranks(2, 3, 4)
+@pytest.mark.parametrize("order", ["all forward, all backward", "one forward, one backward"])
+def test_stages_equal_the_whole_model(rank: int, world_size: int, order: str) -> None:
+    """Micro-batches of different sizes, one of them empty; a skip connection beside the stages' own tensor."""
+    sizes = [4, 1, 0, 3, 5]
+    torch.manual_seed(1)
+    batches = [torch.randn(size, 6, dtype=torch.float64) for size in sizes]
+    whole = _layers(world_size)
+    for batch in batches:
+        x, skip = batch, batch.sin()
+        for layer in whole:
+            x, skip = layer(x).tanh(), skip * 1.5
+        (x * skip + x).sum().backward()
+
+    for group in _groups():
+        own = _layers(world_size)[rank]
+        last = rank == world_size - 1
+        received = [
+            OPS.pipeline_recv([_like(size, 6), _like(size, 6, needs_grad=False)], rank - 1, 0, group)
+            for size in sizes
+            if rank > 0
+        ]
+        losses = []
+        for number, batch in enumerate(batches):
+            x, skip = OPS.pipeline_wait(received[number]) if rank else (batch, batch.sin())
+            assert not skip.requires_grad and x.requires_grad == (rank > 0)
+            x, skip = own(x).tanh(), skip * 1.5
+            if last:
+                losses.append((x * skip + x).sum())
+            else:
+                losses.append(OPS.join(torch.zeros(()), [OPS.pipeline_send([x, skip], rank + 1, 0, group)]))
+            if order == "one forward, one backward":
+                losses.pop().backward()
+        for loss in reversed(losses):
+            loss.backward()
+        OPS.pipeline_flush(group)
+        torch.testing.assert_close(own.weight.grad, whole[rank].weight.grad, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(own.bias.grad, whole[rank].bias.grad, rtol=1e-12, atol=1e-12)
+
+
+@on_ranks(2)
+def test_many_messages_of_all_dtypes_on_two_channels(rank: int) -> None:
+    """Posted before the data is there and waited for in another order; small and large, strided, without elements."""
+    dtypes = [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
+    for group in _groups():
+        for shape in [(3, 5), (), (0, 4), (700, 700), (2, 1, 2, 1, 2, 1, 2, 1, 2, 2)]:
+            torch.manual_seed(2)
+            tensors = [torch.randn(shape).mul(3).to(dtype) for dtype in dtypes]
+            if rank == 0:
+                turned = [tensor.T if tensor.dim() == 2 else tensor for tensor in tensors]
+                tokens = [OPS.pipeline_send([tensor], 1, 5, group) for tensor in turned]
+                tokens.append(OPS.pipeline_send(tensors, 1, 1022, group))
+                assert [OPS.pipeline_wait(token) for token in tokens] == [[]] * 8
+                continue
+            like = [torch.empty((), dtype=tensor.dtype).expand(tensor.shape) for tensor in tensors]
+            singles = [OPS.pipeline_recv([one.T if one.dim() == 2 else one], 0, 5, group) for one in like]
+            together = OPS.pipeline_wait(OPS.pipeline_recv(like, 0, 1022, group))
+            apart = [OPS.pipeline_wait(token)[0] for token in reversed(singles)][::-1]
+            for sent, one, other in zip(tensors, together, apart, strict=True):
+                assert torch.equal(sent, one) and one.dtype == sent.dtype
+                assert torch.equal(sent.T if sent.dim() == 2 else sent, other) and other.is_contiguous()
+
+
+@on_ranks(2)
+def test_number_of_messages(rank: int) -> None:
+    """A header and each tensor; the answer is the gradients with their header, or a header alone."""
+    group = dist.group.WORLD.group_name
+    x = torch.ones(3, 4, requires_grad=True)
+
+    def without_gradients() -> None:
+        with torch.no_grad():
+            token = OPS.pipeline_recv([x, x], 0, 0, group) if rank else OPS.pipeline_send([x, x], 1, 0, group)
+            OPS.pipeline_wait(token)
+
+    def with_gradients() -> None:
+        if rank:
+            (y,) = OPS.pipeline_wait(OPS.pipeline_recv([x], 0, 0, group))
+            (2 * y).sum().backward()
+        else:
+            OPS.join(torch.zeros(()), [OPS.pipeline_send([x], 1, 0, group)]).backward()
+
+    # What is on its way when a profile ends would be left out of it.
+    collectives_of(without_gradients, {"send": 1, "recv": 3} if rank else {"send": 3, "recv": 1})
+    dist.barrier()
+    collectives_of(with_gradients, {"send": 2, "recv": 2})
+    dist.barrier()
+    if rank == 0:
+        assert torch.equal(x.grad, torch.full((3, 4), 2.0))
+    else:
+        assert x.grad is None
+
+
+@on_ranks(2)
+def test_unused_results_have_zero_gradients(rank: int) -> None:
+    group = dist.group.WORLD.group_name
+    if rank == 0:
+        x, y = torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)
+        OPS.join(torch.zeros(()), [OPS.pipeline_send([x, y], 1, 0, group)]).backward()
+        assert torch.equal(x.grad, torch.ones(2)) and torch.equal(y.grad, torch.zeros(3))
+    else:
+        like = [_like(2, dtype=torch.float32), _like(3, dtype=torch.float32)]
+        x, _ = OPS.pipeline_wait(OPS.pipeline_recv(like, 0, 0, group))
+        x.sum().backward()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("backend", ["cpu:weft", "gloo"])
+@pytest.mark.parametrize(
+    ("like", "text"),
+    [
+        ([_like(4, 3)], r"1 tensor, Double \[4, 3\]"),
+        ([_like(3, 4, dtype=torch.float32)], r"1 tensor, Float \[3, 4\]"),
+        ([_like(3, 4), _like(2)], r"2 tensors, the first Double \[3, 4\]"),
+        ([_like(3, 4, needs_grad=False)], "with other shapes, dtypes or needs of gradients"),
+    ],
+)
+def test_mismatches_raise_on_both_sides(rank: int, backend: str, like: list[Tensor], text: str) -> None:
+    group = dist.new_group(backend=backend, timeout=timedelta(seconds=20))
+    if rank == 0:
+        x = torch.ones(3, 4, dtype=torch.float64, requires_grad=True)
+        token = OPS.pipeline_send([x], 1, 7, group.group_name)
+        with pytest.raises(CollectiveMismatchError):
+            OPS.join(torch.zeros(()), [token]).backward()
+        assert x.grad is None
+    else:
+        token = OPS.pipeline_recv(like, 0, 7, group.group_name)
+        with pytest.raises(CollectiveMismatchError, match=text) as raised:
+            OPS.pipeline_wait(token)
+        assert "message 0 on channel 7 from rank 0 to rank 1" in str(raised.value)
+        assert "1 tensor, Double [3, 4]" in str(raised.value)
+
+
+@on_ranks(2)
+def test_a_refused_message_is_told_by_the_next_call(rank: int) -> None:
+    """A sender that never waits learns of it when it sends again."""
+    group = dist.new_group(backend="cpu:weft").group_name
+    if rank == 0:
+        OPS.pipeline_send([torch.ones(3, 4)], 1, 0, group)
+        dist.barrier()
+        with pytest.raises(CollectiveMismatchError, match=r"rank 1 expected message 0 on channel 0 .* \[4, 3\]"):
+            for _ in range(1000):
+                OPS.pipeline_send([torch.ones(2)], 1, 1, group)
+    else:
+        token = OPS.pipeline_recv([torch.ones(4, 3)], 0, 0, group)
+        with pytest.raises(CollectiveMismatchError):
+            OPS.pipeline_wait(token)
+        dist.barrier()
+
+
+@on_ranks(2)
+def test_a_message_that_never_comes_ends_in_a_timeout(rank: int) -> None:
+    group = dist.new_group(backend="cpu:weft", timeout=timedelta(seconds=1)).group_name
+    if rank == 1:
+        token = OPS.pipeline_recv([torch.ones(3)], 0, 0, group)
+        with pytest.raises(Exception, match="weft::pipeline_recv: the message 0 on channel 0 from rank 0"):
+            OPS.pipeline_wait(token)
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_refusals(rank: int) -> None:
+    group = dist.group.WORLD.group_name
+    x = torch.ones(2)
+    for error, text, call in [
+        (ValueError, "weft::pipeline_send: got no tensors", ([], 1 - rank, 0, group)),
+        (ValueError, rf"got peer {rank} on rank {rank} of 2", ([x], rank, 0, group)),
+        (ValueError, "got peer 2", ([x], 2, 0, group)),
+        (ValueError, "got channel 1023; pass a number from 0 to 1022", ([x], 1 - rank, 1023, group)),
+        (ValueError, "got a group of one rank", ([x], 1, 0, "")),
+        (ValueError, "got group_name 'nowhere'", ([x], 1, 0, "nowhere")),
+        (NotImplementedError, "are not part of a graph", ([x.to("meta")], 1 - rank, 0, group)),
+    ]:
+        with pytest.raises(error, match=text):
+            OPS.pipeline_send(*call)
+    with pytest.raises(ValueError, match=r"weft::pipeline_wait: got a tensor of shape \[2\] that is no token"):
+        OPS.pipeline_wait(x)
+    with pytest.raises(ValueError, match=r"weft::join: got a tensor of shape \[2\] among the tokens"):
+        OPS.join(x, [x])
+    with pytest.raises(Exception, match="messages between stages are not part of a graph"):
+        torch.compile(lambda: OPS.pipeline_send([x], 1 - rank, 0, group), backend="eager", fullgraph=True)()
+    token = OPS.pipeline_recv([x], 1 - rank, 0, group)
+    sent = OPS.pipeline_send([x], 1 - rank, 0, group)
+    OPS.pipeline_wait(token)
+    OPS.pipeline_wait(sent)
+    with pytest.raises(ValueError, match="for the second time"):
+        OPS.pipeline_wait(token)
+
+
+class Echo(nn.Module):
+    """Sends twice what it received; its calls have effects, so TorchScript must keep them all, and in order."""
+
+    def __init__(self, peer: int, group_name: str) -> None:
+        super().__init__()
+        self.peer = peer
+        self.group_name = group_name
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.ops.weft.pipeline_send([x], self.peer, 3, self.group_name)
+        torch.ops.weft.pipeline_send([x], self.peer, 3, self.group_name)
+        first = torch.ops.weft.pipeline_recv([x], self.peer, 3, self.group_name)
+        second = torch.ops.weft.pipeline_recv([x], self.peer, 3, self.group_name)
+        return torch.ops.weft.pipeline_wait(first)[0] + torch.ops.weft.pipeline_wait(second)[0]
+
+
+@on_ranks(2)
+def test_script(rank: int) -> None:
+    buffer = io.BytesIO()
+    torch.jit.save(torch.jit.script(Echo(1 - rank, dist.group.WORLD.group_name)), buffer)
+    buffer.seek(0)
+    loaded = torch.jit.load(buffer)
+    for _ in range(4):
+        assert torch.equal(loaded(torch.full((3,), rank + 1.0)), torch.full((3,), 2.0 * (2 - rank)))
