@@ -91,12 +91,12 @@ def sample_calls(group_name: str = "", dtype: torch.dtype = torch.float64) -> li
     return calls
 
 
-def chunk(tensor: Tensor, dim: int, world_size: int, rank: int) -> Tensor:
+def chunk(tensor: Tensor, dim: int, world_size: int, rank: int, learns: bool = True) -> Tensor:
     """This rank's leaf: torch.chunk's part along `dim`, which may be empty."""
     length = -(-tensor.size(dim) // world_size)
     start = min(rank * length, tensor.size(dim))
     part = tensor.detach().narrow(dim, start, min(start + length, tensor.size(dim)) - start)
-    return part.clone().requires_grad_()
+    return part.clone().requires_grad_(learns)
 
 
 def mlp_reference(x: Tensor, w: dict[str, Tensor], activation: str) -> Tensor:

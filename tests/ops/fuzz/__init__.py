@@ -1,0 +1,28 @@
+"""Random argument sets for every public operator. An operator is added by a class of its own and its name below."""
+
+from __future__ import annotations
+
+from ops.fuzz import linears, pairs, vocabulary
+from ops.fuzz.operator import Operator
+
+OPERATORS: dict[str, Operator] = {
+    operator.name: operator
+    for operator in (
+        linears.ColumnRowMLP(),
+        linears.ColumnLinear(),
+        linears.RowLinear(),
+        linears.AllGatherLinear(),
+        linears.LinearReduceScatter(),
+        linears.ShardedLinear(),
+        vocabulary.VocabParallelEmbedding(),
+        vocabulary.VocabParallelCrossEntropy(),
+        vocabulary.VocabParallelLinearCrossEntropy(),
+        pairs.CopyToGroup(),
+        pairs.ReduceFromGroup(),
+        pairs.ScatterToGroup(),
+        pairs.GatherFromGroup(),
+        pairs.GatherFromSequence(),
+        pairs.ReduceScatterToSequence(),
+        pairs.AllToAll(),
+    )
+}

@@ -1,0 +1,165 @@
+"""One random call on this rank: it agrees with the unsharded computation, or is refused with weft's own sentence."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from ops.fuzz.draws import FLOATS, Draw, Place, Value, constant_along_first_dim, laid_out, part
+from ops.fuzz.operator import NOWHERE, Call
+
+
+def check(call: Call, rank: int, groups: dict[str, str]) -> str:
+    """ "agreed" or "refused"; raises AssertionError with the call in its text."""
+    place = call.place(rank)
+    try:
+        if call.refusals[place.rank]:
+            _check_refusal(call, place, groups)
+            return "refused"
+        _check_values(call, place, groups)
+    except Exception as error:
+        found = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
+        raise AssertionError(f"{found}\n{call}") from error
+    return "agreed"
+
+
+def _run(call: Call, arguments: dict[str, object], groups: dict[str, str]) -> tuple[Tensor, ...]:
+    with torch.set_grad_enabled(call.mode != "no_grad"):
+        return call.operator.run(arguments | {"group_name": groups[call.group]})
+
+
+def _check_refusal(call: Call, place: Place, groups: dict[str, str]) -> None:
+    expected = call.refusals[place.rank]
+    try:
+        _run(call, call.arguments_of(place), groups | {NOWHERE: NOWHERE})
+    except Exception as error:
+        text = str(error)
+        is_known = any(type(error) is each.error and each.text in text for each in expected)
+        assert is_known, f"{type(error).__name__}: {text}; documented is one of {expected}"
+        is_sentence = text.startswith(f"weft::{call.operator.name}: got ") and text.endswith(".") and "\n" not in text
+        assert is_sentence, f"not a sentence of weft's: {text}"
+        return
+    raise AssertionError(f"accepted; documented is one of {expected}")
+
+
+def _check_values(call: Call, place: Place, groups: dict[str, str]) -> None:
+    operator = call.operator
+    expected = _Expected(call)
+    arguments = call.arguments_of(place)
+    before = {name: value.detach().clone() for name, value in arguments.items() if isinstance(value, Tensor)}
+    results = _run(call, arguments, groups)
+
+    leaves = {name: arguments[name] for name in sorted(call.learns)}
+    dtype = operator.result_dtype(call.values)
+    assert len(results) == len(expected.results)
+    for index, result in enumerate(results):
+        assert result.dtype == dtype, f"result of {result.dtype} instead of {dtype}"
+        assert result.requires_grad == (bool(leaves) and call.mode != "no_grad")
+        for name in before:
+            same = result.untyped_storage().data_ptr() == arguments[name].untyped_storage().data_ptr()
+            assert not same or result.numel() == 0, f"the result is in the memory of {name}"
+        expected.compare(result.detach(), expected.result_on(place, index), f"result {index}")
+    if leaves and call.mode != "no_grad":
+        grads = [laid_out(expected.grad_on(place, index), call.grad_layout) for index in range(len(results))]
+        if call.mode == "backward":
+            torch.autograd.backward(results, grads)
+            given = {name: leaf.grad for name, leaf in leaves.items()}
+        else:
+            tensors = torch.autograd.grad(results, [leaves[name] for name in call.wanted], grads)
+            given = dict(zip(call.wanted, tensors, strict=True))
+        for name, grad in given.items():
+            assert grad.dtype == leaves[name].dtype, f"gradient of {name} of {grad.dtype}"
+            expected.compare(grad, expected.input_grad_on(place, name), f"gradient of {name}")
+    for name, value in before.items():
+        assert torch.equal(arguments[name].detach(), value), f"{name} has changed"
+
+
+class _Expected:
+    """The unsharded computation of a call in float64, from the same values, with gradients."""
+
+    def __init__(self, call: Call) -> None:
+        operator = call.operator
+        self._call = call
+        self._placements = call.placements()
+        self._placed = operator.results(call.values, call.options)
+        places = [Place(call.num_ranks, rank) for rank in range(call.num_ranks)]
+        leaves = {name: _map(value, _as_leaf) for name, value in call.values.items()}
+        self.results = operator.reference(SimpleNamespace(**leaves), SimpleNamespace(**call.options), places)
+
+        draw = Draw(call.seed + 1)
+        dtype = operator.result_dtype(call.values)
+        values = [_map(result, lambda each: draw.values(each.shape, dtype)) for result in self.results]
+        if call.grad_layout == "expanded":
+            # NOTE: of the whole; its parts are laid out as they come.
+            values = [constant_along_first_dim(value) for value in values]
+        self._grads = values
+
+        total = sum(
+            (one * grad.double()).sum()
+            for result, value in zip(self.results, values, strict=True)
+            for one, grad in zip(_listed(result), _listed(value), strict=True)
+        )
+        learning = [(name, leaf) for name in sorted(call.learns) for leaf in _listed(leaves[name])]
+        if isinstance(total, Tensor) and total.requires_grad and learning:
+            tensors = [leaf for _, leaf in learning]
+            grads = torch.autograd.grad(total, tensors, allow_unused=True, materialize_grads=True)
+        else:
+            grads = tuple(torch.zeros_like(leaf) for _, leaf in learning)
+        self._input_grads: dict[str, Value] = {}
+        for name in call.learns:
+            own = [grad for (of, _), grad in zip(learning, grads, strict=True) if of == name]
+            self._input_grads[name] = own if isinstance(call.values[name], list) else own[0]
+
+        self._tolerance = operator.tolerances.get(_dtype_of(call), 0.0)
+        everything = [*self.results, *self._input_grads.values(), *values, *call.values.values()]
+        self._scale = max([1.0, *(_largest(one) for value in everything for one in _listed(value))])
+
+    def result_on(self, place: Place, index: int) -> Tensor:
+        return part(_detached(self.results[index]), self._placed[index], place)
+
+    def grad_on(self, place: Place, index: int) -> Tensor:
+        return part(self._grads[index], self._placed[index], place)
+
+    def input_grad_on(self, place: Place, name: str) -> Tensor:
+        return part(self._input_grads[name], self._placements[name], place)
+
+    def compare(self, actual: Tensor, expected: Tensor, what: str) -> None:
+        assert actual.shape == expected.shape, f"{what} of shape {list(actual.shape)}, expected {list(expected.shape)}"
+        ours, wanted = actual.double(), expected.double()
+        is_odd = ~wanted.isfinite()
+        assert torch.equal(ours.isfinite(), wanted.isfinite()), f"{what}: {ours}, expected {wanted}"
+        error = (ours - wanted).masked_fill(is_odd, 0).abs().max().item() if ours.numel() else 0.0
+        bound = self._tolerance * self._scale
+        assert error <= bound, f"{what} is off by {error:.2e}, more than {bound:.2e}"
+
+
+def _as_leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().double().requires_grad_() if tensor.dtype in FLOATS else tensor.detach()
+
+
+def _map(value: Value, function) -> Value:
+    if isinstance(value, list):
+        return [function(each) for each in value]
+    return None if value is None else function(value)
+
+
+def _listed(value: Value) -> list[Tensor]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _detached(value: Value) -> Value:
+    return _map(value, lambda tensor: tensor.detach())
+
+
+def _largest(tensor: Tensor) -> float:
+    if tensor.numel() == 0 or not tensor.is_floating_point():
+        return 0.0
+    return tensor.detach().double().nan_to_num(0.0, 0.0, 0.0).abs().max().item()
+
+
+def _dtype_of(call: Call) -> torch.dtype:
+    """The floating dtype of the call, which all its tensors share."""
+    dtypes = {one.dtype for value in call.values.values() for one in _listed(value)}
+    return next((dtype for dtype in dtypes if dtype in FLOATS), torch.int64)

@@ -1,0 +1,129 @@
+"""What random argument sets are made of: sizes, dtypes, values, memory layouts, and who holds which part."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ops.operators import chunk
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+OTHERS = (torch.int64, torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn)
+LAYOUTS = ("contiguous", "transposed", "strided", "offset", "expanded")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Each rank has torch.chunk's part along `dim`."""
+
+    dim: int
+
+
+@dataclass(frozen=True)
+class Whole:
+    """All ranks have the same."""
+
+
+@dataclass(frozen=True)
+class Own:
+    """Each rank has something else: a list, one tensor for each rank."""
+
+
+Placement = Cut | Whole | Own
+WHOLE, OWN = Whole(), Own()
+Value = Tensor | list[Tensor] | None
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank of a group."""
+
+    num_ranks: int
+    rank: int
+
+    def part_range(self, size: int) -> tuple[int, int]:
+        """First entry and length of this rank's part of `size` entries."""
+        length = -(-size // self.num_ranks)
+        start = min(self.rank * length, size)
+        return start, min(start + length, size) - start
+
+
+def part(value: Value, placement: Placement, place: Place) -> Tensor | None:
+    """What a rank has of a value. A dim that the value lacks cuts nothing: the operator has to refuse it."""
+    if value is None:
+        return None
+    if isinstance(value, list):
+        return value[place.rank]
+    if isinstance(placement, Cut) and -value.dim() <= placement.dim < value.dim():
+        return chunk(value, placement.dim, place.num_ranks, place.rank, learns=False)
+    return value
+
+
+class Draw:
+    """Random choices, the same on every rank that starts from the same seed."""
+
+    num_ranks = 1  # of the group that the call is for
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.generator = torch.Generator().manual_seed(self.random.getrandbits(60))
+
+    def chance(self, share: float) -> bool:
+        return self.random.random() < share
+
+    def size(self) -> int:
+        """Of a dim: small, now and then nothing."""
+        return self.random.choices(range(8), (6, 12, 16, 16, 16, 14, 10, 10))[0]
+
+    def sizes(self, fewest: int, most: int) -> tuple[int, ...]:
+        return tuple(self.size() for _ in range(self.random.randint(fewest, most)))
+
+    def dtype(self) -> torch.dtype:
+        return self.random.choices(FLOATS, (25, 40, 15, 20))[0]
+
+    def values(self, shape: Sequence[int], dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+        """Normal numbers; of integers those from -4 to 4."""
+        if dtype.is_floating_point or dtype.is_complex:
+            return (torch.randn(tuple(shape), generator=self.generator, dtype=torch.float64) * scale).to(dtype)
+        return torch.randint(-4, 5, tuple(shape), generator=self.generator).to(dtype)
+
+    def maybe(self, shape: Sequence[int], dtype: torch.dtype, share: float = 0.5) -> Tensor | None:
+        return self.values(shape, dtype) if self.chance(share) else None
+
+    def layout(self) -> str:
+        return self.random.choices(LAYOUTS, (60, 12, 12, 10, 6))[0]
+
+    def dim_of(self, num_dims: int) -> int:
+        """Any of `num_dims` dims, 1 or more of them, from the front or from the back."""
+        return self.random.randrange(-num_dims, num_dims)
+
+    def told(self, size: int, share: float = 0.6) -> int | None:
+        """The size of a cut dim; it may only be left out where all parts are equal."""
+        return size if size % self.num_ranks or self.chance(share) else None
+
+
+def constant_along_first_dim(value: Value) -> Value:
+    """A tensor that can be laid out with a stride of 0."""
+    if isinstance(value, list):
+        return [constant_along_first_dim(each) for each in value]
+    if value is None or value.dim() == 0 or value.size(0) == 0:
+        return value
+    return value[:1].expand(value.shape).clone()
+
+
+def laid_out(tensor: Tensor, layout: str) -> Tensor:
+    """The same values in memory of its own, in that layout as far as the shape allows it."""
+    if layout == "transposed" and tensor.dim() >= 2:
+        return tensor.transpose(0, -1).clone(memory_format=torch.contiguous_format).transpose(0, -1)
+    if layout == "strided" and tensor.dim() >= 1:
+        wide = tensor.new_zeros(*tensor.shape[:-1], 2 * tensor.size(-1) + 1)
+        return wide[..., 1::2].copy_(tensor)
+    if layout == "offset":
+        return tensor.new_zeros(tensor.numel() + 3)[3:].view(tensor.shape).copy_(tensor)
+    if layout == "expanded" and tensor.dim() >= 1 and tensor.size(0) >= 1:
+        return tensor[:1].clone(memory_format=torch.contiguous_format).expand(tensor.shape)
+    return tensor.clone(memory_format=torch.contiguous_format)

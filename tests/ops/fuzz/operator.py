@@ -1,0 +1,258 @@
+"""An operator as the fuzz test sees it, and one random call of it.
+
+A call is drawn as a whole, the same on every rank: whole tensors, and where each is cut. Of it follow what a rank
+passes, what a rank must refuse, and what the unsharded computation gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ops.fuzz.draws import (
+    FLOATS,
+    OTHERS,
+    WHOLE,
+    Draw,
+    Place,
+    Placement,
+    Value,
+    constant_along_first_dim,
+    laid_out,
+    part,
+)
+from ops.fuzz.rules import Findings, Refusal, Same, Unseen
+
+Values = dict[str, Any]
+Options = dict[str, Any]
+Wild = dict[str, Sequence[object]]  # values of options that are often wrong
+
+NOWHERE = "nowhere"  # the name of no group
+MAX_DRAWS = 1000
+
+
+class Operator:
+    """One operator: how its arguments are drawn, what its documentation refuses, and its reference."""
+
+    name: ClassVar[str]
+    optional: ClassVar[tuple[str, ...]] = ()  # tensors that have a default
+    wild: ClassVar[Wild] = {}
+    tolerances: ClassVar[dict[torch.dtype, float]] = {
+        torch.float64: 1e-12,
+        torch.float32: 1e-5,
+        torch.bfloat16: 3e-2,
+        torch.float16: 4e-3,
+    }
+
+    def draw(self, draw: Draw) -> tuple[Values, Options]:
+        """A set that agrees with the documentation: whole tensors, a list of them where each rank has its own."""
+        raise NotImplementedError
+
+    def placements(self, values: Values, options: Options) -> dict[str, Placement]:
+        """Who has which part of the tensors; WHOLE where nothing is said."""
+        raise NotImplementedError
+
+    def options_of(self, values: Values, options: Options, place: Place) -> Options:
+        """A rank's options, where they are not the same for all."""
+        return options
+
+    def findings(self, given: SimpleNamespace, place: Place) -> Findings:
+        """What is wrong with a rank's arguments, `given` by name."""
+        raise NotImplementedError
+
+    def results(self, values: Values, options: Options) -> tuple[Placement, ...]:
+        """Who has which part of the results."""
+        raise NotImplementedError
+
+    def reference(self, values: SimpleNamespace, options: SimpleNamespace, places: list[Place]) -> tuple[Value, ...]:
+        """The whole results, differentiable, of the whole tensors in float64."""
+        raise NotImplementedError
+
+    def result_dtype(self, values: Values) -> torch.dtype:
+        return values["x"].dtype
+
+    def run(self, arguments: dict[str, object]) -> tuple[Tensor, ...]:
+        """The call itself, through the typed wrapper."""
+        import weft
+
+        result = getattr(weft.ops, self.name)(**arguments)
+        return result if isinstance(result, tuple) else (result,)
+
+
+@dataclass
+class Call:
+    """Random arguments of an operator, for all ranks of its group."""
+
+    operator: Operator
+    seed: int
+    world_size: int
+    group: str  # a key of the groups that the ranks have made, or NOWHERE
+    values: Values
+    options: Options
+    layouts: dict[str, str]
+    learns: set[str]  # tensors that require a gradient
+    mode: str  # "backward", "grad" of some tensors, or "no_grad"
+    wanted: list[str]  # the tensors of a "grad"
+    grad_layout: str
+    refusals: list[list[Refusal]] = field(default_factory=list)  # by rank
+
+    @property
+    def num_ranks(self) -> int:
+        return self.world_size if self.group in ("world", "second", NOWHERE) else 1
+
+    def place(self, rank: int) -> Place:
+        return Place(self.num_ranks, rank if self.num_ranks > 1 else 0)
+
+    def placements(self) -> dict[str, Placement]:
+        given = self.operator.placements(self.values, self.options)
+        return {name: given.get(name, WHOLE) for name in self.values}
+
+    def tensors(self) -> list[Tensor]:
+        """All of all ranks."""
+        present = [value for value in self.values.values() if value is not None]
+        return [one for value in present for one in (value if isinstance(value, list) else [value])]
+
+    def tensors_of(self, place: Place) -> dict[str, Tensor | None]:
+        placements = self.placements()
+        return {name: part(value, placements[name], place) for name, value in self.values.items()}
+
+    def arguments_of(self, place: Place) -> dict[str, object]:
+        """A rank's arguments but for the group's name; leaves in memory of their own."""
+        arguments: dict[str, object] = {}
+        for name, tensor in self.tensors_of(place).items():
+            if tensor is None:
+                arguments[name] = None
+                continue
+            leaf = laid_out(tensor.detach(), self.layouts[name])
+            arguments[name] = leaf.requires_grad_(name in self.learns)
+        return arguments | self.operator.options_of(self.values, self.options, place)
+
+    def findings(self, place: Place) -> list[Refusal | Same | Unseen]:
+        given = self.tensors_of(place) | self.operator.options_of(self.values, self.options, place)
+        found = list(self.operator.findings(SimpleNamespace(**given), place))
+        if self.group == NOWHERE:
+            found.append(Refusal(ValueError, f"got group_name '{NOWHERE}', which is no process group"))
+        return found
+
+    def is_the_same_to_all(self) -> bool:
+        """Whether all ranks refuse the call or none, and none is misled by what it cannot see."""
+        if all(one.is_meta for one in self.tensors()):
+            return False  # nothing to compute; tests/ops/test_registration.py has the Meta kernels
+        found = [self.findings(Place(self.num_ranks, rank)) for rank in range(self.num_ranks)]
+        self.refusals = [[each for each in of_rank if isinstance(each, Refusal)] for of_rank in found]
+        if any(self.refusals):
+            return all(self.refusals)
+        if any(isinstance(each, Unseen) for of_rank in found for each in of_rank):
+            return False
+        return all(of_rank == found[0] for of_rank in found)
+
+    def __str__(self) -> str:
+        placements = self.placements()
+        lines = [f"weft::{self.operator.name}, group {self.group!r} of {self.num_ranks}, {self.mode} {self.wanted}"]
+        for name, value in self.values.items():
+            if value is None:
+                lines.append(f"  {name}: None")
+                continue
+            each = value if isinstance(value, list) else [value]
+            shapes = ", ".join(str(list(tensor.shape)) for tensor in each)
+            gradient = "requires_grad" if name in self.learns else "no gradient"
+            facts = f"{each[0].dtype} on {each[0].device}, {placements[name]}, {self.layouts[name]}, {gradient}"
+            lines.append(f"  {name}: {shapes} {facts}")
+        lines += [f"  {name}: {value!r}" for name, value in self.options.items()]
+        script = f"--operator {self.operator.name} --ranks {self.world_size} --seed {self.seed} --count 1"
+        return "\n".join([*lines, f"  again: python tests/soak/operators.py {script}"])
+
+
+def draw_call(operator: Operator, seed: int, world_size: int) -> Call:
+    """The call of that seed, the same on every rank. Somewhat more than half of them agree with the documentation."""
+    draw = Draw(seed)
+    group = draw.random.choices(("world", "second", "", "alone"), (70, 15, 8, 7))[0]
+    draw.num_ranks = world_size if group in ("world", "second") else 1
+    for _ in range(MAX_DRAWS):
+        values, options = operator.draw(draw)
+        num_changes = draw.random.choices((0, 1, 2), (63, 29, 8))[0]
+        call = Call(operator, seed, world_size, group, values, dict(options), {}, set(), "backward", [], "contiguous")
+        for _ in range(num_changes):
+            _disturb(call, draw)
+        if call.is_the_same_to_all():
+            _draw_the_rest(call, draw)
+            return call
+    raise AssertionError(f"weft::{operator.name}: no set in {MAX_DRAWS} draws that all ranks see alike, seed {seed}")
+
+
+def _draw_the_rest(call: Call, draw: Draw) -> None:
+    for name, value in call.values.items():
+        call.layouts[name] = draw.layout()
+        if call.layouts[name] == "expanded":
+            call.values[name] = constant_along_first_dim(value)
+        first = value[0] if isinstance(value, list) else value
+        if first is not None and first.dtype in FLOATS and draw.chance(0.75):
+            call.learns.add(name)
+    call.mode = draw.random.choices(("backward", "grad", "no_grad"), (70, 22, 8))[0]
+    call.grad_layout = draw.layout()
+    if call.mode == "grad":
+        candidates = sorted(call.learns)
+        call.wanted = sorted(
+            draw.random.sample(candidates, draw.random.randint(min(1, len(candidates)), len(candidates)))
+        )
+
+
+def _disturb(call: Call, draw: Draw) -> None:
+    """One random change. It may leave the set as good as it was: the rules tell."""
+    operator, values = call.operator, call.values
+    present = [name for name, value in values.items() if value is not None]
+    kinds = ["dtype", "dtypes", "shape", "shape", "device", "group"]
+    kinds += ["option"] * (2 if operator.wild else 0) + ["absent"] * (1 if operator.optional else 0)
+    kind = draw.random.choice(kinds)
+    if kind == "dtype":
+        name, dtype = draw.random.choice(present), draw.random.choice(FLOATS + OTHERS)
+        values[name] = _mapped(values[name], lambda tensor: _converted(tensor, dtype))
+    elif kind == "dtypes":
+        dtype = draw.random.choice(FLOATS + OTHERS)
+        for name in present:
+            values[name] = _mapped(values[name], lambda tensor: _converted(tensor, dtype))
+    elif kind == "shape":
+        name = draw.random.choice(present)
+        seed = draw.random.getrandbits(30)
+        values[name] = _mapped(values[name], lambda tensor: _reshaped(tensor, Draw(seed)))
+    elif kind == "device":
+        name = draw.random.choice(present)
+        values[name] = _mapped(values[name], lambda tensor: tensor.to("meta"))
+    elif kind == "option":
+        name = draw.random.choice(sorted(operator.wild))
+        call.options[name] = draw.random.choice(operator.wild[name])
+    elif kind == "absent":
+        name = draw.random.choice(operator.optional)
+        like = values[present[0]]
+        dtype = (like[0] if isinstance(like, list) else like).dtype
+        values[name] = draw.values(draw.sizes(1, 2), dtype) if values[name] is None else None
+    elif call.num_ranks > 1:
+        call.group = NOWHERE
+
+
+def _mapped(value: Value, function) -> Value:
+    return [function(each) for each in value] if isinstance(value, list) else function(value)
+
+
+def _converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    real = tensor.real if tensor.is_complex() else tensor
+    return real.float().mul(2).to(dtype) if dtype in OTHERS else real.to(dtype)
+
+
+def _reshaped(tensor: Tensor, draw: Draw) -> Tensor:
+    """A tensor with a dim that is longer, shorter, empty, new or gone."""
+    shape = list(tensor.shape)
+    change = draw.random.choice(("longer", "shorter", "empty", "new", "gone"))
+    place = draw.random.randrange(len(shape)) if shape else 0
+    if change == "new" or not shape:
+        shape.insert(place, draw.size())
+    elif change == "gone":
+        del shape[place]
+    else:
+        shape[place] = {"longer": shape[place] + 1, "shorter": max(0, shape[place] - 1), "empty": 0}[change]
+    return draw.values(shape, tensor.dtype).to(tensor.device)

@@ -1,0 +1,116 @@
+"""The documented rules of arguments, written down once more: what a rank must refuse, and with which error.
+
+Each rule is a generator over what it finds wrong. A set is wrong where a rule yields a Refusal; the operator may
+name any of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ops.fuzz.draws import FLOATS, Place
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An error and a part of its sentence."""
+
+    error: type[Exception]
+    text: str
+
+
+@dataclass(frozen=True)
+class Same:
+    """What no rank can see of the others: the set is drawn again where the ranks differ in it."""
+
+    what: str
+    value: object
+
+
+@dataclass(frozen=True)
+class Unseen:
+    """What no rank can see and no caller may do: the set is drawn again."""
+
+    what: str
+
+
+Findings = Iterator[Refusal | Same | Unseen]
+
+
+def floating(tensor: Tensor, name: str) -> Findings:
+    if tensor.dtype not in FLOATS:
+        yield Refusal(TypeError, f"got {name} of dtype ")
+
+
+def integers(tensor: Tensor, name: str) -> Findings:
+    if tensor.dtype not in (torch.int64, torch.int32):
+        yield Refusal(TypeError, f"got {name} of dtype ")
+
+
+def one_device(x: Tensor, other: Tensor, name: str) -> Findings:
+    if other.device != x.device:
+        yield Refusal(ValueError, f"got {name} on {other.device} with ")
+
+
+def like(x: Tensor, other: Tensor | None, name: str) -> Findings:
+    """Of one dtype and device with x."""
+    if other is None:
+        return
+    if other.dtype != x.dtype:
+        yield Refusal(TypeError, f"got {name} of dtype ")
+    yield from one_device(x, other, name)
+
+
+def token_matrix(x: Tensor) -> Findings:
+    """x [..., features]."""
+    yield from floating(x, "x")
+    if x.dim() == 0:
+        yield Refusal(ValueError, "got x without dims")
+
+
+def matrix(weight: Tensor, name: str, num_columns: int | None) -> Findings:
+    if weight.dim() != 2 or num_columns not in (None, weight.size(1)):
+        yield Refusal(ValueError, f"got {name} of shape ")
+
+
+def bias_of(bias: Tensor | None, name: str, weight: Tensor) -> Findings:
+    if bias is not None and (bias.dim() != 1 or (weight.dim() > 0 and bias.size(0) != weight.size(0))):
+        yield Refusal(ValueError, f"got {name} of shape ")
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Findings:
+    yield from token_matrix(x)
+    yield from like(x, weight, "weight")
+    yield from like(x, bias, "bias")
+    yield from matrix(weight, "weight", x.size(-1) if x.dim() else None)
+    yield from bias_of(bias, "bias", weight)
+
+
+def has_dim(x: Tensor, dim: int, name: str = "dim") -> bool:
+    return -x.dim() <= dim < x.dim()
+
+
+def any_dim(x: Tensor, dim: int, name: str = "dim") -> Findings:
+    if not has_dim(x, dim):
+        yield Refusal(IndexError, f"got {name} {dim} for x with {x.dim()} dims")
+
+
+def token_dim(x: Tensor, dim: int, name: str) -> Findings:
+    yield from any_dim(x, dim, name)
+    if has_dim(x, dim) and dim % x.dim() == x.dim() - 1:
+        yield Refusal(ValueError, f"got {name} {dim % x.dim()}, the last dim of x")
+
+
+def told(x: Tensor, dim: int, size: int | None, place: Place, size_name: str = "dim_size", name: str = "x") -> Findings:
+    """`size` is that of all parts along `dim`; without it every part is as long as the others."""
+    if not has_dim(x, dim):
+        return
+    if size is None:
+        yield Same(f"{name} along {dim}", x.size(dim))
+    elif size < 0 or x.size(dim) != place.part_range(size)[1]:
+        where = f"on rank {place.rank} of {place.num_ranks} with {size_name} {size}"
+        yield Refusal(ValueError, f"got {name} of shape {list(x.shape)} {where}")

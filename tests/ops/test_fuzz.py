@@ -1,0 +1,140 @@
+"""Random argument sets for every operator; `make soak` runs 10,000 for each. How they are made: tests/ops/fuzz."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import islice
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+import weft
+from ops.fuzz import OPERATORS
+from ops.fuzz.check import check
+from ops.fuzz.draws import Place, Value
+from ops.fuzz.launch import run_calls
+from ops.fuzz.linears import ColumnLinear
+from ops.fuzz.operator import Call, Operator, draw_call
+from ops.fuzz.rules import Findings, Refusal
+from support.ranks import run_on_ranks
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize(("num_ranks", "count"), [(2, 240), (3, 60)])
+def test_random_sets_agree_or_are_refused(operator: str, num_ranks: int, count: int) -> None:
+    outcomes = run_on_ranks(num_ranks, run_calls, operator=operator, first_seed=0, count=count)
+    assert all(each == outcomes[0] for each in outcomes)
+    assert outcomes[0]["agreed"] >= count / 2 and outcomes[0]["refused"] >= count / 20, outcomes[0]
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="vocab_start is taken modulo 2**32 or 2**64")
+def test_vocabularies_beyond_int32() -> None:
+    """Where this passes, the generator's STARTS may have such numbers."""
+    ids = torch.tensor([1], dtype=torch.int32)
+    assert weft.ops.vocab_parallel_embedding(ids, torch.ones(4, 2), 2**32, group_name="").count_nonzero() == 0
+
+
+@pytest.mark.xfail(strict=True, reason="the end of this rank's classes overflows and is below vocab_size")
+def test_classes_beyond_int64() -> None:
+    logits, target = torch.ones(1, 4), torch.tensor([1])
+    with pytest.raises(ValueError, match="got 4 classes from vocab_start"):
+        weft.ops.vocab_parallel_cross_entropy(logits, target, 2**63 - 2, group_name="", vocab_size=8)
+
+
+def test_every_public_operator_has_its_sets() -> None:
+    names = {schema.name.removeprefix("weft::") for schema in torch._C._jit_get_all_schemas()}
+    registered = {name for name in names if hasattr(torch.ops.weft, name) and not name.startswith("_")}
+    assert registered == set(OPERATORS), "write a class in tests/ops/fuzz for each operator"
+
+
+def test_a_seed_gives_one_call() -> None:
+    for name, operator in OPERATORS.items():
+        calls = [draw_call(operator, seed=5, world_size=2) for _ in range(2)]
+        assert str(calls[0]) == str(calls[1]) and f"--operator {name} --ranks 2 --seed 5" in str(calls[0])
+        for one, other in zip(calls[0].tensors(), calls[1].tensors(), strict=True):
+            assert one.is_meta or torch.equal(one, other)
+
+
+class WrongValues(ColumnLinear):
+    def reference(self, values: SimpleNamespace, options: SimpleNamespace, places: list[Place]) -> tuple[Value, ...]:
+        return tuple(value * 1.001 for value in super().reference(values, options, places))
+
+
+class WrongGradients(ColumnLinear):
+    def reference(self, values: SimpleNamespace, options: SimpleNamespace, places: list[Place]) -> tuple[Value, ...]:
+        values.weight = values.weight * 1.001 - values.weight.detach() * 0.001
+        return super().reference(values, options, places)
+
+
+class NothingIsRight(ColumnLinear):
+    def findings(self, given: SimpleNamespace, place: Place) -> Findings:
+        yield Refusal(ValueError, "got x")
+
+
+class NothingIsWrong(ColumnLinear):
+    def findings(self, given: SimpleNamespace, place: Place) -> Findings:
+        return iter(())
+
+
+class SpeaksAsTorchDoes(ColumnLinear):
+    def run(self, arguments: dict[str, object]) -> tuple[Tensor, ...]:
+        try:
+            return super().run(arguments)
+        except Exception as error:
+            raise type(error)(f"linear(): {error}") from None
+
+
+class ChangesItsInput(ColumnLinear):
+    def run(self, arguments: dict[str, object]) -> tuple[Tensor, ...]:
+        result = super().run(arguments)
+        with torch.no_grad():
+            arguments["weight"].mul_(2)
+        return result
+
+
+def _alone(operator: Operator, is_wanted: Callable[[Call], bool]) -> list[Call]:
+    """The first calls on a group of one that are as wanted."""
+    calls = (draw_call(operator, seed, world_size=2) for seed in range(3000))
+    return list(islice((call for call in calls if call.group == "" and is_wanted(call)), 3))
+
+
+def _is_large(call: Call) -> bool:
+    return _is_right(call) and all(one.numel() > 4 and one.dtype == torch.float64 for one in call.tensors()[:2])
+
+
+def _learns(call: Call) -> bool:
+    return _is_large(call) and "weight" in call.learns and call.mode == "backward"
+
+
+def _gives_no_gradient(call: Call) -> bool:
+    return _is_right(call) and call.mode == "no_grad" and call.values["weight"].count_nonzero() > 0
+
+
+def _is_right(call: Call) -> bool:
+    return not _is_wrong(call)
+
+
+def _is_wrong(call: Call) -> bool:
+    return any(draw_call(ColumnLinear(), call.seed, call.world_size).refusals)
+
+
+DEFECTS = [
+    (WrongValues(), _is_large, "result 0 is off by"),
+    (WrongGradients(), _learns, "gradient of weight is off by"),
+    (NothingIsRight(), _is_right, "accepted; documented is one of"),
+    (NothingIsWrong(), _is_wrong, "Error: "),
+    (SpeaksAsTorchDoes(), _is_wrong, "not a sentence of weft's: linear()"),
+    (ChangesItsInput(), _gives_no_gradient, "weight has changed"),
+]
+
+
+@pytest.mark.parametrize(("operator", "is_wanted", "text"), DEFECTS, ids=lambda value: type(value).__name__)
+def test_a_defect_is_found_and_told(operator: Operator, is_wanted: Callable[[Call], bool], text: str) -> None:
+    calls = _alone(operator, is_wanted)
+    assert calls
+    for call in calls:
+        with pytest.raises(AssertionError) as caught:
+            check(call, 0, {"": ""})
+        assert text in str(caught.value) and f"--seed {call.seed} " in str(caught.value)

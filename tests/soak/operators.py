@@ -1,0 +1,75 @@
+"""Random argument sets for every operator: each agrees with the unsharded computation or is refused as documented.
+
+    python tests/soak/operators.py --count 10000
+    python tests/soak/operators.py --operator all_to_all --ranks 2 --seed 4711 --count 1
+
+A fifth of the sets run on 3 ranks, the others on 2. Prints one JSON line for each operator, and each set that failed
+with its seed; after a failure it goes on with the next set. Exits with 0 where none failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections import Counter
+
+from ops.fuzz import OPERATORS
+from ops.fuzz.launch import run_calls
+
+from support.rank_pool import POOLS
+from support.ranks import RankFailure, run_on_ranks
+
+SETS_PER_LAUNCH = 1000
+MAX_FAILURES = 20  # of an operator
+
+
+def soak(operator: str, num_ranks: int, first_seed: int, count: int) -> tuple[Counter[str], list[int]]:
+    """How many sets agreed and were refused, and the seeds of those that failed."""
+    outcomes: Counter[str] = Counter()
+    failed: list[int] = []
+    seed, end = first_seed, first_seed + count
+    while seed < end and len(failed) < MAX_FAILURES:
+        size = min(SETS_PER_LAUNCH, end - seed)
+        call = {"operator": operator, "first_seed": seed, "count": size}
+        try:
+            outcomes.update(run_on_ranks(num_ranks, run_calls, timeout=600, **call)[0])
+            seed += size
+        except RankFailure as failure:
+            text = str(failure)
+            print(text, file=sys.stderr, flush=True)
+            found = re.search(r"--seed (\d+)", text)
+            if found is None:
+                raise
+            failed.append(int(found[1]))
+            # Those before it are run again, to be counted.
+            outcomes.update(run_on_ranks(num_ranks, run_calls, timeout=600, **call | {"count": failed[-1] - seed})[0])
+            seed = failed[-1] + 1
+    return outcomes, failed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--operator", choices=sorted(OPERATORS), help="one instead of all")
+    parser.add_argument("--count", type=int, default=10_000, help="sets for each operator")
+    parser.add_argument("--ranks", type=int, help="this many instead of 2 and 3")
+    parser.add_argument("--seed", type=int, default=0, help="of the first set; the others follow")
+    args = parser.parse_args()
+    on_three = args.count // 5
+    shares = {args.ranks: args.count} if args.ranks else {2: args.count - on_three, 3: on_three}
+    num_failed = 0
+    for operator in [args.operator] if args.operator else OPERATORS:
+        outcomes: Counter[str] = Counter()
+        failures = {}
+        for num_ranks, count in shares.items():
+            of_ranks, failures[num_ranks] = soak(operator, num_ranks, args.seed, count)
+            outcomes += of_ranks
+        num_failed += sum(len(seeds) for seeds in failures.values())
+        print(json.dumps({"soak": operator, **outcomes, "failed_seeds": failures}), flush=True)
+    POOLS.close()
+    return int(num_failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
