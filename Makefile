@@ -15,7 +15,7 @@ export UV_NO_CONFIG := 1
 export GLOO_SOCKET_IFNAME ?= lo
 export MAX_JOBS ?= $(JOBS)
 
-.PHONY: demo test test-cpp test-python build lint format compat bench soak sanitize clean
+.PHONY: demo test test-cpp test-python build docs lint format compat bench soak sanitize clean
 
 demo: build
 	$(PY) examples/03_train_text.py
@@ -42,6 +42,10 @@ $(VENV)/.packages: requirements/dev.lock requirements/uv.lock
 build/dev/.installed: $(VENV)/.packages pyproject.toml setup.py CMakePresets.json
 	$(VENV)/bin/uv pip install --quiet --python $(PY) --no-deps --no-build-isolation --editable .
 	@touch $@
+
+# The tables of docs/operators.md.
+docs: build
+	$(PY) docs/generate_operators.py
 
 lint: $(VENV)/.packages
 	ruff check .

@@ -73,6 +73,10 @@ class Operator:
         """The whole results, differentiable, of the whole tensors in float64."""
         raise NotImplementedError
 
+    def is_known_defect(self, values: Values, options: Options) -> bool:
+        """A set that is left out, because of a defect that a strict xfail of tests/ops/test_fuzz.py shows."""
+        return False
+
     def result_dtype(self, values: Values) -> torch.dtype:
         return values["x"].dtype
 
@@ -179,17 +183,20 @@ def draw_call(operator: Operator, seed: int, world_size: int) -> Call:
         call = Call(operator, seed, world_size, group, values, dict(options), {}, set(), "backward", [], "contiguous")
         for _ in range(num_changes):
             _disturb(call, draw)
+        for name in call.values:
+            call.layouts[name] = draw.layout()
+            if call.layouts[name] == "expanded":
+                call.values[name] = constant_along_first_dim(call.values[name])
+        if operator.is_known_defect(call.values, call.options):
+            continue
         if call.is_the_same_to_all():
-            _draw_the_rest(call, draw)
+            _draw_gradients(call, draw)
             return call
     raise AssertionError(f"weft::{operator.name}: no set in {MAX_DRAWS} draws that all ranks see alike, seed {seed}")
 
 
-def _draw_the_rest(call: Call, draw: Draw) -> None:
+def _draw_gradients(call: Call, draw: Draw) -> None:
     for name, value in call.values.items():
-        call.layouts[name] = draw.layout()
-        if call.layouts[name] == "expanded":
-            call.values[name] = constant_along_first_dim(value)
         first = value[0] if isinstance(value, list) else value
         if first is not None and first.dtype in FLOATS and draw.chance(0.75):
             call.learns.add(name)
@@ -197,9 +204,8 @@ def _draw_the_rest(call: Call, draw: Draw) -> None:
     call.grad_layout = draw.layout()
     if call.mode == "grad":
         candidates = sorted(call.learns)
-        call.wanted = sorted(
-            draw.random.sample(candidates, draw.random.randint(min(1, len(candidates)), len(candidates)))
-        )
+        num_wanted = draw.random.randint(min(1, len(candidates)), len(candidates))
+        call.wanted = sorted(draw.random.sample(candidates, num_wanted))
 
 
 def _disturb(call: Call, draw: Draw) -> None:

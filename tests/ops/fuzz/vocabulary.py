@@ -67,6 +67,9 @@ class VocabParallelEmbedding(Operator):
         if _are_out_of_range(given.input, given.vocab_size):
             yield Refusal(IndexError, "got token ids from ")
 
+    def is_known_defect(self, values: Values, options: Options) -> bool:
+        return values["weight"].dim() == 0
+
     def results(self, values: Values, options: Options) -> tuple[Placement, ...]:
         return (WHOLE,)
 

@@ -1,0 +1,318 @@
+"""What docs/operators.md says of every public operator; tests/ops/test_operators_page.py measures it.
+
+Shapes, counts and sizes are expressions of
+
+    n       ranks of the group
+    rank    this rank's place in it
+    T       tokens of x on this rank: all its dims but the last
+    d       its features
+    f, o    rows of this rank's shard of a weight; output features
+    v       this rank's part of the vocabulary
+
+and of the number of elements of the tensors: x, w1, weight, ...; y is the result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Size:
+    """Elements of the call's dtype, and bytes of something else."""
+
+    elements: str = "0"
+    num_bytes: str = "0"
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way to call an operator, and what it costs."""
+
+    tensors: dict[str, str]  # their shapes
+    result: str
+    options: dict[str, object] = field(default_factory=dict)
+    computed: dict[str, str] = field(default_factory=dict)  # options that are expressions
+    label: str = ""  # how it differs from the operator's other forms
+    forward: dict[str, str] = field(default_factory=dict)  # collectives, by c10d's names
+    backward: dict[str, str] = field(default_factory=dict)
+    keeps: tuple[str, ...] = ()  # inputs that the backward needs
+    saved: Size = Size()  # and what is made for it
+    forward_peak: Size = Size("y")
+    backward_peak: Size = Size()
+
+
+@dataclass(frozen=True)
+class Operator:
+    name: str
+    computes: str
+    forms: tuple[Form, ...]
+
+
+INTEGERS = ("input", "target")  # tensors of ids
+GATHER, SCATTER = {"all_gather_into_tensor": "1"}, {"reduce_scatter_tensor": "1"}
+SUM, EXCHANGE, NONE = {"all_reduce": "1"}, {"all_to_all_single": "1"}, {}
+
+_LINEAR = {"x": "T, d", "weight": "f, d"}
+_MLP = {"x": "T, d", "w1": "f, d", "w2": "o, f"}
+_GATED = _MLP | {"w3": "f, d"}
+_SEQUENCE = {
+    "tensors": _GATED,
+    "result": "T, o",
+    "forward": GATHER | SCATTER,
+    "backward": {"all_gather_into_tensor": "2"} | SCATTER,
+    "keeps": ("x", "w1", "w2", "w3"),
+    "forward_peak": Size("max(n*x + 2*n*T*f, 3*n*T*f + (n + 1)*y)"),
+}
+_CLASSES = {"computed": {"vocab_start": "rank*v", "vocab_size": "n*v"}, "result": "", "forward": GATHER}
+
+
+def _pair(name: str, computes: str, *, result: str, along_other: str, **costs: object) -> Operator:
+    """A pair along the first dim of x, and along another, where copies bring the dim to the front and back."""
+    other = {key: costs.pop(key) for key in ("other_forward_peak", "other_backward_peak")}
+    first = Form({"x": "T, d"}, result, {"dim": 0}, label="`dim` 0", backward_peak=Size("x"), **costs)
+    peaks = {key.removeprefix("other_"): Size(value) for key, value in other.items()}
+    second = Form({"x": "T, d"}, along_other, {"dim": 1}, label="another `dim`", **costs, **peaks)
+    return Operator(name, computes, (first, second))
+
+
+OPERATORS = (
+    Operator(
+        "column_row_mlp",
+        "act(x w1ᵀ + b1) [* (x w3ᵀ + b3)] w2ᵀ, summed over the group, + b2",
+        (
+            Form(
+                _MLP,
+                "T, o",
+                {"activation": "gelu"},
+                forward=SUM,
+                backward=SUM,
+                keeps=("x", "w1", "w2"),
+                saved=Size("T*f"),
+                forward_peak=Size("y + 2*T*f"),
+                backward_peak=Size("max(3*T*f, 2*T*f + x + w2)"),
+            ),
+            Form(
+                _GATED,
+                "T, o",
+                {"activation": "silu"},
+                label="with `w3`",
+                forward=SUM,
+                backward=SUM,
+                keeps=("x", "w1", "w2", "w3"),
+                saved=Size("2*T*f"),
+                forward_peak=Size("y + 3*T*f"),
+                backward_peak=Size("max(4*T*f, 3*T*f + x + w2)"),
+            ),
+            Form(
+                _GATED,
+                "T, o",
+                {"activation": "silu", "recompute": True},
+                label="with `w3`, `recompute`",
+                forward=SUM,
+                backward=SUM,
+                keeps=("x", "w1", "w2", "w3"),
+                forward_peak=Size("y + 3*T*f"),
+                backward_peak=Size("max(6*T*f, 3*T*f + x + w2)"),
+            ),
+            Form(
+                options={"activation": "silu", "sequence_dim": 0},
+                label="with `w3`, `sequence_dim`",
+                saved=Size("2*n*T*f"),
+                backward_peak=Size("n*y + max(4*n*T*f + n*x, 3*n*T*f + (2*n + 1)*x + w2)"),
+                **_SEQUENCE,
+            ),
+            Form(
+                options={"activation": "silu", "sequence_dim": 0, "recompute": True},
+                label="with `w3`, `sequence_dim`, `recompute`",
+                backward_peak=Size("n*y + max(6*n*T*f + n*x, 3*n*T*f + (2*n + 1)*x + w2)"),
+                **_SEQUENCE,
+            ),
+        ),
+    ),
+    Operator(
+        "column_linear",
+        "x weightᵀ + bias",
+        (Form(_LINEAR, "T, f", backward=SUM, keeps=("x", "weight"), backward_peak=Size("x + weight")),),
+    ),
+    Operator(
+        "row_linear",
+        "x weightᵀ summed over the group, + bias",
+        (Form(_LINEAR, "T, f", forward=SUM, keeps=("x", "weight"), backward_peak=Size("x + weight")),),
+    ),
+    Operator(
+        "all_gather_linear",
+        "gather(x) weightᵀ + bias, x cut along `gather_dim`",
+        (
+            Form(
+                _LINEAR,
+                "n*T, f",
+                {"gather_dim": 0},
+                forward=GATHER,
+                backward=GATHER | SCATTER,
+                keeps=("x", "weight"),
+                forward_peak=Size("y + n*x"),
+                backward_peak=Size("(2*n + 1)*x + weight"),
+            ),
+        ),
+    ),
+    Operator(
+        "linear_reduce_scatter",
+        "this rank's part along `scatter_dim` of x weightᵀ summed over the group, + bias",
+        (
+            Form(
+                _LINEAR,
+                "T/n, f",
+                {"scatter_dim": 0},
+                forward=SCATTER,
+                backward=GATHER,
+                keeps=("x", "weight"),
+                forward_peak=Size("(n + 1)*y"),
+                backward_peak=Size("n*y + x + weight"),
+            ),
+        ),
+    ),
+    Operator(
+        "sharded_linear",
+        "x weightᵀ + bias with each rank's own x and a weight that no rank has whole",
+        (
+            Form(
+                _LINEAR,
+                "T, n*f",
+                forward={"broadcast": "n"},
+                backward={"broadcast": "n", "reduce": "n"},
+                keeps=("x", "weight"),
+                forward_peak=Size("y + min(n - 1, 2)*weight"),
+                backward_peak=Size("x + min(n, 3)*weight"),
+            ),
+            Form(
+                _LINEAR | {"bias": "f"},
+                "T, n*f",
+                label="with `bias`",
+                forward={"broadcast": "n"} | GATHER,
+                backward={"broadcast": "n", "reduce": "n"} | SCATTER,
+                keeps=("x", "weight"),
+                forward_peak=Size("y + min(n - 1, 2)*weight"),
+                backward_peak=Size("x + min(n, 3)*weight"),
+            ),
+        ),
+    ),
+    Operator(
+        "vocab_parallel_embedding",
+        "rows of a table whose rows are cut over the group",
+        (
+            Form(
+                {"input": "T", "weight": "v, d"},
+                "T, d",
+                computed={"vocab_start": "rank*v", "vocab_size": "n*v"},
+                forward=SUM,
+                keeps=("input",),
+                forward_peak=Size("y", "9*T"),
+                backward_peak=Size("y + weight", "9*T"),
+            ),
+        ),
+    ),
+    Operator(
+        "vocab_parallel_cross_entropy",
+        "the cross-entropy of classes that are cut over the group",
+        (
+            Form(
+                {"logits": "T, v", "target": "T"},
+                keeps=("logits", "target"),
+                saved=Size("2*T"),
+                forward_peak=Size("min(logits, 2**20)", "53*T"),
+                backward_peak=Size("logits", "18*T"),
+                **_CLASSES,
+            ),
+        ),
+    ),
+    Operator(
+        "vocab_parallel_linear_cross_entropy",
+        "the same of the logits x weightᵀ",
+        (
+            Form(
+                {"x": "T, d", "weight": "v, d", "target": "T"},
+                backward=SUM,
+                keeps=("x", "weight", "target"),
+                saved=Size("2*T"),
+                forward_peak=Size("min(T*v, 2**23)", "53*T"),
+                backward_peak=Size("min(T*v, 2**23) + x + weight", "18*T"),
+                **_CLASSES,
+            ),
+        ),
+    ),
+    Operator(
+        "copy_to_group",
+        "x; its gradient is summed over the group",
+        (Form({"x": "T, d"}, "T, d", backward=SUM, backward_peak=Size("x")),),
+    ),
+    Operator(
+        "reduce_from_group",
+        "x summed over the group; its gradient is passed on",
+        (Form({"x": "T, d"}, "T, d", forward=SUM, backward_peak=Size("x")),),
+    ),
+    _pair(
+        "scatter_to_group",
+        "this rank's part of x along `dim`",
+        result="T/n, d",
+        along_other="T, d/n",
+        backward=GATHER,
+        other_forward_peak="y",
+        other_backward_peak="2*x",
+    ),
+    _pair(
+        "gather_from_group",
+        "all parts along `dim`, for a use that is the same on all ranks: each keeps its part of the gradient",
+        result="n*T, d",
+        along_other="T, n*d",
+        forward=GATHER,
+        other_forward_peak="2*y",
+        other_backward_peak="x",
+    ),
+    _pair(
+        "gather_from_sequence",
+        "all parts along `dim`, for a use that differs from rank to rank: gradients are summed and scattered",
+        result="n*T, d",
+        along_other="T, n*d",
+        forward=GATHER,
+        backward=SCATTER,
+        other_forward_peak="2*y",
+        other_backward_peak="y + x",
+    ),
+    _pair(
+        "reduce_scatter_to_sequence",
+        "this rank's part along `dim` of the sum of x",
+        result="T/n, d",
+        along_other="T, d/n",
+        forward=SCATTER,
+        backward=GATHER,
+        other_forward_peak="x + y",
+        other_backward_peak="2*x",
+    ),
+    Operator(
+        "all_to_all",
+        "x whole along `split_dim` and cut along `cat_dim` -> the other way round",
+        (
+            Form(
+                {"x": "T, d"},
+                "T/n, n*d",
+                {"split_dim": 0, "cat_dim": 1},
+                label="`split_dim` 0",
+                forward=EXCHANGE,
+                backward=EXCHANGE,
+                forward_peak=Size("2*x"),
+                backward_peak=Size("4*x"),
+            ),
+            Form(
+                {"x": "T, d"},
+                "n*T, d/n",
+                {"split_dim": 1, "cat_dim": 0},
+                label="`cat_dim` 0",
+                forward=EXCHANGE,
+                backward=EXCHANGE,
+                forward_peak=Size("4*x"),
+                backward_peak=Size("2*x"),
+            ),
+        ),
+    ),
+)

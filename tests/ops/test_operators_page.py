@@ -1,0 +1,111 @@
+"""docs/operators.md: it is what its generator writes, has every operator, and its figures are measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import sys
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import weft
+from ops.figures import measure
+from support.ranks import on_ranks, run_on_ranks
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+# As many tokens as a weight has rows and columns, or more. The second differs in every ratio.
+SHAPES = ({"T": 48, "d": 20, "f": 28, "o": 36, "v": 44}, {"T": 40, "d": 28, "f": 12, "o": 4, "v": 92})
+SLACK = 64  # bytes: a scalar here and there
+FLOAT_BYTES = 4
+
+
+def _load(name: str) -> ModuleType:
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+TABLE = _load("operator_table")
+FORMS = {f"{row.name}-{index}": (row.name, form) for row in TABLE.OPERATORS for index, form in enumerate(row.forms)}
+
+
+def test_the_page_is_as_generated() -> None:
+    generator = _load("generate_operators")
+    text = generator.PAGE.read_text()
+    assert generator.page(text) == text, "run `make docs`"
+
+
+def test_every_public_operator_has_a_row() -> None:
+    registered = _load("generate_operators").public_operators()
+    assert "column_linear" in registered
+    assert {row.name for row in TABLE.OPERATORS} == registered, "write its row in docs/operator_table.py"
+
+
+def _value(expression: str, known: dict[str, int]) -> int:
+    return int(eval(expression, {"__builtins__": {}, "max": max, "min": min}, known))
+
+
+def _shape(text: str, known: dict[str, int]) -> list[int]:
+    return [_value(each, known) for each in text.split(",") if each]
+
+
+def _make(form: object, known: dict[str, int]) -> dict[str, object]:
+    tensors: dict[str, Tensor] = {}
+    for name, shape in form.tensors.items():
+        if name in TABLE.INTEGERS:
+            tensors[name] = torch.randint(0, known["n"] * known["v"], _shape(shape, known))
+        else:
+            tensors[name] = torch.randn(_shape(shape, known), requires_grad=True)
+    computed = {name: _value(expression, known) for name, expression in form.computed.items()}
+    return {**tensors, **form.options, **computed, "group_name": dist.group.WORLD.group_name}
+
+
+def _check(name: str, form: object, rank: int, world_size: int) -> None:
+    for sizes in SHAPES:
+        known = {**sizes, "n": world_size, "rank": rank}
+        figures = measure(getattr(weft.ops, name), partial(_make, form, known))
+        known |= {key: torch.Size(_shape(shape, known)).numel() for key, shape in form.tensors.items()}
+        known["y"] = figures.result.numel()
+
+        assert list(figures.result.shape) == _shape(form.result, known)
+        assert figures.forward == {key: _value(count, known) for key, count in form.forward.items()}
+        assert figures.backward == {key: _value(count, known) for key, count in form.backward.items()}
+        assert figures.keeps == set(form.keeps)
+        for what in ("saved", "forward_peak", "backward_peak"):
+            told, measured = getattr(form, what), getattr(figures, what)
+            expected = FLOAT_BYTES * _value(told.elements, known) + _value(told.num_bytes, known)
+            assert abs(measured - expected) <= SLACK, f"{what}: {measured} bytes, not {expected}, with {sizes}"
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("key", FORMS)
+def test_figures(rank: int, world_size: int, key: str) -> None:
+    _check(*FORMS[key], rank, world_size)
+
+
+def wrong_figures_are_noticed(rank: int, world_size: int) -> list[str]:
+    """What is said of each wrong figure of one form."""
+    name, form = FORMS["all_gather_linear-0"]
+    larger = TABLE.Size("y + n*x + 32")
+    wrong = {"forward": {}, "backward": form.forward, "keeps": ("x",), "saved": larger}
+    wrong |= {"forward_peak": larger, "backward_peak": larger, "result": "T, f"}
+    missed = []
+    for what, value in wrong.items():
+        try:
+            _check(name, dataclasses.replace(form, **{what: value}), rank, world_size)
+        except AssertionError:
+            continue
+        missed.append(what)
+    return missed
+
+
+def test_wrong_figures_are_noticed() -> None:
+    assert run_on_ranks(2, wrong_figures_are_noticed) == [[], []]
