@@ -61,10 +61,11 @@ def main() -> int:
     num_failed = 0
     for operator in [args.operator] if args.operator else OPERATORS:
         outcomes: Counter[str] = Counter()
-        failures = {}
+        failures, seed = {}, args.seed
         for num_ranks, count in shares.items():
-            of_ranks, failures[num_ranks] = soak(operator, num_ranks, args.seed, count)
+            of_ranks, failures[num_ranks] = soak(operator, num_ranks, seed, count)
             outcomes += of_ranks
+            seed += count
         num_failed += sum(len(seeds) for seeds in failures.values())
         print(json.dumps({"soak": operator, **outcomes, "failed_seeds": failures}), flush=True)
     POOLS.close()
