@@ -1,7 +1,7 @@
 """Random argument sets for every operator: each agrees with the unsharded computation or is refused as documented.
 
-    python tests/soak/operators.py --count 10000
-    python tests/soak/operators.py --operator all_to_all --ranks 2 --seed 4711 --count 1
+    PYTHONPATH=tests python tests/soak/operators.py --count 10000
+    PYTHONPATH=tests python tests/soak/operators.py --operator all_to_all --ranks 2 --seed 4711 --count 1
 
 A fifth of the sets run on 3 ranks, the others on 2. Prints one JSON line for each operator, and each set that failed
 with its seed; after a failure it goes on with the next set. Exits with 0 where none failed.

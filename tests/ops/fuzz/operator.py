@@ -169,7 +169,7 @@ class Call:
             lines.append(f"  {name}: {shapes} {facts}")
         lines += [f"  {name}: {value!r}" for name, value in self.options.items()]
         script = f"--operator {self.operator.name} --ranks {self.world_size} --seed {self.seed} --count 1"
-        return "\n".join([*lines, f"  again: python tests/soak/operators.py {script}"])
+        return "\n".join([*lines, f"  again: PYTHONPATH=tests python tests/soak/operators.py {script}"])
 
 
 def draw_call(operator: Operator, seed: int, world_size: int) -> Call:
