@@ -316,7 +316,11 @@ void check_classes(std::string_view op,
                    std::int64_t vocab_start,
                    const c10::SymInt& num_entries,
                    std::optional<std::int64_t> vocab_size) {
-  TORCH_CHECK_VALUE(!vocab_size.has_value() || num_entries + vocab_start <= *vocab_size,
+  // Not the sum, which may be beyond any number.
+  const auto fits = [&] {
+    return *vocab_size >= vocab_start && num_entries <= *vocab_size - vocab_start;
+  };
+  TORCH_CHECK_VALUE(!vocab_size.has_value() || fits(),
                     op,
                     ": got ",
                     num_entries,

@@ -23,7 +23,7 @@ constexpr std::string_view kOp = "weft::vocab_parallel_embedding";
 std::pair<at::Tensor, at::Tensor> local_rows(const at::Tensor& ids,
                                              std::int64_t vocab_start,
                                              std::int64_t num_rows) {
-  auto rows = ids.sub(vocab_start);
+  auto rows = ids.to(at::kLong).sub(vocab_start);  // int32 would wrap round
   auto elsewhere = rows.lt(0).logical_or_(rows.ge(num_rows));
   rows.masked_fill_(elsewhere, 0);
   return {rows, elsewhere};
@@ -87,10 +87,11 @@ class VocabParallelEmbedding : public torch::autograd::Function<VocabParallelEmb
                             const std::string& group_name,
                             std::optional<std::int64_t> vocab_size) {
     ctx->save_for_backward({ids});
-    ctx->saved_data["num_rows"] = weight.sym_size(0);
-    ctx->saved_data["vocab_start"] = vocab_start;
     const at::AutoDispatchBelowADInplaceOrView below;
-    return dispatch::vocab_parallel_embedding(ids, weight, vocab_start, group_name, vocab_size);
+    auto y = dispatch::vocab_parallel_embedding(ids, weight, vocab_start, group_name, vocab_size);
+    ctx->saved_data["num_rows"] = weight.sym_size(0);  // a table without dims was refused above
+    ctx->saved_data["vocab_start"] = vocab_start;
+    return y;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
