@@ -5,6 +5,7 @@
 #include "hosts_group.h"
 #include "raise.h"
 
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -167,6 +168,19 @@ c10::intrusive_ptr<c10d::Backend> WeftBackend::split(const c10::intrusive_ptr<c1
 
 namespace weft::ops {
 
+namespace {
+
+// The registry knows only to throw; c10d::is_process_group_registered is newer than torch 2.11.
+bool names_a_group(const std::string& name) {
+  try {
+    return c10d::resolve_process_group(name).defined();
+  } catch (const c10::Error&) {
+    return false;
+  }
+}
+
+}  // namespace
+
 c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::Store>& store,
                                                int rank,
                                                int size,
@@ -178,6 +192,30 @@ c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::St
                     size,
                     "; pass a rank from 0 to one less than the size");
   return c10::make_intrusive<collectives::WeftBackend>(store, rank, size, std::move(options));
+}
+
+c10::intrusive_ptr<c10d::ProcessGroup> make_group(const std::string& name,
+                                                  const c10::intrusive_ptr<c10d::Store>& store,
+                                                  int rank,
+                                                  int size,
+                                                  c10::intrusive_ptr<BackendOptions> options) {
+  TORCH_CHECK_VALUE(!name.empty(),
+                    "weft: got an empty name for a group of ",
+                    size,
+                    " ranks; pass another: \"\" stands for a group of one, which needs no making");
+  TORCH_CHECK_VALUE(!names_a_group(name),
+                    "weft: got the name '",
+                    name,
+                    "', which a group of this process has; pass another, or give it back with "
+                    "c10d::unregister_process_group");
+  const auto own_store = c10::make_intrusive<c10d::PrefixStore>("weft/" + name, store);
+  options->group_name = name;
+  const auto backend = make_backend(own_store, rank, size, std::move(options));
+  auto group = c10::make_intrusive<c10d::ProcessGroup>(own_store, rank, size);
+  group->setBackend(at::kCPU, c10d::ProcessGroup::BackendType::CUSTOM, backend);
+  group->setGroupName(name);
+  c10d::register_process_group(name, group);
+  return group;
 }
 
 std::size_t shared_memory_bytes() {

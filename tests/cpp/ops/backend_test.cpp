@@ -88,6 +88,26 @@ TEST(BackendFromCpp, ServesTheOperators) {
   });
 }
 
+TEST(BackendFromCpp, MakesGroupsThatTheOperatorsFind) {
+  c10d::set_thread_isolation_mode(true);
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  // Several groups over one store. The threads' backends keep the ranks together to the end.
+  on_backend(2, [&](const BackendPtr& backend, int rank) {
+    std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups;
+    for (const std::string name : {"first", "second"}) {
+      groups.push_back(ops::make_group(name, store, rank, 2));
+      EXPECT_EQ(groups.back()->getGroupName(), name);
+      const at::Tensor sum = ops::reduce_from_group(at::full({3}, rank + 1.0), name);
+      EXPECT_TRUE(at::equal(sum, at::full({3}, 3.0)));
+    }
+    EXPECT_THROW(ops::make_group("first", store, rank, 2), c10::ValueError);
+    EXPECT_THROW(ops::make_group("", store, rank, 2), c10::ValueError);
+    backend->barrier()->wait();
+    c10d::unregister_all_process_groups();
+  });
+  c10d::set_thread_isolation_mode(false);
+}
+
 TEST(BackendFromCpp, ThrowsTheClassesOfTheCore) {
   on_backend(
       3,

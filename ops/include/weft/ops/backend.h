@@ -10,6 +10,7 @@
 #include <weft/ops/export.h>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <chrono>
@@ -42,10 +43,22 @@ struct BackendOptions final : c10d::Backend::Options {
   std::size_t staging_limit_bytes = std::size_t{16} << 20;
 };
 
+// Makes a process group for CPU tensors over such a backend, which the operators find under `name`
+// as long as the caller holds it. One store serves groups of different names. Blocks until all
+// `size` ranks have called it; `options->group_name` becomes `name`.
+// Errors: those of make_backend; c10::ValueError, before anybody waits, for an empty name and for
+// one that a group has (c10d::unregister_process_group gives it back).
+WEFT_OPS_API c10::intrusive_ptr<c10d::ProcessGroup> make_group(
+    const std::string& name,
+    const c10::intrusive_ptr<c10d::Store>& store,
+    int rank,
+    int size,
+    c10::intrusive_ptr<BackendOptions> options = c10::make_intrusive<BackendOptions>());
+
 // Joins the group: blocks until all `size` ranks have called it with a view of one `store` that no
 // other group uses. A program adds it to a c10d::ProcessGroup with setBackend(at::kCPU, CUSTOM,
-// ...). Errors: CollectiveTimeoutError naming the ranks that did not come; c10::Error for ranks on
-// several hosts without a make_transport.
+// ...), which make_group does. Errors: CollectiveTimeoutError naming the ranks that did not come;
+// c10::Error for ranks on several hosts without a make_transport.
 WEFT_OPS_API c10::intrusive_ptr<c10d::Backend> make_backend(
     const c10::intrusive_ptr<c10d::Store>& store,
     int rank,
