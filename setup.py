@@ -36,12 +36,17 @@ class CMakeBuild(build_ext):
                 f"-DPython_EXECUTABLE={sys.executable}",
                 f"-DWEFT_PACKAGE_DIR={package}",
                 f"-DWEFT_STRATEGY_PACKAGE_DIR={strategy}",
+                "-DCMAKE_INSTALL_LIBDIR=lib",  # where the libraries are built
             ],
             cwd=ROOT,
             check=True,
         )
         jobs = os.environ.get("MAX_JOBS", str(os.cpu_count() or 1))
         subprocess.run([cmake, "--build", str(build_dir), "--parallel", jobs], cwd=ROOT, check=True)
+        if not (self.editable_mode or self.inplace):
+            # What C++ programs need beside the libraries, which lie there already.
+            install = [cmake, "--install", str(build_dir), "--prefix", str(package), "--component", "development"]
+            subprocess.run(install, cwd=ROOT, check=True)
 
     def get_outputs(self) -> list[str]:
         return []

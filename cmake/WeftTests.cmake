@@ -4,6 +4,7 @@
 find_package(GTest 1.12 QUIET)
 if(NOT GTest_FOUND)
   include(FetchContent)
+  set(INSTALL_GTEST OFF)
   FetchContent_Declare(
     googletest
     URL https://github.com/google/googletest/archive/refs/tags/v1.15.2.tar.gz

@@ -1,40 +1,74 @@
-# The target weft::torch: torch of the building interpreter, headers as SYSTEM, linked to torch_cpu and
-# c10 only. find_package(Torch) is not used: for a CUDA wheel it needs a CUDA toolkit and fails without one.
-execute_process(
-  COMMAND
-    "${Python_EXECUTABLE}" -c
-    "import importlib.util, pathlib, runpy
+# The target weft::torch: headers as SYSTEM, linked to torch_cpu and c10 only. find_package(Torch) is not used: for a
+# CUDA wheel it needs a CUDA toolkit and fails without one.
+#
+# Also installed, for weftConfig.cmake. Which torch: WEFT_TORCH_DIR, the folder with its include/ and lib/, or where that
+# is empty the one of Python_EXECUTABLE, which need not be imported for it. Sets WEFT_TORCH_ROOT and
+# WEFT_TORCH_VERSION, or says in WEFT_TORCH_PROBLEM what is wrong.
+set(WEFT_TORCH_DIR "" CACHE PATH "Where torch lies; empty: the torch of the Python interpreter")
+set(WEFT_TORCH_PROBLEM "")
+if(WEFT_TORCH_DIR)
+  set(WEFT_TORCH_ROOT "${WEFT_TORCH_DIR}")
+else()
+  execute_process(
+    COMMAND "${Python_EXECUTABLE}" -c
+            "import importlib.util, pathlib
 spec = importlib.util.find_spec('torch')
 assert spec and spec.origin, 'torch is not installed'
-root = pathlib.Path(spec.origin).parent
-version = runpy.run_path(str(root / 'version.py'))
-print(root, version['__version__'].split('+')[0], version['cuda'] or 'none', sep=';', end='')"
-  OUTPUT_VARIABLE torch_facts
-  RESULT_VARIABLE torch_status
-  ERROR_VARIABLE torch_error)
-if(NOT torch_status EQUAL 0)
-  message(
-    FATAL_ERROR
-      "weft builds against the torch of ${Python_EXECUTABLE}, which has none: "
-      "run `pip install torch` there first, then configure again.\n${torch_error}")
+print(pathlib.Path(spec.origin).parent, end='')"
+    OUTPUT_VARIABLE WEFT_TORCH_ROOT
+    RESULT_VARIABLE torch_status
+    ERROR_VARIABLE torch_error)
+  if(NOT torch_status EQUAL 0)
+    set(WEFT_TORCH_PROBLEM
+        "weft builds against the torch of '${Python_EXECUTABLE}', which has none: run `pip install torch` there first, or set WEFT_TORCH_DIR, then configure again.\n${torch_error}")
+    return()
+  endif()
 endif()
-list(GET torch_facts 0 WEFT_TORCH_ROOT)
-list(GET torch_facts 1 WEFT_TORCH_VERSION)
-list(GET torch_facts 2 WEFT_TORCH_CUDA_VERSION)
+
+# A wheel tells the release to the letter in version.py; libtorch without Python has the header alone.
+set(torch_version_header "${WEFT_TORCH_ROOT}/include/torch/headeronly/version.h")
+set(torch_version_module "${WEFT_TORCH_ROOT}/version.py")
+if(NOT EXISTS "${torch_version_header}")
+  set(WEFT_TORCH_PROBLEM
+      "weft needs torch 2.11 or newer and finds no include/torch/headeronly/version.h in ${WEFT_TORCH_ROOT}: run `pip install 'torch>=2.11'`, or set WEFT_TORCH_DIR to the folder with torch's include and lib.")
+  return()
+elseif(EXISTS "${torch_version_module}")
+  file(STRINGS "${torch_version_module}" torch_line REGEX "^__version__ = ")
+  string(REGEX REPLACE "^__version__ = '([^'+]+).*" "\\1" WEFT_TORCH_VERSION "${torch_line}")
+else()
+  set(torch_numbers "")
+  foreach(part MAJOR MINOR PATCH)
+    file(STRINGS "${torch_version_header}" torch_line REGEX "define TORCH_VERSION_${part} ")
+    string(REGEX MATCH "[0-9]+" torch_number "${torch_line}")
+    list(APPEND torch_numbers "${torch_number}")
+  endforeach()
+  list(JOIN torch_numbers "." WEFT_TORCH_VERSION)
+endif()
 if(WEFT_TORCH_VERSION VERSION_LESS 2.11)
-  message(FATAL_ERROR "weft needs torch 2.11 or newer and got ${WEFT_TORCH_VERSION}: run "
-                      "`pip install 'torch>=2.11'`, then configure again.")
+  set(WEFT_TORCH_PROBLEM
+      "weft needs torch 2.11 or newer and got ${WEFT_TORCH_VERSION}: run `pip install 'torch>=2.11'`, then configure again.")
+  return()
 endif()
 if(NOT EXISTS "${WEFT_TORCH_ROOT}/include/torch/csrc/distributed/c10d/ProcessGroup.hpp")
-  message(FATAL_ERROR "The torch at ${WEFT_TORCH_ROOT} ships no c10d headers, which weft needs: "
-                      "install a torch built with distributed support.")
+  set(WEFT_TORCH_PROBLEM
+      "The torch at ${WEFT_TORCH_ROOT} ships no c10d headers, which weft needs: install a torch built with distributed support.")
+  return()
 endif()
-message(STATUS "weft: torch ${WEFT_TORCH_VERSION} (CUDA ${WEFT_TORCH_CUDA_VERSION}) "
-               "at ${WEFT_TORCH_ROOT}")
 
-find_library(WEFT_TORCH_CPU_LIBRARY torch_cpu PATHS "${WEFT_TORCH_ROOT}/lib" NO_DEFAULT_PATH REQUIRED)
-find_library(WEFT_C10_LIBRARY c10 PATHS "${WEFT_TORCH_ROOT}/lib" NO_DEFAULT_PATH REQUIRED)
+# Looked up each time: the cache would keep those of another torch.
+foreach(library torch_cpu c10)
+  string(TOUPPER "WEFT_${library}_LIBRARY" variable)
+  find_library(${variable} ${library} PATHS "${WEFT_TORCH_ROOT}/lib" NO_DEFAULT_PATH NO_CACHE)
+  if(NOT ${variable})
+    set(WEFT_TORCH_PROBLEM
+        "The torch at ${WEFT_TORCH_ROOT} has no library ${library} in lib/, which weft links: install torch again, or set WEFT_TORCH_DIR to another.")
+    return()
+  endif()
+endforeach()
 
+if(TARGET weft::torch)
+  return()
+endif()
 add_library(weft_torch INTERFACE)
 add_library(weft::torch ALIAS weft_torch)
 target_include_directories(
@@ -46,10 +80,3 @@ target_compile_definitions(weft_torch INTERFACE USE_DISTRIBUTED USE_C10D)
 target_compile_options(weft_torch INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-fopenmp>)
 target_link_options(weft_torch INTERFACE $<$<LINK_LANGUAGE:CXX>:-fopenmp>)
 target_link_libraries(weft_torch INTERFACE "${WEFT_TORCH_CPU_LIBRARY}" "${WEFT_C10_LIBRARY}")
-
-# For Python modules that exchange torch's own types: with the pybind11 that torch was compiled with, which lies
-# among its headers.
-find_library(WEFT_TORCH_PYTHON_LIBRARY torch_python PATHS "${WEFT_TORCH_ROOT}/lib" NO_DEFAULT_PATH REQUIRED)
-add_library(weft_torch_python INTERFACE)
-add_library(weft::torch_python ALIAS weft_torch_python)
-target_link_libraries(weft_torch_python INTERFACE weft::torch "${WEFT_TORCH_PYTHON_LIBRARY}")
