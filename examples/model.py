@@ -79,12 +79,13 @@ class Attention(nn.Module):
         self.wo = nn.Linear(args.dim, args.dim, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        def heads(linear: nn.Linear) -> Tensor:
-            return linear(x).unflatten(-1, (self.n_heads, self.head_dim)).transpose(1, 2)
-
-        q, k, v = rotate(heads(self.wq), cos, sin), rotate(heads(self.wk), cos, sin), heads(self.wv)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        q, k, v = self.heads(self.wq(x)), self.heads(self.wk(x)), self.heads(self.wv(x))
+        mixed = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
         return self.wo(mixed.transpose(1, 2).flatten(2))
+
+    def heads(self, x: Tensor) -> Tensor:
+        """`[B, T, H * K]` -> `[B, H, T, K]`."""
+        return x.unflatten(-1, (self.n_heads, self.head_dim)).transpose(1, 2)
 
 
 class FeedForward(nn.Module):
@@ -117,9 +118,6 @@ class Block(nn.Module):
 
 class Transformer(nn.Module):
     """Token ids `[B, T]` -> logits of the next token `[B, T, V]`."""
-
-    cos: Tensor
-    sin: Tensor
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
