@@ -1,6 +1,6 @@
 #!/bin/sh
-# Builds against the torch of another environment and runs the C++ tests there, those of the operators, and of the
-# strategy those that lean most on torch's inside.
+# Builds against the torch of another environment and runs the C++ tests there, those of the operators, of the
+# strategy those that lean most on torch's inside, and the C++ examples.
 # Environment: PYTHON, CMAKE: the interpreter and the cmake of that environment.
 set -eu
 cd "$(dirname "$0")/.."
@@ -20,6 +20,6 @@ PATH="$(dirname "$PYTHON"):$PATH" "$CMAKE" --preset dev -B "$build" \
   "-DWEFT_STRATEGY_PACKAGE_DIR=$package/strategy"
 "$CMAKE" --build "$build" --parallel "${MAX_JOBS:-2}"
 "$(dirname "$CMAKE")/ctest" --test-dir "$build" --output-on-failure --parallel "${MAX_JOBS:-2}"
-OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo PYTHONPATH="$build/package" \
+OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo PYTHONPATH="$build/package" WEFT_BUILD_DIR="$build" \
   "$PYTHON" -m pytest tests/ops tests/strategy/test_deferred_init.py tests/strategy/test_fused_optimizers.py \
-  tests/strategy/test_in_backward.py tests/strategy/test_activation_checkpointing.py -p no:cacheprovider
+  tests/strategy/test_in_backward.py tests/strategy/test_activation_checkpointing.py tests/examples/test_cpp.py -p no:cacheprovider
