@@ -88,8 +88,10 @@ def continuation(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def print_numbers(rank: int, name: str, numbers: Tensor) -> None:
-    # In one write: the ranks share a terminal.
-    print(f"rank {rank} {name}: " + " ".join(f"{number:.9g}" for number in numbers.flatten().tolist()), flush=True)
+    line = f"rank {rank} {name}: " + " ".join(f"{number:.9g}" for number in numbers.flatten().tolist())
+    # In one write, which print does not promise: the ranks share a terminal.
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":
