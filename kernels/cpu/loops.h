@@ -1,16 +1,19 @@
 #pragma once
 
 #include "activation_job.h"
+#include "dropout_job.h"
 #include "norm_job.h"
 
 #include <cstdint>
 
-// activation_loops.h and norm_loops.h compiled once per instruction set.
+// activation_loops.h, dropout_loops.h and norm_loops.h compiled once per instruction set.
 namespace weft::kernels::cpu {
 
 struct Loops {
   // Elements [first, last).
   void (*activation)(const detail::ActivationJob& job, int64_t first, int64_t last);
+  // Elements [first, last).
+  void (*dropout)(const detail::DropoutJob& job, int64_t first, int64_t last);
   // Rows [first, last).
   void (*norm_forward)(const detail::NormForwardJob& job, int64_t first, int64_t last);
   // Rows [first, last); adds their part of the parameters' gradients to `param_sums`, as

@@ -1,11 +1,12 @@
 #include "activation_loops.h"
+#include "dropout_loops.h"
 #include "loops.h"
 #include "norm_loops.h"
 
 namespace weft::kernels::cpu {
 
 Loops loops_avx512() {
-  return {run_activation_loops, run_norm_forward_loops, run_norm_backward_loops};
+  return {run_activation_loops, run_dropout_loops, run_norm_forward_loops, run_norm_backward_loops};
 }
 
 }  // namespace weft::kernels::cpu

@@ -237,6 +237,18 @@ def add_layer_norm(
     return torch.ops.weft.add_layer_norm(x, residual, weight, bias, group_name=group_name, eps=eps)
 
 
+def dropout(
+    x: Tensor, seed: Tensor, *, p: float, group_name: str, dim: int | None = None, dim_size: int | None = None
+) -> Tensor:
+    """x / (1 - p), or 0 with probability p, as nn.Dropout; what is dropped depends on seed and place alone.
+
+    Without `dim` x is whole on every rank; with it x is this rank's part along `dim`, of `dim_size` together (as if all
+    ranks had as much where that is not told). Ranks that pass the same seed, one int64 on the CPU, then drop what an
+    unsharded call drops, on any device. The mask is made again in the backward; nothing is sent.
+    """
+    return torch.ops.weft.dropout(x, seed, p=p, group_name=group_name, dim=dim, dim_size=dim_size)
+
+
 def copy_to_group(x: Tensor, group_name: str) -> Tensor:
     """Identity forward, all-reduce of the gradient backward: where a replicated tensor meets shards."""
     return torch.ops.weft.copy_to_group(x, group_name)

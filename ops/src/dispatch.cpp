@@ -330,6 +330,27 @@ at::Tensor join(const at::Tensor& x, at::TensorList tokens) {
   return op.call(x, tokens);
 }
 
+at::Tensor dropout(const at::Tensor& x,
+                   const at::Tensor& seed,
+                   double p,
+                   std::string_view group_name,
+                   std::optional<std::int64_t> dim,
+                   std::optional<c10::SymInt> dim_size) {
+  static const auto op = handle("weft::dropout", &dropout);
+  return op.call(x, seed, p, group_name, dim, std::move(dim_size));
+}
+
+at::Tensor dropout_of_part(const at::Tensor& x,
+                           std::int64_t seed,
+                           double p,
+                           std::int64_t inner,
+                           std::int64_t size,
+                           std::int64_t begin,
+                           std::int64_t whole_size) {
+  static const auto op = handle("weft::_dropout_of_part", &dropout_of_part);
+  return op.call(x, seed, p, inner, size, begin, whole_size);
+}
+
 at::Tensor copy_to_group(const at::Tensor& x, std::string_view group_name) {
   static const auto op = handle("weft::copy_to_group", &copy_to_group);
   return op.call(x, group_name);

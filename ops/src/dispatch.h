@@ -195,6 +195,21 @@ void pipeline_flush(std::string_view group_name);
 
 at::Tensor join(const at::Tensor& x, at::TensorList tokens);
 
+at::Tensor dropout(const at::Tensor& x,
+                   const at::Tensor& seed,
+                   double p,
+                   std::string_view group_name,
+                   std::optional<std::int64_t> dim,
+                   std::optional<c10::SymInt> dim_size);
+
+at::Tensor dropout_of_part(const at::Tensor& x,
+                           std::int64_t seed,
+                           double p,
+                           std::int64_t inner,
+                           std::int64_t size,
+                           std::int64_t begin,
+                           std::int64_t whole_size);
+
 at::Tensor copy_to_group(const at::Tensor& x, std::string_view group_name);
 at::Tensor reduce_from_group(const at::Tensor& x, std::string_view group_name);
 

@@ -144,6 +144,15 @@ std::tuple<at::Tensor, at::Tensor> add_layer_norm(const at::Tensor& x,
   return dispatch::add_layer_norm(x, residual, weight, bias, group_name, eps);
 }
 
+at::Tensor dropout(const at::Tensor& x,
+                   const at::Tensor& seed,
+                   double p,
+                   std::string_view group_name,
+                   std::optional<std::int64_t> dim,
+                   std::optional<std::int64_t> dim_size) {
+  return dispatch::dropout(x, seed, p, group_name, dim, symbolic(dim_size));
+}
+
 at::Tensor pipeline_send(at::TensorList tensors,
                          std::int64_t peer,
                          std::int64_t channel,

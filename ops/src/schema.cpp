@@ -61,6 +61,9 @@ TORCH_LIBRARY(weft, m) {
   define(m,
          "add_layer_norm(Tensor x, Tensor residual, Tensor? weight=None, Tensor? bias=None, *, "
          "str group_name, float eps=1e-05) -> (Tensor, Tensor)");
+  define(m,
+         "dropout(Tensor x, Tensor seed, *, float p, str group_name, int? dim=None, "
+         "SymInt? dim_size=None) -> Tensor");
   define(m, "copy_to_group(Tensor x, str group_name) -> Tensor");
   define(m, "reduce_from_group(Tensor x, str group_name) -> Tensor");
   define(m, "scatter_to_group(Tensor x, int dim, str group_name) -> Tensor");
@@ -106,6 +109,10 @@ TORCH_LIBRARY(weft, m) {
          "_linear_cross_entropy_backward(Tensor grad, Tensor x, Tensor weight, Tensor target, "
          "Tensor normalizers, int vocab_start, int num_classes, int ignore_index, "
          "float label_smoothing, bool wants_x, bool wants_weight) -> (Tensor, Tensor)");
+  // x as [outer, size, inner], entries begin to begin + size of whole_size.
+  define(m,
+         "_dropout_of_part(Tensor x, int seed, float p, int inner, int size, int begin, "
+         "int whole_size) -> Tensor");
   // (y, x + residual, mean, rstd); empty, [0], where there is no residual, and no mean.
   define(m,
          "_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, bool centered, "

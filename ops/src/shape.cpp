@@ -13,6 +13,7 @@ constexpr std::string_view kGatherLinear = "weft::all_gather_linear";
 constexpr std::string_view kLinearScatter = "weft::linear_reduce_scatter";
 constexpr std::string_view kShardedLinear = "weft::sharded_linear";
 constexpr std::string_view kLinearLoss = "weft::vocab_parallel_linear_cross_entropy";
+constexpr std::string_view kDropout = "weft::dropout";
 constexpr std::string_view kEmbedding = "weft::vocab_parallel_embedding";
 
 // Every tensor of a call shares dtype and device with x, the first.
@@ -340,6 +341,19 @@ c10::SymDimVector linear_cross_entropy_shape(const at::Tensor& x,
                                              std::string_view reduction) {
   linear_shape(kLinearLoss, x, weight, std::nullopt);
   return cross_entropy_shape(kLinearLoss, x, target, vocab_start, label_smoothing, reduction);
+}
+
+void check_dropout(const at::Tensor& x, const at::Tensor& seed, double p) {
+  check_floating(kDropout, x, "x");
+  TORCH_CHECK_TYPE(seed.scalar_type() == at::kLong && seed.sym_numel() == 1,
+                   kDropout,
+                   ": got seed of dtype ",
+                   seed.scalar_type(),
+                   " and shape ",
+                   seed.sym_sizes(),
+                   "; pass one int64, the same on all ranks of the group.");
+  TORCH_CHECK_VALUE(
+      p >= 0 && p <= 1, kDropout, ": got p ", p, "; pass a probability, from 0 to 1.");
 }
 
 void check_norm(std::string_view op,

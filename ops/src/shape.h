@@ -102,6 +102,9 @@ void check_norm(std::string_view op,
                 const OptionalTensor& bias,
                 double eps);
 
+// Checks x, that seed is one int64 and that 0 <= p <= 1.
+void check_dropout(const at::Tensor& x, const at::Tensor& seed, double p);
+
 // Checks ids, table and vocab_start (>= 0); returns the size of the output.
 c10::SymDimVector vocab_embedding_shape(const at::Tensor& ids,
                                         const at::Tensor& weight,

@@ -49,6 +49,7 @@ PRIVATE = {
     ),
     "_sharded_linear_input_grad": (torch.randn(2, 3, 5), torch.randn(5, 4), ""),
     "_sharded_linear_shard_grad": (torch.randn(2, 3, 5), torch.randn(2, 3, 4), ""),
+    "_dropout_of_part": (torch.randn(3, 5), 7, 0.5, 5, 3, 3, 9),
     "_norm": (torch.randn(3, 5), torch.randn(3, 5), torch.randn(5), None, True, 1e-5),
     "_norm_backward": (
         torch.randn(3, 5), None, torch.randn(3, 5), None, torch.zeros(3), torch.ones(3), True, True, 2,
@@ -100,6 +101,7 @@ weft::pipeline_recv(Tensor[] like, int peer, int channel, str group_name) -> Ten
 weft::pipeline_wait(Tensor token) -> Tensor[]
 weft::pipeline_flush(str group_name) -> ()
 weft::join(Tensor x, Tensor[] tokens) -> Tensor
+weft::dropout(Tensor x, Tensor seed, *, float p, str group_name, int? dim=None, SymInt? dim_size=None) -> Tensor
 weft::copy_to_group(Tensor x, str group_name) -> Tensor
 weft::reduce_from_group(Tensor x, str group_name) -> Tensor
 weft::scatter_to_group(Tensor x, int dim, str group_name) -> Tensor

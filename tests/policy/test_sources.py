@@ -61,6 +61,7 @@ def test_public_names_of_weft() -> None:
         "AllGatherLinear",
         "ColumnLinear",
         "ColumnRowMLP",
+        "Dropout",
         "LayerNorm",
         "LinearReduceScatter",
         "RMSNorm",

@@ -4,6 +4,7 @@ They run in eager mode, under torch.jit.script (save, load in a fresh process, C
 torch.export. Group names differ from job to job: after loading, `rebind_group` sets the new one.
 """
 
+from weft.nn.dropout import Dropout
 from weft.nn.embedding import VocabParallelEmbedding
 from weft.nn.linear import AllGatherLinear, ColumnLinear, LinearReduceScatter, RowLinear, ShardedLinear
 from weft.nn.loss import VocabParallelCrossEntropy, VocabParallelLinearCrossEntropy
@@ -16,6 +17,7 @@ __all__ = [
     "AllGatherLinear",
     "ColumnLinear",
     "ColumnRowMLP",
+    "Dropout",
     "LayerNorm",
     "LinearReduceScatter",
     "RMSNorm",

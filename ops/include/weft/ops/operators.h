@@ -170,6 +170,17 @@ WEFT_OPS_API std::tuple<at::Tensor, at::Tensor> add_layer_norm(
     std::string_view group_name,
     double eps = 1e-5);
 
+// x / (1 - p), or 0 with probability p. Which elements are dropped depends on `seed`, one int64 on
+// the CPU, and on their place in the whole tensor: where x, any shape, is this rank's part along
+// `dim`, of `dim_size` together, ranks with one seed drop what an unsharded call would. Without
+// `dim` x is whole on every rank. No communication; saves the seed alone.
+WEFT_OPS_API at::Tensor dropout(const at::Tensor& x,
+                                const at::Tensor& seed,
+                                double p,
+                                std::string_view group_name,
+                                std::optional<std::int64_t> dim = {},
+                                std::optional<std::int64_t> dim_size = {});
+
 // Identity forward, all-reduce of the gradient backward.
 WEFT_OPS_API at::Tensor copy_to_group(const at::Tensor& x, std::string_view group_name);
 

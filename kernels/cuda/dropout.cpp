@@ -1,0 +1,23 @@
+#include "dropout_entry.h"
+#include "dropout_launch.h"
+
+#include <weft/kernels/dropout.h>
+
+namespace weft::kernels::cuda {
+namespace {
+
+struct CudaDevice {
+  static constexpr c10::DeviceType kType = c10::DeviceType::CUDA;
+
+  static void run(const detail::DropoutJob& job, const at::Tensor& like) {
+    launch_dropout(job, like.device());
+  }
+};
+
+}  // namespace
+
+at::Tensor dropout(const at::Tensor& x, double p, uint64_t seed, const DropoutPlace& place) {
+  return detail::run_dropout<CudaDevice>(x, p, seed, place);
+}
+
+}  // namespace weft::kernels::cuda

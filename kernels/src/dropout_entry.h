@@ -1,0 +1,39 @@
+#pragma once
+
+#include "dropout_job.h"
+#include "entry.h"
+
+#include <weft/kernels/dropout.h>
+
+#include <algorithm>
+
+// From tensors to a DropoutJob, once for every device. `Device` supplies kType and
+// run(const DropoutJob& job, const at::Tensor& like), for jobs with elements.
+namespace weft::kernels::detail {
+
+// Refuses an x of another dtype or device.
+void check_dropout(const at::Tensor& x, c10::DeviceType device);
+at::Tensor empty_dropout(const at::Tensor& x);
+
+template <typename Device>
+at::Tensor run_dropout(const at::Tensor& x, double p, uint64_t seed, const DropoutPlace& place) {
+  check_dropout(x, Device::kType);
+  at::Tensor y = empty_dropout(x);
+  if (x.numel() == 0) return y;
+  if (p >= 1) return y.zero_();
+  const ContiguousOperand contiguous_x(&x);
+  Device::run({.type = storage_type(x.scalar_type()),
+               .num_elements = x.numel(),
+               .run_size = std::max<int64_t>(1, place.size * place.inner),
+               .whole_run_size = place.whole_size * place.inner,
+               .run_begin = place.begin * place.inner,
+               .seed = seed,
+               .threshold = static_cast<uint64_t>(p * 0x1p32),
+               .scale = 1 / (1 - p),
+               .x = contiguous_x.data(),
+               .y = y.mutable_data_ptr()},
+              x);
+  return y;
+}
+
+}  // namespace weft::kernels::detail

@@ -1,0 +1,159 @@
+// dropout by place in the whole tensor: ranks that pass the same seed drop the same elements,
+// whatever part of the tensor each of them has. The mask is not kept but made again.
+
+#include "autograd_support.h"
+#include "dispatch.h"
+#include "group_collectives.h"
+#include "shape.h"
+
+#include <weft/kernels/dropout.h>
+
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <optional>
+#include <string>
+
+namespace weft::ops {
+
+namespace {
+
+constexpr std::string_view kDropout = "weft::dropout";
+
+using OptionalDim = std::optional<std::int64_t>;
+using OptionalSize = std::optional<c10::SymInt>;
+
+// Checks everything but the seed's device; gives the size of the cut dim, all parts together.
+c10::SymInt checked_size(const at::Tensor& x,
+                         const at::Tensor& seed,
+                         double p,
+                         const OptionalDim& dim,
+                         const OptionalSize& dim_size,
+                         const GroupPlace& place) {
+  check_dropout(x, seed, p);
+  if (dim.has_value()) {
+    return gathered_size(kDropout, x, checked_dim(kDropout, x, *dim), dim_size, place);
+  }
+  TORCH_CHECK_VALUE(!dim_size.has_value(),
+                    kDropout,
+                    ": got dim_size ",
+                    *dim_size,
+                    " without dim; pass the dim that is cut over the group, too.");
+  return x.sym_numel();
+}
+
+at::Tensor dropout(const at::Tensor& x,
+                   const at::Tensor& seed,
+                   double p,
+                   std::string_view group_name,
+                   OptionalDim dim,
+                   OptionalSize dim_size) {
+  const auto place = place_in(kDropout, group_name);
+  const auto whole_size = checked_size(x, seed, p, dim, dim_size, place).expect_int();
+  TORCH_CHECK_VALUE(seed.is_cpu(),
+                    kDropout,
+                    ": got seed on ",
+                    seed.device(),
+                    "; pass it on the CPU, where it is read without waiting for the device.");
+  const auto number = seed.item().toLong();
+  if (!dim.has_value()) {
+    return dispatch::dropout_of_part(x, number, p, 1, whole_size, 0, whole_size);
+  }
+  const auto cut = checked_dim(kDropout, x, *dim);
+  const auto begin =
+      std::min(place.rank * part_length(whole_size, place.num_ranks).expect_int(), whole_size);
+  const auto inner = c10::multiply_integers(x.sizes().slice(static_cast<std::size_t>(cut) + 1));
+  return dispatch::dropout_of_part(x, number, p, inner, x.size(cut), begin, whole_size);
+}
+
+at::Tensor dropout_meta(const at::Tensor& x,
+                        const at::Tensor& seed,
+                        double p,
+                        std::string_view group_name,
+                        OptionalDim dim,
+                        OptionalSize dim_size) {
+  checked_size(x, seed, p, dim, dim_size, place_in(kDropout, group_name));
+  return at::empty_symint(x.sym_sizes(), x.options());
+}
+
+at::Tensor dropout_of_part(const at::Tensor& x,
+                           std::int64_t seed,
+                           double p,
+                           std::int64_t inner,
+                           std::int64_t size,
+                           std::int64_t begin,
+                           std::int64_t whole_size) {
+  return kernels::cpu::dropout(
+      x, p, static_cast<std::uint64_t>(seed), {inner, size, begin, whole_size});
+}
+
+at::Tensor dropout_of_part_meta(const at::Tensor& x,
+                                std::int64_t /*seed*/,
+                                double /*p*/,
+                                std::int64_t /*inner*/,
+                                std::int64_t /*size*/,
+                                std::int64_t /*begin*/,
+                                std::int64_t /*whole_size*/) {
+  return at::empty_symint(x.sym_sizes(), x.options());
+}
+
+// Linear in x: its derivatives of every order are calls of itself.
+class Dropout : public torch::autograd::Function<Dropout> {
+ public:
+  static at::Tensor forward(AutogradContext* ctx,
+                            const at::Tensor& x,
+                            const at::Tensor& seed,
+                            double p,
+                            const std::string& group_name,
+                            const OptionalDim& dim,
+                            const OptionalSize& dim_size) {
+    ctx->save_for_backward({seed});
+    ctx->saved_data["p"] = p;
+    ctx->saved_data["group_name"] = group_name;
+    ctx->saved_data["dim"] = dim;
+    if (dim_size.has_value()) {
+      ctx->saved_data["dim_size"] = *dim_size;
+    }
+    const at::AutoDispatchBelowADInplaceOrView below;
+    return dispatch::dropout(x, seed, p, group_name, dim, dim_size);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const auto& saved = ctx->saved_data;
+    const auto dim_size = saved.find("dim_size");
+    variable_list result(6);
+    result[0] = dispatch::dropout(
+        grads[0],
+        ctx->get_saved_variables()[0],
+        saved.at("p").toDouble(),
+        saved.at("group_name").toStringRef(),
+        saved.at("dim").toOptional<std::int64_t>(),
+        dim_size == saved.end() ? OptionalSize() : OptionalSize(dim_size->second.toSymInt()));
+    return result;
+  }
+};
+
+at::Tensor dropout_autograd(const at::Tensor& x,
+                            const at::Tensor& seed,
+                            double p,
+                            std::string_view group_name,
+                            OptionalDim dim,
+                            OptionalSize dim_size) {
+  return Dropout::apply(x, seed, p, std::string(group_name), dim, dim_size);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(weft, CPU, m) {
+  m.impl("dropout", TORCH_FN(dropout));
+  m.impl("_dropout_of_part", TORCH_FN(dropout_of_part));
+}
+TORCH_LIBRARY_IMPL(weft, CUDA, m) { m.impl("dropout", TORCH_FN(dropout)); }
+TORCH_LIBRARY_IMPL(weft, Meta, m) {
+  m.impl("dropout", TORCH_FN(dropout_meta));
+  m.impl("_dropout_of_part", TORCH_FN(dropout_of_part_meta));
+}
+TORCH_LIBRARY_IMPL(weft, Autograd, m) { m.impl("dropout", TORCH_FN(dropout_autograd)); }
+
+}  // namespace weft::ops
