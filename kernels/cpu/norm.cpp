@@ -15,7 +15,7 @@ namespace {
 constexpr int64_t kElementsPerThread = 32768;  // as for the activations
 // The parameters' gradients are summed block by block of rows, and then over the blocks: the bits
 // do not depend on the number of threads.
-constexpr int64_t kMaxBlocks = 16;
+constexpr int64_t kMaxBlocks = 64;
 constexpr int64_t kMinRowsPerBlock = 8;
 
 const Loops& loops() {

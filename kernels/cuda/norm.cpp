@@ -4,7 +4,6 @@
 #include <weft/kernels/norm.h>
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 
 namespace weft::kernels::cuda {
 namespace {
@@ -28,7 +27,7 @@ struct CudaDevice {
     }
     const auto options = like.options().dtype(detail::scalar_type_of(like.scalar_type()));
     const at::Tensor partial_sums =
-        at::zeros({norm_backward_blocks(job, like.device()), num_params, job.row_size}, options);
+        at::empty({norm_backward_blocks(job, like.device()), num_params, job.row_size}, options);
     at::Tensor sums = at::empty({num_params, job.row_size}, options);
     launch_norm_backward(
         job, num_params, partial_sums.mutable_data_ptr(), sums.mutable_data_ptr(), like.device());

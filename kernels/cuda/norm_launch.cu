@@ -61,7 +61,7 @@ __device__ __forceinline__ void load_params(const void* params,
 // One block to a row at a time. A row is read up to three times, after the first from the caches:
 // a thread reads the packs that it read before.
 template <typename Storage, typename Params, int kWidth>
-__global__ void __launch_bounds__(kMaxThreads) norm_forward_kernel(const NormForwardJob job) {
+__global__ void __launch_bounds__(kMaxThreads, 2) norm_forward_kernel(const NormForwardJob job) {
   using Scalar = ScalarOf<Storage>;
   __shared__ Scalar shared[kWarp];
   const int64_t step = static_cast<int64_t>(blockDim.x) * kWidth;
@@ -127,13 +127,13 @@ __global__ void __launch_bounds__(kMaxThreads) norm_forward_kernel(const NormFor
 // end; element i of a pack lies apart from element i + 1, so that neighbouring threads meet
 // neighbouring banks. Every column has one thread: nothing here races.
 template <typename Storage, typename Params, int kWidth>
-__global__ void __launch_bounds__(kMaxThreads) norm_backward_kernel(const NormBackwardJob job,
+__global__ void __launch_bounds__(kMaxThreads, 2) norm_backward_kernel(const NormBackwardJob job,
                                                                     int num_params,
                                                                     bool sums_are_shared,
                                                                     void* partial_sums) {
   using Scalar = ScalarOf<Storage>;
   __shared__ Scalar shared[kWarp];
-  extern __shared__ char dynamic_shared[];
+  extern __shared__ __align__(16) char dynamic_shared[];
   const int64_t step = static_cast<int64_t>(blockDim.x) * kWidth;
   const int64_t num_packs = job.row_size / kWidth;
   const Scalar size = static_cast<Scalar>(job.row_size);
@@ -141,10 +141,8 @@ __global__ void __launch_bounds__(kMaxThreads) norm_backward_kernel(const NormBa
   Scalar* sums = sums_are_shared ? reinterpret_cast<Scalar*>(dynamic_shared) : own;
   const int64_t stride = sums_are_shared ? num_packs : 1;    // between elements of a pack
   const int64_t pack_stride = sums_are_shared ? 1 : kWidth;  // between packs
-  if (sums_are_shared) {
-    for (int64_t i = threadIdx.x; i < num_params * job.row_size; i += blockDim.x) sums[i] = 0;
-    __syncthreads();
-  }
+  for (int64_t i = threadIdx.x; i < num_params * job.row_size; i += blockDim.x) sums[i] = 0;
+  __syncthreads();
   for (int64_t row = blockIdx.x; row < job.num_rows; row += gridDim.x) {
     const int64_t row_begin = row * job.row_size;
     const Scalar rstd = static_cast<const Scalar*>(job.rstd)[row];
@@ -284,10 +282,12 @@ int64_t shared_bytes(const NormBackwardJob& job, int num_params) {
   return num_params * job.row_size * scalar;
 }
 
-// Enough blocks to fill the device, each with the shared memory it may have then.
+// Half of what fills the device, so that each block may have half of a multiprocessor's shared
+// memory; few where rows are short, because each block's sums are added up in the end.
 template <typename Job>
 int64_t num_blocks_of(const Job& job, c10::Device device) {
-  const int64_t per_multiprocessor = kThreadsPerMultiprocessor / threads_of(job) / 2;
+  const int64_t per_multiprocessor =
+      std::min<int64_t>(8, kThreadsPerMultiprocessor / threads_of(job) / 2);
   return std::min<int64_t>(job.num_rows,
                            attribute(cudaDevAttrMultiProcessorCount, device) * per_multiprocessor);
 }
@@ -319,7 +319,7 @@ void run_backward(const NormBackwardJob& job,
   const bool sums_are_shared = num_params > 0 && wanted <= most_shared;
   const auto shared = static_cast<size_t>(sums_are_shared ? wanted : 0);
   C10_CUDA_CHECK(cudaFuncSetAttribute(
-      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)));
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(most_shared)));
   kernel<<<static_cast<unsigned>(num_blocks),
            static_cast<unsigned>(threads_of(job)),
            shared,

@@ -16,7 +16,7 @@ void launch_norm_forward(const detail::NormForwardJob& job, c10::Device device);
 // How many blocks launch_norm_backward uses.
 int64_t norm_backward_blocks(const detail::NormBackwardJob& job, c10::Device device);
 
-// `partial_sums`: scalars [norm_backward_blocks(), num_params, row_size], zero, and `sums`
+// `partial_sums`: scalars [norm_backward_blocks(), num_params, row_size], and `sums`
 // [num_params, row_size]: of the parameters' gradients; both null for num_params 0.
 void launch_norm_backward(const detail::NormBackwardJob& job,
                           int num_params,

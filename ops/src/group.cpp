@@ -20,24 +20,20 @@ namespace {
 
 constexpr std::string_view kAllReduce = "all-reduce";
 
-std::string failure(std::string_view op, std::string_view what, int rank) {
-  return c10::str(op, ": the ", what, " failed on rank ", rank, " of its group");
-}
-
 // Runs `step` and adds operator and rank to what the backend raises. Exceptions of a backend
 // written in Python pass as they are: they are no std::runtime_error.
 template <typename Step>
 auto with_context(std::string_view op, std::string_view what, int rank, Step step) {
-  const collectives::RaiseContext context(failure(op, what, rank));
+  const collectives::RaiseContext context(op, what, rank);
   try {
     return step();
   } catch (const collectives::CollectiveError& error) {
-    collectives::throw_error(error.kind(), c10::str(failure(op, what, rank), ": ", error.what()));
+    collectives::throw_error(error.kind(), context.text() + ": " + error.what());
   } catch (c10::Error& error) {
-    error.add_context(failure(op, what, rank));
+    error.add_context(context.text());
     throw;
   } catch (const std::runtime_error& error) {
-    TORCH_CHECK_WITH(DistBackendError, false, failure(op, what, rank), ": ", error.what());
+    TORCH_CHECK_WITH(DistBackendError, false, context.text(), ": ", error.what());
   }
 }
 
@@ -85,6 +81,10 @@ void PendingCollective::wait() {
 }
 
 bool PendingCollective::is_done() const { return !work_ || work_->isCompleted(); }
+
+bool PendingCollective::has_failed() const {
+  return work_ && work_->isCompleted() && work_->exception() != nullptr;
+}
 
 namespace {
 

@@ -1,7 +1,8 @@
 #pragma once
 
 // One process group, by name: resolving it and reducing over it. Every Work that starts here is
-// waited for here or by the holder of the returned PendingCollective.
+// waited for here or by the holder of the returned PendingCollective, messages whose group has
+// ended apart.
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -51,8 +52,9 @@ class PendingCollective {
   // Errors: what the backend raises, with operator and rank added.
   void wait();
 
-  // Whether wait() would return at once.
+  // Whether wait() would return, or raise, at once; whether it would raise.
   bool is_done() const;
+  bool has_failed() const;
 
  private:
   std::string op_;

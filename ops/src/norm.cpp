@@ -12,7 +12,7 @@
 #include <weft/kernels/norm.h>
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros_like.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <optional>
@@ -114,16 +114,24 @@ class NormFunction : public torch::autograd::Function<NormFunction> {
     const std::int64_t num_params = !wants_weight && !wants_bias ? 0 : wants_bias ? 2 : 1;
 
     const bool has_grad_sum = has_residual && grads[1].defined();
-    auto [grad_v, grad_params] =
-        dispatch::norm_backward(grads[0].defined() ? grads[0] : at::zeros_like(v),
-                                has_grad_sum ? OptionalTensor(grads[1]) : std::nullopt,
-                                v,
-                                weight.defined() ? OptionalTensor(weight) : std::nullopt,
-                                saved[2],
-                                saved[3],
-                                ctx->saved_data.at("centered").toBool(),
-                                wants_x || wants_residual,
-                                num_params);
+    at::Tensor grad_v, grad_params;
+    if (grads[0].defined()) {
+      std::tie(grad_v, grad_params) =
+          dispatch::norm_backward(grads[0],
+                                  has_grad_sum ? OptionalTensor(grads[1]) : std::nullopt,
+                                  v,
+                                  weight.defined() ? OptionalTensor(weight) : std::nullopt,
+                                  saved[2],
+                                  saved[3],
+                                  ctx->saved_data.at("centered").toBool(),
+                                  wants_x || wants_residual,
+                                  num_params);
+    } else {  // the sum alone was used
+      grad_v = grads[1];
+      if (num_params > 0) {
+        grad_params = at::zeros_symint({num_params, weight.sym_size(0)}, weight.options());
+      }
+    }
     if (num_params > 0) {
       grad_params =
           dispatch::reduce_from_group(grad_params, ctx->saved_data.at("group_name").toStringRef());

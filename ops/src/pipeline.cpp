@@ -69,11 +69,13 @@ PipelineAddress checked_address(std::string_view op,
         op,
         ": got a tensor that torch.compile, torch.export or another mode traces, but messages "
         "between stages are not part of a graph; trace the stages and call this between them.");
-    TORCH_CHECK_VALUE(tensor.layout() == at::kStrided,
+    TORCH_CHECK_VALUE(tensor.layout() == at::kStrided && !tensor.is_quantized(),
                       op,
                       ": got a tensor of layout ",
                       tensor.layout(),
-                      "; pass strided tensors.");
+                      " and dtype ",
+                      tensor.scalar_type(),
+                      "; pass strided tensors that are not quantized.");
   }
   TORCH_CHECK_VALUE(channel >= 0 && channel <= kMaxChannel,
                     op,
@@ -256,9 +258,14 @@ at::Tensor pipeline_recv_autograd(at::TensorList like,
 }
 
 std::vector<at::Tensor> pipeline_wait_autograd(const at::Tensor& token) {
-  if (message_of(kWait, token)->side() == Side::kSender) {
+  const auto message = message_of(kWait, token);
+  if (message->side() == Side::kSender) {
     return pipeline_wait(token);
   }
+  TORCH_CHECK_VALUE(at::GradMode::is_enabled() || !message->is_differentiable(),
+                    kWait,
+                    ": got a token whose tensors need gradients under torch.no_grad, where the "
+                    "sender would wait for them in vain; receive with a `like` that needs none.");
   return Wait::apply(token);
 }
 

@@ -1,10 +1,13 @@
 #include "pipeline_message.h"
 
+#include "fail_group.h"
 #include "raise.h"
 
 #include <weft/collectives/error.h>
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <algorithm>
 #include <cstring>
@@ -56,29 +59,27 @@ class Traffic {
     return found->second.next++;
   }
 
-  // Takes the messages out that `is_finished`.
-  template <typename IsFinished>
-  void release(const IsFinished& is_finished) {
-    std::list<MessagePtr> candidates;
-    {
-      const std::lock_guard lock(mutex_);
-      candidates.swap(unfinished_);
-    }
-    // What raises is dropped, so that it raises once.
-    while (!candidates.empty()) {
-      const auto message = std::move(candidates.front());
-      candidates.pop_front();
-      bool finished = true;
-      try {
-        finished = is_finished(*message);
-      } catch (...) {
-        const std::lock_guard lock(mutex_);
-        unfinished_.splice(unfinished_.end(), candidates);
-        throw;
+  // Those of `group` that have something to be sent or received.
+  std::vector<MessagePtr> unfinished(const ProcessGroupPtr& group) {
+    const std::lock_guard lock(mutex_);
+    std::vector<MessagePtr> messages;
+    std::ranges::copy_if(unfinished_, std::back_inserter(messages), [&](const auto& message) {
+      return message->address().group == group;
+    });
+    return messages;
+  }
+
+  // Lets go those that `is_over`.
+  template <typename IsOver>
+  void release(const IsOver& is_over) {
+    std::list<MessagePtr> released;  // destroyed without the lock
+    const std::lock_guard lock(mutex_);
+    for (auto message = unfinished_.begin(); message != unfinished_.end();) {
+      const auto next = std::next(message);
+      if (is_over(**message)) {
+        released.splice(released.end(), unfinished_, message);
       }
-      if (!finished) {
-        keep(message);
-      }
+      message = next;
     }
   }
 
@@ -138,6 +139,23 @@ std::string describe(const PipelineHeader& header) {
   collectives::raise(std::make_exception_ptr(collectives::CollectiveMismatchError(text)));
 }
 
+// Whether the operators still find the group; one that was destroyed carries nothing any more.
+bool is_registered(const ProcessGroupPtr& group) {
+  try {
+    return c10d::resolve_process_group(group->getGroupName()) == group;
+  } catch (const c10::Error&) {
+    return false;
+  }
+}
+
+// What is sent of a tensor: contiguous, in host memory.
+at::Tensor on_host(const at::Tensor& tensor) {
+  return tensor.resolve_conj().resolve_neg().cpu().contiguous();
+}
+
+// Its bytes: every backend takes those, whatever the dtype.
+at::Tensor bytes_of(const at::Tensor& tensor) { return tensor.flatten().view(at::kByte); }
+
 // Whether a receive may be posted before it is known that the sender's message has its size: the
 // backend of weft refuses what does not fit on both sides, others may not.
 bool refuses_wrong_sizes(const ProcessGroupPtr& group) {
@@ -155,18 +173,22 @@ MessagePtr PipelineMessage::post(Side side,
                                  const std::vector<bool>& differentiable) {
   auto& traffic = Traffic::instance();
   traffic.release([&](PipelineMessage& message) {
-    return message.address_.group == address.group && message.is_finished();
+    return message.is_finished() || !is_registered(message.address_.group);
   });
   auto message = c10::make_intrusive<PipelineMessage>(side, std::move(address));
-  message->sequence_ = traffic.next_sequence(message->address_, side);
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     message->layouts_.push_back(
         {tensors[i].sizes().vec(), tensors[i].options(), differentiable.at(i)});
   }
+  // What may fail comes before the number is taken and anything is sent.
+  Tensors given;
+  if (side == Side::kSender) {
+    std::ranges::transform(tensors, std::back_inserter(given), on_host);
+  }
+  message->sequence_ = traffic.next_sequence(message->address_, side);
   if (side == Side::kSender) {
     message->op_ = "weft::pipeline_send";
-    message->start_receiving_header(true);
-    message->send(message->header_of(message->layouts_, Kind::kData), tensors, false);
+    message->send(message->header_of(message->layouts_, Kind::kData), given, false);
   } else {
     message->op_ = "weft::pipeline_recv";
     message->start_receiving_header(false);
@@ -179,13 +201,12 @@ MessagePtr PipelineMessage::post(Side side,
 }
 
 void PipelineMessage::flush(const ProcessGroupPtr& group) {
-  Traffic::instance().release([&](PipelineMessage& message) {
-    if (message.address_.group != group) {
-      return false;
+  for (const auto& message : Traffic::instance().unfinished(group)) {
+    if (message->side_ == Side::kSender || message->is_received_) {
+      message->wait_for_exchanges();
     }
-    message.wait_for_sends();
-    return message.is_finished();
-  });
+  }
+  Traffic::instance().release([](PipelineMessage& message) { return message.is_finished(); });
 }
 
 bool PipelineMessage::is_differentiable(std::size_t tensor_idx) const {
@@ -198,50 +219,48 @@ bool PipelineMessage::is_differentiable() const {
 
 Tensors PipelineMessage::wait() {
   op_ = "weft::pipeline_wait";
-  if (side_ == Side::kReceiver) {
-    TORCH_CHECK_VALUE(!std::exchange(is_received_, true),
-                      op_,
-                      ": got the token of ",
-                      name(),
-                      " for the second time; keep the tensors that the first call gave.");
-    expect_header(header_of(layouts_, Kind::kData));
-    if (arriving_.empty()) {
-      start_receiving(layouts_, false);
-    }
-    auto tensors = received(layouts_);
-    if (!is_differentiable()) {
-      send(header_of({}, Kind::kArrived), {}, true);
-    }
-    return tensors;
+  if (side_ == Side::kSender) {
+    wait_for_exchanges();
+    return {};
   }
-  wait_for_sends();
-  return {};
-}
-
-void PipelineMessage::wait_for_sends() {
-  if (has_failed_ || (side_ == Side::kReceiver && !is_received_)) {
-    return;
+  TORCH_CHECK_VALUE(!std::exchange(is_received_, true),
+                    op_,
+                    ": got the token of ",
+                    name(),
+                    " for the second time; keep the tensors that the first call gave.");
+  expect_header(header_of(layouts_, Kind::kData));
+  if (arriving_.empty()) {
+    start_receiving(layouts_, false);
   }
-  // The word that it has come tells that it was sent; a refusal, that it may never be.
-  if (side_ == Side::kSender && !is_differentiable()) {
-    expect_header(header_of({}, Kind::kArrived));
-  }
-  wait_for_exchanges();
+  return received(layouts_);
 }
 
 void PipelineMessage::send_gradients(const Tensors& gradients) {
   op_ = "the backward of weft::pipeline_wait";
-  send(header_of(gradient_layouts(), Kind::kGradients), gradients, true);
+  check_first_answer();
+  Tensors given;
+  std::ranges::transform(gradients, std::back_inserter(given), on_host);
+  send(header_of(gradient_layouts(), Kind::kGradients), given, true);
   Traffic::instance().keep(MessagePtr::reclaim_copy(this));
 }
 
 Tensors PipelineMessage::receive_gradients() {
   op_ = "the backward of weft::pipeline_send";
+  check_first_answer();
   const auto layouts = gradient_layouts();
+  start_receiving_header(true);
   expect_header(header_of(layouts, Kind::kGradients));
   wait_for_exchanges();
   start_receiving(layouts, true);
   return received(layouts);
+}
+
+void PipelineMessage::check_first_answer() {
+  TORCH_CHECK_VALUE(!std::exchange(is_answered_, true),
+                    op_,
+                    ": got a second backward through ",
+                    name(),
+                    "; its gradients travel once: send it again, or add up the losses first.");
 }
 
 PipelineMessage::Layouts PipelineMessage::gradient_layouts() const {
@@ -285,39 +304,37 @@ void PipelineMessage::send(const PipelineHeader& header, const Tensors& tensors,
   exchange(true, bytes, is_answer);
   for (const auto& tensor : tensors) {
     if (tensor.numel() > 0) {
-      exchange(true, tensor.cpu().contiguous(), is_answer);
+      exchange(true, bytes_of(tensor), is_answer);
     }
   }
 }
 
 void PipelineMessage::start_receiving_header(bool is_answer) {
-  header_ = at::empty({sizeof(PipelineHeader)}, at::kByte);
-  exchange(false, header_, is_answer);
-  header_on_its_way_ = std::move(exchanges_.back());
-  exchanges_.pop_back();
+  header_ = at::zeros({sizeof(PipelineHeader)}, at::kByte);
+  header_on_its_way_ = start(false, header_, is_answer);
 }
 
 void PipelineMessage::start_receiving(const Layouts& layouts, bool is_answer) {
   arriving_.clear();
   for (const auto& layout : layouts) {
-    const auto host =
-        layout.options.device(at::kCPU).pinned_memory(layout.options.device().is_cuda());
+    const bool is_pinned = layout.options.device().is_cuda();
+    const auto host = layout.options.device(at::kCPU).pinned_memory(is_pinned);
     arriving_.push_back(at::empty(layout.sizes, host));
     if (arriving_.back().numel() > 0) {
-      exchange(false, arriving_.back(), is_answer);
+      exchange(false, bytes_of(arriving_.back()), is_answer);
     }
   }
 }
 
 void PipelineMessage::expect_header(const PipelineHeader& expected) {
   header_on_its_way_.wait();
-  const auto got = arrived_header();
+  PipelineHeader got;
+  std::memcpy(&got, header_.const_data_ptr(), sizeof(got));
   if (got.magic == kMagic && got.kind == expected.kind && got.channel == expected.channel &&
       got.sequence == expected.sequence && got.num_tensors == expected.num_tensors &&
       got.layout == expected.layout) {
     return;
   }
-  has_failed_ = true;
   const int rank = address_.group->getRank();
   if (got.magic == kMagic && got.kind == Kind::kRefused) {
     throw_mismatch(c10::str(op_,
@@ -331,27 +348,25 @@ void PipelineMessage::expect_header(const PipelineHeader& expected) {
                             rank,
                             " sent; bring both sides in line."));
   }
-  if (side_ == Side::kReceiver) {
-    try {
-      send(header_of(layouts_, Kind::kRefused), {}, true);
-    } catch (const std::exception&) {  // the group may have failed already, over the same message
-    }
+  const bool is_of_number = expected.num_tensors == got.num_tensors;
+  const auto text = c10::str(op_,
+                             ": rank ",
+                             rank,
+                             " expected ",
+                             name(),
+                             " to be ",
+                             describe(expected),
+                             " but rank ",
+                             address_.peer,
+                             " sent ",
+                             describe(got),
+                             is_of_number ? " with other shapes, dtypes or needs of gradients" : "",
+                             "; bring both sides in line.");
+  if (!collectives::fail_group(*address_.group, text) && side_ == Side::kReceiver) {
+    send(header_of(layouts_, Kind::kRefused), {}, true);
+    Traffic::instance().keep(MessagePtr::reclaim_copy(this));
   }
-  throw_mismatch(c10::str(op_,
-                          ": rank ",
-                          rank,
-                          " expected ",
-                          name(),
-                          " to be ",
-                          describe(expected),
-                          " but rank ",
-                          address_.peer,
-                          " sent ",
-                          describe(got),
-                          expected.num_tensors == got.num_tensors
-                              ? " with other shapes, dtypes or needs of gradients"
-                              : "",
-                          "; pass as `like` what the other side sends."));
+  throw_mismatch(text);
 }
 
 Tensors PipelineMessage::received(const Layouts& layouts) {
@@ -363,39 +378,39 @@ Tensors PipelineMessage::received(const Layouts& layouts) {
   return tensors;
 }
 
-void PipelineMessage::exchange(bool sends, const at::Tensor& tensor, bool is_answer) {
+PendingCollective PipelineMessage::start(bool sends, const at::Tensor& bytes, bool is_answer) {
   const auto& [group, peer, channel] = address_;
   const int tag = tag_of(channel, sequence_, is_answer);
-  exchanges_.emplace_back(op_, name(), group, Tensors{tensor}, true, [&](bool /*async_op*/) {
-    Tensors tensors{tensor};
-    return sends ? group->send(tensors, peer, tag) : group->recv(tensors, peer, tag);
-  });
+  return {op_, name(), group, Tensors{bytes}, true, [&](bool /*async_op*/) {
+            Tensors tensors{bytes};
+            return sends ? group->send(tensors, peer, tag) : group->recv(tensors, peer, tag);
+          }};
+}
+
+void PipelineMessage::exchange(bool sends, const at::Tensor& bytes, bool is_answer) {
+  auto started = start(sends, bytes, is_answer);
+  const std::lock_guard lock(mutex_);
+  exchanges_.push_back(std::move(started));
 }
 
 void PipelineMessage::wait_for_exchanges() {
-  for (auto& exchange : exchanges_) {
+  std::vector<PendingCollective> exchanges;
+  {
+    const std::lock_guard lock(mutex_);
+    exchanges.swap(exchanges_);
+  }
+  for (auto& exchange : exchanges) {
     exchange.wait();
   }
-  exchanges_.clear();
 }
 
 bool PipelineMessage::is_finished() {
-  if (has_failed_) {
-    return true;
-  }
-  const bool awaits_word = side_ == Side::kSender && !is_differentiable();
-  if (side_ == Side::kSender && header_on_its_way_.is_done() &&
-      arrived_header().kind == Kind::kRefused) {
-    expect_header(header_of({}, Kind::kArrived));
-  }
-  return std::ranges::all_of(exchanges_, &PendingCollective::is_done) &&
-         (!awaits_word || header_on_its_way_.is_done());
-}
-
-PipelineHeader PipelineMessage::arrived_header() const {
-  PipelineHeader header;
-  std::memcpy(&header, header_.const_data_ptr(), sizeof(header));
-  return header;
+  const std::lock_guard lock(mutex_);
+  // What has failed stays for wait() to say so.
+  std::erase_if(exchanges_, [](const PendingCollective& exchange) {
+    return exchange.is_done() && !exchange.has_failed();
+  });
+  return std::ranges::all_of(exchanges_, &PendingCollective::is_done);
 }
 
 std::string PipelineMessage::name() const {

@@ -2,10 +2,13 @@
 
 // Messages between two ranks of a group: lists of tensors on numbered channels, several on their
 // way at a time. They are numbered, by channel and direction, on both sides alike. A message is a
-// header of 64 bytes followed by the tensors, and is answered: with the gradients of those that are
-// differentiable, or else with a word that it has come.
+// header of 64 bytes followed by the tensors; where some are differentiable it is answered by
+// their gradients.
 //
 // Tensors of other devices travel through host memory. Everything here works below autograd.
+//
+// Thread safety: messages may be posted, waited for and answered on different threads, each of
+// them on one at a time.
 
 #include "group.h"
 
@@ -15,6 +18,7 @@
 
 #include <array>
 #include <cstdint>
+#include <mutex>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -25,7 +29,7 @@ constexpr std::int64_t kMaxChannel = 1022;
 
 // What a message holds, in the form that both sides compare.
 struct PipelineHeader {
-  enum class Kind : std::uint8_t { kData = 1, kGradients, kArrived, kRefused };
+  enum class Kind : std::uint8_t { kData = 1, kGradients, kRefused };
 
   std::uint32_t magic = 0;
   Kind kind = Kind::kData;
@@ -47,8 +51,9 @@ struct PipelineAddress {
 };
 
 // One message and its answer, seen from one side.
-// Errors of what waits: CollectiveMismatchError, on both sides, where they do not agree; those of
-// the backend.
+// Errors of what waits: CollectiveMismatchError where the sides do not agree: on the backend of
+// weft, whose group has failed then, on both; on others the sender finds out when it waits for the
+// gradients. ValueError for a second wait or a second backward. Those of the backend.
 class PipelineMessage final : public torch::CustomClassHolder {
  public:
   enum class Side { kSender, kReceiver };
@@ -60,22 +65,22 @@ class PipelineMessage final : public torch::CustomClassHolder {
                                                   const std::vector<at::Tensor>& tensors,
                                                   const std::vector<bool>& differentiable);
 
-  // Waits until all that this rank has sent in the group has left, and has come where no gradients
-  // are still to answer it.
+  // Waits until all that this rank has sent in the group has left.
   static void flush(const ProcessGroupPtr& group);
 
   PipelineMessage(Side side, PipelineAddress address);
 
   Side side() const { return side_; }
+  const PipelineAddress& address() const { return address_; }
   std::size_t num_tensors() const { return layouts_.size(); }
   bool is_differentiable(std::size_t tensor_idx) const;
   bool is_differentiable() const;  // any of them
 
   // Receiver: the tensors that came; once. Sender: empty, as soon as what was sent may be changed
-  // again, and, unless gradients are still to come, has come.
+  // again.
   std::vector<at::Tensor> wait();
 
-  // Receiver: answers with the gradients of the differentiable tensors, in their order.
+  // Receiver: answers with the gradients of the differentiable tensors, in their order; once.
   void send_gradients(const std::vector<at::Tensor>& gradients);
   // Sender: that answer; once.
   std::vector<at::Tensor> receive_gradients();
@@ -91,21 +96,22 @@ class PipelineMessage final : public torch::CustomClassHolder {
   Layouts gradient_layouts() const;
   PipelineHeader header_of(const Layouts& layouts, PipelineHeader::Kind kind) const;
 
+  // `tensors` are as on_host() gives them.
   void send(const PipelineHeader& header, const std::vector<at::Tensor>& tensors, bool is_answer);
   void start_receiving_header(bool is_answer);
   void start_receiving(const Layouts& layouts, bool is_answer);
-  // Waits for the header and checks it; tells the peer where it is not what is expected.
+  // Waits for the header and checks it; the peer is told where it is not what is expected.
   void expect_header(const PipelineHeader& expected);
   // What start_receiving began, on the devices of `layouts`.
   std::vector<at::Tensor> received(const Layouts& layouts);
 
-  void exchange(bool sends, const at::Tensor& tensor, bool is_answer);
+  PendingCollective start(bool sends, const at::Tensor& bytes, bool is_answer);
+  void exchange(bool sends, const at::Tensor& bytes, bool is_answer);
+  void check_first_answer();
   void wait_for_exchanges();
-  // Whether nothing is on its way any more. Errors: the peer has refused the message.
+  // Whether nothing that was sent is on its way any more; what has left is let go.
   bool is_finished();
-  void wait_for_sends();
-  PipelineHeader arrived_header() const;
-  std::string name() const;  // "message 3 on channel 0 of ranks 0 to 1"
+  std::string name() const;  // "message 3 on channel 0 from rank 0 to rank 1"
 
   const Side side_;
   const PipelineAddress address_;
@@ -113,10 +119,11 @@ class PipelineMessage final : public torch::CustomClassHolder {
   std::uint64_t sequence_ = 0;
   std::string_view op_;
   bool is_received_ = false;
-  bool has_failed_ = false;  // and said so
+  bool is_answered_ = false;
   at::Tensor header_;        // [64] bytes, of the message or, on the sender's side, of its answer
   PendingCollective header_on_its_way_;
   std::vector<at::Tensor> arriving_;  // on the host
+  std::mutex mutex_;  // of exchanges_
   std::vector<PendingCollective> exchanges_;
 };
 

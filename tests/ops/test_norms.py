@@ -164,6 +164,10 @@ def test_gradient_of_one_result_alone() -> None:
     total.sum().backward()
     assert torch.equal(x.grad, torch.ones(2, 3)) and torch.equal(residual.grad, x.grad)
     assert torch.equal(weight.grad, torch.zeros(3))
+    x = torch.full((1, 3), float("inf"), requires_grad=True)
+    _, total = weft.ops.add_rms_norm(x, residual[:1].detach(), weight, group_name="")
+    total.sum().backward()
+    assert torch.equal(x.grad, torch.ones(1, 3))  # not what a norm of infinity makes of it
 
 
 @on_ranks(2)

@@ -98,7 +98,7 @@ def test_many_messages_of_all_dtypes_on_two_channels(rank: int) -> None:
 
 @on_ranks(2)
 def test_number_of_messages(rank: int) -> None:
-    """A header and each tensor; the answer is the gradients with their header, or a header alone."""
+    """A header and each tensor; the answer is a header and each gradient, or nothing."""
     group = dist.group.WORLD.group_name
     x = torch.ones(3, 4, requires_grad=True)
 
@@ -115,7 +115,7 @@ def test_number_of_messages(rank: int) -> None:
             OPS.join(torch.zeros(()), [OPS.pipeline_send([x], 1, 0, group)]).backward()
 
     # What is on its way when a profile ends would be left out of it.
-    collectives_of(without_gradients, {"send": 1, "recv": 3} if rank else {"send": 3, "recv": 1})
+    collectives_of(without_gradients, {"recv": 3} if rank else {"send": 3})
     dist.barrier()
     collectives_of(with_gradients, {"send": 2, "recv": 2})
     dist.barrier()
@@ -219,6 +219,33 @@ def test_refusals(rank: int) -> None:
     OPS.pipeline_wait(sent)
     with pytest.raises(ValueError, match="for the second time"):
         OPS.pipeline_wait(token)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("backend", ["cpu:weft", "gloo"])
+def test_gradients_travel_once(rank: int, backend: str) -> None:
+    group = dist.new_group(backend=backend).group_name
+    x = torch.ones(3, requires_grad=True)
+    if rank == 0:
+        loss = OPS.join(torch.zeros(()), [OPS.pipeline_send([x], 1, 0, group)])
+    else:
+        loss = OPS.pipeline_wait(OPS.pipeline_recv([x], 0, 0, group))[0].sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(ValueError, match="got a second backward through message 0 on channel 0 from rank 0 to rank 1"):
+        loss.backward()
+    assert x.grad is None if rank else torch.equal(x.grad, torch.ones(3))
+
+
+@on_ranks(2)
+def test_needs_of_gradients_under_no_grad(rank: int) -> None:
+    group, x = dist.group.WORLD.group_name, torch.ones(3, requires_grad=True)
+    if rank == 0:
+        OPS.join(torch.zeros(()), [OPS.pipeline_send([x], 1, 0, group)]).backward()
+        return
+    token = OPS.pipeline_recv([x], 0, 0, group)
+    with torch.no_grad(), pytest.raises(ValueError, match="got a token whose tensors need gradients under torch.no_grad"):
+        OPS.pipeline_wait(token)
+    OPS.pipeline_wait(token)[0].sum().backward()
 
 
 class Echo(nn.Module):

@@ -338,6 +338,12 @@ void Engine::abort(const std::string& why) {
   poll();
 }
 
+void Engine::refuse(const std::string& text) {
+  if (fork_generation() != fork_generation_) return;
+  fail(ErrorKind::kMismatch, text);
+  poll();
+}
+
 void Engine::leave() {
   if (fork_generation() != fork_generation_ || is_left_.exchange(true)) return;
   shared_.rank(options_.rank).state.store(RankState::kLeft);

@@ -41,6 +41,7 @@ class Engine final : public Group {
   void submit_lent(OperationPtr operation) override;
   void give_back_scratch() override;
   void abort(const std::string& why) override;
+  void refuse(const std::string& text) override;
   void leave() override;
   std::exception_ptr failure() const override;
   const GroupOptions& options() const override { return options_; }

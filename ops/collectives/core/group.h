@@ -44,6 +44,8 @@ class Group {
 
   // Fails the group on every rank, at once.
   virtual void abort(const std::string& why) = 0;
+  // The same with a CollectiveMismatchError of that text.
+  virtual void refuse(const std::string& text) = 0;
   // Tells the others that nothing more comes from here, and fails what cannot be finished at once.
   virtual void leave() = 0;
 

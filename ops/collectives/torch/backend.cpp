@@ -2,6 +2,7 @@
 #include "backend.h"
 
 #include "backend_transport.h"
+#include "fail_group.h"
 #include "hosts_group.h"
 #include "raise.h"
 
@@ -162,6 +163,19 @@ c10::intrusive_ptr<c10d::Backend> WeftBackend::split(const c10::intrusive_ptr<c1
                            static_cast<int>(own - ranks.begin()),
                            static_cast<int>(ranks.size()),
                            std::move(options));
+}
+
+}  // namespace weft::collectives
+
+namespace weft::collectives {
+
+bool fail_group(c10d::ProcessGroup& group, const std::string& text) {
+  if (!group.hasBackends()) return false;
+  const auto backend = group.getBackend(at::kCPU);
+  auto* const ours = dynamic_cast<WeftBackend*>(backend.get());
+  if (ours == nullptr) return false;
+  ours->refuse(text);
+  return true;
 }
 
 }  // namespace weft::collectives

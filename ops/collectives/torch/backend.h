@@ -37,6 +37,8 @@ class WeftBackend final : public c10d::Backend {
                                     const std::vector<int>& ranks,
                                     const c10::intrusive_ptr<Options>& opts) override;
   c10d::ErrorType getError() override;
+  // Fails the group on every rank with a CollectiveMismatchError of that text.
+  void refuse(const std::string& text) { group_->refuse(text); }
   void abort() override;
   void shutdown() override;
 

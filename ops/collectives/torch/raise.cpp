@@ -1,5 +1,7 @@
 #include "raise.h"
 
+#include <c10/util/StringUtil.h>
+
 #include <atomic>
 #include <utility>
 
@@ -10,15 +12,23 @@ namespace {
 std::atomic<decltype(ErrorHooks::raise)> raise_hook{nullptr};
 std::atomic<decltype(ErrorHooks::keep)> keep_hook{nullptr};
 
-// What is being done on this thread; empty, or with ": " at its end.
-thread_local std::string raise_context;
+// What is being done on this thread, or null.
+thread_local const RaiseContext* raise_context = nullptr;
+
+std::string with_context(const char* text) {
+  return raise_context == nullptr ? text : raise_context->text() + ": " + text;
+}
 
 }  // namespace
 
-RaiseContext::RaiseContext(std::string text)
-    : outer_(std::exchange(raise_context, std::move(text.append(": ")))) {}
+RaiseContext::RaiseContext(std::string_view op, std::string_view what, int rank)
+    : op_(op), what_(what), rank_(rank), outer_(std::exchange(raise_context, this)) {}
 
-RaiseContext::~RaiseContext() { raise_context = std::move(outer_); }
+RaiseContext::~RaiseContext() { raise_context = outer_; }
+
+std::string RaiseContext::text() const {
+  return c10::str(op_, ": the ", what_, " failed on rank ", rank_, " of its group");
+}
 
 void set_error_hooks(const ErrorHooks& hooks) {
   raise_hook.store(hooks.raise);
@@ -29,7 +39,7 @@ void raise(std::exception_ptr error) {
   try {
     std::rethrow_exception(std::move(error));
   } catch (const CollectiveError& failure) {
-    if (const auto hook = raise_hook.load()) hook(failure.kind(), raise_context + failure.what());
+    if (const auto hook = raise_hook.load()) hook(failure.kind(), with_context(failure.what()));
     throw;
   }
 }

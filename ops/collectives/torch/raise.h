@@ -8,6 +8,7 @@
 
 #include <exception>
 #include <string>
+#include <string_view>
 
 namespace weft::collectives {
 
@@ -26,13 +27,20 @@ WEFT_OPS_API void set_error_hooks(const ErrorHooks& hooks);
 // are, for who catches them to add to.
 class RaiseContext {
  public:
-  explicit RaiseContext(std::string text);
+  // `op` and `what` outlive this.
+  RaiseContext(std::string_view op, std::string_view what, int rank);
   ~RaiseContext();
   RaiseContext(const RaiseContext&) = delete;
   RaiseContext& operator=(const RaiseContext&) = delete;
 
+  // "weft::row_linear: the all-reduce failed on rank 1 of its group"
+  std::string text() const;
+
  private:
-  std::string outer_;
+  std::string_view op_;
+  std::string_view what_;
+  int rank_;
+  const RaiseContext* outer_;
 };
 
 // Throws `error` as the caller is to get it.

@@ -334,6 +334,11 @@ void HostsGroup::abort(const std::string& why) {
            (why.empty() ? "" : ": " + why));
 }
 
+void HostsGroup::refuse(const std::string& text) {
+  if (fork_generation() != fork_generation_) return;
+  fail(ErrorKind::kMismatch, text);
+}
+
 void HostsGroup::leave() {
   if (fork_generation() != fork_generation_) return;
   {

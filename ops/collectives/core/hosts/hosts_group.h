@@ -31,6 +31,7 @@ class HostsGroup final : public Group {
   void wait(Operation& operation, std::chrono::milliseconds timeout) override;
   void poll() override {}  // the threads do what can be done
   void abort(const std::string& why) override;
+  void refuse(const std::string& text) override;
   void leave() override;
   std::exception_ptr failure() const override { return here_.failure(); }
   const GroupOptions& options() const override { return options_; }
