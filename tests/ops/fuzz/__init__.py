@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ops.fuzz import linears, pairs, vocabulary
+from ops.fuzz import linears, norms, pairs, vocabulary
 from ops.fuzz.operator import Operator
 
 OPERATORS: dict[str, Operator] = {
@@ -17,6 +17,10 @@ OPERATORS: dict[str, Operator] = {
         vocabulary.VocabParallelEmbedding(),
         vocabulary.VocabParallelCrossEntropy(),
         vocabulary.VocabParallelLinearCrossEntropy(),
+        norms.RmsNorm(),
+        norms.LayerNorm(),
+        norms.AddRmsNorm(),
+        norms.AddLayerNorm(),
         pairs.CopyToGroup(),
         pairs.ReduceFromGroup(),
         pairs.ScatterToGroup(),

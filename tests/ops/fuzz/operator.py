@@ -42,12 +42,15 @@ class Operator:
     name: ClassVar[str]
     optional: ClassVar[tuple[str, ...]] = ()  # tensors that have a default
     wild: ClassVar[Wild] = {}
+    num_results: ClassVar[int] = 1
     tolerances: ClassVar[dict[torch.dtype, float]] = {
         torch.float64: 1e-12,
         torch.float32: 1e-5,
         torch.bfloat16: 3e-2,
         torch.float16: 4e-3,
     }
+    # Of the dtype of what is compared, instead of the call's: nothing is rounded to a narrower one on the way.
+    tolerates_by_result: ClassVar[bool] = False
 
     def draw(self, draw: Draw) -> tuple[Values, Options]:
         """A set that agrees with the documentation: whole tensors, a list of them where each rank has its own."""
@@ -70,7 +73,7 @@ class Operator:
         raise NotImplementedError
 
     def reference(self, values: SimpleNamespace, options: SimpleNamespace, places: list[Place]) -> tuple[Value, ...]:
-        """The whole results, differentiable, of the whole tensors in float64."""
+        """The whole results, differentiable, of the whole tensors in float64; options.dtype is the call's."""
         raise NotImplementedError
 
     def result_dtype(self, values: Values) -> torch.dtype:
@@ -99,6 +102,7 @@ class Call:
     mode: str  # "backward", "grad" of some tensors, or "no_grad"
     wanted: list[str]  # the tensors of a "grad"
     grad_layout: str
+    graded: list[int] = field(default_factory=list)  # the results that get a gradient
     refusals: list[list[Refusal]] = field(default_factory=list)  # by rank
 
     @property
@@ -154,6 +158,8 @@ class Call:
     def __str__(self) -> str:
         placements = self.placements()
         lines = [f"weft::{self.operator.name}, group {self.group!r} of {self.num_ranks}, {self.mode} {self.wanted}"]
+        if len(self.graded) < self.operator.num_results:
+            lines.append(f"  gradient of result {self.graded} alone")
         for name, value in self.values.items():
             if value is None:
                 lines.append(f"  {name}: None")
@@ -200,6 +206,9 @@ def _draw_gradients(call: Call, draw: Draw) -> None:
         candidates = sorted(call.learns)
         num_wanted = draw.random.randint(min(1, len(candidates)), len(candidates))
         call.wanted = sorted(draw.random.sample(candidates, num_wanted))
+    call.graded = list(range(call.operator.num_results))
+    if len(call.graded) > 1:
+        call.graded = sorted(draw.random.sample(call.graded, draw.random.randint(1, len(call.graded))))
 
 
 def _disturb(call: Call, draw: Draw) -> None:

@@ -1,0 +1,145 @@
+"""rms_norm, layer_norm and their sums with a residual."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ops.fuzz import rules
+from ops.fuzz.draws import OWN, Cut, Draw, Place, Placement, Value, part
+from ops.fuzz.operator import Operator, Options, Values, Wild
+from ops.fuzz.rules import Findings, Refusal, Unseen
+
+EPS = (1e-12, 1e-6, 1e-5, 0.02, 0.1, 1.0)
+HALF = (torch.bfloat16, torch.float16)
+# Of 1 / std. Beyond it a token's features are so close to one another, or to zero, that what is compared is how
+# their mean was rounded. With an eps of 0.02 or more none is.
+MAX_RSTD = 10.0
+
+
+class Norm(Operator):
+    """Each rank has tokens of its own: torch.chunk's parts of all tokens, or as many as it likes."""
+
+    optional = ("weight",)
+    wild: ClassVar[Wild] = {"eps": (-1.0, -1e-30, float("nan"), float("inf"), -0.0, 0.0, 1e-300, 1e-3, 7.0, 1e300)}
+    tolerates_by_result = True  # half types are computed in float32
+    is_centered = has_residual = False
+
+    def draw(self, draw: Draw) -> tuple[Values, Options]:
+        dtype, width, shapes = draw.dtype(), draw.size(), _shapes(draw)
+        kind = torch.float32 if dtype in HALF and draw.chance(0.4) else dtype
+        values: Values = {"x": [draw.values((*shape, width), dtype, 2.0) for shape in shapes]}
+        if self.has_residual:
+            values["residual"] = [draw.values((*shape, width), dtype) for shape in shapes]
+        values["weight"] = draw.maybe((width,), kind, 0.8)
+        if self.is_centered:
+            values["bias"] = None if values["weight"] is None else draw.maybe((width,), kind, 0.7)
+        return values, {"eps": draw.random.choice(EPS)}
+
+    def placements(self, values: Values, options: Options) -> dict[str, Placement]:
+        return {"x": OWN, "residual": OWN}
+
+    def findings(self, given: SimpleNamespace, place: Place) -> Findings:
+        refusals = list(self.refusals(given))
+        yield from refusals
+        if not refusals and not given.x.is_meta:
+            x = given.x.double() + given.residual.double() if self.has_residual else given.x.double()
+            if _largest_rstd(x.to(given.x.dtype).double(), given.eps, self.is_centered) > MAX_RSTD:
+                yield Unseen("features of which rounding is all that is left")
+
+    def refusals(self, given: SimpleNamespace) -> Findings:
+        x, residual = given.x, getattr(given, "residual", None)
+        yield from rules.token_matrix(x)
+        if not 0 <= given.eps < float("inf"):
+            yield Refusal(ValueError, "got eps ")
+        if residual is not None:
+            yield from rules.like(x, residual, "residual")
+            if residual.shape != x.shape:
+                yield Refusal(ValueError, "got residual of shape ")
+        weight, bias = given.weight, getattr(given, "bias", None)
+        yield from _params_of(x, weight, "weight")
+        yield from _params_of(x, bias, "bias")
+        if bias is not None and weight is None:
+            yield Refusal(ValueError, "got a bias without a weight")
+        elif bias is not None and bias.dtype != weight.dtype:
+            yield Refusal(TypeError, "got bias of dtype ")
+
+    def results(self, values: Values, options: Options) -> tuple[Placement, ...]:
+        return (OWN,) * self.num_results
+
+    def sums(self, values: SimpleNamespace, dtype: torch.dtype) -> list[Tensor]:
+        """What is normed on each rank: a sum is rounded before."""
+        if not self.has_residual:
+            return values.x
+        sums = [x + residual for x, residual in zip(values.x, values.residual, strict=True)]
+        return [total + (total.to(dtype).double() - total).detach() for total in sums]
+
+    def reference(self, values: SimpleNamespace, options: SimpleNamespace, places: list[Place]) -> tuple[Value, ...]:
+        sums = self.sums(values, options.dtype)
+        moved = [_moved(total, self.is_centered) for total in sums]
+        normed = [each * _rstd(each, options.eps) for each in moved]
+        if values.weight is not None:
+            normed = [y * values.weight for y in normed]
+        if getattr(values, "bias", None) is not None:
+            normed = [y + values.bias for y in normed]
+        return (normed, sums) if self.has_residual else (normed,)
+
+    def result_dtype(self, values: Values) -> torch.dtype:
+        return values["x"][0].dtype
+
+
+class RmsNorm(Norm):
+    name = "rms_norm"
+
+
+class LayerNorm(Norm):
+    name = "layer_norm"
+    optional = ("weight", "bias")
+    is_centered = True
+
+
+class AddRmsNorm(Norm):
+    name = "add_rms_norm"
+    has_residual = True
+    num_results = 2
+
+
+class AddLayerNorm(LayerNorm):
+    name = "add_layer_norm"
+    has_residual = True
+    num_results = 2
+
+
+def _shapes(draw: Draw) -> list[tuple[int, ...]]:
+    """Of the ranks' tokens."""
+    whole = draw.sizes(0, 3)
+    if not whole or draw.chance(0.3):
+        return [draw.sizes(0, 3) for _ in range(draw.num_ranks)]
+    tokens, dim = torch.empty(whole), draw.random.randrange(len(whole))
+    return [tuple(part(tokens, Cut(dim), Place(draw.num_ranks, rank)).shape) for rank in range(draw.num_ranks)]
+
+
+def _params_of(x: Tensor, params: Tensor | None, name: str) -> Findings:
+    if params is None:
+        return
+    if x.dtype not in HALF or params.dtype != torch.float32:
+        yield from rules.like(x, params, name)
+    else:
+        yield from rules.one_device(x, params, name)
+    if params.dim() != 1 or (x.dim() > 0 and params.size(0) != x.size(-1)):
+        yield Refusal(ValueError, f"got {name} of shape ")
+
+
+def _moved(total: Tensor, is_centered: bool) -> Tensor:
+    return total - total.mean(-1, keepdim=True) if is_centered else total
+
+
+def _rstd(moved: Tensor, eps: float) -> Tensor:
+    return (moved.square().mean(-1, keepdim=True) + eps).rsqrt()
+
+
+def _largest_rstd(total: Tensor, eps: float, is_centered: bool) -> float:
+    return _rstd(_moved(total, is_centered), eps).max().item() if total.numel() else 0.0
