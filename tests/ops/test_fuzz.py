@@ -8,10 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import weft
-from ops.fuzz import OPERATORS
+from ops.fuzz import NAMES, OPERATORS, check_messages, messages
 from ops.fuzz.check import check
 from ops.fuzz.draws import Place, Value
 from ops.fuzz.launch import run_calls
@@ -21,8 +22,8 @@ from ops.fuzz.rules import Findings, Refusal
 from support.ranks import run_on_ranks
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
-@pytest.mark.parametrize(("num_ranks", "first_seed", "count"), [(2, 0, 240), (3, 240, 60)])
+@pytest.mark.parametrize("operator", NAMES)
+@pytest.mark.parametrize(("num_ranks", "first_seed", "count"), [(2, 0, 120), (3, 120, 40)])
 def test_random_sets_agree_or_are_refused(operator: str, num_ranks: int, first_seed: int, count: int) -> None:
     outcomes = run_on_ranks(num_ranks, run_calls, operator=operator, first_seed=first_seed, count=count)
     assert all(each == outcomes[0] for each in outcomes)
@@ -48,7 +49,7 @@ def test_classes_beyond_int64() -> None:
 def test_every_public_operator_has_its_sets() -> None:
     names = {schema.name.removeprefix("weft::") for schema in torch._C._jit_get_all_schemas()}
     registered = {name for name in names if hasattr(torch.ops.weft, name) and not name.startswith("_")}
-    assert registered == set(OPERATORS), "write a class in tests/ops/fuzz for each operator"
+    assert registered == set(NAMES), "write a class in tests/ops/fuzz for each operator"
 
 
 def test_a_seed_gives_one_call() -> None:
@@ -57,6 +58,9 @@ def test_a_seed_gives_one_call() -> None:
         assert str(calls[0]) == str(calls[1]) and f"--operator {name} --ranks 2 --seed 5" in str(calls[0])
         for one, other in zip(calls[0].tensors(), calls[1].tensors(), strict=True):
             assert one.is_meta or torch.equal(one, other)
+    for name in messages.NAMES:
+        exchanges = [messages.draw_exchange(name, seed=5, world_size=2) for _ in range(2)]
+        assert exchanges[0] == exchanges[1] and f"--operator {name} --ranks 2 --seed 5" in str(exchanges[0])
 
 
 class WrongValues(ColumnLinear):
@@ -140,3 +144,66 @@ def test_a_defect_is_found_and_told(operator: Operator, is_wanted: Callable[[Cal
         with pytest.raises(AssertionError) as caught:
             check(call, 0, {"": ""})
         assert text in str(caught.value) and f"--seed {call.seed} " in str(caught.value)
+
+
+def _altered(**calls: Callable[..., object]) -> SimpleNamespace:
+    """The operators of messages, some of them replaced."""
+    return SimpleNamespace(**{name: getattr(weft.ops, name) for name in messages.NAMES} | calls)
+
+
+def _sends_others(tensors: list[Tensor], *where: object) -> Tensor:
+    return weft.ops.pipeline_send([2 * tensor for tensor in tensors], *where)
+
+
+def _gives_other_gradients(token: Tensor) -> list[Tensor]:
+    received = weft.ops.pipeline_wait(token)
+    for tensor in received:
+        tensor.register_hook(lambda grad: 2 * grad)
+    return received
+
+
+def _joins_its_input(x: Tensor, tokens: list[Tensor]) -> Tensor:
+    return weft.ops.join(2 * x, tokens)
+
+
+MESSAGE_DEFECTS = [
+    ({"pipeline_send": _sends_others}, False, {1: "message 0: tensor("}),
+    ({"pipeline_wait": _gives_other_gradients}, True, {0: "gradient of message 0: tensor("}),
+    ({"join": _joins_its_input}, True, {0: "joined: tensor("}),
+]
+
+
+def find_message_defect(rank: int, defect: int) -> str:
+    """What this rank says of an exchange of one message."""
+    calls, needs_grad, _ = MESSAGE_DEFECTS[defect]
+    part = messages.Part((3, 2), torch.float32, needs_grad, True, "contiguous", "full", True, seed=7)
+    exchange = messages.Exchange("pipeline_send", 0, 2, "world", 0, 2, joined=part)
+    exchange.messages.append(messages.Message(0, 1, 0, (part,), is_constant=False))
+    kinds = [("send", 0), ("recv", 1), ("wait", 1), *([("backward", 1), ("gradients", 0)] if needs_grad else [])]
+    exchange.steps = [messages.Step(kind, of_rank, (0,)) for kind, of_rank in kinds]
+    groups = {"world": dist.group.WORLD.group_name}
+    assert check_messages.check_exchange(exchange, rank, groups) == "agreed"
+    check_messages.OPS = _altered(**calls)
+    try:
+        check_messages.check_exchange(exchange, rank, groups)
+    except AssertionError as error:
+        return str(error)
+    finally:
+        check_messages.OPS = weft.ops
+    return ""
+
+
+@pytest.mark.parametrize("defect", range(len(MESSAGE_DEFECTS)))
+def test_a_defect_of_a_message_is_found_and_told(defect: int) -> None:
+    told = run_on_ranks(2, find_message_defect, defect=defect)
+    expected = MESSAGE_DEFECTS[defect][2]
+    assert [rank for rank in range(2) if told[rank]] == list(expected)
+    assert all(text in told[rank] and "--seed 0 " in told[rank] for rank, text in expected.items()), told
+
+
+def test_an_accepted_call_is_found_and_told() -> None:
+    exchanges = (messages.draw_exchange("pipeline_flush", seed, world_size=2) for seed in range(100))
+    wrong = next(exchange for exchange in exchanges if exchange.refusals)
+    wrong.wrong["group"] = ""  # of which there is nothing to refuse
+    with pytest.raises(AssertionError, match="accepted; documented is one of"):
+        check_messages.check_exchange(wrong, 0, {})

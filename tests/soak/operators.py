@@ -15,7 +15,7 @@ import re
 import sys
 from collections import Counter
 
-from ops.fuzz import OPERATORS
+from ops.fuzz import NAMES
 from ops.fuzz.launch import run_calls
 
 from support.rank_pool import POOLS
@@ -51,7 +51,7 @@ def soak(operator: str, num_ranks: int, first_seed: int, count: int) -> tuple[Co
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--operator", choices=sorted(OPERATORS), help="one instead of all")
+    parser.add_argument("--operator", choices=sorted(NAMES), help="one instead of all")
     parser.add_argument("--count", type=int, default=10_000, help="sets for each operator")
     parser.add_argument("--ranks", type=int, help="this many instead of 2 and 3")
     parser.add_argument("--seed", type=int, default=0, help="of the first set; the others follow")
@@ -59,7 +59,7 @@ def main() -> int:
     on_three = args.count // 5
     shares = {args.ranks: args.count} if args.ranks else {2: args.count - on_three, 3: on_three}
     num_failed = 0
-    for operator in [args.operator] if args.operator else OPERATORS:
+    for operator in [args.operator] if args.operator else NAMES:
         outcomes: Counter[str] = Counter()
         failures, seed = {}, args.seed
         for num_ranks, count in shares.items():

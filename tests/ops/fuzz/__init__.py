@@ -1,8 +1,10 @@
-"""Random argument sets for every public operator. An operator is added by a class of its own and its name below."""
+"""Random argument sets for every public operator. An operator is added by a class of its own and its name below;
+messages between ranks are drawn together, for each of their operators.
+"""
 
 from __future__ import annotations
 
-from ops.fuzz import linears, norms, pairs, vocabulary
+from ops.fuzz import linears, messages, norms, pairs, vocabulary
 from ops.fuzz.operator import Operator
 
 OPERATORS: dict[str, Operator] = {
@@ -30,3 +32,5 @@ OPERATORS: dict[str, Operator] = {
         pairs.AllToAll(),
     )
 }
+
+NAMES = (*OPERATORS, *messages.NAMES)

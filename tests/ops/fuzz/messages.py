@@ -1,0 +1,238 @@
+"""Random messages between the ranks of a pipeline, for pipeline_send, pipeline_recv, pipeline_wait, join and
+pipeline_flush.
+
+An exchange is drawn as a whole, the same on every rank: its messages, and one order of what all ranks do with them, in
+which nothing waits for what comes later. Each rank runs its own steps of that order, so none can wait for ever. Some
+sets hold a wrong call of their operator instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from ops.fuzz.draws import Draw
+from ops.fuzz.rules import Refusal
+
+NAMES = ("pipeline_send", "pipeline_recv", "pipeline_wait", "join", "pipeline_flush")
+NOWHERE = "nowhere"  # the name of no group
+MAX_CHANNEL = 1022
+LEARNING = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64)
+OTHERS = (
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex128,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+)
+# How the receiver tells what is to come.
+TEMPLATES = ("expanded", "full", "transposed")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of a message."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    needs_grad: bool
+    is_leaf: bool  # on the sender; else something was computed from a leaf
+    layout: str
+    template: str
+    is_used: bool  # by what the receiver's backward begins at
+    seed: int  # of its values and its gradient
+
+    def __str__(self) -> str:
+        gradient = "requires_grad" if self.needs_grad else "no gradient"
+        facts = f"{self.layout}, {'leaf' if self.is_leaf else 'no leaf'}, template {self.template}"
+        return f"{list(self.shape)} {self.dtype}, {gradient}, {facts}{'' if self.is_used else ', not used'}"
+
+
+@dataclass(frozen=True)
+class Message:
+    source: int
+    target: int
+    channel: int
+    parts: tuple[Part, ...]
+    is_constant: bool  # sent and received without autograd, whatever requires a gradient
+
+    @property
+    def has_backward(self) -> bool:
+        return any(part.needs_grad for part in self.parts)
+
+    @property
+    def lane(self) -> tuple[int, int, int]:
+        return self.source, self.target, self.channel
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one rank does: send, recv, wait, ack, backward (of what was received), gradients (of what was sent), flush.
+
+    The last but flush may be of several messages of one rank at once.
+    """
+
+    kind: str
+    rank: int
+    messages: tuple[int, ...]
+
+
+@dataclass
+class Exchange:
+    operator: str
+    seed: int
+    world_size: int
+    group: str
+    first_rank: int  # of the world, in the group
+    num_ranks: int
+    messages: list[Message] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    joined: Part | None = None  # what the tokens are joined to
+    # The wrong call: its arguments but for tensors, and what is refused for it.
+    wrong: dict[str, object] = field(default_factory=dict)
+    refusals: list[Refusal] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        where = f"group {self.group!r} of {self.num_ranks}, rank {self.first_rank} of the world first"
+        lines = [f"weft::{self.operator}, {where}"]
+        for number, message in enumerate(self.messages):
+            lines.append(f"  {number}: {message.source} -> {message.target} on channel {message.channel}")
+            lines += [f"    {part}" for part in message.parts]
+        lines += [f"  rank {step.rank}: {step.kind} {list(step.messages)}" for step in self.steps]
+        lines += [f"  {name}: {value!r}" for name, value in self.wrong.items()]
+        script = f"--operator {self.operator} --ranks {self.world_size} --seed {self.seed} --count 1"
+        return "\n".join([*lines, f"  again: PYTHONPATH=tests python tests/soak/operators.py {script}"])
+
+
+def draw_exchange(operator: str, seed: int, world_size: int) -> Exchange:
+    """The exchange of that seed, the same on every rank. A third are wrong calls."""
+    draw = Draw(seed * len(NAMES) + NAMES.index(operator))
+    group = draw.random.choices(("world", "second", "gloo", "last two"), (50, 15, 20, 15))[0]
+    first_rank = world_size - 2 if group == "last two" else 0
+    exchange = Exchange(operator, seed, world_size, group, first_rank, world_size - first_rank)
+    if draw.chance(0.3):
+        _draw_wrong_call(exchange, draw)
+        return exchange
+    exchange.joined = _draw_part(draw, learns=True)
+    for _ in range(draw.random.randint(1, 5)):
+        source, target = draw.random.sample(range(exchange.num_ranks), 2)
+        exchange.messages.append(_draw_message(draw, source, target))
+    exchange.steps = list(_draw_steps(exchange, draw))
+    return exchange
+
+
+def _draw_message(draw: Draw, source: int, target: int) -> Message:
+    learns = draw.chance(0.6)
+    parts = tuple(_draw_part(draw, learns) for _ in range(draw.random.randint(1, 4)))
+    channel = draw.random.choice((0, 0, 1, 7, MAX_CHANNEL))
+    return Message(source, target, channel, parts, is_constant=not learns and draw.chance(0.5))
+
+
+def _draw_part(draw: Draw, learns: bool) -> Part:
+    dtype = draw.random.choice(LEARNING if draw.chance(0.6) else OTHERS)
+    return Part(
+        shape=(draw.size(), 40_000) if draw.chance(0.02) else draw.sizes(0, 6),
+        dtype=dtype,
+        needs_grad=learns and dtype in LEARNING and draw.chance(0.7),
+        is_leaf=draw.chance(0.7),
+        layout=draw.layout(),
+        template=draw.random.choice(TEMPLATES),
+        is_used=draw.chance(0.8),
+        seed=draw.random.getrandbits(60),
+    )
+
+
+def _draw_steps(exchange: Exchange, draw: Draw) -> Iterator[Step]:
+    """All steps in a random order of which each waits for earlier ones alone."""
+    done: set[tuple[str, int]] = set()
+    acknowledged = 0.9 if exchange.operator == "pipeline_wait" else 0.4
+    left = []
+    for number, message in enumerate(exchange.messages):
+        kinds = ["send", "recv", "wait", *(["backward", "gradients"] if message.has_backward else [])]
+        left += [(kind, number) for kind in (*kinds, *(["ack"] if draw.chance(acknowledged) else []))]
+    most = 3 if exchange.operator == "pipeline_flush" else 1
+    flushes = [draw.random.randrange(exchange.num_ranks) for _ in range(draw.random.randint(most // 3, most))]
+    while left or flushes:
+        ready = [each for each in left if _may_follow(exchange, *each, done)]
+        can_flush = [rank for rank in flushes if _may_flush(exchange, rank, done)]
+        if can_flush and (not ready or draw.chance(0.15)):
+            rank = draw.random.choice(can_flush)
+            flushes.remove(rank)
+            yield Step("flush", rank, ())
+            continue
+        kind, number = draw.random.choice(ready)
+        rank = _rank_of(exchange.messages[number], kind)
+        together = [number]
+        if kind in ("backward", "gradients") and draw.chance(0.4):
+            others = [other for of, other in ready if of == kind and other != number]
+            together += [other for other in others if _rank_of(exchange.messages[other], kind) == rank]
+            draw.random.shuffle(together)
+        for each in together:
+            left.remove((kind, each))
+            done.add((kind, each))
+        yield Step(kind, rank, tuple(together))
+
+
+def _rank_of(message: Message, kind: str) -> int:
+    return message.source if kind in ("send", "ack", "gradients") else message.target
+
+
+def _may_follow(exchange: Exchange, kind: str, number: int, done: set[tuple[str, int]]) -> bool:
+    message = exchange.messages[number]
+    if kind in ("send", "recv"):  # the n-th send on a channel meets the n-th receive on it
+        earlier = range(number)
+        return all((kind, each) in done for each in earlier if exchange.messages[each].lane == message.lane)
+    if kind == "wait":
+        return {("send", number), ("recv", number)} <= done
+    if kind == "ack":
+        # Without gradients the receiver's word is waited for; the backend gloo receives when it is waited for.
+        needed = "recv" if message.has_backward and exchange.group != "gloo" else "wait"
+        return {("send", number), (needed, number)} <= done
+    return ("wait" if kind == "backward" else "backward", number) in done
+
+
+def _may_flush(exchange: Exchange, rank: int, done: set[tuple[str, int]]) -> bool:
+    """Whether all that the rank has sent is waited for, so that it leaves."""
+    for number, message in enumerate(exchange.messages):
+        if message.source == rank and ("send", number) in done and ("wait", number) not in done:
+            return False
+        if message.target == rank and ("backward", number) in done and ("gradients", number) not in done:
+            return False
+    return True
+
+
+def _draw_wrong_call(exchange: Exchange, draw: Draw) -> None:
+    """One wrong argument, or two."""
+    choose = draw.random.choice
+    if exchange.operator in ("pipeline_send", "pipeline_recv"):
+        faults = {
+            "tensors": [
+                ("none", ValueError, "got no tensors"),
+                ("sparse", ValueError, "got a tensor of layout Sparse"),
+            ],
+            "peer": [(peer, ValueError, "got peer ") for peer in ("self", -1, exchange.num_ranks, 2**40, -(2**63))],
+            "channel": [(number, ValueError, "got channel ") for number in (-1, MAX_CHANNEL + 1, 2**32, 2**62)],
+            "group": [(name, ValueError, "got a group of one rank") for name in ("", "alone")],
+        }
+        faults["tensors"].append(("meta", NotImplementedError, "got a tensor that torch.compile, "))
+        faults["group"].append((NOWHERE, ValueError, f"got group_name '{NOWHERE}'"))
+    elif exchange.operator == "pipeline_wait":
+        faults = {
+            "token": [(kind, ValueError, "that is no token") for kind in ("dense", "empty", "expanded", "meta")]
+            + [("second", ValueError, "for the second time")]
+        }
+    elif exchange.operator == "join":
+        faults = {"tokens": [(count, ValueError, "among the tokens") for count in (1, 2, 3)]}
+    else:
+        name = "".join(draw.random.choices("abcxyz /'-", k=draw.random.randint(1, 9)))
+        faults = {"group": [(name, ValueError, f"got group_name '{name}'")]}
+    for name in draw.random.sample(sorted(faults), min(len(faults), draw.random.randint(1, 2))):
+        exchange.wrong[name], error, text = choose(faults[name])
+        exchange.refusals.append(Refusal(error, text))
+    exchange.wrong["seed"] = draw.random.getrandbits(60)
