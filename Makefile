@@ -75,12 +75,14 @@ bench: build
 	$(PY) benchmarks/cross_entropy.py --ranks 2 --json --check
 	$(PY) benchmarks/memory.py --json
 
-# Not part of `make test`: an hour. Random collectives; every rank killed and stopped in every collective.
+# Not part of `make test`: an hour. Random collectives; every rank killed and stopped in every collective;
+# 10,000 random argument sets for each operator.
 soak: build
 	OMP_NUM_THREADS=1 $(PY) tests/soak/collectives.py --seconds 600 --hosts aaaaaaaa
 	OMP_NUM_THREADS=1 $(PY) tests/soak/collectives.py --seconds 120 --hosts aabbbcba
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(PY) tests/soak/faults.py --repeats 20
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(PY) tests/soak/faults.py --repeats 5 --hosts abb
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(PY) tests/soak/operators.py --count 10000
 
 # The torch-free part under the thread sanitizer, and under those for addresses and undefined behaviour.
 sanitize: $(VENV)/.packages
