@@ -27,6 +27,7 @@ SHORT = {
     "all_gather_into_tensor": "all-gather",
     "reduce_scatter_tensor": "reduce-scatter",
     "all_to_all_single": "all-to-all",
+    "recv": "receive",
 }
 
 
@@ -57,7 +58,8 @@ def _counts(counts: dict[str, str]) -> str:
 
 def _shapes(form: Form) -> str:
     given = ", ".join(f"{name} `[{_math(shape)}]`" for name, shape in form.tensors.items())
-    return f"{given} -> `[{_math(form.result)}]`"
+    given_back = ", ".join(f"`[{_math(shape.strip())}]`" for shape in form.result.split(";"))
+    return f"{given} -> {given_back}"
 
 
 def _kept(form: Form) -> str:
@@ -71,20 +73,21 @@ def _row(*cells: str) -> str:
 
 def _facts(operator: Operator) -> str:
     schema = str(getattr(torch.ops.weft, operator.name).default._schema).removeprefix("weft::")
+    schema = re.sub(r"(?<==)[\d.]+e-\d+", lambda number: repr(float(number[0])), schema)  # torch gives 17 digits
     return _row(f"`{schema}`", operator.computes)
 
 
 def _costs(operator: Operator, form: Form) -> str:
     name = f"`{operator.name}`" + (f", {form.label}" if form.label else "")
     sent = f"{_counts(form.forward)} + {_counts(form.backward)}"
-    peaks = _size(form.forward_peak), _size(form.backward_peak)
+    peaks = _size(form.forward_peak) or "0", _size(form.backward_peak) or "0"
     return _row(name, _shapes(form), _kept(form), sent, *peaks)
 
 
 def tables() -> str:
     """The generated part of the page."""
     lines = [_row("operator", "computes"), "|---|---|", *map(_facts, OPERATORS), ""]
-    heads = "call", "shapes on a rank", "kept for the backward", "collectives, forward + backward"
+    heads = "call", "shapes on a rank", "kept for the backward", "collectives or messages, forward + backward"
     lines += [_row(*heads, "peak of the forward", "peak of the backward"), "|---|---|---|---|---|---|"]
     lines += [_costs(operator, form) for operator in OPERATORS for form in operator.forms]
     return "\n".join(lines)

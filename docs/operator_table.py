@@ -9,7 +9,7 @@ Shapes, counts and sizes are expressions of
     f, o    rows of this rank's shard of a weight; output features
     v       this rank's part of the vocabulary
 
-and of the number of elements of the tensors: x, w1, weight, ...; y is the result.
+and of the number of elements of the tensors: x, w1, weight, ...; y is the first result.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Form:
     """One way to call an operator, and what it costs."""
 
     tensors: dict[str, str]  # their shapes
-    result: str
+    result: str  # of several results: shape; shape
     options: dict[str, object] = field(default_factory=dict)
     computed: dict[str, str] = field(default_factory=dict)  # options that are expressions
     label: str = ""  # how it differs from the operator's other forms
     forward: dict[str, str] = field(default_factory=dict)  # collectives, by c10d's names
     backward: dict[str, str] = field(default_factory=dict)
-    keeps: tuple[str, ...] = ()  # inputs that the backward needs
+    keeps: tuple[str, ...] = ()  # inputs that the backward needs, and results: y, sum
     saved: Size = Size()  # and what is made for it
     forward_peak: Size = Size("y")
     backward_peak: Size = Size()
@@ -49,6 +49,7 @@ class Operator:
     forms: tuple[Form, ...]
 
 
+MESSAGE_SIDES = ("pipeline_send", "pipeline_recv")  # whose forms are of one message: with gradients, and without
 INTEGERS = ("input", "target")  # tensors of ids
 GATHER, SCATTER = {"all_gather_into_tensor": "1"}, {"reduce_scatter_tensor": "1"}
 SUM, EXCHANGE, NONE = {"all_reduce": "1"}, {"all_to_all_single": "1"}, {}
@@ -74,6 +75,25 @@ def _pair(name: str, computes: str, *, result: str, along_other: str, **costs: o
     peaks = {key.removeprefix("other_"): Size(value) for key, value in other.items()}
     second = Form({"x": "T, d"}, along_other, {"dim": 1}, label="another `dim`", **costs, **peaks)
     return Operator(name, computes, (first, second))
+
+
+def _norm(name: str, computes: str, *, is_layer: bool = False, is_sum: bool = False) -> Operator:
+    """One number a token is made for the backward, two for a layer norm. It sums the parameters' gradients in at most
+    16 blocks of tokens. x and residual get one gradient, of which torch gives the second leaf a copy."""
+    tensors = {"x": "T, d"} | ({"residual": "T, d"} if is_sum else {}) | {"weight": "d"}
+    tensors |= {"bias": "d"} if is_layer else {}
+    rows, params = ("2*T", "2*d") if is_layer else ("T", "d")
+    blocks = f"x + (min(ceil(T/8), 16) + 1)*{params}"
+    form = Form(
+        tensors,
+        "T, d; T, d" if is_sum else "T, d",
+        backward=SUM,
+        keeps=("sum" if is_sum else "x", "weight"),
+        saved=Size(rows),
+        forward_peak=Size(f"{'2*y' if is_sum else 'y'} + {rows}"),
+        backward_peak=Size(f"max({blocks}, 2*x + {params} - {rows})" if is_sum else blocks),
+    )
+    return Operator(name, computes, (form,))
 
 
 OPERATORS = (
@@ -241,6 +261,10 @@ OPERATORS = (
             ),
         ),
     ),
+    _norm("rms_norm", "x / rms(x) [* weight], over the last dim, of tokens that are cut over the group"),
+    _norm("layer_norm", "(x - mean(x)) / std(x) [* weight + bias], the same way", is_layer=True),
+    _norm("add_rms_norm", "(rms_norm(x + residual), x + residual)", is_sum=True),
+    _norm("add_layer_norm", "(layer_norm(x + residual), x + residual)", is_layer=True, is_sum=True),
     Operator(
         "copy_to_group",
         "x; its gradient is summed over the group",
@@ -314,5 +338,60 @@ OPERATORS = (
                 backward_peak=Size("2*x"),
             ),
         ),
+    ),
+    Operator(
+        "pipeline_send",
+        "a token; its backward waits for the gradients that the other rank sends",
+        (
+            Form(
+                {"x": "T, d"},
+                "0",
+                label="one tensor",
+                forward={"send": "2", "recv": "1"},
+                backward={"recv": "1"},
+                saved=Size("0", "64"),
+                forward_peak=Size("0", "128"),
+                backward_peak=Size("x"),
+            ),
+            Form(
+                {"x": "T, d"},
+                "0",
+                label="one without gradient",
+                forward={"send": "2", "recv": "1"},
+                saved=Size("0", "64"),
+                forward_peak=Size("0", "128"),
+            ),
+        ),
+    ),
+    Operator(
+        "pipeline_recv",
+        "a token for `pipeline_wait`; tensors as `like` are on their way",
+        (
+            Form(
+                {"like": "T, d"},
+                "T, d",
+                label="and `pipeline_wait`, one tensor",
+                forward={"recv": "2"},
+                backward={"send": "2"},
+                saved=Size("0", "64"),
+                forward_peak=Size("y", "64"),
+                backward_peak=Size("0", "64"),
+            ),
+            Form(
+                {"like": "T, d"},
+                "T, d",
+                label="and `pipeline_wait`, one without gradient",
+                forward={"recv": "2", "send": "1"},
+                saved=Size("0", "128"),
+                forward_peak=Size("y", "128"),
+            ),
+        ),
+    ),
+    Operator("pipeline_wait", "what was received, whose backward sends the gradients; of a send, nothing", ()),
+    Operator("pipeline_flush", "nothing, once what this rank sent has left", ()),
+    Operator(
+        "join",
+        "x; its backward reaches the tokens of `pipeline_send`",
+        (Form({"x": "T, d"}, "T, d", {"tokens": []}, backward_peak=Size("x")),),
     ),
 )

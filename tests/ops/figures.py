@@ -1,4 +1,7 @@
-"""What a call of an operator costs, measured: what its backward keeps, what it sends, how many bytes it takes."""
+"""What a call of an operator costs, measured: what its backward keeps, what it sends, how many bytes it takes.
+
+A message of a pipeline costs two ranks something: `measure_message`.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -18,10 +22,10 @@ from ops.memory.counting import Count, counted
 class Figures:
     """Of one call: bytes, and collectives by c10d's names."""
 
-    result: Tensor
+    results: tuple[Tensor, ...]
     forward: dict[str, int]
     backward: dict[str, int]
-    keeps: set[str]  # inputs that the backward needs
+    keeps: set[str]  # inputs and results that the backward needs
     saved: int  # bytes that were made for the backward
     forward_peak: int  # on top of the inputs
     backward_peak: int  # on top of what was there when it began
@@ -43,32 +47,81 @@ def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def measure(call: Callable[..., Tensor], make: Callable[[], dict[str, object]]) -> Figures:
-    """Calls `call` and its backward with new arguments from `make`, several times over."""
-    arguments = make()
-    result = call(**arguments)
-    result.backward(torch.ones_like(result))  # the collectives get their memory
+def _named(results: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    return dict(zip(("y", "sum"), results, strict=False))
 
-    results: list[Tensor] = []
-    forward = _collectives(lambda: results.append(call(**arguments)))
-    backward = _collectives(lambda: results[0].backward(torch.ones_like(result)))
-    results.clear()
+
+def measure(call: Callable[..., Tensor | tuple[Tensor, ...]], make: Callable[[], dict[str, object]]) -> Figures:
+    """Calls `call` and its backward with new arguments from `make`, several times over."""
+
+    def run(arguments: dict[str, object]) -> tuple[Tensor, ...]:
+        results = call(**arguments)
+        return results if isinstance(results, tuple) else (results,)
+
+    arguments = make()
+    results = run(arguments)
+    grads = tuple(map(torch.ones_like, results))
+    torch.autograd.backward(results, grads)  # the collectives get their memory
+
+    kept: list[tuple[Tensor, ...]] = []
+    forward = _collectives(lambda: kept.append(run(arguments)))
+    backward = _collectives(lambda: torch.autograd.backward(kept[0], grads))
+    kept.clear()
 
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (saved.append(tensor), tensor)[1], lambda kept: kept):
-        call(**arguments)
-    names = {_address(value): name for name, value in arguments.items() if isinstance(value, Tensor)}
+        results = run(arguments)
+    known = {**arguments, **_named(results)}
+    names = {_address(value): name for name, value in known.items() if isinstance(value, Tensor)}
     made = {_address(tensor): tensor.untyped_storage().nbytes() for tensor in saved if _address(tensor) not in names}
     keeps = {names[_address(tensor)] for tensor in saved if _address(tensor) in names}
     saved.clear()
+    del results, known
 
     arguments = make()
     with counted() as count:
-        result = call(**arguments)
+        results = run(arguments)
         forward_peak = _own(count)
-        grad = torch.ones_like(result)
         before = count.now() - count.now("communication")
         weft.memory.reset_peak()
-        result.backward(grad)
+        torch.autograd.backward(results, grads)
         backward_peak = _own(count) - before
-    return Figures(result.detach(), forward, backward, keeps, sum(made.values()), forward_peak, backward_peak)
+    shapes = tuple(result.detach() for result in results)
+    return Figures(shapes, forward, backward, keeps, sum(made.values()), forward_peak, backward_peak)
+
+
+def measure_message(x: Tensor, rank: int, group: str) -> tuple[Figures, dict[str, int]]:
+    """Of a message that rank 0 sends to rank 1, and of its answer; and how many messages that was.
+
+    NOTE: what is on its way at the end of a profile is left out of it, so the messages of forward and backward can
+    only be counted together.
+    """
+    needs_grad = x.requires_grad
+    grad = torch.ones_like(x)
+
+    def forward() -> list[Tensor]:
+        """Until what was sent has left, or has come."""
+        if rank == 0:
+            token = weft.ops.pipeline_send([x], 1, 0, group)
+            weft.ops.pipeline_wait(token)
+            return [token]
+        return weft.ops.pipeline_wait(weft.ops.pipeline_recv([x], 0, 0, group))
+
+    def backward(results: list[Tensor]) -> None:
+        if needs_grad:
+            results[0].backward(results[0].detach() if rank == 0 else grad)
+        weft.ops.pipeline_flush(group)
+
+    backward(forward())
+    messages = _collectives(lambda: backward(forward()))
+    x.grad = None
+    with counted() as count:
+        results = forward()
+        forward_peak = _own(count)
+        before = count.now() - count.now("communication")
+        saved = before - (results[0].nbytes if rank else 0)
+        weft.memory.reset_peak()
+        backward(results)
+        backward_peak = _own(count) - before
+    dist.barrier()
+    return Figures((results[0].detach(),), {}, {}, set(), saved, forward_peak, backward_peak), messages

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import inspect
+import math
 import sys
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -15,12 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import weft
-from ops.figures import measure
+from ops.figures import Figures, measure, measure_message
 from support.ranks import on_ranks, run_on_ranks
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 # As many tokens as a weight has rows and columns, or more. The second differs in every ratio.
 SHAPES = ({"T": 48, "d": 24, "f": 28, "o": 36, "v": 44}, {"T": 42, "d": 18, "f": 12, "o": 4, "v": 92})
+SIZES_TOLD = ("saved", "forward_peak", "backward_peak")
 SLACK = 64  # bytes: a scalar here and there
 FLOAT_BYTES = 4
 
@@ -34,7 +38,13 @@ def _load(name: str) -> ModuleType:
 
 
 TABLE = _load("operator_table")
-FORMS = {f"{row.name}-{index}": (row.name, form) for row in TABLE.OPERATORS for index, form in enumerate(row.forms)}
+ROWS = {row.name: row for row in TABLE.OPERATORS}
+FORMS = {
+    f"{name}-{index}": (name, form)
+    for name, row in ROWS.items()
+    if name not in TABLE.MESSAGE_SIDES
+    for index, form in enumerate(row.forms)
+}
 
 
 def test_the_page_is_as_generated() -> None:
@@ -46,18 +56,18 @@ def test_the_page_is_as_generated() -> None:
 def test_every_public_operator_has_a_row() -> None:
     registered = _load("generate_operators").public_operators()
     assert "column_linear" in registered
-    assert {row.name for row in TABLE.OPERATORS} == registered, "write its row in docs/operator_table.py"
+    assert set(ROWS) == registered, "write its row in docs/operator_table.py"
 
 
 def _value(expression: str, known: dict[str, int]) -> int:
-    return int(eval(expression, {"__builtins__": {}, "max": max, "min": min}, known))
+    return int(eval(expression, {"__builtins__": {}, "max": max, "min": min, "ceil": math.ceil}, known))
 
 
 def _shape(text: str, known: dict[str, int]) -> list[int]:
     return [_value(each, known) for each in text.split(",") if each]
 
 
-def _make(form: object, known: dict[str, int]) -> dict[str, object]:
+def _make(operator: str, form: object, known: dict[str, int]) -> dict[str, object]:
     tensors: dict[str, Tensor] = {}
     for name, shape in form.tensors.items():
         if name in TABLE.INTEGERS:
@@ -65,33 +75,53 @@ def _make(form: object, known: dict[str, int]) -> dict[str, object]:
         else:
             tensors[name] = torch.randn(_shape(shape, known), requires_grad=True)
     computed = {name: _value(expression, known) for name, expression in form.computed.items()}
-    return {**tensors, **form.options, **computed, "group_name": dist.group.WORLD.group_name}
+    takes_group = "group_name" in inspect.signature(getattr(weft.ops, operator)).parameters
+    group = {"group_name": dist.group.WORLD.group_name} if takes_group else {}
+    return {**tensors, **form.options, **computed, **group}
 
 
 def _check(name: str, form: object, rank: int, world_size: int) -> None:
     for sizes in SHAPES:
         known = {**sizes, "n": world_size, "rank": rank}
-        figures = measure(getattr(weft.ops, name), partial(_make, form, known))
-        known |= {key: torch.Size(_shape(shape, known)).numel() for key, shape in form.tensors.items()}
-        known["y"] = figures.result.numel()
-
-        assert list(figures.result.shape) == _shape(form.result, known)
+        figures = measure(getattr(weft.ops, name), partial(_make, name, form, known))
         assert figures.forward == {key: _value(count, known) for key, count in form.forward.items()}
         assert figures.backward == {key: _value(count, known) for key, count in form.backward.items()}
-        assert figures.keeps == set(form.keeps)
-        sizes_told = ("saved", "forward_peak", "backward_peak")
-        largest = torch.tensor([getattr(figures, what) for what in sizes_told])
-        dist.all_reduce(largest, dist.ReduceOp.MAX)  # what is told is the most that any rank takes
-        for what, measured in zip(sizes_told, largest.tolist(), strict=True):
-            told = getattr(form, what)
-            expected = FLOAT_BYTES * _value(told.elements, known) + _value(told.num_bytes, known)
-            assert abs(measured - expected) <= SLACK, f"{what}: {measured} bytes, not {expected}, with {sizes}"
+        sizes_measured = torch.tensor([getattr(figures, what) for what in SIZES_TOLD])
+        dist.all_reduce(sizes_measured, dist.ReduceOp.MAX)  # what is told is the most that any rank takes
+        _check_sizes(form, figures, sizes_measured.tolist(), known)
+
+
+def _check_sizes(
+    form: object, figures: Figures, sizes_measured: list[int], known: dict[str, int], slack: int = SLACK
+) -> None:
+    known |= {key: torch.Size(_shape(shape, known)).numel() for key, shape in form.tensors.items()}
+    known["y"] = figures.results[0].numel()
+    assert [list(result.shape) for result in figures.results] == [
+        _shape(each, known) for each in form.result.split(";")
+    ]
+    assert figures.keeps == set(form.keeps)
+    for what, measured in zip(SIZES_TOLD, sizes_measured, strict=True):
+        told = getattr(form, what)
+        expected = FLOAT_BYTES * _value(told.elements, known) + _value(told.num_bytes, known)
+        assert abs(measured - expected) <= slack, f"{what}: {measured} bytes, not {expected}, with {known}"
 
 
 @on_ranks(2, 3)
 @pytest.mark.parametrize("key", FORMS)
 def test_figures(rank: int, world_size: int, key: str) -> None:
     _check(*FORMS[key], rank, world_size)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("index", range(2))
+def test_figures_of_a_message(rank: int, index: int) -> None:
+    form = ROWS[TABLE.MESSAGE_SIDES[rank]].forms[index]
+    for known in SHAPES:
+        x = torch.randn(known["T"], known["d"], requires_grad=bool(form.backward))
+        figures, messages = measure_message(x, rank, dist.group.WORLD.group_name)
+        told = Counter({name: int(count) for name, count in form.forward.items()})
+        assert messages == told + Counter({name: int(count) for name, count in form.backward.items()})
+        _check_sizes(form, figures, [getattr(figures, what) for what in SIZES_TOLD], dict(known), slack=0)
 
 
 def wrong_figures_are_noticed(rank: int, world_size: int) -> list[str]:
