@@ -138,22 +138,6 @@ def test_unused_results_have_zero_gradients(rank: int) -> None:
         x.sum().backward()
 
 
-@pytest.mark.xfail(strict=True, reason="it sends gradients that nobody receives; on the sender it waits for others")
-@on_ranks(2)
-def test_a_second_backward_is_refused(rank: int) -> None:
-    group = dist.group.WORLD.group_name
-    x = torch.ones(3, requires_grad=True)
-    if rank == 0:
-        loss = OPS.join(torch.zeros(()), [OPS.pipeline_send([x], 1, 0, group)])
-    else:
-        loss = OPS.pipeline_wait(OPS.pipeline_recv([x], 0, 0, group))[0].sum()
-    loss.backward(retain_graph=True)
-    dist.barrier()
-    if rank == 1:
-        with pytest.raises(Exception, match="for the second time"):
-            loss.backward()
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("backend", ["cpu:weft", "gloo"])
 @pytest.mark.parametrize(
@@ -259,7 +243,7 @@ def test_needs_of_gradients_under_no_grad(rank: int) -> None:
         OPS.join(torch.zeros(()), [OPS.pipeline_send([x], 1, 0, group)]).backward()
         return
     token = OPS.pipeline_recv([x], 0, 0, group)
-    with torch.no_grad(), pytest.raises(ValueError, match="got a token whose tensors need gradients under torch.no_grad"):
+    with torch.no_grad(), pytest.raises(ValueError, match="whose tensors need gradients under"):
         OPS.pipeline_wait(token)
     OPS.pipeline_wait(token)[0].sum().backward()
 

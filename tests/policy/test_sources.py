@@ -64,13 +64,16 @@ def test_public_names_of_weft() -> None:
         "Dropout",
         "LayerNorm",
         "LinearReduceScatter",
+        "ParallelAttention",
         "RMSNorm",
         "RowLinear",
         "ShardedLinear",
         "VocabParallelCrossEntropy",
         "VocabParallelEmbedding",
         "VocabParallelLinearCrossEntropy",
+        "kv_groups",
         "rebind_group",
+        "shard_qkv",
         "shard_range",
     ]
     for name in weft.__all__:

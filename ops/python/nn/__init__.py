@@ -4,8 +4,10 @@ They run in eager mode, under torch.jit.script (save, load in a fresh process, C
 torch.export. Group names differ from job to job: after loading, `rebind_group` sets the new one.
 """
 
+from weft.nn.attention import ParallelAttention
 from weft.nn.dropout import Dropout
 from weft.nn.embedding import VocabParallelEmbedding
+from weft.nn.heads import kv_groups, shard_qkv
 from weft.nn.linear import AllGatherLinear, ColumnLinear, LinearReduceScatter, RowLinear, ShardedLinear
 from weft.nn.loss import VocabParallelCrossEntropy, VocabParallelLinearCrossEntropy
 from weft.nn.mlp import ColumnRowMLP
@@ -20,12 +22,15 @@ __all__ = [
     "Dropout",
     "LayerNorm",
     "LinearReduceScatter",
+    "ParallelAttention",
     "RMSNorm",
     "RowLinear",
     "ShardedLinear",
     "VocabParallelCrossEntropy",
     "VocabParallelEmbedding",
     "VocabParallelLinearCrossEntropy",
+    "kv_groups",
     "rebind_group",
+    "shard_qkv",
     "shard_range",
 ]

@@ -6,15 +6,17 @@ import torch
 from torch import nn
 
 
-def rebind_group(module: nn.Module | torch.jit.ScriptModule, group_name: str) -> int:
+def rebind_group(module: nn.Module | torch.jit.ScriptModule, group_name: str, kv_group_name: str | None = None) -> int:
     """Set `group_name` on every weft module inside `module`, scripted or not; returns how many there were.
 
     Args:
         module: a module, or what torch.jit.load returned.
         group_name: c10d name of this job's group, such as `dist.group.WORLD.group_name`; "" for a group of one.
+        kv_group_name: for attentions whose key/value heads are shared by some of the ranks, from
+            `weft.nn.kv_groups`. Where all ranks share them it is group_name, and need not be told.
 
     Raises:
-        ValueError: no weft module is inside.
+        ValueError: no weft module is inside, or one that wants a kv_group_name.
     """
     found = [part for part in module.modules() if isinstance(getattr(part, "group_name", None), str)]
     if not found:
@@ -22,6 +24,14 @@ def rebind_group(module: nn.Module | torch.jit.ScriptModule, group_name: str) ->
             f"rebind_group: got a {type(module).__name__} with no weft module inside; "
             "pass a module that holds weft.nn modules."
         )
-    for part in found:
+    names = [(part.group_name, getattr(part, "kv_group_name", "")) for part in found]
+    if kv_group_name is None and any(kv_name not in ("", name) for name, kv_name in names):
+        raise ValueError(
+            "rebind_group: got a module whose key/value heads are shared by some of the ranks; "
+            "pass kv_group_name=weft.nn.kv_groups(num_kv_heads, group_name)."
+        )
+    for part, (name, kv_name) in zip(found, names, strict=True):
         part.group_name = group_name
+        if kv_name:
+            part.kv_group_name = group_name if kv_name == name else kv_group_name
     return len(found)

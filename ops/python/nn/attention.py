@@ -1,0 +1,232 @@
+"""ParallelAttention: an attention block whose heads are cut over a group."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weft.nn.heads import checked_kv_group, local_heads, make_equal
+from weft.nn.linear import _init_like_linear
+from weft.nn.shard import group_size_and_rank
+
+
+class _Projection(nn.Module):
+    """A weight `[rows, columns]` and maybe a bias `[rows]`, by which the block multiplies."""
+
+    def __init__(
+        self, rows: int, columns: int, bias: bool, device: torch.device | None, dtype: torch.dtype | None
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, columns, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(rows, device=device, dtype=dtype)) if bias else None
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.size(1)}, {self.weight.size(0)}, bias={self.bias is not None}"
+
+
+class ParallelAttention(nn.Module):
+    """Softmax attention over the last dim but one, with this rank's heads: x `[..., S, dim]` -> `[..., S, dim]`.
+
+    One all-reduce forward and one backward; with `sequence_dim` one all-gather and one reduce-scatter forward, two
+    all-gathers and one reduce-scatter backward.
+
+    Args:
+        dim: size of the last dim of x and of the result.
+        num_heads: query heads of the whole block; a multiple of the number of ranks.
+        num_kv_heads: key/value heads of the whole block, of which num_heads is a multiple; default num_heads. Cut over
+            the ranks where it is a multiple of their number; a divisor of it is replicated: ranks next to each other
+            hold equal copies of one head, whose gradients are summed over these ranks.
+        group_name: c10d name of the group; "" for a group of one.
+        kv_group_name: of the ranks that share this rank's key/value head, from `weft.nn.kv_groups`; wanted where these
+            heads are replicated, unless there is one for all ranks. Their first values are broadcast in it, so that
+            these ranks make the module together.
+        head_dim: default dim / num_heads.
+        fused_qkv: one projection `qkv` instead of `q`, `k` and `v`, whose weights are put together in every forward:
+            a copy that is kept for the backward.
+        bias: of q, k and v, and of the output unless `out_bias` tells otherwise.
+        causal: no query sees later keys, whatever a mask says.
+        sequence_dim: with it x and the result are torch.chunk's parts along this dim, which must be that of S.
+        device, dtype: of the parameters.
+
+    Parameters, with h of num_heads and kv of num_kv_heads here: `qkv.weight [(h + 2 * kv) * head_dim, dim]`, q|k|v (or
+    `q.weight [h * head_dim, dim]`, `k.weight` and `v.weight [kv * head_dim, dim]`), biases of their rows;
+    `out.weight [dim, h * head_dim]`, torch.chunk's part of the columns, and `out.bias [dim]`, whole on every rank, zero
+    at first and added once. `weft.nn.shard_qkv` cuts the weights of a checkpoint.
+
+    Raises:
+        ValueError: head counts that do not fit each other or the ranks; replicated heads without their group.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        *,
+        group_name: str,
+        kv_group_name: str | None = None,
+        head_dim: int | None = None,
+        fused_qkv: bool = True,
+        bias: bool = False,
+        out_bias: bool | None = None,
+        causal: bool = False,
+        sequence_dim: int | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        num_ranks, rank = group_size_and_rank(group_name)
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        heads, kv_heads = local_heads("ParallelAttention", num_heads, num_kv_heads, num_ranks, rank)
+        if head_dim is None and dim % num_heads:
+            raise ValueError(
+                f"ParallelAttention: got dim {dim}, which does not divide by num_heads {num_heads}; pass head_dim."
+            )
+        self.kv_group_name = checked_kv_group("ParallelAttention", num_kv_heads, group_name, kv_group_name)
+        self.group_name = group_name
+        self.dim = dim
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = dim // num_heads if head_dim is None else head_dim
+        self.num_local_heads = len(heads)
+        self.num_local_kv_heads = len(kv_heads)
+        self.causal = causal
+        self.sequence_dim = sequence_dim
+
+        def projection(num_local: int) -> _Projection:
+            made = _Projection(num_local * self.head_dim, dim, bias, device, dtype)
+            _init_like_linear(made.weight, made.bias, dim)
+            return made
+
+        self.qkv = projection(len(heads) + 2 * len(kv_heads)) if fused_qkv else None
+        self.q = None if fused_qkv else projection(len(heads))
+        self.k = None if fused_qkv else projection(len(kv_heads))
+        self.v = None if fused_qkv else projection(len(kv_heads))
+        with_bias = bias if out_bias is None else out_bias
+        self.out = _Projection(dim, len(heads) * self.head_dim, with_bias, device, dtype)
+        _init_like_linear(self.out.weight, None, num_heads * self.head_dim)
+        if self.kv_group_name:
+            self._make_copies_equal()
+
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor | None = None,
+        sin: Tensor | None = None,
+        mask: Tensor | None = None,
+        sequence_size: int | None = None,
+    ) -> Tensor:
+        """S is the whole sequence in the shapes of cos, sin and mask, with `sequence_dim`, too.
+
+        Args:
+            x: `[..., S, dim]`, with `sequence_dim` this rank's part.
+            cos, sin: `[S, head_dim]` or `[..., S, head_dim]`; turn queries and keys, (x1, x2) being the halves of a
+                head: (x1, x2) * cos + (-x2, x1) * sin.
+            mask: `[S, S]` or `[..., 1, S, S]`, the same for all heads; bool (True: is attended to) or added to the
+                scores.
+            sequence_size: S; without it every rank must bring as much as the others.
+        """
+        self._check(x, cos, sin, mask, sequence_size)
+        if self.qkv is not None:
+            weight = self.qkv.weight
+            bias = self.qkv.bias
+        else:
+            weight = torch.cat([self.q.weight, self.k.weight, self.v.weight])
+            bias = self.q.bias
+            if bias is not None:
+                bias = torch.cat([bias, self.k.bias, self.v.bias])
+        weight = self._summed_copies(weight)
+        if bias is not None:
+            bias = self._summed_copies(bias)
+        if self.sequence_dim is not None:
+            qkv = torch.ops.weft.all_gather_linear(
+                x, weight, bias, gather_dim=self.sequence_dim, group_name=self.group_name, dim_size=sequence_size
+            )
+            y = self._attend(qkv, cos, sin, mask)
+            return torch.ops.weft.linear_reduce_scatter(
+                y, self.out.weight, self.out.bias, scatter_dim=self.sequence_dim, group_name=self.group_name
+            )
+        qkv = torch.ops.weft.column_linear(x, weight, bias, group_name=self.group_name)
+        y = self._attend(qkv, cos, sin, mask)
+        return torch.ops.weft.row_linear(y, self.out.weight, self.out.bias, group_name=self.group_name)
+
+    def _attend(self, qkv: Tensor, cos: Tensor | None, sin: Tensor | None, mask: Tensor | None) -> Tensor:
+        """`[..., S, (h + 2 * kv) * head_dim]` -> `[..., S, h * head_dim]`."""
+        h, kv = self.num_local_heads, self.num_local_kv_heads
+        heads = qkv.unflatten(-1, [h + 2 * kv, self.head_dim]).transpose(-3, -2)
+        qk, v = heads.split([h + kv, kv], dim=-3)
+        if cos is not None and sin is not None:
+            cos, sin = self._summed_gradient(cos).unsqueeze(-3), self._summed_gradient(sin).unsqueeze(-3)
+            first, second = qk.chunk(2, -1)
+            qk = (qk * cos + torch.cat([-second, first], -1) * sin).to(v.dtype)
+        q, k = qk.split([h, kv], dim=-3)
+        if mask is not None:
+            mask = self._summed_gradient(mask)
+            mask = mask if mask.dtype == torch.bool else mask.to(q.dtype)
+            if self.causal:  # SDPA takes one of the two
+                later = torch.ones(q.size(-2), q.size(-2), dtype=torch.bool, device=q.device).triu(1)
+                mask = mask.masked_fill(later, 0.0 if mask.dtype == torch.bool else -float("inf"))
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=self.causal and mask is None, enable_gqa=h != kv
+        )
+        return y.transpose(-3, -2).flatten(-2)
+
+    def _summed_gradient(self, whole: Tensor) -> Tensor:
+        """What every rank has alike and uses for its own heads."""
+        return torch.ops.weft.copy_to_group(whole, self.group_name) if whole.requires_grad else whole
+
+    def _summed_copies(self, rows: Tensor) -> Tensor:
+        """rows, where the gradients of k and v are summed over the ranks that have copies of them."""
+        if self.kv_group_name == "" or not torch.is_grad_enabled():
+            return rows
+        q, kv = rows.split([self.num_local_heads * self.head_dim, 2 * self.num_local_kv_heads * self.head_dim])
+        return torch.cat([q, torch.ops.weft.copy_to_group(kv, self.kv_group_name)])
+
+    def _check(
+        self, x: Tensor, cos: Tensor | None, sin: Tensor | None, mask: Tensor | None, sequence_size: int | None
+    ) -> None:
+        if x.dim() < 2:
+            raise ValueError(f"ParallelAttention: got x with {x.dim()} dims; pass [..., sequence, {self.dim}].")
+        if self.sequence_dim is not None:
+            if self.sequence_dim % x.dim() != x.dim() - 2:
+                raise ValueError(
+                    f"ParallelAttention: got sequence_dim {self.sequence_dim} for x with {x.dim()} dims; the sequence "
+                    "must be the last dim but one, to which attention is paid."
+                )
+        elif sequence_size is not None:
+            raise ValueError("ParallelAttention: got sequence_size without sequence_dim; make the block with one.")
+        if (cos is None) != (sin is None):
+            raise ValueError("ParallelAttention: got one of cos and sin; pass both or neither.")
+        for table in (cos, sin):
+            if table is not None and (table.size(-1) != self.head_dim or self.head_dim % 2 != 0):
+                raise ValueError(
+                    f"ParallelAttention: got cos or sin of {table.size(-1)} features for heads of {self.head_dim}; "
+                    "they must have as many, and that an even number."
+                )
+        if mask is not None:
+            if mask.dim() > 2 and mask.size(-3) != 1:
+                raise ValueError(
+                    f"ParallelAttention: got a mask with {mask.size(-3)} for its dim of heads, which must be 1; masks "
+                    "are the same for all heads."
+                )
+            if mask.dtype != torch.bool and not mask.is_floating_point():
+                raise ValueError(
+                    "ParallelAttention: got a mask of integers; pass bool (True: is attended to) or floats to be added."
+                )
+
+    @torch.no_grad()
+    def _make_copies_equal(self) -> None:
+        if self.qkv is None:
+            copies = [*self.k.parameters(), *self.v.parameters()]
+        else:
+            num_rows = 2 * self.num_local_kv_heads * self.head_dim
+            copies = [parameter[-num_rows:] for parameter in self.qkv.parameters()]
+        for rows in copies:
+            make_equal(rows, self.kv_group_name)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.dim}, {self.num_heads}, {self.num_kv_heads}, head_dim={self.head_dim}, causal={self.causal}, "
+            f"sequence_dim={self.sequence_dim}"
+        )

@@ -1,0 +1,148 @@
+"""Which heads of an attention a rank holds, and which ranks hold the same key/value head."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def shard_qkv(
+    weight: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    num_ranks: int,
+    rank: int,
+    *,
+    layout: Literal["blocks", "grouped"] = "blocks",
+) -> Tensor:
+    """A rank's rows of a whole fused weight or bias, laid out q|k|v as `ParallelAttention.qkv` has them; a copy.
+
+    Args:
+        weight: `[(num_heads + 2 * num_kv_heads) * head_dim, ...]`.
+        num_heads, num_kv_heads: of the whole attention.
+        num_ranks, rank: for which part.
+        layout: how the rows are ordered: "blocks" has all of q, then k, then v (q, k and v put together by torch.cat);
+            "grouped" has, for each key/value head, the query heads that attend to it, that key head and that value
+            head (Megatron; GPT-NeoX, whose heads are q, k, v one by one).
+
+    Returns:
+        `[(h + 2 * kv) * head_dim, ...]` with the rank's h query heads and kv key/value heads. Where ranks outnumber the
+        key/value heads, kv is 1 and ranks next to each other get the same one.
+
+    Raises:
+        ValueError: head counts that ParallelAttention refuses, another number of rows, another layout, no such rank.
+    """
+    heads, kv_heads = local_heads("shard_qkv", num_heads, num_kv_heads, num_ranks, rank)
+    num_blocks = num_heads + 2 * num_kv_heads
+    if weight.dim() < 1 or weight.size(0) % num_blocks:
+        raise ValueError(
+            f"shard_qkv: got a tensor of shape {list(weight.shape)} for {num_heads} query and {num_kv_heads} key/value "
+            f"heads; its first dim must divide by {num_blocks}."
+        )
+    if layout == "blocks":
+        picked = [*heads, *(num_heads + h for h in kv_heads), *(num_heads + num_kv_heads + h for h in kv_heads)]
+    elif layout == "grouped":
+        per_kv = num_heads // num_kv_heads
+        stride = per_kv + 2
+        picked = [h // per_kv * stride + h % per_kv for h in heads]
+        picked += [h * stride + per_kv for h in kv_heads] + [h * stride + per_kv + 1 for h in kv_heads]
+    else:
+        raise ValueError(f"shard_qkv: got layout {layout!r}; pass 'blocks' or 'grouped'.")
+    rows = weight.unflatten(0, (num_blocks, weight.size(0) // num_blocks))
+    return rows.index_select(0, torch.tensor(picked, device=weight.device)).flatten(0, 1)
+
+
+def kv_groups(num_kv_heads: int, group_name: str) -> str:
+    """Makes the groups of the ranks that share a key/value head; the name of this rank's, for `ParallelAttention`.
+
+    All ranks of the group call it together, once for all layers with that number of heads. Nothing is made where no
+    head is shared, which gives "", nor where all ranks share the one head: that group is the whole one.
+
+    Args:
+        num_kv_heads: of the whole attention.
+        group_name: c10d name of the group over which the heads are cut.
+
+    Raises:
+        ValueError: key/value heads that can neither be cut nor replicated evenly.
+    """
+    num_ranks = 1 if not group_name else _resolve(group_name).size()
+    num_sharers = ranks_per_kv_head("kv_groups", num_kv_heads, num_ranks)
+    if num_sharers == 1:
+        return ""
+    if num_sharers == num_ranks:
+        return group_name
+    group = _resolve(group_name)
+    # Only the ranks of each group meet: ranks outside of the group, of other replicas say, need not call this.
+    made = dist.new_group(
+        _sharers(group_name, num_sharers), backend=dist.get_backend_config(group), use_local_synchronization=True
+    )
+    return made.group_name
+
+
+def local_heads(who: str, num_heads: int, num_kv_heads: int, num_ranks: int, rank: int) -> tuple[range, range]:
+    """(query heads, key/value heads) of a rank, or `who`'s refusal of the counts, the same on every rank."""
+    if num_kv_heads < 1 or num_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(
+            f"{who}: got num_heads {num_heads} with num_kv_heads {num_kv_heads}; num_heads must be a multiple of "
+            "num_kv_heads, and both at least 1."
+        )
+    if num_ranks < 1 or not 0 <= rank < num_ranks:
+        raise ValueError(f"{who}: got rank {rank} of {num_ranks} ranks; ranks count from 0.")
+    if num_heads % num_ranks:
+        raise ValueError(f"{who}: got num_heads {num_heads} on {num_ranks} ranks; it must divide by them.")
+    num_sharers = ranks_per_kv_head(who, num_kv_heads, num_ranks)
+    num_local = num_heads // num_ranks
+    num_kv_local = num_kv_heads * num_sharers // num_ranks
+    kv_start = rank // num_sharers * num_kv_local
+    return range(rank * num_local, (rank + 1) * num_local), range(kv_start, kv_start + num_kv_local)
+
+
+def ranks_per_kv_head(who: str, num_kv_heads: int, num_ranks: int) -> int:
+    """How many ranks hold the same key/value head; 1 where the heads are cut."""
+    if num_kv_heads < 1 or (num_kv_heads % num_ranks and num_ranks % num_kv_heads):
+        raise ValueError(
+            f"{who}: got num_kv_heads {num_kv_heads} on {num_ranks} ranks; one of the two must divide by the other."
+        )
+    return 1 if num_kv_heads % num_ranks == 0 else num_ranks // num_kv_heads
+
+
+def checked_kv_group(who: str, num_kv_heads: int, group_name: str, kv_group_name: str | None) -> str:
+    """The name of the group that shares this rank's key/value head, "" for none; refused where it is another group."""
+    num_ranks = 1 if not group_name else _resolve(group_name).size()
+    num_sharers = ranks_per_kv_head(who, num_kv_heads, num_ranks)
+    if num_sharers == 1:
+        if kv_group_name:
+            raise ValueError(
+                f"{who}: got a kv_group_name where the {num_kv_heads} key/value heads are cut over {num_ranks} ranks; "
+                "leave it out."
+            )
+        return ""
+    if kv_group_name is None and num_sharers == num_ranks:
+        return group_name
+    if not kv_group_name or dist.get_process_group_ranks(_resolve(kv_group_name)) != _sharers(group_name, num_sharers):
+        raise ValueError(
+            f"{who}: got num_kv_heads {num_kv_heads} on {num_ranks} ranks without the group of the {num_sharers} ranks "
+            "that share a head; pass kv_group_name=weft.nn.kv_groups(num_kv_heads, group_name)."
+        )
+    return kv_group_name
+
+
+def make_equal(tensor: Tensor, group_name: str) -> None:
+    """The values of the group's first rank on all of them; nothing for a tensor without values."""
+    if not tensor.is_meta:
+        group = _resolve(group_name)
+        dist.broadcast(tensor, src=dist.get_process_group_ranks(group)[0], group=group)
+
+
+def _sharers(group_name: str, num_sharers: int) -> list[int]:
+    """The global ranks that hold the same key/value head as this one."""
+    group = _resolve(group_name)
+    start = group.rank() // num_sharers * num_sharers
+    return dist.get_process_group_ranks(group)[start : start + num_sharers]
+
+
+def _resolve(group_name: str) -> dist.ProcessGroup:
+    return dist.distributed_c10d._resolve_process_group(group_name)  # no public name for it

@@ -1,0 +1,404 @@
+"""ParallelAttention against attention in one piece: values, gradients, steps, communication, refusals, tracing."""
+
+from __future__ import annotations
+
+import io
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import weft
+from ops.collectives.profiled import collectives_of
+from ops.operators import chunk
+from support.ranks import on_ranks
+
+# Of the largest number of a tensor, or of 1. The reference is in float64 from the same rounded values. What is summed
+# is larger than its sum, above all for the bias of k, whose gradient is 0 without rotary; in bfloat16 projections,
+# attention and steps round to 8 bits each.
+TOLERANCE = {"float64": 1e-12, "float32": 5e-5, "bfloat16": 6e-2}
+REDUCE, GATHER, SCATTER = ({name: 1} for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"))
+DIM, HEADS, HEAD_DIM, TOKENS, RATE = 10, 12, 4, 7, 0.05
+
+
+def _group() -> str:
+    return dist.group.WORLD.group_name
+
+
+def _kv_counts(world_size: int) -> list[int]:
+    """Cut, replicated on some ranks, and on all."""
+    return [kv for kv in (12, 4, 3, 2, 1) if kv % world_size == 0 or world_size % kv == 0]
+
+
+def _random(dtype: str, *shape: int) -> Tensor:
+    """Values of that dtype, in float64."""
+    return torch.randn(shape).to(getattr(torch, dtype)).double()
+
+
+def _weights(dtype: str, kv: int, bias: bool) -> dict[str, Tensor]:
+    rows = {"q": HEADS * HEAD_DIM, "k": kv * HEAD_DIM, "v": kv * HEAD_DIM}
+    weights = {f"{name}.weight": _random(dtype, size, DIM) * 0.3 for name, size in rows.items()}
+    weights["out.weight"] = _random(dtype, DIM, HEADS * HEAD_DIM) * 0.15
+    if bias:
+        weights |= {f"{name}.bias": _random(dtype, size) for name, size in (*rows.items(), ("out", DIM))}
+    return {name: weight.requires_grad_() for name, weight in weights.items()}
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = x.size(-1) // 2
+    a, b = x[..., :half], x[..., half:]
+    c, d = cos.unsqueeze(-3), sin.unsqueeze(-3)
+    return torch.cat([a * c[..., :half] - b * d[..., :half], b * c[..., half:] + a * d[..., half:]], -1)
+
+
+def _reference(
+    x: Tensor,
+    w: dict[str, Tensor],
+    kv: int,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    mask: Tensor | None = None,
+    causal: bool = False,
+) -> Tensor:
+    """Attention in one piece, of matrix products and a softmax."""
+
+    def heads(name: str, count: int) -> Tensor:
+        rows = F.linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
+        return rows.unflatten(-1, (count, HEAD_DIM)).transpose(-3, -2)
+
+    q, k, v = heads("q", HEADS), heads("k", kv), heads("v", kv)
+    if cos is not None:
+        q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
+    k, v = k.repeat_interleave(HEADS // kv, -3), v.repeat_interleave(HEADS // kv, -3)
+    scores = q @ k.transpose(-1, -2) / HEAD_DIM**0.5
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else scores + mask
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+    return F.linear((scores.softmax(-1) @ v).transpose(-3, -2).flatten(-2), w["out.weight"], w.get("out.bias"))
+
+
+def _shards(w: dict[str, Tensor], kv: int, fused: bool, world_size: int, rank: int) -> dict[str, Tensor]:
+    """This rank's part of every tensor, by the names of the module's parameters."""
+    shards = {"out.weight": w["out.weight"].chunk(world_size, 1)[rank]}
+    if "out.bias" in w:
+        shards["out.bias"] = w["out.bias"]
+    num_local, num_kv_local = HEADS // world_size * HEAD_DIM, max(kv // world_size, 1) * HEAD_DIM
+    for kind in ("weight", "bias"):
+        if f"q.{kind}" in w:
+            whole = torch.cat([w[f"{name}.{kind}"] for name in "qkv"])
+            rows = weft.nn.shard_qkv(whole, HEADS, kv, world_size, rank)
+            parts = zip("qkv", rows.split([num_local, num_kv_local, num_kv_local]), strict=True)
+            shards |= {f"qkv.{kind}": rows} if fused else {f"{name}.{kind}": part for name, part in parts}
+    return shards
+
+
+def _module(w: dict[str, Tensor], kv: int, fused: bool, dtype: str, **options: Any) -> nn.Module:
+    kv_group = weft.nn.kv_groups(kv, _group())
+    module = weft.nn.ParallelAttention(
+        *(DIM, HEADS, kv),
+        group_name=_group(),
+        kv_group_name=kv_group,
+        head_dim=HEAD_DIM,
+        fused_qkv=fused,
+        bias="q.bias" in w,
+        dtype=getattr(torch, dtype),
+        **options,
+    )
+    shards = _shards({name: t.detach() for name, t in w.items()}, kv, fused, dist.get_world_size(), dist.get_rank())
+    module.load_state_dict(shards)
+    return module
+
+
+def _close(actual: Tensor, expected: Tensor, dtype: str, what: str) -> None:
+    assert actual.shape == expected.shape, what
+    bound = TOLERANCE[dtype] * max(1.0, expected.abs().max().item() if expected.numel() else 0.0)
+    error = (actual.double() - expected.double()).abs().max().item() if expected.numel() else 0.0
+    assert error <= bound, f"{what}: {error:.2e} > {bound:.2e}"
+
+
+def _compare(
+    rank: int, world_size: int, dtype: str, kv: int, fused: bool, bias: bool, shape: tuple[int, ...], **options: Any
+) -> None:
+    """Two steps of SGD on a block and on its reference; every tensor after each."""
+    forward = {name: options.pop(name) for name in ("cos", "sin", "mask") if name in options}
+    causal, sequence_dim = options.get("causal", False), options.get("sequence_dim")
+    w = _weights(dtype, kv, bias)
+    module = _module(w, kv, fused, dtype, **options)
+    if sequence_dim is not None:
+        forward["sequence_size"] = shape[sequence_dim]
+    what = f"{kv} kv heads, fused {fused}, bias {bias}, {options}"
+
+    def part(tensor: Tensor) -> Tensor:
+        tensor = tensor.to(getattr(torch, dtype))
+        whole = tensor.detach().clone().requires_grad_()
+        return whole if sequence_dim is None else chunk(tensor, sequence_dim, world_size, rank)
+
+    for step in range(2):
+        x, grad = _random(dtype, *shape).requires_grad_(), _random(dtype, *shape)
+        y = _reference(x, w, kv, *(forward.get(name) for name in ("cos", "sin", "mask")), causal=causal)
+        gradients = torch.autograd.grad(y, [x, *w.values()], grad)
+        x_here = part(x)
+        out = module(x_here, **forward)
+        out.backward(part(grad).detach())
+        _close(out, part(y), dtype, f"y, {what}, step {step}")
+        _close(x_here.grad, part(gradients[0]), dtype, f"grad x, {what}, step {step}")
+        whole = dict(zip(w, gradients[1:], strict=True))
+        for name, expected in _shards(whole, kv, fused, world_size, rank).items():
+            _close(module.get_parameter(name).grad, expected, dtype, f"grad {name}, {what}, step {step}")
+        w = {name: (t - RATE * whole[name]).detach().requires_grad_() for name, t in w.items()}
+        torch.optim.SGD(module.parameters(), RATE).step()
+        module.zero_grad()
+    for name, expected in _shards(w, kv, fused, world_size, rank).items():
+        _close(module.get_parameter(name), expected, dtype, f"{name}, {what}")
+    _copies_are_equal(module)
+
+
+def _copies_are_equal(module: nn.Module) -> None:
+    if not module.kv_group_name:
+        return
+    group = dist.distributed_c10d._resolve_process_group(module.kv_group_name)
+    for name, parameter in module.named_parameters():
+        rows = 2 * HEAD_DIM if name.startswith("qkv.") else HEAD_DIM if name[:2] in ("k.", "v.") else 0
+        if rows:
+            others = [torch.empty_like(parameter[-rows:]) for _ in range(group.size())]
+            dist.all_gather(others, parameter[-rows:].detach().contiguous(), group=group)
+            assert all(torch.equal(other, others[0]) for other in others), name
+
+
+@on_ranks(1, 2, 3, 4)
+def test_heads_cut_and_replicated(rank: int, world_size: int) -> None:
+    torch.manual_seed(1)
+    for kv, fused in product(_kv_counts(world_size), (True, False)):
+        _compare(rank, world_size, "float64", kv, fused, fused, (2, TOKENS, DIM), causal=fused)
+
+
+@on_ranks(1, 2, 3, 4)
+def test_parts_of_a_sequence(rank: int, world_size: int) -> None:
+    """Even, uneven, ranks without tokens, no tokens at all."""
+    torch.manual_seed(2)
+    shapes = {True: [((2, TOKENS, DIM), 1), ((2, 0, DIM), 1)], False: [((12, DIM), 0), ((2, 1, DIM), -2)]}
+    for kv, fused in product(_kv_counts(world_size), (True, False)):
+        for shape, dim in shapes[fused]:
+            _compare(rank, world_size, "float64", kv, fused, not fused, shape, causal=not fused, sequence_dim=dim)
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_other_dtypes(rank: int, world_size: int, dtype: str) -> None:
+    torch.manual_seed(3)
+    angles = torch.rand(TOKENS, HEAD_DIM // 2).repeat(1, 2)
+    for kv, sequence_dim in product((12, 2), (None, 1)):
+        options = {"causal": True, "sequence_dim": sequence_dim, "cos": angles.cos(), "sin": angles.sin()}
+        _compare(rank, world_size, dtype, kv, kv == 2, True, (2, TOKENS, DIM), **options)
+
+
+@on_ranks(2)
+def test_masks_and_rotary(rank: int, world_size: int) -> None:
+    torch.manual_seed(4)
+    angles = torch.rand(2, TOKENS, HEAD_DIM // 2).double().repeat(1, 1, 2)
+    rotary = {"cos": angles.cos(), "sin": angles.sin()}
+    one_for_all = {name: tensor[0] for name, tensor in rotary.items()}
+    padding = torch.ones(2, 1, 1, TOKENS, dtype=torch.bool)
+    padding[1, :, :, -2:] = False
+    added = torch.randn(TOKENS, TOKENS)  # float32: brought to the dtype of x
+    banded = torch.ones(2, 1, TOKENS, TOKENS).double().tril(2).log()
+    forms = [rotary, one_for_all, {"mask": padding}, {"mask": added}, {"mask": banded, **rotary}]
+    for kv, form, causal in product((4, 1), forms, (False, True)):
+        options = form | {"causal": causal, "sequence_dim": 1 if causal else None}
+        _compare(rank, world_size, "float64", kv, True, False, (2, TOKENS, DIM), **options)
+
+
+@on_ranks(2)
+def test_gradients_of_masks_and_rotary(rank: int, world_size: int) -> None:
+    """Each rank has those of its own heads; they come summed."""
+    torch.manual_seed(5)
+    w = _weights("float64", 4, bias=False)
+    leaves = [torch.randn(TOKENS, size).double().requires_grad_() for size in (HEAD_DIM, HEAD_DIM, TOKENS)]
+    x = _random("float64", 2, TOKENS, DIM)
+    y = _reference(x, w, 4, *leaves)
+    expected = torch.autograd.grad(y.square().sum(), leaves)
+    module = _module(w, 4, True, "float64")
+    for run in (module, torch.jit.script(module)):
+        for _ in range(3):
+            gradients = torch.autograd.grad(run(x, *leaves).square().sum(), leaves)
+            torch.testing.assert_close(gradients, expected, rtol=1e-10, atol=1e-10)
+
+
+@on_ranks(4)
+def test_number_of_collectives(rank: int) -> None:
+    for kv, fused, bias in product((4, 2), (True, False), (True, False)):
+        options = {"group_name": _group(), "kv_group_name": weft.nn.kv_groups(kv, _group()), "bias": bias}
+        x = torch.randn(2, 3, 8, requires_grad=True)
+        copies = 0 if kv == 4 else 2 if bias else 1  # the gradients of replicated rows
+        block = weft.nn.ParallelAttention(8, 4, kv, fused_qkv=fused, **options)
+        y = collectives_of(lambda block=block, x=x: block(x), expected=REDUCE)
+        collectives_of(y.sum().backward, expected={"all_reduce": 1 + copies})
+        collectives_of(lambda block=block, x=x: block(x.detach()).sum().backward(), expected={"all_reduce": 1 + copies})
+        block = weft.nn.ParallelAttention(8, 4, kv, fused_qkv=fused, sequence_dim=1, **options)
+        y = collectives_of(lambda block=block, x=x: block(x), expected=GATHER | SCATTER)
+        summed = {"all_reduce": copies} if copies else {}
+        collectives_of(y.sum().backward, expected={"all_gather_into_tensor": 2} | SCATTER | summed)
+
+
+def test_shard_qkv() -> None:
+    def rows(*args: int, **layout: Any) -> list[int]:
+        num_blocks = args[0] + 2 * args[1]
+        return weft.nn.shard_qkv(torch.arange(num_blocks), *args, **layout).tolist()
+
+    # Heads of one row each. In blocks: q0 q1 q2 q3 k0 k1 v0 v1; grouped: q0 q1 k0 v0 q2 q3 k1 v1.
+    assert rows(4, 2, 1, 0) == list(range(8))
+    assert rows(4, 2, 1, 0, layout="grouped") == [0, 1, 4, 5, 2, 6, 3, 7]
+    assert rows(4, 2, 2, 1) == [2, 3, 5, 7]
+    assert rows(4, 2, 2, 1, layout="grouped") == [4, 5, 6, 7]
+    assert [rows(4, 2, 4, rank) for rank in range(4)] == [[0, 4, 6], [1, 4, 6], [2, 5, 7], [3, 5, 7]]
+    assert rows(4, 2, 4, 3, layout="grouped") == [5, 6, 7]
+    assert rows(4, 1, 2, 1) == [2, 3, 4, 5]
+    assert rows(2, 2, 2, 1, layout="grouped") == [3, 4, 5]  # q k v of head 1: GPT-NeoX
+    weight = torch.randn(8 * 3, 5)  # heads of three rows
+    expected = torch.cat([weight[6:12], weight[15:18], weight[21:24]])
+    assert torch.equal(weft.nn.shard_qkv(weight, 4, 2, 2, 1), expected)
+
+    for args, layout, text in [
+        ((4, 2, 3, 0), "blocks", "shard_qkv: got num_heads 4 on 3 ranks; it must divide by them"),
+        ((4, 2, 2, 2), "blocks", "shard_qkv: got rank 2 of 2 ranks"),
+        ((4, 4, 2, 0), "blocks", r"got a tensor of shape \[8, 2\] for 4 query and 4 key/value heads; .* divide by 12"),
+        ((4, 2, 2, 0), "rows", "shard_qkv: got layout 'rows'; pass 'blocks' or 'grouped'"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            weft.nn.shard_qkv(torch.ones(8, 2), *args, layout=layout)
+
+
+@on_ranks(4)
+def test_refusals_of_head_counts(rank: int) -> None:
+    cases: list[tuple[tuple[int, ...], dict[str, Any], str]] = [
+        ((8, 6), {}, "got num_heads 6 on 4 ranks; it must divide by them"),
+        ((8, 4, 3), {}, "got num_heads 4 with num_kv_heads 3; num_heads must be a multiple"),
+        ((8, 4, 0), {}, "got num_heads 4 with num_kv_heads 0; .* at least 1"),
+        ((8, 12, 6), {}, "got num_kv_heads 6 on 4 ranks; one of the two must divide by the other"),
+        ((10, 4), {}, "got dim 10, which does not divide by num_heads 4; pass head_dim"),
+        ((8, 4, 2), {}, "got num_kv_heads 2 on 4 ranks without the group of the 2 ranks that share a head"),
+        ((8, 4, 2), {"kv_group_name": _group()}, "without the group of the 2 ranks that share a head"),
+        ((8, 4, 4), {"kv_group_name": _group()}, "got a kv_group_name where the 4 key/value heads are cut over 4"),
+    ]
+    for args, options, text in cases:
+        with pytest.raises(ValueError, match="^ParallelAttention: .*" + text):
+            weft.nn.ParallelAttention(*args, group_name=_group(), **options)
+    with pytest.raises(ValueError, match=r"^kv_groups: got num_kv_heads 3 on 4 ranks"):
+        weft.nn.kv_groups(3, _group())
+
+
+def test_refusals_of_inputs() -> None:
+    options: dict[str, Any] = {"group_name": ""}
+    block = weft.nn.ParallelAttention(8, 2, **options)
+    cut = weft.nn.ParallelAttention(8, 2, sequence_dim=0, **options)
+    x, cos = torch.ones(2, 3, 8), torch.ones(3, 4)
+    for module, args, text in [
+        (block, (x[0, 0],), "got x with 1 dims"),
+        (block, (x, cos), "got one of cos and sin"),
+        (block, (x, cos[:, :2], cos), "got cos or sin of 2 features for heads of 4"),
+        (block, (x, None, None, torch.ones(2, 2, 3, 3)), "got a mask with 2 for its dim of heads"),
+        (block, (x, None, None, torch.ones(3, 3, dtype=torch.int64)), "got a mask of integers"),
+        (block, (x, None, None, None, 3), "got sequence_size without sequence_dim"),
+        (cut, (x,), "got sequence_dim 0 for x with 3 dims"),
+    ]:
+        with pytest.raises(ValueError, match="^ParallelAttention: .*" + text):
+            module(*args)
+
+
+@on_ranks(4)
+def test_first_values(rank: int) -> None:
+    """Those of replicated heads are equal, those of others are not; all within nn.Linear's bounds."""
+    torch.manual_seed(rank)
+    for fused in (True, False):
+        kv_group = weft.nn.kv_groups(2, _group())
+        options = {"group_name": _group(), "head_dim": HEAD_DIM, "bias": True, "fused_qkv": fused}
+        block = weft.nn.ParallelAttention(DIM, HEADS, 2, kv_group_name=kv_group, **options)
+        _copies_are_equal(block)
+        queries = (block.qkv if fused else block.q).weight[:HEAD_DIM].detach()
+        everyone = [torch.empty_like(queries) for _ in range(4)]
+        dist.all_gather(everyone, queries.contiguous())
+        assert not torch.equal(everyone[0], everyone[1])
+        for name, parameter in block.named_parameters():
+            bound = (HEADS * HEAD_DIM if name.startswith("out.") else DIM) ** -0.5
+            assert parameter.abs().max() <= bound and (name == "out.bias") == (not parameter.any()), name
+
+
+def _run(module: nn.Module, x: Tensor, **forward: Tensor) -> list[Tensor]:
+    x = x.clone().requires_grad_()
+    module.zero_grad(set_to_none=True)
+    y = module(x, **forward)
+    y.square().sum().backward()
+    return [y.detach(), x.grad, *(p.grad.clone() for p in module.parameters())]
+
+
+def _blocks() -> list[tuple[nn.Module, dict[str, Tensor]]]:
+    """Blocks with heads replicated on some of 4 ranks, else cut and on all; what their forward takes beside x."""
+    torch.manual_seed(0)
+    blocks = []
+    for kv, fused, sequence_dim in [(2, False, 1)] if dist.get_world_size() == 4 else [(4, False, None), (1, True, 1)]:
+        w = _weights("float32", kv, bias=fused)
+        module = _module(w, kv, fused, "float32", causal=True, sequence_dim=sequence_dim)
+        blocks.append((module, {} if fused else {"mask": torch.ones(1, 1, dtype=torch.bool)}))
+    return blocks
+
+
+@on_ranks(2, 4, timeout=300)
+def test_compile_and_export(rank: int, world_size: int) -> None:
+    for block, forward in _blocks():
+        inputs = {tokens: torch.randn(2, tokens, DIM) for tokens in (3, 5)}
+        eager = {tokens: _run(block, x, **forward) for tokens, x in inputs.items()}
+        torch._dynamo.reset()
+        compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=True)
+        for tokens, x in inputs.items():
+            torch.testing.assert_close(_run(compiled, x, **forward), eager[tokens])
+        shapes = {"x": {1: torch.export.Dim("s", min=2)}, **dict.fromkeys(forward)}
+        program = torch.export.export(block, (torch.randn(2, 4, DIM),), forward, dynamic_shapes=shapes)
+        targets = [str(node.target) for node in program.graph.nodes]
+        column = "column_linear" if block.sequence_dim is None else "all_gather_linear"
+        assert targets.count(f"weft.{column}.default") == 1
+        torch.testing.assert_close(program.module()(inputs[5], **forward), eager[5][0])
+
+
+@on_ranks(2, 4)
+def test_script_save_load_rebind(rank: int, world_size: int) -> None:
+    new_group = dist.new_group().group_name
+    for block, forward in _blocks():
+        x = torch.randn(2, 3, DIM)
+        eager = _run(block, x, **forward)
+        buffer = io.BytesIO()
+        torch.jit.save(torch.jit.script(block), buffer)
+        buffer.seek(0)
+        loaded = torch.jit.load(buffer)
+        kv_group = weft.nn.kv_groups(block.num_kv_heads, new_group)
+        if kv_group not in ("", new_group):
+            with pytest.raises(ValueError, match="rebind_group: got a module whose key/value heads are shared by some"):
+                weft.nn.rebind_group(loaded, new_group)
+            assert loaded.group_name == block.group_name
+            assert weft.nn.rebind_group(loaded, new_group, kv_group) == 1
+        else:
+            assert weft.nn.rebind_group(loaded, new_group) == 1
+        assert (loaded.group_name, loaded.kv_group_name) == (new_group, kv_group)
+        for _ in range(3):  # the profiling executor specialises after two runs
+            torch.testing.assert_close(_run(loaded, x, **forward), eager)
+
+
+@on_ranks(1, 2)
+def test_autocast(rank: int) -> None:
+    angles = torch.rand(5, HEAD_DIM // 2).repeat(1, 2)
+    for block, _ in _blocks():
+        x = torch.randn(2, 5, DIM)
+        forward = {"cos": angles.cos(), "sin": angles.sin(), "mask": torch.randn(5, 5), "sequence_size": None}
+        if block.sequence_dim is not None:
+            x, forward["sequence_size"] = chunk(x, 1, dist.get_world_size(), rank, learns=False), 5
+        exact = block(x, **forward)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = block(x, **forward)
+        assert y.dtype is torch.bfloat16
+        torch.testing.assert_close(y.float(), exact, rtol=0.05, atol=0.05)
+        y.float().sum().backward()
+        assert all(p.grad.dtype is torch.float32 for p in block.parameters())
