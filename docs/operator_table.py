@@ -50,7 +50,7 @@ class Operator:
 
 
 MESSAGE_SIDES = ("pipeline_send", "pipeline_recv")  # whose forms are of one message: with gradients, and without
-INTEGERS = ("input", "target")  # tensors of ids
+INTEGERS = ("input", "target", "seed")
 GATHER, SCATTER = {"all_gather_into_tensor": "1"}, {"reduce_scatter_tensor": "1"}
 SUM, EXCHANGE, NONE = {"all_reduce": "1"}, {"all_to_all_single": "1"}, {}
 
@@ -79,11 +79,11 @@ def _pair(name: str, computes: str, *, result: str, along_other: str, **costs: o
 
 def _norm(name: str, computes: str, *, is_layer: bool = False, is_sum: bool = False) -> Operator:
     """One number a token is made for the backward, two for a layer norm. It sums the parameters' gradients in at most
-    16 blocks of tokens. x and residual get one gradient, of which torch gives the second leaf a copy."""
+    64 blocks of tokens. x and residual get one gradient, of which torch gives the second leaf a copy."""
     tensors = {"x": "T, d"} | ({"residual": "T, d"} if is_sum else {}) | {"weight": "d"}
     tensors |= {"bias": "d"} if is_layer else {}
     rows, params = ("2*T", "2*d") if is_layer else ("T", "d")
-    blocks = f"x + (min(ceil(T/8), 16) + 1)*{params}"
+    blocks = f"x + (min(ceil(T/8), 64) + 1)*{params}"
     form = Form(
         tensors,
         "T, d; T, d" if is_sum else "T, d",
@@ -266,6 +266,19 @@ OPERATORS = (
     _norm("add_rms_norm", "(rms_norm(x + residual), x + residual)", is_sum=True),
     _norm("add_layer_norm", "(layer_norm(x + residual), x + residual)", is_layer=True, is_sum=True),
     Operator(
+        "dropout",
+        "x / (1 - p), or 0 with probability p, by place in the whole tensor",
+        (
+            Form(
+                {"x": "T, d", "seed": "1"},
+                "T, d",
+                {"p": 0.5, "dim": 0},
+                keeps=("seed",),
+                backward_peak=Size("x"),
+            ),
+        ),
+    ),
+    Operator(
         "copy_to_group",
         "x; its gradient is summed over the group",
         (Form({"x": "T, d"}, "T, d", backward=SUM, backward_peak=Size("x")),),
@@ -347,19 +360,17 @@ OPERATORS = (
                 {"x": "T, d"},
                 "0",
                 label="one tensor",
-                forward={"send": "2", "recv": "1"},
-                backward={"recv": "1"},
-                saved=Size("0", "64"),
-                forward_peak=Size("0", "128"),
-                backward_peak=Size("x"),
+                forward={"send": "2"},
+                backward={"recv": "2"},
+                forward_peak=Size("0", "64"),
+                backward_peak=Size("x", "64"),
             ),
             Form(
                 {"x": "T, d"},
                 "0",
                 label="one without gradient",
-                forward={"send": "2", "recv": "1"},
-                saved=Size("0", "64"),
-                forward_peak=Size("0", "128"),
+                forward={"send": "2"},
+                forward_peak=Size("0", "64"),
             ),
         ),
     ),
@@ -381,9 +392,9 @@ OPERATORS = (
                 {"like": "T, d"},
                 "T, d",
                 label="and `pipeline_wait`, one without gradient",
-                forward={"recv": "2", "send": "1"},
-                saved=Size("0", "128"),
-                forward_peak=Size("y", "128"),
+                forward={"recv": "2"},
+                saved=Size("0", "64"),
+                forward_peak=Size("y", "64"),
             ),
         ),
     ),

@@ -128,9 +128,9 @@ __global__ void __launch_bounds__(kMaxThreads, 2) norm_forward_kernel(const Norm
 // neighbouring banks. Every column has one thread: nothing here races.
 template <typename Storage, typename Params, int kWidth>
 __global__ void __launch_bounds__(kMaxThreads, 2) norm_backward_kernel(const NormBackwardJob job,
-                                                                    int num_params,
-                                                                    bool sums_are_shared,
-                                                                    void* partial_sums) {
+                                                                       int num_params,
+                                                                       bool sums_are_shared,
+                                                                       void* partial_sums) {
   using Scalar = ScalarOf<Storage>;
   __shared__ Scalar shared[kWarp];
   extern __shared__ __align__(16) char dynamic_shared[];

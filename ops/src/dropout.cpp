@@ -74,6 +74,11 @@ at::Tensor dropout_meta(const at::Tensor& x,
                         OptionalDim dim,
                         OptionalSize dim_size) {
   checked_size(x, seed, p, dim, dim_size, place_in(kDropout, group_name));
+  TORCH_CHECK_VALUE(x.is_meta() || !seed.is_meta(),
+                    kDropout,
+                    ": got seed on meta with x on ",
+                    x.device(),
+                    "; pass it on the CPU.");
   return at::empty_symint(x.sym_sizes(), x.options());
 }
 

@@ -154,7 +154,10 @@ at::Tensor on_host(const at::Tensor& tensor) {
 }
 
 // Its bytes: every backend takes those, whatever the dtype.
-at::Tensor bytes_of(const at::Tensor& tensor) { return tensor.flatten().view(at::kByte); }
+// A contiguous tensor of one element may have any stride.
+at::Tensor bytes_of(const at::Tensor& tensor) {
+  return tensor.as_strided({tensor.numel()}, {1}).view(at::kByte);
+}
 
 // Whether a receive may be posted before it is known that the sender's message has its size: the
 // backend of weft refuses what does not fit on both sides, others may not.

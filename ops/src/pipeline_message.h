@@ -120,10 +120,10 @@ class PipelineMessage final : public torch::CustomClassHolder {
   std::string_view op_;
   bool is_received_ = false;
   bool is_answered_ = false;
-  at::Tensor header_;        // [64] bytes, of the message or, on the sender's side, of its answer
+  at::Tensor header_;  // [64] bytes, of the message or, on the sender's side, of its answer
   PendingCollective header_on_its_way_;
   std::vector<at::Tensor> arriving_;  // on the host
-  std::mutex mutex_;  // of exchanges_
+  std::mutex mutex_;                  // of exchanges_
   std::vector<PendingCollective> exchanges_;
 };
 

@@ -14,26 +14,8 @@ import weft
 from ops.collectives.profiled import collectives_of
 from ops.memory.counting import counted
 from ops.operators import chunk
+from ops.philox import kept, philox
 from support.ranks import on_ranks
-
-MASK = 0xFFFFFFFF
-
-
-def _philox(counter: int, key: int) -> list[int]:
-    """Philox4x32-10 in integers."""
-    c = [counter & MASK, counter >> 32, 0, 0]
-    k = [key & MASK, key >> 32 & MASK]
-    for _ in range(10):
-        high0, low0 = divmod(0xD2511F53 * c[0], 1 << 32)
-        high1, low1 = divmod(0xCD9E8D57 * c[2], 1 << 32)
-        c = [high1 ^ c[1] ^ k[0], low1, high0 ^ c[3] ^ k[1], low0]
-        k = [(k[0] + 0x9E3779B9) & MASK, (k[1] + 0xBB67AE85) & MASK]
-    return c
-
-
-def _kept(num_elements: int, seed: int, p: float) -> Tensor:
-    words = [word for counter in range(-(-num_elements // 4)) for word in _philox(counter, seed & (1 << 64) - 1)]
-    return torch.tensor([word >= int(p * 2**32) for word in words[:num_elements]], dtype=torch.bool)
 
 
 def _group() -> str:
@@ -46,7 +28,7 @@ def _dropout(x: Tensor, seed: int, p: float, **options: object) -> Tensor:
 
 def test_known_answers() -> None:
     """Those of the authors' own test vectors for Philox4x32-10."""
-    assert _philox(0, 0) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    assert philox(0, 0) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -54,13 +36,13 @@ def test_equals_its_definition(dtype: torch.dtype) -> None:
     cases = [((7, 191), 5, 0.3), ((1025,), -1, 0.5), ((2, 3, 5), 1 << 62, 0.9), ((), 3, 0.5), ((0, 3), 1, 0.5)]
     for shape, seed, p in cases:
         x = torch.randn(shape).to(dtype).requires_grad_()
-        kept = _kept(x.numel(), seed, p).reshape(shape)
-        expected = torch.where(kept, x.double() / (1 - p), 0.0)
+        mask = kept(x.shape, seed, p)
+        expected = torch.where(mask, x.double() / (1 - p), 0.0)
         y = _dropout(x, seed, p)
         torch.testing.assert_close(y.double(), expected, rtol=2**-7, atol=0)
-        assert y.dtype is dtype and torch.equal(y != 0, kept & (x != 0))
+        assert y.dtype is dtype and torch.equal(y != 0, mask & (x != 0))
         (grad,) = torch.autograd.grad(y, x, torch.ones_like(y))
-        torch.testing.assert_close(grad.double(), kept.double() / (1 - p), rtol=2**-7, atol=0)
+        torch.testing.assert_close(grad.double(), mask.double() / (1 - p), rtol=2**-7, atol=0)
 
 
 @on_ranks(1, 2, 3, 4)
@@ -88,7 +70,7 @@ def test_probabilities_seeds_and_specials() -> None:
         assert ((first == 0) == (other == 0)).double().mean() < 1 - p * (1 - p)  # seeds do not move together
     assert torch.equal(_dropout(x, 1, 0.0), x) and _dropout(x, 1, 1.0).count_nonzero() == 0
     specials = _dropout(torch.full((1000,), float("nan")), 1, 0.5)
-    assert torch.equal(specials.isnan(), _kept(1000, 1, 0.5)) and specials[~specials.isnan()].eq(0).all()
+    assert torch.equal(specials.isnan(), kept(torch.Size([1000]), 1, 0.5)) and specials[~specials.isnan()].eq(0).all()
     strided = torch.arange(12.0).reshape(3, 4).t()
     assert torch.equal(_dropout(strided, 1, 0.5), _dropout(strided.contiguous(), 1, 0.5))
     threads = torch.get_num_threads()

@@ -4,7 +4,7 @@ messages between ranks are drawn together, for each of their operators.
 
 from __future__ import annotations
 
-from ops.fuzz import linears, messages, norms, pairs, vocabulary
+from ops.fuzz import dropout, linears, messages, norms, pairs, vocabulary
 from ops.fuzz.operator import Operator
 
 OPERATORS: dict[str, Operator] = {
@@ -23,6 +23,7 @@ OPERATORS: dict[str, Operator] = {
         norms.LayerNorm(),
         norms.AddRmsNorm(),
         norms.AddLayerNorm(),
+        dropout.Dropout(),
         pairs.CopyToGroup(),
         pairs.ReduceFromGroup(),
         pairs.ScatterToGroup(),
