@@ -126,8 +126,8 @@ class NormFunction : public torch::autograd::Function<NormFunction> {
                                   ctx->saved_data.at("centered").toBool(),
                                   wants_x || wants_residual,
                                   num_params);
-    } else {  // the sum alone was used
-      grad_v = grads[1];
+    } else {  // the sum alone was used, or nothing
+      grad_v = has_grad_sum ? grads[1] : at::Tensor();
       if (num_params > 0) {
         grad_params = at::zeros_symint({num_params, weight.sym_size(0)}, weight.options());
       }

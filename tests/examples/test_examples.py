@@ -36,6 +36,12 @@ def test_one_op_gives_the_unsharded_numbers(tmp_path: Path) -> None:
     assert all(float(figure) <= 1e-10 for figure in figures.values())
 
 
+def test_pipeline_messages_give_the_whole_models_gradients(tmp_path: Path) -> None:
+    stdout = run_example("04_pipeline_messages.py", cwd=tmp_path)
+    figures = dict(re.findall(r"^stage (\d): .*: (\S+)$", stdout, re.MULTILINE))
+    assert set(figures) == {"0", "1"} and all(float(figure) <= 1e-12 for figure in figures.values())
+
+
 def test_tensor_parallel_mlp_halves_the_parameters_and_keeps_the_loss(tmp_path: Path) -> None:
     losses = {}
     for devices in (1, 2):

@@ -1,0 +1,100 @@
+"""A pipeline of two stages by hand: micro-batches as messages, against the same model in one piece.
+
+    python examples/04_pipeline_messages.py
+
+Rank 0 has the first layers and sends their results, rank 1 has the others and the loss; the gradients come back the
+same way. The script starts its ranks itself and exits with 1 where a gradient differs from that of the whole model.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import weft
+
+NUM_STAGES = 2
+DIM, HIDDEN, NUM_CLASSES = 8, 16, 4
+BATCH_SIZES = (3, 5, 2, 4)  # of the micro-batches
+TOLERANCE = 1e-12  # float64
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory(prefix="weft-example-") as folder:
+        mp.spawn(run_rank, (folder,), NUM_STAGES)
+        result = json.loads(Path(folder, "result.json").read_text())
+    for stage, difference in enumerate(result):
+        print(f"stage {stage}: largest difference of a gradient from the whole model's: {difference:.1e}")
+    return 0 if max(result) <= TOLERANCE else 1
+
+
+def whole_model() -> nn.Sequential:
+    """The same on every rank; the first two layers are stage 0."""
+    torch.manual_seed(0)
+    layers = (nn.Linear(DIM, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, DIM), nn.Tanh(), nn.Linear(DIM, NUM_CLASSES))
+    return nn.Sequential(*layers).double()
+
+
+def micro_batches() -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(1)
+    x, y = torch.randn(sum(BATCH_SIZES), DIM).double(), torch.randint(0, NUM_CLASSES, (sum(BATCH_SIZES),))
+    return list(zip(x.split(BATCH_SIZES), y.split(BATCH_SIZES), strict=True))
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """A micro-batch's share of the mean over all."""
+    return F.cross_entropy(logits, targets, reduction="sum") / sum(BATCH_SIZES)
+
+
+def train_first_stage(stage: nn.Module, group: str) -> None:
+    tokens = [weft.ops.pipeline_send([stage(x)], 1, 0, group) for x, _ in micro_batches()]
+    # There is no loss here: a zero stands for it, whose backward waits for the gradients of all that was sent.
+    weft.ops.join(torch.zeros(()), tokens).backward()
+
+
+def train_last_stage(stage: nn.Module, group: str) -> None:
+    # What comes: dtype, shape, and that it needs a gradient. All receives are posted before anything is there.
+    like = torch.empty((), dtype=torch.float64, requires_grad=True)
+    tokens = [weft.ops.pipeline_recv([like.expand(size, HIDDEN)], 0, 0, group) for size in BATCH_SIZES]
+    for token, (_, targets) in zip(tokens, micro_batches(), strict=True):
+        (hidden,) = weft.ops.pipeline_wait(token)
+        loss_of(stage(hidden), targets).backward()
+
+
+def run_rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "cpu:weft",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=NUM_STAGES,
+        timeout=datetime.timedelta(minutes=2),
+    )
+    group = dist.group.WORLD.group_name
+    stages = whole_model()[:2], whole_model()[2:]
+    (train_last_stage if rank else train_first_stage)(stages[rank], group)
+    weft.ops.pipeline_flush(group)
+
+    whole = whole_model()
+    for x, targets in micro_batches():
+        loss_of(whole(x), targets).backward()
+    pairs = zip(stages[rank].parameters(), (whole[:2], whole[2:])[rank].parameters(), strict=True)
+    worst = torch.stack([(ours.grad - theirs.grad).abs().max() for ours, theirs in pairs]).max()
+    differences = [torch.empty_like(worst) for _ in range(NUM_STAGES)]
+    dist.all_gather(differences, worst)
+    if rank == 0:
+        Path(folder, "result.json").write_text(json.dumps([difference.item() for difference in differences]))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
