@@ -20,13 +20,16 @@ torch.manual_seed(0)
 name = dist.group.WORLD.group_name
 for device in DEVICES:
     for call in sample_calls(name):
-        args = [arg.detach().to(device).requires_grad_(arg.requires_grad) if isinstance(arg, torch.Tensor) else arg
-                for arg in call.args]
+        there = "cpu" if call.name == "dropout" and device != "cpu" else device  # whose seed is read on the CPU
+        args = [arg.detach().to(device if arg.is_floating_point() else there).requires_grad_(arg.requires_grad)
+                if isinstance(arg, torch.Tensor) else arg for arg in call.args]
         y = call.op(*args, **call.kwargs)
         meta = [arg.detach().to("meta") if isinstance(arg, torch.Tensor) else arg for arg in call.args]
         expected = call.op(*meta, **call.kwargs)
-        assert y.shape == expected.shape and y.device.type == device, call.name
-        y.sum().backward()
+        results = [(y, expected)] if isinstance(y, torch.Tensor) else list(zip(y, expected, strict=True))
+        for result, like in results:
+            assert result.shape == like.shape and result.device.type == device, call.name
+        sum(result.sum() for result, _ in results).backward()
         for arg in args:
             if isinstance(arg, torch.Tensor) and arg.requires_grad:
                 assert arg.grad.shape == arg.shape and torch.isfinite(arg.grad).all(), call.name
