@@ -24,6 +24,19 @@ constexpr std::string_view kDropout = "weft::dropout";
 using OptionalDim = std::optional<std::int64_t>;
 using OptionalSize = std::optional<c10::SymInt>;
 
+void check_dropout(const at::Tensor& x, const at::Tensor& seed, double p) {
+  check_floating(kDropout, x, "x");
+  TORCH_CHECK_TYPE(seed.scalar_type() == at::kLong && seed.sym_numel() == 1,
+                   kDropout,
+                   ": got seed of dtype ",
+                   seed.scalar_type(),
+                   " and shape ",
+                   seed.sym_sizes(),
+                   "; pass one int64, the same on all ranks of the group.");
+  TORCH_CHECK_VALUE(
+      p >= 0 && p <= 1, kDropout, ": got p ", p, "; pass a probability, from 0 to 1.");
+}
+
 // Checks everything but the seed's device; gives the size of the cut dim, all parts together.
 c10::SymInt checked_size(const at::Tensor& x,
                          const at::Tensor& seed,

@@ -15,6 +15,7 @@
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
+#include <cmath>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -29,6 +30,76 @@ constexpr std::string_view kAddRmsNorm = "weft::add_rms_norm";
 constexpr std::string_view kAddLayerNorm = "weft::add_layer_norm";
 
 using YAndSum = std::tuple<at::Tensor, at::Tensor>;
+
+// The weight or bias of a norm.
+void check_norm_params(std::string_view op,
+                       const at::Tensor& x,
+                       const at::Tensor& params,
+                       std::string_view name) {
+  const bool is_half = x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kHalf;
+  if (!is_half || params.scalar_type() != at::kFloat) {
+    check_like_x(op, x, params, name);
+  }
+  TORCH_CHECK_VALUE(params.device() == x.device(),
+                    op,
+                    ": got ",
+                    name,
+                    " on ",
+                    params.device(),
+                    " with x on ",
+                    x.device(),
+                    "; move them to one device.");
+  TORCH_CHECK_VALUE(params.dim() == 1 && params.sym_size(0) == x.sym_size(-1),
+                    op,
+                    ": got ",
+                    name,
+                    " of shape ",
+                    params.sym_sizes(),
+                    ", which must be [",
+                    x.sym_size(-1),
+                    "], the last dim of x; a norm is over that dim alone.");
+}
+
+// residual like x, weight and bias [d] of the dtype of x or both float32 beside half types.
+void check_norm(std::string_view op,
+                const at::Tensor& x,
+                const OptionalTensor& residual,
+                const OptionalTensor& weight,
+                const OptionalTensor& bias,
+                double eps) {
+  check_input(op, x);
+  TORCH_CHECK_VALUE(eps >= 0 && std::isfinite(eps),
+                    op,
+                    ": got eps ",
+                    eps,
+                    "; pass a number that is not negative, such as 1e-6.");
+  if (residual.has_value()) {
+    check_like_x(op, x, *residual, "residual");
+    TORCH_CHECK_VALUE(residual->sym_sizes() == x.sym_sizes(),
+                      op,
+                      ": got residual of shape ",
+                      residual->sym_sizes(),
+                      " with x of shape ",
+                      x.sym_sizes(),
+                      "; pass the tensor that x is to be added to, of its shape.");
+  }
+  if (weight.has_value()) {
+    check_norm_params(op, x, *weight, "weight");
+  }
+  if (bias.has_value()) {
+    TORCH_CHECK_VALUE(
+        weight.has_value(), op, ": got a bias without a weight; pass a weight of ones beside it.");
+    check_norm_params(op, x, *bias, "bias");
+    TORCH_CHECK_TYPE(bias->scalar_type() == weight->scalar_type(),
+                     op,
+                     ": got bias of dtype ",
+                     bias->scalar_type(),
+                     " with weight of dtype ",
+                     weight->scalar_type(),
+                     "; convert one of them.");
+  }
+}
+
 
 // A call of any of the four.
 struct NormCall {

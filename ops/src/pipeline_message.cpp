@@ -1,6 +1,7 @@
 #include "pipeline_message.h"
 
 #include "fail_group.h"
+#include "pipeline_traffic.h"
 #include "raise.h"
 
 #include <weft/collectives/error.h>
@@ -12,11 +13,6 @@
 #include <algorithm>
 #include <cstring>
 #include <iterator>
-#include <list>
-#include <map>
-#include <mutex>
-#include <sstream>
-#include <tuple>
 #include <utility>
 
 namespace weft::ops {
@@ -27,7 +23,6 @@ using Kind = PipelineHeader::Kind;
 using Tensors = std::vector<at::Tensor>;
 using MessagePtr = c10::intrusive_ptr<PipelineMessage>;
 
-constexpr std::uint32_t kMagic = 0x77656674;
 // Users' own messages have smaller tags than 2^29; the largest here is below what the backend
 // takes.
 constexpr int kFirstTag = 1 << 29;
@@ -38,101 +33,6 @@ int tag_of(std::int64_t channel, std::uint64_t sequence, bool is_answer) {
   const auto number = static_cast<int>(sequence & ((1U << kSequenceBits) - 1));
   return kFirstTag + (static_cast<int>(is_answer) << (kSequenceBits + kChannelBits)) +
          (static_cast<int>(channel) << kSequenceBits) + number;
-}
-
-// How many messages there were, and those that are still on their way.
-class Traffic {
- public:
-  static Traffic& instance() {
-    static auto* const traffic = new Traffic();  // outlives every group
-    return *traffic;
-  }
-
-  std::uint64_t next_sequence(const PipelineAddress& address, PipelineMessage::Side side) {
-    const std::lock_guard lock(mutex_);
-    std::erase_if(counters_, [](const auto& entry) { return entry.second.group.expired(); });
-    const auto key = std::tuple(address.group.get(), address.peer, address.channel, side);
-    auto found = counters_.find(key);
-    if (found == counters_.end()) {
-      found = counters_.emplace(key, Counter{GroupRef(address.group), 0}).first;
-    }
-    return found->second.next++;
-  }
-
-  // Those of `group` that have something to be sent or received.
-  std::vector<MessagePtr> unfinished(const ProcessGroupPtr& group) {
-    const std::lock_guard lock(mutex_);
-    std::vector<MessagePtr> messages;
-    std::ranges::copy_if(unfinished_, std::back_inserter(messages), [&](const auto& message) {
-      return message->address().group == group;
-    });
-    return messages;
-  }
-
-  // Lets go those that `is_over`.
-  template <typename IsOver>
-  void release(const IsOver& is_over) {
-    std::list<MessagePtr> released;  // destroyed without the lock
-    const std::lock_guard lock(mutex_);
-    for (auto message = unfinished_.begin(); message != unfinished_.end();) {
-      const auto next = std::next(message);
-      if (is_over(**message)) {
-        released.splice(released.end(), unfinished_, message);
-      }
-      message = next;
-    }
-  }
-
-  void keep(const MessagePtr& message) {
-    const std::lock_guard lock(mutex_);
-    unfinished_.push_back(message);
-  }
-
- private:
-  using GroupRef = c10::weak_intrusive_ptr<c10d::ProcessGroup>;
-  struct Counter {
-    GroupRef group;  // keeps the address from being taken by another group
-    std::uint64_t next;
-  };
-
-  std::mutex mutex_;
-  std::map<std::tuple<c10d::ProcessGroup*, int, std::int64_t, PipelineMessage::Side>, Counter>
-      counters_;
-  std::list<MessagePtr> unfinished_;
-};
-
-class LayoutHash {
- public:
-  // FNV-1a
-  void add(std::uint64_t value) {
-    for (int byte = 0; byte < 8; ++byte) {
-      hash_ = (hash_ ^ ((value >> (8 * byte)) & 0xFFU)) * 0x100000001B3U;
-    }
-  }
-  std::uint64_t value() const { return hash_; }
-
- private:
-  std::uint64_t hash_ = 0xCBF29CE484222325U;
-};
-
-// "2 tensors, the first Float [2, 3]"
-std::string describe(const PipelineHeader& header) {
-  std::ostringstream text;
-  text << header.num_tensors << (header.num_tensors == 1 ? " tensor" : " tensors");
-  if (header.num_tensors > 0) {
-    text << (header.num_tensors == 1 ? ", " : ", the first ")
-         << static_cast<at::ScalarType>(header.first_dtype) << " [";
-    for (std::size_t dim = 0; dim < header.first_dim; ++dim) {
-      text << (dim > 0 ? ", " : "");
-      if (dim == header.first_sizes.size()) {
-        text << "...";
-        break;
-      }
-      text << header.first_sizes.at(dim);
-    }
-    text << ']';
-  }
-  return text.str();
 }
 
 [[noreturn]] void throw_mismatch(const std::string& text) {
@@ -266,39 +166,14 @@ void PipelineMessage::check_first_answer() {
                     "; its gradients travel once: send it again, or add up the losses first.");
 }
 
+PipelineHeader PipelineMessage::header_of(const Layouts& layouts, Kind kind) const {
+  return ops::header_of(kind, address_.channel, sequence_, layouts);
+}
+
 PipelineMessage::Layouts PipelineMessage::gradient_layouts() const {
   Layouts layouts;
   std::ranges::copy_if(layouts_, std::back_inserter(layouts), &TensorLayout::differentiable);
   return layouts;
-}
-
-PipelineHeader PipelineMessage::header_of(const Layouts& layouts, Kind kind) const {
-  PipelineHeader header;
-  header.magic = kMagic;
-  header.kind = kind;
-  header.channel = static_cast<std::uint32_t>(address_.channel);
-  header.num_tensors = static_cast<std::uint32_t>(layouts.size());
-  header.sequence = sequence_;
-  LayoutHash hash;
-  for (const auto& layout : layouts) {
-    hash.add(static_cast<std::uint64_t>(layout.options.dtype().toScalarType()));
-    hash.add(static_cast<std::uint64_t>(layout.differentiable));
-    hash.add(layout.sizes.size());
-    for (const auto size : layout.sizes) {
-      hash.add(static_cast<std::uint64_t>(size));
-    }
-  }
-  header.layout = hash.value();
-  if (!layouts.empty()) {
-    const auto& first = layouts.front();
-    header.first_dtype = static_cast<std::uint8_t>(first.options.dtype().toScalarType());
-    header.first_dim = static_cast<std::uint8_t>(first.sizes.size());
-    const auto num_sizes = std::min(first.sizes.size(), header.first_sizes.size());
-    for (std::size_t dim = 0; dim < num_sizes; ++dim) {
-      header.first_sizes.at(dim) = static_cast<std::uint32_t>(first.sizes[dim]);
-    }
-  }
-  return header;
 }
 
 void PipelineMessage::send(const PipelineHeader& header, const Tensors& tensors, bool is_answer) {
@@ -333,13 +208,11 @@ void PipelineMessage::expect_header(const PipelineHeader& expected) {
   header_on_its_way_.wait();
   PipelineHeader got;
   std::memcpy(&got, header_.const_data_ptr(), sizeof(got));
-  if (got.magic == kMagic && got.kind == expected.kind && got.channel == expected.channel &&
-      got.sequence == expected.sequence && got.num_tensors == expected.num_tensors &&
-      got.layout == expected.layout) {
+  if (got == expected) {
     return;
   }
   const int rank = address_.group->getRank();
-  if (got.magic == kMagic && got.kind == Kind::kRefused) {
+  if (is_header(got) && got.kind == Kind::kRefused) {
     throw_mismatch(c10::str(op_,
                             ": rank ",
                             address_.peer,
@@ -351,7 +224,7 @@ void PipelineMessage::expect_header(const PipelineHeader& expected) {
                             rank,
                             " sent; bring both sides in line."));
   }
-  const bool is_of_number = expected.num_tensors == got.num_tensors;
+  const bool looks_alike = describe(got) == describe(expected);
   const auto text = c10::str(op_,
                              ": rank ",
                              rank,
@@ -363,7 +236,7 @@ void PipelineMessage::expect_header(const PipelineHeader& expected) {
                              address_.peer,
                              " sent ",
                              describe(got),
-                             is_of_number ? " with other shapes, dtypes or needs of gradients" : "",
+                             looks_alike ? " with others behind the first" : "",
                              "; bring both sides in line.");
   if (!collectives::fail_group(*address_.group, text) && side_ == Side::kReceiver) {
     send(header_of(layouts_, Kind::kRefused), {}, true);

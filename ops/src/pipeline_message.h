@@ -11,12 +11,12 @@
 // them on one at a time.
 
 #include "group.h"
+#include "pipeline_header.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <c10/util/intrusive_ptr.h>
 
-#include <array>
 #include <cstdint>
 #include <mutex>
 #include <string>
@@ -26,23 +26,6 @@
 namespace weft::ops {
 
 constexpr std::int64_t kMaxChannel = 1022;
-
-// What a message holds, in the form that both sides compare.
-struct PipelineHeader {
-  enum class Kind : std::uint8_t { kData = 1, kGradients, kRefused };
-
-  std::uint32_t magic = 0;
-  Kind kind = Kind::kData;
-  std::uint8_t first_dtype = 0;
-  std::uint8_t first_dim = 0;
-  std::uint8_t reserved = 0;
-  std::uint32_t channel = 0;
-  std::uint32_t num_tensors = 0;
-  std::uint64_t sequence = 0;
-  std::uint64_t layout = 0;  // a hash of every dtype, shape, and whether it is differentiable
-  std::array<std::uint32_t, 8> first_sizes = {};
-};
-static_assert(sizeof(PipelineHeader) == 64);
 
 struct PipelineAddress {
   ProcessGroupPtr group;
@@ -86,11 +69,6 @@ class PipelineMessage final : public torch::CustomClassHolder {
   std::vector<at::Tensor> receive_gradients();
 
  private:
-  struct TensorLayout {
-    std::vector<std::int64_t> sizes;
-    at::TensorOptions options;
-    bool differentiable;
-  };
   using Layouts = std::vector<TensorLayout>;
 
   Layouts gradient_layouts() const;

@@ -2,21 +2,8 @@
 
 #include <c10/core/SymIntArrayRef.h>
 
-#include <cmath>
-
 namespace weft::ops {
 
-namespace {
-
-constexpr std::string_view kMlp = "weft::column_row_mlp";
-constexpr std::string_view kGatherLinear = "weft::all_gather_linear";
-constexpr std::string_view kLinearScatter = "weft::linear_reduce_scatter";
-constexpr std::string_view kShardedLinear = "weft::sharded_linear";
-constexpr std::string_view kLinearLoss = "weft::vocab_parallel_linear_cross_entropy";
-constexpr std::string_view kDropout = "weft::dropout";
-constexpr std::string_view kEmbedding = "weft::vocab_parallel_embedding";
-
-// Every tensor of a call shares dtype and device with x, the first.
 void check_like_x(std::string_view op,
                   const at::Tensor& x,
                   const at::Tensor& other,
@@ -52,6 +39,21 @@ void check_floating(std::string_view op, const at::Tensor& x, std::string_view n
       dtype,
       "; pass float32, float64, bfloat16 or float16.");
 }
+
+void check_input(std::string_view op, const at::Tensor& x) {
+  check_floating(op, x, "x");
+  TORCH_CHECK_VALUE(
+      x.dim() >= 1, op, ": got x without dims; pass at least one dim, x [..., features].");
+}
+
+namespace {
+
+constexpr std::string_view kMlp = "weft::column_row_mlp";
+constexpr std::string_view kGatherLinear = "weft::all_gather_linear";
+constexpr std::string_view kLinearScatter = "weft::linear_reduce_scatter";
+constexpr std::string_view kShardedLinear = "weft::sharded_linear";
+constexpr std::string_view kLinearLoss = "weft::vocab_parallel_linear_cross_entropy";
+constexpr std::string_view kEmbedding = "weft::vocab_parallel_embedding";
 
 // `weight` must be a matrix with `num_cols` columns, the last dim of `of`.
 void check_matrix(std::string_view op,
@@ -102,45 +104,10 @@ void check_bias(std::string_view op,
                     "; shard bias and weight alike.");
 }
 
-void check_input(std::string_view op, const at::Tensor& x) {
-  check_floating(op, x, "x");
-  TORCH_CHECK_VALUE(
-      x.dim() >= 1, op, ": got x without dims; pass at least one dim, x [..., features].");
-}
-
 c10::SymDimVector with_last_dim(const at::Tensor& x, const c10::SymInt& last) {
   c10::SymDimVector sizes(x.sym_sizes().begin(), x.sym_sizes().end());
   sizes.back() = last;
   return sizes;
-}
-
-// The weight or bias of a norm.
-void check_norm_params(std::string_view op,
-                       const at::Tensor& x,
-                       const at::Tensor& params,
-                       std::string_view name) {
-  const bool is_half = x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kHalf;
-  if (!is_half || params.scalar_type() != at::kFloat) {
-    check_like_x(op, x, params, name);
-  }
-  TORCH_CHECK_VALUE(params.device() == x.device(),
-                    op,
-                    ": got ",
-                    name,
-                    " on ",
-                    params.device(),
-                    " with x on ",
-                    x.device(),
-                    "; move them to one device.");
-  TORCH_CHECK_VALUE(params.dim() == 1 && params.sym_size(0) == x.sym_size(-1),
-                    op,
-                    ": got ",
-                    name,
-                    " of shape ",
-                    params.sym_sizes(),
-                    ", which must be [",
-                    x.sym_size(-1),
-                    "], the last dim of x; a norm is over that dim alone.");
 }
 
 // `dim` counted from 0: any but the last.
@@ -341,58 +308,6 @@ c10::SymDimVector linear_cross_entropy_shape(const at::Tensor& x,
                                              std::string_view reduction) {
   linear_shape(kLinearLoss, x, weight, std::nullopt);
   return cross_entropy_shape(kLinearLoss, x, target, vocab_start, label_smoothing, reduction);
-}
-
-void check_dropout(const at::Tensor& x, const at::Tensor& seed, double p) {
-  check_floating(kDropout, x, "x");
-  TORCH_CHECK_TYPE(seed.scalar_type() == at::kLong && seed.sym_numel() == 1,
-                   kDropout,
-                   ": got seed of dtype ",
-                   seed.scalar_type(),
-                   " and shape ",
-                   seed.sym_sizes(),
-                   "; pass one int64, the same on all ranks of the group.");
-  TORCH_CHECK_VALUE(
-      p >= 0 && p <= 1, kDropout, ": got p ", p, "; pass a probability, from 0 to 1.");
-}
-
-void check_norm(std::string_view op,
-                const at::Tensor& x,
-                const OptionalTensor& residual,
-                const OptionalTensor& weight,
-                const OptionalTensor& bias,
-                double eps) {
-  check_input(op, x);
-  TORCH_CHECK_VALUE(eps >= 0 && std::isfinite(eps),
-                    op,
-                    ": got eps ",
-                    eps,
-                    "; pass a number that is not negative, such as 1e-6.");
-  if (residual.has_value()) {
-    check_like_x(op, x, *residual, "residual");
-    TORCH_CHECK_VALUE(residual->sym_sizes() == x.sym_sizes(),
-                      op,
-                      ": got residual of shape ",
-                      residual->sym_sizes(),
-                      " with x of shape ",
-                      x.sym_sizes(),
-                      "; pass the tensor that x is to be added to, of its shape.");
-  }
-  if (weight.has_value()) {
-    check_norm_params(op, x, *weight, "weight");
-  }
-  if (bias.has_value()) {
-    TORCH_CHECK_VALUE(
-        weight.has_value(), op, ": got a bias without a weight; pass a weight of ones beside it.");
-    check_norm_params(op, x, *bias, "bias");
-    TORCH_CHECK_TYPE(bias->scalar_type() == weight->scalar_type(),
-                     op,
-                     ": got bias of dtype ",
-                     bias->scalar_type(),
-                     " with weight of dtype ",
-                     weight->scalar_type(),
-                     "; convert one of them.");
-  }
 }
 
 c10::SymDimVector vocab_embedding_shape(const at::Tensor& ids,

@@ -16,6 +16,16 @@ namespace weft::ops {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
+// `other` has the dtype and device of x, the first tensor of the call.
+void check_like_x(std::string_view op,
+                  const at::Tensor& x,
+                  const at::Tensor& other,
+                  std::string_view name);
+// One of the dtypes that are computed with.
+void check_floating(std::string_view op, const at::Tensor& x, std::string_view name);
+// x [..., features] of such a dtype.
+void check_input(std::string_view op, const at::Tensor& x);
+
 // Checks act(x w1ᵀ + b1) [* (x w3ᵀ + b3)] w2ᵀ + b2; returns the size of the output.
 c10::SymDimVector column_row_mlp_shape(const at::Tensor& x,
                                        const at::Tensor& w1,
@@ -92,18 +102,6 @@ c10::SymDimVector linear_cross_entropy_shape(const at::Tensor& x,
                                              std::int64_t vocab_start,
                                              double label_smoothing,
                                              std::string_view reduction);
-
-// Checks the norm of x [..., d] over its last dim: residual like x, weight and bias [d] of the
-// dtype of x or both float32 beside half types, eps >= 0.
-void check_norm(std::string_view op,
-                const at::Tensor& x,
-                const OptionalTensor& residual,
-                const OptionalTensor& weight,
-                const OptionalTensor& bias,
-                double eps);
-
-// Checks x, that seed is one int64 and that 0 <= p <= 1.
-void check_dropout(const at::Tensor& x, const at::Tensor& seed, double p);
 
 // Checks ids, table and vocab_start (>= 0); returns the size of the output.
 c10::SymDimVector vocab_embedding_shape(const at::Tensor& ids,

@@ -143,10 +143,10 @@ def test_unused_results_have_zero_gradients(rank: int) -> None:
 @pytest.mark.parametrize(
     ("like", "text"),
     [
-        ([_like(4, 3)], r"1 tensor, Double \[4, 3\]"),
-        ([_like(3, 4, dtype=torch.float32)], r"1 tensor, Float \[3, 4\]"),
-        ([_like(3, 4), _like(2)], r"2 tensors, the first Double \[3, 4\]"),
-        ([_like(3, 4, needs_grad=False)], "with other shapes, dtypes or needs of gradients"),
+        ([_like(4, 3)], r"1 tensor, Double \[4, 3\] that needs a gradient"),
+        ([_like(3, 4, dtype=torch.float32)], r"1 tensor, Float \[3, 4\] that needs a gradient"),
+        ([_like(3, 4), _like(2)], r"2 tensors, the first Double \[3, 4\] that needs a gradient"),
+        ([_like(3, 4, needs_grad=False)], r"1 tensor, Double \[3, 4\] but rank 0 sent"),
     ],
 )
 def test_mismatches_raise_on_both_sides(rank: int, backend: str, like: list[Tensor], text: str) -> None:
@@ -161,7 +161,7 @@ def test_mismatches_raise_on_both_sides(rank: int, backend: str, like: list[Tens
         with pytest.raises(CollectiveMismatchError, match=text) as raised:
             OPS.pipeline_wait(token)
         assert "message 0 on channel 7 from rank 0 to rank 1" in str(raised.value)
-        assert "1 tensor, Double [3, 4]" in str(raised.value)
+        assert "rank 0 sent 1 tensor, Double [3, 4] that needs a gradient" in str(raised.value)
 
 
 @on_ranks(2)

@@ -6,6 +6,7 @@ passes, what a rank must refuse, and what the unsharded computation gives.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -36,7 +37,7 @@ NOWHERE = "nowhere"  # the name of no group
 MAX_DRAWS = 1000
 
 
-class Operator:
+class Operator(ABC):
     """One operator: how its arguments are drawn, what its documentation refuses, and its reference."""
 
     name: ClassVar[str]
@@ -52,29 +53,29 @@ class Operator:
     # Of the dtype of what is compared, instead of the call's: nothing is rounded to a narrower one on the way.
     tolerates_by_result: ClassVar[bool] = False
 
+    @abstractmethod
     def draw(self, draw: Draw) -> tuple[Values, Options]:
         """A set that agrees with the documentation: whole tensors, a list of them where each rank has its own."""
-        raise NotImplementedError
 
+    @abstractmethod
     def placements(self, values: Values, options: Options) -> dict[str, Placement]:
         """Who has which part of the tensors; WHOLE where nothing is said."""
-        raise NotImplementedError
 
     def options_of(self, values: Values, options: Options, place: Place) -> Options:
         """A rank's options, where they are not the same for all."""
         return options
 
+    @abstractmethod
     def findings(self, given: SimpleNamespace, place: Place) -> Findings:
         """What is wrong with a rank's arguments, `given` by name."""
-        raise NotImplementedError
 
+    @abstractmethod
     def results(self, values: Values, options: Options) -> tuple[Placement, ...]:
         """Who has which part of the results."""
-        raise NotImplementedError
 
+    @abstractmethod
     def reference(self, values: SimpleNamespace, options: SimpleNamespace, places: list[Place]) -> tuple[Value, ...]:
         """The whole results, differentiable, of the whole tensors in float64; options.dtype is the call's."""
-        raise NotImplementedError
 
     def result_dtype(self, values: Values) -> torch.dtype:
         return values["x"].dtype

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -93,8 +94,9 @@ class Loss(Operator):
     }
     tokens: str  # the tensor with a row for each token
 
+    @abstractmethod
     def classes(self, values: Values) -> int:
-        raise NotImplementedError
+        """How many of them this rank\'s part has, or the whole."""
 
     def targets_and_options(self, draw: Draw, shape: tuple[int, ...], vocab: int) -> tuple[Tensor, Options]:
         is_told = vocab % draw.num_ranks != 0 or draw.chance(0.6)
