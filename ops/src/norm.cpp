@@ -100,7 +100,6 @@ void check_norm(std::string_view op,
   }
 }
 
-
 // A call of any of the four.
 struct NormCall {
   std::string_view op;
