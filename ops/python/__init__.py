@@ -14,7 +14,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from weft import collectives, memory, nn, ops, strategy
+    from weft import collectives, memory, nn, ops, overlap, strategy
     from weft.collectives import (
         CollectiveError,
         CollectiveMismatchError,
@@ -37,11 +37,12 @@ __all__ = [
     "memory",
     "nn",
     "ops",
+    "overlap",
     "parallelize",
     "strategy",
 ]
 
-_MODULES = ("collectives", "memory", "nn", "ops")
+_MODULES = ("collectives", "memory", "nn", "ops", "overlap")
 _FROM_STRATEGY = frozenset({"Plan", "export_local", "parallelize"})
 
 
@@ -52,10 +53,11 @@ def _load() -> None:
     load_library()
     for name in _MODULES:  # they look the operators up
         importlib.import_module(f"weft.{name}")
-    from weft import collectives, memory
+    from weft import collectives, memory, overlap
 
     collectives.register()
     memory.counter.track_if_asked()
+    overlap.apply_environment()
     globals().update({name: getattr(collectives, name) for name in __all__ if name.endswith("Error")})
 
 

@@ -5,13 +5,19 @@
 
 #include "dispatch.h"
 #include "group_collectives.h"
+#include "overlap.h"
 #include "reduced_products.h"
+#include "row_products.h"
+#include "sequence_pieces.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <string>
+#include <tuple>
+#include <utility>
 
 namespace weft::ops {
 
@@ -36,6 +42,7 @@ constexpr std::string_view kOp = "weft::column_row_mlp";
 struct Call {
   ProcessGroupPtr group;             // null for one rank
   std::optional<Sequence> sequence;  // of a group
+  std::string_view activation;
 };
 
 Call checked_call(const at::Tensor& x,
@@ -50,13 +57,27 @@ Call checked_call(const at::Tensor& x,
                   const std::optional<std::int64_t>& sequence_dim,
                   const std::optional<c10::SymInt>& sequence_size) {
   column_row_mlp_shape(x, w1, w2, w3, b1, b2, b3, activation);
-  Call call{resolve_group(kOp, std::string(group_name)), std::nullopt};
+  Call call{resolve_group(kOp, std::string(group_name)), std::nullopt, activation};
   const auto sequence = mlp_sequence(x, sequence_dim, sequence_size, place_in(call.group));
   if (call.group) {
     call.sequence = sequence;
   }
   return call;
 }
+
+struct Weights {
+  const at::Tensor& w1;
+  const at::Tensor& w2;
+  const OptionalTensor& w3;
+  const OptionalTensor& b1;
+  const OptionalTensor& b2;
+  const OptionalTensor& b3;
+};
+
+struct Result {
+  at::Tensor y;
+  at::Tensor h1, h3;  // where they were asked for; no h3 without w3
+};
 
 // x with all parts of the sequence.
 at::Tensor whole(const at::Tensor& x, const Call& call) {
@@ -81,6 +102,80 @@ at::Tensor row_half(const at::Tensor& h,
   return b2.has_value() ? y.add_(*b2) : y;
 }
 
+Result run_whole(const at::Tensor& x, const Weights& w, const Call& call, bool keeps_hidden) {
+  auto [h1, h3] = column_half(whole(x, call), w.w1, w.w3, w.b1, w.b3);
+  auto h = activate(h1, h3, call.activation);
+  Result result;
+  if (keeps_hidden) {
+    result.h1 = std::move(h1);
+    result.h3 = std::move(h3);
+  } else {
+    h1.reset();
+    h3.reset();
+  }
+  result.y = row_half(h, w.w2, w.b2, call);
+  return result;
+}
+
+// Without all of x, of h or of the row half's products at any time.
+Result run_in_pieces(const at::Tensor& x,
+                     const Weights& w,
+                     const Call& call,
+                     bool keeps_hidden,
+                     std::int64_t rows_per_piece) {
+  const auto dim = call.sequence->dim;
+  const auto size = call.sequence->size.expect_int();
+  Result result;
+  at::Tensor h1_rows, h3_rows;
+  if (keeps_hidden) {
+    auto sizes = x.sizes().vec();
+    sizes[static_cast<std::size_t>(dim)] = size;
+    sizes.back() = w.w1.size(0);
+    result.h1 = at::empty(sizes, x.options());
+    h1_rows = result.h1.movedim(dim, 0);
+    if (w.w3.has_value()) {
+      result.h3 = at::empty(sizes, x.options());
+      h3_rows = result.h3.movedim(dim, 0);
+    }
+  }
+  Pieces pieces(kOp, call.group, size, rows_per_piece);
+  pieces.gather(x.movedim(dim, 0).contiguous());
+  pieces.scatter(row_sizes(x, dim, w.w2.size(0)), x.options());
+  pieces.run([&](const PieceRows& rows) {
+    const auto& x_rows = rows.gathered[0];
+    at::Tensor h1, h3;
+    if (keeps_hidden) {
+      h1 = h1_rows.narrow(0, rows.first_row, rows.num_rows);
+      linear_into(h1, x_rows, w.w1, w.b1);
+      if (w.w3.has_value()) {
+        h3 = h3_rows.narrow(0, rows.first_row, rows.num_rows);
+        linear_into(h3, x_rows, *w.w3, w.b3);
+      }
+    } else {
+      std::tie(h1, h3) = column_half(x_rows, w.w1, w.w3, w.b1, w.b3);
+    }
+    product_into(rows.to_sum, activate(h1, h3, call.activation), w.w2.t());
+  });
+  result.y = pieces.scattered().movedim(0, dim).contiguous();
+  if (w.b2.has_value()) result.y.add_(*w.b2);
+  return result;
+}
+
+Result run(const at::Tensor& x, const Weights& w, const Call& call, bool keeps_hidden) {
+  if (!call.sequence.has_value()) {
+    return run_whole(x, w, call, keeps_hidden);
+  }
+  const auto& [dim, size] = *call.sequence;
+  const auto features = std::max(x.size(-1), w.w2.size(0));
+  OverlapChoice overlap(
+      kOp, x, travel_of(x, dim, size.expect_int(), w.w1.size(0), features), call.group);
+  auto result = overlap.in_pieces()
+                    ? run_in_pieces(x, w, call, keeps_hidden, overlap.rows_per_piece())
+                    : run_whole(x, w, call, keeps_hidden);
+  overlap.done();
+  return result;
+}
+
 at::Tensor column_row_mlp(const at::Tensor& x,
                           const at::Tensor& w1,
                           const at::Tensor& w2,
@@ -95,12 +190,7 @@ at::Tensor column_row_mlp(const at::Tensor& x,
                           std::optional<c10::SymInt> sequence_size) {
   const auto call =
       checked_call(x, w1, w2, w3, b1, b2, b3, activation, group_name, sequence_dim, sequence_size);
-  at::Tensor h;
-  {
-    const auto [h1, h3] = column_half(whole(x, call), w1, w3, b1, b3);
-    h = activate(h1, h3, activation);
-  }
-  return row_half(h, w2, b2, call);
+  return run(x, {w1, w2, w3, b1, b2, b3}, call, /*keeps_hidden=*/false).y;
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> column_row_mlp_saving(
@@ -117,8 +207,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> column_row_mlp_saving(
     std::optional<c10::SymInt> sequence_size) {
   const auto call =
       checked_call(x, w1, w2, w3, b1, b2, b3, activation, group_name, sequence_dim, sequence_size);
-  const auto [h1, h3] = column_half(whole(x, call), w1, w3, b1, b3);
-  auto y = row_half(activate(h1, h3, activation), w2, b2, call);
+  const auto [y, h1, h3] = run(x, {w1, w2, w3, b1, b2, b3}, call, /*keeps_hidden=*/true);
   return {y, h1, h3.defined() ? h3 : at::empty({0}, x.options())};
 }
 

@@ -93,6 +93,31 @@ at::Tensor linear_reduce_scatter(const at::Tensor& x,
   return op.call(x, weight, bias, scatter_dim, group_name);
 }
 
+std::tuple<at::Tensor, at::Tensor> all_gather_linear_backward(const at::Tensor& grad_y,
+                                                              const at::Tensor& x,
+                                                              const at::Tensor& weight,
+                                                              std::int64_t dim,
+                                                              std::string_view group_name,
+                                                              bool wants_x,
+                                                              bool wants_weight) {
+  static const auto op = handle("weft::_all_gather_linear_backward", &all_gather_linear_backward);
+  return op.call(grad_y, x, weight, dim, group_name, wants_x, wants_weight);
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_reduce_scatter_backward(
+    const at::Tensor& grad_y,
+    const at::Tensor& x,
+    const at::Tensor& weight,
+    std::int64_t dim,
+    std::string_view group_name,
+    bool wants_x,
+    bool wants_weight,
+    bool wants_bias) {
+  static const auto op =
+      handle("weft::_linear_reduce_scatter_backward", &linear_reduce_scatter_backward);
+  return op.call(grad_y, x, weight, dim, group_name, wants_x, wants_weight, wants_bias);
+}
+
 at::Tensor sharded_linear(const at::Tensor& x,
                           const at::Tensor& weight,
                           const OptionalTensor& bias,

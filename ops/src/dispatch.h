@@ -63,6 +63,22 @@ at::Tensor linear_reduce_scatter(const at::Tensor& x,
                                  const OptionalTensor& bias,
                                  std::int64_t scatter_dim,
                                  std::string_view group_name);
+std::tuple<at::Tensor, at::Tensor> all_gather_linear_backward(const at::Tensor& grad_y,
+                                                              const at::Tensor& x,
+                                                              const at::Tensor& weight,
+                                                              std::int64_t dim,
+                                                              std::string_view group_name,
+                                                              bool wants_x,
+                                                              bool wants_weight);
+std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_reduce_scatter_backward(
+    const at::Tensor& grad_y,
+    const at::Tensor& x,
+    const at::Tensor& weight,
+    std::int64_t dim,
+    std::string_view group_name,
+    bool wants_x,
+    bool wants_weight,
+    bool wants_bias);
 
 at::Tensor sharded_linear(const at::Tensor& x,
                           const at::Tensor& weight,

@@ -75,6 +75,23 @@ PendingCollective exchange_into(std::string_view op,
 }
 #pragma GCC diagnostic pop
 
+// x starts with the dim in question, and is taken with `num_rows` there.
+std::pair<at::Tensor, PendingCollective> gather_rows(std::string_view op,
+                                                     const at::Tensor& x,
+                                                     std::int64_t num_rows,
+                                                     const ProcessGroupPtr& group,
+                                                     bool overlaps) {
+  auto part = padded(x, num_rows);
+  auto sizes = part.sizes().vec();
+  sizes[0] = num_rows * group->getSize();
+  auto result = at::empty(sizes, x.options());
+  PendingCollective work;
+  if (result.numel() > 0) {
+    work = gather_into(op, group, result, std::move(part), overlaps);
+  }
+  return {std::move(result), std::move(work)};
+}
+
 PendingTensor gather(std::string_view op,
                      const at::Tensor& x,
                      std::int64_t dim,
@@ -85,15 +102,8 @@ PendingTensor gather(std::string_view op,
     return PendingTensor(own_contiguous(x));
   }
   const auto length = length_of(dim_size, group);
-  auto part = padded(x.movedim(dim, 0), length);
+  auto [result, work] = gather_rows(op, x.movedim(dim, 0), length, group, overlaps);
   // All but the last parts are full: what is padded lies behind the end.
-  auto sizes = part.sizes().vec();
-  sizes[0] = length * group->getSize();
-  auto result = at::empty(sizes, x.options());
-  PendingCollective work;
-  if (result.numel() > 0) {
-    work = gather_into(op, group, result, std::move(part), overlaps);
-  }
   return {std::move(work), std::move(result), dim_size, dim};
 }
 
@@ -155,6 +165,20 @@ PendingTensor start_all_gather(std::string_view op,
                                std::int64_t dim_size,
                                const ProcessGroupPtr& group) {
   return gather(op, x, dim, dim_size, group, /*overlaps=*/true);
+}
+
+std::pair<at::Tensor, PendingCollective> start_gather_rows(std::string_view op,
+                                                           const at::Tensor& x,
+                                                           std::int64_t num_rows,
+                                                           const ProcessGroupPtr& group) {
+  return gather_rows(op, x, num_rows, group, /*overlaps=*/true);
+}
+
+PendingCollective start_scatter_rows(std::string_view op,
+                                     const at::Tensor& whole,
+                                     const at::Tensor& result,
+                                     const ProcessGroupPtr& group) {
+  return reduce_scatter_into(op, group, result, whole, /*overlaps=*/true);
 }
 
 at::Tensor reduce_scatter(std::string_view op,

@@ -43,6 +43,20 @@ PendingTensor start_all_gather(std::string_view op,
                                std::int64_t dim_size,
                                const ProcessGroupPtr& group);
 
+// x [rows, ...] of all ranks, each with zeros up to `num_rows`: [ranks * num_rows, ...], not to be
+// read before the second was waited for. REQUIRES: a group.
+std::pair<at::Tensor, PendingCollective> start_gather_rows(std::string_view op,
+                                                           const at::Tensor& x,
+                                                           std::int64_t num_rows,
+                                                           const ProcessGroupPtr& group);
+
+// The sum of `whole` [ranks * rows, ...] over the group, this rank's rows of it, into `result`
+// [rows, ...]; both contiguous, with elements. REQUIRES: a group.
+PendingCollective start_scatter_rows(std::string_view op,
+                                     const at::Tensor& whole,
+                                     const at::Tensor& result,
+                                     const ProcessGroupPtr& group);
+
 // This rank's part along `dim` of the sum of x over the group.
 at::Tensor reduce_scatter(std::string_view op,
                           const at::Tensor& x,

@@ -90,6 +90,15 @@ TORCH_LIBRARY(weft, m) {
          "_column_row_mlp_saving(Tensor x, Tensor w1, Tensor w2, Tensor? w3, Tensor? b1, "
          "Tensor? b2, Tensor? b3, str activation, str group_name, int? sequence_dim, "
          "SymInt? sequence_size) -> (Tensor, Tensor, Tensor)");
+  // (grad_x, grad_weight); empty, [0], where it is not wanted.
+  define(m,
+         "_all_gather_linear_backward(Tensor grad_y, Tensor x, Tensor weight, int dim, "
+         "str group_name, bool wants_x, bool wants_weight) -> (Tensor, Tensor)");
+  // (grad_x, grad_weight, grad_bias); empty, [0], where it is not wanted.
+  define(m,
+         "_linear_reduce_scatter_backward(Tensor grad_y, Tensor x, Tensor weight, int dim, "
+         "str group_name, bool wants_x, bool wants_weight, bool wants_bias) -> "
+         "(Tensor, Tensor, Tensor)");
   define(m, "_sharded_linear_input_grad(Tensor grad_y, Tensor weight, str group_name) -> Tensor");
   define(m, "_sharded_linear_shard_grad(Tensor grad_y, Tensor x, str group_name) -> Tensor");
   // (the loss of each target, what their softmax is made of [2, tokens])

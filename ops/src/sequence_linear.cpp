@@ -1,17 +1,17 @@
-// all_gather_linear and linear_reduce_scatter: the column and the row half of a layer whose input
-// and output are cut along another dim than the features, the sequence usually. Kernels and
-// gradients; each is made of the other's collectives.
+// all_gather_linear and linear_reduce_scatter on a device: the column and the row half of a layer
+// whose input and output are cut along another dim than the features, the sequence usually. Each
+// goes whole (a collective, then a product) or in pieces that travel while others are multiplied:
+// see overlap.h.
 //
 //   all_gather_linear      y = gather(x) Wᵀ + b        grad_x = reduce_scatter(grad_y W)
 //   linear_reduce_scatter  y = reduce_scatter(x Wᵀ) + b    grad_x = gather(grad_y) W
-//
-// What was gathered is not kept: the backward gathers the saved part again, while it computes the
-// gradient of the input, whose reduce-scatter is on its way while the gradient of the weight is
-// computed.
 
 #include "autograd_support.h"
 #include "dispatch.h"
 #include "group_collectives.h"
+#include "overlap.h"
+#include "row_products.h"
+#include "sequence_pieces.h"
 #include "shape.h"
 
 #include <ATen/ops/empty.h>
@@ -21,6 +21,7 @@
 
 #include <optional>
 #include <string>
+#include <tuple>
 
 namespace weft::ops {
 
@@ -28,8 +29,13 @@ namespace {
 
 constexpr std::string_view kGatherLinear = "weft::all_gather_linear";
 constexpr std::string_view kLinearScatter = "weft::linear_reduce_scatter";
+// They choose for themselves whether to go in pieces.
+constexpr std::string_view kGatherLinearBackward = "weft::all_gather_linear backward";
+constexpr std::string_view kLinearScatterBackward = "weft::linear_reduce_scatter backward";
 
 using OptionalSize = std::optional<c10::SymInt>;
+
+at::Tensor nothing_of(const at::Tensor& like) { return at::empty({0}, like.options()); }
 
 at::Tensor all_gather_linear(const at::Tensor& x,
                              const at::Tensor& weight,
@@ -45,7 +51,21 @@ at::Tensor all_gather_linear(const at::Tensor& x,
   }
   const auto dim = checked_dim(kGatherLinear, x, gather_dim);
   const auto size = shape[static_cast<std::size_t>(dim)].expect_int();
-  return at::linear(all_gather(kGatherLinear, x, dim, size, group), weight, bias);
+  OverlapChoice overlap(kGatherLinear, x, travel_of(x, dim, size, weight.size(0)), group);
+  at::Tensor y;
+  if (overlap.in_pieces()) {
+    y = at::empty(C10_AS_INTARRAYREF_SLOW(shape), x.options());
+    const auto y_rows = y.movedim(dim, 0);
+    Pieces pieces(kGatherLinear, group, size, overlap.rows_per_piece());
+    pieces.gather(x.movedim(dim, 0).contiguous());
+    pieces.run([&](const PieceRows& rows) {
+      linear_into(y_rows.narrow(0, rows.first_row, rows.num_rows), rows.gathered[0], weight, bias);
+    });
+  } else {
+    y = at::linear(all_gather(kGatherLinear, x, dim, size, group), weight, bias);
+  }
+  overlap.done();
+  return y;
 }
 
 at::Tensor linear_reduce_scatter(const at::Tensor& x,
@@ -59,171 +79,135 @@ at::Tensor linear_reduce_scatter(const at::Tensor& x,
     return at::linear(x, weight, bias);
   }
   const auto dim = checked_dim(kLinearScatter, x, scatter_dim);
-  auto y = reduce_scatter(kLinearScatter, at::linear(x, weight), dim, group);
+  const auto size = x.size(dim);
+  OverlapChoice overlap(
+      kLinearScatter, x, travel_of(x, dim, size, weight.size(1), weight.size(0)), group);
+  at::Tensor y;
+  if (overlap.in_pieces()) {
+    const auto x_rows = x.movedim(dim, 0);
+    Pieces pieces(kLinearScatter, group, size, overlap.rows_per_piece());
+    pieces.scatter(row_sizes(x, dim, weight.size(0)), x.options());
+    pieces.run([&](const PieceRows& rows) {
+      linear_into(rows.to_sum, x_rows.narrow(0, rows.first_row, rows.num_rows), weight);
+    });
+    y = pieces.scattered().movedim(0, dim).contiguous();
+  } else {
+    y = reduce_scatter(kLinearScatter, at::linear(x, weight), dim, group);
+  }
+  overlap.done();
   return bias.has_value() ? y.add_(*bias) : y;
 }
 
-// What both backwards keep. The bias is input 2 where there is one; autograd::Function does not
-// count absent optional inputs.
-void keep(AutogradContext* ctx,
-          const at::Tensor& x,
-          const at::Tensor& weight,
-          const OptionalTensor& bias,
-          std::int64_t dim,
-          const std::string& group_name) {
-  ctx->save_for_backward({x, weight});
-  ctx->saved_data["has_bias"] = bias.has_value();
-  ctx->saved_data["dim"] = dim;
-  ctx->saved_data["group_name"] = group_name;
-}
-
-bool wants_bias_grad(AutogradContext* ctx) {
-  return ctx->saved_data.at("has_bias").toBool() && ctx->needs_input_grad(2);
-}
-
-class AllGatherLinear : public torch::autograd::Function<AllGatherLinear> {
- public:
-  static at::Tensor forward(AutogradContext* ctx,
-                            const at::Tensor& x,
-                            const at::Tensor& weight,
-                            const OptionalTensor& bias,
-                            std::int64_t gather_dim,
-                            const std::string& group_name,
-                            const OptionalSize& dim_size) {
-    keep(ctx, x, weight, bias, gather_dim, group_name);
-    const at::AutoDispatchBelowADInplaceOrView below;
-    return dispatch::all_gather_linear(x, weight, bias, gather_dim, group_name, dim_size);
+// The saved part is gathered again, while the gradient of the input is computed, whose
+// reduce-scatter is on its way while that of the weight is.
+std::tuple<at::Tensor, at::Tensor> all_gather_linear_backward(const at::Tensor& grad_y,
+                                                              const at::Tensor& x,
+                                                              const at::Tensor& weight,
+                                                              std::int64_t dim,
+                                                              std::string_view group_name,
+                                                              bool wants_x,
+                                                              bool wants_weight) {
+  auto grad_x = nothing_of(x);
+  auto grad_weight = nothing_of(weight);
+  const auto group = resolve_group(kGatherLinear, std::string(group_name));
+  if (!group) {
+    if (wants_x) grad_x = at::matmul(grad_y, weight);
+    if (wants_weight) grad_weight = weight_grad(grad_y, x);
+    return {grad_x, grad_weight};
   }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward(kGatherLinear);
-    const auto& grad_y = grads[0];
-    const auto saved = ctx->get_saved_variables();
-    const auto &x = saved[0], &weight = saved[1];
-    const auto& group_name = ctx->saved_data.at("group_name").toStringRef();
-    const auto dim = checked_dim(kGatherLinear, x, ctx->saved_data.at("dim").toInt());
-    const bool wants_x = ctx->needs_input_grad(0);
-    const bool wants_weight = ctx->needs_input_grad(1);
-    variable_list result(6);
-    if (is_traced(grad_y)) {
-      // In the order of the other branch: some ranks may be traced and others not.
-      at::Tensor whole_x;
-      if (wants_weight) {
-        whole_x = dispatch::gather_from_sequence(x, dim, group_name, grad_y.sym_size(dim));
-      }
-      if (wants_x) {
-        result[0] =
-            dispatch::reduce_scatter_to_sequence(at::matmul(grad_y, weight), dim, group_name);
-      }
-      if (wants_weight) {
-        result[1] = weight_grad(grad_y, whole_x);
-      }
-    } else {
-      const auto group = resolve_group(kGatherLinear, group_name);
-      std::optional<PendingTensor> whole_x, grad_x;
-      if (wants_weight) {
-        whole_x = start_all_gather(kGatherLinear, x, dim, grad_y.size(dim), group);
-      }
-      if (wants_x) {
-        grad_x = start_reduce_scatter(kGatherLinear, at::matmul(grad_y, weight), dim, group);
-      }
-      if (wants_weight) {
-        result[1] = weight_grad(grad_y, whole_x->get());
-      }
-      if (wants_x) {
-        result[0] = grad_x->get();
-      }
+  const auto size = grad_y.size(dim);
+  OverlapChoice overlap(kGatherLinearBackward, x, travel_of(x, dim, size, weight.size(0)), group);
+  if (overlap.in_pieces()) {
+    const auto grad_rows = grad_y.movedim(dim, 0);
+    WeightGradSum weight_sum(weight);
+    Pieces pieces(kGatherLinear, group, size, overlap.rows_per_piece());
+    if (wants_weight) pieces.gather(x.movedim(dim, 0).contiguous());
+    if (wants_x) pieces.scatter(row_sizes(x, dim, weight.size(1)), x.options());
+    pieces.run([&](const PieceRows& rows) {
+      const auto grads = row_matrix(grad_rows.narrow(0, rows.first_row, rows.num_rows));
+      if (wants_x) product_into(rows.to_sum, grads, weight);
+      if (wants_weight) weight_sum.add(grads, row_matrix(rows.gathered[0]));
+    });
+    if (wants_x) grad_x = pieces.scattered().movedim(0, dim).contiguous();
+    if (wants_weight) grad_weight = weight_sum.get();
+  } else {
+    std::optional<PendingTensor> whole_x, pending_grad_x;
+    if (wants_weight) {
+      whole_x = start_all_gather(kGatherLinear, x, dim, size, group);
     }
-    if (wants_bias_grad(ctx)) {
-      result[2] = bias_grad(grad_y);
+    if (wants_x) {
+      pending_grad_x = start_reduce_scatter(kGatherLinear, at::matmul(grad_y, weight), dim, group);
     }
-    return result;
+    if (wants_weight) {
+      grad_weight = weight_grad(grad_y, whole_x->get());
+    }
+    if (wants_x) {
+      grad_x = pending_grad_x->get();
+    }
   }
-};
-
-class LinearReduceScatter : public torch::autograd::Function<LinearReduceScatter> {
- public:
-  static at::Tensor forward(AutogradContext* ctx,
-                            const at::Tensor& x,
-                            const at::Tensor& weight,
-                            const OptionalTensor& bias,
-                            std::int64_t scatter_dim,
-                            const std::string& group_name) {
-    keep(ctx, x, weight, bias, scatter_dim, group_name);
-    const at::AutoDispatchBelowADInplaceOrView below;
-    return dispatch::linear_reduce_scatter(x, weight, bias, scatter_dim, group_name);
-  }
-
-  // The bias, whole on every rank, saw this rank's tokens alone: its gradient is over all of them.
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward(kLinearScatter);
-    const auto saved = ctx->get_saved_variables();
-    const auto &x = saved[0], &weight = saved[1];
-    const auto& group_name = ctx->saved_data.at("group_name").toStringRef();
-    const auto dim = ctx->saved_data.at("dim").toInt();
-    const auto grad_y = dispatch::gather_from_sequence(grads[0], dim, group_name, x.sym_size(dim));
-    return {ctx->needs_input_grad(0) ? at::matmul(grad_y, weight) : at::Tensor(),
-            ctx->needs_input_grad(1) ? weight_grad(grad_y, x) : at::Tensor(),
-            wants_bias_grad(ctx) ? bias_grad(grad_y) : at::Tensor(),
-            at::Tensor(),
-            at::Tensor()};
-  }
-};
-
-at::Tensor all_gather_linear_autograd(const at::Tensor& x,
-                                      const at::Tensor& weight,
-                                      const OptionalTensor& bias,
-                                      std::int64_t gather_dim,
-                                      std::string_view group_name,
-                                      OptionalSize dim_size) {
-  return AllGatherLinear::apply(x, weight, bias, gather_dim, std::string(group_name), dim_size);
+  overlap.done();
+  return {grad_x, grad_weight};
 }
 
-at::Tensor linear_reduce_scatter_autograd(const at::Tensor& x,
-                                          const at::Tensor& weight,
-                                          const OptionalTensor& bias,
-                                          std::int64_t scatter_dim,
-                                          std::string_view group_name) {
-  return LinearReduceScatter::apply(x, weight, bias, scatter_dim, std::string(group_name));
-}
-
-at::Tensor all_gather_linear_meta(const at::Tensor& x,
-                                  const at::Tensor& weight,
-                                  const OptionalTensor& bias,
-                                  std::int64_t gather_dim,
-                                  std::string_view group_name,
-                                  OptionalSize dim_size) {
-  const auto place = place_in(kGatherLinear, group_name);
-  return at::empty_symint(all_gather_linear_shape(x, weight, bias, gather_dim, dim_size, place),
-                          x.options());
-}
-
-at::Tensor linear_reduce_scatter_meta(const at::Tensor& x,
-                                      const at::Tensor& weight,
-                                      const OptionalTensor& bias,
-                                      std::int64_t scatter_dim,
-                                      std::string_view group_name) {
-  const auto place = place_in(kLinearScatter, group_name);
-  return at::empty_symint(linear_reduce_scatter_shape(x, weight, bias, scatter_dim, place),
-                          x.options());
+// The bias, whole on every rank, saw this rank's tokens alone: its gradient is over all of them.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_reduce_scatter_backward(
+    const at::Tensor& grad_y,
+    const at::Tensor& x,
+    const at::Tensor& weight,
+    std::int64_t dim,
+    std::string_view group_name,
+    bool wants_x,
+    bool wants_weight,
+    bool wants_bias) {
+  auto grad_x = nothing_of(x);
+  auto grad_weight = nothing_of(weight);
+  auto grad_bias = nothing_of(weight);
+  const auto group = resolve_group(kLinearScatter, std::string(group_name));
+  const auto size = x.size(dim);
+  std::optional<OverlapChoice> overlap;
+  if (group) {
+    overlap.emplace(
+        kLinearScatterBackward, x, travel_of(x, dim, size, weight.size(1), weight.size(0)), group);
+  }
+  if (overlap.has_value() && overlap->in_pieces()) {
+    const auto x_rows = x.movedim(dim, 0);
+    if (wants_x) grad_x = at::empty(x.sizes(), x.options());
+    const auto grad_x_rows = wants_x ? grad_x.movedim(dim, 0) : grad_x;
+    WeightGradSum weight_sum(weight);
+    BiasGradSum bias_sum(weight);
+    Pieces pieces(kLinearScatter, group, size, overlap->rows_per_piece());
+    pieces.gather(grad_y.movedim(dim, 0).contiguous());
+    pieces.run([&](const PieceRows& rows) {
+      const auto grads = row_matrix(rows.gathered[0]);
+      const auto narrowed = [&](const at::Tensor& all) {
+        return all.narrow(0, rows.first_row, rows.num_rows);
+      };
+      if (wants_x) product_into(narrowed(grad_x_rows), grads, weight);
+      if (wants_weight) weight_sum.add(grads, row_matrix(narrowed(x_rows)));
+      if (wants_bias) bias_sum.add(grads);
+    });
+    if (wants_weight) grad_weight = weight_sum.get();
+    if (wants_bias) grad_bias = bias_sum.get();
+  } else {
+    const auto whole = group ? all_gather(kLinearScatter, grad_y, dim, size, group) : grad_y;
+    if (wants_x) grad_x = at::matmul(whole, weight);
+    if (wants_weight) grad_weight = weight_grad(whole, x);
+    if (wants_bias) grad_bias = bias_grad(whole);
+  }
+  if (overlap.has_value()) overlap->done();
+  return {grad_x, grad_weight, grad_bias};
 }
 
 void register_sequence_linears(torch::Library& m) {
   m.impl("all_gather_linear", TORCH_FN(all_gather_linear));
   m.impl("linear_reduce_scatter", TORCH_FN(linear_reduce_scatter));
+  m.impl("_all_gather_linear_backward", TORCH_FN(all_gather_linear_backward));
+  m.impl("_linear_reduce_scatter_backward", TORCH_FN(linear_reduce_scatter_backward));
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(weft, CPU, m) { register_sequence_linears(m); }
 TORCH_LIBRARY_IMPL(weft, CUDA, m) { register_sequence_linears(m); }
-TORCH_LIBRARY_IMPL(weft, Meta, m) {
-  m.impl("all_gather_linear", TORCH_FN(all_gather_linear_meta));
-  m.impl("linear_reduce_scatter", TORCH_FN(linear_reduce_scatter_meta));
-}
-TORCH_LIBRARY_IMPL(weft, Autograd, m) {
-  m.impl("all_gather_linear", TORCH_FN(all_gather_linear_autograd));
-  m.impl("linear_reduce_scatter", TORCH_FN(linear_reduce_scatter_autograd));
-}
 
 }  // namespace weft::ops

@@ -47,6 +47,10 @@ PRIVATE = {
         torch.randn(2), torch.randn(2, 3), torch.randn(5, 3), torch.tensor([1, 4]), torch.randn(2, 2), 0, 5, -100, 0.0,
         True, True,
     ),
+    "_all_gather_linear_backward": (torch.randn(2, 3, 5), torch.randn(2, 3, 4), torch.randn(5, 4), 1, "", True, True),
+    "_linear_reduce_scatter_backward": (
+        torch.randn(2, 3, 5), torch.randn(2, 3, 4), torch.randn(5, 4), 1, "", True, False, True,
+    ),
     "_sharded_linear_input_grad": (torch.randn(2, 3, 5), torch.randn(5, 4), ""),
     "_sharded_linear_shard_grad": (torch.randn(2, 3, 5), torch.randn(2, 3, 4), ""),
     "_dropout_of_part": (torch.randn(3, 5), 7, 0.5, 5, 3, 3, 9),

@@ -16,6 +16,7 @@ import weft
 from ops.collectives.profiled import collectives_of
 from ops.memory.counting import counted
 from ops.operators import chunk
+from ops.overlapping import overlapping
 from support.ranks import on_ranks
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3}
@@ -36,8 +37,14 @@ def _close(actual: Tensor, expected: Tensor, dtype: str, what: str) -> None:
 
 
 @on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("overlap", ["never", "always"])
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-def test_values_and_gradients(rank: int, world_size: int, dtype: str) -> None:
+def test_values_and_gradients(rank: int, world_size: int, dtype: str, overlap: weft.overlap.Mode) -> None:
+    with overlapping(overlap):
+        _check_values_and_gradients(rank, world_size, dtype)
+
+
+def _check_values_and_gradients(rank: int, world_size: int, dtype: str) -> None:
     kind = getattr(torch, dtype)
 
     def part(tensor: Tensor, dim: int) -> Tensor:

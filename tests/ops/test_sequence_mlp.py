@@ -11,6 +11,7 @@ import weft
 from ops.collectives.profiled import collectives_of
 from ops.memory.counting import counted
 from ops.operators import chunk, mlp_reference
+from ops.overlapping import overlapping
 from support.ranks import on_ranks
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 3e-2}
@@ -32,9 +33,17 @@ def _close(actual: Tensor, expected: Tensor, dtype: str, what: str) -> None:
 
 
 @on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("overlap", ["never", "always"])
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("recompute", [False, True])
-def test_values_and_gradients(rank: int, world_size: int, dtype: str, recompute: bool) -> None:
+def test_values_and_gradients(
+    rank: int, world_size: int, dtype: str, recompute: bool, overlap: weft.overlap.Mode
+) -> None:
+    with overlapping(overlap):
+        _check_values_and_gradients(rank, world_size, dtype, recompute)
+
+
+def _check_values_and_gradients(rank: int, world_size: int, dtype: str, recompute: bool) -> None:
     kind = getattr(torch, dtype)
     for shape, dim in INPUTS:
         for gated, bias, activation in FORMS:

@@ -1,0 +1,326 @@
+#include "overlap.h"
+
+#include "shard_shape.h"
+
+#include <ATen/Context.h>
+#include <ATen/ops/full.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <bit>
+#include <cstdlib>
+#include <limits>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <tuple>
+#include <utility>
+
+namespace weft::ops {
+
+namespace {
+
+// Of a piece of all ranks: little enough to stay in caches, enough for products at full speed,
+// which need some tokens too. Measured (docs/benchmarks/overlap.md).
+constexpr std::int64_t kPieceBytes = 2 << 20;
+constexpr std::int64_t kMinTokens = 64;
+
+// A trial: each way once to warm up, and then eight times.
+constexpr int kNumWarmUps = 2;
+constexpr int kNumTimed = 16;
+// Pieces must be this much faster, so that noise never chooses them.
+constexpr double kGain = 0.95;
+
+enum class Mode { kAuto, kAlways, kNever };
+
+std::optional<Mode> mode_named(std::string_view name) {
+  if (name == "auto") return Mode::kAuto;
+  if (name == "always") return Mode::kAlways;
+  if (name == "never") return Mode::kNever;
+  return std::nullopt;
+}
+
+std::string name_of(Mode mode) {
+  return mode == Mode::kAuto ? "auto" : mode == Mode::kAlways ? "always" : "never";
+}
+
+Mode mode_of_environment() {
+  const char* asked = std::getenv("WEFT_OVERLAP");
+  if (asked == nullptr || *asked == '\0') return Mode::kAuto;
+  const auto mode = mode_named(asked);
+  TORCH_CHECK_VALUE(
+      mode.has_value(), "weft: got WEFT_OVERLAP=", asked, "; set it to auto, always or never.");
+  return *mode;
+}
+
+std::atomic<Mode>& current_mode() {
+  static std::atomic<Mode> mode{mode_of_environment()};
+  return mode;
+}
+
+// Shapes that share a choice. Nothing in it differs between ranks.
+struct Kind {
+  std::string op;
+  std::string dtype;
+  std::string device;
+  std::int64_t num_ranks;
+  std::int64_t num_rows;
+  std::int64_t row_bytes;
+
+  auto operator<=>(const Kind&) const = default;
+};
+
+std::int64_t rounded_up(std::int64_t value) {
+  return static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(value)));
+}
+
+double median(std::vector<double> values) {
+  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  return *middle;
+}
+
+// Both ways in turn, in an order that no period of the caller's layers falls in step with
+// (Thue-Morse), timed apart for each size of this rank's weight.
+class Trial {
+ public:
+  // Whether all calls of the trial were made; counts this one otherwise.
+  bool is_over() const { return num_calls_ >= kNumWarmUps + kNumTimed; }
+  bool next_in_pieces() {
+    const auto call = num_calls_++;
+    return std::popcount(static_cast<unsigned>(call)) % 2 == 1;
+  }
+  bool is_warm() const { return num_calls_ > kNumWarmUps; }
+
+  void record(std::int64_t own_features, bool in_pieces, double seconds_per_row) {
+    times_[own_features].at(in_pieces ? 1 : 0).push_back(seconds_per_row);
+  }
+
+  // Time in pieces over whole where it is largest; infinite where nothing can be compared.
+  double worst_ratio() const {
+    double worst = 0;
+    for (const auto& [own_features, times] : times_) {
+      const auto& [whole, pieces] = times;
+      if (std::min(whole.size(), pieces.size()) >= 2) {
+        worst = std::max(worst, median(pieces) / median(whole));
+      }
+    }
+    return worst > 0 ? worst : std::numeric_limits<double>::infinity();
+  }
+
+ private:
+  int num_calls_ = 0;
+  std::map<std::int64_t, std::array<std::vector<double>, 2>> times_;
+};
+
+struct Measured {
+  Trial trial;
+  std::optional<double> ratio;  // agreed on
+};
+
+bool gains(double ratio) { return ratio <= kGain; }
+
+class Table {
+ public:
+  static Table& instance() {
+    static auto* const table = new Table;  // never destroyed: a thread may end late
+    return *table;
+  }
+
+  // REQUIRES: mode auto.
+  std::optional<bool> given(const Kind& kind) const {
+    const std::lock_guard lock(mutex_);
+    const auto found = given_.find(kind);
+    return found == given_.end() ? std::nullopt : std::optional(found->second.in_pieces);
+  }
+
+  // Of one group alone: its ranks agree, and those of another may agree on something else. Lives
+  // as long as the table or its user does.
+  std::shared_ptr<Measured> measured(const Kind& kind, const ProcessGroupPtr& group) {
+    const std::lock_guard lock(mutex_);
+    auto& of_group = groups_[group.get()];
+    if (!of_group.group.has_value()) {
+      std::erase_if(groups_, [](const auto& each) {
+        return each.second.group.has_value() && each.second.group->expired();
+      });
+      of_group.group.emplace(group);
+    }
+    auto& result = of_group.kinds[kind];
+    if (!result) result = std::make_shared<Measured>();
+    return result;
+  }
+
+  void record(const std::shared_ptr<Measured>& measured,
+              std::int64_t own_features,
+              bool in_pieces,
+              double seconds_per_row) {
+    const std::lock_guard lock(mutex_);
+    measured->trial.record(own_features, in_pieces, seconds_per_row);
+  }
+
+  std::mutex& mutex() const { return mutex_; }
+
+  std::vector<OverlapEntry> entries() const {
+    const std::lock_guard lock(mutex_);
+    auto all = given_;
+    for (const auto& [key, of_group] : groups_) {
+      for (const auto& [kind, measured] : of_group.kinds) {
+        if (measured->ratio.has_value()) {
+          all.insert({kind, entry(kind, gains(*measured->ratio), *measured->ratio)});
+        }
+      }
+    }
+    std::vector<OverlapEntry> result;
+    for (auto& [kind, each] : all) result.push_back(std::move(each));
+    return result;
+  }
+
+  void replace(std::vector<OverlapEntry> entries) {
+    const std::lock_guard lock(mutex_);
+    groups_.clear();
+    given_.clear();
+    for (auto& each : entries) {
+      const Kind kind{
+          each.op, each.dtype, each.device, each.num_ranks, each.num_rows, each.row_bytes};
+      given_.insert_or_assign(kind, std::move(each));
+    }
+  }
+
+ private:
+  struct OfGroup {
+    std::optional<c10::weak_intrusive_ptr<c10d::ProcessGroup>> group;  // keeps the address taken
+    std::map<Kind, std::shared_ptr<Measured>> kinds;
+  };
+
+  static OverlapEntry entry(const Kind& kind, bool in_pieces, double ratio) {
+    return {kind.op,
+            kind.dtype,
+            kind.device,
+            kind.num_ranks,
+            kind.num_rows,
+            kind.row_bytes,
+            in_pieces,
+            ratio};
+  }
+
+  mutable std::mutex mutex_;
+  std::map<Kind, OverlapEntry> given_;
+  std::map<const c10d::ProcessGroup*, OfGroup> groups_;
+};
+
+// The largest over the ranks.
+double agreed(std::string_view op, double own, const ProcessGroupPtr& group) {
+  const auto tensor = at::full({1}, own, at::kDouble);
+  PendingCollective(op, "all-reduce of measured times", group, {tensor}, false, [&](bool async_op) {
+    std::vector<at::Tensor> tensors{tensor};
+    c10d::AllreduceOptions opts;
+    opts.reduceOp = c10d::ReduceOp::MAX;
+    opts.asyncOp = async_op;
+    return group->allreduce(tensors, opts);
+  }).wait();
+  return tensor.item<double>();
+}
+
+// Rows that each rank's part is cut by; 0 where there would be one piece.
+std::int64_t rows_of_pieces(const Travel& travel, int num_ranks, Mode mode) {
+  const auto length = part_length(travel.num_rows, num_ranks).expect_int();
+  const auto for_bytes = kPieceBytes / (num_ranks * travel.row_bytes);
+  const auto for_products = (kMinTokens + travel.row_tokens - 1) / travel.row_tokens;
+  auto rows = std::max<std::int64_t>({for_bytes, for_products, 1});
+  if (mode == Mode::kAlways) {
+    rows = std::min(rows, (length + 1) / 2);
+  }
+  return rows < length ? rows : 0;
+}
+
+}  // namespace
+
+Travel travel_of(const at::Tensor& x,
+                 std::int64_t dim,
+                 std::int64_t size,
+                 std::int64_t own_features,
+                 std::optional<std::int64_t> features) {
+  std::int64_t row_tokens = 1;
+  for (std::int64_t each = 0; each < x.dim() - 1; ++each) {
+    row_tokens *= each == dim ? 1 : x.size(each);
+  }
+  const auto row_numel = row_tokens * features.value_or(x.size(-1));
+  return {size, row_numel * static_cast<std::int64_t>(x.element_size()), row_tokens, own_features};
+}
+
+OverlapChoice::OverlapChoice(std::string_view op,
+                             const at::Tensor& like,
+                             const Travel& travel,
+                             const ProcessGroupPtr& group) {
+  const auto mode = current_mode().load();
+  if (mode == Mode::kNever || travel.num_rows == 0 || travel.row_bytes == 0) {
+    return;
+  }
+  const auto rows = rows_of_pieces(travel, group->getSize(), mode);
+  if (rows == 0 || mode == Mode::kAlways) {
+    rows_per_piece_ = rows;
+    return;
+  }
+  const Kind kind{std::string(op),
+                  std::string(c10::getDtypeNames(like.scalar_type()).first),
+                  like.device().is_cpu() ? "cpu" : c10::DeviceTypeName(like.device().type(), true),
+                  group->getSize(),
+                  rounded_up(travel.num_rows),
+                  rounded_up(travel.row_bytes)};
+  auto& table = Table::instance();
+  if (const auto given = table.given(kind)) {
+    rows_per_piece_ = *given ? rows : 0;
+    return;
+  }
+  // Times choose here, and so the last digits of the result, which may differ in another run.
+  if (!like.is_cpu() || at::globalContext().deterministicAlgorithms()) {
+    return;
+  }
+  const auto measured = table.measured(kind, group);
+  std::unique_lock lock(table.mutex());
+  if (!measured->ratio.has_value() && measured->trial.is_over()) {
+    const auto own = measured->trial.worst_ratio();
+    lock.unlock();
+    const auto ratio = agreed(op, own, group);
+    lock.lock();
+    measured->ratio = ratio;
+  }
+  if (measured->ratio.has_value()) {
+    rows_per_piece_ = gains(*measured->ratio) ? rows : 0;
+    return;
+  }
+  const bool in_pieces = measured->trial.next_in_pieces();
+  rows_per_piece_ = in_pieces ? rows : 0;
+  if (measured->trial.is_warm()) {
+    record_ = [measured, in_pieces, travel](double seconds) {
+      Table::instance().record(
+          measured, travel.own_features, in_pieces, seconds / static_cast<double>(travel.num_rows));
+    };
+  }
+  start_ = std::chrono::steady_clock::now();
+}
+
+void OverlapChoice::done() {
+  if (record_) {
+    const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - start_;
+    record_(taken.count());
+  }
+}
+
+void set_overlap(const std::string& mode) {
+  const auto found = mode_named(mode);
+  TORCH_CHECK_VALUE(
+      found.has_value(), "weft: got the overlap mode '", mode, "'; pass auto, always or never.");
+  current_mode() = *found;
+}
+
+std::string overlap() { return name_of(current_mode()); }
+
+std::vector<OverlapEntry> overlap_table() { return Table::instance().entries(); }
+
+void set_overlap_table(std::vector<OverlapEntry> entries) {
+  Table::instance().replace(std::move(entries));
+}
+
+}  // namespace weft::ops

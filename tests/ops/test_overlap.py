@@ -1,0 +1,202 @@
+"""Sequences that travel in pieces: what is sent and held, how that is chosen, and that all ranks choose alike."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import weft
+from ops.collectives.profiled import collectives_of
+from ops.memory.counting import counted
+from ops.overlapping import overlapping
+from support.ranks import on_ranks
+
+GATHERS, SCATTERS = "all_gather_into_tensor", "reduce_scatter_tensor"
+# In pieces of 128 rows of float32 on 2 ranks (2 MiB), or 64 of float64.
+FEATURES = 2048
+
+
+def _group() -> str:
+    return dist.group.WORLD.group_name
+
+
+def _part(whole: Tensor, rank: int, num_ranks: int) -> Tensor:
+    parts = whole.chunk(num_ranks)
+    return (parts[rank] if rank < len(parts) else whole[:0]).clone()
+
+
+def _column(x: Tensor, weight: Tensor, size: int) -> Tensor:
+    return weft.ops.all_gather_linear(x, weight, gather_dim=0, group_name=_group(), dim_size=size)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_many_pieces(rank: int, world_size: int, dtype: str) -> None:
+    """Several pieces, the last one shorter and not on all ranks, give what one gives."""
+    kind = getattr(torch, dtype)
+    bound = 1e-13 if dtype == "float64" else 8e-3
+    torch.manual_seed(0)
+    for num_rows in (301 * world_size - 2, 260 * world_size):
+        x = (torch.randn(num_rows, FEATURES) / 45).to(kind)
+        up, down = (torch.randn(6, FEATURES)).to(kind), (torch.randn(FEATURES, 5)).to(kind)
+        row, grads = torch.randn(num_rows, 5).to(kind), torch.randn(num_rows, FEATURES).to(kind)
+        results = {}
+        for mode in ("never", "always"):
+            with overlapping(mode):
+                column = [_part(x, rank, world_size).requires_grad_(), up.clone().requires_grad_()]
+                y = _column(*column, num_rows)
+                y.backward(torch.ones_like(y))
+                scattered = [row.clone().requires_grad_(), down.clone().requires_grad_()]
+                z = weft.ops.linear_reduce_scatter(*scattered, scatter_dim=0, group_name=_group())
+                z.backward(_part(grads, rank, world_size))
+                results[mode] = [y, z, *(leaf.grad for leaf in (*column, *scattered))]
+        for whole, pieces in zip(results["never"], results["always"], strict=True):
+            torch.testing.assert_close(pieces, whole, rtol=bound, atol=bound * whole.abs().max().item())
+
+
+@on_ranks(2)
+def test_collectives_and_bytes(rank: int) -> None:
+    """Of what is gathered or scattered two pieces exist at a time."""
+    x, weight = torch.randn(512, FEATURES), torch.randn(8, FEATURES)
+    back = torch.randn(FEATURES, 8)
+    one_piece = 2 << 20
+    with overlapping("always"), torch.no_grad():
+        collectives_of(lambda: _column(x, weight, 1024), expected={GATHERS: 4})
+        with counted() as count:
+            y = _column(x, weight, 1024)
+            assert count.peak() - count.now("communication") == y.nbytes + 2 * one_piece
+
+        def row() -> Tensor:
+            return weft.ops.linear_reduce_scatter(y, back, scatter_dim=0, group_name=_group())
+
+        collectives_of(row, expected={SCATTERS: 4})
+        with counted() as count:
+            z = row()
+            assert count.peak() - count.now("communication") == z.nbytes + 2 * one_piece
+
+        def mlp() -> Tensor:
+            return weft.ops.column_row_mlp(x, weight, back, activation="silu", group_name=_group(), sequence_dim=0)
+
+        collectives_of(mlp, expected={GATHERS: 4, SCATTERS: 4})
+        with counted() as count:
+            z = mlp()
+            hidden = 128 * 8 * 4  # of one rank's rows in a piece: before and after the activation
+            assert count.peak() - count.now("communication") == z.nbytes + 4 * one_piece + 2 * hidden
+
+
+@on_ranks(2, 3)
+def test_ranks_agree_on_what_they_measured(rank: int, world_size: int) -> None:
+    """While they measure, too, and where parts of the weight differ."""
+    num_rows = 512 * world_size
+    torch.manual_seed(0)
+    x, weight = torch.randn(num_rows, FEATURES), torch.randn(9 - rank, FEATURES)
+    part = _part(x, rank, world_size)
+    expected = x @ weight.t()
+    with overlapping("auto"):
+        for _ in range(18):
+            torch.testing.assert_close(_column(part, weight, num_rows), expected, rtol=1e-4, atol=1e-3)
+        assert weft.overlap.table() == []
+        torch.testing.assert_close(_column(part, weight, num_rows), expected, rtol=1e-4, atol=1e-3)
+        (choice,) = weft.overlap.table()
+        everybody = [None] * world_size
+        dist.all_gather_object(everybody, choice)
+        assert everybody == [choice] * world_size
+        assert choice.op == "weft::all_gather_linear"
+        assert (choice.dtype, choice.device, choice.num_ranks) == ("float32", "cpu", world_size)
+        assert (choice.num_rows, choice.row_bytes) == (512 * (2 if world_size == 2 else 4), FEATURES * 4)
+        assert choice.ratio > 0
+        assert choice.in_pieces == (choice.ratio <= 0.95)
+        pieces = 4 if world_size == 2 else 7  # of 128 and 85 rows
+        collectives_of(lambda: _column(part, weight, num_rows), expected={GATHERS: pieces if choice.in_pieces else 1})
+
+
+@on_ranks(2)
+def test_what_is_not_measured(rank: int) -> None:
+    """Small shapes, and results that must not depend on times."""
+    small, weight = torch.randn(8, 16), torch.randn(4, 16)
+    x, wide = torch.randn(512, FEATURES), torch.randn(4, FEATURES)
+    with overlapping("auto"):
+        for _ in range(20):
+            _column(small, weight, 16)
+        torch.use_deterministic_algorithms(True)
+        try:
+            for _ in range(20):
+                collectives_of(lambda: _column(x, wide, 1024), expected={GATHERS: 1})
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert weft.overlap.table() == []
+
+
+@on_ranks(4)
+def test_groups_measure_apart(rank: int) -> None:
+    """A rank of two groups of one size keeps to what the ranks of each agreed on; a new group begins anew."""
+    mesh = dist.init_device_mesh(
+        "cpu", (2, 2), mesh_dim_names=("a", "b"), backend_override={0: "cpu:weft", 1: "cpu:weft"}
+    )
+    x, weight = torch.randn(256, FEATURES), torch.randn(3, FEATURES)
+    with overlapping("auto"):
+        for name in ("a", "b"):
+            group = mesh[name].get_group()
+            for _ in range(19):
+                weft.ops.all_gather_linear(x, weight, gather_dim=0, group_name=group.group_name)
+        for name in ("a", "b", "a"):
+            group = mesh[name].get_group()
+            y = weft.ops.all_gather_linear(x, weight, gather_dim=0, group_name=group.group_name)
+            parts = [torch.empty_like(x) for _ in range(2)]
+            dist.all_gather(parts, x, group=group)
+            torch.testing.assert_close(y, torch.cat(parts) @ weight.t(), rtol=1e-4, atol=1e-3)
+
+
+@on_ranks(2)
+def test_a_loaded_table_chooses(rank: int, tmp_path: Path) -> None:
+    x, weight = torch.randn(512, FEATURES), torch.randn(4, FEATURES)
+    choice = weft.overlap.Choice("weft::all_gather_linear", "float32", "cpu", 2, 1024, FEATURES * 4, True)
+    with overlapping("auto"):
+        for in_pieces, expected in ((True, 4), (False, 1)):
+            path = tmp_path / f"{rank}.json"
+            path.write_text(json.dumps([{**choice.__dict__, "in_pieces": in_pieces}]))
+            weft.overlap.load(path)
+            collectives_of(lambda: _column(x, weight, 1024), expected={GATHERS: expected})
+            weft.overlap.save(path)
+            before = weft.overlap.table()
+            assert [each.in_pieces for each in before] == [in_pieces]
+            weft.overlap.load(path)
+            assert weft.overlap.table() == before
+
+
+def test_refusals(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"got the overlap mode 'sometimes'; pass auto, always or never"):
+        weft.overlap.set_mode("sometimes")
+    path = tmp_path / "table.json"
+    for text in ("{", "[1]", '[{"op": "x"}]', '{"op": "x"}'):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"which is no table of overlaps; pass a file that weft\.overlap\.save"):
+            weft.overlap.load(path)
+    entry = {"op": "a", "dtype": "float32", "device": "cpu", "num_ranks": "2", "num_rows": 1, "row_bytes": 1}
+    path.write_text(json.dumps([entry | {"in_pieces": True}]))
+    with pytest.raises(ValueError, match=r"num_ranks is '2'"):
+        weft.overlap.load(path)
+
+
+def test_environment(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    path.write_text("[]")
+    for value, expected in (("never", "never"), ("often", "got WEFT_OVERLAP=often; set it to auto, always or never")):
+        ran = subprocess.run(
+            [sys.executable, "-c", "import weft; print(weft.overlap.mode())"],
+            env=os.environ | {"WEFT_OVERLAP": value, "WEFT_OVERLAP_TABLE": str(path)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert expected in ran.stdout + ran.stderr
+        assert (ran.returncode == 0) == (value == "never")
