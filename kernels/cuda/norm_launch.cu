@@ -1,15 +1,13 @@
 #include "norm_launch.h"
+#include "norm_rows.cuh"
 #include "vector_access.cuh"
 
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
 
 #include <algorithm>
 #include <cstdint>
-#include <initializer_list>
 
 namespace weft::kernels::cuda {
 namespace {
@@ -17,46 +15,6 @@ namespace {
 using detail::NormBackwardJob;
 using detail::NormForwardJob;
 using detail::StorageType;
-
-constexpr int kWarp = 32;
-constexpr int kMaxThreads = 512;
-constexpr int kThreadsPerMultiprocessor = 2048;
-
-// The sum over the block of `value`, on every thread. `shared` has kWarp entries.
-// REQUIRES: blockDim.x is a multiple of kWarp; all threads call.
-template <typename Scalar>
-__device__ __forceinline__ Scalar block_sum(Scalar value, Scalar* shared) {
-#pragma unroll
-  for (int offset = kWarp / 2; offset > 0; offset /= 2) {
-    value += __shfl_xor_sync(0xFFFFFFFFU, value, offset);
-  }
-  const int num_warps = static_cast<int>(blockDim.x) / kWarp;
-  if (num_warps == 1) return value;
-  const int warp = static_cast<int>(threadIdx.x) / kWarp;
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  __syncthreads();  // the entries of the call before have been read
-  if (lane == 0) shared[warp] = value;
-  __syncthreads();
-  Scalar total = lane < num_warps ? shared[lane] : Scalar(0);
-#pragma unroll
-  for (int offset = kWarp / 2; offset > 0; offset /= 2) {
-    total += __shfl_xor_sync(0xFFFFFFFFU, total, offset);
-  }
-  return total;
-}
-
-template <typename Params, typename Scalar, int kWidth>
-__device__ __forceinline__ void load_params(const void* params,
-                                            int64_t column,
-                                            Scalar otherwise,
-                                            Scalar (&out)[kWidth]) {
-  if (params != nullptr) {
-    load_pack<Params>(params, column, out);
-    return;
-  }
-#pragma unroll
-  for (int i = 0; i < kWidth; ++i) out[i] = otherwise;
-}
 
 // One block to a row at a time. A row is read up to three times, after the first from the caches:
 // a thread reads the packs that it read before.
@@ -226,70 +184,9 @@ __global__ void sum_blocks_kernel(const Scalar* partial_sums,
   }
 }
 
-int attribute(cudaDeviceAttr name, c10::Device device) {
-  int value = 0;
-  C10_CUDA_CHECK(cudaDeviceGetAttribute(&value, name, device.index()));
-  return value;
-}
-
-bool is_aligned(std::initializer_list<const void*> pointers) {
-  uintptr_t bits = 0;
-  for (const void* pointer : pointers) bits |= reinterpret_cast<uintptr_t>(pointer);
-  return bits % kVectorBytes == 0;
-}
-
-int64_t bytes_of(StorageType type) {
-  switch (type) {
-    case StorageType::kFloat64:
-      return 8;
-    case StorageType::kFloat32:
-      return 4;
-    default:
-      return 2;
-  }
-}
-
-// Whether rows can be moved by packs of 16 bytes: every row begins on a multiple of them. The
-// parameters' pack of wide scalars is then 32 bytes, which the compiler moves by two instructions
-// and which a row's begin, not a part of an array, satisfies.
-template <typename Job>
-bool is_packable(const Job& job, std::initializer_list<const void*> rows) {
-  const int64_t width = kVectorBytes / bytes_of(job.type);
-  const auto weight = reinterpret_cast<uintptr_t>(job.weight);
-  return job.row_size % width == 0 && is_aligned(rows) && weight % (2 * kVectorBytes) == 0;
-}
-
-bool is_packable(const NormForwardJob& job) {
-  const auto bias = reinterpret_cast<uintptr_t>(job.bias);
-  return bias % (2 * kVectorBytes) == 0 && is_packable(job, {job.x, job.residual, job.sum, job.y});
-}
-
-bool is_packable(const NormBackwardJob& job) {
-  return is_packable(job, {job.grad_y, job.grad_sum, job.v, job.grad_v});
-}
-
-template <typename Job>
-int threads_of(const Job& job) {
-  const int64_t width = is_packable(job) ? kVectorBytes / bytes_of(job.type) : 1;
-  const int64_t num_packs = (job.row_size + width - 1) / width;
-  int threads = kWarp;
-  while (threads < kMaxThreads && threads < num_packs) threads *= 2;
-  return threads;
-}
-
 int64_t shared_bytes(const NormBackwardJob& job, int num_params) {
   const int64_t scalar = job.type == StorageType::kFloat64 ? 8 : 4;
   return num_params * job.row_size * scalar;
-}
-
-// Half of what fills the device, so that each block may have half of a multiprocessor's shared
-// memory; few where rows are short, because each block's sums are added up in the end.
-template <typename Job>
-int64_t num_blocks_of(const Job& job, c10::Device device) {
-  const int64_t per_multiprocessor =
-      std::min<int64_t>(8, kThreadsPerMultiprocessor / threads_of(job) / 2);
-  return std::min<int64_t>(job.num_rows,
-                           attribute(cudaDevAttrMultiProcessorCount, device) * per_multiprocessor);
 }
 
 template <typename Storage, typename Params, int kWidth>
@@ -335,34 +232,6 @@ void run_backward(const NormBackwardJob& job,
                                         num_blocks,
                                         num_columns);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
-}
-
-template <typename Storage, typename Visit>
-void with_params(bool packable, bool wide_params, const Visit& visit) {
-  constexpr int kWidth = kVectorBytes / sizeof(Storage);
-  if (wide_params) {
-    packable ? visit.template run<Storage, ScalarOf<Storage>, kWidth>()
-             : visit.template run<Storage, ScalarOf<Storage>, 1>();
-  } else {
-    packable ? visit.template run<Storage, Storage, kWidth>()
-             : visit.template run<Storage, Storage, 1>();
-  }
-}
-
-// Calls visit.run<Storage, Params, kWidth>() as the job asks.
-template <typename Job, typename Visit>
-void visit_types(const Job& job, const Visit& visit) {
-  const bool packable = is_packable(job);
-  switch (job.type) {
-    case StorageType::kFloat32:
-      return with_params<float>(packable, true, visit);
-    case StorageType::kFloat64:
-      return with_params<double>(packable, true, visit);
-    case StorageType::kBFloat16:
-      return with_params<c10::BFloat16>(packable, job.wide_params, visit);
-    case StorageType::kFloat16:
-      return with_params<c10::Half>(packable, job.wide_params, visit);
-  }
 }
 
 struct Forward {
