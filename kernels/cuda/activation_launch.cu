@@ -1,25 +1,16 @@
 #include "activation_launch.h"
 #include "activation_math.h"
+#include "elementwise.cuh"
 #include "vector_access.cuh"
 
-#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
 
-#include <algorithm>
 #include <cstdint>
-#include <initializer_list>
 
 namespace weft::kernels::cuda {
 namespace {
 
 using detail::ActivationJob;
-using detail::StorageType;
-
-constexpr int kThreads = 256;
-constexpr int kBlocksPerMultiprocessor = 8;
 
 __device__ __forceinline__ float normal_cdf(float x) { return normcdff(x); }
 __device__ __forceinline__ double normal_cdf(double x) { return normcdf(x); }
@@ -105,84 +96,40 @@ __device__ __forceinline__ void compute(const ActivationJob& job, int64_t begin)
   store_pack<Storage>(job.h, begin, h);
 }
 
-// One kernel for the four operations: they differ by branches that every thread takes alike, and
-// the time goes to memory. kWidth elements at a time, the remainder one by one.
-template <typename Storage, Activation kActivation, int kWidth>
-__global__ void __launch_bounds__(kThreads) activation_kernel(const ActivationJob job) {
-  const int64_t thread_idx = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  const int64_t num_threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  const int64_t num_packs = job.num_elements / kWidth;
-  for (int64_t pack_idx = thread_idx; pack_idx < num_packs; pack_idx += num_threads) {
-    compute<Storage, kActivation, kWidth>(job, pack_idx * kWidth);
-  }
-  if constexpr (kWidth > 1) {
-    const int64_t rest_idx = num_packs * kWidth + thread_idx;
-    if (rest_idx < job.num_elements) compute<Storage, kActivation, 1>(job, rest_idx);
-  }
-}
+// The `Operation` of elementwise.cuh. One kernel for the four operations: they differ by branches
+// that every thread takes alike, and the time goes to memory.
+template <typename Element, Activation kActivation>
+struct ActivationOperation {
+  using Storage = Element;
 
-bool is_vector_aligned(const ActivationJob& job) {
-  uintptr_t bits = 0;
-  for (const void* pointer : {job.grad_h,
-                              job.x,
-                              job.up,
-                              static_cast<const void*>(job.h),
-                              static_cast<const void*>(job.grad_x),
-                              static_cast<const void*>(job.grad_up)}) {
-    bits |= reinterpret_cast<uintptr_t>(pointer);
+  template <int kWidth>
+  static __device__ __forceinline__ void run(const ActivationJob& job, int64_t begin) {
+    compute<Storage, kActivation, kWidth>(job, begin);
   }
-  return bits % kVectorBytes == 0;
-}
+};
 
-template <typename Storage, Activation kActivation, int kWidth>
-void launch(const ActivationJob& job, int num_multiprocessors, cudaStream_t stream) {
-  const int64_t num_packs = (job.num_elements + kWidth - 1) / kWidth;
-  const int64_t num_blocks =
-      std::min<int64_t>((num_packs + kThreads - 1) / kThreads,
-                        static_cast<int64_t>(num_multiprocessors) * kBlocksPerMultiprocessor);
-  activation_kernel<Storage, kActivation, kWidth>
-      <<<static_cast<unsigned>(num_blocks), kThreads, 0, stream>>>(job);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
-}
-
-template <typename Storage, Activation kActivation>
-void launch_width(const ActivationJob& job, int num_multiprocessors, cudaStream_t stream) {
-  is_vector_aligned(job) ? launch<Storage, kActivation, kVectorBytes / sizeof(Storage)>(
-                               job, num_multiprocessors, stream)
-                         : launch<Storage, kActivation, 1>(job, num_multiprocessors, stream);
-}
-
-template <typename Storage>
-void launch_storage(const ActivationJob& job, int num_multiprocessors, cudaStream_t stream) {
-  switch (job.activation) {
-    case Activation::kSilu:
-      return launch_width<Storage, Activation::kSilu>(job, num_multiprocessors, stream);
-    case Activation::kGelu:
-      return launch_width<Storage, Activation::kGelu>(job, num_multiprocessors, stream);
-    case Activation::kGeluTanh:
-      return launch_width<Storage, Activation::kGeluTanh>(job, num_multiprocessors, stream);
-    case Activation::kRelu:
-      return launch_width<Storage, Activation::kRelu>(job, num_multiprocessors, stream);
-  }
+template <Activation kActivation>
+void launch(const ActivationJob& job, c10::Device device) {
+  const bool is_packable =
+      is_vector_aligned({job.grad_h, job.x, job.up, job.h, job.grad_x, job.grad_up});
+  visit_storage(job.type, [&]<typename Storage>() {
+    launch_elementwise<ActivationOperation<Storage, kActivation>>(job, is_packable, device);
+  });
 }
 
 }  // namespace
 
 void launch_activation(const ActivationJob& job, c10::Device device) {
   const c10::cuda::CUDAGuard guard(device);
-  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device.index());
-  int num_multiprocessors = 0;
-  C10_CUDA_CHECK(
-      cudaDeviceGetAttribute(&num_multiprocessors, cudaDevAttrMultiProcessorCount, device.index()));
-  switch (job.type) {
-    case StorageType::kFloat32:
-      return launch_storage<float>(job, num_multiprocessors, stream);
-    case StorageType::kFloat64:
-      return launch_storage<double>(job, num_multiprocessors, stream);
-    case StorageType::kBFloat16:
-      return launch_storage<c10::BFloat16>(job, num_multiprocessors, stream);
-    case StorageType::kFloat16:
-      return launch_storage<c10::Half>(job, num_multiprocessors, stream);
+  switch (job.activation) {
+    case Activation::kSilu:
+      return launch<Activation::kSilu>(job, device);
+    case Activation::kGelu:
+      return launch<Activation::kGelu>(job, device);
+    case Activation::kGeluTanh:
+      return launch<Activation::kGeluTanh>(job, device);
+    case Activation::kRelu:
+      return launch<Activation::kRelu>(job, device);
   }
 }
 

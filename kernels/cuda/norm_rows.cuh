@@ -1,16 +1,15 @@
 #pragma once
 
+#include "launch.cuh"
 #include "norm_job.h"
 #include "vector_access.cuh"
 
 #include <c10/core/Device.h>
-#include <c10/cuda/CUDAException.h>
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <initializer_list>
+#include <type_traits>
 
 // How the rows of the norms are shared out over blocks and threads, and what a block does together.
 namespace weft::kernels::cuda {
@@ -55,18 +54,6 @@ __device__ __forceinline__ void load_params(const void* params,
   for (int i = 0; i < kWidth; ++i) out[i] = otherwise;
 }
 
-inline int attribute(cudaDeviceAttr name, c10::Device device) {
-  int value = 0;
-  C10_CUDA_CHECK(cudaDeviceGetAttribute(&value, name, device.index()));
-  return value;
-}
-
-inline bool is_aligned(std::initializer_list<const void*> pointers) {
-  uintptr_t bits = 0;
-  for (const void* pointer : pointers) bits |= reinterpret_cast<uintptr_t>(pointer);
-  return bits % kVectorBytes == 0;
-}
-
 inline int64_t bytes_of(detail::StorageType type) {
   switch (type) {
     case detail::StorageType::kFloat64:
@@ -85,7 +72,7 @@ template <typename Job>
 bool is_packable(const Job& job, std::initializer_list<const void*> rows) {
   const int64_t width = kVectorBytes / bytes_of(job.type);
   const auto weight = reinterpret_cast<uintptr_t>(job.weight);
-  return job.row_size % width == 0 && is_aligned(rows) && weight % (2 * kVectorBytes) == 0;
+  return job.row_size % width == 0 && is_vector_aligned(rows) && weight % (2 * kVectorBytes) == 0;
 }
 
 inline bool is_packable(const detail::NormForwardJob& job) {
@@ -112,36 +99,23 @@ template <typename Job>
 int64_t num_blocks_of(const Job& job, c10::Device device) {
   const int64_t per_multiprocessor =
       std::min<int64_t>(8, kThreadsPerMultiprocessor / threads_of(job) / 2);
-  return std::min<int64_t>(job.num_rows,
-                           attribute(cudaDevAttrMultiProcessorCount, device) * per_multiprocessor);
-}
-
-template <typename Storage, typename Visit>
-void with_params(bool packable, bool wide_params, const Visit& visit) {
-  constexpr int kWidth = kVectorBytes / sizeof(Storage);
-  if (wide_params) {
-    packable ? visit.template run<Storage, ScalarOf<Storage>, kWidth>()
-             : visit.template run<Storage, ScalarOf<Storage>, 1>();
-  } else {
-    packable ? visit.template run<Storage, Storage, kWidth>()
-             : visit.template run<Storage, Storage, 1>();
-  }
+  return std::min<int64_t>(job.num_rows, num_multiprocessors(device) * per_multiprocessor);
 }
 
 // Calls visit.run<Storage, Params, kWidth>() as the job asks.
 template <typename Job, typename Visit>
 void visit_types(const Job& job, const Visit& visit) {
   const bool packable = is_packable(job);
-  switch (job.type) {
-    case detail::StorageType::kFloat32:
-      return with_params<float>(packable, true, visit);
-    case detail::StorageType::kFloat64:
-      return with_params<double>(packable, true, visit);
-    case detail::StorageType::kBFloat16:
-      return with_params<c10::BFloat16>(packable, job.wide_params, visit);
-    case detail::StorageType::kFloat16:
-      return with_params<c10::Half>(packable, job.wide_params, visit);
-  }
+  visit_storage(job.type, [&]<typename Storage>() {
+    constexpr int kWidth = kVectorBytes / sizeof(Storage);
+    if (job.wide_params || std::is_same_v<Storage, ScalarOf<Storage>>) {
+      packable ? visit.template run<Storage, ScalarOf<Storage>, kWidth>()
+               : visit.template run<Storage, ScalarOf<Storage>, 1>();
+    } else {
+      packable ? visit.template run<Storage, Storage, kWidth>()
+               : visit.template run<Storage, Storage, 1>();
+    }
+  });
 }
 
 }  // namespace weft::kernels::cuda

@@ -1,0 +1,62 @@
+#pragma once
+
+#include "launch.cuh"
+
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <algorithm>
+#include <cstdint>
+
+// Jobs whose elements have nothing to do with each other. An `Operation` supplies:
+//
+//   struct Operation {
+//     using Storage = ...;  // of all arrays
+//     // kWidth elements from `begin` on, a multiple of kWidth.
+//     template <int kWidth>
+//     static __device__ void run(const Job& job, int64_t begin);
+//   };
+namespace weft::kernels::cuda {
+
+inline constexpr int kElementwiseThreads = 256;
+inline constexpr int kElementwiseBlocksPerMultiprocessor = 8;
+
+// kWidth elements at a time, the remainder one by one.
+template <typename Operation, int kWidth, typename Job>
+__global__ void __launch_bounds__(kElementwiseThreads) elementwise_kernel(const Job job) {
+  const int64_t thread_idx = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  const int64_t num_threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  const int64_t num_packs = job.num_elements / kWidth;
+  for (int64_t pack_idx = thread_idx; pack_idx < num_packs; pack_idx += num_threads) {
+    Operation::template run<kWidth>(job, pack_idx * kWidth);
+  }
+  if constexpr (kWidth > 1) {
+    const int64_t rest_idx = num_packs * kWidth + thread_idx;
+    if (rest_idx < job.num_elements) Operation::template run<1>(job, rest_idx);
+  }
+}
+
+template <typename Operation, int kWidth, typename Job>
+void launch_elementwise_width(const Job& job, c10::Device device) {
+  const int64_t num_packs = (job.num_elements + kWidth - 1) / kWidth;
+  const int64_t num_blocks =
+      std::min<int64_t>((num_packs + kElementwiseThreads - 1) / kElementwiseThreads,
+                        int64_t{num_multiprocessors(device)} * kElementwiseBlocksPerMultiprocessor);
+  elementwise_kernel<Operation, kWidth><<<static_cast<unsigned>(num_blocks),
+                                          kElementwiseThreads,
+                                          0,
+                                          c10::cuda::getCurrentCUDAStream(device.index())>>>(job);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+// On the current stream of `device`; `is_packable`: by packs of kVectorBytes.
+// REQUIRES: the job has elements, and a CUDAGuard for `device` is held.
+template <typename Operation, typename Job>
+void launch_elementwise(const Job& job, bool is_packable, c10::Device device) {
+  constexpr int kWidth = kVectorBytes / sizeof(typename Operation::Storage);
+  is_packable ? launch_elementwise_width<Operation, kWidth>(job, device)
+              : launch_elementwise_width<Operation, 1>(job, device);
+}
+
+}  // namespace weft::kernels::cuda
