@@ -1,12 +1,13 @@
 #pragma once
 
 #include "activation_job.h"
+#include "cross_entropy_job.h"
 #include "dropout_job.h"
 #include "norm_job.h"
 
 #include <cstdint>
 
-// activation_loops.h, dropout_loops.h and norm_loops.h compiled once per instruction set.
+// {activation,cross_entropy,dropout,norm}_loops.h compiled once per instruction set.
 namespace weft::kernels::cpu {
 
 struct Loops {
@@ -22,6 +23,14 @@ struct Loops {
                         int64_t first,
                         int64_t last,
                         void* param_sums);
+  // Rows [first, last).
+  void (*cross_entropy_statistics)(const detail::CrossEntropyStatisticsJob& job,
+                                   int64_t first,
+                                   int64_t last);
+  // Rows [first, last).
+  void (*cross_entropy_gradient)(const detail::CrossEntropyGradientJob& job,
+                                 int64_t first,
+                                 int64_t last);
 };
 
 Loops loops_baseline();

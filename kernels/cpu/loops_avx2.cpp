@@ -1,4 +1,5 @@
 #include "activation_loops.h"
+#include "cross_entropy_loops.h"
 #include "dropout_loops.h"
 #include "loops.h"
 #include "norm_loops.h"
@@ -6,7 +7,12 @@
 namespace weft::kernels::cpu {
 
 Loops loops_avx2() {
-  return {run_activation_loops, run_dropout_loops, run_norm_forward_loops, run_norm_backward_loops};
+  return {run_activation_loops,
+          run_dropout_loops,
+          run_norm_forward_loops,
+          run_norm_backward_loops,
+          run_cross_entropy_statistics_loops,
+          run_cross_entropy_gradient_loops};
 }
 
 }  // namespace weft::kernels::cpu

@@ -1,3 +1,4 @@
+#include "block_reduce.cuh"
 #include "norm_launch.h"
 #include "norm_rows.cuh"
 #include "vector_access.cuh"

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "block_reduce.cuh"
 #include "launch.cuh"
 #include "norm_job.h"
 #include "vector_access.cuh"
@@ -11,35 +12,11 @@
 #include <initializer_list>
 #include <type_traits>
 
-// How the rows of the norms are shared out over blocks and threads, and what a block does together.
+// How the rows of the norms are shared out over blocks and threads.
 namespace weft::kernels::cuda {
 
-inline constexpr int kWarp = 32;
 inline constexpr int kMaxThreads = 512;
 inline constexpr int kThreadsPerMultiprocessor = 2048;
-
-// The sum over the block of `value`, on every thread. `shared` has kWarp entries.
-// REQUIRES: blockDim.x is a multiple of kWarp; all threads call.
-template <typename Scalar>
-__device__ __forceinline__ Scalar block_sum(Scalar value, Scalar* shared) {
-#pragma unroll
-  for (int offset = kWarp / 2; offset > 0; offset /= 2) {
-    value += __shfl_xor_sync(0xFFFFFFFFU, value, offset);
-  }
-  const int num_warps = static_cast<int>(blockDim.x) / kWarp;
-  if (num_warps == 1) return value;
-  const int warp = static_cast<int>(threadIdx.x) / kWarp;
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  __syncthreads();  // the entries of the call before have been read
-  if (lane == 0) shared[warp] = value;
-  __syncthreads();
-  Scalar total = lane < num_warps ? shared[lane] : Scalar(0);
-#pragma unroll
-  for (int offset = kWarp / 2; offset > 0; offset /= 2) {
-    total += __shfl_xor_sync(0xFFFFFFFFU, total, offset);
-  }
-  return total;
-}
 
 template <typename Params, typename Scalar, int kWidth>
 __device__ __forceinline__ void load_params(const void* params,

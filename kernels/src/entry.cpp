@@ -20,4 +20,8 @@ StorageType storage_type(at::ScalarType type) {
   }
 }
 
+at::ScalarType scalar_type_of(at::ScalarType storage) {
+  return storage == at::kDouble ? at::kDouble : at::kFloat;
+}
+
 }  // namespace weft::kernels::detail

@@ -15,6 +15,9 @@ bool is_supported(at::ScalarType type);
 // REQUIRES: is_supported(type).
 StorageType storage_type(at::ScalarType type);
 
+// What is computed in: float64 for float64, else float32.
+at::ScalarType scalar_type_of(at::ScalarType storage);
+
 inline const at::Tensor* optional_ptr(const std::optional<at::Tensor>& tensor) {
   return tensor.has_value() ? &*tensor : nullptr;
 }

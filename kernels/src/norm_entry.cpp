@@ -91,10 +91,6 @@ void check_rows(const char* name, const at::Tensor& rows, const at::Tensor& v) {
 
 }  // namespace
 
-at::ScalarType scalar_type_of(at::ScalarType storage) {
-  return storage == at::kDouble ? at::kDouble : at::kFloat;
-}
-
 void check_norm(const NormArguments& arguments, c10::DeviceType device) {
   check_x(arguments.x, device);
   if (arguments.residual) check_like("residual", *arguments.residual, arguments.x);

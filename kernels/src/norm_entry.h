@@ -19,9 +19,6 @@
 //   };
 namespace weft::kernels::detail {
 
-// float64 for float64, else float32.
-at::ScalarType scalar_type_of(at::ScalarType storage);
-
 // Refuse operands that do not fit together or do not lie on `device`.
 void check_norm(const NormArguments& arguments, c10::DeviceType device);
 void check_norm_backward(const at::Tensor& grad_y,

@@ -1,32 +1,18 @@
 #include "cross_entropy_math.h"
 
+#include "cross_entropy_kernels.h"
+#include "dispatch.h"
+
+#include <weft/kernels/cross_entropy.h>
+
 #include <ATen/OpMathType.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/stack.h>
+#include <torch/library.h>
 
 #include <algorithm>
-#include <limits>
 
 namespace weft::ops {
-
-namespace {
-
-// Which entry is a token's target, and whether it is this rank's: then within [0, v).
-struct OwnTarget {
-  at::Tensor entry;  // [tokens, 1], 0 where it is another's
-  at::Tensor is_own;
-};
-
-OwnTarget own_target(const at::Tensor& target,
-                     std::int64_t num_entries,
-                     const LocalLossOptions& options) {
-  auto entry = target.to(at::kLong).sub(options.vocab_start);
-  auto is_own =
-      entry.ge(0).logical_and_(entry.lt(num_entries)).logical_and_(target.ne(options.ignore_index));
-  return {entry.mul_(is_own).unsqueeze(1), is_own};
-}
-
-}  // namespace
 
 at::ScalarType loss_dtype(const at::Tensor& logits) {
   return at::toOpMathType(logits.scalar_type());
@@ -42,24 +28,8 @@ std::int64_t tokens_per_chunk(std::int64_t num_entries,
 at::Tensor local_statistics(const at::Tensor& logits,
                             const at::Tensor& target,
                             const LocalLossOptions& options) {
-  auto result = at::empty({logits.size(0), 4}, logits.options());
-  result.select(1, 0).fill_(-std::numeric_limits<double>::infinity());
-  result.narrow(1, 1, 3).zero_();
-  if (logits.numel() == 0) {
-    return result;
-  }
-  const auto [entry, is_own] = own_target(target, logits.size(1), options);
-  result.select(1, 2).copy_(
-      logits.gather(1, entry).squeeze(1).masked_fill_(is_own.logical_not(), 0));
-  if (options.label_smoothing != 0) {
-    result.select(1, 3).copy_(logits.sum(1));
-  }
-  const auto largest = logits.amax(1);
-  result.select(1, 0).copy_(largest);
-  // Where all are masked out, their sum is 0 and not that of nan.
-  const auto shift = largest.masked_fill(largest.eq(-std::numeric_limits<double>::infinity()), 0);
-  result.select(1, 1).copy_(logits.sub_(shift.unsqueeze(1)).exp_().sum(1));
-  return result;
+  return dispatch::cross_entropy_statistics(
+      logits, target, options.vocab_start, options.ignore_index, options.label_smoothing != 0);
 }
 
 TokenLosses combine_statistics(const at::Tensor& statistics,
@@ -78,24 +48,52 @@ TokenLosses combine_statistics(const at::Tensor& statistics,
   return {losses, at::stack({of_all, log_sum})};
 }
 
-void turn_into_gradient(const at::Tensor& logits,
-                        const at::Tensor& grad,
-                        const at::Tensor& target,
-                        const at::Tensor& normalizers,
-                        const LocalLossOptions& options) {
-  if (logits.numel() == 0) {
-    return;
-  }
-  const double smoothing = options.label_smoothing;
-  const auto [entry, is_own] = own_target(target, logits.size(1), options);
-  logits.sub_(normalizers[0].unsqueeze(1)).sub_(normalizers[1].unsqueeze(1)).exp_();
-  if (smoothing != 0) {
-    logits.sub_(smoothing / static_cast<double>(options.num_classes));
-  }
-  const auto share = is_own.to(logits.scalar_type()).mul_(smoothing - 1).unsqueeze(1);
-  logits.scatter_add_(1, entry, share);
-  const auto scale = grad.to(logits.scalar_type()).masked_fill(target.eq(options.ignore_index), 0);
-  logits.mul_(scale.unsqueeze(1));
+void write_gradient(const at::Tensor& gradient,
+                    const at::Tensor& grad,
+                    const at::Tensor& logits,
+                    const at::Tensor& target,
+                    const at::Tensor& normalizers,
+                    const LocalLossOptions& options) {
+  dispatch::cross_entropy_gradient(gradient,
+                                   grad,
+                                   logits,
+                                   target,
+                                   normalizers,
+                                   options.vocab_start,
+                                   options.num_classes,
+                                   options.ignore_index,
+                                   options.label_smoothing);
+}
+
+namespace {
+
+at::Tensor statistics_meta(const at::Tensor& logits,
+                           const at::Tensor& /*target*/,
+                           std::int64_t /*vocab_start*/,
+                           std::int64_t /*ignore_index*/,
+                           bool /*wants_sum*/) {
+  return at::empty_symint({logits.sym_size(0), 4}, logits.options().dtype(loss_dtype(logits)));
+}
+
+void gradient_meta(const at::Tensor& /*gradient*/,
+                   const at::Tensor& /*grad*/,
+                   const at::Tensor& /*logits*/,
+                   const at::Tensor& /*target*/,
+                   const at::Tensor& /*normalizers*/,
+                   std::int64_t /*vocab_start*/,
+                   std::int64_t /*num_classes*/,
+                   std::int64_t /*ignore_index*/,
+                   double /*label_smoothing*/) {}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(weft, CPU, m) {
+  CrossEntropyKernels<kernels::cpu::cross_entropy_statistics,
+                      kernels::cpu::cross_entropy_gradient>::register_kernels(m);
+}
+TORCH_LIBRARY_IMPL(weft, Meta, m) {
+  m.impl("_cross_entropy_statistics", TORCH_FN(statistics_meta));
+  m.impl("_cross_entropy_gradient", TORCH_FN(gradient_meta));
 }
 
 }  // namespace weft::ops

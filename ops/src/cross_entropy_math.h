@@ -3,7 +3,7 @@
 // The local half of a cross-entropy over a vocabulary that is cut over the group: what each rank
 // finds out about its own logits, how that becomes the loss, and the gradient of the logits. All on
 // matrices [tokens, entries] and below autograd, in float32 (float64 for float64 logits); nothing
-// here communicates.
+// here communicates. The passes over the logits are kernels/'s.
 //
 // The log-sum-exp over all parts is that of (m, s) per part, m being its largest logit and s the
 // sum of exp(logit - m): Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
@@ -39,9 +39,9 @@ std::int64_t tokens_per_chunk(std::int64_t num_entries,
                               at::ScalarType dtype,
                               std::int64_t num_bytes);
 
-// [tokens, 4]: largest logit, sum of exp(logit - largest), logit of the target (0 where another
-// rank has it), sum of the logits (0 unless it is needed).
-// logits [tokens, v] of loss_dtype, which are overwritten; target [tokens].
+// [tokens, 4] of loss_dtype: largest logit, sum of exp(logit - largest), logit of the target (0
+// where another rank has it), sum of the logits (0 unless it is needed).
+// logits [tokens, v], target [tokens].
 at::Tensor local_statistics(const at::Tensor& logits,
                             const at::Tensor& target,
                             const LocalLossOptions& options);
@@ -58,11 +58,13 @@ TokenLosses combine_statistics(const at::Tensor& statistics,
                                const at::Tensor& target,
                                const LocalLossOptions& options);
 
-// Turns logits of loss_dtype into their gradient, in place; grad [tokens] is that of the losses.
-void turn_into_gradient(const at::Tensor& logits,
-                        const at::Tensor& grad,
-                        const at::Tensor& target,
-                        const at::Tensor& normalizers,
-                        const LocalLossOptions& options);
+// Writes the gradient of logits to `gradient`, which is like them and contiguous, and may be them;
+// grad [tokens] is that of the losses.
+void write_gradient(const at::Tensor& gradient,
+                    const at::Tensor& grad,
+                    const at::Tensor& logits,
+                    const at::Tensor& target,
+                    const at::Tensor& normalizers,
+                    const LocalLossOptions& options);
 
 }  // namespace weft::ops

@@ -265,6 +265,36 @@ std::tuple<at::Tensor, at::Tensor> linear_cross_entropy_backward(const at::Tenso
                  wants_weight);
 }
 
+at::Tensor cross_entropy_statistics(const at::Tensor& logits,
+                                    const at::Tensor& target,
+                                    std::int64_t vocab_start,
+                                    std::int64_t ignore_index,
+                                    bool wants_sum) {
+  static const auto op = handle("weft::_cross_entropy_statistics", &cross_entropy_statistics);
+  return op.call(logits, target, vocab_start, ignore_index, wants_sum);
+}
+
+void cross_entropy_gradient(const at::Tensor& gradient,
+                            const at::Tensor& grad,
+                            const at::Tensor& logits,
+                            const at::Tensor& target,
+                            const at::Tensor& normalizers,
+                            std::int64_t vocab_start,
+                            std::int64_t num_classes,
+                            std::int64_t ignore_index,
+                            double label_smoothing) {
+  static const auto op = handle("weft::_cross_entropy_gradient", &cross_entropy_gradient);
+  op.call(gradient,
+          grad,
+          logits,
+          target,
+          normalizers,
+          vocab_start,
+          num_classes,
+          ignore_index,
+          label_smoothing);
+}
+
 at::Tensor rms_norm(const at::Tensor& x,
                     const OptionalTensor& weight,
                     std::string_view group_name,

@@ -154,6 +154,21 @@ std::tuple<at::Tensor, at::Tensor> linear_cross_entropy_backward(const at::Tenso
                                                                  bool wants_x,
                                                                  bool wants_weight);
 
+at::Tensor cross_entropy_statistics(const at::Tensor& logits,
+                                    const at::Tensor& target,
+                                    std::int64_t vocab_start,
+                                    std::int64_t ignore_index,
+                                    bool wants_sum);
+void cross_entropy_gradient(const at::Tensor& gradient,
+                            const at::Tensor& grad,
+                            const at::Tensor& logits,
+                            const at::Tensor& target,
+                            const at::Tensor& normalizers,
+                            std::int64_t vocab_start,
+                            std::int64_t num_classes,
+                            std::int64_t ignore_index,
+                            double label_smoothing);
+
 at::Tensor rms_norm(const at::Tensor& x,
                     const OptionalTensor& weight,
                     std::string_view group_name,

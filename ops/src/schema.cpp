@@ -118,6 +118,15 @@ TORCH_LIBRARY(weft, m) {
          "_linear_cross_entropy_backward(Tensor grad, Tensor x, Tensor weight, Tensor target, "
          "Tensor normalizers, int vocab_start, int num_classes, int ignore_index, "
          "float label_smoothing, bool wants_x, bool wants_weight) -> (Tensor, Tensor)");
+  // [tokens, 4]: largest, sum of exp(logit - largest), that of the target, sum (0 if not wanted)
+  define(m,
+         "_cross_entropy_statistics(Tensor logits, Tensor target, int vocab_start, "
+         "int ignore_index, bool wants_sum) -> Tensor");
+  // Writes the gradient of logits, which may be `gradient`.
+  define(m,
+         "_cross_entropy_gradient(Tensor(a!) gradient, Tensor grad, Tensor logits, Tensor target, "
+         "Tensor normalizers, int vocab_start, int num_classes, int ignore_index, "
+         "float label_smoothing) -> ()");
   // x as [outer, size, inner], entries begin to begin + size of whole_size.
   define(m,
          "_dropout_of_part(Tensor x, int seed, float p, int inner, int size, int begin, "

@@ -1,9 +1,10 @@
 // The losses of classes that are cut over the group, and their gradients, on a device: from this
 // rank's logits or from hidden states and its rows of the output matrix.
 //
-// Tokens are worked on in chunks: beside its inputs and results a rank holds the logits of one
-// chunk. The ranks tell each other four numbers a token, in one all-gather. The backward computes
-// what it needs of the logits again; what is kept is two numbers a token.
+// Tokens are worked on in chunks where logits are computed, or copied for the kernels: beside its
+// inputs and results a rank holds the logits of one chunk. The ranks tell each other four numbers a
+// token, in one all-gather. The backward computes what it needs of the logits again; what is kept
+// is two numbers a token.
 
 #include "autograd_support.h"
 #include "cross_entropy_math.h"
@@ -67,8 +68,15 @@ void for_each_chunk(std::int64_t num_tokens, std::int64_t chunk, const Visit& vi
   }
 }
 
-// Statistics [tokens, 4] of all chunks; `logits_of(first, size)` gives logits that may be
-// overwritten.
+// How many tokens of a matrix of logits to work on at a time. All, unless the kernels, which want
+// contiguous rows, would take a copy.
+std::int64_t tokens_at_a_time(const at::Tensor& logits) {
+  const bool as_it_is = logits.size(1) <= 1 || logits.stride(1) == 1;
+  return as_it_is ? std::max<std::int64_t>(1, logits.size(0))
+                  : tokens_per_chunk(logits.size(1), logits.scalar_type(), kLogitsChunkBytes);
+}
+
+// Of the tokens of all chunks, `logits_of(first, size)` giving the logits.
 template <typename LogitsOf>
 Losses losses_of(std::string_view op,
                  const at::Tensor& target,
@@ -79,11 +87,16 @@ Losses losses_of(std::string_view op,
                  const LogitsOf& logits_of) {
   const auto num_tokens = target.numel();
   const auto targets = target.reshape({-1});
-  auto statistics = at::empty({num_tokens, 4}, like);
-  for_each_chunk(num_tokens, chunk, [&](std::int64_t first, std::int64_t size) {
-    statistics.narrow(0, first, size)
-        .copy_(local_statistics(logits_of(first, size), targets.narrow(0, first, size), options));
-  });
+  at::Tensor statistics;
+  if (num_tokens <= chunk) {
+    statistics = local_statistics(logits_of(0, num_tokens), targets, options);
+  } else {
+    statistics = at::empty({num_tokens, 4}, like);
+    for_each_chunk(num_tokens, chunk, [&](std::int64_t first, std::int64_t size) {
+      statistics.narrow(0, first, size)
+          .copy_(local_statistics(logits_of(first, size), targets.narrow(0, first, size), options));
+    });
+  }
   const auto num_ranks = place_in(group).num_ranks;
   if (group) {
     statistics = all_gather(op, statistics, 0, num_tokens * num_ranks, group);
@@ -92,8 +105,6 @@ Losses losses_of(std::string_view op,
       combine_statistics(statistics.view({num_ranks, num_tokens, 4}), targets, options);
   return {losses.view(target.sizes()), normalizers};
 }
-
-at::Tensor as_loss_dtype(const at::Tensor& logits) { return logits.to(loss_dtype(logits)); }
 
 Losses cross_entropy(const at::Tensor& logits,
                      const at::Tensor& target,
@@ -106,16 +117,14 @@ Losses cross_entropy(const at::Tensor& logits,
   check_targets(kLoss, target, vocab_size, ignore_index);
   const auto num_classes = classes_of(logits.size(-1), vocab_size, place_in(group));
   const auto matrix = as_matrix(logits);
-  const auto dtype = loss_dtype(logits);
-  return losses_of(kLoss,
-                   target,
-                   group,
-                   logits.options().dtype(dtype),
-                   tokens_per_chunk(matrix.size(1), dtype, kLogitsChunkBytes),
-                   {vocab_start, num_classes, ignore_index, label_smoothing},
-                   [&](std::int64_t first, std::int64_t size) {
-                     return matrix.narrow(0, first, size).to(dtype, false, /*copy=*/true);
-                   });
+  return losses_of(
+      kLoss,
+      target,
+      group,
+      logits.options().dtype(loss_dtype(logits)),
+      tokens_at_a_time(matrix),
+      {vocab_start, num_classes, ignore_index, label_smoothing},
+      [&](std::int64_t first, std::int64_t size) { return matrix.narrow(0, first, size); });
 }
 
 at::Tensor cross_entropy_backward(const at::Tensor& grad,
@@ -128,24 +137,18 @@ at::Tensor cross_entropy_backward(const at::Tensor& grad,
                                   double label_smoothing) {
   const LocalLossOptions options{vocab_start, num_classes, ignore_index, label_smoothing};
   const auto matrix = as_matrix(logits);
-  const auto dtype = loss_dtype(logits);
   const auto grads = grad.reshape({-1});
   const auto targets = target.reshape({-1});
   auto result = at::empty(matrix.sizes(), logits.options());
-  const auto chunk = tokens_per_chunk(matrix.size(1), dtype, kLogitsChunkBytes);
-  for_each_chunk(matrix.size(0), chunk, [&](std::int64_t first, std::int64_t size) {
-    auto part = result.narrow(0, first, size);
-    const auto source = matrix.narrow(0, first, size);
-    const auto work = dtype == logits.scalar_type() ? part.copy_(source) : source.to(dtype);
-    turn_into_gradient(work,
+  for_each_chunk(
+      matrix.size(0), tokens_at_a_time(matrix), [&](std::int64_t first, std::int64_t size) {
+        write_gradient(result.narrow(0, first, size),
                        grads.narrow(0, first, size),
+                       matrix.narrow(0, first, size),
                        targets.narrow(0, first, size),
                        normalizers.narrow(1, first, size),
                        options);
-    if (!work.is_same(part)) {
-      part.copy_(work);
-    }
-  });
+      });
   return result.view(logits.sizes());
 }
 
@@ -161,15 +164,14 @@ Losses linear_cross_entropy(const at::Tensor& x,
   check_targets(kLinearLoss, target, vocab_size, ignore_index);
   const auto num_classes = classes_of(weight.size(0), vocab_size, place_in(group));
   const auto tokens = as_matrix(x);
-  const auto dtype = loss_dtype(x);
   return losses_of(kLinearLoss,
                    target,
                    group,
-                   x.options().dtype(dtype),
-                   tokens_per_chunk(weight.size(0), dtype, kProductChunkBytes),
+                   x.options().dtype(loss_dtype(x)),
+                   tokens_per_chunk(weight.size(0), x.scalar_type(), kProductChunkBytes),
                    {vocab_start, num_classes, ignore_index, label_smoothing},
                    [&](std::int64_t first, std::int64_t size) {
-                     return as_loss_dtype(at::mm(tokens.narrow(0, first, size), weight.t()));
+                     return at::mm(tokens.narrow(0, first, size), weight.t());
                    });
 }
 
@@ -195,16 +197,16 @@ std::tuple<at::Tensor, at::Tensor> linear_cross_entropy_backward(const at::Tenso
   // Summed over the chunks in the dtype of the losses.
   auto grad_weight = wants_weight ? at::zeros(weight.sizes(), weight.options().dtype(dtype))
                                   : at::empty({0}, x.options());
-  const auto chunk = tokens_per_chunk(weight.size(0), dtype, kProductChunkBytes);
+  const auto chunk = tokens_per_chunk(weight.size(0), x.scalar_type(), kProductChunkBytes);
   for_each_chunk(tokens.size(0), chunk, [&](std::int64_t first, std::int64_t size) {
     const auto part = tokens.narrow(0, first, size);
-    auto logits = as_loss_dtype(at::mm(part, weight.t()));
-    turn_into_gradient(logits,
-                       grads.narrow(0, first, size),
-                       targets.narrow(0, first, size),
-                       normalizers.narrow(1, first, size),
-                       options);
-    logits = logits.to(x.scalar_type());
+    const auto logits = at::mm(part, weight.t());
+    write_gradient(logits,  // in place
+                   grads.narrow(0, first, size),
+                   logits,
+                   targets.narrow(0, first, size),
+                   normalizers.narrow(1, first, size),
+                   options);
     if (wants_x) {
       auto rows = grad_x.narrow(0, first, size);
       at::mm_out(rows, logits, weight);

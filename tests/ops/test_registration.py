@@ -51,6 +51,10 @@ PRIVATE = {
     "_linear_reduce_scatter_backward": (
         torch.randn(2, 3, 5), torch.randn(2, 3, 4), torch.randn(5, 4), 1, "", True, False, True,
     ),
+    "_cross_entropy_statistics": (torch.randn(2, 5), torch.tensor([1, 4]), 0, -100, True),
+    "_cross_entropy_gradient": (
+        torch.empty(2, 5), torch.randn(2), torch.randn(2, 5), torch.tensor([1, 4]), torch.randn(2, 2), 0, 5, -100, 0.1,
+    ),
     "_sharded_linear_input_grad": (torch.randn(2, 3, 5), torch.randn(5, 4), ""),
     "_sharded_linear_shard_grad": (torch.randn(2, 3, 5), torch.randn(2, 3, 4), ""),
     "_dropout_of_part": (torch.randn(3, 5), 7, 0.5, 5, 3, 3, 9),

@@ -1,0 +1,54 @@
+#include "cross_entropy_entry.h"
+#include "instruction_sets.h"
+
+#include <weft/kernels/cross_entropy.h>
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+
+namespace weft::kernels::cpu {
+namespace {
+
+constexpr int64_t kElementsPerThread = 32768;  // as for the activations
+
+const Loops& loops() {
+  static const Loops widest = supported_instruction_sets().front().loops;
+  return widest;
+}
+
+// A row is one thread's: the bits do not depend on the number of threads.
+template <typename Run, typename Job>
+void for_each_row(const Job& job, Run run) {
+  const int64_t grain =
+      std::max<int64_t>(1, kElementsPerThread / std::max<int64_t>(1, job.row_size));
+  at::parallel_for(
+      0, job.num_rows, grain, [&](int64_t first, int64_t last) { run(job, first, last); });
+}
+
+struct CpuDevice {
+  static constexpr c10::DeviceType kType = c10::DeviceType::CPU;
+
+  static void run(const detail::CrossEntropyStatisticsJob& job, const at::Tensor& /*like*/) {
+    for_each_row(job, loops().cross_entropy_statistics);
+  }
+
+  static void run(const detail::CrossEntropyGradientJob& job, const at::Tensor& /*like*/) {
+    for_each_row(job, loops().cross_entropy_gradient);
+  }
+};
+
+using Entry = detail::CrossEntropyEntry<CpuDevice>;
+
+}  // namespace
+
+at::Tensor cross_entropy_statistics(const CrossEntropyStatisticsArguments& arguments) {
+  return Entry::statistics(arguments);
+}
+
+void cross_entropy_gradient(const CrossEntropyGradientArguments& arguments,
+                            const at::Tensor& gradient) {
+  Entry::gradient(arguments, gradient);
+}
+
+}  // namespace weft::kernels::cpu

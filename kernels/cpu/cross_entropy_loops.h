@@ -1,0 +1,213 @@
+#pragma once
+
+#include "cross_entropy_job.h"
+#include "polynomial_math.h"
+#include "tiles.h"
+
+#include <cstdint>
+#include <limits>
+
+// The loops of the cross-entropy, for the instruction set this file is compiled for. Internal
+// linkage throughout: see polynomial_math.h.
+//
+// Memory is read once: a tile, in the nearest cache, first for its largest logit and then for its
+// sum of exponentials; where the largest so far grows, what was summed up is scaled down. A tile is
+// folded by halves, in vectors that do not wait for each other, and the tiles of a row are summed
+// in double.
+namespace weft::kernels::cpu {
+namespace {
+
+template <typename Scalar>
+constexpr Scalar kInfinity = std::numeric_limits<Scalar>::infinity();
+
+// All of kTileSize values into one, by halves: the same order for every instruction set.
+template <int64_t kSize, typename Scalar, typename Combine>
+C10_ALWAYS_INLINE Scalar folded(Scalar* values, const Combine& combine) {
+  if constexpr (kSize == 1) {
+    return values[0];
+  } else {
+    constexpr int64_t kHalf = kSize / 2;
+    for (int64_t i = 0; i < kHalf; ++i) values[i] = combine(values[i], values[i + kHalf]);
+    return folded<kHalf>(values, combine);
+  }
+}
+
+// Not inlined, like the tiles of activation_loops.h. Passes over NaN.
+template <typename Scalar>
+C10_NOINLINE Scalar largest_of_tile(const Scalar* __restrict logits, int64_t size) {
+  alignas(64) Scalar values[kTileSize];
+  for (int64_t i = 0; i < size; ++i) {
+    values[i] = logits[i] > -kInfinity<Scalar> ? logits[i] : -kInfinity<Scalar>;
+  }
+  for (int64_t i = size; i < kTileSize; ++i) values[i] = -kInfinity<Scalar>;
+  return folded<kTileSize>(values, [](Scalar a, Scalar b) { return a > b ? a : b; });
+}
+
+template <typename Scalar>
+C10_NOINLINE Scalar exponentials_of_tile(const Scalar* __restrict logits,
+                                         Scalar shift,
+                                         int64_t size) {
+  alignas(64) Scalar values[kTileSize];
+  for (int64_t i = 0; i < size; ++i) {
+    values[i] = PolynomialMath<Scalar>::exp(logits[i] - shift);
+  }
+  for (int64_t i = size; i < kTileSize; ++i) values[i] = 0;
+  return folded<kTileSize>(values, [](Scalar a, Scalar b) { return a + b; });
+}
+
+template <typename Scalar>
+C10_NOINLINE Scalar sum_of_tile(const Scalar* __restrict logits, int64_t size) {
+  alignas(64) Scalar values[kTileSize];
+  for (int64_t i = 0; i < size; ++i) values[i] = logits[i];
+  for (int64_t i = size; i < kTileSize; ++i) values[i] = 0;
+  return folded<kTileSize>(values, [](Scalar a, Scalar b) { return a + b; });
+}
+
+// Where all logits so far are masked out, their sum is 0 and not that of NaN.
+template <typename Scalar>
+Scalar shift_of(Scalar largest) {
+  return largest == -kInfinity<Scalar> ? Scalar(0) : largest;
+}
+
+template <typename Storage>
+bool has_nan(const Storage* row, int64_t size) {
+  for (int64_t i = 0; i < size; ++i) {
+    if (load(row[i]) != load(row[i])) return true;
+  }
+  return false;
+}
+
+template <typename Storage>
+void run_statistics(const detail::CrossEntropyStatisticsJob& job, int64_t first, int64_t last) {
+  using Scalar = ScalarOf<Storage>;
+  const auto* logits = static_cast<const Storage*>(job.logits);
+  TileReader<Storage> reader(job.logits, nullptr, job.row_size);
+  for (int64_t row = first; row < last; ++row) {
+    const int64_t row_begin = row * job.row_stride;
+    Scalar largest = -kInfinity<Scalar>;
+    double sum = 0;
+    double sum_of_logits = 0;
+    for_each_tile(row_begin, row_begin + job.row_size, [&](int64_t begin, int64_t count) {
+      const Scalar* tile = reader.read(begin, count);
+      const Scalar tile_largest = largest_of_tile(tile, count);
+      if (tile_largest > largest) {
+        sum *= PolynomialMath<double>::exp(static_cast<double>(largest) - tile_largest);
+        largest = tile_largest;
+      }
+      sum += static_cast<double>(exponentials_of_tile(tile, shift_of(largest), count));
+      if (job.wants_sum) sum_of_logits += static_cast<double>(sum_of_tile(tile, count));
+    });
+    // NaN comes of NaN, and of infinity.
+    if (sum != sum && has_nan(logits + row_begin, job.row_size)) {
+      largest = std::numeric_limits<Scalar>::quiet_NaN();
+    }
+    const int64_t column = job.targets.column(row);
+    Scalar* statistics = static_cast<Scalar*>(job.statistics) + row * 4;
+    statistics[0] = largest;
+    statistics[1] = static_cast<Scalar>(sum);
+    statistics[2] = column < 0 ? Scalar(0) : load(logits[row_begin + column]);
+    statistics[3] = static_cast<Scalar>(sum_of_logits);
+  }
+}
+
+// The gradient of a row: of a logit that is not the target, and how much less the target has.
+template <typename Scalar>
+struct RowGradient {
+  C10_ALWAYS_INLINE Scalar operator()(Scalar logit, Scalar less = 0) const {
+    const Scalar p = PolynomialMath<Scalar>::exp((logit - largest) - log_sum);
+    return ((p - share) - less) * scale;
+  }
+
+  Scalar largest;
+  Scalar log_sum;
+  Scalar share;
+  Scalar scale;
+};
+
+template <typename Scalar>
+C10_NOINLINE void gradient_tile(const Scalar* __restrict logits,
+                                const RowGradient<Scalar>& row,
+                                Scalar* __restrict gradient,
+                                int64_t size) {
+  const RowGradient<Scalar> local = row;
+  for (int64_t i = 0; i < size; ++i) gradient[i] = local(logits[i]);
+}
+
+template <typename Scalar>
+C10_NOINLINE void gradient_tile_in_place(Scalar* values,
+                                         const RowGradient<Scalar>& row,
+                                         int64_t size) {
+  const RowGradient<Scalar> local = row;
+  for (int64_t i = 0; i < size; ++i) values[i] = local(values[i]);
+}
+
+template <typename Storage>
+void run_gradient(const detail::CrossEntropyGradientJob& job, int64_t first, int64_t last) {
+  using Scalar = ScalarOf<Storage>;
+  const auto* logits = static_cast<const Storage*>(job.logits);
+  auto* gradient = static_cast<Storage*>(job.gradient);
+  TileReader<Storage> reader(job.logits, nullptr, job.row_size);
+  TileWriter<Storage> writer(job.gradient);
+  for (int64_t row = first; row < last; ++row) {
+    const int64_t row_begin = row * job.row_size;
+    if (job.targets.is_ignored(row)) {
+      for (int64_t i = 0; i < job.row_size; ++i) gradient[row_begin + i] = Storage{};
+      continue;
+    }
+    const RowGradient<Scalar> of_row = {.largest = static_cast<const Scalar*>(job.largest)[row],
+                                        .log_sum = static_cast<const Scalar*>(job.log_sum)[row],
+                                        .share = static_cast<Scalar>(job.smoothing_share),
+                                        .scale = static_cast<const Scalar*>(job.grad)[row]};
+    const int64_t column = job.targets.column(row);
+    // Read before it may be written over.
+    const Scalar own = column < 0 ? Scalar(0) : load(logits[row * job.row_stride + column]);
+    const int64_t ahead = row * job.row_stride - row_begin;
+    for_each_tile(row_begin, row_begin + job.row_size, [&](int64_t begin, int64_t count) {
+      const Scalar* tile = reader.read(begin + ahead, count);
+      Scalar* out = writer.begin(begin);
+      if (tile == out) {
+        gradient_tile_in_place(out, of_row, count);
+      } else {
+        gradient_tile(tile, of_row, out, count);
+      }
+      writer.finish(begin, count);
+    });
+    if (column >= 0) {
+      store(of_row(own, static_cast<Scalar>(1 - job.smoothing)), gradient[row_begin + column]);
+    }
+  }
+}
+
+// Rows [first, last) of the job.
+void run_cross_entropy_statistics_loops(const detail::CrossEntropyStatisticsJob& job,
+                                        int64_t first,
+                                        int64_t last) {
+  switch (job.type) {
+    case detail::StorageType::kFloat32:
+      return run_statistics<float>(job, first, last);
+    case detail::StorageType::kFloat64:
+      return run_statistics<double>(job, first, last);
+    case detail::StorageType::kBFloat16:
+      return run_statistics<BFloat16>(job, first, last);
+    case detail::StorageType::kFloat16:
+      return run_statistics<Float16>(job, first, last);
+  }
+}
+
+void run_cross_entropy_gradient_loops(const detail::CrossEntropyGradientJob& job,
+                                      int64_t first,
+                                      int64_t last) {
+  switch (job.type) {
+    case detail::StorageType::kFloat32:
+      return run_gradient<float>(job, first, last);
+    case detail::StorageType::kFloat64:
+      return run_gradient<double>(job, first, last);
+    case detail::StorageType::kBFloat16:
+      return run_gradient<BFloat16>(job, first, last);
+    case detail::StorageType::kFloat16:
+      return run_gradient<Float16>(job, first, last);
+  }
+}
+
+}  // namespace
+}  // namespace weft::kernels::cpu

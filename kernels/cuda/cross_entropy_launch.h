@@ -1,0 +1,16 @@
+#pragma once
+
+#include "cross_entropy_job.h"
+
+#include <c10/core/Device.h>
+
+namespace weft::kernels::cuda {
+
+// Enqueue the job on the current stream of `device`. Pointers must stay valid until it ran, which
+// the caching allocator sees to for tensors used on that stream.
+// REQUIRES: the job has rows, and for the gradient elements.
+void launch_cross_entropy_statistics(const detail::CrossEntropyStatisticsJob& job,
+                                     c10::Device device);
+void launch_cross_entropy_gradient(const detail::CrossEntropyGradientJob& job, c10::Device device);
+
+}  // namespace weft::kernels::cuda

@@ -1,0 +1,83 @@
+#pragma once
+
+#include "cross_entropy_job.h"
+#include "entry.h"
+
+#include <weft/kernels/cross_entropy.h>
+
+// From tensors to the jobs of the cross-entropy, once for every device. `Device` supplies:
+//
+//   struct Device {
+//     static constexpr c10::DeviceType kType;
+//     static void run(const CrossEntropyStatisticsJob& job, const at::Tensor& like);  // has rows
+//     static void run(const CrossEntropyGradientJob& job, const at::Tensor& like);  // has elements
+//   };
+namespace weft::kernels::detail {
+
+// Refuse operands that do not fit together or do not lie on `device`.
+void check_statistics(const CrossEntropyStatisticsArguments& arguments, c10::DeviceType device);
+void check_gradient(const CrossEntropyGradientArguments& arguments,
+                    const at::Tensor& gradient,
+                    c10::DeviceType device);
+
+at::Tensor empty_statistics(const at::Tensor& logits);
+
+// The logits as a job reads them: with contiguous rows.
+at::Tensor with_contiguous_rows(const at::Tensor& logits);
+
+// Contiguous: of int64, and of the type that the logits are computed in.
+at::Tensor as_targets(const at::Tensor& target);
+at::Tensor as_scalars(const at::Tensor& values, const at::Tensor& logits);
+
+template <typename Device>
+struct CrossEntropyEntry {
+  static at::Tensor statistics(const CrossEntropyStatisticsArguments& arguments) {
+    check_statistics(arguments, Device::kType);
+    const at::Tensor result = empty_statistics(arguments.logits);
+    if (result.numel() == 0) return result;
+    const at::Tensor logits = with_contiguous_rows(arguments.logits);
+    const at::Tensor target = as_targets(arguments.target);
+    Device::run(CrossEntropyStatisticsJob{.type = storage_type(logits.scalar_type()),
+                                          .wants_sum = arguments.wants_sum,
+                                          .num_rows = logits.size(0),
+                                          .row_size = logits.size(1),
+                                          .row_stride = logits.stride(0),
+                                          .targets = {.target = target.const_data_ptr<int64_t>(),
+                                                      .vocab_start = arguments.vocab_start,
+                                                      .ignore_index = arguments.ignore_index,
+                                                      .row_size = logits.size(1)},
+                                          .logits = logits.const_data_ptr(),
+                                          .statistics = result.mutable_data_ptr()},
+                logits);
+    return result;
+  }
+
+  static void gradient(const CrossEntropyGradientArguments& arguments, const at::Tensor& gradient) {
+    check_gradient(arguments, gradient, Device::kType);
+    if (gradient.numel() == 0) return;
+    const at::Tensor logits = with_contiguous_rows(arguments.logits);
+    const at::Tensor target = as_targets(arguments.target);
+    const at::Tensor grad = as_scalars(arguments.grad, logits);
+    const at::Tensor largest = as_scalars(arguments.normalizers.select(0, 0), logits);
+    const at::Tensor log_sum = as_scalars(arguments.normalizers.select(0, 1), logits);
+    const auto num_classes = static_cast<double>(arguments.num_classes);
+    Device::run(CrossEntropyGradientJob{.type = storage_type(logits.scalar_type()),
+                                        .num_rows = logits.size(0),
+                                        .row_size = logits.size(1),
+                                        .row_stride = logits.stride(0),
+                                        .smoothing = arguments.label_smoothing,
+                                        .smoothing_share = arguments.label_smoothing / num_classes,
+                                        .targets = {.target = target.const_data_ptr<int64_t>(),
+                                                    .vocab_start = arguments.vocab_start,
+                                                    .ignore_index = arguments.ignore_index,
+                                                    .row_size = logits.size(1)},
+                                        .logits = logits.const_data_ptr(),
+                                        .grad = grad.const_data_ptr(),
+                                        .largest = largest.const_data_ptr(),
+                                        .log_sum = log_sum.const_data_ptr(),
+                                        .gradient = gradient.mutable_data_ptr()},
+                logits);
+  }
+};
+
+}  // namespace weft::kernels::detail

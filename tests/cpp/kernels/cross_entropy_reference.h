@@ -1,0 +1,52 @@
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+// The statistics and the gradient of one row of logits in plain double precision.
+namespace weft::kernels::reference {
+
+struct Statistics {
+  double largest;
+  double sum;
+  double target_logit;
+  double total;
+};
+
+// `column`: of the target, or -1.
+inline Statistics statistics(const std::vector<double>& logits, int64_t column) {
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  Statistics result{-kInfinity, 0, 0, 0};
+  for (const double logit : logits) {
+    if (std::isnan(logit) || std::isnan(result.largest)) {
+      result.largest = std::numeric_limits<double>::quiet_NaN();
+    } else {
+      result.largest = std::max(result.largest, logit);
+    }
+    result.total += logit;
+  }
+  const double shift = result.largest == -kInfinity ? 0 : result.largest;
+  for (const double logit : logits) result.sum += std::exp(logit - shift);
+  if (column >= 0) result.target_logit = logits[static_cast<std::size_t>(column)];
+  return result;
+}
+
+struct Normalizers {
+  double largest;
+  double log_sum;
+};
+
+inline double probability(double logit, Normalizers of_row) {
+  return std::exp(logit - of_row.largest - of_row.log_sum);
+}
+
+// Of a row that is not ignored.
+inline double gradient(
+    double grad, double p, bool is_target, double smoothing, double num_classes) {
+  return grad * (p - smoothing / num_classes - (is_target ? 1 - smoothing : 0));
+}
+
+}  // namespace weft::kernels::reference

@@ -1,0 +1,320 @@
+#include "cross_entropy_suite.h"
+
+#include "cross_entropy_reference.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <string>
+#include <vector>
+
+namespace weft::kernels::testing::cross_entropy {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+constexpr int64_t kStart = 1000;  // the class of the first column
+constexpr int64_t kIgnored = -100;
+constexpr double kNumClasses = 100000;
+
+enum class Layout { kContiguous, kTransposed, kSliced };
+
+struct Case {
+  at::ScalarType type;
+  int64_t size;
+  Layout layout;
+  double smoothing;
+};
+
+std::string case_name(const ::testing::TestParamInfo<Case>& info) {
+  const Case& c = info.param;
+  const char* layout = c.layout == Layout::kContiguous ? ""
+                       : c.layout == Layout::kSliced   ? "_sliced"
+                                                       : "_transposed";
+  return std::string(c10::toString(c.type)) + "_" + std::to_string(c.size) + layout +
+         (c.smoothing == 0 ? "" : "_smoothing");
+}
+
+std::vector<Case> all_cases() {
+  std::vector<Case> cases;
+  for (const auto type : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf}) {
+    for (const double smoothing : {0.0, 0.1}) {
+      for (const int64_t size : {1, 2, 7, 33, 512, 513, 1100, 4099, 70001}) {
+        cases.push_back({type, size, Layout::kContiguous, smoothing});
+      }
+      cases.push_back({type, 1100, Layout::kTransposed, smoothing});
+      cases.push_back({type, 1101, Layout::kSliced, smoothing});
+    }
+  }
+  return cases;
+}
+
+at::ScalarType scalar_of(at::ScalarType type) {
+  return type == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+// Some units in the last place of what is computed in; in double, of the reference's plain sums.
+double tolerance_of(at::ScalarType type) { return type == at::kDouble ? 1e-12 : 2e-6; }
+
+// Half types: half a unit, the one rounding.
+double rounding_of(at::ScalarType type) {
+  return type == at::kBFloat16 ? 0.00390625 * 1.001 : type == at::kHalf ? 0.00048828125 * 1.001 : 0;
+}
+
+std::vector<double> row_of(const at::Tensor& matrix, int64_t row) {
+  const at::Tensor values = matrix.select(0, row).cpu().to(at::kDouble).contiguous();
+  return {values.const_data_ptr<double>(), values.const_data_ptr<double>() + values.numel()};
+}
+
+void expect_near(double actual, double expected, double allowed, const std::string& what) {
+  if (std::isnan(expected)) {
+    EXPECT_TRUE(std::isnan(actual)) << what << ": " << actual;
+  } else if (std::isinf(expected) || allowed == 0) {
+    EXPECT_EQ(actual, expected) << what;
+  } else {
+    EXPECT_NEAR(actual, expected, allowed) << what;
+  }
+}
+
+class CrossEntropyKernels : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (!kernels_.available) GTEST_SKIP() << kernels_.unavailable_reason;
+    at::manual_seed(7);
+  }
+
+  at::Tensor on_device(const at::Tensor& tensor) const { return tensor.to(kernels_.device); }
+
+  at::Tensor statistics_of(const at::Tensor& logits, const at::Tensor& target, bool sum) const {
+    return kernels_.statistics({.logits = logits,
+                                .target = on_device(target),
+                                .vocab_start = kStart,
+                                .ignore_index = kIgnored,
+                                .wants_sum = sum});
+  }
+
+  void write_gradient(const at::Tensor& gradient,
+                      const at::Tensor& grad,
+                      const at::Tensor& logits,
+                      const at::Tensor& target,
+                      const at::Tensor& normalizers,
+                      double smoothing) const {
+    kernels_.gradient({.grad = on_device(grad),
+                       .logits = logits,
+                       .target = on_device(target),
+                       .normalizers = on_device(normalizers),
+                       .vocab_start = kStart,
+                       .num_classes = static_cast<int64_t>(kNumClasses),
+                       .ignore_index = kIgnored,
+                       .label_smoothing = smoothing},
+                      gradient);
+  }
+
+  // One row of each kind: the first and the last column, another rank's classes, none.
+  static at::Tensor targets(int64_t size) {
+    return at::tensor({kStart, kStart + size - 1, kStart - 1, kStart + size, kIgnored, kStart});
+  }
+
+  static int64_t column_of(const at::Tensor& target, int64_t row, int64_t size) {
+    const int64_t column = target[row].item<int64_t>() - kStart;
+    return column >= 0 && column < size ? column : -1;
+  }
+
+  void expect_statistics(const at::Tensor& logits, const at::Tensor& target, bool with_sum) const {
+    const at::Tensor actual = statistics_of(logits, target, with_sum);
+    ASSERT_EQ(actual.sizes(), at::IntArrayRef({logits.size(0), 4}));
+    ASSERT_EQ(actual.scalar_type(), scalar_of(logits.scalar_type()));
+    for (int64_t row = 0; row < logits.size(0); ++row) {
+      SCOPED_TRACE("row " + std::to_string(row));
+      const auto values = row_of(logits, row);
+      const auto expected = reference::statistics(values, column_of(target, row, logits.size(1)));
+      const auto found = row_of(actual, row);
+      double magnitude = 0;
+      for (const double value : values) magnitude += std::abs(value);
+      const double tolerance = tolerance_of(logits.scalar_type());
+      expect_near(found[0], expected.largest, 0, "largest");
+      expect_near(found[1], expected.sum, tolerance * expected.sum, "sum of exponentials");
+      expect_near(found[2], expected.target_logit, 0, "logit of the target");
+      expect_near(
+          found[3], with_sum ? expected.total : 0, with_sum ? tolerance * magnitude : 0, "sum");
+    }
+  }
+
+  void expect_gradient(const at::Tensor& actual,
+                       const at::Tensor& logits,
+                       const at::Tensor& grad,
+                       const at::Tensor& target,
+                       const at::Tensor& normalizers,
+                       double smoothing) const {
+    const auto type = logits.scalar_type();
+    for (int64_t row = 0; row < logits.size(0); ++row) {
+      const auto values = row_of(logits, row);
+      const auto found = row_of(actual, row);
+      const double of_loss = grad[row].item<double>();
+      const reference::Normalizers of_row = {normalizers[0][row].item<double>(),
+                                             normalizers[1][row].item<double>()};
+      const bool is_ignored = target[row].item<int64_t>() == kIgnored;
+      const int64_t column = column_of(target, row, logits.size(1));
+      for (std::size_t i = 0; i < values.size(); ++i) {
+        const double p = reference::probability(values[i], of_row);
+        const double distance = std::isinf(values[i]) ? 0 : std::abs(values[i] - of_row.largest);
+        const bool is_target = static_cast<int64_t>(i) == column;
+        const double expected =
+            is_ignored ? 0 : reference::gradient(of_loss, p, is_target, smoothing, kNumClasses);
+        // The exponent has the rounding errors of its terms; at the target the sum cancels.
+        const double exponent = 1 + distance + std::abs(of_row.log_sum);
+        const double terms = p * exponent + smoothing / kNumClasses + (is_target ? 0.1 : 0);
+        const double allowed = tolerance_of(type) * std::abs(of_loss) * terms +
+                               rounding_of(type) * std::abs(expected) +
+                               (type == at::kHalf ? 3.0e-8 : 1e-38);  // half a subnormal
+        expect_near(found[i],
+                    expected,
+                    is_ignored ? 0 : allowed,
+                    "row " + std::to_string(row) + ", column " + std::to_string(i));
+        if (HasFailure()) return;
+      }
+    }
+  }
+
+  const KernelsUnderTest kernels_ = kernels_under_test();
+};
+
+class CrossEntropyCases : public CrossEntropyKernels, public ::testing::WithParamInterface<Case> {
+ protected:
+  at::Tensor random(const at::Tensor& target) const {
+    const Case& c = GetParam();
+    const int64_t rows = target.numel();
+    const auto finish = [&](const at::Tensor& values) {
+      return on_device((values * 3 + 40).to(c.type));
+    };
+    switch (c.layout) {
+      case Layout::kTransposed:
+        return finish(at::randn({c.size, rows}, at::kDouble)).t();
+      case Layout::kSliced:  // rows lie apart, and begin off the alignment of vector loads
+        return finish(at::randn({rows, c.size + 2}, at::kDouble)).narrow(1, 1, c.size);
+      case Layout::kContiguous:
+        break;
+    }
+    return finish(at::randn({rows, c.size}, at::kDouble));
+  }
+
+  // Of rows of which another part has three times as much, and in one a larger logit.
+  static at::Tensor normalizers_of(const at::Tensor& logits) {
+    at::Tensor result = at::empty({2, logits.size(0)}, at::kDouble);
+    for (int64_t row = 0; row < logits.size(0); ++row) {
+      const auto statistics = reference::statistics(row_of(logits, row), -1);
+      const double more = row == 2 ? 1 : 0;
+      result[0][row] = statistics.largest + more;
+      result[1][row] = std::log(4 * statistics.sum) - more;
+    }
+    return result.to(scalar_of(logits.scalar_type()));
+  }
+};
+
+TEST_P(CrossEntropyCases, StatisticsMatchReference) {
+  const at::Tensor target = targets(GetParam().size);
+  expect_statistics(random(target), target, GetParam().smoothing != 0);
+}
+
+TEST_P(CrossEntropyCases, GradientMatchesReference) {
+  const Case& c = GetParam();
+  const at::Tensor target = targets(c.size);
+  const at::Tensor logits = random(target);
+  const at::Tensor normalizers = normalizers_of(logits);
+  const at::Tensor grad = at::randn({target.numel()}, at::kDouble).to(scalar_of(c.type));
+  const at::Tensor gradient = at::empty(logits.sizes(), logits.options());
+  write_gradient(gradient, grad, logits, target, normalizers, c.smoothing);
+  expect_gradient(gradient, logits, grad, target, normalizers, c.smoothing);
+
+  // One element into its memory, and in place: the same bits.
+  const at::Tensor unaligned =
+      at::empty({logits.numel() + 1}, logits.options()).narrow(0, 1, logits.numel());
+  write_gradient(unaligned.view(logits.sizes()), grad, logits, target, normalizers, c.smoothing);
+  EXPECT_TRUE(at::equal(unaligned.view(logits.sizes()), gradient));
+  const at::Tensor in_place = logits.contiguous().clone();
+  write_gradient(in_place, grad, in_place, target, normalizers, c.smoothing);
+  EXPECT_TRUE(at::equal(in_place, gradient));
+}
+
+INSTANTIATE_TEST_SUITE_P(All, CrossEntropyCases, ::testing::ValuesIn(all_cases()), case_name);
+
+// Rows whose values are special in one place, and ordinary or masked out elsewhere.
+TEST_F(CrossEntropyKernels, SpecialValuesAreThoseOfTheReference) {
+  const std::vector<std::vector<double>> specials = {{kNaN},
+                                                     {kInfinity},
+                                                     {-kInfinity},
+                                                     {kInfinity, kNaN},
+                                                     {kNaN, kInfinity},
+                                                     {-kInfinity, kNaN},
+                                                     {kInfinity, -kInfinity},
+                                                     {3e38, -3e38},
+                                                     {-3e38, 1e30}};
+  for (const auto type : {at::kFloat, at::kDouble, at::kBFloat16}) {
+    for (const double elsewhere : {0.5, -kInfinity}) {
+      for (const auto& special : specials) {
+        for (const int64_t place : {0, 3, 1500}) {
+          const auto count = static_cast<int64_t>(special.size());
+          at::Tensor logits = at::full({3, place + count + place / 2}, elsewhere, at::kDouble);
+          logits.narrow(1, place, count).copy_(at::tensor(special, at::kDouble));
+          const at::Tensor target = at::tensor({kStart + place, kStart + place + count, kIgnored});
+          logits = on_device(logits.to(type));
+          SCOPED_TRACE(std::string(c10::toString(type)) + ", " + std::to_string(special[0]) +
+                       " at " + std::to_string(place) + " of " + std::to_string(elsewhere));
+          expect_statistics(logits, target, /*with_sum=*/false);
+
+          const at::Tensor grad = at::ones({3});
+          const at::Tensor normalizers =
+              statistics_of(logits, target, false).cpu().slice(1, 0, 2).t().contiguous();
+          normalizers[1].log_();
+          const at::Tensor gradient = at::empty_like(logits);
+          write_gradient(gradient, grad, logits, target, normalizers, 0.1);
+          expect_gradient(gradient, logits, grad, target, normalizers, 0.1);
+          if (HasFailure()) return;
+        }
+      }
+    }
+  }
+}
+
+TEST_F(CrossEntropyKernels, LargeLogitsKeepTheirDigits) {
+  const at::Tensor logits =
+      on_device(at::tensor({1e8, 1e8 + 0.5, 1e8 - 1}, at::kDouble).unsqueeze(0));
+  const at::Tensor target = at::tensor({kStart + 1});
+  expect_statistics(logits, target, true);
+  // Of a growing row every tile has a larger logit than the one before.
+  const at::Tensor growing = on_device(at::arange(5000, at::kFloat).unsqueeze(0));
+  expect_statistics(growing, target, true);
+  expect_statistics(growing.flip(1), target, true);
+}
+
+TEST_F(CrossEntropyKernels, NoClassesAndNoTokens) {
+  const at::Tensor none =
+      statistics_of(on_device(at::empty({2, 0})), at::tensor({kStart, kIgnored}), true);
+  EXPECT_TRUE(
+      at::equal(none.cpu(), at::tensor({-kInfinity, 0.0, 0.0, 0.0}).to(at::kFloat).expand({2, 4})));
+  const at::Tensor no_tokens = at::empty({0}, at::kLong);
+  EXPECT_EQ(statistics_of(on_device(at::empty({0, 5})), no_tokens, true).sizes(),
+            at::IntArrayRef({0, 4}));
+  for (const auto& logits : {at::empty({2, 0}), at::empty({0, 5})}) {
+    const at::Tensor gradient = on_device(logits);
+    const at::Tensor target = at::full({logits.size(0)}, kStart, at::kLong);
+    write_gradient(gradient,
+                   at::ones({logits.size(0)}),
+                   gradient,
+                   target,
+                   at::zeros({2, logits.size(0)}),
+                   0.1);
+  }
+}
+
+TEST_F(CrossEntropyKernels, TakeTargetsOf32Bits) {
+  const at::Tensor logits = on_device(at::randn({6, 33}));
+  const at::Tensor target = targets(33);
+  EXPECT_TRUE(at::equal(statistics_of(logits, target, true),
+                        statistics_of(logits, target.to(at::kInt), true)));
+}
+
+}  // namespace
+}  // namespace weft::kernels::testing::cross_entropy
