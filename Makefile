@@ -73,6 +73,8 @@ bench: build
 	$(PY) benchmarks/step_time.py --ranks 2 --json
 	$(PY) benchmarks/step_time.py --ranks 2 --tracking --json
 	$(PY) benchmarks/cross_entropy.py --ranks 2 --json --check
+	$(PY) benchmarks/overlap.py --ranks 2 --json --check
+	$(PY) benchmarks/overlap.py --ranks 4 --json --check
 	$(PY) benchmarks/memory.py --json
 
 # Not part of `make test`: an hour. Random collectives; every rank killed and stopped in every collective;

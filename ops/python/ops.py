@@ -87,7 +87,8 @@ def all_gather_linear(
 
     x holds torch.chunk's part of `dim_size` entries along `gather_dim`, any dim but the last; without `dim_size`
     every rank must bring as much as the others. weight `[f, d]`, bias `[f]`. One all-gather forward; backward one
-    all-gather, of x again, which is all that is saved of it, and one reduce-scatter, of x's gradient.
+    all-gather, of x again, which is all that is saved of it, and one reduce-scatter, of x's gradient; or one of each
+    for every piece: see `weft.overlap`.
     """
     return torch.ops.weft.all_gather_linear(
         x, weight, bias, gather_dim=gather_dim, group_name=group_name, dim_size=dim_size
@@ -101,7 +102,7 @@ def linear_reduce_scatter(
 
     Shapes: x `[..., S, ..., f]`, weight `[o, f]`, bias `[o]` (whole on every rank, added once) -> `[..., s, ..., o]`,
     s being torch.chunk's part of S; `scatter_dim` is any dim but the last. One reduce-scatter forward, one
-    all-gather backward.
+    all-gather backward; or one for every piece: see `weft.overlap`.
     """
     return torch.ops.weft.linear_reduce_scatter(x, weight, bias, scatter_dim=scatter_dim, group_name=group_name)
 

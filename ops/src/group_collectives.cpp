@@ -38,11 +38,12 @@ at::Tensor padded(const at::Tensor& x, std::int64_t size) {
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wdeprecated-declarations"
 PendingCollective gather_into(std::string_view op,
+                              std::string_view what,
                               const ProcessGroupPtr& group,
                               at::Tensor result,
                               at::Tensor part,
                               bool overlaps) {
-  return {op, "all-gather", group, {result, part}, overlaps, [&](bool async_op) {
+  return {op, what, group, {result, part}, overlaps, [&](bool async_op) {
             c10d::AllgatherOptions opts;
             opts.asyncOp = async_op;
             return group->_allgather_base(result, part, opts);
@@ -50,11 +51,12 @@ PendingCollective gather_into(std::string_view op,
 }
 
 PendingCollective reduce_scatter_into(std::string_view op,
+                                      std::string_view what,
                                       const ProcessGroupPtr& group,
                                       at::Tensor result,
                                       at::Tensor whole,
                                       bool overlaps) {
-  return {op, "reduce-scatter", group, {result, whole}, overlaps, [&](bool async_op) {
+  return {op, what, group, {result, whole}, overlaps, [&](bool async_op) {
             c10d::ReduceScatterOptions opts;
             opts.asyncOp = async_op;
             return group->_reduce_scatter_base(result, whole, opts);
@@ -77,6 +79,7 @@ PendingCollective exchange_into(std::string_view op,
 
 // x starts with the dim in question, and is taken with `num_rows` there.
 std::pair<at::Tensor, PendingCollective> gather_rows(std::string_view op,
+                                                     std::string_view what,
                                                      const at::Tensor& x,
                                                      std::int64_t num_rows,
                                                      const ProcessGroupPtr& group,
@@ -87,7 +90,7 @@ std::pair<at::Tensor, PendingCollective> gather_rows(std::string_view op,
   auto result = at::empty(sizes, x.options());
   PendingCollective work;
   if (result.numel() > 0) {
-    work = gather_into(op, group, result, std::move(part), overlaps);
+    work = gather_into(op, what, group, result, std::move(part), overlaps);
   }
   return {std::move(result), std::move(work)};
 }
@@ -102,7 +105,7 @@ PendingTensor gather(std::string_view op,
     return PendingTensor(own_contiguous(x));
   }
   const auto length = length_of(dim_size, group);
-  auto [result, work] = gather_rows(op, x.movedim(dim, 0), length, group, overlaps);
+  auto [result, work] = gather_rows(op, "all-gather", x.movedim(dim, 0), length, group, overlaps);
   // All but the last parts are full: what is padded lies behind the end.
   return {std::move(work), std::move(result), dim_size, dim};
 }
@@ -122,7 +125,7 @@ PendingTensor sum_and_scatter(std::string_view op,
   auto result = at::empty(sizes, x.options());
   PendingCollective work;
   if (result.numel() > 0) {
-    work = reduce_scatter_into(op, group, result, std::move(whole), overlaps);
+    work = reduce_scatter_into(op, "reduce-scatter", group, result, std::move(whole), overlaps);
   }
   return {std::move(work), std::move(result), size_on(x.size(dim), group->getRank(), group), dim};
 }
@@ -168,17 +171,19 @@ PendingTensor start_all_gather(std::string_view op,
 }
 
 std::pair<at::Tensor, PendingCollective> start_gather_rows(std::string_view op,
+                                                           std::string_view what,
                                                            const at::Tensor& x,
                                                            std::int64_t num_rows,
                                                            const ProcessGroupPtr& group) {
-  return gather_rows(op, x, num_rows, group, /*overlaps=*/true);
+  return gather_rows(op, what, x, num_rows, group, /*overlaps=*/true);
 }
 
 PendingCollective start_scatter_rows(std::string_view op,
+                                     std::string_view what,
                                      const at::Tensor& whole,
                                      const at::Tensor& result,
                                      const ProcessGroupPtr& group) {
-  return reduce_scatter_into(op, group, result, whole, /*overlaps=*/true);
+  return reduce_scatter_into(op, what, group, result, whole, /*overlaps=*/true);
 }
 
 at::Tensor reduce_scatter(std::string_view op,

@@ -44,8 +44,9 @@ PendingTensor start_all_gather(std::string_view op,
                                const ProcessGroupPtr& group);
 
 // x [rows, ...] of all ranks, each with zeros up to `num_rows`: [ranks * num_rows, ...], not to be
-// read before the second was waited for. REQUIRES: a group.
+// read before the second was waited for. Errors say `what`. REQUIRES: a group.
 std::pair<at::Tensor, PendingCollective> start_gather_rows(std::string_view op,
+                                                           std::string_view what,
                                                            const at::Tensor& x,
                                                            std::int64_t num_rows,
                                                            const ProcessGroupPtr& group);
@@ -53,6 +54,7 @@ std::pair<at::Tensor, PendingCollective> start_gather_rows(std::string_view op,
 // The sum of `whole` [ranks * rows, ...] over the group, this rank's rows of it, into `result`
 // [rows, ...]; both contiguous, with elements. REQUIRES: a group.
 PendingCollective start_scatter_rows(std::string_view op,
+                                     std::string_view what,
                                      const at::Tensor& whole,
                                      const at::Tensor& result,
                                      const ProcessGroupPtr& group);

@@ -3,18 +3,19 @@
 #include "shard_shape.h"
 
 #include <ATen/Context.h>
-#include <ATen/ops/full.h>
+#include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <array>
 #include <atomic>
 #include <bit>
+#include <cmath>
 #include <cstdlib>
 #include <limits>
 #include <map>
 #include <mutex>
 #include <optional>
-#include <tuple>
+#include <random>
 #include <utility>
 
 namespace weft::ops {
@@ -26,9 +27,13 @@ namespace {
 constexpr std::int64_t kPieceBytes = 2 << 20;
 constexpr std::int64_t kMinTokens = 64;
 
-// A trial: each way once to warm up, and then eight times.
+// A trial: each way once to warm up, then in turn until each weight was timed a few times both
+// ways, which the ranks ask each other after 32 timed calls, 64, 128 and so on. After 512 what was
+// timed counts.
 constexpr int kNumWarmUps = 2;
-constexpr int kNumTimed = 16;
+constexpr int kNumTimed = 32;
+constexpr int kMaxTimed = 512;
+constexpr std::size_t kMinSamples = 4;
 // Pieces must be this much faster, so that noise never chooses them.
 constexpr double kGain = 0.95;
 
@@ -81,37 +86,56 @@ double median(std::vector<double> values) {
   return *middle;
 }
 
-// Both ways in turn, in an order that no period of the caller's layers falls in step with
-// (Thue-Morse), timed apart for each size of this rank's weight.
+// Both ways in turn, first one or the other by chance, so that no period of the caller's layers
+// falls in step with them; timed apart for each size of this rank's weight. All ranks draw alike.
 class Trial {
  public:
-  // Whether all calls of the trial were made; counts this one otherwise.
-  bool is_over() const { return num_calls_ >= kNumWarmUps + kNumTimed; }
   bool next_in_pieces() {
     const auto call = num_calls_++;
-    return std::popcount(static_cast<unsigned>(call)) % 2 == 1;
+    if (call % 2 == 0) first_in_pieces_ = (random_() & 1) != 0;
+    return first_in_pieces_ == (call % 2 == 0);
   }
   bool is_warm() const { return num_calls_ > kNumWarmUps; }
+  // Whether it is time to ask the others; not again before twice as many calls.
+  bool asks() const { return num_calls_ == kNumWarmUps + num_to_time_; }
+  // After asking: goes on where a rank lacks samples, unless there were enough calls.
+  bool goes_on(bool somebody_lacks) {
+    if (!somebody_lacks || num_to_time_ >= kMaxTimed) return false;
+    num_to_time_ *= 2;
+    return true;
+  }
 
   void record(std::int64_t own_features, bool in_pieces, double seconds_per_row) {
     times_[own_features].at(in_pieces ? 1 : 0).push_back(seconds_per_row);
+  }
+
+  bool lacks_samples() const {
+    return std::ranges::any_of(times_, [](const auto& each) { return !is_compared(each.second); });
   }
 
   // Time in pieces over whole where it is largest; infinite where nothing can be compared.
   double worst_ratio() const {
     double worst = 0;
     for (const auto& [own_features, times] : times_) {
-      const auto& [whole, pieces] = times;
-      if (std::min(whole.size(), pieces.size()) >= 2) {
-        worst = std::max(worst, median(pieces) / median(whole));
+      if (is_compared(times)) {
+        worst = std::max(worst, median(times[1]) / median(times[0]));
       }
     }
     return worst > 0 ? worst : std::numeric_limits<double>::infinity();
   }
 
  private:
+  using Times = std::array<std::vector<double>, 2>;  // whole, in pieces
+
+  static bool is_compared(const Times& times) {
+    return std::min(times[0].size(), times[1].size()) >= kMinSamples;
+  }
+
+  std::minstd_rand random_;
+  bool first_in_pieces_ = false;
   int num_calls_ = 0;
-  std::map<std::int64_t, std::array<std::vector<double>, 2>> times_;
+  int num_to_time_ = kNumTimed;
+  std::map<std::int64_t, Times> times_;
 };
 
 struct Measured {
@@ -166,8 +190,12 @@ class Table {
     auto all = given_;
     for (const auto& [key, of_group] : groups_) {
       for (const auto& [kind, measured] : of_group.kinds) {
-        if (measured->ratio.has_value()) {
-          all.insert({kind, entry(kind, gains(*measured->ratio), *measured->ratio)});
+        if (!measured->ratio.has_value() || given_.contains(kind)) continue;
+        const auto ratio = *measured->ratio;
+        const auto [place, is_new] = all.try_emplace(kind, entry(kind, ratio));
+        // Of two groups what is safe for both.
+        if (!is_new && (place->second.ratio == 0 || !(ratio <= place->second.ratio))) {
+          place->second = entry(kind, std::max(ratio, place->second.ratio));
         }
       }
     }
@@ -193,15 +221,15 @@ class Table {
     std::map<Kind, std::shared_ptr<Measured>> kinds;
   };
 
-  static OverlapEntry entry(const Kind& kind, bool in_pieces, double ratio) {
+  static OverlapEntry entry(const Kind& kind, double ratio) {
     return {kind.op,
             kind.dtype,
             kind.device,
             kind.num_ranks,
             kind.num_rows,
             kind.row_bytes,
-            in_pieces,
-            ratio};
+            gains(ratio),
+            std::isfinite(ratio) ? ratio : 0};
   }
 
   mutable std::mutex mutex_;
@@ -209,17 +237,31 @@ class Table {
   std::map<const c10d::ProcessGroup*, OfGroup> groups_;
 };
 
-// The largest over the ranks.
-double agreed(std::string_view op, double own, const ProcessGroupPtr& group) {
-  const auto tensor = at::full({1}, own, at::kDouble);
-  PendingCollective(op, "all-reduce of measured times", group, {tensor}, false, [&](bool async_op) {
-    std::vector<at::Tensor> tensors{tensor};
-    c10d::AllreduceOptions opts;
-    opts.reduceOp = c10d::ReduceOp::MAX;
-    opts.asyncOp = async_op;
-    return group->allreduce(tensors, opts);
-  }).wait();
-  return tensor.item<double>();
+struct Answers {
+  double worst_ratio;
+  bool somebody_lacks_samples;
+};
+
+// Of all ranks.
+Answers ask(std::string_view op, const Trial& own, const ProcessGroupPtr& group) {
+  const auto tensor = at::empty({2}, at::kDouble);
+  auto* values = tensor.mutable_data_ptr<double>();
+  values[0] = own.worst_ratio();
+  values[1] = own.lacks_samples() ? 1 : 0;
+  PendingCollective(op,
+                    "all-reduce of times for WEFT_OVERLAP=auto",
+                    group,
+                    {tensor},
+                    false,
+                    [&](bool async_op) {
+                      std::vector<at::Tensor> tensors{tensor};
+                      c10d::AllreduceOptions opts;
+                      opts.reduceOp = c10d::ReduceOp::MAX;
+                      opts.asyncOp = async_op;
+                      return group->allreduce(tensors, opts);
+                    })
+      .wait();
+  return {values[0], values[1] != 0};
 }
 
 // Rows that each rank's part is cut by; 0 where there would be one piece.
@@ -279,12 +321,14 @@ OverlapChoice::OverlapChoice(std::string_view op,
   }
   const auto measured = table.measured(kind, group);
   std::unique_lock lock(table.mutex());
-  if (!measured->ratio.has_value() && measured->trial.is_over()) {
-    const auto own = measured->trial.worst_ratio();
+  if (!measured->ratio.has_value() && measured->trial.asks()) {
+    const auto trial = measured->trial;
     lock.unlock();
-    const auto ratio = agreed(op, own, group);
+    const auto answers = ask(op, trial, group);
     lock.lock();
-    measured->ratio = ratio;
+    if (!measured->trial.goes_on(answers.somebody_lacks_samples)) {
+      measured->ratio = answers.worst_ratio;
+    }
   }
   if (measured->ratio.has_value()) {
     rows_per_piece_ = gains(*measured->ratio) ? rows : 0;

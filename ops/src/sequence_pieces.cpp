@@ -9,6 +9,12 @@ namespace weft::ops {
 
 namespace {
 
+// Where another rank goes whole, sizes differ, and nothing else says why.
+constexpr std::string_view kGathering =
+    "all-gather of a piece (WEFT_OVERLAP and its table, the same on all ranks?)";
+constexpr std::string_view kScattering =
+    "reduce-scatter of a piece (WEFT_OVERLAP and its table, the same on all ranks?)";
+
 // The shape of x with other first sizes.
 std::vector<std::int64_t> with_rows(const at::Tensor& x, std::int64_t num_rows) {
   auto sizes = x.sizes().vec();
@@ -55,7 +61,7 @@ Pieces::Gathered Pieces::fetch(std::int64_t piece) const {
   const auto own_rows = rows_on(group_->getRank(), piece);
   for (const auto& part : parts_) {
     auto own = own_rows > 0 ? part.narrow(0, first_of(piece), own_rows) : part.narrow(0, 0, 0);
-    auto [whole, work] = start_gather_rows(op_, own, rows, group_);
+    auto [whole, work] = start_gather_rows(op_, kGathering, own, rows, group_);
     result.whole.push_back(std::move(whole));
     result.works.push_back(std::move(work));
   }
@@ -63,8 +69,7 @@ Pieces::Gathered Pieces::fetch(std::int64_t piece) const {
 }
 
 at::Tensor Pieces::room_for_sum(std::int64_t piece) const {
-  auto room = at::empty(with_rows(sum_, rows_of(piece) * group_->getSize()), sum_.options());
-  return room;
+  return at::empty(with_rows(sum_, rows_of(piece) * group_->getSize()), sum_.options());
 }
 
 void Pieces::run(const std::function<void(const PieceRows&)>& step) {
@@ -90,7 +95,7 @@ void Pieces::run(const std::function<void(const PieceRows&)>& step) {
       }
       PieceRows block{part_length_ * rank + first_of(piece), num_rows, {}, {}};
       for (std::size_t i = 0; i < parts_.size(); ++i) {
-        // What is this rank's own is still in its cache, perhaps, and never left.
+        // This rank's own are read where they lie: as likely in its cache, and less of the other.
         block.gathered.push_back(rank == group_->getRank()
                                      ? parts_[i].narrow(0, first_of(piece), num_rows)
                                      : now.whole[i].narrow(0, begin, num_rows));
@@ -102,7 +107,8 @@ void Pieces::run(const std::function<void(const PieceRows&)>& step) {
     }
     if (room.defined()) {
       scattering.wait();
-      scattering = start_scatter_rows(op_, room, sum_.narrow(0, first_of(piece), rows), group_);
+      scattering =
+          start_scatter_rows(op_, kScattering, room, sum_.narrow(0, first_of(piece), rows), group_);
     }
   }
   scattering.wait();

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -101,7 +102,7 @@ def test_ranks_agree_on_what_they_measured(rank: int, world_size: int) -> None:
     part = _part(x, rank, world_size)
     expected = x @ weight.t()
     with overlapping("auto"):
-        for _ in range(18):
+        for _ in range(34):
             torch.testing.assert_close(_column(part, weight, num_rows), expected, rtol=1e-4, atol=1e-3)
         assert weft.overlap.table() == []
         torch.testing.assert_close(_column(part, weight, num_rows), expected, rtol=1e-4, atol=1e-3)
@@ -119,16 +120,42 @@ def test_ranks_agree_on_what_they_measured(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
+def test_layers_in_step_with_the_turns(rank: int) -> None:
+    """Weights of one kind that come in turn are each timed both ways, however many there are."""
+    x = torch.randn(512, FEATURES)
+    for num_weights in (3, 12):
+        weights = [torch.randn(2 + i, FEATURES) for i in range(num_weights)]
+        with overlapping("auto"), torch.no_grad():
+            num_calls = 0
+            while not weft.overlap.table():
+                _column(x, weights[num_calls % num_weights], 1024)
+                num_calls += 1
+                assert num_calls < 515
+            assert num_calls > 34
+            (choice,) = weft.overlap.table()
+            assert choice.ratio > 0
+
+
+@on_ranks(2)
+def test_modes_that_differ_are_named(rank: int) -> None:
+    group = dist.new_group(backend="cpu:weft").group_name
+    x, weight = torch.randn(512, FEATURES), torch.randn(3, FEATURES)
+    where = r"all-gather of a piece \(WEFT_OVERLAP and its table, the same on all ranks\?\)" if rank == 0 else ""
+    with overlapping("always" if rank == 0 else "never"), pytest.raises(weft.CollectiveMismatchError, match=where):
+        weft.ops.all_gather_linear(x, weight, gather_dim=0, group_name=group)
+
+
+@on_ranks(2)
 def test_what_is_not_measured(rank: int) -> None:
     """Small shapes, and results that must not depend on times."""
     small, weight = torch.randn(8, 16), torch.randn(4, 16)
     x, wide = torch.randn(512, FEATURES), torch.randn(4, FEATURES)
     with overlapping("auto"):
-        for _ in range(20):
+        for _ in range(40):
             _column(small, weight, 16)
         torch.use_deterministic_algorithms(True)
         try:
-            for _ in range(20):
+            for _ in range(40):
                 collectives_of(lambda: _column(x, wide, 1024), expected={GATHERS: 1})
         finally:
             torch.use_deterministic_algorithms(False)
@@ -145,7 +172,7 @@ def test_groups_measure_apart(rank: int) -> None:
     with overlapping("auto"):
         for name in ("a", "b"):
             group = mesh[name].get_group()
-            for _ in range(19):
+            for _ in range(35):
                 weft.ops.all_gather_linear(x, weight, gather_dim=0, group_name=group.group_name)
         for name in ("a", "b", "a"):
             group = mesh[name].get_group()
@@ -162,7 +189,7 @@ def test_a_loaded_table_chooses(rank: int, tmp_path: Path) -> None:
     with overlapping("auto"):
         for in_pieces, expected in ((True, 4), (False, 1)):
             path = tmp_path / f"{rank}.json"
-            path.write_text(json.dumps([{**choice.__dict__, "in_pieces": in_pieces}]))
+            path.write_text(json.dumps([asdict(choice) | {"in_pieces": in_pieces}]))
             weft.overlap.load(path)
             collectives_of(lambda: _column(x, weight, 1024), expected={GATHERS: expected})
             weft.overlap.save(path)
@@ -173,26 +200,48 @@ def test_a_loaded_table_chooses(rank: int, tmp_path: Path) -> None:
 
 
 def test_refusals(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"got the overlap mode 'sometimes'; pass auto, always or never"):
-        weft.overlap.set_mode("sometimes")
+    for mode in ("sometimes", None):
+        with pytest.raises(ValueError, match=rf"got the overlap mode {mode!r}; pass auto, always or never"):
+            weft.overlap.set_mode(mode)
     path = tmp_path / "table.json"
-    for text in ("{", "[1]", '[{"op": "x"}]', '{"op": "x"}'):
-        path.write_text(text)
+    for text in (b"{", b"[1]", b'[{"op": "x"}]', b"{}", b"\xff\xfe"):
+        path.write_bytes(text)
         with pytest.raises(ValueError, match=r"which is no table of overlaps; pass a file that weft\.overlap\.save"):
             weft.overlap.load(path)
-    entry = {"op": "a", "dtype": "float32", "device": "cpu", "num_ranks": "2", "num_rows": 1, "row_bytes": 1}
-    path.write_text(json.dumps([entry | {"in_pieces": True}]))
-    with pytest.raises(ValueError, match=r"num_ranks is '2'"):
+    entry = asdict(weft.overlap.Choice("weft::column_row_mlp", "float32", "cpu", 2, 1024, 64, True))
+    wrong = {
+        "op": "weft::nope",
+        "dtype": "torch.float32",
+        "device": "tpu",
+        "num_ranks": "2",
+        "num_rows": 1000,
+        "row_bytes": 2**70,
+        "in_pieces": 1,
+        "ratio": float("inf"),
+    }
+    for name, value in wrong.items():
+        path.write_text(json.dumps([entry | {name: value}]))
+        with pytest.raises(ValueError, match=rf"{name} is {value!r}\)"):
+            weft.overlap.load(path)
+    path.write_text(json.dumps([entry, entry | {"in_pieces": False}]))
+    with pytest.raises(ValueError, match="more than one choice for"):
         weft.overlap.load(path)
+    with pytest.warns(UserWarning, match="has nothing to save"):
+        weft.overlap.save(path)
 
 
 def test_environment(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     path.write_text("[]")
-    for value, expected in (("never", "never"), ("often", "got WEFT_OVERLAP=often; set it to auto, always or never")):
+    missing = str(tmp_path / "missing.json")
+    for value, table, expected in (
+        ("never", str(path), "never"),
+        ("often", str(path), "got WEFT_OVERLAP=often; set it to auto, always or never"),
+        ("auto", missing, f"got WEFT_OVERLAP_TABLE={missing}, which cannot be read (No such file or directory)"),
+    ):
         ran = subprocess.run(
             [sys.executable, "-c", "import weft; print(weft.overlap.mode())"],
-            env=os.environ | {"WEFT_OVERLAP": value, "WEFT_OVERLAP_TABLE": str(path)},
+            env=os.environ | {"WEFT_OVERLAP": value, "WEFT_OVERLAP_TABLE": table},
             capture_output=True,
             text=True,
             timeout=120,

@@ -50,9 +50,13 @@ TEST_F(Overlap, ModesChoose) {
 TEST_F(Overlap, GivenChoicesHoldForWhatRoundsUpToThem) {
   const ops::OverlapEntry entry{
       "weft::all_gather_linear", "float64", "cpu", 2, 512, 2048 * 8, true, 0.5};
-  ops::set_overlap_table({entry});
+  auto longer = entry, of_more_ranks = entry;
+  longer.num_rows = 1024;
+  of_more_ranks.num_ranks = 4;
+  longer.in_pieces = of_more_ranks.in_pieces = false;
+  ops::set_overlap_table({entry, longer, of_more_ranks});
   const auto table = ops::overlap_table();
-  ASSERT_EQ(table.size(), 1);
+  ASSERT_EQ(table.size(), 3);
   EXPECT_EQ(table[0].op, entry.op);
   EXPECT_TRUE(table[0].in_pieces);
   // Pieces of 2 MiB: 64 rows of each rank.

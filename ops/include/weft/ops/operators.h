@@ -70,7 +70,7 @@ WEFT_OPS_API at::Tensor row_linear(const at::Tensor& x,
 // x [..., s, ..., d], this rank's part along `gather_dim` (not the last) of `dim_size` (default: as
 // if all ranks had as much) -> gather(x) weightᵀ + bias, [..., S, ..., f]; weight [f, d], bias [f].
 // One all-gather forward; backward one all-gather, of x again, which is all that is saved of it,
-// and one reduce-scatter, of x's gradient.
+// and one reduce-scatter, of x's gradient; or one of each for every piece: <weft/ops/overlap.h>.
 WEFT_OPS_API at::Tensor all_gather_linear(const at::Tensor& x,
                                           const at::Tensor& weight,
                                           const std::optional<at::Tensor>& bias,

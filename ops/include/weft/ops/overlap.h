@@ -5,8 +5,9 @@
 //
 // "auto" measures: the first calls of an operator on a kind of shape take turns, and the ranks of
 // the group then agree on what was faster; whole where pieces gain less than 5 % on the rank and
-// the layer where they gain least. A table of earlier choices spares the measuring. On devices
-// other than CPUs "auto" takes pieces where such a table says so, and whole elsewhere.
+// for the weight where they gain least. A table of earlier choices spares the measuring. On devices
+// other than CPUs, and under deterministic algorithms, "auto" takes pieces where such a table says
+// so, and whole elsewhere.
 
 #include <weft/ops/export.h>
 
@@ -25,7 +26,7 @@ struct OverlapEntry {
   std::int64_t num_rows = 0;   // of the whole sequence
   std::int64_t row_bytes = 0;  // of the widest tensor that travels
   bool in_pieces = false;
-  double ratio = 0;  // time in pieces over whole, as measured; 0 where it was given without
+  double ratio = 0;  // time in pieces over whole where it was largest; 0 where nothing was compared
 };
 
 // "auto", "always" (pieces wherever a part has two rows) or "never", which must be the same on all

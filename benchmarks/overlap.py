@@ -1,0 +1,204 @@
+"""Sequences that travel in pieces: what WEFT_OVERLAP=auto gains over whole collectives, and that it loses nowhere.
+
+    python benchmarks/overlap.py --ranks 2 [--json] [--check]
+
+Forward + backward of the operators on a cut sequence, for M tokens of all ranks together, on the weft backend, one
+thread a rank, float32. Each shape begins with an empty table; when its choices are made, whole, auto and whole once
+more (the noise) are timed in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import interleaved_seconds, machine_facts, median_paired_ratio, run_on_ranks
+from torch import Tensor
+
+import weft
+
+NUM_TOKENS = (8, 64, 512, 2048, 8192)
+NUM_SAMPLES, NUM_SHORT_SAMPLES = 15, 41
+SHORT_SECONDS = 0.05
+CALLS_UNTIL_CHOSEN = 35
+# What --check demands of every shape, and of the best one on 2 ranks; whole / auto, as speeds.
+MIN_SPEED = 0.98
+MIN_BEST_SPEED = 1.10
+SAMPLE_SECONDS = 0.01
+
+
+@dataclass(frozen=True)
+class Layer:
+    """An operator with features of its input and of its output on each rank; of an MLP of the hidden values."""
+
+    op: str
+    num_in: int
+    num_out: int
+
+
+LAYERS = (
+    Layer("all_gather_linear", 1024, 64),
+    Layer("all_gather_linear", 1024, 1024),
+    Layer("linear_reduce_scatter", 64, 1024),
+    Layer("linear_reduce_scatter", 512, 1024),
+    Layer("column_row_mlp", 512, 512),
+)
+
+
+def _call_of(layer: Layer, num_tokens: int) -> Callable[[], None]:
+    """Forward and backward of the layer on this rank's tokens."""
+    torch.manual_seed(0)
+    num_ranks = dist.get_world_size()
+    group_name = dist.group.WORLD.group_name
+
+    def weight(*sizes: int) -> Tensor:
+        return (torch.randn(sizes) / sizes[-1] ** 0.5).requires_grad_()
+
+    part = num_tokens // num_ranks
+    if layer.op == "all_gather_linear":
+        leaves = [torch.randn(part, layer.num_in, requires_grad=True), weight(layer.num_out, layer.num_in)]
+        grad = torch.randn(num_tokens, layer.num_out)
+    elif layer.op == "linear_reduce_scatter":
+        leaves = [torch.randn(num_tokens, layer.num_in, requires_grad=True), weight(layer.num_out, layer.num_in)]
+        grad = torch.randn(part, layer.num_out)
+    else:
+        sizes = [(layer.num_out, layer.num_in), (layer.num_in, layer.num_out), (layer.num_out, layer.num_in)]
+        leaves = [torch.randn(part, layer.num_in, requires_grad=True), *(weight(*size) for size in sizes)]
+        grad = torch.randn(part, layer.num_in)
+    options = {
+        "all_gather_linear": {"gather_dim": 0},
+        "linear_reduce_scatter": {"scatter_dim": 0},
+        "column_row_mlp": {"activation": "silu", "sequence_dim": 0},
+    }[layer.op]
+    operator = getattr(weft.ops, layer.op)
+
+    def call() -> None:
+        for leaf in leaves:
+            leaf.grad = None
+        operator(*leaves, group_name=group_name, **options).backward(grad)
+
+    return call
+
+
+def _in_mode(mode: str, call: Callable[[], None]) -> Callable[[], None]:
+    def call_in_mode() -> None:
+        weft.overlap.set_mode(mode)
+        call()
+
+    return call_in_mode
+
+
+def measure(layer: Layer, num_tokens: int) -> dict[str, Any]:
+    """On every rank: the choices of one shape, then times in turn."""
+    call = _call_of(layer, num_tokens)
+    weft.overlap.clear()
+    candidates = {name: _in_mode(mode, call) for name, mode in NAMES.items()}
+    for _ in range(CALLS_UNTIL_CHOSEN):
+        candidates["auto"]()
+    seconds = interleaved_seconds({"whole": candidates["whole"]}, num_samples=3, calls_per_sample=1)["whole"]
+    calls_per_sample = max(1, round(SAMPLE_SECONDS / statistics.median(seconds)))
+    num_samples = NUM_SHORT_SAMPLES if statistics.median(seconds) < SHORT_SECONDS else NUM_SAMPLES
+    times = interleaved_seconds(candidates, num_samples=num_samples, calls_per_sample=calls_per_sample, warm_up=1)
+    return {"seconds": times, "choices": [asdict(choice) for choice in weft.overlap.table()]}
+
+
+NAMES = {"whole": "never", "auto": "auto", "whole_again": "never"}
+
+
+def summarise(layer: Layer, num_tokens: int, measured: dict[str, Any]) -> dict[str, Any]:
+    seconds = measured["seconds"]
+    return {
+        **asdict(layer),
+        "num_tokens": num_tokens,
+        "num_pairs": len(seconds["auto"]),
+        **{f"{name}_median_ms": round(statistics.median(times) * 1e3, 3) for name, times in seconds.items()},
+        "speed_of_auto": round(median_paired_ratio(seconds["whole"], seconds["auto"]), 4),
+        "speed_of_whole_again": round(median_paired_ratio(seconds["whole"], seconds["whole_again"]), 4),
+        "noise": round(noise_of(seconds["whole"], seconds["auto"]), 4),
+        "choices": {
+            choice["op"]: {"in_pieces": choice["in_pieces"], "ratio": round(choice["ratio"], 3)}
+            for choice in measured["choices"]
+        },
+    }
+
+
+def noise_of(whole: list[float], auto: list[float]) -> float:
+    """How far the median of the pairs may lie from the truth: half the 95 % interval of McGill, Tukey and Larsen."""
+    first, _, third = statistics.quantiles((a / b for a, b in zip(whole, auto, strict=True)), n=4)
+    return 1.57 * (third - first) / len(whole) ** 0.5
+
+
+def failures(num_ranks: int, results: list[dict[str, Any]]) -> list[str]:
+    """The bars that are missed beyond noise, one sentence each."""
+    missed = []
+    for result in results:
+        noise = max(result["noise"], abs(1 - result["speed_of_whole_again"]))
+        if result["speed_of_auto"] < MIN_SPEED - noise:
+            missed.append(
+                f"{result['op']} {result['num_in']} -> {result['num_out']}, {result['num_tokens']} tokens: auto has "
+                f"{result['speed_of_auto']} of the speed of whole, wanted {MIN_SPEED} (noise {noise:.3f})."
+            )
+    best = max(result["speed_of_auto"] for result in results)
+    if num_ranks == 2 and best < MIN_BEST_SPEED:
+        missed.append(f"The best speed of auto over whole is {best}, wanted {MIN_BEST_SPEED} somewhere.")
+    return missed
+
+
+def print_table(report: dict[str, Any]) -> None:
+    machine = report["machine"]
+    print(f"Forward + backward, {report['num_ranks']} ranks x 1 thread, ms; speeds over whole, medians of pairs")
+    print(f"{machine['cpu']}, {machine['cpu_count']} cores, torch {machine['torch']}, {machine['date']}")
+    print(
+        f"{'operator':<22} {'features':>12} {'M':>5} {'whole':>9} {'auto':>9} {'auto x':>7} {'noise x':>7}  in pieces"
+    )
+    for row in report["results"]:
+        chosen = [name.removeprefix("weft::") for name, each in row["choices"].items() if each["in_pieces"]]
+        halves = ["backward" if name.endswith("backward") else "forward" for name in chosen]
+        print(
+            f"{row['op']:<22} {row['num_in']:>5}, {row['num_out']:>5} {row['num_tokens']:>5} "
+            f"{row['whole_median_ms']:>9.2f} {row['auto_median_ms']:>9.2f} {row['speed_of_auto']:>7.3f} "
+            f"{row['speed_of_whole_again']:>7.3f}  {', '.join(halves)}"
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2, help="processes of the group")
+    parser.add_argument("--tokens", type=int, nargs="+", default=NUM_TOKENS, help="of all ranks together")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, not a table")
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a bar is missed")
+    args = parser.parse_args()
+    if args.ranks < 2:
+        parser.error(f"got --ranks {args.ranks}; give 2 or more: one rank has nothing to send.")
+    if any(num_tokens < args.ranks or num_tokens % args.ranks for num_tokens in args.tokens):
+        parser.error(f"got --tokens {args.tokens}; give multiples of {args.ranks}, the number of ranks.")
+
+    results = [
+        summarise(
+            layer,
+            num_tokens,
+            run_on_ranks(measure, args.ranks, layer, num_tokens, timeout_seconds=600.0, backend="cpu:weft"),
+        )
+        for layer in LAYERS
+        for num_tokens in args.tokens
+    ]
+    report = {"benchmark": "overlap", "machine": machine_facts(), "num_ranks": args.ranks, "results": results}
+    if args.json:
+        print(json.dumps(report, indent=2))
+    else:
+        print_table(report)
+    missed = failures(args.ranks, results) if args.check else []
+    for sentence in missed:
+        print(sentence, file=sys.stderr)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
