@@ -1,6 +1,7 @@
 #include "pipeline_message.h"
 
 #include "fail_group.h"
+#include "pipeline_buffers.h"
 #include "pipeline_traffic.h"
 #include "raise.h"
 
@@ -110,6 +111,7 @@ void PipelineMessage::flush(const ProcessGroupPtr& group) {
     }
   }
   Traffic::instance().release([](PipelineMessage& message) { return message.is_finished(); });
+  ReceiveBuffers::instance().release(group);
 }
 
 bool PipelineMessage::is_differentiable(std::size_t tensor_idx) const {
@@ -197,7 +199,7 @@ void PipelineMessage::start_receiving(const Layouts& layouts, bool is_answer) {
   for (const auto& layout : layouts) {
     const bool is_pinned = layout.options.device().is_cuda();
     const auto host = layout.options.device(at::kCPU).pinned_memory(is_pinned);
-    arriving_.push_back(at::empty(layout.sizes, host));
+    arriving_.push_back(ReceiveBuffers::instance().take(address_, is_answer, layout.sizes, host));
     if (arriving_.back().numel() > 0) {
       exchange(false, bytes_of(arriving_.back()), is_answer);
     }

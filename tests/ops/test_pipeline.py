@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import weft
 from ops.collectives.profiled import collectives_of
+from ops.memory.counting import counted
 from support.ranks import on_ranks
 from weft.collectives import CollectiveMismatchError
 
@@ -123,6 +124,72 @@ def test_number_of_messages(rank: int) -> None:
         assert torch.equal(x.grad, torch.full((3, 4), 2.0))
     else:
         assert x.grad is None
+
+
+def _send_or_receive(rank: int, group: str, value: float, size: int = 1 << 16) -> Tensor | None:
+    """The rank 1 receives what the rank 0 fills with `value`."""
+    if rank == 0:
+        OPS.pipeline_wait(OPS.pipeline_send([torch.full((size,), value)], 1, 0, group))
+        return None
+    like = _like(size, dtype=torch.float32, needs_grad=False)
+    (x,) = OPS.pipeline_wait(OPS.pipeline_recv([like], 0, 0, group))
+    assert torch.equal(x, torch.full((size,), value))
+    return x
+
+
+@on_ranks(2)
+def test_memory_of_messages_is_used_again(rank: int) -> None:
+    """As soon as nobody holds what came before, and no sooner."""
+    for group in _groups():
+        first = _send_or_receive(rank, group, 1.0)
+        place = first.data_ptr() if rank else 0
+        view = first[5:] if rank else None
+        del first
+        second = _send_or_receive(rank, group, 2.0)
+        if rank:
+            assert second.data_ptr() != place, "a view of the first is there"
+            assert view.sum() == (1 << 16) - 5
+        del view
+        third = _send_or_receive(rank, group, 3.0)
+        if rank:
+            assert third.data_ptr() == place
+            assert torch.equal(second, torch.full_like(second, 2))
+            weak = torch.multiprocessing.reductions.StorageWeakRef(third.untyped_storage())
+        del third
+        fourth = _send_or_receive(rank, group, 4.0)
+        if rank:
+            assert fourth.data_ptr() != place, "a weak reference may come back to life"
+            del weak
+        del second, fourth
+        OPS.pipeline_flush(group)
+
+
+@on_ranks(2)
+def test_what_a_backward_needs_is_not_overwritten(rank: int) -> None:
+    group = dist.group.WORLD.group_name
+    weight = torch.ones(1, requires_grad=True)
+    total = torch.zeros(())
+    for value in (1.0, 2.0, 3.0):
+        x = _send_or_receive(rank, group, value)
+        if rank:
+            total = total + (x * weight).sum()
+        del x
+    if rank:
+        total.backward()
+        assert weight.grad.item() == 6 * (1 << 16)
+    OPS.pipeline_flush(group)
+
+
+@on_ranks(2)
+def test_a_flush_lets_memory_go(rank: int) -> None:
+    group = dist.group.WORLD.group_name
+    with counted() as count:
+        for size in (1 << 16, 1 << 16, 1 << 17):  # the last one evicts what does not fit
+            _send_or_receive(rank, group, 1.0, size)
+        held = (4 << 17) + 64 if rank else 0  # and the header of the last message
+        assert count.now() - count.now("communication") == held
+        OPS.pipeline_flush(group)
+        assert count.now() - count.now("communication") == 0
 
 
 @on_ranks(2)

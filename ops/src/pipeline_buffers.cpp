@@ -1,0 +1,86 @@
+#include "pipeline_buffers.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <functional>
+#include <iterator>
+#include <utility>
+
+namespace weft::ops {
+
+namespace {
+
+// Smaller ones come from the allocator's own reserves.
+constexpr std::size_t kMinBytes = 64 << 10;
+// Of an address: as many as micro-batches are in flight, times the tensors of a message.
+constexpr std::size_t kMaxStorages = 64;
+
+// A weak reference may become a strong one any time; 2: that of all strong ones, and the one here.
+bool is_free(const c10::Storage& storage) {
+  return storage.use_count() == 1 && storage.getWeakStorageImpl().weak_use_count() == 2;
+}
+
+at::Tensor on(c10::Storage storage, at::IntArrayRef sizes, const at::TensorOptions& options) {
+  auto tensor = at::detail::make_tensor<c10::TensorImpl>(
+      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), options.dtype());
+  tensor.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
+  return tensor;
+}
+
+}  // namespace
+
+ReceiveBuffers& ReceiveBuffers::instance() {
+  static auto* const buffers = new ReceiveBuffers();  // outlives every group
+  return *buffers;
+}
+
+at::Tensor ReceiveBuffers::take(const PipelineAddress& address,
+                                bool is_answer,
+                                at::IntArrayRef sizes,
+                                const at::TensorOptions& options) {
+  const auto num_bytes =
+      static_cast<std::size_t>(c10::multiply_integers(sizes)) * options.dtype().itemsize();
+  if (num_bytes < kMinBytes) {
+    return at::empty(sizes, options);
+  }
+  std::vector<c10::Storage> evicted;  // freed without the lock
+  const std::lock_guard lock(mutex_);
+  std::erase_if(pools_, [](const auto& entry) { return entry.second.group.expired(); });
+  const auto key = std::tuple(address.group.get(), address.peer, address.channel, is_answer);
+  auto found = pools_.find(key);
+  if (found == pools_.end()) {
+    found = pools_.emplace(key, Pool{GroupRef(address.group), {}}).first;
+  }
+  auto& storages = found->second.storages;
+  const auto fitting = std::ranges::find_if(storages, [&](const c10::Storage& storage) {
+    return is_free(storage) && storage.nbytes() == num_bytes;
+  });
+  if (fitting != storages.end()) {
+    return on(*fitting, sizes, options);
+  }
+  // Layouts have changed, perhaps: what is free now would be for nothing.
+  const auto free = std::ranges::partition(storages, std::not_fn(is_free));
+  std::ranges::move(free, std::back_inserter(evicted));
+  storages.erase(free.begin(), free.end());
+  auto tensor = at::empty(sizes, options);
+  if (storages.size() < kMaxStorages) {
+    storages.push_back(tensor.storage());
+  }
+  return tensor;
+}
+
+void ReceiveBuffers::release(const ProcessGroupPtr& group) {
+  std::vector<Pool> released;  // freed without the lock
+  const std::lock_guard lock(mutex_);
+  for (auto pool = pools_.begin(); pool != pools_.end();) {
+    const auto next = std::next(pool);
+    if (std::get<0>(pool->first) == group.get()) {
+      released.push_back(std::move(pool->second));
+      pools_.erase(pool);
+    }
+    pool = next;
+  }
+}
+
+}  // namespace weft::ops
