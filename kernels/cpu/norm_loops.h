@@ -5,37 +5,86 @@
 
 #include <cmath>
 #include <cstdint>
+#include <cstring>
+#include <type_traits>
 
 // The loops of the norms, for the instruction set this file is compiled for. Internal linkage
 // throughout: see polynomial_math.h. Parameters are scalars here (`wide_params`).
 //
 // A sum has as many lanes for every instruction set, added up in one order: the same bits on every
-// processor, but for fused multiply-adds.
+// processor, but for fused multiply-adds. Its lanes are vectors of the compiler's, which an array
+// of scalars would not become: it stays in memory, and each addition waits for the store before it.
 namespace weft::kernels::cpu {
 namespace {
 
 template <typename Scalar>
-struct LaneSum {
+struct Vector {
   static constexpr int64_t kLanes = 64 / sizeof(Scalar);
+  typedef Scalar Lanes __attribute__((vector_size(64)));
+
+  // The first `count` elements of `data`, with zeros behind them.
+  C10_ALWAYS_INLINE explicit Vector(const Scalar* data, int64_t count = kLanes) : lanes{} {
+    if (count == kLanes) {
+      std::memcpy(&lanes, data, sizeof lanes);
+    } else {
+      for (int64_t lane = 0; lane < count; ++lane) lanes[lane] = data[lane];
+    }
+  }
+
+  Lanes lanes;
+};
+
+// The first `count` of `lanes`.
+template <typename Scalar>
+C10_ALWAYS_INLINE void store_lanes(const typename Vector<Scalar>::Lanes& lanes,
+                                   Scalar* data,
+                                   int64_t count) {
+  if (count == Vector<Scalar>::kLanes) {
+    std::memcpy(data, &lanes, sizeof lanes);
+  } else {
+    for (int64_t lane = 0; lane < count; ++lane) data[lane] = lanes[lane];
+  }
+}
+
+// Two vectors in turn, so that an addition need not wait for the one before.
+template <typename Scalar>
+struct LaneSum {
+  static constexpr int64_t kLanes = Vector<Scalar>::kLanes;
+  using Lanes = typename Vector<Scalar>::Lanes;
 
   Scalar total() const {
     Scalar sum = 0;
-    for (int64_t lane = 0; lane < kLanes; ++lane) sum += lanes[lane];
+    for (int64_t lane = 0; lane < kLanes; ++lane) sum += even[lane] + odd[lane];
     return sum;
   }
 
-  alignas(64) Scalar lanes[kLanes] = {};
+  template <typename IsOdd>
+  C10_ALWAYS_INLINE void add(IsOdd /*is_odd*/, const Lanes& values) {
+    if constexpr (IsOdd::value) {
+      odd = odd + values;
+    } else {
+      even = even + values;
+    }
+  }
+
+  Lanes even = {};
+  Lanes odd = {};
 };
 
-// Calls body(i, lane) for i in [0, size), i = lane modulo the number of lanes.
+// Calls body(i, count, is_odd) for the elements [i, i + count) of a tile, a vector at a time.
 template <typename Scalar, typename Body>
-__attribute__((always_inline)) inline void for_each_lane(int64_t size, const Body& body) {
-  constexpr int64_t kLanes = LaneSum<Scalar>::kLanes;
-  const int64_t whole = size - size % kLanes;
-  for (int64_t begin = 0; begin < whole; begin += kLanes) {
-    for (int64_t lane = 0; lane < kLanes; ++lane) body(begin + lane, lane);
+C10_ALWAYS_INLINE void for_each_vector(int64_t size, const Body& body) {
+  constexpr int64_t kLanes = Vector<Scalar>::kLanes;
+  int64_t begin = 0;
+  for (; begin + 2 * kLanes <= size; begin += 2 * kLanes) {
+    body(begin, kLanes, std::false_type());
+    body(begin + kLanes, kLanes, std::true_type());
   }
-  for (int64_t i = whole; i < size; ++i) body(i, i - whole);
+  if (begin + kLanes <= size) {
+    body(begin, kLanes, std::false_type());
+    begin += kLanes;
+  }
+  if (begin < size) body(begin, size - begin, std::true_type());
 }
 
 // Not inlined, like the tiles of activation_loops.h.
@@ -50,7 +99,11 @@ C10_NOINLINE void add_tile(const Scalar* __restrict a,
 template <typename Scalar>
 C10_NOINLINE void sum_tile(const Scalar* __restrict v, int64_t size, LaneSum<Scalar>& sum) {
   LaneSum<Scalar> local = sum;
-  for_each_lane<Scalar>(size, [&](int64_t i, int64_t lane) { local.lanes[lane] += v[i]; });
+  for_each_vector<Scalar>(size,
+                          [&](int64_t i, int64_t count, auto is_odd) C10_ALWAYS_INLINE_ATTRIBUTE {
+                            const Vector<Scalar> values(v + i, count);
+                            local.add(is_odd, values.lanes);
+                          });
   sum = local;
 }
 
@@ -60,10 +113,14 @@ C10_NOINLINE void squares_tile(const Scalar* __restrict v,
                                int64_t size,
                                LaneSum<Scalar>& sum) {
   LaneSum<Scalar> local = sum;
-  for_each_lane<Scalar>(size, [&](int64_t i, int64_t lane) {
-    const Scalar centered = v[i] - mean;
-    local.lanes[lane] += centered * centered;
-  });
+  for_each_vector<Scalar>(size,
+                          [&](int64_t i, int64_t count, auto is_odd) C10_ALWAYS_INLINE_ATTRIBUTE {
+                            const Vector<Scalar> values(v + i, count);
+                            auto centered = values.lanes - mean;
+                            for (int64_t lane = count; lane < Vector<Scalar>::kLanes; ++lane)
+                              centered[lane] = 0;
+                            local.add(is_odd, centered * centered);
+                          });
   sum = local;
 }
 
@@ -83,8 +140,9 @@ C10_NOINLINE void normalize_tile(const Scalar* __restrict v,
   }
 }
 
-// Adds up g and g * n.
-template <typename Scalar, bool kWeight>
+// Adds up g and g * n, and what the tile adds to the gradients of weight and bias, kNumParams of
+// them.
+template <typename Scalar, bool kWeight, int kNumParams>
 C10_NOINLINE void gradient_sums_tile(const Scalar* __restrict grad_y,
                                      const Scalar* __restrict v,
                                      const Scalar* __restrict weight,
@@ -92,26 +150,41 @@ C10_NOINLINE void gradient_sums_tile(const Scalar* __restrict grad_y,
                                      Scalar rstd,
                                      int64_t size,
                                      LaneSum<Scalar>& sum_g,
-                                     LaneSum<Scalar>& sum_gn) {
+                                     LaneSum<Scalar>& sum_gn,
+                                     Scalar* __restrict grad_weight,
+                                     Scalar* __restrict grad_bias) {
   LaneSum<Scalar> local_g = sum_g;
   LaneSum<Scalar> local_gn = sum_gn;
-  for_each_lane<Scalar>(size, [&](int64_t i, int64_t lane) {
-    const Scalar g = kWeight ? grad_y[i] * weight[i] : grad_y[i];
-    local_g.lanes[lane] += g;
-    local_gn.lanes[lane] += g * ((v[i] - mean) * rstd);
-  });
+  for_each_vector<Scalar>(
+      size, [&](int64_t i, int64_t count, auto is_odd) C10_ALWAYS_INLINE_ATTRIBUTE {
+        const Vector<Scalar> grads(grad_y + i, count);
+        const Vector<Scalar> values(v + i, count);
+        const auto n = (values.lanes - mean) * rstd;
+        auto g = grads.lanes;
+        if constexpr (kWeight) {
+          const Vector<Scalar> weights(weight + i, count);
+          g = g * weights.lanes;
+        }
+        local_g.add(is_odd, g);
+        local_gn.add(is_odd, g * n);
+        if constexpr (kNumParams > 0) {
+          const Vector<Scalar> before(grad_weight + i, count);
+          store_lanes<Scalar>(before.lanes + grads.lanes * n, grad_weight + i, count);
+        }
+        if constexpr (kNumParams > 1) {
+          const Vector<Scalar> before(grad_bias + i, count);
+          store_lanes<Scalar>(before.lanes + grads.lanes, grad_bias + i, count);
+        }
+      });
   sum_g = local_g;
   sum_gn = local_gn;
 }
 
-template <typename Scalar>
-C10_NOINLINE void weight_gradient_tile(const Scalar* __restrict grad_y,
-                                       const Scalar* __restrict v,
-                                       Scalar mean,
-                                       Scalar rstd,
-                                       Scalar* __restrict grad_weight,
-                                       int64_t size) {
-  for (int64_t i = 0; i < size; ++i) grad_weight[i] += grad_y[i] * ((v[i] - mean) * rstd);
+template <typename Scalar, bool kWeight>
+auto gradient_sums_of(int num_params) {
+  return num_params == 0   ? gradient_sums_tile<Scalar, kWeight, 0>
+         : num_params == 1 ? gradient_sums_tile<Scalar, kWeight, 1>
+                           : gradient_sums_tile<Scalar, kWeight, 2>;
 }
 
 template <typename Scalar>
@@ -202,6 +275,7 @@ void run_norm_backward(const detail::NormBackwardJob& job,
   const int64_t size = job.row_size;
   const auto* weight = static_cast<const Scalar*>(job.weight);
   auto* grad_weight = static_cast<Scalar*>(param_sums);
+  const int num_params = grad_weight == nullptr ? 0 : job.has_bias ? 2 : 1;
   TileReader<Storage> grad_y(job.grad_y, nullptr, size);
   TileReader<Storage> grad_sum(job.grad_sum, nullptr, size);
   TileReader<Storage> v(job.v, nullptr, size);
@@ -217,13 +291,12 @@ void run_norm_backward(const detail::NormBackwardJob& job,
       const int64_t column = begin - row_begin;
       const Scalar* grads = grad_y.read(begin, count);
       const Scalar* values = v.read(begin, count);
-      const auto add_sums =
-          weight != nullptr ? gradient_sums_tile<Scalar, true> : gradient_sums_tile<Scalar, false>;
-      add_sums(grads, values, advanced(weight, column), mean, rstd, count, sum_g, sum_gn);
-      if (grad_weight != nullptr) {
-        weight_gradient_tile(grads, values, mean, rstd, grad_weight + column, count);
-        if (job.has_bias) accumulate_tile(grads, grad_weight + size + column, count);
-      }
+      Scalar* to_weight = grad_weight == nullptr ? nullptr : grad_weight + column;
+      Scalar* to_bias = num_params < 2 ? nullptr : grad_weight + size + column;
+      const auto add_sums = weight != nullptr ? gradient_sums_of<Scalar, true>(num_params)
+                                              : gradient_sums_of<Scalar, false>(num_params);
+      const auto* weights = advanced(weight, column);
+      add_sums(grads, values, weights, mean, rstd, count, sum_g, sum_gn, to_weight, to_bias);
     });
     if (job.grad_v == nullptr) continue;
     const Scalar mean_g = job.centered ? sum_g.total() / static_cast<Scalar>(size) : Scalar(0);
