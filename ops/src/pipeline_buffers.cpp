@@ -41,7 +41,8 @@ at::Tensor ReceiveBuffers::take(const PipelineAddress& address,
                                 const at::TensorOptions& options) {
   const auto num_bytes =
       static_cast<std::size_t>(c10::multiply_integers(sizes)) * options.dtype().itemsize();
-  if (num_bytes < kMinBytes) {
+  // torch keeps pinned memory for itself.
+  if (num_bytes < kMinBytes || options.pinned_memory()) {
     return at::empty(sizes, options);
   }
   std::vector<c10::Storage> evicted;  // freed without the lock

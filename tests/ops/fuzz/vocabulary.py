@@ -96,7 +96,7 @@ class Loss(Operator):
 
     @abstractmethod
     def classes(self, values: Values) -> int:
-        """How many of them this rank\'s part has, or the whole."""
+        """How many of them this rank's part has, or the whole."""
 
     def targets_and_options(self, draw: Draw, shape: tuple[int, ...], vocab: int) -> tuple[Tensor, Options]:
         is_told = vocab % draw.num_ranks != 0 or draw.chance(0.6)
