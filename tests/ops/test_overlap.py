@@ -64,6 +64,19 @@ def test_many_pieces(rank: int, world_size: int, dtype: str) -> None:
 
 
 @on_ranks(2)
+def test_half_types_are_summed_in_float32(rank: int) -> None:
+    """A weight's gradient over 16 blocks of rows has the error of two roundings, not of one each."""
+    torch.manual_seed(0)
+    x = torch.rand(4096, FEATURES).bfloat16()
+    weight = torch.zeros(6, FEATURES, dtype=torch.bfloat16, requires_grad=True)
+    with overlapping("always"):
+        y = _column(_part(x, rank, 2), weight, 4096)
+        y.backward(torch.ones_like(y))
+    expected = x.double().sum(0).expand(6, -1)
+    assert ((weight.grad - expected) / expected).abs().max() <= 2**-7
+
+
+@on_ranks(2)
 def test_collectives_and_bytes(rank: int) -> None:
     """Of what is gathered or scattered two pieces exist at a time."""
     x, weight = torch.randn(512, FEATURES), torch.randn(8, FEATURES)
