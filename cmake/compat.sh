@@ -12,7 +12,7 @@ mkdir -p "$package/strategy"
 for file in ops/python/*.py ops/python/py.typed ops/python/memory ops/python/nn; do
   ln -sfn "$PWD/$file" "$package/$(basename "$file")"
 done
-for file in strategy/python/*.py strategy/python/deferred; do
+for file in strategy/python/*.py strategy/python/data_parallel strategy/python/deferred; do
   ln -sfn "$PWD/$file" "$package/strategy/$(basename "$file")"
 done
 PATH="$(dirname "$PYTHON"):$PATH" "$CMAKE" --preset dev -B "$build" \
@@ -22,4 +22,4 @@ PATH="$(dirname "$PYTHON"):$PATH" "$CMAKE" --preset dev -B "$build" \
 "$(dirname "$CMAKE")/ctest" --test-dir "$build" --output-on-failure --parallel "${MAX_JOBS:-2}"
 OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo PYTHONPATH="$build/package" WEFT_BUILD_DIR="$build" \
   "$PYTHON" -m pytest tests/ops tests/strategy/test_deferred_init.py tests/strategy/test_fused_optimizers.py \
-  tests/strategy/test_in_backward.py tests/strategy/test_activation_checkpointing.py tests/examples/test_cpp.py -p no:cacheprovider
+  tests/strategy/test_in_backward.py tests/strategy/test_data_parallel.py tests/strategy/test_activation_checkpointing.py tests/examples/test_cpp.py -p no:cacheprovider

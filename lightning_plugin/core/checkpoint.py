@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from weft._plugin.optimizer_state import load_named_state, load_sharded_state
@@ -154,8 +154,9 @@ def load_file(
 def _placed_like(value: Any, target: Any) -> Any:
     if not isinstance(target, DTensor) or isinstance(value, DTensor) or value.shape != target.shape:
         return value  # a wrong shape is load_state_dict's to refuse, with all the others
-    local = value.to(target.device_mesh.device_type)
-    return distribute_tensor(local, target.device_mesh, target.placements, src_data_rank=None)
+    from weft.strategy.data_parallel.local import placed_like
+
+    return placed_like(value, target)
 
 
 def _no_optimizer(path: Path, idx: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,20 @@ def _unchanged(model: Module, device_mesh: Any) -> Module:
     return model
 
 
+class _WithoutSync:
+    """What `fabric.no_backward_sync` asks for."""
+
+    def __init__(self, strategy: FabricMixin) -> None:
+        self._strategy = strategy
+
+    def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager:
+        return self._strategy.data_axes.without_sync([module]) if enabled else nullcontext()
+
+
 class FabricMixin(StrategyMixin):
-    """Tensor parallelism by plan, for Fabric; a drop-in for Fabric's ModelParallelStrategy.
+    """Tensor parallelism by plan, and sharded or replicated data parallelism, for Fabric.
+
+    A drop-in for Fabric's ModelParallelStrategy.
 
     Args:
         parallelize_fn: as in ModelParallelStrategy, and optional: `(model, device_mesh) -> model`, called before the
@@ -37,7 +49,8 @@ class FabricMixin(StrategyMixin):
         empty_init: with a plan, what `fabric.init_module(empty_init=True)` builds gets its values in `fabric.setup`,
             each rank its shards only, and the values are those of an unsharded model. False: as in Fabric's strategy.
         optimizer_in_backward: as in the Trainer's strategy; call `step()` after each backward.
-        activation_checkpointing, activation_offload: as in the Trainer's strategy.
+        activation_checkpointing, activation_offload, data_replicate_size, zero_stage, layout: as in the Trainer's
+            strategy.
 
     Raises:
         ValueError, TypeError: an argument that no number of devices could make work.
@@ -61,6 +74,9 @@ class FabricMixin(StrategyMixin):
         optimizer_in_backward: bool = False,
         activation_checkpointing: Any = "none",
         activation_offload: bool = False,
+        data_replicate_size: Any = 1,
+        zero_stage: int | None = None,
+        layout: str | None = None,
     ) -> None:
         if parallelize_fn is not None and not callable(parallelize_fn):
             raise TypeError(
@@ -87,8 +103,12 @@ class FabricMixin(StrategyMixin):
                 optimizer_in_backward=optimizer_in_backward,
                 activation_checkpointing=activation_checkpointing,
                 activation_offload=activation_offload,
+                data_replicate_size=data_replicate_size,
+                zero_stage=zero_stage,
+                layout=layout,
             )
         )
+        self._backward_sync_control = _WithoutSync(self)
         self._modules: list[Module] = []
         self._replacements = Replacements()
         self._gradients_checked = False
@@ -109,6 +129,25 @@ class FabricMixin(StrategyMixin):
             self._values_to_come = self._apply_plan(module)
         return module
 
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """As the stock one, over the data axes by default: each replica counts once."""
+        return super().all_reduce(tensor, group or self.data_group, reduce_op)
+
+    def clip_gradients_norm(
+        self,
+        module: Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Clip by the norm over all ranks' parts, whatever they are cut over; returns the norm before."""
+        from weft.strategy.data_parallel import clip_gradients_by_norm
+
+        self.precision.unscale_gradients(optimizer)
+        parameters = self.precision.main_params(optimizer)
+        return clip_gradients_by_norm(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
     def setup_module(self, module: Module) -> Module:
         """Run `parallelize_fn`, then the plan; the ranks of a group start from the first one's values."""
         before = parameters_of(module)
@@ -119,6 +158,7 @@ class FabricMixin(StrategyMixin):
         share_random_state(self.tensor_parallel_group, self.root_device)
         module.register_forward_pre_hook(self._check_batch)
         self._modules.append(module)
+        self._average_gradients_of(module)
         self._watch_memory(module)
         self._gradients_checked = False
         return module
@@ -133,6 +173,7 @@ class FabricMixin(StrategyMixin):
         optimizer = super().setup_optimizer(optimizer)
         self._replacements.repoint(optimizer)
         self._fuse(optimizer, self._modules[-1] if self._modules else None)
+        self.data_axes.add_optimizer(optimizer)
         if self._watch is not None:
             self._watch.add_optimizer(optimizer)
         if self._optimizer_in_backward:
@@ -146,6 +187,7 @@ class FabricMixin(StrategyMixin):
     def backward(self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
         """Backward; after the first one replicated parameters must have got equal gradients on all ranks."""
         super().backward(tensor, module, *args, **kwargs)
+        self.data_axes.after_backward()
         self._check_first_gradients(self._modules)
 
     # ---- checkpoints: as the stock strategy's, but no optimizer takes a step to be saved or loaded -----------

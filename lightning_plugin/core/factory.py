@@ -18,9 +18,19 @@ from weft._plugin.process_guard import watch_launcher
 from weft._plugin.trainer_mixin import TrainerMixin
 
 CLASS_NAME = "WeftModelParallelStrategy"
-# What a string means: a plan that recognises the model, all processes tensor-parallel.
-REGISTERED_NAMES = ("weft", "weft_tp")
-_DESCRIPTION = "weft: tensor parallelism with plan='auto' over all devices"
+# What a string means: plan="auto", which recognises the model, and these sizes.
+PRESETS: dict[str, dict[str, Any]] = {
+    "weft": {},
+    "weft_tp": {"data_parallel_size": 1},
+    "weft_fsdp": {"tensor_parallel_size": 1},
+    "weft_2d": {"tensor_parallel_size": 2},
+}
+_DESCRIPTIONS = {
+    "weft": "weft: tensor parallelism inside each host, fully sharded data parallelism between hosts",
+    "weft_tp": "weft: tensor parallelism over all devices",
+    "weft_fsdp": "weft: fully sharded data parallelism over all devices",
+    "weft_2d": "weft: tensor parallelism over pairs of devices, fully sharded data parallelism over the pairs",
+}
 
 
 @dataclass(frozen=True)
@@ -102,9 +112,9 @@ def register_installed() -> None:
             continue
         registry = getattr(importlib.import_module(flavour.strategies), flavour.registry)
         made = strategy_class(flavour)
-        for name in REGISTERED_NAMES:
+        for name, sizes in PRESETS.items():
             if name not in registry:
-                registry.register(name, made, description=_DESCRIPTION, plan="auto")
+                registry.register(name, made, description=_DESCRIPTIONS[name], plan="auto", **sizes)
             elif registry[name]["strategy"] is not made:
                 raise ValueError(
                     f"the strategy name {name!r} is registered in {flavour.strategies} already, for "

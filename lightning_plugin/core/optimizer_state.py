@@ -12,13 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from weft.strategy.data_parallel import ShardedStates
 
 # torch.compile and activation checkpointing put these into the names of what they wrap; checkpoints lack them.
 _WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -38,7 +41,7 @@ def named_state(module: torch.nn.Module, optimizer: Optimizer) -> dict[str, Any]
     """The optimizer's state by parameter name, DTensors as they are, everything else on the CPU."""
     names = parameter_names(module)
     ordered = [p for group in optimizer.param_groups for p in group["params"]]
-    packed = optimizer.state_dict()
+    packed = _packed(optimizer, ordered)
     by_id = {idx: names[parameter] for idx, parameter in enumerate(ordered)}
     return {
         "state": {by_id[idx]: state for idx, state in packed["state"].items()},
@@ -53,7 +56,7 @@ def full_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
 
     Collective. Only where `keep` is true is anything returned, and held; {} elsewhere.
     """
-    packed = optimizer.state_dict()
+    packed = _packed(optimizer, [p for group in optimizer.param_groups for p in group["params"]])
     state = {}
     for idx, values in packed["state"].items():
         # In the same order on every rank: full_tensor gathers.
@@ -61,6 +64,28 @@ def full_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
         if keep:
             state[idx] = whole
     return {**packed, "state": state} if keep else {}
+
+
+def _packed(optimizer: Optimizer, ordered: list[Tensor]) -> dict[str, Any]:
+    """`optimizer.state_dict()` with states like the parameters; collective where states are cut by themselves.
+
+    Those are on the CPU then, as only one of them fits beside the optimizer.
+    """
+    from weft.strategy.data_parallel import sharded_states_of
+
+    packed = optimizer.state_dict()
+    sharded = sharded_states_of(optimizer)
+    if sharded is None:
+        return packed
+    whole = {
+        idx: {name: sharded.whole(ordered[idx], v).cpu() if _is_slice(v) else v for name, v in values.items()}
+        for idx, values in packed["state"].items()
+    }
+    return {**packed, "state": whole}
+
+
+def _is_slice(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 1
 
 
 def _whole(value: Any, keep: bool) -> Any:
@@ -78,6 +103,8 @@ def load_named_state(module: torch.nn.Module, optimizer: Optimizer, saved: Mappi
     Raises:
         ValueError: the checkpoint's parameter groups do not fit the optimizer's.
     """
+    from weft.strategy.data_parallel.sharded_states import is_like, sharded_states_of
+
     names = parameter_names(module)
     ordered = [p for group in optimizer.param_groups for p in group["params"]]
     saved_groups = saved["param_groups"]
@@ -89,13 +116,17 @@ def load_named_state(module: torch.nn.Module, optimizer: Optimizer, saved: Mappi
         )
     saved_keys = [key for group in saved_groups for key in group["params"]]
     by_name = {names[p]: idx for idx, p in enumerate(ordered)}
+    sharded = sharded_states_of(optimizer)
     state = {}
     for position, key in enumerate(saved_keys):
         values = saved.get("state", {}).get(key)
         if values is None:
             continue
         idx = by_name[key] if isinstance(key, str) else position
-        state[idx] = {name: _placed_like(value, ordered[idx]) for name, value in values.items()}
+        state[idx] = {
+            name: _placed_like(value, ordered[idx], sharded) if is_like(name, value, ordered[idx].shape) else value
+            for name, value in values.items()
+        }
     first_idx, groups = 0, []
     for group in saved_groups:
         num_params = len(group["params"])
@@ -104,13 +135,13 @@ def load_named_state(module: torch.nn.Module, optimizer: Optimizer, saved: Mappi
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _placed_like(value: Any, parameter: Tensor) -> Any:
-    is_per_element = isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0
-    if not is_per_element or isinstance(value, DTensor) or not isinstance(parameter, DTensor):
-        return value
-    local = value.to(parameter.device_mesh.device_type)
-    # No source rank: every rank has the whole tensor, and cuts its own part out of it.
-    return distribute_tensor(local, parameter.device_mesh, parameter.placements, src_data_rank=None)
+def _placed_like(value: Tensor, parameter: Tensor, sharded: ShardedStates | None) -> Tensor:
+    from weft.strategy.data_parallel.local import local_part, placed_like
+
+    if isinstance(parameter, DTensor) and not isinstance(value, DTensor):
+        value = placed_like(value, parameter)
+    # A copy: the slice must not keep the rest alive.
+    return value if sharded is None else sharded.own_slice(parameter, local_part(value)).clone()
 
 
 def load_sharded_state(folder: Path, key: str, module: torch.nn.Module, optimizer: Optimizer) -> None:
@@ -126,17 +157,17 @@ def load_sharded_state(folder: Path, key: str, module: torch.nn.Module, optimize
     for flat_key, entry in metadata.state_dict_metadata.items():
         path = metadata.planner_data[flat_key]
         if path[:2] == (key, "state") and len(path) == 4 and path[2] in by_name:
-            state.setdefault(path[2], {})[path[3]] = _empty_like_saved(entry, by_name[path[2]])
+            state.setdefault(path[2], {})[path[3]] = _empty_like_saved(path[3], entry, by_name[path[2]])
         elif path[:2] == (key, "param_groups") and len(path) == 4:
-            groups.setdefault(path[2], {})[path[3]] = _empty_like_saved(entry, None)
+            groups.setdefault(path[2], {})[path[3]] = _empty_like_saved(path[3], entry, None)
     read = {key: {"state": state, "param_groups": [groups[idx] for idx in sorted(groups)]}}
     dcp.load(read, checkpoint_id=folder)
     load_named_state(module, optimizer, read[key])
 
 
-def _empty_like_saved(entry: Any, parameter: Tensor | None) -> Any:
+def _empty_like_saved(name: str, entry: Any, parameter: Tensor | None) -> Any:
     if not hasattr(entry, "size"):  # not a tensor: read as an object
         return None
-    if isinstance(parameter, DTensor) and entry.size and entry.size == parameter.shape:
+    if isinstance(parameter, DTensor) and entry.size == parameter.shape and (entry.size or name != "step"):
         return torch.empty_like(parameter, dtype=entry.properties.dtype)
     return torch.empty(entry.size, dtype=entry.properties.dtype)

@@ -1,37 +1,45 @@
-"""Keeps the ranks of a tensor-parallel group replicas of one another: same values, same random numbers.
+"""Keeps ranks replicas of one another: same values along every axis, and same random numbers for the same data.
 
-Everything here is collective over the group, and the group's first rank is the one that the others follow.
-A group of one is left alone.
+Everything here is collective over a group or a mesh, whose first rank is the one that the others follow. A group of
+one is left alone.
 """
 
 from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 _SEED_VARIABLES = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
 
 
-def share_values(module: torch.nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Give every replicated parameter and buffer the value that it has on the first rank of `group`.
+def share_values(module: torch.nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
+    """Give every parameter and buffer the value that it has on the first rank of each axis that it is not cut over.
 
-    One tensor at a time, through `device`, where the group's backend works. Left alone: tensors that have no values
-    yet, and shards.
+    One tensor at a time, through `device`, where the groups' backends work. Left alone: tensors that have no values
+    yet.
     """
+    for axis in mesh.mesh_dim_names or ():
+        _share_values(module, axis, mesh.get_group(axis), device)
+
+
+def _share_values(module: torch.nn.Module, axis: str, group: dist.ProcessGroup, device: torch.device) -> None:
     from weft.strategy.deferred import is_deferred
 
     if group.size() == 1:
         return
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
-            local = None if is_deferred(tensor) else _replicated_part(tensor)
+            local = None if is_deferred(tensor) else _part_replicated_over(axis, tensor)
             if local is None or local.is_meta or local.numel() == 0:
                 continue
             moved = local.detach().to(device).contiguous()
@@ -40,10 +48,12 @@ def share_values(module: torch.nn.Module, group: dist.ProcessGroup, device: torc
                 local.copy_(moved)
 
 
-def _replicated_part(tensor: Tensor) -> Tensor | None:
+def _part_replicated_over(axis: str, tensor: Tensor) -> Tensor | None:
     if not isinstance(tensor, DTensor):
         return tensor
-    return tensor.to_local() if all(p.is_replicate() for p in tensor.placements) else None
+    names = tensor.device_mesh.mesh_dim_names or (axis,)  # an axis without a name may be this one
+    is_cut = axis in names and not tensor.placements[names.index(axis)].is_replicate()
+    return None if is_cut else tensor.to_local()
 
 
 def has_meta_tensors(module: torch.nn.Module) -> bool:
@@ -74,6 +84,22 @@ def share_random_state(group: dist.ProcessGroup, device: torch.device) -> None:
     dist.broadcast_object_list(state, group=group, group_src=0)
     if group.rank() != 0:
         _set_random_state(state[0], device)
+
+
+@contextmanager
+def random_state_of_first_rank(device: torch.device) -> Iterator[None]:
+    """Inside, random numbers are those of the job's first rank; afterwards, where they were others, those again.
+
+    Ranks that see other data draw other numbers for it, if nobody has seeded them alike.
+    """
+    own = _random_state(device)
+    first = [own]
+    dist.broadcast_object_list(first, src=0)
+    is_same = torch.equal(own["torch"], first[0]["torch"])
+    _set_random_state(first[0], device)
+    yield
+    if not is_same:
+        _set_random_state(own, device)
 
 
 def _random_state(device: torch.device) -> dict[str, Any]:

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from weft.strategy.layout import Sizes
+
+ZERO_STAGES = (0, 1, 2, 3)
 
 
 @dataclass(frozen=True)
@@ -19,6 +24,9 @@ class PlanSettings:
     optimizer_in_backward: whether each parameter is stepped as soon as its gradient is complete.
     activation_checkpointing: which modules compute their activations again, as `checkpoint_activations` takes it.
     activation_offload: whether what checkpoints keep waits in CPU memory.
+    data_replicate_size: a number of ranks or "auto".
+    zero_stage: what is cut over the data-parallel axis, 0 to 3; None: 3 with a plan, without one nothing.
+    layout: the sizes of all axes as text, or None.
     """
 
     plan: Any
@@ -29,9 +37,17 @@ class PlanSettings:
     optimizer_in_backward: bool
     activation_checkpointing: Any
     activation_offload: bool
+    data_replicate_size: int | str
+    zero_stage: int | None
+    layout: str | None
 
-    def validate(self, owner: str, data_parallel_size: int | str) -> None:
-        """Raise ValueError or TypeError for settings that no number of devices could make work."""
+    @property
+    def is_stock(self) -> bool:
+        """Whether sizes mean what they mean in ModelParallelStrategy."""
+        return self.plan is None and self.zero_stage is None and self.layout is None and self.data_replicate_size == 1
+
+    def validate(self, owner: str, data_parallel_size: int | str, tensor_parallel_size: int | str) -> Sizes:
+        """The sizes of the axes. ValueError or TypeError for settings that no number of devices could make work."""
         for name in ("check_batches", "check_batches_every"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
@@ -47,31 +63,43 @@ class PlanSettings:
                 f"{owner} got activation_offload=True without checkpoints, whose inputs are what is offloaded; "
                 "pass activation_checkpointing='full' or 'selective', too."
             )
-        if self.plan is None:
-            return
-        if data_parallel_size not in ("auto", 1):
+        if self.zero_stage is not None and (isinstance(self.zero_stage, bool) or self.zero_stage not in ZERO_STAGES):
             raise ValueError(
-                f"{owner} got data_parallel_size={data_parallel_size!r} together with a plan, and nothing reduces the "
-                "gradients over the data-parallel axis yet: pass data_parallel_size=1, or plan=None and apply "
-                "`fully_shard` yourself."
+                f"{owner} got zero_stage={self.zero_stage!r}; pass 0 (all replicated), 1 (optimizer states cut), "
+                "2 (gradients, too) or 3 (parameters, too)."
             )
+        if self.zero_stage == 1 and self.optimizer_in_backward:
+            raise ValueError(
+                f"{owner} got optimizer_in_backward=True and zero_stage=1, which steps parts of parameters after the "
+                "backward; pass one of the two."
+            )
+        return self._sizes(owner, data_parallel_size, tensor_parallel_size)
+
+    def _sizes(self, owner: str, data_parallel_size: int | str, tensor_parallel_size: int | str) -> Sizes:
+        from weft.strategy.layout import Sizes
+
+        given = (self.data_replicate_size, data_parallel_size, tensor_parallel_size)
+        try:
+            if self.layout is None:
+                return Sizes(*given)
+            if given != (1, "auto", "auto"):
+                raise ValueError("layout gives the sizes of all axes; leave out data_replicate_size and the others.")
+            return Sizes.parse(self.layout)
+        except ValueError as error:
+            raise ValueError(f"{owner}: {error}") from None
 
 
-def resolve_sizes(
-    owner: str, plan: Any, data_parallel_size: int | str, tensor_parallel_size: int | str, num_processes: int
-) -> tuple[int | str, int | str]:
-    """(data, tensor) sizes with a plan: all processes are tensor-parallel ranks. Without one: unchanged.
+def resolve_sizes(owner: str, sizes: Sizes, num_processes: int, num_nodes: int) -> tuple[int, int, int]:
+    """(data_replicate, data_parallel, tensor_parallel) for `num_processes` processes on each of `num_nodes` hosts.
 
     Raises:
-        RuntimeError: as the stock strategy, but before anything is launched.
+        RuntimeError: the sizes do not fit; as from the stock strategy, but before anything is launched.
     """
-    if plan is None:
-        return data_parallel_size, tensor_parallel_size
-    tensor = num_processes if tensor_parallel_size == "auto" else tensor_parallel_size
-    if tensor != num_processes:
+    num_ranks = num_processes * num_nodes
+    try:
+        return sizes.resolve(num_ranks, num_processes)
+    except ValueError as error:
         raise RuntimeError(
-            f"{owner} got tensor_parallel_size={tensor} and {num_processes} "
-            f"process{'es' * (num_processes != 1)} (devices x num_nodes): with a plan they must be equal, so pass "
-            f"devices={tensor} (on CPU devices='auto' means 1) or tensor_parallel_size='auto'."
-        )
-    return 1, tensor
+            f"{owner} has {num_ranks} process{'es' * (num_ranks != 1)} (devices x num_nodes; on CPU devices='auto' "
+            f"means 1): {error}."
+        ) from None

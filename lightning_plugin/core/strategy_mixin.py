@@ -9,20 +9,23 @@ module of Lightning is used.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from weft import memory
 from weft._plugin.batch_check import BatchCheck
+from weft._plugin.data_axes import DATA_AXIS, REPLICATE_AXIS, DataAxes, mixed_precision_policy
 from weft._plugin.launcher import guarded
 from weft._plugin.process_group import group_made_here, refuse_other_world_size
 from weft._plugin.process_guard import guard
 from weft._plugin.replicas import (
     has_meta_tensors,
+    random_state_of_first_rank,
     seed_workers_by_data_rank,
     share_random_state,
     share_values,
@@ -39,12 +42,11 @@ if TYPE_CHECKING:
     from weft.strategy import StepInBackward
 
 TENSOR_AXIS = "tensor_parallel"
-DATA_AXIS = "data_parallel"
 _LARGE_BYTES = 10**6
 
-# (default group, device type, sizes) -> mesh. What one run made DTensors of must be the mesh of the next, and each
-# new mesh would make process groups that nothing destroys.
-_meshes: dict[tuple[dist.ProcessGroup, str, int, int], DeviceMesh] = {}
+# (default group, device type, sizes) -> mesh, and the group of this rank's data axes. What one run made DTensors of
+# must be the mesh of the next, and each new mesh would make process groups that nothing destroys.
+_meshes: dict[tuple[Any, ...], tuple[DeviceMesh, dist.ProcessGroup]] = {}
 
 
 class StrategyMixin:
@@ -56,8 +58,11 @@ class StrategyMixin:
     def _init_weft(self, settings: PlanSettings) -> None:
         from weft.strategy import Plan
 
-        settings.validate(type(self).__name__, self._data_parallel_size)
-        self._plan = None if settings.plan is None else Plan(settings.plan)
+        self._sizes = settings.validate(type(self).__name__, self._data_parallel_size, self._tensor_parallel_size)
+        self._has_stock_sizes = settings.is_stock
+        plan = {} if settings.plan is None and settings.zero_stage is not None else settings.plan
+        self._plan = None if plan is None else Plan(plan)
+        self._zero_stage = 3 if settings.zero_stage is None else settings.zero_stage
         self._batch_check = BatchCheck(settings.check_batches, settings.check_batches_every)
         self._fused_optimizers = settings.fused_optimizers
         self._empty_init = settings.empty_init
@@ -67,6 +72,7 @@ class StrategyMixin:
         self._stepper: StepInBackward | None = None
         self._fingerprints: dict[Tensor, Tensor] = {}
         self._watch: Watch | None = None
+        self._data_axes: DataAxes | None = None
 
     @property
     def plan(self) -> Any:
@@ -78,6 +84,20 @@ class StrategyMixin:
         """The ranks that hold the shards of one replica, this one among them."""
         return self.device_mesh.get_group(TENSOR_AXIS)
 
+    @property
+    def data_group(self) -> dist.ProcessGroup:
+        """The ranks that see other data than this one, and hold the same part of the model otherwise."""
+        return self.data_axes.group
+
+    @property
+    def data_axes(self) -> DataAxes:
+        """What happens over the axes data_replicate and data_parallel."""
+        if self._data_axes is None:
+            raise RuntimeError(
+                f"{type(self).__name__} knows its data axes when its processes have met; ask later, in setup or fit."
+            )
+        return self._data_axes
+
     def _configure_launcher(self) -> None:
         self._check_devices()
         super()._configure_launcher()
@@ -86,11 +106,9 @@ class StrategyMixin:
 
     def _check_devices(self) -> None:
         """Refuse the device count, if it must be refused, before anything is launched."""
-        num_processes = self.num_processes * self.num_nodes
-        refuse_other_world_size(num_processes)
-        resolve_sizes(
-            type(self).__name__, self._plan, self._data_parallel_size, self._tensor_parallel_size, num_processes
-        )
+        refuse_other_world_size(self.num_processes * self.num_nodes)
+        if not self._has_stock_sizes:
+            resolve_sizes(type(self).__name__, self._sizes, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
         """Join the process group, build the mesh, and give the ranks of a tensor-parallel group one random state."""
@@ -98,20 +116,29 @@ class StrategyMixin:
         self._refuse_offload_on_cpu()
         guard().mark_failed(False)
         guard().watch_signals(self._owns_process_control())
-        self._data_parallel_size, self._tensor_parallel_size = resolve_sizes(
-            type(self).__name__,
-            self._plan,
-            self._data_parallel_size,
-            self._tensor_parallel_size,
-            self.num_processes * self.num_nodes,
-        )
+        replicas = 1
+        if not self._has_stock_sizes:
+            replicas, data, tensor = resolve_sizes(type(self).__name__, self._sizes, self.num_processes, self.num_nodes)
+            self._data_parallel_size, self._tensor_parallel_size = replicas * data, tensor
         with group_made_here():
             super().setup_environment()
-        sizes = (int(self._data_parallel_size), int(self._tensor_parallel_size))
-        key = (dist.group.WORLD, self.root_device.type, *sizes)
-        self._device_mesh = _meshes.setdefault(key, self._device_mesh)
+        self._device_mesh, group = self._known_mesh(replicas)
+        self._data_axes = DataAxes(self._device_mesh, group, self._zero_stage)
         share_random_state(self.tensor_parallel_group, self.root_device)
         self._batch_check.restart()
+
+    def _known_mesh(self, replicas: int) -> tuple[DeviceMesh, dist.ProcessGroup]:
+        """The mesh of these sizes, and the group of its data axes; the stock strategy has made one of two axes."""
+        data, tensor = self._device_mesh.shape
+        key = (dist.group.WORLD, self.root_device.type, replicas, data, tensor)
+        if key not in _meshes:
+            mesh, group = self._device_mesh, self._device_mesh.get_group(DATA_AXIS)
+            if replicas > 1:
+                names = (REPLICATE_AXIS, DATA_AXIS, TENSOR_AXIS)
+                shape = (replicas, data // replicas, tensor)
+                mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
+            _meshes[key] = (mesh, group)
+        return _meshes[key]
 
     def _refuse_offload_on_cpu(self) -> None:
         if self._activation_offload and self.root_device.type == "cpu":
@@ -143,21 +170,48 @@ class StrategyMixin:
     def process_dataloader(self, dataloader: Any) -> Any:
         """Have the loader's workers seeded alike on the ranks of a tensor-parallel group."""
         seed = importlib.import_module(f"{self.fabric_module}.utilities.seed")
-        data_rank = self.device_mesh.get_local_rank(DATA_AXIS)
         dataloader = super().process_dataloader(dataloader)
-        seed_workers_by_data_rank(dataloader, seed.pl_worker_init_function, data_rank)
+        seed_workers_by_data_rank(dataloader, seed.pl_worker_init_function, self.data_axes.rank)
         return dataloader
 
-    def _share_values(self, module: torch.nn.Module) -> None:
-        share_values(module, self.tensor_parallel_group, self.root_device)
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """A share of the data for each coordinate of the data axes."""
+        return {"num_replicas": self.data_axes.size, "rank": self.data_axes.rank}
 
-    def _deferred_init(self) -> AbstractContextManager[None]:
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """As the stock one, over the data axes by default: each replica counts once.
+
+        A LightningModule that is given no group asks for all ranks by name, and means the default.
+        """
+        if group is None or group is dist.group.WORLD:
+            group = self.data_group
+        return super().all_gather(tensor, group=group, sync_grads=sync_grads)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks have decided so; with all=False, whether any has."""
+        votes = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(votes, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
+        return bool(votes)
+
+    def _precision_name(self) -> str:
+        plugin = self.precision_plugin if hasattr(self, "precision_plugin") else self.precision
+        return str(plugin.precision)
+
+    def _share_values(self, module: torch.nn.Module) -> None:
+        share_values(module, self.device_mesh, self.root_device)
+
+    @contextmanager
+    def _deferred_init(self) -> Iterator[None]:
         """What is built inside gets values when the plan is applied, each rank its shards; without a plan, at once."""
         if self._plan is None or not self._empty_init:
-            return nullcontext()
+            yield
+            return
         from weft.strategy import deferred_init
 
-        return deferred_init()
+        # A hook before may have drawn on some ranks only, and what is built here is not compared later.
+        with random_state_of_first_rank(self.root_device), deferred_init():
+            yield
 
     def _fuse(self, optimizer: Optimizer, module: torch.nn.Module | None) -> None:
         """Fuse an optimizer as the settings say, and say so."""
@@ -181,6 +235,7 @@ class StrategyMixin:
             is_replicated = any(placement.is_replicate() for placement in getattr(parameter, "placements", ()))
             if is_replicated and not self._gradients_checked:
                 self._fingerprints[parameter] = gradient_fingerprint(parameter)
+            self.data_axes.average(parameter)
             if clip_value is not None:
                 getattr(parameter.grad, "_local_tensor", parameter.grad).clamp_(-clip_value, clip_value)
 
@@ -218,8 +273,11 @@ class StrategyMixin:
             self._watch.remove()
         self._watch = None
 
-    def _apply_plan(self, module: torch.nn.Module) -> bool:
-        """Make the ranks' values equal, then shard. Returns whether values are still to come (meta tensors)."""
+    def _apply_plan(self, module: torch.nn.Module, **calls: Any) -> bool:
+        """Make the ranks' values equal, then shard. Returns whether values are still to come (meta tensors).
+
+        `calls` says how the module is called, as `DataAxes.shard` takes it.
+        """
         from weft.strategy import parallelize
 
         self._share_values(module)
@@ -228,13 +286,21 @@ class StrategyMixin:
             self._advise_on_building(module)
             parallelize(module, self.device_mesh, self._plan)
         self._checkpoint_activations(module)
+        if self._plan is not None:
+            policy = mixed_precision_policy(self._precision_name())
+            self.data_axes.shard(module, policy, **calls)
         return waiting
+
+    def _average_gradients_of(self, module: torch.nn.Module) -> None:
+        if self._plan is not None and not self._optimizer_in_backward:
+            self.data_axes.average_gradients_of(module)
 
     def _advise_on_building(self, module: torch.nn.Module) -> None:
         """Say so where every rank has built a whole model, of which it keeps a shard."""
         num_bytes = whole_bytes(module)
         is_worth_a_word = num_bytes >= max(_LARGE_BYTES, sum(p.nbytes for p in module.parameters()) // 2)
-        if is_worth_a_word and self.tensor_parallel_group.size() > 1 and self._empty_init:
+        num_parts = self.device_mesh.size() if self.data_axes.shards_parameters else self.tensor_parallel_group.size()
+        if is_worth_a_word and num_parts > 1 and self._empty_init:
             self._log(
                 f"weft got a model that was built whole, {num_bytes / 1e9:.3f} GB on every rank: build it in "
                 f"{self._DEFERRED_PLACE}, and each rank makes its shards only."

@@ -24,12 +24,24 @@ from weft._plugin.strategy_mixin import StrategyMixin
 _IN_CONFIGURE_MODEL = object()
 
 
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+def _overridden_steps(module: Any) -> list[str]:
+    base = next(cls for cls in type(module).__mro__ if cls.__name__ == "LightningModule")
+    return [name for name in _STEPS if name in vars(module) or getattr(type(module), name) is not getattr(base, name)]
+
+
 class TrainerMixin(StrategyMixin):
-    """Tensor parallelism by plan, for the Trainer; a drop-in for Lightning's ModelParallelStrategy.
+    """Tensor parallelism by plan, and sharded or replicated data parallelism, for the Trainer.
+
+    A drop-in for Lightning's ModelParallelStrategy.
 
     Args:
-        data_parallel_size: as in ModelParallelStrategy; with a plan it must be 1, which "auto" then means.
-        tensor_parallel_size: as in ModelParallelStrategy; with a plan "auto" means all processes.
+        data_parallel_size: how many ranks see other data, and share what `zero_stage` says; "auto": what the other
+            sizes leave. Without a plan, as in ModelParallelStrategy.
+        tensor_parallel_size: how many ranks share each layer's arithmetic; "auto": what the other sizes leave, and of
+            that no more than a host has. Without a plan, as in ModelParallelStrategy.
         save_distributed_checkpoint: True: checkpoints are directories to which each rank writes its part; False: one
             file, assembled on rank 0, that any Trainer loads.
         process_group_backend: as in ModelParallelStrategy; None on the CPUs of one host: "cpu:weft". "gloo" is the
@@ -52,6 +64,12 @@ class TrainerMixin(StrategyMixin):
             too; or a pattern of module names, a list of them, or a dict from pattern to "full" or "selective".
         activation_offload: keep those inputs in CPU memory until the backward; on CUDA devices.
 
+        data_replicate_size: how many replicas there are of what the other axes share; "auto": what they leave.
+        zero_stage: what is cut over the data-parallel axis. 3: parameters, gradients and optimizer states (FSDP2, each
+            unit freed after its forward); 2: the same, freed after its backward; 1: the states alone; 0: nothing.
+            None: 3 with a plan; without one, all sharding is up to `configure_model`.
+        layout: all sizes at once, such as "dp2,tp2" or "rep2,dp4,tp8"; axes that are left out have one rank.
+
     Raises:
         ValueError, TypeError: an argument that no number of devices could make work.
     """
@@ -73,6 +91,9 @@ class TrainerMixin(StrategyMixin):
         optimizer_in_backward: bool = False,
         activation_checkpointing: Any = "none",
         activation_offload: bool = False,
+        data_replicate_size: Any = 1,
+        zero_stage: int | None = None,
+        layout: str | None = None,
     ) -> None:
         super().__init__(
             data_parallel_size=data_parallel_size,
@@ -91,9 +112,13 @@ class TrainerMixin(StrategyMixin):
                 optimizer_in_backward=optimizer_in_backward,
                 activation_checkpointing=activation_checkpointing,
                 activation_offload=activation_offload,
+                data_replicate_size=data_replicate_size,
+                zero_stage=zero_stage,
+                layout=layout,
             )
         )
         self._gradients_checked = False
+        self._gradient_norm: Tensor | None = None
 
     # ---- a run's beginning and end -------------------------------------------------------------------------
 
@@ -112,9 +137,6 @@ class TrainerMixin(StrategyMixin):
             with super().tensor_init_context(**({} if in_configure_model else {"empty_init": empty_init})):
                 yield
             return
-        if in_configure_model:
-            # A hook before may have drawn on some ranks only, and what is built here is not compared later.
-            share_random_state(self.tensor_parallel_group, self.root_device)
         with super().tensor_init_context(), self._deferred_init():
             yield
 
@@ -125,15 +147,22 @@ class TrainerMixin(StrategyMixin):
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False
         self._is_fitting = trainer.state.fn == "fit"
+        if self._plan is not None:
+            self.precision_plugin.clip_grad_by_norm = self._clip_by_norm
         steps_in_backward = self._optimizer_in_backward and self._is_fitting
         if steps_in_backward:
             refuse_with_optimizer_in_backward(trainer)
-        values_to_come = self._apply_plan(self.model)
+        module = self.lightning_module
+        values_to_come = self._apply_plan(
+            self.model, entry_points=_overridden_steps(module), root_is_called=module.automatic_optimization
+        )
         with self._plan_instead_of_configure_model():
             super().setup(trainer)
         if values_to_come:
             self._share_values(self.model)
         share_random_state(self.tensor_parallel_group, self.root_device)
+        if self._is_fitting:
+            self._average_gradients_of(self.model)
         self._watch_memory(self.model, *self.optimizers)
         if steps_in_backward:
             self._step_in_backward(self.model, self.optimizers[0], trainer.gradient_clip_val)
@@ -145,6 +174,19 @@ class TrainerMixin(StrategyMixin):
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             self._fuse(optimizer, self.model)
+            self.data_axes.add_optimizer(optimizer)
+
+    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        """What the precision plugin does, over all ranks' parts; the norm before is logged as "gradient_norm"."""
+        from weft.strategy.data_parallel import clip_gradients_by_norm
+
+        self._gradient_norm = clip_gradients_by_norm(self.precision_plugin.main_params(optimizer), clip_val)
+        self.lightning_module.log("gradient_norm", self._gradient_norm)
+
+    @property
+    def gradient_norm(self) -> Tensor | None:
+        """The norm of the gradients before they were last clipped by it; None: they never were."""
+        return self._gradient_norm
 
     @contextmanager
     def _plan_instead_of_configure_model(self) -> Iterator[None]:
@@ -180,7 +222,10 @@ class TrainerMixin(StrategyMixin):
         guard().watch_signals(False)
         self._unwatch_memory()
         self._stop_stepping()
-        vars(self.precision_plugin).pop("clip_gradients", None)
+        if self._data_axes is not None:
+            self._data_axes.release()
+        for name in ("clip_gradients", "clip_grad_by_norm"):
+            vars(self.precision_plugin).pop(name, None)
         super().teardown()
 
     # ---- steps ---------------------------------------------------------------------------------------------
@@ -222,7 +267,18 @@ class TrainerMixin(StrategyMixin):
     def post_backward(self, closure_loss: Tensor) -> None:
         """After a run's first backward: replicated parameters must have got equal gradients on all ranks."""
         super().post_backward(closure_loss)
+        self.data_axes.after_backward()
         self._check_first_gradients([self.model])
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Gradients stay this rank's own inside; the stock one knows of DistributedDataParallel alone."""
+        with self.data_axes.without_sync():
+            yield
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """As the stock one, over the data axes by default: each replica counts once."""
+        return super().reduce(tensor, group or self.data_group, reduce_op)
 
     # ---- checkpoints ---------------------------------------------------------------------------------------
 

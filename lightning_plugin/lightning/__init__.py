@@ -3,7 +3,8 @@
     import weft.lightning
     trainer = Trainer(accelerator="cpu", devices=2, strategy="weft")
 
-Importing registers the strings "weft" and "weft_tp" in every installed namespace, for Trainer and Fabric.
+Importing registers the strings "weft", "weft_tp", "weft_fsdp" and "weft_2d" in every installed namespace, for Trainer
+and Fabric.
 """
 
 from weft._plugin import factory

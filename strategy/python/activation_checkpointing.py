@@ -76,7 +76,7 @@ def _modes(model: nn.Module, what: What) -> dict[str, str]:
         return {}
     names = [name for name, _ in model.named_modules()]
     if what in (FULL, SELECTIVE):
-        blocks = _blocks(model)
+        blocks = repeated_blocks(model)
         if not blocks:
             raise ValueError(
                 f"checkpoint_activations: {what!r} finds no repeated blocks in a {original_class(model).__name__}, "
@@ -105,7 +105,7 @@ def _modes(model: nn.Module, what: What) -> dict[str, str]:
     return modes
 
 
-def _blocks(model: nn.Module) -> list[str]:
+def repeated_blocks(model: nn.Module) -> list[str]:
     found: list[str] = []
     for name, module in model.named_modules():
         if any(name.startswith(f"{block}.") for block in found):

@@ -72,7 +72,9 @@ def _why_not(optimizer: Optimizer, model: nn.Module | None) -> str | None:
             return "it is differentiable"
         if (why_not := _why_not_together(group["params"], devices)) is not None:
             return why_not
-    sparse = (name for name, module in model.named_modules() if getattr(module, "sparse", False)) if model else ()
+    sparse = (
+        (name for name, module in model.named_modules() if getattr(module, "sparse", False) is True) if model else ()
+    )
     name = next(iter(sparse), None)
     return None if name is None else f"the gradient of '{name}' is sparse"
 

@@ -70,7 +70,9 @@ def test_a_bad_plan_is_refused_before_anything_is_launched() -> None:
     )
     result = run_script(source, timeout=60, env=ENVIRONMENT)
     assert result.returncode == 1
-    assert "tensor_parallel_size=3 and 2 processes" in result.stderr.splitlines()[-1]
+    last = result.stderr.splitlines()[-1]
+    assert "has 2 processes" in last
+    assert "mesh 'data_parallel=1,tensor_parallel=3' has 3 ranks" in last
 
 
 def test_strategy_layer_leaves_lightning_alone() -> None:

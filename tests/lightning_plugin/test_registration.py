@@ -19,6 +19,8 @@ PUBLIC = {
     "weft.pytorch_lightning": (pytorch_lightning.strategies, "StrategyRegistry"),
     "weft.lightning_fabric": (lightning_fabric.strategies, "STRATEGY_REGISTRY"),
 }
+# name -> (data_parallel_size, tensor_parallel_size)
+PRESETS = {"weft": ("auto", "auto"), "weft_tp": (1, "auto"), "weft_fsdp": ("auto", 1), "weft_2d": ("auto", 2)}
 TRAINER_MODULES = ("weft.lightning", "weft.pytorch_lightning")
 
 
@@ -29,10 +31,11 @@ def test_class_of_each_namespace(name: str) -> None:
     assert issubclass(cls, strategies.ModelParallelStrategy)
     assert (cls.__module__, cls.__qualname__) == (name, "WeftModelParallelStrategy")
     registry = getattr(strategies, registry_name)
-    for registered in ("weft", "weft_tp"):
+    for registered, (data, tensor) in PRESETS.items():
         made = registry.get(registered)
         assert type(made) is cls
         assert made.plan.is_auto
+        assert (made._data_parallel_size, made._tensor_parallel_size) == (data, tensor)
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -45,7 +48,7 @@ def test_arguments_are_lightnings_and_ours(name: str) -> None:
             assert ours[argument].default is None
         else:
             assert ours[argument].default == stock.default, argument
-    assert list(ours)[-8:] == [
+    assert list(ours)[-11:] == [
         "plan",
         "check_batches",
         "check_batches_every",
@@ -54,6 +57,9 @@ def test_arguments_are_lightnings_and_ours(name: str) -> None:
         "optimizer_in_backward",
         "activation_checkpointing",
         "activation_offload",
+        "data_replicate_size",
+        "zero_stage",
+        "layout",
     ]
 
 
@@ -84,7 +90,14 @@ def test_a_namespace_that_is_absent() -> None:
 @pytest.mark.parametrize(
     ("settings", "error", "remedy"),
     [
-        ({"plan": "auto", "data_parallel_size": 2}, ValueError, "pass data_parallel_size=1"),
+        ({"data_replicate_size": 0}, ValueError, "data_replicate_size is 0; pass a number of ranks from 1 on"),
+        ({"tensor_parallel_size": "all"}, ValueError, "tensor_parallel_size is 'all'"),
+        ({"zero_stage": 4}, ValueError, "zero_stage=4; pass 0"),
+        ({"zero_stage": True}, ValueError, "zero_stage=True"),
+        ({"zero_stage": 1, "optimizer_in_backward": True}, ValueError, "pass one of the two"),
+        ({"layout": "dp2,dp2"}, ValueError, "'dp2,dp2' has the part 'dp2'"),
+        ({"layout": "dp2,xp3"}, ValueError, "has the part 'xp3'"),
+        ({"layout": "dp2", "tensor_parallel_size": 2}, ValueError, "leave out data_replicate_size and the others"),
         ({"plan": {"a": "diagonal"}}, ValueError, "diagonal"),
         ({"plan": 3}, TypeError, "got a int"),
         ({"check_batches": -1}, ValueError, "check_batches=-1"),
@@ -115,7 +128,12 @@ def test_parallelize_fn_must_be_callable() -> None:
 def test_sizes_are_refused_before_anything_is_launched(name: str) -> None:
     cls = importlib.import_module(name).WeftModelParallelStrategy
     trainer_class = {"weft.lightning": lightning.pytorch.Trainer}.get(name, pytorch_lightning.Trainer)
-    with pytest.raises(RuntimeError, match=r"tensor_parallel_size=2 and 1 process .* pass devices=2"):
+    with pytest.raises(
+        RuntimeError, match=r"has 1 process .*devices='auto' means 1\): .*tensor_parallel=2' has 2 ranks"
+    ):
         trainer_class(accelerator="cpu", strategy=cls(plan="auto", tensor_parallel_size=2), logger=False)
-    with pytest.raises(RuntimeError, match="tensor_parallel_size=2 and 4 processes"):
-        trainer_class(accelerator="cpu", devices=4, strategy=cls(plan={}, tensor_parallel_size=2), logger=False)
+    fitting = "'data_parallel=1,tensor_parallel=4', 'data_parallel=2,tensor_parallel=2'"
+    with pytest.raises(RuntimeError, match=f"has 4 processes .* whose product is 4, such as {fitting}"):
+        trainer_class(accelerator="cpu", devices=4, strategy=cls(plan={}, tensor_parallel_size=3), logger=False)
+    with pytest.raises(RuntimeError, match="'data_replicate=2,data_parallel=2,tensor_parallel=2' has 8 ranks"):
+        trainer_class(accelerator="cpu", devices=4, strategy=cls(layout="rep2,dp2,tp2"), logger=False)

@@ -142,6 +142,14 @@ def _find_body(module: ModuleType, qualname: str) -> Callable[..., object]:
     return body.__get__(owner()) if isinstance(owner, type) else body
 
 
+def _forget_meshes() -> None:
+    """DTensor remembers results by mesh, and takes a new mesh for an old one of its sizes, whose groups are gone."""
+    from torch.distributed.tensor import _redistribute, debug
+
+    debug._clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+
+
 def _reset(environment: dict[str, str]) -> None:
     """What lies between two cases. The barrier shows that no rank is behind or ahead of the others."""
     import torch
@@ -154,6 +162,7 @@ def _reset(environment: dict[str, str]) -> None:
     dist.barrier()
     for group in [g for g in dist.distributed_c10d._world.pg_map if g is not world]:
         dist.destroy_process_group(group)
+    _forget_meshes()
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
     torch.set_num_threads(1)

@@ -1,0 +1,151 @@
+"""What a strategy does over the axes along which ranks see other data: shard, average, count each replica once."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn import Module
+from torch.optim import Optimizer
+
+REPLICATE_AXIS = "data_replicate"
+DATA_AXIS = "data_parallel"
+
+
+class DataAxes:
+    """The axes of one mesh, and the modules and optimizers that were spread over them.
+
+    mesh: with the axis data_parallel, and data_replicate outside of it where there are replicas.
+    group: the ranks of all those axes that share this rank's other coordinates; they see other data.
+    zero_stage: 0 to 3; what is cut over data_parallel.
+    """
+
+    def __init__(self, mesh: DeviceMesh, group: dist.ProcessGroup, zero_stage: int) -> None:
+        self.mesh = mesh
+        self.group = group
+        self._zero_stage = zero_stage
+        self._data_size = mesh[DATA_AXIS].size()
+        self._reducers: dict[Module, Any] = {}
+        self._sharded: list[Module] = []
+
+    @property
+    def size(self) -> int:
+        return self.group.size()
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank()
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether FSDP2 is at work; else each rank has whole gradients of its own, which are averaged."""
+        return self._zero_stage >= 2 and self._data_size > 1
+
+    def shard(
+        self,
+        module: Module,
+        mp_policy: MixedPrecisionPolicy | None,
+        entry_points: Iterable[str] | None = None,
+        root_is_called: bool = True,
+    ) -> list[str]:
+        """Shard a module's parameters, if they are to be cut; returns the names of the units, as `shard_fully`."""
+        if not self.shards_parameters:
+            return []
+        from weft.strategy.data_parallel import shard_fully
+
+        axes = (REPLICATE_AXIS, DATA_AXIS) if REPLICATE_AXIS in (self.mesh.mesh_dim_names or ()) else (DATA_AXIS,)
+        names = shard_fully(
+            module,
+            self.mesh[axes] if len(axes) > 1 else self.mesh[DATA_AXIS],
+            reshard_after_forward=self._zero_stage == 3,
+            mp_policy=mp_policy,
+            entry_points=entry_points,
+            root_is_called=root_is_called,
+        )
+        if module not in self._sharded:
+            self._sharded.append(module)
+        return names
+
+    def average_gradients_of(self, module: Module) -> None:
+        """Have a module's whole gradients averaged after backwards, where it has them.
+
+        Call it once the parameters are where they stay: moving a DTensor loses its hooks.
+        """
+        if self.size == 1 or self.shards_parameters:
+            return
+        from weft.strategy.data_parallel import GradientReducer
+
+        if module in self._reducers:
+            self._reducers.pop(module).remove()
+        self._reducers[module] = GradientReducer(module, self.group)
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Have it step averaged gradients only, and at stage 1 this rank's part of them."""
+        if not self.shards_parameters and self.size > 1:
+            optimizer.register_step_pre_hook(lambda *_: self._average_forgotten())
+        if self._sharded:
+            from weft.strategy.data_parallel.fully_sharded import free_gathered
+
+            modules = list(self._sharded)
+            optimizer.register_step_post_hook(lambda *_: [free_gathered(module) for module in modules])
+        if self._zero_stage == 1 and self._data_size > 1:
+            from weft.strategy.data_parallel import ShardedStates
+
+            ShardedStates(optimizer, self.mesh[DATA_AXIS].get_group())
+
+    def average(self, parameter: Tensor) -> None:
+        """Average one complete gradient now, if that is not FSDP2's to do; collective."""
+        if self.size > 1 and not self.shards_parameters:
+            from weft.strategy.data_parallel.reducer import average_gradient
+
+            average_gradient(parameter, self.group)
+
+    def after_backward(self) -> None:
+        """Average what the backward has left to average."""
+        for reducer in self._reducers.values():
+            reducer.finish()
+
+    def _average_forgotten(self) -> None:
+        for reducer in self._reducers.values():
+            reducer.finish_if_needed()
+
+    @contextlib.contextmanager
+    def without_sync(self, modules: Iterable[Module] | None = None) -> Iterator[None]:
+        """Backwards inside keep their gradients to this rank. None: of all modules."""
+        from weft.strategy.data_parallel.fully_sharded import set_gradient_sync
+
+        chosen = None if modules is None else {inner for module in modules for inner in module.modules()}
+        with contextlib.ExitStack() as stack:
+            for module, reducer in self._reducers.items():
+                if chosen is None or module in chosen:
+                    stack.enter_context(reducer.paused())
+            for module in self._sharded:
+                if chosen is None or module in chosen:
+                    set_gradient_sync(module, False)
+                    stack.callback(set_gradient_sync, module, True)
+            yield
+
+    def release(self) -> None:
+        """Leave modules as they were, less what stays sharded."""
+        for reducer in self._reducers.values():
+            reducer.remove()
+        self._reducers.clear()
+        self._sharded.clear()
+
+
+def mixed_precision_policy(precision: str) -> MixedPrecisionPolicy | None:
+    """What FSDP2 gathers and reduces under a precision of Lightning's; None: what the parameters are.
+
+    Gradients of half types are reduced in float32 either way: only what is sent grows by it.
+    """
+    half = {"bf16-mixed": torch.bfloat16, "bf16-true": torch.bfloat16, "16-true": torch.float16}.get(precision)
+    if half is None:
+        return None
+    gathered = half if precision.endswith("mixed") else None
+    return MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32)

@@ -1,0 +1,98 @@
+"""The norm of gradients that are cut in different ways, and clipping by it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from weft.strategy.data_parallel.local import local_part
+
+_Cut = tuple[DeviceMesh, int]
+
+
+def clip_gradients_by_norm(
+    parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+) -> Tensor:
+    """Scale all gradients so that their common norm is at most `max_norm`; collective over what they are cut over.
+
+    As torch's `clip_grad_norm_`, for any mix of plain tensors and of DTensors on any meshes: the norm counts each
+    element of the whole model once. One all-reduce of a few numbers for each axis that something is cut over.
+
+    Args:
+        parameters: those whose gradients count, the same and in the same order on every rank.
+        max_norm: infinity clips nothing.
+        norm_type: p of the p-norm; infinity for the largest absolute value.
+        error_if_nonfinite: raise RuntimeError instead of scaling by a norm that is infinite or nan.
+
+    Returns:
+        The norm before, `[]`, float32 (float64 where gradients are), on the gradients' device; the same on each rank.
+    """
+    by_cuts: dict[tuple[_Cut, ...], list[Tensor]] = {}
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not grads:
+        return torch.zeros(())
+    for grad in grads:
+        by_cuts.setdefault(_cuts(grad), []).append(local_part(grad))
+    dtype = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
+    is_max = math.isinf(norm_type)
+    powers = {cuts: _power(locals_, norm_type, dtype) for cuts, locals_ in by_cuts.items()}
+    for cut in dict.fromkeys(cut for cuts in powers for cut in cuts):
+        mesh, dim = cut
+        on_axis = [cuts for cuts in powers if cut in cuts]
+        sums = torch.stack([powers[cuts] for cuts in on_axis])
+        dist.all_reduce(sums, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=mesh.get_group(dim))
+        powers.update(zip(on_axis, sums.unbind(), strict=True))
+    together = torch.stack(list(powers.values()))
+    norm = together.max() if is_max else together.sum().pow(1 / norm_type)
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise RuntimeError(
+            f"the gradients' norm of order {norm_type} is {norm.item()}; find the batch or the layer that made it, or "
+            "pass error_if_nonfinite=False."
+        )
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for locals_ in by_cuts.values():
+        for each in _by_kind(locals_):
+            torch._foreach_mul_(each, factor.to(each[0].dtype))
+    return norm
+
+
+def _cuts(grad: Tensor) -> tuple[_Cut, ...]:
+    """The axes, of more than one rank, that a gradient is cut over."""
+    if not isinstance(grad, DTensor):
+        return ()
+    mesh = grad.device_mesh
+    found = []
+    for dim, placement in enumerate(grad.placements):
+        if placement.is_partial():
+            raise ValueError("a gradient is a partial sum; redistribute it before its norm is taken.")
+        if not placement.is_replicate() and mesh.size(dim) > 1:
+            found.append((mesh, dim))
+    return tuple(found)
+
+
+def _power(locals_: list[Tensor], norm_type: float, dtype: torch.dtype) -> Tensor:
+    """The sum of |element|^p, or the largest |element|."""
+    norms = []
+    for each in _by_kind([local for local in locals_ if local.numel()]):
+        norms += [norm.to(dtype) for norm in torch._foreach_norm(each, norm_type, dtype=_accumulate_in(each[0].dtype))]
+    if not norms:
+        return torch.zeros((), dtype=dtype, device=locals_[0].device)
+    stacked = torch.stack(norms)
+    return stacked.max() if math.isinf(norm_type) else stacked.pow(norm_type).sum()
+
+
+def _accumulate_in(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _by_kind(tensors: list[Tensor]) -> list[list[Tensor]]:
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    return list(kinds.values())

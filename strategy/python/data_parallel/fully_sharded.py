@@ -1,0 +1,150 @@
+"""FSDP2 over a model: which modules are gathered together, and freed together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+from weft.strategy.activation_checkpointing import repeated_blocks
+from weft.strategy.state import original_class
+
+_MARK = "_weft_fully_sharded"
+
+
+def shard_fully(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    reshard_after_forward: bool = True,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    entry_points: Iterable[str] | None = None,
+    root_is_called: bool = True,
+) -> list[str]:
+    """Shard a model's parameters over data-parallel ranks by FSDP2, in place, after `parallelize`.
+
+    Each repeated block is a unit: its parameters are gathered when it runs and reduced together. Below a model whose
+    own forward is not what is called (`entry_points`), the modules that it calls are units, too. What is in no unit
+    belongs to the model itself. Weights that units share belong to what holds those units. Applying the same again
+    changes nothing.
+
+    Args:
+        model: plain modules, or such as `parallelize` and `checkpoint_activations` have changed.
+        mesh: the data-parallel axis, or (replicas, data-parallel) axes, of the mesh that the model is on.
+        reshard_after_forward: free each unit after its forward (ZeRO stage 3), or after its backward (2).
+        mp_policy: dtypes of what is gathered and reduced; None: as the parameters are.
+        entry_points: methods of `model` that are called besides its forward; None: none.
+        root_is_called: False: backwards run while one of them does, and so `model` must own no parameters.
+
+    Returns:
+        The names of the units, outermost first; "" is the model.
+
+    Raises:
+        ValueError: `fully_shard` was applied to the model before, or `root_is_called` is False and the model itself
+            owns parameters. Nothing has been changed then.
+    """
+    key = (mesh, reshard_after_forward, mp_policy)
+    marked = model.__dict__.get(_MARK)
+    if marked is not None and marked[0] == key:
+        return list(marked[1])
+    _refuse_sharded(model)
+    names = _units(model, inside=entry_points is not None)
+    if not root_is_called:
+        _refuse_own_parameters(model, names)
+    policy = mp_policy or MixedPrecisionPolicy()
+    blocks = set(repeated_blocks(model))
+    num_callees = sum(name not in blocks for name in names)
+    for name in reversed(names):
+        # What is called once is needed first in the backward: to free it would be to gather it again at once.
+        frees = reshard_after_forward and (name in blocks or num_callees > 1)
+        fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=frees, mp_policy=policy)
+    outer = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False)
+    is_module = entry_points is not None
+    if root_is_called:
+        fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=outer if is_module else policy)
+        for method in entry_points or ():
+            register_fsdp_forward_method(model, method)
+        names = ["", *names]
+    model.__dict__[_MARK] = (key, tuple(names))
+    return names
+
+
+def fsdp_roots(model: nn.Module) -> list[FSDPModule]:
+    """The outermost modules that FSDP2 has changed."""
+    roots: list[tuple[str, FSDPModule]] = []
+    for name, module in model.named_modules():
+        is_inside = any(not root or name.startswith(f"{root}.") for root, _ in roots)
+        if isinstance(module, FSDPModule) and not is_inside:
+            roots.append((name, module))
+    return [module for _, module in roots]
+
+
+def _refuse_sharded(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            shown = f"'{name}'" if name else "the model itself"
+            raise ValueError(
+                f"shard_fully: fully_shard was applied to {shown} already; leave that out, or leave all sharding over "
+                "the data-parallel axis to your own code."
+            )
+
+
+def _refuse_own_parameters(model: nn.Module, names: list[str]) -> None:
+    places = _owners(model, ["", *names])
+    own = [name for name, units in places.items() if "" in units]
+    if own:
+        raise ValueError(
+            f"shard_fully: with manual optimization a {original_class(model).__name__} cannot gather parameters that "
+            f"are in no module it calls, or in several, such as '{own[0]}'; put them into one submodule with a "
+            "forward, or pass zero_stage=1."
+        )
+
+
+def _units(model: nn.Module, inside: bool) -> list[str]:
+    """The names of the units below the model, outer ones first."""
+    names = {*repeated_blocks(model), *(_callees(model) if inside else ())}
+    while True:
+        candidates = ["", *(name for name, _ in model.named_modules() if name in names)]
+        shared = [units for units in _owners(model, candidates).values() if len(units) > 1]
+        if not shared:
+            return candidates[1:]
+        names -= {unit for units in shared for unit in units}
+
+
+def _callees(model: nn.Module, prefix: str = "") -> Iterator[str]:
+    """The outermost modules inside that have a forward, and parameters for it."""
+    for key, child in model.named_children():
+        name = f"{prefix}{key}"
+        if type(child).forward is nn.Module.forward:
+            yield from _callees(child, f"{name}.")
+        elif any(True for _ in child.parameters()):
+            yield name
+
+
+def _owners(model: nn.Module, candidates: list[str]) -> dict[str, set[str]]:
+    """The innermost candidates that hold each parameter, by the parameter's first name."""
+    first_names: dict[int, str] = {}
+    owners: dict[str, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        holding = [unit for unit in candidates if not unit or name.startswith(f"{unit}.")]
+        first = first_names.setdefault(id(parameter), name)
+        owners.setdefault(first, set()).add(max(holding, key=len))
+    return owners
+
+
+def set_gradient_sync(model: nn.Module, is_on: bool) -> None:
+    """Whether backwards reduce gradients from now on, or keep whole ones until one does."""
+    for module in fsdp_roots(model):
+        module.set_requires_gradient_sync(is_on)
+
+
+def free_gathered(model: nn.Module) -> None:
+    """Free what a forward has gathered and no backward has freed.
+
+    After a step it has the values of before, and the `requires_grad` of when it was gathered.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -1,0 +1,35 @@
+"""What a rank itself holds of a tensor."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from weft.strategy._plan import shard_range
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """The storage of this rank, outside of autograd; a plain tensor is all its own."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def placed_like(whole: Tensor, like: DTensor) -> DTensor:
+    """This rank's part of a whole value, cut as `like` is; nothing is sent, and the part is a copy."""
+    part = whole
+    for axis in _in_order_of_cuts(like.placements):
+        placement = like.placements[axis]
+        if not placement.is_replicate():
+            mesh, dim = like.device_mesh, placement.dim
+            part = part.narrow(dim, *shard_range(part.shape[dim], mesh.size(axis), mesh.get_local_rank(axis)))
+    local = torch.empty_like(like._local_tensor, dtype=whole.dtype).copy_(part)
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def _in_order_of_cuts(placements: tuple[Placement, ...]) -> list[int]:
+    """The mesh's axes from the first cut to the last: outer to inner, but FSDP2 cuts what inner axes have cut."""
+    is_strided = [type(placement).__name__ == "_StridedShard" for placement in placements]
+    return sorted(range(len(placements)), key=lambda axis: (is_strided[axis], axis))

@@ -1,0 +1,189 @@
+"""Averages the gradients of replicas: buckets are reduced while the backward goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from weft.strategy.data_parallel.local import local_part
+
+_BUCKET_BYTES = 25 << 20
+_MOST_IN_FLIGHT = 2  # buckets whose copies are alive
+
+
+@dataclasses.dataclass(eq=False)
+class _Bucket:
+    parameters: list[Tensor]
+    waiting: set[Tensor]
+
+
+@dataclasses.dataclass(eq=False)
+class _Reduction:
+    bucket: _Bucket
+    flat: Tensor
+    work: dist.Work
+    in_place: bool
+
+
+class GradientReducer:
+    """Averages each parameter's local gradient over the ranks of a group, which hold equal local parameters.
+
+    Works on DTensors as on plain tensors: what is cut or replicated along other axes of a mesh stays so. Gradients
+    are copied into buckets of at most 25 MiB, in reverse order of the parameters, of which two are alive at a time;
+    larger ones are reduced where they are. A parameter without a gradient on some ranks gets the average over all of
+    them, zeros counted; one without any gradient keeps none.
+
+    After each backward whose gradients are to be averaged `finish` must be called, on all ranks.
+    """
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup, bucket_bytes: int = _BUCKET_BYTES) -> None:
+        """
+        Raises:
+            ValueError: a module of the model makes sparse gradients.
+        """
+        for name, module in model.named_modules():
+            if getattr(module, "sparse", False) is True:
+                raise ValueError(
+                    f"GradientReducer: the gradient of '{name}' is sparse, and gradients are averaged dense; "
+                    "pass sparse=False to that module."
+                )
+        self._group = group
+        self._is_paused = False
+        self._next = 0
+        self._has_new = False
+        self._in_flight: deque[_Reduction] = deque()
+        self._names = {parameter: name for name, parameter in model.named_parameters()}
+        self._bucket_bytes = bucket_bytes
+        self._buckets: list[_Bucket] = []
+        self._bucket_of: dict[Tensor, _Bucket] = {}
+        self._handles: list[RemovableHandle] = []
+        self._adopt(p for p in self._names if p.requires_grad)
+
+    def _adopt(self, parameters: Iterable[Tensor]) -> None:
+        """Take in parameters that need gradients, from the start or since they were unfrozen."""
+        for bucket in _buckets(list(parameters), self._bucket_bytes):
+            self._buckets.append(bucket)
+            for parameter in bucket.parameters:
+                self._bucket_of[parameter] = bucket
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
+
+    def remove(self) -> None:
+        """Leave the parameters as they were."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Backwards inside keep their gradients to this rank; the next one outside averages the sum of all."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        if self._is_paused:
+            return
+        self._has_new = True
+        bucket = self._bucket_of[parameter]
+        if parameter not in bucket.waiting:
+            raise RuntimeError(
+                f"GradientReducer: '{self._names[parameter]}' got a gradient from a second backward before the first "
+                "one's were averaged; run backwards through the strategy (fabric.backward, manual_backward), or those "
+                "whose gradients add up without synchronization."
+            )
+        bucket.waiting.discard(parameter)
+        while self._next < len(self._buckets) and not self._buckets[self._next].waiting:
+            self._launch(self._buckets[self._next])
+            while len(self._in_flight) > _MOST_IN_FLIGHT:
+                self._land(self._in_flight.popleft(), None)
+
+    def finish(self) -> None:
+        """Average what the backward has left; collective, with nothing to do while paused."""
+        if self._is_paused:
+            return
+        self._adopt(p for p in self._names if p.requires_grad and p not in self._bucket_of)
+        has_gradient = torch.tensor([p.grad is not None for p in self._bucket_of], dtype=torch.uint8)
+        while self._next < len(self._buckets):
+            self._launch(self._buckets[self._next])
+        flags = has_gradient.to(self._device())
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
+        with_gradient = {p for p, flag in zip(self._bucket_of, flags.tolist(), strict=True) if flag}
+        while self._in_flight:
+            self._land(self._in_flight.popleft(), with_gradient)
+        self._next, self._has_new = 0, False
+        for bucket in self._buckets:
+            bucket.waiting = set(bucket.parameters)
+
+    def finish_if_needed(self) -> None:
+        """Before a step: average what a backward has left that nobody has finished."""
+        if self._has_new:
+            self.finish()
+
+    def _device(self) -> torch.device:
+        return local_part(next(iter(self._bucket_of))).device
+
+    def _launch(self, bucket: _Bucket) -> None:
+        self._next += 1
+        grads = [None if p.grad is None else local_part(p.grad) for p in bucket.parameters]
+        in_place = len(grads) == 1 and grads[0] is not None and grads[0].is_contiguous()
+        if in_place:
+            flat = grads[0].view(-1)
+        else:
+            locals_ = [local_part(p) for p in bucket.parameters]
+            flat = locals_[0].new_empty(sum(local.numel() for local in locals_))
+            for part, parameter, grad in zip(_split(flat, bucket), bucket.parameters, grads, strict=True):
+                part.zero_() if grad is None else part.view(local_part(parameter).shape).copy_(grad)
+        flat.div_(self._group.size())
+        work = dist.all_reduce(flat, group=self._group, async_op=True)
+        self._in_flight.append(_Reduction(bucket, flat, work, in_place))
+
+    def _land(self, reduction: _Reduction, with_gradient: set[Tensor] | None) -> None:
+        reduction.work.wait()
+        if reduction.in_place:
+            return
+        for part, parameter in zip(_split(reduction.flat, reduction.bucket), reduction.bucket.parameters, strict=True):
+            if with_gradient is not None and parameter not in with_gradient:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            local = local_part(parameter.grad)
+            local.copy_(part.view(local.shape))
+
+
+def average_gradient(parameter: Tensor, group: dist.ProcessGroup) -> None:
+    """Average one complete gradient over `group` now, where it is; collective."""
+    local = local_part(parameter.grad).div_(group.size())
+    reduced = local.contiguous()
+    dist.all_reduce(reduced, group=group)
+    if reduced.data_ptr() != local.data_ptr():
+        local.copy_(reduced)
+
+
+def _split(flat: Tensor, bucket: _Bucket) -> tuple[Tensor, ...]:
+    return flat.split([local_part(p).numel() for p in bucket.parameters])
+
+
+def _buckets(parameters: list[Tensor], bucket_bytes: int) -> list[_Bucket]:
+    """In about the order in which a backward completes gradients."""
+    buckets: list[_Bucket] = []
+    room: dict[tuple[torch.dtype, torch.device], tuple[_Bucket, int]] = {}
+    for parameter in reversed(parameters):
+        local = local_part(parameter)
+        kind = (local.dtype, local.device)
+        bucket, used = room.get(kind, (None, bucket_bytes))
+        if bucket is None or used + local.nbytes > bucket_bytes:
+            bucket, used = _Bucket([], set()), 0
+            buckets.append(bucket)
+        bucket.parameters.append(parameter)
+        bucket.waiting.add(parameter)
+        room[kind] = (bucket, used + local.nbytes)
+    return buckets

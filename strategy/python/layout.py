@@ -1,0 +1,80 @@
+"""Sizes of a mesh's axes: from numbers, "auto" and layout strings to the numbers of a job."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+
+from weft.strategy._plan import Mesh
+
+AUTO = "auto"
+Size = int | str
+_SHORT_NAMES = {"rep": "data_replicate", "dp": "data_parallel", "tp": "tensor_parallel"}
+_PART = re.compile(r"\s*([a-z]+)\s*(\d+|auto)\s*")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """How many ranks each axis has, outer to inner; "auto" where the job's number of ranks decides.
+
+    data_replicate: copies of everything below; each sees other data.
+    data_parallel: ranks that see other data, and share parameters, gradients or states as `zero_stage` says.
+    tensor_parallel: ranks that share the layers' arithmetic on the same data; neighbours, so that they share a host.
+    """
+
+    data_replicate: Size = 1
+    data_parallel: Size = AUTO
+    tensor_parallel: Size = AUTO
+
+    def __post_init__(self) -> None:
+        for name, size in self._items():
+            is_number = isinstance(size, int) and not isinstance(size, bool) and size >= 1
+            if not is_number and size != AUTO:
+                raise ValueError(f"{name}_size is {size!r}; pass a number of ranks from 1 on, or 'auto'.")
+
+    @classmethod
+    def parse(cls, layout: str) -> Sizes:
+        """Read a layout such as "dp2,tp2", "rep2,dp4,tp8" or "dpauto,tp4"; axes that it leaves out have one rank.
+
+        Raises:
+            ValueError: another text, or an axis twice.
+        """
+        sizes: dict[str, Size] = {}
+        for part in layout.split(","):
+            match = _PART.fullmatch(part)
+            name = _SHORT_NAMES.get(match[1]) if match else None
+            if match is None or name is None or name in sizes:
+                raise ValueError(
+                    f"layout {layout!r} has the part {part.strip()!r}; write each axis once, rep (replicas), dp "
+                    "(data parallel) or tp (tensor parallel) and its size, as in 'rep2,dp4,tp8' or 'dpauto,tp4'."
+                )
+            sizes[name] = AUTO if match[2] == AUTO else int(match[2])
+        return cls(**{"data_replicate": 1, "data_parallel": 1, "tensor_parallel": 1, **sizes})
+
+    def resolve(self, num_ranks: int, ranks_per_host: int) -> tuple[int, int, int]:
+        """(data_replicate, data_parallel, tensor_parallel) whose product is `num_ranks`.
+
+        What is "auto" takes what the numbers leave: first tensor_parallel, no more than a host has; then
+        data_parallel; then data_replicate.
+
+        Raises:
+            ValueError: no sizes would do, naming some that would.
+        """
+        fixed = math.prod(size for _, size in self._items() if size != AUTO)
+        rest = num_ranks // fixed if num_ranks % fixed == 0 else 1
+        sizes = dict(self._items())
+        num_auto = sum(size == AUTO for size in sizes.values())
+        for name in ("tensor_parallel", "data_parallel", "data_replicate"):
+            if sizes[name] == AUTO:
+                is_last = num_auto == 1
+                on_host = math.gcd(rest, ranks_per_host) if name == "tensor_parallel" else rest
+                sizes[name] = rest if is_last else on_host
+                rest //= sizes[name]
+                num_auto -= 1
+        shown = {name: size for name, size in sizes.items() if name != "data_replicate" or size != 1}
+        Mesh.parse(",".join(f"{name}={size}" for name, size in shown.items())).check_world_size(num_ranks)
+        return sizes["data_replicate"], sizes["data_parallel"], sizes["tensor_parallel"]
+
+    def _items(self) -> list[tuple[str, Size]]:
+        return [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]

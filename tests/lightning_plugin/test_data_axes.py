@@ -1,0 +1,329 @@
+"""What happens over the data axes beside the numbers of test_meshes: Fabric, logging, samplers, counts of messages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.fabric import Fabric
+from lightning_plugin.scripts.plugin_models import (
+    DIM,
+    FeedForward,
+    Model,
+    assert_same_weights,
+    fixed_data,
+    loader,
+    on_warm_rank,
+    trainer,
+    weights,
+)
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from support.models import Llama, LlamaArgs, token_batches
+from support.ranks import on_ranks, run_on_ranks
+from weft.lightning import WeftModelParallelStrategy
+from weft.lightning.fabric import WeftModelParallelStrategy as FabricStrategy
+from weft.strategy.data_parallel import GradientReducer
+
+STAGES = [("dp2", 0), ("dp2", 1), ("dp2", 2), ("dp2", 3), ("dp2,tp2", 0), ("dp2,tp2", 1), ("dp2,tp2", 3)]
+NUM_TENSOR = {"dp2": 1, "dp2,tp2": 2, "tp1": 1}
+
+
+def rows(batch: Tensor, data_rank: int, num_data: int) -> Tensor:
+    return batch.chunk(num_data)[data_rank]
+
+
+def _fabric_steps(rank: int, world_size: int, folder: str, layout: str, stage: int | None) -> dict[str, Any]:
+    """Four steps of two micro-batches each, clipped by norm; a checkpoint in between is loaded at the end."""
+    on_warm_rank(rank, world_size)
+    strategy = FabricStrategy(plan="auto", layout=layout, zero_stage=stage, save_distributed_checkpoint=stage != 0)
+    fabric = Fabric(accelerator="cpu", devices=world_size, strategy=strategy)
+    fabric.launch()
+    torch.manual_seed(0)
+    args = LlamaArgs(dtype=torch.float64)
+    model = Llama(args)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = fabric.setup(model, optimizer)
+    data_rank, num_data = strategy.data_axes.rank, strategy.data_axes.size
+    losses, norms, state = [], [], {"model": model, "optimizer": optimizer}
+    path = Path(folder, f"{layout}-{stage}")
+    batches = token_batches(8, args.vocab_size)
+    for step in range(4):
+        for micro in range(2):
+            inputs, targets = (rows(each, data_rank, num_data) for each in batches[2 * step + micro])
+            with fabric.no_backward_sync(model, enabled=micro == 0):
+                loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()) / 2
+                fabric.backward(loss)
+            losses.append(fabric.all_reduce(loss.detach(), reduce_op="mean").item())
+        norms.append(fabric.clip_gradients(model, optimizer, max_norm=0.1).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            fabric.save(path, state)
+    result = {"losses": losses, "norms": norms, "weights": weights(model)}
+    fabric.load(path, state)
+    inputs, targets = (rows(each, data_rank, num_data) for each in batches[4])
+    loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()) / 2
+    result["again"] = fabric.all_reduce(loss.detach(), reduce_op="mean").item()
+    return result
+
+
+def test_fabric_gives_the_numbers_of_one_device(tmp_path: Path) -> None:
+    case: dict[str, Any] = {"folder": str(tmp_path)}
+    [expected] = run_on_ranks(1, _fabric_steps, layout="tp1", stage=None, **case)
+    assert expected["again"] == expected["losses"][4]
+    for layout, stage in STAGES:
+        world_size = 2 * NUM_TENSOR[layout]
+        for result in run_on_ranks(world_size, _fabric_steps, layout=layout, stage=stage, **case):
+            for name in ("losses", "norms", "again"):
+                mine, theirs = (torch.tensor(r[name], dtype=torch.float64) for r in (result, expected))
+                torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=0, msg=lambda m, n=name: f"{n}: {m}")
+            assert_same_weights(result["weights"], expected["weights"])
+
+
+class Counted(Model):
+    """Counts what the strategy sends in each training batch."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.sent: list[int] = []
+        self.num_sent = 0
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.num_sent = 0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.sent.append(self.num_sent)
+
+
+def _count(module: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("all_reduce", "reduce_scatter_tensor", "reduce_scatter_single"):  # FSDP2's, up to torch 2.11 and since
+        real = getattr(dist, name, None)
+        if real is None:
+            continue
+
+        def sending(*args: Any, real: Any = real, **kwargs: Any) -> Any:
+            module.num_sent += 1
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(dist, name, sending)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_accumulation_reduces_once_a_step(rank: int, world_size: int, tmp_path: Path, stage: int) -> None:
+    """Stock reduces after every micro-batch: `block_backward_sync` knows of DistributedDataParallel alone."""
+    on_warm_rank(rank, world_size)
+    strategy = WeftModelParallelStrategy(plan={}, layout="dp2", zero_stage=stage, check_batches=0)
+    model = Counted(optimizer="sgd")
+    run = trainer(world_size, strategy, tmp_path, accumulate_grad_batches=3)
+    hooked: list[Tensor] = []
+    on_gradient = GradientReducer._on_gradient
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        _count(model, monkeypatch)
+        monkeypatch.setattr(GradientReducer, "_on_gradient", lambda r, p: (hooked.append(p), on_gradient(r, p))[1])
+        run.fit(model, loader())
+    assert run.global_step == 2
+    assert len(hooked) == (6 * len(list(model.parameters())) if stage < 2 else 0), "reduced while the backward goes on"
+    quiet, step = model.sent[0], model.sent[2]
+    assert model.sent == [quiet, quiet, step] * 2
+    assert quiet == 0
+    assert 1 <= step <= 4
+
+
+class Adversaries(L.LightningModule):
+    """Manual optimization: two modules and optimizers, a step of each in every batch, as a GAN has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        torch.manual_seed(1)
+        self.maker = nn.Sequential(nn.Linear(DIM, DIM, dtype=torch.float64), FeedForward())
+        self.judge = FeedForward()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        for optimizer, sign in zip(self.optimizers(), (1, -1), strict=True):
+            self.toggle_optimizer(optimizer)
+            loss = sign * self.judge(self.maker(batch)).tanh().mean()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [
+            torch.optim.SGD(self.maker.parameters(), lr=0.5, momentum=0.9),
+            torch.optim.AdamW(self.judge.parameters(), lr=1e-2),
+        ]
+
+
+def _adversaries(rank: int, world_size: int, folder: str, layout: str, stage: int | None) -> dict[str, Tensor]:
+    on_warm_rank(rank, world_size)
+    strategy = WeftModelParallelStrategy(plan="auto", layout=layout, zero_stage=stage)
+    model = Adversaries()
+    tensor = NUM_TENSOR[layout]
+    data = [rows(batch, rank // tensor, world_size // tensor) for batch in fixed_data().split(4)]
+    trainer(world_size, strategy, folder).fit(model, torch.utils.data.DataLoader(data, batch_size=None))
+    return weights(model)
+
+
+def test_manual_optimization_with_two_optimizers(tmp_path: Path) -> None:
+    [expected] = run_on_ranks(1, _adversaries, folder=str(tmp_path), layout="tp1", stage=None)
+    for layout, stage in STAGES:
+        case: dict[str, Any] = {"folder": str(tmp_path), "layout": layout, "stage": stage}
+        for result in run_on_ranks(2 * NUM_TENSOR[layout], _adversaries, **case):
+            assert_same_weights(result, expected, rtol=1e-9)
+
+
+class OwnParameter(Adversaries):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(DIM))
+
+
+@on_ranks(2)
+def test_manual_optimization_with_parameters_outside_of_modules(rank: int, world_size: int, tmp_path: Path) -> None:
+    on_warm_rank(rank, world_size)
+    with pytest.raises(ValueError, match=r"OwnParameter cannot gather parameters .* 'scale'; put them into one"):
+        trainer(world_size, "weft_fsdp", tmp_path).fit(OwnParameter(), loader())
+
+
+def _in_backward(
+    rank: int, world_size: int, folder: str, layout: str, stage: int | None, in_backward: bool
+) -> dict[str, Tensor]:
+    on_warm_rank(rank, world_size)
+    strategy = WeftModelParallelStrategy(
+        plan="auto", layout=layout, zero_stage=stage, optimizer_in_backward=in_backward
+    )
+    model, tensor = Model(), NUM_TENSOR[layout]
+    data = [rows(batch, rank // tensor, world_size // tensor) for batch in fixed_data().split(4)]
+    run = trainer(world_size, strategy, folder, gradient_clip_val=0.01, gradient_clip_algorithm="value")
+    run.fit(model, torch.utils.data.DataLoader(data, batch_size=None))
+    return weights(model)
+
+
+def test_optimizer_in_backward(tmp_path: Path) -> None:
+    [expected] = run_on_ranks(1, _in_backward, folder=str(tmp_path), layout="tp1", stage=None, in_backward=False)
+    for layout, stage in STAGES:
+        if stage != 1:
+            case: dict[str, Any] = {"folder": str(tmp_path), "layout": layout, "stage": stage, "in_backward": True}
+            for result in run_on_ranks(2 * NUM_TENSOR[layout], _in_backward, **case):
+                assert_same_weights(result, expected, rtol=1e-9)
+
+
+class Logging(Model):
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        rank = float(self.trainer.strategy.data_axes.rank + 1)
+        for how in ("sum", "mean", "max"):
+            self.log(how, rank, sync_dist=True, reduce_fx=how)
+        assert self.all_gather(torch.tensor([rank])).flatten().tolist() == [1.0, 2.0]
+
+
+@on_ranks(4)
+def test_each_replica_counts_once(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Stock sums over all ranks, each tensor-parallel replica too (lightning 2.6.6, `reduce_fx="sum"`)."""
+    on_warm_rank(rank, world_size)
+    strategy = WeftModelParallelStrategy(plan="auto", layout="dp2,tp2")
+    run = trainer(world_size, strategy, tmp_path)
+    [found] = run.validate(Logging(), loader(fixed_data()[:4]), verbose=False)
+    assert found == {"sum": 3.0, "mean": 1.5, "max": 2.0}
+    assert strategy.distributed_sampler_kwargs == {"num_replicas": 2, "rank": rank // 2}
+    assert strategy.reduce_boolean_decision(True)
+    assert not strategy.reduce_boolean_decision(rank != 3)
+    assert strategy.reduce_boolean_decision(rank == 3, all=False)
+    assert not strategy.reduce_boolean_decision(False, all=False)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("layout", ["dp4", "dp2,tp2", "rep2,dp2"])
+def test_the_sampler_shares_the_data_between_data_ranks(
+    rank: int, world_size: int, tmp_path: Path, layout: str
+) -> None:
+    on_warm_rank(rank, world_size)
+    model = Model()
+    strategy = WeftModelParallelStrategy(plan="auto", layout=layout)
+    trainer(world_size, strategy, tmp_path, use_distributed_sampler=True).fit(model, loader(shuffle=True))
+    tensor = strategy.tensor_parallel_group.size()
+    seen = torch.cat(model.batches)
+    gathered = [torch.empty_like(seen) for _ in range(world_size)]
+    dist.all_gather(gathered, seen)
+    together = torch.cat(gathered[::tensor])
+    assert sorted(together[:, 0].tolist()) == sorted(fixed_data()[:, 0].tolist())
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("where", ["init", "configure_model"])
+def test_unseeded_replicas_start_alike(rank: int, world_size: int, tmp_path: Path, where: str) -> None:
+    on_warm_rank(rank, world_size)
+
+    class Unseeded(Model):
+        def configure_model(self) -> None:
+            if where == "configure_model" and not hasattr(self, "late"):
+                self.late = FeedForward()
+
+        def on_train_start(self) -> None:
+            self.first = weights(self)
+            self.drawn = torch.rand(())
+
+    torch.manual_seed(rank)
+    strategy = WeftModelParallelStrategy(plan="auto", layout="dp2,tp2", zero_stage=0)
+    model = Unseeded(seed=None)
+    trainer(world_size, strategy, tmp_path).fit(model, loader())
+    everything = torch.cat([*(value.flatten() for value in model.first.values()), model.offset])
+    gathered = [torch.empty_like(everything) for _ in range(world_size)]
+    dist.all_gather(gathered, everything)
+    assert all(torch.equal(gathered[0], each) for each in gathered)
+    draws = [torch.empty(()) for _ in range(world_size)]
+    dist.all_gather(draws, model.drawn)
+    assert draws[0] == draws[1], "a tensor-parallel group draws alike"
+    assert draws[0] != draws[2], "ranks that see other data draw on by themselves"
+
+
+class HalfModel(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(DIM, 2 * DIM), nn.GELU(), nn.Linear(2 * DIM, DIM))
+        self.seen: list[torch.dtype] = []
+
+    def configure_model(self) -> None:
+        self.model[0].register_forward_hook(lambda m, _, out: self.seen.append(m.weight.dtype))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return F.mse_loss(self.model(batch.to(next(self.model.parameters()).dtype)).float(), batch.float())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("precision", "stored", "gathered"),
+    [
+        ("32-true", torch.float32, torch.float32),
+        ("bf16-mixed", torch.float32, torch.bfloat16),
+        ("bf16-true", torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_precision_is_what_is_gathered(
+    rank: int, world_size: int, tmp_path: Path, precision: str, stored: torch.dtype, gathered: torch.dtype
+) -> None:
+    """Stock leaves FSDP2's MixedPrecisionPolicy to the user."""
+    on_warm_rank(rank, world_size)
+    model = HalfModel()
+    strategy = WeftModelParallelStrategy(plan={}, layout="dp2")
+    run = trainer(world_size, strategy, tmp_path, precision=precision)
+    run.fit(model, loader(fixed_data().float()))
+    assert isinstance(model, FSDPModule)
+    assert all(isinstance(p, DTensor) and p.dtype == stored for p in model.parameters())
+    assert model.seen
+    assert set(model.seen) == {gathered}
+    reduced = {state._mp_policy.reduce_dtype for state in model._get_fsdp_state()._state_ctx.all_states}
+    assert reduced == ({torch.float32} if precision.startswith("bf16") else {None})

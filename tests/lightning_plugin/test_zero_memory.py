@@ -1,0 +1,89 @@
+"""What each ZeRO stage leaves on a rank, counted: the table of docs/layouts.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning_plugin.scripts.plugin_models import on_warm_rank, trainer
+from ops.memory.counting import counted
+from torch import Tensor, nn
+
+import weft
+from support.ranks import on_ranks
+from weft.lightning import WeftModelParallelStrategy
+
+DIM, HIDDEN, BLOCKS = 128, 512, 4
+WEIGHTS = BLOCKS * 2 * DIM * HIDDEN * 4  # bytes
+KINDS = ("parameters", "gradients", "optimizer_state")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(DIM, HIDDEN, bias=False)
+        self.down = nn.Linear(HIDDEN, DIM, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class Blocks(L.LightningModule):
+    """Records the bytes of each kind when gradients are complete, and what there is after each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.complete: dict[str, int] = {}
+        self.after_batch: list[int] = []
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "blocks"):
+            self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for block in self.blocks:
+            batch = block(batch)
+        return batch.square().mean()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.complete = weft.memory.by_category()
+
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        usage = weft.memory.by_category()
+        self.after_batch.append(sum(usage.values()) - usage["communication"])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+def _held(stage: int, num_ranks: int) -> dict[str, int]:
+    """The table: bytes of parameters, gradients and AdamW's states once gradients are complete."""
+    is_cut = {"parameters": stage >= 2, "gradients": stage >= 2, "optimizer_state": stage >= 1}
+    whole = {"parameters": WEIGHTS, "gradients": WEIGHTS, "optimizer_state": 2 * WEIGHTS}
+    return {kind: whole[kind] // num_ranks if is_cut[kind] else whole[kind] for kind in whole}
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bytes_of_each_stage(rank: int, world_size: int, tmp_path: Path, stage: int, accumulate: int) -> None:
+    on_warm_rank(rank, world_size)
+    strategy = WeftModelParallelStrategy(plan={}, layout=f"dp{world_size}", zero_stage=stage)
+    step_counts = 2 * BLOCKS * 4
+    with counted():
+        before = weft.memory.by_category()
+        model = Blocks()
+        run = trainer(world_size, strategy, tmp_path, accumulate_grad_batches=accumulate)
+        run.fit(model, torch.utils.data.DataLoader(torch.randn(16, DIM), batch_size=4))
+        complete = {kind: model.complete[kind] - before[kind] for kind in KINDS}
+        expected = _held(stage, world_size)
+        expected["optimizer_state"] += step_counts
+        assert complete == expected
+        if accumulate == 2:
+            # Between two micro-batches whole gradients wait on every rank, at any stage; nothing else is whole.
+            start = sum(before.values()) - before["communication"]
+            waiting = model.after_batch[2] - start - sum(expected.values()) + expected["gradients"]
+            assert WEIGHTS <= waiting <= 1.02 * WEIGHTS
