@@ -85,6 +85,7 @@ soak: build
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(PY) tests/soak/faults.py --repeats 20
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(PY) tests/soak/faults.py --repeats 5 --hosts abb
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(PY) tests/soak/operators.py --count 10000
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(PY) tests/soak/layouts.py
 
 # The torch-free part under the thread sanitizer, and under those for addresses and undefined behaviour.
 sanitize: $(VENV)/.packages

@@ -21,6 +21,7 @@ from weft import memory
 from weft._plugin.batch_check import BatchCheck
 from weft._plugin.data_axes import DATA_AXIS, REPLICATE_AXIS, DataAxes, mixed_precision_policy
 from weft._plugin.launcher import guarded
+from weft._plugin.metrics import synchronize_metrics_over
 from weft._plugin.process_group import group_made_here, refuse_other_world_size
 from weft._plugin.process_guard import guard
 from weft._plugin.replicas import (
@@ -280,6 +281,7 @@ class StrategyMixin:
         """
         from weft.strategy import parallelize
 
+        synchronize_metrics_over(self.data_group, module)
         self._share_values(module)
         waiting = has_meta_tensors(module)
         if self._plan is not None:

@@ -32,6 +32,16 @@ def _overridden_steps(module: Any) -> list[str]:
     return [name for name in _STEPS if name in vars(module) or getattr(type(module), name) is not getattr(base, name)]
 
 
+def _refuse_averaged_copies(trainer: Any) -> None:
+    """Raise ValueError for a callback that has copied the model before it was sharded, whole, to average weights."""
+    for callback in trainer.callbacks:
+        if {"StochasticWeightAveraging", "WeightAveraging"} & {cls.__name__ for cls in type(callback).__mro__}:
+            raise ValueError(
+                f"the callback {type(callback).__name__} averages into a copy of the whole unsharded model, which "
+                "sharded weights cannot be averaged into; leave it out, and average the weights of checkpoints instead."
+            )
+
+
 class TrainerMixin(StrategyMixin):
     """Tensor parallelism by plan, and sharded or replicated data parallelism, for the Trainer.
 
@@ -149,6 +159,8 @@ class TrainerMixin(StrategyMixin):
         self._is_fitting = trainer.state.fn == "fit"
         if self._plan is not None:
             self.precision_plugin.clip_grad_by_norm = self._clip_by_norm
+        if self._plan is not None and self._is_fitting:
+            _refuse_averaged_copies(trainer)
         steps_in_backward = self._optimizer_in_backward and self._is_fitting
         if steps_in_backward:
             refuse_with_optimizer_in_backward(trainer)

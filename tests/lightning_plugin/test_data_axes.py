@@ -1,4 +1,4 @@
-"""What happens over the data axes beside the numbers of test_meshes: Fabric, logging, samplers, counts of messages."""
+"""What happens over the data axes beside the numbers of test_meshes: Fabric, manual optimization, precision, saving."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from lightning_plugin.scripts.plugin_models import (
     DIM,
     FeedForward,
@@ -218,74 +219,6 @@ def test_optimizer_in_backward(tmp_path: Path) -> None:
                 assert_same_weights(result, expected, rtol=1e-9)
 
 
-class Logging(Model):
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        rank = float(self.trainer.strategy.data_axes.rank + 1)
-        for how in ("sum", "mean", "max"):
-            self.log(how, rank, sync_dist=True, reduce_fx=how)
-        assert self.all_gather(torch.tensor([rank])).flatten().tolist() == [1.0, 2.0]
-
-
-@on_ranks(4)
-def test_each_replica_counts_once(rank: int, world_size: int, tmp_path: Path) -> None:
-    """Stock sums over all ranks, each tensor-parallel replica too (lightning 2.6.6, `reduce_fx="sum"`)."""
-    on_warm_rank(rank, world_size)
-    strategy = WeftModelParallelStrategy(plan="auto", layout="dp2,tp2")
-    run = trainer(world_size, strategy, tmp_path)
-    [found] = run.validate(Logging(), loader(fixed_data()[:4]), verbose=False)
-    assert found == {"sum": 3.0, "mean": 1.5, "max": 2.0}
-    assert strategy.distributed_sampler_kwargs == {"num_replicas": 2, "rank": rank // 2}
-    assert strategy.reduce_boolean_decision(True)
-    assert not strategy.reduce_boolean_decision(rank != 3)
-    assert strategy.reduce_boolean_decision(rank == 3, all=False)
-    assert not strategy.reduce_boolean_decision(False, all=False)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("layout", ["dp4", "dp2,tp2", "rep2,dp2"])
-def test_the_sampler_shares_the_data_between_data_ranks(
-    rank: int, world_size: int, tmp_path: Path, layout: str
-) -> None:
-    on_warm_rank(rank, world_size)
-    model = Model()
-    strategy = WeftModelParallelStrategy(plan="auto", layout=layout)
-    trainer(world_size, strategy, tmp_path, use_distributed_sampler=True).fit(model, loader(shuffle=True))
-    tensor = strategy.tensor_parallel_group.size()
-    seen = torch.cat(model.batches)
-    gathered = [torch.empty_like(seen) for _ in range(world_size)]
-    dist.all_gather(gathered, seen)
-    together = torch.cat(gathered[::tensor])
-    assert sorted(together[:, 0].tolist()) == sorted(fixed_data()[:, 0].tolist())
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("where", ["init", "configure_model"])
-def test_unseeded_replicas_start_alike(rank: int, world_size: int, tmp_path: Path, where: str) -> None:
-    on_warm_rank(rank, world_size)
-
-    class Unseeded(Model):
-        def configure_model(self) -> None:
-            if where == "configure_model" and not hasattr(self, "late"):
-                self.late = FeedForward()
-
-        def on_train_start(self) -> None:
-            self.first = weights(self)
-            self.drawn = torch.rand(())
-
-    torch.manual_seed(rank)
-    strategy = WeftModelParallelStrategy(plan="auto", layout="dp2,tp2", zero_stage=0)
-    model = Unseeded(seed=None)
-    trainer(world_size, strategy, tmp_path).fit(model, loader())
-    everything = torch.cat([*(value.flatten() for value in model.first.values()), model.offset])
-    gathered = [torch.empty_like(everything) for _ in range(world_size)]
-    dist.all_gather(gathered, everything)
-    assert all(torch.equal(gathered[0], each) for each in gathered)
-    draws = [torch.empty(()) for _ in range(world_size)]
-    dist.all_gather(draws, model.drawn)
-    assert draws[0] == draws[1], "a tensor-parallel group draws alike"
-    assert draws[0] != draws[2], "ranks that see other data draw on by themselves"
-
-
 class HalfModel(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
@@ -327,3 +260,81 @@ def test_precision_is_what_is_gathered(
     assert set(model.seen) == {gathered}
     reduced = {state._mp_policy.reduce_dtype for state in model._get_fsdp_state()._state_ctx.all_states}
     assert reduced == ({torch.float32} if precision.startswith("bf16") else {None})
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["swa", "ema"])
+def test_averaged_copies_are_refused(rank: int, world_size: int, tmp_path: Path, name: str) -> None:
+    """Stock's guard misses its own model-parallel strategy, and fails or averages shards into a whole copy."""
+    on_warm_rank(rank, world_size)
+    callback = StochasticWeightAveraging(1e-2) if name == "swa" else EMAWeightAveraging()
+    run = trainer(world_size, "weft_fsdp", tmp_path, callbacks=[callback])
+    with pytest.raises(ValueError, match="averages into a copy of the whole unsharded model"):
+        run.fit(Model(), loader())
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_clipping_by_value(rank: int, world_size: int, tmp_path: Path, stage: int) -> None:
+    on_warm_rank(rank, world_size)
+    bound = 1e-3
+
+    class Clipped(Model):
+        def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            super().optimizer_step(*args, **kwargs)
+            local = [getattr(p.grad, "_local_tensor", p.grad) for p in self.parameters()]
+            assert all(grad.abs().max() <= bound for grad in local if grad.numel())
+            assert any((grad.abs() == bound).any() for grad in local)
+
+    strategy = WeftModelParallelStrategy(plan="auto", layout="dp2,tp2", zero_stage=stage)
+    options = {"gradient_clip_val": bound, "gradient_clip_algorithm": "value"}
+    trainer(world_size, strategy, tmp_path, **options).fit(Clipped(), loader())
+
+
+def _saving(rank: int, world_size: int, folder: str, case: dict[str, Any]) -> dict[str, Any]:
+    """Three steps; with `save`, a checkpoint before the first and one after it."""
+    on_warm_rank(rank, world_size)
+    steps: list[int] = []
+
+    class Saving(Model):
+        def on_train_start(self) -> None:
+            self.optimizers().optimizer.register_step_post_hook(lambda *_: steps.append(self.global_step))
+            self._save()
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 0:
+                self._save()
+
+        def _save(self) -> None:
+            before = [p.grad is None for p in self.parameters()]
+            states = len(self.optimizers().optimizer.state)
+            if case["save"]:
+                self.trainer.save_checkpoint(f"{folder}/{self.global_step}.ckpt")
+            assert [p.grad is None for p in self.parameters()] == before
+            assert len(self.optimizers().optimizer.state) == states
+
+    strategy = WeftModelParallelStrategy(
+        plan="auto", layout=case["layout"], zero_stage=case["stage"], save_distributed_checkpoint=case["sharded"]
+    )
+    model = Saving(optimizer=case["optimizer"])
+    trainer(world_size, strategy, folder, max_steps=3).fit(model, loader())
+    return {"losses": model.losses, "steps": steps, "weights": weights(model)}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize(("layout", "stage"), [("dp2", 1), ("dp2", 3), ("dp2,tp2", 0)])
+@pytest.mark.parametrize("sharded", [True, False], ids=["directory", "file"])
+def test_saving_changes_nothing(tmp_path: Path, optimizer: str, layout: str, stage: int, sharded: bool) -> None:
+    """torch's `get_optimizer_state_dict`, which stock saves with, steps an optimizer that has no state yet."""
+    case = {"layout": layout, "stage": stage, "optimizer": optimizer, "sharded": sharded}
+    world_size = 2 * NUM_TENSOR[layout]
+    runs = [
+        run_on_ranks(world_size, _saving, folder=str(tmp_path), case={**case, "save": save}) for save in (False, True)
+    ]
+    for plain, saved in zip(*runs, strict=True):
+        assert plain["losses"] == saved["losses"]
+        assert plain["steps"] == saved["steps"]
+        assert len(saved["steps"]) == 3
+        assert_same_weights(plain["weights"], saved["weights"], rtol=0)
+    assert (tmp_path / "0.ckpt").exists()
+    assert (tmp_path / "1.ckpt").exists()

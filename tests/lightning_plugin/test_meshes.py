@@ -1,120 +1,18 @@
-"""Every mesh and ZeRO stage in the Trainer gives the losses, gradients and weights of one device."""
+"""Every mesh and ZeRO stage in the Trainer gives the losses, gradients and weights of one device, and resumes so."""
 
 from __future__ import annotations
-
-import functools
-from typing import Any
 
 import lightning as L
 import pytest
 import torch
-import torch.nn.functional as F
+from lightning_plugin.scripts.meshes import CASES, MESHES, Tokens, assert_like_one_device, batches
 from lightning_plugin.scripts.plugin_models import on_warm_rank, trainer, weights
-from torch import Tensor, nn
+from torch import Tensor
 
-from support.models import Llama, LlamaArgs, token_batches
 from support.ranks import run_on_ranks
 from weft.lightning import WeftModelParallelStrategy
 
-STEPS, ACCUMULATE, CLIP = 10, 2, 0.3
-VOCAB = 37
-# (data_replicate, data_parallel, tensor_parallel)
-MESHES = {
-    "tp1": (1, 1, 1),
-    "tp2": (1, 1, 2),
-    "tp4": (1, 1, 4),
-    "dp2": (1, 2, 1),
-    "dp4": (1, 4, 1),
-    "dp2,tp2": (1, 2, 2),
-    "rep2,dp2": (2, 2, 1),
-    "rep2,tp2": (2, 1, 2),
-    "rep2,dp2,tp2": (2, 2, 2),
-}
-CASES = [(layout, stage) for layout, sizes in MESHES.items() for stage in ((0, 1, 2, 3) if sizes[1] > 1 else (None,))]
-
-
-class Tokens(L.LightningModule):
-    """A Llama between an own parameter and the loss; records losses and the gradients of the last step."""
-
-    def __init__(self, optimizer: str) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.model = Llama(LlamaArgs(dtype=torch.float64, n_kv_heads=4, hidden_dim=38, vocab_size=VOCAB))
-        self.scale = nn.Parameter(torch.full((VOCAB,), 1.25, dtype=torch.float64))
-        self.optimizer = optimizer
-        self.losses: list[float] = []
-        self.gradients: dict[str, Tensor] = {}
-        self.norms: list[float] = []
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        tokens, targets = batch[0][0], batch[1][0]
-        loss = F.cross_entropy((self.model(tokens) * self.scale).flatten(0, 1), targets.flatten())
-        self.losses.append(loss.item())
-        return loss
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.gradients = {
-            name: (p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad).clone()
-            for name, p in self.named_parameters()
-        }
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        if "gradient_norm" in self.trainer.callback_metrics:
-            self.norms.append(self.trainer.callback_metrics["gradient_norm"].item())
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        if self.optimizer == "SGD":
-            return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-
-def batches(num_data: int, data_rank: int, accumulate: int) -> list[tuple[Tensor, Tensor]]:
-    """This data rank's rows of the batches that one device would get; `[4 / num_data, 9]` each."""
-    rows = 4 // num_data
-    return [
-        (inputs[data_rank * rows : (data_rank + 1) * rows], targets[data_rank * rows : (data_rank + 1) * rows])
-        for inputs, targets in token_batches(STEPS * accumulate, VOCAB)
-    ]
-
-
-def fit(
-    rank: int, world_size: int, folder: str, settings: dict[str, Any] | None, optimizer: str, accumulate: int, clip: Any
-) -> dict[str, Any]:
-    on_warm_rank(rank, world_size)
-    strategy = "auto" if settings is None else WeftModelParallelStrategy(**settings)
-    _, _, tensor = MESHES[settings["layout"]] if settings else (1, 1, 1)
-    model = Tokens(optimizer)
-    run = trainer(
-        world_size, strategy, folder, accumulate_grad_batches=accumulate, gradient_clip_val=clip, log_every_n_steps=1
-    )
-    run.fit(model, torch.utils.data.DataLoader(batches(world_size // tensor, rank // tensor, accumulate)))
-    return {"losses": model.losses, "gradients": model.gradients, "weights": weights(model), "norms": model.norms}
-
-
-@functools.cache
-def one_device(folder: str, optimizer: str, accumulate: int, clip: float | None) -> dict[str, Any]:
-    [result] = run_on_ranks(1, fit, folder=folder, settings=None, optimizer=optimizer, accumulate=accumulate, clip=clip)
-    return result
-
-
-def assert_like_one_device(
-    folder: str, layout: str, stage: int | None, optimizer: str, accumulate: int, clip: float | None, **settings: Any
-) -> None:
-    sizes = MESHES[layout]
-    world_size, tensor = sizes[0] * sizes[1] * sizes[2], sizes[2]
-    expected = one_device(folder, optimizer, accumulate, clip)
-    settings = {"plan": "auto", "layout": layout, "zero_stage": stage, **settings}
-    results = run_on_ranks(
-        world_size, fit, folder=folder, settings=settings, optimizer=optimizer, accumulate=accumulate, clip=clip
-    )
-    losses = torch.tensor([result["losses"] for result in results[::tensor]], dtype=torch.float64).mean(0)
-    torch.testing.assert_close(losses, torch.tensor(expected["losses"], dtype=torch.float64), rtol=1e-9, atol=0)
-    for result in results:
-        for kind in ("gradients", "weights"):
-            for name, value in expected[kind].items():
-                bound = 1e-9 * max(value.norm().item(), 1e-3)
-                difference = (result[kind][name] - value).norm().item()
-                assert difference <= bound, f"{kind} of {name}: {difference:.3g} apart, allowed {bound:.3g}"
+ACCUMULATE, CLIP = 2, 0.3
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +23,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(("layout", "stage"), CASES)
 def test_every_mesh_and_stage(folder: str, layout: str, stage: int | None) -> None:
     assert_like_one_device(folder, layout, stage, "SGD", ACCUMULATE, CLIP)
+
+
+# With the test above, every pair of a mesh and a stage with each value, and every pair of values; `make soak` has all.
+OTHERS = [
+    *((layout, stage, "AdamW", 1, None) for layout, stage in CASES),
+    ("dp2,tp2", 3, "AdamW", 2, CLIP),
+    ("dp2", 1, "SGD", 1, CLIP),
+    ("dp4", 2, "SGD", 2, None),
+]
+
+
+@pytest.mark.parametrize(("layout", "stage", "optimizer", "accumulate", "clip"), OTHERS)
+def test_other_optimizers_and_steps(
+    folder: str, layout: str, stage: int | None, optimizer: str, accumulate: int, clip: float | None
+) -> None:
+    assert_like_one_device(folder, layout, stage, optimizer, accumulate, clip)
 
 
 # Each mesh once or twice, with another stage each time.

@@ -1,0 +1,23 @@
+"""torchmetrics' metrics synchronize by themselves, over all ranks: each tensor-parallel replica would count."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+from torch.nn import Module
+
+_ours: weakref.WeakSet[Any] = weakref.WeakSet()  # metrics whose group was set here
+
+
+def synchronize_metrics_over(group: dist.ProcessGroup, module: Module) -> None:
+    """Have every metric inside a module synchronize over `group`, unless the user has given it a group."""
+    torchmetrics = sys.modules.get("torchmetrics")
+    if torchmetrics is None:  # then the module holds none
+        return
+    for metric in module.modules():
+        if isinstance(metric, torchmetrics.Metric) and (metric.process_group is None or metric in _ours):
+            metric.process_group = group
+            _ours.add(metric)

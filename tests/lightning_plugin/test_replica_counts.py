@@ -1,0 +1,128 @@
+"""Samplers, logs, metrics and random numbers over the data axes: each replica counts once, and starts alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torchmetrics
+from lightning_plugin.scripts.plugin_models import (
+    FeedForward,
+    Model,
+    fixed_data,
+    loader,
+    on_warm_rank,
+    trainer,
+    weights,
+)
+from torch import Tensor
+
+from support.ranks import on_ranks
+from weft.lightning import WeftModelParallelStrategy
+
+
+class Logging(Model):
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        rank = float(self.trainer.strategy.data_axes.rank + 1)
+        for how in ("sum", "mean", "max"):
+            self.log(how, rank, sync_dist=True, reduce_fx=how)
+        assert self.all_gather(torch.tensor([rank])).flatten().tolist() == [1.0, 2.0]
+
+
+@on_ranks(4)
+def test_each_replica_counts_once(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Stock sums over all ranks, each tensor-parallel replica too (lightning 2.6.6, `reduce_fx="sum"`)."""
+    on_warm_rank(rank, world_size)
+    strategy = WeftModelParallelStrategy(plan="auto", layout="dp2,tp2")
+    run = trainer(world_size, strategy, tmp_path)
+    [found] = run.validate(Logging(), loader(fixed_data()[:4]), verbose=False)
+    assert found == {"sum": 3.0, "mean": 1.5, "max": 2.0}
+    assert strategy.distributed_sampler_kwargs == {"num_replicas": 2, "rank": rank // 2}
+    assert strategy.reduce_boolean_decision(True)
+    assert not strategy.reduce_boolean_decision(rank != 3)
+    assert strategy.reduce_boolean_decision(rank == 3, all=False)
+    assert not strategy.reduce_boolean_decision(False, all=False)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("layout", ["dp4", "dp2,tp2", "rep2,dp2"])
+def test_the_sampler_shares_the_data_between_data_ranks(
+    rank: int, world_size: int, tmp_path: Path, layout: str
+) -> None:
+    on_warm_rank(rank, world_size)
+    model = Model()
+    strategy = WeftModelParallelStrategy(plan="auto", layout=layout)
+    trainer(world_size, strategy, tmp_path, use_distributed_sampler=True).fit(model, loader(shuffle=True))
+    tensor = strategy.tensor_parallel_group.size()
+    seen = torch.cat(model.batches)
+    gathered = [torch.empty_like(seen) for _ in range(world_size)]
+    dist.all_gather(gathered, seen)
+    together = torch.cat(gathered[::tensor])
+    assert sorted(together[:, 0].tolist()) == sorted(fixed_data()[:, 0].tolist())
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("where", ["init", "configure_model"])
+def test_unseeded_replicas_start_alike(rank: int, world_size: int, tmp_path: Path, where: str) -> None:
+    on_warm_rank(rank, world_size)
+
+    class Unseeded(Model):
+        def configure_model(self) -> None:
+            if where == "configure_model" and not hasattr(self, "late"):
+                self.late = FeedForward()
+
+        def on_train_start(self) -> None:
+            self.first = weights(self)
+            self.drawn = torch.rand(())
+
+    torch.manual_seed(rank)
+    strategy = WeftModelParallelStrategy(plan="auto", layout="dp2,tp2", zero_stage=0)
+    model = Unseeded(seed=None)
+    trainer(world_size, strategy, tmp_path).fit(model, loader())
+    everything = torch.cat([*(value.flatten() for value in model.first.values()), model.offset])
+    gathered = [torch.empty_like(everything) for _ in range(world_size)]
+    dist.all_gather(gathered, everything)
+    assert all(torch.equal(gathered[0], each) for each in gathered)
+    draws = [torch.empty(()) for _ in range(world_size)]
+    dist.all_gather(draws, model.drawn)
+    assert draws[0] == draws[1], "a tensor-parallel group draws alike"
+    assert draws[0] != draws[2], "ranks that see other data draw on by themselves"
+
+
+class Metrics(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.total, self.values = torchmetrics.SumMetric(), torchmetrics.CatMetric()
+        self.accuracy = torchmetrics.classification.MulticlassAccuracy(4, average="micro")
+        self.own = torchmetrics.SumMetric(process_group=dist.group.WORLD)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        value = float(self.trainer.strategy.data_axes.rank + 1)
+        for metric in (self.total, self.values, self.own):
+            metric(value)
+        # The first data rank gets two of four right, the second three.
+        target = torch.arange(4)
+        self.accuracy(torch.where(target < value + 1, target, (target + 1) % 4), target)
+        self.log_dict({"total": self.total, "accuracy": self.accuracy, "own": self.own})
+
+    def on_validation_epoch_end(self) -> None:
+        self.gathered = self.values.compute()
+
+
+@on_ranks(2, 4)
+def test_torchmetrics_count_each_replica_once(rank: int, world_size: int, tmp_path: Path) -> None:
+    """torchmetrics sums over all ranks, each tensor-parallel replica too, with stock's strategy."""
+    on_warm_rank(rank, world_size)
+    num_data = world_size // 2
+    model = Metrics()
+    for _ in range(2):  # what the first run leaves must not stop the second
+        strategy = WeftModelParallelStrategy(plan="auto", layout=f"dp{num_data},tp2")
+        run = trainer(world_size, strategy, tmp_path)
+        [found] = run.validate(model, loader(fixed_data()[:4]), verbose=False)
+        assert found["total"] == (1 if num_data == 1 else 1 + 2)
+        assert found["own"] == 2 * found["total"], "a group of the user's own stays"
+        assert found["accuracy"] == pytest.approx(2 / 4 if num_data == 1 else (2 + 3) / 8)
+        assert sorted(model.gathered.flatten().tolist()) == [1.0, 2.0][:num_data]
+        model.values.reset()

@@ -1,0 +1,55 @@
+"""Every mesh and ZeRO stage with every optimizer, accumulation and clipping: each gives the numbers of one device.
+
+    PYTHONPATH=tests python tests/soak/layouts.py
+    PYTHONPATH=tests python tests/soak/layouts.py --layout dp2,tp2 --stage 3
+
+Prints one JSON line for each mesh and stage, with what failed. Exits with 0 where nothing failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import tempfile
+
+from lightning_plugin.scripts.meshes import CASES, assert_like_one_device
+
+from support.rank_pool import POOLS
+from support.ranks import RankFailure
+
+OPTIONS = list(itertools.product(("SGD", "AdamW"), (1, 2), (None, 0.3)))
+
+
+def soak(folder: str, layout: str, stage: int | None) -> list[str]:
+    """What failed of all options on one mesh at one stage, each with its reason."""
+    failed = []
+    for optimizer, accumulate, clip in OPTIONS:
+        try:
+            assert_like_one_device(folder, layout, stage, optimizer, accumulate, clip)
+        except (AssertionError, RankFailure) as failure:
+            reason = str(failure).strip().splitlines()[-1]
+            failed.append(f"{optimizer}, accumulation {accumulate}, clip {clip}: {reason}")
+    return failed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layout", help="only this one")
+    parser.add_argument("--stage", type=int, help="only this one")
+    options = parser.parse_args()
+    num_failed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        for layout, stage in CASES:
+            if options.layout in (None, layout) and options.stage in (None, stage):
+                failed = soak(folder, layout, stage)
+                num_failed += len(failed)
+                line = {"layout": layout, "zero_stage": stage, "runs": len(OPTIONS), "failed": failed}
+                print(json.dumps(line), flush=True)
+    POOLS.close()
+    return int(num_failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
