@@ -49,8 +49,8 @@ class FabricMixin(StrategyMixin):
         empty_init: with a plan, what `fabric.init_module(empty_init=True)` builds gets its values in `fabric.setup`,
             each rank its shards only, and the values are those of an unsharded model. False: as in Fabric's strategy.
         optimizer_in_backward: as in the Trainer's strategy; call `step()` after each backward.
-        activation_checkpointing, activation_offload, data_replicate_size, zero_stage, layout: as in the Trainer's
-            strategy.
+        activation_checkpointing, activation_offload, data_replicate_size, zero_stage, layout, sequence_parallel: as in
+            the Trainer's strategy.
 
     Raises:
         ValueError, TypeError: an argument that no number of devices could make work.
@@ -77,6 +77,7 @@ class FabricMixin(StrategyMixin):
         data_replicate_size: Any = 1,
         zero_stage: int | None = None,
         layout: str | None = None,
+        sequence_parallel: bool = False,
     ) -> None:
         if parallelize_fn is not None and not callable(parallelize_fn):
             raise TypeError(
@@ -106,6 +107,7 @@ class FabricMixin(StrategyMixin):
                 data_replicate_size=data_replicate_size,
                 zero_stage=zero_stage,
                 layout=layout,
+                sequence_parallel=sequence_parallel,
             )
         )
         self._backward_sync_control = _WithoutSync(self)

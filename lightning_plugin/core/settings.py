@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from weft.strategy.layout import Sizes
 
 ZERO_STAGES = (0, 1, 2, 3)
+_FLAGS = ("fused_optimizers", "empty_init", "optimizer_in_backward", "activation_offload", "sequence_parallel")
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class PlanSettings:
     data_replicate_size: a number of ranks or "auto".
     zero_stage: what is cut over the data-parallel axis, 0 to 3; None: 3 with a plan, without one nothing.
     layout: the sizes of all axes as text, or None.
+    sequence_parallel: whether the plan cuts activations along the sequence, too.
     """
 
     plan: Any
@@ -40,6 +42,7 @@ class PlanSettings:
     data_replicate_size: int | str
     zero_stage: int | None
     layout: str | None
+    sequence_parallel: bool
 
     @property
     def is_stock(self) -> bool:
@@ -52,7 +55,9 @@ class PlanSettings:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ValueError(f"{owner} got {name}={value!r}; pass a whole number of batches, 0 for none.")
-        for name in ("fused_optimizers", "empty_init", "optimizer_in_backward", "activation_offload"):
+        if self.sequence_parallel is True and self.plan is None:
+            raise ValueError(f"{owner} got sequence_parallel=True without a plan, which it changes; pass plan='auto'.")
+        for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{owner} got {name}={getattr(self, name)!r}; pass True or False.")
         from weft.strategy.activation_checkpointing import refuse_wrong_kind

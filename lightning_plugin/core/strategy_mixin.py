@@ -62,7 +62,7 @@ class StrategyMixin:
         self._sizes = settings.validate(type(self).__name__, self._data_parallel_size, self._tensor_parallel_size)
         self._has_stock_sizes = settings.is_stock
         plan = {} if settings.plan is None and settings.zero_stage is not None else settings.plan
-        self._plan = None if plan is None else Plan(plan)
+        self._plan = None if plan is None else Plan(plan, sequence_parallel=settings.sequence_parallel)
         self._zero_stage = 3 if settings.zero_stage is None else settings.zero_stage
         self._batch_check = BatchCheck(settings.check_batches, settings.check_batches_every)
         self._fused_optimizers = settings.fused_optimizers

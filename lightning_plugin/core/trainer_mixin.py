@@ -79,6 +79,8 @@ class TrainerMixin(StrategyMixin):
             unit freed after its forward); 2: the same, freed after its backward; 1: the states alone; 0: nothing.
             None: 3 with a plan; without one, all sharding is up to `configure_model`.
         layout: all sizes at once, such as "dp2,tp2" or "rep2,dp4,tp8"; axes that are left out have one rank.
+        sequence_parallel: with a plan, have the ranks of a tensor-parallel group share the tokens between the layers
+            that they share by features: norms, residual sums and dropout, and what is kept of them.
 
     Raises:
         ValueError, TypeError: an argument that no number of devices could make work.
@@ -104,6 +106,7 @@ class TrainerMixin(StrategyMixin):
         data_replicate_size: Any = 1,
         zero_stage: int | None = None,
         layout: str | None = None,
+        sequence_parallel: bool = False,
     ) -> None:
         super().__init__(
             data_parallel_size=data_parallel_size,
@@ -125,6 +128,7 @@ class TrainerMixin(StrategyMixin):
                 data_replicate_size=data_replicate_size,
                 zero_stage=zero_stage,
                 layout=layout,
+                sequence_parallel=sequence_parallel,
             )
         )
         self._gradients_checked = False

@@ -19,6 +19,8 @@ from weft.strategy.linears import is_conv1d, shard_dims
 from weft.strategy.plan import Plan, Rules
 from weft.strategy.report_table import report
 from weft.strategy.roles import take_role
+from weft.strategy.sequence_parallel import sequence_places
+from weft.strategy.sequence_region import Place
 from weft.strategy.shards import group_name_of, tensor_parallel_mesh, to_dtensor
 from weft.strategy.state import ModuleState, set_state, state_of
 
@@ -50,17 +52,22 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Rules | Plan) -> nn.Mo
         plan._report = report(model)
         return model
     assignments = plan.assign(model, tp_mesh.size())
+    places: dict[int, Place] = {}
+    if plan.sequence_parallel and tp_mesh.size() > 1:
+        places = sequence_places(model, assignments, group_name_of(tp_mesh))
     dims = _parameter_dims(model, assignments)
     _check_modules(model)
     check_written(model)
     others = {id(m) for m in model.modules() if any(isinstance(p, DTensor) for p in m.parameters(recurse=False))}
     whole = _replace_parameters(model, tp_mesh, dims)
     materialize(model)
-    _take_roles(model, tp_mesh, assignments, others)
+    _take_roles(model, tp_mesh, assignments, places, others)
     for (module_name, attribute), count in assignments.heads.items():
         setattr(model.get_submodule(module_name), attribute, count)
     notes = [*assignments.notes]
     notes += [f"{join(name, attribute)} = {n} on this rank" for (name, attribute), n in assignments.heads.items()]
+    if places:
+        notes.append("activations between the blocks' layers are cut along the sequence")
     if whole:
         notes.append(f"whole on every rank until they were cut, as their values cannot be drawn in parts: {whole}")
     set_state(model, dataclasses.replace(state_of(model), plan_key=key, plan_notes=tuple(notes)))
@@ -169,13 +176,17 @@ def _replace_parameters(model: nn.Module, mesh: DeviceMesh, dims: dict[int, int 
     return ", ".join(were_whole if len(were_whole) <= 6 else [*were_whole[:4], "...", were_whole[-1]])
 
 
-def _take_roles(model: nn.Module, mesh: DeviceMesh, assignments: Assignments, others: set[int]) -> None:
+def _take_roles(
+    model: nn.Module, mesh: DeviceMesh, assignments: Assignments, places: dict[int, Place], others: set[int]
+) -> None:
     """Give modules the classes of their styles; `others` had DTensors before and know themselves how to use them."""
     by_module = {id(model.get_submodule(name)): a for name, a in assignments.styles.items()}
     group_name = group_name_of(mesh)
     for module in reversed(list(model.modules())):  # children first: a fused container records their classes
         assignment = by_module.get(id(module), Assignment(""))
-        if state_of(module) is not None or (module is not model and (id(module) in others or not _needs_role(module))):
+        if state_of(module) is not None or (
+            module is not model and (id(module) in others or not (_needs_role(module) or id(module) in places))
+        ):
             continue
         cls = type(module)
         mlp = assignment.mlp
@@ -192,6 +203,7 @@ def _take_roles(model: nn.Module, mesh: DeviceMesh, assignments: Assignments, ot
             vocab_start=_vocab_start(module, mesh) if assignment.style == "vocab_embedding" else 0,
             transposed=assignment.style in ("column", "row") and is_conv1d(module),
             fused=assignment.fused_into is not None,
+            sequence=places.get(id(module)),
         )
         take_role(module, state)
 

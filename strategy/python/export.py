@@ -92,6 +92,11 @@ def _full_features(module: nn.Module, state: ModuleState) -> tuple[int, int] | N
 
 
 def _replacement(module: nn.Module, state: ModuleState, full: tuple[int, int] | None) -> nn.Module:
+    if state.sequence is not None:
+        raise ValueError(
+            f"export_local: a {state.original_class.__name__} works on a part of the sequence; parallelize the model "
+            "without sequence_parallel for export."
+        )
     if state.style in ("column", "row"):
         if state.transposed:
             cls: type[nn.Module] = ColumnConv1D if state.style == "column" else RowConv1D

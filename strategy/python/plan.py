@@ -32,13 +32,17 @@ class Plan:
             - such a dict as YAML or JSON text, or the path of a file with it (.yaml, .yml, .json);
             - a callable that is given each module's name and the module, and returns its style or None;
             - "auto", which recognises transformer blocks.
+        sequence_parallel: cut the activations between the repeated blocks' layers along the sequence, which is the last
+            dim but one of what the blocks get first. It needs blocks whose other parts treat each token by itself:
+            norms, dropout, residual sums.
 
     Raises:
         ValueError: an unknown style, a malformed pattern, two values for one pattern.
         TypeError: rules of another type.
     """
 
-    def __init__(self, rules: Rules | Plan) -> None:
+    def __init__(self, rules: Rules | Plan, *, sequence_parallel: bool = False) -> None:
+        self.sequence_parallel = sequence_parallel or (isinstance(rules, Plan) and rules.sequence_parallel)
         self._report: Report | None = None
         self._callable: Callable[[str, nn.Module], Style | None] | None = None
         self._rules: _plan.Plan | None = None
@@ -106,7 +110,7 @@ class Plan:
 
     def key(self) -> Any:
         """What two plans have in common that are the same: their rules, their callable, or being "auto"."""
-        return AUTO if self.is_auto else (self._callable or self._rules)
+        return (AUTO if self.is_auto else (self._callable or self._rules)), self.sequence_parallel
 
     def rules_for(self, model: nn.Module) -> _plan.Plan:
         """The rules of this plan on a model; not for "auto"."""

@@ -49,12 +49,18 @@ def _weight_and_bias(module: nn.Module, transposed: bool) -> tuple[Tensor, Tenso
 def _column_forward(self: Any, input: Tensor) -> Tensor:
     state = self._weft_state
     weight, bias = _weight_and_bias(self, state.transposed)
+    if state.sequence is not None:  # the gradient of its input is summed where that was gathered
+        return torch.nn.functional.linear(input, weight, bias)
     return torch.ops.weft.column_linear(input, weight, bias, group_name=state.group_name)
 
 
 def _row_forward(self: Any, input: Tensor) -> Tensor:
     state = self._weft_state
     weight, bias = _weight_and_bias(self, state.transposed)
+    if state.sequence is not None:
+        return torch.ops.weft.linear_reduce_scatter(
+            input, weight, bias, scatter_dim=input.dim() - 2, group_name=state.group_name
+        )
     return torch.ops.weft.row_linear(input, weight, bias, group_name=state.group_name)
 
 
@@ -77,13 +83,14 @@ def _fused_forward(self: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
         )
     x = args[0] if args else next(iter(kwargs.values()))
     state = self._weft_state
+    region = None if state.sequence is None else state.sequence.region
     mlp = state.mlp
     children = [self._modules[name] for name in mlp.children]
     for name, child, expected in zip(mlp.children, children, state.child_classes, strict=True):
         if type(child) is not expected:
             _refuse_changed_child(name, child)
         if child._forward_hooks or child._forward_pre_hooks or child._backward_hooks or child._backward_pre_hooks:
-            return _plain_forward_of(state.original_class)(self, x)
+            return _plain_forward_of(state.original_class)(self, x if region is None else region.gather(x))
     parts = [_weight_and_bias(child, child._weft_state.transposed) for child in children]
     w3, b3 = (None, None) if mlp.gate is None else parts[1]
     (w1, b1), (w2, b2) = parts[0], parts[-1]
@@ -98,6 +105,19 @@ def _fused_forward(self: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
         activation=state.activation,
         group_name=state.group_name,
         recompute=state.recompute,
+        sequence_dim=None if region is None else x.dim() - 2,
+        sequence_size=None if region is None else region.length,
+    )
+
+
+def _dropout_forward(self: Any, input: Tensor) -> Tensor:
+    if not self.training or self.p == 0.0:
+        return input
+    # Drawn alike on all ranks; which of its tokens a rank drops follows from their places in the whole sequence.
+    seed = torch.randint(0, 1 << 62, (1,), dtype=torch.int64, device=torch.device("cpu"))
+    region = self._weft_state.sequence.region
+    return torch.ops.weft.dropout(
+        input, seed, p=self.p, group_name=region.group_name, dim=input.dim() - 2, dim_size=region.length
     )
 
 
@@ -129,12 +149,29 @@ def _plain_forward_of(cls: type[nn.Module]) -> Callable[..., Any]:
     return forward
 
 
+@functools.cache
+def _sequence_forward_of(cls: type[nn.Module]) -> Callable[..., Any]:
+    """The class's own forward with local parameters, between what its place in the sequence wants."""
+    plain = _plain_forward_of(cls)
+
+    @functools.wraps(plain)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        place = self._weft_state.sequence
+        args, kwargs = place.before(args, kwargs)
+        return place.after(plain(self, *args, **kwargs))
+
+    return forward
+
+
 def _getattr_of(cls: type[nn.Module]) -> Callable[[nn.Module, str], Any]:
     own_getattr = cls.__getattr__
 
     def __getattr__(self: nn.Module, name: str) -> Any:
         value = own_getattr(self, name)
         if isinstance(value, DTensor) and inside_forward() and is_whole(value):
+            place = self.__dict__["_weft_state"].sequence
+            if place is not None and place.owns_shared_weights:
+                return torch.ops.weft.copy_to_group(local_of(value), place.region.group_name)
             return local_of(value)
         return value
 
@@ -155,15 +192,18 @@ _STYLED_FORWARDS = {
 
 
 @functools.cache
-def parallel_class(cls: type[nn.Module], style: str) -> type[nn.Module]:
-    """The class a module of class `cls` gets for a style ("" and "replicate": its own forward)."""
+def parallel_class(cls: type[nn.Module], style: str, place: str = "") -> type[nn.Module]:
+    """The class a module of class `cls` gets for a style ("" and "replicate": its own forward).
+
+    `place`: the kind of its place, where activations are cut along the sequence.
+    """
     namespace: dict[str, Any] = {"__module__": cls.__module__, "__getattr__": _getattr_of(cls)}
-    styled = _STYLED_FORWARDS.get(style)
+    styled = _dropout_forward if place == "dropout" else _STYLED_FORWARDS.get(style)
     if styled is not None:
         forward = types.FunctionType(styled.__code__, styled.__globals__, styled.__name__)
         namespace["forward"] = functools.update_wrapper(forward, cls.forward)  # keeps the signature
     elif cls.forward is not nn.Module.forward:
-        namespace["forward"] = _plain_forward_of(cls)
+        namespace["forward"] = (_sequence_forward_of if place in ("block", "gathers") else _plain_forward_of)(cls)
     if issubclass(cls, nn.RNNBase):
         namespace["_flat_weights"] = property(_flat_weights, lambda self, value: None)
     return type(f"Weft{cls.__name__}", (ParallelModule, cls), namespace)
@@ -171,7 +211,8 @@ def parallel_class(cls: type[nn.Module], style: str) -> type[nn.Module]:
 
 def take_role(module: nn.Module, state: ModuleState) -> None:
     """Give a module the class and state of its style."""
-    module.__class__ = parallel_class(state.original_class, state.style)
+    kind = "" if state.sequence is None else state.sequence.kind
+    module.__class__ = parallel_class(state.original_class, state.style, kind)
     module.__dict__["_weft_state"] = state
     if isinstance(module, nn.TransformerEncoderLayer):
         module.activation_relu_or_gelu = 0  # its inference fast path reads its layers' weights itself

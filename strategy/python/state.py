@@ -8,6 +8,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from weft.strategy.sequence_region import Place
+
 _KEY = "_weft_state"
 
 
@@ -44,6 +46,7 @@ class ModuleState:
     transposed: bool = False  # the weight is [in, out], as in GPT-2's Conv1D
     vocab_start: int = 0  # of a vocab_embedding: the first row on this rank
     fused: bool = False  # a layer of a fused container
+    sequence: Place | None = None  # where activations are cut along the sequence
     plan_key: Any = None  # set on the module that parallelize was called with
     plan_notes: tuple[str, ...] = ()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import lightning as L
 import pytest
 import torch
-from lightning_plugin.scripts.meshes import CASES, MESHES, Tokens, assert_like_one_device, batches
+from lightning_plugin.scripts.meshes import CASES, MESHES, Tokens, assert_like_one_device, batches, mesh_settings
 from lightning_plugin.scripts.plugin_models import on_warm_rank, trainer, weights
 from torch import Tensor
 
@@ -51,6 +51,7 @@ RESUMED = [
     ("dp4", 3),
     ("dp2,tp2", 1),
     ("dp2,tp2", 2),
+    ("dp2,tp2 by tokens", 3),
     ("rep2,dp2", 3),
     ("rep2,tp2", None),
     ("rep2,dp2,tp2", 1),
@@ -66,7 +67,7 @@ def _run_epochs(
     rank: int, world_size: int, folder: str, layout: str, stage: int | None, num_epochs: int, ckpt_path: str | None
 ) -> tuple[Tokens, L.Trainer, WeftModelParallelStrategy]:
     tensor = MESHES[layout][2]
-    strategy = WeftModelParallelStrategy(plan="auto", layout=layout, zero_stage=stage)
+    strategy = WeftModelParallelStrategy(**mesh_settings(layout, stage))
     model, run = Tokens("AdamW"), trainer(world_size, strategy, folder, max_epochs=num_epochs)
     data = batches(world_size // tensor, rank // tensor, 1)[:3]
     run.fit(model, torch.utils.data.DataLoader(data), ckpt_path=ckpt_path)

@@ -48,7 +48,7 @@ def test_arguments_are_lightnings_and_ours(name: str) -> None:
             assert ours[argument].default is None
         else:
             assert ours[argument].default == stock.default, argument
-    assert list(ours)[-11:] == [
+    assert list(ours)[-12:] == [
         "plan",
         "check_batches",
         "check_batches_every",
@@ -60,6 +60,7 @@ def test_arguments_are_lightnings_and_ours(name: str) -> None:
         "data_replicate_size",
         "zero_stage",
         "layout",
+        "sequence_parallel",
     ]
 
 
@@ -95,6 +96,8 @@ def test_a_namespace_that_is_absent() -> None:
         ({"zero_stage": 4}, ValueError, "zero_stage=4; pass 0"),
         ({"zero_stage": True}, ValueError, "zero_stage=True"),
         ({"zero_stage": 1, "optimizer_in_backward": True}, ValueError, "pass one of the two"),
+        ({"sequence_parallel": 1}, ValueError, "sequence_parallel=1"),
+        ({"sequence_parallel": True}, ValueError, "sequence_parallel=True without a plan"),
         ({"layout": "dp2,dp2"}, ValueError, "'dp2,dp2' has the part 'dp2'"),
         ({"layout": "dp2,xp3"}, ValueError, "has the part 'xp3'"),
         ({"layout": "dp2", "tensor_parallel_size": 2}, ValueError, "leave out data_replicate_size and the others"),

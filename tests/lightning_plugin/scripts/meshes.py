@@ -25,11 +25,18 @@ MESHES = {
     "dp2": (1, 2, 1),
     "dp4": (1, 4, 1),
     "dp2,tp2": (1, 2, 2),
+    "dp2,tp2 by tokens": (1, 2, 2),
     "rep2,dp2": (2, 2, 1),
     "rep2,tp2": (2, 1, 2),
     "rep2,dp2,tp2": (2, 2, 2),
 }
 CASES = [(layout, stage) for layout, sizes in MESHES.items() for stage in ((0, 1, 2, 3) if sizes[1] > 1 else (None,))]
+
+
+def mesh_settings(mesh: str, stage: int | None) -> dict[str, Any]:
+    """What the strategy is given for one of MESHES; "by tokens" means sequence parallelism."""
+    layout, *words = mesh.split(" ")
+    return {"plan": "auto", "layout": layout, "zero_stage": stage, "sequence_parallel": bool(words)}
 
 
 class Tokens(L.LightningModule):
@@ -77,11 +84,11 @@ def batches(num_data: int, data_rank: int, accumulate: int) -> list[tuple[Tensor
 
 
 def fit(
-    rank: int, world_size: int, folder: str, settings: dict[str, Any] | None, optimizer: str, accumulate: int, clip: Any
+    rank: int, world_size: int, folder: str, mesh: str, stage: int | None, optimizer: str, accumulate: int, clip: Any
 ) -> dict[str, Any]:
     on_warm_rank(rank, world_size)
-    strategy = "auto" if settings is None else WeftModelParallelStrategy(**settings)
-    _, _, tensor = MESHES[settings["layout"]] if settings else (1, 1, 1)
+    strategy = WeftModelParallelStrategy(**mesh_settings(mesh, stage)) if mesh else "auto"
+    tensor = MESHES[mesh][2] if mesh else 1
     model = Tokens(optimizer)
     run = trainer(
         world_size, strategy, folder, accumulate_grad_batches=accumulate, gradient_clip_val=clip, log_every_n_steps=1
@@ -92,20 +99,20 @@ def fit(
 
 @functools.cache
 def one_device(folder: str, optimizer: str, accumulate: int, clip: float | None) -> dict[str, Any]:
-    [result] = run_on_ranks(1, fit, folder=folder, settings=None, optimizer=optimizer, accumulate=accumulate, clip=clip)
+    """Without weft."""
+    case = {"optimizer": optimizer, "accumulate": accumulate, "clip": clip}
+    [result] = run_on_ranks(1, fit, folder=folder, mesh="", stage=None, **case)
     return result
 
 
 def assert_like_one_device(
-    folder: str, layout: str, stage: int | None, optimizer: str, accumulate: int, clip: float | None, **settings: Any
+    folder: str, mesh: str, stage: int | None, optimizer: str, accumulate: int, clip: float | None
 ) -> None:
-    sizes = MESHES[layout]
-    world_size, tensor = sizes[0] * sizes[1] * sizes[2], sizes[2]
+    """Losses, the last step's gradients and the weights after STEPS steps."""
     expected = one_device(folder, optimizer, accumulate, clip)
-    settings = {"plan": "auto", "layout": layout, "zero_stage": stage, **settings}
-    results = run_on_ranks(
-        world_size, fit, folder=folder, settings=settings, optimizer=optimizer, accumulate=accumulate, clip=clip
-    )
+    tensor, world_size = MESHES[mesh][2], torch.Size(MESHES[mesh]).numel()
+    case = {"optimizer": optimizer, "accumulate": accumulate, "clip": clip}
+    results = run_on_ranks(world_size, fit, folder=folder, mesh=mesh, stage=stage, **case)
     losses = torch.tensor([result["losses"] for result in results[::tensor]], dtype=torch.float64).mean(0)
     # AdamW divides by the size of gradients: where they are small it enlarges their rounding.
     tolerance = 1e-10 if optimizer == "SGD" else 1e-8

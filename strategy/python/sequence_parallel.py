@@ -1,0 +1,92 @@
+"""Which modules of a model work on a part of the sequence, if its plan says sequence_parallel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from weft.strategy.activation_checkpointing import repeated_blocks
+from weft.strategy.assignments import Assignments, parent_name
+from weft.strategy.sequence_region import Place, Region
+
+_CUT_BY_FEATURES = ("column", "row")
+_NO_TOKENS = ("BatchNorm", "GroupNorm", "InstanceNorm")  # their statistics are over tokens
+
+
+def sequence_places(model: nn.Module, assignments: Assignments, group_name: str) -> dict[int, Place]:
+    """The place of each module, by its id, in the repeated blocks that the plan cuts.
+
+    Raises:
+        ValueError: there is no such block, or one has modules that cannot work on some of the tokens.
+    """
+    places: dict[int, Place] = {}
+    lists: dict[str, list[str]] = {}
+    for block in repeated_blocks(model):
+        if any(a.style in (*_CUT_BY_FEATURES, "column_row_mlp") for a in _inside(assignments, block).values()):
+            lists.setdefault(parent_name(block), []).append(block)
+    for blocks in lists.values():
+        region = Region(group_name)
+        for block in blocks:
+            _place_block(places, model, assignments, block, region)
+            is_first, is_last = block == blocks[0], block == blocks[-1]
+            places[id(model.get_submodule(block))] = Place(region, "block", enters=is_first, leaves=is_last)
+    if not places:
+        raise ValueError(
+            "sequence_parallel=True finds no repeated blocks with layers that the plan cuts, between which activations "
+            "would be cut along the sequence; leave it out, or put the blocks into an nn.ModuleList."
+        )
+    return places
+
+
+def _inside(assignments: Assignments, block: str) -> dict[str, object]:
+    return {name: a for name, a in assignments.styles.items() if name.startswith(f"{block}.")}
+
+
+def _place_block(
+    places: dict[int, Place], model: nn.Module, assignments: Assignments, block: str, region: Region
+) -> None:
+    styles = _inside(assignments, block)
+    whole = {parent_name(name) for name, a in styles.items() if a.style in _CUT_BY_FEATURES and a.fused_into is None}
+    fused = {name for name, a in styles.items() if a.style == "column_row_mlp"}
+    for container in whole:
+        kinds = {a.style for name, a in styles.items() if parent_name(name) == container}
+        if container == block or not kinds >= set(_CUT_BY_FEATURES):
+            raise ValueError(
+                f"sequence_parallel=True: '{container}' has layers that the plan cuts, but is no module of its own "
+                "inside a block with column layers and the row layer after them; leave sequence parallelism out."
+            )
+    for name in (*whole, *fused):
+        places[id(model.get_submodule(name))] = Place(region, "gathers" if name in whole else "fused")
+    for name, a in styles.items():
+        if a.style in _CUT_BY_FEATURES:
+            places[id(model.get_submodule(name))] = Place(region, "inside" if a.style == "column" else "scatters")
+    _place_others(places, model.get_submodule(block), block, {*whole, *fused}, region)
+
+
+def _place_others(
+    places: dict[int, Place], parent: nn.Module, parent_name: str, containers: set[str], region: Region
+) -> None:
+    """The modules between the cut layers, which get this rank's tokens."""
+    for key, module in parent.named_children():
+        name, cls = f"{parent_name}.{key}", type(module).__name__
+        if name in containers:
+            continue
+        if isinstance(module, nn.Dropout):
+            places[id(module)] = Place(region, "dropout")
+        elif ("Norm" in cls and not any(each in cls for each in _NO_TOKENS)) or isinstance(module, nn.Linear):
+            places[id(module)] = Place(region, "cut")
+        elif any(container.startswith(f"{name}.") for container in containers):
+            _refuse_parameters(module.parameters(recurse=False), name, cls)
+            _place_others(places, module, name, containers, region)
+        else:
+            _refuse_parameters(module.parameters(), name, cls)
+            _place_others(places, module, name, containers, region)
+
+
+def _refuse_parameters(parameters: Iterable[nn.Parameter], name: str, cls: str) -> None:
+    if next(iter(parameters), None) is not None:
+        raise ValueError(
+            f"sequence_parallel=True: '{name}', a {cls}, is left whole by the plan and may need all tokens, of which "
+            "each rank would have some; give it rules that cut it, or leave sequence parallelism out."
+        )

@@ -1,0 +1,96 @@
+"""What modules do where activations are cut along the sequence: gather, scatter, and sum the gradients of weights.
+
+Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022): between the layers that
+tensor parallelism cuts by features, each rank holds some of the tokens. Tokens are the last dim but one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclasses.dataclass(eq=False)
+class Region:
+    """The blocks of one list. `length`: the tokens of all ranks in the forward that runs, or is computed again."""
+
+    group_name: str
+    length: int | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Region:
+        return self
+
+    @contextlib.contextmanager
+    def of_length(self, length: int | None) -> Iterator[None]:
+        """A forward that is computed again is of another length than the last one, perhaps."""
+        before, self.length = self.length, length
+        try:
+            yield
+        finally:
+            self.length = before
+
+    def enter(self, x: Tensor) -> Tensor:
+        """This rank's tokens; the backward gathers the gradient, which what came before wants whole."""
+        self.length = x.shape[-2]
+        return torch.ops.weft.scatter_to_group(x, x.dim() - 2, self.group_name)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """All tokens on every rank, for what is computed everywhere alike; the backward takes this rank's part."""
+        return torch.ops.weft.gather_from_group(x, x.dim() - 2, self.group_name, dim_size=self.length)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """All tokens, for layers cut by features; the backward sums what they give, and takes this rank's part."""
+        return torch.ops.weft.gather_from_sequence(x, x.dim() - 2, self.group_name, dim_size=self.length)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a module stands in a region.
+
+    kind: "block"; "gathers": its input is gathered for the layers inside; "inside": a column layer there; "scatters": a
+    row layer; "fused": an MLP that gathers and scatters itself; "cut": computes on this rank's tokens; "dropout".
+    enters, leaves: a block that is the first or the last.
+    """
+
+    region: Region
+    kind: str
+    enters: bool = False
+    leaves: bool = False
+
+    @property
+    def owns_shared_weights(self) -> bool:
+        """Whether its parameters see this rank's tokens alone, so that gradients are to be summed."""
+        return self.kind in ("block", "cut")
+
+    def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A forward's arguments, the first floating tensor among them gathered or scattered."""
+        if not (self.enters or self.kind == "gathers"):
+            return args, kwargs
+        change = self.region.enter if self.enters else self.region.gather
+        for position, value in enumerate(args):
+            if _is_activation(value):
+                return (*args[:position], change(value), *args[position + 1 :]), kwargs
+        for name, value in kwargs.items():
+            if _is_activation(value):
+                return args, {**kwargs, name: change(value)}
+        raise TypeError(
+            "sequence_parallel=True: a block or attention got no floating tensor of tokens and features; leave "
+            "sequence parallelism out."
+        )
+
+    def after(self, output: Any) -> Any:
+        """A forward's result; of a tuple the first is what is gathered."""
+        if not self.leaves:
+            return output
+        if isinstance(output, tuple):
+            return (self.region.leave(output[0]), *output[1:])
+        return self.region.leave(output)
+
+
+def _is_activation(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dim() >= 2

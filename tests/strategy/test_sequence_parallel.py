@@ -1,0 +1,230 @@
+"""Plans with sequence_parallel: the numbers of one device, and what is kept and sent."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import weft
+from support.models import EncoderClassifier, FeedForward, Gpt2, Llama, LlamaArgs, RMSNorm, token_batches
+from support.parity import assert_trains_alike, tensor_parallel
+from support.ranks import on_ranks
+from weft.strategy import Plan, checkpoint_activations
+
+TOKENS = token_batches(10, 37)  # 9 tokens: uneven parts, and an empty one on 8 ranks
+ROWS = {"layers.*.feed_forward.w1": "column", "layers.*.feed_forward.w3": "column", "layers.*.feed_forward.w2": "row"}
+ATTENTION = {
+    f"layers.*.attention.w{which}": {"style": "column", "heads": heads}
+    for which, heads in (("q", "n_heads"), ("k", "n_kv_heads"))
+} | {"layers.*.attention.wv": "column", "layers.*.attention.wo": "row"}
+
+
+def token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+
+def sequence_parallel(model: nn.Module, world_size: int, rules: Any = "auto") -> nn.Module:
+    return weft.parallelize(model, tensor_parallel(world_size), Plan(rules, sequence_parallel=True))
+
+
+@on_ranks(1, 2, 4)
+@pytest.mark.parametrize("rules", ["auto", {**ROWS, **ATTENTION}], ids=["auto", "rules"])
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+def test_trains_as_on_one_device(world_size: int, rules: Any, optimizer: str) -> None:
+    torch.manual_seed(0)
+    model = assert_trains_alike(
+        lambda m: sequence_parallel(m, world_size, rules),
+        Llama(LlamaArgs(dtype=torch.float64)),
+        token_loss,
+        TOKENS,
+        optimizer,
+    )
+    weft.strategy.check_replicated_gradients(model)
+
+
+class BiasedBlock(nn.Module):
+    """Layers with biases, an own scale, a replicated linear layer and norms between an attention and an MLP."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.attention = BiasedAttention(dim)
+        self.mlp = nn.Sequential(nn.Linear(dim, 3 * dim), nn.GELU(), nn.Linear(3 * dim, dim))
+        self.norm1, self.norm2 = nn.LayerNorm(dim), RMSNorm(dim, torch.get_default_dtype())
+        self.mix = nn.Linear(dim, dim)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, dim))
+
+    def forward(self, *, hidden: Tensor) -> tuple[Tensor, str]:
+        hidden = hidden + self.scale * self.attention(self.norm1(hidden))
+        return hidden + self.mlp(self.norm2(self.mix(hidden))), "more"
+
+
+class BiasedAttention(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.num_heads = 4
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(dim, dim) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            layer(x).view(*x.shape[:2], self.num_heads, -1).transpose(1, 2)
+            for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return self.o_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Biased(nn.Module):
+    def __init__(self, dim: int = 16) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(37, dim)
+        self.blocks = nn.ModuleList(BiasedBlock(dim) for _ in range(3))
+        self.head = nn.Linear(dim, 37)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x, _ = block(hidden=x)
+        return self.head(x)
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("checkpoint", ["none", "full", "selective"])
+def test_biases_scales_and_layers_by_token(world_size: int, checkpoint: str) -> None:
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    rules = {
+        **{f"blocks.*.attention.{name}_proj": "column" for name in "kv"},
+        "blocks.*.attention.q_proj": {"style": "column", "heads": "num_heads"},
+        "blocks.*.attention.o_proj": "row",
+        "blocks.*.mlp": "column_row_mlp",
+    }
+
+    def parallelize(model: nn.Module) -> nn.Module:
+        sequence_parallel(model, world_size, rules)
+        checkpoint_activations(model, checkpoint)
+        return model
+
+    assert_trains_alike(parallelize, Biased(), token_loss, TOKENS[:4], "SGD")
+
+
+@on_ranks(2)
+def test_two_lengths_before_their_backwards(world_size: int) -> None:
+    """What a checkpoint computes again is of its own length, not of the last forward's."""
+    torch.manual_seed(0)
+    reference = Llama(LlamaArgs(dtype=torch.float64))
+    model = sequence_parallel(copy.deepcopy(reference), world_size)
+    checkpoint_activations(model, "full")
+    for each in (model, reference):
+        losses = [token_loss(each, (t[:, :n], y[:, :n])) for (t, y), n in zip(TOKENS, (9, 4, 7), strict=False)]
+        sum(losses).backward()
+    theirs = dict(reference.named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad.full_tensor(), theirs[name].grad, rtol=1e-10, atol=1e-12)
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([DroppingBlock()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class DroppingBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp, self.dropout = FeedForward(8, 16), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(torch.ones_like(x)) + 0 * self.mlp(x)
+
+
+@on_ranks(2)
+def test_dropout_drops_by_place(world_size: int) -> None:
+    """With one seed on all ranks, torch's dropout would drop the same of each rank's tokens."""
+    torch.manual_seed(0)
+    model = sequence_parallel(Dropping(), world_size)
+    torch.manual_seed(1)
+    dropped = model(torch.randn(2, 10, 8))
+    assert not torch.equal(dropped[:, :5], dropped[:, 5:])
+    assert set(dropped.unique().tolist()) == {0.0, 2.0}
+    torch.manual_seed(1)
+    plain = weft.nn.Dropout(0.5, group_name="")
+    torch.randn(2, 10, 8)
+    assert torch.equal(dropped, plain(torch.ones(2, 10, 8))), "one device would drop the same"
+    model.eval()
+    assert torch.equal(model(torch.randn(2, 10, 8)), torch.ones(2, 10, 8))
+
+
+@on_ranks(2)
+def test_what_cannot_be_cut_is_refused(world_size: int) -> None:
+    with pytest.raises(ValueError, match=r"'layers.0.attention', a MultiheadAttention, is left whole .* all tokens"):
+        sequence_parallel(Whole(), world_size, {"layers.*.mlp": "column_row_mlp"})
+    with pytest.raises(ValueError, match=r"'blocks.0.attention', a BiasedAttention, is left whole"):
+        sequence_parallel(Biased(), world_size, {"blocks.*.mlp": "column_row_mlp"})
+    with pytest.raises(ValueError, match=r"'h.0.attn', a Gpt2Attention, is left whole"):
+        sequence_parallel(Gpt2(), world_size)
+    with pytest.raises(ValueError, match="is no module of its own inside a block"):
+        sequence_parallel(EncoderClassifier(), world_size)
+    with pytest.raises(ValueError, match="finds no repeated blocks with layers that the plan cuts"):
+        sequence_parallel(FeedForward(8, 16), world_size, {"": "column_row_mlp"})
+    model = sequence_parallel(Llama(LlamaArgs()), world_size)
+    with pytest.raises(ValueError, match="without sequence_parallel for export"):
+        weft.export_local(model)
+    with pytest.raises(ValueError, match="another plan"):
+        weft.parallelize(model, tensor_parallel(world_size), "auto")
+
+
+class Whole(nn.Module):
+    """A block whose attention no rule cuts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(WholeBlock() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class WholeBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.mlp = nn.MultiheadAttention(8, 2), FeedForward(8, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x + self.attention(x, x, x)[0])
+
+
+@on_ranks(2)
+def test_less_is_kept(world_size: int) -> None:
+    """Between two blocks' layers each rank keeps its own tokens alone."""
+    kept = {}
+    for is_on in (False, True):
+        torch.manual_seed(0)
+        model = weft.parallelize(
+            Llama(LlamaArgs(dim=64, hidden_dim=128, n_layers=4)),
+            tensor_parallel(world_size),
+            Plan("auto", sequence_parallel=is_on),
+        )
+        saved: dict[int, int] = {}
+
+        def pack(tensor: Tensor, saved: dict[int, int] = saved) -> Tensor:
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            x = model.tok_embeddings(torch.randint(37, (2, 32)))
+            for layer in model.layers:
+                x = layer(x, model.cos, model.sin)
+        weights = sum(getattr(p, "_local_tensor", p).nbytes for p in model.parameters())
+        kept[is_on] = sum(saved.values()) - weights
+    assert kept[True] <= 0.75 * kept[False]
