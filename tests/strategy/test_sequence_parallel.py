@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from ops.collectives.profiled import collectives_of
 from torch import Tensor, nn
 
 import weft
@@ -228,3 +229,26 @@ def test_less_is_kept(world_size: int) -> None:
         weights = sum(getattr(p, "_local_tensor", p).nbytes for p in model.parameters())
         kept[is_on] = sum(saved.values()) - weights
     assert kept[True] <= 0.75 * kept[False]
+
+
+# Of two layers. For each a gather into the attention and one into the MLP, and at last one for what comes after.
+FORWARD = {"all_gather_into_tensor": 2 * 2 + 1, "reduce_scatter_tensor": 2 * 2}
+# The gradient of the first scatter is gathered; the fused MLP gathers its input again; two norms a layer.
+BACKWARD = {"all_gather_into_tensor": 2 * 2 + 1 + 2, "reduce_scatter_tensor": 2 * 2, "all_reduce": 2 * 2}
+
+
+@on_ranks(2)
+def test_messages(world_size: int) -> None:
+    torch.manual_seed(0)
+    batch, length, dim = 2, 32, 64
+    model = sequence_parallel(Llama(LlamaArgs(dim=dim, hidden_dim=128, n_layers=2)), world_size)
+    x = torch.randn(batch, length, dim, requires_grad=True)
+
+    def forward() -> Tensor:
+        y = x
+        for layer in model.layers:
+            y = layer(y, model.cos, model.sin)
+        return y
+
+    y = collectives_of(forward, FORWARD)
+    collectives_of(lambda: y.sum().backward(), BACKWARD)
