@@ -74,6 +74,7 @@ class StrategyMixin:
         self._fingerprints: dict[Tensor, Tensor] = {}
         self._watch: Watch | None = None
         self._data_axes: DataAxes | None = None
+        self._described: torch.nn.Module | None = None
 
     @property
     def plan(self) -> Any:
@@ -291,7 +292,25 @@ class StrategyMixin:
         if self._plan is not None:
             policy = mixed_precision_policy(self._precision_name())
             self.data_axes.shard(module, policy, **calls)
+            self._say_what_ranks_hold(module)
         return waiting
+
+    def _say_what_ranks_hold(self, module: torch.nn.Module) -> None:
+        """The mesh, and the bytes of parameters on each rank, once for a module; collective."""
+        mesh = self.device_mesh
+        if mesh.size() == 1 or self._described is module:
+            return
+        self._described = module
+        parameters = list(module.parameters())
+        held = torch.tensor([sum(getattr(p, "_local_tensor", p).nbytes for p in parameters)], device=self.root_device)
+        of_ranks = torch.empty(mesh.size(), dtype=held.dtype, device=held.device)
+        dist.all_gather_into_tensor(of_ranks, held)
+        sizes = ",".join(f"{name}={size}" for name, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+        stage = f" (zero_stage={self._zero_stage})" if self.data_axes.size > 1 else ""
+        held_by = ", ".join(f"rank {rank}: {size / 1e6:.3f}" for rank, size in enumerate(of_ranks.tolist()[:8]))
+        more = f", and {mesh.size() - 8} more" if mesh.size() > 8 else ""
+        whole = sum(p.nbytes for p in parameters) / 1e6
+        self._log(f"weft on {sizes}{stage}; of {whole:.3f} MB of parameters hold {held_by}{more} MB.")
 
     def _average_gradients_of(self, module: torch.nn.Module) -> None:
         if self._plan is not None and not self._optimizer_in_backward:

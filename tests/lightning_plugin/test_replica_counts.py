@@ -47,6 +47,22 @@ def test_each_replica_counts_once(rank: int, world_size: int, tmp_path: Path) ->
 
 
 @on_ranks(4)
+def test_the_first_rank_says_who_holds_what(rank: int, world_size: int, tmp_path: Path) -> None:
+    on_warm_rank(rank, world_size)
+    said: list[str] = []
+    strategy = WeftModelParallelStrategy(plan="auto", layout="dp2,tp2", zero_stage=1)
+    strategy._log = said.append
+    run = trainer(world_size, strategy, tmp_path)
+    model = Model()
+    run.fit(model, loader())
+    run.test(model, loader(), verbose=False)
+    [line] = [text for text in said if text.startswith("weft on")]
+    whole, held = (sum(getattr(p, where, p).nbytes for p in model.parameters()) for where in ("data", "_local_tensor"))
+    assert "data_parallel=2,tensor_parallel=2 (zero_stage=1)" in line
+    assert f"of {whole / 1e6:.3f} MB of parameters hold rank 0: {held / 1e6:.3f}, rank 1" in line
+
+
+@on_ranks(4)
 @pytest.mark.parametrize("layout", ["dp4", "dp2,tp2", "rep2,dp2"])
 def test_the_sampler_shares_the_data_between_data_ranks(
     rank: int, world_size: int, tmp_path: Path, layout: str

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,47 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.processes import ProcessTree, run_process
+from support.networks import ADDRESSES, INTERFACES, inside, two_networks
+from support.processes import ProcessTree
 
 SCRIPT = Path(__file__).with_name("network.py")
-# Namespaces and the pair between them live as long as the shell that holds them.
-SETUP = """
-set -e
-ip link set lo up
-unshare --net sleep 600 &
-other=$!
-trap 'kill $other' EXIT
-for _ in $(seq 100); do
-  [ "$(readlink /proc/$other/ns/net)" != "$(readlink /proc/self/ns/net)" ] && break
-  sleep 0.02
-done
-ip link add weft0 type veth peer name weft1 netns $other
-ip address add 10.87.0.1/24 dev weft0
-ip link set weft0 up
-nsenter --net=/proc/$other/ns/net sh -c '
-  ip link set lo up; ip address add 10.87.0.2/24 dev weft1; ip link set weft1 up'
-echo "networks of $$ $other"
-wait $other
-"""
-
-
-def why_there_are_no_namespaces() -> str:
-    """Why this machine lets nobody make a network namespace; empty where it does."""
-    missing = [tool for tool in ("ip", "unshare", "nsenter") if shutil.which(tool) is None]
-    if missing:
-        return f"no {' and no '.join(missing)}"
-    attempt = run_process(["unshare", "--net", "true"])
-    return attempt.stderr.strip() if attempt.returncode != 0 else ""
 
 
 @pytest.fixture(scope="module")
 def networks() -> Iterator[tuple[str, str]]:
     """The pids of two processes, each in a network of its own."""
-    if why := why_there_are_no_namespaces():
-        pytest.skip(f"needs network namespaces: {why}")
-    with ProcessTree(["unshare", "--net", "sh", "-c", SETUP]) as tree:
-        pids = tree.wait_for_text("networks of").split()[-2:]
-        yield pids[0], pids[1]
+    with two_networks() as pids:
+        yield pids
 
 
 @pytest.mark.parametrize("hosts", ["ab", "aabb"])
@@ -61,10 +30,8 @@ def test_two_networks(networks: tuple[str, str], hosts: str) -> None:
     with contextlib.ExitStack() as ranks:
         jobs = []
         for rank, host in enumerate(hosts):
-            network = networks[0] if host == "a" else networks[1]
-            interface = "weft0" if host == "a" else "weft1"
-            arguments = [str(rank), str(len(hosts)), "10.87.0.1", interface]
-            command = ["nsenter", f"--net=/proc/{network}/ns/net", sys.executable, str(SCRIPT), *arguments]
+            arguments = [str(rank), str(len(hosts)), ADDRESSES[0], INTERFACES["ab".index(host)]]
+            command = [*inside(networks["ab".index(host)]), sys.executable, str(SCRIPT), *arguments]
             jobs.append(ranks.enter_context(ProcessTree(command, env=environment)))
         seen = []
         for job in jobs:

@@ -1,0 +1,57 @@
+"""Two network namespaces joined by a veth pair: two hosts as far as addresses and identities go."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from support.processes import ProcessTree, run_process
+
+ADDRESSES = ("10.87.0.1", "10.87.0.2")
+INTERFACES = ("weft0", "weft1")
+# Namespaces and the pair between them live as long as the shell that holds them.
+SETUP = """
+set -e
+ip link set lo up
+unshare --net sleep 600 &
+other=$!
+trap 'kill $other' EXIT
+for _ in $(seq 100); do
+  [ "$(readlink /proc/$other/ns/net)" != "$(readlink /proc/self/ns/net)" ] && break
+  sleep 0.02
+done
+ip link add weft0 type veth peer name weft1 netns $other
+ip address add 10.87.0.1/24 dev weft0
+ip link set weft0 up
+nsenter --net=/proc/$other/ns/net sh -c '
+  ip link set lo up; ip address add 10.87.0.2/24 dev weft1; ip link set weft1 up'
+echo "networks of $$ $other"
+wait $other
+"""
+
+
+def why_there_are_no_namespaces() -> str:
+    """Why this machine lets nobody make a network namespace; empty where it does."""
+    missing = [tool for tool in ("ip", "unshare", "nsenter") if shutil.which(tool) is None]
+    if missing:
+        return f"no {' and no '.join(missing)}"
+    attempt = run_process(["unshare", "--net", "true"])
+    return attempt.stderr.strip() if attempt.returncode != 0 else ""
+
+
+@contextmanager
+def two_networks() -> Iterator[tuple[str, str]]:
+    """The pids of two processes, each in a network of its own; skips the test where nobody may make one."""
+    if why := why_there_are_no_namespaces():
+        pytest.skip(f"needs network namespaces: {why}")
+    with ProcessTree(["unshare", "--net", "sh", "-c", SETUP]) as tree:
+        pids = tree.wait_for_text("networks of").split()[-2:]
+        yield pids[0], pids[1]
+
+
+def inside(pid: str) -> list[str]:
+    """The beginning of a command that runs in the network of a process."""
+    return ["nsenter", f"--net=/proc/{pid}/ns/net"]
