@@ -13,7 +13,7 @@ from torch import nn
 from weft.strategy import _plan
 from weft.strategy.assignments import Assignments, assign_explicit
 from weft.strategy.auto import assign_auto
-from weft.strategy.plan_text import Style, from_mapping, from_text, load
+from weft.strategy.plan_text import KINDS, Style, from_mapping, from_text, load
 from weft.strategy.report_table import Report
 
 Rules = Mapping[str, Style] | Callable[[str, nn.Module], Style | None] | str | os.PathLike[str]
@@ -29,15 +29,16 @@ class Plan:
               styles are column, row, column_row_mlp (with "recompute": True it keeps its input alone for the
               backward), vocab_embedding and replicate; `*` in a pattern stands for a run of characters within one
               level, "" names the model itself;
-            - such a dict as YAML or JSON text, or the path of a file with it (.yaml, .yml, .json);
             - a callable that is given each module's name and the module, and returns its style or None;
-            - "auto", which recognises transformer blocks.
+            - a string, which is the first of these that it can be: "auto", which recognises transformer blocks; the
+              path of a file (.yaml, .yml, .json) with such a dict; such a dict as YAML or JSON text; the dotted name
+              of such a callable, "mypackage.plans.llama", which is imported.
         sequence_parallel: cut the activations between the repeated blocks' layers along the sequence, which is the last
             dim but one of what the blocks get first. It needs blocks whose other parts treat each token by itself:
             norms, dropout, residual sums.
 
     Raises:
-        ValueError: an unknown style, a malformed pattern, two values for one pattern.
+        ValueError: an unknown style, a malformed pattern, two values for one pattern, a string that is none of these.
         TypeError: rules of another type.
     """
 
@@ -55,14 +56,23 @@ class Plan:
         elif isinstance(rules, os.PathLike):
             self._rules = from_mapping(load(Path(rules).read_text(encoding="utf-8"), f"file {rules}"))
         elif isinstance(rules, str):
-            self._rules = None if rules.strip() == AUTO else from_text(rules)
+            self._read(rules)
         elif callable(rules):
             self._callable = rules
         else:
             raise TypeError(
-                f"plan: got a {type(rules).__name__}; pass a dict from pattern to style, YAML or JSON text, a path, "
-                "a callable, or 'auto'."
+                f"plan: got a {type(rules).__name__}; pass a dict from pattern to style, a callable, or as a string "
+                f"{KINDS}."
             )
+
+    def _read(self, text: str) -> None:
+        if text.strip() == AUTO:
+            return
+        rules = from_text(text)
+        if isinstance(rules, _plan.Plan):
+            self._rules = rules
+        else:
+            self._callable = rules
 
     @classmethod
     def from_yaml(cls, text: str) -> Plan:

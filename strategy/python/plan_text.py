@@ -1,14 +1,22 @@
-"""Rules of a plan as dicts, YAML and JSON, read into `_plan.Plan`; without torch."""
+"""What a plan is given as, dicts, YAML, JSON and dotted names, read into `_plan.Plan` or callables; without torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from weft.strategy import _plan
 
 Style = str | Mapping[str, str | bool]
+StyleOf = Callable[[str, Any], Style | None]  # of a module, from its name and itself
+KINDS = (
+    "'auto', the path of a YAML or JSON file, a mapping from pattern to style as YAML or JSON text, or a callable by "
+    "its dotted name, such as 'mypackage.plans.llama'"
+)
+_FILE_ENDINGS = (".yaml", ".yml", ".json")
 _ADVICE = "write one 'pattern: style' a line, or pass 'auto'"
 _OPTION_TYPES = {"heads": (str, type(None)), "recompute": bool}
 
@@ -40,14 +48,44 @@ def load(text: str, what: str, *, owner: str = "plan", key: str = "pattern", adv
     return rules
 
 
-def from_text(text: str) -> _plan.Plan:
-    """Rules from YAML or JSON text, or from the file that a line with such an ending names."""
-    if "\n" not in text and text.strip().endswith((".yaml", ".yml", ".json")):
-        path = Path(text.strip())
-        if not path.is_file():
-            raise ValueError(f"plan: there is no file {text!r}; pass the path of a plan, a dict, or 'auto'.")
-        return from_mapping(load(path.read_text(encoding="utf-8"), f"file {text}"))
-    return from_mapping(load(text, "text"))
+def from_text(text: str) -> _plan.Plan | StyleOf:
+    """What a string other than "auto" stands for: rules from a file or from text, or a callable by its dotted name.
+
+    Raises:
+        ValueError: it stands for none of these.
+    """
+    name = text.strip()
+    has_file_ending = "\n" not in name and name.endswith(_FILE_ENDINGS)
+    if has_file_ending and os.path.isfile(name):
+        return from_mapping(load(Path(name).read_text(encoding="utf-8"), f"file {name}"))
+    if ":" in text or "{" in text:
+        return from_mapping(load(text, "text"))
+    if has_file_ending:
+        raise ValueError(f"plan: there is no file {name!r}; pass {KINDS}.")
+    if "." in name and all(part.isidentifier() for part in name.split(".")):
+        return _named_callable(name)
+    raise ValueError(f"plan: got {text!r}; pass {KINDS}.")
+
+
+def _named_callable(name: str) -> StyleOf:
+    """What `name` leads to: from the longest prefix that is a module, attribute by attribute."""
+    parts = name.split(".")
+    for num_parts in range(len(parts) - 1, 0, -1):
+        prefix = ".".join(parts[:num_parts])
+        try:
+            value: Any = importlib.import_module(prefix)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{prefix}.".startswith(f"{error.name}."):
+                raise  # the module is there, and imports one that is not
+            continue
+        for idx in range(num_parts, len(parts)):
+            if not hasattr(value, parts[idx]):
+                raise ValueError(f"plan: {'.'.join(parts[:idx])!r} has no {parts[idx]!r}; pass {KINDS}.")
+            value = getattr(value, parts[idx])
+        if not callable(value):
+            raise ValueError(f"plan: {name!r} is a {type(value).__name__}, which cannot be called; pass {KINDS}.")
+        return cast(StyleOf, value)
+    raise ValueError(f"plan: there is no module {parts[0]!r} for {name!r}; pass {KINDS}.")
 
 
 def from_mapping(rules: Any) -> _plan.Plan:

@@ -32,6 +32,9 @@ def test_a_plan_reads_what_it_prints(tmp_path: Path) -> None:
     assert Plan(Plan(RULES)).to_dict() == RULES
 
 
+KINDS = r"pass 'auto', the path of a YAML or JSON file, .* as YAML or JSON text, or a callable by its dotted name"
+
+
 @pytest.mark.parametrize(
     ("rules", "error", "message"),
     [
@@ -41,9 +44,18 @@ def test_a_plan_reads_what_it_prints(tmp_path: Path) -> None:
         ({"a": ["column"]}, ValueError, "pattern 'a' has the value"),
         ({"a": {"style": "column", "head": "n"}}, ValueError, "pattern 'a' has the value"),
         ("nowhere.yaml", ValueError, "there is no file 'nowhere.yaml'"),
-        ("- column", ValueError, "pass a mapping"),
+        ("a: row  # as in row.yaml\n- b", ValueError, "no YAML"),
+        ("- column: row", ValueError, "pass a mapping"),
         ("a: [", ValueError, "no YAML"),
-        ("", ValueError, "the text is empty"),
+        ("# a: row", ValueError, "the text is empty"),
+        ("", ValueError, f"got ''; {KINDS}"),
+        ("- column", ValueError, f"got '- column'; {KINDS}"),
+        ("automatic", ValueError, f"got 'automatic'; {KINDS}"),
+        ("a row\nb column", ValueError, KINDS),
+        ("support.models.nothing", ValueError, f"'support.models' has no 'nothing'; {KINDS}"),
+        ("support.nothing.llama", ValueError, f"'support' has no 'nothing'; {KINDS}"),
+        ("not_there.plans.llama", ValueError, f"no module 'not_there' for 'not_there.plans.llama'; {KINDS}"),
+        ("math.pi", ValueError, f"'math.pi' is a float, which cannot be called; {KINDS}"),
         ("a: row\nb: row\na: column", ValueError, "the text gives the pattern 'a' twice"),
         (3, TypeError, "got a int"),
     ],
@@ -52,6 +64,32 @@ def test_bad_plans_are_refused(rules: object, error: type[Exception], message: s
     with pytest.raises(error, match=message) as caught:
         Plan(rules)
     assert "\n" not in str(caught.value)
+
+
+def test_a_string_is_the_first_kind_it_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "weft_test_plans.py").write_text(
+        "class Llama:\n    @staticmethod\n    def rules(name, module):\n        return 'row' if name == '0' else None\n"
+    )
+    (tmp_path / "auto").write_text("a: row")
+    (tmp_path / "weft_test_plans.json").write_text('{"b": "row"}')
+    assert Plan("auto").is_auto and Plan(" auto\n").is_auto
+    assert Plan("weft_test_plans.json").to_dict() == {"b": "row"}
+    assert Plan("a: row  # see weft_test_plans.json").to_dict() == {"a": "row"}
+    assert Plan("{}").to_dict() == {}
+    by_name = Plan("weft_test_plans.Llama.rules")
+    assert by_name.rules_for(nn.Sequential(nn.Linear(2, 2))) == Plan("'0': row").rules_for(nn.Identity())
+    assert by_name.key() is Plan("weft_test_plans.Llama.rules").key()
+    with pytest.raises(ValueError, match="the rules of a callable depend on the model"):
+        by_name.to_dict()
+
+
+def test_what_a_module_of_plans_raises_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "weft_test_broken.py").write_text("import weft_test_not_there")
+    with pytest.raises(ModuleNotFoundError, match="weft_test_not_there"):
+        Plan("weft_test_broken.llama")
 
 
 def test_auto_has_no_rules_of_its_own() -> None:
