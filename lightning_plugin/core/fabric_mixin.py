@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +62,11 @@ class FabricMixin(StrategyMixin):
     def __init__(
         self,
         parallelize_fn: Callable[[Module, Any], Module] | None = None,
-        data_parallel_size: Any = "auto",
-        tensor_parallel_size: Any = "auto",
+        data_parallel_size: int | str = "auto",
+        tensor_parallel_size: int | str = "auto",
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
-        timeout: Any = default_pg_timeout,
+        timeout: timedelta | None = default_pg_timeout,
         plan: Any = None,
         check_batches: int = 2,
         check_batches_every: int = 0,
@@ -74,7 +75,7 @@ class FabricMixin(StrategyMixin):
         optimizer_in_backward: bool = False,
         activation_checkpointing: Any = "none",
         activation_offload: bool = False,
-        data_replicate_size: Any = 1,
+        data_replicate_size: int | str = 1,
         zero_stage: int | None = None,
         layout: str | None = None,
         sequence_parallel: bool = False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from weft._plugin.in_backward import refuse_with_optimizer_in_backward
 from weft._plugin.optimizer_state import full_state, named_state
 from weft._plugin.process_guard import guard
 from weft._plugin.replicas import share_random_state
+from weft._plugin.repoint import Replacements, parameters_of
 from weft._plugin.settings import PlanSettings
 from weft._plugin.strategy_mixin import StrategyMixin
 
@@ -90,11 +92,11 @@ class TrainerMixin(StrategyMixin):
 
     def __init__(
         self,
-        data_parallel_size: Any = "auto",
-        tensor_parallel_size: Any = "auto",
+        data_parallel_size: int | str = "auto",
+        tensor_parallel_size: int | str = "auto",
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
-        timeout: Any = default_pg_timeout,
+        timeout: timedelta | None = default_pg_timeout,
         plan: Any = None,
         check_batches: int = 2,
         check_batches_every: int = 0,
@@ -103,7 +105,7 @@ class TrainerMixin(StrategyMixin):
         optimizer_in_backward: bool = False,
         activation_checkpointing: Any = "none",
         activation_offload: bool = False,
-        data_replicate_size: Any = 1,
+        data_replicate_size: int | str = 1,
         zero_stage: int | None = None,
         layout: str | None = None,
         sequence_parallel: bool = False,
@@ -131,6 +133,7 @@ class TrainerMixin(StrategyMixin):
                 sequence_parallel=sequence_parallel,
             )
         )
+        self._replacements = Replacements()
         self._gradients_checked = False
         self._gradient_norm: Tensor | None = None
 
@@ -168,10 +171,7 @@ class TrainerMixin(StrategyMixin):
         steps_in_backward = self._optimizer_in_backward and self._is_fitting
         if steps_in_backward:
             refuse_with_optimizer_in_backward(trainer)
-        module = self.lightning_module
-        values_to_come = self._apply_plan(
-            self.model, entry_points=_overridden_steps(module), root_is_called=module.automatic_optimization
-        )
+        values_to_come = self._shard_model()
         with self._plan_instead_of_configure_model():
             super().setup(trainer)
         if values_to_come:
@@ -185,10 +185,20 @@ class TrainerMixin(StrategyMixin):
             # After the backward there is nothing left to clip, which torch's clipping takes for an error.
             self.precision_plugin.clip_gradients = lambda *_, **__: None
 
+    def _shard_model(self) -> bool:
+        module = self.lightning_module
+        before = parameters_of(self.model)  # until this returns: torch moves no DTensor that has weak references
+        values_to_come = self._apply_plan(
+            self.model, entry_points=_overridden_steps(module), root_is_called=module.automatic_optimization
+        )
+        self._replacements.note(before, self.model)
+        return values_to_come
+
     def setup_optimizers(self, trainer: Any) -> None:
-        """Make the optimizers; torch's own become their fused variants."""
+        """Make the optimizers, or take those that LightningCLI made with the model; torch's own become fused."""
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
+            self._replacements.repoint(optimizer)
             self._fuse(optimizer, self.model)
             self.data_axes.add_optimizer(optimizer)
 

@@ -1,0 +1,60 @@
+"""A user's script with a LightningCLI; each rank prints a JSON line RESULT {...} of what it has trained."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import lightning as L
+import torch
+from lightning.pytorch.cli import LightningCLI
+from torch import Tensor, nn
+
+import weft.lightning
+
+
+class Model(L.LightningModule):
+    """A feed-forward; under the Trainer its rules begin with "layers"."""
+
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, width), nn.GELU(), nn.Linear(width, 8))
+        self.start = self.layers[0].weight.detach().clone()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (self.layers(batch) - batch).square().mean()
+
+
+class Data(L.LightningDataModule):
+    """16 rows in 4 steps, whatever the number of ranks that share them."""
+
+    def train_dataloader(self) -> torch.utils.data.DataLoader:
+        rows = torch.randn(16, 8, generator=torch.Generator().manual_seed(3))
+        return torch.utils.data.DataLoader(rows, 4 // self.trainer.distributed_sampler_kwargs["num_replicas"])
+
+
+def rules(name: str, module: nn.Module) -> str | None:
+    """A plan by its dotted name."""
+    return "column_row_mlp" if name == "layers" else None
+
+
+def main() -> None:
+    cli = LightningCLI(Model, Data)
+    strategy = cli.trainer.strategy
+    assert type(strategy) is weft.lightning.WeftModelParallelStrategy
+    weights = [p.full_tensor() for p in cli.model.parameters()]
+    result = {
+        "rank": cli.trainer.global_rank,
+        "steps": cli.trainer.global_step,
+        "mesh": list(strategy.device_mesh.shape),
+        "local_shape": list(cli.model.layers[0].weight.to_local().shape),
+        "moved": (weights[0] - cli.model.start).abs().max().item(),
+        "weights": [weight.flatten().tolist() for weight in weights],
+    }
+    # In one write: the ranks share a pipe.
+    os.write(sys.stdout.fileno(), f"RESULT {json.dumps(result)}\n".encode())
+
+
+if __name__ == "__main__":
+    main()

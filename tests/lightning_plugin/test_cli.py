@@ -1,0 +1,115 @@
+"""LightningCLI: the strategies from YAML, trained on several processes, and a saved configuration read again."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from support.processes import run_script
+
+SCRIPT = Path(__file__).parent / "scripts" / "cli.py"
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+RULES = {"layers": {"style": "column_row_mlp"}}
+
+
+def with_class(package: str = "weft.lightning", **init_args: Any) -> dict[str, Any]:
+    return {"class_path": f"{package}.WeftModelParallelStrategy", "init_args": init_args}
+
+
+def config_file(path: Path, devices: int, strategy: Any, **more: Any) -> Path:
+    trainer = {"accelerator": "cpu", "devices": devices, "strategy": strategy, "max_epochs": 1, "logger": False}
+    trainer |= {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    path.write_text(yaml.safe_dump({"trainer": trainer, **more}))
+    return path
+
+
+def trained(folder: Path, devices: int, strategy: Any) -> list[dict[str, Any]]:
+    """What each rank of the script's `fit` tells; it leaves its configuration as `folder/config.yaml`."""
+    optimizer = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.01}}
+    folder.mkdir()
+    path = config_file(folder / "given.yaml", devices, strategy, seed_everything=1, optimizer=optimizer)
+    result = run_script(SCRIPT, "fit", "--config", str(path), cwd=folder, timeout=180.0, env=ENVIRONMENT)
+    assert result.returncode == 0, result.stderr
+    lines = [line.removeprefix("RESULT ") for line in result.stdout.splitlines() if line.startswith("RESULT ")]
+    results = sorted(map(json.loads, lines), key=lambda result: result["rank"])
+    assert [result["rank"] for result in results] == list(range(devices))
+    assert all(result["steps"] == 4 for result in results)
+    # The optimizer of the YAML was made with the model, before its parameters were sharded.
+    assert all(result["moved"] > 0.01 for result in results)
+    assert yaml.safe_load((folder / "config.yaml").read_text())["trainer"]["devices"] == devices
+    return results
+
+
+def parsed(config: Path, *arguments: str, package: str = "lightning.pytorch") -> Any:
+    """The CLI with its Trainer, in this process and without starting others."""
+    model = importlib.import_module(f"{package}.demos.boring_classes").BoringModel
+    options = {"run": False, "save_config_callback": None, "args": ["--config", str(config), *arguments]}
+    return importlib.import_module(f"{package}.cli").LightningCLI(model, **options)
+
+
+def test_two_processes_by_a_mapping_and_by_a_dotted_name(tmp_path: Path) -> None:
+    by_mapping = trained(tmp_path / "mapping", 2, with_class(plan=RULES, layout="tp2"))
+    by_name = trained(tmp_path / "name", 2, with_class(plan="__main__.rules", zero_stage=0))
+    for results in (by_mapping, by_name):
+        assert all((result["mesh"], result["local_shape"]) == ([1, 2], [6, 8]) for result in results)
+    assert by_mapping == by_name
+
+
+def test_four_processes_by_a_file_and_by_a_string(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(yaml.safe_dump(RULES))
+    by_file = trained(tmp_path / "file", 4, with_class(plan=str(plan), layout="dp2,tp2", zero_stage=3))
+    by_string = trained(tmp_path / "string", 4, "weft_2d")
+    for results in (by_file, by_string):
+        assert all((result["mesh"], result["local_shape"]) == ([2, 2], [3, 8]) for result in results)
+    assert by_file == by_string, "the string means plan='auto', which finds the same"
+    whole = trained(tmp_path / "whole", 1, with_class(plan=RULES))[0]
+    for sharded, unsharded in zip(by_file[0]["weights"], whole["weights"], strict=True):
+        assert sharded == pytest.approx(unsharded, rel=1e-4, abs=1e-6)
+
+
+def test_a_saved_configuration_makes_the_same_strategy(tmp_path: Path) -> None:
+    config = config_file(tmp_path / "config.yaml", 4, with_class(plan=RULES, layout="dp2,tp2", zero_stage=2))
+    cli = parsed(config)
+    saved = tmp_path / "saved.yaml"
+    cli.parser.save(cli.config, saved)
+    again = parsed(saved).trainer.strategy
+    for name in ("_sizes", "_zero_stage", "_timeout", "_data_parallel_size"):
+        assert getattr(again, name) == getattr(cli.trainer.strategy, name), name
+    assert again.plan.to_dict() == {"layers": "column_row_mlp"} == cli.trainer.strategy.plan.to_dict()
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_all_arguments_in_yaml_and_on_the_command_line(tmp_path: Path, package: str) -> None:
+    ours = {"lightning.pytorch": "weft.lightning"}.get(package, "weft.pytorch_lightning")
+    settings = {"plan": "auto", "data_parallel_size": "auto", "tensor_parallel_size": 2, "timeout": "0:00:40"}
+    settings |= {"activation_checkpointing": ["layers.*"], "save_distributed_checkpoint": False}
+    config = config_file(tmp_path / "config.yaml", 4, with_class(ours, **settings))
+    strategy = parsed(config, package=package).trainer.strategy
+    assert type(strategy) is importlib.import_module(ours).WeftModelParallelStrategy
+    assert strategy.plan.is_auto and strategy._timeout == timedelta(seconds=40)
+    assert (strategy._data_parallel_size, strategy._tensor_parallel_size) == ("auto", 2)
+    assert strategy._activation_checkpointing == ["layers.*"]
+    more = ["--trainer.strategy.plan", "{layer: column}", "--trainer.strategy.data_replicate_size", "2"]
+    changed = parsed(config, *more, package=package).trainer.strategy
+    assert changed.plan.to_dict() == {"layer": "column"} and changed._sizes.data_replicate == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan", "nowhere.yaml"], "plan: there is no file 'nowhere.yaml'; pass 'auto'"),
+        (["layout", "dp2,xp2"], "has the part 'xp2'"),
+        (["zero_stage", "4"], "zero_stage=4; pass 0"),
+    ],
+)
+def test_a_refusal_is_ours(tmp_path: Path, arguments: list[str], message: str) -> None:
+    config = config_file(tmp_path / "config.yaml", 2, with_class(plan="auto"))
+    with pytest.raises(ValueError, match=message):
+        parsed(config, f"--trainer.strategy.{arguments[0]}", arguments[1])
