@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -18,6 +20,7 @@ import weft.strategy
 from support.example_modules import EXAMPLES, load_example
 from support.processes import ProcessTree, children_left, run_script
 from support.ranks import on_ranks
+from weft.strategy.layout import Sizes
 
 ENV = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
 
@@ -84,6 +87,47 @@ def test_the_written_plan_says_what_auto_does(rank: int) -> None:
         assert whole["model"].layers[1].attention.n_heads == 2
     assert rows[0] == rows[1]
     assert {row.style for row in rows[0]} == {"vocab_embedding", "column", "row", "column_row_mlp", "replicate"}
+
+
+def test_fabric_resumes_on_another_layout_with_the_numbers_of_one_device(tmp_path: Path) -> None:
+    def steps(*arguments: str) -> dict[int, list[float]]:
+        stdout = run_example("06_fabric.py", *arguments, cwd=tmp_path)
+        rows = re.findall(r"^step (\d+): loss (\S+), gradient norm (\S+)$", stdout, re.MULTILINE)
+        return {int(step): [float(loss), float(norm)] for step, loss, norm in rows}
+
+    whole = steps("--steps", "3", "--devices", "1", "--layout", "tp1", "--accumulate", "1")
+    first = steps("--steps", "2", "--devices", "4", "--layout", "dp2,tp2", "--accumulate", "2", "--save", "half")
+    rest = steps("--steps", "3", "--devices", "2", "--layout", "tp2", "--accumulate", "2", "--resume", "half")
+    assert (list(whole), list(first), list(rest)) == ([0, 1, 2], [0, 1], [2])
+    for step, figures in {**first, **rest}.items():
+        assert figures == pytest.approx(whole[step], rel=1e-4), step
+    assert [path.name for path in tmp_path.iterdir()] == ["half"]
+
+
+def test_the_cli_trains_alike_on_all_device_counts(tmp_path: Path) -> None:
+    losses = []
+    for devices in (1, 2, 4):
+        config = EXAMPLES / "07_cli" / f"devices_{devices}.yaml"
+        small = ["--data.num_steps", "3", "--data.seq_len", "32", "--model.args.n_layers", "2"]
+        stdout = run_example("07_cli/main.py", "fit", "--config", str(config), *small, cwd=tmp_path)
+        line = re.search(r"^devices (\d): (\d+) of (\d+) parameters on rank 0, loss (\S+)$", stdout, re.MULTILINE)
+        assert line is not None, stdout
+        assert int(line[1]) == devices
+        assert int(line[3]) <= int(line[2]) * devices < 1.1 * int(line[3]), "tp2 leaves the output layer whole"
+        losses.append(float(line[4]))
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-4)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_clis_files_differ_in_their_sizes_alone() -> None:
+    rest = []
+    for devices in (1, 2, 4, 8):
+        config = yaml.safe_load((EXAMPLES / "07_cli" / f"devices_{devices}.yaml").read_text())
+        assert config["trainer"].pop("devices") == devices
+        layout = config["trainer"]["strategy"]["init_args"].pop("layout")
+        assert math.prod(Sizes.parse(layout).resolve(devices, devices)) == devices
+        rest.append(config)
+    assert all(config == rest[0] for config in rest)
 
 
 def test_a_failing_run_fails_the_comparison(tmp_path: Path) -> None:
