@@ -1,4 +1,4 @@
-"""Builds one strategy class for each Lightning namespace that is installed, and registers it there.
+"""Builds one strategy class for each Lightning namespace that is installed, and registers it there; callbacks, too.
 
 A namespace is an import name of the same code: `lightning` has `lightning.pytorch` and `lightning.fabric`;
 `pytorch-lightning` installs `pytorch_lightning` and `lightning_fabric`. Their classes are distinct: a Trainer of one
@@ -14,10 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft._plugin.fabric_mixin import FabricMixin
+from weft._plugin.memory_monitor import MemoryMixin
 from weft._plugin.process_guard import watch_launcher
+from weft._plugin.throughput_monitor import ThroughputMixin
 from weft._plugin.trainer_mixin import TrainerMixin
 
 CLASS_NAME = "WeftModelParallelStrategy"
+CALLBACKS: dict[str, type] = {"ThroughputMonitor": ThroughputMixin, "MemoryMonitor": MemoryMixin}
 # What a string means: plan="auto", which recognises the model, and these sizes.
 PRESETS: dict[str, dict[str, Any]] = {
     "weft": {},
@@ -86,11 +89,7 @@ def strategy_class(flavour: Flavour) -> type:
     Raises:
         ImportError: the namespace is not installed.
     """
-    if not flavour.is_installed:
-        raise ImportError(
-            f"{flavour.public_module} needs the package {flavour.distribution.replace('_', '-')}, which is not "
-            f"installed: run `pip install {flavour.distribution.replace('_', '-')}`."
-        )
+    _need(flavour)
     stock = importlib.import_module(flavour.strategies).ModelParallelStrategy
     namespace: dict[str, Any] = {
         "__module__": flavour.public_module,
@@ -98,6 +97,27 @@ def strategy_class(flavour: Flavour) -> type:
         "fabric_module": flavour.fabric,
     }
     return type(CLASS_NAME, (flavour.mixin, stock), namespace)
+
+
+@functools.cache
+def callback_class(flavour: Flavour, name: str) -> type:
+    """The class `name` of `CALLBACKS` for a Trainer's flavour; the same one at every call.
+
+    Raises:
+        ImportError: the namespace is not installed.
+    """
+    _need(flavour)
+    stock = importlib.import_module(flavour.strategies.removesuffix("strategies") + "callbacks").Callback
+    mixin = CALLBACKS[name]
+    return type(name, (mixin, stock), {"__module__": flavour.public_module, "__doc__": mixin.__doc__})
+
+
+def _need(flavour: Flavour) -> None:
+    if not flavour.is_installed:
+        raise ImportError(
+            f"{flavour.public_module} needs the package {flavour.distribution.replace('_', '-')}, which is not "
+            f"installed: run `pip install {flavour.distribution.replace('_', '-')}`."
+        )
 
 
 def register_installed() -> None:

@@ -1,4 +1,4 @@
-"""weft's strategy for the Trainer of `lightning`, or of `pytorch_lightning` where that alone is installed.
+"""weft's strategy for the Trainer of `lightning`, or of `pytorch_lightning` where that alone is installed; callbacks.
 
     import weft.lightning
     trainer = Trainer(accelerator="cpu", devices=2, strategy="weft")
@@ -12,5 +12,7 @@ from weft._plugin import factory
 factory.register_installed()
 _FLAVOUR = factory.LIGHTNING_TRAINER if factory.LIGHTNING_TRAINER.is_installed else factory.PYTORCH_LIGHTNING
 WeftModelParallelStrategy = factory.strategy_class(_FLAVOUR)
+ThroughputMonitor = factory.callback_class(_FLAVOUR, "ThroughputMonitor")
+MemoryMonitor = factory.callback_class(_FLAVOUR, "MemoryMonitor")
 
-__all__ = ["WeftModelParallelStrategy"]
+__all__ = ["MemoryMonitor", "ThroughputMonitor", "WeftModelParallelStrategy"]

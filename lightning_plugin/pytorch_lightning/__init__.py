@@ -1,8 +1,10 @@
-"""weft's strategy for the Trainer of `pytorch_lightning`, whatever else is installed; registers the names too."""
+"""weft's strategy and callbacks for `pytorch_lightning`, whatever else is installed; registers the names too."""
 
 from weft._plugin import factory
 
 factory.register_installed()
 WeftModelParallelStrategy = factory.strategy_class(factory.PYTORCH_LIGHTNING)
+ThroughputMonitor = factory.callback_class(factory.PYTORCH_LIGHTNING, "ThroughputMonitor")
+MemoryMonitor = factory.callback_class(factory.PYTORCH_LIGHTNING, "MemoryMonitor")
 
-__all__ = ["WeftModelParallelStrategy"]
+__all__ = ["MemoryMonitor", "ThroughputMonitor", "WeftModelParallelStrategy"]

@@ -80,7 +80,7 @@ def test_a_string_is_the_first_kind_it_can_be(tmp_path: Path, monkeypatch: pytes
     assert Plan("{}").to_dict() == {}
     by_name = Plan("weft_test_plans.Llama.rules")
     assert by_name.rules_for(nn.Sequential(nn.Linear(2, 2))) == Plan("'0': row").rules_for(nn.Identity())
-    assert by_name.key() is Plan("weft_test_plans.Llama.rules").key()
+    assert by_name.key() == Plan("weft_test_plans.Llama.rules").key()
     with pytest.raises(ValueError, match="the rules of a callable depend on the model"):
         by_name.to_dict()
 

@@ -1,0 +1,106 @@
+"""The callback that says how much memory a training takes, less its base class."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft import memory
+from weft._plugin.monitors import log, num_steps, refuse_below_one
+from weft._plugin.strategy_mixin import StrategyMixin
+
+
+class MemoryMixin:
+    """The peak memory of each rank by what it is for, as `weft.memory` counts it.
+
+    Bytes since the count began or `weft.memory.reset_peak()`. Logged are the maxima over the ranks: "memory/total" and
+    one for each category, such as "memory/gradients"; on CUDA devices "memory/allocated" and "memory/reserved", of
+    torch's caching allocator. All ranks talk once each time. The count begins with the run if it has not begun; with
+    WEFT_MEMORY=1 tensors made before are counted, too.
+
+    Args:
+        every_n_steps: how often, beside the end of the training; None: at the end of each epoch.
+    """
+
+    def __init__(self, every_n_steps: int | None = None) -> None:
+        super().__init__()
+        if every_n_steps is not None:
+            refuse_below_one("MemoryMonitor", "every_n_steps", every_n_steps)
+        self._every_n_steps = every_n_steps
+        self._table: list[dict[str, int]] = []
+        self._watch: memory.Watch | None = None
+        self._step = self._reported_step = -1
+
+    def table(self) -> list[dict[str, int]]:
+        """A row for each rank: "rank", "total" and the categories, as they were reported last; on every rank the same.
+
+        Raises:
+            RuntimeError: nothing was reported yet.
+        """
+        if not self._table:
+            raise RuntimeError("MemoryMonitor has no figures yet; ask for its table() after an epoch or a run.")
+        return [dict(row) for row in self._table]
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if trainer.strategy.root_device.type != "cuda":
+            memory.track()
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._step, self._reported_step = num_steps(trainer, pl_module), -1
+        if memory.is_tracking() and not isinstance(trainer.strategy, StrategyMixin):  # weft's do so themselves
+            self._watch = memory.watch(pl_module, *trainer.optimizers)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self._watch is not None:
+            self._watch.forward_begins(batch)
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        if self._watch is not None:
+            self._watch.backward_begins()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        before, self._step = self._step, num_steps(trainer, pl_module)
+        if self._every_n_steps and self._step != before and self._step % self._every_n_steps == 0:
+            self._report(trainer)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if self._every_n_steps is None:
+            self._report(trainer)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        if self._step != self._reported_step:
+            self._report(trainer)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if self._watch is not None:
+            self._watch.remove()
+        self._watch = None
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self.teardown(trainer, pl_module, "fit")
+
+    def _report(self, trainer: Any) -> None:
+        self._reported_step = self._step
+        device = trainer.strategy.root_device
+        self._table = [{"rank": rank, **peak} for rank, peak in enumerate(_peaks_of_all(device))]
+        names = [name for name in self._table[0] if name != "rank"]
+        log(trainer, {f"memory/{name}": max(row[name] for row in self._table) for name in names}, self._step)
+
+
+def _peaks_of_all(device: torch.device) -> list[dict[str, int]]:
+    """By rank of the world; collective."""
+    if device.type == "cuda":
+        peak = {"allocated": memory.peak(device), "reserved": memory.peak_reserved(device)}
+        peak = {"total": peak["allocated"], **peak}
+    else:
+        peak = memory.by_category(at="peak")
+        peak = {"total": sum(peak.values()), **peak}
+    if not (dist.is_available() and dist.is_initialized()):
+        return [peak]
+    mine = torch.tensor(list(peak.values()), device=device)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    return [dict(zip(peak, values.tolist(), strict=True)) for values in everyone]

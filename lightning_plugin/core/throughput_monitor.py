@@ -1,0 +1,154 @@
+"""The callback that says how fast a training is, less its base class."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from weft._plugin.monitors import log, num_steps, refuse_below_one
+
+
+class _Mark(NamedTuple):
+    """What this rank had done at the end of a step, and when."""
+
+    step: int
+    seconds: float
+    samples: float
+    tokens: float
+    flops: float
+
+
+class ThroughputMixin:
+    """Samples and tokens per second of training, of all devices and of one, and the share of their arithmetic used.
+
+    Ranks that compute on one batch together (a tensor-parallel group) count it once, under any strategy. Logged at
+    every `log_every_n_steps` of the Trainer, without the time that validation took:
+
+    - "throughput/samples_per_second", "throughput/tokens_per_second" and "throughput/flops_per_second" over all ranks,
+    - "throughput/device/samples_per_second" and so on: these divided by the number of devices,
+    - "throughput/mfu": "throughput/device/flops_per_second" / `peak_flops`.
+
+    Args:
+        batch_size_fn: from a batch to its number of samples; None: the first dim of the first tensor in it.
+        length_fn: from a batch to its number of tokens, or of what else is to be counted; None: they are not.
+        flops_per_sample: what the model takes for a sample, forward and backward, wherever it is computed; or from a
+            batch to that number. None: not counted.
+        peak_flops: what one device can do in a second; None: no "throughput/mfu".
+        window_size: over how many of the newest steps to average: whole logging intervals, one at least.
+    """
+
+    _clock = staticmethod(time.perf_counter)
+
+    def __init__(
+        self,
+        batch_size_fn: Callable[[Any], int] | None = None,
+        length_fn: Callable[[Any], int] | None = None,
+        flops_per_sample: float | Callable[[Any], float] | None = None,
+        peak_flops: float | None = None,
+        window_size: int = 100,
+    ) -> None:
+        super().__init__()
+        if peak_flops is not None and (flops_per_sample is None or not peak_flops > 0):
+            raise ValueError(
+                f"ThroughputMonitor got peak_flops={peak_flops!r} with flops_per_sample={flops_per_sample!r}; pass the "
+                "positive flops per second of one device together with flops_per_sample."
+            )
+        refuse_below_one("ThroughputMonitor", "window_size", window_size)
+        self._batch_size_fn = batch_size_fn or _first_dim
+        self._length_fn = length_fn
+        self._flops_per_sample = flops_per_sample
+        self._peak_flops = peak_flops
+        self._window_size = window_size
+        self._marks: deque[_Mark] = deque()  # one for each time that it logged, the newest last
+        self._step = 0
+        self._samples = self._tokens = self._flops = 0.0  # of this rank since the training began
+        self._paused = self._paused_at = 0.0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._marks.clear()
+        self._samples = self._tokens = self._flops = self._paused = 0.0
+        self._step = num_steps(trainer, pl_module)
+        self._mark(trainer)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        num_samples = self._batch_size_fn(batch)
+        self._samples += num_samples
+        if self._length_fn is not None:
+            self._tokens += self._length_fn(batch)
+        if self._flops_per_sample is not None:
+            flops = self._flops_per_sample
+            self._flops += num_samples * (flops(batch) if callable(flops) else flops)
+        before, self._step = self._step, num_steps(trainer, pl_module)
+        every = trainer.log_every_n_steps
+        # A batch whose gradients are only accumulated is no step.
+        if every and self._step != before and self._step % every == 0:
+            self._mark(trainer)
+            log(trainer, self._rates(trainer), self._step)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self._paused_at = self._now(trainer)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        self._paused += self._now(trainer) - self._paused_at
+
+    def _now(self, trainer: Any) -> float:
+        device = trainer.strategy.root_device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return self._clock()
+
+    def _mark(self, trainer: Any) -> None:
+        seconds = self._now(trainer) - self._paused
+        self._marks.append(_Mark(self._step, seconds, self._samples, self._tokens, self._flops))
+        while len(self._marks) > 2 and self._marks[1].step <= self._step - self._window_size:
+            self._marks.popleft()
+
+    def _rates(self, trainer: Any) -> dict[str, float]:
+        first, last = self._marks[0], self._marks[-1]
+        done = [later - earlier for later, earlier in zip(last[1:], first[1:], strict=True)]
+        if trainer.world_size > 1:
+            done = _mean_over_world(done, trainer.strategy)
+        num_data_ranks = _num_data_ranks(trainer.strategy)
+        seconds, *counts = done
+        wanted = {
+            "samples": True,
+            "tokens": self._length_fn is not None,
+            "flops": self._flops_per_sample is not None,
+        }
+        rates: dict[str, float] = {}
+        for (name, is_wanted), count in zip(wanted.items(), counts, strict=True):
+            if is_wanted:
+                rates[f"throughput/{name}_per_second"] = rate = count * num_data_ranks / seconds
+                rates[f"throughput/device/{name}_per_second"] = rate / trainer.world_size
+        if self._peak_flops is not None:
+            rates["throughput/mfu"] = rates["throughput/device/flops_per_second"] / self._peak_flops
+        return rates
+
+
+def _num_data_ranks(strategy: Any) -> int:
+    """How many ranks see other data than each other: what samplers are told. One device has none to tell."""
+    return getattr(strategy, "distributed_sampler_kwargs", {"num_replicas": 1})["num_replicas"]
+
+
+def _mean_over_world(values: list[float], strategy: Any) -> list[float]:
+    """Of a number that the ranks of a replica have alike, the mean over replicas as well; equal on all ranks."""
+    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    tensor = torch.tensor(values, dtype=torch.float64, device=strategy.root_device)
+    return strategy.reduce(tensor, group=group, reduce_op="mean").tolist()
+
+
+def _first_dim(batch: Any) -> int:
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.dim():
+            return leaf.shape[0]
+    raise ValueError(
+        f"ThroughputMonitor got a batch of type {type(batch).__name__} and finds no tensor whose first dim is the "
+        "number of samples; pass batch_size_fn."
+    )

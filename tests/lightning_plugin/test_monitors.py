@@ -1,0 +1,260 @@
+"""The callbacks: rates by a clock that is set by hand, and memory as `weft.memory` has it."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch
+import pytest
+import pytorch_lightning
+import torch
+import torch.distributed as dist
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import DDPStrategy
+from lightning_plugin.scripts.plugin_models import BATCH, DIM, Model, fixed_data, loader, on_warm_rank, trainer
+from ops.memory.counting import counted
+from torch import Tensor, nn
+
+import weft
+from support.ranks import on_ranks
+from weft.lightning import MemoryMonitor, ThroughputMonitor, WeftModelParallelStrategy
+
+STEP_SECONDS = 0.25
+NAMESPACES = {"weft.lightning": lightning.pytorch, "weft.pytorch_lightning": pytorch_lightning}
+
+
+class Memo(Logger):
+    """Keeps what it is given."""
+
+    name = version = "memo"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.rows.append((step, dict(metrics)))
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def of(self, prefix: str) -> list[tuple[int, dict[str, float]]]:
+        """The rows with these names alone, by step."""
+        chosen = [(step, {n: v for n, v in row.items() if n.startswith(prefix)}) for step, row in self.rows]
+        return [(step, row) for step, row in chosen if row]
+
+
+class Timed(Model):
+    """Every training batch takes as long, by the clock of a monitor, and a validation far longer."""
+
+    def __init__(self, monitor: Any) -> None:
+        super().__init__()
+        self.seconds = 1000.0
+        monitor._clock = lambda: self.seconds
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seconds += STEP_SECONDS
+        return super().training_step(batch if isinstance(batch, Tensor) else batch["x"], batch_idx)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.seconds += 1e6
+
+
+def _fit(rank: int, world_size: int, folder: Path, monitor: Any, strategy: Any, **options: Any) -> Memo:
+    on_warm_rank(rank, world_size)
+    memo = Memo()
+    data = options.pop("data", None) or loader()
+    settings = {"logger": memo, "callbacks": [monitor], "log_every_n_steps": 2, "max_epochs": 2, **options}
+    trainer(world_size, strategy, folder, **settings).fit(Timed(monitor), data, loader(fixed_data()[:4]))
+    return memo
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(("layout", "num_data"), [("dp2,tp2", 2), ("dp4", 4), ("tp4", 1), ("rep2,tp2", 2)])
+def test_each_replica_counts_once(rank: int, world_size: int, tmp_path: Path, layout: str, num_data: int) -> None:
+    """Half of the data ranks have batches of 4 samples, the others of 2; the mesh is told of by its layout."""
+    data_rank = rank // (world_size // num_data)
+    sizes = [4 if each % 2 == 0 else 2 for each in range(num_data)]
+    monitor = ThroughputMonitor(
+        length_fn=lambda batch: batch.numel(), flops_per_sample=lambda batch: 5.0 * batch.shape[1], peak_flops=1000.0
+    )
+    data = torch.utils.data.DataLoader(fixed_data(), batch_size=sizes[data_rank])
+    strategy = WeftModelParallelStrategy(plan="auto", layout=layout, zero_stage=1, check_batches=0)
+    memo = _fit(rank, world_size, tmp_path, monitor, strategy, data=data, limit_train_batches=6)
+    samples = sum(sizes) / STEP_SECONDS
+    rates = {"samples": samples, "tokens": DIM * samples, "flops": 5 * DIM * samples}
+    expected = {f"throughput/{name}_per_second": rate for name, rate in rates.items()}
+    expected |= {f"throughput/device/{name}_per_second": rate / 4 for name, rate in rates.items()}
+    expected["throughput/mfu"] = rates["flops"] / 4 / 1000
+    assert memo.of("throughput/") == [(step, expected) for step in (1, 3, 5, 7, 9, 11)]
+
+
+@on_ranks(2)
+def test_other_strategies(rank: int, world_size: int, tmp_path: Path) -> None:
+    monitor = ThroughputMonitor(batch_size_fn=len, flops_per_sample=8)
+    memo = _fit(rank, world_size, tmp_path, monitor, DDPStrategy(process_group_backend="cpu:weft"))
+    rates = {"samples": 2 * BATCH / STEP_SECONDS, "flops": 8 * 2 * BATCH / STEP_SECONDS}
+    expected = {f"throughput/{name}_per_second": rate for name, rate in rates.items()}
+    expected |= {f"throughput/device/{name}_per_second": rate / 2 for name, rate in rates.items()}
+    assert memo.of("throughput/")[-1] == (11, expected)
+
+
+@pytest.mark.parametrize("name", NAMESPACES)
+def test_one_device_of_each_namespace(name: str, tmp_path: Path) -> None:
+    module, namespace = importlib.import_module(name), NAMESPACES[name]
+    for callback in (module.ThroughputMonitor, module.MemoryMonitor):
+        assert issubclass(callback, namespace.Callback)
+        assert callback.__module__ == name
+
+    class Scaled(namespace.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(DIM, dtype=torch.float64))
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return (batch * self.scale).sum()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    throughput, memory = module.ThroughputMonitor(), module.MemoryMonitor()
+    with counted():
+        run = namespace.Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_epochs=1,
+            logger=False,
+            log_every_n_steps=3,
+            callbacks=[throughput, memory],
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+            default_root_dir=tmp_path,
+        )
+        run.fit(Scaled(), loader())
+    assert run.callback_metrics["throughput/samples_per_second"] > 0
+    assert [row["rank"] for row in memory.table()] == [0]
+
+
+class Slowing(Timed):
+    """Step i, from 1 on, takes i seconds."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seconds += batch_idx + 1 - STEP_SECONDS
+        return super().training_step(batch, batch_idx)
+
+
+@on_ranks(1)
+def test_the_window_rolls_by_logging_intervals(rank: int, tmp_path: Path) -> None:
+    on_warm_rank(rank, 1)
+    for window_size, starts in ((4, [0, 0, 2]), (3, [0, 0, 2]), (1, [0, 2, 4]), (100, [0, 0, 0])):
+        memo, monitor = Memo(), ThroughputMonitor(window_size=window_size)
+        run = trainer(1, "weft", tmp_path, logger=memo, callbacks=[monitor], log_every_n_steps=2)
+        run.fit(Slowing(monitor), loader())
+        found = [row["throughput/samples_per_second"] for _, row in memo.of("throughput/")]
+        ends = [2, 4, 6]
+        seconds = [sum(range(start + 1, end + 1)) for start, end in zip(starts, ends, strict=True)]
+        steps = [end - start for start, end in zip(starts, ends, strict=True)]
+        assert found == [BATCH * n / s for n, s in zip(steps, seconds, strict=True)]
+
+
+@on_ranks(1)
+def test_a_step_of_accumulated_batches(rank: int, tmp_path: Path) -> None:
+    monitor = ThroughputMonitor()
+    options = {"accumulate_grad_batches": 3, "log_every_n_steps": 1, "max_epochs": 1}
+    memo = _fit(rank, 1, tmp_path, monitor, "weft", **options)
+    rate = BATCH / STEP_SECONDS
+    expected = {"throughput/samples_per_second": rate, "throughput/device/samples_per_second": rate}
+    assert memo.of("throughput/") == [(0, expected), (1, expected)]
+    losses = [step for step, row in memo.rows if "train_loss" in row]
+    assert losses == [0, 1], "where Lightning logs its own"
+
+
+@on_ranks(1)
+def test_batches_of_any_kind(rank: int, tmp_path: Path) -> None:
+    batches = [{"name": "a", "scale": torch.tensor(2.0), "x": batch} for batch in fixed_data().split(BATCH)]
+    data = torch.utils.data.DataLoader(batches, batch_size=None)
+    memo = _fit(rank, 1, tmp_path, ThroughputMonitor(), "weft", data=data)
+    assert memo.of("throughput/")[0][1]["throughput/samples_per_second"] == BATCH / STEP_SECONDS
+    from weft._plugin.throughput_monitor import _first_dim
+
+    with pytest.raises(ValueError, match=r"a batch of type dict and finds no tensor .*; pass batch_size_fn"):
+        _first_dim({"scale": torch.tensor(2.0)})
+
+
+class Wide(lightning.pytorch.LightningModule):
+    """Large enough for the peak to be in a training step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(256, 512, bias=False), nn.ReLU(), nn.Linear(512, 256, bias=False))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layers(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+WIDE_BYTES = 2 * 256 * 512 * 4
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("every_n_steps", [None, 4])
+def test_memory_is_what_the_count_says(rank: int, world_size: int, tmp_path: Path, every_n_steps: int | None) -> None:
+    on_warm_rank(rank, world_size)
+    memo, monitor = Memo(), MemoryMonitor(every_n_steps)
+    with counted():
+        kept = torch.zeros(1000 * (rank + 1))  # so that the ranks differ
+        strategy = WeftModelParallelStrategy(plan="auto", layout="dp2,tp2")
+        run = trainer(world_size, strategy, tmp_path, logger=memo, callbacks=[monitor], max_epochs=2)
+        with pytest.raises(RuntimeError, match="no figures yet"):
+            monitor.table()
+        run.fit(Wide(), loader(torch.randn(24, 256)))
+        mine = weft.memory.by_category(at="peak")
+        del kept
+    table = monitor.table()
+    assert table[rank] == {"rank": rank, "total": sum(mine.values()), **mine}
+    everyone: list[Any] = [None] * world_size
+    dist.all_gather_object(everyone, table)
+    assert all(each == table for each in everyone)
+    largest = {f"memory/{name}": max(row[name] for row in table) for name in ("total", *mine)}
+    assert {name: run.callback_metrics[name].item() for name in largest} == largest
+    if rank == 0:
+        assert [step for step, _ in memo.of("memory/")] == ([5, 11] if every_n_steps is None else [3, 7, 11])
+        assert memo.of("memory/")[-1][1] == largest
+    assert len({row["total"] for row in table}) == world_size
+    assert table[rank]["optimizer_state"] >= 2 * WIDE_BYTES // world_size
+
+
+@on_ranks(2)
+def test_memory_of_other_strategies_has_categories_too(rank: int, world_size: int, tmp_path: Path) -> None:
+    on_warm_rank(rank, world_size)
+    monitor = MemoryMonitor()
+    with counted():
+        before = weft.memory.by_category()
+        model = Wide()
+        strategy = DDPStrategy(process_group_backend="cpu:weft")
+        trainer(world_size, strategy, tmp_path, callbacks=[monitor]).fit(model, loader(torch.randn(24, 256)))
+    peak = {name: monitor.table()[rank][name] - before[name] for name in before}
+    assert peak["parameters"] == peak["gradients"] == WIDE_BYTES
+    assert peak["optimizer_state"] >= 2 * WIDE_BYTES
+    assert not model.layers[0].weight._post_accumulate_grad_hooks
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: ThroughputMonitor(peak_flops=1e12), r"flops_per_sample=None; pass the positive flops"),
+        (lambda: ThroughputMonitor(peak_flops=0, flops_per_sample=1), r"peak_flops=0 with"),
+        (lambda: ThroughputMonitor(window_size=0), r"window_size=0; pass a number of steps from 1 on"),
+        (lambda: MemoryMonitor(every_n_steps=0), r"MemoryMonitor got every_n_steps=0"),
+        (lambda: MemoryMonitor(True), r"every_n_steps=True"),
+    ],
+)
+def test_bad_settings(build: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build()
