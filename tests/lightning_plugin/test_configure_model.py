@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from support.ranks import on_ranks
+from support.ranks import on_ranks, run_on_ranks
 from weft.lightning import WeftModelParallelStrategy
 
 
@@ -110,3 +110,30 @@ def test_a_plan_on_top_of_the_users_own_sharding(rank: int, world_size: int, tmp
     explicit = WeftModelParallelStrategy(plan={"feed_forward.w1": "column"})
     with pytest.raises(ValueError, match=r"feed_forward\.w1"):
         trainer(world_size, explicit, tmp_path).fit(StockModel(), loader())
+
+
+class MadeBefore(Model):
+    """Its optimizer is made with it, as LightningCLI makes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.made
+
+
+def _made_before(rank: int, world_size: int, folder: str, settings: dict | None) -> dict[str, torch.Tensor]:
+    on_warm_rank(rank, world_size)
+    strategy = "auto" if settings is None else WeftModelParallelStrategy(plan="auto", **settings)
+    model = MadeBefore()
+    trainer(world_size, strategy, folder).fit(model, loader())
+    return weights(model)
+
+
+def test_an_optimizer_made_before_the_model_was_sharded(tmp_path: Path) -> None:
+    """It would go on to step parameters that the model has no more, and nothing would be trained."""
+    [expected] = run_on_ranks(1, _made_before, folder=str(tmp_path), settings=None)
+    for settings in ({}, {"layout": "dp2"}, {"layout": "dp2", "zero_stage": 1}):
+        for result in run_on_ranks(2, _made_before, folder=str(tmp_path), settings=settings):
+            assert_same_weights(result, expected)
