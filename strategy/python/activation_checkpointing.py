@@ -182,8 +182,8 @@ def _checkpointed_class(cls: type[nn.Module], mode: str, offload: bool) -> type[
     # torch.compile knows no context_fn that does nothing
     options = {"context_fn": _selective_contexts} if mode == SELECTIVE else {}
 
-    def run(self: nn.Module, length: Any, kwargs: dict[str, Any], *args: Any) -> Any:  # the names are not torch's
-        with contextlib.nullcontext() if length is None else length():
+    def run(self: nn.Module, lengths: Any, kwargs: dict[str, Any], *args: Any) -> Any:  # the names are not torch's
+        with contextlib.nullcontext() if lengths is None else lengths():
             return own_forward(self, *args, **kwargs)
 
     @functools.wraps(own_forward)
@@ -191,18 +191,18 @@ def _checkpointed_class(cls: type[nn.Module], mode: str, offload: bool) -> type[
         if not torch.is_grad_enabled():
             return own_forward(self, *args, **kwargs)
         with torch.autograd.graph.save_on_cpu(pin_memory=True) if offload else contextlib.nullcontext():
-            return torch_checkpoint.checkpoint(run, self, _length(self), kwargs, *args, use_reentrant=False, **options)
+            return torch_checkpoint.checkpoint(run, self, _lengths(self), kwargs, *args, use_reentrant=False, **options)
 
     namespace = {"__module__": cls.__module__, "forward": forward, "checkpoint_mode": (mode, offload)}
     return type(cls.__name__, (CheckpointedModule, cls), namespace)
 
 
-def _length(module: nn.Module) -> Any:
-    """What sets the sequence's length of now, where the module needs it; the first block of a list sets it itself."""
+def _lengths(module: nn.Module) -> Any:
+    """What sets the sequence's lengths of now, where the module needs it; the first block of a list sets it itself."""
     state = state_of(module)
     if state is None or state.sequence is None or state.sequence.enters:
         return None
-    return functools.partial(state.sequence.region.of_length, state.sequence.region.length)
+    return functools.partial(state.sequence.region.of_lengths, state.sequence.region.lengths)
 
 
 def _selective_contexts() -> Any:

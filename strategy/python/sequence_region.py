@@ -17,27 +17,36 @@ from torch import Tensor
 
 @dataclasses.dataclass(eq=False)
 class Region:
-    """The blocks of one list. `length`: the tokens of all ranks in the forward that runs, or is computed again."""
+    """The blocks of one list, with the tokens of all ranks in the forward that runs or is computed again, and its own.
+
+    lengths: (of all ranks, of this rank); None before the first forward.
+    """
 
     group_name: str
-    length: int | None = None
+    lengths: tuple[int, int] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Region:
         return self
 
+    @property
+    def length(self) -> int | None:
+        """The tokens of all ranks."""
+        return None if self.lengths is None else self.lengths[0]
+
     @contextlib.contextmanager
-    def of_length(self, length: int | None) -> Iterator[None]:
-        """A forward that is computed again is of another length than the last one, perhaps."""
-        before, self.length = self.length, length
+    def of_lengths(self, lengths: tuple[int, int] | None) -> Iterator[None]:
+        """A forward that is computed again is of other lengths than the last one, perhaps."""
+        before, self.lengths = self.lengths, lengths
         try:
             yield
         finally:
-            self.length = before
+            self.lengths = before
 
     def enter(self, x: Tensor) -> Tensor:
         """This rank's tokens; the backward gathers the gradient, which what came before wants whole."""
-        self.length = x.shape[-2]
-        return torch.ops.weft.scatter_to_group(x, x.dim() - 2, self.group_name)
+        own = torch.ops.weft.scatter_to_group(x, x.dim() - 2, self.group_name)
+        self.lengths = (x.shape[-2], own.shape[-2])
+        return own
 
     def leave(self, x: Tensor) -> Tensor:
         """All tokens on every rank, for what is computed everywhere alike; the backward takes this rank's part."""
@@ -68,20 +77,29 @@ class Place:
         return self.kind in ("block", "cut")
 
     def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A forward's arguments, the first floating tensor among them gathered or scattered."""
+        """A forward's arguments, the first with tokens and features among them gathered or scattered.
+
+        What is gathered has as many tokens as this rank does, unlike a mask beside it.
+        """
         if not (self.enters or self.kind == "gathers"):
             return args, kwargs
         change = self.region.enter if self.enters else self.region.gather
         for position, value in enumerate(args):
-            if _is_activation(value):
+            if self._is_activation(value):
                 return (*args[:position], change(value), *args[position + 1 :]), kwargs
         for name, value in kwargs.items():
-            if _is_activation(value):
+            if self._is_activation(value):
                 return args, {**kwargs, name: change(value)}
         raise TypeError(
             "sequence_parallel=True: a block or attention got no floating tensor of tokens and features; leave "
             "sequence parallelism out."
         )
+
+    def _is_activation(self, value: object) -> bool:
+        if not (isinstance(value, Tensor) and value.is_floating_point() and value.dim() >= 2):
+            return False
+        lengths = self.region.lengths
+        return self.enters or lengths is None or value.shape[-2] == lengths[1]
 
     def after(self, output: Any) -> Any:
         """A forward's result; of a tuple the first is what is gathered."""
@@ -90,7 +108,3 @@ class Place:
         if isinstance(output, tuple):
             return (self.region.leave(output[0]), *output[1:])
         return self.region.leave(output)
-
-
-def _is_activation(value: object) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point() and value.dim() >= 2

@@ -302,3 +302,14 @@ def test_manual_optimization_needs_modules_that_own_all(world_size: int) -> None
         shard_fully(TwoModels(tie=True), mesh, entry_points=["step"], root_is_called=False)
     names = shard_fully(TwoModels(tie=False), mesh, entry_points=[], root_is_called=False)
     assert "" not in names
+
+
+@on_ranks(2)
+def test_a_frozen_model_has_nothing_to_average(world_size: int) -> None:
+    model = nn.Linear(2, 2).requires_grad_(False)
+    reducer = GradientReducer(model, dist.group.WORLD)
+    reducer.finish()
+    model.requires_grad_(True)
+    model(torch.ones(1, 2)).sum().backward()
+    reducer.finish()
+    assert model.weight.grad is not None

@@ -59,8 +59,8 @@ class BiasedBlock(nn.Module):
         self.mix = nn.Linear(dim, dim)
         self.scale = nn.Parameter(torch.linspace(0.5, 1.5, dim))
 
-    def forward(self, *, hidden: Tensor) -> tuple[Tensor, str]:
-        hidden = hidden + self.scale * self.attention(self.norm1(hidden))
+    def forward(self, *, hidden: Tensor, mask: Tensor) -> tuple[Tensor, str]:
+        hidden = hidden + self.scale * self.attention(mask=mask, x=self.norm1(hidden))
         return hidden + self.mlp(self.norm2(self.mix(hidden))), "more"
 
 
@@ -70,12 +70,12 @@ class BiasedAttention(nn.Module):
         self.num_heads = 4
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(dim, dim) for _ in range(4))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, mask: Tensor, x: Tensor) -> Tensor:
         q, k, v = (
             layer(x).view(*x.shape[:2], self.num_heads, -1).transpose(1, 2)
             for layer in (self.q_proj, self.k_proj, self.v_proj)
         )
-        return self.o_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return self.o_proj(F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2))
 
 
 class Biased(nn.Module):
@@ -87,8 +87,10 @@ class Biased(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
+        length = tokens.shape[1]
+        mask = torch.ones(length, length, dtype=x.dtype).tril().log()
         for block in self.blocks:
-            x, _ = block(hidden=x)
+            x, _ = block(hidden=x, mask=mask)
         return self.head(x)
 
 

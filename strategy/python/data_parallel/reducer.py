@@ -111,6 +111,8 @@ class GradientReducer:
         if self._is_paused:
             return
         self._adopt(p for p in self._names if p.requires_grad and p not in self._bucket_of)
+        if not self._bucket_of:
+            return
         has_gradient = torch.tensor([p.grad is not None for p in self._bucket_of], dtype=torch.uint8)
         while self._next < len(self._buckets):
             self._launch(self._buckets[self._next])
