@@ -17,7 +17,6 @@ from weft.strategy.assignments import Assignment, Assignments, join
 from weft.strategy.deferred import check_written, materialize
 from weft.strategy.linears import is_conv1d, shard_dims
 from weft.strategy.plan import Plan, Rules
-from weft.strategy.report_table import report
 from weft.strategy.roles import take_role
 from weft.strategy.sequence_parallel import sequence_places
 from weft.strategy.sequence_region import Place
@@ -49,7 +48,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Rules | Plan) -> nn.Mo
     plan = plan if isinstance(plan, Plan) else Plan(plan)
     key = plan.key()
     if _is_applied(model, tp_mesh, key):
-        plan._report = report(model)
+        plan._applied_to(model)
         return model
     assignments = plan.assign(model, tp_mesh.size())
     places: dict[int, Place] = {}
@@ -71,7 +70,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Rules | Plan) -> nn.Mo
     if whole:
         notes.append(f"whole on every rank until they were cut, as their values cannot be drawn in parts: {whole}")
     set_state(model, dataclasses.replace(state_of(model), plan_key=key, plan_notes=tuple(notes)))
-    plan._report = report(model)
+    plan._applied_to(model)
     return model
 
 
@@ -195,6 +194,7 @@ def _take_roles(
             style=assignment.style,
             mesh=mesh,
             group_name=group_name,
+            rule=assignment.rule,
             note=assignment.note,
             mlp=mlp,
             activation=assignment.activation,

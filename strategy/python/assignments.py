@@ -16,7 +16,10 @@ from weft.strategy.state import MlpParts
 
 @dataclasses.dataclass(frozen=True)
 class Assignment:
-    """The style of one module. `fused_into` names the MLP whose operator a layer is a part of; `recompute` is its."""
+    """The style of one module. `fused_into` names the MLP whose operator a layer is a part of; `recompute` is its.
+
+    `rule`: the pattern that gave it, or "auto".
+    """
 
     style: str
     note: str = ""
@@ -24,6 +27,7 @@ class Assignment:
     activation: str = ""
     fused_into: str | None = None
     recompute: bool = False
+    rule: str = ""
 
 
 @dataclasses.dataclass
@@ -42,6 +46,12 @@ class Assignments:
         """Note that an attribute is to be divided; ValueError when it does not divide."""
         _plan.check_heads(module_name, attribute, num_heads, self.tp_size)
         self.heads[module_name, attribute] = num_heads // self.tp_size
+
+    def attribute_to(self, rule: str) -> None:
+        """Note which rule has given the styles that came since the last note."""
+        for name, assignment in self.styles.items():
+            if not assignment.rule:
+                self.styles[name] = dataclasses.replace(assignment, rule=rule)
 
     def split_layers(self, container_name: str, parts: MlpParts, note: str) -> None:
         for child in parts.children:
@@ -106,6 +116,7 @@ def assign_explicit(model: nn.Module, plan: _plan.Plan, tp_size: int) -> Assignm
         module = modules[name]
         _refuse_dtensors(name, module, rule.style)
         _ASSIGN[rule.style](result, name, module, rule)
+        result.attribute_to(rule.pattern or '""')
         if rule.heads is not None:
             _divide(result, modules[parent_name(name)], parent_name(name), rule.heads, name)
         holder = modules.get(parent_name(name)) if name else None

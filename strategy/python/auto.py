@@ -39,6 +39,7 @@ def assign_auto(model: nn.Module, tp_size: int) -> Assignments:
         for place in (_place_mlp, _place_attention, _place_embedding):
             used = place(result, model, name, module, owners)
             claimed.update(id(part) for part in used)
+    result.attribute_to("auto")
     if tp_size > 1 and not any(a.style != "replicate" for a in result.styles.values()) and not skipped:
         reasons = f" ({'; '.join(result.notes)})" if result.notes else ""
         raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from weft.strategy import _plan
 from weft.strategy.assignments import Assignments, assign_explicit
 from weft.strategy.auto import assign_auto
 from weft.strategy.plan_text import KINDS, Style, from_mapping, from_text, load
-from weft.strategy.report_table import Report
+from weft.strategy.report_table import Report, report
 
 Rules = Mapping[str, Style] | Callable[[str, nn.Module], Style | None] | str | os.PathLike[str]
 AUTO = "auto"
@@ -44,7 +45,7 @@ class Plan:
 
     def __init__(self, rules: Rules | Plan, *, sequence_parallel: bool = False) -> None:
         self.sequence_parallel = sequence_parallel or (isinstance(rules, Plan) and rules.sequence_parallel)
-        self._report: Report | None = None
+        self._model: weakref.ref[nn.Module] | None = None
         self._callable: Callable[[str, nn.Module], Style | None] | None = None
         self._rules: _plan.Plan | None = None
         if isinstance(rules, Plan):
@@ -103,14 +104,19 @@ class Plan:
         return self._fixed_rules().to_json()
 
     def report(self) -> Report:
-        """What became of each parameter of the model this plan was last applied to.
+        """What became of each parameter of the model this plan was last applied to, as it is now.
 
         Raises:
-            ValueError: it was not applied yet.
+            ValueError: it was not applied yet, or to a model that is gone.
         """
-        if self._report is None:
-            raise ValueError("plan.report: this plan was not applied yet; pass it to weft.parallelize first.")
-        return self._report
+        model = None if self._model is None else self._model()
+        if model is None:
+            what = "was not applied yet" if self._model is None else "was applied to a model that is gone"
+            raise ValueError(f"plan.report: this plan {what}; pass it to weft.parallelize first.")
+        return report(model)
+
+    def _applied_to(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
 
     def assign(self, model: nn.Module, tp_size: int) -> Assignments:
         """The style of each module; refuses, by name, what does not fit. Changes nothing."""

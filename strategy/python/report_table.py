@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -12,13 +14,20 @@ from weft.strategy.state import state_of
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One parameter under one of its names; `num_bytes` are those of this rank's part."""
+    """One parameter under one of its names.
+
+    rule: the pattern of the plan that gave its module a style, "auto", or "" where none did.
+    axes: (mesh axis, dim) for each axis of more than one rank that it is cut over.
+    local_shape, num_bytes: of this rank's part.
+    """
 
     parameter: str
     style: str
     local_shape: tuple[int, ...]
     num_bytes: int
     note: str = ""
+    rule: str = ""
+    axes: tuple[tuple[str, int], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,19 +42,53 @@ class Report:
         """Bytes of this rank's parameters; a tied one counts once."""
         return sum(row.num_bytes for row in self.rows if not row.note.startswith("tied to "))
 
-    def __str__(self) -> str:
-        header = ("parameter", "style", "local shape", "bytes", "note")
-        table = [
-            (row.parameter, row.style, "x".join(map(str, row.local_shape)) or "scalar", f"{row.num_bytes:,}", row.note)
+    @property
+    def rules(self) -> dict[str, list[str]]:
+        """The parameters that each rule is about, by pattern."""
+        rules: dict[str, list[str]] = {}
+        for row in self.rows:
+            if row.rule:
+                rules.setdefault(row.rule, []).append(row.parameter)
+        return rules
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data: "parameters" (a dict for each row), "rules", "total_bytes" and "notes"."""
+        parameters = [
+            {**dataclasses.asdict(row), "local_shape": list(row.local_shape), "axes": dict(row.axes)}
             for row in self.rows
         ]
-        table.append(("total", "", "", f"{self.total_bytes:,}", ""))
+        return {
+            "parameters": parameters,
+            "rules": self.rules,
+            "total_bytes": self.total_bytes,
+            "notes": list(self.notes),
+        }
+
+    def to_json(self) -> str:
+        """`to_dict` as a JSON object."""
+        return json.dumps(self.to_dict())
+
+    def __str__(self) -> str:
+        header = ("parameter", "rule", "style", "local shape", "cut over", "bytes", "note")
+        table = [
+            (
+                row.parameter,
+                row.rule,
+                row.style,
+                "x".join(map(str, row.local_shape)) or "scalar",
+                " ".join(f"{axis}:{dim}" for axis, dim in row.axes),
+                f"{row.num_bytes:,}",
+                row.note,
+            )
+            for row in self.rows
+        ]
+        table.append(("total", "", "", "", "", f"{self.total_bytes:,}", ""))
         widths = [max(len(line[column]) for line in (header, *table)) for column in range(len(header))]
         lines = []
         for line in (header, *table):
             cells = [
-                cell.rjust(width) if column == 3 else cell.ljust(width)
-                for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+                cell.rjust(width) if name == "bytes" else cell.ljust(width)
+                for name, cell, width in zip(header, line, widths, strict=True)
             ]
             lines.append("  ".join(cells).rstrip())
         return "\n".join((*lines, *self.notes))
@@ -70,7 +113,9 @@ def report(model: nn.Module) -> Report:
                 note = f"tied to {first[id(parameter)]}"
             first.setdefault(id(parameter), full_name)
             num_bytes = local.numel() * local.element_size()
-            rows.append(Row(full_name, style, tuple(local.shape), num_bytes, note))
+            owner = state_of(module)
+            rule = "" if owner is None else owner.rule
+            rows.append(Row(full_name, style, tuple(local.shape), num_bytes, note, rule, _axes(parameter)))
     state = state_of(model)
     return Report(tuple(rows), state.plan_notes if state is not None else ())
 
@@ -93,3 +138,12 @@ def _style_of(module: nn.Module, parameter: nn.Parameter) -> tuple[str, str]:
     if state.fused:
         return "column_row_mlp", state.note
     return state.style or "replicate", state.note
+
+
+def _axes(parameter: nn.Parameter) -> tuple[tuple[str, int], ...]:
+    if not isinstance(parameter, DTensor):
+        return ()
+    mesh = parameter.device_mesh
+    names = mesh.mesh_dim_names or tuple(f"axis{axis}" for axis in range(mesh.ndim))
+    cut = zip(names, mesh.shape, parameter.placements, strict=True)
+    return tuple((name, placement.dim) for name, size, placement in cut if size > 1 and not placement.is_replicate())

@@ -38,6 +38,7 @@ class ModuleState:
     style: str
     mesh: DeviceMesh
     group_name: str
+    rule: str = ""  # the pattern that gave the style, or "auto"
     note: str = ""
     mlp: MlpParts | None = None  # of a fused container, with its activation
     activation: str = ""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 
 import pytest
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import weft
 from support.models import Llama, LlamaArgs
@@ -121,13 +124,45 @@ def test_the_report_is_a_table(world_size: int) -> None:
     model = weft.parallelize(Llama(LlamaArgs(tie_head=True)), tensor_parallel(world_size), plan)
     assert plan.report() == report(model)
     lines = str(plan.report()).splitlines()
-    assert lines[0].split() == ["parameter", "style", "local", "shape", "bytes", "note"]
+    assert lines[0].split() == ["parameter", "rule", "style", "local", "shape", "cut", "over", "bytes", "note"]
     line = next(line for line in lines if line.startswith("layers.0.feed_forward.w1.weight"))
-    assert line.split() == ["layers.0.feed_forward.w1.weight", "column_row_mlp", "19x16", "1,216", "silu,", "gated"]
+    name, pattern = "layers.0.feed_forward.w1.weight", "layers.*.feed_forward"
+    cells = ["column_row_mlp", "19x16", "tensor_parallel:0", "1,216", "silu,", "gated"]
+    assert line.split() == [name, pattern, *cells]
     total = sum(p.to_local().numel() * 4 for p in model.parameters())
     assert plan.report().total_bytes == total
     assert next(line for line in lines if line.startswith("total")).split() == ["total", f"{total:,}"]
     assert "layers.0.attention.n_heads = 2 on this rank" in lines
+
+
+@on_ranks(2)
+def test_a_report_on_a_model_that_is_gone(world_size: int) -> None:
+    plan = Plan("auto")
+    weft.parallelize(Llama(LlamaArgs()), tensor_parallel(world_size), plan)
+    gc.collect()
+    with pytest.raises(ValueError, match="was applied to a model that is gone"):
+        plan.report()
+
+
+@on_ranks(4)
+def test_the_report_as_data(world_size: int) -> None:
+    """After fully_shard, too: what is cut over which axes, and what each rule is about."""
+    names = ("data_parallel", "tensor_parallel")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    plan = Plan({"layers.*.attention.wo": "replicate", "layers.1.feed_forward": "column_row_mlp"})
+    model = weft.parallelize(Llama(LlamaArgs()), mesh, plan)
+    fully_shard(model, mesh=mesh["data_parallel"])
+    data = json.loads(plan.report().to_json())
+    assert data == plan.report().to_dict()
+    rows = {row["parameter"]: row for row in data["parameters"]}
+    assert rows["layers.1.feed_forward.w2.weight"]["axes"] == {"data_parallel": 0, "tensor_parallel": 1}
+    assert rows["layers.1.feed_forward.w2.weight"]["local_shape"] == [8, 19]
+    assert rows["norm.weight"] | {"axes": {"data_parallel": 0}, "rule": "", "style": "replicate"} == rows["norm.weight"]
+    assert data["rules"] == {
+        "layers.*.attention.wo": [f"layers.{i}.attention.wo.weight" for i in range(2)],
+        "layers.1.feed_forward": [f"layers.1.feed_forward.{w}.weight" for w in ("w1", "w2", "w3")],
+    }
+    assert data["total_bytes"] == sum(p.to_local().nbytes for p in model.parameters())
 
 
 @on_ranks(2)

@@ -54,11 +54,11 @@ def shard_fully(
     if not root_is_called:
         _refuse_own_parameters(model, names)
     policy = mp_policy or MixedPrecisionPolicy()
-    blocks = set(repeated_blocks(model))
+    # What ends the forward is needed first in the backward: to free it would be to gather it again at once.
+    blocks = repeated_blocks(model)
     num_callees = sum(name not in blocks for name in names)
     for name in reversed(names):
-        # What is called once is needed first in the backward: to free it would be to gather it again at once.
-        frees = reshard_after_forward and (name in blocks or num_callees > 1)
+        frees = reshard_after_forward and (name in blocks[:-1] or (name not in blocks and num_callees > 1))
         fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=frees, mp_policy=policy)
     outer = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False)
     is_module = entry_points is not None
