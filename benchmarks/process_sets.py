@@ -1,0 +1,88 @@
+"""Sets of processes that take turns: each is a group of its own, as a job is, and works while the others wait."""
+
+from __future__ import annotations
+
+import datetime
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+TIMEOUT_SECONDS = 300.0
+
+
+class ProcessSet:
+    """`num_ranks` fresh processes of one default group, with one thread each, in which a function talks with us.
+
+    Args:
+        function: of a module's top level; each rank calls `function(connection, *args)`.
+        num_ranks: processes to start; they meet through a file.
+        backend: of their default group.
+        args: for the function.
+    """
+
+    def __init__(self, function: Callable[..., None], num_ranks: int, backend: str, *args: Any) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="weft-benchmark-")
+        pairs = [Pipe() for _ in range(num_ranks)]
+        self._ours = [ours for ours, _ in pairs]
+        self._ranks = mp.start_processes(
+            _rank_main,
+            ([theirs for _, theirs in pairs], Path(self._folder.name, "store"), backend, function, args),
+            num_ranks,
+            join=False,
+            start_method="fork",  # this process has imported torch and started nothing: no rank imports it again
+        )
+
+    def ask(self, message: Any) -> list[Any]:
+        """Tell every rank, and wait for one answer of each, by rank.
+
+        Raises:
+            torch.multiprocessing.ProcessRaisedException: a rank raised; its traceback is in the text.
+            TimeoutError: an answer took too long.
+        """
+        for connection in self._ours:
+            connection.send(message)
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        return [self._answer(connection, deadline) for connection in self._ours]
+
+    def _answer(self, connection: Connection, deadline: float) -> Any:
+        while not connection.poll(1.0):
+            self._ranks.join(timeout=0)
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"a rank gave no answer for {TIMEOUT_SECONDS:.0f} s; run the benchmark on a quieter machine."
+                )
+        return connection.recv()
+
+    def close(self) -> None:
+        """End the processes, whatever they do."""
+        for process in self._ranks.processes:
+            process.kill()
+            process.join()
+        self._folder.cleanup()
+
+
+def _rank_main(
+    rank: int,
+    connections: list[Connection],
+    store: Path,
+    backend: str,
+    function: Callable[..., None],
+    args: tuple[Any, ...],
+) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        backend,
+        store=dist.FileStore(str(store), len(connections)),
+        rank=rank,
+        world_size=len(connections),
+        timeout=datetime.timedelta(seconds=2 * TIMEOUT_SECONDS),
+    )
+    function(connections[rank], *args)

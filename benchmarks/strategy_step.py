@@ -1,0 +1,153 @@
+"""Seconds and peak memory of a training step of a small Llama under the Trainer: weft's strategy against Lightning's.
+
+    python benchmarks/strategy_step.py [--layouts tp2 dp2 dp2,tp2] [--dims 128 512 1024] [--samples 5] [--json]
+                                       [--check]
+
+Both train examples/model.py with AdamW in `Trainer.fit`, from the same weights on the same batches, to the same losses.
+Stock is ModelParallelStrategy on gloo with what its documentation has `configure_model` do: wq, wk, wv, w1, w3
+ColwiseParallel and wo, w2 RowwiseParallel (the variant without SequenceParallel), then `fully_shard` of the root and of
+each block, of which the last stays gathered until its backward. weft is given plan="auto" and a layout. The default
+group has one backend for all of a process's life, so each candidate is a set of processes of its own, which trains
+while the others wait: samples are taken in turn.
+
+Memory comes from runs of their own, counted by weft.memory: the peak of the rank with the most after the first steps,
+with and without "communication", the shared memory of the weft backend. Gloo's buffers are not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from common import machine_facts, median_paired_ratio
+from overlap import noise_of
+from process_sets import ProcessSet
+from strategy_sides import CANDIDATES, LAYOUTS, NUM_WARM_UP, SIZES, Size, train
+from torch import Tensor
+
+NUM_COUNTED = 1
+# What --check demands of "weft" beyond noise: the median of paired ratios to stock, at the smallest size and elsewhere.
+MAX_RATIO_SMALLEST, MAX_RATIO = 0.5, 1.0
+
+
+def in_turn(size: Size, layout: str, num_samples: int, counts: bool) -> tuple[dict[str, list[float]], dict[str, Any]]:
+    """Seconds of a step of each candidate by sample, of its slowest rank; and its table of memory."""
+    num_data, num_tensor = LAYOUTS[layout]
+    per_sample = 1 if counts else size.steps_per_sample
+    num_steps = NUM_WARM_UP + num_samples * per_sample
+    sets: dict[str, ProcessSet] = {}
+    try:
+        for name, candidate in CANDIDATES.items():
+            sets[name] = ProcessSet(
+                train, num_data * num_tensor, candidate.backend, candidate, size, layout, num_steps, counts
+            )
+        losses = {name: _losses(each.ask(NUM_WARM_UP)) for name, each in sets.items()}
+        for name, values in losses.items():
+            _refuse_other_losses(name, values, losses["stock"])
+        seconds: dict[str, list[float]] = {name: [] for name in sets}
+        for sample in range(num_samples):
+            for name in list(sets) if sample % 2 == 0 else list(sets)[::-1]:
+                seconds[name].append(max(took for took, _ in sets[name].ask(per_sample)) / per_sample)
+        return seconds, {name: each.ask(None)[0] for name, each in sets.items()}
+    finally:
+        for each in sets.values():
+            each.close()
+
+
+def _losses(answers: Sequence[tuple[float, list[float]]]) -> Tensor:
+    """Of each step, over the batch of all ranks; those of a tensor-parallel group are equal."""
+    return torch.tensor([losses for _, losses in answers], dtype=torch.float64).mean(0)
+
+
+def _refuse_other_losses(name: str, ours: Tensor, stock: Tensor) -> None:
+    torch.testing.assert_close(ours, stock, rtol=1e-4, atol=0, msg=lambda text: f"{name}'s losses: {text}")
+
+
+def rows_of(size: Size, layout: str, num_samples: int) -> list[dict[str, Any]]:
+    seconds, _ = in_turn(size, layout, num_samples, counts=False)
+    _, tables = in_turn(size, layout, NUM_COUNTED, counts=True)
+    rows = []
+    for name, times in seconds.items():
+        most = max(tables[name], key=lambda row: row["total"] - row["communication"])
+        rows.append(
+            {
+                "layout": layout,
+                "num_layers": size.num_layers,
+                "dim": size.dim,
+                "num_tokens": size.num_tokens,
+                "candidate": name,
+                "median_seconds": statistics.median(times),
+                "ratio": median_paired_ratio(times, seconds["stock"]),
+                "noise": noise_of(times, seconds["stock"]) if name != "stock" and num_samples > 1 else 0.0,
+                "peak_bytes": max(row["total"] for row in tables[name]),
+                "peak_bytes_without_communication": most["total"] - most["communication"],
+                "peak_by_category": {n: each for n, each in most.items() if n not in ("rank", "total")},
+            }
+        )
+    return rows
+
+
+def failures(rows: list[dict[str, Any]]) -> list[str]:
+    """The bars that are missed, one sentence each: time beyond noise of "weft", memory of every row."""
+    missed = []
+    stock = {(row["layout"], row["dim"]): row for row in rows if row["candidate"] == "stock"}
+    for row in rows:
+        if row["candidate"] == "stock":
+            continue
+        where = f"{row['layout']}, dim {row['dim']}, {row['candidate']}"
+        bar = MAX_RATIO_SMALLEST if row["dim"] == min(SIZES) else MAX_RATIO
+        if row["candidate"] == "weft" and row["ratio"] > bar + row["noise"]:
+            missed.append(f"{where}: {row['ratio']:.3f} of stock's time, wanted {bar} (noise {row['noise']:.3f}).")
+        name = "peak_bytes_without_communication"
+        mine, theirs = row[name], stock[row["layout"], row["dim"]][name]
+        if mine >= theirs:
+            missed.append(f"{where}: a peak of {mine} bytes without communication, wanted less than stock's {theirs}.")
+    return missed
+
+
+def print_table(report: dict[str, Any]) -> None:
+    machine = report["machine"]
+    print(f"{machine['cpu']}, {machine['cpu_count']} cores, torch {machine['torch']}, {machine['date']}")
+    print(
+        f"{'layout':<8} {'dim':>5} {'tokens':>6} {'':<18} {'ms':>9} {'ratio':>6} {'noise':>6} {'MB':>8} {'+ comm.':>8}"
+    )
+    for row in report["results"]:
+        print(
+            f"{row['layout']:<8} {row['dim']:>5} {row['num_tokens']:>6} {row['candidate']:<18} "
+            f"{row['median_seconds'] * 1e3:>9.1f} {row['ratio']:>6.3f} {row['noise']:>6.3f} "
+            f"{row['peak_bytes_without_communication'] / 1e6:>8.2f} {row['peak_bytes'] / 1e6:>8.2f}"
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
+    parser.add_argument("--dims", type=int, nargs="+", default=list(SIZES), choices=list(SIZES))
+    parser.add_argument("--samples", type=int, default=5, help="of each candidate, taken in turn")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, not a table")
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a bar is missed")
+    args = parser.parse_args()
+    if args.samples < 1:
+        parser.error(f"got --samples {args.samples}; give 1 or more.")
+    report: dict[str, Any] = {"benchmark": "strategy_step", "machine": machine_facts(), "results": []}
+    for layout in args.layouts:
+        for dim in args.dims:
+            report["results"] += rows_of(SIZES[dim], layout, args.samples)
+            print(f"{layout}, dim {dim}: done", file=sys.stderr)
+    if args.json:
+        print(json.dumps(report, indent=2))
+    else:
+        print_table(report)
+    missed = failures(report["results"]) if args.check else []
+    for sentence in missed:
+        print(sentence, file=sys.stderr)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

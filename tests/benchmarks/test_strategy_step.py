@@ -1,0 +1,59 @@
+"""The benchmark of whole steps runs, its sides agree, and its bars see what they are for."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.processes import run_process
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+PATHS = [str(BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])]
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(PATHS)}
+
+SMALL = """
+import json, sys
+from strategy_step import CANDIDATES, Size, rows_of
+for name in set(CANDIDATES) - {"stock", "weft"}:
+    del CANDIDATES[name]
+print(json.dumps(rows_of(Size(32, 16, 2, num_layers=2), sys.argv[1], 2)))
+"""
+
+
+@pytest.mark.parametrize("layout", ["tp2", "dp2"])
+def test_a_small_row(layout: str) -> None:
+    result = run_process([sys.executable, "-c", SMALL, layout], env=ENVIRONMENT, timeout=200)
+    assert result.returncode == 0, result.stderr[-3000:]
+    stock, ours = json.loads(result.stdout.splitlines()[-1])
+    assert (stock["candidate"], stock["ratio"], ours["candidate"]) == ("stock", 1.0, "weft")
+    assert ours["ratio"] > 0 and ours["median_seconds"] > 0
+    assert stock["peak_by_category"]["communication"] == 0 < ours["peak_by_category"]["communication"]
+    for row in (stock, ours):
+        parts = row["peak_by_category"]
+        assert row["peak_bytes_without_communication"] == sum(parts.values()) - parts["communication"]
+        assert parts["optimizer_state"] >= 2 * parts["gradients"] > 0
+
+
+FAILURES = """
+from strategy_step import failures
+
+def row(candidate, dim, ratio, noise, peak):
+    return dict(layout="tp2", dim=dim, candidate=candidate, ratio=ratio, noise=noise,
+                peak_bytes_without_communication=peak)
+
+rows = [row("stock", 128, 1.0, 0.0, 10), row("weft", 128, 0.6, 0.05, 9), row("weft_on_gloo", 128, 2.0, 0.0, 10),
+        row("stock", 512, 1.0, 0.0, 10), row("weft", 512, 1.04, 0.05, 9)]
+print(*failures(rows), sep="\\n")
+"""
+
+
+def test_bars() -> None:
+    result = run_process([sys.executable, "-c", FAILURES], env=ENVIRONMENT, timeout=100)
+    assert result.stdout.splitlines() == [
+        "tp2, dim 128, weft: 0.600 of stock's time, wanted 0.5 (noise 0.050).",
+        "tp2, dim 128, weft_on_gloo: a peak of 10 bytes without communication, wanted less than stock's 10.",
+    ], result.stderr
