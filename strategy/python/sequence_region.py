@@ -84,6 +84,8 @@ class Place:
         if not (self.enters or self.kind == "gathers"):
             return args, kwargs
         change = self.region.enter if self.enters else self.region.gather
+        if self.kind == "gathers":
+            self._refuse_second(args, kwargs)
         for position, value in enumerate(args):
             if self._is_activation(value):
                 return (*args[:position], change(value), *args[position + 1 :]), kwargs
@@ -94,6 +96,15 @@ class Place:
             "sequence_parallel=True: a block or attention got no floating tensor of tokens and features; leave "
             "sequence parallelism out."
         )
+
+    def _refuse_second(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """What is whole already, an encoder's output, would get this rank's part of its gradient."""
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.requires_grad]
+        if len(tensors) > 1:
+            raise TypeError(
+                f"sequence_parallel=True: an attention or MLP got {len(tensors)} tensors that need gradients, as in "
+                "cross-attention, and takes one, its tokens; leave sequence parallelism out."
+            )
 
     def _is_activation(self, value: object) -> bool:
         if not (isinstance(value, Tensor) and value.is_floating_point() and value.dim() >= 2):

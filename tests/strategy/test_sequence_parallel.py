@@ -254,3 +254,19 @@ def test_messages(world_size: int) -> None:
 
     y = collectives_of(forward, FORWARD)
     collectives_of(lambda: y.sum().backward(), BACKWARD)
+
+
+class Crossing(BiasedBlock):
+    """Its attention reads another sequence, too, which is whole on every rank."""
+
+    def forward(self, *, hidden: Tensor, mask: Tensor) -> tuple[Tensor, str]:
+        return self.attention(mask=mask.requires_grad_(), x=hidden), "more"
+
+
+@on_ranks(2)
+def test_a_second_tensor_that_needs_a_gradient_is_refused(world_size: int) -> None:
+    model = Biased()
+    model.blocks = nn.ModuleList([Crossing(16)])
+    sequence_parallel(model, world_size)
+    with pytest.raises(TypeError, match="got 2 tensors that need gradients, as in cross-attention"):
+        model(TOKENS[0][0])
