@@ -182,7 +182,7 @@ class Column:
         if self.options is None:
             return ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=num_ranks)
         plan = workload.recomputing_plan(of_spec=False) if self.recomputes else "auto"
-        return WeftModelParallelStrategy(plan=plan, **self.options)
+        return WeftModelParallelStrategy(plan=plan, tensor_parallel_size=num_ranks, **self.options)
 
     def is_for(self, workload: Workload) -> bool:
         return workload.has_blocks or not self.wants_blocks

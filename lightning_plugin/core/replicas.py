@@ -87,16 +87,17 @@ def share_random_state(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 @contextmanager
-def random_state_of_first_rank(device: torch.device) -> Iterator[None]:
+def random_state_of_first_rank(
+    data_group: dist.ProcessGroup, tensor_group: dist.ProcessGroup, device: torch.device
+) -> Iterator[None]:
     """Inside, random numbers are those of the job's first rank; afterwards, where they were others, those again.
 
     Ranks that see other data draw other numbers for it, if nobody has seeded them alike.
     """
+    share_random_state(tensor_group, device)  # those draw alike afterwards, too
     own = _random_state(device)
-    first = [own]
-    dist.broadcast_object_list(first, src=0)
-    is_same = torch.equal(own["torch"], first[0]["torch"])
-    _set_random_state(first[0], device)
+    share_random_state(data_group, device)
+    is_same = torch.equal(own["torch"], torch.get_rng_state())
     yield
     if not is_same:
         _set_random_state(own, device)

@@ -212,7 +212,8 @@ class StrategyMixin:
         from weft.strategy import deferred_init
 
         # A hook before may have drawn on some ranks only, and what is built here is not compared later.
-        with random_state_of_first_rank(self.root_device), deferred_init():
+        groups = (self.data_group, self.tensor_parallel_group)
+        with random_state_of_first_rank(*groups, self.root_device), deferred_init():
             yield
 
     def _fuse(self, optimizer: Optimizer, module: torch.nn.Module | None) -> None:
@@ -303,11 +304,14 @@ class StrategyMixin:
         self._described = module
         parameters = list(module.parameters())
         held = torch.tensor([sum(getattr(p, "_local_tensor", p).nbytes for p in parameters)], device=self.root_device)
-        of_ranks = torch.empty(mesh.size(), dtype=held.dtype, device=held.device)
-        dist.all_gather_into_tensor(of_ranks, held)
+        for group in (self.tensor_parallel_group, self.data_group):  # neighbours first: in the order of the ranks
+            if group.size() > 1:
+                gathered = held.new_empty(group.size() * held.numel())
+                dist.all_gather_into_tensor(gathered, held, group=group)
+                held = gathered
         sizes = ",".join(f"{name}={size}" for name, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True))
         stage = f" (zero_stage={self._zero_stage})" if self.data_axes.size > 1 else ""
-        held_by = ", ".join(f"rank {rank}: {size / 1e6:.3f}" for rank, size in enumerate(of_ranks.tolist()[:8]))
+        held_by = ", ".join(f"rank {rank}: {size / 1e6:.3f}" for rank, size in enumerate(held.tolist()[:8]))
         more = f", and {mesh.size() - 8} more" if mesh.size() > 8 else ""
         whole = sum(p.nbytes for p in parameters) / 1e6
         self._log(f"weft on {sizes}{stage}; of {whole:.3f} MB of parameters hold {held_by}{more} MB.")
