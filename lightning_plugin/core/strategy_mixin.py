@@ -315,6 +315,9 @@ class StrategyMixin:
         more = f", and {mesh.size() - 8} more" if mesh.size() > 8 else ""
         whole = sum(p.nbytes for p in parameters) / 1e6
         self._log(f"weft on {sizes}{stage}; of {whole:.3f} MB of parameters hold {held_by}{more} MB.")
+        left = [note for note in self._plan.report().notes if "left replicated" in note]
+        if left and self.tensor_parallel_group.size() > 1:
+            self._log(f"weft leaves {len(left)} modules whole ({left[0]}); print(strategy.plan.report()) shows all.")
 
     def _average_gradients_of(self, module: torch.nn.Module) -> None:
         if self._plan is not None and not self._optimizer_in_backward:
