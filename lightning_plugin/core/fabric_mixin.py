@@ -133,7 +133,9 @@ class FabricMixin(StrategyMixin):
         return module
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """As the stock one, over the data axes by default: each replica counts once."""
+        """As the stock one, over the data axes by default: each replica counts once, and one alone sends nothing."""
+        if group is None and self.data_group.size() == 1:
+            return tensor
         return super().all_reduce(tensor, group or self.data_group, reduce_op)
 
     def clip_gradients_norm(
