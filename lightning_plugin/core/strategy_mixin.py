@@ -8,6 +8,7 @@ module of Lightning is used.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -212,8 +213,11 @@ class StrategyMixin:
         from weft.strategy import deferred_init
 
         # A hook before may have drawn on some ranks only, and what is built here is not compared later.
-        groups = (self.data_group, self.tensor_parallel_group)
-        with random_state_of_first_rank(*groups, self.root_device), deferred_init():
+        with contextlib.ExitStack() as stack:
+            if self._data_axes is not None:  # the processes have met, which they have not before `fit`
+                groups = (self.data_group, self.tensor_parallel_group)
+                stack.enter_context(random_state_of_first_rank(*groups, self.root_device))
+            stack.enter_context(deferred_init())
             yield
 
     def _fuse(self, optimizer: Optimizer, module: torch.nn.Module | None) -> None:
