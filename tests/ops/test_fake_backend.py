@@ -32,7 +32,8 @@ for device in DEVICES:
         sum(result.sum() for result, _ in results).backward()
         for arg in args:
             if isinstance(arg, torch.Tensor) and arg.requires_grad:
-                assert arg.grad.shape == arg.shape and torch.isfinite(arg.grad).all(), call.name
+                # Of the pretended ranks comes whatever the memory held: values say nothing.
+                assert arg.grad.shape == arg.shape and arg.grad.dtype == arg.dtype, call.name
     print(device, "ok")
 """
 
