@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from torch import nn
 
 from weft.strategy.activation_checkpointing import repeated_blocks
-from weft.strategy.assignments import Assignments, parent_name
+from weft.strategy.assignments import Assignment, Assignments, parent_name
+from weft.strategy.linears import features
 from weft.strategy.sequence_region import Place, Region
 
 _CUT_BY_FEATURES = ("column", "row")
@@ -30,7 +31,9 @@ def sequence_places(model: nn.Module, assignments: Assignments, group_name: str)
         for block in blocks:
             _place_block(places, model, assignments, block, region)
             is_first, is_last = block == blocks[0], block == blocks[-1]
-            places[id(model.get_submodule(block))] = Place(region, "block", enters=is_first, leaves=is_last)
+            dim = _features_into(model, assignments, block)
+            place = Place(region, "block", dim, enters=is_first, leaves=is_last)
+            places[id(model.get_submodule(block))] = place
     if not places:
         raise ValueError(
             "sequence_parallel=True finds no repeated blocks with layers that the plan cuts, between which activations "
@@ -39,8 +42,14 @@ def sequence_places(model: nn.Module, assignments: Assignments, group_name: str)
     return places
 
 
-def _inside(assignments: Assignments, block: str) -> dict[str, object]:
+def _inside(assignments: Assignments, block: str) -> dict[str, Assignment]:
     return {name: a for name, a in assignments.styles.items() if name.startswith(f"{block}.")}
+
+
+def _features_into(model: nn.Module, assignments: Assignments, name: str) -> int:
+    """Of the first column layer inside a module."""
+    columns = (layer for layer, a in _inside(assignments, name).items() if a.style == "column")
+    return features(model.get_submodule(next(columns)))[0]
 
 
 def _place_block(
@@ -57,7 +66,8 @@ def _place_block(
                 "inside a block with column layers and the row layer after them; leave sequence parallelism out."
             )
     for name in (*whole, *fused):
-        places[id(model.get_submodule(name))] = Place(region, "gathers" if name in whole else "fused")
+        kind = "gathers" if name in whole else "fused"
+        places[id(model.get_submodule(name))] = Place(region, kind, _features_into(model, assignments, name))
     for name, a in styles.items():
         if a.style in _CUT_BY_FEATURES:
             places[id(model.get_submodule(name))] = Place(region, "inside" if a.style == "column" else "scatters")

@@ -63,11 +63,13 @@ class Place:
 
     kind: "block"; "gathers": its input is gathered for the layers inside; "inside": a column layer there; "scatters": a
     row layer; "fused": an MLP that gathers and scatters itself; "cut": computes on this rank's tokens; "dropout".
+    features: of the tokens that come in, by which a "block" and what "gathers" know them from masks and tables.
     enters, leaves: a block that is the first or the last.
     """
 
     region: Region
     kind: str
+    features: int = 0
     enters: bool = False
     leaves: bool = False
 
@@ -93,8 +95,8 @@ class Place:
             if self._is_activation(value):
                 return args, {**kwargs, name: change(value)}
         raise TypeError(
-            "sequence_parallel=True: a block or attention got no floating tensor of tokens and features; leave "
-            "sequence parallelism out."
+            f"sequence_parallel=True: a block or attention got no floating tensor of tokens with {self.features} "
+            "features; leave sequence parallelism out."
         )
 
     def _refuse_second(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -110,7 +112,8 @@ class Place:
         if not (isinstance(value, Tensor) and value.is_floating_point() and value.dim() >= 2):
             return False
         lengths = self.region.lengths
-        return self.enters or lengths is None or value.shape[-2] == lengths[1]
+        has_tokens = self.enters or lengths is None or value.shape[-2] == lengths[1]
+        return has_tokens and value.shape[-1] == self.features
 
     def after(self, output: Any) -> Any:
         """A forward's result; of a tuple the first is what is gathered."""

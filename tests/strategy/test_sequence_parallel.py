@@ -59,7 +59,7 @@ class BiasedBlock(nn.Module):
         self.mix = nn.Linear(dim, dim)
         self.scale = nn.Parameter(torch.linspace(0.5, 1.5, dim))
 
-    def forward(self, *, hidden: Tensor, mask: Tensor) -> tuple[Tensor, str]:
+    def forward(self, *, mask: Tensor, hidden: Tensor) -> tuple[Tensor, str]:
         hidden = hidden + self.scale * self.attention(mask=mask, x=self.norm1(hidden))
         return hidden + self.mlp(self.norm2(self.mix(hidden))), "more"
 
@@ -90,7 +90,7 @@ class Biased(nn.Module):
         length = tokens.shape[1]
         mask = torch.ones(length, length, dtype=x.dtype).tril().log()
         for block in self.blocks:
-            x, _ = block(hidden=x, mask=mask)
+            x, _ = block(mask=mask, hidden=x)
         return self.head(x)
 
 

@@ -35,7 +35,7 @@ class ShardedStates:
     groups' options are never touched.
     """
 
-    def __init__(self, optimizer: Optimizer, group: dist.ProcessGroup) -> None:
+    def __init__(self, optimizer: Optimizer, group: dist.ProcessGroup, gather_bytes: int = _GATHER_BYTES) -> None:
         """
         Raises:
             ValueError: an optimizer that is not known to step each element alone.
@@ -47,6 +47,7 @@ class ShardedStates:
                 f"{names} do; pass zero_stage=0, 2 or 3."
             )
         self._group = group
+        self._gather_bytes = gather_bytes
         self._slices: dict[Tensor, Tensor] = {}
         self._lists: list[list[Tensor]] | None = None  # the groups' parameters, while slices take their places
         _known[optimizer] = self
@@ -161,10 +162,10 @@ class ShardedStates:
         used = 0
         for parameter in parameters:
             flat = _flat(local_part(parameter))
-            if flat.nbytes >= _GATHER_BYTES and flat.numel() % self._group.size() == 0:
+            if flat.nbytes >= self._gather_bytes and flat.numel() % self._group.size() == 0:
                 dist.all_gather_into_tensor(flat, self._slices[parameter].detach().clone(), group=self._group)
                 continue
-            if together and (used + flat.nbytes > _GATHER_BYTES or flat.dtype != _dtype(together[0])):
+            if together and (used + flat.nbytes > self._gather_bytes or flat.dtype != _dtype(together[0])):
                 self._gather_together(together)
                 together, used = [], 0
             together.append(parameter)
