@@ -95,9 +95,10 @@ class DataAxes:
             modules = list(self._sharded)
             optimizer.register_step_post_hook(lambda *_: [free_gathered(module) for module in modules])
         if self._zero_stage == 1 and self._data_size > 1:
-            from weft.strategy.data_parallel import ShardedStates
+            from weft.strategy.data_parallel import ShardedStates, sharded_states_of
 
-            ShardedStates(optimizer, self.mesh[DATA_AXIS].get_group())
+            if sharded_states_of(optimizer) is None:  # of an optimizer that outlives its run
+                ShardedStates(optimizer, self.mesh[DATA_AXIS].get_group())
 
     def average(self, parameter: Tensor) -> None:
         """Average one complete gradient now, if that is not FSDP2's to do; collective."""

@@ -7,6 +7,7 @@ one is left alone.
 from __future__ import annotations
 
 import os
+import pickle
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,17 +30,18 @@ def share_values(module: torch.nn.Module, mesh: DeviceMesh, device: torch.device
     yet.
     """
     for axis in mesh.mesh_dim_names or ():
-        _share_values(module, axis, mesh.get_group(axis), device)
+        _share_values(module, axis, mesh, device)
 
 
-def _share_values(module: torch.nn.Module, axis: str, group: dist.ProcessGroup, device: torch.device) -> None:
+def _share_values(module: torch.nn.Module, axis: str, mesh: DeviceMesh, device: torch.device) -> None:
     from weft.strategy.deferred import is_deferred
 
+    group = mesh.get_group(axis)
     if group.size() == 1:
         return
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
-            local = None if is_deferred(tensor) else _part_replicated_over(axis, tensor)
+            local = None if is_deferred(tensor) else _part_replicated_over(axis, mesh, tensor)
             if local is None or local.is_meta or local.numel() == 0:
                 continue
             moved = local.detach().to(device).contiguous()
@@ -48,12 +50,15 @@ def _share_values(module: torch.nn.Module, axis: str, group: dist.ProcessGroup, 
                 local.copy_(moved)
 
 
-def _part_replicated_over(axis: str, tensor: Tensor) -> Tensor | None:
+def _part_replicated_over(axis: str, mesh: DeviceMesh, tensor: Tensor) -> Tensor | None:
+    """What a rank holds of a tensor, if the ranks along `axis` hold the same; None where nobody knows."""
     if not isinstance(tensor, DTensor):
         return tensor
-    names = tensor.device_mesh.mesh_dim_names or (axis,)  # an axis without a name may be this one
-    is_cut = axis in names and not tensor.placements[names.index(axis)].is_replicate()
-    return None if is_cut else tensor.to_local()
+    names = tensor.device_mesh.mesh_dim_names or ("",)
+    cut_over = [name for name, placement in zip(names, tensor.placements, strict=False) if not placement.is_replicate()]
+    is_ours = set(names) <= set(mesh.mesh_dim_names or ())
+    is_replicated = axis not in cut_over if is_ours else all(p.is_replicate() for p in tensor.placements)
+    return tensor.to_local() if is_replicated else None
 
 
 def has_meta_tensors(module: torch.nn.Module) -> bool:
@@ -97,10 +102,16 @@ def random_state_of_first_rank(
     share_random_state(tensor_group, device)  # those draw alike afterwards, too
     own = _random_state(device)
     share_random_state(data_group, device)
-    is_same = torch.equal(own["torch"], torch.get_rng_state())
+    shared = _random_state(device)
     yield
-    if not is_same:
-        _set_random_state(own, device)
+    # Each generator for itself: one may be seeded alike on all ranks, and go on so, and another not.
+    differing = {name: state for name, state in own.items() if not _is_same(state, shared[name])}
+    _set_random_state({**_random_state(device), **differing}, device)
+
+
+def _is_same(left: Any, right: Any) -> bool:
+    """Of two states; a tensor's pickle has an id of its own."""
+    return torch.equal(left, right) if isinstance(left, Tensor) else pickle.dumps(left) == pickle.dumps(right)
 
 
 def _random_state(device: torch.device) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -254,15 +254,18 @@ class StrategyMixin:
             self._stepper.remove()
         self._stepper = None
 
-    def _check_first_gradients(self, modules: Iterable[torch.nn.Module]) -> None:
+    def _check_first_gradients(self, modules: list[torch.nn.Module]) -> None:
         """After a run's first backward: replicated parameters must have got equal gradients on all ranks."""
         if self._plan is None or self._gradients_checked:
             return
         from weft.strategy import check_replicated_gradients
 
+        parameters = (parameter for module in modules for parameter in module.parameters())
+        if not self._fingerprints and all(parameter.grad is None for parameter in parameters):
+            return  # FSDP2 keeps them apart while gradients are only accumulated
         self._gradients_checked = True
         for module in modules:
-            check_replicated_gradients(module, self._fingerprints)
+            check_replicated_gradients(module, self._fingerprints, self.data_axes.group)
         self._fingerprints.clear()
 
     def _log(self, text: str) -> None:

@@ -19,18 +19,24 @@ _PIECE = 1 << 16  # elements
 _FLOOR = 1e-6  # of all gradients' norm: below it a gradient is rounding, as that of a key's bias
 
 
-def check_replicated_gradients(model: nn.Module, fingerprints: Mapping[Tensor, Tensor] | None = None) -> None:
+def check_replicated_gradients(
+    model: nn.Module,
+    fingerprints: Mapping[Tensor, Tensor] | None = None,
+    data_group: dist.ProcessGroup | None = None,
+) -> None:
     """Compare the gradients of a parallelized model's replicated parameters over the tensor-parallel group.
 
     A replicated parameter that is used between a column and a row layer gets only this rank's part of its gradient,
-    and the ranks drift apart without a word. Call this once after the first backward, on every rank: one all-gather.
+    and the ranks drift apart without a word. Call this once after the first backward, on every rank: one all-gather,
+    and an all-reduce over the data-parallel ranks.
 
     Args:
         model: as `parallelize` left it.
         fingerprints: what `gradient_fingerprint` said of the gradients, where they are there no more.
+        data_group: ranks with other parts of the gradients, or with gradients of other data; None: there are none.
 
     Raises:
-        ValueError: gradients differ, naming the parameters; on every rank.
+        ValueError: gradients differ, naming the parameters; on every rank of both groups.
     """
     mesh = _mesh_of(model)
     if mesh is None or mesh.size() == 1:
@@ -47,10 +53,13 @@ def check_replicated_gradients(model: nn.Module, fingerprints: Mapping[Tensor, T
     stats = torch.stack(prints).to(_device(mesh))
     gathered = stats.new_empty(mesh.size(), *stats.shape)
     dist.all_gather_into_tensor(gathered.view(-1), stats.view(-1), group=mesh.get_group())
-    differing = _differing(gathered.cpu(), names, dtypes)
-    if differing:
+    differing = _differing(gathered.cpu(), dtypes).to(stats.device)
+    if data_group is not None and data_group.size() > 1:
+        dist.all_reduce(differing, dist.ReduceOp.MAX, group=data_group)
+    if differing.any():
+        shown = ", ".join(f"'{name}'" for name, differs in zip(names, differing.tolist(), strict=True) if differs)
         raise ValueError(
-            f"the gradients of the replicated parameters {', '.join(differing)} differ between the tensor-parallel "
+            f"the gradients of the replicated parameters {shown} differ between the tensor-parallel "
             "ranks, so each rank holds only a part of them: give the layers before and after them the style "
             "'replicate'."
         )
@@ -95,13 +104,13 @@ def gradient_fingerprint(parameter: Tensor) -> Tensor:
     return torch.stack((torch.ones((), dtype=torch.float64), square_sum.sqrt(), signed_sum))
 
 
-def _differing(gathered: Tensor, names: list[str], dtypes: list[torch.dtype]) -> list[str]:
+def _differing(gathered: Tensor, dtypes: list[torch.dtype]) -> Tensor:
+    """1 for each parameter whose fingerprints `[rank, parameter, 3]` differ, 0 for the others."""
     floor = _FLOOR * gathered[..., 1].norm(dim=1).max()
-    result = []
-    for idx, (name, dtype) in enumerate(zip(names, dtypes, strict=True)):
+    result = torch.zeros(len(dtypes), dtype=torch.int32)
+    for idx, dtype in enumerate(dtypes):
         exists, norms, sums = gathered[:, idx].unbind(-1)
         bound = _TOLERANCES.get(dtype, _HALF_TOLERANCE) * norms.max() + floor
         spread = torch.maximum(norms.max() - norms.min(), sums.max() - sums.min())
-        if not (bool(exists.min() == exists.max()) and bool(spread <= bound)):
-            result.append(f"'{name}'")
+        result[idx] = not (bool(exists.min() == exists.max()) and bool(spread <= bound))
     return result

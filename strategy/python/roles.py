@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -36,14 +37,28 @@ class ParallelModule:
     __prepare_scriptable__ = property(lambda self: self.__jit_ignored_attributes__)
 
 
-def _local_parameter(module: nn.Module, name: str) -> Tensor | None:
+def _part_of(module: Any, name: str) -> Tensor | None:
+    """This rank's tensor-parallel part of a parameter."""
     parameter = module._parameters[name]
+    if isinstance(parameter, DTensor) and not torch.compiler.is_compiling():
+        mesh, expected = parameter._spec.mesh, module._weft_state.mesh
+        if mesh is not expected and mesh != expected:
+            _refuse_sharded(module, name, mesh)
     return None if parameter is None else local_of(parameter)
 
 
+def _refuse_sharded(module: nn.Module, name: str, mesh: DeviceMesh) -> None:
+    axes = " and ".join(mesh.mesh_dim_names or ("another mesh",))
+    kind = module._weft_state.original_class.__name__
+    raise ValueError(
+        f"a {kind} was called while its {name} is cut over {axes}: call the module that fully_shard was applied to, "
+        "whose forward gathers it, not a layer or a method inside, or take zero_stage=1."
+    )
+
+
 def _weight_and_bias(module: nn.Module, transposed: bool) -> tuple[Tensor, Tensor | None]:
-    weight = local_of(module._parameters["weight"])
-    return (weight.t() if transposed else weight), _local_parameter(module, "bias")
+    weight = _part_of(module, "weight")
+    return (weight.t() if transposed else weight), _part_of(module, "bias")
 
 
 def _column_forward(self: Any, input: Tensor) -> Tensor:
@@ -68,7 +83,7 @@ def _vocab_embedding_forward(self: Any, input: Tensor) -> Tensor:
     state = self._weft_state
     return torch.ops.weft.vocab_parallel_embedding(
         input,
-        local_of(self._parameters["weight"]),
+        _part_of(self, "weight"),
         state.vocab_start,
         group_name=state.group_name,
         vocab_size=self.num_embeddings,

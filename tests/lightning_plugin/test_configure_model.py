@@ -127,7 +127,9 @@ def _made_before(rank: int, world_size: int, folder: str, settings: dict | None)
     on_warm_rank(rank, world_size)
     strategy = "auto" if settings is None else WeftModelParallelStrategy(plan="auto", **settings)
     model = MadeBefore()
-    trainer(world_size, strategy, folder).fit(model, loader())
+    for _ in range(2):  # the optimizer outlives a run, with its states
+        trainer(world_size, strategy, folder).fit(model, loader())
+        strategy = "auto" if settings is None else WeftModelParallelStrategy(plan="auto", **settings)
     return weights(model)
 
 

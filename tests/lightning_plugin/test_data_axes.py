@@ -139,6 +139,54 @@ def test_accumulation_reduces_once_a_step(rank: int, world_size: int, tmp_path: 
     assert 1 <= step <= 4
 
 
+class ScaleBetween(Model):
+    """A parameter between a column and a row layer, whose gradient is a part on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="sgd")
+        self.feed_forward.between = nn.Parameter(torch.ones(1, dtype=torch.float64))
+        self.feed_forward.forward = self._scaled
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        mlp = self.feed_forward
+        return mlp.w2(mlp.w1(x) * mlp.between)
+
+
+class CallsInside(Model):
+    """Its training step calls layers of a module that is gathered for its own forward alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.feed_forward.w2(self.feed_forward.w1(self.norm(x)))
+
+
+CUT = {"feed_forward.w1": "column", "feed_forward.w2": "row", "feed_forward.w3": "replicate"}
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_partial_gradients_are_found_while_they_are_accumulated(
+    rank: int, world_size: int, tmp_path: Path, stage: int
+) -> None:
+    on_warm_rank(rank, world_size)
+    strategy = WeftModelParallelStrategy(plan=CUT, layout="dp2,tp2", zero_stage=stage)
+    run = trainer(world_size, strategy, tmp_path, accumulate_grad_batches=2)
+    with pytest.raises(ValueError, match=r"replicated parameters '\S*between' differ"):
+        run.fit(ScaleBetween(), loader())
+
+
+@on_ranks(4)
+def test_layers_inside_of_what_is_gathered(rank: int, world_size: int, tmp_path: Path) -> None:
+    on_warm_rank(rank, world_size)
+    strategy = WeftModelParallelStrategy(plan=CUT, layout="dp2,tp2")
+    with pytest.raises(ValueError, match="a Linear was called while its weight is cut over data_parallel and tensor"):
+        trainer(world_size, strategy, tmp_path).fit(CallsInside(), loader())
+    model = CallsInside()
+    model.norm = nn.Identity()  # one module alone is gathered when the step begins
+    strategy = WeftModelParallelStrategy(plan=CUT, layout="dp2,tp2")
+    trainer(world_size, strategy, tmp_path).fit(model, loader())
+    assert len(model.losses) == 6
+
+
 class Adversaries(L.LightningModule):
     """Manual optimization: two modules and optimizers, a step of each in every batch, as a GAN has."""
 

@@ -21,11 +21,14 @@ from lightning_plugin.scripts.plugin_models import (
     trainer,
     weights,
 )
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.data import Dataset, IterableDataset
 
 from support.ranks import on_ranks
 from weft._plugin.batch_check import BatchCheck, batch_digest
+from weft._plugin.replicas import random_state_of_first_rank, share_values
 from weft.lightning import WeftModelParallelStrategy
 
 
@@ -72,6 +75,43 @@ def test_hooks_that_draw_on_one_rank_only(rank: int, world_size: int, tmp_path: 
     model.on_fit_start = lambda: _draw() if rank == 0 else None
     trainer(world_size, "weft", tmp_path).fit(model, loader())
     assert len(set(map(tuple, _on_all_ranks(tuple(model.losses), world_size)))) == 1
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["own", "data_parallel"])
+def test_shards_of_other_meshes_are_kept(rank: int, world_size: int, name: str) -> None:
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("data_parallel",))
+    theirs = init_device_mesh("cpu", (world_size,), mesh_dim_names=(name,))
+    model = nn.Module()
+    for key, placement in (("cut", Shard(0)), ("same", Replicate())):
+        value = DTensor.from_local(torch.full((3,), float(rank)), theirs, [placement])
+        model.register_parameter(key, nn.Parameter(value))
+    model.plain = nn.Parameter(torch.full((3,), float(rank)))
+    share_values(model, mesh, torch.device("cpu"))
+    assert torch.equal(model.cut.to_local(), torch.full((3,), float(rank)))
+    assert torch.equal(model.same.to_local(), torch.zeros(3))
+    assert torch.equal(model.plain, torch.zeros(3))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("seeded", ["torch", "python"])
+def test_each_generator_returns_to_its_own_numbers(rank: int, world_size: int, seeded: str) -> None:
+    mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    random.seed(0 if seeded == "python" else rank)
+    torch.manual_seed(0 if seeded == "torch" else rank)
+    numpy.random.seed(rank)
+    before = _draw()
+    groups = mesh.get_group("data_parallel"), mesh.get_group("tensor_parallel")
+    with random_state_of_first_rank(*groups, torch.device("cpu")):
+        inside = _draw()
+    after = _draw()
+    left, right = _on_all_ranks(inside, world_size)
+    assert left == right
+    alike = [left == right for left, right in zip(*_on_all_ranks(after, world_size), strict=True)]
+    assert alike == [seeded == "python", False, seeded == "torch"]
+    for number, is_alike in enumerate(alike):
+        assert after[number] != before[number]
+        assert not is_alike or after[number] != inside[number], "drawn once more"
 
 
 class _RandomStream(IterableDataset):

@@ -26,9 +26,10 @@ def shard_fully(
     """Shard a model's parameters over data-parallel ranks by FSDP2, in place, after `parallelize`.
 
     Each repeated block is a unit: its parameters are gathered when it runs and reduced together. Below a model whose
-    own forward is not what is called (`entry_points`), the modules that it calls are units, too. What is in no unit
-    belongs to the model itself. Weights that units share belong to what holds those units. Applying the same again
-    changes nothing.
+    own forward is not what is called (`entry_points`), the modules that it calls are units, too, if they are several
+    or `mp_policy` has their inputs cast. What is in no unit belongs to the model itself: it may be read, and its layers
+    called, anywhere inside. Weights that units share belong to what holds those units. Applying the same again changes
+    nothing.
 
     Args:
         model: plain modules, or such as `parallelize` and `checkpoint_activations` have changed.
@@ -51,14 +52,16 @@ def shard_fully(
         return list(marked[1])
     _refuse_sharded(model)
     names = _units(model, inside=entry_points is not None)
+    blocks = repeated_blocks(model)
+    callees = [name for name in names if name not in blocks]
+    policy = mp_policy or MixedPrecisionPolicy()
+    if root_is_called and len(callees) == 1 and policy.param_dtype is None:
+        names.remove(callees.pop())  # gathered with the model it is no more, and its other methods work
     if not root_is_called:
         _refuse_own_parameters(model, names)
-    policy = mp_policy or MixedPrecisionPolicy()
     # What ends the forward is needed first in the backward: to free it would be to gather it again at once.
-    blocks = repeated_blocks(model)
-    num_callees = sum(name not in blocks for name in names)
     for name in reversed(names):
-        frees = reshard_after_forward and (name in blocks[:-1] or (name not in blocks and num_callees > 1))
+        frees = reshard_after_forward and (name in blocks[:-1] or (name not in blocks and len(callees) > 1))
         fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=frees, mp_policy=policy)
     outer = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False)
     is_module = entry_points is not None
