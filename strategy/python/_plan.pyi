@@ -11,7 +11,7 @@ AXIS_NAMES: Final[tuple[str, ...]]
 """The names a mesh axis may have, in the order outer to inner that weft uses itself."""
 
 STYLES: Final[tuple[str, ...]]
-"""The styles a rule may name: column, row, column_row_mlp, vocab_embedding, replicate."""
+"""The styles a rule may name, as listed in docs/plans.md."""
 
 @final
 class Mesh:
@@ -88,9 +88,9 @@ class Plan:
         """The rule of each module that has one, in the order of `module_names` ("" is the model itself).
 
         Where several rules give one module the same style they are one, with whichever option is named. A
-        module below one that a column_row_mlp rule owns is left out when its own style is column_row_mlp too.
-        ValueError: a pattern that matches no module; rules that disagree on a module, or with column_row_mlp
-        on one of its ancestors.
+        module below one that a column_row_mlp, attention or ignore rule owns is left out when its own style is the
+        same. ValueError: a pattern that matches no module; rules that disagree on a module, or with an owner among its
+        ancestors.
         """
 
     def to_json(self) -> str:

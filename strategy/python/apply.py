@@ -15,7 +15,7 @@ from weft.strategy._plan import shard_range
 from weft.strategy.activation_checkpointing import CheckpointedModule
 from weft.strategy.assignments import Assignment, Assignments, join
 from weft.strategy.deferred import check_written, materialize
-from weft.strategy.linears import is_conv1d, shard_dims
+from weft.strategy.linears import COLUMN_STYLES, ROW_STYLES, features, is_conv1d, shard_dims
 from weft.strategy.plan import Plan, Rules
 from weft.strategy.roles import take_role
 from weft.strategy.sequence_parallel import sequence_places
@@ -54,10 +54,12 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Rules | Plan) -> nn.Mo
     places: dict[int, Place] = {}
     if plan.sequence_parallel and tp_mesh.size() > 1:
         places = sequence_places(model, assignments, group_name_of(tp_mesh))
-    dims = _parameter_dims(model, assignments)
+    ignored = _ignored(model, assignments)
+    dims = _parameter_dims(model, assignments, ignored)
     _check_modules(model)
     check_written(model)
     others = {id(m) for m in model.modules() if any(isinstance(p, DTensor) for p in m.parameters(recurse=False))}
+    others |= ignored
     whole = _replace_parameters(model, tp_mesh, dims)
     materialize(model)
     _take_roles(model, tp_mesh, assignments, places, others)
@@ -91,7 +93,16 @@ def _is_applied(model: nn.Module, mesh: DeviceMesh, key: Any) -> bool:
     return True
 
 
-def _parameter_dims(model: nn.Module, assignments: Assignments) -> dict[int, int | None]:
+_LEFT = -1  # the dim of what a rule leaves as it is
+
+
+def _ignored(model: nn.Module, assignments: Assignments) -> set[int]:
+    """The ids of the modules that a rule leaves as they are, with all below them."""
+    names = [name for name, a in assignments.styles.items() if a.style == "ignore"]
+    return {id(module) for name in names for module in model.get_submodule(name).modules()}
+
+
+def _parameter_dims(model: nn.Module, assignments: Assignments, ignored: set[int]) -> dict[int, int | None]:
     """The dim along which each plain parameter is cut (None: replicated), by the parameter's id."""
     by_module = {id(model.get_submodule(name)): a for name, a in assignments.styles.items()}
     dims: dict[int, int | None] = {}
@@ -103,12 +114,14 @@ def _parameter_dims(model: nn.Module, assignments: Assignments) -> dict[int, int
                 continue
             full_name, dim = join(module_name, name), cuts.get(name)
             other = names.setdefault(id(parameter), full_name)
+            if id(module) in ignored:
+                dim = _LEFT
             if dims.setdefault(id(parameter), dim) != dim:
                 raise ValueError(
                     f"parallelize: '{other}' and '{full_name}' are one tied parameter, but the plan shards them "
                     "differently; give their modules rules that agree, or none."
                 )
-    return dims
+    return {parameter: dim for parameter, dim in dims.items() if dim != _LEFT}
 
 
 def _check_modules(model: nn.Module) -> None:
@@ -200,16 +213,19 @@ def _take_roles(
             activation=assignment.activation,
             recompute=assignment.recompute,
             child_classes=() if mlp is None else tuple(type(module._modules[name]) for name in mlp.children),
-            vocab_start=_vocab_start(module, mesh) if assignment.style == "vocab_embedding" else 0,
-            transposed=assignment.style in ("column", "row") and is_conv1d(module),
+            vocab_start=_vocab_start(module, mesh, assignment.style),
+            transposed=assignment.style in (*COLUMN_STYLES, *ROW_STYLES, "vocab_head") and is_conv1d(module),
             fused=assignment.fused_into is not None,
             sequence=places.get(id(module)),
         )
         take_role(module, state)
 
 
-def _vocab_start(module: nn.Module, mesh: DeviceMesh) -> int:
-    return shard_range(module.num_embeddings, mesh.size(), mesh.get_local_rank())[0]
+def _vocab_start(module: nn.Module, mesh: DeviceMesh, style: str) -> int:
+    if style not in ("vocab_embedding", "vocab_head"):
+        return 0
+    num_rows = module.num_embeddings if style == "vocab_embedding" else features(module)[1]
+    return shard_range(num_rows, mesh.size(), mesh.get_local_rank())[0]
 
 
 def _needs_role(module: nn.Module) -> bool:

@@ -15,6 +15,15 @@ _NAMES = (
     ("q_proj", "k_proj", "v_proj", "dense"),
 )
 NAMES_LOOKED_FOR = ", ".join("/".join(names) for names in _NAMES)
+# (query, key and value in one, output).
+_FUSED_NAMES = (
+    ("c_attn", "c_proj"),
+    ("qkv_proj", "o_proj"),
+    ("query_key_value", "dense"),
+    ("Wqkv", "out_proj"),
+    ("qkv", "proj"),
+)
+_HEAD_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm")
 _QUERY_COUNTS = ("n_heads", "num_heads", "n_head", "num_attention_heads", "n_local_heads")
 _KEY_COUNTS = ("n_kv_heads", "num_kv_heads", "num_key_value_heads", "n_local_kv_heads")
 _HEAD_DIMS = ("head_dim", "attention_head_size", "head_size", "d_head", "dim_head", "d_k")
@@ -28,6 +37,30 @@ def find_attention(module: nn.Module) -> tuple[str, str, str, str] | None:
     return None
 
 
+def find_fused_attention(module: nn.Module) -> tuple[str, str] | None:
+    """The names of the layer that gives query, key and value, and of the output layer."""
+    for names in _FUSED_NAMES:
+        if all(module._modules.get(name) is not None for name in names):
+            return names
+    return None
+
+
+def place_fused_attention(result: Assignments, name: str, module: nn.Module, layers: tuple[str, str]) -> str | None:
+    """Cut the weights and gather what lies between, which is exact however the code orders queries, keys and values.
+
+    Returns:
+        The reason when that is not possible.
+    """
+    for layer in layers:
+        reason = why_no_linear(module._modules[layer])
+        if reason is not None:
+            return f"'{layer}': {reason}"
+    note = f"gathered, as '{layers[0]}' is query, key and value in one"
+    result.styles[join(name, layers[0])] = Assignment("column_gather_output", note)
+    result.styles[join(name, layers[1])] = Assignment("row_split_input")
+    return None
+
+
 def place_attention(
     result: Assignments, name: str, module: nn.Module, projections: tuple[str, str, str, str]
 ) -> str | None:
@@ -38,6 +71,8 @@ def place_attention(
     for projection in projections:
         style = "row" if projection == projections[-1] else "column"
         result.styles[join(name, projection)] = Assignment(style)
+    for norm in _head_norms(module, projections):
+        result.styles[join(name, norm)] = Assignment("replicate_sum_gradients", "each rank uses it for its own heads")
     for attribute, count in _counts(module, (*_QUERY_COUNTS, *_KEY_COUNTS)).items():
         result.divide_heads(name, attribute, count)
     return None
@@ -48,13 +83,25 @@ def _counts(module: nn.Module, attributes: tuple[str, ...]) -> dict[str, int]:
     return {name: value for name, value in values.items() if type(value) is int and value > 0}
 
 
+def _head_norms(module: nn.Module, projections: tuple[str, str, str, str]) -> list[str]:
+    """The children that normalize each head's query or key by itself, with weights that all heads share."""
+    sizes = _counts(module, (*_QUERY_COUNTS, *_HEAD_DIMS))
+    query = features(module._modules[projections[0]])[1]
+    head_dim = next((sizes[name] for name in _HEAD_DIMS if name in sizes), None)
+    num_heads = next((sizes[name] for name in _QUERY_COUNTS if name in sizes), None)
+    head_dim = head_dim or (query // num_heads if num_heads else None)
+    norms = [name for name in _HEAD_NORMS if module._modules.get(name) is not None]
+    return [n for n in norms if all(tuple(p.shape) == (head_dim,) for p in module._modules[n].parameters())]
+
+
 def _why_not(module: nn.Module, projections: tuple[str, str, str, str], tp_size: int) -> str | None:
     layers = [module._modules[name] for name in projections]
     for name, layer in zip(projections, layers, strict=True):
         reason = why_no_linear(layer)
         if reason is not None:
             return f"'{name}': {reason}"
-    own = {id(p) for layer in layers for p in layer.parameters()}
+    norms = [module._modules[norm] for norm in _head_norms(module, projections)]
+    own = {id(p) for layer in (*layers, *norms) for p in layer.parameters()}
     extra = [name for name, parameter in module.named_parameters() if id(parameter) not in own]
     if extra:
         return f"it has more parameters than its projections: {', '.join(extra)}"

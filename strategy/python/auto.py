@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from weft.strategy import attention, mlp_parts
-from weft.strategy.assignments import Assignment, Assignments, place_mlp
+from weft.strategy.assignments import Assignment, Assignments, place_fused_mlp, place_mlp
 from weft.strategy.linears import features, why_no_linear, why_no_vocab_embedding
 
 _MIN_ROWS_PER_RANK = 4
@@ -76,13 +76,16 @@ def _place_mlp(
     result: Assignments, model: nn.Module, name: str, module: nn.Module, owners: dict[int, int]
 ) -> list[nn.Module]:
     parts = mlp_parts.find_by_name(module)
-    if parts is None:
+    fused = mlp_parts.find_fused(module) if parts is None else None
+    if parts is None and fused is None:
         return []
-    layers = _layers(module, parts.children)
+    layers = _layers(module, parts.children if fused is None else fused)
     if any(_has_dtensors(layer) for layer in layers):
         return []
     if any(_is_tied(layer, owners) for layer in layers):
         result.leave(name, "a weight of its MLP is tied to another module's")
+    elif fused is not None:
+        place_fused_mlp(result, name, fused)
     elif type(module).forward in _LAYERS_BY_CALL:
         result.split_layers(name, parts, f"inside a {type(module).__name__}")
     else:
@@ -98,17 +101,17 @@ def _place_attention(
     if isinstance(module, nn.MultiheadAttention):
         result.leave(name, "an nn.MultiheadAttention keeps query, key and value in one weight")
         return list(module.children())
-    if module._modules.get("c_attn") is not None:
-        result.leave(name, "its query, key and value are one layer, c_attn")
-        return list(module.children())
     projections = attention.find_attention(module)
-    if projections is None:
+    fused = attention.find_fused_attention(module) if projections is None else None
+    if projections is None and fused is None:
         return []
-    layers = _layers(module, projections)
+    layers = _layers(module, projections or fused)
     if any(_has_dtensors(layer) for layer in layers):
         return []
     if any(_is_tied(layer, owners) for layer in layers):
         reason: str | None = "a weight of its projections is tied to another module's"
+    elif fused is not None:
+        reason = attention.place_fused_attention(result, name, module, fused)
     else:
         reason = attention.place_attention(result, name, module, projections)
     if reason is not None:

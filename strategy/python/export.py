@@ -12,30 +12,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from weft.nn import ColumnLinear, RowLinear, VocabParallelEmbedding
-from weft.strategy.linears import features
+from weft.strategy.export_layers import ColumnConv1D, ColumnGatherOutput, RowConv1D, RowSplitInput
+from weft.strategy.linears import COLUMN_STYLES, ROW_STYLES, features
 from weft.strategy.state import MlpParts, ModuleState, remove_state, state_of
-
-
-class ColumnConv1D(nn.Module):
-    """ColumnLinear with the weight of GPT-2's Conv1D, `[in, out_local]`."""
-
-    def __init__(self, group_name: str) -> None:
-        super().__init__()
-        self.group_name = group_name
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.weft.column_linear(x, self.weight.t(), self.bias, group_name=self.group_name)
-
-
-class RowConv1D(nn.Module):
-    """RowLinear with the weight of GPT-2's Conv1D, `[in_local, out]`."""
-
-    def __init__(self, group_name: str) -> None:
-        super().__init__()
-        self.group_name = group_name
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.weft.row_linear(x, self.weight.t(), self.bias, group_name=self.group_name)
 
 
 def export_local(model: nn.Module) -> nn.Module:
@@ -84,11 +63,11 @@ def _restore(module: nn.Module, done: dict[int, nn.Module]) -> nn.Module:
 
 def _full_features(module: nn.Module, state: ModuleState) -> tuple[int, int] | None:
     """(in, out) of the whole layer."""
-    if state.style not in ("column", "row"):
+    if state.style not in (*COLUMN_STYLES, *ROW_STYLES, "vocab_head"):
         return None
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features
-    return features(module)
+    return features(module)[0], module.nf
 
 
 def _replacement(module: nn.Module, state: ModuleState, full: tuple[int, int] | None) -> nn.Module:
@@ -107,7 +86,18 @@ def _replacement(module: nn.Module, state: ModuleState, full: tuple[int, int] | 
             new.in_features, new.out_features = full
         new.group_name = state.group_name
         return new
+    if state.style in ("column_gather_output", "vocab_head", "row_split_input"):
+        new = _bare(RowSplitInput if state.style == "row_split_input" else ColumnGatherOutput, module)
+        new.in_features, new.out_features = full
+        new.group_name, new.transposed = state.group_name, state.transposed
+        return new
+    if state.style == "replicate_sum_gradients" and any(p.requires_grad for p in module.parameters(recurse=False)):
+        raise ValueError(
+            f"export_local: a {state.original_class.__name__} sums its gradients over the ranks, which a plain copy "
+            "would not do; freeze it by requires_grad_(False)."
+        )
     if state.style == "vocab_embedding":
+        _refuse_other_embedding(module)
         new = _bare(VocabParallelEmbedding, module)
         new.num_embeddings, new.embedding_dim = module.num_embeddings, module.embedding_dim
         new.group_name = state.group_name
@@ -122,6 +112,20 @@ def _replacement(module: nn.Module, state: ModuleState, full: tuple[int, int] | 
             new._modules[name] = module._modules[name]
         return new
     return module
+
+
+def _refuse_other_embedding(module: nn.Module) -> None:
+    """Of one that does more than VocabParallelEmbedding; it has its own class again."""
+    if type(module).forward is not nn.Embedding.forward:
+        raise ValueError(
+            f"export_local: a {type(module).__name__} has a forward of its own around its table, which the copy would "
+            "lose; give it the style 'replicate'."
+        )
+    if module.padding_idx is not None and module.weight.requires_grad:
+        raise ValueError(
+            f"export_local: an {type(module).__name__} with padding_idx={module.padding_idx} gives that row no "
+            "gradient, which the copy would not keep up; freeze it by requires_grad_(False)."
+        )
 
 
 def _bare(cls: type[nn.Module], module: nn.Module) -> nn.Module:

@@ -6,6 +6,9 @@ from torch import nn
 
 from weft.strategy.state import original_class, state_of
 
+COLUMN_STYLES = ("column", "column_gather_output")
+ROW_STYLES = ("row", "row_split_input")
+
 
 def is_conv1d(module: nn.Module) -> bool:
     """GPT-2's Conv1D, a linear layer whose weight is [in, out]; known by name, since it is transformers' own."""
@@ -59,24 +62,32 @@ def why_no_vocab_embedding(module: nn.Module) -> str | None:
         return f"it is a {cls.__name__}"
     if "weight" not in module._parameters:
         return "its weight is parametrized"
-    if cls.forward is not nn.Embedding.forward or "forward" in module.__dict__:
+    if "forward" in module.__dict__ or not (cls.forward is nn.Embedding.forward or _calls_super(cls)):
         return f"{cls.__name__} has a forward of its own"
-    for option in ("padding_idx", "max_norm"):
-        if getattr(module, option) is not None:
-            return f"it uses {option}={getattr(module, option)}"
+    if module.max_norm is not None:
+        return f"it uses max_norm={module.max_norm}"
     for option in ("scale_grad_by_freq", "sparse"):
         if getattr(module, option):
             return f"it uses {option}=True"
     return None
 
 
+def _calls_super(cls: type[nn.Module]) -> bool:
+    """Whether a class's forward is one around `super().forward`, such as one that scales what comes out.
+
+    One that reads the weight itself as well fails: torch refuses to mix the DTensor with plain tensors.
+    """
+    code = getattr(cls.forward, "__code__", None)
+    return code is not None and "__class__" in code.co_freevars and "forward" in code.co_names
+
+
 def shard_dims(module: nn.Module, style: str) -> dict[str, int]:
     """The dim along which a style shards each parameter of a module; parameters not named are replicated."""
     state = state_of(module)
     transposed = state.transposed if state is not None else is_conv1d(module)
-    if style == "column":
+    if style in COLUMN_STYLES or style == "vocab_head":
         return {"weight": 1 if transposed else 0, "bias": 0}
-    if style == "row":
+    if style in ROW_STYLES:
         return {"weight": 0 if transposed else 1}
     return {"weight": 0} if style == "vocab_embedding" else {}
 

@@ -18,6 +18,7 @@ _PLAIN = (
     ("w1", "w2"),
     ("dense_h_to_4h", "dense_4h_to_h"),
 )
+_FUSED = (("gate_up_proj", "down_proj"), ("w12", "w3"))
 NAMES_LOOKED_FOR = ", ".join("/".join(names) for names in (*_GATED, *_PLAIN))
 
 
@@ -35,6 +36,15 @@ def find_by_name(module: nn.Module) -> MlpParts | None:
         first = next(iter(children), None)
         if len(with_parameters) == 2 and with_parameters[0] == first and len(children) > 2:
             return _fitting(module, MlpParts(None, *with_parameters))
+    return None
+
+
+def find_fused(module: nn.Module) -> tuple[str, str] | None:
+    """The names of an MLP's layer that gives gate and up in one, and of the one down."""
+    for up, down in _FUSED:
+        layers = (module._modules.get(up), module._modules.get(down))
+        if all(layer is not None and _is_linear(layer) for layer in layers):
+            return up, down
     return None
 
 

@@ -12,13 +12,15 @@ from typing import Any
 from torch import nn
 
 from weft.strategy import _plan
-from weft.strategy.assignments import Assignments, assign_explicit
+from weft.strategy.assignments import Assignments
 from weft.strategy.auto import assign_auto
+from weft.strategy.hugging_face import assign_hugging_face
 from weft.strategy.plan_text import KINDS, Style, from_mapping, from_text, load
 from weft.strategy.report_table import Report, report
+from weft.strategy.rules import assign_explicit
 
 Rules = Mapping[str, Style] | Callable[[str, nn.Module], Style | None] | str | os.PathLike[str]
-AUTO = "auto"
+AUTO, HUGGING_FACE = "auto", "huggingface"
 
 
 class Plan:
@@ -27,13 +29,13 @@ class Plan:
     Args:
         rules: one of
             - a dict from pattern to style, `{"layers.*.attention.wq": {"style": "column", "heads": "n_heads"}}`;
-              styles are column, row, column_row_mlp (with "recompute": True it keeps its input alone for the
-              backward), vocab_embedding and replicate; `*` in a pattern stands for a run of characters within one
-              level, "" names the model itself;
+              styles are those of weft.strategy.STYLES, or Hugging Face's names for them; `*` in a pattern stands for a
+              run of characters within one level, "" names the model itself;
             - a callable that is given each module's name and the module, and returns its style or None;
-            - a string, which is the first of these that it can be: "auto", which recognises transformer blocks; the
-              path of a file (.yaml, .yml, .json) with such a dict; such a dict as YAML or JSON text; the dotted name
-              of such a callable, "mypackage.plans.llama", which is imported.
+            - a string, which is the first of these that it can be: "auto", which recognises transformer blocks;
+              "huggingface", the plan that a model of transformers brings with it; the path of a file (.yaml, .yml,
+              .json) with such a dict; such a dict as YAML or JSON text; the dotted name of such a callable,
+              "mypackage.plans.llama", which is imported.
         sequence_parallel: cut the activations between the repeated blocks' layers along the sequence, which is the last
             dim but one of what the blocks get first. It needs blocks whose other parts treat each token by itself:
             norms, dropout, residual sums.
@@ -48,8 +50,9 @@ class Plan:
         self._model: weakref.ref[nn.Module] | None = None
         self._callable: Callable[[str, nn.Module], Style | None] | None = None
         self._rules: _plan.Plan | None = None
+        self.preset = ""
         if isinstance(rules, Plan):
-            self._callable, self._rules = rules._callable, rules._rules
+            self._callable, self._rules, self.preset = rules._callable, rules._rules, rules.preset
         elif isinstance(rules, _plan.Plan):
             self._rules = rules
         elif isinstance(rules, Mapping):
@@ -67,7 +70,8 @@ class Plan:
             )
 
     def _read(self, text: str) -> None:
-        if text.strip() == AUTO:
+        if text.strip() in (AUTO, HUGGING_FACE):
+            self.preset = text.strip()
             return
         rules = from_text(text)
         if isinstance(rules, _plan.Plan):
@@ -90,10 +94,10 @@ class Plan:
 
     @property
     def is_auto(self) -> bool:
-        return self._rules is None and self._callable is None
+        return self.preset == AUTO
 
     def to_dict(self) -> dict[str, str | dict[str, str | bool]]:
-        """The rules as a dict. ValueError for "auto" and a callable, whose rules depend on the model."""
+        """The rules as a dict. ValueError for a preset and a callable, whose rules depend on the model."""
         rules: dict[str, str | dict[str, str | bool]] = json.loads(self.to_json())
         return rules
 
@@ -120,16 +124,16 @@ class Plan:
 
     def assign(self, model: nn.Module, tp_size: int) -> Assignments:
         """The style of each module; refuses, by name, what does not fit. Changes nothing."""
-        if self.is_auto:
-            return assign_auto(model, tp_size)
+        if self.preset:
+            return (assign_auto if self.is_auto else assign_hugging_face)(model, tp_size)
         return assign_explicit(model, self.rules_for(model), tp_size)
 
     def key(self) -> Any:
         """What two plans have in common that are the same: their rules, their callable, or being "auto"."""
-        return (AUTO if self.is_auto else (self._callable or self._rules)), self.sequence_parallel
+        return self.preset or self._callable or self._rules, self.sequence_parallel
 
     def rules_for(self, model: nn.Module) -> _plan.Plan:
-        """The rules of this plan on a model; not for "auto"."""
+        """The rules of this plan on a model; not for a preset."""
         if self._callable is None:
             return self._fixed_rules()
         styles = {name: self._callable(name, module) for name, module in model.named_modules()}
@@ -137,14 +141,14 @@ class Plan:
 
     def _fixed_rules(self) -> _plan.Plan:
         if self._rules is None:
-            what = "'auto'" if self.is_auto else "a callable"
+            what = f"'{self.preset}'" if self.preset else "a callable"
             raise ValueError(f"plan: the rules of {what} depend on the model; apply it and read plan.report().")
         return self._rules
 
     def __str__(self) -> str:
         if self._rules is not None:
             return str(self._rules)
-        return AUTO if self.is_auto else f"<rules of {self._callable!r}>"
+        return self.preset or f"<rules of {self._callable!r}>"
 
     def __repr__(self) -> str:
         return f"Plan({self.to_dict()!r})" if self._rules is not None else f"Plan({str(self)!r})"

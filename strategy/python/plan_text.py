@@ -12,9 +12,22 @@ from weft.strategy import _plan
 
 Style = str | Mapping[str, str | bool]
 StyleOf = Callable[[str, Any], Style | None]  # of a module, from its name and itself
+# What transformers' plans say, first in the words of its version 5, then in those of version 4.
+HUGGING_FACE_STYLES = {
+    "colwise": "column",
+    "rowwise": "row",
+    "colwise_gather_output": "column_gather_output",
+    "rowwise_split_input": "row_split_input",
+    "embedding_rowwise": "vocab_embedding",
+    "replicated_with_grad_allreduce": "replicate_sum_gradients",
+    "colwise_rep": "column_gather_output",
+    "rowwise_rep": "row_split_input",
+    "local_colwise": "column",
+    "local_rowwise": "row",
+}
 KINDS = (
-    "'auto', the path of a YAML or JSON file, a mapping from pattern to style as YAML or JSON text, or a callable by "
-    "its dotted name, such as 'mypackage.plans.llama'"
+    "'auto', 'huggingface', the path of a YAML or JSON file, a mapping from pattern to style as YAML or JSON text, or "
+    "a callable by its dotted name, such as 'mypackage.plans.llama'"
 )
 _FILE_ENDINGS = (".yaml", ".yml", ".json")
 _ADVICE = "write one 'pattern: style' a line, or pass 'auto'"
@@ -99,7 +112,7 @@ def _rule(pattern: Any, value: Any) -> _plan.Rule:
     if not isinstance(pattern, str):
         raise ValueError(f"plan: the pattern {pattern!r} is no text; put it in quotes.")
     if isinstance(value, str):
-        return _plan.Rule(pattern, value)
+        return _plan.Rule(pattern, HUGGING_FACE_STYLES.get(value, value))
     if isinstance(value, Mapping) and isinstance(value.get("style"), str):
         options = {key: option for key, option in value.items() if key != "style"}
         if all(isinstance(option, _OPTION_TYPES.get(key, ())) for key, option in options.items()):

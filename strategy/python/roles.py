@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from weft.strategy.local_tensor import enter_forward, inside_forward, is_whole, leave_forward, local_of
 from weft.strategy.state import ModuleState
+from weft.strategy.vocab_head import Head, VocabParallelLogits
 
 
 class ParallelModule:
@@ -79,15 +80,45 @@ def _row_forward(self: Any, input: Tensor) -> Tensor:
     return torch.ops.weft.row_linear(input, weight, bias, group_name=state.group_name)
 
 
+def _column_gather_output_forward(self: Any, input: Tensor) -> Tensor:
+    state = self._weft_state
+    output = _column_forward(self, input)
+    num_features = self._parameters["weight"].shape[1 if state.transposed else 0]
+    return torch.ops.weft.gather_from_group(output, output.dim() - 1, state.group_name, dim_size=num_features)
+
+
+def _row_split_input_forward(self: Any, input: Tensor) -> Tensor:
+    part = torch.ops.weft.scatter_to_group(input, input.dim() - 1, self._weft_state.group_name)
+    return _row_forward(self, part)
+
+
+def _vocab_head_forward(self: Any, input: Tensor) -> Tensor:
+    if torch.compiler.is_compiling():
+        return _column_gather_output_forward(self, input)
+    state = self._weft_state
+    weight, bias = _weight_and_bias(self, state.transposed)
+    num_features = self._parameters["weight"].shape[1 if state.transposed else 0]
+    return VocabParallelLogits(Head(weight, bias, state.vocab_start, num_features, state.group_name), input)
+
+
 def _vocab_embedding_forward(self: Any, input: Tensor) -> Tensor:
     state = self._weft_state
-    return torch.ops.weft.vocab_parallel_embedding(
+    output = torch.ops.weft.vocab_parallel_embedding(
         input,
         _part_of(self, "weight"),
         state.vocab_start,
         group_name=state.group_name,
         vocab_size=self.num_embeddings,
     )
+    if self.padding_idx is None or not output.requires_grad:
+        return output
+    return torch.where((input == self.padding_idx).unsqueeze(-1), output.detach(), output)  # a row without gradients
+
+
+class _VocabEmbedding(nn.Embedding):
+    """What `super().forward` finds in a subclass of nn.Embedding."""
+
+    forward = _vocab_embedding_forward
 
 
 def _fused_forward(self: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
@@ -184,9 +215,10 @@ def _getattr_of(cls: type[nn.Module]) -> Callable[[nn.Module, str], Any]:
     def __getattr__(self: nn.Module, name: str) -> Any:
         value = own_getattr(self, name)
         if isinstance(value, DTensor) and inside_forward() and is_whole(value):
-            place = self.__dict__["_weft_state"].sequence
-            if place is not None and place.owns_shared_weights:
-                return torch.ops.weft.copy_to_group(local_of(value), place.region.group_name)
+            state = self.__dict__["_weft_state"]
+            is_shared = state.style == "replicate_sum_gradients"
+            if is_shared or (state.sequence is not None and state.sequence.owns_shared_weights):
+                return torch.ops.weft.copy_to_group(local_of(value), state.group_name)
             return local_of(value)
         return value
 
@@ -200,8 +232,11 @@ def _flat_weights(self: Any) -> list[Tensor | None]:
 
 _STYLED_FORWARDS = {
     "column": _column_forward,
+    "column_gather_output": _column_gather_output_forward,
     "row": _row_forward,
+    "row_split_input": _row_split_input_forward,
     "vocab_embedding": _vocab_embedding_forward,
+    "vocab_head": _vocab_head_forward,
     "column_row_mlp": _fused_forward,
 }
 
@@ -214,6 +249,9 @@ def parallel_class(cls: type[nn.Module], style: str, place: str = "") -> type[nn
     """
     namespace: dict[str, Any] = {"__module__": cls.__module__, "__getattr__": _getattr_of(cls)}
     styled = _dropout_forward if place == "dropout" else _STYLED_FORWARDS.get(style)
+    bases: tuple[type, ...] = (ParallelModule, cls)
+    if style == "vocab_embedding" and cls.forward is not nn.Embedding.forward:
+        bases, styled = (*bases, _VocabEmbedding), None
     if styled is not None:
         forward = types.FunctionType(styled.__code__, styled.__globals__, styled.__name__)
         namespace["forward"] = functools.update_wrapper(forward, cls.forward)  # keeps the signature
@@ -221,7 +259,7 @@ def parallel_class(cls: type[nn.Module], style: str, place: str = "") -> type[nn
         namespace["forward"] = (_sequence_forward_of if place in ("block", "gathers") else _plain_forward_of)(cls)
     if issubclass(cls, nn.RNNBase):
         namespace["_flat_weights"] = property(_flat_weights, lambda self, value: None)
-    return type(f"Weft{cls.__name__}", (ParallelModule, cls), namespace)
+    return type(f"Weft{cls.__name__}", bases, namespace)
 
 
 def take_role(module: nn.Module, state: ModuleState) -> None:

@@ -8,10 +8,10 @@ from torch import nn
 
 from weft.strategy.activation_checkpointing import repeated_blocks
 from weft.strategy.assignments import Assignment, Assignments, parent_name
-from weft.strategy.linears import features
+from weft.strategy.linears import COLUMN_STYLES, ROW_STYLES, features
 from weft.strategy.sequence_region import Place, Region
 
-_CUT_BY_FEATURES = ("column", "row")
+_CUT_BY_FEATURES = (*COLUMN_STYLES, *ROW_STYLES)
 _NO_TOKENS = ("BatchNorm", "GroupNorm", "InstanceNorm")  # their statistics are over tokens
 
 
@@ -48,7 +48,7 @@ def _inside(assignments: Assignments, block: str) -> dict[str, Assignment]:
 
 def _features_into(model: nn.Module, assignments: Assignments, name: str) -> int:
     """Of the first column layer inside a module."""
-    columns = (layer for layer, a in _inside(assignments, name).items() if a.style == "column")
+    columns = (layer for layer, a in _inside(assignments, name).items() if a.style in COLUMN_STYLES)
     return features(model.get_submodule(next(columns)))[0]
 
 
@@ -60,7 +60,7 @@ def _place_block(
     fused = {name for name, a in styles.items() if a.style == "column_row_mlp"}
     for container in whole:
         kinds = {a.style for name, a in styles.items() if parent_name(name) == container}
-        if container == block or not kinds >= set(_CUT_BY_FEATURES):
+        if container == block or kinds.isdisjoint(COLUMN_STYLES) or kinds.isdisjoint(ROW_STYLES):
             raise ValueError(
                 f"sequence_parallel=True: '{container}' has layers that the plan cuts, but is no module of its own "
                 "inside a block with column layers and the row layer after them; leave sequence parallelism out."
@@ -70,7 +70,7 @@ def _place_block(
         places[id(model.get_submodule(name))] = Place(region, kind, _features_into(model, assignments, name))
     for name, a in styles.items():
         if a.style in _CUT_BY_FEATURES:
-            places[id(model.get_submodule(name))] = Place(region, "inside" if a.style == "column" else "scatters")
+            places[id(model.get_submodule(name))] = Place(region, "inside" if a.style in COLUMN_STYLES else "scatters")
     _place_others(places, model.get_submodule(block), block, {*whole, *fused}, region)
 
 

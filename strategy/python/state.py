@@ -45,7 +45,7 @@ class ModuleState:
     recompute: bool = False  # a fused container keeps its input alone for the backward
     child_classes: tuple[type, ...] = ()
     transposed: bool = False  # the weight is [in, out], as in GPT-2's Conv1D
-    vocab_start: int = 0  # of a vocab_embedding: the first row on this rank
+    vocab_start: int = 0  # of a vocab_embedding or vocab_head: the first row on this rank
     fused: bool = False  # a layer of a fused container
     sequence: Place | None = None  # where activations are cut along the sequence
     plan_key: Any = None  # set on the module that parallelize was called with

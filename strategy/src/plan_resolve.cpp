@@ -95,7 +95,7 @@ const Rule& merge(const Match& match) {
   return *merged;
 }
 
-// Modules with kColumnRowMlp, each with its rule.
+// Modules that own those below them, each with its rule.
 using Owners = std::unordered_map<std::string_view, const Rule*>;
 
 // The nearest owner above `module`, if any.
@@ -117,9 +117,8 @@ std::optional<Owners::value_type> find_owner(std::string_view module, const Owne
   throw std::invalid_argument(
       "plan: module " + quote_module(module) + " gets style " + quote(to_string(rule.style)) +
       " from pattern " + quote(rule.pattern) + " but lies inside " + quote_module(owner_module) +
-      ", to which pattern " + quote(owner_rule->pattern) +
-      " gives style 'column_row_mlp' as a whole; remove one of the two "
-      "rules");
+      ", to which pattern " + quote(owner_rule->pattern) + " gives style " +
+      quote(to_string(owner_rule->style)) + " as a whole; remove one of the two rules");
 }
 
 }  // namespace
@@ -130,7 +129,7 @@ std::vector<Assignment> Plan::resolve(std::span<const std::string> module_names)
   for (const Match& match : find_matches(rules_, module_names)) {
     const Rule& rule = merge(match);
     merged.emplace_back(*match.module, &rule);
-    if (rule.style == Style::kColumnRowMlp) {
+    if (owns_modules_below(rule.style)) {
       owners.emplace(*match.module, &rule);
     }
   }
@@ -140,7 +139,7 @@ std::vector<Assignment> Plan::resolve(std::span<const std::string> module_names)
     const auto owner = owners.empty() ? std::nullopt : find_owner(module, owners);
     if (!owner) {
       result.push_back({.module = std::string(module), .rule = *rule});
-    } else if (rule->style != Style::kColumnRowMlp) {
+    } else if (rule->style != owner->second->style) {
       refuse_below_owner(module, *rule, *owner);
     }
   }

@@ -13,14 +13,36 @@ namespace weft::strategy {
 namespace {
 
 // Indexed by the enumerator.
-constexpr std::array<std::string_view, 5> kNames = {
-    "column", "row", "column_row_mlp", "vocab_embedding", "replicate"};
-constexpr std::array<Style, 5> kStyles = {
-    Style::kColumn, Style::kRow, Style::kColumnRowMlp, Style::kVocabEmbedding, Style::kReplicate};
+constexpr std::array<std::string_view, 11> kNames = {"column",
+                                                     "column_gather_output",
+                                                     "row",
+                                                     "row_split_input",
+                                                     "column_row_mlp",
+                                                     "attention",
+                                                     "vocab_embedding",
+                                                     "vocab_head",
+                                                     "replicate",
+                                                     "replicate_sum_gradients",
+                                                     "ignore"};
+constexpr std::array<Style, 11> kStyles = {Style::kColumn,
+                                           Style::kColumnGatherOutput,
+                                           Style::kRow,
+                                           Style::kRowSplitInput,
+                                           Style::kColumnRowMlp,
+                                           Style::kAttention,
+                                           Style::kVocabEmbedding,
+                                           Style::kVocabHead,
+                                           Style::kReplicate,
+                                           Style::kReplicateSumGradients,
+                                           Style::kIgnore};
 
 }  // namespace
 
 std::span<const Style> all_styles() { return kStyles; }
+
+bool owns_modules_below(Style style) {
+  return style == Style::kColumnRowMlp || style == Style::kAttention || style == Style::kIgnore;
+}
 
 std::string_view to_string(Style style) { return kNames.at(static_cast<size_t>(style)); }
 

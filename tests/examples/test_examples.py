@@ -41,7 +41,7 @@ def test_one_op_gives_the_unsharded_numbers(tmp_path: Path) -> None:
 
 
 def test_pipeline_messages_give_the_whole_models_gradients(tmp_path: Path) -> None:
-    stdout = run_example("04_pipeline_messages.py", cwd=tmp_path)
+    stdout = run_example("11_pipeline_messages.py", cwd=tmp_path)
     figures = dict(re.findall(r"^stage (\d): .*: (\S+)$", stdout, re.MULTILINE))
     assert set(figures) == {"0", "1"} and all(float(figure) <= 1e-12 for figure in figures.values())
 
@@ -92,6 +92,18 @@ def test_the_written_plan_says_what_auto_does(rank: int) -> None:
     assert {row.rule for row in rows[0]} == {"auto", ""}
     assert "model.layers.*.feed_forward" in {row.rule for row in rows[1]}
     assert {row.style for row in rows[0]} == {"vocab_embedding", "column", "row", "column_row_mlp", "replicate"}
+
+
+def test_a_model_of_hugging_face_agrees_on_one_and_two_devices(tmp_path: Path) -> None:
+    def losses(*arguments: str) -> list[float]:
+        stdout = run_example("05_huggingface.py", "--config", "qwen3", "--steps", "4", *arguments, cwd=tmp_path)
+        assert "model.lm_head.weight" in stdout
+        return [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)$", stdout, re.MULTILINE)]
+
+    whole, half = losses("--devices", "1"), losses("--devices", "2")
+    assert half == pytest.approx(whole, rel=1e-5)
+    assert len(whole) == 4 and whole[3] < whole[0]
+    assert len(losses("--devices", "2", "--strategy", "weft_fsdp")) == 4
 
 
 def test_fabric_resumes_on_another_layout_with_the_numbers_of_one_device(tmp_path: Path) -> None:

@@ -86,9 +86,17 @@ def test_attention_that_does_not_divide_stays_whole(model: nn.Module, tp_size: i
     assert "column_row_mlp" in styles(result).values()
 
 
-def test_attention_with_norms_on_its_heads_stays_whole() -> None:
+def test_norms_of_heads_sum_their_gradients() -> None:
     model = nn.ModuleDict({"attention": Attention(LlamaArgs()), "mlp": Swiglu(8)})
     model["attention"].q_norm = RMSNorm(4, torch.float32)
+    result = assign_auto(model, 2)
+    assert styles(result)["attention.wq"] == "column"
+    assert styles(result)["attention.q_norm"] == "replicate_sum_gradients"
+
+
+def test_attention_with_a_norm_over_all_heads_stays_whole() -> None:
+    model = nn.ModuleDict({"attention": Attention(LlamaArgs()), "mlp": Swiglu(8)})
+    model["attention"].q_norm = RMSNorm(16, torch.float32)
     result = assign_auto(model, 2)
     assert "attention.wq" not in result.styles
     assert any("more parameters than its projections: q_norm.weight" in note for note in result.notes)

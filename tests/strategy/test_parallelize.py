@@ -164,10 +164,25 @@ REFUSALS = {
     ),
     "no linear": (lambda: Llama(LlamaArgs()), {"norm": "column"}, "wants an nn.Linear at 'norm', but it is a RMSNorm"),
     "no mlp": (lambda: Llama(LlamaArgs()), {"layers.0": "column_row_mlp"}, "finds no MLP.*attention \\(Attention\\)"),
-    "padding": (
-        lambda: nn.Sequential(nn.Embedding(20, 4, padding_idx=0)),
+    "max norm": (
+        lambda: nn.Sequential(nn.Embedding(20, 4, max_norm=1.0)),
         {"0": "vocab_embedding"},
-        "plain nn.Embedding at '0', but it uses padding_idx=0",
+        "plain nn.Embedding at '0', but it uses max_norm=1.0",
+    ),
+    "no attention": (
+        lambda: Llama(LlamaArgs()),
+        {"layers.0": "attention"},
+        "style 'attention' cannot cut 'layers.0' by heads: its children are attention .Attention., .* of which none",
+    ),
+    "odd heads": (
+        lambda: Llama(LlamaArgs(n_heads=3, n_kv_heads=3, dim=12)),
+        {"layers.*.attention": "attention"},
+        "style 'attention' cannot cut 'layers.0.attention' by heads: n_heads=3 does not divide by 2; use column",
+    ),
+    "half ignored": (
+        lambda: Llama(LlamaArgs(tie_head=True)),
+        {"tok_embeddings": "ignore"},
+        "'tok_embeddings.weight' and 'output.weight' are one tied parameter",
     ),
     "tied": (
         lambda: Llama(LlamaArgs(tie_head=True)),

@@ -35,7 +35,7 @@ def test_a_plan_reads_what_it_prints(tmp_path: Path) -> None:
     assert Plan(Plan(RULES)).to_dict() == RULES
 
 
-KINDS = r"pass 'auto', the path of a YAML or JSON file, .* as YAML or JSON text, or a callable by its dotted name"
+KINDS = r"pass 'auto', 'huggingface', the path of a YAML or JSON file, .* as .* text, or a callable by its dotted name"
 
 
 @pytest.mark.parametrize(

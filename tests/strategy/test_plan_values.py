@@ -104,8 +104,7 @@ def test_resolve_matches_the_names_of_a_torch_module() -> None:
     [
         (
             lambda: Plan([("wq", "colunm", None)]),
-            "plan: pattern 'wq': unknown style 'colunm': use one of column, row, column_row_mlp, "
-            "vocab_embedding, replicate; the nearest is 'column'",
+            f"plan: pattern 'wq': unknown style 'colunm': use one of {', '.join(STYLES)}; the nearest is 'column'",
         ),
         (
             lambda: Plan([Rule("wq", "row", recompute=True)]),
@@ -114,8 +113,7 @@ def test_resolve_matches_the_names_of_a_torch_module() -> None:
         ),
         (
             lambda: _plan.check_style("rowwise"),
-            "unknown style 'rowwise': use one of column, row, column_row_mlp, vocab_embedding, replicate; "
-            "the nearest is 'row'",
+            f"unknown style 'rowwise': use one of {', '.join(STYLES)}; the nearest is 'row'",
         ),
         (
             lambda: Plan([("wk", "row", None)]).resolve(["", "wq"]),

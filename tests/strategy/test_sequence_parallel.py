@@ -48,6 +48,14 @@ def test_trains_as_on_one_device(world_size: int, rules: Any, optimizer: str) ->
     weft.strategy.check_replicated_gradients(model)
 
 
+@on_ranks(2, 4)
+def test_layers_whose_output_is_gathered(world_size: int) -> None:
+    torch.manual_seed(0)
+    assert_trains_alike(
+        lambda m: sequence_parallel(m, world_size), Gpt2(dtype=torch.float64), token_loss, TOKENS, "SGD"
+    )
+
+
 class BiasedBlock(nn.Module):
     """Layers with biases, an own scale, a replicated linear layer and norms between an attention and an MLP."""
 
@@ -173,7 +181,7 @@ def test_what_cannot_be_cut_is_refused(world_size: int) -> None:
     with pytest.raises(ValueError, match=r"'blocks.0.attention', a BiasedAttention, is left whole"):
         sequence_parallel(Biased(), world_size, {"blocks.*.mlp": "column_row_mlp"})
     with pytest.raises(ValueError, match=r"'h.0.attn', a Gpt2Attention, is left whole"):
-        sequence_parallel(Gpt2(), world_size)
+        sequence_parallel(Gpt2(), world_size, {"h.*.mlp": "column_row_mlp"})
     with pytest.raises(ValueError, match="is no module of its own inside a block"):
         sequence_parallel(EncoderClassifier(), world_size)
     with pytest.raises(ValueError, match="finds no repeated blocks with layers that the plan cuts"):

@@ -93,11 +93,13 @@ def assert_trains_alike(
     loss_of: Callable[[nn.Module, Any], Tensor],
     batches: Iterable[Any],
     optimizer: str,
+    *,
+    tolerance: float | None = None,
     **optimizer_options: Any,
 ) -> nn.Module:
     """Ten steps or so of both; returns the parallelized model.
 
-    Tolerances: 1e-10 in float64, 1e-5 in float32, for losses and gradients relative, for weights relative too; but
+    Tolerances, if none is given: 1e-10 in float64, 1e-5 in float32, relative for losses, gradients and weights; but
     for AdamW in float32 lr * steps * 1e-2 in each element, as its first steps are the sign of gradients that may be
     nothing but rounding. Such a gradient may even differ in sign, and then AdamW moves the two weights apart at full
     speed, whatever computed them: a key bias is held to the 2 * lr * steps that AdamW can do, there alone.
@@ -105,7 +107,7 @@ def assert_trains_alike(
     reference = copy.deepcopy(model)
     model = parallelize(model)
     dtype = next(reference.parameters()).dtype
-    tolerance, lr = TOLERANCE[dtype], LEARNING_RATE[optimizer]
+    tolerance, lr = tolerance or TOLERANCE[dtype], LEARNING_RATE[optimizer]
     optimizers = [
         getattr(torch.optim, optimizer)(m.parameters(), lr=lr, **optimizer_options) for m in (model, reference)
     ]

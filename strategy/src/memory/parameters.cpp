@@ -117,6 +117,13 @@ std::string_view why_no_fit(const std::string& module, Style style, const ModelS
       return is_linear ? "" : "it is no linear layer; name the linear layers themselves";
     case Style::kReplicate:
       return "";
+    case Style::kColumnGatherOutput:
+    case Style::kRowSplitInput:
+    case Style::kAttention:
+    case Style::kVocabHead:
+    case Style::kReplicateSumGradients:
+    case Style::kIgnore:
+      return "there is no prediction for it; leave its rule out for an upper bound";
   }
   return "";
 }
@@ -129,11 +136,9 @@ std::optional<std::size_t> weight_dim(Style style) {
       return 0;
     case Style::kRow:
       return 1;
-    case Style::kColumnRowMlp:
-    case Style::kReplicate:
+    default:
       return std::nullopt;
   }
-  return std::nullopt;
 }
 
 // Collects parameters with the styles of their modules.

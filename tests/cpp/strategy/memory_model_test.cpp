@@ -220,6 +220,10 @@ TEST(MemoryModelRefusals, Sentences) {
   EXPECT_EQ(refusal([&] { return predict_memory(spec, 0).size(); }),
             "memory: the plan gives 'model.norm' the style 'column', but it is no linear layer; "
             "name the linear layers themselves");
+  spec.plan = Plan({{"lm_head", Style::kVocabHead, {}}});
+  EXPECT_EQ(refusal([&] { return predict_memory(spec, 0).size(); }),
+            "memory: the plan gives 'lm_head' the style 'vocab_head', but there is no prediction "
+            "for it; leave its rule out for an upper bound");
   spec.plan = Plan({{"model.embed_tokens", Style::kVocabEmbedding, {}}});
   std::get<DecoderModel>(spec.model).is_tied = true;
   EXPECT_EQ(refusal([&] { return predict_memory(spec, 0).size(); }),

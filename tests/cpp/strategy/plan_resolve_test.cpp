@@ -161,6 +161,19 @@ TEST(ResolveRefusals, AnotherStyleBelowAnMlp) {
             "one of the two rules");
 }
 
+TEST(Resolve, AttentionAndIgnoreOwnWhatIsBelow) {
+  const Names names = {"", "a", "a.b", "a.b.c"};
+  for (const Style style : {Style::kAttention, Style::kIgnore}) {
+    const auto resolved = Plan({{"a", style, {}}, {"a.*.c", style, {}}}).resolve(names);
+    ASSERT_EQ(resolved.size(), 1U);
+    EXPECT_EQ(resolved[0].module, "a");
+    EXPECT_EQ(resolve_refusal(Plan({{"a", style, {}}, {"a.b", Style::kColumnRowMlp, {}}}), names),
+              "plan: module 'a.b' gets style 'column_row_mlp' from pattern 'a.b' but lies inside "
+              "'a', to which pattern 'a' gives style '" +
+                  std::string(to_string(style)) + "' as a whole; remove one of the two rules");
+  }
+}
+
 TEST(ResolveProperties, AgreesWithMatchingEveryPairOfRuleAndModule) {
   const Names names = llama_modules(12);
   const std::vector<Rule> rules = {{"layers.1*.attention.w*", Style::kColumn, {}},

@@ -19,16 +19,28 @@ TEST(Style, ParseReadsWhatToStringPrints) {
     EXPECT_EQ(parse_style(to_string(style)), style);
   }
   EXPECT_EQ(names,
-            (std::vector<std::string_view>{
-                "column", "row", "column_row_mlp", "vocab_embedding", "replicate"}));
+            (std::vector<std::string_view>{"column",
+                                           "column_gather_output",
+                                           "row",
+                                           "row_split_input",
+                                           "column_row_mlp",
+                                           "attention",
+                                           "vocab_embedding",
+                                           "vocab_head",
+                                           "replicate",
+                                           "replicate_sum_gradients",
+                                           "ignore"}));
 }
+
+// In refusals.
+constexpr std::string_view kStyleNames =
+    "column, column_gather_output, row, row_split_input, column_row_mlp, attention, "
+    "vocab_embedding, vocab_head, replicate, replicate_sum_gradients, ignore";
 
 TEST(Style, RefusalNamesTheValidOnesAndTheNearest) {
   const auto expected = [](const std::string& text, const std::string& nearest) {
-    return "unknown style '" + text +
-           "': use one of column, row, column_row_mlp, vocab_embedding, replicate; the nearest is "
-           "'" +
-           nearest + "'";
+    return "unknown style '" + text + "': use one of " + std::string(kStyleNames) +
+           "; the nearest is '" + nearest + "'";
   };
   EXPECT_EQ(refusal([] { return parse_style("colunm"); }), expected("colunm", "column"));
   EXPECT_EQ(refusal([] { return parse_style("colwise"); }), expected("colwise", "column"));
@@ -231,8 +243,8 @@ TEST(PlanRefusals, Text) {
             "plan, line 2: 'wk: row' is indented; write every rule on one line, without blanks "
             "before it");
   EXPECT_EQ(refusal([] { return Plan::parse("wq: row\nwk: colunm"); }),
-            "plan, line 2: unknown style 'colunm': use one of column, row, column_row_mlp, "
-            "vocab_embedding, replicate; the nearest is 'column'");
+            "plan, line 2: unknown style 'colunm': use one of " + std::string(kStyleNames) +
+                "; the nearest is 'column'");
 }
 
 }  // namespace

@@ -65,8 +65,8 @@ class Plan {
   //
   // Rules that give one module the same style count as one: the first that names `heads` or
   // `recompute`, else the first. No pattern wins over another by being more specific. A
-  // kColumnRowMlp module owns everything below it: a module below with kColumnRowMlp of its own is
-  // left out of the result.
+  // module whose style owns everything below it (see owns_modules_below) has modules below with the
+  // same style left out of the result.
   //
   // Throws std::invalid_argument, naming those involved, for a pattern that matches no module and
   // for rules that disagree: on the style or `heads` of one module, or with the owner above it.

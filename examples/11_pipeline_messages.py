@@ -1,6 +1,6 @@
 """A pipeline of two stages by hand: micro-batches as messages, against the same model in one piece.
 
-    python examples/04_pipeline_messages.py
+    python examples/11_pipeline_messages.py
 
 Rank 0 has the first layers and sends their results, rank 1 has the others and the loss; the gradients come back the
 same way. The script starts its ranks itself and exits with 1 where a gradient differs from that of the whole model.

@@ -1,0 +1,107 @@
+"""Trains a language model of Hugging Face's transformers, sharded: its configuration, and strategy="weft".
+
+    python examples/05_huggingface.py --devices 2                       # a tiny Llama, on 2 devices
+    python examples/05_huggingface.py --devices 2 --config qwen3 --strategy weft_fsdp
+    python examples/05_huggingface.py --devices 8 --config a/folder     # with a config.json
+
+Nothing is downloaded: weights are random, the text is Python's documentation, byte by byte. On CPU a device is a process
+with one thread. Under tensor parallelism, which "weft" means here, the losses are those of one device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import warnings
+
+import lightning as L
+import torch
+from text import Windows, documentation_bytes
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+import weft.lightning  # noqa: F401  # makes strategy="weft" known
+import weft.strategy
+
+SEED, SEQ_LEN, BATCH_SIZE = 0, 128, 8
+TINY = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": SEQ_LEN,
+    "pad_token_id": None,
+}
+
+
+class LitCausalLM(L.LightningModule):
+    """Next-token prediction with any causal language model. Nothing in it knows that it will be sharded."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "model"):  # built here, each rank makes its own shards alone
+            self.model = AutoModelForCausalLM.from_config(self.config)
+
+    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        tokens, _ = batch
+        loss = self.model(input_ids=tokens, labels=tokens).loss  # the model shifts the labels itself
+        self.print(f"step {self.global_step}: loss {loss.item():.6f}")
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=3e-3)
+
+
+def config_of(name: str) -> PretrainedConfig:
+    """That of a folder, or a tiny one of a family of models."""
+    if os.path.isdir(name):
+        return AutoConfig.from_pretrained(name, local_files_only=True)
+    return AutoConfig.for_model(name, **TINY)
+
+
+def train(args: argparse.Namespace) -> None:
+    """One run, on every rank: Lightning starts the other processes with the same command line."""
+    L.seed_everything(SEED, verbose=False)
+    module = LitCausalLM(config_of(args.config))
+    windows = Windows(documentation_bytes(), args.steps * BATCH_SIZE, SEQ_LEN, SEED)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=args.devices,
+        strategy=args.strategy,
+        max_steps=args.steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+    )
+    trainer.fit(module, DataLoader(windows, batch_size=BATCH_SIZE))
+    if trainer.is_global_zero:
+        print(weft.strategy.report(module))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", default="llama", help="a folder with a config.json, or a family, such as qwen3")
+    parser.add_argument("--devices", type=int, default=2, help="number of processes")
+    parser.add_argument("--strategy", default="weft", help="weft, weft_tp, weft_fsdp or weft_2d")
+    parser.add_argument("--steps", type=int, default=20, help="optimizer steps")
+    args = parser.parse_args()
+    if min(args.devices, args.steps) < 1:
+        parser.error("--devices and --steps take numbers from 1 up.")
+    return args
+
+
+if __name__ == "__main__":
+    arguments = parse_arguments()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", ".*does not have many workers.*")
+    warnings.filterwarnings("ignore", ".*treespec.*is deprecated.*")  # Lightning's own use of torch
+    train(arguments)

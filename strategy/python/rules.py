@@ -1,0 +1,154 @@
+"""What the rules of a plan come to on one model, or why they do not fit it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from weft.strategy import _plan, attention, mlp_parts
+from weft.strategy.assignments import Assignment, Assignments, join, parent_name, place_mlp, shown
+from weft.strategy.linears import why_no_linear, why_no_vocab_embedding
+from weft.strategy.roles import refuse_fsdp_children
+
+_CONTAINERS = ("column_row_mlp", "attention")
+_OWN_FORWARD = ("replicate", "replicate_sum_gradients", "ignore")
+
+
+def assign_explicit(model: nn.Module, plan: _plan.Plan, tp_size: int) -> Assignments:
+    """The styles that a plan of rules gives to a model's modules.
+
+    Raises:
+        ValueError: a rule does not fit the model, naming the module and the remedy.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    result = Assignments(tp_size)
+    assign_rules(result, modules, plan.resolve(list(modules)))
+    return result
+
+
+def assign_rules(
+    result: Assignments, modules: Mapping[str, nn.Module], rules: Iterable[tuple[str, _plan.Rule]]
+) -> None:
+    """Add the styles that modules get by the rule of each; ValueError as `assign_explicit`."""
+    for name, rule in rules:
+        module = modules[name]
+        _refuse_dtensors(name, module, rule.style)
+        _ASSIGN[rule.style](result, name, module, rule)
+        result.attribute_to(rule.pattern or '""')
+        if rule.heads is not None:
+            _divide(result, modules[parent_name(name)], parent_name(name), rule.heads, name)
+        holder = modules.get(parent_name(name)) if name else None
+        if rule.style not in _OWN_FORWARD and isinstance(holder, nn.MultiheadAttention):
+            raise ValueError(
+                f"parallelize: '{name}' is a layer of an nn.MultiheadAttention, which reads its weight without calling "
+                "it; leave it out of the plan, or use an attention of separate query, key and value layers."
+            )
+    _refuse_two_styles(modules, result)
+
+
+def _refuse_dtensors(name: str, module: nn.Module, style: str) -> None:
+    if style == "ignore":
+        return
+    if style == "column_row_mlp":
+        refuse_fsdp_children(name, module)
+    for parameter_name, parameter in module.named_parameters(recurse=style in _CONTAINERS):
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"parallelize: the rule for {shown(name)} hits '{join(name, parameter_name)}', which is a DTensor "
+                "already; remove the rule, or parallelize first and shard over other axes afterwards."
+            )
+
+
+def _refuse_two_styles(modules: Mapping[str, nn.Module], result: Assignments) -> None:
+    first: dict[int, str] = {}
+    for name, module in modules.items():
+        other = first.setdefault(id(module), name)
+        styles = [result.styles.get(n, Assignment("")).style for n in (other, name)]
+        if styles[0] != styles[1]:
+            raise ValueError(
+                f"parallelize: '{other}' and '{name}' are one module but get the styles '{styles[0] or 'none'}' and "
+                f"'{styles[1] or 'none'}'; give both names the same one."
+            )
+
+
+def _divide(result: Assignments, parent: nn.Module, module_name: str, attribute: str, layer: str) -> None:
+    value = getattr(parent, attribute, None)
+    if not isinstance(value, int) or isinstance(value, bool):
+        found = f"is {value!r}" if hasattr(parent, attribute) else "does not exist"
+        raise ValueError(
+            f"parallelize: the rule for '{layer}' counts heads in the attribute '{attribute}' of {shown(module_name)}, "
+            f"which {found}; name an int attribute of that module."
+        )
+    result.divide_heads(module_name, attribute, value)
+
+
+def _assign_linear(result: Assignments, name: str, module: nn.Module, rule: _plan.Rule) -> None:
+    reason = why_no_linear(module)
+    if reason is not None:
+        raise ValueError(
+            f"parallelize: style '{rule.style}' wants an nn.Linear at {shown(name)}, but {reason}; "
+            "use style 'replicate' or name the linear layers themselves."
+        )
+    result.styles[name] = Assignment(rule.style)
+
+
+def _assign_embedding(result: Assignments, name: str, module: nn.Module, rule: _plan.Rule) -> None:
+    reason = why_no_vocab_embedding(module)
+    if reason is not None:
+        raise ValueError(
+            f"parallelize: style '{rule.style}' wants a plain nn.Embedding at {shown(name)}, but {reason}; "
+            "use style 'replicate'."
+        )
+    result.styles[name] = Assignment(rule.style)
+
+
+def _assign_mlp(result: Assignments, name: str, module: nn.Module, rule: _plan.Rule) -> None:
+    parts = mlp_parts.find(module)
+    if parts is None:
+        children = ", ".join(f"{n} ({type(m).__name__})" for n, m in module.named_children()) or "none"
+        raise ValueError(
+            f"parallelize: style '{rule.style}' finds no MLP of two or three fitting nn.Linear layers among the "
+            f"children of {shown(name)}, which are {children}; use column and row rules for its layers."
+        )
+    reason = place_mlp(result, name, module, parts, rule.recompute)
+    if reason is not None:
+        raise ValueError(
+            f"parallelize: {shown(name)} cannot be sharded by its hidden units: {reason}; use style 'replicate'."
+        )
+
+
+def _assign_attention(result: Assignments, name: str, module: nn.Module, rule: _plan.Rule) -> None:
+    projections, fused = attention.find_attention(module), attention.find_fused_attention(module)
+    if projections is not None:
+        reason = attention.place_attention(result, name, module, projections)
+    elif fused is not None:
+        reason = attention.place_fused_attention(result, name, module, fused)
+    else:
+        children = ", ".join(f"{n} ({type(m).__name__})" for n, m in module.named_children()) or "none"
+        reason = f"its children are {children}, of which none are projections named {attention.NAMES_LOOKED_FOR}"
+    if reason is not None:
+        raise ValueError(
+            f"parallelize: style 'attention' cannot cut {shown(name)} by heads: {reason}; use column and row rules for "
+            "its layers, or style 'replicate'."
+        )
+
+
+def _assign_own_forward(result: Assignments, name: str, module: nn.Module, rule: _plan.Rule) -> None:
+    result.styles[name] = Assignment(rule.style)
+
+
+_ASSIGN: dict[str, Callable[[Assignments, str, nn.Module, _plan.Rule], None]] = {
+    "column": _assign_linear,
+    "column_gather_output": _assign_linear,
+    "row": _assign_linear,
+    "row_split_input": _assign_linear,
+    "column_row_mlp": _assign_mlp,
+    "attention": _assign_attention,
+    "vocab_embedding": _assign_embedding,
+    "vocab_head": _assign_linear,
+    "replicate": _assign_own_forward,
+    "replicate_sum_gradients": _assign_own_forward,
+    "ignore": _assign_own_forward,
+}

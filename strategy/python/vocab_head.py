@@ -1,0 +1,194 @@
+"""What an output layer with the style vocab_head returns: logits of which no rank has more than its own classes.
+
+`F.cross_entropy` of them, and `nn.CrossEntropyLoss`, are computed by the vocabulary-parallel operators from what the
+layer got: whole logits never exist. Anything else that is done to them gathers them, on all ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """An output layer on one rank: the rows of its weight `[v, d]` and bias `[v]` from `vocab_start` on."""
+
+    weight: Tensor
+    bias: Tensor | None
+    vocab_start: int
+    vocab_size: int
+    group_name: str
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Whole ones, `[..., vocab_size]`."""
+        self._refuse_freed()
+        part = torch.ops.weft.column_linear(hidden, self.weight, self.bias, group_name=self.group_name)
+        return torch.ops.weft.gather_from_group(part, part.dim() - 1, self.group_name, dim_size=self.vocab_size)
+
+    def loss(self, hidden: Tensor, target: Tensor, **options: Any) -> Tensor:
+        """The cross-entropy of hidden states `[..., d]` with targets `[...]`."""
+        self._refuse_freed()
+        options = {"group_name": self.group_name, "vocab_size": self.vocab_size, **options}
+        if self.bias is None:
+            return torch.ops.weft.vocab_parallel_linear_cross_entropy(
+                hidden, self.weight, target, self.vocab_start, **options
+            )
+        part = torch.ops.weft.column_linear(hidden, self.weight, self.bias, group_name=self.group_name)
+        return torch.ops.weft.vocab_parallel_cross_entropy(part, target, self.vocab_start, **options)
+
+    def _refuse_freed(self) -> None:
+        if self.weight.untyped_storage().nbytes() == 0 and self.weight.numel() > 0:
+            raise ValueError(
+                "logits of a vocab_head were used after the weight they come from was freed, as FSDP2 does after the "
+                "forward of what it gathers; compute the loss inside that forward, or give the output layer the style "
+                "'column_gather_output'."
+            )
+
+
+class VocabParallelLogits(Tensor):
+    """Logits `[..., vocab_size]` that have not been computed: hidden states, and the output layer they are for.
+
+    Views that leave the last dim alone and casts are made of the hidden states. What else is done to the logits is done
+    to whole ones, which all ranks of the group must then ask for.
+    """
+
+    _head: Head
+    _hidden: Tensor
+    _whole: Tensor | None
+
+    @staticmethod
+    def __new__(cls, head: Head, hidden: Tensor, dtype: torch.dtype | None = None) -> VocabParallelLogits:
+        shape = (*hidden.shape[:-1], head.vocab_size)
+        dtype = dtype or hidden.dtype
+        made: VocabParallelLogits = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=hidden.device)
+        made._head, made._hidden, made._whole = head, hidden, None
+        return made
+
+    def whole(self) -> Tensor:
+        """The logits as a plain tensor, gathered; collective."""
+        has_graph = self._whole is not None and (self._whole.requires_grad or not torch.is_grad_enabled())
+        if not has_graph:
+            self._whole = self._head.logits(self._hidden).to(self.dtype)
+        assert self._whole is not None
+        return self._whole
+
+    def __repr__(self, **_: Any) -> str:
+        return f"VocabParallelLogits({list(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        special = _SPECIAL.get(func)
+        if special is not None and args and isinstance(args[0], VocabParallelLogits):
+            result = special(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        args, kwargs = torch.utils._pytree.tree_map_only(VocabParallelLogits, cls.whole, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise TypeError(
+            f"{func} got logits of a vocab_head below autograd, where they cannot be gathered; give the output layer "
+            "the style 'column_gather_output'."
+        )
+
+
+def _as(logits: VocabParallelLogits, dtype: torch.dtype) -> Any:
+    """A cast that a loss does not notice: its statistics are float32 ones at least."""
+    hidden = logits._hidden.dtype
+    is_same = dtype == hidden or (dtype == torch.float32 and hidden in (torch.bfloat16, torch.float16))
+    return VocabParallelLogits(logits._head, logits._hidden, dtype) if is_same else NotImplemented
+
+
+def _to(logits: VocabParallelLogits, *args: Any, **kwargs: Any) -> Any:
+    wanted = (*args, *kwargs.values())
+    is_dtype = len(wanted) == 1 and isinstance(wanted[0], torch.dtype) and set(kwargs) <= {"dtype"}
+    return _as(logits, wanted[0]) if is_dtype else NotImplemented
+
+
+def _reshape(logits: VocabParallelLogits, *shape: Any, **kwargs: Any) -> Any:
+    sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
+    if kwargs or len(sizes) < 2 or sizes[-1] != logits._head.vocab_size:
+        return NotImplemented
+    return _with(logits, logits._hidden.reshape(*sizes[:-1], logits._hidden.shape[-1]))
+
+
+def _flatten(logits: VocabParallelLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
+    last = logits.dim() - 1
+    start, end = (dim % logits.dim() for dim in (start_dim, end_dim))
+    return _with(logits, logits._hidden.flatten(start, end)) if start <= end < last else NotImplemented
+
+
+def _getitem(logits: VocabParallelLogits, index: Any) -> Any:
+    items = index if isinstance(index, tuple) else (index,)
+    if any(isinstance(item, VocabParallelLogits) for item in items):
+        return NotImplemented
+    num_used = sum(_num_dims(item) for item in items)
+    reaches_last = num_used == logits.dim() or any(item is Ellipsis for item in items)
+    keeps_last = isinstance(items[-1], slice) and items[-1] == slice(None) if items else True
+    if items and items[-1] is Ellipsis:
+        keeps_last = num_used < logits.dim()
+    return _with(logits, logits._hidden[index]) if keeps_last or not reaches_last else NotImplemented
+
+
+def _num_dims(item: Any) -> int:
+    if item is None or item is Ellipsis or isinstance(item, bool):
+        return 0
+    return item.dim() if isinstance(item, Tensor) and item.dtype == torch.bool else 1
+
+
+def _with(logits: VocabParallelLogits, hidden: Tensor) -> VocabParallelLogits:
+    return VocabParallelLogits(logits._head, hidden, logits.dtype)
+
+
+def _cross_entropy(
+    logits: VocabParallelLogits,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    is_plain = weight is None and size_average is None and reduce is None and not target.is_floating_point()
+    if not is_plain or logits.dim() > 2:  # the classes are dim 1 then
+        return NotImplemented
+    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}
+    loss = logits._head.loss(logits._hidden, target, **options)
+    return loss if torch.is_autocast_enabled(logits.device.type) else loss.to(logits.dtype)
+
+
+_METADATA = {
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda")
+    ),
+    *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.__len__, Tensor.__hash__),
+    *(Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex, Tensor.get_device),
+}
+_SPECIAL: dict[Any, Callable[..., Any]] = {
+    Tensor.float: functools.partial(_as, dtype=torch.float32),
+    Tensor.to: _to,
+    Tensor.contiguous: lambda logits: logits,
+    Tensor.view: _reshape,
+    Tensor.reshape: _reshape,
+    torch.reshape: _reshape,
+    Tensor.flatten: _flatten,
+    torch.flatten: _flatten,
+    Tensor.__getitem__: _getitem,
+    F.cross_entropy: _cross_entropy,
+}
