@@ -4,8 +4,8 @@
     python examples/05_huggingface.py --devices 2 --config qwen3 --strategy weft_fsdp
     python examples/05_huggingface.py --devices 8 --config a/folder     # with a config.json
 
-Nothing is downloaded: weights are random, the text is Python's documentation, byte by byte. On CPU a device is a process
-with one thread. Under tensor parallelism, which "weft" means here, the losses are those of one device.
+Nothing is downloaded: weights are random, the text is Python's documentation, byte by byte. On CPU a device is a
+process with one thread. Under tensor parallelism, which "weft" means here, the losses are those of one device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-import weft.lightning  # noqa: F401  # makes strategy="weft" known
+import weft.lightning  # makes strategy="weft" known
 import weft.strategy
 
 SEED, SEQ_LEN, BATCH_SIZE = 0, 128, 8

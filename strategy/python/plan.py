@@ -18,6 +18,7 @@ from weft.strategy.hugging_face import assign_hugging_face
 from weft.strategy.plan_text import KINDS, Style, from_mapping, from_text, load
 from weft.strategy.report_table import Report, report
 from weft.strategy.rules import assign_explicit
+from weft.strategy.torch_styles import without_objects
 
 Rules = Mapping[str, Style] | Callable[[str, nn.Module], Style | None] | str | os.PathLike[str]
 AUTO, HUGGING_FACE = "auto", "huggingface"
@@ -29,8 +30,8 @@ class Plan:
     Args:
         rules: one of
             - a dict from pattern to style, `{"layers.*.attention.wq": {"style": "column", "heads": "n_heads"}}`;
-              styles are those of weft.strategy.STYLES, or Hugging Face's names for them; `*` in a pattern stands for a
-              run of characters within one level, "" names the model itself;
+              styles are those of weft.strategy.STYLES, Hugging Face's names for them, or torch's ColwiseParallel and
+              RowwiseParallel; `*` in a pattern stands for a run of characters within one level, "" names the model;
             - a callable that is given each module's name and the module, and returns its style or None;
             - a string, which is the first of these that it can be: "auto", which recognises transformer blocks;
               "huggingface", the plan that a model of transformers brings with it; the path of a file (.yaml, .yml,
@@ -56,7 +57,7 @@ class Plan:
         elif isinstance(rules, _plan.Plan):
             self._rules = rules
         elif isinstance(rules, Mapping):
-            self._rules = from_mapping(rules)
+            self._rules = from_mapping(without_objects(rules))
         elif isinstance(rules, os.PathLike):
             self._rules = from_mapping(load(Path(rules).read_text(encoding="utf-8"), f"file {rules}"))
         elif isinstance(rules, str):
@@ -137,7 +138,7 @@ class Plan:
         if self._callable is None:
             return self._fixed_rules()
         styles = {name: self._callable(name, module) for name, module in model.named_modules()}
-        return from_mapping({name: style for name, style in styles.items() if style is not None})
+        return from_mapping(without_objects({name: style for name, style in styles.items() if style is not None}))
 
     def _fixed_rules(self) -> _plan.Plan:
         if self._rules is None:

@@ -84,6 +84,13 @@ def _divide(result: Assignments, parent: nn.Module, module_name: str, attribute:
     result.divide_heads(module_name, attribute, value)
 
 
+def _assign_split(result: Assignments, name: str, module: nn.Module, rule: _plan.Rule) -> None:
+    if isinstance(module, nn.Embedding):  # as torch's RowwiseParallel does it: the rows of a table
+        _assign_embedding(result, name, module, _plan.Rule(rule.pattern, "vocab_embedding"))
+    else:
+        _assign_linear(result, name, module, rule)
+
+
 def _assign_linear(result: Assignments, name: str, module: nn.Module, rule: _plan.Rule) -> None:
     reason = why_no_linear(module)
     if reason is not None:
@@ -143,7 +150,7 @@ _ASSIGN: dict[str, Callable[[Assignments, str, nn.Module, _plan.Rule], None]] = 
     "column": _assign_linear,
     "column_gather_output": _assign_linear,
     "row": _assign_linear,
-    "row_split_input": _assign_linear,
+    "row_split_input": _assign_split,
     "column_row_mlp": _assign_mlp,
     "attention": _assign_attention,
     "vocab_embedding": _assign_embedding,

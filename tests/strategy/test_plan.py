@@ -10,6 +10,8 @@ import pytest
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 import weft
 from support.models import Llama, LlamaArgs
@@ -66,6 +68,37 @@ KINDS = r"pass 'auto', 'huggingface', the path of a YAML or JSON file, .* as .* 
 def test_bad_plans_are_refused(rules: object, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message) as caught:
         Plan(rules)
+    assert "\n" not in str(caught.value)
+
+
+def test_objects_of_torch() -> None:
+    plan = Plan(
+        {
+            "embedding": RowwiseParallel(input_layouts=Replicate()),
+            "w1": ColwiseParallel(),
+            "w2": RowwiseParallel(),
+            "norm": "replicate",
+            "output": ColwiseParallel(output_layouts=Replicate()),
+        }
+    )
+    expected = ("row_split_input", "column", "row", "replicate", "column_gather_output")
+    assert tuple(plan.to_dict().values()) == expected
+    model = nn.ModuleDict({"embedding": nn.Embedding(8, 4), "w1": nn.Linear(4, 4)})
+    styles = Plan(lambda name, module: RowwiseParallel(input_layouts=Replicate()) if name == "embedding" else None)
+    assert styles.assign(model, 2).styles["embedding"].style == "vocab_embedding"
+
+
+@pytest.mark.parametrize(
+    ("style", "message"),
+    [
+        (SequenceParallel(), "'a' has a SequenceParallel, for which weft has no style: pass sequence_parallel=True"),
+        (RowwiseParallel(output_layouts=Shard(1)), "'a' has a RowwiseParallel from .* for which weft has no style"),
+        (ColwiseParallel(use_local_output=False), "'a' has a ColwiseParallel with use_local_output=False"),
+    ],
+)
+def test_other_objects_of_torch_are_refused(style: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        Plan({"a": style})
     assert "\n" not in str(caught.value)
 
 
