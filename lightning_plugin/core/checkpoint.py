@@ -11,7 +11,7 @@ All functions are collective over the world.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,10 @@ def load_directory(
     saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     model_key = next((k for k in _MODEL_KEYS if any(name.startswith(f"{k}.") for name in saved)), _MODEL_KEYS[0])
     read = {model_key: get_model_state_dict(model)}
+    if strict:
+        prefix = f"{model_key}."
+        names = (name.removeprefix(prefix) for name in saved if name.startswith(prefix))
+        _refuse_other_names(path, names, read[model_key])
     dcp.load(read, checkpoint_id=path, planner=dcp.DefaultLoadPlanner(allow_partial_load=not strict))
     model.load_state_dict(read[model_key], strict=strict)
     rest = torch.load(path / METADATA_FILENAME, map_location="cpu", weights_only=weights_only)
@@ -112,6 +116,20 @@ def load_directory(
         if not load_optimizer_of_directory(path, optimizer_key(idx), model, optimizer, rest):
             raise KeyError(_no_optimizer(path, idx))
     return rest
+
+
+def _refuse_other_names(path: Path, saved: Iterable[str], wanted: Iterable[str]) -> None:
+    """Raise RuntimeError, as `load_state_dict` does; an entry that is a dict was saved under longer names."""
+    saved, wanted = set(saved), set(wanted)
+    holders = {name for name in wanted if any(each.startswith(f"{name}.") for each in saved)}
+    missing = sorted(wanted - saved - holders)
+    surplus = sorted(n for n in saved - wanted if not any(n.startswith(f"{holder}.") for holder in holders))
+    if missing or surplus:
+        found = [f"lacks {', '.join(missing)}"] * bool(missing) + [f"has more: {', '.join(surplus)}"] * bool(surplus)
+        raise RuntimeError(
+            f"the checkpoint {str(path)!r} {' and '.join(found)}; load it into the model that it is of, or pass "
+            "strict=False (a LightningModule: set strict_loading) for what fits."
+        )
 
 
 def load_optimizer_of_directory(

@@ -94,6 +94,26 @@ def test_the_written_plan_says_what_auto_does(rank: int) -> None:
     assert {row.style for row in rows[0]} == {"vocab_embedding", "column", "row", "column_row_mlp", "replicate"}
 
 
+def test_the_llama_resumes_on_another_layout_with_the_numbers_of_one_device(tmp_path: Path) -> None:
+    def run(*arguments: str) -> tuple[dict[int, float], str]:
+        stdout = run_example("04_llama_2d.py", "--steps", "2", *arguments, cwd=tmp_path)
+        rows = re.findall(r"^step (\d+): loss (\S+)$", stdout, re.MULTILINE)
+        return {int(step): float(loss) for step, loss in rows}, stdout
+
+    whole, _ = run("--epochs", "2", "--devices", "1", "--layout", "tp1")
+    first, stdout = run("--devices", "4", "--layout", "dp2,tp2", "--save", "half")
+    rest, _ = run("--epochs", "2", "--devices", "2", "--layout", "tp2", "--sequence-parallel", "--resume", "half")
+    assert list(first) == [1, 2] and list(rest) == [3, 4]
+    assert {**first, **rest} == pytest.approx(whole, rel=1e-5)
+    assert re.search(r"^model.output.weight +model.output +vocab_head +128x128 ", stdout, re.MULTILINE)
+    table = re.findall(r"^ +(\d)((?: +\d+\.\d\d){8})$", stdout, re.MULTILINE)
+    assert [int(rank) for rank, _ in table] == [0, 1, 2, 3]
+    for _, cells in table:
+        total, *parts = (float(cell) for cell in cells.split())
+        assert total == pytest.approx(sum(parts), abs=0.05) and total > 1
+    assert re.search(r"^[\d,]+ tokens per second$", stdout, re.MULTILINE)
+
+
 def test_a_model_of_hugging_face_agrees_on_one_and_two_devices(tmp_path: Path) -> None:
     def losses(*arguments: str) -> list[float]:
         stdout = run_example("05_huggingface.py", "--config", "qwen3", "--steps", "4", *arguments, cwd=tmp_path)

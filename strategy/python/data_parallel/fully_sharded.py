@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from weft.strategy.activation_checkpointing import repeated_blocks
-from weft.strategy.state import original_class
+from weft.strategy.state import original_class, state_of
 
 _MARK = "_weft_fully_sharded"
 
@@ -60,8 +60,10 @@ def shard_fully(
     if not root_is_called:
         _refuse_own_parameters(model, names)
     # What ends the forward is needed first in the backward: to free it would be to gather it again at once.
+    kept = _holding_heads(model, names)
     for name in reversed(names):
-        frees = reshard_after_forward and (name in blocks[:-1] or (name not in blocks and len(callees) > 1))
+        is_first = name in blocks[:-1] or (name not in blocks and len(callees) > 1)
+        frees = reshard_after_forward and is_first and name not in kept
         fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=frees, mp_policy=policy)
     outer = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False)
     is_module = entry_points is not None
@@ -114,6 +116,14 @@ def _units(model: nn.Module, inside: bool) -> list[str]:
         if not shared:
             return candidates[1:]
         names -= {unit for units in shared for unit in units}
+
+
+def _holding_heads(model: nn.Module, names: list[str]) -> set[str]:
+    """The innermost units around layers whose weight is used once more after their forward, by a loss."""
+    states = ((name, state_of(module)) for name, module in model.named_modules())
+    heads = [name for name, state in states if state is not None and state.style == "vocab_head"]
+    holding = ([unit for unit in names if head == unit or head.startswith(f"{unit}.")] for head in heads)
+    return {max(units, key=len) for units in holding if units}
 
 
 def _callees(model: nn.Module, prefix: str = "") -> Iterator[str]:

@@ -1,0 +1,199 @@
+"""What users do beside a plain fit, on every kind of mesh: plans of their own, schedulers, compiled blocks, float16."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning_plugin.scripts.plugin_models import assert_same_weights, on_warm_rank, trainer, weights
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from support.models import Llama, LlamaArgs, token_batches
+from support.ranks import run_on_ranks
+from weft.lightning import WeftModelParallelStrategy
+
+VOCAB = 37
+MESHES = [("tp2", None), ("dp2", 0), ("dp2", 1), ("dp2", 3), ("dp2,tp2", 1), ("dp2,tp2", 2), ("dp2,tp2", 3)]
+NUM_RANKS = {"": (1, 1), "tp2": (1, 2), "dp2": (2, 1), "dp2,tp2": (2, 2)}
+OWN_PLAN = {
+    "model.tok_embeddings": "vocab_embedding",
+    "model.layers.*.attention": "attention",
+    "model.layers.*.feed_forward": "column_row_mlp",
+    "model.output": "vocab_head",
+}
+
+
+class Decoder(L.LightningModule):
+    """A Llama; `beside` a layer of the LightningModule's own, its blocks `compiled`, its rate `scheduled`."""
+
+    def __init__(
+        self,
+        dtype: torch.dtype = torch.float64,
+        compiled: bool = False,
+        scheduled: bool = False,
+        beside: bool = False,
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.model = Llama(LlamaArgs(dtype=dtype, n_kv_heads=4, hidden_dim=38, vocab_size=VOCAB))
+        self.scheduled = scheduled
+        self.beside = nn.Linear(3, 2, dtype=dtype) if beside else None  # then FSDP2 gathers the model apart
+        self.losses: list[float] = []
+        if compiled:
+            for layer in self.model.layers:
+                layer.compile(backend="aot_eager")
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        tokens, targets = batch[0][0], batch[1][0]
+        loss = F.cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten())
+        if self.beside is not None:
+            loss = loss + self.beside(torch.ones(3, dtype=loss.dtype)).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        if not self.scheduled:
+            return optimizer
+        cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=6)  # momentum, too
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cycle, "interval": "step"}}
+
+
+def data(num_data: int, data_rank: int) -> DataLoader:
+    rows = 4 // num_data
+    return DataLoader(
+        [tuple(each[data_rank * rows : (data_rank + 1) * rows] for each in pair) for pair in token_batches(6, VOCAB)]
+    )
+
+
+def fit(
+    rank: int,
+    world_size: int,
+    folder: str,
+    layout: str,
+    stage: int | None,
+    module: dict[str, Any] | None = None,
+    **options: Any,
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Six steps; "" as a layout: without weft."""
+    on_warm_rank(rank, world_size)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    strategy: Any = "auto"
+    if layout:
+        names = ("plan", "sequence_parallel")
+        settings = {"plan": "auto", **{name: options.pop(name) for name in names if name in options}}
+        strategy = WeftModelParallelStrategy(layout=layout, zero_stage=stage, **settings)
+    num_data, num_tensor = NUM_RANKS[layout]
+    model = Decoder(**(module or {}))
+    trainer(world_size, strategy, folder, **options).fit(model, data(num_data, rank // num_tensor))
+    is_compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    assert is_compiled == bool(module and module.get("compiled"))
+    return model.losses, weights(model)
+
+
+def assert_like_one_device(folder: Path, layout: str, stage: int | None, **case: Any) -> None:
+    """The weights after six steps; `case`: settings of weft's that one device does not have."""
+    module = case.pop("module", {})
+    [(_, expected)] = run_on_ranks(1, fit, folder=str(folder), layout="", stage=None, module=module)
+    num_data, num_tensor = NUM_RANKS[layout]
+    for _, values in run_on_ranks(
+        num_data * num_tensor, fit, folder=str(folder), layout=layout, stage=stage, module=module, **case
+    ):
+        assert_same_weights(values, expected)
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside another"])
+@pytest.mark.parametrize(("layout", "stage"), MESHES)
+def test_a_plan_of_every_style(tmp_path: Path, layout: str, stage: int | None, beside: bool) -> None:
+    assert_like_one_device(tmp_path, layout, stage, plan=OWN_PLAN, module={"beside": beside})
+
+
+@pytest.mark.parametrize(("layout", "stage"), MESHES)
+def test_schedulers(tmp_path: Path, layout: str, stage: int | None) -> None:
+    assert_like_one_device(tmp_path, layout, stage, module={"scheduled": True})
+
+
+@pytest.mark.parametrize(("layout", "stage"), MESHES)
+def test_compiled_blocks(tmp_path: Path, layout: str, stage: int | None) -> None:
+    assert_like_one_device(tmp_path, layout, stage, module={"compiled": True})
+
+
+def test_compiled_blocks_by_tokens(tmp_path: Path) -> None:
+    assert_like_one_device(tmp_path, "tp2", None, module={"compiled": True}, sequence_parallel=True)
+
+
+@pytest.mark.parametrize(("layout", "stage"), [("tp2", None), ("dp2", 1), ("dp2", 3), ("dp2,tp2", 3)])
+def test_float16(tmp_path: Path, layout: str, stage: int | None) -> None:
+    """Parameters, gradients and what is sent: float16."""
+    case = {"folder": str(tmp_path), "module": {"dtype": torch.float32}}
+    [(losses, expected)] = run_on_ranks(1, fit, layout="", stage=None, **case)
+    num_data, num_tensor = NUM_RANKS[layout]
+    results = run_on_ranks(num_data * num_tensor, fit, layout=layout, stage=stage, precision="16-true", **case)
+    means = torch.tensor([result[0] for result in results]).mean(0)
+    torch.testing.assert_close(means, torch.tensor(losses), rtol=2e-3, atol=0)
+    before, after = dict(Decoder(torch.float32).named_parameters()), results[0][1]
+    assert {value.dtype for value in after.values()} == {torch.float16}
+    ours, theirs = (
+        torch.cat([(values[name].float() - before[name].detach()).flatten() for name in before])
+        for values in (after, expected)
+    )
+    assert F.cosine_similarity(ours, theirs, dim=0) > 0.99, "went another way"
+
+
+class Named(Decoder):
+    """One with a layer of its own beside the model, named `own`."""
+
+    def __init__(self, own: str, strict: bool = True) -> None:
+        super().__init__()
+        self.add_module(own, nn.Linear(2, 2, dtype=torch.float64))
+        self.strict_loading = strict
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.training_step(batch, batch_idx)
+
+
+def _save(rank: int, world_size: int, folder: str) -> dict[str, Tensor]:
+    on_warm_rank(rank, world_size)
+    for is_directory in (False, True):
+        strategy = WeftModelParallelStrategy(plan=OWN_PLAN, layout="dp2,tp2", save_distributed_checkpoint=is_directory)
+        run = trainer(world_size, strategy, folder)
+        model = Named("old")
+        run.fit(model, data(2, rank // 2))
+        run.save_checkpoint(Path(folder, str(is_directory)))
+    return weights(model)
+
+
+def _validate(
+    rank: int, world_size: int, folder: str, layout: str, stage: int | None, is_directory: bool, strict: bool
+) -> dict[str, Tensor] | str:
+    on_warm_rank(rank, world_size)
+    strategy = WeftModelParallelStrategy(plan=OWN_PLAN, layout=layout, zero_stage=stage)
+    model = Named("new", strict)
+    run = trainer(world_size, strategy, folder)
+    num_data, num_tensor = NUM_RANKS[layout]
+    try:
+        run.validate(
+            model, data(num_data, rank // num_tensor), ckpt_path=Path(folder, str(is_directory)), verbose=False
+        )
+    except RuntimeError as error:
+        return str(error)
+    return weights(model)
+
+
+@pytest.mark.parametrize("is_directory", [False, True], ids=["file", "directory"])
+def test_a_state_of_another_model_on_another_mesh(tmp_path: Path, is_directory: bool) -> None:
+    [saved, *_] = run_on_ranks(4, _save, folder=str(tmp_path))
+    before = dict(Named("new").named_parameters())
+    for layout, stage in [("tp2", None), ("dp2", 0), ("dp2", 3)]:
+        case = {"folder": str(tmp_path), "layout": layout, "stage": stage, "is_directory": is_directory}
+        for loaded in run_on_ranks(2, _validate, strict=False, **case):
+            for name, value in loaded.items():
+                assert torch.equal(value, before[name] if name.startswith("new.") else saved[name]), name
+        for refusal in run_on_ranks(2, _validate, strict=True, **case):
+            assert "new.weight" in refusal and "old.weight" in refusal
