@@ -73,11 +73,14 @@ class VocabParallelLogits(Tensor):
 
     def whole(self) -> Tensor:
         """The logits as a plain tensor, gathered; collective."""
-        has_graph = self._whole is not None and (self._whole.requires_grad or not torch.is_grad_enabled())
-        if not has_graph:
+        if self._whole is None or (torch.is_grad_enabled() and not self._whole.requires_grad):
             self._whole = self._head.logits(self._hidden).to(self.dtype)
         assert self._whole is not None
         return self._whole
+
+    def _has_graph(self) -> bool:
+        """Whether whole logits are there, on which a hook may wait for gradients: then all is computed from them."""
+        return self._whole is not None and self._whole.requires_grad
 
     def __repr__(self, **_: Any) -> str:
         return f"VocabParallelLogits({list(self.shape)}, {self.dtype})"
@@ -90,8 +93,13 @@ class VocabParallelLogits(Tensor):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if _changes_in_place(func, kwargs) and args and isinstance(args[0], VocabParallelLogits):
+            raise ValueError(  # a TypeError would have operators go on out of place, on which other names do not look
+                f"{func.__name__} would change logits of a vocab_head in place, of which there are none yet; compute "
+                "new ones from them, or give the output layer the style 'column_gather_output'."
+            )
         special = _SPECIAL.get(func)
-        if special is not None and args and isinstance(args[0], VocabParallelLogits):
+        if special is not None and args and isinstance(args[0], VocabParallelLogits) and not args[0]._has_graph():
             result = special(*args, **kwargs)
             if result is not NotImplemented:
                 return result
@@ -104,6 +112,12 @@ class VocabParallelLogits(Tensor):
             f"{func} got logits of a vocab_head below autograd, where they cannot be gathered; give the output layer "
             "the style 'column_gather_output'."
         )
+
+
+def _changes_in_place(func: Any, kwargs: dict[str, Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    is_method = name.endswith("_") and not name.endswith("__")
+    return is_method or name in _OPERATORS_IN_PLACE or kwargs.get("inplace") is True
 
 
 def _as(logits: VocabParallelLogits, dtype: torch.dtype) -> Any:
@@ -172,6 +186,11 @@ def _cross_entropy(
     return loss if torch.is_autocast_enabled(logits.device.type) else loss.to(logits.dtype)
 
 
+_OPERATORS_IN_PLACE = {
+    "__setitem__",
+    *(f"__i{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow")),
+    *(f"__i{name}__" for name in ("and", "or", "xor", "lshift", "rshift", "matmul")),
+}
 _METADATA = {
     *(
         getattr(Tensor, name).__get__

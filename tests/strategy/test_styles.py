@@ -234,6 +234,40 @@ def test_logits_without_gradients_are_gathered_again_for_the_loss(world_size: in
     assert repr(logits) == "VocabParallelLogits([4, 11], torch.float64)"
 
 
+CHANGES = {
+    "index": lambda logits: logits.__setitem__((0, 0), 1.0),
+    "method": lambda logits: logits.mul_(2),
+    "operator": lambda logits: logits.__itruediv__(2),
+    "function": lambda logits: F.dropout(logits, 0.5, inplace=True),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("case", CHANGES)
+def test_changes_in_place_are_refused(world_size: int, case: str) -> None:
+    """A loss of the logits would not see them."""
+    model, _ = head_of(world_size)
+    logits = model(torch.randn(4, 6, dtype=torch.float64))
+    with pytest.raises(ValueError, match="would change logits of a vocab_head in place"):
+        CHANGES[case](logits)
+
+
+@on_ranks(2)
+def test_hooks_on_logits_see_their_gradient(world_size: int) -> None:
+    model, reference = head_of(world_size)
+    x, target = torch.randn(4, 6, dtype=torch.float64), torch.tensor([0, 4, 10, 7])
+    seen: list[Tensor] = []
+    for each in (model, reference):
+        logits = each(x)
+        logits.retain_grad()
+        logits.register_hook(lambda grad: seen.append(grad.clone()))
+        F.cross_entropy(logits, target).backward()
+        seen.append(logits.grad)
+    assert len(seen) == 4
+    for ours, theirs in zip(seen[:2], seen[2:], strict=True):
+        assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("autocast", [False, True], ids=["bf16", "autocast"])
 def test_half_precision_logits(world_size: int, autocast: bool) -> None:
