@@ -178,7 +178,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    is_plain = weight is None and size_average is None and reduce is None and not target.is_floating_point()
+    is_plain = weight is None and size_average is None and reduce is None and target.dtype in (torch.int64, torch.int32)
     if not is_plain or logits.dim() > 2:  # the classes are dim 1 then
         return NotImplemented
     options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}

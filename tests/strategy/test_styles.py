@@ -184,6 +184,7 @@ WHOLE = {
     "probabilities": lambda logits, target: F.cross_entropy(
         logits.flatten(0, 1), F.one_hot(target, 11).flatten(0, 1).to(logits.dtype)
     ),
+    "small targets": lambda logits, target: F.cross_entropy(logits.flatten(0, 1), target.flatten().to(torch.uint8)),
     "class dim": lambda logits, target: F.cross_entropy(logits.transpose(1, 2), target),
     "flat features": lambda logits, target: logits.flatten(1).square().mean() + logits.view(2, 55)[1, 3],
     "classes": lambda logits, target: logits[..., 2].sum() - logits[:, :, 3:5].mean() + logits[0, 1, 7],
