@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from weft.strategy.local_tensor import enter_forward, inside_forward, is_whole, leave_forward, local_of
 from weft.strategy.state import ModuleState
-from weft.strategy.vocab_head import Head, VocabParallelLogits
+from weft.strategy.vocab_head import VocabParallelLogits, head_of
 
 
 class ParallelModule:
@@ -97,8 +97,10 @@ def _vocab_head_forward(self: Any, input: Tensor) -> Tensor:
         return _column_gather_output_forward(self, input)
     state = self._weft_state
     weight, bias = _weight_and_bias(self, state.transposed)
-    num_features = self._parameters["weight"].shape[1 if state.transposed else 0]
-    return VocabParallelLogits(Head(weight, bias, state.vocab_start, num_features, state.group_name), input)
+    parameter = self._parameters["weight"]
+    num_features = parameter.shape[1 if state.transposed else 0]
+    head = head_of(parameter, weight, bias, state.vocab_start, num_features, state.group_name)
+    return VocabParallelLogits(head, input)
 
 
 def _vocab_embedding_forward(self: Any, input: Tensor) -> Tensor:

@@ -14,6 +14,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+_MARK = "_weft_vocab_head"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,16 +29,18 @@ class Head:
     vocab_start: int
     vocab_size: int
     group_name: str
+    parameter: Tensor  # which the weight is a part of
+    version: int  # of both, whose values the logits are to come from
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Whole ones, `[..., vocab_size]`."""
-        self._refuse_freed()
+        self._refuse_stale()
         part = torch.ops.weft.column_linear(hidden, self.weight, self.bias, group_name=self.group_name)
         return torch.ops.weft.gather_from_group(part, part.dim() - 1, self.group_name, dim_size=self.vocab_size)
 
     def loss(self, hidden: Tensor, target: Tensor, **options: Any) -> Tensor:
         """The cross-entropy of hidden states `[..., d]` with targets `[...]`."""
-        self._refuse_freed()
+        self._refuse_stale()
         options = {"group_name": self.group_name, "vocab_size": self.vocab_size, **options}
         if self.bias is None:
             return torch.ops.weft.vocab_parallel_linear_cross_entropy(
@@ -43,13 +49,45 @@ class Head:
         part = torch.ops.weft.column_linear(hidden, self.weight, self.bias, group_name=self.group_name)
         return torch.ops.weft.vocab_parallel_cross_entropy(part, target, self.vocab_start, **options)
 
-    def _refuse_freed(self) -> None:
+    def _refuse_stale(self) -> None:
         if self.weight.untyped_storage().nbytes() == 0 and self.weight.numel() > 0:
-            raise ValueError(
-                "logits of a vocab_head were used after the weight they come from was freed, as FSDP2 does after the "
-                "forward of what it gathers; compute the loss inside that forward, or give the output layer the style "
-                "'column_gather_output'."
-            )
+            what = "freed, as FSDP2 does after the forward of what it gathers"
+        elif version_of(self.parameter, self.weight) != self.version:
+            what = "changed, as an optimizer's step does"
+        else:
+            return
+        raise ValueError(
+            f"logits of a vocab_head were used after the weight they come from was {what}; use them before, or give "
+            "the output layer the style 'column_gather_output'."
+        )
+
+
+def head_of(
+    parameter: Tensor, weight: Tensor, bias: Tensor | None, vocab_start: int, vocab_size: int, group_name: str
+) -> Head:
+    """The head with the weight that `parameter` has now."""
+    _watch_optimizers()
+    parameter.__dict__[_MARK] = True
+    return Head(weight, bias, vocab_start, vocab_size, group_name, parameter, version_of(parameter, weight))
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """torch's fused kernels change parameters without counting it."""
+
+    def count(optimizer: Optimizer, *_: Any) -> None:
+        changed = [p for group in optimizer.param_groups for p in group["params"] if _MARK in p.__dict__]
+        torch.autograd.graph.increment_version(changed)
+
+    register_optimizer_step_post_hook(count)
+
+
+def version_of(*tensors: Tensor) -> int:
+    """How often values were changed through them; inference mode's tensors do not know.
+
+    A DTensor counts what is done to it, and its local tensor what is done to that, which slices of it see, too.
+    """
+    return sum(tensor._version for tensor in tensors if not tensor.is_inference())
 
 
 class VocabParallelLogits(Tensor):

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from ops.collectives.profiled import collectives_of
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 
@@ -17,6 +18,7 @@ import weft
 from support.models import Conv1D, Gpt2, Llama, LlamaArgs, RMSNorm, token_batches
 from support.parity import assert_trains_alike, tensor_parallel, whole
 from support.ranks import on_ranks
+from weft.strategy.data_parallel import ShardedStates
 from weft.strategy.vocab_head import Head, VocabParallelLogits
 
 TOKENS = token_batches(4, 37)
@@ -302,6 +304,24 @@ def test_freed_weights_are_noticed(world_size: int) -> None:
         logits.argmax(-1)
     with pytest.raises(ValueError, match="after the weight they come from was freed"):
         F.cross_entropy(logits, torch.tensor([0, 4, 10, 7]))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["plain", "fused", "by slices"])
+def test_steps_before_the_logits_are_used_are_noticed(world_size: int, kind: str) -> None:
+    model, _ = head_of(world_size)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if kind == "fused":
+        weft.strategy.fuse(optimizer)
+    elif kind == "by slices":
+        ShardedStates(optimizer, init_device_mesh("cpu", (1, world_size), mesh_dim_names=("a", "b")).get_group("a"))
+    logits = model(torch.randn(4, 6, dtype=torch.float64))
+    F.cross_entropy(logits, torch.tensor([0, 4, 10, 7])).backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match="after the weight they come from was changed, as an optimizer's step does"):
+        logits.argmax(-1)
+    with torch.inference_mode():
+        assert model(torch.randn(4, 6, dtype=torch.float64)).argmax(-1).shape == (4,)
 
 
 @on_ranks(2)
