@@ -280,9 +280,10 @@ class TrainerMixin(StrategyMixin):
         if self._plan is None:
             return step(*args, **kwargs)
         from weft.strategy import local_parameters
+        from weft.strategy.vocab_head import without_waiting
 
         with local_parameters():
-            return step(*args, **kwargs)
+            return without_waiting(step(*args, **kwargs))
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """The stock hook; what the step has left alive is kept for the backward that begins."""

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_map_only
 
 _MARK = "_weft_vocab_head"
 
@@ -141,7 +142,7 @@ class VocabParallelLogits(Tensor):
             result = special(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        args, kwargs = torch.utils._pytree.tree_map_only(VocabParallelLogits, cls.whole, (args, kwargs))
+        args, kwargs = tree_map_only(VocabParallelLogits, cls.whole, (args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
@@ -150,6 +151,11 @@ class VocabParallelLogits(Tensor):
             f"{func} got logits of a vocab_head below autograd, where they cannot be gathered; give the output layer "
             "the style 'column_gather_output'."
         )
+
+
+def without_waiting(result: Any) -> Any:
+    """With whole logits for those that wait: for what leaves the code that all ranks of a group run; collective."""
+    return tree_map_only(VocabParallelLogits, VocabParallelLogits.whole, result)
 
 
 def _changes_in_place(func: Any, kwargs: dict[str, Any]) -> bool:

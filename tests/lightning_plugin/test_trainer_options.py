@@ -56,6 +56,9 @@ class Decoder(L.LightningModule):
         self.losses.append(loss.item())
         return loss
 
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.model(batch[0][0])
+
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
         if not self.scheduled:
@@ -106,6 +109,23 @@ def assert_like_one_device(folder: Path, layout: str, stage: int | None, **case:
         num_data * num_tensor, fit, folder=str(folder), layout=layout, stage=stage, module=module, **case
     ):
         assert_same_weights(values, expected)
+
+
+def _predict(rank: int, world_size: int, folder: str, layout: str) -> Tensor | None:
+    on_warm_rank(rank, world_size)
+    strategy: Any = WeftModelParallelStrategy(plan=OWN_PLAN, layout=layout) if layout else "auto"
+    num_data, num_tensor = NUM_RANKS[layout]
+    [first, *_] = trainer(world_size, strategy, folder).predict(Decoder(), data(num_data, rank // num_tensor))
+    # What is done on one rank alone waits for nobody.
+    return first.log_softmax(-1).clone() if rank == 0 else None
+
+
+@pytest.mark.parametrize("layout", ["tp2", "dp2,tp2"])
+def test_predictions_are_whole(tmp_path: Path, layout: str) -> None:
+    [expected] = run_on_ranks(1, _predict, folder=str(tmp_path), layout="")
+    num_data, num_tensor = NUM_RANKS[layout]
+    [first, *_] = run_on_ranks(num_data * num_tensor, _predict, folder=str(tmp_path), layout=layout)
+    torch.testing.assert_close(first, expected[: 4 // num_data], rtol=1e-10, atol=0)
 
 
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside another"])
