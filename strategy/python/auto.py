@@ -15,7 +15,7 @@ from weft.strategy.assignments import Assignment, Assignments, place_fused_mlp, 
 from weft.strategy.linears import features, why_no_linear, why_no_vocab_embedding
 
 _MIN_ROWS_PER_RANK = 4
-_NO_TOKENS = re.compile(r"pos|wpe|type|segment")
+_NO_TOKENS = re.compile(r"pos|wpe|type|segment|bias|relative")
 _LAYERS_BY_CALL = (nn.TransformerEncoderLayer.forward, nn.TransformerDecoderLayer.forward)
 
 

@@ -93,14 +93,16 @@ def _row_split_input_forward(self: Any, input: Tensor) -> Tensor:
 
 
 def _vocab_head_forward(self: Any, input: Tensor) -> Tensor:
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or self._backward_hooks or self._backward_pre_hooks:
         return _column_gather_output_forward(self, input)
     state = self._weft_state
     weight, bias = _weight_and_bias(self, state.transposed)
     parameter = self._parameters["weight"]
     num_features = parameter.shape[1 if state.transposed else 0]
     head = head_of(parameter, weight, bias, state.vocab_start, num_features, state.group_name)
-    return VocabParallelLogits(head, input)
+    device_type = input.device.type
+    is_autocast = torch.is_autocast_enabled(device_type) and input.is_floating_point()
+    return VocabParallelLogits(head, input, torch.get_autocast_dtype(device_type) if is_autocast else None)
 
 
 def _vocab_embedding_forward(self: Any, input: Tensor) -> Tensor:

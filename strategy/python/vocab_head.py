@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 _MARK = "_weft_vocab_head"
 
@@ -100,6 +100,7 @@ class VocabParallelLogits(Tensor):
 
     _head: Head
     _hidden: Tensor
+    _version_of_hidden: int
     _whole: Tensor | None
 
     @staticmethod
@@ -108,14 +109,27 @@ class VocabParallelLogits(Tensor):
         dtype = dtype or hidden.dtype
         made: VocabParallelLogits = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=hidden.device)
         made._head, made._hidden, made._whole = head, hidden, None
+        made._version_of_hidden = version_of(hidden)
         return made
 
     def whole(self) -> Tensor:
         """The logits as a plain tensor, gathered; collective."""
         if self._whole is None or (torch.is_grad_enabled() and not self._whole.requires_grad):
+            self._refuse_stale()
             self._whole = self._head.logits(self._hidden).to(self.dtype)
         assert self._whole is not None
         return self._whole
+
+    def _refuse_stale(self) -> None:
+        if self.requires_grad:  # of themselves they are in no graph
+            what = "went through an autograd function, such as a reentrant checkpoint, which does not see their origin"
+        elif version_of(self._hidden) != self._version_of_hidden:
+            what = "were used after the hidden states they come from were changed in place"
+        else:
+            return
+        raise ValueError(
+            f"logits of a vocab_head {what}; avoid that, or give the output layer the style 'column_gather_output'."
+        )
 
     def _has_graph(self) -> bool:
         """Whether whole logits are there, on which a hook may wait for gradients: then all is computed from them."""
@@ -132,7 +146,8 @@ class VocabParallelLogits(Tensor):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if _changes_in_place(func, kwargs) and args and isinstance(args[0], VocabParallelLogits):
+        changed = tree_leaves((args[:1] if _changes_in_place(func, kwargs) else (), kwargs.get("out")))
+        if any(isinstance(each, VocabParallelLogits) for each in changed):
             raise ValueError(  # a TypeError would have operators go on out of place, on which other names do not look
                 f"{func.__name__} would change logits of a vocab_head in place, of which there are none yet; compute "
                 "new ones from them, or give the output layer the style 'column_gather_output'."
@@ -225,6 +240,7 @@ def _cross_entropy(
     is_plain = weight is None and size_average is None and reduce is None and target.dtype in (torch.int64, torch.int32)
     if not is_plain or logits.dim() > 2:  # the classes are dim 1 then
         return NotImplemented
+    logits._refuse_stale()
     options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}
     loss = logits._head.loss(logits._hidden, target, **options)
     return loss if torch.is_autocast_enabled(logits.device.type) else loss.to(logits.dtype)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 import weft
 from support.models import Conv1D, Gpt2, Llama, LlamaArgs, RMSNorm, token_batches
@@ -240,6 +241,9 @@ def test_logits_without_gradients_are_gathered_again_for_the_loss(world_size: in
 CHANGES = {
     "index": lambda logits: logits.__setitem__((0, 0), 1.0),
     "method": lambda logits: logits.mul_(2),
+    "list": lambda logits: torch._foreach_mul_([logits], 2),
+    "out": lambda logits: torch.mul(torch.ones(4, 11, dtype=torch.float64), 2, out=logits),
+    "view": lambda logits: logits.view(-1, 11)[:2].__setitem__(0, 1.0),
     "operator": lambda logits: logits.__itruediv__(2),
     "function": lambda logits: F.dropout(logits, 0.5, inplace=True),
 }
@@ -282,6 +286,7 @@ def test_half_precision_logits(world_size: int, autocast: bool) -> None:
             loss = F.cross_entropy(change(model(x)), target)
             expected = F.cross_entropy(change(reference(x)), target)
             assert loss.dtype == expected.dtype
+            assert model(x).dtype == reference(x).dtype == torch.bfloat16
             assert_close(loss, expected, rtol=2e-2, atol=1e-2)
 
 
@@ -304,6 +309,42 @@ def test_freed_weights_are_noticed(world_size: int) -> None:
         logits.argmax(-1)
     with pytest.raises(ValueError, match="after the weight they come from was freed"):
         F.cross_entropy(logits, torch.tensor([0, 4, 10, 7]))
+
+
+@on_ranks(2)
+def test_hidden_states_that_change_are_noticed(world_size: int) -> None:
+    model, _ = head_of(world_size)
+    hidden = torch.randn(4, 6, dtype=torch.float64)
+    logits = model(hidden)
+    hidden.zero_()
+    for use in (lambda: logits.argmax(-1), lambda: F.cross_entropy(logits, torch.tensor([0, 4, 10, 7]))):
+        with pytest.raises(ValueError, match="after the hidden states they come from were changed in place"):
+            use()
+
+
+@on_ranks(2)
+def test_reentrant_checkpoints_around_the_head_are_noticed(world_size: int) -> None:
+    model, reference = head_of(world_size)
+    x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    target = torch.tensor([0, 4, 10, 7])
+    logits = checkpoint(model, x, use_reentrant=True)
+    with pytest.raises(ValueError, match="went through an autograd function, such as a reentrant checkpoint"):
+        F.cross_entropy(logits, target)
+    F.cross_entropy(checkpoint(model, x, use_reentrant=False), target).backward()
+    F.cross_entropy(reference(x), target).backward()
+    assert_close(whole(model[0].weight.grad), reference[0].weight.grad, rtol=1e-10, atol=1e-12)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("add", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_hooks_of_the_layer_see_the_gradient(world_size: int, add: str) -> None:
+    model, reference = head_of(world_size)
+    seen: list[Tensor] = []
+    x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    for each in (model, reference):
+        getattr(each[0], add)(lambda module, *grads: seen.append(grads[-1][0].clone()))
+        F.cross_entropy(each(x), torch.tensor([0, 4, 10, 7])).backward()
+    assert_close(seen[0], seen[1], rtol=1e-10, atol=1e-12)
 
 
 @on_ranks(2)
