@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from weft.nn import ColumnLinear, RowLinear, VocabParallelEmbedding
-from weft.strategy.export_layers import ColumnConv1D, ColumnGatherOutput, RowConv1D, RowSplitInput
+from weft.strategy.export_layers import ColumnLayer, RowLayer
 from weft.strategy.linears import COLUMN_STYLES, ROW_STYLES, features
 from weft.strategy.state import MlpParts, ModuleState, remove_state, state_of
 
@@ -76,21 +76,8 @@ def _replacement(module: nn.Module, state: ModuleState, full: tuple[int, int] | 
             f"export_local: a {state.original_class.__name__} works on a part of the sequence; parallelize the model "
             "without sequence_parallel for export."
         )
-    if state.style in ("column", "row"):
-        if state.transposed:
-            cls: type[nn.Module] = ColumnConv1D if state.style == "column" else RowConv1D
-            new = _bare(cls, module)
-        else:
-            cls = ColumnLinear if state.style == "column" else RowLinear
-            new = _bare(cls, module)
-            new.in_features, new.out_features = full
-        new.group_name = state.group_name
-        return new
-    if state.style in ("column_gather_output", "vocab_head", "row_split_input"):
-        new = _bare(RowSplitInput if state.style == "row_split_input" else ColumnGatherOutput, module)
-        new.in_features, new.out_features = full
-        new.group_name, new.transposed = state.group_name, state.transposed
-        return new
+    if full is not None:
+        return _linear(module, state, full)
     if state.style == "replicate_sum_gradients" and any(p.requires_grad for p in module.parameters(recurse=False)):
         raise ValueError(
             f"export_local: a {state.original_class.__name__} sums its gradients over the ranks, which a plain copy "
@@ -112,6 +99,19 @@ def _replacement(module: nn.Module, state: ModuleState, full: tuple[int, int] | 
             new._modules[name] = module._modules[name]
         return new
     return module
+
+
+def _linear(module: nn.Module, state: ModuleState, full: tuple[int, int]) -> nn.Module:
+    is_row, is_whole = state.style in ROW_STYLES, state.style not in ("column", "row")
+    if state.transposed or is_whole:
+        new = _bare(RowLayer if is_row else ColumnLayer, module)
+        setattr(new, "splits_input" if is_row else "gathers_output", is_whole)
+        new.transposed = state.transposed
+    else:
+        new = _bare(RowLinear if is_row else ColumnLinear, module)
+    new.in_features, new.out_features = full
+    new.group_name = state.group_name
+    return new
 
 
 def _refuse_other_embedding(module: nn.Module) -> None:

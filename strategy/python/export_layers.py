@@ -1,4 +1,7 @@
-"""Scriptable layers that take the place of parallelized ones in an exported copy, beside those of weft.nn."""
+"""Scriptable layers that take the place of parallelized ones in an exported copy, beside those of weft.nn.
+
+export_local makes them around parameters that are there, `weight` and `bias` (or None).
+"""
 
 from __future__ import annotations
 
@@ -6,53 +9,34 @@ import torch
 from torch import nn
 
 
-class ColumnConv1D(nn.Module):
-    """ColumnLinear with the weight of GPT-2's Conv1D, `[in, out_local]`."""
+class ColumnLayer(nn.Module):
+    """This rank's output features of a linear layer: `[..., in]` -> `[..., out_local]`, or `[..., out]` gathered."""
 
-    def __init__(self, group_name: str) -> None:
-        super().__init__()
-        self.group_name = group_name
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.weft.column_linear(x, self.weight.t(), self.bias, group_name=self.group_name)
-
-
-class RowConv1D(nn.Module):
-    """RowLinear with the weight of GPT-2's Conv1D, `[in_local, out]`."""
-
-    def __init__(self, group_name: str) -> None:
-        super().__init__()
-        self.group_name = group_name
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.weft.row_linear(x, self.weight.t(), self.bias, group_name=self.group_name)
-
-
-class ColumnGatherOutput(nn.Module):
-    """A linear layer with this rank's output features, whose output is gathered: `[..., in]` -> `[..., out]`."""
-
-    def __init__(self, group_name: str, in_features: int, out_features: int, transposed: bool) -> None:
-        super().__init__()
-        self.group_name = group_name
-        self.in_features, self.out_features = in_features, out_features
-        self.transposed = transposed
+    group_name: str
+    in_features: int  # of the whole layer, as is out_features
+    out_features: int
+    transposed: bool  # the weight is [in, out_local], as in GPT-2's Conv1D
+    gathers_output: bool
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.weight.t() if self.transposed else self.weight
         part = torch.ops.weft.column_linear(x, weight, self.bias, group_name=self.group_name)
-        return torch.ops.weft.gather_from_group(part, part.dim() - 1, self.group_name, dim_size=self.out_features)
+        if self.gathers_output:
+            part = torch.ops.weft.gather_from_group(part, part.dim() - 1, self.group_name, dim_size=self.out_features)
+        return part
 
 
-class RowSplitInput(nn.Module):
-    """A linear layer with this rank's input features, whose input is whole: `[..., in]` -> `[..., out]`."""
+class RowLayer(nn.Module):
+    """This rank's input features of a linear layer: `[..., in_local]`, or `[..., in]` to split, -> `[..., out]`."""
 
-    def __init__(self, group_name: str, in_features: int, out_features: int, transposed: bool) -> None:
-        super().__init__()
-        self.group_name = group_name
-        self.in_features, self.out_features = in_features, out_features
-        self.transposed = transposed
+    group_name: str
+    in_features: int  # of the whole layer, as is out_features
+    out_features: int
+    transposed: bool  # the weight is [in_local, out], as in GPT-2's Conv1D
+    splits_input: bool
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.weight.t() if self.transposed else self.weight
-        part = torch.ops.weft.scatter_to_group(x, x.dim() - 1, self.group_name)
-        return torch.ops.weft.row_linear(part, weight, self.bias, group_name=self.group_name)
+        if self.splits_input:
+            x = torch.ops.weft.scatter_to_group(x, x.dim() - 1, self.group_name)
+        return torch.ops.weft.row_linear(x, weight, self.bias, group_name=self.group_name)

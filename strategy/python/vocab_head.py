@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 _MARK = "_weft_vocab_head"
+_GATHER = object()  # what _SPECIAL's functions return for what hidden states do not give
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +156,7 @@ class VocabParallelLogits(Tensor):
         special = _SPECIAL.get(func)
         if special is not None and args and isinstance(args[0], VocabParallelLogits) and not args[0]._has_graph():
             result = special(*args, **kwargs)
-            if result is not NotImplemented:
+            if result is not _GATHER:
                 return result
         args, kwargs = tree_map_only(VocabParallelLogits, cls.whole, (args, kwargs))
         return func(*args, **kwargs)
@@ -183,38 +184,38 @@ def _as(logits: VocabParallelLogits, dtype: torch.dtype) -> Any:
     """A cast that a loss does not notice: its statistics are float32 ones at least."""
     hidden = logits._hidden.dtype
     is_same = dtype == hidden or (dtype == torch.float32 and hidden in (torch.bfloat16, torch.float16))
-    return VocabParallelLogits(logits._head, logits._hidden, dtype) if is_same else NotImplemented
+    return VocabParallelLogits(logits._head, logits._hidden, dtype) if is_same else _GATHER
 
 
 def _to(logits: VocabParallelLogits, *args: Any, **kwargs: Any) -> Any:
     wanted = (*args, *kwargs.values())
     is_dtype = len(wanted) == 1 and isinstance(wanted[0], torch.dtype) and set(kwargs) <= {"dtype"}
-    return _as(logits, wanted[0]) if is_dtype else NotImplemented
+    return _as(logits, wanted[0]) if is_dtype else _GATHER
 
 
 def _reshape(logits: VocabParallelLogits, *shape: Any, **kwargs: Any) -> Any:
     sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
     if kwargs or len(sizes) < 2 or sizes[-1] != logits._head.vocab_size:
-        return NotImplemented
+        return _GATHER
     return _with(logits, logits._hidden.reshape(*sizes[:-1], logits._hidden.shape[-1]))
 
 
 def _flatten(logits: VocabParallelLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
     last = logits.dim() - 1
     start, end = (dim % logits.dim() for dim in (start_dim, end_dim))
-    return _with(logits, logits._hidden.flatten(start, end)) if start <= end < last else NotImplemented
+    return _with(logits, logits._hidden.flatten(start, end)) if start <= end < last else _GATHER
 
 
 def _getitem(logits: VocabParallelLogits, index: Any) -> Any:
     items = index if isinstance(index, tuple) else (index,)
     if any(isinstance(item, VocabParallelLogits) for item in items):
-        return NotImplemented
+        return _GATHER
     num_used = sum(_num_dims(item) for item in items)
     reaches_last = num_used == logits.dim() or any(item is Ellipsis for item in items)
     keeps_last = isinstance(items[-1], slice) and items[-1] == slice(None) if items else True
     if items and items[-1] is Ellipsis:
         keeps_last = num_used < logits.dim()
-    return _with(logits, logits._hidden[index]) if keeps_last or not reaches_last else NotImplemented
+    return _with(logits, logits._hidden[index]) if keeps_last or not reaches_last else _GATHER
 
 
 def _num_dims(item: Any) -> int:
@@ -239,7 +240,7 @@ def _cross_entropy(
 ) -> Any:
     is_plain = weight is None and size_average is None and reduce is None and target.dtype in (torch.int64, torch.int32)
     if not is_plain or logits.dim() > 2:  # the classes are dim 1 then
-        return NotImplemented
+        return _GATHER
     logits._refuse_stale()
     options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}
     loss = logits._head.loss(logits._hidden, target, **options)
