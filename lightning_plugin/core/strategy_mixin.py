@@ -116,7 +116,7 @@ class StrategyMixin:
     def setup_environment(self) -> None:
         """Join the process group, build the mesh, and give the ranks of a tensor-parallel group one random state."""
         self._check_devices()
-        self._refuse_offload_on_cpu()
+        self._refuse_offload_on_cpu("activation_offload=True", self._activation_offload)
         guard().mark_failed(False)
         guard().watch_signals(self._owns_process_control())
         replicas = 1
@@ -143,11 +143,11 @@ class StrategyMixin:
             _meshes[key] = (mesh, group)
         return _meshes[key]
 
-    def _refuse_offload_on_cpu(self) -> None:
-        if self._activation_offload and self.root_device.type == "cpu":
+    def _refuse_offload_on_cpu(self, what: str, is_on: bool) -> None:
+        if is_on and self.root_device.type == "cpu":
             raise ValueError(
-                f"{type(self).__name__} got activation_offload=True on CPU devices, whose memory is where activations "
-                "would go; pass activation_offload=False."
+                f"{type(self).__name__} got {what} on CPU devices, whose memory is where activations would go; leave "
+                "it out."
             )
 
     def _get_process_group_backend(self) -> str:
@@ -295,6 +295,7 @@ class StrategyMixin:
         waiting = has_meta_tensors(module)
         if self._plan is not None:
             self._advise_on_building(module)
+            self._refuse_offload_on_cpu("a rule of its plan with offload", self._plan.offloads(module))
             parallelize(module, self.device_mesh, self._plan)
         self._checkpoint_activations(module)
         if self._plan is not None:

@@ -26,18 +26,30 @@ namespace {
 
 using AxisPair = std::pair<std::string, int64_t>;
 using RuleTriple = std::tuple<std::string, std::string, std::optional<std::string>>;
-using RuleFields = std::tuple<std::string, std::string, std::optional<std::string>, bool>;
+using RuleFields = std::tuple<std::string,
+                              std::string,
+                              std::optional<std::string>,
+                              bool,
+                              bool,
+                              std::optional<std::string>>;
 
 Rule make_rule(std::string pattern,
                const std::string& style,
                std::optional<std::string> heads,
-               bool recompute) {
+               bool recompute,
+               bool offload,
+               const std::optional<std::string>& precision) {
   try {
-    const Style parsed = parse_style(style);
-    return {.pattern = std::move(pattern),
-            .style = parsed,
-            .heads = std::move(heads),
-            .recompute = recompute};
+    Rule rule;
+    rule.style = parse_style(style);
+    rule.recompute = recompute;
+    rule.offload = offload;
+    if (precision) {
+      rule.precision = parse_compute_dtype(*precision);
+    }
+    rule.pattern = std::move(pattern);
+    rule.heads = std::move(heads);
+    return rule;
   } catch (const std::invalid_argument& error) {
     throw std::invalid_argument("plan: pattern '" + pattern + "': " + error.what());
   }
@@ -54,12 +66,12 @@ Mesh make_mesh(const std::vector<AxisPair>& pairs) {
 
 Rule rule_from_triple(const RuleTriple& triple) {
   const auto& [pattern, style, heads] = triple;
-  return make_rule(pattern, style, heads, false);
+  return make_rule(pattern, style, heads, false, false, {});
 }
 
 Rule rule_from_fields(const RuleFields& fields) {
-  const auto& [pattern, style, heads, recompute] = fields;
-  return make_rule(pattern, style, heads, recompute);
+  const auto& [pattern, style, heads, recompute, offload, precision] = fields;
+  return make_rule(pattern, style, heads, recompute, offload, precision);
 }
 
 Plan make_plan(const std::vector<std::variant<Rule, RuleTriple>>& items) {
@@ -71,8 +83,17 @@ Plan make_plan(const std::vector<std::variant<Rule, RuleTriple>>& items) {
   return Plan(std::move(rules));
 }
 
+std::optional<std::string> precision_of(const Rule& rule) {
+  return rule.precision ? std::optional(std::string(to_string(*rule.precision))) : std::nullopt;
+}
+
 RuleFields to_fields(const Rule& rule) {
-  return {rule.pattern, std::string(to_string(rule.style)), rule.heads, rule.recompute};
+  return {rule.pattern,
+          std::string(to_string(rule.style)),
+          rule.heads,
+          rule.recompute,
+          rule.offload,
+          precision_of(rule)};
 }
 
 template <typename Names>
@@ -128,11 +149,15 @@ void bind_rule(py::module_& module) {
            py::arg("pattern"),
            py::arg("style"),
            py::arg("heads") = py::none(),
-           py::arg("recompute") = false)
+           py::arg("recompute") = false,
+           py::arg("offload") = false,
+           py::arg("precision") = py::none())
       .def_readonly("pattern", &Rule::pattern)
       .def_property_readonly("style", [](const Rule& rule) { return to_string(rule.style); })
       .def_readonly("heads", &Rule::heads)
       .def_readonly("recompute", &Rule::recompute)
+      .def_readonly("offload", &Rule::offload)
+      .def_property_readonly("precision", &precision_of)
       .def(py::self == py::self)
       .def("__hash__", std::hash<Rule>{})
       .def("__repr__",

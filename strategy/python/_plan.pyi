@@ -53,10 +53,20 @@ class Mesh:
 class Rule:
     """`pattern` gives `style` to the modules it matches; `heads` names the attribute counting their heads.
 
-    `recompute`, of a column_row_mlp: the forward keeps the input alone. ValueError: an unknown style.
+    `recompute`: the forward keeps the input alone. `offload`: what is kept for the backward waits in CPU memory.
+    `precision`: "float32", "bfloat16" or "float16", which the module and those below compute in. ValueError: an unknown
+    style or precision.
     """
 
-    def __init__(self, pattern: str, style: str, heads: str | None = None, recompute: bool = False) -> None: ...
+    def __init__(
+        self,
+        pattern: str,
+        style: str,
+        heads: str | None = None,
+        recompute: bool = False,
+        offload: bool = False,
+        precision: str | None = None,
+    ) -> None: ...
     @property
     def pattern(self) -> str: ...
     @property
@@ -65,6 +75,10 @@ class Rule:
     def heads(self) -> str | None: ...
     @property
     def recompute(self) -> bool: ...
+    @property
+    def offload(self) -> bool: ...
+    @property
+    def precision(self) -> str | None: ...
     def __eq__(self, other: object) -> bool: ...
     def __hash__(self) -> int: ...
 
@@ -73,8 +87,8 @@ class Plan:
     """Ordered rules from name patterns to styles; immutable and hashable.
 
     Rules are given as `Rule`s or as (pattern, style, heads) triples. A rule that repeats an earlier one is
-    kept once. ValueError: an unknown style, a malformed pattern, `heads` with a style other than column and
-    row, `recompute` with one other than column_row_mlp, one pattern with two different values.
+    kept once. ValueError: an unknown style, a malformed pattern, an option that means nothing to the style, one pattern
+    with two different values.
     """
 
     def __init__(self, rules: Sequence[Rule | tuple[str, str, str | None]] = ...) -> None: ...
@@ -87,8 +101,8 @@ class Plan:
     def resolve(self, module_names: Sequence[str]) -> list[tuple[str, Rule]]:
         """The rule of each module that has one, in the order of `module_names` ("" is the model itself).
 
-        Where several rules give one module the same style they are one, with whichever option is named. A
-        module below one that a column_row_mlp, attention or ignore rule owns is left out when its own style is the
+        Where several rules give one module the same style they are one, with the options of all. A module below one
+        that a column_row_mlp, attention, sequence_parallel or ignore rule owns is left out when its own style is the
         same. ValueError: a pattern that matches no module; rules that disagree on a module, or with an owner among its
         ancestors.
         """

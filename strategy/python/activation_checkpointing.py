@@ -153,21 +153,22 @@ def _refuse(name: str, module: nn.Module, mode: str, offload: bool) -> None:
             f"checkpoint_activations: {shown} has a {module.checkpoint_mode[0]} checkpoint already; give it the same "
             "again, or build the model anew."
         )
-    if isinstance(module, torch.jit.ScriptModule) or type(module).forward is nn.Module.forward:
-        raise ValueError(
-            f"checkpoint_activations: {shown} is a {type(module).__name__}, which has no forward of its own to run "
-            "again; name the modules inside it."
-        )
     recomputing = next((n for n, m in module.named_modules() if (s := state_of(m)) is not None and s.recompute), None)
     if mode == SELECTIVE and recomputing is not None:
         raise ValueError(
             f"checkpoint_activations: the rule of '{recomputing}' in {shown} says recompute, and a selective "
             "checkpoint would keep what it lets go of; leave out one of the two, or take a full checkpoint."
         )
-    if "forward" in module.__dict__:
-        raise ValueError(
-            f"checkpoint_activations: the forward of {shown} was replaced on the instance; name the modules inside it."
-        )
+    reason = why_not_wrapped(module)
+    if reason is not None:
+        raise ValueError(f"checkpoint_activations: {shown} is to run again, but {reason}; name the modules inside it.")
+
+
+def why_not_wrapped(module: nn.Module) -> str | None:
+    """Why a module's forward cannot be run inside another one; None if it can."""
+    if isinstance(module, torch.jit.ScriptModule) or type(module).forward is nn.Module.forward:
+        return f"a {type(module).__name__} has no forward of its own"
+    return "its forward was replaced on the instance" if "forward" in module.__dict__ else None
 
 
 class CheckpointedModule:

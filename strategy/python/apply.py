@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Iterable
 from typing import Any
@@ -12,10 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from weft.strategy._plan import shard_range
-from weft.strategy.activation_checkpointing import CheckpointedModule
+from weft.strategy.activation_checkpointing import CheckpointedModule, checkpoint_activations
 from weft.strategy.assignments import Assignment, Assignments, join
 from weft.strategy.deferred import check_written, materialize
 from weft.strategy.linears import COLUMN_STYLES, ROW_STYLES, features, is_conv1d, shard_dims
+from weft.strategy.offload import offload_activations
 from weft.strategy.plan import Plan, Rules
 from weft.strategy.roles import take_role
 from weft.strategy.sequence_parallel import sequence_places
@@ -52,7 +54,8 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Rules | Plan) -> nn.Mo
         return model
     assignments = plan.assign(model, tp_mesh.size())
     places: dict[int, Place] = {}
-    if plan.sequence_parallel and tp_mesh.size() > 1:
+    names_tokens = any(a.style == "sequence_parallel" for a in assignments.styles.values())
+    if (plan.sequence_parallel or names_tokens) and tp_mesh.size() > 1:
         places = sequence_places(model, assignments, group_name_of(tp_mesh))
     ignored = _ignored(model, assignments)
     dims = _parameter_dims(model, assignments, ignored)
@@ -63,9 +66,9 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Rules | Plan) -> nn.Mo
     whole = _replace_parameters(model, tp_mesh, dims)
     materialize(model)
     _take_roles(model, tp_mesh, assignments, places, others)
+    notes = [*assignments.notes, *_take_options(model, assignments)]
     for (module_name, attribute), count in assignments.heads.items():
         setattr(model.get_submodule(module_name), attribute, count)
-    notes = [*assignments.notes]
     notes += [f"{join(name, attribute)} = {n} on this rank" for (name, attribute), n in assignments.heads.items()]
     if places:
         notes.append("activations between the blocks' layers are cut along the sequence")
@@ -193,6 +196,7 @@ def _take_roles(
 ) -> None:
     """Give modules the classes of their styles; `others` had DTensors before and know themselves how to use them."""
     by_module = {id(model.get_submodule(name)): a for name, a in assignments.styles.items()}
+    precisions = _precisions(model, assignments)
     group_name = group_name_of(mesh)
     for module in reversed(list(model.modules())):  # children first: a fused container records their classes
         assignment = by_module.get(id(module), Assignment(""))
@@ -217,8 +221,30 @@ def _take_roles(
             transposed=assignment.style in (*COLUMN_STYLES, *ROW_STYLES, "vocab_head") and is_conv1d(module),
             fused=assignment.fused_into is not None,
             sequence=places.get(id(module)),
+            precision=precisions.get(id(module)),
         )
         take_role(module, state)
+
+
+def _precisions(model: nn.Module, assignments: Assignments) -> dict[int, torch.dtype]:
+    """What modules compute in, by their ids: as the nearest rule above says, or their own."""
+    result: dict[int, torch.dtype] = {}
+    for name in sorted(name for name, options in assignments.options.items() if options.precision):
+        dtype = getattr(torch, assignments.options[name].precision)
+        result |= {id(module): dtype for module in model.get_submodule(name).modules()}
+    return result
+
+
+def _take_options(model: nn.Module, assignments: Assignments) -> list[str]:
+    """Wrap the forwards of modules whose rules say so; returns notes."""
+    for name, options in assignments.options.items():
+        module = model.get_submodule(name)
+        if options.recompute:
+            checkpoint_activations(module, "", offload=options.offload)
+        elif options.offload:
+            offload_activations(module)
+    counts = collections.Counter(assignments.options.values())
+    return [f"{options.rule or 'the model itself'}: {options}, of {n} modules" for options, n in counts.items()]
 
 
 def _vocab_start(module: nn.Module, mesh: DeviceMesh, style: str) -> int:

@@ -26,13 +26,31 @@ class Assignment:
     rule: str = ""
 
 
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How one module computes, by the rule of the pattern `rule`. `precision`: a dtype's name, or ""."""
+
+    recompute: bool = False
+    offload: bool = False
+    precision: str = ""
+    rule: str = ""
+
+    def __str__(self) -> str:
+        parts = ["recompute"] * self.recompute + ["offload"] * self.offload
+        return ", ".join(parts + [f"precision {self.precision}"] * bool(self.precision))
+
+
 @dataclasses.dataclass
 class Assignments:
-    """Styles by module name, head counts to divide by (module, attribute), and what was left alone and why."""
+    """Styles by module name, head counts to divide by (module, attribute), and what was left alone and why.
+
+    options: of those modules whose rule has some, but for the recompute of a fused MLP, which its operator does.
+    """
 
     tp_size: int
     styles: dict[str, Assignment] = dataclasses.field(default_factory=dict)
     heads: dict[tuple[str, str], int] = dataclasses.field(default_factory=dict)
+    options: dict[str, Options] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
 
     def leave(self, module_name: str, reason: str) -> None:

@@ -76,6 +76,11 @@ def _replacement(module: nn.Module, state: ModuleState, full: tuple[int, int] | 
             f"export_local: a {state.original_class.__name__} works on a part of the sequence; parallelize the model "
             "without sequence_parallel for export."
         )
+    if state.precision is not None:
+        raise ValueError(
+            f"export_local: a {state.original_class.__name__} computes in {state.precision} by its rule, which a plain "
+            "copy would not; leave precision out of the plan for export."
+        )
     if full is not None:
         return _linear(module, state, full)
     if state.style == "replicate_sum_gradients" and any(p.requires_grad for p in module.parameters(recurse=False)):

@@ -133,6 +133,10 @@ class Plan:
         """What two plans have in common that are the same: their rules, their callable, or being "auto"."""
         return self.preset or self._callable or self._rules, self.sequence_parallel
 
+    def offloads(self, model: nn.Module) -> bool:
+        """Whether a rule says offload."""
+        return not self.preset and any(rule.offload for rule in self.rules_for(model).rules)
+
     def rules_for(self, model: nn.Module) -> _plan.Plan:
         """The rules of this plan on a model; not for a preset."""
         if self._callable is None:

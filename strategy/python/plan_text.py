@@ -8,9 +8,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+
 from weft.strategy import _plan
 
-Style = str | Mapping[str, str | bool]
+Style = str | Mapping[str, str | bool | torch.dtype]
 StyleOf = Callable[[str, Any], Style | None]  # of a module, from its name and itself
 # What transformers' plans say, first in the words of its version 5, then in those of version 4.
 HUGGING_FACE_STYLES = {
@@ -31,7 +33,7 @@ KINDS = (
 )
 _FILE_ENDINGS = (".yaml", ".yml", ".json")
 _ADVICE = "write one 'pattern: style' a line, or pass 'auto'"
-_OPTION_TYPES = {"heads": (str, type(None)), "recompute": bool}
+_OPTION_TYPES = {"heads": (str, type(None)), "recompute": bool, "offload": bool, "precision": (str, type(None))}
 
 
 def load(text: str, what: str, *, owner: str = "plan", key: str = "pattern", advice: str = _ADVICE) -> Any:
@@ -115,9 +117,12 @@ def _rule(pattern: Any, value: Any) -> _plan.Rule:
         return _plan.Rule(pattern, HUGGING_FACE_STYLES.get(value, value))
     if isinstance(value, Mapping) and isinstance(value.get("style"), str):
         options = {key: option for key, option in value.items() if key != "style"}
+        if isinstance(options.get("precision"), torch.dtype):
+            options["precision"] = str(options["precision"]).removeprefix("torch.")
         if all(isinstance(option, _OPTION_TYPES.get(key, ())) for key, option in options.items()):
             return _plan.Rule(pattern, value["style"], **options)
     raise ValueError(
         f"plan: pattern '{pattern}' has the value {value!r}; write a style, "
-        '{"style": a style, "heads": an attribute}, or {"style": "column_row_mlp", "recompute": true}.'
+        '{"style": a style, "heads": an attribute}, or {"style": a style, "recompute": true, "offload": true, '
+        '"precision": "float32"}.'
     )

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from weft.strategy.local_tensor import enter_forward, inside_forward, is_whole, leave_forward, local_of
+from weft.strategy.precision import in_precision
 from weft.strategy.state import ModuleState
 from weft.strategy.vocab_head import VocabParallelLogits, head_of
 
@@ -45,7 +46,11 @@ def _part_of(module: Any, name: str) -> Tensor | None:
         mesh, expected = parameter._spec.mesh, module._weft_state.mesh
         if mesh is not expected and mesh != expected:
             _refuse_sharded(module, name, mesh)
-    return None if parameter is None else local_of(parameter)
+    return None if parameter is None else _computed_in(module._weft_state, local_of(parameter))
+
+
+def _computed_in(state: ModuleState, value: Tensor) -> Tensor:
+    return value.to(state.precision) if state.precision is not None and value.is_floating_point() else value
 
 
 def _refuse_sharded(module: nn.Module, name: str, mesh: DeviceMesh) -> None:
@@ -222,8 +227,8 @@ def _getattr_of(cls: type[nn.Module]) -> Callable[[nn.Module, str], Any]:
             state = self.__dict__["_weft_state"]
             is_shared = state.style == "replicate_sum_gradients"
             if is_shared or (state.sequence is not None and state.sequence.owns_shared_weights):
-                return torch.ops.weft.copy_to_group(local_of(value), state.group_name)
-            return local_of(value)
+                return _computed_in(state, torch.ops.weft.copy_to_group(local_of(value), state.group_name))
+            return _computed_in(state, local_of(value))
         return value
 
     return __getattr__
@@ -246,10 +251,11 @@ _STYLED_FORWARDS = {
 
 
 @functools.cache
-def parallel_class(cls: type[nn.Module], style: str, place: str = "") -> type[nn.Module]:
+def parallel_class(cls: type[nn.Module], style: str, place: str = "", has_precision: bool = False) -> type[nn.Module]:
     """The class a module of class `cls` gets for a style ("" and "replicate": its own forward).
 
-    `place`: the kind of its place, where activations are cut along the sequence.
+    `place`: the kind of its place, where activations are cut along the sequence. `has_precision`: it computes in a
+    dtype of its own.
     """
     namespace: dict[str, Any] = {"__module__": cls.__module__, "__getattr__": _getattr_of(cls)}
     styled = _dropout_forward if place == "dropout" else _STYLED_FORWARDS.get(style)
@@ -261,6 +267,8 @@ def parallel_class(cls: type[nn.Module], style: str, place: str = "") -> type[nn
         namespace["forward"] = functools.update_wrapper(forward, cls.forward)  # keeps the signature
     elif cls.forward is not nn.Module.forward:
         namespace["forward"] = (_sequence_forward_of if place in ("block", "gathers") else _plain_forward_of)(cls)
+    if has_precision and (styled is not None or cls.forward is not nn.Module.forward):
+        namespace["forward"] = in_precision(namespace["forward"])
     if issubclass(cls, nn.RNNBase):
         namespace["_flat_weights"] = property(_flat_weights, lambda self, value: None)
     return type(f"Weft{cls.__name__}", bases, namespace)
@@ -269,7 +277,7 @@ def parallel_class(cls: type[nn.Module], style: str, place: str = "") -> type[nn
 def take_role(module: nn.Module, state: ModuleState) -> None:
     """Give a module the class and state of its style."""
     kind = "" if state.sequence is None else state.sequence.kind
-    module.__class__ = parallel_class(state.original_class, state.style, kind)
+    module.__class__ = parallel_class(state.original_class, state.style, kind, state.precision is not None)
     module.__dict__["_weft_state"] = state
     if isinstance(module, nn.TransformerEncoderLayer):
         module.activation_relu_or_gelu = 0  # its inference fast path reads its layers' weights itself

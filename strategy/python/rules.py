@@ -8,12 +8,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from weft.strategy import _plan, attention, mlp_parts
-from weft.strategy.assignments import Assignment, Assignments, join, parent_name, place_mlp, shown
+from weft.strategy.activation_checkpointing import why_not_wrapped
+from weft.strategy.assignments import Assignment, Assignments, Options, join, parent_name, place_mlp, shown
 from weft.strategy.linears import why_no_linear, why_no_vocab_embedding
 from weft.strategy.roles import refuse_fsdp_children
 
-_CONTAINERS = ("column_row_mlp", "attention")
-_OWN_FORWARD = ("replicate", "replicate_sum_gradients", "ignore")
+_CONTAINERS = ("column_row_mlp", "attention", "sequence_parallel")
+_OWN_FORWARD = ("sequence_parallel", "replicate", "replicate_sum_gradients", "ignore")
 
 
 def assign_explicit(model: nn.Module, plan: _plan.Plan, tp_size: int) -> Assignments:
@@ -36,6 +37,7 @@ def assign_rules(
         module = modules[name]
         _refuse_dtensors(name, module, rule.style)
         _ASSIGN[rule.style](result, name, module, rule)
+        _note_options(result, name, module, rule)
         result.attribute_to(rule.pattern or '""')
         if rule.heads is not None:
             _divide(result, modules[parent_name(name)], parent_name(name), rule.heads, name)
@@ -46,6 +48,19 @@ def assign_rules(
                 "it; leave it out of the plan, or use an attention of separate query, key and value layers."
             )
     _refuse_two_styles(modules, result)
+
+
+def _note_options(result: Assignments, name: str, module: nn.Module, rule: _plan.Rule) -> None:
+    fused = result.styles.get(name, Assignment("")).recompute
+    options = Options(rule.recompute and not fused, rule.offload, rule.precision or "", rule.pattern)
+    if not str(options):
+        return
+    reason = why_not_wrapped(module)
+    if reason is not None:
+        raise ValueError(
+            f"parallelize: the rule for {shown(name)} says {options}, but {reason}; name the modules inside it."
+        )
+    result.options[name] = options
 
 
 def _refuse_dtensors(name: str, module: nn.Module, style: str) -> None:
@@ -155,6 +170,7 @@ _ASSIGN: dict[str, Callable[[Assignments, str, nn.Module, _plan.Rule], None]] = 
     "attention": _assign_attention,
     "vocab_embedding": _assign_embedding,
     "vocab_head": _assign_linear,
+    "sequence_parallel": _assign_own_forward,
     "replicate": _assign_own_forward,
     "replicate_sum_gradients": _assign_own_forward,
     "ignore": _assign_own_forward,

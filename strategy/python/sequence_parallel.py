@@ -1,4 +1,4 @@
-"""Which modules of a model work on a part of the sequence, if its plan says sequence_parallel."""
+"""Which modules of a model work on a part of the sequence, if its plan has the option or a style sequence_parallel."""
 
 from __future__ import annotations
 
@@ -39,7 +39,23 @@ def sequence_places(model: nn.Module, assignments: Assignments, group_name: str)
             "sequence_parallel=True finds no repeated blocks with layers that the plan cuts, between which activations "
             "would be cut along the sequence; leave it out, or put the blocks into an nn.ModuleList."
         )
+    _check_named(places, model, assignments)
     return places
+
+
+def _check_named(places: dict[int, Place], model: nn.Module, assignments: Assignments) -> None:
+    """Modules that rules name for their tokens' sake: beside the blocks they have all, and inside a cut layer, too."""
+    blocks = tuple(f"{block}." for block in repeated_blocks(model))
+    for name in (name for name, a in assignments.styles.items() if a.style == "sequence_parallel"):
+        place = places.get(id(model.get_submodule(name)))
+        if place is not None and place.kind in ("cut", "dropout"):
+            continue
+        if name.startswith(blocks):
+            raise ValueError(
+                f"parallelize: '{name}' gets the style 'sequence_parallel', but is a part of what computes on all "
+                "tokens; remove its rule."
+            )
+        assignments.notes.append(f"'{name}': computes on all tokens, as it is in none of the repeated blocks")
 
 
 def _inside(assignments: Assignments, block: str) -> dict[str, Assignment]:
@@ -71,32 +87,42 @@ def _place_block(
     for name, a in styles.items():
         if a.style in _CUT_BY_FEATURES:
             places[id(model.get_submodule(name))] = Place(region, "inside" if a.style in COLUMN_STYLES else "scatters")
-    _place_others(places, model.get_submodule(block), block, {*whole, *fused}, region)
+    own = {name for name, a in styles.items() if a.style == "sequence_parallel"}
+    _place_others(places, model.get_submodule(block), block, {*whole, *fused}, own, region)
 
 
 def _place_others(
-    places: dict[int, Place], parent: nn.Module, parent_name: str, containers: set[str], region: Region
+    places: dict[int, Place],
+    parent: nn.Module,
+    parent_name: str,
+    containers: set[str],
+    named: set[str],
+    region: Region,
 ) -> None:
-    """The modules between the cut layers, which get this rank's tokens."""
+    """The modules between the cut layers, which get this rank's tokens; rules vouch for those that are `named`."""
     for key, module in parent.named_children():
         name, cls = f"{parent_name}.{key}", type(module).__name__
         if name in containers:
             continue
-        if isinstance(module, nn.Dropout):
+        if name in named:
+            for inner in module.modules():
+                places[id(inner)] = Place(region, "dropout" if isinstance(inner, nn.Dropout) else "cut")
+        elif isinstance(module, nn.Dropout):
             places[id(module)] = Place(region, "dropout")
         elif ("Norm" in cls and not any(each in cls for each in _NO_TOKENS)) or isinstance(module, nn.Linear):
             places[id(module)] = Place(region, "cut")
         elif any(container.startswith(f"{name}.") for container in containers):
             _refuse_parameters(module.parameters(recurse=False), name, cls)
-            _place_others(places, module, name, containers, region)
+            _place_others(places, module, name, containers, named, region)
         else:
             _refuse_parameters(module.parameters(), name, cls)
-            _place_others(places, module, name, containers, region)
+            _place_others(places, module, name, containers, named, region)
 
 
 def _refuse_parameters(parameters: Iterable[nn.Parameter], name: str, cls: str) -> None:
     if next(iter(parameters), None) is not None:
         raise ValueError(
             f"sequence_parallel=True: '{name}', a {cls}, is left whole by the plan and may need all tokens, of which "
-            "each rank would have some; give it rules that cut it, or leave sequence parallelism out."
+            "each rank would have some; give it rules that cut it, or the style "
+            "'sequence_parallel' if it treats each token by itself, or leave sequence parallelism out."
         )

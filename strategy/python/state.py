@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -48,6 +49,7 @@ class ModuleState:
     vocab_start: int = 0  # of a vocab_embedding or vocab_head: the first row on this rank
     fused: bool = False  # a layer of a fused container
     sequence: Place | None = None  # where activations are cut along the sequence
+    precision: torch.dtype | None = None  # what it computes in; None: as those around it
     plan_key: Any = None  # set on the module that parallelize was called with
     plan_notes: tuple[str, ...] = ()
 

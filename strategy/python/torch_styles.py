@@ -1,4 +1,4 @@
-"""torch's ParallelStyle objects in a plan, in weft's styles."""
+"""torch's ParallelStyle objects in a plan, as weft's styles."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-# (class, layout of the input, of the output) of those that give and take plain tensors.
+_TOKENS = (Shard(1), Shard(-2))
+# (class, layout of the input, of the output) of those that give and take plain tensors. Where a SequenceParallel makes
+# the whole plan one by tokens, the layouts of tokens stand for those of what is whole elsewhere.
 _STYLES: list[tuple[type[ParallelStyle], Any, Any, str]] = [
     (ColwiseParallel, Replicate(), Shard(-1), "column"),
     (ColwiseParallel, Replicate(), Replicate(), "column_gather_output"),
@@ -21,18 +23,30 @@ _STYLES: list[tuple[type[ParallelStyle], Any, Any, str]] = [
 def without_objects(rules: Mapping[Any, Any]) -> dict[Any, Any]:
     """Rules with the names of styles for torch's objects; others stay.
 
+    A SequenceParallel has weft cut the activations of the repeated blocks along the sequence, as the style of this name
+    does; objects that only gather or scatter tokens around modules have no rule then, since weft does so where it has
+    to.
+
     Raises:
         ValueError: an object that says something weft has no style for.
     """
-    return {
-        pattern: _style_of(pattern, value) if isinstance(value, ParallelStyle) else value
+    by_tokens = any(isinstance(value, SequenceParallel) for value in rules.values())
+    styles = {
+        pattern: _style_of(pattern, value, by_tokens) if isinstance(value, ParallelStyle) else value
         for pattern, value in rules.items()
     }
+    return {pattern: style for pattern, style in styles.items() if style != ""}
 
 
-def _style_of(pattern: Any, value: ParallelStyle) -> str:
+def _style_of(pattern: Any, value: ParallelStyle, by_tokens: bool) -> str:
+    """ "" for one that needs no rule."""
+    if by_tokens and type(value) is SequenceParallel and value.sequence_sharding[0] in _TOKENS:
+        return "sequence_parallel"
+    if by_tokens and type(value) is PrepareModuleInput and _moves_tokens(value):
+        return ""
+    layouts = [_layouts(value, name, by_tokens) for name in ("input_layouts", "output_layouts")]
     for cls, before, after, style in _STYLES:
-        if type(value) is cls and (value.input_layouts, value.output_layouts) == ((before,), (after,)):
+        if type(value) is cls and layouts == [(before,), (after,)]:
             if value.use_local_output:
                 return style
             raise ValueError(
@@ -45,6 +59,18 @@ def _style_of(pattern: Any, value: ParallelStyle) -> str:
         "activations cut along the sequence, or apply torch's plan by parallelize_module in configure_model, which "
         "weft leaves as it is."
     )
+
+
+def _layouts(value: ParallelStyle, name: str, by_tokens: bool) -> tuple[Any, ...]:
+    """With what is whole for what is cut by tokens."""
+    layouts = getattr(value, name, None) or ()
+    return tuple(Replicate() if by_tokens and layout in _TOKENS else layout for layout in layouts)
+
+
+def _moves_tokens(value: PrepareModuleInput) -> bool:
+    kept = [*(value.input_layouts or ()), *(value.desired_input_layouts or ())]
+    kept += [*value.input_kwarg_layouts.values(), *value.desired_input_kwarg_layouts.values()]
+    return all(layout is None or layout in (Replicate(), *_TOKENS) for layout in kept)
 
 
 def _shown(value: ParallelStyle) -> str:

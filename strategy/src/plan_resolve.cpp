@@ -74,25 +74,43 @@ std::vector<Match> find_matches(const std::vector<Rule>& rules,
   return matches;
 }
 
-// The one rule that several agreeing rules amount to.
-const Rule& merge(const Match& match) {
-  const Rule* merged = match.rules.front();
+// The first two rules that name values of their own, as `value_of` says them, must name the same.
+template <typename ValueOf>
+void check_agreement(const Match& match, ValueOf value_of) {
+  const Rule* first = nullptr;
   for (const Rule* rule : match.rules) {
-    const bool is_style = rule->style != merged->style;
-    if (is_style || (rule->heads && merged->heads && rule->heads != merged->heads)) {
-      const auto value = [&](const Rule& r) {
-        return is_style ? "style " + quote(to_string(r.style)) : "heads " + quote(*r.heads);
-      };
-      throw std::invalid_argument("plan: module " + quote_module(*match.module) + " gets " +
-                                  value(*merged) + " from pattern " + quote(merged->pattern) +
-                                  " and " + value(*rule) + " from pattern " + quote(rule->pattern) +
+    const std::string value = value_of(*rule);
+    if (value.empty()) {
+      continue;
+    }
+    first = first == nullptr ? rule : first;
+    if (const std::string other = value_of(*first); other != value) {
+      throw std::invalid_argument("plan: module " + quote_module(*match.module) + " gets " + other +
+                                  " from pattern " + quote(first->pattern) + " and " + value +
+                                  " from pattern " + quote(rule->pattern) +
                                   "; change the patterns so that the rules agree");
     }
-    if ((rule->heads && !merged->heads) || (rule->recompute && !merged->recompute)) {
-      merged = rule;  // no style has both options
-    }
   }
-  return *merged;
+}
+
+// The one rule that several agreeing rules amount to.
+Rule merge(const Match& match) {
+  check_agreement(match, [](const Rule& r) { return "style " + quote(to_string(r.style)); });
+  check_agreement(
+      match, [](const Rule& r) { return r.heads ? "heads " + quote(*r.heads) : std::string(); });
+  check_agreement(match, [](const Rule& r) {
+    return r.precision ? "precision " + quote(to_string(*r.precision)) : std::string();
+  });
+  const auto first = std::find_if(
+      match.rules.begin(), match.rules.end(), [](const Rule* r) { return has_options(*r); });
+  Rule merged = first == match.rules.end() ? *match.rules.front() : **first;
+  for (const Rule* rule : match.rules) {
+    merged.heads = merged.heads ? merged.heads : rule->heads;
+    merged.recompute = merged.recompute || rule->recompute;
+    merged.offload = merged.offload || rule->offload;
+    merged.precision = merged.precision ? merged.precision : rule->precision;
+  }
+  return merged;
 }
 
 // Modules that own those below them, each with its rule.
@@ -124,23 +142,24 @@ std::optional<Owners::value_type> find_owner(std::string_view module, const Owne
 }  // namespace
 
 std::vector<Assignment> Plan::resolve(std::span<const std::string> module_names) const {
-  std::vector<std::pair<std::string_view, const Rule*>> merged;
-  Owners owners;
+  std::vector<Assignment> merged;
   for (const Match& match : find_matches(rules_, module_names)) {
-    const Rule& rule = merge(match);
-    merged.emplace_back(*match.module, &rule);
-    if (owns_modules_below(rule.style)) {
-      owners.emplace(*match.module, &rule);
+    merged.push_back({.module = *match.module, .rule = merge(match)});
+  }
+  Owners owners;
+  for (const Assignment& assignment : merged) {
+    if (owns_modules_below(assignment.rule.style)) {
+      owners.emplace(assignment.module, &assignment.rule);
     }
   }
 
   std::vector<Assignment> result;
-  for (const auto& [module, rule] : merged) {
-    const auto owner = owners.empty() ? std::nullopt : find_owner(module, owners);
+  for (const Assignment& assignment : merged) {
+    const auto owner = owners.empty() ? std::nullopt : find_owner(assignment.module, owners);
     if (!owner) {
-      result.push_back({.module = std::string(module), .rule = *rule});
-    } else if (rule->style != owner->second->style) {
-      refuse_below_owner(module, *rule, *owner);
+      result.push_back(assignment);
+    } else if (assignment.rule.style != owner->second->style) {
+      refuse_below_owner(assignment.module, assignment.rule, *owner);
     }
   }
   return result;

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <set>
 #include <stdexcept>
 #include <utility>
 
@@ -73,31 +74,41 @@ class LineParser {
   }
 
  private:
-  // {style: S, heads: H, recompute: B}, in any order, all but the style optional.
+  // {style: S, heads: H, recompute: B, offload: B, precision: P}, in any order, all but the style
+  // optional.
   void parse_mapping(Rule& rule) {
     expect('{');
-    bool has_style = false;
-    bool has_recompute = false;
+    std::set<std::string> keys;
     for (bool is_last = false; !is_last;) {
       const std::string key = scalar("a key");
       expect_colon();
-      if (key == "style" && !has_style) {
-        rule.style = style();
-        has_style = true;
-      } else if (key == "heads" && !rule.heads) {
-        rule.heads = scalar("an attribute name");
-      } else if (key == "recompute" && !has_recompute) {
-        rule.recompute = boolean();
-        has_recompute = true;
-      } else {
+      if (!keys.insert(key).second || !parse_value(rule, key)) {
         refuse("key " + quote(key) + " is unknown or repeated");
       }
       is_last = next() != ',';
       expect(is_last ? '}' : ',');
     }
-    if (!has_style) {
+    if (!keys.contains("style")) {
       refuse("no style");
     }
+  }
+
+  // False for a key that there is not.
+  bool parse_value(Rule& rule, std::string_view key) {
+    if (key == "style") {
+      rule.style = style();
+    } else if (key == "heads") {
+      rule.heads = scalar("an attribute name");
+    } else if (key == "recompute") {
+      rule.recompute = boolean();
+    } else if (key == "offload") {
+      rule.offload = boolean();
+    } else if (key == "precision") {
+      rule.precision = named("a precision", parse_compute_dtype);
+    } else {
+      return false;
+    }
+    return true;
   }
 
   // The next character that is not blank, '\0' at the end of the line.
@@ -168,10 +179,13 @@ class LineParser {
     return word == "true";
   }
 
-  Style style() {
-    const std::string word = scalar("a style");
+  Style style() { return named("a style", parse_style); }
+
+  template <typename Parse>
+  auto named(std::string_view what, Parse read) -> decltype(read(std::string_view())) {
+    const std::string word = scalar(what);
     try {
-      return parse_style(word);
+      return read(word);
     } catch (const std::invalid_argument& error) {
       throw std::invalid_argument("plan, line " + std::to_string(number_) + ": " + error.what());
     }
@@ -223,7 +237,8 @@ std::string Plan::to_string() const {
     text += to_scalar(rule.pattern) + ": ";
     const std::string options =
         (rule.heads ? ", heads: " + to_scalar(*rule.heads) : std::string()) +
-        (rule.recompute ? ", recompute: true" : "");
+        (rule.recompute ? ", recompute: true" : "") + (rule.offload ? ", offload: true" : "") +
+        (rule.precision ? ", precision: " + std::string(strategy::to_string(*rule.precision)) : "");
     text += options.empty() ? style : "{style: " + style + options + "}";
     text += '\n';
   }
@@ -236,7 +251,9 @@ std::string Plan::to_json() const {
     const std::string style = double_quote(strategy::to_string(rule.style));
     const std::string options =
         (rule.heads ? ",\"heads\":" + double_quote(*rule.heads) : std::string()) +
-        (rule.recompute ? ",\"recompute\":true" : "");
+        (rule.recompute ? ",\"recompute\":true" : "") + (rule.offload ? ",\"offload\":true" : "") +
+        (rule.precision ? ",\"precision\":" + double_quote(strategy::to_string(*rule.precision))
+                        : std::string());
     members.push_back(double_quote(rule.pattern) + ":" +
                       (options.empty() ? style : "{\"style\":" + style + options + "}"));
   }

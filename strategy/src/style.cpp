@@ -13,7 +13,7 @@ namespace weft::strategy {
 namespace {
 
 // Indexed by the enumerator.
-constexpr std::array<std::string_view, 11> kNames = {"column",
+constexpr std::array<std::string_view, 12> kNames = {"column",
                                                      "column_gather_output",
                                                      "row",
                                                      "row_split_input",
@@ -21,10 +21,11 @@ constexpr std::array<std::string_view, 11> kNames = {"column",
                                                      "attention",
                                                      "vocab_embedding",
                                                      "vocab_head",
+                                                     "sequence_parallel",
                                                      "replicate",
                                                      "replicate_sum_gradients",
                                                      "ignore"};
-constexpr std::array<Style, 11> kStyles = {Style::kColumn,
+constexpr std::array<Style, 12> kStyles = {Style::kColumn,
                                            Style::kColumnGatherOutput,
                                            Style::kRow,
                                            Style::kRowSplitInput,
@@ -32,6 +33,7 @@ constexpr std::array<Style, 11> kStyles = {Style::kColumn,
                                            Style::kAttention,
                                            Style::kVocabEmbedding,
                                            Style::kVocabHead,
+                                           Style::kSequenceParallel,
                                            Style::kReplicate,
                                            Style::kReplicateSumGradients,
                                            Style::kIgnore};
@@ -41,7 +43,8 @@ constexpr std::array<Style, 11> kStyles = {Style::kColumn,
 std::span<const Style> all_styles() { return kStyles; }
 
 bool owns_modules_below(Style style) {
-  return style == Style::kColumnRowMlp || style == Style::kAttention || style == Style::kIgnore;
+  return style == Style::kColumnRowMlp || style == Style::kAttention ||
+         style == Style::kSequenceParallel || style == Style::kIgnore;
 }
 
 std::string_view to_string(Style style) { return kNames.at(static_cast<size_t>(style)); }

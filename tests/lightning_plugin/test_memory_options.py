@@ -109,3 +109,6 @@ def test_offload_on_the_cpu_is_refused(rank: int, world_size: int, tmp_path: Pat
     strategy = WeftModelParallelStrategy(plan="auto", activation_checkpointing="full", activation_offload=True)
     with pytest.raises(ValueError, match="activation_offload=True on CPU devices"):
         trainer(world_size, strategy, tmp_path).fit(Model(), _batches())
+    for plan in ({"*": {"style": "replicate", "offload": True}}, lambda *_: {"style": "replicate", "offload": True}):
+        with pytest.raises(ValueError, match="a rule of its plan with offload on CPU devices"):
+            trainer(world_size, WeftModelParallelStrategy(plan=plan), tmp_path).fit(Model(), _batches())

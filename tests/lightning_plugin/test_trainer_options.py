@@ -135,6 +135,16 @@ def test_a_plan_of_every_style(tmp_path: Path, layout: str, stage: int | None, b
 
 
 @pytest.mark.parametrize(("layout", "stage"), MESHES)
+def test_rules_that_recompute(tmp_path: Path, layout: str, stage: int | None) -> None:
+    plan = {
+        **OWN_PLAN,
+        "model.layers.*": {"style": "replicate", "recompute": True},
+        "model.layers.*.ffn_norm": "sequence_parallel",
+    }
+    assert_like_one_device(tmp_path, layout, stage, plan=plan)
+
+
+@pytest.mark.parametrize(("layout", "stage"), MESHES)
 def test_schedulers(tmp_path: Path, layout: str, stage: int | None) -> None:
     assert_like_one_device(tmp_path, layout, stage, module={"scheduled": True})
 

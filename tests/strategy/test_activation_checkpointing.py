@@ -299,7 +299,7 @@ def test_a_layer_of_a_fused_mlp_and_another_checkpoint_are_refused(world_size: i
     assert len([cls for cls in type(model.layers[0]).__mro__ if cls is CheckpointedModule]) == 1
     with pytest.raises(ValueError, match=r"'layers\.0' has a full checkpoint already; give it the same again"):
         checkpoint_activations(model, "selective")
-    with pytest.raises(ValueError, match="'layers' is a ModuleList, which has no forward"):
+    with pytest.raises(ValueError, match="'layers' is to run again, but a ModuleList has no forward"):
         checkpoint_activations(model, "layers")
 
 

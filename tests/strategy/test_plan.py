@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
 
 import weft
 from support.models import Llama, LlamaArgs
@@ -91,7 +91,8 @@ def test_objects_of_torch() -> None:
 @pytest.mark.parametrize(
     ("style", "message"),
     [
-        (SequenceParallel(), "'a' has a SequenceParallel, for which weft has no style: pass sequence_parallel=True"),
+        (SequenceParallel(sequence_dim=0), "'a' has a SequenceParallel, for which weft has no style"),
+        (PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()), "'a' has a PrepareModuleInput"),
         (RowwiseParallel(output_layouts=Shard(1)), "'a' has a RowwiseParallel from .* for which weft has no style"),
         (ColwiseParallel(use_local_output=False), "'a' has a ColwiseParallel with use_local_output=False"),
     ],

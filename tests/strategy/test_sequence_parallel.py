@@ -10,12 +10,14 @@ import torch
 import torch.nn.functional as F
 from ops.collectives.profiled import collectives_of
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
 
 import weft
 from support.models import EncoderClassifier, FeedForward, Gpt2, Llama, LlamaArgs, RMSNorm, token_batches
 from support.parity import assert_trains_alike, tensor_parallel
 from support.ranks import on_ranks
-from weft.strategy import Plan, checkpoint_activations
+from weft.strategy import Plan, checkpoint_activations, report
 
 TOKENS = token_batches(10, 37)  # 9 tokens: uneven parts, and an empty one on 8 ranks
 ROWS = {"layers.*.feed_forward.w1": "column", "layers.*.feed_forward.w3": "column", "layers.*.feed_forward.w2": "row"}
@@ -122,6 +124,80 @@ def test_biases_scales_and_layers_by_token(world_size: int, checkpoint: str) -> 
     assert_trains_alike(parallelize, Biased(), token_loss, TOKENS[:4], "SGD")
 
 
+OBJECTS = {
+    "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+    "norm": SequenceParallel(),
+    "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    "layers.0": PrepareModuleInput(
+        input_layouts=(Replicate(), None, None), desired_input_layouts=(Shard(1), None, None), use_local_output=True
+    ),
+    "layers.*.attention_norm": SequenceParallel(),
+    "layers.*.attention": PrepareModuleInput(
+        input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None)
+    ),
+    **{f"layers.*.attention.w{name}": ColwiseParallel() for name in "qkv"},
+    "layers.*.attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+    "layers.*.ffn_norm": SequenceParallel(),
+    "layers.*.feed_forward": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+    "layers.*.feed_forward.w1": ColwiseParallel(),
+    "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
+    "layers.*.feed_forward.w3": ColwiseParallel(),
+}
+
+
+@on_ranks(1, 2, 4)
+def test_a_plan_of_torch(world_size: int) -> None:
+    """As torch's and Lightning's examples have it; those divide the numbers of heads themselves."""
+
+    def parallelize(model: nn.Module) -> nn.Module:
+        for layer in model.layers:
+            layer.attention.n_heads //= world_size
+            layer.attention.n_kv_heads //= world_size
+        return weft.parallelize(model, tensor_parallel(world_size), OBJECTS)
+
+    torch.manual_seed(0)
+    model = assert_trains_alike(parallelize, Llama(LlamaArgs(dtype=torch.float64)), token_loss, TOKENS, "SGD")
+    styles = {row.parameter: row.style for row in report(model).rows}
+    assert styles["tok_embeddings.weight"] == "vocab_embedding"
+    assert styles["output.weight"] == "column_gather_output"
+    assert styles["layers.1.ffn_norm.weight"] == styles["norm.weight"] == "sequence_parallel"
+    if world_size > 1:
+        assert "'norm': computes on all tokens, as it is in none of the repeated blocks" in report(model).notes
+        assert "activations between the blocks' layers are cut along the sequence" in report(model).notes
+
+
+class Scaling(nn.Module):
+    """Not known by name to treat each token by itself."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.scale, self.inner = nn.Parameter(torch.linspace(0.5, 1.5, dim)), nn.ModuleList([nn.Linear(dim, dim)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner[0](x) * self.scale
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("option", [False, True], ids=["by the rule", "by the option"])
+def test_a_rule_vouches_for_a_module(world_size: int, option: bool) -> None:
+    torch.manual_seed(0)
+    model = Llama(LlamaArgs(dtype=torch.float64))
+    for layer in model.layers:
+        layer.ffn_norm = Scaling(16).double()
+    plan = {**ROWS, **ATTENTION}
+    with pytest.raises(ValueError, match=r"ffn_norm', a Scaling, is left whole .* or the style 'sequence_parallel' if"):
+        sequence_parallel(copy.deepcopy(model), world_size, plan)
+    plan["layers.*.ffn_norm"] = "sequence_parallel"
+    trained = assert_trains_alike(
+        lambda m: weft.parallelize(m, tensor_parallel(world_size), Plan(plan, sequence_parallel=option)),
+        model,
+        token_loss,
+        TOKENS,
+        "SGD",
+    )
+    weft.strategy.check_replicated_gradients(trained)
+
+
 @on_ranks(2)
 def test_two_lengths_before_their_backwards(world_size: int) -> None:
     """What a checkpoint computes again is of its own length, not of the last forward's."""
@@ -186,6 +262,12 @@ def test_what_cannot_be_cut_is_refused(world_size: int) -> None:
         sequence_parallel(EncoderClassifier(), world_size)
     with pytest.raises(ValueError, match="finds no repeated blocks with layers that the plan cuts"):
         sequence_parallel(FeedForward(8, 16), world_size, {"": "column_row_mlp"})
+    head_norm = {**ROWS, **ATTENTION, "layers.*.attention.norm": "sequence_parallel"}
+    model = Llama(LlamaArgs())
+    for layer in model.layers:
+        layer.attention.norm = nn.LayerNorm(4)
+    with pytest.raises(ValueError, match=r"'layers.0.attention.norm' gets the style .* is a part of what computes on"):
+        weft.parallelize(model, tensor_parallel(world_size), head_norm)
     model = sequence_parallel(Llama(LlamaArgs()), world_size)
     with pytest.raises(ValueError, match="without sequence_parallel for export"):
         weft.export_local(model)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -28,7 +30,8 @@ def shard_fully(
     Each repeated block is a unit: its parameters are gathered when it runs and reduced together. Below a model whose
     own forward is not what is called (`entry_points`), the modules that it calls are units, too, if they are several
     or `mp_policy` has their inputs cast. What is in no unit belongs to the model itself: it may be read, and its layers
-    called, anywhere inside. Weights that units share belong to what holds those units. Applying the same again changes
+    called, anywhere inside. Weights that units share belong to what holds those units. Where `mp_policy` has a dtype, a
+    module whose rule in the plan names another is a unit, too, gathered in that. Applying the same again changes
     nothing.
 
     Args:
@@ -51,10 +54,14 @@ def shard_fully(
     if marked is not None and marked[0] == key:
         return list(marked[1])
     _refuse_sharded(model)
-    names = _units(model, inside=entry_points is not None)
-    blocks = repeated_blocks(model)
-    callees = [name for name in names if name not in blocks]
     policy = mp_policy or MixedPrecisionPolicy()
+    state = state_of(model)
+    if policy.param_dtype is not None and state is not None and state.precision is not None:
+        policy = dataclasses.replace(policy, param_dtype=state.precision)
+    own_dtypes = _own_dtypes(model, policy.param_dtype)
+    names = _units(model, own_dtypes, inside=entry_points is not None)
+    blocks = repeated_blocks(model)
+    callees = [name for name in names if name not in blocks and name not in own_dtypes]
     if root_is_called and len(callees) == 1 and policy.param_dtype is None:
         names.remove(callees.pop())  # gathered with the model it is no more, and its other methods work
     if not root_is_called:
@@ -62,9 +69,12 @@ def shard_fully(
     # What ends the forward is needed first in the backward: to free it would be to gather it again at once.
     kept = _holding_heads(model, names)
     for name in reversed(names):
-        is_first = name in blocks[:-1] or (name not in blocks and len(callees) > 1)
+        is_first = name in blocks[:-1] or (name in callees and len(callees) > 1) or name in own_dtypes
         frees = reshard_after_forward and is_first and name not in kept
-        fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=frees, mp_policy=policy)
+        own = policy
+        if name in own_dtypes:
+            own = MixedPrecisionPolicy(own_dtypes[name], policy.reduce_dtype, cast_forward_inputs=False)
+        fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=frees, mp_policy=own)
     outer = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False)
     is_module = entry_points is not None
     if root_is_called:
@@ -107,9 +117,22 @@ def _refuse_own_parameters(model: nn.Module, names: list[str]) -> None:
         )
 
 
-def _units(model: nn.Module, inside: bool) -> list[str]:
+def _own_dtypes(model: nn.Module, gathered: torch.dtype | None) -> dict[str, torch.dtype]:
+    """The outermost modules with parameters that compute in another dtype than what is gathered, each with that."""
+    result: dict[str, torch.dtype] = {}
+    for name, module in model.named_modules() if gathered is not None else ():
+        above = next((other for other in reversed(result) if name.startswith(f"{other}.")), None)
+        current = gathered if above is None else result[above]
+        state = state_of(module)
+        dtype = None if state is None else state.precision
+        if name and dtype not in (None, current) and any(True for _ in module.parameters()):
+            result[name] = dtype
+    return result
+
+
+def _units(model: nn.Module, own_dtypes: Iterable[str], inside: bool) -> list[str]:
     """The names of the units below the model, outer ones first."""
-    names = {*repeated_blocks(model), *(_callees(model) if inside else ())}
+    names = {*repeated_blocks(model), *own_dtypes, *(_callees(model) if inside else ())}
     while True:
         candidates = ["", *(name for name, _ in model.named_modules() if name in names)]
         shared = [units for units in _owners(model, candidates).values() if len(units) > 1]

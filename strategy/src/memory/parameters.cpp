@@ -121,6 +121,7 @@ std::string_view why_no_fit(const std::string& module, Style style, const ModelS
     case Style::kRowSplitInput:
     case Style::kAttention:
     case Style::kVocabHead:
+    case Style::kSequenceParallel:
     case Style::kReplicateSumGradients:
     case Style::kIgnore:
       return "there is no prediction for it; leave its rule out for an upper bound";
@@ -205,12 +206,31 @@ void collect(Collector& collector, const DecoderModel& model) {
   }
 }
 
+void refuse_options(const Assignment& assignment) {
+  const Rule& rule = assignment.rule;
+  std::string_view option;
+  if (rule.recompute && rule.style != Style::kColumnRowMlp) {
+    option = "recompute";
+  } else if (rule.offload) {
+    option = "offload";
+  } else if (rule.precision) {
+    option = "precision";
+  }
+  if (!option.empty()) {
+    throw std::invalid_argument("memory: the plan gives " + quote_module(assignment.module) +
+                                " the option " + quote(option) +
+                                ", but there is no prediction for it; leave it out for an estimate "
+                                "without it");
+  }
+}
+
 }  // namespace
 
 Styles resolve_styles(const TrainingSpec& spec) {
   Styles styles;
   if (spec.plan) {
     for (const Assignment& assignment : spec.plan->resolve(module_names(spec.model))) {
+      refuse_options(assignment);
       styles[assignment.module] = {assignment.rule.style, assignment.rule.recompute};
     }
   } else {

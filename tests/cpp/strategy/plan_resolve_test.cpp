@@ -146,6 +146,28 @@ TEST(ResolveRefusals, TwoHeadCountsForOneModule) {
             "the rules agree");
 }
 
+TEST(Resolve, OptionsOfSeveralRulesAddUp) {
+  const Plan plan({{"*", Style::kReplicate, {}},
+                   {"a*", Style::kReplicate, {}, false, true},
+                   {"ab", Style::kReplicate, {}, true, false, ComputeDtype::kFloat16}});
+  const std::vector<std::string> names = {"b", "a", "ab"};
+  EXPECT_EQ(plan.resolve(names),
+            (std::vector<Assignment>{
+                {"b", {"*", Style::kReplicate, {}}},
+                {"a", {"a*", Style::kReplicate, {}, false, true}},
+                {"ab", {"a*", Style::kReplicate, {}, true, true, ComputeDtype::kFloat16}}}));
+}
+
+TEST(ResolveRefusals, TwoPrecisionsForOneModule) {
+  const Plan plan({{"*", Style::kRow, {}, false, false, ComputeDtype::kFloat16},
+                   {"a", Style::kRow, {}, false, true},
+                   {"a*", Style::kRow, {}, false, false, ComputeDtype::kFloat32}});
+  const std::vector<std::string> names = {"a"};
+  EXPECT_EQ(refusal([&] { return plan.resolve(names); }),
+            "plan: module 'a' gets precision 'float16' from pattern '*' and precision 'float32' "
+            "from pattern 'a*'; change the patterns so that the rules agree");
+}
+
 TEST(ResolveRefusals, AnotherStyleBelowAnMlp) {
   EXPECT_EQ(resolve_refusal(Plan({{"layers.1.feed_forward.w1", Style::kColumn, {}},
                                   {"layers.*.feed_forward", Style::kColumnRowMlp, {}}}),

@@ -6,6 +6,7 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
 #include <random>
 #include <unordered_set>
 
@@ -27,6 +28,7 @@ TEST(Style, ParseReadsWhatToStringPrints) {
                                            "attention",
                                            "vocab_embedding",
                                            "vocab_head",
+                                           "sequence_parallel",
                                            "replicate",
                                            "replicate_sum_gradients",
                                            "ignore"}));
@@ -35,7 +37,7 @@ TEST(Style, ParseReadsWhatToStringPrints) {
 // In refusals.
 constexpr std::string_view kStyleNames =
     "column, column_gather_output, row, row_split_input, column_row_mlp, attention, "
-    "vocab_embedding, vocab_head, replicate, replicate_sum_gradients, ignore";
+    "vocab_embedding, vocab_head, sequence_parallel, replicate, replicate_sum_gradients, ignore";
 
 TEST(Style, RefusalNamesTheValidOnesAndTheNearest) {
   const auto expected = [](const std::string& text, const std::string& nearest) {
@@ -54,6 +56,7 @@ TEST(Plan, PrintsOneRuleALine) {
   const Plan plan({{"layers.*.wq", Style::kColumn, "n_heads"},
                    {"layers.*.mlp", Style::kColumnRowMlp, {}},
                    {"mlp", Style::kColumnRowMlp, {}, true},
+                   {"norm", Style::kSequenceParallel, {}, true, true, ComputeDtype::kFloat32},
                    {"", Style::kReplicate, {}},
                    {"*.wo", Style::kRow, {}},
                    {"a\"\\b c", Style::kVocabEmbedding, {}},
@@ -63,6 +66,7 @@ TEST(Plan, PrintsOneRuleALine) {
             "layers.*.wq: {style: column, heads: n_heads}\n"
             "layers.*.mlp: column_row_mlp\n"
             "mlp: {style: column_row_mlp, recompute: true}\n"
+            "norm: {style: sequence_parallel, recompute: true, offload: true, precision: float32}\n"
             "\"\": replicate\n"
             "\"*.wo\": row\n"
             "\"a\\\"\\\\b c\": vocab_embedding\n"
@@ -72,6 +76,8 @@ TEST(Plan, PrintsOneRuleALine) {
             "{\"layers.*.wq\":{\"style\":\"column\",\"heads\":\"n_heads\"},"
             "\"layers.*.mlp\":\"column_row_mlp\","
             "\"mlp\":{\"style\":\"column_row_mlp\",\"recompute\":true},"
+            "\"norm\":{\"style\":\"sequence_parallel\",\"recompute\":true,\"offload\":true,"
+            "\"precision\":\"float32\"},"
             "\"\":\"replicate\",\"*.wo\":\"row\","
             "\"a\\\"\\\\b c\":\"vocab_embedding\",\"true\":{\"style\":\"row\",\"heads\":\"on\"},"
             "\"0\":\"row\"}");
@@ -120,7 +126,17 @@ Rule random_rule(std::mt19937& random) {
   if (random() % 2 == 0 && (rule.style == Style::kColumn || rule.style == Style::kRow)) {
     rule.heads = "n" + random_text(random, "aoynul_09", 5);
   }
-  rule.recompute = rule.style == Style::kColumnRowMlp && random() % 2 == 0;
+  const bool has_layers = rule.style == Style::kColumnRowMlp || rule.style == Style::kAttention ||
+                          rule.style == Style::kReplicate;
+  rule.recompute = has_layers && random() % 2 == 0;
+  if (rule.style != Style::kVocabHead && rule.style != Style::kIgnore) {
+    rule.offload = random() % 2 == 0;
+    const std::array<ComputeDtype, 3> dtypes = {
+        ComputeDtype::kFloat32, ComputeDtype::kBFloat16, ComputeDtype::kFloat16};
+    if (random() % 2 == 0) {
+      rule.precision = dtypes.at(random() % dtypes.size());
+    }
+  }
   return rule;
 }
 
@@ -198,6 +214,30 @@ TEST(PlanRefusals, Recompute) {
             }),
             "plan: pattern 'a' is given both style 'column_row_mlp' and style 'column_row_mlp' "
             "with recompute; keep one of the two rules");
+}
+
+TEST(PlanRefusals, Options) {
+  const auto check = [](const std::string& value, const std::string& expected) {
+    EXPECT_EQ(refusal([&] { return Plan::parse("a: " + value); }), expected);
+  };
+  check("{style: vocab_head, offload: true}",
+        "plan: pattern 'a': offload means nothing to style 'vocab_head'; remove offload or use "
+        "another style");
+  check("{style: ignore, precision: float32}",
+        "plan: pattern 'a': precision = 'float32' means nothing to style 'ignore'; remove "
+        "precision or use another style");
+  check("{style: vocab_embedding, recompute: true}",
+        "plan: pattern 'a': recompute means nothing to style 'vocab_embedding'; remove recompute "
+        "or use style 'column_row_mlp'");
+  check("{style: row, precision: double}",
+        "plan, line 1: unknown precision 'double': use one of float32, bfloat16, float16");
+  EXPECT_EQ(refusal([] {
+              return Plan::parse(
+                  "a: {style: row, offload: true}\n"
+                  "a: {style: row, offload: true, precision: bfloat16}");
+            }),
+            "plan: pattern 'a' is given both style 'row' with offload and style 'row' with "
+            "offload, precision 'bfloat16'; keep one of the two rules");
 }
 
 TEST(PlanRefusals, Patterns) {

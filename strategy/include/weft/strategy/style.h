@@ -15,6 +15,7 @@ enum class Style {
   kAttention,              // its query, key and value by column, its output by row, by heads
   kVocabEmbedding,         // an embedding's rows, that is, its vocabulary
   kVocabHead,              // an output layer's rows; the loss is computed from sharded logits
+  kSequenceParallel,       // whole, and computes on this rank's tokens; gradients are summed
   kReplicate,              // not sharded: whole on every rank
   kReplicateSumGradients,  // whole, where each rank uses it for a part: gradients are summed
   kIgnore,                 // left as it is, with everything below

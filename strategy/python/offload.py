@@ -1,0 +1,77 @@
+"""Offload: what a module keeps for the backward waits in CPU memory."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+class OffloadedModule:
+    """Mark of every module that offload_activations has changed."""
+
+
+def offload_activations(module: nn.Module) -> None:
+    """Have a module's forward keep copies in CPU memory of what the backward needs, instead of the tensors.
+
+    Parameters stay where they are, and a tensor that several operators keep is copied once. Copies are made and brought
+    back on the current stream, by pinned memory where the device is an accelerator; on CPU devices they gain nothing.
+    torch.compile leaves the module out.
+    """
+    if not isinstance(module, OffloadedModule):
+        module.__class__ = _offloaded_class(type(module))
+
+
+@functools.cache
+def _offloaded_class(cls: type[nn.Module]) -> type[nn.Module]:
+    own_forward = cls.forward
+
+    @functools.wraps(own_forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return own_forward(self, *args, **kwargs)
+        with torch.autograd.graph.saved_tensors_hooks(_Copies(self).pack, _unpack):
+            return own_forward(self, *args, **kwargs)
+
+    namespace = {"__module__": cls.__module__, "forward": torch.compiler.disable(forward)}
+    return type(cls.__name__, (OffloadedModule, cls), namespace)
+
+
+class _Copy:
+    """The values of a tensor in CPU memory."""
+
+    def __init__(self, tensor: Tensor, origin: StorageWeakRef) -> None:
+        self.device = tensor.device
+        self.origin = origin  # keeps the storage's address from being another one's, and not its memory
+        is_pinned = tensor.device.type != "cpu"
+        self.values = torch.empty_like(tensor, device="cpu", pin_memory=is_pinned)
+        self.values.copy_(tensor, non_blocking=is_pinned)
+
+
+class _Copies:
+    """Those of one forward that some operator's backward waits for."""
+
+    def __init__(self, module: nn.Module) -> None:
+        local = (getattr(parameter, "_local_tensor", parameter) for parameter in module.parameters())
+        self._parameters = {parameter.untyped_storage()._cdata for parameter in local}
+        self._made: weakref.WeakValueDictionary[Hashable, _Copy] = weakref.WeakValueDictionary()
+
+    def pack(self, tensor: Tensor) -> Tensor | _Copy:
+        if type(tensor) is not Tensor or tensor.untyped_storage()._cdata in self._parameters:
+            return tensor
+        origin = StorageWeakRef(tensor.untyped_storage())
+        layout = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        key = (origin.cdata, *layout, tensor._version)
+        made = self._made.get(key)
+        if made is None:
+            made = self._made[key] = _Copy(tensor.detach(), origin)
+        return made
+
+
+def _unpack(kept: Tensor | _Copy) -> Tensor:
+    return kept if isinstance(kept, Tensor) else kept.values.to(kept.device, non_blocking=True)

@@ -1,0 +1,36 @@
+"""Modules that compute in a dtype of their own, whatever those around them do."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+
+def in_precision(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A parallelized module's forward, computed in the dtype of its state.
+
+    Floating tensors among the arguments are cast to it, parameters where they are read. Floating results come back in
+    the dtype of the first such argument, if there is one and autocast, which takes any dtype, is not on.
+    """
+
+    @functools.wraps(forward)
+    def cast_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        dtype = self._weft_state.precision
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        device_type = tensors[0].device.type if tensors else "cpu"
+        outer = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), dtype)
+        outer = dtype if torch.is_autocast_enabled(device_type) else outer
+        args, kwargs = _in_dtype((args, kwargs), dtype)
+        with torch.autocast(device_type, enabled=False):
+            return _in_dtype(forward(self, *args, **kwargs), outer)
+
+    return cast_forward
+
+
+def _in_dtype(values: Any, dtype: torch.dtype) -> Any:
+    return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, values)
