@@ -74,9 +74,11 @@ class Workload:
         if of_spec:
             projections = {f"{block}.self_attn.{name}_proj": "column" for name in "qkv"}
             ends = {f"{block}.self_attn.o_proj": "row", "model.embed_tokens": "vocab_embedding"}
+            ends["lm_head"] = "column_gather_output"
             return {f"{block}.mlp": mlp, **projections, **ends}
         headed = {f"{block}.attention.w{name}": {"style": "column", "heads": "n_heads"} for name in "qkv"}
         ends = {f"{block}.attention.wo": "row", "model.tok_embeddings": "vocab_embedding"}
+        ends["model.output"] = "column_gather_output"
         return {f"{block}.feed_forward": mlp, **headed, **ends}
 
 

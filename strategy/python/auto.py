@@ -1,6 +1,7 @@
-"""plan="auto": recognises MLPs, attention blocks and embeddings, and shards what it can verify.
+"""plan="auto": recognises MLPs, attention blocks, embeddings and output layers, and shards what it can verify.
 
-What it is not sure of it leaves replicated, and says why in the report. The output head stays replicated.
+What it is not sure of it leaves replicated, and says why in the report. Logits are gathered, as nobody knows what is
+done to them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from weft.strategy import attention, mlp_parts
+from weft.strategy.activation_checkpointing import repeated_blocks
 from weft.strategy.assignments import Assignment, Assignments, place_fused_mlp, place_mlp
 from weft.strategy.linears import features, why_no_linear, why_no_vocab_embedding
 
@@ -125,24 +127,35 @@ def _place_embedding(
     if not isinstance(module, nn.Embedding) or _NO_TOKENS.search(name.rpartition(".")[2]):
         return []
     rows = module.num_embeddings
+    holders = {n: m for n, m in model.named_modules() if m._parameters.get("weight") is module.weight}
+    heads = [n for n in _outside_of_blocks(model) if _gives(model.get_submodule(n), rows)]
     reason = why_no_vocab_embedding(module)
-    if reason is None and _is_tied(module, owners):
-        reason = "its weight is tied to another module's, which would need the same shards"
     if reason is None and rows < _MIN_ROWS_PER_RANK * result.tp_size:
         reason = f"{rows} rows are too few for {result.tp_size} ranks"
-    if reason is None and not _has_own_head(model, module):
-        reason = f"no separate output layer of {rows} features, so its weight may be read as one"
-    if reason is None:
-        result.styles[name] = Assignment("vocab_embedding")
-    else:
+    if reason is None and not heads:
+        reason = f"no output layer of {rows} features, so its weight may be read as one"
+    if reason is None and owners[id(module.weight)] > len(holders):
+        reason = "its weight is tied to a parameter of another name, which would need the same shards"
+    for holder, other in holders.items():
+        if reason is None and holder not in heads and why_no_vocab_embedding(other) is not None:
+            reason = f"its weight is tied to that of '{holder}', which cannot be cut in the same way"
+    if reason is not None:
         result.leave(name, reason)
+        return [module]
+    result.styles |= {holder: Assignment("vocab_embedding") for holder in holders if holder not in heads}
+    for head in heads:
+        is_tied = owners[id(model.get_submodule(head)._parameters["weight"])] > 1
+        if head in holders or not is_tied:
+            result.styles.setdefault(head, Assignment("column_gather_output", "logits are gathered"))
     return [module]
 
 
-def _has_own_head(model: nn.Module, embedding: nn.Embedding) -> bool:
-    return any(
-        why_no_linear(module) is None
-        and features(module)[1] == embedding.num_embeddings
-        and module._parameters["weight"] is not embedding.weight
-        for module in model.modules()
-    )
+def _outside_of_blocks(model: nn.Module) -> list[str]:
+    """The modules that are called once, beside those inside an nn.MultiheadAttention, which reads their weights."""
+    inside = (*repeated_blocks(model), *(n for n, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)))
+    return [n for n, _ in model.named_modules() if not any(n.startswith(f"{each}.") for each in inside)]
+
+
+def _gives(module: nn.Module, rows: int) -> bool:
+    """Whether it is a layer of plain weights with as many output features."""
+    return why_no_linear(module) is None and not _has_dtensors(module) and features(module)[1] == rows

@@ -10,13 +10,11 @@ from torch import nn
 
 
 class ColumnLayer(nn.Module):
-    """This rank's output features of a linear layer: `[..., in]` -> `[..., out_local]`, or `[..., out]` gathered."""
+    """This rank's output features of a linear layer: `[..., in]` -> `[..., out_local]`, or `[..., out]` gathered.
 
-    group_name: str
-    in_features: int  # of the whole layer, as is out_features
-    out_features: int
-    transposed: bool  # the weight is [in, out_local], as in GPT-2's Conv1D
-    gathers_output: bool
+    Attributes: group_name; in_features and out_features of the whole layer; transposed, where the weight is
+    `[in, out_local]`, as in GPT-2's Conv1D; gathers_output.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.weight.t() if self.transposed else self.weight
@@ -27,13 +25,10 @@ class ColumnLayer(nn.Module):
 
 
 class RowLayer(nn.Module):
-    """This rank's input features of a linear layer: `[..., in_local]`, or `[..., in]` to split, -> `[..., out]`."""
+    """This rank's input features of a linear layer: `[..., in_local]`, or `[..., in]` to split, -> `[..., out]`.
 
-    group_name: str
-    in_features: int  # of the whole layer, as is out_features
-    out_features: int
-    transposed: bool  # the weight is [in_local, out], as in GPT-2's Conv1D
-    splits_input: bool
+    Attributes: as of ColumnLayer; splits_input.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.weight.t() if self.transposed else self.weight

@@ -34,8 +34,8 @@ def _on_local_tensors(mode: Any, func: Any, types: Any, args: tuple[Any, ...], k
     return func(*local[0], **local[1])
 
 
-# DTensor knows the fused kernels of Adam and AdamW alone.
-for _name in ("aten::_fused_sgd_", "aten::_fused_adagrad_"):
+# DTensor itself knows those of Adam and AdamW alone, and takes longer to tell what goes where.
+for _name in ("aten::_fused_sgd_", "aten::_fused_adagrad_", "aten::_fused_adam_", "aten::_fused_adamw_"):
     torch.library.register_torch_dispatch(_name, DTensor, _on_local_tensors)
 
 

@@ -8,11 +8,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-
 from weft.strategy import _plan
 
-Style = str | Mapping[str, str | bool | torch.dtype]
+Style = str | Mapping[str, Any]
 StyleOf = Callable[[str, Any], Style | None]  # of a module, from its name and itself
 # What transformers' plans say, first in the words of its version 5, then in those of version 4.
 HUGGING_FACE_STYLES = {
@@ -117,7 +115,7 @@ def _rule(pattern: Any, value: Any) -> _plan.Rule:
         return _plan.Rule(pattern, HUGGING_FACE_STYLES.get(value, value))
     if isinstance(value, Mapping) and isinstance(value.get("style"), str):
         options = {key: option for key, option in value.items() if key != "style"}
-        if isinstance(options.get("precision"), torch.dtype):
+        if str(options.get("precision")).startswith("torch."):  # a dtype; estimates do without torch
             options["precision"] = str(options["precision"]).removeprefix("torch.")
         if all(isinstance(option, _OPTION_TYPES.get(key, ())) for key, option in options.items()):
             return _plan.Rule(pattern, value["style"], **options)

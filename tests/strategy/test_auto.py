@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from support.models import Attention, Llama, LlamaArgs, RMSNorm
+from support.models import Attention, FeedForward, Llama, LlamaArgs, RMSNorm
 from weft.strategy.assignments import Assignments
 from weft.strategy.auto import assign_auto
 
@@ -118,13 +118,48 @@ def test_encoder_like_layers_are_split_where_that_is_right() -> None:
     ("args", "reason"),
     [
         (LlamaArgs(), None),
-        (LlamaArgs(tie_head=True), "tied"),
+        (LlamaArgs(tie_head=True), None),
+        (LlamaArgs(head_bias=True), None),
         (LlamaArgs(vocab_size=7), "7 rows are too few for 2 ranks"),
     ],
-    ids=["separate head", "tied head", "few rows"],
+    ids=["separate head", "tied head", "head with a bias", "few rows"],
 )
-def test_embeddings(args: LlamaArgs, reason: str | None) -> None:
-    result = assign_auto(Llama(args), 2)
-    assert styles(result).get("tok_embeddings") == (None if reason else "vocab_embedding")
-    assert reason is None or any(reason in note for note in result.notes)
-    assert "output" not in result.styles
+def test_embeddings_and_output_layers(args: LlamaArgs, reason: str | None) -> None:
+    found = assign_auto(Llama(args), 2)
+    assert styles(found).get("tok_embeddings") == (None if reason else "vocab_embedding")
+    assert styles(found).get("output") == (None if reason else "column_gather_output")
+    assert reason is None or any(reason in note for note in found.notes)
+
+
+class Several(nn.Module):
+    """An encoder and a decoder with one table and one output layer, and what else has as many rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder, self.other = nn.Embedding(16, 8), nn.Embedding(16, 8), nn.Embedding(12, 8)
+        self.head, self.second = nn.Linear(8, 16, bias=False), nn.Linear(8, 16)
+        self.decoder.weight = self.head.weight = self.encoder.weight
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.LayerNorm(16)) for _ in range(2))
+        self.attention, self.mlp = nn.MultiheadAttention(16, 2), FeedForward(8, 20)
+
+
+def cut(model: nn.Module) -> dict[str, str]:
+    return {name: style for name, style in styles(assign_auto(model, 2)).items() if not name.startswith("mlp")}
+
+
+def test_tables_and_layers_of_one_weight() -> None:
+    tables = dict.fromkeys(("encoder", "decoder"), "vocab_embedding")
+    assert cut(Several()) == {**tables, **dict.fromkeys(("head", "second"), "column_gather_output")}
+    found = assign_auto(Several(), 2)
+    assert any("'other': left replicated: no output layer of 12 features" in note for note in found.notes)
+
+
+def test_tables_whose_weight_others_have_stay_whole() -> None:
+    model = Several()
+    model.second.register_parameter("table", model.encoder.weight)  # of another name
+    assert cut(model) == {}
+    model = Several()
+    model.decoder = nn.Embedding(16, 8, max_norm=1.0)
+    model.decoder.weight = model.encoder.weight
+    assert cut(model) == {}
+    assert any("tied to that of 'decoder', which cannot be cut" in note for note in assign_auto(model, 2).notes)

@@ -257,13 +257,24 @@ void Machine::reduce_gradients(int64_t unit) {
 }
 
 void Machine::communicate(int64_t num_bytes) {
-  const bool is_alone = spec_.mesh.size() == 1;
-  const int64_t piece = std::min(num_bytes, kMaxPieceBytes);
-  const int64_t staging = is_alone ? 2 * kPageBytes : std::max(6 * kPageBytes, 2 * to_pages(piece));
-  if (staging > staging_bytes_) {
+  const int64_t piece = to_pages(std::min(num_bytes, kMaxPieceBytes));
+  hold_staging(piece, piece);
+}
+
+void Machine::communicate_once(int64_t num_bytes) {
+  hold_staging(to_pages(std::min(num_bytes, kMaxPieceBytes)), 0);
+}
+
+void Machine::hold_staging(int64_t first_bytes, int64_t second_bytes) {
+  const int64_t least = (spec_.mesh.size() == 1 ? 1 : 3) * kPageBytes;
+  const int64_t most = spec_.mesh.size() == 1 ? least : kMaxPieceBytes;
+  const std::array<int64_t, 2> wanted = {
+      std::clamp(first_bytes, std::max(least, staging_bytes_[0]), most),
+      std::clamp(second_bytes, std::max(least, staging_bytes_[1]), most)};
+  if (wanted != staging_bytes_) {
     staging_.reset();
-    staging_bytes_ = staging;
-    staging_ = hold_bytes(MemoryCategory::kCommunication, staging);
+    staging_bytes_ = wanted;
+    staging_ = hold_bytes(MemoryCategory::kCommunication, wanted[0] + wanted[1]);
   }
 }
 

@@ -3,6 +3,7 @@
 #include "parameters.h"
 #include "timeline.h"
 
+#include <array>
 #include <cstdint>
 #include <deque>
 #include <string>
@@ -70,8 +71,10 @@ class Machine {
   void release(int64_t unit);
   void reduce_gradients(int64_t unit);
 
-  // The shared memory through which sums of `num_bytes` go.
+  // The shared memory through which messages of `num_bytes` go: two buffers in turn. One message a
+  // step touches one of them, as a step's messages are even in number.
   void communicate(int64_t num_bytes);
+  void communicate_once(int64_t num_bytes);
 
   // Half-precision copies of all weights, where precision is mixed, and of their gradients.
   void copy_weights();
@@ -97,6 +100,7 @@ class Machine {
   // begins.
   Buffer step_temporaries(int64_t parameter_bytes);
   void complete(std::size_t idx);
+  void hold_staging(int64_t first_bytes, int64_t second_bytes);
 
   const TrainingSpec& spec_;
   Timeline& timeline_;
@@ -110,7 +114,7 @@ class Machine {
   Buffer staging_;
   Buffer weight_copies_;
   Buffer gradient_copies_;
-  int64_t staging_bytes_ = 0;
+  std::array<int64_t, 2> staging_bytes_ = {};
   Tape* recorded_ = nullptr;
   Tape* replayed_ = nullptr;
   int64_t tp_size_ = 1;

@@ -61,9 +61,8 @@ Styles auto_styles(const FeedForwardModel& /*model*/) { return {{"", {Style::kCo
 
 Styles auto_styles(const DecoderModel& model) {
   Styles styles;
-  if (!model.is_tied) {
-    styles["model.embed_tokens"] = {Style::kVocabEmbedding};
-  }
+  styles["model.embed_tokens"] = {Style::kVocabEmbedding};
+  styles["lm_head"] = {Style::kColumnGatherOutput};
   for (int64_t layer = 0; layer < model.num_layers; ++layer) {
     const std::string block = block_name(layer);
     for (const std::string_view projection : kProjections) {
@@ -108,9 +107,6 @@ std::string_view why_no_fit(const std::string& module, Style style, const ModelS
     case Style::kColumnRowMlp:
       return is_mlp(module, model) ? "" : "it is no MLP; use column and row rules for its layers";
     case Style::kVocabEmbedding:
-      if (is_embedding && decoder != nullptr && decoder->is_tied) {
-        return "its weight is tied to the output layer's; use 'replicate'";
-      }
       return is_embedding ? "" : "it is no embedding; use it for 'model.embed_tokens'";
     case Style::kColumn:
     case Style::kRow:
@@ -118,6 +114,8 @@ std::string_view why_no_fit(const std::string& module, Style style, const ModelS
     case Style::kReplicate:
       return "";
     case Style::kColumnGatherOutput:
+      return module == "lm_head" ? ""
+                                 : "there is a prediction for 'lm_head' alone; leave its rule out";
     case Style::kRowSplitInput:
     case Style::kAttention:
     case Style::kVocabHead:
@@ -133,6 +131,7 @@ std::string_view why_no_fit(const std::string& module, Style style, const ModelS
 std::optional<std::size_t> weight_dim(Style style) {
   switch (style) {
     case Style::kColumn:
+    case Style::kColumnGatherOutput:
     case Style::kVocabEmbedding:
       return 0;
     case Style::kRow:
@@ -206,6 +205,19 @@ void collect(Collector& collector, const DecoderModel& model) {
   }
 }
 
+// Two layers with one weight cut it alike.
+void check_tied(const Styles& styles, const ModelSpec& model) {
+  const auto* decoder = std::get_if<DecoderModel>(&model);
+  const Collector collector(styles);
+  const bool is_alike = weight_dim(collector.style_of("model.embed_tokens")) ==
+                        weight_dim(collector.style_of("lm_head"));
+  if (decoder != nullptr && decoder->is_tied && !is_alike) {
+    throw std::invalid_argument(
+        "memory: the plan cuts one of 'model.embed_tokens' and 'lm_head', whose weights are tied; "
+        "give them 'vocab_embedding' and 'column_gather_output', or no rules");
+  }
+}
+
 void refuse_options(const Assignment& assignment) {
   const Rule& rule = assignment.rule;
   std::string_view option;
@@ -236,6 +248,7 @@ Styles resolve_styles(const TrainingSpec& spec) {
   } else {
     styles = std::visit([](const auto& model) { return auto_styles(model); }, spec.model);
   }
+  check_tied(styles, spec.model);
   std::vector<std::string> mlps;
   for (const auto& [module, style] : styles) {
     if (const auto reason = why_no_fit(module, style.style, spec.model); !reason.empty()) {

@@ -75,7 +75,10 @@ class DecoderRun : public Run {
       blocks_.emplace_back(machine, model, layer, spec.checkpointing);
     }
     const Style embedding = machine.style("model.embed_tokens").style;
-    vocabulary_ = machine.weight_dim(model.is_tied ? "model.embed_tokens" : "lm_head", 0);
+    own_vocabulary_ = machine.weight_dim(model.is_tied ? "model.embed_tokens" : "lm_head", 0);
+    gathers_logits_ = machine.style("lm_head").style == Style::kColumnGatherOutput &&
+                      own_vocabulary_ < model.vocab_size;
+    vocabulary_ = gathers_logits_ ? model.vocab_size : own_vocabulary_;
     has_embedding_sum_ = embedding == Style::kVocabEmbedding;
   }
 
@@ -93,7 +96,7 @@ class DecoderRun : public Run {
     }
     normed_ = norm_.forward(rows_, x);
     x.reset();
-    const Buffer logits = machine_.scratch(rows_ * vocabulary_);
+    const Buffer logits = logits_forward();
     targets_ = machine_.hold_bytes(MemoryCategory::kSavedActivations, rows_ * kTokenIdBytes);
     log_probabilities_ = machine_.saved_wide(rows_ * vocabulary_);
   }
@@ -106,7 +109,13 @@ class DecoderRun : public Run {
       grad_logits = machine_.scratch(rows_ * vocabulary_);
     }
     log_probabilities_.reset();
+    if (gathers_logits_) {
+      grad_logits = machine_.scratch(rows_ * own_vocabulary_);
+    }
     Buffer grad = machine_.scratch(rows_ * model_.dim);
+    if (gathers_logits_) {
+      machine_.communicate(rows_ * model_.dim * 4);
+    }
     if (!model_.is_tied) {
       machine_.make_gradients("lm_head");
     }
@@ -128,13 +137,26 @@ class DecoderRun : public Run {
   }
 
  private:
+  // Parts are gathered by rank, and put in the order of the classes.
+  Buffer logits_forward() {
+    Buffer part = machine_.scratch(rows_ * own_vocabulary_);
+    if (!gathers_logits_) {
+      return part;
+    }
+    machine_.communicate_once(rows_ * own_vocabulary_ * 4);
+    const Buffer by_rank = machine_.scratch(rows_ * vocabulary_);
+    return machine_.scratch(rows_ * vocabulary_);
+  }
+
   Machine& machine_;
   DecoderModel model_;
   std::vector<detail::Block> blocks_;
   detail::RmsNorm norm_;
   int64_t rows_;
   int64_t vocabulary_ = 0;
+  int64_t own_vocabulary_ = 0;  // the classes of this rank's part of the output layer
   bool has_embedding_sum_ = false;
+  bool gathers_logits_ = false;
   Buffer batch_, normed_, log_probabilities_, targets_;
 };
 

@@ -134,8 +134,8 @@ TEST(MemoryModel, FullyShardedStateIsAPartOfTheWhole) {
                     .mesh = Mesh({{"data_parallel", 32}, {"tensor_parallel", 8}}),
                     .plan = {}};
   const MemoryUsage step = phase(spec, "step", 255);
-  // The output layer and the norms are whole over the tensor-parallel axis.
-  const int64_t whole = (int64_t{128256} * 8192 + (2 * 80 + 1) * 8192);
+  // The norms are whole over the tensor-parallel axis.
+  const int64_t whole = (2 * 80 + 1) * 8192;
   const int64_t cut = 70'553'706'496 - whole;
   EXPECT_EQ(step[kParameters], (whole + cut / 8) / 32 * 4);
   EXPECT_EQ(step[kGradients], step[kParameters]);
@@ -227,8 +227,22 @@ TEST(MemoryModelRefusals, Sentences) {
   spec.plan = Plan({{"model.embed_tokens", Style::kVocabEmbedding, {}}});
   std::get<DecoderModel>(spec.model).is_tied = true;
   EXPECT_EQ(refusal([&] { return predict_memory(spec, 0).size(); }),
-            "memory: the plan gives 'model.embed_tokens' the style 'vocab_embedding', but its "
-            "weight is tied to the output layer's; use 'replicate'");
+            "memory: the plan cuts one of 'model.embed_tokens' and 'lm_head', whose weights are "
+            "tied; give them 'vocab_embedding' and 'column_gather_output', or no rules");
+  spec.plan = Plan({{"model.layers.0.mlp.up_proj", Style::kColumnGatherOutput, {}}});
+  EXPECT_EQ(refusal([&] { return predict_memory(spec, 0).size(); }),
+            "memory: the plan gives 'model.layers.0.mlp.up_proj' the style 'column_gather_output', "
+            "but there is a prediction for 'lm_head' alone; leave its rule out");
+  for (const auto& [option, rule] : std::vector<std::pair<std::string, Rule>>{
+           {"recompute", {"model.norm", Style::kReplicate, {}, true}},
+           {"offload", {"model.norm", Style::kReplicate, {}, false, true}},
+           {"precision",
+            {"model.norm", Style::kReplicate, {}, false, false, ComputeDtype::kFloat32}}}) {
+    spec.plan = Plan({rule});
+    EXPECT_EQ(refusal([&] { return predict_memory(spec, 0).size(); }),
+              "memory: the plan gives 'model.norm' the option '" + option +
+                  "', but there is no prediction for it; leave it out for an estimate without it");
+  }
   spec.plan = Plan({{"model.layers.*.mlp", Style::kColumnRowMlp, {}, true}});
   spec.checkpointing = Checkpointing::kSelective;
   EXPECT_EQ(refusal([&] { return predict_memory(spec, 0).size(); }),
