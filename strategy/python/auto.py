@@ -146,7 +146,7 @@ def _place_embedding(
     for head in heads:
         is_tied = owners[id(model.get_submodule(head)._parameters["weight"])] > 1
         if head in holders or not is_tied:
-            result.styles.setdefault(head, Assignment("column_gather_output", "logits are gathered"))
+            result.styles.setdefault(head, Assignment("column_gather_output"))
     return [module]
 
 
