@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
 from weft.strategy._plan import matches
+from weft.strategy.offload import OffloadedModule
 from weft.strategy.state import original_class, state_of
 
 FULL, SELECTIVE, NONE = "full", "selective", "none"
@@ -47,7 +48,7 @@ def checkpoint_activations(model: nn.Module, what: What = FULL, *, offload: bool
             or several, for a full checkpoint of each match; or a dict from pattern to "full" or "selective"; or
             "none". A full checkpoint keeps a module's inputs; a selective one the results of its matrix products,
             attention and communication as well, so that neither is repeated (nothing may change those in place).
-        offload: keep the tensors among a module's positional arguments in pinned CPU memory until the backward.
+        offload: keep the tensors among a module's arguments in pinned CPU memory until the backward.
 
     Returns:
         The names of what is checkpointed.
@@ -153,15 +154,26 @@ def _refuse(name: str, module: nn.Module, mode: str, offload: bool) -> None:
             f"checkpoint_activations: {shown} has a {module.checkpoint_mode[0]} checkpoint already; give it the same "
             "again, or build the model anew."
         )
-    recomputing = next((n for n, m in module.named_modules() if (s := state_of(m)) is not None and s.recompute), None)
-    if mode == SELECTIVE and recomputing is not None:
+    offloaded = next((n for n, m in module.named_modules(prefix=name) if isinstance(m, OffloadedModule)), None)
+    if offloaded is not None:
         raise ValueError(
-            f"checkpoint_activations: the rule of '{recomputing}' in {shown} says recompute, and a selective "
+            f"checkpoint_activations: the rule of '{offloaded}' says offload, which would keep what a checkpoint of "
+            f"{shown} lets go of; leave out one of the two, or give its rule recompute, too."
+        )
+    recomputing = next((n for n, m in module.named_modules() if _recomputes(m) and m is not module), None)
+    if mode == SELECTIVE and (recomputing is not None or (state is not None and state.recompute)):
+        raise ValueError(
+            f"checkpoint_activations: the rule of '{recomputing or name}' in {shown} says recompute, and a selective "
             "checkpoint would keep what it lets go of; leave out one of the two, or take a full checkpoint."
         )
     reason = why_not_wrapped(module)
     if reason is not None:
         raise ValueError(f"checkpoint_activations: {shown} is to run again, but {reason}; name the modules inside it.")
+
+
+def _recomputes(module: nn.Module) -> bool:
+    state = state_of(module)
+    return isinstance(module, CheckpointedModule) or (state is not None and state.recompute)
 
 
 def why_not_wrapped(module: nn.Module) -> str | None:
@@ -183,16 +195,21 @@ def _checkpointed_class(cls: type[nn.Module], mode: str, offload: bool) -> type[
     # torch.compile knows no context_fn that does nothing
     options = {"context_fn": _selective_contexts} if mode == SELECTIVE else {}
 
-    def run(self: nn.Module, lengths: Any, kwargs: dict[str, Any], *args: Any) -> Any:  # the names are not torch's
+    # The parameters' names are not torch's. The last arguments are keywords of these `names`.
+    def run(self: nn.Module, lengths: Any, kwargs: dict[str, Any], names: list[str], *args: Any) -> Any:
+        num_args = len(args) - len(names)
         with contextlib.nullcontext() if lengths is None else lengths():
-            return own_forward(self, *args, **kwargs)
+            return own_forward(self, *args[:num_args], **kwargs, **dict(zip(names, args[num_args:], strict=True)))
 
     @functools.wraps(own_forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return own_forward(self, *args, **kwargs)
         with torch.autograd.graph.save_on_cpu(pin_memory=True) if offload else contextlib.nullcontext():
-            return torch_checkpoint.checkpoint(run, self, _lengths(self), kwargs, *args, use_reentrant=False, **options)
+            names = [name for name, value in kwargs.items() if offload and isinstance(value, Tensor)]
+            others = {name: value for name, value in kwargs.items() if name not in names}
+            args = (self, _lengths(self), others, names, *args, *(kwargs[name] for name in names))
+            return torch_checkpoint.checkpoint(run, *args, use_reentrant=False, **options)
 
     namespace = {"__module__": cls.__module__, "forward": forward, "checkpoint_mode": (mode, offload)}
     return type(cls.__name__, (CheckpointedModule, cls), namespace)

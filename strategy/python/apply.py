@@ -197,11 +197,13 @@ def _take_roles(
     """Give modules the classes of their styles; `others` had DTensors before and know themselves how to use them."""
     by_module = {id(model.get_submodule(name)): a for name, a in assignments.styles.items()}
     precisions = _precisions(model, assignments)
+    named = {id(model.get_submodule(name)) for name, options in assignments.options.items() if options.precision}
     group_name = group_name_of(mesh)
     for module in reversed(list(model.modules())):  # children first: a fused container records their classes
         assignment = by_module.get(id(module), Assignment(""))
         if state_of(module) is not None or (
-            module is not model and (id(module) in others or not (_needs_role(module) or id(module) in places))
+            module is not model
+            and (id(module) in others or not (_needs_role(module) or id(module) in places or id(module) in named))
         ):
             continue
         cls = type(module)

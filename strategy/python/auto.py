@@ -128,7 +128,7 @@ def _place_embedding(
         return []
     rows = module.num_embeddings
     holders = {n: m for n, m in model.named_modules() if m._parameters.get("weight") is module.weight}
-    heads = [n for n in _outside_of_blocks(model) if _gives(model.get_submodule(n), rows)]
+    heads = [n for n in _outside_of_blocks(model) if _gives(model.get_submodule(n), rows, owners)]
     reason = why_no_vocab_embedding(module)
     if reason is None and rows < _MIN_ROWS_PER_RANK * result.tp_size:
         reason = f"{rows} rows are too few for {result.tp_size} ranks"
@@ -156,6 +156,9 @@ def _outside_of_blocks(model: nn.Module) -> list[str]:
     return [n for n, _ in model.named_modules() if not any(n.startswith(f"{each}.") for each in inside)]
 
 
-def _gives(module: nn.Module, rows: int) -> bool:
-    """Whether it is a layer of plain weights with as many output features."""
-    return why_no_linear(module) is None and not _has_dtensors(module) and features(module)[1] == rows
+def _gives(module: nn.Module, rows: int, owners: dict[int, int]) -> bool:
+    """Whether it is a layer of plain weights, with a bias of its own, if any, and as many output features."""
+    if why_no_linear(module) is not None or _has_dtensors(module) or features(module)[1] != rows:
+        return False
+    bias = module._parameters["bias"]
+    return bias is None or owners[id(bias)] == 1

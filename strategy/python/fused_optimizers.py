@@ -21,16 +21,27 @@ _DEVICES = {
 
 
 def _on_local_tensors(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """Element by element: each rank does its part, whatever the placements, if they are the same in all lists."""
+    """Element by element: each rank does its part, whatever the placements, if they are the same in all lists.
+
+    Partial gradients, as torch's own styles leave some, are summed first; collective then.
+    """
     lists = [arg for arg in args if isinstance(arg, (list, tuple)) and any(isinstance(t, DTensor) for t in arg)]
+    summed: dict[int, DTensor] = {}
     for together in zip(*lists, strict=True):
-        placements = {t.placements if isinstance(t, DTensor) else None for t in together}
-        if len(placements) != 1 or any(placement.is_partial() for placement in placements.pop() or ()):
+        wanted, of_gradient, *of_states = (getattr(t, "placements", None) for t in together)
+        if wanted is not None and any(p.is_partial() for p in of_gradient or ()):
+            summed[id(together[1])] = together[1].redistribute(placements=wanted)
+            of_gradient = wanted
+        if any(placements != wanted for placements in (of_gradient, *of_states)):
             raise RuntimeError(
                 f"{func} got parameters, gradients and states with the placements "
-                f"{[getattr(t, 'placements', None) for t in together]}; give them the same ones, none of them partial."
+                f"{[getattr(t, 'placements', None) for t in together]}; give them the same ones, or pass fused=False."
             )
-    local = tree_map(lambda t: t._local_tensor if isinstance(t, DTensor) else t, (args, kwargs or {}))
+
+    def local_of(value: Any) -> Any:
+        return summed.get(id(value), value)._local_tensor if isinstance(value, DTensor) else value
+
+    local = tree_map(local_of, (args, kwargs or {}))
     return func(*local[0], **local[1])
 
 

@@ -61,9 +61,10 @@ class _Copies:
         self._parameters = {parameter.untyped_storage()._cdata for parameter in local}
         self._made: weakref.WeakValueDictionary[Hashable, _Copy] = weakref.WeakValueDictionary()
 
-    def pack(self, tensor: Tensor) -> Tensor | _Copy:
-        if type(tensor) is not Tensor or tensor.untyped_storage()._cdata in self._parameters:
-            return tensor
+    def pack(self, tensor: Tensor) -> tuple[Tensor, int] | _Copy:
+        is_plain = type(tensor) is Tensor and tensor.layout == torch.strided
+        if not is_plain or tensor.untyped_storage()._cdata in self._parameters:
+            return tensor, tensor._version
         origin = StorageWeakRef(tensor.untyped_storage())
         layout = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
         key = (origin.cdata, *layout, tensor._version)
@@ -73,5 +74,13 @@ class _Copies:
         return made
 
 
-def _unpack(kept: Tensor | _Copy) -> Tensor:
-    return kept if isinstance(kept, Tensor) else kept.values.to(kept.device, non_blocking=True)
+def _unpack(kept: tuple[Tensor, int] | _Copy) -> Tensor:
+    if isinstance(kept, _Copy):
+        return kept.values.to(kept.device, non_blocking=True)
+    tensor, version = kept
+    if tensor._version != version:  # autograd does not look where there are hooks
+        raise RuntimeError(
+            f"a parameter of the shape {list(tensor.shape)}, or a part of one, was changed after the forward of a "
+            "module with offload and before its backward, which needs the values of then; step after all backwards."
+        )
+    return tensor

@@ -22,7 +22,7 @@ def in_precision(forward: Callable[..., Any]) -> Callable[..., Any]:
     def cast_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         dtype = self._weft_state.precision
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        device_type = tensors[0].device.type if tensors else "cpu"
+        device_type = self._weft_state.mesh.device_type
         outer = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), dtype)
         outer = dtype if torch.is_autocast_enabled(device_type) else outer
         args, kwargs = _in_dtype((args, kwargs), dtype)

@@ -48,6 +48,7 @@ def assign_rules(
                 "it; leave it out of the plan, or use an attention of separate query, key and value layers."
             )
     _refuse_two_styles(modules, result)
+    _refuse_offload_inside(result)
 
 
 def _note_options(result: Assignments, name: str, module: nn.Module, rule: _plan.Rule) -> None:
@@ -85,6 +86,23 @@ def _refuse_two_styles(modules: Mapping[str, nn.Module], result: Assignments) ->
             raise ValueError(
                 f"parallelize: '{other}' and '{name}' are one module but get the styles '{styles[0] or 'none'}' and "
                 f"'{styles[1] or 'none'}'; give both names the same one."
+            )
+        options = [str(result.options.get(n, Options())) for n in (other, name)]
+        if options[0] != options[1]:
+            raise ValueError(
+                f"parallelize: '{other}' and '{name}' are one module but get the options '{options[0] or 'none'}' and "
+                f"'{options[1] or 'none'}'; give both names the same ones."
+            )
+
+
+def _refuse_offload_inside(result: Assignments) -> None:
+    offloaded = [name for name, options in result.options.items() if options.offload and not options.recompute]
+    for name in (name for name, options in result.options.items() if options.recompute):
+        inside = next((n for n in offloaded if n.startswith(f"{name}." if name else "")), None)
+        if inside is not None:
+            raise ValueError(
+                f"parallelize: the rule for '{inside}' says offload, which would keep what the recompute of "
+                f"{shown(name)} lets go of; leave out one of the two."
             )
 
 

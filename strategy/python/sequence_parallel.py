@@ -39,8 +39,20 @@ def sequence_places(model: nn.Module, assignments: Assignments, group_name: str)
             "sequence_parallel=True finds no repeated blocks with layers that the plan cuts, between which activations "
             "would be cut along the sequence; leave it out, or put the blocks into an nn.ModuleList."
         )
+    _refuse_shared(places, model)
     _check_named(places, model, assignments)
     return places
+
+
+def _refuse_shared(places: dict[int, Place], model: nn.Module) -> None:
+    """A module that gets all tokens elsewhere would sum gradients that are whole."""
+    blocks = tuple(repeated_blocks(model))
+    for name, module in model.named_modules(remove_duplicate=False):
+        if id(module) in places and not any(name == block or name.startswith(f"{block}.") for block in blocks):
+            raise ValueError(
+                f"sequence_parallel=True: '{name}' is one module with a layer of the repeated blocks, which gets some "
+                "of the tokens there and all of them here; use two modules, or leave sequence parallelism out."
+            )
 
 
 def _check_named(places: dict[int, Place], model: nn.Module, assignments: Assignments) -> None:

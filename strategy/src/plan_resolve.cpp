@@ -113,6 +113,12 @@ Rule merge(const Match& match) {
   return merged;
 }
 
+bool has_options_of(const Rule& rule, const Rule& other) {
+  Rule same = rule;
+  same.pattern = other.pattern;
+  return same == other;
+}
+
 // Modules that own those below them, each with its rule.
 using Owners = std::unordered_map<std::string_view, const Rule*>;
 
@@ -132,11 +138,11 @@ std::optional<Owners::value_type> find_owner(std::string_view module, const Owne
                                      const Rule& rule,
                                      const Owners::value_type& owner) {
   const auto& [owner_module, owner_rule] = owner;
-  throw std::invalid_argument(
-      "plan: module " + quote_module(module) + " gets style " + quote(to_string(rule.style)) +
-      " from pattern " + quote(rule.pattern) + " but lies inside " + quote_module(owner_module) +
-      ", to which pattern " + quote(owner_rule->pattern) + " gives style " +
-      quote(to_string(owner_rule->style)) + " as a whole; remove one of the two rules");
+  throw std::invalid_argument("plan: module " + quote_module(module) + " gets " + describe(rule) +
+                              " from pattern " + quote(rule.pattern) + " but lies inside " +
+                              quote_module(owner_module) + ", to which pattern " +
+                              quote(owner_rule->pattern) + " gives " + describe(*owner_rule) +
+                              " as a whole; remove one of the two rules");
 }
 
 }  // namespace
@@ -158,7 +164,9 @@ std::vector<Assignment> Plan::resolve(std::span<const std::string> module_names)
     const auto owner = owners.empty() ? std::nullopt : find_owner(assignment.module, owners);
     if (!owner) {
       result.push_back(assignment);
-    } else if (assignment.rule.style != owner->second->style) {
+    } else if (const Rule& above = *owner->second;
+               assignment.rule.style != above.style ||
+               (has_options(assignment.rule) && !has_options_of(assignment.rule, above))) {
       refuse_below_owner(assignment.module, assignment.rule, *owner);
     }
   }

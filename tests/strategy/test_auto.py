@@ -163,3 +163,13 @@ def test_tables_whose_weight_others_have_stay_whole() -> None:
     model.decoder.weight = model.encoder.weight
     assert cut(model) == {}
     assert any("tied to that of 'decoder', which cannot be cut" in note for note in assign_auto(model, 2).notes)
+
+
+def test_an_output_layer_whose_bias_others_have_stays_whole() -> None:
+    """As the head of BERT, whose bias is tied to a parameter beside the layer; no two of one are cut differently."""
+    model = Several()
+    model.register_parameter("bias", model.second.bias)
+    assert "second" not in cut(model)
+    weightless = nn.ModuleDict({"table": nn.Embedding(16, 8), "head": nn.Linear(8, 16), "mlp": FeedForward(8, 20)})
+    weightless.register_parameter("bias", weightless["head"].bias)
+    assert cut(weightless) == {}

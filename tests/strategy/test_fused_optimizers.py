@@ -9,6 +9,8 @@ import pytest
 import torch
 from ops.memory.counting import counted
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 from torch.optim import SGD, Adagrad, Adam, AdamW
 
 import weft
@@ -135,3 +137,28 @@ def test_a_step_allocates_nothing_once_the_states_are_there(rank: int, name: str
         before = weft.memory.current()
         optimizer.step()
         assert weft.memory.peak() - before <= 64  # numbers, such as a step count
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_partial_gradients_of_torchs_styles_are_summed(world_size: int, name: str) -> None:
+    """SequenceParallel leaves that of a norm's weight so; optimizers that are not fused sum it themselves."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    x = torch.linspace(-1, 1, 2 * 4 * 6).view(2, 4, 6)
+    weights = []
+    for fused in (False, True):
+        norm = parallelize_module(nn.LayerNorm(6), mesh, SequenceParallel())
+        optimizer = OPTIMIZERS[name](norm.parameters())
+        if fused:
+            assert fuse(optimizer, norm) is None
+        for scale in (1.0, 2.0):
+            optimizer.zero_grad()
+            norm(x.chunk(2, 1)[torch.distributed.get_rank()] * scale).to_local().square().sum().backward()
+            assert norm.weight.grad.placements[0].is_partial()
+            if fused and name == "momentum":  # torch makes its buffer like the gradient
+                with pytest.raises(RuntimeError, match="give them the same ones, or pass fused=False"):
+                    optimizer.step()
+                return
+            optimizer.step()
+        weights.append(norm.weight.full_tensor().detach())
+    torch.testing.assert_close(*weights, rtol=1e-6, atol=1e-7)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -11,13 +12,15 @@ from ops.memory.counting import counted
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import weft
-from support.models import Gpt2, Llama, LlamaArgs, RMSNorm, token_batches
+from support.models import FeedForward, Gpt2, Llama, LlamaArgs, RMSNorm, token_batches
 from support.parity import assert_trains_alike, tensor_parallel
 from support.ranks import on_ranks
-from weft.strategy import Plan, report
+from weft.strategy import Plan, checkpoint_activations, report
 from weft.strategy.activation_checkpointing import CheckpointedModule
 from weft.strategy.data_parallel import shard_fully
 from weft.strategy.offload import OffloadedModule, offload_activations
@@ -137,6 +140,84 @@ def test_offload_leaves_evaluation_and_compilers_alone() -> None:
     compiled = torch.compile(module, backend="eager")(x)
     assert torch.equal(result, expected)
     assert_close(compiled, expected)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(module, backend="eager", fullgraph=True)(x)
+
+
+def test_offload_refuses_weights_of_another_step() -> None:
+    """torch looks at no version where hooks are, and gradients would be those of the new weight."""
+    module, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
+    offload_activations(module)
+    loss = module(x).sum()
+    with torch.no_grad():
+        module.weight.mul_(10)
+    with pytest.raises(RuntimeError, match=r"a parameter of the shape \[4, 4\], or a part of one, was changed after"):
+        loss.backward()
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.graph, self.weight = torch.eye(4).to_sparse(), nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sparse.mm(self.graph, x @ self.weight)
+
+
+def test_offload_leaves_sparse_tensors() -> None:
+    module, x = Sparse(), torch.randn(4, 4)
+    expected = torch.autograd.grad(module(x).square().sum(), module.weight)
+    offload_activations(module)
+    assert torch.equal(torch.autograd.grad(module(x).square().sum(), module.weight)[0], expected[0])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("reshard", [False, True])
+def test_offload_with_weights_that_are_gathered(world_size: int, reshard: bool) -> None:
+    """Freed after the forward and gathered again, which is no change."""
+    mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    torch.manual_seed(0)
+    reference = Llama(LlamaArgs(dtype=torch.float64))
+    model = weft.parallelize(copy.deepcopy(reference), mesh, rules(offload=True))
+    shard_fully(model, mesh["data_parallel"], reshard_after_forward=reshard)
+    for each in (model, reference):
+        token_loss(each, TOKENS[0]).backward()
+    theirs = dict(reference.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert_close(parameter.grad.full_tensor(), theirs[name].grad, rtol=1e-10, atol=1e-12)
+    model = weft.parallelize(
+        Llama(LlamaArgs()), mesh, {"": {"style": "replicate", "offload": True}, MLP: "column_row_mlp"}
+    )
+    with pytest.raises(ValueError, match=r"rule of the model itself says offload, and 'layers.\d' inside is gathered"):
+        shard_fully(model, mesh["data_parallel"], reshard_after_forward=reshard)
+
+
+class ByKeyword(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Bilinear(8, 8, 6)
+
+    def forward(self, *, left: Tensor, right: Tensor, scale: float) -> Tensor:
+        return self.inner(left, right) * scale
+
+
+def test_a_checkpoint_offloads_keywords() -> None:
+    x, y = torch.randn(64, 8, requires_grad=True), torch.randn(64, 8, requires_grad=True)
+    kept, gradients = [], []
+    for offload in (False, True):
+        torch.manual_seed(0)
+        module = ByKeyword()
+        checkpoint_activations(module, "", offload=offload)
+        with counted() as count:
+            before = count.now()
+            output = module(left=x, right=y, scale=2.0)
+            kept.append(count.now() - before)
+        gradients.append(torch.autograd.grad(output.sum(), (x, y)))
+        del output
+    assert kept[1] - kept[0] == x.nbytes + y.nbytes  # copies, as all is on the CPU
+    for plain, offloaded in zip(*gradients, strict=True):
+        assert torch.equal(plain, offloaded)
 
 
 @pytest.mark.cuda
@@ -242,14 +323,48 @@ def test_precision_of_every_style_trains(world_size: int, family: type[nn.Module
     if not is_llama:
         styles = {"h.*.attn": "attention", "h.*.mlp": "column_row_mlp", "h.*.ln_2": "replicate"}
         plan = {pattern: {"style": style, "precision": "float32"} for pattern, style in styles.items()}
+    exact = copy.deepcopy(model)(TOKENS[0][0])
+
+    def parallelize(m: nn.Module) -> nn.Module:
+        weft.parallelize(m, tensor_parallel(world_size), Plan(plan, sequence_parallel=is_llama))
+        distance = (m(TOKENS[0][0]) - exact).abs().max() / exact.abs().max()
+        assert distance > 1e-9, "float32 is not float64"
+        return m
+
     assert_trains_alike(
-        lambda m: weft.parallelize(m, tensor_parallel(world_size), Plan(plan, sequence_parallel=is_llama)),
+        parallelize,
         model,
         token_loss,
         TOKENS,
         "SGD",
         tolerance=1e-4,
     )
+
+
+@on_ranks(2)
+def test_precision_of_a_module_without_weights(world_size: int) -> None:
+    model = nn.ModuleDict({"mlp": FeedForward(8, 16), "soft": nn.Softmax(dim=-1)}).bfloat16()
+    plan = {"mlp": "column_row_mlp", "soft": {"style": "replicate", "precision": "float32"}}
+    weft.parallelize(model, tensor_parallel(world_size), plan)
+    x = torch.randn(4, 8, dtype=torch.bfloat16) * 3
+    expected = torch.softmax(x.float(), -1).bfloat16()
+    seen: list[torch.dtype] = []
+    with _Dtypes(seen):
+        result = model["soft"](x)
+    assert torch.equal(result, expected) and seen == [torch.float32]
+
+
+class _Dtypes(TorchDispatchMode):
+    """Notes what softmax gets."""
+
+    def __init__(self, seen: list[torch.dtype]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._softmax.default:
+            self.seen.append(args[0].dtype)
+        return func(*args, **(kwargs or {}))
 
 
 class Exact(RMSNorm):
@@ -294,6 +409,15 @@ def test_fully_sharded_weights_are_gathered_in_their_precision(world_size: int, 
 
 
 @on_ranks(2)
+def test_a_weight_of_two_precisions_is_not_gathered(world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    plan = {"output": {"style": "replicate", "precision": "float32"}, MLP: "column_row_mlp"}
+    model = weft.parallelize(Llama(LlamaArgs(tie_head=True)), mesh, plan)
+    with pytest.raises(ValueError, match=r"rule of 'output' says precision, but it shares a weight with modules"):
+        shard_fully(model, mesh["data_parallel"], mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+
+
+@on_ranks(2)
 def test_refusals(world_size: int) -> None:
     mesh = tensor_parallel(world_size)
     for option in ({"recompute": True}, {"offload": True}, {"precision": "float32"}):
@@ -303,6 +427,21 @@ def test_refusals(world_size: int) -> None:
             weft.parallelize(
                 Llama(LlamaArgs()), mesh, {"layers": {"style": "replicate", **option}, MLP: "column_row_mlp"}
             )
+    inside = {"layers.*": {"style": "replicate", "recompute": True}, ATTENTION: {"style": "attention", "offload": True}}
+    with pytest.raises(ValueError, match=r"rule for 'layers.0.attention' says offload, which would keep what the rec"):
+        weft.parallelize(Llama(LlamaArgs()), mesh, inside)
+    model = weft.parallelize(Llama(LlamaArgs()), mesh, rules(offload=True))
+    with pytest.raises(ValueError, match=r"rule of 'layers.0.attention' says offload, which would keep what a checkp"):
+        checkpoint_activations(model, "full")
+    model = weft.parallelize(Llama(LlamaArgs()), mesh, KEEPING["recompute"])
+    with pytest.raises(ValueError, match=r"'attention' in 'layers.0' says recompute, and a selective checkpoint would"):
+        checkpoint_activations(model, "selective")
+    twice = nn.ModuleDict({"a": nn.LayerNorm(8), "mlp": FeedForward(8, 16)})
+    twice["b"] = twice["a"]
+    plan = {"a": {"style": "replicate", "recompute": True}, "b": "replicate", "mlp": "column_row_mlp"}
+    with pytest.raises(ValueError, match=r"'a' and 'b' are one module but get the options 'recompute' and 'none'"):
+        weft.parallelize(twice, mesh, plan)
+    assert not any(isinstance(parameter, DTensor) for parameter in twice.parameters())
     model = weft.parallelize(Llama(LlamaArgs()), mesh, rules(precision="bfloat16"))
     with pytest.raises(ValueError, match=r"computes in torch.bfloat16 by its rule, which a plain copy would not"):
         weft.export_local(model)

@@ -268,6 +268,10 @@ def test_what_cannot_be_cut_is_refused(world_size: int) -> None:
         layer.attention.norm = nn.LayerNorm(4)
     with pytest.raises(ValueError, match=r"'layers.0.attention.norm' gets the style .* is a part of what computes on"):
         weft.parallelize(model, tensor_parallel(world_size), head_norm)
+    model = Llama(LlamaArgs())
+    model.norm = model.layers[1].ffn_norm
+    with pytest.raises(ValueError, match=r"'norm' is one module with a layer of the repeated blocks"):
+        sequence_parallel(model, world_size)
     model = sequence_parallel(Llama(LlamaArgs()), world_size)
     with pytest.raises(ValueError, match="without sequence_parallel for export"):
         weft.export_local(model)

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from weft.strategy.activation_checkpointing import repeated_blocks
+from weft.strategy.offload import OffloadedModule
 from weft.strategy.state import original_class, state_of
 
 _MARK = "_weft_fully_sharded"
@@ -60,6 +61,7 @@ def shard_fully(
         policy = dataclasses.replace(policy, param_dtype=state.precision)
     own_dtypes = _own_dtypes(model, policy.param_dtype)
     names = _units(model, own_dtypes, inside=entry_points is not None)
+    _refuse_units(model, names, own_dtypes)
     blocks = repeated_blocks(model)
     callees = [name for name in names if name not in blocks and name not in own_dtypes]
     if root_is_called and len(callees) == 1 and policy.param_dtype is None:
@@ -103,6 +105,23 @@ def _refuse_sharded(model: nn.Module) -> None:
             raise ValueError(
                 f"shard_fully: fully_shard was applied to {shown} already; leave that out, or leave all sharding over "
                 "the data-parallel axis to your own code."
+            )
+
+
+def _refuse_units(model: nn.Module, names: list[str], own_dtypes: dict[str, torch.dtype]) -> None:
+    tied = next((name for name in own_dtypes if name not in names), None)
+    if tied is not None:
+        raise ValueError(
+            f"shard_fully: the rule of '{tied}' says precision, but it shares a weight with modules beside it, which "
+            "is gathered in another dtype; leave precision out of the rule."
+        )
+    for name, module in model.named_modules():
+        below = next((unit for unit in names if unit.startswith(f"{name}." if name else "") and unit != name), None)
+        if below is not None and isinstance(module, OffloadedModule):
+            shown = f"'{name}'" if name else "the model itself"
+            raise ValueError(
+                f"shard_fully: the rule of {shown} says offload, and '{below}' "
+                "inside is gathered apart, whose weights would be copied, too; give the rule to modules inside it."
             )
 
 

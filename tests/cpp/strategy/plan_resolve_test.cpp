@@ -158,6 +158,18 @@ TEST(Resolve, OptionsOfSeveralRulesAddUp) {
                 {"ab", {"a*", Style::kReplicate, {}, true, true, ComputeDtype::kFloat16}}}));
 }
 
+TEST(ResolveRefusals, OptionsBelowAnOwnerThatHasOthers) {
+  const std::vector<std::string> names = {"a", "a.b"};
+  const Rule owner{"a", Style::kAttention, {}, false, true};
+  const Plan plan({owner, {"a.*", Style::kAttention, {}, false, true, ComputeDtype::kFloat32}});
+  EXPECT_EQ(refusal([&] { return plan.resolve(names); }),
+            "plan: module 'a.b' gets style 'attention' with offload, precision 'float32' from "
+            "pattern 'a.*' but lies inside 'a', to which pattern 'a' gives style 'attention' with "
+            "offload as a whole; remove one of the two rules");
+  const Plan alike({owner, {"a.*", Style::kAttention, {}, false, true}});
+  EXPECT_EQ(alike.resolve(names), (std::vector<Assignment>{{"a", owner}}));
+}
+
 TEST(ResolveRefusals, TwoPrecisionsForOneModule) {
   const Plan plan({{"*", Style::kRow, {}, false, false, ComputeDtype::kFloat16},
                    {"a", Style::kRow, {}, false, true},
