@@ -173,3 +173,10 @@ def test_an_output_layer_whose_bias_others_have_stays_whole() -> None:
     weightless = nn.ModuleDict({"table": nn.Embedding(16, 8), "head": nn.Linear(8, 16), "mlp": FeedForward(8, 20)})
     weightless.register_parameter("bias", weightless["head"].bias)
     assert cut(weightless) == {}
+
+
+def test_an_output_layer_follows_the_table_that_it_is_tied_to() -> None:
+    model = nn.ModuleDict({"table": nn.Embedding(16, 8), "whole": nn.Embedding(16, 8, max_norm=1.0)})
+    model["head"], model["tied"], model["mlp"] = nn.Linear(8, 16), nn.Linear(8, 16, bias=False), FeedForward(8, 20)
+    model["tied"].weight = model["whole"].weight
+    assert cut(model) == {"table": "vocab_embedding", "head": "column_gather_output"}

@@ -304,12 +304,16 @@ def test_precision_of_all_below(world_size: int, stored: torch.dtype, precision:
 @on_ranks(2)
 def test_precision_under_autocast(world_size: int) -> None:
     """Inside there is none; the result stays what was computed, since autocast takes any dtype."""
+    torch.manual_seed(0)
     model = Around()
+    x = torch.randn(3, 8, dtype=torch.bfloat16)
+    expected = copy.deepcopy(model)(x.float())
     plan = {"inner": {"style": "replicate", "precision": torch.float32}, **WATCHED}
     weft.parallelize(model, tensor_parallel(world_size), plan)
     with torch.autocast("cpu", torch.bfloat16):
-        output = model(torch.randn(3, 8, dtype=torch.bfloat16))
-    assert model.inner.seen == [torch.float32] * 3 and output.dtype == torch.float32
+        output = model(x)
+    assert model.inner.seen == [torch.float32] * 3
+    assert_close(output, expected, rtol=1e-5, atol=1e-6)
 
 
 @on_ranks(1, 2)
