@@ -26,6 +26,7 @@ RECOMPUTE = {
     **{f"model.layers.*.attention.w{each}": {"style": "column", "heads": "n_kv_heads"} for each in "kv"},
     "model.layers.*.attention.wo": "row",
     "model.tok_embeddings": "vocab_embedding",
+    "model.output": "column_gather_output",
 }
 # Options that only reorder work, or make the same numbers elsewhere: losses are those without, to the bit.
 SAME_BITS: dict[str, dict[str, Any]] = {
