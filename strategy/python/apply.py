@@ -196,7 +196,7 @@ def _take_roles(
 ) -> None:
     """Give modules the classes of their styles; `others` had DTensors before and know themselves how to use them."""
     by_module = {id(model.get_submodule(name)): a for name, a in assignments.styles.items()}
-    precisions = _precisions(model, assignments)
+    precisions = {id(module): assignments.precision_of(name) for name, module in model.named_modules()}
     named = {id(model.get_submodule(name)) for name, options in assignments.options.items() if options.precision}
     group_name = group_name_of(mesh)
     for module in reversed(list(model.modules())):  # children first: a fused container records their classes
@@ -223,18 +223,9 @@ def _take_roles(
             transposed=assignment.style in (*COLUMN_STYLES, *ROW_STYLES, "vocab_head") and is_conv1d(module),
             fused=assignment.fused_into is not None,
             sequence=places.get(id(module)),
-            precision=precisions.get(id(module)),
+            precision=getattr(torch, precisions[id(module)]) if precisions[id(module)] else None,
         )
         take_role(module, state)
-
-
-def _precisions(model: nn.Module, assignments: Assignments) -> dict[int, torch.dtype]:
-    """What modules compute in, by their ids: as the nearest rule above says, or their own."""
-    result: dict[int, torch.dtype] = {}
-    for name in sorted(name for name, options in assignments.options.items() if options.precision):
-        dtype = getattr(torch, assignments.options[name].precision)
-        result |= {id(module): dtype for module in model.get_submodule(name).modules()}
-    return result
 
 
 def _take_options(model: nn.Module, assignments: Assignments) -> list[str]:

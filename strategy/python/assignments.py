@@ -53,6 +53,11 @@ class Assignments:
     options: dict[str, Options] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
 
+    def precision_of(self, module_name: str) -> str:
+        """The dtype that the nearest rule at a module, or above it, says; "" where none does."""
+        own = self.options.get(module_name, Options()).precision
+        return own or (self.precision_of(parent_name(module_name)) if module_name else "")
+
     def leave(self, module_name: str, reason: str) -> None:
         self.notes.append(f"{shown(module_name)}: left replicated: {reason}")
 

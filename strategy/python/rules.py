@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 
 from torch import nn
@@ -87,7 +88,11 @@ def _refuse_two_styles(modules: Mapping[str, nn.Module], result: Assignments) ->
                 f"parallelize: '{other}' and '{name}' are one module but get the styles '{styles[0] or 'none'}' and "
                 f"'{styles[1] or 'none'}'; give both names the same one."
             )
-        options = [str(result.options.get(n, Options())) for n in (other, name)]
+        inherited = [
+            dataclasses.replace(result.options.get(n, Options()), precision=result.precision_of(n))
+            for n in (other, name)
+        ]
+        options = [str(each) for each in inherited]
         if options[0] != options[1]:
             raise ValueError(
                 f"parallelize: '{other}' and '{name}' are one module but get the options '{options[0] or 'none'}' and "

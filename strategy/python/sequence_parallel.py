@@ -46,18 +46,24 @@ def sequence_places(model: nn.Module, assignments: Assignments, group_name: str)
 
 def _refuse_shared(places: dict[int, Place], model: nn.Module) -> None:
     """A module that gets all tokens elsewhere would sum gradients that are whole."""
-    blocks = tuple(repeated_blocks(model))
+    blocks = _placed_blocks(places, model)
     for name, module in model.named_modules(remove_duplicate=False):
-        if id(module) in places and not any(name == block or name.startswith(f"{block}.") for block in blocks):
+        if id(module) in places and not f"{name}.".startswith(blocks):
             raise ValueError(
                 f"sequence_parallel=True: '{name}' is one module with a layer of the repeated blocks, which gets some "
                 "of the tokens there and all of them here; use two modules, or leave sequence parallelism out."
             )
 
 
+def _placed_blocks(places: dict[int, Place], model: nn.Module) -> tuple[str, ...]:
+    """The names of the blocks between which tokens are cut, each with a dot."""
+    ids = {module for module, place in places.items() if place.kind == "block"}
+    return tuple(f"{name}." for name, module in model.named_modules(remove_duplicate=False) if id(module) in ids)
+
+
 def _check_named(places: dict[int, Place], model: nn.Module, assignments: Assignments) -> None:
     """Modules that rules name for their tokens' sake: beside the blocks they have all, and inside a cut layer, too."""
-    blocks = tuple(f"{block}." for block in repeated_blocks(model))
+    blocks = _placed_blocks(places, model)
     for name in (name for name, a in assignments.styles.items() if a.style == "sequence_parallel"):
         place = places.get(id(model.get_submodule(name)))
         if place is not None and place.kind in ("cut", "dropout"):
@@ -67,7 +73,7 @@ def _check_named(places: dict[int, Place], model: nn.Module, assignments: Assign
                 f"parallelize: '{name}' gets the style 'sequence_parallel', but is a part of what computes on all "
                 "tokens; remove its rule."
             )
-        assignments.notes.append(f"'{name}': computes on all tokens, as it is in none of the repeated blocks")
+        assignments.notes.append(f"'{name}': computes on all tokens, as it is in none of the blocks that are cut")
 
 
 def _inside(assignments: Assignments, block: str) -> dict[str, Assignment]:

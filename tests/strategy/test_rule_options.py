@@ -240,7 +240,12 @@ def test_refusals(world_size: int) -> None:
     plan = {"a": {"style": "replicate", "recompute": True}, "b": "replicate", "mlp": "column_row_mlp"}
     with pytest.raises(ValueError, match=r"'a' and 'b' are one module but get the options 'recompute' and 'none'"):
         weft.parallelize(twice, mesh, plan)
-    assert not any(isinstance(parameter, DTensor) for parameter in twice.parameters())
+    under = nn.ModuleDict({"a": nn.Sequential(nn.LayerNorm(8)), "mlp": FeedForward(8, 16)})
+    under["b"] = nn.Sequential(under["a"][0])
+    plan = {name: {"style": "replicate", "precision": each} for name, each in (("a", "float32"), ("b", "bfloat16"))}
+    with pytest.raises(ValueError, match=r"'a.0' and 'b.0' are one module but get the options 'precision float32' and"):
+        weft.parallelize(under, mesh, {**plan, "mlp": "column_row_mlp"})
+    assert not any(isinstance(parameter, DTensor) for parameter in (*twice.parameters(), *under.parameters()))
     model = weft.parallelize(Llama(LlamaArgs()), mesh, rules(precision="bfloat16"))
     with pytest.raises(ValueError, match=r"computes in torch.bfloat16 by its rule, which a plain copy would not"):
         weft.export_local(model)

@@ -162,7 +162,7 @@ def test_a_plan_of_torch(world_size: int) -> None:
     assert styles["output.weight"] == "column_gather_output"
     assert styles["layers.1.ffn_norm.weight"] == styles["norm.weight"] == "sequence_parallel"
     if world_size > 1:
-        assert "'norm': computes on all tokens, as it is in none of the repeated blocks" in report(model).notes
+        assert "'norm': computes on all tokens, as it is in none of the blocks that are cut" in report(model).notes
         assert "activations between the blocks' layers are cut along the sequence" in report(model).notes
 
 
@@ -272,6 +272,10 @@ def test_what_cannot_be_cut_is_refused(world_size: int) -> None:
     model.norm = model.layers[1].ffn_norm
     with pytest.raises(ValueError, match=r"'norm' is one module with a layer of the repeated blocks"):
         sequence_parallel(model, world_size)
+    model = Llama(LlamaArgs())
+    model.whole = nn.ModuleList([nn.Sequential(nn.Linear(16, 16), model.layers[0].ffn_norm)])
+    with pytest.raises(ValueError, match=r"'whole.0.1' is one module with a layer of the repeated blocks"):
+        sequence_parallel(model, world_size, {**ROWS, **ATTENTION})
     model = sequence_parallel(Llama(LlamaArgs()), world_size)
     with pytest.raises(ValueError, match="without sequence_parallel for export"):
         weft.export_local(model)

@@ -69,10 +69,10 @@ def shard_fully(
     if not root_is_called:
         _refuse_own_parameters(model, names)
     # What ends the forward is needed first in the backward: to free it would be to gather it again at once.
-    kept = _holding_heads(model, names)
+    last = tuple(f"{block}." for block in blocks[-1:])
+    kept = _holding_heads(model, names) | {name for name in names if f"{name}.".startswith(last)}
     for name in reversed(names):
-        is_first = name in blocks[:-1] or (name in callees and len(callees) > 1) or name in own_dtypes
-        frees = reshard_after_forward and is_first and name not in kept
+        frees = reshard_after_forward and name not in kept and (name not in callees or len(callees) > 1)
         own = policy
         if name in own_dtypes:
             own = MixedPrecisionPolicy(own_dtypes[name], policy.reduce_dtype, cast_forward_inputs=False)

@@ -212,25 +212,24 @@ TEST(MemoryModelRefusals, Sentences) {
   spec.tokens = 1;
   EXPECT_EQ(refusal([&] { return predict_memory(spec, 1).size(); }),
             refusal([] { return Mesh().coordinates(1).size(); }));
-  spec.plan = Plan({{"model.layers.0", Style::kColumnRowMlp, {}}});
-  EXPECT_EQ(refusal([&] { return predict_memory(spec, 0).size(); }),
+  const auto refused = [&](Rule rule) {
+    spec.plan = Plan({std::move(rule)});
+    return refusal([&] { return predict_memory(spec, 0).size(); });
+  };
+  EXPECT_EQ(refused({"model.layers.0", Style::kColumnRowMlp, {}}),
             "memory: the plan gives 'model.layers.0' the style 'column_row_mlp', but it is no MLP; "
             "use column and row rules for its layers");
-  spec.plan = Plan({{"model.norm", Style::kColumn, {}}});
-  EXPECT_EQ(refusal([&] { return predict_memory(spec, 0).size(); }),
+  EXPECT_EQ(refused({"model.norm", Style::kColumn, {}}),
             "memory: the plan gives 'model.norm' the style 'column', but it is no linear layer; "
             "name the linear layers themselves");
-  spec.plan = Plan({{"lm_head", Style::kVocabHead, {}}});
-  EXPECT_EQ(refusal([&] { return predict_memory(spec, 0).size(); }),
+  EXPECT_EQ(refused({"lm_head", Style::kVocabHead, {}}),
             "memory: the plan gives 'lm_head' the style 'vocab_head', but there is no prediction "
             "for it; leave its rule out for an upper bound");
-  spec.plan = Plan({{"model.embed_tokens", Style::kVocabEmbedding, {}}});
   std::get<DecoderModel>(spec.model).is_tied = true;
-  EXPECT_EQ(refusal([&] { return predict_memory(spec, 0).size(); }),
+  EXPECT_EQ(refused({"model.embed_tokens", Style::kVocabEmbedding, {}}),
             "memory: the plan cuts one of 'model.embed_tokens' and 'lm_head', whose weights are "
             "tied; give them 'vocab_embedding' and 'column_gather_output', or no rules");
-  spec.plan = Plan({{"model.layers.0.mlp.up_proj", Style::kColumnGatherOutput, {}}});
-  EXPECT_EQ(refusal([&] { return predict_memory(spec, 0).size(); }),
+  EXPECT_EQ(refused({"model.layers.0.mlp.up_proj", Style::kColumnGatherOutput, {}}),
             "memory: the plan gives 'model.layers.0.mlp.up_proj' the style 'column_gather_output', "
             "but there is a prediction for 'lm_head' alone; leave its rule out");
   for (const auto& [option, rule] : std::vector<std::pair<std::string, Rule>>{
@@ -238,8 +237,7 @@ TEST(MemoryModelRefusals, Sentences) {
            {"offload", {"model.norm", Style::kReplicate, {}, false, true}},
            {"precision",
             {"model.norm", Style::kReplicate, {}, false, false, ComputeDtype::kFloat32}}}) {
-    spec.plan = Plan({rule});
-    EXPECT_EQ(refusal([&] { return predict_memory(spec, 0).size(); }),
+    EXPECT_EQ(refused(rule),
               "memory: the plan gives 'model.norm' the option '" + option +
                   "', but there is no prediction for it; leave it out for an estimate without it");
   }
