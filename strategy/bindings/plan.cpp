@@ -4,6 +4,7 @@
 #include "weft/strategy/plan.h"
 
 #include "memory_model.h"
+#include "pipeline.h"
 #include "weft/strategy/mesh.h"
 #include "weft/strategy/shard.h"
 
@@ -212,6 +213,7 @@ PYBIND11_MODULE(_plan, module) {
   bind_rule(module);
   bind_plan(module);
   bind_memory_model(module);
+  bind_pipeline(module);
 
   module.def("matches", &matches, py::arg("pattern"), py::arg("name"));
   module.def(

@@ -198,3 +198,275 @@ def shard_range(dim_size: int, num_ranks: int, rank: int) -> tuple[int, int]:
     Chunks have the size ceil(dim_size / num_ranks); later ones are smaller or empty, an empty one starting at
     `dim_size`. `rank` counts within the group of `num_ranks`.
     """
+
+SCHEDULES: Final[tuple[str, ...]]
+"""What `Schedule.generate` makes, as listed in docs/pipeline.md."""
+
+@final
+class Action:
+    """One entry of a pipeline's schedule; immutable and hashable.
+
+    `kind`: "F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B" for a micro-batch, "UNSHARD", "RESHARD" without
+    one. ValueError: another kind, or a number that is negative.
+    """
+
+    def __init__(self, stage: int, kind: str, micro_batch: int | None = None) -> None: ...
+    @staticmethod
+    def parse(text: str) -> Action:
+        """Reads what `str(action)` prints: "2F0" is stage 2, forward, micro-batch 0."""
+
+    @property
+    def stage(self) -> int: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def micro_batch(self) -> int | None: ...
+    @property
+    def computes(self) -> bool:
+        """Whether it is a forward or any part of a backward."""
+
+    def __eq__(self, other: object) -> bool: ...
+    def __hash__(self) -> int: ...
+
+@final
+class StageCost:
+    """What one stage takes for one micro-batch: times in any one unit, bytes.
+
+    A whole backward takes the sum of its halves. `transfer`: to the next stage, and as long back. `activation_bytes`
+    are kept from a forward until the end of its backward, `parameter_bytes` all the time.
+    """
+
+    def __init__(
+        self,
+        *,
+        forward: float = 1,
+        backward_input: float = 1,
+        backward_weight: float = 1,
+        transfer: float = 0,
+        activation_bytes: int = 0,
+        parameter_bytes: int = 0,
+    ) -> None: ...
+    @property
+    def forward(self) -> float: ...
+    @property
+    def backward_input(self) -> float: ...
+    @property
+    def backward_weight(self) -> float: ...
+    @property
+    def transfer(self) -> float: ...
+    @property
+    def activation_bytes(self) -> int: ...
+    @property
+    def parameter_bytes(self) -> int: ...
+
+@final
+class Span:
+    """One computation of a simulated or recorded run."""
+
+    def __init__(self, action: Action, start: float, end: float) -> None: ...
+    @property
+    def action(self) -> Action: ...
+    @property
+    def start(self) -> float: ...
+    @property
+    def end(self) -> float: ...
+    def __eq__(self, other: object) -> bool: ...
+
+@final
+class Simulation:
+    """How a schedule runs, given what its stages cost."""
+
+    @property
+    def makespan(self) -> float:
+        """The time of the last end."""
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Of all ranks' time, the part in which they wait."""
+
+    @property
+    def ranks(self) -> list[list[Span]]:
+        """Each rank's computations, in order."""
+
+    @property
+    def in_flight(self) -> list[int]:
+        """By stage: the most micro-batches between their forward and the end of their backward."""
+
+    @property
+    def peak_bytes(self) -> list[int]:
+        """By rank: the most bytes of parameters and activations at once."""
+
+@final
+class Schedule:
+    """What each rank of a pipeline does, in order; immutable and hashable.
+
+    Generate one, or read CSV, which the files of torch.distributed.pipelining are, too. The other methods give new
+    schedules. ValueError: a stage on two ranks, a gap in the stages, a rank that computes nothing.
+    """
+
+    def __init__(self, ranks: Sequence[Sequence[Action]]) -> None: ...
+    @staticmethod
+    def parse(csv: str) -> Schedule:
+        """Reads what `str(schedule)` prints: a line for each rank, actions separated by commas."""
+
+    @staticmethod
+    def generate(kind: str, num_ranks: int, num_micro_batches: int, stages_per_rank: int = 1) -> Schedule:
+        """A schedule of one of `SCHEDULES`, of arithmetic alone; stage s is on rank s % num_ranks.
+
+        ValueError: numbers below 1; several stages a rank for "1f1b" and "zero_bubble".
+        """
+
+    @property
+    def ranks(self) -> list[list[Action]]: ...
+    @property
+    def num_ranks(self) -> int: ...
+    @property
+    def num_stages(self) -> int: ...
+    @property
+    def num_micro_batches(self) -> int: ...
+    @property
+    def rank_of(self) -> list[int]:
+        """The rank of each stage."""
+
+    @property
+    def has_communication(self) -> bool: ...
+    @property
+    def has_backward(self) -> bool: ...
+    def check(self, channel_capacity: int = 0) -> None:
+        """ValueError, naming the action, unless the schedule is complete and ranks never wait in a circle.
+
+        With sends and receives, `channel_capacity` messages of a channel may be sent before their receives are posted.
+        """
+
+    def add_communication(self, channel_capacity: int = 0, prefetch: int = 1) -> Schedule:
+        """The same with sends, and with receives posted `prefetch` computations ahead; see docs/pipeline.md."""
+
+    def add_unshards(self, max_unsharded: int = 2) -> Schedule:
+        """The same with UNSHARD and RESHARD, no rank holding more than `max_unsharded` stages' whole parameters."""
+
+    def merge_backwards(self) -> Schedule:
+        """The same with whole backwards where two halves follow each other."""
+
+    def forward_only(self) -> Schedule:
+        """The forwards alone, for an evaluation."""
+
+    def simulate(self, costs: Sequence[StageCost] = ...) -> Simulation:
+        """Runs it on paper. `costs`: one for each stage, or one for all. ValueError: see `check`."""
+
+    def __eq__(self, other: object) -> bool: ...
+    def __hash__(self) -> int: ...
+
+@final
+class Partition:
+    """Stages that follow each other: each one's first layer, time and bytes."""
+
+    @property
+    def begins(self) -> list[int]: ...
+    @property
+    def times(self) -> list[float]: ...
+    @property
+    def bytes(self) -> list[int]: ...
+
+def partition(
+    times: Sequence[float],
+    num_stages: int,
+    *,
+    activation_bytes: Sequence[int] = ...,
+    parameter_bytes: Sequence[int] = ...,
+    in_flight: Sequence[int] = ...,
+    memory_limit: int | None = None,
+    memory_weight: float = 0,
+) -> Partition:
+    """Cuts layers into stages such that the slowest is as fast as can be; of several such cuts, the most even.
+
+    Args:
+        times: of each layer, forward and backward of one micro-batch.
+        activation_bytes: of each layer, kept between them. Default: none.
+        parameter_bytes: of each layer, with gradients and optimizer states. Default: none.
+        in_flight: of each stage, `Simulation.in_flight` of the schedule to be used. Default: 1.
+        memory_limit: the most bytes of a stage.
+        memory_weight: 0 balances time, 1 bytes, between them both.
+
+    ValueError: fewer layers than stages, numbers out of range, or no cut within the limit (names one that would do).
+    """
+
+@final
+class LinearTime:
+    """A time that grows with the samples of a micro-batch: fixed + per_sample * samples."""
+
+    def __init__(self, fixed: float = 0, per_sample: float = 0) -> None: ...
+    @staticmethod
+    def fit(num_samples: Sequence[int], times: Sequence[float]) -> LinearTime:
+        """The line through measurements by least squares; all per sample where they have one size."""
+
+    @property
+    def fixed(self) -> float: ...
+    @property
+    def per_sample(self) -> float: ...
+    def at(self, num_samples: float) -> float: ...
+
+@final
+class StageProfile:
+    """What one stage takes, by the samples of a micro-batch."""
+
+    def __init__(
+        self,
+        *,
+        forward: LinearTime,
+        backward_input: LinearTime,
+        backward_weight: LinearTime,
+        transfer: LinearTime = ...,
+        activation_bytes_per_sample: int = 0,
+        parameter_bytes: int = 0,
+    ) -> None: ...
+    @property
+    def forward(self) -> LinearTime: ...
+    @property
+    def backward_input(self) -> LinearTime: ...
+    @property
+    def backward_weight(self) -> LinearTime: ...
+    @property
+    def transfer(self) -> LinearTime: ...
+    @property
+    def activation_bytes_per_sample(self) -> int: ...
+    @property
+    def parameter_bytes(self) -> int: ...
+
+@final
+class TunePoint:
+    """One schedule with one number of micro-batches, simulated."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def num_micro_batches(self) -> int: ...
+    @property
+    def makespan(self) -> float: ...
+    @property
+    def bubble_fraction(self) -> float: ...
+    @property
+    def peak_bytes(self) -> int: ...
+    @property
+    def fits(self) -> bool:
+        """Whether the rank with most bytes is within the limit."""
+
+def tune(
+    stages: Sequence[StageProfile],
+    *,
+    batch_size: int,
+    num_ranks: int,
+    kinds: Sequence[str] = ...,
+    micro_batch_counts: Sequence[int] = ...,
+    memory_limit: int | None = None,
+) -> list[TunePoint]:
+    """Simulates schedules over numbers of micro-batches; fastest first, those above the limit last.
+
+    Args:
+        stages: stage s is on rank s % num_ranks.
+        batch_size: samples of a step.
+        kinds: of `SCHEDULES`. Default: all that take the stages a rank has.
+        micro_batch_counts: Default: powers of two up to `batch_size`.
+        memory_limit: the most bytes of a rank.
+
+    ValueError: stages that the ranks do not divide, numbers out of range, kinds that do not take several stages a rank.
+    """

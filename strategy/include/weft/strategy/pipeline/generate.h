@@ -1,0 +1,46 @@
+#pragma once
+
+#include "weft/strategy/pipeline/schedule.h"
+
+#include <cstdint>
+#include <span>
+#include <string_view>
+
+namespace weft::strategy {
+
+// How a schedule is made. With p ranks, m micro-batches and v stages a rank, all stages taking
+// equal time; "bubble" is the part of the time in which ranks wait.
+enum class ScheduleKind {
+  kNaive,                  // one micro-batch at a time: one rank works while the others wait
+  kGpipe,                  // all forwards, then all backwards; bubble (p-1)/(m+p-1), m in flight
+  kOneForwardOneBackward,  // backwards as early as can be: the same bubble, min(p, m) in flight
+  kInterleaved,  // the same over v stages a rank: bubble (p-1)/(v*m+p-1) where p divides m
+  kZeroBubble,   // ZB-H1: 1F1B with split backwards, whose weight halves fill the bubble
+  kLoopedBfs,    // v stages a rank, breadth first: all micro-batches through one, then the next
+};
+
+// "naive", "gpipe", "1f1b", "interleaved", "zero_bubble", "looped_bfs".
+std::string_view to_string(ScheduleKind kind);
+
+// The inverse of to_string. Throws std::invalid_argument with the valid names.
+ScheduleKind parse_schedule_kind(std::string_view text);
+
+std::span<const ScheduleKind> all_schedule_kinds();
+
+struct GenerateOptions {
+  int64_t num_ranks = 1;
+  int64_t num_micro_batches = 1;  // any number from 1 on
+  // Stage s is on rank s % num_ranks. Default: 1, the only number for k1F1B's kind and
+  // kZeroBubble.
+  int64_t stages_per_rank = 1;
+};
+
+// A schedule of arithmetic alone, which check() accepts.
+//
+// Sources: GPipe: Huang et al. 2019. 1F1B: Narayanan et al. 2019 (PipeDream-Flush). Interleaved:
+// Narayanan et al. 2021, section 2.2. Looped BFS: Lamy-Poirier 2023. ZB-H1: Qi et al. 2024.
+//
+// Throws std::invalid_argument for numbers below 1 and for more stages a rank than a kind has.
+Schedule generate(ScheduleKind kind, const GenerateOptions& options);
+
+}  // namespace weft::strategy

@@ -1,0 +1,62 @@
+#pragma once
+
+#include "weft/strategy/pipeline/generate.h"
+#include "weft/strategy/pipeline/simulate.h"
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+namespace weft::strategy {
+
+// A time that grows with the samples of a micro-batch: fixed + per_sample * samples.
+struct LinearTime {
+  double fixed = 0;
+  double per_sample = 0;
+
+  [[nodiscard]] double at(double num_samples) const { return fixed + per_sample * num_samples; }
+};
+
+// The line through measured times, by least squares, neither part below 0. Of one measurement, or
+// of several at one size, all is per sample.
+// Throws std::invalid_argument without any, for sizes below 1 and for times that are negative.
+LinearTime fit_time(std::span<const int64_t> num_samples, std::span<const double> times);
+
+// What one stage takes, by the samples of a micro-batch.
+struct StageProfile {
+  LinearTime forward;
+  LinearTime backward_input;
+  LinearTime backward_weight;
+  LinearTime transfer;                      // to the next stage and back, as in StageCost
+  int64_t activation_bytes_per_sample = 0;  // kept between forward and backward
+  int64_t parameter_bytes = 0;
+};
+
+struct TuneOptions {
+  int64_t batch_size = 1;  // samples of a step, dealt to the micro-batches as evenly as can be
+  int64_t num_ranks = 1;   // stage s is on rank s % num_ranks
+  std::vector<ScheduleKind> kinds = {};          // default: all that take the stages a rank has
+  std::vector<int64_t> micro_batch_counts = {};  // default: powers of two up to the batch size
+  std::optional<int64_t> memory_limit = {};      // bytes of a rank
+};
+
+// One point of the curve.
+struct TunePoint {
+  ScheduleKind kind = ScheduleKind::kNaive;
+  int64_t num_micro_batches = 1;
+  double makespan = 0;  // of a step
+  double bubble_fraction = 0;
+  int64_t peak_bytes = 0;  // of the rank with most
+  bool fits = true;        // whether peak_bytes is within the limit
+};
+
+// Simulates each schedule with each number of micro-batches; fastest first, those that do not fit
+// last. Of equally fast ones, that with fewer bytes comes first, then that with fewer
+// micro-batches.
+//
+// Throws std::invalid_argument for stages that the ranks do not divide, for numbers out of range
+// and for kinds that do not take the stages that a rank has.
+std::vector<TunePoint> tune(std::span<const StageProfile> stages, const TuneOptions& options);
+
+}  // namespace weft::strategy

@@ -1,0 +1,214 @@
+// Every rank's list is woven from two sequences, its forwards and its backwards, in an order that
+// all ranks share: what one rank sends n-th, its neighbour receives n-th.
+
+#include "weft/strategy/pipeline/generate.h"
+
+#include "../text.h"
+
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace weft::strategy {
+
+namespace {
+
+using Actions = std::vector<Action>;
+
+// Indexed by the enumerator.
+constexpr std::array<std::string_view, 6> kKindNames = {
+    "naive", "gpipe", "1f1b", "interleaved", "zero_bubble", "looped_bfs"};
+constexpr std::array<ScheduleKind, 6> kAllKinds = {ScheduleKind::kNaive,
+                                                   ScheduleKind::kGpipe,
+                                                   ScheduleKind::kOneForwardOneBackward,
+                                                   ScheduleKind::kInterleaved,
+                                                   ScheduleKind::kZeroBubble,
+                                                   ScheduleKind::kLoopedBfs};
+
+// A rank's forwards and backwards, each in its order.
+struct Sequences {
+  Actions forwards;
+  Actions backwards;
+};
+
+// Micro-batches go through a rank's stages in rounds of `round_size`: the whole round through the
+// first stage, then through the second... The backwards visit the stages from the last on.
+Sequences in_rounds(const GenerateOptions& options, int64_t rank, int64_t round_size) {
+  Sequences result;
+  const int64_t num_actions = options.stages_per_rank * options.num_micro_batches;
+  result.forwards.reserve(static_cast<size_t>(num_actions));
+  result.backwards.reserve(static_cast<size_t>(num_actions));
+  for (int64_t begin = 0; begin < options.num_micro_batches; begin += round_size) {
+    const int64_t end = std::min(begin + round_size, options.num_micro_batches);
+    for (int64_t chunk = 0; chunk < options.stages_per_rank; ++chunk) {
+      const auto first = static_cast<int32_t>(chunk * options.num_ranks + rank);
+      const auto last =
+          static_cast<int32_t>((options.stages_per_rank - 1 - chunk) * options.num_ranks + rank);
+      for (auto i = static_cast<int32_t>(begin); i < end; ++i) {
+        result.forwards.push_back({first, i, ActionKind::kForward});
+        result.backwards.push_back({last, i, ActionKind::kBackward});
+      }
+    }
+  }
+  return result;
+}
+
+// All forwards of a round, then its backwards, then the next round.
+Actions round_by_round(const Sequences& sequences, int64_t round_size, int64_t stages_per_rank) {
+  Actions result;
+  result.reserve(2 * sequences.forwards.size());
+  const auto step = static_cast<size_t>(round_size * stages_per_rank);
+  for (size_t begin = 0; begin < sequences.forwards.size(); begin += step) {
+    const size_t end = std::min(begin + step, sequences.forwards.size());
+    for (const Actions* actions : {&sequences.forwards, &sequences.backwards}) {
+      result.insert(result.end(),
+                    actions->begin() + static_cast<ptrdiff_t>(begin),
+                    actions->begin() + static_cast<ptrdiff_t>(end));
+    }
+  }
+  return result;
+}
+
+// `warm_up` forwards, then a backward and a forward in turn, then the backwards that are left.
+Actions one_and_one(const Sequences& sequences, int64_t warm_up) {
+  Actions result;
+  result.reserve(2 * sequences.forwards.size());
+  const size_t count = sequences.forwards.size();
+  size_t forward = std::min(count, static_cast<size_t>(warm_up));
+  result.insert(result.end(),
+                sequences.forwards.begin(),
+                sequences.forwards.begin() + static_cast<ptrdiff_t>(forward));
+  for (const Action& backward : sequences.backwards) {
+    result.push_back(backward);
+    if (forward < count) {
+      result.push_back(sequences.forwards[forward++]);
+    }
+  }
+  return result;
+}
+
+// ZB-H1: of a 1F1B list the backwards are split, and each weight half waits for a gap: until a
+// forward would put more than `num_ranks` micro-batches in flight, and, once there are no forwards
+// left, until after the next input half.
+Actions split_backwards(const Actions& one_f_one_b, int64_t num_ranks) {
+  Actions result;
+  result.reserve(one_f_one_b.size() / 2 * 3);
+  Actions waiting;  // weight halves, the first `next` of which are done
+  size_t next = 0;
+  int64_t in_flight = 0;
+  auto num_forwards = static_cast<int64_t>(one_f_one_b.size() / 2);
+  const auto do_one = [&] {
+    result.push_back(waiting[next++]);
+    --in_flight;
+  };
+  for (const Action& action : one_f_one_b) {
+    if (action.kind == ActionKind::kForward) {
+      while (in_flight >= num_ranks) {
+        do_one();
+      }
+      result.push_back(action);
+      ++in_flight;
+      --num_forwards;
+      continue;
+    }
+    result.push_back({action.stage, action.micro_batch, ActionKind::kBackwardInput});
+    waiting.push_back({action.stage, action.micro_batch, ActionKind::kBackwardWeight});
+    if (num_forwards == 0) {
+      do_one();
+    }
+  }
+  while (next < waiting.size()) {
+    do_one();
+  }
+  return result;
+}
+
+// The published order, which wants whole rounds: two forwards more of warm-up for each rank that
+// follows, as a gradient comes back through all of them. The micro-batches that a last, short round
+// lacks are left out of the whole one's order. (With an order of its own, a short round has
+// forwards wait for backwards that wait for them: found by check().)
+Actions interleaved(GenerateOptions options, int64_t rank) {
+  const int64_t p = options.num_ranks;
+  const int64_t m = options.num_micro_batches;
+  const int64_t v = options.stages_per_rank;
+  options.num_micro_batches = (m + p - 1) / p * p;
+  Actions result = one_and_one(in_rounds(options, rank, p),
+                               v == 1 ? p - rank : 2 * (p - 1 - rank) + (v - 1) * p + 1);
+  std::erase_if(result, [&](const Action& action) { return action.micro_batch >= m; });
+  return result;
+}
+
+Actions actions_of(ScheduleKind kind, const GenerateOptions& options, int64_t rank) {
+  const int64_t p = options.num_ranks;
+  const int64_t v = options.stages_per_rank;
+  const int64_t m = options.num_micro_batches;
+  switch (kind) {
+    case ScheduleKind::kNaive:
+      return round_by_round(in_rounds(options, rank, 1), 1, v);
+    case ScheduleKind::kGpipe:
+    case ScheduleKind::kLoopedBfs:
+      return round_by_round(in_rounds(options, rank, m), m, v);
+    case ScheduleKind::kOneForwardOneBackward:
+      return one_and_one(in_rounds(options, rank, m), p - rank);
+    case ScheduleKind::kInterleaved:
+      return interleaved(options, rank);
+    case ScheduleKind::kZeroBubble:
+      return split_backwards(one_and_one(in_rounds(options, rank, m), p - rank), p);
+  }
+  throw std::logic_error("generate: a kind without a case");
+}
+
+void check_options(ScheduleKind kind, const GenerateOptions& options) {
+  const std::array<std::pair<std::string_view, int64_t>, 3> counts = {
+      {{"num_ranks", options.num_ranks},
+       {"num_micro_batches", options.num_micro_batches},
+       {"stages_per_rank", options.stages_per_rank}}};
+  constexpr int64_t kMax = std::numeric_limits<int32_t>::max() / 2;
+  for (const auto& [name, count] : counts) {
+    if (count < 1 || count > kMax) {
+      throw std::invalid_argument("schedule " + detail::quote(to_string(kind)) + ": " +
+                                  std::string(name) + " is " + std::to_string(count) +
+                                  "; pass a number from 1 to " + std::to_string(kMax));
+    }
+  }
+  const bool has_one_stage =
+      kind == ScheduleKind::kOneForwardOneBackward || kind == ScheduleKind::kZeroBubble;
+  if (has_one_stage && options.stages_per_rank > 1) {
+    throw std::invalid_argument(
+        "schedule " + detail::quote(to_string(kind)) + " has one stage on each rank and got " +
+        std::to_string(options.stages_per_rank) + "; use 'interleaved' or 'looped_bfs'");
+  }
+}
+
+}  // namespace
+
+std::string_view to_string(ScheduleKind kind) { return kKindNames.at(static_cast<size_t>(kind)); }
+
+ScheduleKind parse_schedule_kind(std::string_view text) {
+  const auto found = std::find(kKindNames.begin(), kKindNames.end(), text);
+  if (found == kKindNames.end()) {
+    throw std::invalid_argument(
+        "unknown schedule " + detail::quote(text) + ": use one of " +
+        detail::join(std::vector<std::string>(kKindNames.begin(), kKindNames.end()), ", ") +
+        "; the nearest is " + detail::quote(detail::nearest(text, kKindNames)));
+  }
+  return static_cast<ScheduleKind>(found - kKindNames.begin());
+}
+
+std::span<const ScheduleKind> all_schedule_kinds() { return kAllKinds; }
+
+Schedule generate(ScheduleKind kind, const GenerateOptions& options) {
+  check_options(kind, options);
+  std::vector<Actions> ranks;
+  ranks.reserve(static_cast<size_t>(options.num_ranks));
+  for (int64_t rank = 0; rank < options.num_ranks; ++rank) {
+    ranks.push_back(actions_of(kind, options, rank));
+  }
+  return Schedule(std::move(ranks));
+}
+
+}  // namespace weft::strategy

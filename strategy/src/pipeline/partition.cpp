@@ -1,0 +1,188 @@
+#include "weft/strategy/pipeline/partition.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+namespace weft::strategy {
+
+namespace {
+
+constexpr double kImpossible = std::numeric_limits<double>::infinity();
+
+void check_arguments(std::span<const LayerCost> layers, const PartitionOptions& options) {
+  const auto refuse = [](const std::string& text) {
+    throw std::invalid_argument("partition: " + text);
+  };
+  if (options.num_stages < 1) {
+    refuse("num_stages is " + std::to_string(options.num_stages) + "; pass 1 or more");
+  }
+  if (layers.size() < static_cast<size_t>(options.num_stages)) {
+    refuse(std::to_string(options.num_stages) + " stages of " + std::to_string(layers.size()) +
+           " layers would leave some without any; pass at most as many stages as layers");
+  }
+  if (!options.in_flight.empty() &&
+      options.in_flight.size() != static_cast<size_t>(options.num_stages)) {
+    refuse(std::to_string(options.in_flight.size()) + " numbers in flight for " +
+           std::to_string(options.num_stages) + " stages; pass one for each");
+  }
+  if (std::any_of(
+          options.in_flight.begin(), options.in_flight.end(), [](int64_t n) { return n < 0; })) {
+    refuse("a number of micro-batches in flight is negative; pass 0 or more");
+  }
+  if (!(options.memory_weight >= 0 && options.memory_weight <= 1)) {
+    refuse("memory_weight is " + std::to_string(options.memory_weight) +
+           "; pass a number from 0 (time) to 1 (memory)");
+  }
+  if (options.memory_limit && *options.memory_limit < 0) {
+    refuse("memory_limit is " + std::to_string(*options.memory_limit) + "; pass bytes from 0 on");
+  }
+  for (size_t i = 0; i < layers.size(); ++i) {
+    if (!std::isfinite(layers[i].time) || layers[i].time < 0 || layers[i].activation_bytes < 0 ||
+        layers[i].parameter_bytes < 0) {
+      refuse("layer " + std::to_string(i) +
+             " has a cost that is negative or no number; pass costs from 0 on");
+    }
+  }
+}
+
+// Sums over runs of layers, each from two prefix sums.
+class Sums {
+ public:
+  Sums(std::span<const LayerCost> layers, const PartitionOptions& options) : options_(options) {
+    times_.push_back(0);
+    activations_.push_back(0);
+    parameters_.push_back(0);
+    for (const LayerCost& layer : layers) {
+      times_.push_back(times_.back() + layer.time);
+      activations_.push_back(activations_.back() + layer.activation_bytes);
+      parameters_.push_back(parameters_.back() + layer.parameter_bytes);
+    }
+  }
+
+  [[nodiscard]] size_t num_layers() const { return times_.size() - 1; }
+
+  [[nodiscard]] double time(size_t begin, size_t end) const { return times_[end] - times_[begin]; }
+
+  [[nodiscard]] int64_t bytes(size_t stage, size_t begin, size_t end) const {
+    const int64_t in_flight = options_.in_flight.empty() ? 1 : options_.in_flight[stage];
+    return parameters_[end] - parameters_[begin] +
+           in_flight * (activations_[end] - activations_[begin]);
+  }
+
+  // What is to be small, kImpossible above the limit.
+  [[nodiscard]] double cost(size_t stage, size_t begin, size_t end, double memory_weight) const {
+    const int64_t held = bytes(stage, begin, end);
+    if (options_.memory_limit && held > *options_.memory_limit) {
+      return kImpossible;
+    }
+    const auto share = [](double part, double all) { return all > 0 ? part / all : 0; };
+    const auto all_bytes = static_cast<double>(parameters_.back() + activations_.back());
+    return (1 - memory_weight) * share(time(begin, end), times_.back()) +
+           memory_weight * share(static_cast<double>(held), all_bytes);
+  }
+
+ private:
+  const PartitionOptions& options_;
+  // Entry i: of the first i layers.
+  std::vector<double> times_;
+  std::vector<int64_t> activations_;
+  std::vector<int64_t> parameters_;
+};
+
+struct Cut {
+  double value = kImpossible;
+  std::vector<size_t> begins;  // of each stage
+};
+
+// The best cut into `num_stages`, where `cost` of (stage, begin, end) is one stage's and `add`
+// takes the value of the stages before and one cost more.
+template <typename Cost, typename Add>
+Cut best_cut(size_t num_layers, size_t num_stages, Cost cost, Add add) {
+  // Of the stages so far, by the end of the last: the best value, and where its last stage begins.
+  std::vector<double> values(num_layers + 1, kImpossible);
+  values[0] = 0;
+  std::vector<std::vector<size_t>> begins(num_stages, std::vector<size_t>(num_layers + 1));
+  for (size_t stage = 0; stage < num_stages; ++stage) {
+    std::vector<double> next(num_layers + 1, kImpossible);
+    for (size_t end = stage + 1; end <= num_layers - (num_stages - 1 - stage); ++end) {
+      for (size_t begin = stage; begin < end; ++begin) {
+        const double value = add(values[begin], cost(stage, begin, end));
+        if (value < next[end]) {
+          next[end] = value;
+          begins[stage][end] = begin;
+        }
+      }
+    }
+    values = std::move(next);
+  }
+  Cut cut{.value = values[num_layers], .begins = {}};
+  size_t end = num_layers;
+  for (size_t stage = num_stages; stage-- > 0 && cut.value < kImpossible;) {
+    end = begins[stage][end];
+    cut.begins.insert(cut.begins.begin(), end);
+  }
+  return cut;
+}
+
+Cut least_worst(const Sums& sums, size_t num_stages, double memory_weight) {
+  return best_cut(
+      sums.num_layers(),
+      num_stages,
+      [&](size_t stage, size_t begin, size_t end) {
+        return sums.cost(stage, begin, end, memory_weight);
+      },
+      [](double before, double cost) { return std::max(before, cost); });
+}
+
+[[noreturn]] void refuse_limit(std::span<const LayerCost> layers, PartitionOptions options) {
+  const int64_t limit = *options.memory_limit;
+  options.memory_limit.reset();
+  const Sums sums(layers, options);
+  const auto num_stages = static_cast<size_t>(options.num_stages);
+  const Cut cut = least_worst(sums, num_stages, 1);
+  int64_t least = 0;
+  for (size_t stage = 0; stage < num_stages; ++stage) {
+    const size_t end = stage + 1 < num_stages ? cut.begins[stage + 1] : layers.size();
+    least = std::max(least, sums.bytes(stage, cut.begins[stage], end));
+  }
+  throw std::invalid_argument("partition: no cut of " + std::to_string(layers.size()) +
+                              " layers into " + std::to_string(num_stages) +
+                              " stages keeps each below " + std::to_string(limit) +
+                              " bytes; allow " + std::to_string(least) + ", or use more stages");
+}
+
+}  // namespace
+
+Partition partition(std::span<const LayerCost> layers, const PartitionOptions& options) {
+  check_arguments(layers, options);
+  const Sums sums(layers, options);
+  const auto num_stages = static_cast<size_t>(options.num_stages);
+  const double worst = least_worst(sums, num_stages, options.memory_weight).value;
+  if (worst == kImpossible) {
+    refuse_limit(layers, options);
+  }
+  // Sums of the same layers in another order differ in their last bits.
+  const double allowed = worst * (1 + 1e-12);
+  const Cut cut = best_cut(
+      layers.size(),
+      num_stages,
+      [&](size_t stage, size_t begin, size_t end) {
+        const double cost = sums.cost(stage, begin, end, options.memory_weight);
+        return cost <= allowed ? cost * cost : kImpossible;
+      },
+      [](double before, double cost) { return before + cost; });
+  Partition result;
+  for (size_t stage = 0; stage < num_stages; ++stage) {
+    const size_t begin = cut.begins[stage];
+    const size_t end = stage + 1 < num_stages ? cut.begins[stage + 1] : layers.size();
+    result.begins.push_back(static_cast<int64_t>(begin));
+    result.times.push_back(sums.time(begin, end));
+    result.bytes.push_back(sums.bytes(stage, begin, end));
+  }
+  return result;
+}
+
+}  // namespace weft::strategy

@@ -1,0 +1,152 @@
+#include "weft/strategy/pipeline/passes.h"
+
+#include "weft/strategy/pipeline/check.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <map>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace weft::strategy {
+
+namespace {
+
+using Actions = std::vector<Action>;
+
+// Which stages a rank's arithmetic needs from each position on.
+class StageUses {
+ public:
+  explicit StageUses(const Actions& actions) {
+    for (size_t i = 0; i < actions.size(); ++i) {
+      if (is_compute(actions[i].kind)) {
+        uses_[actions[i].stage].push_back(i);
+      }
+    }
+  }
+
+  // The first position from `position` on that needs the stage; past all positions where none does.
+  [[nodiscard]] size_t next(int32_t stage, size_t position) const {
+    const auto& uses = uses_.at(stage);
+    const auto found = std::lower_bound(uses.begin(), uses.end(), position);
+    return found == uses.end() ? kNever : *found;
+  }
+
+  static constexpr size_t kNever = static_cast<size_t>(-1);
+
+ private:
+  std::map<int32_t, std::vector<size_t>> uses_;
+};
+
+// One rank's list with its UNSHARD and RESHARD.
+Actions with_unshards(const Actions& actions, size_t max_unsharded) {
+  const StageUses uses(actions);
+  Actions result;
+  std::vector<int32_t> held;
+  const auto holds = [&](int32_t stage) {
+    return std::find(held.begin(), held.end(), stage) != held.end();
+  };
+  const auto gather = [&](int32_t stage) {
+    result.push_back({stage, Action::kNoMicroBatch, ActionKind::kUnshard});
+    held.push_back(stage);
+  };
+  const auto free = [&](std::vector<int32_t>::iterator stage) {
+    result.push_back({*stage, Action::kNoMicroBatch, ActionKind::kReshard});
+    held.erase(stage);
+  };
+  for (size_t i = 0; i < actions.size(); ++i) {
+    const int32_t stage = actions[i].stage;
+    if (!is_compute(actions[i].kind)) {
+      result.push_back(actions[i]);
+      continue;
+    }
+    if (!holds(stage)) {
+      if (held.size() == max_unsharded) {
+        free(std::max_element(held.begin(), held.end(), [&](int32_t a, int32_t b) {
+          return uses.next(a, i) < uses.next(b, i);
+        }));
+      }
+      gather(stage);
+    }
+    const auto following = std::find_if(actions.begin() + static_cast<ptrdiff_t>(i) + 1,
+                                        actions.end(),
+                                        [](const Action& a) { return is_compute(a.kind); });
+    if (following != actions.end() && !holds(following->stage) && held.size() < max_unsharded) {
+      gather(following->stage);
+    }
+    result.push_back(actions[i]);
+    if (uses.next(stage, i + 1) == StageUses::kNever) {
+      free(std::find(held.begin(), held.end(), stage));
+    }
+  }
+  return result;
+}
+
+// The schedule whose lists are those of `schedule`, each given to `change`.
+template <typename Change>
+Schedule change_ranks(const Schedule& schedule, Change change) {
+  std::vector<Actions> ranks;
+  ranks.reserve(schedule.ranks().size());
+  for (const Actions& actions : schedule.ranks()) {
+    ranks.push_back(change(actions));
+  }
+  return Schedule(std::move(ranks));
+}
+
+}  // namespace
+
+Schedule add_unshards(const Schedule& schedule, int64_t max_unsharded) {
+  if (max_unsharded < 1) {
+    throw std::invalid_argument("schedule: max_unsharded is " + std::to_string(max_unsharded) +
+                                "; a rank has to hold at least 1 stage to compute");
+  }
+  check(schedule);
+  for (const Actions& actions : schedule.ranks()) {
+    for (const Action& action : actions) {
+      if (action.kind == ActionKind::kUnshard) {
+        throw std::invalid_argument("schedule: " + to_string(action) +
+                                    " is there already; pass a schedule without UNSHARD");
+      }
+    }
+  }
+  return change_ranks(schedule, [&](const Actions& actions) {
+    return with_unshards(actions, static_cast<size_t>(max_unsharded));
+  });
+}
+
+Schedule merge_backwards(const Schedule& schedule) {
+  check(schedule);
+  return change_ranks(schedule, [](const Actions& actions) {
+    Actions result;
+    result.reserve(actions.size());
+    for (const Action& action : actions) {
+      Action* last = result.empty() ? nullptr : &result.back();
+      if (last != nullptr && action.kind == ActionKind::kBackwardWeight &&
+          *last == Action{action.stage, action.micro_batch, ActionKind::kBackwardInput}) {
+        last->kind = ActionKind::kBackward;
+      } else {
+        result.push_back(action);
+      }
+    }
+    return result;
+  });
+}
+
+Schedule forward_only(const Schedule& schedule) {
+  if (schedule.has_communication()) {
+    throw std::invalid_argument(
+        "schedule: it has sends or receives already; pass one of arithmetic alone");
+  }
+  check(schedule);
+  return change_ranks(schedule, [](const Actions& actions) {
+    Actions result;
+    std::copy_if(actions.begin(), actions.end(), std::back_inserter(result), [](const Action& a) {
+      return a.kind == ActionKind::kForward;
+    });
+    return result;
+  });
+}
+
+}  // namespace weft::strategy

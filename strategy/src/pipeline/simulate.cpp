@@ -1,0 +1,188 @@
+#include "weft/strategy/pipeline/simulate.h"
+
+#include "traversal.h"
+#include "weft/strategy/pipeline/check.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+namespace weft::strategy {
+
+namespace {
+
+void check_costs(const Schedule& schedule, std::span<const StageCost> costs) {
+  const auto num_stages = static_cast<size_t>(schedule.num_stages());
+  if (num_stages == 0) {
+    throw std::invalid_argument("simulate: the schedule has no actions; pass one that has");
+  }
+  if (costs.size() != 1 && costs.size() != num_stages) {
+    throw std::invalid_argument("simulate: " + std::to_string(costs.size()) + " costs for " +
+                                std::to_string(num_stages) +
+                                " stages; pass one for each stage, or one for all");
+  }
+  for (size_t stage = 0; stage < costs.size(); ++stage) {
+    const StageCost& cost = costs[stage];
+    for (const double time :
+         {cost.forward, cost.backward_input, cost.backward_weight, cost.transfer}) {
+      if (!std::isfinite(time) || time < 0) {
+        throw std::invalid_argument("simulate: a time of stage " + std::to_string(stage) + " is " +
+                                    std::to_string(time) + "; pass times from 0 on");
+      }
+    }
+    if (cost.activation_bytes < 0 || cost.parameter_bytes < 0) {
+      throw std::invalid_argument("simulate: bytes of stage " + std::to_string(stage) +
+                                  " are negative; pass bytes from 0 on");
+    }
+  }
+}
+
+double duration(const Action& action, const StageCost& cost) {
+  switch (action.kind) {
+    case ActionKind::kForward:
+      return cost.forward;
+    case ActionKind::kBackward:
+      return cost.backward_input + cost.backward_weight;
+    case ActionKind::kBackwardInput:
+      return cost.backward_input;
+    case ActionKind::kBackwardWeight:
+      return cost.backward_weight;
+    default:
+      return 0;
+  }
+}
+
+bool ends_backward(ActionKind kind) {
+  return kind == ActionKind::kBackward || kind == ActionKind::kBackwardWeight;
+}
+
+// Counts what is held, which the order of a rank's own list alone decides.
+class Holdings {
+ public:
+  Holdings(const Schedule& schedule, std::span<const StageCost> costs, Simulation& result)
+      : costs_(costs), result_(result), counts_(static_cast<size_t>(schedule.num_stages())) {
+    result.in_flight.resize(counts_.size());
+    result.peak_bytes.resize(schedule.ranks().size());
+    bytes_.resize(schedule.ranks().size());
+    for (size_t stage = 0; stage < counts_.size(); ++stage) {
+      bytes_[static_cast<size_t>(schedule.rank_of()[stage])] += cost(stage).parameter_bytes;
+    }
+    result.peak_bytes = bytes_;
+    keeps_ = schedule.has_backward();
+  }
+
+  void count(size_t rank, const Action& action) {
+    const auto stage = static_cast<size_t>(action.stage);
+    if (action.kind == ActionKind::kForward) {
+      result_.in_flight[stage] = std::max(result_.in_flight[stage], ++counts_[stage]);
+      bytes_[rank] += cost(stage).activation_bytes;
+      result_.peak_bytes[rank] = std::max(result_.peak_bytes[rank], bytes_[rank]);
+    }
+    // Without backwards nothing is kept beyond the forward.
+    if (ends_backward(action.kind) || (!keeps_ && action.kind == ActionKind::kForward)) {
+      --counts_[stage];
+      bytes_[rank] -= cost(stage).activation_bytes;
+    }
+  }
+
+ private:
+  [[nodiscard]] const StageCost& cost(size_t stage) const {
+    return costs_[costs_.size() == 1 ? 0 : stage];
+  }
+
+  std::span<const StageCost> costs_;
+  Simulation& result_;
+  std::vector<int64_t> counts_;  // micro-batches in flight, by stage
+  std::vector<int64_t> bytes_;   // held, by rank
+  bool keeps_ = true;
+};
+
+// The times at which results are on their consumers' ranks, by stage and micro-batch.
+class Arrivals {
+ public:
+  explicit Arrivals(const Schedule& schedule)
+      : num_micro_batches_(static_cast<size_t>(schedule.num_micro_batches())),
+        num_stages_(schedule.num_stages()),
+        outputs_(static_cast<size_t>(schedule.num_stages()) * num_micro_batches_),
+        gradients_(outputs_.size()) {}
+
+  // When the input of an action from another stage is there.
+  [[nodiscard]] double input(const Action& action) const {
+    const int64_t stage = action.stage;
+    if (action.kind == ActionKind::kForward && stage > 0) {
+      return outputs_[cell(stage - 1, action)];
+    }
+    const bool is_backward =
+        action.kind == ActionKind::kBackward || action.kind == ActionKind::kBackwardInput;
+    return is_backward && stage + 1 < num_stages_ ? gradients_[cell(stage + 1, action)] : 0;
+  }
+
+  void set_output(const Action& action, double time) {
+    outputs_[cell(action.stage, action)] = time;
+  }
+  void set_gradient(const Action& action, double time) {
+    gradients_[cell(action.stage, action)] = time;
+  }
+
+ private:
+  [[nodiscard]] size_t cell(int64_t stage, const Action& action) const {
+    return static_cast<size_t>(stage) * num_micro_batches_ +
+           static_cast<size_t>(action.micro_batch);
+  }
+
+  size_t num_micro_batches_;
+  int64_t num_stages_;
+  std::vector<double> outputs_;
+  std::vector<double> gradients_;
+};
+
+}  // namespace
+
+Simulation simulate(const Schedule& schedule, std::span<const StageCost> costs) {
+  check_costs(schedule, costs);
+  check(schedule, std::numeric_limits<int64_t>::max() / 2);
+  Simulation result;
+  result.ranks.resize(schedule.ranks().size());
+  Holdings holdings(schedule, costs, result);
+  Arrivals arrivals(schedule);
+  std::vector<double> clocks(schedule.ranks().size());
+  double busy = 0;
+  const auto cost_of = [&](int64_t stage) -> const StageCost& {
+    return costs[costs.size() == 1 ? 0 : static_cast<size_t>(stage)];
+  };
+  const auto rank_of = schedule.rank_of();
+  const auto delay = [&](int64_t stage, int64_t other) {
+    const bool crosses = other >= 0 && other < schedule.num_stages() &&
+                         rank_of[static_cast<size_t>(stage)] != rank_of[static_cast<size_t>(other)];
+    return crosses ? cost_of(std::min(stage, other)).transfer : 0;
+  };
+  detail::Traversal traversal(schedule, std::numeric_limits<int64_t>::max() / 2);
+  traversal.run([&](size_t rank, const Action& action) {
+    double& clock = clocks[rank];
+    if (is_compute(action.kind)) {
+      const double start = std::max(clock, arrivals.input(action));
+      clock = start + duration(action, cost_of(action.stage));
+      busy += clock - start;
+      result.ranks[rank].push_back({action, start, clock});
+      result.makespan = std::max(result.makespan, clock);
+      holdings.count(rank, action);
+    }
+    const bool sends_output =
+        action.kind == ActionKind::kForward || action.kind == ActionKind::kSendForward;
+    const bool sends_gradient = action.kind == ActionKind::kBackward ||
+                                action.kind == ActionKind::kBackwardInput ||
+                                action.kind == ActionKind::kSendBackward;
+    if (sends_output) {
+      arrivals.set_output(action, clock + delay(action.stage, action.stage + 1));
+    } else if (sends_gradient) {
+      arrivals.set_gradient(action, clock + delay(action.stage, action.stage - 1));
+    }
+  });
+  const double total = result.makespan * static_cast<double>(schedule.num_ranks());
+  result.bubble_fraction = total > 0 ? 1 - busy / total : 0;
+  return result;
+}
+
+}  // namespace weft::strategy

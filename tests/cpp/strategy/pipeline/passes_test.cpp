@@ -1,0 +1,164 @@
+#include "weft/strategy/pipeline/passes.h"
+
+#include "../refusal.h"
+#include "schedules.h"
+#include "weft/strategy/pipeline/check.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <random>
+#include <string>
+#include <vector>
+
+namespace weft::strategy {
+
+namespace {
+
+using testing::HasSubstr;
+
+// The arithmetic of a lowered schedule.
+Schedule without_communication(const Schedule& schedule) {
+  std::vector<std::vector<Action>> ranks;
+  for (const auto& actions : schedule.ranks()) {
+    auto& kept = ranks.emplace_back();
+    for (const Action& action : actions) {
+      if (is_compute(action.kind)) {
+        kept.push_back(action);
+      }
+    }
+  }
+  return Schedule(std::move(ranks));
+}
+
+TEST(AddCommunication, MakesSchedulesThatNeverDeadlock) {
+  for_schedules(9, 11, [](const Schedule& schedule) {
+    for (const int64_t prefetch : {0, 1, 3}) {
+      const Schedule lowered =
+          add_communication(schedule, {.channel_capacity = 0, .prefetch = prefetch});
+      ASSERT_NO_THROW(check(lowered, 0)) << lowered.to_string();
+      ASSERT_EQ(without_communication(lowered), schedule);
+    }
+    const Schedule buffered = add_communication(schedule, {.channel_capacity = 1, .prefetch = 0});
+    ASSERT_NO_THROW(check(buffered, 1)) << buffered.to_string();
+  });
+}
+
+TEST(AddCommunication, PutsReceivesWhereTheyAreNeeded) {
+  const Schedule schedule = make(ScheduleKind::kOneForwardOneBackward, 2, 2);
+  EXPECT_EQ(add_communication(schedule, {.channel_capacity = 1, .prefetch = 0}).to_string(),
+            "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"
+            "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1\n");
+  // Where a send waits for its receive, the receive comes before what would wait in a circle.
+  EXPECT_EQ(add_communication(schedule, {.channel_capacity = 0, .prefetch = 0}).to_string(),
+            "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"
+            "1RECV_F0,1F0,1B0,1RECV_F1,1SEND_B0,1F1,1B1,1SEND_B1\n");
+  EXPECT_EQ(add_communication(schedule).to_string(),
+            "0F0,0SEND_F0,0RECV_B0,0F1,0SEND_F1,0RECV_B1,0B0,0B1\n"
+            "1RECV_F0,1F0,1RECV_F1,1B0,1SEND_B0,1F1,1B1,1SEND_B1\n");
+}
+
+TEST(AddCommunication, StagesOfOneRankSendNothing) {
+  const Schedule v = Schedule::parse("0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0\n");
+  EXPECT_EQ(add_communication(v, {.channel_capacity = 0, .prefetch = 0}).to_string(),
+            "0F0,0SEND_F0,3RECV_F0,3F0,3B0,3SEND_B0,0RECV_B0,0B0\n"
+            "1RECV_F0,1F0,2F0,2SEND_F0,2RECV_B0,2B0,1B0,1SEND_B0\n");
+}
+
+// Orders that no generator makes: any order that check() accepts has to come out safe.
+TEST(AddCommunication, TakesRandomOrders) {
+  std::mt19937 random(7);
+  int64_t num_accepted = 0;
+  for (int trial = 0; trial < 3000; ++trial) {
+    const auto num_ranks = std::uniform_int_distribution<int32_t>(1, 4)(random);
+    const auto v = std::uniform_int_distribution<int32_t>(1, 2)(random);
+    const auto m = std::uniform_int_distribution<int32_t>(1, 4)(random);
+    // A random order of all actions in which each comes after what it waits for, dealt to ranks.
+    std::vector<std::vector<Action>> ranks(static_cast<size_t>(num_ranks));
+    std::vector<Action> ready;
+    for (int32_t i = 0; i < m; ++i) {
+      ready.push_back({0, i, ActionKind::kForward});
+    }
+    const int32_t num_stages = num_ranks * v;
+    while (!ready.empty()) {
+      const auto at = std::uniform_int_distribution<size_t>(0, ready.size() - 1)(random);
+      const Action action = ready[at];
+      ready.erase(ready.begin() + static_cast<ptrdiff_t>(at));
+      ranks[static_cast<size_t>(action.stage % num_ranks)].push_back(action);
+      if (action.kind == ActionKind::kForward) {
+        const bool is_last = action.stage + 1 == num_stages;
+        ready.push_back(is_last ? Action{action.stage, action.micro_batch, ActionKind::kBackward}
+                                : Action{action.stage + 1, action.micro_batch, action.kind});
+      } else if (action.stage > 0) {
+        ready.push_back({action.stage - 1, action.micro_batch, action.kind});
+      }
+    }
+    const Schedule schedule(std::move(ranks));
+    check(schedule);
+    for (const int64_t capacity : {0, 1, 2}) {
+      const Schedule lowered =
+          add_communication(schedule, {.channel_capacity = capacity, .prefetch = trial % 3});
+      ASSERT_NO_THROW(check(lowered, capacity)) << lowered.to_string();
+      ASSERT_EQ(without_communication(lowered), schedule);
+    }
+    ++num_accepted;
+  }
+  EXPECT_EQ(num_accepted, 3000);
+}
+
+TEST(AddCommunication, RefusesWhatHasIt) {
+  const Schedule schedule = make(ScheduleKind::kGpipe, 2, 1);
+  const Schedule lowered = add_communication(schedule);
+  EXPECT_THAT(refusal([&] { add_communication(lowered); }), HasSubstr("sends or receives already"));
+  EXPECT_THAT(refusal([&] { forward_only(lowered); }), HasSubstr("sends or receives already"));
+  EXPECT_THAT(refusal([&] { add_communication(schedule, {.channel_capacity = -1}); }),
+              HasSubstr("to be 0 or more"));
+}
+
+TEST(AddUnshards, NeverHoldsMoreThanAllowed) {
+  for_schedules(9, 11, [](const Schedule& schedule) {
+    const Schedule lowered = add_communication(schedule);
+    for (const int64_t most : {1, 2, 3}) {
+      const Schedule sharded = add_unshards(lowered, most);
+      ASSERT_NO_THROW(check(sharded)) << sharded.to_string();
+      for (const auto& actions : sharded.ranks()) {
+        int64_t held = 0;
+        for (const Action& action : actions) {
+          held += action.kind == ActionKind::kUnshard ? 1 : 0;
+          held -= action.kind == ActionKind::kReshard ? 1 : 0;
+          ASSERT_LE(held, most);
+        }
+      }
+    }
+  });
+}
+
+TEST(AddUnshards, GathersTheNextStageEarly) {
+  const Schedule schedule = Schedule::parse("0F0,1F0,2F0,2B0,1B0,0B0\n");
+  EXPECT_EQ(add_unshards(schedule, 1).to_string(),
+            "0UNSHARD,0F0,0RESHARD,1UNSHARD,1F0,1RESHARD,2UNSHARD,2F0,2B0,2RESHARD,1UNSHARD,1B0,"
+            "1RESHARD,0UNSHARD,0B0,0RESHARD\n");
+  EXPECT_EQ(add_unshards(schedule, 2).to_string(),
+            "0UNSHARD,1UNSHARD,0F0,1F0,0RESHARD,2UNSHARD,2F0,2B0,2RESHARD,0UNSHARD,1B0,1RESHARD,"
+            "0B0,0RESHARD\n");
+  EXPECT_THAT(refusal([&] { add_unshards(schedule, 0); }), HasSubstr("max_unsharded is 0"));
+  EXPECT_THAT(refusal([&] { add_unshards(add_unshards(schedule)); }),
+              HasSubstr("0UNSHARD is there already"));
+}
+
+TEST(MergeBackwards, JoinsNeighboursAlone) {
+  const Schedule schedule = make(ScheduleKind::kZeroBubble, 2, 3);
+  EXPECT_EQ(merge_backwards(schedule).to_string(),
+            "0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1I0,1F1,1I1,1W0,1F2,1I2,1W1,1W2\n");
+}
+
+TEST(ForwardOnly, KeepsForwards) {
+  const Schedule schedule = make(ScheduleKind::kZeroBubble, 2, 2);
+  const Schedule forwards = forward_only(schedule);
+  EXPECT_EQ(forwards.to_string(), "0F0,0F1\n1F0,1F1\n");
+  EXPECT_NO_THROW(check(add_communication(forwards)));
+}
+
+}  // namespace
+
+}  // namespace weft::strategy

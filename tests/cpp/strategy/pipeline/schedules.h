@@ -1,0 +1,35 @@
+#pragma once
+
+#include "weft/strategy/pipeline/generate.h"
+
+#include <cstdint>
+
+namespace weft::strategy {
+
+inline Schedule make(ScheduleKind kind,
+                     int64_t ranks,
+                     int64_t micro_batches,
+                     int64_t stages_per_rank = 1) {
+  return generate(
+      kind,
+      {.num_ranks = ranks, .num_micro_batches = micro_batches, .stages_per_rank = stages_per_rank});
+}
+
+// Every kind with 1 to 16 stages on as many ranks as divide them, and 1 to 64 micro-batches, of
+// those above `all_below` every `step`-th.
+template <typename Try>
+void for_schedules(int64_t all_below, int64_t step, Try attempt) {
+  for (const ScheduleKind kind : all_schedule_kinds()) {
+    const bool has_one_stage_a_rank =
+        kind == ScheduleKind::kOneForwardOneBackward || kind == ScheduleKind::kZeroBubble;
+    for (int64_t stages = 1; stages <= 16; ++stages) {
+      for (int64_t v = 1; v <= (has_one_stage_a_rank ? 1 : stages); ++v) {
+        for (int64_t m = 1; stages % v == 0 && m <= 64; m += m < all_below ? 1 : step) {
+          attempt(make(kind, stages / v, m, v));
+        }
+      }
+    }
+  }
+}
+
+}  // namespace weft::strategy

@@ -1,0 +1,138 @@
+#include "weft/strategy/pipeline/simulate.h"
+
+#include "../refusal.h"
+#include "schedules.h"
+#include "weft/strategy/pipeline/passes.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+namespace weft::strategy {
+
+namespace {
+
+using testing::Each;
+using testing::ElementsAre;
+using testing::HasSubstr;
+
+constexpr double kTolerance = 1e-12;
+
+Simulation run(const Schedule& schedule, const StageCost& cost = {}) {
+  return simulate(schedule, std::vector<StageCost>{cost});
+}
+
+TEST(Simulate, EqualStagesFollowTheFormulas) {
+  for (int64_t p = 1; p <= 8; ++p) {
+    for (int64_t m = 1; m <= 20; ++m) {
+      const auto bubble = static_cast<double>(p - 1) / static_cast<double>(m + p - 1);
+      const Simulation gpipe = run(make(ScheduleKind::kGpipe, p, m));
+      EXPECT_NEAR(gpipe.bubble_fraction, bubble, kTolerance);
+      EXPECT_THAT(gpipe.in_flight, Each(m));
+      const Simulation one = run(make(ScheduleKind::kOneForwardOneBackward, p, m));
+      EXPECT_NEAR(one.bubble_fraction, bubble, kTolerance);
+      for (int64_t stage = 0; stage < p; ++stage) {
+        EXPECT_EQ(one.in_flight[static_cast<size_t>(stage)], std::min(p - stage, m));
+      }
+      const Simulation naive = run(make(ScheduleKind::kNaive, p, m));
+      EXPECT_NEAR(naive.bubble_fraction, 1 - 1.0 / static_cast<double>(p), kTolerance);
+      EXPECT_THAT(naive.in_flight, Each(1));
+    }
+  }
+}
+
+TEST(Simulate, InterleavedStagesFollowTheFormula) {
+  for (int64_t p = 2; p <= 6; ++p) {
+    for (int64_t v = 2; v <= 4; ++v) {
+      for (int64_t rounds = 1; rounds <= 4; ++rounds) {
+        const int64_t m = p * rounds;
+        const auto bubble = static_cast<double>(p - 1) / static_cast<double>(v * m + p - 1);
+        EXPECT_NEAR(
+            run(make(ScheduleKind::kInterleaved, p, m, v)).bubble_fraction, bubble, kTolerance);
+        EXPECT_NEAR(
+            run(make(ScheduleKind::kLoopedBfs, p, m, v)).bubble_fraction, bubble, kTolerance);
+      }
+    }
+  }
+}
+
+// Of p - 1 times forward + backward in 1F1B, the split leaves p - 1 times F + I - W.
+TEST(Simulate, ZeroBubbleFollowsTheFormula) {
+  for (int64_t p = 1; p <= 8; ++p) {
+    for (int64_t m = p; m <= 2 * p + 3; ++m) {
+      const StageCost cost{.forward = 5, .backward_input = 6, .backward_weight = 4};
+      const Simulation result = run(make(ScheduleKind::kZeroBubble, p, m), cost);
+      EXPECT_NEAR(result.makespan, static_cast<double>(15 * m + (p - 1) * (5 + 6 - 4)), 1e-9)
+          << p << " " << m;
+      EXPECT_THAT(result.in_flight, Each(testing::Le(std::min(p, m))));
+    }
+  }
+}
+
+TEST(Simulate, TimesFollowTheSlowestStage) {
+  const std::vector<StageCost> costs = {
+      {.forward = 1, .backward_input = 1, .backward_weight = 1, .transfer = 0.5},
+      {.forward = 3, .backward_input = 3, .backward_weight = 3, .transfer = 100}};
+  const Simulation result = simulate(make(ScheduleKind::kGpipe, 2, 2), costs);
+  EXPECT_EQ(result.ranks[1],
+            (std::vector<Span>{{{1, 0, ActionKind::kForward}, 1.5, 4.5},
+                               {{1, 1, ActionKind::kForward}, 4.5, 7.5},
+                               {{1, 0, ActionKind::kBackward}, 7.5, 13.5},
+                               {{1, 1, ActionKind::kBackward}, 13.5, 19.5}}));
+  EXPECT_EQ(result.ranks[0].back(), (Span{{0, 1, ActionKind::kBackward}, 20, 22}));
+  EXPECT_EQ(result.makespan, 22);
+  EXPECT_NEAR(result.bubble_fraction, 1 - 24.0 / 44.0, kTolerance);
+}
+
+TEST(Simulate, CommunicationChangesNoTimes) {
+  const std::vector<StageCost> costs = {
+      {.forward = 1, .transfer = 0.25}, {.forward = 2, .transfer = 0.5}, {.forward = 1.5}};
+  for (const ScheduleKind kind : all_schedule_kinds()) {
+    const Schedule schedule = make(kind, 3, 5);
+    const Simulation plain = simulate(schedule, costs);
+    const Simulation lowered = simulate(add_communication(schedule), costs);
+    EXPECT_EQ(plain.ranks, lowered.ranks);
+    EXPECT_EQ(plain.in_flight, lowered.in_flight);
+  }
+}
+
+TEST(Simulate, CountsBytes) {
+  const std::vector<StageCost> costs = {{.activation_bytes = 10, .parameter_bytes = 1000},
+                                        {.activation_bytes = 20, .parameter_bytes = 2000},
+                                        {.activation_bytes = 30, .parameter_bytes = 3000},
+                                        {.activation_bytes = 40, .parameter_bytes = 4000}};
+  const Simulation looped = simulate(make(ScheduleKind::kLoopedBfs, 2, 3, 2), costs);
+  EXPECT_THAT(looped.peak_bytes, ElementsAre(4000 + 3 * 40, 6000 + 3 * 60));
+  const Simulation forwards =
+      simulate(forward_only(make(ScheduleKind::kLoopedBfs, 2, 3, 2)), costs);
+  EXPECT_THAT(forwards.peak_bytes, ElementsAre(4000 + 30, 6000 + 40));
+  EXPECT_THAT(forwards.in_flight, Each(1));
+}
+
+TEST(Simulate, RefusesCostsThatDoNotFit) {
+  const Schedule schedule = make(ScheduleKind::kGpipe, 3, 1);
+  const auto refused = [&](const std::vector<StageCost>& costs) {
+    return refusal([&] { simulate(schedule, costs); });
+  };
+  EXPECT_EQ(refused({{}, {}}),
+            "simulate: 2 costs for 3 stages; pass one for each stage, or one for all");
+  EXPECT_THAT(refused({{.forward = -1}}), HasSubstr("a time of stage 0 is -1"));
+  EXPECT_THAT(refused({{.transfer = std::numeric_limits<double>::quiet_NaN()}}),
+              HasSubstr("a time of stage 0 is nan"));
+  EXPECT_THAT(refused({{.activation_bytes = -1}}), HasSubstr("bytes of stage 0 are negative"));
+  EXPECT_THAT(refusal([] { run(Schedule()); }), HasSubstr("has no actions"));
+}
+
+TEST(Simulate, ThousandStagesAndFourThousandMicroBatches) {
+  const Schedule schedule = make(ScheduleKind::kOneForwardOneBackward, 1024, 4096);
+  const Simulation result = run(schedule);
+  EXPECT_NEAR(result.bubble_fraction, 1023.0 / (4096 + 1023), 1e-9);
+  EXPECT_EQ(result.in_flight[0], 1024);
+}
+
+}  // namespace
+
+}  // namespace weft::strategy
