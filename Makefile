@@ -25,8 +25,9 @@ test: test-cpp test-python
 test-cpp: build
 	ctest --test-dir build/dev --output-on-failure --parallel $(JOBS)
 
+# In the order of the folders: the long files of benchmarks/ and examples/ first, so that none is left to one worker.
 test-python: build
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(TEST_JOBS) --dist loadfile
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 
 # The editable install configures and builds once; afterwards CMake rebuilds only what changed.
 build: build/dev/.installed

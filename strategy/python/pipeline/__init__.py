@@ -17,12 +17,14 @@ from weft.strategy._plan import (
     partition,
     tune,
 )
+from weft.strategy.pipeline.pipeline import Pipeline
 
 __all__ = [
     "SCHEDULES",
     "Action",
     "LinearTime",
     "Partition",
+    "Pipeline",
     "Schedule",
     "Simulation",
     "Span",

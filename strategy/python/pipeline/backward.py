@@ -1,0 +1,162 @@
+"""The backward of one stage for one micro-batch, whole or in two halves.
+
+The halves are those of Qi et al., "Zero Bubble Pipeline Parallelism" (2024): first the gradient of the stage's inputs,
+which the stage before waits for, later those of its weights. Any graph is split, by its structure: the first half runs
+the nodes between outputs and inputs, and notes what gradients came to those from which a weight is reached directly;
+the second half has each of these give its weights' gradients.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+Edge = tuple[Node, int]
+
+
+def edge_of(output: Tensor) -> GradientEdge | None:
+    """Where an output's gradient goes in; keeps the graph, not the output. None: it needs no gradient."""
+    return get_gradient_edge(output) if output.requires_grad else None
+
+
+def backward(outputs: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
+    """Accumulate the gradients of all leaves; frees the graph."""
+    if outputs:
+        torch.autograd.backward(list(outputs), list(gradients))
+
+
+def backward_input(
+    outputs: Sequence[GradientEdge], gradients: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> tuple[list[Tensor | None], WeightHalf]:
+    """The gradients of `inputs` (leaves), and what is left to do.
+
+    A weight that several nodes between outputs and inputs use directly gets its gradient here, as only a run through
+    all of them adds it up. Where one is also reached through another weight's nodes, all is done here.
+    """
+    graph = _Graph([output.node for output in outputs], inputs)
+    if not graph.can_be_split:
+        backward(outputs, gradients)
+        return [leaf.grad for leaf in inputs], WeightHalf({}, [], [])
+    pairs = list(zip(outputs, gradients, strict=True))
+    main = [(output, gradient) for output, gradient in pairs if output.node in graph.to_inputs]
+    apart = [(output, gradient) for output, gradient in pairs if output.node not in graph.to_inputs]
+    arrived: dict[Node, tuple[Tensor | None, ...]] = {}
+    hooks = [node.register_prehook(_noting(node, arrived)) for node in graph.junctions]
+    wanted = [*map(get_gradient_edge, inputs), *(GradientEdge(*edge) for edge in graph.shared)]
+    found: Sequence[Tensor | None] = [None] * len(wanted)
+    try:
+        if main:
+            found = torch.autograd.grad(
+                [output for output, _ in main],
+                wanted,
+                [gradient for _, gradient in main],
+                retain_graph=True,
+                allow_unused=True,
+            )
+    finally:
+        for hook in hooks:
+            hook.remove()
+    own, shared = list(found[: len(inputs)]), found[len(inputs) :]
+    begun = [(edge, g) for edge, g in zip(wanted[len(inputs) :], shared, strict=True) if g is not None]
+    return own, WeightHalf(graph.junctions, list(arrived.items()), [*begun, *apart])
+
+
+def _noting(node: Node, arrived: dict[Node, tuple[Tensor | None, ...]]) -> Any:
+    def note(gradients: tuple[Tensor | None, ...]) -> None:
+        arrived[node] = gradients
+
+    return note
+
+
+class _Graph:
+    """What of a graph lies between outputs and inputs, and where it leads to weights.
+
+    to_inputs: the nodes from which an input is reached.
+    junctions: of those, each that has edges to nodes that lead to weights alone, with these edges, if no other node has
+        them.
+    shared: such edges that several nodes have.
+    can_be_split: whether a weight's gradient comes from these edges alone.
+    """
+
+    def __init__(self, roots: Sequence[Node], inputs: Sequence[Tensor]) -> None:
+        goals = {get_gradient_edge(tensor).node for tensor in inputs}
+        self.to_inputs: set[Node] = set()
+        for node in reversed(_topological(roots)):  # each after those it leads to
+            if node in goals or any(following in self.to_inputs for following, _ in node.next_functions):
+                self.to_inputs.add(node)
+        parents: dict[Node, set[Node]] = collections.defaultdict(set)
+        sides: dict[Node, list[Edge]] = {}
+        for node in _topological([root for root in roots if root in self.to_inputs]):
+            for following, _ in node.next_functions:
+                if following is not None:
+                    parents[following].add(node)
+            if node in self.to_inputs:
+                edges = (e for e in node.next_functions if e[0] is not None and e[0] not in self.to_inputs)
+                sides[node] = list(dict.fromkeys(edges))
+        shared = {edge: None for edges in sides.values() for edge in edges if len(parents[edge[0]]) > 1}
+        self.shared = list(shared)
+        self.junctions = {
+            node: own for node, edges in sides.items() if (own := [edge for edge in edges if edge not in shared])
+        }
+        self.can_be_split = all(parents[node] <= self.to_inputs for node, _ in shared)
+
+
+def _topological(roots: Sequence[Node]) -> list[Node]:
+    """All nodes that are reached from `roots`, each before those it leads to."""
+    order: list[Node] = []
+    seen: set[Node] = set()
+    stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
+    while stack:
+        node, is_left = stack.pop()
+        if is_left:
+            order.append(node)
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            stack += [(following, False) for following, _ in node.next_functions if following is not None]
+    return order[::-1]
+
+
+class WeightHalf:
+    """The second half of a backward: keeps the graph until it has run.
+
+    junctions: nodes with the edges along which their weights' gradients go.
+    arrived: of those that were reached, the gradients that came.
+    begun: where else to begin, with which gradients.
+    """
+
+    def __init__(
+        self,
+        junctions: dict[Node, list[Edge]],
+        arrived: list[tuple[Node, tuple[Tensor | None, ...]]],
+        begun: list[tuple[GradientEdge, Tensor]],
+    ) -> None:
+        self._junctions = junctions
+        self._arrived = arrived
+        self._begun = begun
+
+    def run(self) -> None:
+        """Accumulate the weights' gradients; once."""
+        edges = [edge for edge, _ in self._begun]
+        gradients = [gradient for _, gradient in self._begun]
+        for node, arrived in self._arrived:
+            sources = [(GradientEdge(node, i), gradient) for i, gradient in enumerate(arrived) if gradient is not None]
+            sides = [GradientEdge(*edge) for edge in self._junctions[node]]
+            # No way but these edges leads there: what else the node leads to is not run.
+            found = torch.autograd.grad(
+                [source for source, _ in sources],
+                sides,
+                [gradient for _, gradient in sources],
+                retain_graph=True,
+                allow_unused=True,
+            )
+            edges += [side for side, gradient in zip(sides, found, strict=True) if gradient is not None]
+            gradients += [gradient for gradient in found if gradient is not None]
+        self._arrived.clear()
+        self._begun.clear()
+        backward(edges, gradients)

@@ -1,0 +1,73 @@
+"""How the calls of a model's layers, and of torch's functions between them, are seen while a forward runs."""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+
+class Mode(TorchFunctionMode):
+    """Sees what a forward calls between its layers."""
+
+    def call_layer(self, layer: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+    def _outside(self, function: Callable[[], Any]) -> Any:
+        """Call a layer, whose inside is its own affair."""
+        self.__exit__(None, None, None)
+        try:
+            return function()
+        finally:
+            self.__enter__()
+
+
+_active: contextvars.ContextVar[Mode | None] = contextvars.ContextVar("weft_pipeline_mode", default=None)
+
+
+class LayerCall:
+    """A layer whose calls a forward's mode sees; goes before its class. `install` makes these classes."""
+
+    _weft_layer: tuple[str, int]  # its name and stage
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        mode = _active.get()
+        if mode is None:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        return mode.call_layer(self, args, kwargs)
+
+    def call_itself(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
+
+_classes: dict[type, type] = {}
+
+
+def install(layer: nn.Module, name: str, stage: int) -> None:
+    """Have a layer's calls seen; its class becomes a subclass of itself with the same name."""
+    if not isinstance(layer, LayerCall):
+        cls = type(layer)
+        if cls not in _classes:
+            _classes[cls] = type(cls.__name__, (LayerCall, cls), {"__module__": cls.__module__})
+        layer.__class__ = _classes[cls]
+    layer.__dict__["_weft_layer"] = (name, stage)
+
+
+def run_in(mode: Mode, forward: Callable[[], Any]) -> Any:
+    """Call a forward whose layers' calls `mode` sees."""
+    if _active.get() is not None:
+        raise RuntimeError("pipeline: a model in stages was called inside of another's forward; call them in turn.")
+    token = _active.set(mode)
+    try:
+        with mode:
+            return forward()
+    finally:
+        _active.reset(token)
+
+
+def is_running() -> bool:
+    """Whether a model's forward is being recorded or run stage by stage."""
+    return _active.get() is not None

@@ -1,0 +1,229 @@
+"""A model whose layers are on the stages of a pipeline: training and evaluation steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from weft.strategy._plan import Schedule, Span
+from weft.strategy.pipeline.micro_batches import batch_size_of, signature, split_batch
+from weft.strategy.pipeline.recording import Recording
+from weft.strategy.pipeline.runner import MAX_STAGES, Runner, Work
+from weft.strategy.pipeline.staged_model import StagedModel
+from weft.strategy.pipeline.stages import find_layers
+from weft.strategy.pipeline.tied import sum_tied_gradients
+
+_MAX_RECORDED = 256  # kinds of inputs; those of changing lengths are many
+PIPELINE_AXIS = "pipeline_parallel"
+
+Step = Callable[[Any], Any]
+Split = Callable[[Any, int], Sequence[Any]]
+Weight = Callable[[Any], float]
+
+
+class Pipeline:
+    """Takes the layers of other stages out of a model, in place, and runs steps over all of them.
+
+    Args:
+        model: built with the same values on every rank of the pipeline. Its forward stays as it is and runs on every
+            stage, each computing its own layers; names of parameters stay what they were.
+        mesh: a DeviceMesh of one axis, or with an axis named "pipeline_parallel".
+        cuts: the names of the first module of each stage but the first; see `stages.find_layers`. As many stages as
+            ranks, or a multiple: stage s is on rank s % ranks.
+        schedule: one of `SCHEDULES`, or a `Schedule` of arithmetic alone for these ranks and stages.
+        num_micro_batches: of a step; a batch with fewer samples has one for each. Default: that of a `Schedule` that
+            is given, else twice the number of ranks.
+        layer_stages: the stages of layers that the model registered in another order than it calls them.
+
+    Build optimizers afterwards: each rank's `model.parameters()` are those of its stages.
+
+    Raises:
+        ValueError: cuts that do not fit the model, stages that the ranks do not divide, an unknown schedule or one for
+            other ranks or stages.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        cuts: Sequence[str],
+        *,
+        schedule: str | Schedule = "1f1b",
+        num_micro_batches: int | None = None,
+        layer_stages: Mapping[str, int] | None = None,
+    ) -> None:
+        self._group = pipeline_group(mesh)
+        num_ranks = self._group.size()
+        num_stages = len(cuts) + 1
+        if num_stages % num_ranks != 0 or num_stages > MAX_STAGES:
+            raise ValueError(
+                f"pipeline: {len(cuts)} cuts make {num_stages} stages for {num_ranks} ranks; pass cuts for "
+                f"{num_ranks} stages or a multiple, at most {MAX_STAGES}."
+            )
+        self._schedule = schedule
+        self._stages_per_rank = num_stages // num_ranks
+        self.num_micro_batches = _num_micro_batches(schedule, num_micro_batches, num_ranks)
+        self._lowered: dict[tuple[int, bool], Schedule] = {}
+        rank_of = self.schedule(self.num_micro_batches).rank_of
+        if len(rank_of) != num_stages:
+            raise ValueError(
+                f"pipeline: the schedule has {len(rank_of)} stages and the cuts make {num_stages}; pass a schedule for "
+                "as many."
+            )
+        own = [stage for stage in range(num_stages) if rank_of[stage] == self._group.rank()]
+        self._rank_of = rank_of
+        self._staged = StagedModel(model, find_layers(model, cuts, layer_stages), own)
+        self._runner = Runner(self._staged, self._group)
+        self._recordings: dict[Any, list[Recording]] = {}
+        self._watches = False
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, with the layers of this rank's stages alone."""
+        return self._staged.model
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """This rank's stages."""
+        return self._staged.stages
+
+    @property
+    def has_last_stage(self) -> bool:
+        return len(self._rank_of) - 1 in self.stages
+
+    @property
+    def trace(self) -> list[Span]:
+        """What this rank computed in the last step, in seconds from its beginning."""
+        return self._runner.trace
+
+    @property
+    def memory(self) -> list[int]:
+        """The bytes that this process held after each computation of the trace, where memory is counted; else []."""
+        return self._runner.memory
+
+    @property
+    def memory_before(self) -> int:
+        """The bytes that it held before them."""
+        return self._runner.memory_before
+
+    def schedule(self, num_micro_batches: int, *, forward_only: bool = False) -> Schedule:
+        """The schedule of a step, with its sends and receives."""
+        key = (num_micro_batches, forward_only)
+        if key not in self._lowered:
+            schedule = self._schedule
+            if isinstance(schedule, str):
+                schedule = Schedule.generate(
+                    schedule, self._group.size(), num_micro_batches, self._stages_per_rank
+                ).merge_backwards()
+            elif (schedule.num_ranks, schedule.num_micro_batches) != (self._group.size(), num_micro_batches):
+                raise ValueError(
+                    f"pipeline: the schedule is for {schedule.num_ranks} ranks and {schedule.num_micro_batches} "
+                    f"micro-batches, and {self._group.size()} ranks have {num_micro_batches}; pass one that fits, or "
+                    "a schedule's name."
+                )
+            if forward_only:
+                schedule = schedule.forward_only()
+            self._lowered[key] = schedule.add_communication()
+        return self._lowered[key]
+
+    def step(
+        self,
+        batch: Any,
+        loss_fn: Step,
+        *,
+        split: Split = split_batch,
+        weight: Weight = batch_size_of,
+    ) -> Tensor:
+        """Forward and backward of one batch in micro-batches; gradients are added to those that are there. Collective.
+
+        Args:
+            batch: the same on every rank of the pipeline.
+            loss_fn: given a micro-batch, calls the model once and gives its loss, a scalar. It runs on every stage, up
+                to the model's call on all but the last, and once more for a batch of new shapes.
+            split: cuts the batch into so many micro-batches.
+            weight: what a micro-batch's loss counts for, compared with the others'. Default: its samples, exact for
+                losses that are means over samples.
+
+        Returns:
+            The weighted mean of the losses, the same on every rank.
+        """
+        micro_batches = self._split(batch, split)
+        weights = [float(weight(micro_batch)) for micro_batch in micro_batches]
+        total = sum(weights)
+        if not total > 0 or min(weights) < 0:
+            raise ValueError(f"pipeline: the micro-batches weigh {weights}; pass weights from 0 on, not all 0.")
+        losses: list[Tensor] = []
+
+        def root_of(i: int, loss: Any) -> Tensor:
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                raise TypeError(f"pipeline: the step gave a {type(loss).__name__} as loss; return one number's tensor.")
+            share = loss * (weights[i] / total)
+            losses.append(share.detach())
+            return share
+
+        schedule = self.schedule(len(micro_batches))
+        work = Work(micro_batches, [self._recording(m, loss_fn) for m in micro_batches], loss_fn, root_of)
+        self._runner.run(schedule, work)
+        sum_tied_gradients(self._staged, self._rank_of, self._group)
+        return self._from_last(torch.stack(losses).sum() if losses else None)
+
+    def evaluate(self, batch: Any, step: Step, *, split: Split = split_batch) -> list[Any]:
+        """Forwards alone: what `step` gave for each micro-batch, without gradients; [] off the last stage's rank."""
+        with torch.no_grad():
+            micro_batches = self._split(batch, split)
+            schedule = self.schedule(len(micro_batches), forward_only=True)
+            work = Work(micro_batches, [self._recording(m, step) for m in micro_batches], step)
+            return self._runner.run(schedule, work)
+
+    def _split(self, batch: Any, split: Split) -> Sequence[Any]:
+        if not self._watches:
+            self._staged.watch_calls()
+            self._watches = True
+        count = self.num_micro_batches
+        if split is split_batch:
+            count = min(count, batch_size_of(batch))
+        return split(batch, count)
+
+    def _recording(self, micro_batch: Any, step: Step) -> Recording:
+        device = next((p.device.type for p in self.model.parameters()), "cpu")
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        key = (signature(micro_batch), torch.is_grad_enabled(), self.model.training, autocast)
+        recordings = self._recordings.setdefault(key, [])
+        for recording in recordings:
+            if self._staged.matches(recording, step, micro_batch):
+                return recording
+        recordings.append(self._staged.record(step, micro_batch))
+        if len(self._recordings) > _MAX_RECORDED:
+            del self._recordings[next(iter(self._recordings))]
+        return recordings[-1]
+
+    def _from_last(self, value: Tensor | None) -> Tensor:
+        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        shared = torch.zeros((), dtype=torch.float64, device=device) if value is None else value.double()
+        dist.broadcast(shared, group_src=self._rank_of[-1], group=self._group)
+        return shared if value is None else value
+
+
+def pipeline_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The group of a mesh's pipeline axis, or of its only one."""
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    if PIPELINE_AXIS not in (mesh.mesh_dim_names or ()):
+        raise ValueError(
+            f"pipeline: the mesh has the axes {mesh.mesh_dim_names}; pass one of one axis, or with an axis named "
+            f"{PIPELINE_AXIS!r}."
+        )
+    return mesh.get_group(PIPELINE_AXIS)
+
+
+def _num_micro_batches(schedule: str | Schedule, given: int | None, num_ranks: int) -> int:
+    if given is None:
+        return 2 * num_ranks if isinstance(schedule, str) else schedule.num_micro_batches
+    if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+        raise ValueError(f"pipeline: num_micro_batches is {given!r}; pass a whole number from 1 on.")
+    return given

@@ -1,0 +1,180 @@
+"""What a model's forward does between its layers, recorded once on fake tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from weft.strategy.pipeline.layer_calls import LayerCall, Mode, run_in
+from weft.strategy.pipeline.micro_batches import signature
+from weft.strategy.pipeline.stages import ANY_STAGE
+
+# Whose results are Python values that depend on a tensor's.
+QUESTIONS = {
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+    "item",
+    "tolist",
+    "numpy",
+    "equal",
+    "is_nonzero",
+    "allclose",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """What a function of torch, or a layer, gave in a forward; `output` holds fake tensors if it comes from layers."""
+
+    name: str
+    function: Any
+    output: Any
+    is_fake: bool
+
+
+@dataclasses.dataclass
+class Recording:
+    """One forward of a whole model.
+
+    events: what gave tensors, in order, outside of layers.
+    values: what came from layers, by number; each fake tensor once.
+    crossings: the numbers of the values that cross each boundary, that from stage b to b + 1 at index b.
+    answers: what the code between layers asked for of the inputs' values, and may have chosen its path by.
+    arguments: the signature of what the model was called with.
+    """
+
+    num_stages: int
+    arguments: Any
+    events: list[Event] = dataclasses.field(default_factory=list)
+    values: list[FakeTensor] = dataclasses.field(default_factory=list)
+    crossings: list[list[int]] = dataclasses.field(default_factory=list)
+    answers: list[Any] = dataclasses.field(default_factory=list)
+    _numbers: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    def number_of(self, value: FakeTensor) -> int | None:
+        return self._numbers.get(id(value))
+
+    def add(self, value: FakeTensor) -> int:
+        number = self._numbers.setdefault(id(value), len(self.values))
+        if number == len(self.values):
+            self.values.append(value)
+        return number
+
+
+class _Recorder(Mode):
+    """Runs a skeleton's forward on fake tensors."""
+
+    def __init__(self, recording: Recording, fake_mode: FakeTensorMode, owners: dict[int, int]) -> None:
+        super().__init__()
+        self._recording = recording
+        self._fake_mode = fake_mode
+        self._stage = 0  # how far the forward has come
+        self._produced: dict[int, int] = {}  # the stage that each value comes from, by its number
+        self._last_use: dict[int, int] = {}
+        self._owners = owners  # the stage of each parameter of the trunk, by the id of its fake tensor
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        fakes = self._use((args, kwargs))
+        if not fakes:
+            output = func(*args, **kwargs)
+            if name_of(func) in QUESTIONS:
+                self._recording.answers.append(answer_of(output))
+        else:
+            try:
+                with self._fake_mode:
+                    output = func(*args, **kwargs)
+            except Exception as error:
+                raise self._refusal(f"{name_of(func)} between its layers", error) from error
+        self._note(name_of(func), func, output)
+        return output
+
+    def call_layer(self, layer: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name, stage = layer._weft_layer
+        if stage != ANY_STAGE and stage < self._stage:
+            raise ValueError(
+                f"pipeline: the forward calls the layer {name!r} of stage {stage} after layers of stage {self._stage}; "
+                f"move the cuts, or pass layer_stages={{{name!r}: {self._stage}}}."
+            )
+        self._stage = max(self._stage, stage)
+        fakes = self._use((args, kwargs))
+        if stage == ANY_STAGE and not fakes:
+            output = self._outside(lambda: layer.call_itself(args, kwargs))
+        else:
+            try:
+                with self._fake_mode:
+                    output = self._outside(lambda: layer.call_itself(args, kwargs))
+            except Exception as error:
+                raise self._refusal(f"the layer {name!r}", error) from error
+        self._note(name, name, output)
+        return output
+
+    def _use(self, arguments: Any) -> bool:
+        fakes = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, FakeTensor)]
+        for fake in fakes:
+            number = self._recording.add(fake)
+            self._produced.setdefault(number, self._owners.get(id(fake), self._stage))
+            self._last_use[number] = self._stage
+        return bool(fakes)
+
+    def _note(self, name: str, function: Any, output: Any) -> None:
+        leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+        if not leaves:
+            return
+        fakes = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
+        for fake in fakes:
+            self._produced.setdefault(self._recording.add(fake), self._stage)
+        self._recording.events.append(Event(name, function, output if fakes else None, bool(fakes)))
+
+    def finish(self, output: Any) -> None:
+        """What the forward gives is used on the last stage."""
+        recording = self._recording
+        self._stage = recording.num_stages - 1
+        self._use(output)
+        recording.crossings = [
+            [n for n in range(len(recording.values)) if self._produced[n] <= b < self._last_use.get(n, -1)]
+            for b in range(recording.num_stages - 1)
+        ]
+
+    @staticmethod
+    def _refusal(what: str, error: Exception) -> ValueError:
+        return ValueError(
+            f"pipeline: {what} cannot be run without values, which stages that do not have them need ({error}); let a "
+            "layer of one stage hold what depends on values, or pass stages of your own."
+        )
+
+
+def record(
+    skeleton: nn.Module,
+    num_stages: int,
+    fake_mode: FakeTensorMode,
+    owners: dict[int, int],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Recording:
+    """Run a skeleton's forward on these inputs; random state stays as it was.
+
+    Raises:
+        ValueError: layers called out of the order of their stages, or what cannot run without values.
+    """
+    recording = Recording(num_stages, signature((args, kwargs)))
+    recorder = _Recorder(recording, fake_mode, owners)
+    with torch.random.fork_rng():
+        output = run_in(recorder, lambda: skeleton(*args, **kwargs))
+    recorder.finish(output)
+    return recording
+
+
+def answer_of(output: Any) -> Any:
+    return output if isinstance(output, (bool, int, float)) else repr(output)
+
+
+def name_of(function: Any) -> str:
+    return getattr(function, "__name__", str(function))

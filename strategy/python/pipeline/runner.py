@@ -1,0 +1,271 @@
+"""Does what one rank's list of a lowered schedule says: forwards, backwards, sends and receives."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from weft import memory, ops
+from weft.strategy._plan import Action, Schedule, Span
+from weft.strategy.pipeline.backward import WeightHalf, backward, backward_input, edge_of
+from weft.strategy.pipeline.recording import Recording
+from weft.strategy.pipeline.staged_model import StagedModel
+
+MAX_STAGES = 511  # a boundary takes two of the 1023 channels between two ranks
+
+Key = tuple[int, int]  # stage, micro-batch
+
+
+@dataclasses.dataclass
+class _Held:
+    """What a stage keeps of a micro-batch between its forward and its backward."""
+
+    inputs: list[Tensor]  # leaves that need gradients, in the order in which they cross
+    outputs: list[GradientEdge | None]  # of what needs gradients, in the order in which it crosses; of a loss, one
+    seed: Tensor | None = None  # the gradient of the loss
+    weight_half: WeightHalf | None = None
+
+
+@dataclasses.dataclass
+class Work:
+    """What a schedule is run on.
+
+    micro_batches: as the step's function takes them.
+    recordings: of each micro-batch, the forward.
+    step: called once a stage and micro-batch; gives on the last stage what `root_of` takes.
+    root_of: the weighted loss, a scalar, of a micro-batch's number and what the step gave: where its backward begins.
+        None: there is no backward, and what the step gave is the result.
+    """
+
+    micro_batches: Sequence[Any]
+    recordings: Sequence[Recording]
+    step: Callable[[Any], Any]
+    root_of: Callable[[int, Any], Tensor] | None = None
+
+
+class Runner:
+    """Runs schedules on one rank of a pipeline's group.
+
+    staged: this rank's stages.
+    group: the ranks of the pipeline, whose ranks are those of the schedules.
+    trace: the computations of the last run, in seconds from its beginning.
+    memory: the bytes that this process held after each of them, and `memory_before` the first, where memory is counted
+        (`weft.memory.track`); else none.
+    """
+
+    def __init__(self, staged: StagedModel, group: dist.ProcessGroup) -> None:
+        self._staged = staged
+        self._group_name = group.group_name
+        self._rank = group.rank()
+        self.trace: list[Span] = []
+        self.memory: list[int] = []
+        self.memory_before = 0
+
+    def run(self, schedule: Schedule, work: Work) -> list[Any]:
+        """Do this rank's list; without a `root_of` gives, on the last stage's rank, what the step gave."""
+        self.memory_before = memory.current() if memory.is_tracking() else 0
+        run = _Run(self, schedule, work)
+        for action in schedule.ranks[self._rank]:
+            run.do(action)
+        if schedule.has_communication:
+            ops.pipeline_flush(self._group_name)
+        self.trace, self.memory = run.trace, run.memory
+        return run.results
+
+
+class _Run:
+    def __init__(self, runner: Runner, schedule: Schedule, work: Work) -> None:
+        self._staged = runner._staged
+        self._group_name = runner._group_name
+        self._rank_of = schedule.rank_of
+        self._rank = runner._rank
+        self._last_stage = schedule.num_stages - 1
+        self._has_backward = schedule.has_backward
+        self._work = work
+        self._held: dict[Key, _Held] = {}
+        self._outputs: dict[Key, list[Tensor]] = {}  # computed here, for the stage after
+        self._gradients: dict[Key, list[Tensor]] = {}  # computed here, for the stage before
+        self._tokens: dict[tuple[str, int, int], Tensor] = {}  # of receives that were posted
+        self._start = time.perf_counter()
+        self.trace: list[Span] = []
+        self.memory: list[int] = []
+        self.results: list[Any] = []
+
+    def do(self, action: Action) -> None:
+        """One action; what computes waits for what it needs first, which is not of its own time."""
+        assert action.micro_batch is not None
+        _METHODS[action.kind](self, action.stage, action.micro_batch)
+
+    def _traced(self, kind: str, stage: int, i: int, start: float) -> None:
+        if memory.is_tracking():
+            self.memory.append(memory.current())
+        self.trace.append(Span(Action(stage, kind, i), start - self._start, time.perf_counter() - self._start))
+
+    # What crosses the boundary before and after a stage: fake tensors, those with gradients among them.
+
+    def _incoming(self, stage: int, i: int) -> list[Tensor]:
+        recording = self._work.recordings[i]
+        return [recording.values[number] for number in recording.crossings[stage - 1]] if stage > 0 else []
+
+    def _outgoing(self, stage: int, i: int) -> list[Tensor]:
+        return self._incoming(stage + 1, i) if stage < self._last_stage else []
+
+    def _forward(self, stage: int, i: int) -> None:
+        incoming = self._incoming(stage, i)
+        received = self._take_outputs(stage, i) if incoming else []
+        start = time.perf_counter()
+        needs = [self._has_backward and fake.requires_grad for fake in incoming]
+        leaves = [v.requires_grad_() if need else v for v, need in zip(received, needs, strict=True)]
+        values = [_Entry.apply(leaf) if need else leaf for leaf, need in zip(leaves, needs, strict=True)]
+        work = self._work
+        result, sent = self._staged.run(work.recordings[i], stage, values, work.step, work.micro_batches[i])
+        if stage == self._last_stage:
+            if work.root_of is None:
+                self.results.append(result)
+                outputs, seed = [], None
+            else:
+                root = work.root_of(i, result)
+                outputs, seed = [edge_of(root)], torch.ones_like(root)
+        else:
+            assert sent is not None
+            outputs, seed = self._checked_edges(stage, i, sent), None
+            self._outputs[stage, i] = [value.detach() for value in sent]
+        if self._has_backward:
+            inputs = [leaf for leaf, need in zip(leaves, needs, strict=True) if need]
+            self._held[stage, i] = _Held(inputs, outputs, seed)
+        self._traced("F", stage, i, start)
+
+    def _checked_edges(self, stage: int, i: int, sent: list[Tensor]) -> list[GradientEdge | None]:
+        edges = []
+        for fake, value in zip(self._outgoing(stage, i), sent, strict=True):
+            if (value.shape, value.dtype) != (fake.shape, fake.dtype):
+                raise RuntimeError(
+                    f"pipeline: stage {stage} sends {tuple(value.shape)} {value.dtype} where {tuple(fake.shape)} "
+                    f"{fake.dtype} was recorded; let shapes follow from the inputs' shapes."
+                )
+            if not self._has_backward:
+                continue
+            if value.requires_grad and not fake.requires_grad:
+                raise RuntimeError(
+                    f"pipeline: a value of shape {tuple(value.shape)} that leaves stage {stage} needs a gradient, and "
+                    "did not when it was recorded; freeze and unfreeze parameters before the model is split."
+                )
+            if fake.requires_grad:
+                edges.append(edge_of(value))
+        return edges
+
+    def _backward(self, stage: int, i: int) -> None:
+        gradients = self._take_gradients(stage, i)
+        start = time.perf_counter()
+        held = self._held.pop((stage, i))
+        backward(*_paired(held.outputs, gradients))
+        self._gradients[stage, i] = [_gradient_of(leaf, leaf.grad) for leaf in held.inputs]
+        del held, gradients
+        self._traced("B", stage, i, start)
+
+    def _backward_input(self, stage: int, i: int) -> None:
+        gradients = self._take_gradients(stage, i)
+        start = time.perf_counter()
+        held = self._held[stage, i]
+        found, held.weight_half = backward_input(*_paired(held.outputs, gradients), held.inputs)
+        self._gradients[stage, i] = [_gradient_of(*pair) for pair in zip(held.inputs, found, strict=True)]
+        held.inputs, held.outputs = [], []
+        del held, gradients, found
+        self._traced("I", stage, i, start)
+
+    def _backward_weight(self, stage: int, i: int) -> None:
+        start = time.perf_counter()
+        held = self._held.pop((stage, i))
+        assert held.weight_half is not None
+        held.weight_half.run()
+        del held
+        self._traced("W", stage, i, start)
+
+    # Messages. What has no elements at all to carry is not sent: both sides know.
+
+    def _take_outputs(self, stage: int, i: int) -> list[Tensor]:
+        """What the stage before has computed."""
+        if self._rank_of[stage - 1] == self._rank:
+            return [value.detach() for value in self._outputs.pop((stage - 1, i))]
+        return ops.pipeline_wait(self._tokens.pop(("F", stage, i)))
+
+    def _take_gradients(self, stage: int, i: int) -> list[Tensor]:
+        """The gradients of what this stage has given, from the stage after; of the loss, one."""
+        seed = self._held[stage, i].seed
+        if stage == self._last_stage:
+            return [] if seed is None else [seed]
+        if not any(fake.requires_grad for fake in self._outgoing(stage, i)):
+            return []
+        if self._rank_of[stage + 1] == self._rank:
+            return self._gradients.pop((stage + 1, i))
+        return ops.pipeline_wait(self._tokens.pop(("B", stage, i)))
+
+    def _send_forward(self, stage: int, i: int) -> None:
+        values = self._outputs.pop((stage, i))
+        if values:
+            ops.pipeline_send(values, self._rank_of[stage + 1], 2 * (stage + 1), self._group_name)
+
+    def _recv_forward(self, stage: int, i: int) -> None:
+        likes = [_like(fake) for fake in self._incoming(stage, i)]
+        if likes:
+            peer = self._rank_of[stage - 1]
+            self._tokens["F", stage, i] = ops.pipeline_recv(likes, peer, 2 * stage, self._group_name)
+
+    def _send_backward(self, stage: int, i: int) -> None:
+        gradients = self._gradients.pop((stage, i))
+        if gradients:
+            ops.pipeline_send(gradients, self._rank_of[stage - 1], 2 * stage + 1, self._group_name)
+
+    def _recv_backward(self, stage: int, i: int) -> None:
+        likes = [_like(fake) for fake in self._outgoing(stage, i) if fake.requires_grad]
+        if likes:
+            peer = self._rank_of[stage + 1]
+            self._tokens["B", stage, i] = ops.pipeline_recv(likes, peer, 2 * (stage + 1) + 1, self._group_name)
+
+
+# On the class, for an object that holds its own methods is freed late.
+_METHODS = {
+    "F": _Run._forward,
+    "B": _Run._backward,
+    "I": _Run._backward_input,
+    "W": _Run._backward_weight,
+    "SEND_F": _Run._send_forward,
+    "RECV_F": _Run._recv_forward,
+    "SEND_B": _Run._send_backward,
+    "RECV_B": _Run._recv_backward,
+}
+
+
+class _Entry(torch.autograd.Function):
+    """The value of a leaf as a tensor that may be changed in place, as a layer's output may in the unsplit model."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _like(fake: Tensor) -> Tensor:
+    return torch.empty((), dtype=fake.dtype, device=fake.device).expand(fake.shape)
+
+
+def _paired(
+    outputs: Sequence[GradientEdge | None], gradients: Sequence[Tensor]
+) -> tuple[list[GradientEdge], list[Tensor]]:
+    """Outputs that need gradients, with theirs."""
+    pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o is not None]
+    return [output for output, _ in pairs], [gradient for _, gradient in pairs]
+
+
+def _gradient_of(leaf: Tensor, gradient: Tensor | None) -> Tensor:
+    return torch.zeros_like(leaf) if gradient is None else gradient

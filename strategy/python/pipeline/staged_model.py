@@ -1,0 +1,211 @@
+"""One rank's part of a model in stages, and the skeleton of the whole."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from weft.strategy.assignments import join
+from weft.strategy.pipeline.absent import remove_layers
+from weft.strategy.pipeline.layer_calls import install, run_in
+from weft.strategy.pipeline.micro_batches import signature
+from weft.strategy.pipeline.recording import Recording, record
+from weft.strategy.pipeline.stages import ANY_STAGE, Layers
+from weft.strategy.pipeline.trunk import Leave, OtherPathError, StageRun
+
+
+@dataclasses.dataclass(frozen=True)
+class TiedParameter:
+    """One parameter that layers of several stages hold, by a name it has on each of these stages."""
+
+    name_on: dict[int, str]
+
+
+class StagedModel:
+    """Takes the layers of other stages out of a model, in place, and runs the forward that is left stage by stage.
+
+    model: afterwards with the layers of `stages` alone; names stay what they were.
+    layers: which stage each layer is on.
+    tied: parameters that layers of several stages share; each stage has its own copy from now on.
+    """
+
+    def __init__(self, model: nn.Module, layers: Layers, stages: Sequence[int]) -> None:
+        self.model = model
+        self.layers = layers
+        self.stages = tuple(stages)
+        self.tied = _tied_parameters(model, self.layers)
+        self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._skeleton = _skeleton_of(model, self.layers, self._fake_mode)
+        # Whose parameters they are: the code between layers may compute with any.
+        self._owners = {id(p): stage for _, p, stage in _placed_parameters(self._skeleton, self.layers)}
+        self._own_parameters = [
+            (fake, name) for name, fake, stage in _placed_parameters(self._skeleton, self.layers) if stage in stages
+        ]
+        self._task: _Task | None = None
+        remove_layers(model, self._skeleton, self.layers, stages)
+        self._remove_parameters()
+        _watch_calls(self._skeleton, self.layers)
+
+    def watch_calls(self) -> None:
+        """Have the layers' calls seen; after `parallelize` and `fully_shard`, which look at classes."""
+        _watch_calls(self.model, self.layers)
+        if not isinstance(self.model, _Root):
+            cls = type(self.model)
+            self.model.__class__ = type(cls.__name__, (_Root, cls), {"__module__": cls.__module__})
+        self.model.__dict__["_weft_staged"] = self
+
+    def record(self, step: Any, micro_batch: Any) -> Recording:
+        """Record the forward that `step(micro_batch)` calls; see `trunk.record` for what is refused."""
+        task = _Task(self, None)
+        with torch.random.fork_rng():
+            self._run(task, step, micro_batch)
+        assert task.recording is not None
+        return task.recording
+
+    def matches(self, recording: Recording, step: Any, micro_batch: Any) -> bool:
+        """Whether `step(micro_batch)` would take the recorded path: run without its layers, if values may choose it."""
+        if not recording.answers:
+            return True
+        probe = StageRun(recording, self.layers.num_stages, None)
+        with torch.random.fork_rng(), contextlib.suppress(OtherPathError):
+            self._run(_Task(self, probe), step, micro_batch)
+        return probe.took_the_same_path
+
+    def run(
+        self, recording: Recording, stage: int, received: Sequence[Tensor], step: Any, micro_batch: Any
+    ) -> tuple[Any, list[Tensor] | None]:
+        """One stage's part of `step(micro_batch)`: what it gives on the last stage, and elsewhere what crosses on."""
+        run = StageRun(recording, stage, received)
+        for fake, name in self._own_parameters:
+            if recording.number_of(fake) is not None:
+                run.add_value(fake, self.model.get_parameter(name))
+        result = self._run(_Task(self, run), step, micro_batch)
+        is_last = stage == self.layers.num_stages - 1
+        if (run.sent is None) != is_last:
+            raise RuntimeError(
+                f"pipeline: the step ended on stage {stage} of {self.layers.num_stages} "
+                + ("by a call that belongs to a later one." if is_last else "without a call of a later stage's layer.")
+            )
+        return result, run.sent
+
+    def _run(self, task: _Task, step: Any, micro_batch: Any) -> Any:
+        self._task = task
+        try:
+            result = step(micro_batch)
+        except Leave:
+            result = None
+        finally:
+            self._task = None
+        if task.num_calls != 1:
+            raise RuntimeError(
+                f"pipeline: the step called the model in stages {task.num_calls} times for a micro-batch; call it once."
+            )
+        return result
+
+    def call(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a call of the model does."""
+        task = self._task
+        if task is None:
+            if self.layers.num_stages == 1:
+                return forward(*args, **kwargs)
+            raise RuntimeError(
+                f"pipeline: a {type(self.model).__name__} in {self.layers.num_stages} stages was called outside of a "
+                "pipeline's step; call it in the function that is given to step or evaluate."
+            )
+        task.num_calls += 1
+        if task.num_calls > 1:
+            raise RuntimeError("pipeline: the step calls the model in stages twice for one micro-batch; call it once.")
+        if task.run is None:
+            owners, num_stages = self._owners, self.layers.num_stages
+            self._skeleton.train(self.model.training)
+            task.recording = record(self._skeleton, num_stages, self._fake_mode, owners, args, kwargs)
+            raise Leave
+        if signature((args, kwargs)) != task.run.arguments:
+            raise OtherPathError(
+                "pipeline: the step gave the model other shapes than for a micro-batch of the same shapes before; let "
+                "the shapes of the batch alone decide those of what the model is given."
+            )
+        output = run_in(task.run, lambda: forward(*args, **kwargs))
+        if task.run.is_probe:
+            raise Leave
+        return task.run.with_values(output)
+
+    def _remove_parameters(self) -> None:
+        """Put fake tensors in place of the trunk's parameters that are on other stages."""
+        for name, stage in self.layers.parameter_stages.items():
+            if stage not in self.stages:
+                module_name, _, parameter_name = name.rpartition(".")
+                module = self.model.get_submodule(module_name)
+                del module._parameters[parameter_name]
+                module.__dict__[parameter_name] = self._skeleton.get_parameter(name)
+
+
+@dataclasses.dataclass
+class _Task:
+    """What a call of the model is to do: to be recorded, or to run one stage."""
+
+    staged: StagedModel
+    run: StageRun | None
+    recording: Recording | None = None
+    num_calls: int = 0
+
+
+class _Root:
+    """The model's call is its stage's part; goes before its class."""
+
+    _weft_staged: StagedModel
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._weft_staged.call(super().__call__, args, kwargs)  # type: ignore[misc]
+
+
+def _watch_calls(model: nn.Module, layers: Layers) -> None:
+    for name, stage in layers.stage_of.items():
+        install(model.get_submodule(name), name, stage)
+
+
+def _skeleton_of(model: nn.Module, layers: Layers, fake_mode: FakeTensorMode) -> nn.Module:
+    """A copy with fake tensors for parameters and for the layers' buffers; the trunk's buffers are the same tensors."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = _fake_like(parameter, fake_mode)
+    of_layers = {id(b) for name in layers.stage_of for b in model.get_submodule(name).buffers()}
+    for buffer in model.buffers():
+        memo[id(buffer)] = _fake_like(buffer, fake_mode) if id(buffer) in of_layers else buffer
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise ValueError(
+            f"pipeline: {type(model).__name__} cannot be copied, which its shapes are found with ({error}); keep what "
+            "is no module or tensor out of its attributes."
+        ) from error
+
+
+def _fake_like(tensor: Tensor, fake_mode: FakeTensorMode) -> Tensor:
+    with fake_mode:
+        fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_parameter else fake
+
+
+def _tied_parameters(model: nn.Module, layers: Layers) -> list[TiedParameter]:
+    places: dict[int, dict[int, str]] = {}
+    for name, parameter, stage in _placed_parameters(model, layers):
+        if stage != ANY_STAGE:
+            places.setdefault(id(parameter), {}).setdefault(stage, name)
+    return [TiedParameter(name_on) for name_on in places.values() if len(name_on) > 1]
+
+
+def _placed_parameters(model: nn.Module, layers: Layers) -> Iterator[tuple[str, nn.Parameter, int]]:
+    for layer, stage in layers.stage_of.items():
+        for name, parameter in model.get_submodule(layer).named_parameters(remove_duplicate=False):
+            yield join(layer, name), parameter, stage
+    for name, stage in layers.parameter_stages.items():
+        yield name, model.get_parameter(name), stage

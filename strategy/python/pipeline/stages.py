@@ -1,0 +1,110 @@
+"""Which stage each layer of a model is on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import nn
+
+from weft.strategy.assignments import join
+
+ANY_STAGE = -1  # of what has no parameters: it runs wherever it is called
+
+
+@dataclasses.dataclass(frozen=True)
+class Layers:
+    """How a model falls into layers, and these into stages.
+
+    trunk: the modules whose forwards call the layers; they run on every stage, each doing its part.
+    stage_of: the stage of each layer, by its name.
+    parameter_stages: the stage of each parameter that a module of the trunk holds itself, by its name.
+    """
+
+    num_stages: int
+    trunk: tuple[str, ...]
+    stage_of: dict[str, int]
+    parameter_stages: dict[str, int]
+
+
+def find_layers(model: nn.Module, cuts: Sequence[str], layer_stages: Mapping[str, int] | None = None) -> Layers:
+    """Stages begin at the named modules, in the order in which the model registered its modules.
+
+    What the ancestors of named modules hold beside them are layers as well: whole, whatever is inside. A layer without
+    parameters and persistent buffers that no cut names has no stage and runs wherever it is called.
+
+    Args:
+        cuts: the first module of each stage but the first, such as ["layer3"] or ["model.layers.4", "model.layers.8"].
+        layer_stages: the stages of layers, and of parameters that the trunk holds itself, which the model calls in
+            another order than it registered them.
+
+    Raises:
+        ValueError: a name that the model does not have, out of order or twice; a stage that it does not have; a stage
+            without parameters.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    _check_names(modules, cuts)
+    trunk = {""} | {name[: name.rfind(".")] for name in cuts if "." in name}
+    trunk |= {".".join(name.split(".")[:i]) for name in trunk for i in range(name.count(".") + 1)}
+    layers = list(_layers(model, "", trunk))
+    order = {name: position for position, name in enumerate(modules)}
+    begins = [order[name] for name in cuts]
+    if begins != sorted(begins):
+        raise ValueError(
+            f"pipeline: the stages {list(cuts)} are not in the order in which the model has these modules; name them "
+            "from its first to its last."
+        )
+    stage_of = {}
+    for name in layers:
+        holds = name in cuts or any(True for _ in modules[name].parameters()) or bool(modules[name].state_dict())
+        stage_of[name] = sum(begin <= order[name] for begin in begins) if holds else ANY_STAGE
+    parameter_stages = {
+        join(name, parameter): sum(begin <= order[name] for begin in begins)
+        for name in sorted(trunk, key=order.__getitem__)
+        for parameter, value in modules[name]._parameters.items()
+        if value is not None
+    }
+    for name, stage in (layer_stages or {}).items():
+        places = stage_of if name in stage_of else parameter_stages
+        if name not in places or stage not in range(len(cuts) + 1):
+            raise ValueError(
+                f"pipeline: layer_stages puts {name!r} on stage {stage!r}; name one of the layers, such as "
+                f"{', '.join(map(repr, list(stage_of)[:3]))}, and a stage from 0 to {len(cuts)}."
+            )
+        places[name] = stage
+    found = Layers(len(cuts) + 1, tuple(sorted(trunk)), stage_of, parameter_stages)
+    _check_stages(model, found, cuts)
+    return found
+
+
+def _check_names(modules: dict[str, nn.Module], cuts: Sequence[str]) -> None:
+    for i, name in enumerate(cuts):
+        if name not in modules or name == "":
+            raise ValueError(
+                f"pipeline: stage {i + 1} is to begin at {name!r}, which the model has no module of; use one of its "
+                f"names, such as {', '.join(map(repr, list(modules)[1:4]))}."
+            )
+        if name in cuts[:i]:
+            raise ValueError(f"pipeline: two stages are to begin at {name!r}; name each module once.")
+
+
+def _layers(model: nn.Module, prefix: str, trunk: set[str]) -> Iterator[str]:
+    for name, child in model._modules.items():
+        if child is None:
+            continue
+        full_name = join(prefix, name)
+        # Lists and dicts of modules have no forward: what they hold is called one by one.
+        if full_name in trunk or isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from _layers(child, full_name, trunk)
+        else:
+            yield full_name
+
+
+def _check_stages(model: nn.Module, layers: Layers, cuts: Sequence[str]) -> None:
+    used = {*layers.stage_of.values(), *layers.parameter_stages.values()}
+    for stage in range(layers.num_stages):
+        if stage not in used:
+            begin = f"{cuts[stage - 1]!r}" if stage > 0 else "the model's beginning"
+            raise ValueError(
+                f"pipeline: stage {stage}, from {begin} on, would have no parameters; move its cut or use fewer stages."
+            )

@@ -1,0 +1,52 @@
+"""Gradients of parameters that layers of several stages share, such as an embedding that is the head's weight, too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from weft import ops
+from weft.strategy.local_tensor import local_of
+from weft.strategy.pipeline.staged_model import StagedModel
+
+_CHANNEL = 0  # below those of the boundaries, which begin at stage 1
+
+
+def sum_tied_gradients(staged: StagedModel, rank_of: Sequence[int], group: dist.ProcessGroup) -> None:
+    """Give every stage's copy the sum of all stages' gradients, added in the stages' order; after a backward.
+
+    Every rank sends its own sum to the others that have a copy, so that all add the same numbers.
+    """
+    for tied in staged.tied:
+        ranks = sorted({rank_of[stage] for stage in tied.name_on})
+        if group.rank() not in ranks or len(ranks) == 1:
+            continue
+        name = next(tied.name_on[stage] for stage in staged.stages if stage in tied.name_on)
+        parameter = staged.model.get_parameter(name)
+        if parameter.requires_grad:
+            _sum_over(parameter, ranks, group)
+
+
+def _sum_over(parameter: nn.Parameter, ranks: Sequence[int], group: dist.ProcessGroup) -> None:
+    own = local_of(parameter.grad) if parameter.grad is not None else torch.zeros_like(local_of(parameter))
+    own = own.detach()
+    others = [rank for rank in ranks if rank != group.rank()]
+    like = torch.empty((), dtype=own.dtype, device=own.device).expand(own.shape)
+    tokens = [ops.pipeline_recv([like], rank, _CHANNEL, group.group_name) for rank in others]
+    copy = own.clone()  # what is sent stays as it is until it has left
+    for rank in others:
+        ops.pipeline_send([copy], rank, _CHANNEL, group.group_name)
+    by_rank: dict[int, Tensor] = {group.rank(): copy}
+    for rank, token in zip(others, tokens, strict=True):
+        [by_rank[rank]] = ops.pipeline_wait(token)
+    total = by_rank[ranks[0]].clone()
+    for rank in ranks[1:]:
+        total += by_rank[rank]
+    ops.pipeline_flush(group.group_name)
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    with torch.no_grad():
+        local_of(parameter.grad).copy_(total)

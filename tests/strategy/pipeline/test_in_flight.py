@@ -1,0 +1,76 @@
+"""What is kept between forwards and backwards, counted to the byte, against what the simulator says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ops.memory.counting import counted
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from support.ranks import on_ranks
+from weft.strategy.pipeline import SCHEDULES, Pipeline
+
+DIM, HIDDEN, ROWS = 8, 8192, 4  # rows of a micro-batch
+MICRO_BATCHES = 8
+KEPT = ROWS * HIDDEN * 4  # what a stage keeps of a micro-batch, but for a few rows of DIM
+SMALL = KEPT // 8
+
+
+def model_of(num_stages: int) -> nn.Sequential:
+    """Each stage keeps one hidden tensor."""
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(DIM, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, DIM)) for _ in range(num_stages))
+    )
+
+
+def units_after_each_action(pipeline: Pipeline) -> list[int]:
+    """How many hidden tensors the simulated order keeps after each computation of this rank."""
+    units, result = 0, []
+    for span in pipeline.trace:
+        kind, is_first = span.action.kind, span.action.stage == 0
+        # The first half of a split backward keeps what came to the hidden layer for the second; at the first stage,
+        # without an input to find a gradient of, it does nothing.
+        units += {"F": 1, "B": -1, "I": 0 if is_first else 1, "W": -1 if is_first else -2}[kind]
+        result.append(units)
+    return result
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_what_is_kept_is_what_is_in_flight(world_size: int, kind: str) -> None:
+    num_stages = 2 * world_size if kind in ("interleaved", "looped_bfs") else world_size
+    model = model_of(num_stages)
+    cuts = [str(stage) for stage in range(1, num_stages)]
+    mesh = init_device_mesh("cpu", (world_size,))
+    pipeline = Pipeline(model, mesh, cuts, schedule=kind, num_micro_batches=MICRO_BATCHES)
+    batch = torch.randn(ROWS * MICRO_BATCHES, DIM)
+    with counted() as count:
+        for _ in range(3):  # the first one makes the gradients
+            before = count.now()
+            pipeline.step(batch, lambda x: model(x).sum())
+        kept = [num_bytes - pipeline.memory_before for num_bytes in pipeline.memory]
+    assert count.now() - before <= SMALL
+    units = units_after_each_action(pipeline)
+    for span, num_bytes, num in zip(pipeline.trace, kept, units, strict=True):
+        assert abs(num_bytes - num * KEPT) < SMALL, (span.action, num_bytes / KEPT, num)
+    # Of one stage a rank, the most of its own micro-batches in flight are what the simulator counts.
+    simulated = pipeline.schedule(MICRO_BATCHES).simulate()
+    if len(pipeline.stages) == 1 and kind != "zero_bubble":
+        assert max(units) == simulated.in_flight[pipeline.stages[0]]
+
+
+@on_ranks(4)
+def test_1f1b_keeps_less_than_gpipe(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    most = {}
+    for kind in ("gpipe", "1f1b"):
+        model = model_of(world_size)
+        pipeline = Pipeline(model, mesh, ["1", "2", "3"], schedule=kind, num_micro_batches=MICRO_BATCHES)
+        batch = torch.randn(ROWS * MICRO_BATCHES, DIM)
+        with counted():
+            for _ in range(2):
+                pipeline.step(batch, lambda x, model=model: model(x).sum())
+            most[kind] = max(pipeline.memory) - pipeline.memory_before
+    assert abs(most["gpipe"] - MICRO_BATCHES * KEPT) < SMALL
+    assert abs(most["1f1b"] - (world_size - rank) * KEPT) < SMALL

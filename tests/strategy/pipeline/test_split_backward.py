@@ -1,0 +1,162 @@
+"""The two halves of a backward against the whole: gradients, and what each half computes."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import weft
+from support.ranks import on_ranks
+from weft.strategy.pipeline.backward import backward, backward_input, edge_of
+
+
+class Counts(TorchDispatchMode):
+    """How often each operator ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: collections.Counter[str] = collections.Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Shared(nn.Module):
+    """One norm and one layer used twice, once one after the other; a weight read alone; an unused one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.layer = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.randn(4))
+        self.unused = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        z = self.norm(self.layer(torch.tanh(self.norm(self.layer(x)))) + y)
+        weight = self.layer.weight.t()
+        return (z @ weight @ weight) * self.scale, self.scale.exp()
+
+
+class Entangled(nn.Module):
+    """A weight that the main path uses, and that another weight of the main path is computed from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x * self.scale) * self.scale.exp()
+
+
+class Checkpointed(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def convolutions() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(inplace=True), nn.Conv2d(3, 2, 2), nn.Flatten(), nn.Linear(2, 3)
+    )
+
+
+MODELS = {
+    "chain": (lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), [(3, 4)]),
+    "shared": (Shared, [(3, 4), (3, 4)]),
+    "entangled": (Entangled, [(3, 4)]),
+    "recurrent": (lambda: nn.GRU(4, 3, batch_first=True), [(2, 5, 4)]),
+    "attention": (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), [(2, 3, 8)]),
+    "convolutions": (convolutions, [(2, 1, 4, 4)]),
+    "checkpointed": (lambda: Checkpointed(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), [(3, 4)]),
+    "frozen": (lambda: nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4)), [(3, 4)]),
+    "all frozen": (lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh()).requires_grad_(False), [(3, 4)]),
+}
+# A weight that others are computed from, or one used at every step of a loop by nodes of one copy of it.
+IN_ONE_PIECE = ("entangled", "recurrent")
+
+
+def run(name: str, *, halves: bool, inputs_need_gradients: bool = True) -> tuple[list[Tensor | None], Counts, Counts]:
+    """All gradients, of inputs first, and what the halves computed (of a whole backward, all in the first)."""
+    make, shapes = MODELS[name]
+    torch.manual_seed(0)
+    model = make().double()
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=inputs_need_gradients) for shape in shapes]
+    outputs = model(*inputs)
+    tensors = [t for t in torch.utils._pytree.tree_leaves(outputs) if isinstance(t, Tensor) and t.requires_grad]
+    seeds = [torch.randn_like(tensor) for tensor in tensors]
+    edges = [edge_of(tensor) for tensor in tensors]
+    first, second = Counts(), Counts()
+    if not halves:
+        with first:
+            backward(edges, seeds)
+        found = [tensor.grad for tensor in inputs]
+    else:
+        leaves = inputs if inputs_need_gradients else []
+        with first:
+            found, rest = backward_input(edges, seeds, leaves)
+        is_whole = name in IN_ONE_PIECE and inputs_need_gradients
+        assert all(p.grad is None for p in model.parameters()) == (not is_whole)
+        with second:
+            rest.run()
+        found = found if inputs_need_gradients else [None] * len(inputs)
+    return [*found, *(parameter.grad for parameter in model.parameters())], first, second
+
+
+@pytest.mark.parametrize("inputs_need_gradients", [True, False])
+@pytest.mark.parametrize("name", MODELS)
+def test_halves_give_what_the_whole_gives(name, inputs_need_gradients):
+    if name == "all frozen" and not inputs_need_gradients:
+        pytest.skip("nothing needs a gradient")
+    whole, _, _ = run(name, halves=False, inputs_need_gradients=inputs_need_gradients)
+    halves, _, _ = run(name, halves=True, inputs_need_gradients=inputs_need_gradients)
+    assert len(whole) == len(halves)
+    for expected, found in zip(whole, halves, strict=True):
+        assert (expected is None) == (found is None)
+        if expected is not None:
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_no_half_does_the_others_work():
+    _, whole, _ = run("chain", halves=False)
+    _, first, second = run("chain", halves=True)
+    assert whole.calls["mm"] == 4
+    assert (first.calls["mm"], second.calls["mm"]) == (2, 2)
+
+
+def test_a_stage_without_inputs_does_all_in_the_second():
+    _, first, second = run("chain", halves=True, inputs_need_gradients=False)
+    assert first.calls["mm"] == 0 and second.calls["mm"] == 3
+
+
+@on_ranks(2)
+def test_operators_of_weft_are_split() -> None:
+    """Their weights' gradients are nodes of their own; what travels backwards does so in the first half."""
+    group_name = dist.group.WORLD.group_name
+    torch.manual_seed(0)
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    weights = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((6, 4), (4, 6), (6, 4))]
+
+    def forward() -> Tensor:
+        return weft.ops.column_row_mlp(x, *weights, activation="silu", group_name=group_name)
+
+    y = forward()
+    seed = torch.randn_like(y)
+    expected = torch.autograd.grad(forward(), [x, *weights], seed)
+    first, second = Counts(), Counts()
+    with first:
+        [found], rest = backward_input([edge_of(y)], [seed], [x])
+    assert all(weight.grad is None for weight in weights)
+    with second:
+        rest.run()
+    for one, other in zip([found, *(weight.grad for weight in weights)], expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    assert (first.calls["reduce_from_group"], second.calls["reduce_from_group"]) == (1, 0)
+    # Of three layers' gradients, that of the hidden values is computed in both halves.
+    assert (first.calls["mm"] + first.calls["addmm_"], second.calls["mm"]) == (3, 4)

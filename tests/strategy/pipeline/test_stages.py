@@ -1,0 +1,198 @@
+"""How models fall into stages, what stands where layers were, and what steps refuse."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from support.models import Llama, LlamaArgs
+from support.ranks import on_ranks
+from weft.strategy.pipeline import Pipeline, Schedule
+from weft.strategy.pipeline.stages import ANY_STAGE, find_layers
+
+ARGS = LlamaArgs(n_layers=3)
+
+
+def chain() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+
+
+def test_layers_follow_the_order_in_which_they_were_registered():
+    layers = find_layers(Llama(ARGS), ["layers.1", "norm"])
+    assert layers.num_stages == 3 and layers.trunk == ("", "layers")
+    assert layers.stage_of == {
+        "tok_embeddings": 0,
+        "layers.0": 0,
+        "layers.1": 1,
+        "layers.2": 1,
+        "norm": 2,
+        "output": 2,
+    }
+    moved = find_layers(Llama(ARGS), ["layers.1", "output"], {"norm": 2})
+    assert (layers.stage_of["norm"], moved.stage_of["norm"], moved.stage_of["output"]) == (2, 2, 2)
+
+
+def test_layers_without_parameters_run_anywhere_unless_a_cut_names_them():
+    assert find_layers(chain(), ["2"]).stage_of == {"0": 0, "1": ANY_STAGE, "2": 1, "3": ANY_STAGE, "4": 1}
+    assert find_layers(chain(), ["1"]).stage_of == {"0": 0, "1": 1, "2": 1, "3": ANY_STAGE, "4": 1}
+
+
+def test_lists_of_modules_are_no_layers():
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(2, 2)
+            self.heads = nn.ModuleDict({"a": nn.Linear(2, 1), "b": nn.Linear(2, 1)})
+            self.offset = nn.Parameter(torch.zeros(()))
+
+    layers = find_layers(Heads(), ["heads.b"])
+    assert layers.stage_of == {"body": 0, "heads.a": 0, "heads.b": 1} and layers.parameter_stages == {"offset": 0}
+    assert find_layers(Heads(), ["heads.b"], {"offset": 1}).parameter_stages == {"offset": 1}
+
+
+@pytest.mark.parametrize(
+    ("cuts", "layer_stages", "message"),
+    [
+        (["layers.9"], None, "stage 1 is to begin at 'layers.9', which the model has no module of"),
+        ([""], None, "stage 1 is to begin at ''"),
+        (["norm", "norm"], None, "two stages are to begin at 'norm'"),
+        (["norm", "layers.1"], None, "are not in the order in which the model has these modules"),
+        (["tok_embeddings"], None, "stage 0, from the model's beginning on, would have no parameters"),
+        (["norm"], {"layers.0": 2}, "layer_stages puts 'layers.0' on stage 2"),
+        (["norm"], {"layers.0.attention": 1}, "layer_stages puts 'layers.0.attention' on stage 1"),
+    ],
+)
+def test_cuts_that_do_not_fit(cuts, layer_stages, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        find_layers(Llama(ARGS), cuts, layer_stages)
+
+
+@on_ranks(2)
+def test_parameters_of_other_stages_are_gone_and_say_where(rank: int, world_size: int) -> None:
+    model = Llama(ARGS)
+    whole = dict(model.named_parameters())
+    pipeline = Pipeline(model, init_device_mesh("cpu", (world_size,)), ["layers.1"])
+    names = {name for name, _ in model.named_parameters()}
+    first = {name for name in whole if name.startswith(("tok_embeddings", "layers.0"))}
+    assert names == (first if rank == 0 else set(whole) - first) == set(model.state_dict())
+    assert pipeline.stages == (rank,) and pipeline.has_last_stage == (rank == 1) and pipeline.model is model
+    absent, attribute = (model.output, "weight") if rank == 0 else (model.tok_embeddings, "weight")
+    with pytest.raises(AttributeError, match=f"is on stage {1 - rank}, and its 'weight' was asked for"):
+        getattr(absent, attribute)
+    assert not hasattr(absent, "weight") and not hasattr(absent, "no_such_attribute")
+    assert (model.output.in_features, model.tok_embeddings.embedding_dim, len(model.layers)) == (16, 16, 3)
+    with pytest.raises(RuntimeError, match="it was called outside of a pipeline's step"):
+        absent(torch.zeros(1, 16))
+    assert f"of stage {1 - rank}" in repr(model)
+
+
+class Branching(nn.Module):
+    """Its path depends on values or on chance, or it calls layers in another order."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.a, self.b, self.what = nn.Linear(4, 4), nn.Linear(4, 4), what
+
+    def forward(self, x: Tensor) -> Tensor:
+        if (self.what == "input" and x.sum() > 0) or (self.what == "chance" and torch.rand(()) > 0.5):
+            x = x * 2
+        y = self.a(x)
+        if self.what == "layer" and y.sum() > 0:
+            y = y * 2
+        if self.what == "order":
+            y = self.a(self.b(y))
+        return self.b(y)
+
+
+def pipeline_of(model: nn.Module, world_size: int, **options: Any) -> Pipeline:
+    cuts = {"chain": ["2"], "Branching": ["b"]}["chain" if isinstance(model, nn.Sequential) else type(model).__name__]
+    return Pipeline(model, init_device_mesh("cpu", (world_size,)), cuts, num_micro_batches=2, **options)
+
+
+Refused = tuple[type[Exception], str]
+STEPS: dict[str, tuple[Callable[[nn.Module, Tensor], Any], type[Exception], str]] = {
+    "twice": (lambda model, x: model(model(x)).sum(), RuntimeError, "calls the model in stages twice"),
+    "never": (lambda model, x: x.sum(), RuntimeError, "called the model in stages 0 times"),
+    "vector": (lambda model, x: model(x), TypeError, "the step gave a Tensor as loss; return one number's tensor"),
+}
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("step", STEPS)
+def test_steps_that_are_none(world_size: int, step: str) -> None:
+    model = chain()
+    pipeline = Pipeline(model, init_device_mesh("cpu", (world_size,)), [], num_micro_batches=2)
+    function, error, message = STEPS[step]
+    with pytest.raises(error, match=re.escape(message)):
+        pipeline.step(torch.ones(4, 4), lambda x: function(model, x))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("what", "error", "message"),
+    [
+        ("layer", ValueError, "cannot be run without values"),
+        ("order", ValueError, "pass layer_stages={'a': 1}"),
+    ],
+)
+def test_forwards_that_cannot_be_recorded(world_size: int, what: str, error: type[Exception], message: str) -> None:
+    """On every rank, before anything is sent."""
+    model = Branching(what)
+    pipeline = pipeline_of(model, world_size)
+    with pytest.raises(error, match=re.escape(message)):
+        pipeline.step(torch.ones(4, 4), lambda x: model(x).sum())
+
+
+@on_ranks(2)
+def test_a_path_that_values_of_the_inputs_choose(world_size: int) -> None:
+    """Micro-batches of the same shapes take two paths, in one step and from step to step."""
+    torch.manual_seed(0)
+    model, reference = Branching("input").double(), Branching("input").double()
+    reference.load_state_dict(model.state_dict())
+    pipeline = pipeline_of(model, world_size)
+    for signs in ((1, 1), (-1, 1), (1, -1), (-1, -1)):
+        batch = torch.cat([sign * torch.ones(2, 4, dtype=torch.float64) for sign in signs])
+        loss = pipeline.step(batch, lambda x: model(x).square().mean())
+        parts = torch.stack([reference(x).square().mean() for x in batch.chunk(2)])
+        parts.mean().backward()
+        torch.testing.assert_close(loss, parts.mean().detach(), rtol=1e-12, atol=1e-12)
+    expected = dict(reference.named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-12, atol=1e-12)
+
+
+@on_ranks(1)
+def test_a_path_that_chance_chooses(world_size: int) -> None:
+    model = Branching("chance")
+    pipeline = Pipeline(model, init_device_mesh("cpu", (world_size,)), [], num_micro_batches=2)
+    with pytest.raises(RuntimeError, match="let nothing random choose the model's path"):
+        for _ in range(20):
+            pipeline.step(torch.ones(4, 4), lambda x: model(x).sum())
+
+
+@on_ranks(2)
+def test_arguments_that_do_not_fit(world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    with pytest.raises(ValueError, match="2 cuts make 3 stages for 2 ranks; pass cuts for 2 stages or a multiple"):
+        Pipeline(chain(), mesh, ["2", "4"])
+    with pytest.raises(ValueError, match="num_micro_batches is 0"):
+        Pipeline(chain(), mesh, ["2"], num_micro_batches=0)
+    with pytest.raises(ValueError, match="unknown schedule '2f2b'"):
+        Pipeline(chain(), mesh, ["2"], schedule="2f2b")
+    with pytest.raises(ValueError, match="the schedule is for 4 ranks and 2 micro-batches, and 2 ranks have 2"):
+        Pipeline(chain(), mesh, ["2"], schedule=Schedule.generate("gpipe", 4, 2))
+    with pytest.raises(ValueError, match="the schedule has 4 stages and the cuts make 2"):
+        Pipeline(chain(), mesh, ["2"], schedule=Schedule.generate("looped_bfs", 2, 2, 2))
+    model = chain()
+    pipeline = Pipeline(model, mesh, ["2"], schedule=Schedule.generate("gpipe", 2, 2))
+    with pytest.raises(ValueError, match=r"the micro-batches weigh \[0.0, 0.0\]"):
+        pipeline.step(torch.ones(4, 4), lambda x: model(x).sum(), weight=lambda _: 0)
+    with pytest.raises(RuntimeError, match="was called outside of a pipeline's step"):
+        model(torch.ones(4, 4))
