@@ -44,9 +44,10 @@ build/dev/.installed: $(VENV)/.packages pyproject.toml setup.py CMakePresets.jso
 	$(VENV)/bin/uv pip install --quiet --python $(PY) --no-deps --no-build-isolation --editable .
 	@touch $@
 
-# The tables of docs/operators.md.
+# The tables of docs/operators.md and the timelines of docs/pipeline.md.
 docs: build
 	$(PY) docs/generate_operators.py
+	$(PY) docs/generate_pipeline.py
 
 lint: $(VENV)/.packages
 	ruff check .

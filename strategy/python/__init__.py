@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from weft.strategy.gradients import check_replicated_gradients, gradient_fingerprint
     from weft.strategy.in_backward import StepInBackward
     from weft.strategy.local_tensor import local_of, local_parameters
+    from weft.strategy.pipeline import Pipeline, draw
     from weft.strategy.plan import Plan
     from weft.strategy.report_table import Report, Row, report
 
@@ -36,6 +37,7 @@ _MODULES = {
     "gradients": ("check_replicated_gradients", "gradient_fingerprint"),
     "in_backward": ("StepInBackward",),
     "local_tensor": ("local_of", "local_parameters"),
+    "pipeline": ("Pipeline", "draw"),
     "plan": ("Plan",),
     "report_table": ("Report", "Row", "report"),
 }
@@ -45,6 +47,7 @@ __all__ = [
     "AXIS_NAMES",
     "STYLES",
     "Mesh",
+    "Pipeline",
     "Plan",
     "Report",
     "Row",
@@ -52,6 +55,7 @@ __all__ = [
     "check_replicated_gradients",
     "checkpoint_activations",
     "deferred_init",
+    "draw",
     "export_local",
     "fuse",
     "gradient_fingerprint",

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
 from weft.strategy._plan import matches
+from weft.strategy.absent import AbsentLayer
 from weft.strategy.offload import OffloadedModule
 from weft.strategy.state import original_class, state_of
 
@@ -113,7 +114,9 @@ def repeated_blocks(model: nn.Module) -> list[str]:
             continue
         is_list = isinstance(module, nn.ModuleList)
         is_numbered = isinstance(module, nn.ModuleDict) and all(key.isdigit() for key in module)
-        entries = list(module.named_children()) if is_list or is_numbered or isinstance(module, nn.Sequential) else []
+        holds_blocks = is_list or is_numbered or isinstance(module, nn.Sequential)
+        entries = [(key, entry) for key, entry in module.named_children() if not isinstance(entry, AbsentLayer)]
+        entries = entries if holds_blocks else []
         alike = len({_own_class(entry) for _, entry in entries}) == 1
         if alike and len(entries) >= (2 if isinstance(module, nn.Sequential) else 1):
             prefix = f"{name}." if name else ""

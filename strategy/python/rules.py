@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from weft.strategy import _plan, attention, mlp_parts
+from weft.strategy.absent import AbsentLayer, with_absent_names
 from weft.strategy.activation_checkpointing import why_not_wrapped
 from weft.strategy.assignments import Assignment, Assignments, Options, join, parent_name, place_mlp, shown
 from weft.strategy.linears import why_no_linear, why_no_vocab_embedding
@@ -26,7 +27,10 @@ def assign_explicit(model: nn.Module, plan: _plan.Plan, tp_size: int) -> Assignm
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     result = Assignments(tp_size)
-    assign_rules(result, modules, plan.resolve(list(modules)))
+    # Rules of layers that other stages have are for these.
+    rules = plan.resolve(with_absent_names(model))
+    present = {name for name, module in modules.items() if not isinstance(module, AbsentLayer)}
+    assign_rules(result, modules, [(name, rule) for name, rule in rules if name in present])
     return result
 
 

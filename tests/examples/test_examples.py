@@ -46,6 +46,31 @@ def test_pipeline_messages_give_the_whole_models_gradients(tmp_path: Path) -> No
     assert set(figures) == {"0", "1"} and all(float(figure) <= 1e-12 for figure in figures.values())
 
 
+def test_resnet_in_two_stages_has_the_losses_of_one_process(tmp_path: Path) -> None:
+    picture = tmp_path / "timeline.html"
+    stdout = run_example(
+        "08_pipeline_resnet50.py", "--schedule", "zero_bubble", "--picture", str(picture), cwd=tmp_path
+    )
+    losses = re.findall(r"^step \d: loss (\S+) in stages, (\S+) in one process$", stdout, re.MULTILINE)
+    assert len(losses) == 3 and all(float(ours) == pytest.approx(float(whole), rel=1e-3) for ours, whole in losses)
+    assert re.search(r"^stages begin at the first layer and at layer\d\.\d$", stdout, re.MULTILINE), stdout
+    assert "planned" in picture.read_text() and "measured" in picture.read_text()
+
+
+def test_the_language_model_in_stages_has_the_losses_of_one_device(tmp_path: Path) -> None:
+    stdout = run_example("09_pipeline_lm.py", "--steps", "6", cwd=tmp_path)
+    losses = re.findall(r"^step \d: loss (\S+) on four ranks, (\S+) on one device$", stdout, re.MULTILINE)
+    assert len(losses) == 6 and all(float(ours) == pytest.approx(float(whole), rel=1e-4) for ours, whole in losses)
+    line = re.search(r"^parameters: (.*) on the ranks, (\d+) in all$", stdout, re.MULTILINE)
+    assert line is not None and all(int(held) < 0.3 * int(line[2]) for held in line[1].split(", "))
+
+
+def test_a_network_in_three_learns(tmp_path: Path) -> None:
+    stdout = run_example("10_three_gpus.py", cwd=tmp_path)
+    line = re.search(r"^right: (\d+) of 96$", stdout, re.MULTILINE)
+    assert line is not None and int(line[1]) > 80, stdout
+
+
 def test_tensor_parallel_mlp_halves_the_parameters_and_keeps_the_loss(tmp_path: Path) -> None:
     losses = {}
     for devices in (1, 2):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,13 @@ _Cut = tuple[DeviceMesh, int]
 
 
 def clip_gradients_by_norm(
-    parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    parameters: Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+    stages: dist.ProcessGroup | None = None,
+    counted_elsewhere: Collection[Tensor] = (),
 ) -> Tensor:
     """Scale all gradients so that their common norm is at most `max_norm`; collective over what they are cut over.
 
@@ -29,17 +35,27 @@ def clip_gradients_by_norm(
         max_norm: infinity clips nothing.
         norm_type: p of the p-norm; infinity for the largest absolute value.
         error_if_nonfinite: raise RuntimeError instead of scaling by a norm that is infinite or nan.
+        stages: the ranks of a pipeline, which have other parameters each; their norms are added, too.
+        counted_elsewhere: parameters that another stage counts, having a copy.
 
     Returns:
-        The norm before, `[]`, float32 (float64 where gradients are), on the gradients' device; the same on each rank.
+        The norm before, `[]`, float32 (float64 where gradients are, and of stages), on the gradients' device; the same
+        on each rank.
     """
     by_cuts: dict[tuple[_Cut, ...], list[Tensor]] = {}
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if not grads:
+    elsewhere = {id(parameter) for parameter in counted_elsewhere}
+    grads, locals_elsewhere = [], []
+    for parameter in parameters:
+        if parameter.grad is not None and id(parameter) in elsewhere:
+            locals_elsewhere.append(local_part(parameter.grad))
+        elif parameter.grad is not None:
+            grads.append(parameter.grad)
+    if not grads and stages is None:
         return torch.zeros(())
     for grad in grads:
         by_cuts.setdefault(_cuts(grad), []).append(local_part(grad))
-    dtype = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
+    is_double = stages is not None or any(grad.dtype == torch.float64 for grad in grads)
+    dtype = torch.float64 if is_double else torch.float32
     is_max = math.isinf(norm_type)
     powers = {cuts: _power(locals_, norm_type, dtype) for cuts, locals_ in by_cuts.items()}
     for cut in dict.fromkeys(cut for cuts in powers for cut in cuts):
@@ -48,15 +64,19 @@ def clip_gradients_by_norm(
         sums = torch.stack([powers[cuts] for cuts in on_axis])
         dist.all_reduce(sums, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=mesh.get_group(dim))
         powers.update(zip(on_axis, sums.unbind(), strict=True))
-    together = torch.stack(list(powers.values()))
-    norm = together.max() if is_max else together.sum().pow(1 / norm_type)
+    device = (grads or locals_elsewhere or [torch.zeros(())])[0].device
+    together = torch.stack(list(powers.values())) if powers else torch.zeros(1, dtype=dtype, device=device)
+    total = together.max() if is_max else together.sum()
+    if stages is not None:
+        dist.all_reduce(total, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=stages)
+    norm = total if is_max else total.pow(1 / norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
             f"the gradients' norm of order {norm_type} is {norm.item()}; find the batch or the layer that made it, or "
             "pass error_if_nonfinite=False."
         )
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for locals_ in by_cuts.values():
+    for locals_ in (*by_cuts.values(), locals_elsewhere):
         for each in _by_kind(locals_):
             torch._foreach_mul_(each, factor.to(each[0].dtype))
     return norm

@@ -17,11 +17,15 @@ from weft.strategy._plan import (
     partition,
     tune,
 )
+from weft.strategy.pipeline.draw import draw
 from weft.strategy.pipeline.pipeline import Pipeline
+from weft.strategy.pipeline.profile import LayerProfile, balanced_cuts, profile_layers
+from weft.strategy.pipeline.tuning import draw_tuning, profile_stages, tuning_table
 
 __all__ = [
     "SCHEDULES",
     "Action",
+    "LayerProfile",
     "LinearTime",
     "Partition",
     "Pipeline",
@@ -31,6 +35,12 @@ __all__ = [
     "StageCost",
     "StageProfile",
     "TunePoint",
+    "balanced_cuts",
+    "draw",
+    "draw_tuning",
     "partition",
+    "profile_layers",
+    "profile_stages",
     "tune",
+    "tuning_table",
 ]

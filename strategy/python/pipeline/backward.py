@@ -31,15 +31,15 @@ def backward(outputs: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> No
 
 
 def backward_input(
-    outputs: Sequence[GradientEdge], gradients: Sequence[Tensor], inputs: Sequence[Tensor]
+    outputs: Sequence[GradientEdge], gradients: Sequence[Tensor], inputs: Sequence[Tensor], *, may_split: bool = True
 ) -> tuple[list[Tensor | None], WeightHalf]:
-    """The gradients of `inputs` (leaves), and what is left to do.
+    """The gradients of `inputs` (leaves), and what is left to do; without `may_split`, nothing.
 
     A weight that several nodes between outputs and inputs use directly gets its gradient here, as only a run through
     all of them adds it up. Where one is also reached through another weight's nodes, all is done here.
     """
     graph = _Graph([output.node for output in outputs], inputs)
-    if not graph.can_be_split:
+    if not (may_split and graph.can_be_split):
         backward(outputs, gradients)
         return [leaf.grad for leaf in inputs], WeightHalf({}, [], [])
     pairs = list(zip(outputs, gradients, strict=True))

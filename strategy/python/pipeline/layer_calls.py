@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import contextvars
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 from torch.overrides import TorchFunctionMode
+
+from weft.strategy.absent import running
 
 
 class Mode(TorchFunctionMode):
@@ -25,16 +26,13 @@ class Mode(TorchFunctionMode):
             self.__enter__()
 
 
-_active: contextvars.ContextVar[Mode | None] = contextvars.ContextVar("weft_pipeline_mode", default=None)
-
-
 class LayerCall:
     """A layer whose calls a forward's mode sees; goes before its class. `install` makes these classes."""
 
     _weft_layer: tuple[str, int]  # its name and stage
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        mode = _active.get()
+        mode: Mode | None = running.get()
         if mode is None:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         return mode.call_layer(self, args, kwargs)
@@ -58,16 +56,11 @@ def install(layer: nn.Module, name: str, stage: int) -> None:
 
 def run_in(mode: Mode, forward: Callable[[], Any]) -> Any:
     """Call a forward whose layers' calls `mode` sees."""
-    if _active.get() is not None:
+    if running.get() is not None:
         raise RuntimeError("pipeline: a model in stages was called inside of another's forward; call them in turn.")
-    token = _active.set(mode)
+    token = running.set(mode)
     try:
         with mode:
             return forward()
     finally:
-        _active.reset(token)
-
-
-def is_running() -> bool:
-    """Whether a model's forward is being recorded or run stage by stage."""
-    return _active.get() is not None
+        running.reset(token)

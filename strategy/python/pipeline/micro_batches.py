@@ -46,10 +46,19 @@ def split_batch(batch: Any, num_micro_batches: int) -> list[Any]:
         raise ValueError(f"a batch of {size} samples has no {num_micro_batches} micro-batches; pass at most {size}.")
 
     def part(tensor: Tensor, i: int) -> Tensor:
-        has_samples = tensor.dim() > 0 and tensor.shape[0] == size
-        return tensor.tensor_split(num_micro_batches)[i] if has_samples else tensor
+        return tensor.tensor_split(num_micro_batches)[i] if _has_samples(tensor, size) else tensor
 
     return [_map(lambda tensor, i=i: part(tensor, i), batch) for i in range(num_micro_batches)]
+
+
+def first_samples(batch: Any, num_samples: int) -> Any:
+    """The first samples of a batch, cut as `split_batch` cuts it."""
+    size = batch_size_of(batch)
+    return _map(lambda tensor: tensor[:num_samples] if _has_samples(tensor, size) else tensor, batch)
+
+
+def _has_samples(tensor: Tensor, size: int) -> bool:
+    return tensor.dim() > 0 and tensor.shape[0] == size
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -10,13 +10,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from weft.strategy._plan import Schedule, Span
+from weft.strategy._plan import Action, Schedule, Span
+from weft.strategy.data_parallel import clip_gradients_by_norm
 from weft.strategy.pipeline.micro_batches import batch_size_of, signature, split_batch
 from weft.strategy.pipeline.recording import Recording
 from weft.strategy.pipeline.runner import MAX_STAGES, Runner, Work
 from weft.strategy.pipeline.staged_model import StagedModel
 from weft.strategy.pipeline.stages import find_layers
-from weft.strategy.pipeline.tied import sum_tied_gradients
+from weft.strategy.pipeline.tied import sum_tied_gradients, tied_elsewhere
 
 _MAX_RECORDED = 256  # kinds of inputs; those of changing lengths are many
 PIPELINE_AXIS = "pipeline_parallel"
@@ -101,6 +102,20 @@ class Pipeline:
         """What this rank computed in the last step, in seconds from its beginning."""
         return self._runner.trace
 
+    def traces(self) -> list[list[Span]]:
+        """The traces of all ranks, in seconds from the first one's beginning, as `draw` takes them; collective.
+
+        Between hosts they are as far apart as the hosts' clocks.
+        """
+        rows = [(str(span.action), span.start, span.end) for span in self.trace]
+        gathered: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(gathered, (self._runner.begun, rows), group=self._group)
+        first = min(begun for begun, _ in gathered)
+        return [
+            [Span(Action.parse(action), begun - first + start, begun - first + end) for action, start, end in rows]
+            for begun, rows in gathered
+        ]
+
     @property
     def memory(self) -> list[int]:
         """The bytes that this process held after each computation of the trace, where memory is counted; else []."""
@@ -179,6 +194,23 @@ class Pipeline:
             schedule = self.schedule(len(micro_batches), forward_only=True)
             work = Work(micro_batches, [self._recording(m, step) for m in micro_batches], step)
             return self._runner.run(schedule, work)
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
+        """Scale all stages' gradients so that their common norm is at most `max_norm`; collective over the pipeline.
+
+        Tied parameters count once. As `clip_gradients_by_norm`, which see: DTensors on any meshes are taken.
+
+        Returns:
+            The norm before, `[]`, float64, the same on every rank.
+        """
+        return clip_gradients_by_norm(
+            self.model.parameters(),
+            max_norm,
+            norm_type,
+            error_if_nonfinite=error_if_nonfinite,
+            stages=self._group,
+            counted_elsewhere=tied_elsewhere(self._staged),
+        )
 
     def _split(self, batch: Any, split: Split) -> Sequence[Any]:
         if not self._watches:

@@ -55,7 +55,8 @@ class Runner:
 
     staged: this rank's stages.
     group: the ranks of the pipeline, whose ranks are those of the schedules.
-    trace: the computations of the last run, in seconds from its beginning.
+    begun: when the last run began, by the clock.
+    trace: its computations, in seconds from its beginning.
     memory: the bytes that this process held after each of them, and `memory_before` the first, where memory is counted
         (`weft.memory.track`); else none.
     """
@@ -67,10 +68,12 @@ class Runner:
         self.trace: list[Span] = []
         self.memory: list[int] = []
         self.memory_before = 0
+        self.begun = 0.0
 
     def run(self, schedule: Schedule, work: Work) -> list[Any]:
         """Do this rank's list; without a `root_of` gives, on the last stage's rank, what the step gave."""
         self.memory_before = memory.current() if memory.is_tracking() else 0
+        self.begun = time.time()
         run = _Run(self, schedule, work)
         for action in schedule.ranks[self._rank]:
             run.do(action)
@@ -174,7 +177,9 @@ class _Run:
         gradients = self._take_gradients(stage, i)
         start = time.perf_counter()
         held = self._held[stage, i]
-        found, held.weight_half = backward_input(*_paired(held.outputs, gradients), held.inputs)
+        found, held.weight_half = backward_input(
+            *_paired(held.outputs, gradients), held.inputs, may_split=not self._staged.has_checkpoints
+        )
         self._gradients[stage, i] = [_gradient_of(*pair) for pair in zip(held.inputs, found, strict=True)]
         held.inputs, held.outputs = [], []
         del held, gradients, found

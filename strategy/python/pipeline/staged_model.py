@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from weft.strategy.absent import AbsentLayer
+from weft.strategy.activation_checkpointing import CheckpointedModule
 from weft.strategy.assignments import join
-from weft.strategy.pipeline.absent import remove_layers
 from weft.strategy.pipeline.layer_calls import install, run_in
 from weft.strategy.pipeline.micro_batches import signature
 from weft.strategy.pipeline.recording import Recording, record
@@ -49,7 +50,7 @@ class StagedModel:
             (fake, name) for name, fake, stage in _placed_parameters(self._skeleton, self.layers) if stage in stages
         ]
         self._task: _Task | None = None
-        remove_layers(model, self._skeleton, self.layers, stages)
+        _remove_layers(model, self._skeleton, self.layers, stages)
         self._remove_parameters()
         _watch_calls(self._skeleton, self.layers)
 
@@ -60,6 +61,11 @@ class StagedModel:
             cls = type(self.model)
             self.model.__class__ = type(cls.__name__, (_Root, cls), {"__module__": cls.__module__})
         self.model.__dict__["_weft_staged"] = self
+
+    @property
+    def has_checkpoints(self) -> bool:
+        """Whether modules compute activations again in the backward: for each half of one, were it split."""
+        return any(isinstance(module, CheckpointedModule) for module in self.model.modules())
 
     def record(self, step: Any, micro_batch: Any) -> Recording:
         """Record the forward that `step(micro_batch)` calls; see `trunk.record` for what is refused."""
@@ -209,3 +215,12 @@ def _placed_parameters(model: nn.Module, layers: Layers) -> Iterator[tuple[str, 
             yield join(layer, name), parameter, stage
     for name, stage in layers.parameter_stages.items():
         yield name, model.get_parameter(name), stage
+
+
+def _remove_layers(model: nn.Module, skeleton: nn.Module, layers: Layers, stages: Sequence[int]) -> None:
+    """Replace the layers that are on none of `stages`, in place."""
+    for name, stage in layers.stage_of.items():
+        if stage != ANY_STAGE and stage not in stages:
+            parent_name, _, child_name = name.rpartition(".")
+            parent = model.get_submodule(parent_name)
+            parent._modules[child_name] = AbsentLayer(name, stage, skeleton.get_submodule(name))

@@ -30,6 +30,16 @@ def sum_tied_gradients(staged: StagedModel, rank_of: Sequence[int], group: dist.
             _sum_over(parameter, ranks, group)
 
 
+def tied_elsewhere(staged: StagedModel) -> list[nn.Parameter]:
+    """This rank's copies of parameters whose first stage is on another rank."""
+    found = []
+    for tied in staged.tied:
+        own = [stage for stage in staged.stages if stage in tied.name_on]
+        if own and min(tied.name_on) not in staged.stages:
+            found.append(staged.model.get_parameter(tied.name_on[own[0]]))
+    return found
+
+
 def _sum_over(parameter: nn.Parameter, ranks: Sequence[int], group: dist.ProcessGroup) -> None:
     own = local_of(parameter.grad) if parameter.grad is not None else torch.zeros_like(local_of(parameter))
     own = own.detach()

@@ -1,14 +1,14 @@
-"""What stands where a layer of another stage was."""
+"""What stands where a layer of another pipeline stage was."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextvars
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from weft.strategy.pipeline.layer_calls import is_running
-from weft.strategy.pipeline.stages import ANY_STAGE, Layers
+# What sees the calls of the forward that is run stage by stage, or recorded, at the moment.
+running: contextvars.ContextVar[Any] = contextvars.ContextVar("weft_pipeline_mode", default=None)
 
 
 class AbsentLayer(nn.Module):
@@ -30,7 +30,7 @@ class AbsentLayer(nn.Module):
         if not hasattr(skeleton, attribute):
             raise AttributeError(f"{type(skeleton).__name__!r} object has no attribute {attribute!r}")
         value = getattr(skeleton, attribute)
-        if is_running() or not isinstance(value, (Tensor, nn.Module)):
+        if running.get() is not None or not isinstance(value, (Tensor, nn.Module)):
             return value
         self._refuse(f"its {attribute!r} was asked for", AttributeError)
 
@@ -47,10 +47,12 @@ class AbsentLayer(nn.Module):
         )
 
 
-def remove_layers(model: nn.Module, skeleton: nn.Module, layers: Layers, stages: Sequence[int]) -> None:
-    """Replace the layers that are on none of `stages`, in place."""
-    for name, stage in layers.stage_of.items():
-        if stage != ANY_STAGE and stage not in stages:
-            parent_name, _, child_name = name.rpartition(".")
-            parent = model.get_submodule(parent_name)
-            parent._modules[child_name] = AbsentLayer(name, stage, skeleton.get_submodule(name))
+def with_absent_names(model: nn.Module) -> list[str]:
+    """The names of a model's modules, those of the layers on other stages among them, in the whole model's order."""
+    names: list[str] = []
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.append(name)
+        if isinstance(module, AbsentLayer):
+            inner = module._weft_skeleton.named_modules(remove_duplicate=False)
+            names += [f"{name}.{inner_name}" for inner_name, _ in inner if inner_name]
+    return names

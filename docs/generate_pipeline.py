@@ -1,0 +1,48 @@
+"""Writes the timelines of docs/pipeline.md: `make docs`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from weft.strategy.pipeline import SCHEDULES, Schedule, StageCost, draw
+
+DOCS = Path(__file__).resolve().parent
+FOLDER = DOCS / "pipeline"
+BEGIN = "<!-- figures: written by docs/generate_pipeline.py -->\n"
+END = "<!-- end of figures -->\n"
+NUM_RANKS, NUM_MICRO_BATCHES = 4, 8
+SEVERAL_STAGES = ("interleaved", "looped_bfs")
+
+
+def figures() -> dict[str, str]:
+    """The SVG of each kind of schedule."""
+    result = {}
+    for kind in SCHEDULES:
+        stages = 2 if kind in SEVERAL_STAGES else 1
+        schedule = Schedule.generate(kind, NUM_RANKS, NUM_MICRO_BATCHES, stages).merge_backwards()
+        # Two stages a rank are half as large each.
+        share = 1 / stages
+        cost = StageCost(forward=share, backward_input=share, backward_weight=share)
+        result[kind] = draw(schedule.simulate([cost]))
+    return result
+
+
+def page(text: str) -> str:
+    """The page with its figures' lines."""
+    begin, end = text.index(BEGIN) + len(BEGIN), text.index(END)
+    lines = "".join(f"`{kind}`\n\n![{kind}](pipeline/{kind}.svg)\n\n" for kind in SCHEDULES)
+    return f"{text[:begin]}\n{lines}{text[end:]}"
+
+
+def main() -> int:
+    FOLDER.mkdir(exist_ok=True)
+    for kind, svg in figures().items():
+        (FOLDER / f"{kind}.svg").write_text(svg)
+    path = DOCS / "pipeline.md"
+    path.write_text(page(path.read_text()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""ResNet-50 in two stages: cut where measured layers balance, pipelined by micro-batches, against one process.
+
+    python examples/08_pipeline_resnet50.py [--schedule zero_bubble] [--micro-batches 4] [--picture timeline.svg]
+
+The model is torchvision's as it is; its own forward runs on both ranks, each with its layers. The images are random, as
+no data set is at hand. Exits with 1 where a loss differs from that of the whole model. Speeds: benchmarks/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import datetime
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torchvision.models import resnet50
+
+from weft.strategy.pipeline import SCHEDULES, Pipeline, Schedule, balanced_cuts, draw, profile_layers
+
+NUM_STAGES, BATCH, SIZE, NUM_CLASSES, STEPS = 2, 16, 64, 10, 3
+TOLERANCE = 1e-3  # float32, and batch norms that see a micro-batch at a time on both sides
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--schedule", default="1f1b", choices=SCHEDULES)
+    parser.add_argument("--micro-batches", type=int, default=4)
+    parser.add_argument("--picture", type=Path, help="draw the planned and the measured timeline here (SVG or HTML)")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="weft-example-") as folder:
+        mp.spawn(run_rank, (folder, arguments), NUM_STAGES)
+        result = json.loads(Path(folder, "result.json").read_text())
+    print(f"stages begin at the first layer and at {', '.join(result['cuts'])}")
+    for step, (ours, whole) in enumerate(zip(result["losses"], result["whole"], strict=True)):
+        print(f"step {step}: loss {ours:.6f} in stages, {whole:.6f} in one process")
+    agree = all(abs(a - b) <= TOLERANCE * b for a, b in zip(result["losses"], result["whole"], strict=True))
+    return 0 if agree else 1
+
+
+def loss_of(model: torch.nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def run_rank(rank: int, folder: str, arguments: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "cpu:weft",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=NUM_STAGES,
+        timeout=datetime.timedelta(minutes=5),
+    )
+    torch.manual_seed(0)
+    model = resnet50(num_classes=NUM_CLASSES)
+    batch = torch.randn(BATCH, 3, SIZE, SIZE), torch.randint(0, NUM_CLASSES, (BATCH,))
+    whole = copy.deepcopy(model) if rank == 0 else None
+
+    # All ranks need the same cuts: the first one measures.
+    micro_batch = tuple(part[: BATCH // arguments.micro_batches] for part in batch)
+    cuts = [balanced_cuts(profile_layers(model, micro_batch, lambda b: loss_of(model, b)), NUM_STAGES)]
+    dist.broadcast_object_list(cuts)
+
+    mesh = init_device_mesh("cpu", (NUM_STAGES,), mesh_dim_names=("pipeline_parallel",))
+    pipeline = Pipeline(model, mesh, cuts[0], schedule=arguments.schedule, num_micro_batches=arguments.micro_batches)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)  # of this rank's layers
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        losses.append(pipeline.step(batch, lambda b: loss_of(model, b)).item())
+        optimizer.step()
+
+    if arguments.picture is not None:
+        traces = pipeline.traces()
+        if rank == 0:
+            planned = Schedule.generate(arguments.schedule, NUM_STAGES, arguments.micro_batches)
+            draw(planned, traces, path=arguments.picture)
+    if whole is not None:
+        result = {"cuts": cuts[0], "losses": losses, "whole": train_whole(whole, batch, arguments.micro_batches)}
+        Path(folder, "result.json").write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def train_whole(model: torch.nn.Module, batch: tuple[Tensor, Tensor], num_micro_batches: int) -> list[float]:
+    """The same on one process, a micro-batch at a time, as batch norms see no more in a pipeline."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        parts = zip(*(part.chunk(num_micro_batches) for part in batch), strict=True)
+        shares = [loss_of(model, part) / num_micro_batches for part in parts]
+        torch.stack(shares).sum().backward()
+        optimizer.step()
+        losses.append(sum(share.item() for share in shares))
+    return losses
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""Which schedule, and how many micro-batches: measured stages, simulated, as a table and as a curve."""
+
+from __future__ import annotations
+
+import io
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from weft.strategy._plan import LinearTime, StageProfile, TunePoint
+from weft.strategy.pipeline.micro_batches import batch_size_of, first_samples
+from weft.strategy.pipeline.profile import LayerProfile, profile_layers
+
+
+def profile_stages(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: Callable[[Any], Tensor],
+    cuts: Sequence[str],
+    *,
+    sizes: Sequence[int] | None = None,
+    transfer: LinearTime | None = None,
+    state_factor: float = 4.0,
+    repeats: int = 3,
+) -> list[StageProfile]:
+    """What stages take by the samples of a micro-batch, for `tune`: a whole model, measured at several sizes.
+
+    Args:
+        model: whole, on its device.
+        batch: of which micro-batches of `sizes` are the first samples.
+        loss_fn: as for `Pipeline.step`.
+        cuts: the names at which stages begin, among those of `profile_layers`.
+        sizes: in samples. Default: a quarter, a half and all of the batch.
+        transfer: of each boundary. Default: no time.
+        state_factor: bytes of parameters, gradients and optimizer states for each of parameters; 4 is Adam's.
+        repeats: see `profile_layers`.
+
+    The halves of a backward are taken to be equal.
+
+    Raises:
+        ValueError: a cut that no layer begins; see `profile_layers`.
+    """
+    samples = batch_size_of(batch)
+    chosen = sorted(set(sizes or (max(1, samples // 4), max(1, samples // 2), samples)))
+    measured = [profile_layers(model, first_samples(batch, size), loss_fn, repeats=repeats) for size in chosen]
+    names = [layer.name for layer in measured[0]]
+    missing = [cut for cut in cuts if cut not in names]
+    if missing:
+        raise ValueError(f"pipeline: no layer that was measured is {missing[0]!r}; cut at one of {names}.")
+    begins = [0, *(names.index(cut) for cut in cuts), len(names)]
+    stages = []
+    for begin, end in itertools.pairwise(begins):
+        parts = [layers[begin:end] for layers in measured]
+        half = LinearTime.fit(chosen, [_sum(part, "backward") / 2 for part in parts])
+        stages.append(
+            StageProfile(
+                forward=LinearTime.fit(chosen, [_sum(part, "forward") for part in parts]),
+                backward_input=half,
+                backward_weight=half,
+                transfer=transfer or LinearTime(),
+                activation_bytes_per_sample=round(_sum(parts[-1], "activation_bytes") / chosen[-1]),
+                parameter_bytes=round(state_factor * _sum(parts[-1], "parameter_bytes")),
+            )
+        )
+    return stages
+
+
+def _sum(layers: Sequence[LayerProfile], what: str) -> float:
+    return sum(getattr(layer, what) for layer in layers)
+
+
+def tuning_table(points: Sequence[TunePoint]) -> str:
+    """One line for each point, in their order."""
+    lines = [f"{'schedule':<12} {'micro-batches':>13} {'time':>10} {'idle':>6} {'most bytes':>12}"]
+    for point in points:
+        line = f"{point.kind:<12} {point.num_micro_batches:>13} {point.makespan:>10.4g} {point.bubble_fraction:>6.0%}"
+        lines.append(f"{line} {point.peak_bytes:>12}{'' if point.fits else '  too many'}")
+    return "\n".join(lines)
+
+
+def draw_tuning(points: Sequence[TunePoint], *, path: str | Path | None = None) -> str:
+    """The curve of a step's time against the number of micro-batches, a line for each schedule, as SVG.
+
+    Points above the limit of memory are hollow.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+        ValueError: there are no points.
+    """
+    if not points:
+        raise ValueError("draw_tuning: there are no points to draw; pass what tune gave.")
+    try:
+        import matplotlib
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("draw_tuning needs matplotlib, which is not installed; install it.") from error
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context({"svg.hashsalt": "weft", "svg.fonttype": "none", "font.size": 8}):
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        axes = figure.subplots()
+        for kind in dict.fromkeys(point.kind for point in points):
+            own = sorted((p for p in points if p.kind == kind), key=lambda p: p.num_micro_batches)
+            [line] = axes.plot([p.num_micro_batches for p in own], [p.makespan for p in own], label=kind)
+            for point in own:
+                face = line.get_color() if point.fits else "white"
+                style = {"marker": "o", "markerfacecolor": face, "markeredgecolor": line.get_color()}
+                axes.plot(point.num_micro_batches, point.makespan, **style)
+        counts = sorted({point.num_micro_batches for point in points})
+        axes.set_xscale("log")
+        axes.set_xticks(counts, [str(count) for count in counts])
+        axes.minorticks_off()
+        axes.set(xlabel="micro-batches", ylabel="time of a step")
+        axes.set_ylim(bottom=0)
+        axes.legend()
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    if path is not None:
+        Path(path).write_text(buffer.getvalue())
+    return buffer.getvalue()

@@ -1,0 +1,84 @@
+"""Pictures of schedules and traces."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import re
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from support.ranks import on_ranks
+from weft.strategy.pipeline import SCHEDULES, Action, Pipeline, Schedule, Span, draw
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_a_schedules_picture(kind, tmp_path):
+    """One box for each computation, ranks and kinds by name, and the same file each time."""
+    stages = 2 if kind in ("interleaved", "looped_bfs") else 1
+    schedule = Schedule.generate(kind, 3, 5, stages_per_rank=stages)
+    svg = draw(schedule, path=tmp_path / "schedule.svg")
+    assert (tmp_path / "schedule.svg").read_text() == svg == draw(schedule)
+    texts = [element.text for element in ElementTree.fromstring(svg).iter() if element.tag.endswith("text")]
+    labels = [text for text in texts if re.fullmatch(r"(\d+:)?\d+", text or "") and text is not None]
+    num_boxes = sum(len(actions) for actions in schedule.ranks)
+    assert len(labels) >= num_boxes and {"rank 0", "rank 2", "forward", "idle", "in flight"} <= set(texts)
+    assert ("backward, weights" in texts) == (kind == "zero_bubble")
+    share = schedule.simulate().bubble_fraction
+    assert f"planned: {share:.0%} idle" in texts
+
+
+def test_planned_above_measured_on_one_page(tmp_path):
+    schedule = Schedule.generate("gpipe", 1, 1)
+    measured = [[Span(Action(0, "F", 0), 0.1, 0.3), Span(Action(0, "B", 0), 0.5, 1.0)]]
+    svg = draw(schedule, measured, path=tmp_path / "both.html")
+    page = (tmp_path / "both.html").read_text()
+    assert page.startswith("<!doctype html>") and page.endswith(svg[svg.index("<svg") :])
+    assert svg.index("planned: 0% idle") < svg.index("measured: 30% idle")
+
+
+def test_nothing_to_draw(monkeypatch):
+    for runs in ((None,), ([[]],), (Schedule.generate("gpipe", 1, 1), [[]])):
+        with pytest.raises(ValueError, match="there is nothing to draw"):
+            draw(*runs)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ModuleNotFoundError, match="draw needs matplotlib"):
+        draw(Schedule.generate("gpipe", 1, 1))
+
+
+def test_the_figures_of_the_documentation_are_what_is_drawn():
+    docs = Path(__file__).resolve().parents[3] / "docs"
+    spec = importlib.util.spec_from_file_location("generate_pipeline", docs / "generate_pipeline.py")
+    generator = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generator)
+    for kind, svg in generator.figures().items():
+        assert (docs / "pipeline" / f"{kind}.svg").read_text() == svg, "run make docs"
+    text = (docs / "pipeline.md").read_text()
+    assert generator.page(text) == text, "run make docs"
+
+
+@on_ranks(2)
+def test_the_trace_of_a_run(rank: int, world_size: int) -> None:
+    """Every rank gets all ranks' computations, in the order of their lists."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    pipeline = Pipeline(model, init_device_mesh("cpu", (world_size,)), ["1"], num_micro_batches=3)
+    pipeline.step(torch.ones(6, 4), lambda x: model(x).sum())
+    traces = pipeline.traces()
+    schedule = pipeline.schedule(3)
+    for spans, actions in zip(traces, schedule.ranks, strict=True):
+        assert [span.action for span in spans] == [action for action in actions if action.computes]
+        assert all(0 <= a.start <= a.end <= b.start for a, b in itertools.pairwise(spans))
+    assert min(spans[0].start for spans in traces) < 0.1
+    # A micro-batch's forward on the second stage follows that on the first, on one clock.
+    ends = {str(span.action): span.end for spans in traces for span in spans}
+    assert all(ends[f"0F{i}"] < ends[f"1F{i}"] < ends[f"1B{i}"] < ends[f"0B{i}"] for i in range(3))
+    durations = [span.end - span.start for span in pipeline.trace]
+    assert [span.end - span.start for span in traces[rank]] == pytest.approx(durations)
+    assert "measured" in draw(schedule, traces)
