@@ -9,15 +9,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from weft.strategy._plan import Action, Schedule, Span
 from weft.strategy.data_parallel import clip_gradients_by_norm
 from weft.strategy.pipeline.micro_batches import batch_size_of, signature, split_batch
 from weft.strategy.pipeline.recording import Recording
 from weft.strategy.pipeline.runner import MAX_STAGES, Runner, Work
+from weft.strategy.pipeline.sharded_stages import ShardedStages
 from weft.strategy.pipeline.staged_model import StagedModel
 from weft.strategy.pipeline.stages import find_layers
 from weft.strategy.pipeline.tied import sum_tied_gradients, tied_elsewhere
+from weft.strategy.state import state_of
 
 _MAX_RECORDED = 256  # kinds of inputs; those of changing lengths are many
 PIPELINE_AXIS = "pipeline_parallel"
@@ -70,6 +73,7 @@ class Pipeline:
         self._stages_per_rank = num_stages // num_ranks
         self.num_micro_batches = _num_micro_batches(schedule, num_micro_batches, num_ranks)
         self._lowered: dict[tuple[int, bool], Schedule] = {}
+        self._runner: Runner | None = None
         rank_of = self.schedule(self.num_micro_batches).rank_of
         if len(rank_of) != num_stages:
             raise ValueError(
@@ -82,6 +86,23 @@ class Pipeline:
         self._runner = Runner(self._staged, self._group)
         self._recordings: dict[Any, list[Recording]] = {}
         self._watches = False
+
+    def fully_shard(self, mesh: DeviceMesh, *, mp_policy: MixedPrecisionPolicy | None = None) -> None:
+        """Cut the parameters of this rank's layers over data-parallel ranks, by FSDP2, after `parallelize`.
+
+        Gradients are averaged over these ranks at the end of each step. A rank gathers the layers of a stage when the
+        schedule comes to it, of several stages at most two at a time, and keeps whole gradients until the step's end.
+
+        Args:
+            mesh: the data-parallel axis, or (replicas, data-parallel) axes, of the mesh that the model is on.
+            mp_policy: dtypes of what is gathered and reduced; None: as the parameters are.
+
+        Raises:
+            ValueError: fully_shard was applied already.
+            RuntimeError: this torch's FSDP2 cannot reduce gradients when it is told to.
+        """
+        self._runner.sharding = ShardedStages(self._staged, mesh, mp_policy)
+        self._lowered.clear()
 
     @property
     def model(self) -> nn.Module:
@@ -143,7 +164,10 @@ class Pipeline:
                 )
             if forward_only:
                 schedule = schedule.forward_only()
-            self._lowered[key] = schedule.add_communication()
+            schedule = schedule.add_communication()
+            if self._runner is not None and self._runner.sharding is not None:
+                schedule = schedule.add_unshards(max_unsharded=min(2, self._stages_per_rank))
+            self._lowered[key] = schedule
         return self._lowered[key]
 
     def step(
@@ -214,6 +238,7 @@ class Pipeline:
 
     def _split(self, batch: Any, split: Split) -> Sequence[Any]:
         if not self._watches:
+            _refuse_sequence_parallel(self.model)
             self._staged.watch_calls()
             self._watches = True
         count = self.num_micro_batches
@@ -251,6 +276,16 @@ def pipeline_group(mesh: DeviceMesh) -> dist.ProcessGroup:
             f"{PIPELINE_AXIS!r}."
         )
     return mesh.get_group(PIPELINE_AXIS)
+
+
+def _refuse_sequence_parallel(model: nn.Module) -> None:
+    states = {name: state_of(module) for name, module in model.named_modules()}
+    name = next((name for name, state in states.items() if state is not None and state.sequence is not None), None)
+    if name is not None:
+        raise ValueError(
+            f"pipeline: the plan has {name!r} work on parts of the sequence, which no stage can hand to the next; apply "
+            "a plan without sequence_parallel."
+        )
 
 
 def _num_micro_batches(schedule: str | Schedule, given: int | None, num_ranks: int) -> int:

@@ -16,6 +16,7 @@ from weft import memory, ops
 from weft.strategy._plan import Action, Schedule, Span
 from weft.strategy.pipeline.backward import WeightHalf, backward, backward_input, edge_of
 from weft.strategy.pipeline.recording import Recording
+from weft.strategy.pipeline.sharded_stages import ShardedStages
 from weft.strategy.pipeline.staged_model import StagedModel
 
 MAX_STAGES = 511  # a boundary takes two of the 1023 channels between two ranks
@@ -55,6 +56,7 @@ class Runner:
 
     staged: this rank's stages.
     group: the ranks of the pipeline, whose ranks are those of the schedules.
+    sharding: how stages are gathered and freed, if they are cut over data-parallel ranks.
     begun: when the last run began, by the clock.
     trace: its computations, in seconds from its beginning.
     memory: the bytes that this process held after each of them, and `memory_before` the first, where memory is counted
@@ -63,6 +65,7 @@ class Runner:
 
     def __init__(self, staged: StagedModel, group: dist.ProcessGroup) -> None:
         self._staged = staged
+        self.sharding: ShardedStages | None = None
         self._group_name = group.group_name
         self._rank = group.rank()
         self.trace: list[Span] = []
@@ -75,10 +78,14 @@ class Runner:
         self.memory_before = memory.current() if memory.is_tracking() else 0
         self.begun = time.time()
         run = _Run(self, schedule, work)
+        if self.sharding is not None and schedule.has_backward:
+            self.sharding.begin()
         for action in schedule.ranks[self._rank]:
             run.do(action)
         if schedule.has_communication:
             ops.pipeline_flush(self._group_name)
+        if self.sharding is not None and schedule.has_backward:
+            self.sharding.finish()
         self.trace, self.memory = run.trace, run.memory
         return run.results
 
@@ -86,6 +93,7 @@ class Runner:
 class _Run:
     def __init__(self, runner: Runner, schedule: Schedule, work: Work) -> None:
         self._staged = runner._staged
+        self._sharding = runner.sharding
         self._group_name = runner._group_name
         self._rank_of = schedule.rank_of
         self._rank = runner._rank
@@ -103,7 +111,10 @@ class _Run:
 
     def do(self, action: Action) -> None:
         """One action; what computes waits for what it needs first, which is not of its own time."""
-        assert action.micro_batch is not None
+        if action.micro_batch is None:
+            assert self._sharding is not None
+            (self._sharding.unshard if action.kind == "UNSHARD" else self._sharding.reshard)(action.stage)
+            return
         _METHODS[action.kind](self, action.stage, action.micro_batch)
 
     def _traced(self, kind: str, stage: int, i: int, start: float) -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft import ops
-from weft.strategy.local_tensor import local_of
+from weft.strategy.data_parallel.local import local_part
 from weft.strategy.pipeline.staged_model import StagedModel
 
 _CHANNEL = 0  # below those of the boundaries, which begin at stage 1
@@ -41,8 +41,7 @@ def tied_elsewhere(staged: StagedModel) -> list[nn.Parameter]:
 
 
 def _sum_over(parameter: nn.Parameter, ranks: Sequence[int], group: dist.ProcessGroup) -> None:
-    own = local_of(parameter.grad) if parameter.grad is not None else torch.zeros_like(local_of(parameter))
-    own = own.detach()
+    own = local_part(parameter.grad) if parameter.grad is not None else torch.zeros_like(local_part(parameter))
     others = [rank for rank in ranks if rank != group.rank()]
     like = torch.empty((), dtype=own.dtype, device=own.device).expand(own.shape)
     tokens = [ops.pipeline_recv([like], rank, _CHANNEL, group.group_name) for rank in others]
@@ -59,4 +58,4 @@ def _sum_over(parameter: nn.Parameter, ranks: Sequence[int], group: dist.Process
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     with torch.no_grad():
-        local_of(parameter.grad).copy_(total)
+        local_part(parameter.grad).copy_(total)

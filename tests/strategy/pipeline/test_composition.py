@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from pathlib import Path
 
@@ -9,9 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from ops.collectives.profiled import collectives_of
 from torch import Tensor, nn
 from torch.distributed import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import weft
@@ -43,7 +46,15 @@ def next_token(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def assert_trains_as_one_device(
-    world_size: int, data_size: int, tensor_size: int, kind: str, plan: object, tie_head: bool, num_micro_batches: int
+    world_size: int,
+    data_size: int,
+    tensor_size: int,
+    kind: str,
+    plan: object,
+    tie_head: bool,
+    num_micro_batches: int,
+    *,
+    shards: bool = False,
 ) -> None:
     num_ranks = world_size // (data_size * tensor_size)
     stages_per_rank = 2 if kind in ("interleaved", "looped_bfs") else 1
@@ -55,7 +66,11 @@ def assert_trains_as_one_device(
     cuts = [f"layers.{4 // num_stages * stage}" for stage in range(1, num_stages)]
     pipeline = Pipeline(model, mesh, cuts, schedule=kind, num_micro_batches=num_micro_batches)
     weft.parallelize(model, mesh, plan)
-    reducer = GradientReducer(model, mesh["data_parallel"].get_group())
+    reducer = None
+    if shards:
+        pipeline.fully_shard(mesh["data_parallel"])
+    else:
+        reducer = GradientReducer(model, mesh["data_parallel"].get_group())
     ours = torch.optim.SGD(model.parameters(), lr=0.1)
     theirs = torch.optim.SGD(reference.parameters(), lr=0.1)
     expected = dict(reference.named_parameters(remove_duplicate=False))
@@ -65,20 +80,23 @@ def assert_trains_as_one_device(
         theirs.zero_grad()
         data_rank = mesh["data_parallel"].get_local_rank()
         part = tuple(tensor.chunk(data_size)[data_rank] for tensor in batch)
-        with reducer.paused():
+        with contextlib.nullcontext() if reducer is None else reducer.paused():
             loss = pipeline.step(part, lambda micro_batch: next_token(model, micro_batch))
-        reducer.finish()
+        if reducer is not None:
+            reducer.finish()
         own = next_token(reference, part)
         assert abs(loss - own) <= TOLERANCE * own
         next_token(reference, batch).backward()
         for name, parameter in model.named_parameters():
-            assert (tensor_size > 1) <= isinstance(parameter, DTensor)
+            assert isinstance(parameter, DTensor)
             gradient = expected[name].grad
-            assert_close(name, parameter.grad, gradient, TOLERANCE * gradient.norm().item() + least)
+            ours_whole = parameter.grad.full_tensor() if shards else parameter.grad
+            assert_close(name, ours_whole, gradient, TOLERANCE * gradient.norm().item() + least)
         ours.step()
         theirs.step()
     for name, parameter in model.named_parameters():
-        assert_close(name, parameter, expected[name], TOLERANCE * expected[name].norm().item())
+        ours_whole = parameter.full_tensor() if shards else parameter
+        assert_close(name, ours_whole, expected[name], TOLERANCE * expected[name].norm().item())
 
 
 @on_ranks(4)
@@ -93,6 +111,75 @@ def test_every_schedule_on_four_ranks(world_size: int, data_size: int, tensor_si
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_every_schedule_on_eight_ranks(world_size: int, kind: str) -> None:
     assert_trains_as_one_device(world_size, 2, 2, kind, PLAN, False, 2)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("kind", SCHEDULES)
+@pytest.mark.parametrize("tie_head", [False, True])
+def test_fully_sharded_stages(world_size: int, tie_head: bool, kind: str) -> None:
+    needs_finalization()
+    assert_trains_as_one_device(world_size, 2, 1, kind, PLAN, tie_head, 2, shards=True)
+
+
+@on_ranks(8, timeout=300)
+@pytest.mark.parametrize("kind", ["1f1b", "zero_bubble", "looped_bfs"])
+def test_fully_sharded_stages_cut_over_tensor_parallel_ranks(world_size: int, kind: str) -> None:
+    needs_finalization()
+    assert_trains_as_one_device(world_size, 2, 2, kind, PLAN, True, 2, shards=True)
+
+
+class WithOffset(nn.Module):
+    """A parameter of the trunk, and two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset = nn.Parameter(torch.randn(4))
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.offset
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+@on_ranks(8)
+def test_replicas_of_sharded_stages_and_what_they_send(world_size: int) -> None:
+    """Each layer is gathered once and reduced once in a step, however many micro-batches there are."""
+    needs_finalization()
+    names = ("pipeline_parallel", "data_replicate", "data_parallel")
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=names)
+    torch.manual_seed(0)
+    reference = WithOffset().double()
+    model = copy.deepcopy(reference)
+    pipeline = Pipeline(model, mesh, ["layers.2"], num_micro_batches=4)
+    pipeline.fully_shard(mesh["data_replicate", "data_parallel"])
+    with pytest.raises(ValueError, match="fully_shard was applied to this model already"):
+        pipeline.fully_shard(mesh["data_replicate", "data_parallel"])
+    batch = torch.randn(16, 4, dtype=torch.float64)
+    data_rank = 2 * mesh["data_replicate"].get_local_rank() + mesh["data_parallel"].get_local_rank()
+    # Of the offset, whole on the first stage's ranks: over both axes.
+    averaged = 2 if pipeline.stages == (0,) else 0
+    messages = {"send": 2 * 4, "recv": 2 * 4}  # a header and its tensor, for each micro-batch
+    sums = {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 2, "all_reduce": 2 + averaged}
+    part = batch.chunk(4)[data_rank]
+    loss = collectives_of(
+        lambda: pipeline.step(part, lambda x: model(x).square().mean()), {**sums, **messages, "broadcast": 1}
+    )
+    reference(batch).square().mean().backward()
+    assert torch.isfinite(loss)
+    expected = dict(reference.named_parameters())
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad.full_tensor() if isinstance(parameter, DTensor) else parameter.grad
+        assert_close(name, gradient, expected[name].grad, TOLERANCE)
+    outputs = pipeline.evaluate(batch, model)
+    if pipeline.has_last_stage:
+        torch.testing.assert_close(torch.cat(outputs), reference(batch).detach())
+
+
+def needs_finalization() -> None:
+    if not hasattr(FSDPModule, "finalize_backward"):
+        pytest.skip("this torch's FSDP2 has no finalize_backward")
 
 
 @on_ranks(4)
@@ -185,6 +272,16 @@ def test_models_without_values_get_those_of_the_whole_model(world_size: int) -> 
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.to_local(), reference[name]), name
     assert torch.isfinite(pipeline.step(BATCHES[0], lambda micro_batch: next_token(model, micro_batch)))
+
+
+@on_ranks(4)
+def test_parts_of_sequences_do_not_cross(world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=NAMES)
+    model = Llama(LlamaArgs(n_layers=4))
+    pipeline = Pipeline(model, mesh, ["layers.2"], num_micro_batches=2)
+    weft.parallelize(model, mesh, weft.Plan("auto", sequence_parallel=True))
+    with pytest.raises(ValueError, match="work on parts of the sequence, which no stage can hand to the next"):
+        pipeline.step(BATCHES[0], lambda micro_batch: next_token(model, micro_batch))
 
 
 @on_ranks(2)

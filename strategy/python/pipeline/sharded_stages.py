@@ -1,0 +1,97 @@
+"""Stages whose parameters are cut over data-parallel ranks: gathered while a stage computes, reduced once a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from weft.strategy.data_parallel.reducer import average_gradient
+from weft.strategy.pipeline.staged_model import StagedModel
+from weft.strategy.pipeline.stages import ANY_STAGE
+
+
+class ShardedStages:
+    """This rank's layers as units of FSDP2, after `parallelize`.
+
+    A schedule's UNSHARD gathers all layers of a stage, RESHARD frees them; in between, neither forwards nor backwards
+    do. Micro-batches add to whole gradients, which are reduced after the last of them.
+
+    Args:
+        staged: the model in stages.
+        mesh: the data-parallel axis, or (replicas, data-parallel) axes.
+        mp_policy: dtypes of what is gathered and reduced; None: as the parameters are.
+
+    Raises:
+        ValueError: fully_shard was applied already.
+        RuntimeError: this torch's FSDP2 cannot reduce gradients when it is told to.
+    """
+
+    def __init__(self, staged: StagedModel, mesh: DeviceMesh, mp_policy: MixedPrecisionPolicy | None) -> None:
+        if not hasattr(FSDPModule, "finalize_backward"):
+            raise RuntimeError(
+                "pipeline: stages cannot be fully sharded with this torch, whose FSDP2 has no finalize_backward; use "
+                "torch 2.15 or newer, or replicate over the data-parallel ranks."
+            )
+        if any(isinstance(module, FSDPModule) for module in staged.model.modules()):
+            raise ValueError("pipeline: fully_shard was applied to this model already; leave that to fully_shard here.")
+        self._mesh = mesh
+        self._units: dict[int, list[FSDPModule]] = {stage: [] for stage in staged.stages}
+        policy = mp_policy or MixedPrecisionPolicy()
+        for stages, modules in _units(staged):
+            fully_shard(modules, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+            for stage in stages:
+                self._units[stage].append(modules[0])
+        of_layers = {id(p) for units in self._units.values() for unit in units for p in unit.parameters()}
+        self._others = [p for p in staged.model.parameters() if id(p) not in of_layers]
+
+    def begin(self) -> None:
+        """Before a schedule with backwards: what they compute stays whole."""
+        for unit in self._all():
+            unit.set_manual_backward_finalization(True)
+            unit.set_requires_gradient_sync(False)
+            unit.set_reshard_after_backward(False)
+
+    def unshard(self, stage: int) -> None:
+        handles = [unit.unshard(async_op=True) for unit in self._units[stage]]
+        for handle in handles:
+            if handle is not None:
+                handle.wait()
+
+    def reshard(self, stage: int) -> None:
+        for unit in self._units[stage]:
+            unit.reshard()
+
+    def finish(self) -> None:
+        """Average the step's gradients over the data-parallel ranks; collective."""
+        for unit in self._all():
+            unit.set_requires_gradient_sync(True)
+            unit.finalize_backward()
+            unit.reshard()
+        for parameter in self._others:  # of the trunk: whole on every rank
+            if parameter.grad is not None:
+                for axis in range(self._mesh.ndim):
+                    average_gradient(parameter, self._mesh.get_group(axis))
+
+    def _all(self) -> list[FSDPModule]:
+        return list(dict.fromkeys(unit for units in self._units.values() for unit in units))
+
+
+def _units(staged: StagedModel) -> list[tuple[Sequence[int], list[nn.Module]]]:
+    """The layers of this rank, those that share parameters together, with their stages."""
+    units: list[tuple[set[int], list[nn.Module], set[int]]] = []
+    for name, stage in staged.layers.stage_of.items():
+        if stage == ANY_STAGE or stage not in staged.stages:
+            continue
+        layer = staged.model.get_submodule(name)
+        held = {id(parameter) for parameter in layer.parameters()}
+        if not held:
+            continue
+        stages, modules = {stage}, [layer]
+        for other in [unit for unit in units if unit[2] & held]:
+            units.remove(other)
+            stages, modules, held = stages | other[0], [*other[1], *modules], held | other[2]
+        units.append((stages, modules, held))
+    return [(sorted(stages), modules) for stages, modules, _ in units]
