@@ -63,8 +63,15 @@ class BatchCheck:
         """Count from zero again: a new run begins."""
         self._num_seen.clear()
 
-    def check(self, stage: str, batch: Any, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Count one batch of `stage`, and compare it if its turn has come.
+    def check(
+        self,
+        stage: str,
+        batch: Any,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        shared: str = "tensor-parallel group",
+    ) -> None:
+        """Count one batch of `stage`, and compare it if its turn has come; `shared` says what its ranks share.
 
         Raises:
             ValueError: on every rank of the group alike, if the ranks hold different batches.
@@ -86,7 +93,7 @@ class BatchCheck:
             by_digest.setdefault(digest, []).append(rank)
         parties = " and ".join(f"rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}" for r in by_digest.values())
         raise ValueError(
-            f"{stage} batch {batch_idx} differs between {parties}, which share one tensor-parallel group and must "
+            f"{stage} batch {batch_idx} differs between {parties}, which share one {shared} and must "
             "get the same data: call seed_everything before making random data, shard data sets by the data-parallel "
             "rank instead of the global one, and draw from the default generators only."
         )

@@ -47,6 +47,12 @@ class DataAxes:
         """Whether FSDP2 is at work; else each rank has whole gradients of its own, which are averaged."""
         return self._zero_stage >= 2 and self._data_size > 1
 
+    @property
+    def sharding_mesh(self) -> DeviceMesh:
+        """What FSDP2 cuts and replicates over."""
+        axes = (REPLICATE_AXIS, DATA_AXIS) if REPLICATE_AXIS in (self.mesh.mesh_dim_names or ()) else (DATA_AXIS,)
+        return self.mesh[axes] if len(axes) > 1 else self.mesh[DATA_AXIS]
+
     def shard(
         self,
         module: Module,
@@ -59,10 +65,9 @@ class DataAxes:
             return []
         from weft.strategy.data_parallel import shard_fully
 
-        axes = (REPLICATE_AXIS, DATA_AXIS) if REPLICATE_AXIS in (self.mesh.mesh_dim_names or ()) else (DATA_AXIS,)
         names = shard_fully(
             module,
-            self.mesh[axes] if len(axes) > 1 else self.mesh[DATA_AXIS],
+            self.sharding_mesh,
             reshard_after_forward=self._zero_stage == 3,
             mp_policy=mp_policy,
             entry_points=entry_points,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -15,8 +15,8 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from weft._plugin import checkpoint as checkpoints
-from weft._plugin.optimizer_state import full_state, load_named_state, named_state
-from weft._plugin.replicas import share_random_state
+from weft._plugin.optimizer_state import full_state, join_groups, load_named_state, named_state
+from weft._plugin.pipeline_mixin import FabricPipelineMixin
 from weft._plugin.repoint import Replacements, parameters_of
 from weft._plugin.settings import PlanSettings
 from weft._plugin.strategy_mixin import StrategyMixin
@@ -36,7 +36,7 @@ class _WithoutSync:
         return self._strategy.data_axes.without_sync([module]) if enabled else nullcontext()
 
 
-class FabricMixin(StrategyMixin):
+class FabricMixin(FabricPipelineMixin, StrategyMixin):
     """Tensor parallelism by plan, and sharded or replicated data parallelism, for Fabric.
 
     A drop-in for Fabric's ModelParallelStrategy.
@@ -51,7 +51,13 @@ class FabricMixin(StrategyMixin):
             each rank its shards only, and the values are those of an unsharded model. False: as in Fabric's strategy.
         optimizer_in_backward: as in the Trainer's strategy; call `step()` after each backward.
         activation_checkpointing, activation_offload, data_replicate_size, zero_stage, layout, sequence_parallel: as in
-            the Trainer's strategy.
+            the Trainer's strategy. A layout may begin with the ranks of a pipeline, "pp2,dp2,tp2".
+        pipeline_cuts: the names of the first module of each stage but the first, in the one model that is set up: it
+            is cut into the stages of a pipeline, and `pipeline_step` trains it.
+        pipeline_parallel_size: ranks of a pipeline, of which as many cuts make one stage each, or several.
+        pipeline_schedule: "1f1b", "gpipe", "zero_bubble", "interleaved", "looped_bfs", "naive", or a
+            `weft.strategy.pipeline.Schedule`.
+        num_micro_batches: of a step; None: that of a `Schedule`, else twice the pipeline's ranks.
 
     Raises:
         ValueError, TypeError: an argument that no number of devices could make work.
@@ -79,6 +85,10 @@ class FabricMixin(StrategyMixin):
         zero_stage: int | None = None,
         layout: str | None = None,
         sequence_parallel: bool = False,
+        pipeline_cuts: Sequence[str] | None = None,
+        pipeline_parallel_size: int = 1,
+        pipeline_schedule: Any = "1f1b",
+        num_micro_batches: int | None = None,
     ) -> None:
         if parallelize_fn is not None and not callable(parallelize_fn):
             raise TypeError(
@@ -109,6 +119,11 @@ class FabricMixin(StrategyMixin):
                 zero_stage=zero_stage,
                 layout=layout,
                 sequence_parallel=sequence_parallel,
+                pipeline_parallel_size=pipeline_parallel_size,
+                pipeline_cuts=pipeline_cuts,
+                pipeline_schedule=pipeline_schedule,
+                num_micro_batches=num_micro_batches,
+                has_pipelines=True,
             )
         )
         self._backward_sync_control = _WithoutSync(self)
@@ -151,6 +166,10 @@ class FabricMixin(StrategyMixin):
 
         self.precision.unscale_gradients(optimizer)
         parameters = self.precision.main_params(optimizer)
+        if self._pipeline is not None:
+            return self._pipeline.clip_grad_norm(
+                max_norm, norm_type, error_if_nonfinite=error_if_nonfinite, parameters=parameters
+            )
         return clip_gradients_by_norm(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def setup_module(self, module: Module) -> Module:
@@ -160,7 +179,7 @@ class FabricMixin(StrategyMixin):
         self._replacements.note(before, module)
         if self._values_to_come:
             self._share_values(module)
-        share_random_state(self.tensor_parallel_group, self.root_device)
+        self._share_random_state()
         module.register_forward_pre_hook(self._check_batch)
         self._modules.append(module)
         self._average_gradients_of(module)
@@ -215,10 +234,17 @@ class FabricMixin(StrategyMixin):
         target = Path(self.broadcast(path))
         checkpoints.refuse_other_directory(target)
         sharded = self._save_distributed_checkpoint
+        if self._pipeline is not None and not sharded:
+            raise ValueError(
+                f"{type(self).__name__} got save_distributed_checkpoint=False with a model in stages, of which no rank "
+                "has all; leave it out, and consolidate the directory afterwards."
+            )
         options = StateDictOptions(full_state_dict=not sharded, cpu_offload=True)
         weights = get_model_state_dict(model, options=options)
         if sharded:
             states = {key: named_state(model, optimizer) for key, optimizer in optimizers.items()}
+            for state_of_optimizer in states.values() if self._pipeline is not None else ():
+                join_groups(state_of_optimizer, self.pipeline_group)
             checkpoints.write_directory({model_key: weights}, states, rest, target, self.is_global_zero, self.barrier)
             return
         whole = {key: full_state(optimizer, self.is_global_zero) for key, optimizer in optimizers.items()}

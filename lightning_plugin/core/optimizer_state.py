@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -28,13 +29,27 @@ _WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def parameter_names(module: torch.nn.Module) -> dict[Tensor, str]:
-    """Each parameter's name in checkpoints; of tied parameters the first one."""
+    """Each parameter's name in checkpoints; of tied parameters the first one, be it on another stage."""
+    from weft.strategy.pipeline import staged_model_of
+
+    staged = staged_model_of(module)
+    of_copies = {} if staged is None else staged.names_of_copies()
     names = {}
-    for name, parameter in module.named_parameters():
+    for own_name, parameter in module.named_parameters():
+        name = of_copies.get(own_name, own_name)
         for prefix in _WRAPPER_PREFIXES:
-            name = name.replace(prefix, "")  # noqa: PLW2901
+            name = name.replace(prefix, "")
         names[parameter] = name
     return names
+
+
+def join_groups(state: dict[str, Any], stages: dist.ProcessGroup) -> None:
+    """Have a named state's parameter groups name the parameters of all stages; collective over them."""
+    own = [group["params"] for group in state["param_groups"]]
+    gathered: list[Any] = [None] * stages.size()
+    dist.all_gather_object(gathered, own, group=stages)
+    for idx, group in enumerate(state["param_groups"]):
+        group["params"] = list(dict.fromkeys(name for of_stage in gathered for name in of_stage[idx]))
 
 
 def named_state(module: torch.nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -107,7 +122,7 @@ def load_named_state(module: torch.nn.Module, optimizer: Optimizer, saved: Mappi
 
     names = parameter_names(module)
     ordered = [p for group in optimizer.param_groups for p in group["params"]]
-    saved_groups = saved["param_groups"]
+    saved_groups = _groups_of_stages(module, names, saved["param_groups"])
     if [len(g["params"]) for g in saved_groups] != [len(g["params"]) for g in optimizer.param_groups]:
         raise ValueError(
             f"the checkpoint's optimizer has parameter groups of {[len(g['params']) for g in saved_groups]} parameters "
@@ -133,6 +148,18 @@ def load_named_state(module: torch.nn.Module, optimizer: Optimizer, saved: Mappi
         groups.append({**group, "params": list(range(first_idx, first_idx + num_params))})
         first_idx += num_params
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _groups_of_stages(
+    module: torch.nn.Module, names: Mapping[Tensor, str], groups: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Of a model in stages, the groups with this rank's parameters alone."""
+    from weft.strategy.pipeline import staged_model_of
+
+    if staged_model_of(module) is None:
+        return groups
+    own = set(names.values())
+    return [{**group, "params": [key for key in group["params"] if key in own]} for group in groups]
 
 
 def _placed_like(value: Tensor, parameter: Tensor, sharded: ShardedStates | None) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -23,13 +23,15 @@ from torch.distributed.tensor import DTensor
 _SEED_VARIABLES = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
 
 
-def share_values(module: torch.nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
-    """Give every parameter and buffer the value that it has on the first rank of each axis that it is not cut over.
+def share_values(
+    module: torch.nn.Module, mesh: DeviceMesh, device: torch.device, axes: Iterable[str] | None = None
+) -> None:
+    """Give every parameter and buffer the value of the first rank of each axis (of `axes`) that it is not cut over.
 
     One tensor at a time, through `device`, where the groups' backends work. Left alone: tensors that have no values
     yet.
     """
-    for axis in mesh.mesh_dim_names or ():
+    for axis in (mesh.mesh_dim_names or ()) if axes is None else axes:
         _share_values(module, axis, mesh, device)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from weft.strategy.layout import Sizes
+    from weft.strategy.layout import MeshSizes, Sizes
 
 ZERO_STAGES = (0, 1, 2, 3)
 _FLAGS = ("fused_optimizers", "empty_init", "optimizer_in_backward", "activation_offload", "sequence_parallel")
@@ -29,6 +30,11 @@ class PlanSettings:
     zero_stage: what is cut over the data-parallel axis, 0 to 3; None: 3 with a plan, without one nothing.
     layout: the sizes of all axes as text, or None.
     sequence_parallel: whether the plan cuts activations along the sequence, too.
+    pipeline_parallel_size: a number of ranks.
+    pipeline_cuts: the names of the first module of each stage but the first; None: no pipeline.
+    pipeline_schedule: a name in `weft.strategy.pipeline.SCHEDULES`, or a `Schedule`.
+    num_micro_batches: of a pipeline's step; None: as many as the schedule says, or twice the ranks.
+    has_pipelines: whether this strategy can run a pipeline at all.
     """
 
     plan: Any
@@ -43,11 +49,17 @@ class PlanSettings:
     zero_stage: int | None
     layout: str | None
     sequence_parallel: bool
+    pipeline_parallel_size: int = 1
+    pipeline_cuts: Sequence[str] | None = None
+    pipeline_schedule: Any = "1f1b"
+    num_micro_batches: int | None = None
+    has_pipelines: bool = False
 
     @property
     def is_stock(self) -> bool:
         """Whether sizes mean what they mean in ModelParallelStrategy."""
-        return self.plan is None and self.zero_stage is None and self.layout is None and self.data_replicate_size == 1
+        sizes_are = self.layout is None and self.data_replicate_size == 1 and self.pipeline_parallel_size == 1
+        return self.plan is None and self.zero_stage is None and sizes_are and self.pipeline_cuts is None
 
     def validate(self, owner: str, data_parallel_size: int | str, tensor_parallel_size: int | str) -> Sizes:
         """The sizes of the axes. ValueError or TypeError for settings that no number of devices could make work."""
@@ -78,24 +90,58 @@ class PlanSettings:
                 f"{owner} got optimizer_in_backward=True and zero_stage=1, which steps parts of parameters after the "
                 "backward; pass one of the two."
             )
-        return self._sizes(owner, data_parallel_size, tensor_parallel_size)
+        sizes = self._sizes(owner, data_parallel_size, tensor_parallel_size)
+        self._validate_pipeline(owner, sizes)
+        return sizes
+
+    def _validate_pipeline(self, owner: str, sizes: Sizes) -> None:
+        if self.pipeline_cuts is None:
+            if sizes.pipeline_parallel > 1 and not self.has_pipelines:
+                raise ValueError(
+                    f"{owner} got {sizes.pipeline_parallel} pipeline-parallel ranks, which the Trainer's strategy does "
+                    "not take; use Fabric's, or weft.strategy.pipeline.Pipeline."
+                )
+            if sizes.pipeline_parallel > 1:
+                raise ValueError(
+                    f"{owner} got {sizes.pipeline_parallel} pipeline-parallel ranks without stages; name the first "
+                    "module of each stage but the first in pipeline_cuts."
+                )
+            return
+        cuts = self.pipeline_cuts
+        if isinstance(cuts, str) or not isinstance(cuts, Sequence) or not all(isinstance(cut, str) for cut in cuts):
+            raise TypeError(f"{owner} got pipeline_cuts={cuts!r}; pass a list of module names.")
+        if (len(cuts) + 1) % sizes.pipeline_parallel != 0:
+            raise ValueError(
+                f"{owner}: {len(cuts)} pipeline_cuts make {len(cuts) + 1} stages for {sizes.pipeline_parallel} "
+                "pipeline-parallel ranks; name cuts for as many stages, or for a multiple."
+            )
+        if self.optimizer_in_backward or self.sequence_parallel is True:
+            what = "optimizer_in_backward=True" if self.optimizer_in_backward else "sequence_parallel=True"
+            raise ValueError(f"{owner} got {what} with pipeline_cuts, which cannot be combined; leave one out.")
+        from weft.strategy.pipeline import SCHEDULES, Schedule
+
+        schedule = self.pipeline_schedule
+        if not isinstance(schedule, Schedule) and schedule not in SCHEDULES:
+            raise ValueError(
+                f"{owner} got pipeline_schedule={schedule!r}; pass one of {', '.join(SCHEDULES)}, or a Schedule."
+            )
 
     def _sizes(self, owner: str, data_parallel_size: int | str, tensor_parallel_size: int | str) -> Sizes:
         from weft.strategy.layout import Sizes
 
-        given = (self.data_replicate_size, data_parallel_size, tensor_parallel_size)
+        given = (self.data_replicate_size, data_parallel_size, tensor_parallel_size, self.pipeline_parallel_size)
         try:
             if self.layout is None:
                 return Sizes(*given)
-            if given != (1, "auto", "auto"):
+            if given != (1, "auto", "auto", 1):
                 raise ValueError("layout gives the sizes of all axes; leave out data_replicate_size and the others.")
             return Sizes.parse(self.layout)
         except ValueError as error:
             raise ValueError(f"{owner}: {error}") from None
 
 
-def resolve_sizes(owner: str, sizes: Sizes, num_processes: int, num_nodes: int) -> tuple[int, int, int]:
-    """(data_replicate, data_parallel, tensor_parallel) for `num_processes` processes on each of `num_nodes` hosts.
+def resolve_sizes(owner: str, sizes: Sizes, num_processes: int, num_nodes: int) -> MeshSizes:
+    """The mesh's sizes for `num_processes` processes on each of `num_nodes` hosts.
 
     Raises:
         RuntimeError: the sizes do not fit; as from the stock strategy, but before anything is launched.

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from weft import memory
 from weft._plugin.batch_check import BatchCheck
-from weft._plugin.data_axes import DATA_AXIS, REPLICATE_AXIS, DataAxes, mixed_precision_policy
+from weft._plugin.data_axes import DataAxes, mixed_precision_policy
 from weft._plugin.launcher import guarded
+from weft._plugin.meshes import PIPELINE_AXIS, TENSOR_AXIS, known_mesh
 from weft._plugin.metrics import synchronize_metrics_over
+from weft._plugin.pipeline_mixin import PipelineMixin
 from weft._plugin.process_group import group_made_here, refuse_other_world_size
 from weft._plugin.process_guard import guard
 from weft._plugin.replicas import (
@@ -37,21 +38,15 @@ from weft._plugin.settings import PlanSettings, resolve_sizes
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
     from weft.memory import Watch
     from weft.strategy import StepInBackward
 
-TENSOR_AXIS = "tensor_parallel"
 _LARGE_BYTES = 10**6
 
-# (default group, device type, sizes) -> mesh, and the group of this rank's data axes. What one run made DTensors of
-# must be the mesh of the next, and each new mesh would make process groups that nothing destroys.
-_meshes: dict[tuple[Any, ...], tuple[DeviceMesh, dist.ProcessGroup]] = {}
 
-
-class StrategyMixin:
+class StrategyMixin(PipelineMixin):
     """Goes before a ModelParallelStrategy of Lightning or Fabric. `weft._plugin.factory` sets `fabric_module`."""
 
     fabric_module: str  # the name of the namespace's Fabric package
@@ -62,7 +57,8 @@ class StrategyMixin:
 
         self._sizes = settings.validate(type(self).__name__, self._data_parallel_size, self._tensor_parallel_size)
         self._has_stock_sizes = settings.is_stock
-        plan = {} if settings.plan is None and settings.zero_stage is not None else settings.plan
+        is_ours = settings.zero_stage is not None or settings.pipeline_cuts is not None
+        plan = {} if settings.plan is None and is_ours else settings.plan
         self._plan = None if plan is None else Plan(plan, sequence_parallel=settings.sequence_parallel)
         self._zero_stage = 3 if settings.zero_stage is None else settings.zero_stage
         self._batch_check = BatchCheck(settings.check_batches, settings.check_batches_every)
@@ -71,6 +67,7 @@ class StrategyMixin:
         self._optimizer_in_backward = settings.optimizer_in_backward
         self._activation_checkpointing = settings.activation_checkpointing
         self._activation_offload = settings.activation_offload
+        self._init_pipeline(settings)
         self._stepper: StepInBackward | None = None
         self._fingerprints: dict[Tensor, Tensor] = {}
         self._watch: Watch | None = None
@@ -119,29 +116,24 @@ class StrategyMixin:
         self._refuse_offload_on_cpu("activation_offload=True", self._activation_offload)
         guard().mark_failed(False)
         guard().watch_signals(self._owns_process_control())
-        replicas = 1
+        sizes = None
         if not self._has_stock_sizes:
-            replicas, data, tensor = resolve_sizes(type(self).__name__, self._sizes, self.num_processes, self.num_nodes)
-            self._data_parallel_size, self._tensor_parallel_size = replicas * data, tensor
+            sizes = resolve_sizes(type(self).__name__, self._sizes, self.num_processes, self.num_nodes)
+            self._data_parallel_size = sizes.pipeline_parallel * sizes.data_replicate * sizes.data_parallel
+            self._tensor_parallel_size = sizes.tensor_parallel
         with group_made_here():
             super().setup_environment()
-        self._device_mesh, group = self._known_mesh(replicas)
+        has_stages = self._pipeline_settings is not None
+        self._device_mesh, group = known_mesh(self._device_mesh, sizes, has_stages)
         self._data_axes = DataAxes(self._device_mesh, group, self._zero_stage)
-        share_random_state(self.tensor_parallel_group, self.root_device)
+        self._share_random_state()
         self._batch_check.restart()
 
-    def _known_mesh(self, replicas: int) -> tuple[DeviceMesh, dist.ProcessGroup]:
-        """The mesh of these sizes, and the group of its data axes; the stock strategy has made one of two axes."""
-        data, tensor = self._device_mesh.shape
-        key = (dist.group.WORLD, self.root_device.type, replicas, data, tensor)
-        if key not in _meshes:
-            mesh, group = self._device_mesh, self._device_mesh.get_group(DATA_AXIS)
-            if replicas > 1:
-                names = (REPLICATE_AXIS, DATA_AXIS, TENSOR_AXIS)
-                shape = (replicas, data // replicas, tensor)
-                mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
-            _meshes[key] = (mesh, group)
-        return _meshes[key]
+    def _share_random_state(self) -> None:
+        """Have the ranks that see the same data draw the same numbers."""
+        share_random_state(self.tensor_parallel_group, self.root_device)
+        if self._pipeline_settings is not None:
+            share_random_state(self.pipeline_group, self.root_device)
 
     def _refuse_offload_on_cpu(self, what: str, is_on: bool) -> None:
         if is_on and self.root_device.type == "cpu":
@@ -202,7 +194,10 @@ class StrategyMixin:
         return str(plugin.precision)
 
     def _share_values(self, module: torch.nn.Module) -> None:
-        share_values(module, self.device_mesh, self.root_device)
+        names = self.device_mesh.mesh_dim_names or ()
+        is_cut = self._pipeline is not None  # into stages, which have other parameters each
+        axes = [name for name in names if name != PIPELINE_AXIS or not is_cut]
+        share_values(module, self.device_mesh, self.root_device, axes)
 
     @contextmanager
     def _deferred_init(self) -> Iterator[None]:
@@ -296,11 +291,17 @@ class StrategyMixin:
         if self._plan is not None:
             self._advise_on_building(module)
             self._refuse_offload_on_cpu("a rule of its plan with offload", self._plan.offloads(module))
+        if self._pipeline_settings is not None:
+            self._cut_into_stages(module, self._pipeline_settings)
+        if self._plan is not None:
             parallelize(module, self.device_mesh, self._plan)
         self._checkpoint_activations(module)
         if self._plan is not None:
             policy = mixed_precision_policy(self._precision_name())
-            self.data_axes.shard(module, policy, **calls)
+            if self._pipeline is None:
+                self.data_axes.shard(module, policy, **calls)
+            elif self.data_axes.shards_parameters:
+                self._pipeline.fully_shard(self.data_axes.sharding_mesh, mp_policy=policy)
             self._say_what_ranks_hold(module)
         return waiting
 
@@ -312,7 +313,14 @@ class StrategyMixin:
         self._described = module
         parameters = list(module.parameters())
         held = torch.tensor([sum(getattr(p, "_local_tensor", p).nbytes for p in parameters)], device=self.root_device)
-        for group in (self.tensor_parallel_group, self.data_group):  # neighbours first: in the order of the ranks
+        whole_bytes_here = sum(p.nbytes for p in parameters)
+        groups = [self.tensor_parallel_group, self.data_group]  # neighbours first: in the order of the ranks
+        if self._pipeline is not None:
+            groups.append(self.pipeline_group)
+            in_all = torch.tensor([whole_bytes_here], device=self.root_device)
+            dist.all_reduce(in_all, group=self.pipeline_group)
+            whole_bytes_here = int(in_all)
+        for group in groups:
             if group.size() > 1:
                 gathered = held.new_empty(group.size() * held.numel())
                 dist.all_gather_into_tensor(gathered, held, group=group)
@@ -321,7 +329,7 @@ class StrategyMixin:
         stage = f" (zero_stage={self._zero_stage})" if self.data_axes.size > 1 else ""
         held_by = ", ".join(f"rank {rank}: {size / 1e6:.3f}" for rank, size in enumerate(held.tolist()[:8]))
         more = f", and {mesh.size() - 8} more" if mesh.size() > 8 else ""
-        whole = sum(p.nbytes for p in parameters) / 1e6
+        whole = whole_bytes_here / 1e6
         self._log(f"weft on {sizes}{stage}; of {whole:.3f} MB of parameters hold {held_by}{more} MB.")
         left = [note for note in self._plan.report().notes if "left replicated" in note]
         if left and self.tensor_parallel_group.size() > 1:

@@ -5,13 +5,28 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from typing import NamedTuple
 
 from weft.strategy._plan import Mesh
 
 AUTO = "auto"
 Size = int | str
-_SHORT_NAMES = {"rep": "data_replicate", "dp": "data_parallel", "tp": "tensor_parallel"}
+_SHORT_NAMES = {
+    "pp": "pipeline_parallel",
+    "rep": "data_replicate",
+    "dp": "data_parallel",
+    "tp": "tensor_parallel",
+}
 _PART = re.compile(r"\s*([a-z]+)\s*(\d+|auto)\s*")
+
+
+class MeshSizes(NamedTuple):
+    """How many ranks each axis of a job's mesh has, outer to inner."""
+
+    pipeline_parallel: int
+    data_replicate: int
+    data_parallel: int
+    tensor_parallel: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,21 +36,25 @@ class Sizes:
     data_replicate: copies of everything below; each sees other data.
     data_parallel: ranks that see other data, and share parameters, gradients or states as `zero_stage` says.
     tensor_parallel: ranks that share the layers' arithmetic on the same data; neighbours, so that they share a host.
+    pipeline_parallel: ranks that have other layers each, outside of all others; a number.
     """
 
     data_replicate: Size = 1
     data_parallel: Size = AUTO
     tensor_parallel: Size = AUTO
+    pipeline_parallel: int = 1
 
     def __post_init__(self) -> None:
         for name, size in self._items():
             is_number = isinstance(size, int) and not isinstance(size, bool) and size >= 1
-            if not is_number and size != AUTO:
-                raise ValueError(f"{name}_size is {size!r}; pass a number of ranks from 1 on, or 'auto'.")
+            may_be_auto = name != "pipeline_parallel"
+            if not is_number and not (may_be_auto and size == AUTO):
+                choice = ", or 'auto'" if may_be_auto else ""
+                raise ValueError(f"{name}_size is {size!r}; pass a number of ranks from 1 on{choice}.")
 
     @classmethod
     def parse(cls, layout: str) -> Sizes:
-        """Read a layout such as "dp2,tp2", "rep2,dp4,tp8" or "dpauto,tp4"; axes that it leaves out have one rank.
+        """Read a layout such as "dp2,tp2", "pp2,rep2,dp4,tp8" or "dpauto,tp4"; axes that it leaves out have one rank.
 
         Raises:
             ValueError: another text, or an axis twice.
@@ -46,14 +65,15 @@ class Sizes:
             name = _SHORT_NAMES.get(match[1]) if match else None
             if match is None or name is None or name in sizes:
                 raise ValueError(
-                    f"layout {layout!r} has the part {part.strip()!r}; write each axis once, rep (replicas), dp "
-                    "(data parallel) or tp (tensor parallel) and its size, as in 'rep2,dp4,tp8' or 'dpauto,tp4'."
+                    f"layout {layout!r} has the part {part.strip()!r}; write each axis once, pp "
+                    "(pipeline parallel), rep (replicas), dp (data parallel) or tp (tensor parallel) and its size, as "
+                    "in 'rep2,dp4,tp8' or 'dpauto,tp4'."
                 )
             sizes[name] = AUTO if match[2] == AUTO else int(match[2])
         return cls(**{"data_replicate": 1, "data_parallel": 1, "tensor_parallel": 1, **sizes})
 
-    def resolve(self, num_ranks: int, ranks_per_host: int) -> tuple[int, int, int]:
-        """(data_replicate, data_parallel, tensor_parallel) whose product is `num_ranks`.
+    def resolve(self, num_ranks: int, ranks_per_host: int) -> MeshSizes:
+        """Sizes whose product is `num_ranks`.
 
         What is "auto" takes what the numbers leave: first tensor_parallel, no more than a host has; then
         data_parallel; then data_replicate.
@@ -72,9 +92,11 @@ class Sizes:
                 sizes[name] = rest if is_last else on_host
                 rest //= sizes[name]
                 num_auto -= 1
-        shown = {name: size for name, size in sizes.items() if name != "data_replicate" or size != 1}
+        result = MeshSizes(**sizes)
+        hidden = ("pipeline_parallel", "data_replicate")
+        shown = {name: size for name, size in result._asdict().items() if name not in hidden or size != 1}
         Mesh.parse(",".join(f"{name}={size}" for name, size in shown.items())).check_world_size(num_ranks)
-        return sizes["data_replicate"], sizes["data_parallel"], sizes["tensor_parallel"]
+        return result
 
     def _items(self) -> list[tuple[str, Size]]:
         return [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]

@@ -10,30 +10,33 @@ from weft.strategy.layout import Sizes
 @pytest.mark.parametrize(
     ("sizes", "num_ranks", "per_host", "expected"),
     [
-        (Sizes(), 8, 8, (1, 1, 8)),
-        (Sizes(), 16, 8, (1, 2, 8)),  # tensor parallel inside a host
-        (Sizes(data_parallel=2), 8, 8, (1, 2, 4)),
-        (Sizes(data_parallel=1), 16, 8, (1, 1, 16)),  # nothing else is left to choose
-        (Sizes(tensor_parallel=2), 8, 4, (1, 4, 2)),
-        (Sizes(tensor_parallel=1), 4, 4, (1, 4, 1)),
-        (Sizes(data_replicate=2), 16, 4, (2, 2, 4)),
-        (Sizes("auto", 2, 2), 8, 8, (2, 2, 2)),
-        (Sizes("auto", "auto", "auto"), 12, 4, (1, 3, 4)),
-        (Sizes("auto", 3, "auto"), 24, 4, (2, 3, 4)),
-        (Sizes.parse("rep2,dp4,tp8"), 64, 8, (2, 4, 8)),
-        (Sizes.parse(" dp2 , tp2"), 4, 4, (1, 2, 2)),
-        (Sizes.parse("tp4"), 4, 4, (1, 1, 4)),
-        (Sizes.parse("dpauto,tp4"), 8, 8, (1, 2, 4)),
-        (Sizes.parse("tpauto"), 6, 6, (1, 1, 6)),
+        (Sizes(), 8, 8, (1, 1, 1, 8)),
+        (Sizes(), 16, 8, (1, 1, 2, 8)),  # tensor parallel inside a host
+        (Sizes(data_parallel=2), 8, 8, (1, 1, 2, 4)),
+        (Sizes(data_parallel=1), 16, 8, (1, 1, 1, 16)),  # nothing else is left to choose
+        (Sizes(tensor_parallel=2), 8, 4, (1, 1, 4, 2)),
+        (Sizes(tensor_parallel=1), 4, 4, (1, 1, 4, 1)),
+        (Sizes(data_replicate=2), 16, 4, (1, 2, 2, 4)),
+        (Sizes("auto", 2, 2), 8, 8, (1, 2, 2, 2)),
+        (Sizes("auto", "auto", "auto"), 12, 4, (1, 1, 3, 4)),
+        (Sizes("auto", 3, "auto"), 24, 4, (1, 2, 3, 4)),
+        (Sizes.parse("rep2,dp4,tp8"), 64, 8, (1, 2, 4, 8)),
+        (Sizes.parse(" dp2 , tp2"), 4, 4, (1, 1, 2, 2)),
+        (Sizes.parse("tp4"), 4, 4, (1, 1, 1, 4)),
+        (Sizes.parse("dpauto,tp4"), 8, 8, (1, 1, 2, 4)),
+        (Sizes.parse("tpauto"), 6, 6, (1, 1, 1, 6)),
+        (Sizes.parse("pp2,tp2"), 4, 4, (2, 1, 1, 2)),
+        (Sizes.parse("pp2,rep2,dpauto,tp2"), 24, 8, (2, 2, 3, 2)),
+        (Sizes(pipeline_parallel=4), 16, 8, (4, 1, 1, 4)),
     ],
 )
-def test_resolves(sizes: Sizes, num_ranks: int, per_host: int, expected: tuple[int, int, int]) -> None:
+def test_resolves(sizes: Sizes, num_ranks: int, per_host: int, expected: tuple[int, int, int, int]) -> None:
     assert sizes.resolve(num_ranks, per_host) == expected
 
 
-@pytest.mark.parametrize("text", ["", "dp", "dp2 tp2", "dp2,,tp2", "pp2", "dp0x", "DP2", "dp2,tp2,dp2", "dp-1"])
+@pytest.mark.parametrize("text", ["", "dp", "dp2 tp2", "dp2,,tp2", "cp2", "dp0x", "DP2", "dp2,tp2,dp2", "dp-1"])
 def test_refuses_other_texts(text: str) -> None:
-    with pytest.raises(ValueError, match=r"write each axis once, rep \(replicas\)"):
+    with pytest.raises(ValueError, match=r"write each axis once, pp \(pipeline parallel\), rep"):
         Sizes.parse(text)
 
 
@@ -41,6 +44,14 @@ def test_refuses_other_texts(text: str) -> None:
 def test_refuses_other_sizes(size: object) -> None:
     with pytest.raises(ValueError, match=r"data_parallel_size is .*; pass a number of ranks from 1 on, or 'auto'"):
         Sizes(data_parallel=size)
+
+
+def test_the_stages_are_counted_by_the_user() -> None:
+    for size in (0, "auto", None):
+        with pytest.raises(ValueError, match=r"pipeline_parallel_size is .*; pass a number of ranks from 1 on\.$"):
+            Sizes(pipeline_parallel=size)
+    with pytest.raises(ValueError, match="pipeline_parallel_size is 'auto'"):
+        Sizes.parse("ppauto,tp2")
 
 
 def test_a_size_of_zero_in_a_layout_is_refused() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from weft.strategy.pipeline.runner import MAX_STAGES, Runner, Work
 from weft.strategy.pipeline.sharded_stages import ShardedStages
 from weft.strategy.pipeline.staged_model import StagedModel
 from weft.strategy.pipeline.stages import find_layers
-from weft.strategy.pipeline.tied import sum_tied_gradients, tied_elsewhere
+from weft.strategy.pipeline.tied import TiedGradients, tied_elsewhere
 from weft.strategy.state import state_of
 
 _MAX_RECORDED = 256  # kinds of inputs; those of changing lengths are many
@@ -207,8 +207,9 @@ class Pipeline:
 
         schedule = self.schedule(len(micro_batches))
         work = Work(micro_batches, [self._recording(m, loss_fn) for m in micro_batches], loss_fn, root_of)
+        tied = TiedGradients(self._staged, self._rank_of, self._group)
         self._runner.run(schedule, work)
-        sum_tied_gradients(self._staged, self._rank_of, self._group)
+        tied.add_up()
         return self._from_last(torch.stack(losses).sum() if losses else None)
 
     def evaluate(self, batch: Any, step: Step, *, split: Split = split_batch) -> list[Any]:
@@ -219,16 +220,24 @@ class Pipeline:
             work = Work(micro_batches, [self._recording(m, step) for m in micro_batches], step)
             return self._runner.run(schedule, work)
 
-    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
+    def clip_grad_norm(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        error_if_nonfinite: bool = False,
+        parameters: Iterable[Tensor] | None = None,
+    ) -> Tensor:
         """Scale all stages' gradients so that their common norm is at most `max_norm`; collective over the pipeline.
 
-        Tied parameters count once. As `clip_gradients_by_norm`, which see: DTensors on any meshes are taken.
+        `parameters`: of this rank's stages, those that count; None: all. Tied parameters count once. As
+        `clip_gradients_by_norm`, which see: DTensors on any meshes are taken.
 
         Returns:
             The norm before, `[]`, float64, the same on every rank.
         """
         return clip_gradients_by_norm(
-            self.model.parameters(),
+            self.model.parameters() if parameters is None else parameters,
             max_norm,
             norm_type,
             error_if_nonfinite=error_if_nonfinite,
@@ -283,7 +292,7 @@ def _refuse_sequence_parallel(model: nn.Module) -> None:
     name = next((name for name, state in states.items() if state is not None and state.sequence is not None), None)
     if name is not None:
         raise ValueError(
-            f"pipeline: the plan has {name!r} work on parts of the sequence, which no stage can hand to the next; apply "
+            f"pipeline: the plan has {name!r} work on parts of the sequence, which no stage can hand to the next; use "
             "a plan without sequence_parallel."
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import statistics
@@ -11,18 +12,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
 
 from weft.strategy._plan import Schedule, partition
 from weft.strategy.activation_checkpointing import repeated_blocks
 from weft.strategy.assignments import join
+from weft.strategy.pipeline.staged_model import fake_like
 
+TIME, FLOPS = "time", "flops"
 OPENED = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerProfile:
-    """One layer, for one micro-batch: seconds, and bytes that autograd keeps of it; bytes of its parameters."""
+    """One layer, for one micro-batch: seconds or operations, bytes that autograd keeps of it, and of its parameters."""
 
     name: str
     forward: float
@@ -50,7 +55,7 @@ def _names(module: nn.Module, prefix: str, opened: set[str]) -> Iterator[str]:
 
 
 def profile_layers(
-    model: nn.Module, batch: Any, loss_fn: Callable[[Any], Tensor], *, repeats: int = 3
+    model: nn.Module, batch: Any, loss_fn: Callable[[Any], Tensor], *, measure: str = TIME, repeats: int = 3
 ) -> list[LayerProfile]:
     """Measure a whole model's layers on one micro-batch, in the order in which they are called.
 
@@ -61,24 +66,26 @@ def profile_layers(
         model: whole, on its device.
         batch: one micro-batch.
         loss_fn: as for `Pipeline.step`.
+        measure: "time", or "flops": the floating-point operations of matrix products and convolutions in place of
+            seconds, counted on fake tensors, without arithmetic.
         repeats: passes after a first one; medians are given.
 
     Raises:
-        ValueError: the step calls none of the layers, or one of them twice.
+        ValueError: the step calls none of the layers, or one of them twice; another `measure`.
     """
+    if measure not in (TIME, FLOPS):
+        raise ValueError(f"profile_layers got measure={measure!r}; pass {TIME!r} or {FLOPS!r}.")
     names = layer_names(model)
-    state = {name: value.clone() for name, value in model.named_buffers()}
-    gradients = {parameter: parameter.grad for parameter in model.parameters()}
-    passes = []
-    for _ in range(repeats + 1):
-        for parameter in gradients:
-            parameter.grad = None
-        passes.append(_Pass(model, names).run(batch, loss_fn))
-    for parameter, gradient in gradients.items():
-        parameter.grad = gradient
-    with torch.no_grad():
-        for name, value in model.named_buffers():
-            value.copy_(state[name])
+    if measure == FLOPS:
+        fake_mode, counter = FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False)
+        with _fake_state(model, fake_mode), fake_mode, counter:
+            passes = 2 * [_Pass(model, names, counter.get_total_flops).run(batch, loss_fn)]
+    else:
+        state = {name: value.clone() for name, value in model.named_buffers()}
+        passes = [_Pass(model, names, _clock_of(model)).run(batch, loss_fn) for _ in range(repeats + 1)]
+        with torch.no_grad():
+            for name, value in model.named_buffers():
+                value.copy_(state[name])
     order = [name for name, *_ in passes[0]]
     if not order or len(set(order)) != len(order):
         raise ValueError(
@@ -97,18 +104,49 @@ def profile_layers(
     ]
 
 
-class _Pass:
-    """One forward and backward with times noted at the layers' ends."""
+@contextlib.contextmanager
+def _fake_state(model: nn.Module, fake_mode: FakeTensorMode) -> Iterator[None]:
+    """Inside, the model's parameters and buffers are fake tensors."""
+    fakes: dict[int, Tensor] = {}
+    real: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
+    for module in model.modules():
+        for places in (module._parameters, module._buffers):
+            for name, tensor in places.items():
+                if tensor is not None:
+                    real.append((places, name, tensor))
+    try:
+        for places, name, tensor in real:
+            places[name] = fakes.setdefault(id(tensor), fake_like(tensor, fake_mode))
+        yield
+    finally:
+        for places, name, tensor in real:
+            places[name] = tensor
 
-    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+
+def _clock_of(model: nn.Module) -> Callable[[], float]:
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if device.type != "cuda":
+        return time.perf_counter
+
+    def now() -> float:
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    return now
+
+
+class _Pass:
+    """One forward and backward with a clock read at the layers' ends."""
+
+    def __init__(self, model: nn.Module, names: Sequence[str], now: Callable[[], float]) -> None:
         self._model = model
         self._names = names
-        self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self._now = now
         self._begun: dict[str, float] = {}
         self._rows: list[list[Any]] = []  # name, forward, backward, bytes
         self._arrivals: list[tuple[float, int]] = []  # when the gradient of a row's output was there
         self._kept: dict[int, int] = {}  # bytes by storage, of the layer that runs
-        self._parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self._parameters = {p.untyped_storage()._cdata for p in model.parameters()}
 
     def run(self, batch: Any, loss_fn: Callable[[Any], Tensor]) -> list[list[Any]]:
         handles = []
@@ -120,21 +158,17 @@ class _Pass:
             with torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor):
                 loss = loss_fn(batch)
             self._arrivals.append((self._now(), len(self._rows)))
-            loss.backward()
+            wanted = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+            torch.autograd.grad(loss, wanted, allow_unused=True)
             end = self._now()
         finally:
             for handle in handles:
                 handle.remove()
-        arrivals = [*sorted(self._arrivals), (end, -1)]
+        arrivals = [*self._arrivals, (end, -1)]
         for (start, row), (following, _) in itertools.pairwise(arrivals):
             if row < len(self._rows):  # what comes before is the loss's own
                 self._rows[row][2] += following - start
         return self._rows
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
 
     def _begin(self, name: str) -> None:
         self._kept = {}
@@ -149,7 +183,7 @@ class _Pass:
             outputs[0].register_hook(lambda _gradient: self._arrivals.append((self._now(), row)))
 
     def _keep(self, tensor: Tensor) -> Tensor:
-        pointer = tensor.untyped_storage().data_ptr()
+        pointer = tensor.untyped_storage()._cdata
         if pointer not in self._parameters:
             self._kept[pointer] = tensor.untyped_storage().nbytes()
         return tensor

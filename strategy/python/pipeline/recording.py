@@ -167,7 +167,7 @@ def record(
     recording = Recording(num_stages, signature((args, kwargs)))
     recorder = _Recorder(recording, fake_mode, owners)
     with torch.random.fork_rng():
-        output = run_in(recorder, lambda: skeleton(*args, **kwargs))
+        output = run_in(recorder, lambda: skeleton.forward(*args, **kwargs))
     recorder.finish(output)
     return recording
 

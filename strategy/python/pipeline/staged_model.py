@@ -21,6 +21,8 @@ from weft.strategy.pipeline.recording import Recording, record
 from weft.strategy.pipeline.stages import ANY_STAGE, Layers
 from weft.strategy.pipeline.trunk import Leave, OtherPathError, StageRun
 
+_KEY = "_weft_staged"
+
 
 @dataclasses.dataclass(frozen=True)
 class TiedParameter:
@@ -50,9 +52,19 @@ class StagedModel:
             (fake, name) for name, fake, stage in _placed_parameters(self._skeleton, self.layers) if stage in stages
         ]
         self._task: _Task | None = None
+        model.__dict__[_KEY] = self
         _remove_layers(model, self._skeleton, self.layers, stages)
         self._remove_parameters()
         _watch_calls(self._skeleton, self.layers)
+
+    def names_of_copies(self) -> dict[str, str]:
+        """For this rank's copies of tied parameters: the name on the first stage that has one."""
+        return {
+            tied.name_on[stage]: tied.name_on[min(tied.name_on)]
+            for tied in self.tied
+            for stage in self.stages
+            if stage in tied.name_on
+        }
 
     def watch_calls(self) -> None:
         """Have the layers' calls seen; after `parallelize` and `fully_shard`, which look at classes."""
@@ -60,7 +72,6 @@ class StagedModel:
         if not isinstance(self.model, _Root):
             cls = type(self.model)
             self.model.__class__ = type(cls.__name__, (_Root, cls), {"__module__": cls.__module__})
-        self.model.__dict__["_weft_staged"] = self
 
     @property
     def has_checkpoints(self) -> bool:
@@ -153,6 +164,11 @@ class StagedModel:
                 module.__dict__[parameter_name] = self._skeleton.get_parameter(name)
 
 
+def staged_model_of(model: nn.Module) -> StagedModel | None:
+    """What cut a model into stages; None: it is whole."""
+    return model.__dict__.get(_KEY)
+
+
 @dataclasses.dataclass
 class _Task:
     """What a call of the model is to do: to be recorded, or to run one stage."""
@@ -164,12 +180,10 @@ class _Task:
 
 
 class _Root:
-    """The model's call is its stage's part; goes before its class."""
+    """The model's forward is its stage's part; goes before its class. Hooks run around it, as they always do."""
 
-    _weft_staged: StagedModel
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._weft_staged.call(super().__call__, args, kwargs)  # type: ignore[misc]
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__[_KEY].call(super().forward, args, kwargs)  # type: ignore[misc]
 
 
 def _watch_calls(model: nn.Module, layers: Layers) -> None:
@@ -181,10 +195,10 @@ def _skeleton_of(model: nn.Module, layers: Layers, fake_mode: FakeTensorMode) ->
     """A copy with fake tensors for parameters and for the layers' buffers; the trunk's buffers are the same tensors."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
-        memo[id(parameter)] = _fake_like(parameter, fake_mode)
+        memo[id(parameter)] = fake_like(parameter, fake_mode)
     of_layers = {id(b) for name in layers.stage_of for b in model.get_submodule(name).buffers()}
     for buffer in model.buffers():
-        memo[id(buffer)] = _fake_like(buffer, fake_mode) if id(buffer) in of_layers else buffer
+        memo[id(buffer)] = fake_like(buffer, fake_mode) if id(buffer) in of_layers else buffer
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:
@@ -194,7 +208,8 @@ def _skeleton_of(model: nn.Module, layers: Layers, fake_mode: FakeTensorMode) ->
         ) from error
 
 
-def _fake_like(tensor: Tensor, fake_mode: FakeTensorMode) -> Tensor:
+def fake_like(tensor: Tensor, fake_mode: FakeTensorMode) -> Tensor:
+    """A fake tensor, or parameter, of the same shape, dtype and device."""
     with fake_mode:
         fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         is_parameter = isinstance(tensor, nn.Parameter)

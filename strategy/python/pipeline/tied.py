@@ -15,19 +15,37 @@ from weft.strategy.pipeline.staged_model import StagedModel
 _CHANNEL = 0  # below those of the boundaries, which begin at stage 1
 
 
-def sum_tied_gradients(staged: StagedModel, rank_of: Sequence[int], group: dist.ProcessGroup) -> None:
-    """Give every stage's copy the sum of all stages' gradients, added in the stages' order; after a backward.
+class TiedGradients:
+    """The gradients of this rank's copies in one step.
 
-    Every rank sends its own sum to the others that have a copy, so that all add the same numbers.
+    Made before the step, which sets aside what earlier steps have added up: that is the sum of all stages already.
     """
-    for tied in staged.tied:
-        ranks = sorted({rank_of[stage] for stage in tied.name_on})
-        if group.rank() not in ranks or len(ranks) == 1:
-            continue
-        name = next(tied.name_on[stage] for stage in staged.stages if stage in tied.name_on)
-        parameter = staged.model.get_parameter(name)
-        if parameter.requires_grad:
-            _sum_over(parameter, ranks, group)
+
+    def __init__(self, staged: StagedModel, rank_of: Sequence[int], group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._copies: list[tuple[nn.Parameter, list[int], Tensor | None]] = []
+        for tied in staged.tied:
+            ranks = sorted({rank_of[stage] for stage in tied.name_on})
+            if group.rank() not in ranks or len(ranks) == 1:
+                continue
+            name = next(tied.name_on[stage] for stage in staged.stages if stage in tied.name_on)
+            parameter = staged.model.get_parameter(name)
+            if parameter.requires_grad:
+                self._copies.append((parameter, ranks, parameter.grad))
+                parameter.grad = None
+
+    def add_up(self) -> None:
+        """Give every stage's copy the sum of all stages' gradients of this step, added in the stages' order.
+
+        Every rank sends its own to the others that have a copy, so that all add the same numbers.
+        """
+        for parameter, ranks, earlier in self._copies:
+            _sum_over(parameter, ranks, self._group)
+            if earlier is not None:
+                with torch.no_grad():
+                    local_part(earlier).add_(local_part(parameter.grad))
+                parameter.grad = earlier
+        self._copies.clear()
 
 
 def tied_elsewhere(staged: StagedModel) -> list[nn.Parameter]:

@@ -215,6 +215,23 @@ def test_models_as_they_are(world_size: int, case: str, kind: str) -> None:
     assert_trains_alike(model, reference, pipeline, batch_of(case), loss_of(case))
 
 
+@on_ranks(2, 4)
+def test_steps_add_to_gradients_that_are_there(world_size: int) -> None:
+    """Of tied parameters, too, whose sum over the stages is there from the step before."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    make, cuts, _, _ = CASES["tied"]
+    model, reference = built(make), built(make)
+    pipeline = Pipeline(model, mesh, cuts[world_size], num_micro_batches=2)
+    batches = [{"x": tokens()["x"].roll(shift, dims=1)} for shift in range(3)]
+    for batch in batches:
+        pipeline.step(batch, lambda micro_batch: next_token(model, micro_batch))
+        next_token(reference, batch).backward()
+    expected = dict(reference.named_parameters(remove_duplicate=False))
+    for name, parameter in model.named_parameters():
+        gradient = expected[name].grad
+        assert (parameter.grad - gradient).norm() <= TOLERANCE * gradient.norm(), name
+
+
 HUGGING_FACE = {
     "llama": ("model.layers.2", None),
     "gpt2": ("transformer.h.2", None),

@@ -82,6 +82,22 @@ def test_layers_are_measured_and_left_as_they_were():
     assert balanced_cuts(profiles, 2) == ["blocks.1"]
 
 
+def test_operations_are_counted_without_doing_them():
+    """Two for each multiplication and addition; of a backward, for the input and the weight."""
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
+    profiles = profile_layers(model, torch.ones(16, 8), lambda x: model(x).sum(), measure="flops")
+    small, large = 2 * 16 * 32 * 4, 2 * 16 * 8 * 32
+    assert [(layer.name, layer.forward, layer.backward) for layer in profiles] == [
+        ("0", large, large),  # the gradient of the model's input is nobody's
+        ("1", 0, 0),
+        ("2", small, 2 * small),
+    ]
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert [layer.activation_bytes for layer in profiles] == [16 * 8 * 4, 16 * 32 * 4, 16 * 32 * 4]
+    with pytest.raises(ValueError, match="got measure='bytes'; pass 'time' or 'flops'"):
+        profile_layers(model, torch.ones(16, 8), lambda x: model(x).sum(), measure="bytes")
+
+
 def test_cuts_balance_time_or_memory_within_a_limit():
     layers = [LayerProfile(name, 1.0, 2.0, 100, 10) for name in "abcdef"]
     assert balanced_cuts(layers, 3) == ["c", "e"]

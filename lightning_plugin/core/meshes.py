@@ -1,0 +1,52 @@
+"""The meshes of a process's jobs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from weft._plugin.data_axes import DATA_AXIS, REPLICATE_AXIS
+
+if TYPE_CHECKING:
+    from weft.strategy.layout import MeshSizes
+
+TENSOR_AXIS = "tensor_parallel"
+PIPELINE_AXIS = "pipeline_parallel"
+
+# (default group, device type, sizes) -> mesh, and the group of this rank's data axes. What one run made DTensors of
+# must be the mesh of the next, and each new mesh would make process groups that nothing destroys.
+_meshes: dict[tuple[Any, ...], tuple[DeviceMesh, dist.ProcessGroup]] = {}
+
+
+def known_mesh(stock: DeviceMesh, sizes: MeshSizes | None, has_stages: bool) -> tuple[DeviceMesh, dist.ProcessGroup]:
+    """The mesh of these sizes, and the group of its data axes; collective.
+
+    Args:
+        stock: what the stock strategy has made, of data_parallel, which holds all other axes, and tensor_parallel.
+        sizes: None: those of `stock`.
+        has_stages: whether there is a pipeline, of one rank even.
+    """
+    data, tensor = stock.shape
+    stages = sizes.pipeline_parallel if sizes is not None else 1
+    replicas = sizes.data_replicate if sizes is not None else 1
+    key = (dist.group.WORLD, stock.device_type, has_stages, stages, replicas, data, tensor)
+    if key not in _meshes:
+        mesh, group = stock, stock.get_group(DATA_AXIS)
+        shape = {PIPELINE_AXIS: stages} if has_stages else {}
+        shape |= {REPLICATE_AXIS: replicas} if replicas > 1 else {}
+        shape |= {DATA_AXIS: data // replicas // stages, TENSOR_AXIS: tensor}
+        if len(shape) > 2:
+            mesh = init_device_mesh(stock.device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+        if stages > 1:
+            group = mesh.get_group(DATA_AXIS) if replicas == 1 else _group_of_two_axes(mesh, stages)
+        _meshes[key] = (mesh, group)
+    return _meshes[key]
+
+
+def _group_of_two_axes(mesh: DeviceMesh, num_stages: int) -> dist.ProcessGroup:
+    """The ranks that differ from this one along data_replicate and data_parallel alone; collective over the world."""
+    ranks = mesh.mesh.reshape(num_stages, -1, mesh[TENSOR_AXIS].size()).transpose(1, 2).flatten(0, 1).tolist()
+    group, _ = dist.new_subgroups_by_enumeration(ranks)
+    return group

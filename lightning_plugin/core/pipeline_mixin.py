@@ -1,0 +1,133 @@
+"""What a strategy does where its model is cut into the stages of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft._plugin.batch_check import BatchCheck
+from weft._plugin.meshes import PIPELINE_AXIS
+
+if TYPE_CHECKING:
+    from weft._plugin.settings import PlanSettings
+    from weft.strategy.pipeline import Pipeline
+
+
+class PipelineMixin:
+    """The parts of a strategy that know of stages; `_init_pipeline` comes before all else."""
+
+    def _init_pipeline(self, settings: PlanSettings) -> None:
+        self._pipeline_settings = settings if settings.pipeline_cuts is not None else None
+        self._pipeline: Pipeline | None = None
+        self._stages_batch_check = BatchCheck(settings.check_batches, settings.check_batches_every)
+
+    @property
+    def pipeline_group(self) -> dist.ProcessGroup:
+        """The ranks that have the other stages of this one's replica, this one among them."""
+        return self.device_mesh.get_group(PIPELINE_AXIS)
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The `weft.strategy.pipeline.Pipeline` of the model, for its trace and its schedule.
+
+        Raises:
+            RuntimeError: no model has been set up in stages yet.
+        """
+        if self._pipeline is None:
+            raise RuntimeError(
+                f"{type(self).__name__} has no model in stages; pass pipeline_cuts=[...], and set up a model with it."
+            )
+        return self._pipeline
+
+    def _cut_into_stages(self, module: torch.nn.Module, settings: PlanSettings) -> None:
+        from weft.strategy.pipeline import Pipeline
+
+        if self._pipeline is not None and self._pipeline.model is not module:
+            raise ValueError(
+                f"{type(self).__name__} has a {type(self._pipeline.model).__name__} in stages already and got a "
+                f"{type(module).__name__}; set up one model with a strategy that has pipeline_cuts."
+            )
+        if self._pipeline is None:
+            self._pipeline = Pipeline(
+                module,
+                self.device_mesh,
+                list(settings.pipeline_cuts or ()),
+                schedule=settings.pipeline_schedule,
+                num_micro_batches=settings.num_micro_batches,
+            )
+
+    def _check_batch_of_stages(self, kind: str, batch: Any) -> None:
+        """All stages must have got the same batch."""
+        self._stages_batch_check.check(kind, batch, self.pipeline_group, self.root_device, shared="pipeline")
+
+
+class FabricPipelineMixin(PipelineMixin):
+    """Steps of a pipeline under Fabric."""
+
+    def pipeline_step(
+        self,
+        batch: Any,
+        loss_fn: Callable[[Any, Any], Tensor],
+        *,
+        split: Callable[[Any, int], Sequence[Any]] | None = None,
+        weight: Callable[[Any], float] | None = None,
+    ) -> Tensor:
+        """Forward and backward of one batch in micro-batches, gradients averaged over the data axes. Collective.
+
+        Args:
+            batch: the same on every stage of a replica, as Fabric's data loaders give it.
+            loss_fn: given the model and a micro-batch, calls the model once and gives its loss, a scalar.
+            split, weight: as `weft.strategy.pipeline.Pipeline.step` takes them.
+
+        Returns:
+            The weighted mean of the losses, the same on every stage; of this rank's share of the data.
+
+        Raises:
+            ValueError: the stages have got different batches, or gradients are to be scaled (precision "16-mixed").
+        """
+        pipeline = self.pipeline
+        self._refuse_scaler()
+        self._check_batch_of_stages("training", batch)
+        model = _Precise(self.precision, pipeline.model)
+        with self.data_axes.without_sync([pipeline.model]):
+            loss = pipeline.step(batch, lambda part: loss_fn(model, part), **_given(split=split, weight=weight))
+        self.data_axes.after_backward()
+        self._check_first_gradients([pipeline.model])
+        return loss
+
+    def pipeline_evaluate(
+        self, batch: Any, step: Callable[[Any, Any], Any], *, split: Callable[[Any, int], Sequence[Any]] | None = None
+    ) -> list[Any]:
+        """Forwards alone: what `step`, given the model and a micro-batch, gave for each; [] off the last stage."""
+        self._check_batch_of_stages("evaluation", batch)
+        model = _Precise(self.precision, self.pipeline.model)
+        return self.pipeline.evaluate(batch, lambda part: step(model, part), **_given(split=split))
+
+    def _refuse_scaler(self) -> None:
+        if getattr(self.precision, "scaler", None) is not None:
+            raise ValueError(
+                f"{type(self).__name__} got precision {self._precision_name()!r}, whose scaled gradients stages would "
+                "have to agree on; take 'bf16-mixed' or '32-true'."
+            )
+
+
+class _Precise:
+    """A model that computes in a precision plugin's way, as Fabric's wrapper of it does."""
+
+    def __init__(self, precision: Any, model: torch.nn.Module) -> None:
+        self._precision = precision
+        self._model = model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = self._precision.convert_input((args, kwargs))
+        with self._precision.forward_context():
+            output = self._model(*args, **kwargs)
+        return self._precision.convert_output(output)
+
+
+def _given(**arguments: Any) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if value is not None}

@@ -1,0 +1,226 @@
+"""Fabric with a model in stages: the numbers of one device on every mesh, clipping, checkpoints, refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.fabric import Fabric
+from lightning_plugin.scripts.plugin_models import on_warm_rank
+from torch import Tensor, nn
+
+from support.models import Llama, LlamaArgs, token_batches
+from support.parity import whole
+from support.ranks import on_ranks, run_on_ranks
+from weft.lightning import WeftModelParallelStrategy as StrategyOfTheTrainer
+from weft.lightning.fabric import WeftModelParallelStrategy
+from weft.strategy.pipeline import SCHEDULES
+
+ARGS = LlamaArgs(n_layers=4, tie_head=True, dtype=torch.float64)
+BATCHES = token_batches(4, 37)
+TOLERANCE = 1e-10
+
+
+def next_token(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+
+def fabric_with(world_size: int, **options: Any) -> Fabric:
+    options = {"plan": "auto", "pipeline_cuts": ["layers.2"], "num_micro_batches": 2, **options}
+    fabric = Fabric(accelerator="cpu", devices=world_size, strategy=WeftModelParallelStrategy(**options))
+    fabric.launch()
+    fabric.seed_everything(0, verbose=False)
+    return fabric
+
+
+def set_up(fabric: Fabric, optimizer: str = "SGD") -> tuple[Any, Any]:
+    with fabric.init_module(empty_init=True):
+        model = Llama(ARGS)
+    model = fabric.setup(model)
+    made = torch.optim.SGD(model.parameters(), lr=0.1) if optimizer == "SGD" else torch.optim.AdamW(model.parameters())
+    return model, fabric.setup_optimizers(made)
+
+
+def train(fabric: Fabric, model: Any, optimizer: Any, batches: list[tuple[Tensor, Tensor]]) -> list[float]:
+    """Clipped steps, each data-parallel rank with its share; the losses of all."""
+    losses, axes = [], fabric.strategy.data_axes
+    for batch in batches:
+        optimizer.zero_grad()
+        part = tuple(tensor.chunk(axes.size)[axes.rank] for tensor in batch)
+        loss = fabric.strategy.pipeline_step(part, next_token)
+        fabric.clip_gradients(model, optimizer, max_norm=0.5)
+        optimizer.step()
+        losses.append(fabric.all_reduce(loss, reduce_op="mean").item())
+    return losses
+
+
+def train_whole(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any) -> list[float]:
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = next_token(model, batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def reference() -> nn.Module:
+    torch.manual_seed(0)
+    return Llama(ARGS)
+
+
+def assert_same_weights(fabric: Fabric, expected: nn.Module) -> None:
+    model = fabric.strategy.pipeline.model
+    wanted = dict(expected.named_parameters(remove_duplicate=False))
+    names = [name for name, _ in model.named_parameters()]
+    assert names and set(names) <= set(wanted)
+    for name, parameter in model.named_parameters():
+        difference = (whole(parameter) - wanted[name]).norm()
+        assert difference <= TOLERANCE * wanted[name].norm(), name
+
+
+LAYOUTS = {
+    2: [("pp2", 3)],
+    4: [("pp2,tp2", 3), ("pp2,dp2", 0), ("pp2,dp2", 1), ("pp2,dp2", 2), ("pp2,dp2", 3)],
+    8: [("pp2,dp2,tp2", 3), ("pp2,rep2,dp2", 3), ("pp2,dp2,tp2", 0)],
+}
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+@pytest.mark.parametrize(("layout", "zero_stage"), [case for cases in LAYOUTS.values() for case in cases])
+def test_the_numbers_of_one_device(layout: str, zero_stage: int, optimizer: str) -> None:
+    world_size = next(size for size, cases in LAYOUTS.items() if (layout, zero_stage) in cases)
+    run_on_ranks(world_size, trains_as_one_device, layout=layout, zero_stage=zero_stage, optimizer=optimizer)
+
+
+def trains_as_one_device(rank: int, world_size: int, layout: str, zero_stage: int, optimizer: str) -> None:
+    on_warm_rank(rank, world_size)
+    fabric = fabric_with(world_size, layout=layout, zero_stage=zero_stage)
+    model, ours = set_up(fabric, optimizer)
+    expected = reference()
+    theirs = (
+        torch.optim.SGD(expected.parameters(), lr=0.1)
+        if optimizer == "SGD"
+        else torch.optim.AdamW(expected.parameters())
+    )
+    losses = train(fabric, model, ours, BATCHES)
+    assert losses == pytest.approx(train_whole(expected, theirs, BATCHES), rel=1e-10)
+    assert_same_weights(fabric, expected)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_every_schedule(rank: int, world_size: int, kind: str) -> None:
+    on_warm_rank(rank, world_size)
+    cuts = ["layers.1", "layers.2", "layers.3"] if kind in ("interleaved", "looped_bfs") else ["layers.2"]
+    fabric = fabric_with(world_size, layout="pp2", pipeline_cuts=cuts, pipeline_schedule=kind, num_micro_batches=3)
+    model, optimizer = set_up(fabric)
+    expected = reference()
+    theirs = torch.optim.SGD(expected.parameters(), lr=0.1)
+    assert train(fabric, model, optimizer, BATCHES) == pytest.approx(train_whole(expected, theirs, BATCHES), rel=1e-10)
+    assert_same_weights(fabric, expected)
+    assert {span.action.kind for span in fabric.strategy.pipeline.trace} >= {"F"}
+
+
+@on_ranks(4)
+def test_resumes_on_another_number_of_stages(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Saved after two steps on two stages x dp2, resumed on four stages; the numbers are those without a break."""
+    on_warm_rank(rank, world_size)
+    fabric = fabric_with(world_size, layout="pp2,dp2")
+    model, optimizer = set_up(fabric, "AdamW")
+    state = {"model": model, "optimizer": optimizer, "step": 2}
+    losses = train(fabric, model, optimizer, BATCHES[:2])
+    fabric.save(tmp_path / "checkpoint", state)
+
+    fabric = fabric_with(world_size, layout="pp4", pipeline_cuts=["layers.1", "layers.2", "layers.3"])
+    model, optimizer = set_up(fabric, "AdamW")
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    fabric.load(tmp_path / "checkpoint", state)
+    assert state["step"] == 2
+    losses += train(fabric, model, optimizer, BATCHES[2:])
+    expected = reference()
+    theirs = torch.optim.AdamW(expected.parameters())
+    assert losses == pytest.approx(train_whole(expected, theirs, BATCHES), rel=1e-10)
+    assert_same_weights(fabric, expected)
+
+
+@on_ranks(2)
+def test_evaluation_and_bfloat16(rank: int, world_size: int) -> None:
+    on_warm_rank(rank, world_size)
+    strategy = WeftModelParallelStrategy(plan={}, layout="pp2", pipeline_cuts=["1"], num_micro_batches=2)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, precision="bf16-mixed")
+    fabric.launch()
+    fabric.seed_everything(0, verbose=False)
+    model = fabric.setup(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
+    seen = []
+
+    def loss_of(model: Any, x: Tensor) -> Tensor:
+        output = model(x)
+        seen.append(output.dtype)
+        return output.square().mean()
+
+    loss = strategy.pipeline_step(torch.ones(4, 4), loss_of)
+    assert torch.isfinite(loss) and next(model.parameters()).dtype == torch.float32
+    # Autocast between the stages, and out of Fabric's model what it always gives.
+    crossed = {str(value.dtype) for value in crossing_values(strategy)}
+    assert crossed == {"torch.bfloat16"} and set(seen) == ({torch.float32} if rank == 1 else set())
+    outputs = strategy.pipeline_evaluate(torch.ones(4, 4), lambda m, x: m(x))
+    assert len(outputs) == (2 if rank == 1 else 0)
+
+
+def crossing_values(strategy: Any) -> list[Tensor]:
+    [recordings] = strategy.pipeline._recordings.values()
+    return [recording.values[number] for recording in recordings for number in recording.crossings[0]]
+
+
+@on_ranks(2)
+def test_stages_must_get_the_same_batch(rank: int, world_size: int) -> None:
+    on_warm_rank(rank, world_size)
+    fabric = fabric_with(world_size, layout="pp2")
+    set_up(fabric)
+    with pytest.raises(
+        ValueError, match="training batch 0 differs between rank 0 and rank 1, which share one pipeline"
+    ):
+        fabric.strategy.pipeline_step(BATCHES[rank], next_token)
+
+
+@on_ranks(2)
+def test_a_second_model_and_whole_checkpoints_are_refused(rank: int, world_size: int, tmp_path: Path) -> None:
+    on_warm_rank(rank, world_size)
+    fabric = fabric_with(world_size, layout="pp2", save_distributed_checkpoint=False)
+    model, _ = set_up(fabric)
+    with pytest.raises(ValueError, match="has a WeftLlama in stages already and got a Llama"):
+        fabric.setup(Llama(ARGS))
+    with pytest.raises(ValueError, match="of which no rank has all"):
+        fabric.save(tmp_path / "file", {"model": model})
+    plain = WeftModelParallelStrategy(plan="auto")
+    with pytest.raises(RuntimeError, match=r"pass pipeline_cuts=\[...\]"):
+        plain.pipeline_step(BATCHES[0], next_token)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"layout": "pp2"}, ValueError, "2 pipeline-parallel ranks without stages"),
+        ({"pipeline_parallel_size": 0}, ValueError, "pipeline_parallel_size is 0"),
+        ({"layout": "pp2", "pipeline_parallel_size": 2}, ValueError, "layout gives the sizes of all axes"),
+        ({"layout": "pp2", "pipeline_cuts": "layers.2"}, TypeError, "pass a list of module names"),
+        ({"layout": "pp2", "pipeline_cuts": ["a", "b"]}, ValueError, "2 pipeline_cuts make 3 stages for 2"),
+        ({"pipeline_cuts": [], "pipeline_schedule": "2f2b"}, ValueError, "got pipeline_schedule='2f2b'"),
+        ({"pipeline_cuts": [], "plan": "auto", "sequence_parallel": True}, ValueError, "sequence_parallel=True with"),
+        ({"pipeline_cuts": [], "optimizer_in_backward": True}, ValueError, "optimizer_in_backward=True with"),
+    ],
+)
+def test_settings_that_do_not_fit(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        WeftModelParallelStrategy(**options)
+
+
+def test_the_trainer_says_that_it_has_no_pipelines() -> None:
+    with pytest.raises(ValueError, match="which the Trainer's strategy does not take; use Fabric's"):
+        StrategyOfTheTrainer(plan="auto", layout="pp2,tp2")
