@@ -100,9 +100,14 @@ def _draw_timeline(axes: Any, ranks: Sequence[Sequence[Span]], end: float, title
 
 
 def _draw_flight(axes: Any, ranks: Sequence[Sequence[Span]], end: float, unit: str) -> None:
+    keeps = any(span.action.kind != "F" for spans in ranks for span in spans)
     for rank, spans in enumerate(ranks):
         times, counts = [0.0], [0]
         for span in spans:
+            if not keeps:  # an evaluation: nothing beyond its own forward
+                times += [span.start, span.end]
+                counts += [1, 0]
+                continue
             change = {"F": 1, "B": -1, "W": -1}.get(span.action.kind, 0)
             times.append(span.start if change > 0 else span.end)
             counts.append(counts[-1] + change)

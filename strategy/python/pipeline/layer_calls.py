@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from weft.strategy.absent import running
@@ -34,6 +37,12 @@ class LayerCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         mode: Mode | None = running.get()
         if mode is None:
+            if any(isinstance(argument, FakeTensor) for argument in (*args, *kwargs.values())):
+                raise RuntimeError(
+                    f"pipeline: the layer {self._weft_layer[0]!r} was called again outside of the forward, with what "
+                    "stands for a value of another stage, as a checkpoint between layers does; use "
+                    "weft.strategy.checkpoint_activations, or checkpoint inside of the layer."
+                )
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         return mode.call_layer(self, args, kwargs)
 
@@ -52,6 +61,12 @@ def install(layer: nn.Module, name: str, stage: int) -> None:
             _classes[cls] = type(cls.__name__, (LayerCall, cls), {"__module__": cls.__module__})
         layer.__class__ = _classes[cls]
     layer.__dict__["_weft_layer"] = (name, stage)
+
+
+def keeping_random_state() -> AbstractContextManager[None]:
+    """Inside, what is drawn at random changes no generator, of the CPU's and the current device's."""
+    on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    return torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_cuda else [])
 
 
 def run_in(mode: Mode, forward: Callable[[], Any]) -> Any:

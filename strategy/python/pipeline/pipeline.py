@@ -17,11 +17,12 @@ from weft.strategy.pipeline.micro_batches import batch_size_of, signature, split
 from weft.strategy.pipeline.recording import Recording
 from weft.strategy.pipeline.runner import MAX_STAGES, Runner, Work
 from weft.strategy.pipeline.sharded_stages import ShardedStages
-from weft.strategy.pipeline.staged_model import StagedModel
+from weft.strategy.pipeline.staged_model import StagedModel, staged_model_of
 from weft.strategy.pipeline.stages import find_layers
 from weft.strategy.pipeline.tied import TiedGradients, tied_elsewhere
 from weft.strategy.state import state_of
 
+_MAX_PATHS = 16  # of one kind of inputs
 _MAX_RECORDED = 256  # kinds of inputs; those of changing lengths are many
 PIPELINE_AXIS = "pipeline_parallel"
 
@@ -61,6 +62,10 @@ class Pipeline:
         num_micro_batches: int | None = None,
         layer_stages: Mapping[str, int] | None = None,
     ) -> None:
+        if isinstance(cuts, str):
+            raise TypeError(f"pipeline: the cuts are the text {cuts!r}; pass a list of names.")
+        if staged_model_of(model) is not None:
+            raise ValueError(f"pipeline: this {type(model).__name__} is in stages already; build the model anew.")
         self._group = pipeline_group(mesh)
         num_ranks = self._group.size()
         num_stages = len(cuts) + 1
@@ -189,8 +194,17 @@ class Pipeline:
                 losses that are means over samples.
 
         Returns:
-            The weighted mean of the losses, the same on every rank.
+            The weighted mean of the losses, `[]`, float64, the same on every rank.
+
+        Raises:
+            RuntimeError: under `torch.no_grad()`; the model called never or twice, or not as was recorded.
+            TypeError: the step gave no scalar.
+            ValueError: a batch that cannot be cut, weights that do not weigh; a forward that cannot be recorded.
         """
+        if not torch.is_grad_enabled():
+            raise RuntimeError(
+                "pipeline: step was called without gradients being recorded; use evaluate under no_grad."
+            )
         micro_batches = self._split(batch, split)
         weights = [float(weight(micro_batch)) for micro_batch in micro_batches]
         total = sum(weights)
@@ -202,7 +216,8 @@ class Pipeline:
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 raise TypeError(f"pipeline: the step gave a {type(loss).__name__} as loss; return one number's tensor.")
             share = loss * (weights[i] / total)
-            losses.append(share.detach())
+            # What counts for nothing may be nan, such as a mean over no tokens.
+            losses.append(share.detach() if weights[i] > 0 else torch.zeros_like(share))
             return share
 
         schedule = self.schedule(len(micro_batches))
@@ -260,10 +275,13 @@ class Pipeline:
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         key = (signature(micro_batch), torch.is_grad_enabled(), self.model.training, autocast)
         recordings = self._recordings.setdefault(key, [])
-        for recording in recordings:
+        for recording in reversed(recordings):  # the latest is the likeliest
             if self._staged.matches(recording, step, micro_batch):
+                recordings.remove(recording)
+                recordings.append(recording)
                 return recording
         recordings.append(self._staged.record(step, micro_batch))
+        del recordings[:-_MAX_PATHS]
         if len(self._recordings) > _MAX_RECORDED:
             del self._recordings[next(iter(self._recordings))]
         return recordings[-1]
@@ -272,7 +290,7 @@ class Pipeline:
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
         shared = torch.zeros((), dtype=torch.float64, device=device) if value is None else value.double()
         dist.broadcast(shared, group_src=self._rank_of[-1], group=self._group)
-        return shared if value is None else value
+        return shared
 
 
 def pipeline_group(mesh: DeviceMesh) -> dist.ProcessGroup:

@@ -183,9 +183,9 @@ class _Pass:
             outputs[0].register_hook(lambda _gradient: self._arrivals.append((self._now(), row)))
 
     def _keep(self, tensor: Tensor) -> Tensor:
-        pointer = tensor.untyped_storage()._cdata
-        if pointer not in self._parameters:
-            self._kept[pointer] = tensor.untyped_storage().nbytes()
+        storage = tensor.untyped_storage()._cdata
+        if storage not in self._parameters:
+            self._kept[storage] = max(tensor.nbytes, self._kept.get(storage, 0))
         return tensor
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from weft.strategy.pipeline.layer_calls import LayerCall, Mode, run_in
+from weft.strategy.pipeline.layer_calls import LayerCall, Mode, keeping_random_state, run_in
 from weft.strategy.pipeline.micro_batches import signature
 from weft.strategy.pipeline.stages import ANY_STAGE
 
@@ -25,6 +24,7 @@ QUESTIONS = {
     "numpy",
     "equal",
     "is_nonzero",
+    "__contains__",
     "allclose",
 }
 
@@ -78,6 +78,7 @@ class _Recorder(Mode):
         self._stage = 0  # how far the forward has come
         self._produced: dict[int, int] = {}  # the stage that each value comes from, by its number
         self._last_use: dict[int, int] = {}
+        self._versions: list[list[int]] = []  # of all values, when each boundary was crossed
         self._owners = owners  # the stage of each parameter of the trunk, by the id of its fake tensor
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -88,6 +89,7 @@ class _Recorder(Mode):
             if name_of(func) in QUESTIONS:
                 self._recording.answers.append(answer_of(output))
         else:
+            self._refuse_writing(func, args, kwargs)
             try:
                 with self._fake_mode:
                     output = func(*args, **kwargs)
@@ -99,11 +101,17 @@ class _Recorder(Mode):
     def call_layer(self, layer: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name, stage = layer._weft_layer
         if stage != ANY_STAGE and stage < self._stage:
+            remedy = f"pass layer_stages={{{name!r}: {self._stage}}}"
+            if any(event.function == name for event in self._recording.events):
+                remedy = "give each stage a module of its own"
             raise ValueError(
                 f"pipeline: the forward calls the layer {name!r} of stage {stage} after layers of stage {self._stage}; "
-                f"move the cuts, or pass layer_stages={{{name!r}: {self._stage}}}."
+                f"move the cuts, or {remedy}."
             )
-        self._stage = max(self._stage, stage)
+        if stage > self._stage:
+            # What crosses has these versions: one that changes later was changed in place.
+            self._versions += (stage - self._stage) * [[value._version for value in self._recording.values]]
+            self._stage = stage
         fakes = self._use((args, kwargs))
         if stage == ANY_STAGE and not fakes:
             output = self._outside(lambda: layer.call_itself(args, kwargs))
@@ -142,6 +150,38 @@ class _Recorder(Mode):
             [n for n in range(len(recording.values)) if self._produced[n] <= b < self._last_use.get(n, -1)]
             for b in range(recording.num_stages - 1)
         ]
+        self._refuse_changed_aliases()
+        _let_go_of_graphs(recording)
+
+    def _refuse_writing(self, func: Any, args: Any, kwargs: Any) -> None:
+        """A real tensor that layers' values are written into would keep its own on the stages that lack them."""
+        targets = [kwargs.get("out")]
+        if _writes_in_place(name_of(func)) and args:
+            targets.append(args[0])
+        is_real = any(isinstance(t, Tensor) and not isinstance(t, FakeTensor) for t in pytree.tree_leaves(targets))
+        if is_real and self._recording.num_stages > 1:
+            raise ValueError(
+                f"pipeline: {name_of(func)} writes what layers compute into a tensor that was made between them, which "
+                "stages without these values cannot do; make a new tensor of both (torch.where, torch.cat, +), or let "
+                "a layer do it."
+            )
+
+    def _refuse_changed_aliases(self) -> None:
+        recording = self._recording
+        for b, numbers in enumerate(recording.crossings):
+            by_storage: dict[int, list[int]] = {}
+            for number in numbers:
+                storage = recording.values[number].untyped_storage()._cdata
+                by_storage.setdefault(storage, []).append(number)
+            versions = self._versions[b] if b < len(self._versions) else []
+            for group in by_storage.values():
+                changed = [n for n in group if n < len(versions) and recording.values[n]._version != versions[n]]
+                if len(group) > 1 and changed:
+                    raise ValueError(
+                        f"pipeline: a value of shape {tuple(recording.values[changed[0]].shape)} and a view of it "
+                        f"cross to stage {b + 1}, where it is changed in place and the view would not follow; change "
+                        "a copy."
+                    )
 
     @staticmethod
     def _refusal(what: str, error: Exception) -> ValueError:
@@ -149,6 +189,21 @@ class _Recorder(Mode):
             f"pipeline: {what} cannot be run without values, which stages that do not have them need ({error}); let a "
             "layer of one stage hold what depends on values, or pass stages of your own."
         )
+
+
+_IN_PLACE = ("add", "sub", "mul", "truediv", "floordiv", "and", "or", "xor", "lshift", "rshift", "pow", "matmul", "mod")
+
+
+def _writes_in_place(name: str) -> bool:
+    is_method = name.endswith("_") and not name.startswith("__")
+    return is_method or name == "__setitem__" or name in {f"__i{operation}__" for operation in _IN_PLACE}
+
+
+def _let_go_of_graphs(recording: Recording) -> None:
+    """The graphs of fake tensors keep the inputs they were recorded with."""
+    for value in recording.values:
+        if value.grad_fn is not None and not value._is_view():
+            value.detach_().requires_grad_()
 
 
 def record(
@@ -166,14 +221,14 @@ def record(
     """
     recording = Recording(num_stages, signature((args, kwargs)))
     recorder = _Recorder(recording, fake_mode, owners)
-    with torch.random.fork_rng():
+    with keeping_random_state():
         output = run_in(recorder, lambda: skeleton.forward(*args, **kwargs))
     recorder.finish(output)
     return recording
 
 
 def answer_of(output: Any) -> Any:
-    return output if isinstance(output, (bool, int, float)) else repr(output)
+    return output if isinstance(output, (bool, int)) else repr(output)  # nan is not equal to itself
 
 
 def name_of(function: Any) -> str:

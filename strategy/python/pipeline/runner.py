@@ -72,11 +72,18 @@ class Runner:
         self.memory: list[int] = []
         self.memory_before = 0
         self.begun = 0.0
+        self._has_failed = False
 
     def run(self, schedule: Schedule, work: Work) -> list[Any]:
         """Do this rank's list; without a `root_of` gives, on the last stage's rank, what the step gave."""
         self.memory_before = memory.current() if memory.is_tracking() else 0
         self.begun = time.time()
+        if self._has_failed:
+            raise RuntimeError(
+                "pipeline: a step before this one failed, with messages under way that the next would take for its "
+                "own; start the processes again."
+            )
+        self._has_failed = True
         run = _Run(self, schedule, work)
         if self.sharding is not None and schedule.has_backward:
             self.sharding.begin()
@@ -86,6 +93,7 @@ class Runner:
             ops.pipeline_flush(self._group_name)
         if self.sharding is not None and schedule.has_backward:
             self.sharding.finish()
+        self._has_failed = False
         self.trace, self.memory = run.trace, run.memory
         return run.results
 
@@ -107,7 +115,11 @@ class _Run:
         self._start = time.perf_counter()
         self.trace: list[Span] = []
         self.memory: list[int] = []
-        self.results: list[Any] = []
+        self._results: dict[int, Any] = {}
+
+    @property
+    def results(self) -> list[Any]:
+        return [self._results[i] for i in sorted(self._results)]
 
     def do(self, action: Action) -> None:
         """One action; what computes waits for what it needs first, which is not of its own time."""
@@ -134,6 +146,7 @@ class _Run:
     def _forward(self, stage: int, i: int) -> None:
         incoming = self._incoming(stage, i)
         received = self._take_outputs(stage, i) if incoming else []
+        received = [_strided_like(value, fake) for value, fake in zip(received, incoming, strict=True)]
         start = time.perf_counter()
         needs = [self._has_backward and fake.requires_grad for fake in incoming]
         leaves = [v.requires_grad_() if need else v for v, need in zip(received, needs, strict=True)]
@@ -142,7 +155,7 @@ class _Run:
         result, sent = self._staged.run(work.recordings[i], stage, values, work.step, work.micro_batches[i])
         if stage == self._last_stage:
             if work.root_of is None:
-                self.results.append(result)
+                self._results[i] = result
                 outputs, seed = [], None
             else:
                 root = work.root_of(i, result)
@@ -150,7 +163,7 @@ class _Run:
         else:
             assert sent is not None
             outputs, seed = self._checked_edges(stage, i, sent), None
-            self._outputs[stage, i] = [value.detach() for value in sent]
+            self._outputs[stage, i] = [_to_be_sent(value) for value in sent]
         if self._has_backward:
             inputs = [leaf for leaf, need in zip(leaves, needs, strict=True) if need]
             self._held[stage, i] = _Held(inputs, outputs, seed)
@@ -269,6 +282,18 @@ class _Entry(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient
+
+
+def _to_be_sent(value: Tensor) -> Tensor:
+    """A copy of what may change, or be freed, before it has left: buffers, parameters and views of them."""
+    return value.detach().clone() if value.is_leaf or value._is_view() else value.detach()
+
+
+def _strided_like(value: Tensor, fake: Tensor) -> Tensor:
+    """Messages are dense; the code behind the boundary may count on the strides of the unsplit model."""
+    if value.stride() == fake.stride() or torch.empty_like(fake).stride() != fake.stride():
+        return value
+    return torch.empty_strided(fake.shape, fake.stride(), dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _like(fake: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from weft.strategy.absent import AbsentLayer
 from weft.strategy.activation_checkpointing import CheckpointedModule
 from weft.strategy.assignments import join
-from weft.strategy.pipeline.layer_calls import install, run_in
+from weft.strategy.pipeline.layer_calls import install, keeping_random_state, run_in
 from weft.strategy.pipeline.micro_batches import signature
 from weft.strategy.pipeline.recording import Recording, record
 from weft.strategy.pipeline.stages import ANY_STAGE, Layers
@@ -81,7 +81,7 @@ class StagedModel:
     def record(self, step: Any, micro_batch: Any) -> Recording:
         """Record the forward that `step(micro_batch)` calls; see `trunk.record` for what is refused."""
         task = _Task(self, None)
-        with torch.random.fork_rng():
+        with keeping_random_state():
             self._run(task, step, micro_batch)
         assert task.recording is not None
         return task.recording
@@ -91,7 +91,7 @@ class StagedModel:
         if not recording.answers:
             return True
         probe = StageRun(recording, self.layers.num_stages, None)
-        with torch.random.fork_rng(), contextlib.suppress(OtherPathError):
+        with keeping_random_state(), contextlib.suppress(OtherPathError):
             self._run(_Task(self, probe), step, micro_batch)
         return probe.took_the_same_path
 

@@ -74,6 +74,14 @@ def find_layers(model: nn.Module, cuts: Sequence[str], layer_stages: Mapping[str
         places[name] = stage
     found = Layers(len(cuts) + 1, tuple(sorted(trunk)), stage_of, parameter_stages)
     _check_stages(model, found, cuts)
+    first_name: dict[int, str] = {}
+    for name, stage in stage_of.items():
+        other = first_name.setdefault(id(modules[name]), name)
+        if stage_of[other] != stage:
+            raise ValueError(
+                f"pipeline: '{other}' and '{name}' are one module, on the stages {stage_of[other]} and {stage}; give "
+                "each a module of its own, with tied parameters if they are to be shared."
+            )
     return found
 
 

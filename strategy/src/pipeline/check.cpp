@@ -189,6 +189,11 @@ class Reader {
       want(ActionKind::kSendForward);
     }
     if (!schedule_.has_backward()) {
+      for (const ActionKind kind : {ActionKind::kSendBackward, ActionKind::kRecvBackward}) {
+        if ((seen & bit(kind)) != 0) {
+          refuse({stage, micro_batch, kind}, "belongs to a backward, and there is none; remove it");
+        }
+      }
       return;
     }
     if ((seen & bit(ActionKind::kBackwardInput)) != 0) {

@@ -11,6 +11,7 @@ namespace weft::strategy {
 namespace {
 
 constexpr double kImpossible = std::numeric_limits<double>::infinity();
+constexpr double kMaxBytes = 4e18;  // below 2^62
 
 void check_arguments(std::span<const LayerCost> layers, const PartitionOptions& options) {
   const auto refuse = [](const std::string& text) {
@@ -38,6 +39,19 @@ void check_arguments(std::span<const LayerCost> layers, const PartitionOptions& 
   }
   if (options.memory_limit && *options.memory_limit < 0) {
     refuse("memory_limit is " + std::to_string(*options.memory_limit) + "; pass bytes from 0 on");
+  }
+  double time = 0;
+  double bytes = 0;
+  for (const LayerCost& layer : layers) {
+    time += layer.time;
+    bytes += static_cast<double>(layer.parameter_bytes);
+    for (const int64_t in_flight : options.in_flight) {
+      bytes += static_cast<double>(in_flight) * static_cast<double>(layer.activation_bytes);
+    }
+    bytes += static_cast<double>(layer.activation_bytes);
+  }
+  if (std::isinf(time) || bytes > kMaxBytes) {
+    refuse("the layers' times or bytes add up to more than can be counted; pass smaller ones");
   }
   for (size_t i = 0; i < layers.size(); ++i) {
     if (!std::isfinite(layers[i].time) || layers[i].time < 0 || layers[i].activation_bytes < 0 ||

@@ -118,12 +118,18 @@ Schedule add_unshards(const Schedule& schedule, int64_t max_unsharded) {
 
 Schedule merge_backwards(const Schedule& schedule) {
   check(schedule);
-  return change_ranks(schedule, [](const Actions& actions) {
+  const auto rank_of = schedule.rank_of();
+  // Whether another rank waits for the gradient that the first half gives.
+  const auto sends = [&](int32_t stage) {
+    const auto at = static_cast<size_t>(stage);
+    return stage > 0 && rank_of[at - 1] != rank_of[at];
+  };
+  return change_ranks(schedule, [&](const Actions& actions) {
     Actions result;
     result.reserve(actions.size());
     for (const Action& action : actions) {
       Action* last = result.empty() ? nullptr : &result.back();
-      if (last != nullptr && action.kind == ActionKind::kBackwardWeight &&
+      if (last != nullptr && !sends(action.stage) && action.kind == ActionKind::kBackwardWeight &&
           *last == Action{action.stage, action.micro_batch, ActionKind::kBackwardInput}) {
         last->kind = ActionKind::kBackward;
       } else {

@@ -23,6 +23,17 @@ void check_costs(const Schedule& schedule, std::span<const StageCost> costs) {
                                 std::to_string(num_stages) +
                                 " stages; pass one for each stage, or one for all");
   }
+  double bytes = 0;
+  for (size_t stage = 0; stage < num_stages; ++stage) {
+    const StageCost& cost = costs[costs.size() == 1 ? 0 : stage];
+    bytes += static_cast<double>(cost.parameter_bytes) +
+             static_cast<double>(cost.activation_bytes) *
+                 static_cast<double>(schedule.num_micro_batches());
+  }
+  if (bytes > 4e18) {  // below 2^62
+    throw std::invalid_argument(
+        "simulate: the stages' bytes add up to more than can be counted; pass smaller ones");
+  }
   for (size_t stage = 0; stage < costs.size(); ++stage) {
     const StageCost& cost = costs[stage];
     for (const double time :

@@ -12,16 +12,19 @@ namespace {
 
 [[noreturn]] void refuse(const std::string& text) { throw std::invalid_argument("tune: " + text); }
 
-std::vector<StageCost> costs_at(std::span<const StageProfile> stages, double num_samples) {
+// Times are those of the mean micro-batch, bytes those of the largest.
+std::vector<StageCost> costs_at(std::span<const StageProfile> stages,
+                                double num_samples,
+                                double most_samples) {
   std::vector<StageCost> costs;
   costs.reserve(stages.size());
   for (const StageProfile& stage : stages) {
-    const auto bytes = static_cast<double>(stage.activation_bytes_per_sample) * num_samples;
+    const auto bytes = static_cast<double>(stage.activation_bytes_per_sample) * most_samples;
     costs.push_back({.forward = stage.forward.at(num_samples),
                      .backward_input = stage.backward_input.at(num_samples),
                      .backward_weight = stage.backward_weight.at(num_samples),
                      .transfer = stage.transfer.at(num_samples),
-                     .activation_bytes = static_cast<int64_t>(std::ceil(bytes)),
+                     .activation_bytes = static_cast<int64_t>(std::min(bytes, 4e18)),
                      .parameter_bytes = stage.parameter_bytes});
   }
   return costs;
@@ -41,6 +44,9 @@ std::vector<int64_t> powers_of_two(int64_t most) {
   std::vector<int64_t> result;
   for (int64_t n = 1; n <= most; n *= 2) {
     result.push_back(n);
+    if (n > most / 2) {
+      break;
+    }
   }
   return result;
 }
@@ -107,8 +113,8 @@ std::vector<TunePoint> tune(std::span<const StageProfile> stages, const TuneOpti
       refuse(std::to_string(count) + " micro-batches of a batch of " +
              std::to_string(options.batch_size) + "; pass 1 to as many as there are samples");
     }
-    const auto costs =
-        costs_at(stages, static_cast<double>(options.batch_size) / static_cast<double>(count));
+    const double mean = static_cast<double>(options.batch_size) / static_cast<double>(count);
+    const auto costs = costs_at(stages, mean, std::ceil(mean));
     for (const ScheduleKind kind : kinds) {
       const Schedule schedule = generate(kind,
                                          {.num_ranks = options.num_ranks,

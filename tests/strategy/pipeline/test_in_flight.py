@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from support.ranks import on_ranks
 from weft.strategy.pipeline import SCHEDULES, Pipeline
 
-DIM, HIDDEN, ROWS = 8, 8192, 4  # rows of a micro-batch
+DIM, HIDDEN, ROWS = 8, 16384, 4  # rows of a micro-batch
 MICRO_BATCHES = 8
 KEPT = ROWS * HIDDEN * 4  # what a stage keeps of a micro-batch, but for a few rows of DIM
 SMALL = KEPT // 8

@@ -103,10 +103,12 @@ class Branching(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if (self.what == "input" and x.sum() > 0) or (self.what == "chance" and torch.rand(()) > 0.5):
             x = x * 2
+        if self.what == "order":
+            return self.a(self.b(x))
         y = self.a(x)
         if self.what == "layer" and y.sum() > 0:
             y = y * 2
-        if self.what == "order":
+        if self.what == "again":
             y = self.a(self.b(y))
         return self.b(y)
 
@@ -140,6 +142,7 @@ def test_steps_that_are_none(world_size: int, step: str) -> None:
     [
         ("layer", ValueError, "cannot be run without values"),
         ("order", ValueError, "pass layer_stages={'a': 1}"),
+        ("again", ValueError, "move the cuts, or give each stage a module of its own"),
     ],
 )
 def test_forwards_that_cannot_be_recorded(world_size: int, what: str, error: type[Exception], message: str) -> None:
@@ -177,6 +180,172 @@ def test_a_path_that_chance_chooses(world_size: int) -> None:
             pipeline.step(torch.ones(4, 4), lambda x: model(x).sum())
 
 
+class Between(nn.Module):
+    """Two layers, and between or around them what `do` does."""
+
+    def __init__(self, do: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.do = nn.Linear(4, 4), nn.Linear(4, 4), do
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.do(self, x)
+
+
+def into_new(model: nn.Module, x: Tensor, write: Callable[[Tensor, Tensor], Any]) -> Tensor:
+    kept = torch.zeros(len(x), 4, dtype=x.dtype)
+    write(kept, model.a(x))
+    return model.b(kept)
+
+
+def view_of_what_changes(model: nn.Module, x: Tensor) -> Tensor:
+    h = model.a(x)
+    view = h.view(-1, 2, 2)
+    h = torch.tanh(model.b(h.relu_()))
+    return h + view.flatten(1)
+
+
+def changed_behind_the_boundary(model: nn.Module, x: Tensor) -> Tensor:
+    h = model.a(x)
+    view = h.view(-1, 2, 2)
+    y = model.b(h)
+    h.mul_(2)
+    return y + view.flatten(1)
+
+
+def checkpointed_between(model: nn.Module, x: Tensor) -> Tensor:
+    return torch.utils.checkpoint.checkpoint(model.b, model.a(x), use_reentrant=False)
+
+
+WRITES = {
+    "add_": lambda kept, h: kept.add_(h),
+    "copy_": lambda kept, h: kept.copy_(h),
+    "setitem": lambda kept, h: kept.__setitem__((slice(None), slice(0, 4)), h),
+    "mask": lambda kept, h: kept.masked_fill_(h > 0, 1.0),
+    "out": lambda kept, h: torch.mul(h, 2, out=kept),
+    "iadd": lambda kept, h: kept.__iadd__(h),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("write", WRITES)
+def test_values_of_layers_are_not_written_into_other_tensors(world_size: int, write: str) -> None:
+    model = Between(lambda model, x: into_new(model, x, WRITES[write]))
+    pipeline = Pipeline(model, init_device_mesh("cpu", (world_size,)), ["b"], num_micro_batches=2)
+    with pytest.raises(ValueError, match="writes what layers compute into a tensor that was made between them"):
+        pipeline.step(torch.ones(4, 4), lambda x: model(x).sum())
+
+
+@on_ranks(2)
+def test_views_of_what_changes_behind_a_boundary(world_size: int) -> None:
+    """What changes before it crosses is right; what changes after, and would not be seen through a view, refused."""
+    torch.manual_seed(0)
+    model = Between(view_of_what_changes).double()
+    reference = Between(view_of_what_changes).double()
+    reference.load_state_dict(model.state_dict())
+    mesh = init_device_mesh("cpu", (world_size,))
+    x = torch.randn(4, 4, dtype=torch.float64)
+    loss = Pipeline(model, mesh, ["b"], num_micro_batches=2).step(x, lambda x: model(x).square().mean())
+    torch.testing.assert_close(loss, reference(x).square().mean().detach(), rtol=1e-12, atol=0)
+    changing = Between(changed_behind_the_boundary)
+    with pytest.raises(ValueError, match="a view of it cross to stage 1, where it is changed in place"):
+        Pipeline(changing, mesh, ["b"], num_micro_batches=2).step(x.float(), lambda x: changing(x).sum())
+
+
+@on_ranks(1)
+def test_checkpoints_between_layers_are_refused_before_they_go_wrong(world_size: int) -> None:
+    """Two stages on one rank; the second one's recomputation would get what stands for a value."""
+    model = Between(checkpointed_between)
+    pipeline = Pipeline(model, init_device_mesh("cpu", (world_size,)), ["b"], schedule="gpipe", num_micro_batches=1)
+    with pytest.raises(RuntimeError, match="was called again outside of the forward"):
+        pipeline.step(torch.ones(4, 4), lambda x: model(x).sum())
+    with pytest.raises(RuntimeError, match="a step before this one failed"):
+        pipeline.step(torch.ones(4, 4), lambda x: model(x).sum())
+
+
+@on_ranks(2)
+def test_layers_are_what_they_are_while_the_forward_runs(world_size: int) -> None:
+    """isinstance, strides of what crosses, buffers that layers give and change."""
+
+    def forward(model: nn.Module, x: Tensor) -> Tensor:
+        h = x
+        for layer in (model.a, model.b):
+            h = layer(h).t() if isinstance(layer, nn.Linear) else h
+        return h.t().contiguous().view(-1)
+
+    torch.manual_seed(0)
+    model, reference = Between(forward).double(), Between(forward).double()
+    reference.load_state_dict(model.state_dict())
+    pipeline = Pipeline(model, init_device_mesh("cpu", (world_size,)), ["b"], num_micro_batches=1)
+    absent = model.b if pipeline.stages == (0,) else model.a
+    assert not isinstance(absent, nn.Linear)
+    x = torch.randn(4, 4, dtype=torch.float64)
+    loss = pipeline.step(x, lambda x: model(x).square().mean())
+    torch.testing.assert_close(loss, reference(x).square().mean().detach(), rtol=1e-12, atol=0)
+
+
+@on_ranks(2)
+def test_results_come_in_the_order_of_the_batch(world_size: int) -> None:
+    model = chain()
+    schedule = Schedule.parse("0F1,0F0,0B0,0B1\n1F1,1F0,1B0,1B1\n")
+    pipeline = Pipeline(model, init_device_mesh("cpu", (world_size,)), ["2"], schedule=schedule)
+    x = torch.arange(16.0).reshape(4, 4)
+    outputs = pipeline.evaluate(x, model)
+    if pipeline.has_last_stage:
+        torch.testing.assert_close(torch.cat(outputs), chain()(x).detach())
+
+
+@on_ranks(2)
+def test_own_splits_and_weights(world_size: int) -> None:
+    """Tokens that count, of which the last micro-batch has none: a mean over nothing is nan and counts nothing."""
+    model, reference = chain().double(), chain().double()
+    pipeline = Pipeline(model, init_device_mesh("cpu", (world_size,)), ["2"], num_micro_batches=3)
+    x = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    y = torch.tensor([0, 1, 2, -100, -100, -100])
+
+    def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    def split(batch: tuple[Tensor, Tensor], count: int) -> list[tuple[Tensor, Tensor]]:
+        assert count == 3
+        return [(batch[0][i : i + 2], batch[1][i : i + 2]) for i in (0, 2, 4)]
+
+    loss = pipeline.step(
+        (x, y), lambda part: loss_of(model, part), split=split, weight=lambda part: int((part[1] >= 0).sum())
+    )
+    whole = loss_of(reference, (x, y))
+    whole.backward()
+    torch.testing.assert_close(loss, whole.detach(), rtol=1e-12, atol=0)
+    expected = dict(reference.named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-10, atol=1e-12)
+
+
+@on_ranks(2)
+def test_models_in_stages_are_not_cut_again(world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    model = chain()
+    Pipeline(model, mesh, ["2"])
+    with pytest.raises(ValueError, match="is in stages already"):
+        Pipeline(model, mesh, ["2"])
+    with pytest.raises(TypeError, match="the cuts are the text '2'; pass a list"):
+        Pipeline(chain(), mesh, "2")
+    shared = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    shared.append(shared[0])
+    with pytest.raises(ValueError, match="'0' and '2' are one module, on the stages 0 and 1; give each a module"):
+        Pipeline(shared, mesh, ["1"])
+
+
+@on_ranks(1)
+def test_recordings_are_few(world_size: int) -> None:
+    """However many values of the inputs the code between layers asks for."""
+    model = Between(lambda model, x: model.b(model.a(x)) * float(x.sum()))
+    pipeline = Pipeline(model, init_device_mesh("cpu", (world_size,)), ["b"][:0], num_micro_batches=1)
+    for step in range(40):
+        pipeline.step(torch.full((2, 4), float(step)), lambda x: model(x).sum())
+    [recordings] = pipeline._recordings.values()
+    assert len(recordings) <= 16
+
+
 @on_ranks(2)
 def test_arguments_that_do_not_fit(world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
@@ -196,3 +365,5 @@ def test_arguments_that_do_not_fit(world_size: int) -> None:
         pipeline.step(torch.ones(4, 4), lambda x: model(x).sum(), weight=lambda _: 0)
     with pytest.raises(RuntimeError, match="was called outside of a pipeline's step"):
         model(torch.ones(4, 4))
+    with torch.no_grad(), pytest.raises(RuntimeError, match="use evaluate under no_grad"):
+        pipeline.step(torch.ones(4, 4), lambda x: model(x).sum())

@@ -62,6 +62,11 @@ TEST(Check, NamesWhatIsOneTooMany) {
             "schedule: 0RESHARD comes while its stage is sharded; remove it");
 }
 
+TEST(Check, NamesMessagesOfBackwardsThatThereAreNot) {
+  EXPECT_EQ(refused("0F0,0SEND_F0,0RECV_B0\n1RECV_F0,1F0\n"),
+            "schedule: 0RECV_B0 belongs to a backward, and there is none; remove it");
+}
+
 TEST(Check, NamesWhatIsOutOfOrder) {
   EXPECT_EQ(refused("0B0,0F0\n"), "schedule: 0B0 comes before its forward; put 0F0 before it");
   EXPECT_THAT(refused("0F0,0W0,0I0\n"), HasSubstr("0W0 comes before the half"));

@@ -121,6 +121,16 @@ TEST(Partition, IsTheBestOfAllCuts) {
   }
 }
 
+TEST(Partition, RefusesSumsThatCannotBeCounted) {
+  EXPECT_THAT(refusal([] {
+                partition(with_times({1e308, 1e308}), {});
+              }),
+              HasSubstr("add up to more than can be counted"));
+  const LayerCost large{.time = 1, .activation_bytes = int64_t{1} << 61, .parameter_bytes = 0};
+  EXPECT_THAT(refusal([&] { partition(std::vector<LayerCost>(3, large), {}); }),
+              HasSubstr("add up to more than can be counted"));
+}
+
 TEST(Partition, RefusesNumbersOutOfRange) {
   const auto layers = with_times({1, 1});
   EXPECT_EQ(refusal([&] { partition(layers, {.num_stages = 3}); }),

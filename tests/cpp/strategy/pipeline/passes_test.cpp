@@ -150,6 +150,11 @@ TEST(MergeBackwards, JoinsNeighboursAlone) {
   const Schedule schedule = make(ScheduleKind::kZeroBubble, 2, 3);
   EXPECT_EQ(merge_backwards(schedule).to_string(),
             "0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1I0,1F1,1I1,1W0,1F2,1I2,1W1,1W2\n");
+  // The stage before, on another rank, would wait for the weights' half as well.
+  EXPECT_EQ(merge_backwards(make(ScheduleKind::kZeroBubble, 2, 1)).to_string(),
+            "0F0,0B0\n1F0,1I0,1W0\n");
+  EXPECT_EQ(merge_backwards(Schedule::parse("0F0,1F0,1I0,1W0,0I0,0W0\n")).to_string(),
+            "0F0,1F0,1B0,0B0\n");
 }
 
 TEST(ForwardOnly, KeepsForwards) {

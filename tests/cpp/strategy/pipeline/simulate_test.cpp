@@ -124,6 +124,8 @@ TEST(Simulate, RefusesCostsThatDoNotFit) {
               HasSubstr("a time of stage 0 is nan"));
   EXPECT_THAT(refused({{.activation_bytes = -1}}), HasSubstr("bytes of stage 0 are negative"));
   EXPECT_THAT(refusal([] { run(Schedule()); }), HasSubstr("has no actions"));
+  EXPECT_THAT(refused({{.activation_bytes = int64_t{1} << 61}}),
+              HasSubstr("add up to more than can be counted"));
 }
 
 TEST(Simulate, ThousandStagesAndFourThousandMicroBatches) {

@@ -77,6 +77,14 @@ TEST(Tune, PrefersWhatFits) {
   EXPECT_LT(at(ScheduleKind::kOneForwardOneBackward), at(ScheduleKind::kGpipe));
 }
 
+TEST(Tune, CountsTheLargestMicroBatch) {
+  // Seven samples in four micro-batches are 2, 2, 2 and 1.
+  const std::vector<TunePoint> points = tune(
+      stages(1, 0), {.batch_size = 7, .kinds = {ScheduleKind::kGpipe}, .micro_batch_counts = {4}});
+  EXPECT_EQ(points[0].peak_bytes, 100 + 4 * 20);
+  EXPECT_NEAR(points[0].makespan, 7 * 3, 1e-9);
+}
+
 TEST(Tune, SeveralStagesARank) {
   const std::vector<TunePoint> points =
       tune(stages(4, 0), {.batch_size = 8, .num_ranks = 2, .micro_batch_counts = {4}});

@@ -30,8 +30,8 @@ Schedule add_communication(const Schedule& schedule, const CommunicationOptions&
 // REQUIRES: none yet; max_unsharded >= 1.
 Schedule add_unshards(const Schedule& schedule, int64_t max_unsharded = 2);
 
-// Makes one whole backward of two halves that follow each other directly, as nothing is gained by
-// splitting those.
+// Makes one whole backward of two halves that follow each other directly, where the gradient
+// between them is sent to no other rank: nothing is gained by splitting those.
 Schedule merge_backwards(const Schedule& schedule);
 
 // The forwards alone, for an evaluation.
