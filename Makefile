@@ -75,6 +75,7 @@ bench: build
 	$(PY) benchmarks/step_time.py --ranks 2 --json
 	$(PY) benchmarks/step_time.py --ranks 2 --tracking --json
 	$(PY) benchmarks/strategy_step.py --json
+	$(PY) benchmarks/pipeline_resnet50.py --json --check
 	$(PY) benchmarks/cross_entropy.py --ranks 2 --json --check
 	$(PY) benchmarks/overlap.py --ranks 2 --json --check
 	$(PY) benchmarks/overlap.py --ranks 4 --json --check

@@ -193,7 +193,7 @@ def draw_curve(result: dict[str, Any], path: Path) -> None:
     axes.set_xticks(COUNTS, [str(count) for count in COUNTS])
     axes.legend(fontsize=7)
     figure.tight_layout()
-    figure.savefig(path)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def main() -> int:
