@@ -1,6 +1,10 @@
 """weft.strategy.pipeline: a model's layers in stages, one after another, each on ranks of its own.
 
 `Schedule` says which rank does what when: generated, checked, simulated and lowered by C++ (docs/pipeline.md).
+
+Start reading with `pipeline.py` (a step), then `runner.py` (one rank's list of actions), `trunk.py` (a stage's part of
+a forward) and `recording.py` (what crosses). `stages.py` says which layer is where, `staged_model.py` takes the others
+out, `backward.py` splits backwards.
 """
 
 from weft.strategy._plan import (
