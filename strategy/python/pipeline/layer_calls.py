@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -14,11 +15,12 @@ from torch.overrides import TorchFunctionMode
 from weft.strategy.absent import running
 
 
-class Mode(TorchFunctionMode):
+class Mode(TorchFunctionMode, abc.ABC):
     """Sees what a forward calls between its layers."""
 
+    @abc.abstractmethod
     def call_layer(self, layer: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        raise NotImplementedError
+        """What a call of a layer gives."""
 
     def _outside(self, function: Callable[[], Any]) -> Any:
         """Call a layer, whose inside is its own affair."""

@@ -108,6 +108,7 @@ class Pipeline:
         """
         self._runner.sharding = ShardedStages(self._staged, mesh, mp_policy)
         self._lowered.clear()
+        self._recordings.clear()  # which were allowed to read any parameter
 
     @property
     def model(self) -> nn.Module:
@@ -280,11 +281,23 @@ class Pipeline:
                 recordings.remove(recording)
                 recordings.append(recording)
                 return recording
-        recordings.append(self._staged.record(step, micro_batch))
+        made = self._staged.record(step, micro_batch)
+        self._refuse_reading_shards(made)
+        recordings.append(made)
         del recordings[:-_MAX_PATHS]
         if len(self._recordings) > _MAX_RECORDED:
             del self._recordings[next(iter(self._recordings))]
-        return recordings[-1]
+        return made
+
+    def _refuse_reading_shards(self, recording: Recording) -> None:
+        """FSDP2 reduces the gradients of layers that were called."""
+        alone = self._staged.read_alone(recording)
+        if self._runner.sharding is not None and alone:
+            raise ValueError(
+                f"pipeline: the code between layers reads the parameters of {alone[0]!r} and never calls it, so that "
+                "their gradients would be lost where they are fully sharded; call the layer, or replicate over the "
+                "data-parallel ranks."
+            )
 
     def _from_last(self, value: Tensor | None) -> Tensor:
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))

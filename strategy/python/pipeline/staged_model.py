@@ -79,12 +79,22 @@ class StagedModel:
         return any(isinstance(module, CheckpointedModule) for module in self.model.modules())
 
     def record(self, step: Any, micro_batch: Any) -> Recording:
-        """Record the forward that `step(micro_batch)` calls; see `trunk.record` for what is refused."""
+        """Record the forward that `step(micro_batch)` calls; see `recording.record` for what is refused."""
         task = _Task(self, None)
         with keeping_random_state():
             self._run(task, step, micro_batch)
         assert task.recording is not None
         return task.recording
+
+    def read_alone(self, recording: Recording) -> list[str]:
+        """The layers, of any stage, whose parameters the code between layers reads and which it never calls."""
+        called = {event.function for event in recording.events}
+        return [
+            name
+            for name in self.layers.stage_of
+            if name not in called
+            and any(recording.number_of(p) is not None for p in self._skeleton.get_submodule(name).parameters())
+        ]
 
     def matches(self, recording: Recording, step: Any, micro_batch: Any) -> bool:
         """Whether `step(micro_batch)` would take the recorded path: run without its layers, if values may choose it."""

@@ -11,8 +11,7 @@ What is computed between layers from the model's inputs alone (masks, positions)
 from layers crosses the boundaries as far as it is used, so that a skip connection over several stages is passed on by
 each of them. Which values these are, a recording tells: one forward of the whole model on fake tensors, without
 arithmetic or memory, once for each kind of inputs (and, where the code between layers asks for values of the inputs,
-for each kind of answers). All ranks see the same inputs and record the same, so that nothing
-has to be sent to agree.
+for each kind of answers). All ranks see the same inputs and record the same, so that nothing has to be sent to agree.
 """
 
 from __future__ import annotations

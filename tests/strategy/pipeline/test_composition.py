@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import weft
-from support.models import Llama, LlamaArgs, token_batches
+from support.models import Gpt2, Llama, LlamaArgs, token_batches
 from support.parity import assert_close
 from support.ranks import on_ranks
 from weft.strategy import checkpoint_activations, deferred_init
@@ -128,6 +128,18 @@ def test_fully_sharded_stages_cut_over_tensor_parallel_ranks(world_size: int, ki
     assert_trains_as_one_device(world_size, 2, 2, kind, PLAN, True, 2, shards=True)
 
 
+class ReadsItsEmbedding(nn.Module):
+    """Whose head is its embedding's weight, read as a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(37, 6, dtype=torch.float64)
+        self.layer = nn.Linear(6, 6, dtype=torch.float64)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.linear(self.layer(self.embed(tokens)), self.embed.weight)
+
+
 class WithOffset(nn.Module):
     """A parameter of the trunk, and two layers."""
 
@@ -175,6 +187,33 @@ def test_replicas_of_sharded_stages_and_what_they_send(world_size: int) -> None:
     outputs = pipeline.evaluate(batch, model)
     if pipeline.has_last_stage:
         torch.testing.assert_close(torch.cat(outputs), reference(batch).detach())
+
+
+@on_ranks(4)
+def test_sharded_weights_that_are_read_between_layers(world_size: int) -> None:
+    """They cross as they were when their stage was gathered, which is freed before they have left."""
+    needs_finalization()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline_parallel", "data_parallel"))
+    torch.manual_seed(0)
+    alone = Gpt2(n_layer=2, dtype=torch.float64)
+    pipeline = Pipeline(alone, mesh, ["h.1"], num_micro_batches=2)
+    pipeline.fully_shard(mesh["data_parallel"])
+    with pytest.raises(ValueError, match="reads the parameters of 'wpe' and never calls it"):
+        pipeline.step(BATCHES[0], lambda micro_batch: next_token(alone, micro_batch))
+    reference = ReadsItsEmbedding()
+    model = copy.deepcopy(reference)
+    pipeline = Pipeline(model, mesh, ["layer"], num_micro_batches=2)
+    pipeline.fully_shard(mesh["data_parallel"])
+    loss = pipeline.step(BATCHES[0], lambda micro_batch: next_token(model, micro_batch))
+    whole = next_token(reference, BATCHES[0])
+    whole.backward()
+    torch.testing.assert_close(loss, whole.detach(), rtol=1e-12, atol=0)
+    expected = dict(reference.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert_close(name, parameter.grad.full_tensor(), expected[name].grad, TOLERANCE)
+    outputs = pipeline.evaluate(BATCHES[0], lambda batch: model(batch[0]))
+    if pipeline.has_last_stage:
+        torch.testing.assert_close(torch.cat(outputs), reference(BATCHES[0][0]).detach())
 
 
 def needs_finalization() -> None:

@@ -284,6 +284,58 @@ def test_layers_are_what_they_are_while_the_forward_runs(world_size: int) -> Non
 
 
 @on_ranks(2)
+def test_what_crosses_keeps_its_strides(world_size: int) -> None:
+    """The view behind the boundary is one of dense memory, as in the unsplit model."""
+
+    def forward(model: nn.Module, x: Tensor) -> Tensor:
+        h = model.a(x).t()
+        return model.b(h) + h.t().view(-1).view(4, 4)
+
+    torch.manual_seed(0)
+    model, reference = Between(forward).double(), Between(forward).double()
+    reference.load_state_dict(model.state_dict())
+    pipeline = Pipeline(model, init_device_mesh("cpu", (world_size,)), ["b"], num_micro_batches=1)
+    x = torch.randn(4, 4, dtype=torch.float64)
+    loss = pipeline.step(x, lambda x: model(x).square().mean())
+    torch.testing.assert_close(loss, reference(x).square().mean().detach(), rtol=1e-12, atol=0)
+
+
+class Counting(nn.Module):
+    """Gives its buffer, which it changes at every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(4, dtype=torch.float64))
+        self.scale = nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.count += 1
+        return x * self.scale, self.count
+
+
+@on_ranks(1, 2)
+def test_a_buffer_crosses_as_it_was(world_size: int) -> None:
+    def forward(model: nn.Module, x: Tensor) -> Tensor:
+        h, count = model.a(x)
+        return model.b(h) * count
+
+    model = Between(forward).double()
+    model.a = Counting()
+    mesh = init_device_mesh("cpu", (world_size,))
+    pipeline = Pipeline(model, mesh, ["b"], schedule="looped_bfs" if world_size == 1 else "gpipe", num_micro_batches=3)
+    seen = []
+
+    def loss_of(x: Tensor) -> Tensor:
+        loss = model(x).mean()
+        seen.append(loss.item())
+        return loss
+
+    pipeline.step(torch.ones(3, 4, dtype=torch.float64), loss_of)
+    if pipeline.has_last_stage:
+        assert seen == pytest.approx([seen[0], 2 * seen[0], 3 * seen[0]])
+
+
+@on_ranks(2)
 def test_results_come_in_the_order_of_the_batch(world_size: int) -> None:
     model = chain()
     schedule = Schedule.parse("0F1,0F0,0B0,0B1\n1F1,1F0,1B0,1B1\n")
