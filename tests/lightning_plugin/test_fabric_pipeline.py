@@ -150,6 +150,25 @@ def test_resumes_on_another_number_of_stages(rank: int, world_size: int, tmp_pat
 
 
 @on_ranks(2)
+def test_resumes_without_stages(rank: int, world_size: int, tmp_path: Path) -> None:
+    """The tied weight's state is saved under the name that a model in one piece knows it by."""
+    on_warm_rank(rank, world_size)
+    fabric = fabric_with(world_size, layout="pp2")
+    model, optimizer = set_up(fabric, "AdamW")
+    train(fabric, model, optimizer, BATCHES[:2])
+    fabric.save(tmp_path / "checkpoint", {"model": model, "optimizer": optimizer})
+    fabric = fabric_with(world_size, layout="tp2", pipeline_cuts=None, num_micro_batches=None)
+    model, optimizer = set_up(fabric, "AdamW")
+    fabric.load(tmp_path / "checkpoint", {"model": model, "optimizer": optimizer})
+    expected = reference()
+    theirs = torch.optim.AdamW(expected.parameters())
+    train_whole(expected, theirs, BATCHES[:2])
+    for ours, whole_parameter in zip(model.parameters(), expected.parameters(), strict=True):
+        difference = whole(optimizer.state[ours]["exp_avg"]) - theirs.state[whole_parameter]["exp_avg"]
+        assert difference.norm() <= TOLERANCE and torch.allclose(whole(ours), whole_parameter, rtol=1e-10)
+
+
+@on_ranks(2)
 def test_evaluation_and_bfloat16(rank: int, world_size: int) -> None:
     on_warm_rank(rank, world_size)
     strategy = WeftModelParallelStrategy(plan={}, layout="pp2", pipeline_cuts=["1"], num_micro_batches=2)
