@@ -124,7 +124,7 @@ void bind_schedule(py::module_& module) {
             const py::gil_scoped_release unlocked;
             return simulate(schedule, costs);
           },
-          py::arg("costs") = std::vector<StageCost>{{}})
+          py::arg_v("costs", std::vector<StageCost>{{}}, "[StageCost()]"))
       .def(py::self == py::self)
       .def("__hash__",
            [](const Schedule& schedule) { return std::hash<std::string>{}(schedule.to_string()); })

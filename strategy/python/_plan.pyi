@@ -350,7 +350,7 @@ class Schedule:
     def forward_only(self) -> Schedule:
         """The forwards alone, for an evaluation."""
 
-    def simulate(self, costs: Sequence[StageCost] = ...) -> Simulation:
+    def simulate(self, costs: Sequence[StageCost] = [StageCost()]) -> Simulation:
         """Runs it on paper. `costs`: one for each stage, or one for all. ValueError: see `check`."""
 
     def __eq__(self, other: object) -> bool: ...

@@ -206,13 +206,14 @@ def test_shard_range_is_torch_chunk(dim_size: int, num_ranks: int) -> None:
 
 
 def parameter_names(function: ast.FunctionDef) -> list[str]:
-    return [argument.arg for argument in function.args.args if argument.arg != "self"]
+    arguments = [*function.args.args, *function.args.kwonlyargs]
+    return [argument.arg for argument in arguments if argument.arg != "self"]
 
 
 def bound_parameter_names(function: object) -> list[str]:
     """The names in the signature that pybind11 writes as the first line of a docstring."""
     signature = (inspect.getdoc(function) or "").splitlines()[0]
-    signature = signature.partition(" -> ")[0].replace("*", "")
+    signature = signature.partition(" -> ")[0]
     parsed = ast.parse(f"def {signature}: pass").body[0]
     assert isinstance(parsed, ast.FunctionDef)
     return parameter_names(parsed)
