@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from weft._plugin.optimizer_state import load_named_state, load_sharded_state
+from weft._plugin.optimizer_state import WholeModel, load_named_state, load_sharded_state, named_by_stages
 
 METADATA_FILENAME = "meta.pt"
 # The second is what the stock strategy writes.
@@ -99,16 +100,24 @@ def refuse_other_directory(path: Path) -> None:
 
 
 def load_directory(
-    path: Path, model: torch.nn.Module, optimizers: Sequence[Optimizer], strict: bool, weights_only: bool | None
+    path: Path,
+    model: torch.nn.Module,
+    optimizers: Sequence[Optimizer],
+    strict: bool,
+    weights_only: bool | None,
+    whole: WholeModel | None = None,
 ) -> dict[str, Any]:
-    """Load a directory of shards, saved by any number of ranks, into the live objects; returns the rest."""
+    """Load a directory of shards, saved by any number of ranks, into the live objects; returns the rest.
+
+    `whole`: what the model was, if it is in stages.
+    """
     saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     model_key = next((k for k in _MODEL_KEYS if any(name.startswith(f"{k}.") for name in saved)), _MODEL_KEYS[0])
     read = {model_key: get_model_state_dict(model)}
     if strict:
         prefix = f"{model_key}."
         names = (name.removeprefix(prefix) for name in saved if name.startswith(prefix))
-        _refuse_other_names(path, names, read[model_key])
+        _refuse_other_names(path, names, _names_of_all(read[model_key], whole))
     dcp.load(read, checkpoint_id=path, planner=dcp.DefaultLoadPlanner(allow_partial_load=not strict))
     model.load_state_dict(read[model_key], strict=strict)
     rest = torch.load(path / METADATA_FILENAME, map_location="cpu", weights_only=weights_only)
@@ -116,6 +125,15 @@ def load_directory(
         if not load_optimizer_of_directory(path, optimizer_key(idx), model, optimizer, rest):
             raise KeyError(_no_optimizer(path, idx))
     return rest
+
+
+def _names_of_all(own: Iterable[str], whole: WholeModel | None) -> set[str]:
+    """The names of all stages' state; collective over them."""
+    if whole is None:
+        return set(own)
+    gathered: list[Any] = [None] * whole.stages.size()
+    dist.all_gather_object(gathered, list(own), group=whole.stages)
+    return {name for names in gathered for name in names}
 
 
 def _refuse_other_names(path: Path, saved: Iterable[str], wanted: Iterable[str]) -> None:
@@ -150,7 +168,12 @@ def load_optimizer_of_directory(
 
 
 def load_file(
-    path: Path, model: torch.nn.Module, optimizers: Sequence[Optimizer], strict: bool, weights_only: bool | None
+    path: Path,
+    model: torch.nn.Module,
+    optimizers: Sequence[Optimizer],
+    strict: bool,
+    weights_only: bool | None,
+    whole: WholeModel | None = None,
 ) -> dict[str, Any]:
     """Load a Trainer's single file, saved by any strategy, into the live objects; returns the rest.
 
@@ -159,13 +182,18 @@ def load_file(
     checkpoint = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
     saved = checkpoint.pop("state_dict")
     target = get_model_state_dict(model)
+    if whole is not None:
+        if strict:
+            _refuse_other_names(path, saved, _names_of_all(target, whole))
+        saved = {name: value for name, value in saved.items() if name in target}
     model.load_state_dict({name: _placed_like(value, target.get(name)) for name, value in saved.items()}, strict)
     if optimizers:
         states = checkpoint.pop("optimizer_states", [])
         if len(states) < len(optimizers):
             raise KeyError(_no_optimizer(path, len(states)))
         for optimizer, state in zip(optimizers, states, strict=False):
-            load_named_state(model, optimizer, state)
+            by_name = state if whole is None else named_by_stages(state, model, optimizer, whole)
+            load_named_state(model, optimizer, by_name)
     return checkpoint
 
 

@@ -123,7 +123,6 @@ class FabricMixin(FabricPipelineMixin, StrategyMixin):
                 pipeline_cuts=pipeline_cuts,
                 pipeline_schedule=pipeline_schedule,
                 num_micro_batches=num_micro_batches,
-                has_pipelines=True,
             )
         )
         self._backward_sync_control = _WithoutSync(self)

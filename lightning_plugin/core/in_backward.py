@@ -29,13 +29,13 @@ def _reason(trainer: Any) -> str | None:
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         return "a gradient scaler decides after the backward whether to step"
     for hook in _MODULE_HOOKS:
-        if _is_overridden(hook, module, "LightningModule"):
+        if is_overridden(hook, module, "LightningModule"):
             return f"{type(module).__name__} overrides {hook}"
     for callback in trainer.callbacks:
         if type(callback).__name__ == "GradientAccumulationScheduler":
             return "a GradientAccumulationScheduler accumulates gradients"
         for hook in _CALLBACK_HOOKS:
-            if _is_overridden(hook, callback, "Callback"):
+            if is_overridden(hook, callback, "Callback"):
                 return f"the callback {type(callback).__name__} overrides {hook}"
     return None
 
@@ -46,7 +46,8 @@ def clips_by_norm(trainer: Any) -> bool:
     return algorithm is None or str(getattr(algorithm, "value", algorithm)) == "norm"
 
 
-def _is_overridden(hook: str, instance: Any, base_name: str) -> bool:
+def is_overridden(hook: str, instance: Any, base_name: str) -> bool:
+    """Whether a module or a callback has its own method instead of that of Lightning's class `base_name`."""
     if hook in vars(instance):
         return True
     base = next(cls for cls in type(instance).__mro__ if cls.__name__ == base_name)

@@ -10,6 +10,7 @@ or a plain tensor, such as a step count.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,12 +29,27 @@ if TYPE_CHECKING:
 _WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
+@dataclasses.dataclass(frozen=True)
+class WholeModel:
+    """What a model was before it was cut into stages.
+
+    parameter_names: as `parameter_names` gives them, in the model's order.
+    stages: the ranks that have its stages, this one among them.
+    """
+
+    parameter_names: tuple[str, ...]
+    stages: dist.ProcessGroup
+
+
 def parameter_names(module: torch.nn.Module) -> dict[Tensor, str]:
     """Each parameter's name in checkpoints; of tied parameters the first one, be it on another stage."""
-    from weft.strategy.pipeline import staged_model_of
+    from weft.strategy.assignments import join
+    from weft.strategy.pipeline import find_staged
 
-    staged = staged_model_of(module)
-    of_copies = {} if staged is None else staged.names_of_copies()
+    of_copies = {}
+    if (found := find_staged(module)) is not None:
+        prefix, staged = found
+        of_copies = {join(prefix, own): join(prefix, first) for own, first in staged.names_of_copies().items()}
     names = {}
     for own_name, parameter in module.named_parameters():
         name = of_copies.get(own_name, own_name)
@@ -50,6 +66,44 @@ def join_groups(state: dict[str, Any], stages: dist.ProcessGroup) -> None:
     dist.all_gather_object(gathered, own, group=stages)
     for idx, group in enumerate(state["param_groups"]):
         group["params"] = list(dict.fromkeys(name for of_stage in gathered for name in of_stage[idx]))
+
+
+def named_by_stages(
+    saved: Mapping[str, Any],
+    module: torch.nn.Module,
+    optimizer: Optimizer,
+    whole: WholeModel,
+) -> Mapping[str, Any]:
+    """A whole model's state that is keyed by number, by the names of the parameters; collective over the stages.
+
+    Groups are taken to list their parameters in the model's order.
+
+    Raises:
+        ValueError: the groups have other numbers of parameters.
+    """
+    if any(isinstance(key, str) for group in saved["param_groups"] for key in group["params"]):
+        return saved
+    names = parameter_names(module)
+    own = {"param_groups": [{"params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]}
+    join_groups(own, whole.stages)
+    position = {name: idx for idx, name in enumerate(whole.parameter_names)}
+    groups = [sorted(group["params"], key=position.__getitem__) for group in own["param_groups"]]
+    saved_groups = saved["param_groups"]
+    _refuse_other_sizes([len(group["params"]) for group in saved_groups], [len(group) for group in groups])
+    numbers = [number for group in saved_groups for number in group["params"]]
+    by_number = dict(zip(numbers, (name for group in groups for name in group), strict=True))
+    return {
+        "state": {by_number[number]: state for number, state in saved["state"].items()},
+        "param_groups": [{**group, "params": of} for group, of in zip(saved_groups, groups, strict=True)],
+    }
+
+
+def _refuse_other_sizes(saved: list[int], present: list[int]) -> None:
+    if saved != present:
+        raise ValueError(
+            f"the checkpoint's optimizer has parameter groups of {saved} parameters and this optimizer groups of "
+            f"{present}: build the optimizer as in the run that saved the checkpoint."
+        )
 
 
 def named_state(module: torch.nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -123,12 +177,9 @@ def load_named_state(module: torch.nn.Module, optimizer: Optimizer, saved: Mappi
     names = parameter_names(module)
     ordered = [p for group in optimizer.param_groups for p in group["params"]]
     saved_groups = _groups_of_stages(module, names, saved["param_groups"])
-    if [len(g["params"]) for g in saved_groups] != [len(g["params"]) for g in optimizer.param_groups]:
-        raise ValueError(
-            f"the checkpoint's optimizer has parameter groups of {[len(g['params']) for g in saved_groups]} parameters "
-            f"and this optimizer groups of {[len(g['params']) for g in optimizer.param_groups]}: "
-            "build the optimizer as in the run that saved the checkpoint."
-        )
+    _refuse_other_sizes(
+        [len(group["params"]) for group in saved_groups], [len(group["params"]) for group in optimizer.param_groups]
+    )
     saved_keys = [key for group in saved_groups for key in group["params"]]
     by_name = {names[p]: idx for idx, p in enumerate(ordered)}
     sharded = sharded_states_of(optimizer)
@@ -154,9 +205,9 @@ def _groups_of_stages(
     module: torch.nn.Module, names: Mapping[Tensor, str], groups: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """Of a model in stages, the groups with this rank's parameters alone."""
-    from weft.strategy.pipeline import staged_model_of
+    from weft.strategy.pipeline import find_staged
 
-    if staged_model_of(module) is None:
+    if find_staged(module) is None:
         return groups
     own = set(names.values())
     return [{**group, "params": [key for key in group["params"] if key in own]} for group in groups]

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from weft.strategy.pipeline import Pipeline
 
 
+_KEY = "_weft_pipeline"  # what a module was cut by, and its pipeline
+
+
 class PipelineMixin:
     """The parts of a strategy that know of stages; `_init_pipeline` comes before all else."""
 
@@ -51,18 +54,27 @@ class PipelineMixin:
                 f"{type(self).__name__} has a {type(self._pipeline.model).__name__} in stages already and got a "
                 f"{type(module).__name__}; set up one model with a strategy that has pipeline_cuts."
             )
-        if self._pipeline is None:
-            self._pipeline = Pipeline(
-                module,
-                self.device_mesh,
-                list(settings.pipeline_cuts or ()),
-                schedule=settings.pipeline_schedule,
-                num_micro_batches=settings.num_micro_batches,
-            )
+        if self._pipeline is not None:
+            return
+        options = {"schedule": settings.pipeline_schedule, "num_micro_batches": settings.num_micro_batches}
+        asked = (self.device_mesh, list(settings.pipeline_cuts or ()), options)
+        if _KEY in module.__dict__ and module.__dict__[_KEY][0] == asked:  # by an earlier run's strategy
+            self._pipeline = module.__dict__[_KEY][1]
+            return
+        self._pipeline = Pipeline(module, *asked[:2], **options)
+        module.__dict__[_KEY] = (asked, self._pipeline)
 
     def _check_batch_of_stages(self, kind: str, batch: Any) -> None:
         """All stages must have got the same batch."""
         self._stages_batch_check.check(kind, batch, self.pipeline_group, self.root_device, shared="pipeline")
+
+    def _refuse_scaler(self) -> None:
+        plugin = self.precision_plugin if hasattr(self, "precision_plugin") else self.precision
+        if getattr(plugin, "scaler", None) is not None:
+            raise ValueError(
+                f"{type(self).__name__} got precision {str(plugin.precision)!r}, whose scaled gradients stages would "
+                "have to agree on; take 'bf16-mixed' or '32-true'."
+            )
 
 
 class FabricPipelineMixin(PipelineMixin):
@@ -106,13 +118,6 @@ class FabricPipelineMixin(PipelineMixin):
         self._check_batch_of_stages("evaluation", batch)
         model = _Precise(self.precision, self.pipeline.model)
         return self.pipeline.evaluate(batch, lambda part: step(model, part), **_given(split=split))
-
-    def _refuse_scaler(self) -> None:
-        if getattr(self.precision, "scaler", None) is not None:
-            raise ValueError(
-                f"{type(self).__name__} got precision {self._precision_name()!r}, whose scaled gradients stages would "
-                "have to agree on; take 'bf16-mixed' or '32-true'."
-            )
 
 
 class _Precise:

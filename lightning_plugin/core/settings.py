@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,8 @@ class PlanSettings:
     pipeline_cuts: the names of the first module of each stage but the first; None: no pipeline.
     pipeline_schedule: a name in `weft.strategy.pipeline.SCHEDULES`, or a `Schedule`.
     num_micro_batches: of a pipeline's step; None: as many as the schedule says, or twice the ranks.
-    has_pipelines: whether this strategy can run a pipeline at all.
+    pipeline_module: the name of the module that is cut; None: all that is set up.
+    split_batch, micro_batch_weight: how batches become micro-batches and what these count for; None: by samples.
     """
 
     plan: Any
@@ -53,7 +54,9 @@ class PlanSettings:
     pipeline_cuts: Sequence[str] | None = None
     pipeline_schedule: Any = "1f1b"
     num_micro_batches: int | None = None
-    has_pipelines: bool = False
+    pipeline_module: str | None = None
+    split_batch: Callable[[Any, int], Sequence[Any]] | None = None
+    micro_batch_weight: Callable[[Any], float] | None = None
 
     @property
     def is_stock(self) -> bool:
@@ -96,11 +99,6 @@ class PlanSettings:
 
     def _validate_pipeline(self, owner: str, sizes: Sizes) -> None:
         if self.pipeline_cuts is None:
-            if sizes.pipeline_parallel > 1 and not self.has_pipelines:
-                raise ValueError(
-                    f"{owner} got {sizes.pipeline_parallel} pipeline-parallel ranks, which the Trainer's strategy does "
-                    "not take; use Fabric's, or weft.strategy.pipeline.Pipeline."
-                )
             if sizes.pipeline_parallel > 1:
                 raise ValueError(
                     f"{owner} got {sizes.pipeline_parallel} pipeline-parallel ranks without stages; name the first "

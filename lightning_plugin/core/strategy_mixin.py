@@ -23,7 +23,6 @@ from weft._plugin.data_axes import DataAxes, mixed_precision_policy
 from weft._plugin.launcher import guarded
 from weft._plugin.meshes import PIPELINE_AXIS, TENSOR_AXIS, known_mesh
 from weft._plugin.metrics import synchronize_metrics_over
-from weft._plugin.pipeline_mixin import PipelineMixin
 from weft._plugin.process_group import group_made_here, refuse_other_world_size
 from weft._plugin.process_guard import guard
 from weft._plugin.replicas import (
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
 _LARGE_BYTES = 10**6
 
 
-class StrategyMixin(PipelineMixin):
+class StrategyMixin:
     """Goes before a ModelParallelStrategy of Lightning or Fabric. `weft._plugin.factory` sets `fabric_module`."""
 
     fabric_module: str  # the name of the namespace's Fabric package
@@ -195,7 +194,9 @@ class StrategyMixin(PipelineMixin):
 
     def _share_values(self, module: torch.nn.Module) -> None:
         names = self.device_mesh.mesh_dim_names or ()
-        is_cut = self._pipeline is not None  # into stages, which have other parameters each
+        from weft.strategy.pipeline import find_staged
+
+        is_cut = find_staged(module) is not None  # into stages, which have other parameters each
         axes = [name for name in names if name != PIPELINE_AXIS or not is_cut]
         share_values(module, self.device_mesh, self.root_device, axes)
 
@@ -300,7 +301,7 @@ class StrategyMixin(PipelineMixin):
             policy = mixed_precision_policy(self._precision_name())
             if self._pipeline is None:
                 self.data_axes.shard(module, policy, **calls)
-            elif self.data_axes.shards_parameters:
+            elif self.data_axes.shards_parameters and not self._pipeline.is_fully_sharded:
                 self._pipeline.fully_shard(self.data_axes.sharding_mesh, mp_policy=policy)
             self._say_what_ranks_hold(module)
         return waiting

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,27 @@ from torch.optim import Optimizer
 
 from weft._plugin import checkpoint as checkpoints
 from weft._plugin.in_backward import refuse_with_optimizer_in_backward
-from weft._plugin.optimizer_state import full_state, named_state
+from weft._plugin.optimizer_state import full_state, join_groups, named_state
 from weft._plugin.process_guard import guard
-from weft._plugin.replicas import share_random_state
 from weft._plugin.repoint import Replacements, parameters_of
 from weft._plugin.settings import PlanSettings
 from weft._plugin.strategy_mixin import StrategyMixin
+from weft._plugin.trainer_pipeline import TrainerPipelineMixin
 
 # The Trainer enters the context without a word there, and init_module says what its caller wants.
 _IN_CONFIGURE_MODEL = object()
 
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+def _with_local_parameters(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A step of the module, whose own code takes replicated parameters for plain tensors."""
+    from weft.strategy import local_parameters
+    from weft.strategy.vocab_head import without_waiting
+
+    with local_parameters():
+        return without_waiting(step(*args, **kwargs))
 
 
 def _overridden_steps(module: Any) -> list[str]:
@@ -44,7 +54,7 @@ def _refuse_averaged_copies(trainer: Any) -> None:
             )
 
 
-class TrainerMixin(StrategyMixin):
+class TrainerMixin(TrainerPipelineMixin, StrategyMixin):
     """Tensor parallelism by plan, and sharded or replicated data parallelism, for the Trainer.
 
     A drop-in for Lightning's ModelParallelStrategy.
@@ -83,6 +93,17 @@ class TrainerMixin(StrategyMixin):
         layout: all sizes at once, such as "dp2,tp2" or "rep2,dp4,tp8"; axes that are left out have one rank.
         sequence_parallel: with a plan, have the ranks of a tensor-parallel group share the tokens between the layers
             that they share by features: norms, residual sums and dropout, and what is kept of them.
+        pipeline_cuts: the names of the first module of each stage but the first, in the module that `pipeline_module`
+            names: it is cut into the stages of a pipeline. The module's steps run once for each micro-batch, on every
+            stage up to that module's call; what they log and give is put together for the batch.
+        pipeline_module: the name of the module that is cut, such as "model". What is beside it is on the last stage.
+        pipeline_parallel_size: ranks of a pipeline, of which as many cuts make one stage each, or several; in a layout
+            "pp2,dp2,tp2".
+        pipeline_schedule: "1f1b", "gpipe", "zero_bubble", "interleaved", "looped_bfs", "naive", or a
+            `weft.strategy.pipeline.Schedule`.
+        num_micro_batches: of a batch; None: that of a `Schedule`, else twice the pipeline's ranks.
+        split_batch: cuts a batch into so many micro-batches; None: along dim 0 of the tensors.
+        micro_batch_weight: what a micro-batch's loss, and what it logs, counts for; None: its samples.
 
     Raises:
         ValueError, TypeError: an argument that no number of devices could make work.
@@ -109,6 +130,13 @@ class TrainerMixin(StrategyMixin):
         zero_stage: int | None = None,
         layout: str | None = None,
         sequence_parallel: bool = False,
+        pipeline_cuts: Sequence[str] | None = None,
+        pipeline_module: str | None = None,
+        pipeline_parallel_size: int = 1,
+        pipeline_schedule: Any = "1f1b",
+        num_micro_batches: int | None = None,
+        split_batch: Callable[[Any, int], Sequence[Any]] | None = None,
+        micro_batch_weight: Callable[[Any], float] | None = None,
     ) -> None:
         super().__init__(
             data_parallel_size=data_parallel_size,
@@ -131,6 +159,13 @@ class TrainerMixin(StrategyMixin):
                 zero_stage=zero_stage,
                 layout=layout,
                 sequence_parallel=sequence_parallel,
+                pipeline_parallel_size=pipeline_parallel_size,
+                pipeline_cuts=pipeline_cuts,
+                pipeline_schedule=pipeline_schedule,
+                num_micro_batches=num_micro_batches,
+                pipeline_module=pipeline_module,
+                split_batch=split_batch,
+                micro_batch_weight=micro_batch_weight,
             )
         )
         self._replacements = Replacements()
@@ -171,12 +206,16 @@ class TrainerMixin(StrategyMixin):
         steps_in_backward = self._optimizer_in_backward and self._is_fitting
         if steps_in_backward:
             refuse_with_optimizer_in_backward(trainer)
+        if self._pipeline_settings is not None:
+            self._refuse_what_stages_cannot(trainer)
         values_to_come = self._shard_model()
         with self._plan_instead_of_configure_model():
             super().setup(trainer)
         if values_to_come:
             self._share_values(self.model)
-        share_random_state(self.tensor_parallel_group, self.root_device)
+        self._share_random_state()
+        if self._pipeline is not None:
+            self._setup_steps(self.model)
         if self._is_fitting:
             self._average_gradients_of(self.model)
         self._watch_memory(self.model, *self.optimizers)
@@ -206,7 +245,11 @@ class TrainerMixin(StrategyMixin):
         """What the precision plugin does, over all ranks' parts; the norm before is logged as "gradient_norm"."""
         from weft.strategy.data_parallel import clip_gradients_by_norm
 
-        self._gradient_norm = clip_gradients_by_norm(self.precision_plugin.main_params(optimizer), clip_val)
+        parameters = self.precision_plugin.main_params(optimizer)
+        if self._pipeline is not None:
+            self._gradient_norm = self._pipeline.clip_grad_norm(clip_val, parameters=parameters)
+        else:
+            self._gradient_norm = clip_gradients_by_norm(parameters, clip_val)
         self.lightning_module.log("gradient_norm", self._gradient_norm)
 
     @property
@@ -231,7 +274,7 @@ class TrainerMixin(StrategyMixin):
     def on_train_start(self) -> None:
         """Continue with one random state: hooks between setup and here may have drawn on some ranks only."""
         super().on_train_start()
-        share_random_state(self.tensor_parallel_group, self.root_device)
+        self._share_random_state()
 
     def on_exception(self, exception: BaseException) -> None:
         """Remember that this process is going down, so that its exit waits for no other rank."""
@@ -248,6 +291,7 @@ class TrainerMixin(StrategyMixin):
         guard().watch_signals(False)
         self._unwatch_memory()
         self._stop_stepping()
+        self._release_steps()
         if self._data_axes is not None:
             self._data_axes.release()
         for name in ("clip_gradients", "clip_grad_by_norm"):
@@ -279,11 +323,9 @@ class TrainerMixin(StrategyMixin):
             self._watch.forward_begins(args)
         if self._plan is None:
             return step(*args, **kwargs)
-        from weft.strategy import local_parameters
-        from weft.strategy.vocab_head import without_waiting
-
-        with local_parameters():
-            return without_waiting(step(*args, **kwargs))
+        if self._pipeline is not None:
+            return self._run_in_stages(stage, partial(_with_local_parameters, step), args, kwargs)
+        return _with_local_parameters(step, *args, **kwargs)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """The stock hook; what the step has left alive is kept for the backward that begins."""
@@ -317,7 +359,10 @@ class TrainerMixin(StrategyMixin):
             return super().optimizer_state(optimizer)
         inner = getattr(optimizer, "optimizer", optimizer)  # LightningOptimizer wraps the user's
         if self._save_distributed_checkpoint:
-            return named_state(self.model, inner)
+            state = named_state(self.model, inner)
+            if self._pipeline is not None:
+                join_groups(state, self.pipeline_group)
+            return state
         return full_state(inner, keep=self.is_global_zero)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -336,4 +381,5 @@ class TrainerMixin(StrategyMixin):
         # In a test after a fit there are optimizers still, of the fit, perhaps of another model.
         optimizers = self.optimizers if self._is_fitting else []
         with torch.no_grad():
-            return load(path, self.model, optimizers, self.lightning_module.strict_loading, weights_only)
+            strict = self.lightning_module.strict_loading
+            return load(path, self.model, optimizers, strict, weights_only, self._whole_model)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from support.models import Llama, LlamaArgs, token_batches
 from support.parity import whole
 from support.ranks import on_ranks, run_on_ranks
-from weft.lightning import WeftModelParallelStrategy as StrategyOfTheTrainer
 from weft.lightning.fabric import WeftModelParallelStrategy
 from weft.strategy.pipeline import SCHEDULES
 
@@ -238,8 +237,3 @@ def test_a_second_model_and_whole_checkpoints_are_refused(rank: int, world_size:
 def test_settings_that_do_not_fit(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         WeftModelParallelStrategy(**options)
-
-
-def test_the_trainer_says_that_it_has_no_pipelines() -> None:
-    with pytest.raises(ValueError, match="which the Trainer's strategy does not take; use Fabric's"):
-        StrategyOfTheTrainer(plan="auto", layout="pp2,tp2")

@@ -24,7 +24,7 @@ from weft.strategy._plan import (
 from weft.strategy.pipeline.draw import draw
 from weft.strategy.pipeline.pipeline import Pipeline
 from weft.strategy.pipeline.profile import LayerProfile, balanced_cuts, profile_layers
-from weft.strategy.pipeline.staged_model import staged_model_of
+from weft.strategy.pipeline.staged_model import find_staged, staged_model_of
 from weft.strategy.pipeline.tuning import draw_tuning, profile_stages, tuning_table
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "balanced_cuts",
     "draw",
     "draw_tuning",
+    "find_staged",
     "partition",
     "profile_layers",
     "profile_stages",

@@ -125,6 +125,20 @@ class Pipeline:
         return len(self._rank_of) - 1 in self.stages
 
     @property
+    def last_rank(self) -> int:
+        """The rank, in the pipeline's group, that has the last stage."""
+        return self._rank_of[-1]
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether a step runs only as far as the model's call, to see what it is called with."""
+        return self._staged.is_recording
+
+    @property
+    def is_fully_sharded(self) -> bool:
+        return self._runner.sharding is not None
+
+    @property
     def trace(self) -> list[Span]:
         """What this rank computed in the last step, in seconds from its beginning."""
         return self._runner.trace
@@ -183,6 +197,7 @@ class Pipeline:
         *,
         split: Split = split_batch,
         weight: Weight = batch_size_of,
+        scale: float = 1.0,
     ) -> Tensor:
         """Forward and backward of one batch in micro-batches; gradients are added to those that are there. Collective.
 
@@ -193,6 +208,7 @@ class Pipeline:
             split: cuts the batch into so many micro-batches.
             weight: what a micro-batch's loss counts for, compared with the others'. Default: its samples, exact for
                 losses that are means over samples.
+            scale: what gradients are multiplied by; what is returned is not.
 
         Returns:
             The weighted mean of the losses, `[]`, float64, the same on every rank.
@@ -206,7 +222,7 @@ class Pipeline:
             raise RuntimeError(
                 "pipeline: step was called without gradients being recorded; use evaluate under no_grad."
             )
-        micro_batches = self._split(batch, split)
+        micro_batches = self.split(batch, split)
         weights = [float(weight(micro_batch)) for micro_batch in micro_batches]
         total = sum(weights)
         if not total > 0 or min(weights) < 0:
@@ -219,7 +235,7 @@ class Pipeline:
             share = loss * (weights[i] / total)
             # What counts for nothing may be nan, such as a mean over no tokens.
             losses.append(share.detach() if weights[i] > 0 else torch.zeros_like(share))
-            return share
+            return share if scale == 1 else share * scale
 
         schedule = self.schedule(len(micro_batches))
         work = Work(micro_batches, [self._recording(m, loss_fn) for m in micro_batches], loss_fn, root_of)
@@ -231,7 +247,7 @@ class Pipeline:
     def evaluate(self, batch: Any, step: Step, *, split: Split = split_batch) -> list[Any]:
         """Forwards alone: what `step` gave for each micro-batch, without gradients; [] off the last stage's rank."""
         with torch.no_grad():
-            micro_batches = self._split(batch, split)
+            micro_batches = self.split(batch, split)
             schedule = self.schedule(len(micro_batches), forward_only=True)
             work = Work(micro_batches, [self._recording(m, step) for m in micro_batches], step)
             return self._runner.run(schedule, work)
@@ -261,15 +277,16 @@ class Pipeline:
             counted_elsewhere=tied_elsewhere(self._staged),
         )
 
-    def _split(self, batch: Any, split: Split) -> Sequence[Any]:
+    def split(self, batch: Any, split: Split | None = None) -> Sequence[Any]:
+        """The micro-batches that a step would make of a batch."""
         if not self._watches:
             _refuse_sequence_parallel(self.model)
             self._staged.watch_calls()
             self._watches = True
         count = self.num_micro_batches
-        if split is split_batch:
+        if split is None or split is split_batch:
             count = min(count, batch_size_of(batch))
-        return split(batch, count)
+        return (split or split_batch)(batch, count)
 
     def _recording(self, micro_batch: Any, step: Step) -> Recording:
         device = next((p.device.type for p in self.model.parameters()), "cpu")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -72,6 +72,11 @@ class StagedModel:
         if not isinstance(self.model, _Root):
             cls = type(self.model)
             self.model.__class__ = type(cls.__name__, (_Root, cls), {"__module__": cls.__module__})
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether a step is running that ends at the model's call, with nothing computed."""
+        return self._task is not None and self._task.run is None
 
     @property
     def has_checkpoints(self) -> bool:
@@ -179,6 +184,14 @@ def staged_model_of(model: nn.Module) -> StagedModel | None:
     return model.__dict__.get(_KEY)
 
 
+def find_staged(module: nn.Module) -> tuple[str, StagedModel] | None:
+    """The name of the module in stages that a module is or holds, and what cut it; None: there is none."""
+    for name, inner in module.named_modules():
+        if (staged := staged_model_of(inner)) is not None:
+            return name, staged
+    return None
+
+
 @dataclasses.dataclass
 class _Task:
     """What a call of the model is to do: to be recorded, or to run one stage."""
@@ -203,12 +216,18 @@ def _watch_calls(model: nn.Module, layers: Layers) -> None:
 
 def _skeleton_of(model: nn.Module, layers: Layers, fake_mode: FakeTensorMode) -> nn.Module:
     """A copy with fake tensors for parameters and for the layers' buffers; the trunk's buffers are the same tensors."""
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        memo[id(parameter)] = fake_like(parameter, fake_mode)
-    of_layers = {id(b) for name in layers.stage_of for b in model.get_submodule(name).buffers()}
-    for buffer in model.buffers():
-        memo[id(buffer)] = fake_like(buffer, fake_mode) if id(buffer) in of_layers else buffer
+    of_layers = [buffer for name in layers.stage_of for buffer in model.get_submodule(name).buffers()]
+    return fake_copy(model, of_layers, fake_mode)
+
+
+def fake_copy(model: nn.Module, buffers: Iterable[Tensor], fake_mode: FakeTensorMode) -> nn.Module:
+    """A copy with fake tensors for the parameters and for these buffers; others are the same tensors.
+
+    Raises:
+        ValueError: the model cannot be copied.
+    """
+    memo: dict[int, Any] = {id(tensor): fake_like(tensor, fake_mode) for tensor in (*model.parameters(), *buffers)}
+    memo |= {id(buffer): buffer for buffer in model.buffers() if id(buffer) not in memo}
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:

@@ -1,0 +1,57 @@
+"""torchmetrics' metrics of a LightningModule whose steps end on the last stage: there they are updated."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.nn import Module
+
+
+class StageMetrics:
+    """Has `compute`, of each metric in a module, give every stage the last stage's value.
+
+    module: all metrics of it are taken, but for those inside of `staged`, the module in stages.
+    of_last_stage: calls a function on the last stage and gives what it gave on every one; collective.
+    """
+
+    def __init__(self, module: Module, staged: Module, of_last_stage: Callable[[Callable[[], Any]], Any]) -> None:
+        self._of_last_stage = of_last_stage
+        self._is_inside = False  # of a step, or of another metric's compute
+        self._own: list[tuple[Module, Any]] = []
+        inside = set(staged.modules())
+        for metric in module.modules():
+            if _is_metric(metric) and metric not in inside:
+                self._watch(metric)
+
+    def _watch(self, metric: Any) -> None:
+        own = metric.compute
+
+        def compute(*args: Any, **kwargs: Any) -> Any:
+            if self._is_inside:
+                return own(*args, **kwargs)
+            with self.local():
+                return self._of_last_stage(lambda: own(*args, **kwargs))
+
+        object.__setattr__(metric, "compute", compute)
+        self._own.append((metric, own))
+
+    @contextlib.contextmanager
+    def local(self) -> Iterator[None]:
+        """Inside, metrics are this rank's own: in a step, which not every stage runs to its end."""
+        before, self._is_inside = self._is_inside, True
+        try:
+            yield
+        finally:
+            self._is_inside = before
+
+    def remove(self) -> None:
+        """Leave the metrics as they were."""
+        for metric, own in self._own:
+            object.__setattr__(metric, "compute", own)
+        self._own.clear()
+
+
+def _is_metric(module: Module) -> bool:
+    return any(cls.__name__ == "Metric" and cls.__module__.startswith("torchmetrics") for cls in type(module).__mro__)

@@ -1,0 +1,129 @@
+"""What a LightningModule logs in a step that runs once for each micro-batch: recorded there, logged once everywhere."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft._plugin.step_outputs import weighted_mean
+
+
+@dataclasses.dataclass
+class Logged:
+    """One call of `log`: its arguments but for the value.
+
+    value: a tensor of one number, or None for a metric.
+    metric: the name of the metric object that was logged, and `value` its value for the step, if it has one.
+    """
+
+    name: str
+    value: Tensor | None
+    metric: str | None
+    arguments: dict[str, Any]
+
+
+class StepLogs:
+    """Records the calls of a module's `log` while `recording`; `combined` makes one of each micro-batch's.
+
+    module: a LightningModule.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._calls: list[Logged] = []
+        self._of_micro_batch: dict[int, list[Logged]] = {}
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Inside, nothing is logged."""
+        self._of_micro_batch.clear()
+        before = vars(self._module).get("log")
+        object.__setattr__(self._module, "log", self._record)
+        try:
+            yield
+        finally:
+            del self._module.__dict__["log"]
+            if before is not None:
+                object.__setattr__(self._module, "log", before)
+
+    def of_micro_batch(self, number: int, step: Callable[[], Any]) -> Any:
+        """Call a step and keep what it has logged, if it comes to its end."""
+        self._calls = []
+        result = step()
+        self._of_micro_batch[number] = self._calls
+        return result
+
+    def _record(self, *args: Any, **kwargs: Any) -> None:
+        bound = inspect.signature(type(self._module).log).bind(self._module, *args, **kwargs)
+        arguments = dict(list(bound.arguments.items())[1:])
+        arguments.update(arguments.pop("kwargs", {}))
+        name, value = arguments.pop("name"), arguments.pop("value")
+        if arguments.get("sync_dist_group") is not None:
+            raise ValueError(
+                f"pipeline: self.log({name!r}) got a sync_dist_group, which ranks of other stages do not have; leave "
+                "it out: sync_dist=True reduces over the data-parallel ranks."
+            )
+        metric = None
+        if hasattr(value, "_forward_cache") and hasattr(value, "compute"):
+            metric = arguments.get("metric_attribute") or self._name_of(value, name)
+            value = value._forward_cache
+            value = value if isinstance(value, Tensor) and value.numel() == 1 else None
+        elif not isinstance(value, Tensor):
+            value = torch.tensor(float(value), dtype=torch.get_default_dtype())
+        if value is not None and value.numel() != 1:
+            raise ValueError(f"pipeline: self.log({name!r}) got {value.numel()} numbers; log one number at a time.")
+        # Logging is the loop's business: on the CPU it can go to the other ranks with everything else.
+        self._calls.append(Logged(name, None if value is None else value.detach().reshape(()), metric, arguments))
+
+    def _name_of(self, metric: Any, name: str) -> str:
+        for attribute, module in self._module.named_modules():
+            if module is metric:
+                return attribute
+        raise ValueError(
+            f"pipeline: self.log({name!r}) got a metric that is no attribute of {type(self._module).__name__}; make it "
+            "one, in __init__."
+        )
+
+    def combined(self, weights: Sequence[float]) -> list[Logged]:
+        """For each call that micro-batches made one, in order; `weights`: what each micro-batch counts for."""
+        found: dict[tuple[Any, ...], list[tuple[Logged, float]]] = {}
+        for number in sorted(self._of_micro_batch):
+            seen: dict[str, int] = {}
+            for call in self._of_micro_batch[number]:
+                seen[call.name] = seen.get(call.name, 0) + 1
+                found.setdefault((call.name, seen[call.name]), []).append((call, weights[number]))
+        return [_combined(calls) for calls in found.values()]
+
+    def replay(self, logged: Sequence[Logged]) -> None:
+        """Log these, as the step would have done on one device; each rank of the pipeline the same."""
+        for call in logged:
+            value: Any = call.value
+            if call.metric is not None:
+                metric = self._module.get_submodule(call.metric)
+                metric._forward_cache = None if value is None else value.to(self._module.device)
+                value = metric
+            self._module.log(call.name, value, **call.arguments)
+
+
+def _combined(calls: list[tuple[Logged, float]]) -> Logged:
+    first = calls[0][0]
+    arguments = dict(first.arguments)
+    if arguments.get("batch_size") is not None:
+        arguments["batch_size"] = sum(call.arguments["batch_size"] for call, _ in calls)
+    values = [(call.value, weight) for call, weight in calls if call.value is not None]
+    if not values:
+        return Logged(first.name, None, first.metric, arguments)
+    reduction = arguments.get("reduce_fx", "mean")
+    reduction = getattr(reduction, "__name__", reduction)
+    numbers = [value for value, _ in values]
+    if reduction in ("sum", "min", "max", "amin", "amax"):
+        value = getattr(torch.stack(numbers), {"min": "amin", "max": "amax"}.get(reduction, reduction))()
+    else:
+        value = weighted_mean(numbers, [weight for _, weight in values])
+    return Logged(first.name, value.cpu(), first.metric, arguments)

@@ -1,0 +1,127 @@
+"""What a step gave for each micro-batch, put together and handed from the last stage to all."""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+_SENT_WITHIN = 1 << 14  # bytes of a tensor that goes with the rest of the message
+
+
+def join_outputs(outputs: Sequence[Any], sizes: Sequence[int | None], weights: Sequence[float]) -> Any:
+    """One value of those that a step gave for each micro-batch.
+
+    Dicts, lists and tuples are joined item by item. A tensor with the samples along dim 0 is concatenated, and so is
+    a list of as many items; of numbers and tensors of one number it is the weighted mean; equal values stay one.
+
+    Args:
+        outputs: of each micro-batch.
+        sizes: its samples; None: not known, and every tensor with a dim has them along dim 0.
+        weights: what it counts for.
+
+    Raises:
+        TypeError: what cannot be joined.
+    """
+    first = outputs[0]
+    if len(outputs) == 1 or first is None:
+        return first
+    if isinstance(first, Tensor):
+        if first.dim() == 0:
+            return weighted_mean(outputs, weights)
+        if all(size is None or value.shape[0] == size for value, size in zip(outputs, sizes, strict=True)):
+            return torch.cat(list(outputs))
+    elif isinstance(first, dict):
+        if all(value.keys() == first.keys() for value in outputs):
+            joined = {key: join_outputs([value[key] for value in outputs], sizes, weights) for key in first}
+            return joined if type(first) is dict else type(first)(joined)
+    elif isinstance(first, list) and all(len(v) == size for v, size in zip(outputs, sizes, strict=True)):
+        return [item for value in outputs for item in value]
+    elif isinstance(first, (list, tuple)) and all(len(value) == len(first) for value in outputs):
+        items = [join_outputs(each, sizes, weights) for each in zip(*outputs, strict=True)]
+        return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
+    elif isinstance(first, bool) or not isinstance(first, numbers.Number):
+        if not _has_tensors(first) and all(value == first for value in outputs):
+            return first
+    else:
+        return float(weighted_mean([torch.tensor(float(value)) for value in outputs], weights))
+    raise TypeError(
+        f"pipeline: a step gave a {_described(first)} for each micro-batch, which nobody knows how to join; give "
+        "tensors with the samples along dim 0, numbers, or dicts and tuples of them."
+    )
+
+
+def weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """`[]`, of the first value's dtype (if that is a floating one), without those that weigh nothing."""
+    pairs = [(v.detach().double(), w) for v, w in zip(values, weights, strict=True) if w > 0]
+    pairs = pairs or [(value.detach().double(), 1.0) for value in values]
+    mean = torch.stack([value.reshape(()) * weight for value, weight in pairs]).sum() / sum(w for _, w in pairs)
+    return mean.to(values[0].dtype if values[0].is_floating_point() else torch.get_default_dtype())
+
+
+def _has_tensors(value: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
+
+
+def _described(value: Any) -> str:
+    return f"tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sent:
+    """A tensor that follows by itself."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device_type: str
+
+
+def share_from(value: Any, group: dist.ProcessGroup, source: int, device: torch.device) -> Any:
+    """Give every rank of a group the value of one, `source`; collective.
+
+    Tensors come to `device` where they were on such a one, and else to the CPU; the rest is pickled.
+    """
+    if group.size() == 1:
+        return value
+    tensors: list[Tensor] = []
+    if group.rank() == source:
+        message = [pytree.tree_map(lambda leaf: _announced(leaf, tensors), value)]
+        dist.broadcast_object_list(message, group_src=source, group=group)
+        for tensor in tensors:
+            dist.broadcast(tensor.to(device), group_src=source, group=group)
+        return value
+    message = [None]
+    dist.broadcast_object_list(message, group_src=source, group=group)
+    return pytree.tree_map(lambda leaf: _received(leaf, group, source, device), message[0])
+
+
+def _announced(leaf: Any, tensors: list[Tensor]) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if leaf.device.type == "cpu" and leaf.nbytes <= _SENT_WITHIN:
+        return leaf.detach().clone()  # a view would be pickled with all that it is a view of
+    tensors.append(leaf.detach().contiguous())
+    return _Sent(tuple(leaf.shape), leaf.dtype, leaf.device.type)
+
+
+def _received(leaf: Any, group: dist.ProcessGroup, source: int, device: torch.device) -> Any:
+    if not isinstance(leaf, _Sent):
+        return leaf
+    tensor = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
+    dist.broadcast(tensor, group_src=source, group=group)
+    return tensor.to(leaf.device_type) if leaf.device_type != device.type else tensor
+
+
+def sendable(error: Exception) -> Exception:
+    """An error of the same type and text, if it can be pickled; else a RuntimeError of its text."""
+    try:
+        return pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")

@@ -1,0 +1,254 @@
+"""A Trainer's steps where the module's model is cut into the stages of a pipeline."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from weft._plugin.in_backward import is_overridden
+from weft._plugin.kept_gradients import KeptGradients
+from weft._plugin.optimizer_state import WholeModel, parameter_names
+from weft._plugin.pipeline_mixin import PipelineMixin
+from weft._plugin.stage_metrics import StageMetrics
+from weft._plugin.step_logs import StepLogs
+from weft._plugin.step_outputs import join_outputs, sendable, share_from
+
+if TYPE_CHECKING:
+    from weft._plugin.settings import PlanSettings
+    from weft.strategy.data_parallel import GradientReducer
+    from weft.strategy.pipeline.surroundings import Surroundings
+
+_WHOLE = "_weft_whole_names"
+_OF_STEPS = ("split_batch", "micro_batch_weight")
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+class TrainerPipelineMixin(PipelineMixin):
+    """The module's own steps, run once for each micro-batch on every stage, up to the model's call on all but the last.
+
+    What a step logs and gives is put together on the last stage and handed to all. The schedule, backwards included,
+    runs in `training_step`; the Trainer's backward, after it has zeroed gradients, installs those of the schedule.
+    """
+
+    def _init_pipeline(self, settings: PlanSettings) -> None:
+        super()._init_pipeline(settings)
+        self._refuse_settings(settings)
+        self._surroundings: Surroundings | None = None
+        self._whole_model: WholeModel | None = None
+        self._reducer_around: GradientReducer | None = None
+        self._step_logs: StepLogs | None = None
+        self._stage_metrics: StageMetrics | None = None
+
+    def _refuse_settings(self, settings: PlanSettings) -> None:
+        owner, name = type(self).__name__, settings.pipeline_module
+        for argument in _OF_STEPS:
+            value = getattr(settings, argument)
+            if value is not None and not callable(value):
+                raise TypeError(f"{owner} got {argument}={value!r}, which cannot be called; pass a function.")
+        if settings.pipeline_cuts is None:
+            given = [n for n in ("pipeline_module", *_OF_STEPS) if getattr(settings, n) is not None]
+            if given:
+                raise ValueError(
+                    f"{owner} got {given[0]} without stages; name the first module of each stage but the first in "
+                    "pipeline_cuts."
+                )
+            return
+        if not isinstance(name, str) or not name:
+            raise ValueError(
+                f"{owner} got pipeline_cuts and pipeline_module={name!r}; name the module that is cut, which the steps "
+                "call, such as pipeline_module='model'."
+            )
+        if not self._save_distributed_checkpoint:
+            raise ValueError(
+                f"{owner} got save_distributed_checkpoint=False with pipeline_cuts, where no rank has the whole model; "
+                "leave it out, and consolidate the directory afterwards."
+            )
+
+    def _cut_into_stages(self, module: torch.nn.Module, settings: PlanSettings) -> None:
+        from weft.strategy.pipeline import find_staged
+        from weft.strategy.pipeline.surroundings import Surroundings, refuse_shared
+
+        name = settings.pipeline_module
+        try:
+            inner = module.get_submodule(name)
+        except AttributeError:
+            children = ", ".join(repr(child) for child, _ in module.named_children())
+            raise ValueError(
+                f"{type(self).__name__} got pipeline_module={name!r}, which {type(module).__name__} does not have; "
+                f"name one of its modules: {children}."
+            ) from None
+        if find_staged(module) is None:
+            refuse_shared(module, name)
+            module.__dict__[_WHOLE] = tuple(parameter_names(module).values())
+        super()._cut_into_stages(inner, settings)
+        self._whole_model = WholeModel(module.__dict__[_WHOLE], self.pipeline_group)
+        self._surroundings = Surroundings(module, name, self._pipeline.has_last_stage)
+
+    def _setup_steps(self, module: Any) -> None:
+        """Once the module is where it stays; `_release_steps` undoes it."""
+        self._release_steps()
+        self._step_logs = StepLogs(module)
+        self._stage_metrics = StageMetrics(module, self.pipeline.model, self._of_last_stage)
+        around = list(self._surroundings.parameters.values())
+        if around and self._is_fitting and self.data_axes.shards_parameters:
+            from weft.strategy.data_parallel import GradientReducer
+
+            # FSDP2 has the stages alone.
+            self._reducer_around = GradientReducer(torch.nn.ParameterList(around), self.data_group)
+
+    def _release_steps(self) -> None:
+        if self._stage_metrics is not None:
+            self._stage_metrics.remove()
+        if self._reducer_around is not None:
+            self._reducer_around.remove()
+        self._step_logs = self._stage_metrics = self._reducer_around = None
+
+    def _run_in_stages(self, kind: str, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One of the module's steps for a batch: what it would have given on one device, on every stage."""
+        self._check_batch_of_stages(kind, args[0])
+        settings, pipeline = self._pipeline_settings, self.pipeline
+        parts = pipeline.split(args[0], settings.split_batch)
+        run = _StepOfParts(self, parts, lambda part: step(part, *args[1:], **kwargs))
+        loss = None
+        with self._step_logs.recording(), self._stage_metrics.local():
+            if kind == "training":
+                loss = self._run_schedule(run)
+            else:
+                run.outputs = dict(enumerate(pipeline.evaluate(parts, run, split=run.split)))
+        sizes = [_num_samples(part) for part in parts]
+        weights = run.weights(settings.micro_batch_weight, sizes)
+        logged, output, dtype = self._of_last_stage(
+            lambda: (self._step_logs.combined(weights), run.joined(sizes, weights), run.loss_dtype)
+        )
+        self._step_logs.replay(logged)
+        if loss is None:
+            return output
+        loss = self._kept.loss_for(loss.to(dtype))
+        return {"loss": loss, **output} if isinstance(output, dict) else loss
+
+    def _run_schedule(self, run: _StepOfParts) -> Tensor:
+        module, pipeline = self.lightning_module, self.pipeline
+        trainer = module.trainer
+        # What the Trainer divides the loss by; a user's own backward may do more.
+        scale = None if is_overridden("backward", module, "LightningModule") else 1 / trainer.accumulate_grad_batches
+        self._kept = KeptGradients(
+            (parameter for parameter in module.parameters() if parameter.requires_grad),
+            is_first=trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0,
+            is_seen=_sees_zero_grad(trainer),
+            scale=scale,
+        )
+        weight = self._pipeline_settings.micro_batch_weight
+        options: dict[str, Any] = {} if weight is None else {"weight": weight}
+        if scale is not None:
+            options["scale"] = scale
+        with self._kept.computing():
+            reducer = self._reducer_around
+            with self.data_axes.without_sync(), reducer.paused() if reducer is not None else contextlib.nullcontext():
+                loss = pipeline.step(run.parts, run.loss, split=run.split, **options)
+            if reducer is not None:
+                reducer.finish()
+            return loss
+
+    def _of_last_stage(self, compute: Callable[[], Any]) -> Any:
+        """What `compute` gives, or raises, on the last stage, where alone it is called; collective."""
+        answer: tuple[Any, Exception | None] = (None, None)
+        if self.pipeline.has_last_stage:
+            try:
+                answer = (compute(), None)
+            except Exception as error:
+                answer = (None, sendable(error))
+        value, error = share_from(answer, self.pipeline_group, self.pipeline.last_rank, self.root_device)
+        if error is not None:
+            raise error
+        return value
+
+    def _refuse_what_stages_cannot(self, trainer: Any) -> None:
+        """Raise ValueError for what a Trainer cannot do with stages; nothing is built yet."""
+        self._refuse_scaler()
+        module = trainer.lightning_module
+        name = type(module).__name__
+        if trainer.state.fn == "fit" and not module.automatic_optimization:
+            raise ValueError(
+                f"pipeline_cuts: {name} optimizes manually, and the schedule decides when a pipeline's backwards run; "
+                "let the Trainer optimize (automatic_optimization=True), or use Fabric and its pipeline_step."
+            )
+        for step in _STEPS:
+            if "dataloader_iter" in inspect.signature(getattr(module, step)).parameters:
+                raise ValueError(
+                    f"pipeline_cuts: {name}.{step} takes a dataloader_iter, and a pipeline cuts batches into "
+                    "micro-batches; take (batch, batch_idx)."
+                )
+
+
+class _StepOfParts:
+    """A module's step as the pipeline calls it, once or more for each micro-batch and stage."""
+
+    def __init__(self, strategy: Any, parts: Sequence[Any], step: Callable[[Any], Any]) -> None:
+        self.parts = parts
+        self.outputs: dict[int, Any] = {}  # what it gave beside losses, on the last stage
+        self.loss_dtype = torch.get_default_dtype()
+        self._strategy = strategy
+        self._step = step
+        self._numbers = {id(part): number for number, part in enumerate(parts)}
+
+    def split(self, _batch: Any, _count: int) -> Sequence[Any]:
+        return self.parts
+
+    def __call__(self, part: Any) -> Any:
+        strategy, number = self._strategy, self._numbers[id(part)]
+        with contextlib.ExitStack() as stack:
+            if strategy.pipeline.is_recording:
+                stack.enter_context(strategy._surroundings.unused())
+            return strategy._step_logs.of_micro_batch(number, lambda: self._step(part))
+
+    def loss(self, part: Any) -> Any:
+        """The loss alone."""
+        output = self(part)
+        if isinstance(output, dict):
+            self.outputs[self._numbers[id(part)]] = {key: _kept(item) for key, item in output.items() if key != "loss"}
+            output = output.get("loss")
+        if not isinstance(output, Tensor) or output.numel() != 1:
+            raise TypeError(
+                f"pipeline: training_step gave a {type(output).__name__} for a micro-batch; give its loss, a tensor of "
+                "one number, or a dict with it as 'loss': no micro-batch can be left out."
+            )
+        self.loss_dtype = output.dtype
+        return output
+
+    def weights(self, weight: Callable[[Any], float] | None, sizes: Sequence[int | None]) -> list[float]:
+        """What micro-batches count for in what is logged."""
+        if weight is not None:
+            return [float(weight(part)) for part in self.parts]
+        return [1.0 if size is None else float(size) for size in sizes]
+
+    def joined(self, sizes: Sequence[int | None], weights: Sequence[float]) -> Any:
+        """What the step gave for the batch, beside a loss."""
+        if not self.outputs:
+            return None
+        return join_outputs([self.outputs[number] for number in sorted(self.outputs)], sizes, weights)
+
+
+def _kept(item: Any) -> Any:
+    return item.detach() if isinstance(item, Tensor) else item
+
+
+def _num_samples(part: Any) -> int | None:
+    from weft.strategy.pipeline.micro_batches import batch_size_of
+
+    try:
+        return batch_size_of(part)
+    except ValueError:  # only a split of the user's own knows them
+        return None
+
+
+def _sees_zero_grad(trainer: Any) -> bool:
+    """Whether somebody looks at the gradients that are about to be zeroed, or zeroes them in another way."""
+    hooks = ("on_before_zero_grad", "optimizer_zero_grad")
+    if any(is_overridden(hook, trainer.lightning_module, "LightningModule") for hook in hooks):
+        return True
+    return any(is_overridden(hooks[0], callback, "Callback") for callback in trainer.callbacks)

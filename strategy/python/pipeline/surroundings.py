@@ -1,0 +1,139 @@
+"""What is beside a module in stages, in the module that holds it: on the last stage alone, where its outputs go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from weft.strategy.absent import AbsentLayer
+from weft.strategy.assignments import join
+from weft.strategy.pipeline.staged_model import fake_copy
+
+
+class Surroundings:
+    """Takes what is around a module in stages from ranks that do not have the last stage, in place.
+
+    root: holds the module `name`, whose stages are cut already; a LightningModule, say.
+    has_last_stage: whether this rank keeps all.
+    """
+
+    def __init__(self, root: nn.Module, name: str, has_last_stage: bool) -> None:
+        self._root = root
+        self._name = name
+        if has_last_stage:
+            return
+        fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        for own_name, module in list(_modules_beside(root, name)):
+            if any(True for _ in module.parameters()):
+                parent, _, child = own_name.rpartition(".")
+                root.get_submodule(parent)._modules[child] = AbsentNeighbour(
+                    own_name, name, fake_copy(module, module.buffers(), fake_mode)
+                )
+        for own_name, _ in list(_bare_parameters(root, name)):
+            parent, _, child = own_name.rpartition(".")
+            holder = root.get_submodule(parent)
+            del holder._parameters[child]
+            holder.__dict__[child] = AbsentParameter(own_name, name)
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's, by name, as they are now; on ranks without the last stage there are none."""
+        return dict(_parameters_beside(self._root, self._name))
+
+    def unused(self) -> TorchFunctionMode:
+        """A mode in which these parameters must not be used: before the model's call other ranks lack them."""
+        return _Unused(self.parameters, self._name)
+
+
+def refuse_shared(root: nn.Module, name: str) -> None:
+    """Raise ValueError where a parameter is inside of the module to be cut and beside it; before it is cut."""
+    inside = {id(p): n for n, p in root.get_submodule(name).named_parameters(remove_duplicate=False)}
+    for own_name, parameter in _parameters_beside(root, name):
+        if id(parameter) in inside:
+            raise ValueError(
+                f"pipeline: '{own_name}' and '{join(name, inside[id(parameter)])}' are one parameter, and '{name}' is "
+                f"to be cut into stages; put both inside of '{name}'."
+            )
+
+
+class AbsentNeighbour(AbsentLayer):
+    """A module beside the one in stages, on a rank without the last stage."""
+
+    def __init__(self, name: str, staged_name: str, skeleton: nn.Module) -> None:
+        super().__init__(name, -1, skeleton)
+        self.__dict__["_weft_beside"] = staged_name
+
+    def extra_repr(self) -> str:
+        return f"{type(self._weft_skeleton).__name__} of the last stage"
+
+    def _refuse(self, what: str, error: type[Exception]) -> NoReturn:
+        raise _refusal(self._weft_name, self._weft_beside, error)
+
+
+class AbsentParameter(Tensor):
+    """A parameter beside the module in stages, on a rank without the last stage: whatever asks for it is refused."""
+
+    @staticmethod
+    def __new__(cls, name: str, staged_name: str) -> AbsentParameter:
+        absent = torch.empty(0, device="meta").as_subclass(cls)
+        absent.__dict__.update(_weft_name=name, _weft_beside=staged_name)
+        return absent
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        leaves = pytree.tree_leaves((args, kwargs or {}))
+        names = next(leaf.__dict__ for leaf in leaves if isinstance(leaf, cls))
+        raise _refusal(names["_weft_name"], names["_weft_beside"], RuntimeError)
+
+
+class _Unused(TorchFunctionMode):
+    def __init__(self, parameters: dict[str, nn.Parameter], staged_name: str) -> None:
+        super().__init__()
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._staged_name = staged_name
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in pytree.tree_leaves((args, kwargs or {})):
+            if id(leaf) in self._names:
+                raise _refusal(self._names[id(leaf)], self._staged_name, RuntimeError)
+        return func(*args, **(kwargs or {}))
+
+
+def _refusal(name: str, staged_name: str, error: type[Exception]) -> Exception:
+    return error(
+        f"pipeline: '{name}' is beside '{staged_name}' and so on the last stage alone; use it in a step after the call "
+        f"of '{staged_name}', or put it inside."
+    )
+
+
+def _modules_beside(root: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost modules that neither hold the named one nor are inside of it."""
+    holder, prefix = root, ""
+    for part in name.split("."):
+        for child_name, child in holder._modules.items():
+            if child_name != part and child is not None:
+                yield join(prefix, child_name), child
+        holder, prefix = holder._modules[part], join(prefix, part)
+
+
+def _bare_parameters(root: nn.Module, name: str) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of the modules that hold the named one, themselves."""
+    holder, prefix = root, ""
+    for part in name.split("."):
+        for own_name, parameter in holder._parameters.items():
+            if parameter is not None:
+                yield join(prefix, own_name), parameter
+        holder, prefix = holder._modules[part], join(prefix, part)
+
+
+def _parameters_beside(root: nn.Module, name: str) -> Iterator[tuple[str, nn.Parameter]]:
+    for prefix, module in _modules_beside(root, name):
+        for own_name, parameter in module.named_parameters():
+            yield join(prefix, own_name), parameter
+    yield from _bare_parameters(root, name)

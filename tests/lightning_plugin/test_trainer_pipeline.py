@@ -1,0 +1,256 @@
+"""The Trainer with a model in stages: the numbers, logs, outputs and checkpoints of one device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback
+from lightning_plugin.scripts.pipeline_models import ARGS, CUTS, Text, staged, text_loader
+from lightning_plugin.scripts.plugin_models import on_warm_rank, trainer, weights
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from support.models import Llama
+from support.ranks import on_ranks, run_on_ranks
+
+
+def everything(
+    rank: int,
+    world_size: int,
+    folder: str,
+    layout: str,
+    options: dict[str, Any],
+    model_options: dict[str, Any],
+    **run_options: Any,
+) -> dict[str, Any]:
+    """Fit with validation, test, predict; what one device does too, with the strategy "auto"."""
+    on_warm_rank(rank, world_size)
+    strategy: Any = "auto" if layout == "auto" else staged(layout, **options)
+    run = trainer(world_size, strategy, folder, max_epochs=2, **run_options)
+    model = Text(**model_options)
+    tensor_ranks, data_ranks = (2 if "tp2" in layout else 1), (2 if "dp2" in layout else 1)
+    share = {"rank": rank // tensor_ranks % data_ranks, "num_ranks": data_ranks}
+    run.fit(model, text_loader(**share), text_loader(7))
+    metrics = {name: value.item() for name, value in run.callback_metrics.items() if name != "gradient_norm"}
+    result = {"losses": model.losses, "metrics": metrics, "weights": weights(model), "outputs": model.outputs}
+    result["test"] = run.test(model, text_loader(), verbose=False)
+    result["predicted"] = run.predict(model, text_loader(7))
+    result["steps"] = run.global_step
+    return result
+
+
+LAYOUTS = {
+    "pp2": (2, "pp2", {}),
+    "pp2 interleaved": (2, "pp2", {"pipeline_cuts": CUTS[4], "pipeline_schedule": "interleaved"}),
+    "pp2 zero bubble": (2, "pp2", {"pipeline_schedule": "zero_bubble", "num_micro_batches": 3}),
+    "pp4": (4, "pp4", {"num_micro_batches": 4}),
+    "pp2 tp2": (4, "pp2,tp2", {}),
+    "pp2 dp2 zero3": (4, "pp2,dp2", {"zero_stage": 3}),
+    "pp2 dp2 zero1": (4, "pp2,dp2", {"zero_stage": 1}),
+    "pp2 dp2 tp2": (8, "pp2,dp2,tp2", {"zero_stage": 0}),
+}
+MODELS = {
+    "sgd": ({}, {"gradient_clip_val": 0.5}),
+    "adamw": ({"optimizer": "adamw"}, {}),
+    "head, accumulated": ({"has_head": True}, {"accumulate_grad_batches": 2}),
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_gives_the_numbers_of_one_device(tmp_path: Path, model: str) -> None:
+    model_options, run_options = MODELS[model]
+    options = {"folder": str(tmp_path), "model_options": model_options, **run_options}
+    [expected] = run_on_ranks(1, everything, layout="auto", options={}, **options)
+    for world_size, layout, more in LAYOUTS.values():
+        if model == "adamw" and "dp2" in layout:
+            continue  # each rank lowers its learning rate by its own validation
+        for result in run_on_ranks(world_size, everything, layout=layout, options=more, **options):
+            assert_like_one_device(result, expected, has_all_data="dp2" not in layout)
+
+
+def assert_like_one_device(result: dict[str, Any], expected: dict[str, Any], has_all_data: bool) -> None:
+    assert len(result["weights"]) < len(expected["weights"])
+    for name, value in result["weights"].items():
+        original = name.replace("output", "tok_embeddings")  # one parameter, of which the last stage has a copy
+        torch.testing.assert_close(value, expected["weights"][original], rtol=1e-10, atol=1e-12, msg=name)
+    assert result["steps"] == expected["steps"]
+    for name in ("test", "predicted"):
+        torch.testing.assert_close(result[name], expected[name], rtol=1e-10, atol=1e-12)
+    if has_all_data:
+        torch.testing.assert_close(result["losses"], expected["losses"], rtol=1e-10, atol=0)
+        assert result["metrics"] == pytest.approx(expected["metrics"], rel=1e-10)
+        torch.testing.assert_close(result["outputs"], expected["outputs"], rtol=1e-10, atol=1e-12)
+
+
+class Hooks(Callback):
+    """Notes the hooks of a run, and what is known in them."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(("batch", batch_idx, trainer.global_step))
+
+    def on_before_zero_grad(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        gradients = [parameter.grad is not None for parameter in module.parameters()]
+        self.seen.append(("zero_grad", any(gradients), all(gradients)))
+
+    def on_before_backward(self, trainer: Any, module: Any, loss: Tensor) -> None:
+        self.seen.append(("backward", loss.item()))
+
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        self.seen.append(("after", all(parameter.grad is not None for parameter in module.parameters())))
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self.seen.append(("step", module.lr_schedulers().get_last_lr()))
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.seen.append(("epoch", trainer.global_step))
+
+
+class Scheduled(Text):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def hooks_of(rank: int, world_size: int, folder: str, strategy: Any) -> list[Any]:
+    on_warm_rank(rank, world_size)
+    hooks = Hooks()
+    strategy = staged() if strategy == "staged" else strategy
+    run = trainer(world_size, strategy, folder, max_epochs=2, accumulate_grad_batches=2, callbacks=[hooks])
+    run.fit(Scheduled(), text_loader())
+    return hooks.seen
+
+
+def test_hooks_come_in_order_and_find_what_they_look_for(tmp_path: Path) -> None:
+    [expected] = run_on_ranks(1, hooks_of, folder=str(tmp_path), strategy="auto")
+    assert ("zero_grad", True, True) in expected
+    for seen in run_on_ranks(2, hooks_of, folder=str(tmp_path), strategy="staged"):
+        assert [each[0] for each in seen] == [each[0] for each in expected]
+        for ours, theirs in zip(seen, expected, strict=True):
+            torch.testing.assert_close(ours[1:], theirs[1:], rtol=1e-10, atol=0)
+
+
+class Weighted(Text):
+    """Some targets count for nothing, as padding does; all of one sample's."""
+
+    def loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        logits = self.model(batch["x"])
+        y = batch["y"].masked_fill((batch["y"] % 3 == 0) | (batch["i"][:, None] == 4), -100)
+        return F.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=-100), logits
+
+    def backward(self, loss: Tensor) -> None:
+        (loss * 3).backward()
+
+
+def numbered_loader() -> Any:
+    data = list(text_loader().dataset)
+    return DataLoader([{**each, "i": i} for i, each in enumerate(data)], batch_size=6)
+
+
+def num_targets(part: dict[str, Tensor]) -> int:
+    return int(((part["y"] % 3 != 0) & (part["i"][:, None] != 4)).sum())
+
+
+def by_stride(batch: dict[str, Tensor], count: int) -> list[dict[str, Tensor]]:
+    return [{name: value[i::count] for name, value in batch.items()} for i in range(count)]
+
+
+def weighted(rank: int, world_size: int, folder: str, options: dict[str, Any] | None) -> dict[str, Any]:
+    on_warm_rank(rank, world_size)
+    strategy: Any = "auto" if options is None else staged(micro_batch_weight=num_targets, **options)
+    run = trainer(world_size, strategy, folder, accumulate_grad_batches=2)
+    model = Weighted()
+    run.fit(model, numbered_loader())
+    return {"weights": weights(model), "losses": model.losses, "logged": run.callback_metrics["train_loss_epoch"]}
+
+
+def test_a_weight_a_split_and_a_backward_of_the_users_own(tmp_path: Path) -> None:
+    [expected] = run_on_ranks(1, weighted, folder=str(tmp_path), options=None)
+    for options in ({"num_micro_batches": 6}, {"split_batch": by_stride, "num_micro_batches": 4}):
+        for result in run_on_ranks(2, weighted, folder=str(tmp_path), options=options):
+            torch.testing.assert_close(result["losses"], expected["losses"], rtol=1e-10, atol=0)
+            torch.testing.assert_close(result["logged"], expected["logged"], rtol=1e-10, atol=0)
+            for name, value in result["weights"].items():
+                original = expected["weights"][name.replace("output", "tok_embeddings")]
+                torch.testing.assert_close(value, original, rtol=1e-10, atol=1e-12, msg=name)
+
+
+@on_ranks(2)
+def test_runs_go_on_with_the_model_in_stages(rank: int, world_size: int, tmp_path: Path) -> None:
+    """A second fit, another Trainer's test, and metrics that are their own again."""
+    on_warm_rank(rank, world_size)
+    strategy, model = staged(), Text()
+    run = trainer(world_size, strategy, tmp_path)
+    run.fit(model, text_loader())
+    weight = next(model.parameters())
+    run.fit_loop.max_epochs = 2
+    run.fit(model, text_loader())
+    assert len(model.losses) == 6 and next(model.parameters()) is weight
+    other = trainer(world_size, staged(), tmp_path)
+    [result] = other.test(model, text_loader(), verbose=False)
+    assert result["test_loss"] < model.losses[0] and next(model.parameters()) is weight
+    model.accuracy.reset()
+    model.accuracy.update(torch.tensor([rank]), torch.tensor([0]))
+    assert model.accuracy.compute() == 1 - rank
+    with pytest.raises(ValueError, match="in stages already; build the model anew"):
+        trainer(world_size, staged(pipeline_cuts=["layers.1"]), tmp_path).test(model, text_loader(), verbose=False)
+
+
+class Built(Text):
+    """Makes its model where a strategy waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.model
+
+    def configure_model(self) -> None:
+        torch.manual_seed(0)
+        self.model = Llama(ARGS)
+
+
+@on_ranks(2)
+def test_each_rank_makes_the_values_of_its_stage(rank: int, world_size: int, tmp_path: Path) -> None:
+    on_warm_rank(rank, world_size)
+    built, whole = Built(), Text()
+    original = {name: value.detach().clone() for name, value in whole.named_parameters(remove_duplicate=False)}
+    run = trainer(world_size, staged(), tmp_path, max_steps=0, max_epochs=None)
+    run.fit(built, text_loader())
+    found = weights(built)
+    assert found and all(torch.equal(value, original[name]) for name, value in found.items())
+    assert {name.split(".")[2] for name in found if "layers" in name} == ({"0", "1"} if rank == 0 else {"2", "3"})
+
+
+@on_ranks(2)
+def test_bfloat16_crosses_the_stages(rank: int, world_size: int, tmp_path: Path) -> None:
+    on_warm_rank(rank, world_size)
+    strategy, model = staged(plan={}, pipeline_cuts=["1"]), Small()
+    trainer(world_size, strategy, tmp_path, precision="bf16-mixed").fit(
+        model, DataLoader(torch.ones(8, 4), batch_size=4)
+    )
+    [recordings] = strategy.pipeline._recordings.values()
+    crossed = {recording.values[number].dtype for recording in recordings for number in recording.crossings[0]}
+    assert crossed == {torch.bfloat16} and {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert set(model.seen) == ({torch.bfloat16} if rank == 1 else set())
+
+
+class Small(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        self.seen: list[torch.dtype] = []
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        output = self.model(batch)
+        self.seen.append(output.dtype)
+        return output.square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)

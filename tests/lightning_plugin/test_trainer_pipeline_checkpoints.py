@@ -1,0 +1,92 @@
+"""Callbacks that monitor what the last stage knows, and checkpoints that go on with other numbers of stages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning_plugin.scripts.pipeline_models import Text, staged, text_loader
+from lightning_plugin.scripts.plugin_models import on_warm_rank, trainer, weights
+from torch import Tensor
+
+from support.ranks import run_on_ranks
+
+
+class Improving(Text):
+    """Its validation loss falls in two epochs and rises after them."""
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        loss, _ = self.loss(batch)
+        self.log("val_loss", loss * 0 + abs(self.current_epoch - 1.5))
+
+
+def watched(rank: int, world_size: int, folder: str, strategy: Any) -> dict[str, Any]:
+    on_warm_rank(rank, world_size)
+    best = ModelCheckpoint(dirpath=Path(folder) / str(world_size), monitor="val_loss", save_last=True)
+    stop = EarlyStopping("val_loss", patience=2)
+    strategy = staged() if strategy == "staged" else strategy
+    run = trainer(
+        world_size,
+        strategy,
+        folder,
+        max_epochs=9,
+        callbacks=[best, stop],
+        enable_checkpointing=True,
+    )
+    model = Improving(optimizer="adamw")
+    run.fit(model, text_loader(), text_loader(7))
+    name = Path(best.best_model_path).name
+    return {"epoch": run.current_epoch, "best": name, "lr": [g["lr"] for g in run.optimizers[0].param_groups]}
+
+
+def test_callbacks_that_monitor_a_validation_metric(tmp_path: Path) -> None:
+    [expected] = run_on_ranks(1, watched, folder=str(tmp_path), strategy="auto")
+    assert expected["epoch"] == 4 and expected["lr"][0] < 1e-2
+    assert run_on_ranks(2, watched, folder=str(tmp_path), strategy="staged") == [expected, expected]
+
+
+def fit_two_epochs(world_size: int, folder: Path, layout: str, **options: Any) -> tuple[L.Trainer, Text]:
+    strategy: Any = "auto" if layout == "auto" else staged(layout)
+    run, model = trainer(world_size, strategy, folder, max_epochs=2), Text("adamw")
+    run.fit(model, text_loader(), text_loader(7), **options)
+    return run, model
+
+
+def one_device(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    on_warm_rank(rank, world_size)
+    run, model = trainer(1, "auto", folder), Text("adamw")
+    run.fit(model, text_loader(), text_loader(7))
+    run.save_checkpoint(Path(folder) / "one.ckpt")
+    run, model = fit_two_epochs(1, Path(folder), "auto")
+    return {"weights": weights(model), "losses": model.losses[3:]}
+
+
+def resumed(rank: int, world_size: int, folder: str, layouts: list[str | Path], source: str | None) -> dict[str, Any]:
+    """One epoch in the first layout, unless there is a file of it, and the second one in each of the others."""
+    on_warm_rank(rank, world_size)
+    first, *others = layouts
+    path = Path(folder) / (source or f"{first}.ckpt")
+    if source is None:
+        run, model = trainer(world_size, staged(first), folder), Text("adamw")
+        run.fit(model, text_loader(), text_loader(7))
+        run.save_checkpoint(path)
+    results = {}
+    for layout in others:
+        _, model = fit_two_epochs(world_size, Path(folder), layout, ckpt_path=path)
+        results[layout] = {"weights": weights(model), "losses": model.losses}
+    return results
+
+
+def test_resumes_on_other_numbers_of_stages(tmp_path: Path) -> None:
+    [expected] = run_on_ranks(1, one_device, folder=str(tmp_path))
+    found = run_on_ranks(4, resumed, folder=str(tmp_path), layouts=["pp2,tp2", "pp4", "pp2,tp2"], source=None)
+    found += run_on_ranks(2, resumed, folder=str(tmp_path), layouts=["", "pp2"], source="one.ckpt")
+    for results in found:
+        for result in results.values():
+            torch.testing.assert_close(result["losses"], expected["losses"], rtol=1e-10, atol=0)
+            for name, value in result["weights"].items():
+                original = expected["weights"][name.replace("output", "tok_embeddings")]
+                torch.testing.assert_close(value, original, rtol=1e-10, atol=1e-12, msg=name)

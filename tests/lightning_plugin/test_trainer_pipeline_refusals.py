@@ -1,0 +1,134 @@
+"""What the Trainer refuses to do with a model in stages, on every rank where every rank can know."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning_plugin.scripts.pipeline_models import Text, staged, text_loader
+from lightning_plugin.scripts.plugin_models import on_warm_rank, trainer
+from torch import Tensor, nn
+
+from support.rank_pool import RankFailure
+from support.ranks import on_ranks, run_on_ranks
+from weft.lightning import WeftModelParallelStrategy
+
+
+class Refused(Text):
+    """`kind` says what is wrong with its steps."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(has_head=kind in ("module before", "parameter before"))
+        self.kind = kind
+        self.automatic_optimization = kind != "manual"
+        if kind == "tied":
+            self.head = nn.Linear(1, 1)
+            self.head.weight = self.model.layers[0].attention.wq.weight
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        if self.kind == "module before":
+            self.head(torch.ones(1, 37, dtype=torch.float64))
+        if self.kind == "parameter before":
+            batch["x"] = batch["x"] * (self.temperature > 0)
+        if self.kind == "twice":
+            self.model(batch["x"])
+        if self.kind == "never":
+            return torch.ones((), requires_grad=True)
+        loss, logits = self.loss(batch)
+        if self.kind == "group":
+            self.log("a", loss, sync_dist_group="x")
+        if self.kind == "outputs":
+            return {"loss": loss, "hidden": logits.transpose(0, 1)}
+        if self.kind == "optimizer":
+            return loss
+        return None if self.kind == "nothing" else loss
+
+    def configure_optimizers(self) -> Any:
+        if self.kind == "optimizer":
+            self.model.layers[0].attention.wq.weight.mean()
+            self.model.layers[2].attention.wq.weight.mean()
+        return super().configure_optimizers()
+
+
+class OfIterator(Text):
+    def training_step(self, dataloader_iter: Any) -> Any:
+        return self.loss(next(dataloader_iter)[0])[0]
+
+
+ON_ALL = {
+    "manual": (ValueError, "Refused optimizes manually, and the schedule decides"),
+    "module before": (
+        RuntimeError,
+        "'head.*' is beside 'model' and so on the last stage alone; use it in a step",
+    ),
+    "parameter before": (RuntimeError, "'temperature' is beside 'model' and so on the last stage alone"),
+    "never": (RuntimeError, "called the model in stages 0 times for a micro-batch; call it once"),
+    "outputs": (TypeError, "a tensor of shape .* for each micro-batch, which nobody knows how to join"),
+    "tied": (ValueError, "'head.weight' and 'model.layers.0.attention.wq.weight' are one parameter"),
+    "optimizer": (AttributeError, "the layer 'layers.[02]' .* is on stage [01], and its 'attention' was asked for"),
+}
+ON_THE_LAST = {
+    "twice": (RuntimeError, "the step calls the model in stages twice for one micro-batch; call it once"),
+    "group": (ValueError, "got a sync_dist_group, which ranks of other stages do not have"),
+    "nothing": (TypeError, "training_step gave a NoneType for a micro-batch"),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ON_ALL)
+def test_what_is_refused_on_all_ranks(rank: int, world_size: int, tmp_path: Path, kind: str) -> None:
+    on_warm_rank(rank, world_size)
+    error, message = ON_ALL[kind]
+    with pytest.raises(error, match=message):
+        trainer(world_size, staged(), tmp_path).fit(Refused(kind), text_loader())
+
+
+@pytest.mark.parametrize("kind", ON_THE_LAST)
+def test_what_only_the_last_stage_can_refuse(tmp_path: Path, kind: str) -> None:
+    error, message = ON_THE_LAST[kind]
+    with pytest.raises(RankFailure, match=f"rank 1 of 2 failed:(.|\\n)*{error.__name__}: .*{message}"):
+        run_on_ranks(2, fit_refused, kind=kind, folder=str(tmp_path))
+
+
+def fit_refused(rank: int, world_size: int, kind: str, folder: str) -> None:
+    on_warm_rank(rank, world_size)
+    trainer(world_size, staged(), folder).fit(Refused(kind), text_loader())
+
+
+@on_ranks(2)
+def test_an_iterator_and_a_wrong_name_are_refused(rank: int, world_size: int, tmp_path: Path) -> None:
+    on_warm_rank(rank, world_size)
+    with pytest.raises(ValueError, match=r"OfIterator\.training_step takes a dataloader_iter"):
+        trainer(world_size, staged(), tmp_path).fit(OfIterator(), text_loader())
+    with pytest.raises(ValueError, match=r"='net', which Text does not have; name one of its modules: 'model', 'acc"):
+        trainer(world_size, staged(pipeline_module="net"), tmp_path).fit(Text(), text_loader())
+    with pytest.raises(
+        ValueError, match=r"stage 1 is to begin at 'model\.layers\.2', which the model has no module of"
+    ):
+        trainer(world_size, staged(pipeline_cuts=["model.layers.2"]), tmp_path).fit(Text(), text_loader())
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"layout": "pp2"}, ValueError, "2 pipeline-parallel ranks without stages"),
+        ({"pipeline_module": "model"}, ValueError, "got pipeline_module without stages"),
+        ({"split_batch": torch.chunk}, ValueError, "got split_batch without stages"),
+        ({"pipeline_cuts": [], "plan": "auto"}, ValueError, "pipeline_cuts and pipeline_module=None; name the module"),
+        (
+            {"pipeline_cuts": [], "pipeline_module": "model", "micro_batch_weight": 3},
+            TypeError,
+            "micro_batch_weight=3, which cannot be called",
+        ),
+        (
+            {"pipeline_cuts": [], "pipeline_module": "model", "save_distributed_checkpoint": False},
+            ValueError,
+            "save_distributed_checkpoint=False with pipeline_cuts",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        WeftModelParallelStrategy(**options)
