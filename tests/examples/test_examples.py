@@ -65,6 +65,21 @@ def test_the_language_model_in_stages_has_the_losses_of_one_device(tmp_path: Pat
     assert line is not None and all(int(held) < 0.3 * int(line[2]) for held in line[1].split(", "))
 
 
+def test_the_trainer_in_stages_resumes_with_the_numbers_of_one_device(tmp_path: Path) -> None:
+    def epochs(*arguments: str) -> dict[str, list[float]]:
+        stdout = run_example("12_pipeline_trainer.py", *arguments, cwd=tmp_path)
+        rows = re.findall(r"^epoch (\d): loss (\S+), validation loss (\S+), accuracy (\S+)$", stdout, re.MULTILINE)
+        return {epoch: [float(figure) for figure in figures] for epoch, *figures in rows}
+
+    whole = epochs("--layout", "none")
+    first = epochs("--epochs", "1", "--schedule", "zero_bubble", "--save", "half", "--picture", "timeline.svg")
+    rest = epochs("--layout", "pp2,tp2", "--resume", "half")
+    assert (list(whole), list(first), list(rest)) == (["0", "1"], ["0"], ["1"])
+    for epoch, figures in {**first, **rest}.items():
+        assert figures == pytest.approx(whole[epoch], rel=1e-3), epoch
+    assert "measured" in (tmp_path / "timeline.svg").read_text()
+
+
 def test_a_network_in_three_learns(tmp_path: Path) -> None:
     stdout = run_example("10_three_gpus.py", cwd=tmp_path)
     line = re.search(r"^right: (\d+) of 96$", stdout, re.MULTILINE)

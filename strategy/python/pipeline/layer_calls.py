@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
@@ -63,12 +61,6 @@ def install(layer: nn.Module, name: str, stage: int) -> None:
             _classes[cls] = type(cls.__name__, (LayerCall, cls), {"__module__": cls.__module__})
         layer.__class__ = _classes[cls]
     layer.__dict__["_weft_layer"] = (name, stage)
-
-
-def keeping_random_state() -> AbstractContextManager[None]:
-    """Inside, what is drawn at random changes no generator, of the CPU's and the current device's."""
-    on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-    return torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_cuda else [])
 
 
 def run_in(mode: Mode, forward: Callable[[], Any]) -> Any:

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from weft.strategy.pipeline.layer_calls import LayerCall, Mode, keeping_random_state, run_in
+from weft.strategy.pipeline.layer_calls import LayerCall, Mode, run_in
 from weft.strategy.pipeline.micro_batches import signature
+from weft.strategy.pipeline.random_streams import keeping_random_state
 from weft.strategy.pipeline.stages import ANY_STAGE
 
 # Whose results are Python values that depend on a tensor's.

@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge
 from weft import memory, ops
 from weft.strategy._plan import Action, Schedule, Span
 from weft.strategy.pipeline.backward import WeightHalf, backward, backward_input, edge_of
+from weft.strategy.pipeline.random_streams import RandomStreams
 from weft.strategy.pipeline.recording import Recording
 from weft.strategy.pipeline.sharded_stages import ShardedStages
 from weft.strategy.pipeline.staged_model import StagedModel
@@ -73,6 +74,7 @@ class Runner:
         self.memory_before = 0
         self.begun = 0.0
         self._has_failed = False
+        self._streams = RandomStreams()
 
     def run(self, schedule: Schedule, work: Work) -> list[Any]:
         """Do this rank's list; without a `root_of` gives, on the last stage's rank, what the step gave."""
@@ -87,8 +89,9 @@ class Runner:
         run = _Run(self, schedule, work)
         if self.sharding is not None and schedule.has_backward:
             self.sharding.begin()
-        for action in schedule.ranks[self._rank]:
-            run.do(action)
+        with self._streams.of_step():
+            for action in schedule.ranks[self._rank]:
+                run.do(action)
         if schedule.has_communication:
             ops.pipeline_flush(self._group_name)
         if self.sharding is not None and schedule.has_backward:
@@ -101,6 +104,7 @@ class Runner:
 class _Run:
     def __init__(self, runner: Runner, schedule: Schedule, work: Work) -> None:
         self._staged = runner._staged
+        self._streams = runner._streams
         self._sharding = runner.sharding
         self._group_name = runner._group_name
         self._rank_of = schedule.rank_of
@@ -152,7 +156,15 @@ class _Run:
         leaves = [v.requires_grad_() if need else v for v, need in zip(received, needs, strict=True)]
         values = [_Entry.apply(leaf) if need else leaf for leaf, need in zip(leaves, needs, strict=True)]
         work = self._work
-        result, sent = self._staged.run(work.recordings[i], stage, values, work.step, work.micro_batches[i])
+        self._streams.begin(i)
+        result, sent = self._staged.run(
+            work.recordings[i],
+            stage,
+            values,
+            work.step,
+            work.micro_batches[i],
+            lambda: self._streams.begin(i, stage) if stage > 0 else None,
+        )
         if stage == self._last_stage:
             if work.root_of is None:
                 self._results[i] = result

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from weft.strategy.absent import AbsentLayer
 from weft.strategy.activation_checkpointing import CheckpointedModule
 from weft.strategy.assignments import join
-from weft.strategy.pipeline.layer_calls import install, keeping_random_state, run_in
+from weft.strategy.pipeline.layer_calls import install, run_in
 from weft.strategy.pipeline.micro_batches import signature
+from weft.strategy.pipeline.random_streams import keeping_random_state
 from weft.strategy.pipeline.recording import Recording, record
 from weft.strategy.pipeline.stages import ANY_STAGE, Layers
 from weft.strategy.pipeline.trunk import Leave, OtherPathError, StageRun
@@ -111,10 +112,19 @@ class StagedModel:
         return probe.took_the_same_path
 
     def run(
-        self, recording: Recording, stage: int, received: Sequence[Tensor], step: Any, micro_batch: Any
+        self,
+        recording: Recording,
+        stage: int,
+        received: Sequence[Tensor],
+        step: Any,
+        micro_batch: Any,
+        before_layers: Callable[[], None],
     ) -> tuple[Any, list[Tensor] | None]:
-        """One stage's part of `step(micro_batch)`: what it gives on the last stage, and elsewhere what crosses on."""
-        run = StageRun(recording, stage, received)
+        """One stage's part of `step(micro_batch)`: what it gives on the last stage, and elsewhere what crosses on.
+
+        `before_layers` is called before the first layer of the stage.
+        """
+        run = StageRun(recording, stage, received, before_layers)
         for fake, name in self._own_parameters:
             if recording.number_of(fake) is not None:
                 run.add_value(fake, self.model.get_parameter(name))

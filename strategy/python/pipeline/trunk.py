@@ -16,7 +16,7 @@ for each kind of answers). All ranks see the same inputs and record the same, so
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -42,11 +42,19 @@ class StageRun(Mode):
 
     stage: of a probe, which runs no layer at all, the number of stages.
     received: the values that cross the boundary before this stage; None: of a probe.
+    before_layers: called before the first layer of the stage, if any.
     sent: after the forward, those that cross the one after it.
     """
 
-    def __init__(self, recording: Recording, stage: int, received: Iterable[Tensor] | None) -> None:
+    def __init__(
+        self,
+        recording: Recording,
+        stage: int,
+        received: Iterable[Tensor] | None,
+        before_layers: Callable[[], None] | None = None,
+    ) -> None:
         super().__init__()
+        self._before_layers = before_layers
         self.is_probe = received is None
         self.arguments = recording.arguments
         self._recording = recording
@@ -99,6 +107,9 @@ class StageRun(Mode):
             return event.output
         if not self._is_before:
             args, kwargs = self.with_values((args, kwargs))
+        if stage == self._target and self._before_layers is not None:
+            self._before_layers()
+            self._before_layers = None
         output = self._outside(lambda: layer.call_itself(args, kwargs))
         if _has_tensor(output):
             self._take(name, name, output)

@@ -1,0 +1,92 @@
+"""What steps give and log for micro-batches, put together."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from support.ranks import on_ranks
+from weft._plugin.step_outputs import join_outputs, share_from, weighted_mean
+
+SIZES, WEIGHTS = [2, 1], [2.0, 1.0]
+
+
+class Named(NamedTuple):
+    loss: torch.Tensor
+    guess: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("outputs", "expected"),
+    [
+        ([None, None], None),
+        ([torch.tensor(1.0), torch.tensor(4.0)], torch.tensor(2.0)),
+        ([1, 4], 2.0),
+        ([torch.zeros(2, 3), torch.ones(1, 3)], torch.cat([torch.zeros(2, 3), torch.ones(1, 3)])),
+        ([["a", "b"], ["c"]], ["a", "b", "c"]),
+        ([("a", 1.0), ("a", 4.0)], ("a", 2.0)),
+        ([True, True], True),
+        ([{"x": torch.zeros(2)}, {"x": torch.ones(1)}], {"x": torch.tensor([0.0, 0.0, 1.0])}),
+        (
+            [Named(torch.tensor(1.0), torch.tensor([1, 2])), Named(torch.tensor(4.0), torch.tensor([3]))],
+            Named(torch.tensor(2.0), torch.tensor([1, 2, 3])),
+        ),
+        ([[torch.zeros(2), "a", 0.0], [torch.ones(1), "a", 3.0]], [torch.tensor([0.0, 0.0, 1.0]), "a", 1.0]),
+    ],
+)
+def test_joins(outputs: list[Any], expected: Any) -> None:
+    assert same(join_outputs(outputs, SIZES, WEIGHTS), expected)
+
+
+def same(left: Any, right: Any) -> bool:
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, torch.Tensor):
+        return torch.equal(left, right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(same, left, right))
+    return left == right
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        [torch.zeros(3, 2), torch.zeros(3, 1)],
+        [{"a": 1}, {"b": 1}],
+        ["a", "b"],
+        [("a",), ("a", "b")],
+        [True, False],
+        [object(), object()],
+    ],
+)
+def test_refuses_what_it_cannot_join(outputs: list[Any]) -> None:
+    with pytest.raises(TypeError, match="for each micro-batch, which nobody knows how to join; give tensors with the"):
+        join_outputs(outputs, SIZES, WEIGHTS)
+
+
+def test_one_micro_batch_is_what_it_is() -> None:
+    whole = object()
+    assert join_outputs([whole], [3], [3.0]) is whole
+
+
+def test_a_mean_leaves_out_what_weighs_nothing() -> None:
+    nan = torch.tensor(float("nan"), dtype=torch.float64)
+    assert weighted_mean([nan, torch.tensor(2.0)], [0.0, 1.0]).item() == 2
+    assert weighted_mean([nan, nan], [0.0, 0.0]).isnan()
+    assert weighted_mean([torch.tensor([3]), torch.tensor([4])], [1.0, 1.0]).item() == 3.5
+    assert weighted_mean([nan, torch.tensor(2.0)], [0.0, 1.0]).dtype == torch.float64
+
+
+@on_ranks(2)
+def test_everything_comes_from_the_last_rank(rank: int, world_size: int) -> None:
+    large = torch.arange(9000.0).view(3, 3000)
+    view = large[1]  # small, of something large
+    sent = {"large": large, "view": view[:2], "text": ["a", None], "number": torch.tensor(3)}
+    group = torch.distributed.group.WORLD
+    received = share_from(sent if rank == 1 else None, group, 1, torch.device("cpu"))
+    assert torch.equal(received["large"], large) and torch.equal(received["view"], view[:2])
+    assert received["text"] == ["a", None] and received["number"] == 3
