@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from weft._plugin.in_backward import is_overridden
 from weft._plugin.kept_gradients import KeptGradients
@@ -168,7 +169,7 @@ class TrainerPipelineMixin(PipelineMixin):
         return value
 
     def _refuse_what_stages_cannot(self, trainer: Any) -> None:
-        """Raise ValueError for what a Trainer cannot do with stages; nothing is built yet."""
+        """Raise ValueError for what a Trainer cannot do with stages; nothing is cut yet."""
         self._refuse_scaler()
         module = trainer.lightning_module
         name = type(module).__name__
@@ -210,7 +211,8 @@ class _StepOfParts:
         """The loss alone."""
         output = self(part)
         if isinstance(output, dict):
-            self.outputs[self._numbers[id(part)]] = {key: _kept(item) for key, item in output.items() if key != "loss"}
+            beside = {key: item for key, item in output.items() if key != "loss"}
+            self.outputs[self._numbers[id(part)]] = pytree.tree_map_only(Tensor, Tensor.detach, beside)
             output = output.get("loss")
         if not isinstance(output, Tensor) or output.numel() != 1:
             raise TypeError(
@@ -231,10 +233,6 @@ class _StepOfParts:
         if not self.outputs:
             return None
         return join_outputs([self.outputs[number] for number in sorted(self.outputs)], sizes, weights)
-
-
-def _kept(item: Any) -> Any:
-    return item.detach() if isinstance(item, Tensor) else item
 
 
 def _num_samples(part: Any) -> int | None:

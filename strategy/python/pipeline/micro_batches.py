@@ -20,14 +20,15 @@ def batch_size_of(batch: Any) -> int:
     sizes = collections.Counter(tensor.shape[0] for tensor in _tensors(batch) if tensor.dim() > 0)
     if not sizes:
         raise ValueError(
-            "the batch holds no tensor with a dim to cut into micro-batches; pass split= and weight=, which "
-            "cut and weigh it your way."
+            "the batch holds no tensor with a dim to cut into micro-batches; pass split= and weight= (a Trainer's "
+            "strategy: split_batch= and micro_batch_weight=), which cut and weigh it your way."
         )
     (size, count), *others = sizes.most_common()
     if others and others[0][1] == count:
         raise ValueError(
             f"the batch's tensors have the sizes {sorted(sizes)} along dim 0, equally often, so that none is known as "
-            "the number of samples; pass split= and weight=, which cut and weigh it your way."
+            "the number of samples; pass split= and weight= (a Trainer's strategy: split_batch= and "
+            "micro_batch_weight=), which cut and weigh it your way."
         )
     return size
 
