@@ -44,12 +44,21 @@ def is_directory(path: Path) -> bool:
     return (path / METADATA_FILENAME).is_file()
 
 
-def save_directory(checkpoint: dict[str, Any], path: Path, is_first_rank: bool, barrier: Callable[[], None]) -> None:
-    """Write a Trainer's `checkpoint` (its keys "state_dict" and "optimizer_states" hold DTensors) as `path`."""
+def save_directory(
+    checkpoint: dict[str, Any],
+    path: Path,
+    is_first_rank: bool,
+    barrier: Callable[[], None],
+    stages: dist.ProcessGroup | None = None,
+) -> None:
+    """Write a Trainer's `checkpoint` (its keys "state_dict" and "optimizer_states" hold DTensors) as `path`.
+
+    `stages`: the ranks that have the other stages of the model, if it is in stages.
+    """
     rest = dict(checkpoint)
     states = rest.pop("optimizer_states", [])
     optimizers = {optimizer_key(idx): state for idx, state in enumerate(states)}
-    write_directory({"model": rest.pop("state_dict")}, optimizers, rest, path, is_first_rank, barrier)
+    write_directory({"model": rest.pop("state_dict")}, optimizers, rest, path, is_first_rank, barrier, stages)
 
 
 def write_directory(
@@ -59,6 +68,7 @@ def write_directory(
     path: Path,
     is_first_rank: bool,
     barrier: Callable[[], None],
+    stages: dist.ProcessGroup | None = None,
 ) -> None:
     """Write state dicts of DTensors, and the rest from the first rank, as the directory `path`.
 
@@ -70,8 +80,13 @@ def write_directory(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     barrier()
-    with_state = {key: state for key, state in optimizers.items() if state["state"]}
-    without_state = {key: state for key, state in optimizers.items() if not state["state"]}
+    have_state = {key for key, state in optimizers.items() if state["state"]}
+    if stages is not None:  # of which some may have no parameter that is trained
+        gathered: list[Any] = [None] * stages.size()
+        dist.all_gather_object(gathered, have_state, group=stages)
+        have_state = set().union(*gathered)
+    with_state = {key: state for key, state in optimizers.items() if key in have_state}
+    without_state = {key: state for key, state in optimizers.items() if key not in have_state}
     dcp.save({**models, **with_state}, checkpoint_id=partial)
     if is_first_rank:
         torch.save({**rest, **without_state}, partial / METADATA_FILENAME)

@@ -244,7 +244,10 @@ class FabricMixin(FabricPipelineMixin, StrategyMixin):
             states = {key: named_state(model, optimizer) for key, optimizer in optimizers.items()}
             for state_of_optimizer in states.values() if self._pipeline is not None else ():
                 join_groups(state_of_optimizer, self.pipeline_group)
-            checkpoints.write_directory({model_key: weights}, states, rest, target, self.is_global_zero, self.barrier)
+            stages = None if self._pipeline is None else self.pipeline_group
+            checkpoints.write_directory(
+                {model_key: weights}, states, rest, target, self.is_global_zero, self.barrier, stages
+            )
             return
         whole = {key: full_state(optimizer, self.is_global_zero) for key, optimizer in optimizers.items()}
         if self.is_global_zero:

@@ -52,11 +52,15 @@ def parameter_names(module: torch.nn.Module) -> dict[Tensor, str]:
         of_copies = {join(prefix, own): join(prefix, first) for own, first in staged.names_of_copies().items()}
     names = {}
     for own_name, parameter in module.named_parameters():
-        name = of_copies.get(own_name, own_name)
-        for prefix in _WRAPPER_PREFIXES:
-            name = name.replace(prefix, "")
-        names[parameter] = name
+        names[parameter] = unwrapped(of_copies.get(own_name, own_name))
     return names
+
+
+def unwrapped(name: str) -> str:
+    """A parameter's name without what is wrapped around modules."""
+    for prefix in _WRAPPER_PREFIXES:
+        name = name.replace(prefix, "")
+    return name
 
 
 def join_groups(state: dict[str, Any], stages: dist.ProcessGroup) -> None:

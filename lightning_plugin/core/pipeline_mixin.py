@@ -61,7 +61,7 @@ class PipelineMixin:
         if _KEY in module.__dict__ and module.__dict__[_KEY][0] == asked:  # by an earlier run's strategy
             self._pipeline = module.__dict__[_KEY][1]
             return
-        self._pipeline = Pipeline(module, *asked[:2], **options)
+        self._pipeline = Pipeline(module, *asked[:2], **options, device=self.root_device)
         module.__dict__[_KEY] = (asked, self._pipeline)
 
     def _check_batch_of_stages(self, kind: str, batch: Any) -> None:

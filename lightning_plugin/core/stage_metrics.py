@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch.distributed as dist
 from torch.nn import Module
 
 
@@ -26,14 +27,15 @@ class StageMetrics:
                 self._watch(metric)
 
     def _watch(self, metric: Any) -> None:
-        own = metric.compute
+        own = getattr(metric.compute, "_weft_own", metric.compute)  # where another run's is still there
 
         def compute(*args: Any, **kwargs: Any) -> Any:
-            if self._is_inside:
+            if self._is_inside or not dist.is_initialized():
                 return own(*args, **kwargs)
             with self.local():
                 return self._of_last_stage(lambda: own(*args, **kwargs))
 
+        compute._weft_own = own  # type: ignore[attr-defined]
         object.__setattr__(metric, "compute", compute)
         self._own.append((metric, own))
 

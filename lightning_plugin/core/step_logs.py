@@ -60,7 +60,8 @@ class StepLogs:
         return result
 
     def _record(self, *args: Any, **kwargs: Any) -> None:
-        bound = inspect.signature(type(self._module).log).bind(self._module, *args, **kwargs)
+        base = next(cls for cls in type(self._module).__mro__ if cls.__name__ == "LightningModule")
+        bound = inspect.signature(base.log).bind(self._module, *args, **kwargs)
         arguments = dict(list(bound.arguments.items())[1:])
         arguments.update(arguments.pop("kwargs", {}))
         name, value = arguments.pop("name"), arguments.pop("value")
@@ -75,11 +76,13 @@ class StepLogs:
             value = value._forward_cache
             value = value if isinstance(value, Tensor) and value.numel() == 1 else None
         elif not isinstance(value, Tensor):
-            value = torch.tensor(float(value), dtype=torch.get_default_dtype())
+            default = torch.get_default_dtype()  # of a half precision's context, perhaps
+            value = torch.tensor(float(value), dtype=default if default.itemsize >= 4 else torch.float32)
         if value is not None and value.numel() != 1:
             raise ValueError(f"pipeline: self.log({name!r}) got {value.numel()} numbers; log one number at a time.")
-        # Logging is the loop's business: on the CPU it can go to the other ranks with everything else.
-        self._calls.append(Logged(name, None if value is None else value.detach().reshape(()), metric, arguments))
+        self._calls.append(
+            Logged(name, None if value is None else value.detach().clone().reshape(()), metric, arguments)
+        )
 
     def _name_of(self, metric: Any, name: str) -> str:
         for attribute, module in self._module.named_modules():
@@ -90,39 +93,51 @@ class StepLogs:
             "one, in __init__."
         )
 
-    def combined(self, weights: Sequence[float]) -> list[Logged]:
-        """For each call that micro-batches made one, in order; `weights`: what each micro-batch counts for."""
-        found: dict[tuple[Any, ...], list[tuple[Logged, float]]] = {}
+    def combined(self, weights: Sequence[float], sizes: Sequence[int | None]) -> list[Logged]:
+        """For each call that micro-batches made one, in order; `weights`: what each micro-batch counts for.
+
+        Raises:
+            ValueError: a `reduce_fx` that Lightning does not take.
+        """
+        found: dict[tuple[Any, ...], list[tuple[Logged, float, int | None]]] = {}
         for number in sorted(self._of_micro_batch):
             seen: dict[str, int] = {}
             for call in self._of_micro_batch[number]:
                 seen[call.name] = seen.get(call.name, 0) + 1
-                found.setdefault((call.name, seen[call.name]), []).append((call, weights[number]))
+                found.setdefault((call.name, seen[call.name]), []).append((call, weights[number], sizes[number]))
         return [_combined(calls) for calls in found.values()]
 
     def replay(self, logged: Sequence[Logged]) -> None:
         """Log these, as the step would have done on one device; each rank of the pipeline the same."""
         for call in logged:
-            value: Any = call.value
+            value: Any = None if call.value is None else call.value.to(self._module.device)
             if call.metric is not None:
                 metric = self._module.get_submodule(call.metric)
-                metric._forward_cache = None if value is None else value.to(self._module.device)
+                metric._forward_cache = value
                 value = metric
             self._module.log(call.name, value, **call.arguments)
 
 
-def _combined(calls: list[tuple[Logged, float]]) -> Logged:
+def _combined(calls: list[tuple[Logged, float, int | None]]) -> Logged:
     first = calls[0][0]
     arguments = dict(first.arguments)
-    if arguments.get("batch_size") is not None:
-        arguments["batch_size"] = sum(call.arguments["batch_size"] for call, _ in calls)
-    values = [(call.value, weight) for call, weight in calls if call.value is not None]
+    given = [call.arguments.get("batch_size") for call, _, _ in calls]
+    if given[0] is not None:
+        # The samples of a micro-batch, or a number that does not change with them.
+        counts_samples = given == [size for _, _, size in calls] or len(set(given)) > 1
+        arguments["batch_size"] = sum(given) if counts_samples else given[0]
+    values = [(call.value, weight) for call, weight, _ in calls if call.value is not None]
     if not values:
         return Logged(first.name, None, first.metric, arguments)
     reduction = arguments.get("reduce_fx", "mean")
-    reduction = getattr(reduction, "__name__", reduction)
+    reduction = str(getattr(reduction, "__name__", reduction)).lower()
+    if reduction not in ("mean", "sum", "min", "max", "amin", "amax"):
+        raise ValueError(
+            f"pipeline: self.log({first.name!r}) got reduce_fx={arguments['reduce_fx']!r}; pass 'mean', 'sum', 'min' "
+            "or 'max'."
+        )
     numbers = [value for value, _ in values]
-    if reduction in ("sum", "min", "max", "amin", "amax"):
+    if reduction != "mean":
         value = getattr(torch.stack(numbers), {"min": "amin", "max": "amax"}.get(reduction, reduction))()
     else:
         value = weighted_mean(numbers, [weight for _, weight in values])

@@ -33,9 +33,12 @@ def join_outputs(outputs: Sequence[Any], sizes: Sequence[int | None], weights: S
     first = outputs[0]
     if len(outputs) == 1 or first is None:
         return first
+    if not _has_tensors(list(outputs)) and all(type(value) is type(first) and value == first for value in outputs):
+        return first
     if isinstance(first, Tensor):
-        if first.dim() == 0:
-            return weighted_mean(outputs, weights)
+        is_one_number = all(value.numel() == 1 for value in outputs)
+        if first.dim() == 0 or (is_one_number and any(size is not None and size > 1 for size in sizes)):
+            return weighted_mean(outputs, weights).reshape(first.shape)
         if all(size is None or value.shape[0] == size for value, size in zip(outputs, sizes, strict=True)):
             return torch.cat(list(outputs))
     elif isinstance(first, dict):
@@ -47,11 +50,8 @@ def join_outputs(outputs: Sequence[Any], sizes: Sequence[int | None], weights: S
     elif isinstance(first, (list, tuple)) and all(len(value) == len(first) for value in outputs):
         items = [join_outputs(each, sizes, weights) for each in zip(*outputs, strict=True)]
         return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
-    elif isinstance(first, bool) or not isinstance(first, numbers.Number):
-        if not _has_tensors(first) and all(value == first for value in outputs):
-            return first
-    else:
-        return float(weighted_mean([torch.tensor(float(value)) for value in outputs], weights))
+    elif isinstance(first, numbers.Number) and not isinstance(first, bool):
+        return weighted_mean([torch.tensor(float(v), dtype=torch.float64) for v in outputs], weights).item()
     raise TypeError(
         f"pipeline: a step gave a {_described(first)} for each micro-batch, which nobody knows how to join; give "
         "tensors with the samples along dim 0, numbers, or dicts and tuples of them."
@@ -83,23 +83,46 @@ class _Sent:
     device_type: str
 
 
-def share_from(value: Any, group: dist.ProcessGroup, source: int, device: torch.device) -> Any:
-    """Give every rank of a group the value of one, `source`; collective.
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """A value that is known to travel; see `pack`."""
+
+    value: Any
+    pickled: bytes
+    tensors: list[Tensor]
+
+
+def pack(value: Any) -> Packed:
+    """Make a value ready for `share_from`, before any rank waits for it.
+
+    Raises:
+        TypeError: it holds what cannot be pickled.
+    """
+    tensors: list[Tensor] = []
+    try:
+        return Packed(value, pickle.dumps(pytree.tree_map(lambda leaf: _announced(leaf, tensors), value)), tensors)
+    except Exception as error:
+        raise TypeError(
+            f"pipeline: what a step gave or logged cannot be sent to other stages ({error}); give tensors, numbers, "
+            "texts and collections of them."
+        ) from error
+
+
+def share_from(packed: Packed | None, group: dist.ProcessGroup, source: int, device: torch.device) -> Any:
+    """Give every rank of a group the value of one, `source`, which alone has packed any; collective.
 
     Tensors come to `device` where they were on such a one, and else to the CPU; the rest is pickled.
     """
-    if group.size() == 1:
-        return value
-    tensors: list[Tensor] = []
-    if group.rank() == source:
-        message = [pytree.tree_map(lambda leaf: _announced(leaf, tensors), value)]
-        dist.broadcast_object_list(message, group_src=source, group=group)
-        for tensor in tensors:
+    if packed is not None and group.size() == 1:
+        return packed.value
+    if packed is not None:
+        dist.broadcast_object_list([packed.pickled], group_src=source, group=group)
+        for tensor in packed.tensors:
             dist.broadcast(tensor.to(device), group_src=source, group=group)
-        return value
-    message = [None]
+        return packed.value
+    message: list[Any] = [None]
     dist.broadcast_object_list(message, group_src=source, group=group)
-    return pytree.tree_map(lambda leaf: _received(leaf, group, source, device), message[0])
+    return pytree.tree_map(lambda leaf: _received(leaf, group, source, device), pickle.loads(message[0]))
 
 
 def _announced(leaf: Any, tensors: list[Tensor]) -> Any:

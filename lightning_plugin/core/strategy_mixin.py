@@ -127,6 +127,7 @@ class StrategyMixin:
         self._data_axes = DataAxes(self._device_mesh, group, self._zero_stage)
         self._share_random_state()
         self._batch_check.restart()
+        self._stages_batch_check.restart()
 
     def _share_random_state(self) -> None:
         """Have the ranks that see the same data draw the same numbers."""

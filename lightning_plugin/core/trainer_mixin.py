@@ -21,13 +21,10 @@ from weft._plugin.process_guard import guard
 from weft._plugin.repoint import Replacements, parameters_of
 from weft._plugin.settings import PlanSettings
 from weft._plugin.strategy_mixin import StrategyMixin
-from weft._plugin.trainer_pipeline import TrainerPipelineMixin
+from weft._plugin.trainer_pipeline import STEPS, TrainerPipelineMixin
 
 # The Trainer enters the context without a word there, and init_module says what its caller wants.
 _IN_CONFIGURE_MODEL = object()
-
-
-_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 def _with_local_parameters(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -41,7 +38,7 @@ def _with_local_parameters(step: Callable[..., Any], *args: Any, **kwargs: Any) 
 
 def _overridden_steps(module: Any) -> list[str]:
     base = next(cls for cls in type(module).__mro__ if cls.__name__ == "LightningModule")
-    return [name for name in _STEPS if name in vars(module) or getattr(type(module), name) is not getattr(base, name)]
+    return [name for name in STEPS if name in vars(module) or getattr(type(module), name) is not getattr(base, name)]
 
 
 def _refuse_averaged_copies(trainer: Any) -> None:
@@ -208,6 +205,7 @@ class TrainerMixin(TrainerPipelineMixin, StrategyMixin):
             refuse_with_optimizer_in_backward(trainer)
         if self._pipeline_settings is not None:
             self._refuse_what_stages_cannot(trainer)
+            self._convert_before_cutting()
         values_to_come = self._shard_model()
         with self._plan_instead_of_configure_model():
             super().setup(trainer)
@@ -235,7 +233,8 @@ class TrainerMixin(TrainerPipelineMixin, StrategyMixin):
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Make the optimizers, or take those that LightningCLI made with the model; torch's own become fused."""
-        super().setup_optimizers(trainer)
+        with self._empty_groups_allowed():
+            super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             self._replacements.repoint(optimizer)
             self._fuse(optimizer, self.model)
@@ -291,7 +290,7 @@ class TrainerMixin(TrainerPipelineMixin, StrategyMixin):
         guard().watch_signals(False)
         self._unwatch_memory()
         self._stop_stepping()
-        self._release_steps()
+        self._end_steps()
         if self._data_axes is not None:
             self._data_axes.release()
         for name in ("clip_gradients", "clip_grad_by_norm"):
@@ -353,6 +352,17 @@ class TrainerMixin(TrainerPipelineMixin, StrategyMixin):
 
     # ---- checkpoints ---------------------------------------------------------------------------------------
 
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """What this rank writes; what is beside a module in stages is the last stage's, where steps change it."""
+        state = super().lightning_module_state_dict()
+        if self._pipeline is None or self._pipeline.has_last_stage:
+            return state
+        return {
+            name: value
+            for name, value in state.items()
+            if name.startswith(f"{self._pipeline_settings.pipeline_module}.")
+        }
+
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state for `save_checkpoint`; collective."""
         if self._plan is None:
@@ -370,7 +380,9 @@ class TrainerMixin(TrainerPipelineMixin, StrategyMixin):
         if self._plan is None or not self._save_distributed_checkpoint or storage_options is not None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        checkpoints.save_directory(checkpoint, Path(self.broadcast(filepath)), self.is_global_zero, self.barrier)
+        stages = None if self._pipeline is None else self.pipeline_group
+        path = Path(self.broadcast(filepath))
+        checkpoints.save_directory(checkpoint, path, self.is_global_zero, self.barrier, stages)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a directory or a file, saved at any number of ranks, into the live model and optimizers; collective."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,11 +13,12 @@ from torch.utils import _pytree as pytree
 
 from weft._plugin.in_backward import is_overridden
 from weft._plugin.kept_gradients import KeptGradients
-from weft._plugin.optimizer_state import WholeModel, parameter_names
+from weft._plugin.optimizer_state import WholeModel, parameter_names, unwrapped
 from weft._plugin.pipeline_mixin import PipelineMixin
+from weft._plugin.replicas import has_meta_tensors
 from weft._plugin.stage_metrics import StageMetrics
 from weft._plugin.step_logs import StepLogs
-from weft._plugin.step_outputs import join_outputs, sendable, share_from
+from weft._plugin.step_outputs import join_outputs, pack, sendable, share_from
 
 if TYPE_CHECKING:
     from weft._plugin.settings import PlanSettings
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 _WHOLE = "_weft_whole_names"
 _OF_STEPS = ("split_batch", "micro_batch_weight")
-_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class TrainerPipelineMixin(PipelineMixin):
@@ -43,6 +44,8 @@ class TrainerPipelineMixin(PipelineMixin):
         self._whole_model: WholeModel | None = None
         self._reducer_around: GradientReducer | None = None
         self._step_logs: StepLogs | None = None
+        self._kept: KeptGradients | None = None
+        self._example: tuple[Any, Any] | None = None
         self._stage_metrics: StageMetrics | None = None
 
     def _refuse_settings(self, settings: PlanSettings) -> None:
@@ -85,14 +88,50 @@ class TrainerPipelineMixin(PipelineMixin):
             ) from None
         if find_staged(module) is None:
             refuse_shared(module, name)
-            module.__dict__[_WHOLE] = tuple(parameter_names(module).values())
+            inner.__dict__[_WHOLE] = tuple(parameter_names(inner).values())
+        if _WHOLE not in module.__dict__:  # once for each module around the one in stages
+            module.__dict__[_WHOLE] = _names_with(module, name, inner.__dict__[_WHOLE])
         super()._cut_into_stages(inner, settings)
         self._whole_model = WholeModel(module.__dict__[_WHOLE], self.pipeline_group)
         self._surroundings = Surroundings(module, name, self._pipeline.has_last_stage)
 
+    def _convert_before_cutting(self) -> None:
+        """What other stages know of a layer's dtype is what it is now. Values to come are made in their dtype."""
+        if not has_meta_tensors(self.model):
+            self.model = self.precision_plugin.convert_module(self.model)
+
+    @contextlib.contextmanager
+    def _empty_groups_allowed(self) -> Iterator[None]:
+        """Inside, an optimizer may be made of no parameters at all, which a stage may be left with."""
+        if self._pipeline is None:
+            yield
+            return
+        own = torch.optim.Optimizer.__init__
+
+        def init(optimizer: Any, params: Any, defaults: dict[str, Any]) -> None:
+            groups = params if isinstance(params, Tensor) else list(params)
+            own(optimizer, groups if isinstance(groups, Tensor) or groups else [{"params": []}], defaults)
+
+        torch.optim.Optimizer.__init__ = init  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            torch.optim.Optimizer.__init__ = own  # type: ignore[method-assign]
+        for optimizer in self.optimizers:
+            if any(cls.__name__ == "LBFGS" for cls in type(optimizer).__mro__):
+                raise ValueError(
+                    f"pipeline_cuts: {type(optimizer).__name__} searches along the gradient of all parameters, and "
+                    "each stage has some of them; take an optimizer that updates each by itself."
+                )
+
     def _setup_steps(self, module: Any) -> None:
-        """Once the module is where it stays; `_release_steps` undoes it."""
-        self._release_steps()
+        """Once the module is where it stays; `_end_steps` undoes it, but for metrics, whose values stay known."""
+        self._end_steps()
+        if self._stage_metrics is not None:
+            self._stage_metrics.remove()
+        if module.example_input_array is not None:  # which summaries would call the model with
+            self._example = (module, module.example_input_array)
+            module.example_input_array = None
         self._step_logs = StepLogs(module)
         self._stage_metrics = StageMetrics(module, self.pipeline.model, self._of_last_stage)
         around = list(self._surroundings.parameters.values())
@@ -102,12 +141,12 @@ class TrainerPipelineMixin(PipelineMixin):
             # FSDP2 has the stages alone.
             self._reducer_around = GradientReducer(torch.nn.ParameterList(around), self.data_group)
 
-    def _release_steps(self) -> None:
-        if self._stage_metrics is not None:
-            self._stage_metrics.remove()
+    def _end_steps(self) -> None:
         if self._reducer_around is not None:
             self._reducer_around.remove()
-        self._step_logs = self._stage_metrics = self._reducer_around = None
+        if self._example is not None:
+            self._example[0].example_input_array = self._example[1]
+        self._step_logs = self._reducer_around = self._example = self._kept = None
 
     def _run_in_stages(self, kind: str, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One of the module's steps for a batch: what it would have given on one device, on every stage."""
@@ -122,9 +161,10 @@ class TrainerPipelineMixin(PipelineMixin):
             else:
                 run.outputs = dict(enumerate(pipeline.evaluate(parts, run, split=run.split)))
         sizes = [_num_samples(part) for part in parts]
-        weights = run.weights(settings.micro_batch_weight, sizes)
+        # Predictions have no weights; their batches may lack what these are counted by.
+        weights = run.weights(None if kind == "prediction" else settings.micro_batch_weight, sizes)
         logged, output, dtype = self._of_last_stage(
-            lambda: (self._step_logs.combined(weights), run.joined(sizes, weights), run.loss_dtype)
+            lambda: (self._step_logs.combined(weights, sizes), run.joined(sizes, weights), run.loss_dtype)
         )
         self._step_logs.replay(logged)
         if loss is None:
@@ -157,13 +197,13 @@ class TrainerPipelineMixin(PipelineMixin):
 
     def _of_last_stage(self, compute: Callable[[], Any]) -> Any:
         """What `compute` gives, or raises, on the last stage, where alone it is called; collective."""
-        answer: tuple[Any, Exception | None] = (None, None)
+        packed = None
         if self.pipeline.has_last_stage:
             try:
-                answer = (compute(), None)
+                packed = pack((compute(), None))
             except Exception as error:
-                answer = (None, sendable(error))
-        value, error = share_from(answer, self.pipeline_group, self.pipeline.last_rank, self.root_device)
+                packed = pack((None, sendable(error)))
+        value, error = share_from(packed, self.pipeline_group, self.pipeline.last_rank, self.root_device)
         if error is not None:
             raise error
         return value
@@ -178,7 +218,7 @@ class TrainerPipelineMixin(PipelineMixin):
                 f"pipeline_cuts: {name} optimizes manually, and the schedule decides when a pipeline's backwards run; "
                 "let the Trainer optimize (automatic_optimization=True), or use Fabric and its pipeline_step."
             )
-        for step in _STEPS:
+        for step in STEPS:
             if "dataloader_iter" in inspect.signature(getattr(module, step)).parameters:
                 raise ValueError(
                     f"pipeline_cuts: {name}.{step} takes a dataloader_iter, and a pipeline cuts batches into "
@@ -233,6 +273,18 @@ class _StepOfParts:
         if not self.outputs:
             return None
         return join_outputs([self.outputs[number] for number in sorted(self.outputs)], sizes, weights)
+
+
+def _names_with(module: torch.nn.Module, name: str, inner: Sequence[str]) -> tuple[str, ...]:
+    """A module's parameters in its order, those of the module `name` in it as they were when it was whole."""
+    names: list[str] = []
+    for prefix, each in module.named_modules():
+        if prefix == name:
+            names += [f"{name}.{own}" for own in inner]
+        elif not prefix.startswith(f"{name}."):
+            owned = (f"{prefix}.{own}" if prefix else own for own, _ in each.named_parameters(recurse=False))
+            names += [unwrapped(own) for own in owned]
+    return tuple(dict.fromkeys(names))
 
 
 def _num_samples(part: Any) -> int | None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from support.ranks import on_ranks
-from weft._plugin.step_outputs import join_outputs, share_from, weighted_mean
+from weft._plugin.step_outputs import join_outputs, pack, share_from, weighted_mean
 
 SIZES, WEIGHTS = [2, 1], [2.0, 1.0]
 
@@ -24,6 +24,9 @@ class Named(NamedTuple):
         ([None, None], None),
         ([torch.tensor(1.0), torch.tensor(4.0)], torch.tensor(2.0)),
         ([1, 4], 2.0),
+        ([3, 3], 3),
+        ([16777217, 16777219.0], 16777217 + 2 / 3),
+        ([torch.tensor([1.0]), torch.tensor([4.0])], torch.tensor([2.0])),
         ([torch.zeros(2, 3), torch.ones(1, 3)], torch.cat([torch.zeros(2, 3), torch.ones(1, 3)])),
         ([["a", "b"], ["c"]], ["a", "b", "c"]),
         ([("a", 1.0), ("a", 4.0)], ("a", 2.0)),
@@ -81,12 +84,19 @@ def test_a_mean_leaves_out_what_weighs_nothing() -> None:
     assert weighted_mean([nan, torch.tensor(2.0)], [0.0, 1.0]).dtype == torch.float64
 
 
+def test_what_cannot_travel_is_said_before_it_is_sent() -> None:
+    with pytest.raises(
+        TypeError, match=r"what a step gave or logged cannot be sent to other stages \(.*; give tensors"
+    ):
+        pack({"f": lambda: None})
+
+
 @on_ranks(2)
 def test_everything_comes_from_the_last_rank(rank: int, world_size: int) -> None:
     large = torch.arange(9000.0).view(3, 3000)
     view = large[1]  # small, of something large
     sent = {"large": large, "view": view[:2], "text": ["a", None], "number": torch.tensor(3)}
     group = torch.distributed.group.WORLD
-    received = share_from(sent if rank == 1 else None, group, 1, torch.device("cpu"))
+    received = share_from(pack(sent) if rank == 1 else None, group, 1, torch.device("cpu"))
     assert torch.equal(received["large"], large) and torch.equal(received["view"], view[:2])
     assert received["text"] == ["a", None] and received["number"] == 3

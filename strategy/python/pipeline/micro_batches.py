@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 
 def batch_size_of(batch: Any) -> int:
@@ -36,7 +37,8 @@ def batch_size_of(batch: Any) -> int:
 def split_batch(batch: Any, num_micro_batches: int) -> list[Any]:
     """Cut every tensor that has the batch's size along dim 0; other values are in every micro-batch.
 
-    Dicts and other mappings (BatchEncoding, too), lists, tuples, named tuples and dataclasses keep their types. The
+    Dicts and other mappings (BatchEncoding, too), lists, tuples, named tuples and dataclasses keep their types. Lists
+    and tuples of as many items as there are samples, none of which holds a tensor, are cut as well (names, texts). The
     parts are views, as even as can be, the first ones larger.
 
     Raises:
@@ -46,31 +48,40 @@ def split_batch(batch: Any, num_micro_batches: int) -> list[Any]:
     if size < num_micro_batches:
         raise ValueError(f"a batch of {size} samples has no {num_micro_batches} micro-batches; pass at most {size}.")
 
-    def part(tensor: Tensor, i: int) -> Tensor:
-        return tensor.tensor_split(num_micro_batches)[i] if _has_samples(tensor, size) else tensor
+    bounds = [
+        part * (size // num_micro_batches) + min(part, size % num_micro_batches)
+        for part in range(num_micro_batches + 1)
+    ]
 
-    return [_map(lambda tensor, i=i: part(tensor, i), batch) for i in range(num_micro_batches)]
+    def part(value: Any, i: int) -> Any:
+        return value[bounds[i] : bounds[i + 1]] if _has_samples(value, size) else value
+
+    return [_map(lambda value, i=i: part(value, i), batch) for i in range(num_micro_batches)]
 
 
 def first_samples(batch: Any, num_samples: int) -> Any:
     """The first samples of a batch, cut as `split_batch` cuts it."""
     size = batch_size_of(batch)
-    return _map(lambda tensor: tensor[:num_samples] if _has_samples(tensor, size) else tensor, batch)
+    return _map(lambda value: value[:num_samples] if _has_samples(value, size) else value, batch)
 
 
-def _has_samples(tensor: Tensor, size: int) -> bool:
-    return tensor.dim() > 0 and tensor.shape[0] == size
+def _has_samples(value: Any, size: int) -> bool:
+    if isinstance(value, Tensor):
+        return value.dim() > 0 and value.shape[0] == size
+    return len(value) == size
 
 
 def _tensors(value: Any) -> list[Tensor]:
     found: list[Tensor] = []
-    _map(lambda tensor: found.append(tensor) or tensor, value)
+    _map(lambda leaf: found.append(leaf) or leaf if isinstance(leaf, Tensor) else leaf, value)
     return found
 
 
-def _map(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """The same collections with `function` of each tensor."""
+def _map(function: Callable[[Any], Any], value: Any) -> Any:
+    """The same collections with `function` of each tensor, and of each list or tuple without any."""
     if isinstance(value, Tensor):
+        return function(value)
+    if type(value) in (list, tuple) and value and not any(isinstance(v, Tensor) for v in pytree.tree_leaves(value)):
         return function(value)
     if isinstance(value, Mapping):
         items = {key: _map(function, item) for key, item in value.items()}
@@ -89,15 +100,21 @@ def _map(function: Callable[[Tensor], Any], value: Any) -> Any:
     return value
 
 
-def signature(value: Any) -> Any:
-    """What a batch is but for its values: hashable, equal for batches that a forward treats alike."""
+def signature(value: Any, *, has_contents: bool = True) -> Any:
+    """What arguments are but for tensors' values: hashable, equal for those that a forward treats alike.
+
+    Without contents numbers and texts are their types alone: what they may lead to shows in a call's arguments.
+    """
     if isinstance(value, Tensor):
         return ("tensor", tuple(value.shape), value.dtype, value.device.type, value.requires_grad)
     if isinstance(value, Mapping):
-        return (type(value), tuple((key, signature(item)) for key, item in value.items()))
+        items = ((key, signature(item, has_contents=has_contents)) for key, item in value.items())
+        return (type(value), tuple(items))
     if isinstance(value, (list, tuple)):
-        return (type(value), tuple(signature(item) for item in value))
+        return (type(value), tuple(signature(item, has_contents=has_contents) for item in value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = dataclasses.fields(value)
-        return (type(value), tuple((field.name, signature(getattr(value, field.name))) for field in fields))
-    return value if isinstance(value, (int, float, str, bool, type(None))) else type(value)
+        items = ((f.name, signature(getattr(value, f.name), has_contents=has_contents)) for f in fields)
+        return (type(value), tuple(items))
+    has_value = has_contents and isinstance(value, (int, float, str, bool))
+    return value if has_value or value is None else type(value)

@@ -44,6 +44,7 @@ class Pipeline:
         num_micro_batches: of a step; a batch with fewer samples has one for each. Default: that of a `Schedule` that
             is given, else twice the number of ranks.
         layer_stages: the stages of layers that the model registered in another order than it calls them.
+        device: where the parameters will be before the first step, if they are not there yet.
 
     Build optimizers afterwards: each rank's `model.parameters()` are those of its stages.
 
@@ -61,6 +62,7 @@ class Pipeline:
         schedule: str | Schedule = "1f1b",
         num_micro_batches: int | None = None,
         layer_stages: Mapping[str, int] | None = None,
+        device: torch.device | None = None,
     ) -> None:
         if isinstance(cuts, str):
             raise TypeError(f"pipeline: the cuts are the text {cuts!r}; pass a list of names.")
@@ -87,7 +89,7 @@ class Pipeline:
             )
         own = [stage for stage in range(num_stages) if rank_of[stage] == self._group.rank()]
         self._rank_of = rank_of
-        self._staged = StagedModel(model, find_layers(model, cuts, layer_stages), own)
+        self._staged = StagedModel(model, find_layers(model, cuts, layer_stages), own, device)
         self._runner = Runner(self._staged, self._group)
         self._recordings: dict[Any, list[Recording]] = {}
         self._watches = False
@@ -204,7 +206,7 @@ class Pipeline:
         Args:
             batch: the same on every rank of the pipeline.
             loss_fn: given a micro-batch, calls the model once and gives its loss, a scalar. It runs on every stage, up
-                to the model's call on all but the last, and once more for a batch of new shapes.
+                to the model's call on all but the last, once more for the first micro-batch and for new shapes.
             split: cuts the batch into so many micro-batches.
             weight: what a micro-batch's loss counts for, compared with the others'. Default: its samples, exact for
                 losses that are means over samples.
@@ -238,7 +240,7 @@ class Pipeline:
             return share if scale == 1 else share * scale
 
         schedule = self.schedule(len(micro_batches))
-        work = Work(micro_batches, [self._recording(m, loss_fn) for m in micro_batches], loss_fn, root_of)
+        work = Work(micro_batches, self._recordings_of(micro_batches, loss_fn), loss_fn, root_of)
         tied = TiedGradients(self._staged, self._rank_of, self._group)
         self._runner.run(schedule, work)
         tied.add_up()
@@ -249,7 +251,7 @@ class Pipeline:
         with torch.no_grad():
             micro_batches = self.split(batch, split)
             schedule = self.schedule(len(micro_batches), forward_only=True)
-            work = Work(micro_batches, [self._recording(m, step) for m in micro_batches], step)
+            work = Work(micro_batches, self._recordings_of(micro_batches, step), step)
             return self._runner.run(schedule, work)
 
     def clip_grad_norm(
@@ -286,12 +288,15 @@ class Pipeline:
         count = self.num_micro_batches
         if split is None or split is split_batch:
             count = min(count, batch_size_of(batch))
-        return (split or split_batch)(batch, count)
+        return list((split or split_batch)(batch, count))
 
-    def _recording(self, micro_batch: Any, step: Step) -> Recording:
-        device = next((p.device.type for p in self.model.parameters()), "cpu")
-        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        key = (signature(micro_batch), torch.is_grad_enabled(), self.model.training, autocast)
+    def _recordings_of(self, micro_batches: Sequence[Any], step: Step) -> list[Recording]:
+        # A step may call the model in other ways than for such a batch before; for one batch it does not change.
+        call = self._staged.call_of(step, micro_batches[0])
+        return [self._recording(micro_batch, step, call) for micro_batch in micro_batches]
+
+    def _recording(self, micro_batch: Any, step: Step, call: Any) -> Recording:
+        key = (signature(micro_batch, has_contents=False), call, torch.is_grad_enabled(), self.model.training)
         recordings = self._recordings.setdefault(key, [])
         for recording in reversed(recordings):  # the latest is the likeliest
             if self._staged.matches(recording, step, micro_batch):

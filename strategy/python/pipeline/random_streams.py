@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import random
+import sys
 from collections.abc import Iterator
 
 import torch
 
 
 class RandomStreams:
-    """A stream of torch's random numbers for each micro-batch of a step, whose seed is drawn from the stream outside.
+    """A stream of random numbers for each micro-batch of a step: torch's, Python's and numpy's.
+
+    Its seed is drawn from torch's stream outside.
 
     Ranks that drew alike before the step do so after it, whatever their stages draw. For one micro-batch all stages
     draw the same up to their first layer, as what a step or the code before layers draws is used on several stages;
@@ -23,8 +27,15 @@ class RandomStreams:
     def of_step(self) -> Iterator[None]:
         """A step; afterwards the generators are as they were, but for one number."""
         self._seed = int(torch.randint(1 << 62, ()))
-        with keeping_random_state():
-            yield
+        state, numpy = random.getstate(), sys.modules.get("numpy")
+        of_numpy = None if numpy is None else numpy.random.get_state()
+        try:
+            with keeping_random_state():
+                yield
+        finally:
+            random.setstate(state)
+            if of_numpy is not None:
+                numpy.random.set_state(of_numpy)
 
     def begin(self, micro_batch: int, stage: int = 0) -> None:
         """Go on with a micro-batch's stream; `stage`: 0 for that before the layers, and that of stage 0."""
@@ -32,6 +43,9 @@ class RandomStreams:
         torch.default_generator.manual_seed(number)
         if _uses_cuda():
             torch.cuda.manual_seed(number)
+        random.seed(number)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(number & 0xFFFFFFFF)
 
 
 def _mixed(number: int) -> int:

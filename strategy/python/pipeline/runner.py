@@ -79,7 +79,6 @@ class Runner:
     def run(self, schedule: Schedule, work: Work) -> list[Any]:
         """Do this rank's list; without a `root_of` gives, on the last stage's rank, what the step gave."""
         self.memory_before = memory.current() if memory.is_tracking() else 0
-        self.begun = time.time()
         if self._has_failed:
             raise RuntimeError(
                 "pipeline: a step before this one failed, with messages under way that the next would take for its "
@@ -87,6 +86,7 @@ class Runner:
             )
         self._has_failed = True
         run = _Run(self, schedule, work)
+        self.begun = run.begun
         if self.sharding is not None and schedule.has_backward:
             self.sharding.begin()
         with self._streams.of_step():
@@ -116,7 +116,7 @@ class _Run:
         self._outputs: dict[Key, list[Tensor]] = {}  # computed here, for the stage after
         self._gradients: dict[Key, list[Tensor]] = {}  # computed here, for the stage before
         self._tokens: dict[tuple[str, int, int], Tensor] = {}  # of receives that were posted
-        self._start = time.perf_counter()
+        self.begun, self._start = time.time(), time.perf_counter()
         self.trace: list[Span] = []
         self.memory: list[int] = []
         self._results: dict[int, Any] = {}

@@ -36,17 +36,20 @@ class StagedModel:
     """Takes the layers of other stages out of a model, in place, and runs the forward that is left stage by stage.
 
     model: afterwards with the layers of `stages` alone; names stay what they were.
+    device: where the parameters will be, if they are not there yet.
     layers: which stage each layer is on.
     tied: parameters that layers of several stages share; each stage has its own copy from now on.
     """
 
-    def __init__(self, model: nn.Module, layers: Layers, stages: Sequence[int]) -> None:
+    def __init__(
+        self, model: nn.Module, layers: Layers, stages: Sequence[int], device: torch.device | None = None
+    ) -> None:
         self.model = model
         self.layers = layers
         self.stages = tuple(stages)
         self.tied = _tied_parameters(model, self.layers)
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._skeleton = _skeleton_of(model, self.layers, self._fake_mode)
+        self._skeleton = _skeleton_of(model, self.layers, self._fake_mode, device)
         # Whose parameters they are: the code between layers may compute with any.
         self._owners = {id(p): stage for _, p, stage in _placed_parameters(self._skeleton, self.layers)}
         self._own_parameters = [
@@ -87,10 +90,24 @@ class StagedModel:
     def record(self, step: Any, micro_batch: Any) -> Recording:
         """Record the forward that `step(micro_batch)` calls; see `recording.record` for what is refused."""
         task = _Task(self, None)
+        self._follow_buffers()
         with keeping_random_state():
             self._run(task, step, micro_batch)
         assert task.recording is not None
         return task.recording
+
+    def call_of(self, step: Any, micro_batch: Any) -> Any:
+        """What `step(micro_batch)` calls the model with, and under which autocast: hashable; nothing is computed."""
+        task = _Task(self, None, looks_only=True)
+        with keeping_random_state():
+            self._run(task, step, micro_batch)
+        return task.call
+
+    def _follow_buffers(self) -> None:
+        """The skeleton's trunk has the model's own buffers, wherever these have gone."""
+        for name in self.layers.trunk:
+            buffers = self.model.get_submodule(name)._buffers
+            self._skeleton.get_submodule(name)._buffers.update(buffers)
 
     def read_alone(self, recording: Recording) -> list[str]:
         """The layers, of any stage, whose parameters the code between layers reads and which it never calls."""
@@ -164,6 +181,9 @@ class StagedModel:
         task.num_calls += 1
         if task.num_calls > 1:
             raise RuntimeError("pipeline: the step calls the model in stages twice for one micro-batch; call it once.")
+        if task.looks_only:
+            task.call = (signature((args, kwargs)), _autocast_dtypes())
+            raise Leave
         if task.run is None:
             owners, num_stages = self._owners, self.layers.num_stages
             self._skeleton.train(self.model.training)
@@ -210,6 +230,12 @@ class _Task:
     run: StageRun | None
     recording: Recording | None = None
     num_calls: int = 0
+    looks_only: bool = False
+    call: Any = None
+
+
+def _autocast_dtypes() -> tuple[torch.dtype | None, ...]:
+    return tuple(torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in ("cpu", "cuda"))
 
 
 class _Root:
@@ -224,33 +250,36 @@ def _watch_calls(model: nn.Module, layers: Layers) -> None:
         install(model.get_submodule(name), name, stage)
 
 
-def _skeleton_of(model: nn.Module, layers: Layers, fake_mode: FakeTensorMode) -> nn.Module:
+def _skeleton_of(model: nn.Module, layers: Layers, fake_mode: FakeTensorMode, device: torch.device | None) -> nn.Module:
     """A copy with fake tensors for parameters and for the layers' buffers; the trunk's buffers are the same tensors."""
     of_layers = [buffer for name in layers.stage_of for buffer in model.get_submodule(name).buffers()]
-    return fake_copy(model, of_layers, fake_mode)
+    return fake_copy(model, of_layers, fake_mode, device)
 
 
-def fake_copy(model: nn.Module, buffers: Iterable[Tensor], fake_mode: FakeTensorMode) -> nn.Module:
-    """A copy with fake tensors for the parameters and for these buffers; others are the same tensors.
+def fake_copy(
+    model: nn.Module, buffers: Iterable[Tensor], fake_mode: FakeTensorMode, device: torch.device | None = None
+) -> nn.Module:
+    """A copy with fake tensors, on `device`, for the parameters and for these buffers; others are the same tensors.
 
     Raises:
         ValueError: the model cannot be copied.
     """
-    memo: dict[int, Any] = {id(tensor): fake_like(tensor, fake_mode) for tensor in (*model.parameters(), *buffers)}
+    replaced = (*model.parameters(), *buffers)
+    memo: dict[int, Any] = {id(tensor): fake_like(tensor, fake_mode, device) for tensor in replaced}
     memo |= {id(buffer): buffer for buffer in model.buffers() if id(buffer) not in memo}
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:
         raise ValueError(
-            f"pipeline: {type(model).__name__} cannot be copied, which its shapes are found with ({error}); keep what "
-            "is no module or tensor out of its attributes."
+            f"pipeline: {type(model).__name__} cannot be copied, which other stages need a copy without values of "
+            f"({error}); keep what is no module or tensor out of its attributes."
         ) from error
 
 
-def fake_like(tensor: Tensor, fake_mode: FakeTensorMode) -> Tensor:
-    """A fake tensor, or parameter, of the same shape, dtype and device."""
+def fake_like(tensor: Tensor, fake_mode: FakeTensorMode, device: torch.device | None = None) -> Tensor:
+    """A fake tensor, or parameter, of the same shape, dtype and, if no other is given, device."""
     with fake_mode:
-        fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=device or tensor.device)
         is_parameter = isinstance(tensor, nn.Parameter)
         return nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_parameter else fake
 

@@ -26,15 +26,17 @@ class Surroundings:
     def __init__(self, root: nn.Module, name: str, has_last_stage: bool) -> None:
         self._root = root
         self._name = name
-        if has_last_stage:
-            return
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-        for own_name, module in list(_modules_beside(root, name)):
-            if any(True for _ in module.parameters()):
-                parent, _, child = own_name.rpartition(".")
-                root.get_submodule(parent)._modules[child] = AbsentNeighbour(
-                    own_name, name, fake_copy(module, module.buffers(), fake_mode)
-                )
+        absent = {
+            own_name: AbsentNeighbour(own_name, name, fake_copy(module, module.buffers(), fake_mode))
+            for own_name, module in _modules_beside(root, name)
+            if any(True for _ in module.parameters())
+        }
+        if has_last_stage:  # which has refused what cannot be copied, as the others have
+            return
+        for own_name, module in absent.items():
+            parent, _, child = own_name.rpartition(".")
+            root.get_submodule(parent)._modules[child] = module
         for own_name, _ in list(_bare_parameters(root, name)):
             parent, _, child = own_name.rpartition(".")
             holder = root.get_submodule(parent)

@@ -75,7 +75,6 @@ def test_the_trace_of_a_run(rank: int, world_size: int) -> None:
     for spans, actions in zip(traces, schedule.ranks, strict=True):
         assert [span.action for span in spans] == [action for action in actions if action.computes]
         assert all(0 <= a.start <= a.end <= b.start for a, b in itertools.pairwise(spans))
-    assert min(spans[0].start for spans in traces) < 0.1
     # A micro-batch's forward on the second stage follows that on the first, on one clock.
     ends = {str(span.action): span.end for spans in traces for span in spans}
     assert all(ends[f"0F{i}"] < ends[f"1F{i}"] < ends[f"1B{i}"] < ends[f"0B{i}"] for i in range(3))

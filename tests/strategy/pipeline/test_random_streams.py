@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -46,6 +48,12 @@ class Noisy(nn.Module):
         return y - noise
 
 
+def seed() -> None:
+    torch.manual_seed(5)
+    random.seed(5)
+    numpy.random.seed(5)
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("kind", ["1f1b", "interleaved"])
 def test_each_micro_batch_has_a_stream(rank: int, world_size: int, kind: str) -> None:
@@ -55,22 +63,23 @@ def test_each_micro_batch_has_a_stream(rank: int, world_size: int, kind: str) ->
     pipeline = Pipeline(model, init_device_mesh("cpu", (world_size,)), cuts, schedule=kind, num_micro_batches=3)
 
     def loss_of(part: Tensor) -> Tensor:
-        before = torch.randn(3)
-        seen.setdefault(int(part[0, 0]), []).append(before)
+        before = torch.cat([torch.randn(3), torch.tensor([random.random(), numpy.random.rand()])])
+        if not pipeline.is_recording:
+            seen.setdefault(int(part[0, 0]), []).append(before)
         return (model(part) - before[0]).square().mean()
 
     batch = torch.arange(3.0).view(3, 1).expand(3, 2).contiguous()
     pipeline.step(batch, loss_of)  # records, too, which draws and forgets
-    torch.manual_seed(5)
+    seed()
     for known in (seen, *[{"": layer.drawn} for layer in layers], {"": model.noises}):
         [each.clear() for each in known.values()]
     pipeline.step(batch, loss_of)
-    after = torch.rand(1)
+    after = torch.tensor([torch.rand(()), random.random(), numpy.random.rand()])
 
     drawn = [[mask.tolist() for mask in layer.drawn] for layer in layers]
     noises = sorted({tuple(noise.flatten().tolist()) for noise in model.noises})
     steps = {i: sorted({tuple(each.tolist()) for each in found}) for i, found in seen.items()}
-    mine: dict[str, Any] = {"drawn": drawn, "noises": noises, "steps": steps, "after": after.item()}
+    mine: dict[str, Any] = {"drawn": drawn, "noises": noises, "steps": steps, "after": after.tolist()}
     found: list[Any] = [None, None]
     dist.all_gather_object(found, mine)
     for name in ("noises", "steps", "after"):
@@ -81,7 +90,7 @@ def test_each_micro_batch_has_a_stream(rank: int, world_size: int, kind: str) ->
     masks = [str(mask) for each in found for of_layer in each["drawn"] for mask in of_layer]
     assert len(masks) == len(set(masks)) == 4 * 3
 
-    torch.manual_seed(5)
+    seed()
     [layer.drawn.clear() for layer in layers]
     pipeline.step(batch, loss_of)
     assert [[mask.tolist() for mask in layer.drawn] for layer in layers] == drawn

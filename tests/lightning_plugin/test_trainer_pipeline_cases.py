@@ -1,0 +1,276 @@
+"""What LightningModules do in practice, in two stages against one device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning_plugin.scripts.pipeline_models import LENGTH, Text, staged, text_loader
+from lightning_plugin.scripts.plugin_models import on_warm_rank, trainer, weights
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from support.ranks import on_ranks, run_on_ranks
+
+
+class Small(L.LightningModule):
+    """Two linear layers, of any precision."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        self.options = options
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        loss = self.model(batch).square().mean()
+        self.log("large", 70000)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.losses.append(outputs["loss"].item())
+
+    def test_step(self, batch: Tensor) -> None:
+        self.log("loss", self.model(batch).square().mean())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def small(**options: Any) -> Any:
+    return staged(**{"plan": {}, "pipeline_cuts": ["1"], **options})
+
+
+def ones(num: int = 8) -> DataLoader:
+    return DataLoader(torch.arange(4.0 * num).view(num, 4) / num, batch_size=4)
+
+
+@on_ranks(2)
+def test_half_precisions(rank: int, world_size: int, tmp_path: Path) -> None:
+    on_warm_rank(rank, world_size)
+    for precision in ("bf16-true", "bf16-mixed", "32-true"):
+        model = Small()
+        run = trainer(world_size, small(), tmp_path, precision=precision)
+        run.fit(model, ones())
+        dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+        assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+        assert run.callback_metrics["large"] == 70000 and run.callback_metrics["large"].dtype == torch.float32
+        assert all(torch.isfinite(torch.tensor(model.losses)))
+
+
+@on_ranks(2)
+def test_one_model_under_several_precisions(rank: int, world_size: int, tmp_path: Path) -> None:
+    """What was recorded under one is not taken for the other's."""
+    on_warm_rank(rank, world_size)
+    model, found = Small(), []
+    for precision in ("bf16-mixed", "32-true", "bf16-mixed"):
+        [result] = trainer(world_size, small(), tmp_path, precision=precision).test(model, ones(), verbose=False)
+        found.append(result["loss"])
+    assert found[0] == found[2] == pytest.approx(found[1], rel=0.05)
+
+
+class Changing(Text):
+    """Calls its model in another way in each kind of step, and as training goes on."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        length = LENGTH - batch_idx  # the same for a batch of the same shapes
+        loss, _ = self.loss({name: value[:, :length] for name, value in batch.items()})
+        self.log("constant", 1.0 + batch_idx, batch_size=1, on_epoch=True)
+        self.log("samples", float(batch_idx), batch_size=len(batch["x"]), on_epoch=True)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(outputs["loss"].item())
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch)[0])
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.model(batch["x"][:, :-2])
+
+    def log(self, name: str, *args: Any, **kwargs: Any) -> None:
+        super().log(f"my_{name}", *args, **kwargs)
+
+
+def changing(rank: int, world_size: int, folder: str, strategy: Any) -> dict[str, Any]:
+    on_warm_rank(rank, world_size)
+    strategy = staged(micro_batch_weight=lambda part: part["y"].numel()) if strategy == "staged" else strategy
+    run, model = trainer(world_size, strategy, folder, max_epochs=2), Changing()
+    run.fit(model, text_loader(16), text_loader(7))
+    metrics = {name: value.item() for name, value in run.callback_metrics.items()}
+    unlabelled = DataLoader([{"x": sample["x"]} for sample in text_loader(7).dataset], batch_size=6)
+    predicted = run.predict(model, unlabelled)
+    return {"losses": model.losses, "metrics": metrics, "predicted": predicted}
+
+
+def test_steps_may_call_the_model_in_several_ways(tmp_path: Path) -> None:
+    [expected] = run_on_ranks(1, changing, folder=str(tmp_path), strategy="auto")
+    for result in run_on_ranks(2, changing, folder=str(tmp_path), strategy="staged"):
+        torch.testing.assert_close(result["losses"], expected["losses"], rtol=1e-10, atol=0)
+        assert result["metrics"] == pytest.approx(expected["metrics"], rel=1e-10, nan_ok=True)
+        torch.testing.assert_close(result["predicted"], expected["predicted"], rtol=1e-10, atol=1e-12)
+
+
+class Frozen(Text):
+    """Trains the second half alone, and counts samples in a buffer that only a step's end changes."""
+
+    def __init__(self) -> None:
+        super().__init__("adamw")
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+        for module in (self.model.tok_embeddings, *self.model.layers[:2]):
+            module.requires_grad_(False)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss, _ = self.loss(batch)
+        self.seen += len(batch["x"])
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(outputs["loss"].item())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
+def frozen(rank: int, world_size: int, folder: str, strategy: Any) -> dict[str, Any]:
+    on_warm_rank(rank, world_size)
+
+    def run_for(epochs: int, **options: Any) -> Any:
+        run = trainer(world_size, staged() if strategy == "staged" else strategy, folder, max_epochs=epochs)
+        model = Frozen()
+        run.fit(model, text_loader(), **options)
+        return run, model
+
+    path = Path(folder) / f"{world_size}.ckpt"
+    run, first = run_for(1)
+    run.save_checkpoint(path)
+    _, second = run_for(2, ckpt_path=path)
+    return {"losses": first.losses + second.losses, "seen": second.seen.item(), "weights": weights(second)}
+
+
+def test_a_stage_with_nothing_to_train_resumes(tmp_path: Path) -> None:
+    [expected] = run_on_ranks(1, frozen, folder=str(tmp_path), strategy="auto")
+    found = run_on_ranks(2, frozen, folder=str(tmp_path), strategy="staged")
+    assert expected["seen"] == found[-1]["seen"] == 36
+    for result in found:
+        torch.testing.assert_close(result["losses"], expected["losses"], rtol=1e-10, atol=0)
+
+
+class Named(Text):
+    """Batches have names; what is logged has an example of the input, for a summary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = torch.zeros(2, 4, dtype=torch.long)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x)
+
+    def predict_step(self, batch: dict[str, Any], batch_idx: int) -> list[str]:
+        logits = self(batch["x"])
+        return [f"{name}: {guess}" for name, guess in zip(batch["name"], logits[:, -1].argmax(-1), strict=True)]
+
+
+def named(rank: int, world_size: int, folder: str, strategy: Any) -> Any:
+    on_warm_rank(rank, world_size)
+    strategy = staged() if strategy == "staged" else strategy
+    run, model = trainer(world_size, strategy, folder, enable_model_summary=True), Named()
+    run.fit(model, text_loader())
+    samples = [{**sample, "name": f"sample {i}"} for i, sample in enumerate(text_loader(7).dataset)]
+    predicted = run.predict(model, DataLoader(samples, batch_size=5))
+    if world_size > 1:
+        assert len(run.strategy.pipeline._recordings) <= 4  # training, and predictions of 3, 2 and 1 samples
+    assert model.example_input_array is not None
+    return predicted
+
+
+def test_texts_are_cut_and_summaries_do_without_an_example(tmp_path: Path) -> None:
+    [expected] = run_on_ranks(1, named, folder=str(tmp_path), strategy="auto")
+    assert run_on_ranks(2, named, folder=str(tmp_path), strategy="staged") == [expected, expected]
+
+
+class Around(L.LightningModule):
+    """Another module around a model that is in stages already."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros((), dtype=torch.float64))
+        self.net = model
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.net(batch["x"]).flatten(0, 1), batch["y"].flatten()) + self.bias
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+@on_ranks(2)
+def test_another_module_around_the_one_in_stages(rank: int, world_size: int, tmp_path: Path) -> None:
+    on_warm_rank(rank, world_size)
+    model = Text()
+    trainer(world_size, staged(), tmp_path).fit(model, text_loader())
+    other, strategy = Around(model.model), staged(pipeline_module="net")
+    run = trainer(world_size, strategy, tmp_path)
+    run.fit(other, text_loader())
+    assert strategy._whole_model.parameter_names[:2] == ("bias", "net.tok_embeddings.weight")
+    assert [name for name, _ in other.named_parameters() if "." not in name] == ["bias"] * rank
+
+
+class Searching(Small):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class Custom(Small):
+    def training_step(self, batch: Tensor) -> Tensor:
+        loss = super().training_step(batch)
+        self.log("a", loss, reduce_fx=lambda values: values[0])
+        return loss
+
+
+class Unsendable(Small):
+    def training_step(self, batch: Tensor) -> Any:
+        return {"loss": super().training_step(batch), "f": lambda: None}
+
+
+class Uncopied(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(2, 2)
+        self.head.generator = (i for i in range(3))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("cls", "error", "message"),
+    [
+        (Searching, ValueError, "LBFGS searches along the gradient of all parameters"),
+        (Custom, ValueError, r"self.log\('a'\) got reduce_fx=<function .*; pass 'mean', 'sum', 'min' or 'max'"),
+        (Unsendable, TypeError, "nobody knows how to join|cannot be sent to other stages"),
+        (Uncopied, ValueError, "Linear cannot be copied, which other stages need a copy without values of"),
+    ],
+)
+def test_refused_on_all_ranks(
+    rank: int, world_size: int, tmp_path: Path, cls: type, error: type[Exception], message: str
+) -> None:
+    on_warm_rank(rank, world_size)
+    with pytest.raises(error, match=message):
+        trainer(world_size, small(), tmp_path).fit(cls(), ones())
+
+
+@on_ranks(2)
+def test_fakes_stand_on_the_device_that_parameters_will_be_on(rank: int, world_size: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from weft.strategy.pipeline import Pipeline, staged_model_of
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    Pipeline(model, init_device_mesh("cpu", (world_size,)), ["2"], device=torch.device("cuda", 0))
+    skeleton = staged_model_of(model)._skeleton
+    assert {tensor.device.type for tensor in (*skeleton.parameters(), *skeleton.buffers())} == {"cuda"}
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
