@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from weft.strategy.absent import running
+
 
 class _ToLocal(torch.autograd.Function):
     """DTensor -> its local tensor; the gradient becomes a DTensor of the same placements.
@@ -30,6 +32,9 @@ class _ToLocal(torch.autograd.Function):
         local = parameter._local_tensor
         ctx.stride = local.stride()
         ctx.set_materialize_grads(False)
+        if running.get() is not None:  # a pipeline's mode must not see this: it is reading, not computing
+            with torch._C.DisableTorchFunction():
+                return local.view_as(local)
         return local.view_as(local)  # a fresh object: autograd writes into what is returned
 
     @staticmethod

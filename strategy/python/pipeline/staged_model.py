@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from weft.strategy.absent import AbsentLayer
 from weft.strategy.activation_checkpointing import CheckpointedModule
 from weft.strategy.assignments import join
+from weft.strategy.local_tensor import local_of
 from weft.strategy.pipeline.layer_calls import install, run_in
 from weft.strategy.pipeline.micro_batches import signature
 from weft.strategy.pipeline.random_streams import keeping_random_state
@@ -144,7 +145,7 @@ class StagedModel:
         run = StageRun(recording, stage, received, before_layers)
         for fake, name in self._own_parameters:
             if recording.number_of(fake) is not None:
-                run.add_value(fake, self.model.get_parameter(name))
+                run.add_value(fake, local_of(self.model.get_parameter(name)))
         result = self._run(_Task(self, run), step, micro_batch)
         is_last = stage == self.layers.num_stages - 1
         if (run.sent is None) != is_last:

@@ -155,6 +155,42 @@ class WithOffset(nn.Module):
         return x
 
 
+class WithScale(WithOffset):
+    """Another parameter of the trunk, which the second half uses as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x * self.scale)
+        return y * self.scale + self.offset
+
+
+@on_ranks(2)
+def test_parameters_of_the_trunk_under_a_plan(world_size: int) -> None:
+    """A plan makes DTensors of them; they are read as plain tensors, and cross as such."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pipeline_parallel", "tensor_parallel"))
+    torch.manual_seed(0)
+    reference = WithScale().double()
+    model = copy.deepcopy(reference)
+    pipeline = Pipeline(model, mesh, ["layers.2"], num_micro_batches=2)
+    weft.parallelize(model, mesh, {})
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    batch = torch.randn(4, 4, dtype=torch.float64)
+    for _ in range(2):
+        loss = pipeline.step(batch, lambda x: model(x).square().mean())
+        whole = reference(batch).square().mean()
+        whole.backward()
+    assert abs(loss - whole) <= TOLERANCE * abs(whole)
+    expected = dict(reference.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert_close(name, parameter.grad.full_tensor(), expected[name].grad, TOLERANCE)
+    outputs = pipeline.evaluate(batch, model)
+    if pipeline.has_last_stage:
+        torch.testing.assert_close(torch.cat(outputs), reference(batch).detach())
+
+
 @on_ranks(8)
 def test_replicas_of_sharded_stages_and_what_they_send(world_size: int) -> None:
     """Each layer is gathered once and reduced once in a step, however many micro-batches there are."""
