@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from weft.strategy.layout import MeshSizes, Sizes
 
 ZERO_STAGES = (0, 1, 2, 3)
+_SEVERAL_STAGES = ("interleaved", "looped_bfs")  # on a rank
 _FLAGS = ("fused_optimizers", "empty_init", "optimizer_in_backward", "activation_offload", "sequence_parallel")
 
 
@@ -108,6 +109,12 @@ class PlanSettings:
         cuts = self.pipeline_cuts
         if isinstance(cuts, str) or not isinstance(cuts, Sequence) or not all(isinstance(cut, str) for cut in cuts):
             raise TypeError(f"{owner} got pipeline_cuts={cuts!r}; pass a list of module names.")
+        one_each = isinstance(self.pipeline_schedule, str) and self.pipeline_schedule not in _SEVERAL_STAGES
+        if cuts and sizes.pipeline_parallel == 1 and one_each:
+            raise ValueError(
+                f"{owner}: {len(cuts)} pipeline_cuts make {len(cuts) + 1} stages for one pipeline-parallel rank; "
+                f"pass pipeline_parallel_size={len(cuts) + 1}, or a layout such as 'pp{len(cuts) + 1}'."
+            )
         if (len(cuts) + 1) % sizes.pipeline_parallel != 0:
             raise ValueError(
                 f"{owner}: {len(cuts)} pipeline_cuts make {len(cuts) + 1} stages for {sizes.pipeline_parallel} "

@@ -48,11 +48,32 @@ class StageMetrics:
         finally:
             self._is_inside = before
 
+    @contextlib.contextmanager
+    def muted(self) -> Iterator[None]:
+        """Inside, metrics are not updated: in what runs of a step where it does not count."""
+        for metric, _ in self._own:
+            metric.__dict__["_weft_muted"] = (metric.__dict__["update"], metric.__dict__.get("forward"))
+            object.__setattr__(metric, "update", _nothing)
+            object.__setattr__(metric, "forward", _nothing)
+        try:
+            yield
+        finally:
+            for metric, _ in self._own:
+                update, forward = metric.__dict__.pop("_weft_muted")
+                metric.__dict__["update"] = update
+                del metric.__dict__["forward"]
+                if forward is not None:
+                    metric.__dict__["forward"] = forward
+
     def remove(self) -> None:
         """Leave the metrics as they were."""
         for metric, own in self._own:
             object.__setattr__(metric, "compute", own)
         self._own.clear()
+
+
+def _nothing(*_args: Any, **_kwargs: Any) -> None:
+    return None
 
 
 def _is_metric(module: Module) -> bool:

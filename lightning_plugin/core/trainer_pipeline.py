@@ -245,6 +245,9 @@ class _StepOfParts:
         with contextlib.ExitStack() as stack:
             if strategy.pipeline.is_recording:
                 stack.enter_context(strategy._surroundings.unused())
+                stack.enter_context(_unchanged(strategy.lightning_module))
+            if not strategy.pipeline.runs_last_stage:
+                stack.enter_context(strategy._stage_metrics.muted())
             return strategy._step_logs.of_micro_batch(number, lambda: self._step(part))
 
     def loss(self, part: Any) -> Any:
@@ -273,6 +276,27 @@ class _StepOfParts:
         if not self.outputs:
             return None
         return join_outputs([self.outputs[number] for number in sorted(self.outputs)], sizes, weights)
+
+
+@contextlib.contextmanager
+def _unchanged(module: Any) -> Iterator[None]:
+    """Afterwards the module's own numbers, texts, lists and buffers are what they were, if they were plain."""
+    values = {key: value for key, value in vars(module).items() if isinstance(value, (bool, int, float, str))}
+    lists = {key: (value, list(value)) for key, value in vars(module).items() if type(value) is list}
+    buffers = {key: buffer.clone() for key, buffer in module._buffers.items() if buffer is not None}
+    originals = dict(module._buffers)
+    try:
+        yield
+    finally:
+        vars(module).update(values)
+        for key, (own, before) in lists.items():
+            own[:] = before
+            vars(module)[key] = own
+        module._buffers.update(originals)
+        with torch.no_grad():
+            for key, before in buffers.items():
+                if not torch.equal(originals[key], before):
+                    originals[key].copy_(before)
 
 
 def _names_with(module: torch.nn.Module, name: str, inner: Sequence[str]) -> tuple[str, ...]:

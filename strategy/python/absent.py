@@ -44,7 +44,11 @@ class AbsentLayer(nn.Module):
         object.__dict__["__class__"].__set__(self, cls)
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        self._refuse("it was called outside of a pipeline's step", RuntimeError)
+        raise RuntimeError(
+            f"pipeline: the layer {self._weft_name!r} ({type(self._weft_skeleton).__name__}) is on stage "
+            f"{self._weft_stage}, and it was called outside of the model's forward on a rank of other stages; call the "
+            "whole model, in a step."
+        )
 
     def extra_repr(self) -> str:
         return f"{type(self._weft_skeleton).__name__} of stage {self._weft_stage}"

@@ -13,6 +13,7 @@ from lightning_plugin.scripts.pipeline_models import LENGTH, Text, staged, text_
 from lightning_plugin.scripts.plugin_models import on_warm_rank, trainer, weights
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torchmetrics import SumMetric
 
 from support.ranks import on_ranks, run_on_ranks
 
@@ -274,3 +275,65 @@ def test_fakes_stand_on_the_device_that_parameters_will_be_on(rank: int, world_s
     skeleton = staged_model_of(model)._skeleton
     assert {tensor.device.type for tensor in (*skeleton.parameters(), *skeleton.buffers())} == {"cuda"}
     assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+
+
+class Counting(Text):
+    """Counts before the model's call, in a metric, a number, a list and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+        self.count, self.sizes = 0, []
+        self.total = SumMetric()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        size = len(batch["x"])
+        self.count += size
+        self.sizes.append(size)
+        self.seen += size
+        self.total(size)
+        return self.loss(batch)[0]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(outputs["loss"].item())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["1f1b", "interleaved"])
+def test_what_is_counted_before_the_models_call(rank: int, world_size: int, tmp_path: Path, kind: str) -> None:
+    on_warm_rank(rank, world_size)
+    cuts = ["layers.1", "layers.2", "layers.3"] if kind == "interleaved" else ["layers.2"]
+    model = Counting()
+    trainer(world_size, staged(pipeline_cuts=cuts, pipeline_schedule=kind), tmp_path).fit(model, text_loader(16))
+    assert model.total.compute() == 16
+    times = len(cuts) // 2 + 1  # a rank with several stages runs a step for each
+    assert (model.count, sum(model.sizes), model.seen.item()) == (16 * times,) * 3
+
+
+class Encoder(L.LightningModule):
+    """torch's encoder, whose fast path for padded inputs is on by default."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.model = nn.TransformerEncoder(layer, 4)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        x, lengths = batch
+        mask = torch.arange(x.shape[1]) >= lengths[:, None]
+        self.log("val", self.model(x, src_key_padding_mask=mask).masked_fill(mask[..., None], 0).square().mean())
+
+
+def encoded(rank: int, world_size: int, folder: str, strategy: Any) -> float:
+    on_warm_rank(rank, world_size)
+    strategy = small(pipeline_cuts=["layers.2"]) if strategy == "staged" else strategy
+    data = [(torch.full((4, 8), i / 7), i % 4 + 1) for i in range(8)]
+    [result] = trainer(world_size, strategy, folder).validate(Encoder(), DataLoader(data, batch_size=4), verbose=False)
+    assert torch.backends.mha.get_fastpath_enabled()
+    return result["val"]
+
+
+def test_an_encoder_with_a_fast_path(tmp_path: Path) -> None:
+    [expected] = run_on_ranks(1, encoded, folder=str(tmp_path), strategy="auto")
+    assert run_on_ranks(2, encoded, folder=str(tmp_path), strategy="staged") == pytest.approx([expected] * 2, rel=1e-5)

@@ -114,6 +114,11 @@ def test_an_iterator_and_a_wrong_name_are_refused(rank: int, world_size: int, tm
     ("options", "error", "message"),
     [
         ({"layout": "pp2"}, ValueError, "2 pipeline-parallel ranks without stages"),
+        (
+            {"pipeline_cuts": ["a"], "pipeline_module": "model"},
+            ValueError,
+            "1 pipeline_cuts make 2 stages for one pipeline-parallel rank; pass pipeline_parallel_size=2, or a layout",
+        ),
         ({"pipeline_module": "model"}, ValueError, "got pipeline_module without stages"),
         ({"split_batch": torch.chunk}, ValueError, "got split_batch without stages"),
         ({"pipeline_cuts": [], "plan": "auto"}, ValueError, "pipeline_cuts and pipeline_module=None; name the module"),

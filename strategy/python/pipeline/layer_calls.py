@@ -6,6 +6,7 @@ import abc
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
@@ -68,8 +69,12 @@ def run_in(mode: Mode, forward: Callable[[], Any]) -> Any:
     if running.get() is not None:
         raise RuntimeError("pipeline: a model in stages was called inside of another's forward; call them in turn.")
     token = running.set(mode)
+    # nn.TransformerEncoder takes a fast path for some kinds of inputs, and fake tensors are another kind.
+    has_fast_path = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
     try:
         with mode:
             return forward()
     finally:
+        torch.backends.mha.set_fastpath_enabled(has_fast_path)
         running.reset(token)

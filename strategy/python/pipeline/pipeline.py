@@ -137,6 +137,11 @@ class Pipeline:
         return self._staged.is_recording
 
     @property
+    def runs_last_stage(self) -> bool:
+        """Whether a step is running that goes on to its end."""
+        return self._staged.running_stage == len(self._rank_of) - 1
+
+    @property
     def is_fully_sharded(self) -> bool:
         return self._runner.sharding is not None
 

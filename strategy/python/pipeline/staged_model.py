@@ -81,7 +81,12 @@ class StagedModel:
     @property
     def is_recording(self) -> bool:
         """Whether a step is running that ends at the model's call, with nothing computed."""
-        return self._task is not None and self._task.run is None
+        return self._task is not None and (self._task.run is None or self._task.run.is_probe)
+
+    @property
+    def running_stage(self) -> int | None:
+        """The stage whose part of a step is running; None: none, or a step that only records."""
+        return None if self._task is None or self.is_recording else self._task.run.stage
 
     @property
     def has_checkpoints(self) -> bool:
@@ -177,7 +182,7 @@ class StagedModel:
                 return forward(*args, **kwargs)
             raise RuntimeError(
                 f"pipeline: a {type(self.model).__name__} in {self.layers.num_stages} stages was called outside of a "
-                "pipeline's step; call it in the function that is given to step or evaluate."
+                "pipeline's step; call it in a step of the LightningModule, or the function given to step or evaluate."
             )
         task.num_calls += 1
         if task.num_calls > 1:

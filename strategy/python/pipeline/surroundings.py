@@ -71,6 +71,9 @@ class AbsentNeighbour(AbsentLayer):
         super().__init__(name, -1, skeleton)
         self.__dict__["_weft_beside"] = staged_name
 
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse("", RuntimeError)
+
     def extra_repr(self) -> str:
         return f"{type(self._weft_skeleton).__name__} of the last stage"
 

@@ -74,6 +74,10 @@ class StageRun(Mode):
             self._values.setdefault(number, value)
 
     @property
+    def stage(self) -> int:
+        return self._target
+
+    @property
     def _is_before(self) -> bool:
         return self._stage < self._target
 
