@@ -15,7 +15,6 @@ from weft._plugin.in_backward import is_overridden
 from weft._plugin.kept_gradients import KeptGradients
 from weft._plugin.optimizer_state import WholeModel, parameter_names, unwrapped
 from weft._plugin.pipeline_mixin import PipelineMixin
-from weft._plugin.replicas import has_meta_tensors
 from weft._plugin.stage_metrics import StageMetrics
 from weft._plugin.step_logs import StepLogs
 from weft._plugin.step_outputs import join_outputs, pack, sendable, share_from
@@ -97,7 +96,9 @@ class TrainerPipelineMixin(PipelineMixin):
 
     def _convert_before_cutting(self) -> None:
         """What other stages know of a layer's dtype is what it is now. Values to come are made in their dtype."""
-        if not has_meta_tensors(self.model):
+        from weft.strategy.deferred import is_deferred
+
+        if not any(parameter.is_meta or is_deferred(parameter) for parameter in self.model.parameters()):
             self.model = self.precision_plugin.convert_module(self.model)
 
     @contextlib.contextmanager

@@ -64,6 +64,29 @@ def test_half_precisions(rank: int, world_size: int, tmp_path: Path) -> None:
         assert all(torch.isfinite(torch.tensor(model.losses)))
 
 
+class SmallToBe(Small):
+    """Built where the strategy waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.model
+
+    def configure_model(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+
+
+@on_ranks(2)
+def test_values_to_come_are_made_in_half_precision(rank: int, world_size: int, tmp_path: Path) -> None:
+    on_warm_rank(rank, world_size)
+    model, built = SmallToBe(), Small()
+    for each in (model, built):
+        run = trainer(world_size, small(), tmp_path, precision="bf16-true")
+        run.fit(each, ones())
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model.losses[0] == pytest.approx(built.losses[0], rel=0.1)
+
+
 @on_ranks(2)
 def test_one_model_under_several_precisions(rank: int, world_size: int, tmp_path: Path) -> None:
     """What was recorded under one is not taken for the other's."""
