@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from weft.strategy.local_tensor import local_of, local_parameters
     from weft.strategy.pipeline import Pipeline, draw
     from weft.strategy.plan import Plan
+    from weft.strategy.rank_reports import RankReports, rank_reports
     from weft.strategy.report_table import Report, Row, report
 
 _MODULES = {
@@ -39,6 +40,7 @@ _MODULES = {
     "local_tensor": ("local_of", "local_parameters"),
     "pipeline": ("Pipeline", "draw"),
     "plan": ("Plan",),
+    "rank_reports": ("RankReports", "rank_reports"),
     "report_table": ("Report", "Row", "report"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
@@ -49,6 +51,7 @@ __all__ = [
     "Mesh",
     "Pipeline",
     "Plan",
+    "RankReports",
     "Report",
     "Row",
     "StepInBackward",
@@ -62,6 +65,7 @@ __all__ = [
     "local_of",
     "local_parameters",
     "parallelize",
+    "rank_reports",
     "report",
 ]
 

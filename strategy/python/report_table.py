@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -83,15 +84,20 @@ class Report:
             for row in self.rows
         ]
         table.append(("total", "", "", "", "", f"{self.total_bytes:,}", ""))
-        widths = [max(len(line[column]) for line in (header, *table)) for column in range(len(header))]
-        lines = []
-        for line in (header, *table):
-            cells = [
-                cell.rjust(width) if name == "bytes" else cell.ljust(width)
-                for name, cell, width in zip(header, line, widths, strict=True)
-            ]
-            lines.append("  ".join(cells).rstrip())
-        return "\n".join((*lines, *self.notes))
+        return "\n".join((*table_of(header, table, right=("bytes",)), *self.notes))
+
+
+def table_of(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> list[str]:
+    """Lines of a table whose columns named in `right` end at the same place; the others begin there."""
+    widths = [max(len(line[column]) for line in (header, *rows)) for column in range(len(header))]
+    lines = []
+    for line in (header, *rows):
+        cells = [
+            cell.rjust(width) if name in right else cell.ljust(width)
+            for name, cell, width in zip(header, line, widths, strict=True)
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 def report(model: nn.Module) -> Report:

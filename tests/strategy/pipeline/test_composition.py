@@ -155,6 +155,33 @@ class WithOffset(nn.Module):
         return x
 
 
+@on_ranks(4)
+def test_a_table_of_what_each_rank_holds(world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline_parallel", "tensor_parallel"))
+    torch.manual_seed(0)
+    model = Llama(LlamaArgs(n_layers=2, dtype=torch.float64))
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    Pipeline(model, mesh, ["layers.1"], num_micro_batches=2)
+    weft.parallelize(model, mesh, PLAN)
+    reports = weft.strategy.rank_reports(model)
+    assert reports.stages == ((0,), (0,), (1,), (1,))
+    lines = [line.split() for line in str(reports).splitlines()]
+    assert lines[0] == ["rank", "stages", "parameters", "bytes", "from", "to"] and len(lines) == 5
+    assert [line[:2] + line[4:5] for line in lines[1:]] == [
+        ["0", "0", "tok_embeddings.weight"],
+        ["1", "0", "tok_embeddings.weight"],
+        ["2", "1", "layers.1.attention.wq.weight"],
+        ["3", "1", "layers.1.attention.wq.weight"],
+    ]
+    held = [rank["total_bytes"] for rank in reports.to_dict()]
+    replicated = sum(parameter.nbytes for name, parameter in model.named_parameters() if "norm" in name)
+    totals = [torch.zeros((), dtype=torch.long) for _ in range(world_size)]
+    dist.all_gather(totals, torch.tensor(replicated))
+    # Norms are whole on both tensor-parallel ranks of their stage.
+    assert sum(held) - sum(int(total) for total in totals[::2]) == whole
+    assert int(lines[1][3].replace(",", "")) == held[0]
+
+
 class WithScale(WithOffset):
     """Another parameter of the trunk, which the second half uses as well."""
 

@@ -1,0 +1,55 @@
+"""Who holds what: the reports of all ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from weft.strategy.report_table import Report, report, table_of
+
+
+@dataclasses.dataclass(frozen=True)
+class RankReports:
+    """Of each rank of a group, in its order, the report, and the stages of a pipeline that it has.
+
+    Prints as a table with a line for each rank: how many parameters, their bytes, the first's and the last's name.
+    """
+
+    reports: tuple[Report, ...]
+    stages: tuple[tuple[int, ...], ...]
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        """Plain data: for each rank its number, its stages, and what `Report.to_dict` gives."""
+        return [
+            {"rank": rank, "stages": list(stages), **each.to_dict()}
+            for rank, (stages, each) in enumerate(zip(self.stages, self.reports, strict=True))
+        ]
+
+    def __str__(self) -> str:
+        header = ("rank", "stages", "parameters", "bytes", "from", "to")
+        lines = [
+            (
+                str(rank),
+                " ".join(map(str, stages)),
+                str(len(each.rows)),
+                f"{each.total_bytes:,}",
+                each.rows[0].parameter if each.rows else "",
+                each.rows[-1].parameter if each.rows else "",
+            )
+            for rank, (stages, each) in enumerate(zip(self.stages, self.reports, strict=True))
+        ]
+        return "\n".join(table_of(header, lines, right=("rank", "parameters", "bytes")))
+
+
+def rank_reports(model: nn.Module, group: dist.ProcessGroup | None = None) -> RankReports:
+    """What each rank of a group, by default of all, holds of a model; collective."""
+    from weft.strategy.pipeline import find_staged
+
+    found = find_staged(model)
+    mine = (report(model), () if found is None else found[1].stages)
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, mine, group=group)
+    return RankReports(tuple(each for each, _ in gathered), tuple(stages for _, stages in gathered))
