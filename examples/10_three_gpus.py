@@ -1,6 +1,7 @@
 """A small network cut in three: on three GPUs where there are as many, else on three processes of the CPU.
 
     python examples/10_three_gpus.py [--samples 96] [--steps 60]
+    python examples/10_three_gpus.py --one-process          # by hand: no micro-batches on their way at the same time
 
 The network learns which of three rings a point of the plane is in. A stage holds a third of its layers; what they
 compute moves from one to the next, six micro-batches at a time. Exits with 1 if it does not learn.
@@ -14,6 +15,7 @@ import json
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,9 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from weft.strategy.pipeline import Pipeline
+from weft.strategy.pipeline import Pipeline, spread_over_devices
 
 STAGES, MICRO_BATCHES, WIDTH = 3, 6, 64
+CUTS = ["middle", "outward"]
 
 
 class Rings(nn.Module):
@@ -45,13 +48,38 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--samples", type=int, default=96)
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--one-process", action="store_true")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="weft-example-") as folder:
-        mp.spawn(run_rank, (folder, arguments), STAGES)
-        result = json.loads(Path(folder, "result.json").read_text())
+    result = in_one_process(arguments) if arguments.one_process else in_three_processes(arguments)
     print(f"on {result['devices']}: loss {result['losses'][0]:.4f}, then {result['losses'][-1]:.4f}")
     print(f"right: {result['right']} of {arguments.samples}")
     return 0 if result["losses"][-1] < 0.5 * result["losses"][0] else 1
+
+
+def in_three_processes(arguments: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="weft-example-") as folder:
+        mp.spawn(run_rank, (folder, arguments), STAGES)
+        return json.loads(Path(folder, "result.json").read_text())
+
+
+def in_one_process(arguments: argparse.Namespace) -> dict[str, Any]:
+    on_gpus = torch.cuda.device_count() >= STAGES
+    devices = [f"cuda:{stage}" if on_gpus else "cpu" for stage in range(STAGES)]
+    torch.manual_seed(0)
+    model = spread_over_devices(Rings(), CUTS, devices)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    points, ring = rings(arguments.samples, torch.device(devices[0]))
+
+    losses = []
+    for _ in range(arguments.steps):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(points), ring.to(devices[-1]))  # the logits are on the last device
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    right = int((model(points).argmax(dim=1) == ring.to(devices[-1])).sum())
+    where = "three GPUs" if on_gpus else "the CPU three times"
+    return {"losses": losses, "right": right, "devices": f"{where}, in one process"}
 
 
 def rings(num_samples: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -78,7 +106,7 @@ def run_rank(rank: int, folder: str, arguments: argparse.Namespace) -> None:
     torch.manual_seed(0)
     model = Rings().to(device)
     mesh = init_device_mesh(device.type, (STAGES,), mesh_dim_names=("pipeline_parallel",))
-    pipeline = Pipeline(model, mesh, ["middle", "outward"], num_micro_batches=MICRO_BATCHES)
+    pipeline = Pipeline(model, mesh, CUTS, num_micro_batches=MICRO_BATCHES)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     points, ring = rings(arguments.samples, device)
 

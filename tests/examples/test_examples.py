@@ -81,9 +81,13 @@ def test_the_trainer_in_stages_resumes_with_the_numbers_of_one_device(tmp_path: 
 
 
 def test_a_network_in_three_learns(tmp_path: Path) -> None:
-    stdout = run_example("10_three_gpus.py", cwd=tmp_path)
-    line = re.search(r"^right: (\d+) of 96$", stdout, re.MULTILINE)
-    assert line is not None and int(line[1]) > 80, stdout
+    losses = []
+    for options in ([], ["--one-process"]):
+        stdout = run_example("10_three_gpus.py", *options, cwd=tmp_path)
+        line = re.search(r"^right: (\d+) of 96$", stdout, re.MULTILINE)
+        assert line is not None and int(line[1]) > 80, stdout
+        losses.append(re.findall(r"loss (\S+), then (\S+)$", stdout, re.MULTILINE))
+    assert len(losses[0]) == 1 and losses[0] == losses[1]
 
 
 def test_tensor_parallel_mlp_halves_the_parameters_and_keeps_the_loss(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from weft.strategy._plan import (
     partition,
     tune,
 )
+from weft.strategy.pipeline.devices import spread_over_devices
 from weft.strategy.pipeline.draw import draw
 from weft.strategy.pipeline.pipeline import Pipeline
 from weft.strategy.pipeline.profile import LayerProfile, balanced_cuts, profile_layers
@@ -47,6 +48,7 @@ __all__ = [
     "partition",
     "profile_layers",
     "profile_stages",
+    "spread_over_devices",
     "staged_model_of",
     "tune",
     "tuning_table",

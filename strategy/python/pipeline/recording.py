@@ -157,7 +157,7 @@ class _Recorder(Mode):
     def _refuse_writing(self, func: Any, args: Any, kwargs: Any) -> None:
         """A real tensor that layers' values are written into would keep its own on the stages that lack them."""
         targets = [kwargs.get("out")]
-        if _writes_in_place(name_of(func)) and args:
+        if writes_in_place(name_of(func)) and args:
             targets.append(args[0])
         is_real = any(isinstance(t, Tensor) and not isinstance(t, FakeTensor) for t in pytree.tree_leaves(targets))
         if is_real and self._recording.num_stages > 1:
@@ -195,7 +195,7 @@ class _Recorder(Mode):
 _IN_PLACE = ("add", "sub", "mul", "truediv", "floordiv", "and", "or", "xor", "lshift", "rshift", "pow", "matmul", "mod")
 
 
-def _writes_in_place(name: str) -> bool:
+def writes_in_place(name: str) -> bool:
     is_method = name.endswith("_") and not name.startswith("__")
     return is_method or name == "__setitem__" or name in {f"__i{operation}__" for operation in _IN_PLACE}
 

@@ -48,7 +48,7 @@ class StagedModel:
         self.model = model
         self.layers = layers
         self.stages = tuple(stages)
-        self.tied = _tied_parameters(model, self.layers)
+        self.tied = tied_parameters(model, self.layers)
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._skeleton = _skeleton_of(model, self.layers, self._fake_mode, device)
         # Whose parameters they are: the code between layers may compute with any.
@@ -290,7 +290,7 @@ def fake_like(tensor: Tensor, fake_mode: FakeTensorMode, device: torch.device | 
         return nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_parameter else fake
 
 
-def _tied_parameters(model: nn.Module, layers: Layers) -> list[TiedParameter]:
+def tied_parameters(model: nn.Module, layers: Layers) -> list[TiedParameter]:
     places: dict[int, dict[int, str]] = {}
     for name, parameter, stage in _placed_parameters(model, layers):
         if stage != ANY_STAGE:

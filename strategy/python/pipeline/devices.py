@@ -1,0 +1,126 @@
+"""Stages on several devices of one process, one after another: the manual split, without schedules or processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from weft.strategy.pipeline.layer_calls import LayerCall, Mode, install, run_in
+from weft.strategy.pipeline.recording import name_of, writes_in_place
+from weft.strategy.pipeline.staged_model import staged_model_of, tied_parameters
+from weft.strategy.pipeline.stages import ANY_STAGE, Layers, find_layers
+
+_KEY = "_weft_devices"
+_ACROSS_DEVICES = ("to", "copy_", "__setitem__", "cpu", "cuda")
+
+
+def spread_over_devices(
+    model: nn.Module,
+    cuts: Sequence[str],
+    devices: Sequence[torch.device | str],
+    *,
+    layer_stages: Mapping[str, int] | None = None,
+) -> nn.Module:
+    """Put the layers of each stage on a device of its own, in place; the model's forward moves what goes between them.
+
+    Outputs are on the last stage's device, as a rule; gradients come back the same way. A layer that shares a parameter
+    with an earlier stage is on that one's device. Build optimizers afterwards, and call no `model.to` any more.
+
+    Args:
+        model: any module; its forward stays as it is.
+        cuts: the names of the first module of each stage but the first, as `Pipeline` takes them.
+        devices: one for each stage; one may come again.
+        layer_stages: as in `Pipeline`.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: cuts that do not fit the model, another number of devices, or a model that is in stages already.
+    """
+    if staged_model_of(model) is not None or _KEY in model.__dict__:
+        raise ValueError(f"pipeline: this {type(model).__name__} is in stages already; build the model anew.")
+    if len(devices) != len(cuts) + 1:
+        raise ValueError(
+            f"pipeline: {len(cuts)} cuts make {len(cuts) + 1} stages, and there are {len(devices)} devices; pass one "
+            "for each stage."
+        )
+    order = [torch.device(device) for device in devices]
+    layers = find_layers(model, cuts, layer_stages)
+    stage_of = _with_tied_together(model, layers)
+    for name, stage in stage_of.items():
+        layer = model.get_submodule(name)
+        if stage != ANY_STAGE:
+            layer.to(order[stage])
+        install(layer, name, stage)
+    for name, stage in layers.parameter_stages.items():
+        holder = model.get_submodule(name.rpartition(".")[0])
+        _move_parameter(holder, name.rpartition(".")[2], order[stage])
+    model.__dict__[_KEY] = order
+    cls = type(model)
+    model.__class__ = type(cls.__name__, (_Root, cls), {"__module__": cls.__module__})
+    return model
+
+
+class _Root:
+    """A forward between devices; goes before the model's class."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return run_in(_Moving(self.__dict__[_KEY]), lambda: super(_Root, self).forward(*args, **kwargs))  # type: ignore[misc]
+
+
+class _Moving(Mode):
+    """Brings what a layer, or a function between layers, is given to one device."""
+
+    def __init__(self, order: list[torch.device]) -> None:
+        super().__init__()
+        self._order = order
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, name_of(func)
+        if name not in _ACROSS_DEVICES:
+            found = {leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if _is_placed(leaf)}
+            if len(found) > 1:
+                target = args[0].device if writes_in_place(name) else max(found, key=self._stage_of)
+                args, kwargs = _moved((args, kwargs), target)
+        return func(*args, **kwargs)
+
+    def _stage_of(self, device: torch.device) -> int:
+        return max((stage for stage, each in enumerate(self._order) if each == device), default=-1)
+
+    def call_layer(self, layer: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        stage = layer._weft_layer[1]
+        if stage != ANY_STAGE:
+            args, kwargs = _moved((args, kwargs), self._order[stage])
+        return self._outside(lambda: layer.call_itself(args, kwargs))
+
+
+def _is_placed(leaf: Any) -> bool:
+    """Whether it matters where a tensor is: numbers in CPU tensors go with any device."""
+    return isinstance(leaf, Tensor) and not (leaf.dim() == 0 and leaf.device.type == "cpu")
+
+
+def _moved(tree: Any, device: torch.device) -> Any:
+    return pytree.tree_map(lambda leaf: leaf.to(device, non_blocking=True) if _is_placed(leaf) else leaf, tree)
+
+
+def _move_parameter(holder: nn.Module, name: str, device: torch.device) -> None:
+    """One parameter, without those of the modules inside."""
+    moved = nn.Module()
+    moved.register_parameter(name, holder._parameters[name])
+    holder._parameters[name] = moved.to(device)._parameters[name]
+
+
+def _with_tied_together(model: nn.Module, layers: Layers) -> dict[str, int]:
+    """The stage of each layer, where those that share a parameter are on the first one's."""
+    stage_of = dict(layers.stage_of)
+    for tied in tied_parameters(model, layers):
+        for stage, name in tied.name_on.items():
+            layer = next((each for each in stage_of if name == each or name.startswith(f"{each}.")), None)
+            if layer is not None and stage != min(tied.name_on):
+                stage_of[layer] = min(tied.name_on)
+    return stage_of

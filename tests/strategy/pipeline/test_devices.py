@@ -1,0 +1,112 @@
+"""Stages on several devices of one process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from support.models import Llama, LlamaArgs
+from weft.strategy.pipeline import spread_over_devices
+
+ARGS = LlamaArgs(n_layers=3, tie_head=True, dtype=torch.float64)
+
+
+class Skipping(nn.Module):
+    """A value that skips a stage, one that is written into, a parameter of the trunk and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.scale = nn.Parameter(torch.full((4,), 1.5))
+        self.register_buffer("factor", torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = self.a(x)
+        b = self.b(a * self.scale)
+        b += a
+        return self.c(torch.relu(b) + a * self.factor)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.grad.cpu() for name, parameter in model.named_parameters()}
+
+
+def assert_trains_alike(devices: list[str]) -> None:
+    torch.manual_seed(0)
+    for make, cuts, x in (
+        (lambda: Llama(ARGS), ["layers.1", "layers.2"], torch.randint(37, (2, 5))),
+        (lambda: Skipping().double(), ["b", "c"], torch.randn(3, 4, dtype=torch.float64)),
+    ):
+        reference = make()
+        model = spread_over_devices(copy.deepcopy(reference), cuts, devices)
+        expected = reference(x)
+        output = model(x)
+        torch.testing.assert_close(output.cpu(), expected)
+        F.mse_loss(output, torch.zeros_like(output)).backward()
+        F.mse_loss(expected, torch.zeros_like(expected)).backward()
+        torch.testing.assert_close(gradients(model), gradients(reference))
+        assert set(model.state_dict()) == set(reference.state_dict())
+
+
+def test_one_device_several_times() -> None:
+    assert_trains_alike(["cpu"] * 3)
+
+
+@pytest.mark.cuda
+def test_cpu_and_cuda() -> None:
+    assert_trains_alike(["cpu", "cuda", "cuda"])
+    assert_trains_alike(["cuda", "cpu", "cuda"])
+
+
+def placed(model: nn.Module) -> dict[str, str]:
+    return {name: parameter.device.type for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+
+def test_layers_and_what_goes_between_them_are_on_their_devices() -> None:
+    """The meta device is another one, though without values."""
+    model = spread_over_devices(Skipping(), ["b", "c"], ["cpu", "meta", "meta"])
+    assert placed(model) == {
+        "a.weight": "cpu",
+        "a.bias": "cpu",
+        "b.weight": "meta",
+        "b.bias": "meta",
+        "c.weight": "meta",
+        "c.bias": "meta",
+        "scale": "cpu",
+    }
+    output = model(torch.randn(3, 4))
+    assert output.device.type == "meta" and output.shape == (3, 2)
+    model = spread_over_devices(Skipping(), ["b"], ["meta", "cpu"])
+    with pytest.raises(NotImplementedError, match="meta"):  # whose values there are none of
+        model(torch.randn(3, 4))
+
+
+def test_tied_layers_share_the_first_ones_device() -> None:
+    model = spread_over_devices(Llama(ARGS), ["layers.1"], ["cpu", "meta"])
+    devices = placed(model)
+    assert model.output.weight is model.tok_embeddings.weight
+    assert devices["output.weight"] == devices["layers.0.attention.wq.weight"] == "cpu"
+    assert devices["layers.1.attention.wq.weight"] == devices["norm.weight"] == "meta"
+
+
+@pytest.mark.parametrize(
+    ("cuts", "devices", "message"),
+    [
+        (["b"], ["cpu"], "1 cuts make 2 stages, and there are 1 devices; pass one for each stage"),
+        (["d"], ["cpu", "cpu"], "stage 1 is to begin at 'd', which the model has no module of"),
+    ],
+)
+def test_refusals(cuts: list[str], devices: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        spread_over_devices(Skipping(), cuts, devices)
+
+
+def test_a_model_is_spread_once() -> None:
+    model: Any = spread_over_devices(Skipping(), ["b"], ["cpu", "cpu"])
+    with pytest.raises(ValueError, match="this Skipping is in stages already; build the model anew"):
+        spread_over_devices(model, ["b"], ["cpu", "cpu"])
