@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -81,9 +81,17 @@ class DataAxes:
         """Have a module's whole gradients averaged after backwards, where it has them.
 
         Call it once the parameters are where they stay: moving a DTensor loses its hooks.
+
+        Raises:
+            ValueError: they are cut over these ranks already, by an earlier run or by the user.
         """
         if self.size == 1 or self.shards_parameters:
             return
+        if any(isinstance(inner, FSDPModule) for inner in module.modules()):
+            raise ValueError(
+                f"zero_stage={self._zero_stage} keeps parameters whole on each data-parallel rank, and this "
+                f"{type(module).__name__} is fully sharded already; pass zero_stage=3 or 2, or build the model anew."
+            )
         from weft.strategy.data_parallel import GradientReducer
 
         if module in self._reducers:
