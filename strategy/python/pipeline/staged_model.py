@@ -96,24 +96,43 @@ class StagedModel:
     def record(self, step: Any, micro_batch: Any) -> Recording:
         """Record the forward that `step(micro_batch)` calls; see `recording.record` for what is refused."""
         task = _Task(self, None)
-        self._follow_buffers()
-        with keeping_random_state():
+        self._follow_trunk()
+        with keeping_random_state(), self._keeping_buffers():
             self._run(task, step, micro_batch)
         assert task.recording is not None
         return task.recording
 
     def call_of(self, step: Any, micro_batch: Any) -> Any:
-        """What `step(micro_batch)` calls the model with, and under which autocast: hashable; nothing is computed."""
+        """What `step(micro_batch)` calls the model with, autocast and the trunk's flags: hashable; computes nothing."""
         task = _Task(self, None, looks_only=True)
         with keeping_random_state():
             self._run(task, step, micro_batch)
-        return task.call
+        # Not by numbers: a recording for each value of a counter would never be used again.
+        modules = [self.model.get_submodule(name) for name in self.layers.trunk]
+        flags = [
+            (key, value) for module in modules for key, value in _flags(module).items() if type(value) in (bool, str)
+        ]
+        return (task.call, *flags)
 
-    def _follow_buffers(self) -> None:
-        """The skeleton's trunk has the model's own buffers, wherever these have gone."""
+    def _follow_trunk(self) -> None:
+        """The skeleton's trunk has the model's own buffers, wherever these have gone, and its flags."""
         for name in self.layers.trunk:
-            buffers = self.model.get_submodule(name)._buffers
-            self._skeleton.get_submodule(name)._buffers.update(buffers)
+            module, copied = self.model.get_submodule(name), self._skeleton.get_submodule(name)
+            copied._buffers.update(module._buffers)
+            copied.__dict__.update(_flags(module))
+
+    @contextlib.contextmanager
+    def _keeping_buffers(self) -> Iterator[None]:
+        """Afterwards the trunk's buffers are as they were: forwards that are only looked at do not count."""
+        buffers = {id(b): b for name in self.layers.trunk for b in self.model.get_submodule(name)._buffers.values()}
+        before = [(b, b._version, b.clone()) for b in buffers.values() if b is not None]
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, version, value in before:
+                    if buffer._version != version:
+                        buffer.copy_(value)
 
     def read_alone(self, recording: Recording) -> list[str]:
         """The layers, of any stage, whose parameters the code between layers reads and which it never calls."""
@@ -130,7 +149,7 @@ class StagedModel:
         if not recording.answers:
             return True
         probe = StageRun(recording, self.layers.num_stages, None)
-        with keeping_random_state(), contextlib.suppress(OtherPathError):
+        with keeping_random_state(), self._keeping_buffers(), contextlib.suppress(OtherPathError):
             self._run(_Task(self, probe), step, micro_batch)
         return probe.took_the_same_path
 
@@ -238,6 +257,11 @@ class _Task:
     num_calls: int = 0
     looks_only: bool = False
     call: Any = None
+
+
+def _flags(module: nn.Module) -> dict[str, Any]:
+    """What a module's forward may choose its path by."""
+    return {key: value for key, value in vars(module).items() if isinstance(value, (bool, int, float, str))}
 
 
 def _autocast_dtypes() -> tuple[torch.dtype | None, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from typing import Any
@@ -111,6 +112,39 @@ class Branching(nn.Module):
         if self.what == "again":
             y = self.a(self.b(y))
         return self.b(y)
+
+
+class CountingTrunk(nn.Module):
+    """Counts its calls between its layers, and scales what comes from the first if it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.is_scaled = nn.Linear(4, 4), nn.Linear(4, 4), False
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y = self.a(x)
+        if self.is_scaled:
+            y = y * 2
+        return self.b(y)
+
+
+@on_ranks(2)
+def test_buffers_and_flags_of_the_trunk(rank: int, world_size: int) -> None:
+    """Forwards that are only recorded count for nothing, and a flag that is set later is another path."""
+    torch.manual_seed(0)
+    model = CountingTrunk()
+    reference = copy.deepcopy(model)
+    pipeline = Pipeline(model, init_device_mesh("cpu", (world_size,)), ["b"], num_micro_batches=2)
+    x, calls = torch.randn(4, 4), 0
+    for is_scaled in (False, True, False):
+        model.is_scaled = reference.is_scaled = is_scaled
+        loss = pipeline.step(x, lambda part: model(part).square().mean())
+        calls += 2
+        assert model.calls.item() == calls
+        assert loss.item() == pytest.approx(reference(x).square().mean().item(), rel=1e-6)
+    assert len(pipeline._recordings) == 2
 
 
 def pipeline_of(model: nn.Module, world_size: int, **options: Any) -> Pipeline:
