@@ -6,7 +6,9 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn import Module
 
 
@@ -54,7 +56,7 @@ class StageMetrics:
         for metric, _ in self._own:
             metric.__dict__["_weft_muted"] = (metric.__dict__["update"], metric.__dict__.get("forward"))
             object.__setattr__(metric, "update", _nothing)
-            object.__setattr__(metric, "forward", _nothing)
+            object.__setattr__(metric, "forward", _zero)
         try:
             yield
         finally:
@@ -74,6 +76,10 @@ class StageMetrics:
 
 def _nothing(*_args: Any, **_kwargs: Any) -> None:
     return None
+
+
+def _zero(*_args: Any, **_kwargs: Any) -> Tensor:
+    return torch.zeros(())  # which may be logged
 
 
 def _is_metric(module: Module) -> bool:

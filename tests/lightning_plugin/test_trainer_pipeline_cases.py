@@ -314,7 +314,7 @@ class Counting(Text):
         self.count += size
         self.sizes.append(size)
         self.seen += size
-        self.total(size)
+        self.log("total", self.total(size))
         return self.loss(batch)[0]
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
