@@ -53,19 +53,17 @@ class StageMetrics:
     @contextlib.contextmanager
     def muted(self) -> Iterator[None]:
         """Inside, metrics are not updated: in what runs of a step where it does not count."""
-        for metric, _ in self._own:
-            metric.__dict__["_weft_muted"] = (metric.__dict__["update"], metric.__dict__.get("forward"))
-            object.__setattr__(metric, "update", _nothing)
-            object.__setattr__(metric, "forward", _zero)
+        names = ("update", "forward")
+        before = [(vars(metric), {n: vars(metric)[n] for n in names if n in vars(metric)}) for metric, _ in self._own]
+        for attributes, _ in before:
+            attributes.update(update=_nothing, forward=_zero)
         try:
             yield
         finally:
-            for metric, _ in self._own:
-                update, forward = metric.__dict__.pop("_weft_muted")
-                metric.__dict__["update"] = update
-                del metric.__dict__["forward"]
-                if forward is not None:
-                    metric.__dict__["forward"] = forward
+            for attributes, own in before:
+                for name in names:
+                    del attributes[name]
+                attributes.update(own)
 
     def remove(self) -> None:
         """Leave the metrics as they were."""

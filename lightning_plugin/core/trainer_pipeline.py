@@ -302,13 +302,14 @@ def _unchanged(module: Any) -> Iterator[None]:
 
 def _names_with(module: torch.nn.Module, name: str, inner: Sequence[str]) -> tuple[str, ...]:
     """A module's parameters in its order, those of the module `name` in it as they were when it was whole."""
+    from weft.strategy.assignments import join
+
     names: list[str] = []
     for prefix, each in module.named_modules():
         if prefix == name:
-            names += [f"{name}.{own}" for own in inner]
+            names += [join(name, own) for own in inner]
         elif not prefix.startswith(f"{name}."):
-            owned = (f"{prefix}.{own}" if prefix else own for own, _ in each.named_parameters(recurse=False))
-            names += [unwrapped(own) for own in owned]
+            names += [unwrapped(join(prefix, own)) for own, _ in each.named_parameters(recurse=False)]
     return tuple(dict.fromkeys(names))
 
 

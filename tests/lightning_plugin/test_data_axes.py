@@ -321,25 +321,6 @@ def test_averaged_copies_are_refused(rank: int, world_size: int, tmp_path: Path,
         run.fit(Model(), loader())
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("stages", [(3, 1), (2, 0), (1, 0)])
-def test_a_second_run_may_not_keep_whole_what_is_cut(
-    rank: int, world_size: int, tmp_path: Path, stages: tuple[int, int]
-) -> None:
-    on_warm_rank(rank, world_size)
-    model, is_refused = Model(), stages[0] >= 2 > stages[1]
-    for stage in stages:
-        strategy = WeftModelParallelStrategy(plan={}, layout="dp2", zero_stage=stage)
-        run = trainer(world_size, strategy, tmp_path)
-        if is_refused and stage == stages[1]:
-            with pytest.raises(
-                ValueError, match=f"zero_stage={stage} keeps .* and this .*Model is fully sharded already"
-            ):
-                run.fit(model, loader())
-        else:
-            run.fit(model, loader())
-
-
 @on_ranks(4)
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_clipping_by_value(rank: int, world_size: int, tmp_path: Path, stage: int) -> None:

@@ -9,12 +9,12 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning_plugin.scripts.plugin_models import assert_same_weights, on_warm_rank, trainer, weights
+from lightning_plugin.scripts.plugin_models import Model, assert_same_weights, loader, on_warm_rank, trainer, weights
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from support.models import Llama, LlamaArgs, token_batches
-from support.ranks import run_on_ranks
+from support.ranks import on_ranks, run_on_ranks
 from weft.lightning import WeftModelParallelStrategy
 
 VOCAB = 37
@@ -227,3 +227,22 @@ def test_a_state_of_another_model_on_another_mesh(tmp_path: Path, is_directory: 
                 assert torch.equal(value, before[name] if name.startswith("new.") else saved[name]), name
         for refusal in run_on_ranks(2, _validate, strict=True, **case):
             assert "new.weight" in refusal and "old.weight" in refusal
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stages", [(3, 1), (2, 0), (1, 0)])
+def test_a_second_run_may_not_keep_whole_what_is_cut(
+    rank: int, world_size: int, tmp_path: Path, stages: tuple[int, int]
+) -> None:
+    on_warm_rank(rank, world_size)
+    model, is_refused = Model(), stages[0] >= 2 > stages[1]
+    for stage in stages:
+        strategy = WeftModelParallelStrategy(plan={}, layout="dp2", zero_stage=stage)
+        run = trainer(world_size, strategy, tmp_path)
+        if is_refused and stage == stages[1]:
+            with pytest.raises(
+                ValueError, match=f"zero_stage={stage} keeps .* and this .*Model is fully sharded already"
+            ):
+                run.fit(model, loader())
+        else:
+            run.fit(model, loader())

@@ -82,7 +82,8 @@ def test_layers_and_what_goes_between_them_are_on_their_devices() -> None:
     output = model(torch.randn(3, 4))
     assert output.device.type == "meta" and output.shape == (3, 2)
     model = spread_over_devices(Skipping(), ["b"], ["meta", "cpu"])
-    with pytest.raises(NotImplementedError, match="meta"):  # whose values there are none of
+    # Values come back from an earlier stage's device, too: torch's own words say that it tried to.
+    with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor; no data"):
         model(torch.randn(3, 4))
 
 

@@ -1,0 +1,279 @@
+"""A model's own forward on its stages: what may choose its path, what may be written, and what crosses."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from support.ranks import on_ranks
+from weft.strategy.pipeline import Pipeline
+
+
+class Branching(nn.Module):
+    """Its path depends on values or on chance, or it calls layers in another order."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.a, self.b, self.what = nn.Linear(4, 4), nn.Linear(4, 4), what
+
+    def forward(self, x: Tensor) -> Tensor:
+        if (self.what == "input" and x.sum() > 0) or (self.what == "chance" and torch.rand(()) > 0.5):
+            x = x * 2
+        if self.what == "order":
+            return self.a(self.b(x))
+        y = self.a(x)
+        if self.what == "layer" and y.sum() > 0:
+            y = y * 2
+        if self.what == "again":
+            y = self.a(self.b(y))
+        return self.b(y)
+
+
+class CountingTrunk(nn.Module):
+    """Counts its calls between its layers, and scales what comes from the first if it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.is_scaled = nn.Linear(4, 4), nn.Linear(4, 4), False
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y = self.a(x)
+        if self.is_scaled:
+            y = y * 2
+        return self.b(y)
+
+
+@on_ranks(2)
+def test_buffers_and_flags_of_the_trunk(rank: int, world_size: int) -> None:
+    """Forwards that are only recorded count for nothing, and a flag that is set later is another path."""
+    torch.manual_seed(0)
+    model = CountingTrunk()
+    reference = copy.deepcopy(model)
+    pipeline = Pipeline(model, init_device_mesh("cpu", (world_size,)), ["b"], num_micro_batches=2)
+    x, calls = torch.randn(4, 4), 0
+    for is_scaled in (False, True, False):
+        model.is_scaled = reference.is_scaled = is_scaled
+        loss = pipeline.step(x, lambda part: model(part).square().mean())
+        calls += 2
+        assert model.calls.item() == calls
+        assert loss.item() == pytest.approx(reference(x).square().mean().item(), rel=1e-6)
+    assert len(pipeline._recordings) == 2
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("what", "error", "message"),
+    [
+        ("layer", ValueError, "cannot be run without values"),
+        ("order", ValueError, "pass layer_stages={'a': 1}"),
+        ("again", ValueError, "move the cuts, or give each stage a module of its own"),
+    ],
+)
+def test_forwards_that_cannot_be_recorded(world_size: int, what: str, error: type[Exception], message: str) -> None:
+    """On every rank, before anything is sent."""
+    model = Branching(what)
+    pipeline = Pipeline(model, init_device_mesh("cpu", (world_size,)), ["b"], num_micro_batches=2)
+    with pytest.raises(error, match=re.escape(message)):
+        pipeline.step(torch.ones(4, 4), lambda x: model(x).sum())
+
+
+@on_ranks(2)
+def test_a_path_that_values_of_the_inputs_choose(world_size: int) -> None:
+    """Micro-batches of the same shapes take two paths, in one step and from step to step."""
+    torch.manual_seed(0)
+    model, reference = Branching("input").double(), Branching("input").double()
+    reference.load_state_dict(model.state_dict())
+    pipeline = Pipeline(model, init_device_mesh("cpu", (world_size,)), ["b"], num_micro_batches=2)
+    for signs in ((1, 1), (-1, 1), (1, -1), (-1, -1)):
+        batch = torch.cat([sign * torch.ones(2, 4, dtype=torch.float64) for sign in signs])
+        loss = pipeline.step(batch, lambda x: model(x).square().mean())
+        parts = torch.stack([reference(x).square().mean() for x in batch.chunk(2)])
+        parts.mean().backward()
+        torch.testing.assert_close(loss, parts.mean().detach(), rtol=1e-12, atol=1e-12)
+    expected = dict(reference.named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-12, atol=1e-12)
+
+
+@on_ranks(1)
+def test_a_path_that_chance_chooses(world_size: int) -> None:
+    model = Branching("chance")
+    pipeline = Pipeline(model, init_device_mesh("cpu", (world_size,)), [], num_micro_batches=2)
+    with pytest.raises(RuntimeError, match="let nothing random choose the model's path"):
+        for _ in range(20):
+            pipeline.step(torch.ones(4, 4), lambda x: model(x).sum())
+
+
+class Between(nn.Module):
+    """Two layers, and between or around them what `do` does."""
+
+    def __init__(self, do: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.do = nn.Linear(4, 4), nn.Linear(4, 4), do
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.do(self, x)
+
+
+def into_new(model: nn.Module, x: Tensor, write: Callable[[Tensor, Tensor], Any]) -> Tensor:
+    kept = torch.zeros(len(x), 4, dtype=x.dtype)
+    write(kept, model.a(x))
+    return model.b(kept)
+
+
+def view_of_what_changes(model: nn.Module, x: Tensor) -> Tensor:
+    h = model.a(x)
+    view = h.view(-1, 2, 2)
+    h = torch.tanh(model.b(h.relu_()))
+    return h + view.flatten(1)
+
+
+def changed_behind_the_boundary(model: nn.Module, x: Tensor) -> Tensor:
+    h = model.a(x)
+    view = h.view(-1, 2, 2)
+    y = model.b(h)
+    h.mul_(2)
+    return y + view.flatten(1)
+
+
+def checkpointed_between(model: nn.Module, x: Tensor) -> Tensor:
+    return torch.utils.checkpoint.checkpoint(model.b, model.a(x), use_reentrant=False)
+
+
+WRITES = {
+    "add_": lambda kept, h: kept.add_(h),
+    "copy_": lambda kept, h: kept.copy_(h),
+    "setitem": lambda kept, h: kept.__setitem__((slice(None), slice(0, 4)), h),
+    "mask": lambda kept, h: kept.masked_fill_(h > 0, 1.0),
+    "out": lambda kept, h: torch.mul(h, 2, out=kept),
+    "iadd": lambda kept, h: kept.__iadd__(h),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("write", WRITES)
+def test_values_of_layers_are_not_written_into_other_tensors(world_size: int, write: str) -> None:
+    model = Between(lambda model, x: into_new(model, x, WRITES[write]))
+    pipeline = Pipeline(model, init_device_mesh("cpu", (world_size,)), ["b"], num_micro_batches=2)
+    with pytest.raises(ValueError, match="writes what layers compute into a tensor that was made between them"):
+        pipeline.step(torch.ones(4, 4), lambda x: model(x).sum())
+
+
+@on_ranks(2)
+def test_views_of_what_changes_behind_a_boundary(world_size: int) -> None:
+    """What changes before it crosses is right; what changes after, and would not be seen through a view, refused."""
+    torch.manual_seed(0)
+    model = Between(view_of_what_changes).double()
+    reference = Between(view_of_what_changes).double()
+    reference.load_state_dict(model.state_dict())
+    mesh = init_device_mesh("cpu", (world_size,))
+    x = torch.randn(4, 4, dtype=torch.float64)
+    loss = Pipeline(model, mesh, ["b"], num_micro_batches=2).step(x, lambda x: model(x).square().mean())
+    torch.testing.assert_close(loss, reference(x).square().mean().detach(), rtol=1e-12, atol=0)
+    changing = Between(changed_behind_the_boundary)
+    with pytest.raises(ValueError, match="a view of it cross to stage 1, where it is changed in place"):
+        Pipeline(changing, mesh, ["b"], num_micro_batches=2).step(x.float(), lambda x: changing(x).sum())
+
+
+@on_ranks(1)
+def test_checkpoints_between_layers_are_refused_before_they_go_wrong(world_size: int) -> None:
+    """Two stages on one rank; the second one's recomputation would get what stands for a value."""
+    model = Between(checkpointed_between)
+    pipeline = Pipeline(model, init_device_mesh("cpu", (world_size,)), ["b"], schedule="gpipe", num_micro_batches=1)
+    with pytest.raises(RuntimeError, match="was called again outside of the forward"):
+        pipeline.step(torch.ones(4, 4), lambda x: model(x).sum())
+    with pytest.raises(RuntimeError, match="a step before this one failed"):
+        pipeline.step(torch.ones(4, 4), lambda x: model(x).sum())
+
+
+@on_ranks(2)
+def test_layers_are_what_they_are_while_the_forward_runs(world_size: int) -> None:
+    """isinstance, strides of what crosses, buffers that layers give and change."""
+
+    def forward(model: nn.Module, x: Tensor) -> Tensor:
+        h = x
+        for layer in (model.a, model.b):
+            h = layer(h).t() if isinstance(layer, nn.Linear) else h
+        return h.t().contiguous().view(-1)
+
+    torch.manual_seed(0)
+    model, reference = Between(forward).double(), Between(forward).double()
+    reference.load_state_dict(model.state_dict())
+    pipeline = Pipeline(model, init_device_mesh("cpu", (world_size,)), ["b"], num_micro_batches=1)
+    absent = model.b if pipeline.stages == (0,) else model.a
+    assert not isinstance(absent, nn.Linear)
+    x = torch.randn(4, 4, dtype=torch.float64)
+    loss = pipeline.step(x, lambda x: model(x).square().mean())
+    torch.testing.assert_close(loss, reference(x).square().mean().detach(), rtol=1e-12, atol=0)
+
+
+@on_ranks(2)
+def test_what_crosses_keeps_its_strides(world_size: int) -> None:
+    """The view behind the boundary is one of dense memory, as in the unsplit model."""
+
+    def forward(model: nn.Module, x: Tensor) -> Tensor:
+        h = model.a(x).t()
+        return model.b(h) + h.t().view(-1).view(4, 4)
+
+    torch.manual_seed(0)
+    model, reference = Between(forward).double(), Between(forward).double()
+    reference.load_state_dict(model.state_dict())
+    pipeline = Pipeline(model, init_device_mesh("cpu", (world_size,)), ["b"], num_micro_batches=1)
+    x = torch.randn(4, 4, dtype=torch.float64)
+    loss = pipeline.step(x, lambda x: model(x).square().mean())
+    torch.testing.assert_close(loss, reference(x).square().mean().detach(), rtol=1e-12, atol=0)
+
+
+class Counting(nn.Module):
+    """Gives its buffer, which it changes at every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(4, dtype=torch.float64))
+        self.scale = nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.count += 1
+        return x * self.scale, self.count
+
+
+@on_ranks(1, 2)
+def test_a_buffer_crosses_as_it_was(world_size: int) -> None:
+    def forward(model: nn.Module, x: Tensor) -> Tensor:
+        h, count = model.a(x)
+        return model.b(h) * count
+
+    model = Between(forward).double()
+    model.a = Counting()
+    mesh = init_device_mesh("cpu", (world_size,))
+    pipeline = Pipeline(model, mesh, ["b"], schedule="looped_bfs" if world_size == 1 else "gpipe", num_micro_batches=3)
+    seen = []
+
+    def loss_of(x: Tensor) -> Tensor:
+        loss = model(x).mean()
+        seen.append(loss.item())
+        return loss
+
+    pipeline.step(torch.ones(3, 4, dtype=torch.float64), loss_of)
+    if pipeline.has_last_stage:
+        assert seen == pytest.approx([seen[0], 2 * seen[0], 3 * seen[0]])
+
+
+@on_ranks(1)
+def test_recordings_are_few(world_size: int) -> None:
+    """However many values of the inputs the code between layers asks for."""
+    model = Between(lambda model, x: model.b(model.a(x)) * float(x.sum()))
+    pipeline = Pipeline(model, init_device_mesh("cpu", (world_size,)), ["b"][:0], num_micro_batches=1)
+    for step in range(40):
+        pipeline.step(torch.full((2, 4), float(step)), lambda x: model(x).sum())
+    [recordings] = pipeline._recordings.values()
+    assert len(recordings) <= 16
