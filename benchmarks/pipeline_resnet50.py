@@ -4,7 +4,8 @@
 
 A step is forward, backward and SGD on a batch of 32 images of 128 x 128. In one run and in turn: one process; one
 process that takes micro-batches, too; a naive split; weft's schedules and those of torch.distributed.pipelining (on
-gloo, and on weft's backend), both cut at the same layer, over numbers of micro-batches.
+gloo, and on weft's backend), both cut at the same layer, over numbers of micro-batches; and weft's zero-bubble with
+micro-batches that are smaller at the batch's ends.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from weft.strategy.pipeline import Pipeline, balanced_cuts, profile_layers
 
 BATCH, SIZE, NUM_CLASSES = 32, 128, 1000
 COUNTS = (2, 4, 8, 16)  # of micro-batches
+TAPERED = ((8, 16, 8), (4, 12, 12, 4))  # micro-batches of these sizes
 OURS = ("gpipe", "1f1b", "zero_bubble")
 THEIRS = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 MIN_OVER_ONE, MIN_OVER_TORCH, NAIVE_WITHIN = 1.75, 0.98, 0.1
@@ -63,28 +65,33 @@ def stepping(model: nn.Module, forward_backward: Callable[[], Any]) -> Step:
     return step
 
 
-def one_process(count: int) -> Step:
-    """On rank 0 alone, in `count` micro-batches; the other rank waits."""
+def name_of(sizes: Sequence[int]) -> str:
+    return " + ".join(map(str, sizes))
+
+
+def one_process(sizes: Sequence[int]) -> Step:
+    """On rank 0 alone, in micro-batches; the other rank waits."""
     if dist.get_rank() != 0:
         return lambda: None
     model = whole_model()
     x, y = images()
 
     def forward_backward() -> None:
-        for xs, ys in zip(x.chunk(count), y.chunk(count), strict=True):
-            (F.cross_entropy(model(xs), ys) / count).backward()
+        for xs, ys in zip(x.split(list(sizes)), y.split(list(sizes)), strict=True):
+            (F.cross_entropy(model(xs), ys) * (len(xs) / BATCH)).backward()
 
     return stepping(model, forward_backward)
 
 
-def ours(kind: str, cuts: list[str], counts: tuple[int, ...]) -> dict[int, Step]:
+def ours(kind: str, cuts: list[str], counts: tuple[int, ...], shares: Sequence[int] | None = None) -> dict[int, Step]:
     model = whole_model()
     mesh = DeviceMesh("cpu", list(range(dist.get_world_size())))
-    pipeline = Pipeline(model, mesh, cuts, schedule=kind)
+    pipeline = Pipeline(model, mesh, cuts, schedule=kind, micro_batch_shares=shares)
     batch = images()
 
     def forward_backward(count: int) -> None:
-        pipeline.num_micro_batches = count
+        if shares is None:
+            pipeline.num_micro_batches = count
         pipeline.step(batch, lambda micro_batch: F.cross_entropy(model(micro_batch[0]), micro_batch[1]))
 
     return {count: stepping(model, lambda count=count: forward_backward(count)) for count in counts}
@@ -133,11 +140,14 @@ def measure(num_samples: int, counts: tuple[int, ...]) -> dict[str, Any]:
     chosen = [cuts_of_measured_layers()]
     dist.broadcast_object_list(chosen)
     cuts = chosen[0]
-    steps: dict[str, Step] = {"one process": one_process(1)}
-    steps |= {f"one process, {count}": one_process(count) for count in counts}
+    steps: dict[str, Step] = {"one process": one_process([BATCH])}
+    steps |= {f"one process, {count}": one_process([BATCH // count] * count) for count in counts}
+    steps |= {f"one process, {name_of(sizes)}": one_process(sizes) for sizes in TAPERED}
     steps["naive split"] = ours("naive", cuts, (1,))[1]
     for kind in OURS:
         steps |= {f"weft {kind}, {count}": step for count, step in ours(kind, cuts, counts).items()}
+    for sizes in TAPERED:
+        steps[f"weft zero_bubble, {name_of(sizes)}"] = ours("zero_bubble", cuts, (len(sizes),), sizes)[len(sizes)]
     for kind in THEIRS:
         for backend, group in (("gloo", gloo), ("weft", dist.group.WORLD)):
             made = theirs(kind, cuts, counts, group)
@@ -181,9 +191,12 @@ def draw_curve(result: dict[str, Any], path: Path) -> None:
 
     lines: dict[str, list[tuple[int, float]]] = {}
     for name, speed in result["speed over one process"].items():
-        who, _, count = name.partition(", ")
-        if count:
-            lines.setdefault(who, []).append((int(count), speed))
+        who, _, sizes = name.partition(", ")
+        if sizes:
+            parts = sizes.split(" + ")
+            is_tapered = len(parts) > 1
+            point = (len(parts) if is_tapered else int(sizes), speed)
+            lines.setdefault(f"{who}, tapered" if is_tapered else who, []).append(point)
     figure, axes = plt.subplots(figsize=(7, 4))
     for who, points in lines.items():
         style = "-" if who.startswith("weft") else "--" if who.startswith("torch") else ":"
@@ -214,7 +227,7 @@ def main() -> int:
         print(json.dumps(result, indent=2))
     else:
         for name, speed in result["speed over one process"].items():
-            print(f"{name:28} {result['seconds'][name]:7.3f} s  {speed:5.2f} x one process")
+            print(f"{name:32} {result['seconds'][name]:7.3f} s  {speed:5.2f} x one process")
         for key in ("best", "cuts", *(k for k in result if k.startswith(("best of", "naive")))):
             print(f"{key}: {result[key]}")
     good = (

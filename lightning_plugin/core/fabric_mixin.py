@@ -58,6 +58,7 @@ class FabricMixin(FabricPipelineMixin, StrategyMixin):
         pipeline_schedule: "1f1b", "gpipe", "zero_bubble", "interleaved", "looped_bfs", "naive", or a
             `weft.strategy.pipeline.Schedule`.
         num_micro_batches: of a step; None: that of a `Schedule`, else twice the pipeline's ranks.
+        micro_batch_shares: their relative sizes in place of their number, such as [1, 2, 1]; None: as even as can be.
 
     Raises:
         ValueError, TypeError: an argument that no number of devices could make work.
@@ -89,6 +90,7 @@ class FabricMixin(FabricPipelineMixin, StrategyMixin):
         pipeline_parallel_size: int = 1,
         pipeline_schedule: Any = "1f1b",
         num_micro_batches: int | None = None,
+        micro_batch_shares: Sequence[float] | None = None,
     ) -> None:
         if parallelize_fn is not None and not callable(parallelize_fn):
             raise TypeError(
@@ -123,6 +125,7 @@ class FabricMixin(FabricPipelineMixin, StrategyMixin):
                 pipeline_cuts=pipeline_cuts,
                 pipeline_schedule=pipeline_schedule,
                 num_micro_batches=num_micro_batches,
+                micro_batch_shares=micro_batch_shares,
             )
         )
         self._backward_sync_control = _WithoutSync(self)

@@ -56,7 +56,11 @@ class PipelineMixin:
             )
         if self._pipeline is not None:
             return
-        options = {"schedule": settings.pipeline_schedule, "num_micro_batches": settings.num_micro_batches}
+        options = {
+            "schedule": settings.pipeline_schedule,
+            "num_micro_batches": settings.num_micro_batches,
+            "micro_batch_shares": settings.micro_batch_shares,
+        }
         asked = (self.device_mesh, list(settings.pipeline_cuts or ()), options)
         if _KEY in module.__dict__ and module.__dict__[_KEY][0] == asked:  # by an earlier run's strategy
             self._pipeline = module.__dict__[_KEY][1]

@@ -35,6 +35,7 @@ class PlanSettings:
     pipeline_cuts: the names of the first module of each stage but the first; None: no pipeline.
     pipeline_schedule: a name in `weft.strategy.pipeline.SCHEDULES`, or a `Schedule`.
     num_micro_batches: of a pipeline's step; None: as many as the schedule says, or twice the ranks.
+    micro_batch_shares: their relative sizes in place of their number, or None.
     pipeline_module: the name of the module that is cut; None: all that is set up.
     split_batch, micro_batch_weight: how batches become micro-batches and what these count for; None: by samples.
     """
@@ -55,6 +56,7 @@ class PlanSettings:
     pipeline_cuts: Sequence[str] | None = None
     pipeline_schedule: Any = "1f1b"
     num_micro_batches: int | None = None
+    micro_batch_shares: Sequence[float] | None = None
     pipeline_module: str | None = None
     split_batch: Callable[[Any, int], Sequence[Any]] | None = None
     micro_batch_weight: Callable[[Any], float] | None = None
@@ -124,12 +126,21 @@ class PlanSettings:
             what = "optimizer_in_backward=True" if self.optimizer_in_backward else "sequence_parallel=True"
             raise ValueError(f"{owner} got {what} with pipeline_cuts, which cannot be combined; leave one out.")
         from weft.strategy.pipeline import SCHEDULES, Schedule
+        from weft.strategy.pipeline.micro_batches import shares_of
 
         schedule = self.pipeline_schedule
         if not isinstance(schedule, Schedule) and schedule not in SCHEDULES:
             raise ValueError(
                 f"{owner} got pipeline_schedule={schedule!r}; pass one of {', '.join(SCHEDULES)}, or a Schedule."
             )
+        if self.micro_batch_shares is not None and self.split_batch is not None:
+            raise ValueError(
+                f"{owner} got micro_batch_shares and split_batch, which cuts in sizes of its own; leave one out."
+            )
+        try:
+            shares_of(schedule, self.num_micro_batches, self.micro_batch_shares, sizes.pipeline_parallel)
+        except ValueError as error:
+            raise ValueError(f"{owner}: {error}") from None
 
     def _sizes(self, owner: str, data_parallel_size: int | str, tensor_parallel_size: int | str) -> Sizes:
         from weft.strategy.layout import Sizes

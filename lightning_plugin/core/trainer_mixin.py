@@ -99,6 +99,7 @@ class TrainerMixin(TrainerPipelineMixin, StrategyMixin):
         pipeline_schedule: "1f1b", "gpipe", "zero_bubble", "interleaved", "looped_bfs", "naive", or a
             `weft.strategy.pipeline.Schedule`.
         num_micro_batches: of a batch; None: that of a `Schedule`, else twice the pipeline's ranks.
+        micro_batch_shares: their relative sizes in place of their number, such as [1, 2, 1]; None: as even as can be.
         split_batch: cuts a batch into so many micro-batches; None: along dim 0 of the tensors.
         micro_batch_weight: what a micro-batch's loss, and what it logs, counts for; None: its samples.
 
@@ -132,6 +133,7 @@ class TrainerMixin(TrainerPipelineMixin, StrategyMixin):
         pipeline_parallel_size: int = 1,
         pipeline_schedule: Any = "1f1b",
         num_micro_batches: int | None = None,
+        micro_batch_shares: Sequence[float] | None = None,
         split_batch: Callable[[Any, int], Sequence[Any]] | None = None,
         micro_batch_weight: Callable[[Any], float] | None = None,
     ) -> None:
@@ -160,6 +162,7 @@ class TrainerMixin(TrainerPipelineMixin, StrategyMixin):
                 pipeline_cuts=pipeline_cuts,
                 pipeline_schedule=pipeline_schedule,
                 num_micro_batches=num_micro_batches,
+                micro_batch_shares=micro_batch_shares,
                 pipeline_module=pipeline_module,
                 split_batch=split_batch,
                 micro_batch_weight=micro_batch_weight,

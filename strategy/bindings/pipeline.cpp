@@ -4,6 +4,7 @@
 #include "pipeline.h"
 
 #include "weft/strategy/pipeline/check.h"
+#include "weft/strategy/pipeline/micro_batches.h"
 #include "weft/strategy/pipeline/partition.h"
 #include "weft/strategy/pipeline/passes.h"
 #include "weft/strategy/pipeline/tune.h"
@@ -285,7 +286,9 @@ void bind_tune(py::module_& module) {
 
   py::class_<TunePoint>(module, "TunePoint", py::is_final())
       .def_property_readonly("kind", [](const TunePoint& point) { return to_string(point.kind); })
-      .def_readonly("num_micro_batches", &TunePoint::num_micro_batches)
+      .def_property_readonly("num_micro_batches",
+                             [](const TunePoint& point) { return point.micro_batch_sizes.size(); })
+      .def_readonly("micro_batch_sizes", &TunePoint::micro_batch_sizes)
       .def_readonly("makespan", &TunePoint::makespan)
       .def_readonly("bubble_fraction", &TunePoint::bubble_fraction)
       .def_readonly("peak_bytes", &TunePoint::peak_bytes)
@@ -298,7 +301,8 @@ void bind_tune(py::module_& module) {
          int64_t num_ranks,
          const std::vector<std::string>& kinds,
          std::vector<int64_t> micro_batch_counts,
-         std::optional<int64_t> memory_limit) {
+         std::optional<int64_t> memory_limit,
+         bool tapers) {
         std::vector<ScheduleKind> parsed;
         for (const std::string& kind : kinds) {
           parsed.push_back(parse_schedule_kind(kind));
@@ -308,7 +312,8 @@ void bind_tune(py::module_& module) {
                      .num_ranks = num_ranks,
                      .kinds = std::move(parsed),
                      .micro_batch_counts = std::move(micro_batch_counts),
-                     .memory_limit = memory_limit});
+                     .memory_limit = memory_limit,
+                     .tapers = tapers});
       },
       py::arg("stages"),
       py::kw_only(),
@@ -316,7 +321,16 @@ void bind_tune(py::module_& module) {
       py::arg("num_ranks"),
       py::arg("kinds") = std::vector<std::string>{},
       py::arg("micro_batch_counts") = std::vector<int64_t>{},
-      py::arg("memory_limit") = py::none());
+      py::arg("memory_limit") = py::none(),
+      py::arg("tapers") = true);
+
+  module.def(
+      "deal_samples",
+      [](int64_t batch_size, const std::vector<double>& shares) {
+        return deal_samples(batch_size, shares);
+      },
+      py::arg("batch_size"),
+      py::arg("shares"));
 }
 
 }  // namespace

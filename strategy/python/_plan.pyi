@@ -351,7 +351,14 @@ class Schedule:
         """The forwards alone, for an evaluation."""
 
     def simulate(self, costs: Sequence[StageCost] = [StageCost()]) -> Simulation:
-        """Runs it on paper. `costs`: one for each stage, or one for all. ValueError: see `check`."""
+        """Runs it on paper.
+
+        Args:
+            costs: one for all, one for each stage, or one for each stage's every micro-batch, stage by stage; bytes of
+                parameters are those of a stage's first.
+
+        ValueError: another number of costs, negative ones; see `check`.
+        """
 
     def __eq__(self, other: object) -> bool: ...
     def __hash__(self) -> int: ...
@@ -434,12 +441,16 @@ class StageProfile:
 
 @final
 class TunePoint:
-    """One schedule with one number of micro-batches, simulated."""
+    """One schedule with micro-batches of certain sizes, simulated."""
 
     @property
     def kind(self) -> str: ...
     @property
     def num_micro_batches(self) -> int: ...
+    @property
+    def micro_batch_sizes(self) -> list[int]:
+        """In samples."""
+
     @property
     def makespan(self) -> float: ...
     @property
@@ -458,15 +469,26 @@ def tune(
     kinds: Sequence[str] = ...,
     micro_batch_counts: Sequence[int] = ...,
     memory_limit: int | None = None,
+    tapers: bool = True,
 ) -> list[TunePoint]:
     """Simulates schedules over numbers of micro-batches; fastest first, those above the limit last.
+
+    Each number as even as can be and, where that is faster, in the best of sizes that are smaller towards the ends of
+    the batch.
 
     Args:
         stages: stage s is on rank s % num_ranks.
         batch_size: samples of a step.
         kinds: of `SCHEDULES`. Default: all that take the stages a rank has.
-        micro_batch_counts: Default: powers of two up to `batch_size`.
+        micro_batch_counts: Default: 1, 2, 3, 4, 6, 8, 12 and so on, up to `batch_size`.
         memory_limit: the most bytes of a rank.
+        tapers: whether other sizes than even ones are tried.
 
     ValueError: stages that the ranks do not divide, numbers out of range, kinds that do not take several stages a rank.
+    """
+
+def deal_samples(batch_size: int, shares: Sequence[float]) -> list[int]:
+    """The samples of each micro-batch, at least one, in proportion to `shares`; of equal shares the first are larger.
+
+    ValueError: fewer samples than shares, a share that is not above 0.
     """

@@ -49,6 +49,7 @@ def test_arguments_are_lightnings_and_ours(name: str) -> None:
         else:
             assert ours[argument].default == stock.default, argument
     of_pipelines = ["pipeline_cuts", "pipeline_parallel_size", "pipeline_schedule", "num_micro_batches"]
+    of_pipelines += ["micro_batch_shares"]
     if name in TRAINER_MODULES:
         of_pipelines = ["pipeline_cuts", "pipeline_module", *of_pipelines[1:], "split_batch", "micro_batch_weight"]
     assert list(ours)[-12 - len(of_pipelines) :] == [

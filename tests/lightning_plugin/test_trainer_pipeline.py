@@ -47,7 +47,11 @@ def everything(
 LAYOUTS = {
     "pp2": (2, "pp2", {}),
     "pp2 interleaved": (2, "pp2", {"pipeline_cuts": CUTS[4], "pipeline_schedule": "interleaved"}),
-    "pp2 zero bubble": (2, "pp2", {"pipeline_schedule": "zero_bubble", "num_micro_batches": 3}),
+    "pp2 zero bubble": (
+        2,
+        "pp2",
+        {"pipeline_schedule": "zero_bubble", "num_micro_batches": None, "micro_batch_shares": [1, 2, 1]},
+    ),
     "pp4": (4, "pp4", {"num_micro_batches": 4}),
     "pp2 tp2": (4, "pp2,tp2", {}),
     "pp2 dp2 zero3": (4, "pp2,dp2", {"zero_stage": 3}),
@@ -83,7 +87,10 @@ def assert_like_one_device(result: dict[str, Any], expected: dict[str, Any], has
         torch.testing.assert_close(result[name], expected[name], rtol=1e-10, atol=1e-12)
     if has_all_data:
         torch.testing.assert_close(result["losses"], expected["losses"], rtol=1e-10, atol=0)
-        assert result["metrics"] == pytest.approx(expected["metrics"], rel=1e-10)
+        assert result["metrics"].keys() == expected["metrics"].keys()
+        for name, value in result["metrics"].items():
+            # MeanMetric rounds what it is given to float32.
+            assert value == pytest.approx(expected["metrics"][name], rel=1e-6 if name == "mean" else 1e-10), name
         torch.testing.assert_close(result["outputs"], expected["outputs"], rtol=1e-10, atol=1e-12)
 
 

@@ -331,32 +331,3 @@ def test_what_is_counted_before_the_models_call(rank: int, world_size: int, tmp_
     assert model.total.compute() == 16
     times = len(cuts) // 2 + 1  # a rank with several stages runs a step for each
     assert (model.count, sum(model.sizes), model.seen.item()) == (16 * times,) * 3
-
-
-class Encoder(L.LightningModule):
-    """torch's encoder, whose fast path for padded inputs is on by default."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-        self.model = nn.TransformerEncoder(layer, 4)
-
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        x, lengths = batch
-        mask = torch.arange(x.shape[1]) >= lengths[:, None]
-        self.log("val", self.model(x, src_key_padding_mask=mask).masked_fill(mask[..., None], 0).square().mean())
-
-
-def encoded(rank: int, world_size: int, folder: str, strategy: Any) -> float:
-    on_warm_rank(rank, world_size)
-    strategy = small(pipeline_cuts=["layers.2"]) if strategy == "staged" else strategy
-    data = [(torch.full((4, 8), i / 7), i % 4 + 1) for i in range(8)]
-    [result] = trainer(world_size, strategy, folder).validate(Encoder(), DataLoader(data, batch_size=4), verbose=False)
-    assert torch.backends.mha.get_fastpath_enabled()
-    return result["val"]
-
-
-def test_an_encoder_with_a_fast_path(tmp_path: Path) -> None:
-    [expected] = run_on_ranks(1, encoded, folder=str(tmp_path), strategy="auto")
-    assert run_on_ranks(2, encoded, folder=str(tmp_path), strategy="staged") == pytest.approx([expected] * 2, rel=1e-5)

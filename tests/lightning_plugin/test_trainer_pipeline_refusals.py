@@ -121,6 +121,21 @@ def test_an_iterator_and_a_wrong_name_are_refused(rank: int, world_size: int, tm
         ),
         ({"pipeline_module": "model"}, ValueError, "got pipeline_module without stages"),
         ({"split_batch": torch.chunk}, ValueError, "got split_batch without stages"),
+        (
+            {"pipeline_cuts": [], "pipeline_module": "model", "micro_batch_shares": [1, 2], "split_batch": torch.chunk},
+            ValueError,
+            "micro_batch_shares and split_batch, which cuts in sizes of its own; leave one out",
+        ),
+        (
+            {"pipeline_cuts": [], "pipeline_module": "model", "micro_batch_shares": [1, -2]},
+            ValueError,
+            r"micro_batch_shares is \[1, -2\]; pass numbers above 0",
+        ),
+        (
+            {"pipeline_cuts": [], "pipeline_module": "model", "num_micro_batches": 0},
+            ValueError,
+            "num_micro_batches is 0; pass a whole number",
+        ),
         ({"pipeline_cuts": [], "plan": "auto"}, ValueError, "pipeline_cuts and pipeline_module=None; name the module"),
         (
             {"pipeline_cuts": [], "pipeline_module": "model", "micro_batch_weight": 3},

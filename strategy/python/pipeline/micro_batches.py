@@ -5,11 +5,15 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+from weft.strategy._plan import Schedule, deal_samples
 
 
 def batch_size_of(batch: Any) -> int:
@@ -34,12 +38,12 @@ def batch_size_of(batch: Any) -> int:
     return size
 
 
-def split_batch(batch: Any, num_micro_batches: int) -> list[Any]:
+def split_batch(batch: Any, num_micro_batches: int, shares: Sequence[float] | None = None) -> list[Any]:
     """Cut every tensor that has the batch's size along dim 0; other values are in every micro-batch.
 
     Dicts and other mappings (BatchEncoding, too), lists, tuples, named tuples and dataclasses keep their types. Lists
     and tuples of as many items as there are samples, none of which holds a tensor, are cut as well (names, texts). The
-    parts are views, as even as can be, the first ones larger.
+    parts are views, in proportion to `shares` or as even as can be, the first ones larger.
 
     Raises:
         ValueError: see `batch_size_of`; fewer samples than micro-batches.
@@ -47,16 +51,38 @@ def split_batch(batch: Any, num_micro_batches: int) -> list[Any]:
     size = batch_size_of(batch)
     if size < num_micro_batches:
         raise ValueError(f"a batch of {size} samples has no {num_micro_batches} micro-batches; pass at most {size}.")
-
-    bounds = [
-        part * (size // num_micro_batches) + min(part, size % num_micro_batches)
-        for part in range(num_micro_batches + 1)
-    ]
+    sizes = deal_samples(size, shares or [1.0] * num_micro_batches)
+    bounds = list(itertools.accumulate(sizes, initial=0))
 
     def part(value: Any, i: int) -> Any:
         return value[bounds[i] : bounds[i + 1]] if _has_samples(value, size) else value
 
     return [_map(lambda value, i=i: part(value, i), batch) for i in range(num_micro_batches)]
+
+
+def shares_of(
+    schedule: str | Schedule, num_micro_batches: int | None, shares: Sequence[float] | None, num_ranks: int
+) -> tuple[float, ...]:
+    """The relative sizes of a step's micro-batches, of what a pipeline is given: their number, these, or neither.
+
+    Raises:
+        ValueError: both, a number below 1, shares that are not above 0.
+    """
+    if shares is not None:
+        if num_micro_batches is not None:
+            raise ValueError(
+                f"pipeline: got num_micro_batches={num_micro_batches!r} and micro_batch_shares={shares!r}; pass one of "
+                "the two."
+            )
+        are_numbers = all(isinstance(share, (int, float)) and 0 < share < math.inf for share in shares)
+        if not shares or not are_numbers:
+            raise ValueError(f"pipeline: micro_batch_shares is {shares!r}; pass numbers above 0, such as [1, 2, 1].")
+        return tuple(float(share) for share in shares)
+    if num_micro_batches is None:
+        return (1.0,) * (2 * num_ranks if isinstance(schedule, str) else schedule.num_micro_batches)
+    if not isinstance(num_micro_batches, int) or isinstance(num_micro_batches, bool) or num_micro_batches < 1:
+        raise ValueError(f"pipeline: num_micro_batches is {num_micro_batches!r}; pass a whole number from 1 on.")
+    return (1.0,) * num_micro_batches
 
 
 def first_samples(batch: Any, num_samples: int) -> Any:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from weft.strategy._plan import Action, Schedule, Span
 from weft.strategy.data_parallel import clip_gradients_by_norm
-from weft.strategy.pipeline.micro_batches import batch_size_of, signature, split_batch
+from weft.strategy.pipeline.micro_batches import batch_size_of, shares_of, signature, split_batch
 from weft.strategy.pipeline.recording import Recording
 from weft.strategy.pipeline.runner import MAX_STAGES, Runner, Work
 from weft.strategy.pipeline.sharded_stages import ShardedStages
@@ -43,6 +43,8 @@ class Pipeline:
         schedule: one of `SCHEDULES`, or a `Schedule` of arithmetic alone for these ranks and stages.
         num_micro_batches: of a step; a batch with fewer samples has one for each. Default: that of a `Schedule` that
             is given, else twice the number of ranks.
+        micro_batch_shares: their relative sizes, in place of their number: [1, 2, 1] makes three of which the second
+            has half of the samples. Smaller ones at the ends fill and drain a pipeline sooner; see `tune`.
         layer_stages: the stages of layers that the model registered in another order than it calls them.
         device: where the parameters will be before the first step, if they are not there yet.
 
@@ -61,6 +63,7 @@ class Pipeline:
         *,
         schedule: str | Schedule = "1f1b",
         num_micro_batches: int | None = None,
+        micro_batch_shares: Sequence[float] | None = None,
         layer_stages: Mapping[str, int] | None = None,
         device: torch.device | None = None,
     ) -> None:
@@ -78,7 +81,7 @@ class Pipeline:
             )
         self._schedule = schedule
         self._stages_per_rank = num_stages // num_ranks
-        self.num_micro_batches = _num_micro_batches(schedule, num_micro_batches, num_ranks)
+        self._shares = shares_of(schedule, num_micro_batches, micro_batch_shares, num_ranks)
         self._lowered: dict[tuple[int, bool], Schedule] = {}
         self._runner: Runner | None = None
         rank_of = self.schedule(self.num_micro_batches).rank_of
@@ -111,6 +114,15 @@ class Pipeline:
         self._runner.sharding = ShardedStages(self._staged, mesh, mp_policy)
         self._lowered.clear()
         self._recordings.clear()  # which were allowed to read any parameter
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Of a step; to set it makes them equal."""
+        return len(self._shares)
+
+    @num_micro_batches.setter
+    def num_micro_batches(self, value: int) -> None:
+        self._shares = shares_of(self._schedule, value, None, self._group.size())
 
     @property
     def model(self) -> nn.Module:
@@ -212,7 +224,7 @@ class Pipeline:
             batch: the same on every rank of the pipeline.
             loss_fn: given a micro-batch, calls the model once and gives its loss, a scalar. It runs on every stage, up
                 to the model's call on all but the last, once more for the first micro-batch and for new shapes.
-            split: cuts the batch into so many micro-batches.
+            split: cuts the batch into so many micro-batches, of sizes of its own.
             weight: what a micro-batch's loss counts for, compared with the others'. Default: its samples, exact for
                 losses that are means over samples.
             scale: what gradients are multiplied by; what is returned is not.
@@ -290,10 +302,12 @@ class Pipeline:
             _refuse_sequence_parallel(self.model)
             self._staged.watch_calls()
             self._watches = True
-        count = self.num_micro_batches
-        if split is None or split is split_batch:
-            count = min(count, batch_size_of(batch))
-        return list((split or split_batch)(batch, count))
+        if split is not None and split is not split_batch:
+            return list(split(batch, self.num_micro_batches))
+        size = batch_size_of(batch)
+        if size < self.num_micro_batches:
+            return split_batch(batch, size)
+        return split_batch(batch, self.num_micro_batches, self._shares)
 
     def _recordings_of(self, micro_batches: Sequence[Any], step: Step) -> list[Recording]:
         # A step may call the model in other ways than for such a batch before; for one batch it does not change.
@@ -353,11 +367,3 @@ def _refuse_sequence_parallel(model: nn.Module) -> None:
             f"pipeline: the plan has {name!r} work on parts of the sequence, which no stage can hand to the next; use "
             "a plan without sequence_parallel."
         )
-
-
-def _num_micro_batches(schedule: str | Schedule, given: int | None, num_ranks: int) -> int:
-    if given is None:
-        return 2 * num_ranks if isinstance(schedule, str) else schedule.num_micro_batches
-    if not isinstance(given, int) or isinstance(given, bool) or given < 1:
-        raise ValueError(f"pipeline: num_micro_batches is {given!r}; pass a whole number from 1 on.")
-    return given

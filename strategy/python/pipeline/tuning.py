@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from weft.strategy._plan import LinearTime, StageProfile, TunePoint
+from weft.strategy._plan import LinearTime, StageProfile, TunePoint, deal_samples
 from weft.strategy.pipeline.micro_batches import batch_size_of, first_samples
 from weft.strategy.pipeline.profile import LayerProfile, profile_layers
 
@@ -74,17 +74,32 @@ def _sum(layers: Sequence[LayerProfile], what: str) -> float:
 
 def tuning_table(points: Sequence[TunePoint]) -> str:
     """One line for each point, in their order."""
-    lines = [f"{'schedule':<12} {'micro-batches':>13} {'time':>10} {'idle':>6} {'most bytes':>12}"]
-    for point in points:
+    sizes = [_sizes_text(point.micro_batch_sizes) for point in points]
+    width = max(map(len, sizes), default=0)
+    head = f"{'schedule':<12} {'micro-batches':>13} {'time':>10} {'idle':>6} {'most bytes':>12}"
+    lines = [f"{head}  {'samples':<{width}}".rstrip()]
+    for point, text in zip(points, sizes, strict=True):
         line = f"{point.kind:<12} {point.num_micro_batches:>13} {point.makespan:>10.4g} {point.bubble_fraction:>6.0%}"
-        lines.append(f"{line} {point.peak_bytes:>12}{'' if point.fits else '  too many'}")
+        line = f"{line} {point.peak_bytes:>12}  {text:<{width}}"
+        lines.append(line.rstrip() if point.fits else f"{line}  too many")
     return "\n".join(lines)
+
+
+def _sizes_text(sizes: Sequence[int]) -> str:
+    """Sizes in order, those that follow each other counted: "4, 3 x 8, 4"."""
+    runs = [(size, len(list(run))) for size, run in itertools.groupby(sizes)]
+    return ", ".join(str(size) if count == 1 else f"{count} x {size}" for size, count in runs)
+
+
+def _is_tapered(point: TunePoint) -> bool:
+    sizes = point.micro_batch_sizes
+    return sizes != deal_samples(sum(sizes), [1.0] * len(sizes))
 
 
 def draw_tuning(points: Sequence[TunePoint], *, path: str | Path | None = None) -> str:
     """The curve of a step's time against the number of micro-batches, a line for each schedule, as SVG.
 
-    Points above the limit of memory are hollow.
+    Tapered micro-batches make a line of their own, dashed. Points above the limit of memory are hollow.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -101,13 +116,15 @@ def draw_tuning(points: Sequence[TunePoint], *, path: str | Path | None = None) 
     with matplotlib.rc_context({"svg.hashsalt": "weft", "svg.fonttype": "none", "font.size": 8}):
         figure = Figure(figsize=(7, 4), layout="constrained")
         axes = figure.subplots()
-        for kind in dict.fromkeys(point.kind for point in points):
-            own = sorted((p for p in points if p.kind == kind), key=lambda p: p.num_micro_batches)
-            [line] = axes.plot([p.num_micro_batches for p in own], [p.makespan for p in own], label=kind)
+        for kind, is_tapered in dict.fromkeys((point.kind, _is_tapered(point)) for point in points):
+            own = [point for point in points if (point.kind, _is_tapered(point)) == (kind, is_tapered)]
+            own.sort(key=lambda point: point.num_micro_batches)
+            label, style = (f"{kind}, tapered", "--") if is_tapered else (kind, "-")
+            [line] = axes.plot([p.num_micro_batches for p in own], [p.makespan for p in own], style, label=label)
             for point in own:
                 face = line.get_color() if point.fits else "white"
-                style = {"marker": "o", "markerfacecolor": face, "markeredgecolor": line.get_color()}
-                axes.plot(point.num_micro_batches, point.makespan, **style)
+                marker = {"marker": "o", "markerfacecolor": face, "markeredgecolor": line.get_color()}
+                axes.plot(point.num_micro_batches, point.makespan, **marker)
         counts = sorted({point.num_micro_batches for point in points})
         axes.set_xscale("log")
         axes.set_xticks(counts, [str(count) for count in counts])

@@ -13,29 +13,42 @@ namespace weft::strategy {
 
 namespace {
 
-void check_costs(const Schedule& schedule, std::span<const StageCost> costs) {
-  const auto num_stages = static_cast<size_t>(schedule.num_stages());
-  if (num_stages == 0) {
-    throw std::invalid_argument("simulate: the schedule has no actions; pass one that has");
+// One for all, one for each stage, or one for each stage's every micro-batch.
+class Costs {
+ public:
+  Costs(const Schedule& schedule, std::span<const StageCost> costs)
+      : costs_(costs),
+        num_stages_(static_cast<size_t>(schedule.num_stages())),
+        num_micro_batches_(static_cast<size_t>(schedule.num_micro_batches())),
+        of_micro_batches_(costs.size() == num_stages_ * num_micro_batches_) {
+    if (num_stages_ == 0) {
+      throw std::invalid_argument("simulate: the schedule has no actions; pass one that has");
+    }
+    if (costs.size() != 1 && costs.size() != num_stages_ && !of_micro_batches_) {
+      throw std::invalid_argument(
+          "simulate: " + std::to_string(costs.size()) + " costs for " +
+          std::to_string(num_stages_) + " stages and " + std::to_string(num_micro_batches_) +
+          " micro-batches; pass one for all, one for each stage, or one for each stage's every "
+          "micro-batch");
+    }
+    for (size_t i = 0; i < costs.size(); ++i) {
+      check(costs[i], costs.size() == 1 ? 0 : of_micro_batches_ ? i / num_micro_batches_ : i);
+    }
+    check_sum();
   }
-  if (costs.size() != 1 && costs.size() != num_stages) {
-    throw std::invalid_argument("simulate: " + std::to_string(costs.size()) + " costs for " +
-                                std::to_string(num_stages) +
-                                " stages; pass one for each stage, or one for all");
+
+  [[nodiscard]] const StageCost& at(size_t stage, size_t micro_batch) const {
+    if (of_micro_batches_) {
+      return costs_[stage * num_micro_batches_ + micro_batch];
+    }
+    return costs_[costs_.size() == 1 ? 0 : stage];
   }
-  double bytes = 0;
-  for (size_t stage = 0; stage < num_stages; ++stage) {
-    const StageCost& cost = costs[costs.size() == 1 ? 0 : stage];
-    bytes += static_cast<double>(cost.parameter_bytes) +
-             static_cast<double>(cost.activation_bytes) *
-                 static_cast<double>(schedule.num_micro_batches());
+  [[nodiscard]] const StageCost& at(const Action& action) const {
+    return at(static_cast<size_t>(action.stage), static_cast<size_t>(action.micro_batch));
   }
-  if (bytes > 4e18) {  // below 2^62
-    throw std::invalid_argument(
-        "simulate: the stages' bytes add up to more than can be counted; pass smaller ones");
-  }
-  for (size_t stage = 0; stage < costs.size(); ++stage) {
-    const StageCost& cost = costs[stage];
+
+ private:
+  static void check(const StageCost& cost, size_t stage) {
     for (const double time :
          {cost.forward, cost.backward_input, cost.backward_weight, cost.transfer}) {
       if (!std::isfinite(time) || time < 0) {
@@ -48,7 +61,26 @@ void check_costs(const Schedule& schedule, std::span<const StageCost> costs) {
                                   " are negative; pass bytes from 0 on");
     }
   }
-}
+
+  void check_sum() const {
+    double bytes = 0;
+    for (size_t stage = 0; stage < num_stages_; ++stage) {
+      bytes += static_cast<double>(at(stage, 0).parameter_bytes);
+      for (size_t i = 0; i < num_micro_batches_; ++i) {
+        bytes += static_cast<double>(at(stage, i).activation_bytes);
+      }
+    }
+    if (bytes > 4e18) {  // below 2^62
+      throw std::invalid_argument(
+          "simulate: the stages' bytes add up to more than can be counted; pass smaller ones");
+    }
+  }
+
+  std::span<const StageCost> costs_;
+  size_t num_stages_;
+  size_t num_micro_batches_;
+  bool of_micro_batches_;
+};
 
 double duration(const Action& action, const StageCost& cost) {
   switch (action.kind) {
@@ -72,13 +104,13 @@ bool ends_backward(ActionKind kind) {
 // Counts what is held, which the order of a rank's own list alone decides.
 class Holdings {
  public:
-  Holdings(const Schedule& schedule, std::span<const StageCost> costs, Simulation& result)
+  Holdings(const Schedule& schedule, const Costs& costs, Simulation& result)
       : costs_(costs), result_(result), counts_(static_cast<size_t>(schedule.num_stages())) {
     result.in_flight.resize(counts_.size());
     result.peak_bytes.resize(schedule.ranks().size());
     bytes_.resize(schedule.ranks().size());
     for (size_t stage = 0; stage < counts_.size(); ++stage) {
-      bytes_[static_cast<size_t>(schedule.rank_of()[stage])] += cost(stage).parameter_bytes;
+      bytes_[static_cast<size_t>(schedule.rank_of()[stage])] += costs.at(stage, 0).parameter_bytes;
     }
     result.peak_bytes = bytes_;
     keeps_ = schedule.has_backward();
@@ -88,22 +120,18 @@ class Holdings {
     const auto stage = static_cast<size_t>(action.stage);
     if (action.kind == ActionKind::kForward) {
       result_.in_flight[stage] = std::max(result_.in_flight[stage], ++counts_[stage]);
-      bytes_[rank] += cost(stage).activation_bytes;
+      bytes_[rank] += costs_.at(action).activation_bytes;
       result_.peak_bytes[rank] = std::max(result_.peak_bytes[rank], bytes_[rank]);
     }
     // Without backwards nothing is kept beyond the forward.
     if (ends_backward(action.kind) || (!keeps_ && action.kind == ActionKind::kForward)) {
       --counts_[stage];
-      bytes_[rank] -= cost(stage).activation_bytes;
+      bytes_[rank] -= costs_.at(action).activation_bytes;
     }
   }
 
  private:
-  [[nodiscard]] const StageCost& cost(size_t stage) const {
-    return costs_[costs_.size() == 1 ? 0 : stage];
-  }
-
-  std::span<const StageCost> costs_;
+  const Costs& costs_;
   Simulation& result_;
   std::vector<int64_t> counts_;  // micro-batches in flight, by stage
   std::vector<int64_t> bytes_;   // held, by rank
@@ -151,8 +179,8 @@ class Arrivals {
 
 }  // namespace
 
-Simulation simulate(const Schedule& schedule, std::span<const StageCost> costs) {
-  check_costs(schedule, costs);
+Simulation simulate(const Schedule& schedule, std::span<const StageCost> stage_costs) {
+  const Costs costs(schedule, stage_costs);
   check(schedule, std::numeric_limits<int64_t>::max() / 2);
   Simulation result;
   result.ranks.resize(schedule.ranks().size());
@@ -160,21 +188,23 @@ Simulation simulate(const Schedule& schedule, std::span<const StageCost> costs) 
   Arrivals arrivals(schedule);
   std::vector<double> clocks(schedule.ranks().size());
   double busy = 0;
-  const auto cost_of = [&](int64_t stage) -> const StageCost& {
-    return costs[costs.size() == 1 ? 0 : static_cast<size_t>(stage)];
-  };
   const auto rank_of = schedule.rank_of();
-  const auto delay = [&](int64_t stage, int64_t other) {
+  const auto delay = [&](const Action& action, int64_t other) {
+    const int64_t stage = action.stage;
     const bool crosses = other >= 0 && other < schedule.num_stages() &&
                          rank_of[static_cast<size_t>(stage)] != rank_of[static_cast<size_t>(other)];
-    return crosses ? cost_of(std::min(stage, other)).transfer : 0;
+    return crosses ? costs
+                         .at(static_cast<size_t>(std::min(stage, other)),
+                             static_cast<size_t>(action.micro_batch))
+                         .transfer
+                   : 0;
   };
   detail::Traversal traversal(schedule, std::numeric_limits<int64_t>::max() / 2);
   traversal.run([&](size_t rank, const Action& action) {
     double& clock = clocks[rank];
     if (is_compute(action.kind)) {
       const double start = std::max(clock, arrivals.input(action));
-      clock = start + duration(action, cost_of(action.stage));
+      clock = start + duration(action, costs.at(action));
       busy += clock - start;
       result.ranks[rank].push_back({action, start, clock});
       result.makespan = std::max(result.makespan, clock);
@@ -186,9 +216,9 @@ Simulation simulate(const Schedule& schedule, std::span<const StageCost> costs) 
                                 action.kind == ActionKind::kBackwardInput ||
                                 action.kind == ActionKind::kSendBackward;
     if (sends_output) {
-      arrivals.set_output(action, clock + delay(action.stage, action.stage + 1));
+      arrivals.set_output(action, clock + delay(action, action.stage + 1));
     } else if (sends_gradient) {
-      arrivals.set_gradient(action, clock + delay(action.stage, action.stage - 1));
+      arrivals.set_gradient(action, clock + delay(action, action.stage - 1));
     }
   });
   const double total = result.makespan * static_cast<double>(schedule.num_ranks());

@@ -1,10 +1,13 @@
 #include "weft/strategy/pipeline/tune.h"
 
+#include "weft/strategy/pipeline/micro_batches.h"
+
 #include <algorithm>
 #include <cmath>
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <utility>
 
 namespace weft::strategy {
 
@@ -12,22 +15,45 @@ namespace {
 
 [[noreturn]] void refuse(const std::string& text) { throw std::invalid_argument("tune: " + text); }
 
-// Times are those of the mean micro-batch, bytes those of the largest.
-std::vector<StageCost> costs_at(std::span<const StageProfile> stages,
-                                double num_samples,
-                                double most_samples) {
+// Of each stage and micro-batch, stage by stage.
+std::vector<StageCost> costs_of(std::span<const StageProfile> stages,
+                                std::span<const int64_t> sizes) {
   std::vector<StageCost> costs;
-  costs.reserve(stages.size());
+  costs.reserve(stages.size() * sizes.size());
   for (const StageProfile& stage : stages) {
-    const auto bytes = static_cast<double>(stage.activation_bytes_per_sample) * most_samples;
-    costs.push_back({.forward = stage.forward.at(num_samples),
-                     .backward_input = stage.backward_input.at(num_samples),
-                     .backward_weight = stage.backward_weight.at(num_samples),
-                     .transfer = stage.transfer.at(num_samples),
-                     .activation_bytes = static_cast<int64_t>(std::min(bytes, 4e18)),
-                     .parameter_bytes = stage.parameter_bytes});
+    for (const int64_t size : sizes) {
+      const auto samples = static_cast<double>(size);
+      const double bytes = static_cast<double>(stage.activation_bytes_per_sample) * samples;
+      costs.push_back({.forward = stage.forward.at(samples),
+                       .backward_input = stage.backward_input.at(samples),
+                       .backward_weight = stage.backward_weight.at(samples),
+                       .transfer = stage.transfer.at(samples),
+                       .activation_bytes = static_cast<int64_t>(std::min(bytes, 4e18)),
+                       .parameter_bytes = stage.parameter_bytes});
+    }
   }
   return costs;
+}
+
+TunePoint point_of(const Schedule& schedule,
+                   ScheduleKind kind,
+                   std::span<const StageProfile> stages,
+                   std::vector<int64_t> sizes,
+                   const std::optional<int64_t>& memory_limit) {
+  const Simulation simulation = simulate(schedule, costs_of(stages, sizes));
+  const int64_t peak =
+      *std::max_element(simulation.peak_bytes.begin(), simulation.peak_bytes.end());
+  return {.kind = kind,
+          .micro_batch_sizes = std::move(sizes),
+          .makespan = simulation.makespan,
+          .bubble_fraction = simulation.bubble_fraction,
+          .peak_bytes = peak,
+          .fits = !memory_limit || peak <= *memory_limit};
+}
+
+// Fastest first, those that do not fit last.
+auto order_of(const TunePoint& point) {
+  return std::tuple(!point.fits, point.makespan, point.peak_bytes, point.micro_batch_sizes.size());
 }
 
 std::vector<ScheduleKind> kinds_for(int64_t stages_per_rank) {
@@ -40,15 +66,18 @@ std::vector<ScheduleKind> kinds_for(int64_t stages_per_rank) {
           ScheduleKind::kZeroBubble};
 }
 
-std::vector<int64_t> powers_of_two(int64_t most) {
+// Powers of two and the numbers half-way between them.
+std::vector<int64_t> usual_counts(int64_t most) {
   std::vector<int64_t> result;
-  for (int64_t n = 1; n <= most; n *= 2) {
+  for (int64_t n = 1;; n *= 2) {
     result.push_back(n);
+    if (n > 1 && n / 2 <= most - n) {
+      result.push_back(n + n / 2);
+    }
     if (n > most / 2) {
-      break;
+      return result;
     }
   }
-  return result;
 }
 
 }  // namespace
@@ -105,37 +134,39 @@ std::vector<TunePoint> tune(std::span<const StageProfile> stages, const TuneOpti
   }
   const int64_t stages_per_rank = num_stages / options.num_ranks;
   const auto kinds = options.kinds.empty() ? kinds_for(stages_per_rank) : options.kinds;
-  const auto counts = options.micro_batch_counts.empty() ? powers_of_two(options.batch_size)
+  const auto counts = options.micro_batch_counts.empty() ? usual_counts(options.batch_size)
                                                          : options.micro_batch_counts;
   std::vector<TunePoint> points;
   for (const int64_t count : counts) {
-    if (count < 1 || count > options.batch_size) {
-      refuse(std::to_string(count) + " micro-batches of a batch of " +
-             std::to_string(options.batch_size) + "; pass 1 to as many as there are samples");
-    }
-    const double mean = static_cast<double>(options.batch_size) / static_cast<double>(count);
-    const auto costs = costs_at(stages, mean, std::ceil(mean));
+    const std::vector<int64_t> even =
+        deal_samples(options.batch_size,
+                     std::vector<double>(static_cast<size_t>(std::max<int64_t>(count, 0)), 1.0));
+    const auto tapered = options.tapers
+                             ? tapered_sizes(options.batch_size, count, options.num_ranks)
+                             : std::vector<std::vector<int64_t>>{};
     for (const ScheduleKind kind : kinds) {
       const Schedule schedule = generate(kind,
                                          {.num_ranks = options.num_ranks,
                                           .num_micro_batches = count,
                                           .stages_per_rank = stages_per_rank});
-      const Simulation simulation = simulate(schedule, costs);
-      const int64_t peak =
-          *std::max_element(simulation.peak_bytes.begin(), simulation.peak_bytes.end());
-      points.push_back({.kind = kind,
-                        .num_micro_batches = count,
-                        .makespan = simulation.makespan,
-                        .bubble_fraction = simulation.bubble_fraction,
-                        .peak_bytes = peak,
-                        .fits = !options.memory_limit || peak <= *options.memory_limit});
+      const auto at = [&](const std::vector<int64_t>& sizes) {
+        return point_of(schedule, kind, stages, sizes, options.memory_limit);
+      };
+      points.push_back(at(even));
+      TunePoint best = points.back();
+      for (const std::vector<int64_t>& sizes : tapered) {
+        TunePoint point = at(sizes);
+        if (order_of(point) < order_of(best)) {
+          best = std::move(point);
+        }
+      }
+      if (best.micro_batch_sizes != even) {
+        points.push_back(std::move(best));
+      }
     }
   }
-  const auto key = [](const TunePoint& point) {
-    return std::tuple(!point.fits, point.makespan, point.peak_bytes, point.num_micro_batches);
-  };
-  std::stable_sort(points.begin(), points.end(), [&](const TunePoint& a, const TunePoint& b) {
-    return key(a) < key(b);
+  std::stable_sort(points.begin(), points.end(), [](const TunePoint& a, const TunePoint& b) {
+    return order_of(a) < order_of(b);
   });
   return points;
 }

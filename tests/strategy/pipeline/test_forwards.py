@@ -277,3 +277,19 @@ def test_recordings_are_few(world_size: int) -> None:
         pipeline.step(torch.full((2, 4), float(step)), lambda x: model(x).sum())
     [recordings] = pipeline._recordings.values()
     assert len(recordings) <= 16
+
+
+@on_ranks(2)
+def test_an_encoder_with_a_fast_path(world_size: int) -> None:
+    """torch's, which takes padded inputs another way where no gradients are asked for; fake tensors never do."""
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 4).eval()
+    x = torch.randn(4, 4, 8)
+    is_padding = torch.arange(4) >= torch.tensor([4, 3, 2, 1])[:, None]
+    with torch.no_grad():
+        expected = model(x, src_key_padding_mask=is_padding)
+    pipeline = Pipeline(model, init_device_mesh("cpu", (world_size,)), ["layers.2"], num_micro_batches=2)
+    outputs = pipeline.evaluate((x, is_padding), lambda part: model(part[0], src_key_padding_mask=part[1]))
+    assert torch.backends.mha.get_fastpath_enabled()
+    if pipeline.has_last_stage:
+        torch.testing.assert_close(torch.cat(outputs)[~is_padding], expected[~is_padding])

@@ -146,12 +146,14 @@ def test_the_curve_of_time_against_micro_batches(tmp_path, monkeypatch):
     stage = StageProfile(forward=line, backward_input=line, backward_weight=line, activation_bytes_per_sample=10)
     points = tune([stage] * 2, batch_size=8, num_ranks=2, memory_limit=50)
     table = tuning_table(points).splitlines()
-    assert len(table) == 1 + len(points) == 17
+    even = tune([stage] * 2, batch_size=8, num_ranks=2, tapers=False)
+    assert len(table) == 1 + len(points) > 1 + len(even) == 1 + 6 * 4
     assert table[1].split()[:2] == [points[0].kind, str(points[0].num_micro_batches)] and "too many" in table[-1]
     svg = draw_tuning(points, path=tmp_path / "curve.svg")
     assert (tmp_path / "curve.svg").read_text() == svg == draw_tuning(points)
     texts = {element.text for element in ElementTree.fromstring(svg).iter() if element.tag.endswith("text")}
-    assert {"gpipe", "zero_bubble", "micro-batches", "8"} <= texts
+    assert {"gpipe", "zero_bubble", "zero_bubble, tapered", "micro-batches", "8"} <= texts
+    assert table[0].split()[-1] == "samples" and any("2 x 4" in line for line in table)
     with pytest.raises(ValueError, match="there are no points"):
         draw_tuning([])
     monkeypatch.setitem(sys.modules, "matplotlib", None)

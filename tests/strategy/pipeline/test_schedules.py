@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
+from weft.strategy._plan import deal_samples
 from weft.strategy.pipeline import (
     SCHEDULES,
     Action,
@@ -74,7 +75,9 @@ def test_partition_and_tune_answer_in_plain_values():
     assert (line.fixed, line.per_sample, line.at(4)) == (1, 2, 9)
     stage = StageProfile(forward=line, backward_input=line, backward_weight=line, activation_bytes_per_sample=3)
     points = tune([stage] * 2, batch_size=8, num_ranks=2, kinds=["gpipe", "1f1b"], micro_batch_counts=[1, 2, 8])
-    assert len(points) == 6 and points[0].makespan == min(point.makespan for point in points)
+    assert sorted(map(sum, (point.micro_batch_sizes for point in points))) == [8] * len(points)
+    assert deal_samples(8, [1, 2, 1]) == [2, 4, 2]
+    assert points[0].makespan == min(point.makespan for point in points)
     assert {(point.kind, point.num_micro_batches) for point in points} == {
         (kind, count) for kind in ("gpipe", "1f1b") for count in (1, 2, 8)
     }
@@ -85,6 +88,7 @@ def test_partition_and_tune_answer_in_plain_values():
     [
         (lambda: Schedule.parse("0F0\n1G0\n"), "schedule, line 2: cannot read the action '1G0'"),
         (lambda: Schedule.parse("0F0\n").simulate([]), "0 costs for 1 stages"),
+        (lambda: deal_samples(1, [1, 1]), "2 micro-batches of a batch of 1"),
         (lambda: Schedule.parse("0F0,0B0,0B0\n").check(), "0B0 comes twice"),
         (lambda: Schedule.generate("1f2b", 2, 2), "unknown schedule '1f2b'"),
         (lambda: Schedule.generate("1f1b", 2, 2, 2), "has one stage on each rank and got 2"),

@@ -131,6 +131,35 @@ def test_own_splits_and_weights(world_size: int) -> None:
 
 
 @on_ranks(2)
+def test_shares_of_a_batch(world_size: int) -> None:
+    """A batch with too few samples for them has one for each micro-batch."""
+    model, reference = chain().double(), chain().double()
+    mesh = init_device_mesh("cpu", (world_size,))
+    pipeline = Pipeline(model, mesh, ["2"], schedule="zero_bubble", micro_batch_shares=[1, 2.0, 1])
+    assert pipeline.num_micro_batches == 3
+    sizes: list[int] = []
+
+    def loss_of(x: Tensor) -> Tensor:
+        if pipeline.runs_last_stage:
+            sizes.append(len(x))
+        return model(x).square().mean()
+
+    expected = dict(reference.named_parameters())
+    for num_samples, of_parts in ((8, [2, 4, 2]), (9, [2, 5, 2]), (3, [1, 1, 1]), (2, [1, 1])):
+        x = torch.randn(num_samples, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        sizes.clear()
+        loss = pipeline.step(x, loss_of)
+        assert sizes == (of_parts if pipeline.has_last_stage else [])
+        whole = reference(x).square().mean()
+        whole.backward()
+        torch.testing.assert_close(loss, whole.detach(), rtol=1e-12, atol=0)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-10, atol=1e-12)
+    pipeline.num_micro_batches = 2
+    assert [len(part) for part in pipeline.split(torch.ones(8, 4))] == [4, 4]
+
+
+@on_ranks(2)
 def test_models_in_stages_are_not_cut_again(world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
     model = chain()
@@ -169,6 +198,13 @@ def test_arguments_that_do_not_fit(world_size: int) -> None:
         Pipeline(chain(), mesh, ["2", "4"])
     with pytest.raises(ValueError, match="num_micro_batches is 0"):
         Pipeline(chain(), mesh, ["2"], num_micro_batches=0)
+    with pytest.raises(ValueError, match="num_micro_batches=2 and micro_batch_shares="):
+        Pipeline(chain(), mesh, ["2"], num_micro_batches=2, micro_batch_shares=[1, 2])
+    for shares in ([], [1, 0], [1, float("nan")], [1, "2"]):
+        with pytest.raises(ValueError, match=r"micro_batch_shares is .*; pass numbers above 0, such as \[1, 2, 1\]"):
+            Pipeline(chain(), mesh, ["2"], micro_batch_shares=shares)
+    with pytest.raises(ValueError, match="the schedule is for 2 ranks and 2 micro-batches, and 2 ranks have 3"):
+        Pipeline(chain(), mesh, ["2"], schedule=Schedule.generate("gpipe", 2, 2), micro_batch_shares=[1, 2, 1])
     with pytest.raises(ValueError, match="unknown schedule '2f2b'"):
         Pipeline(chain(), mesh, ["2"], schedule="2f2b")
     with pytest.raises(ValueError, match="the schedule is for 4 ranks and 2 micro-batches, and 2 ranks have 2"):

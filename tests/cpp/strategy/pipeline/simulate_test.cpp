@@ -44,6 +44,30 @@ TEST(Simulate, EqualStagesFollowTheFormulas) {
   }
 }
 
+// By hand: stage 0 waits for the gradients of the larger one from 7 to 10, and of the last to 14.
+TEST(Simulate, MicroBatchesOfOtherSizes) {
+  std::vector<StageCost> costs;
+  for (int stage = 0; stage < 2; ++stage) {
+    for (const int size : {1, 2, 1}) {
+      const auto time = static_cast<double>(size);
+      costs.push_back({.forward = time,
+                       .backward_input = time,
+                       .backward_weight = time,
+                       .activation_bytes = 10 * size,
+                       .parameter_bytes = 5});
+    }
+  }
+  const Simulation result = simulate(make(ScheduleKind::kOneForwardOneBackward, 2, 3), costs);
+  EXPECT_EQ(result.makespan, 16);
+  EXPECT_EQ(result.ranks[0][4].start, 10);  // the backward of the larger one
+  EXPECT_THAT(result.peak_bytes, ElementsAre(35, 25));
+  EXPECT_NEAR(result.bubble_fraction, 1 - 24.0 / 32, kTolerance);
+  for (StageCost& cost : costs) {
+    cost.transfer = cost.forward / 2;
+  }
+  EXPECT_EQ(simulate(make(ScheduleKind::kNaive, 2, 3), costs).makespan, 24 + 4);
+}
+
 TEST(Simulate, InterleavedStagesFollowTheFormula) {
   for (int64_t p = 2; p <= 6; ++p) {
     for (int64_t v = 2; v <= 4; ++v) {
@@ -118,7 +142,9 @@ TEST(Simulate, RefusesCostsThatDoNotFit) {
     return refusal([&] { simulate(schedule, costs); });
   };
   EXPECT_EQ(refused({{}, {}}),
-            "simulate: 2 costs for 3 stages; pass one for each stage, or one for all");
+            "simulate: 2 costs for 3 stages and 1 micro-batches; pass one for all, one for each "
+            "stage, or "
+            "one for each stage's every micro-batch");
   EXPECT_THAT(refused({{.forward = -1}}), HasSubstr("a time of stage 0 is -1"));
   EXPECT_THAT(refused({{.transfer = std::numeric_limits<double>::quiet_NaN()}}),
               HasSubstr("a time of stage 0 is nan"));

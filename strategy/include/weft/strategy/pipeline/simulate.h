@@ -39,7 +39,8 @@ struct Simulation {
   std::vector<int64_t> peak_bytes;
 };
 
-// Runs a schedule that check() accepts, with one cost for each stage, or one for all.
+// Runs a schedule that check() accepts, with one cost for all, one for each stage, or one for each
+// stage's every micro-batch, stage by stage; bytes of parameters are those of its first.
 //
 // Each rank does its actions in order, each as soon as its inputs are there. Sends and receives
 // take none of a rank's time; without them in the schedule, messages leave as soon as they are
@@ -47,6 +48,6 @@ struct Simulation {
 //
 // Throws std::invalid_argument for another number of costs, for negative ones, for a schedule
 // without any action, and where check() does.
-Simulation simulate(const Schedule& schedule, std::span<const StageCost> costs);
+Simulation simulate(const Schedule& schedule, std::span<const StageCost> stage_costs);
 
 }  // namespace weft::strategy

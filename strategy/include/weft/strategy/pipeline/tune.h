@@ -34,26 +34,29 @@ struct StageProfile {
 };
 
 struct TuneOptions {
-  int64_t batch_size = 1;  // samples of a step, dealt to the micro-batches as evenly as can be
-  int64_t num_ranks = 1;   // stage s is on rank s % num_ranks
+  int64_t batch_size = 1;                        // samples of a step
+  int64_t num_ranks = 1;                         // stage s is on rank s % num_ranks
   std::vector<ScheduleKind> kinds = {};          // default: all that take the stages a rank has
-  std::vector<int64_t> micro_batch_counts = {};  // default: powers of two up to the batch size
+  std::vector<int64_t> micro_batch_counts = {};  // default: 1, 2, 3, 4, 6, 8, 12, ...
   std::optional<int64_t> memory_limit = {};      // bytes of a rank
+  // Whether micro-batches that are smaller towards the batch's ends are tried, too, up to as many
+  // of them as there are ranks: they fill and drain a pipeline sooner.
+  bool tapers = true;
 };
 
 // One point of the curve.
 struct TunePoint {
   ScheduleKind kind = ScheduleKind::kNaive;
-  int64_t num_micro_batches = 1;
-  double makespan = 0;  // of a step
+  std::vector<int64_t> micro_batch_sizes = {};  // in samples
+  double makespan = 0;                          // of a step
   double bubble_fraction = 0;
   int64_t peak_bytes = 0;  // of the rank with most
   bool fits = true;        // whether peak_bytes is within the limit
 };
 
-// Simulates each schedule with each number of micro-batches; fastest first, those that do not fit
-// last. Of equally fast ones, that with fewer bytes comes first, then that with fewer
-// micro-batches.
+// Simulates each schedule with each number of micro-batches, as even as can be and, where that is
+// faster, in the best of tapered sizes; fastest first, those that do not fit last. Of equally fast
+// ones, that with fewer bytes comes first, then that with fewer micro-batches.
 //
 // Throws std::invalid_argument for stages that the ranks do not divide, for numbers out of range
 // and for kinds that do not take the stages that a rank has.

@@ -1,0 +1,91 @@
+#include "weft/strategy/pipeline/micro_batches.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+namespace weft::strategy {
+
+namespace {
+
+[[noreturn]] void refuse(const std::string& text) {
+  throw std::invalid_argument("micro-batches: " + text);
+}
+
+}  // namespace
+
+std::vector<int64_t> deal_samples(int64_t batch_size, std::span<const double> shares) {
+  const auto count = static_cast<int64_t>(shares.size());
+  if (count < 1 || batch_size < count) {
+    refuse(std::to_string(count) + " micro-batches of a batch of " + std::to_string(batch_size) +
+           "; pass 1 to as many as there are samples");
+  }
+  double total = 0;
+  for (const double share : shares) {
+    if (!std::isfinite(share) || share <= 0) {
+      refuse("a micro-batch's share is " + std::to_string(share) + "; pass numbers above 0");
+    }
+    total += share;
+  }
+  std::vector<int64_t> sizes;
+  std::vector<double> wanted;
+  int64_t left = batch_size;
+  for (const double share : shares) {
+    wanted.push_back(static_cast<double>(batch_size) * (share / total));
+    sizes.push_back(std::max<int64_t>(1, static_cast<int64_t>(wanted.back())));
+    left -= sizes.back();
+  }
+  // What is left goes to those that lack most, what is too much comes from those that have most.
+  for (; left != 0; left -= left > 0 ? 1 : -1) {
+    size_t chosen = 0;
+    double most = -std::numeric_limits<double>::infinity();
+    for (size_t i = 0; i < sizes.size(); ++i) {
+      const double lack = wanted[i] - static_cast<double>(sizes[i]);
+      const double key = left > 0       ? lack
+                         : sizes[i] > 1 ? -lack
+                                        : -std::numeric_limits<double>::infinity();
+      // Equal but for rounding: the first.
+      if (key > most + 1e-9) {
+        chosen = i;
+        most = key;
+      }
+    }
+    sizes[chosen] += left > 0 ? 1 : -1;
+  }
+  return sizes;
+}
+
+std::vector<std::vector<int64_t>> tapered_sizes(int64_t batch_size,
+                                                int64_t count,
+                                                int64_t longest) {
+  constexpr auto kSmallest = std::to_array<double>({1.0 / 4, 1.0 / 3, 1.0 / 2, 2.0 / 3, 3.0 / 4});
+  struct Ends {
+    bool first;
+    bool last;
+  };
+  std::vector<std::vector<int64_t>> result;
+  for (int64_t length = 1; length <= std::min(longest, (count - 1) / 2); ++length) {
+    for (const double smallest : kSmallest) {
+      for (const auto [first, last] : {Ends{true, true}, Ends{true, false}, Ends{false, true}}) {
+        std::vector<double> shares(static_cast<size_t>(count), 1.0);
+        for (int64_t i = 0; i < length; ++i) {
+          const double share =
+              smallest + (1 - smallest) * static_cast<double>(i) / static_cast<double>(length);
+          if (first) {
+            shares[static_cast<size_t>(i)] = share;
+          }
+          if (last) {
+            shares[static_cast<size_t>(count - 1 - i)] = share;
+          }
+        }
+        result.push_back(deal_samples(batch_size, shares));
+      }
+    }
+  }
+  return result;
+}
+
+}  // namespace weft::strategy
