@@ -109,9 +109,10 @@ class FabricPipelineMixin(PipelineMixin):
         self._refuse_scaler()
         self._check_batch_of_stages("training", batch)
         model = _Precise(self.precision, pipeline.model)
-        with self.data_axes.without_sync([pipeline.model]):
-            loss = pipeline.step(batch, lambda part: loss_fn(model, part), **_given(split=split, weight=weight))
-        self.data_axes.after_backward()
+        with pipeline.failures.told():
+            with self.data_axes.without_sync([pipeline.model]):
+                loss = pipeline.step(batch, lambda part: loss_fn(model, part), **_given(split=split, weight=weight))
+            self.data_axes.after_backward()
         self._check_first_gradients([pipeline.model])
         return loss
 

@@ -151,6 +151,10 @@ class TrainerPipelineMixin(PipelineMixin):
 
     def _run_in_stages(self, kind: str, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One of the module's steps for a batch: what it would have given on one device, on every stage."""
+        with self.pipeline.failures.told():
+            return self._run_parts(kind, step, args, kwargs)
+
+    def _run_parts(self, kind: str, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check_batch_of_stages(kind, args[0])
         settings, pipeline = self._pipeline_settings, self.pipeline
         parts = pipeline.split(args[0], settings.split_batch)

@@ -119,6 +119,7 @@ void bind_schedule(py::module_& module) {
       .def("add_unshards", &add_unshards, py::arg("max_unsharded") = 2)
       .def("merge_backwards", &merge_backwards)
       .def("forward_only", &forward_only)
+      .def("first_micro_batches", &first_micro_batches, py::arg("num_micro_batches"))
       .def(
           "simulate",
           [](const Schedule& schedule, const std::vector<StageCost>& costs) {

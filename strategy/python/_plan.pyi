@@ -350,6 +350,9 @@ class Schedule:
     def forward_only(self) -> Schedule:
         """The forwards alone, for an evaluation."""
 
+    def first_micro_batches(self, num_micro_batches: int) -> Schedule:
+        """The same order for the first micro-batches alone. ValueError: more than there are, sends or receives."""
+
     def simulate(self, costs: Sequence[StageCost] = [StageCost()]) -> Simulation:
         """Runs it on paper.
 

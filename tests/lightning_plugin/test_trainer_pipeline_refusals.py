@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning_plugin.scripts.pipeline_models import Text, staged, text_loader
 from lightning_plugin.scripts.plugin_models import on_warm_rank, trainer
 from torch import Tensor, nn
@@ -87,14 +89,23 @@ def test_what_is_refused_on_all_ranks(rank: int, world_size: int, tmp_path: Path
 
 @pytest.mark.parametrize("kind", ON_THE_LAST)
 def test_what_only_the_last_stage_can_refuse(tmp_path: Path, kind: str) -> None:
+    """The other rank hears of it."""
     error, message = ON_THE_LAST[kind]
-    with pytest.raises(RankFailure, match=f"rank 1 of 2 failed:(.|\\n)*{error.__name__}: .*{message}"):
+    with pytest.raises(RankFailure) as failure:
         run_on_ranks(2, fit_refused, kind=kind, folder=str(tmp_path))
+    own, _, heard = str(failure.value).partition("rank 0 of 2 failed")
+    assert re.search(f"rank 1 of 2 failed:(.|\n)*{error.__name__}: .*{message}", own)
+    assert re.search(f"PeerLostError: .* Before that rank 1 left .* step: {error.__name__}: .*{message}", heard)
 
 
 def fit_refused(rank: int, world_size: int, kind: str, folder: str) -> None:
     on_warm_rank(rank, world_size)
-    trainer(world_size, staged(), folder).fit(Refused(kind), text_loader())
+    try:
+        trainer(world_size, staged(), folder).fit(Refused(kind), text_loader())
+    except Exception:
+        if rank == 1:  # as at the end of its process
+            dist.group.WORLD._get_backend(torch.device("cpu")).shutdown()
+        raise
 
 
 @on_ranks(2)

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from weft.strategy._plan import Action, Schedule, Span
 from weft.strategy.data_parallel import clip_gradients_by_norm
+from weft.strategy.pipeline.failures import Failures
 from weft.strategy.pipeline.micro_batches import batch_size_of, shares_of, signature, split_batch
 from weft.strategy.pipeline.recording import Recording
 from weft.strategy.pipeline.runner import MAX_STAGES, Runner, Work
@@ -40,7 +41,8 @@ class Pipeline:
         mesh: a DeviceMesh of one axis, or with an axis named "pipeline_parallel".
         cuts: the names of the first module of each stage but the first; see `stages.find_layers`. As many stages as
             ranks, or a multiple: stage s is on rank s % ranks.
-        schedule: one of `SCHEDULES`, or a `Schedule` of arithmetic alone for these ranks and stages.
+        schedule: one of `SCHEDULES`, or a `Schedule` of arithmetic alone for these ranks and stages; of its
+            micro-batches a step with fewer has the first ones.
         num_micro_batches: of a step; a batch with fewer samples has one for each. Default: that of a `Schedule` that
             is given, else twice the number of ranks.
         micro_batch_shares: their relative sizes, in place of their number: [1, 2, 1] makes three of which the second
@@ -94,6 +96,8 @@ class Pipeline:
         self._rank_of = rank_of
         self._staged = StagedModel(model, find_layers(model, cuts, layer_stages), own, device)
         self._runner = Runner(self._staged, self._group)
+        # The strategies' steps do more than those here, and tell what fails in it as well.
+        self.failures = Failures(self._group)
         self._recordings: dict[Any, list[Recording]] = {}
         self._watches = False
 
@@ -195,12 +199,14 @@ class Pipeline:
                 schedule = Schedule.generate(
                     schedule, self._group.size(), num_micro_batches, self._stages_per_rank
                 ).merge_backwards()
-            elif (schedule.num_ranks, schedule.num_micro_batches) != (self._group.size(), num_micro_batches):
+            elif schedule.num_ranks != self._group.size() or schedule.num_micro_batches < num_micro_batches:
                 raise ValueError(
                     f"pipeline: the schedule is for {schedule.num_ranks} ranks and {schedule.num_micro_batches} "
                     f"micro-batches, and {self._group.size()} ranks have {num_micro_batches}; pass one that fits, or "
                     "a schedule's name."
                 )
+            else:
+                schedule = schedule.first_micro_batches(num_micro_batches)
             if forward_only:
                 schedule = schedule.forward_only()
             schedule = schedule.add_communication()
@@ -259,9 +265,10 @@ class Pipeline:
         schedule = self.schedule(len(micro_batches))
         work = Work(micro_batches, self._recordings_of(micro_batches, loss_fn), loss_fn, root_of)
         tied = TiedGradients(self._staged, self._rank_of, self._group)
-        self._runner.run(schedule, work)
-        tied.add_up()
-        return self._from_last(torch.stack(losses).sum() if losses else None)
+        with self.failures.told():
+            self._runner.run(schedule, work)
+            tied.add_up()
+            return self._from_last(torch.stack(losses).sum() if losses else None)
 
     def evaluate(self, batch: Any, step: Step, *, split: Split = split_batch) -> list[Any]:
         """Forwards alone: what `step` gave for each micro-batch, without gradients; [] off the last stage's rank."""
@@ -269,7 +276,8 @@ class Pipeline:
             micro_batches = self.split(batch, split)
             schedule = self.schedule(len(micro_batches), forward_only=True)
             work = Work(micro_batches, self._recordings_of(micro_batches, step), step)
-            return self._runner.run(schedule, work)
+            with self.failures.told():
+                return self._runner.run(schedule, work)
 
     def clip_grad_norm(
         self,

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <iterator>
 #include <map>
 #include <stdexcept>
 #include <string>
@@ -95,6 +96,21 @@ Schedule change_ranks(const Schedule& schedule, Change change) {
   return Schedule(std::move(ranks));
 }
 
+// The arithmetic of `schedule` that `keeps` is true of, in its order.
+template <typename Keeps>
+Schedule keep_if(const Schedule& schedule, Keeps keeps) {
+  if (schedule.has_communication()) {
+    throw std::invalid_argument(
+        "schedule: it has sends or receives already; pass one of arithmetic alone");
+  }
+  check(schedule);
+  return change_ranks(schedule, [&](const Actions& actions) {
+    Actions result;
+    std::copy_if(actions.begin(), actions.end(), std::back_inserter(result), keeps);
+    return result;
+  });
+}
+
 }  // namespace
 
 Schedule add_unshards(const Schedule& schedule, int64_t max_unsharded) {
@@ -141,17 +157,17 @@ Schedule merge_backwards(const Schedule& schedule) {
 }
 
 Schedule forward_only(const Schedule& schedule) {
-  if (schedule.has_communication()) {
-    throw std::invalid_argument(
-        "schedule: it has sends or receives already; pass one of arithmetic alone");
+  return keep_if(schedule, [](const Action& a) { return a.kind == ActionKind::kForward; });
+}
+
+Schedule first_micro_batches(const Schedule& schedule, int64_t num_micro_batches) {
+  if (num_micro_batches < 1 || num_micro_batches > schedule.num_micro_batches()) {
+    throw std::invalid_argument("schedule: asked for " + std::to_string(num_micro_batches) +
+                                " of its " + std::to_string(schedule.num_micro_batches()) +
+                                " micro-batches; pass 1 to as many as there are");
   }
-  check(schedule);
-  return change_ranks(schedule, [](const Actions& actions) {
-    Actions result;
-    std::copy_if(actions.begin(), actions.end(), std::back_inserter(result), [](const Action& a) {
-      return a.kind == ActionKind::kForward;
-    });
-    return result;
+  return keep_if(schedule, [&](const Action& a) {
+    return is_compute(a.kind) && a.micro_batch < num_micro_batches;
   });
 }
 

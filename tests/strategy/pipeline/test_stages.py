@@ -105,6 +105,25 @@ def test_results_come_in_the_order_of_the_batch(world_size: int) -> None:
 
 
 @on_ranks(2)
+def test_a_schedule_of_ones_own_takes_a_short_batch(world_size: int) -> None:
+    model, reference = chain().double(), chain().double()
+    schedule = Schedule.parse("0F0,0F1,0F2,0B0,0B1,0B2\n1F0,1F1,1B0,1F2,1B1,1B2\n")
+    pipeline = Pipeline(model, init_device_mesh("cpu", (world_size,)), ["2"], schedule=schedule)
+    for num_samples in (6, 2, 1):
+        x = torch.arange(4.0 * num_samples, dtype=torch.float64).reshape(num_samples, 4)
+        loss = pipeline.step(x, lambda x: model(x).square().mean())
+        whole = reference(x).square().mean()
+        whole.backward()
+        torch.testing.assert_close(loss, whole.detach(), rtol=1e-12, atol=0)
+        assert len(pipeline.trace) == 2 * min(3, num_samples)
+    expected = dict(reference.named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-10, atol=1e-12)
+    with pytest.raises(ValueError, match="for 2 ranks and 3 micro-batches, and 2 ranks have 4"):
+        pipeline.schedule(4)
+
+
+@on_ranks(2)
 def test_own_splits_and_weights(world_size: int) -> None:
     """Tokens that count, of which the last micro-batch has none: a mean over nothing is nan and counts nothing."""
     model, reference = chain().double(), chain().double()

@@ -164,6 +164,21 @@ TEST(ForwardOnly, KeepsForwards) {
   EXPECT_NO_THROW(check(add_communication(forwards)));
 }
 
+TEST(FirstMicroBatches, KeepTheirOrder) {
+  const Schedule schedule = make(ScheduleKind::kOneForwardOneBackward, 2, 4);
+  EXPECT_EQ(first_micro_batches(schedule, 2).to_string(), "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n");
+  EXPECT_EQ(first_micro_batches(schedule, 4), schedule);
+  EXPECT_THAT(refusal([&] { first_micro_batches(schedule, 5); }), HasSubstr("5 of its 4"));
+  EXPECT_THAT(refusal([&] { first_micro_batches(schedule, 0); }), HasSubstr("0 of its 4"));
+  EXPECT_THAT(refusal([&] { first_micro_batches(add_communication(schedule), 2); }),
+              HasSubstr("sends or receives already"));
+  for_schedules(9, 11, [](const Schedule& whole) {
+    for (const int64_t n : {int64_t{1}, (whole.num_micro_batches() + 1) / 2}) {
+      ASSERT_NO_THROW(check(add_communication(first_micro_batches(whole, n)))) << whole.to_string();
+    }
+  });
+}
+
 }  // namespace
 
 }  // namespace weft::strategy

@@ -38,4 +38,8 @@ Schedule merge_backwards(const Schedule& schedule);
 // REQUIRES: no communication yet.
 Schedule forward_only(const Schedule& schedule);
 
+// The same order for the first `num_micro_batches` alone: a batch may have samples for fewer.
+// REQUIRES: no communication yet; 1 to as many as there are.
+Schedule first_micro_batches(const Schedule& schedule, int64_t num_micro_batches);
+
 }  // namespace weft::strategy
