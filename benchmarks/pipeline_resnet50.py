@@ -28,6 +28,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torchvision.models import resnet50
 
 from weft.strategy.pipeline import Pipeline, balanced_cuts, profile_layers
+from weft.strategy.pipeline.micro_batches import split_batch
 
 BATCH, SIZE, NUM_CLASSES = 32, 128, 1000
 COUNTS = (2, 4, 8, 16)  # of micro-batches
@@ -67,6 +68,10 @@ def stepping(model: nn.Module, forward_backward: Callable[[], Any]) -> Step:
 
 def name_of(sizes: Sequence[int]) -> str:
     return " + ".join(map(str, sizes))
+
+
+def even_sizes(count: int) -> list[int]:
+    return [len(part) for part in split_batch(torch.empty(BATCH), count)]
 
 
 def one_process(sizes: Sequence[int]) -> Step:
@@ -141,7 +146,7 @@ def measure(num_samples: int, counts: tuple[int, ...]) -> dict[str, Any]:
     dist.broadcast_object_list(chosen)
     cuts = chosen[0]
     steps: dict[str, Step] = {"one process": one_process([BATCH])}
-    steps |= {f"one process, {count}": one_process([BATCH // count] * count) for count in counts}
+    steps |= {f"one process, {count}": one_process(even_sizes(count)) for count in counts}
     steps |= {f"one process, {name_of(sizes)}": one_process(sizes) for sizes in TAPERED}
     steps["naive split"] = ours("naive", cuts, (1,))[1]
     for kind in OURS:

@@ -48,6 +48,7 @@ class PipelineMixin:
 
     def _cut_into_stages(self, module: torch.nn.Module, settings: PlanSettings) -> None:
         from weft.strategy.pipeline import Pipeline
+        from weft.strategy.pipeline.arguments import shares_of
 
         if self._pipeline is not None and self._pipeline.model is not module:
             raise ValueError(
@@ -56,17 +57,18 @@ class PipelineMixin:
             )
         if self._pipeline is not None:
             return
-        options = {
-            "schedule": settings.pipeline_schedule,
-            "num_micro_batches": settings.num_micro_batches,
-            "micro_batch_shares": settings.micro_batch_shares,
-        }
-        asked = (self.device_mesh, list(settings.pipeline_cuts or ()), options)
-        if _KEY in module.__dict__ and module.__dict__[_KEY][0] == asked:  # by an earlier run's strategy
+        mesh, cuts, schedule = self.device_mesh, list(settings.pipeline_cuts or ()), settings.pipeline_schedule
+        shares = shares_of(
+            schedule, settings.num_micro_batches, settings.micro_batch_shares, mesh[PIPELINE_AXIS].size()
+        )
+        if _KEY in module.__dict__ and module.__dict__[_KEY][0] == (mesh, cuts, schedule):  # by an earlier strategy
             self._pipeline = module.__dict__[_KEY][1]
+            self._pipeline.micro_batch_shares = shares
             return
-        self._pipeline = Pipeline(module, *asked[:2], **options, device=self.root_device)
-        module.__dict__[_KEY] = (asked, self._pipeline)
+        self._pipeline = Pipeline(
+            module, mesh, cuts, schedule=schedule, micro_batch_shares=shares, device=self.root_device
+        )
+        module.__dict__[_KEY] = ((mesh, cuts, schedule), self._pipeline)
 
     def _check_batch_of_stages(self, kind: str, batch: Any) -> None:
         """All stages must have got the same batch."""

@@ -107,6 +107,11 @@ class PlanSettings:
                     f"{owner} got {sizes.pipeline_parallel} pipeline-parallel ranks without stages; name the first "
                     "module of each stage but the first in pipeline_cuts."
                 )
+            if self.micro_batch_shares is not None:
+                raise ValueError(
+                    f"{owner} got micro_batch_shares without stages; name the first module of each stage but the first "
+                    "in pipeline_cuts."
+                )
             return
         cuts = self.pipeline_cuts
         if isinstance(cuts, str) or not isinstance(cuts, Sequence) or not all(isinstance(cut, str) for cut in cuts):
@@ -126,7 +131,7 @@ class PlanSettings:
             what = "optimizer_in_backward=True" if self.optimizer_in_backward else "sequence_parallel=True"
             raise ValueError(f"{owner} got {what} with pipeline_cuts, which cannot be combined; leave one out.")
         from weft.strategy.pipeline import SCHEDULES, Schedule
-        from weft.strategy.pipeline.micro_batches import shares_of
+        from weft.strategy.pipeline.arguments import shares_of
 
         schedule = self.pipeline_schedule
         if not isinstance(schedule, Schedule) and schedule not in SCHEDULES:

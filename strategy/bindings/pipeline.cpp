@@ -257,17 +257,25 @@ void bind_tune(py::module_& module) {
       .def_readonly("per_sample", &LinearTime::per_sample)
       .def("at", &LinearTime::at, py::arg("num_samples"));
 
+  py::class_<MeasuredTime>(module, "MeasuredTime", py::is_final())
+      .def(py::init([](const std::vector<int64_t>& num_samples, const std::vector<double>& times) {
+             return MeasuredTime(num_samples, times);
+           }),
+           py::arg("num_samples"),
+           py::arg("times"))
+      .def("at", &MeasuredTime::at, py::arg("num_samples"));
+
   py::class_<StageProfile>(module, "StageProfile", py::is_final())
-      .def(py::init([](LinearTime forward,
-                       LinearTime backward_input,
-                       LinearTime backward_weight,
-                       LinearTime transfer,
+      .def(py::init([](SampleTime forward,
+                       SampleTime backward_input,
+                       SampleTime backward_weight,
+                       SampleTime transfer,
                        int64_t activation_bytes_per_sample,
                        int64_t parameter_bytes) {
-             return StageProfile{.forward = forward,
-                                 .backward_input = backward_input,
-                                 .backward_weight = backward_weight,
-                                 .transfer = transfer,
+             return StageProfile{.forward = std::move(forward),
+                                 .backward_input = std::move(backward_input),
+                                 .backward_weight = std::move(backward_weight),
+                                 .transfer = std::move(transfer),
                                  .activation_bytes_per_sample = activation_bytes_per_sample,
                                  .parameter_bytes = parameter_bytes};
            }),
@@ -275,7 +283,7 @@ void bind_tune(py::module_& module) {
            py::arg("forward"),
            py::arg("backward_input"),
            py::arg("backward_weight"),
-           py::arg("transfer") = LinearTime{},
+           py::arg_v("transfer", SampleTime{}, "LinearTime()"),
            py::arg("activation_bytes_per_sample") = 0,
            py::arg("parameter_bytes") = 0)
       .def_readonly("forward", &StageProfile::forward)

@@ -351,7 +351,7 @@ class Schedule:
         """The forwards alone, for an evaluation."""
 
     def first_micro_batches(self, num_micro_batches: int) -> Schedule:
-        """The same order for the first micro-batches alone. ValueError: more than there are, sends or receives."""
+        """The same order for the first micro-batches alone. ValueError: more than there are, not arithmetic alone."""
 
     def simulate(self, costs: Sequence[StageCost] = [StageCost()]) -> Simulation:
         """Runs it on paper.
@@ -416,27 +416,39 @@ class LinearTime:
     def at(self, num_samples: float) -> float: ...
 
 @final
+class MeasuredTime:
+    """Times as they were measured, straight between the sizes, and beyond the largest on as between the last two.
+
+    Fewer samples than were measured take as long as the smallest; of one size, times are in proportion.
+
+    ValueError: as many times as sizes are wanted, and sizes that ascend.
+    """
+
+    def __init__(self, num_samples: Sequence[int], times: Sequence[float]) -> None: ...
+    def at(self, num_samples: float) -> float: ...
+
+@final
 class StageProfile:
     """What one stage takes, by the samples of a micro-batch."""
 
     def __init__(
         self,
         *,
-        forward: LinearTime,
-        backward_input: LinearTime,
-        backward_weight: LinearTime,
-        transfer: LinearTime = ...,
+        forward: LinearTime | MeasuredTime,
+        backward_input: LinearTime | MeasuredTime,
+        backward_weight: LinearTime | MeasuredTime,
+        transfer: LinearTime | MeasuredTime = ...,
         activation_bytes_per_sample: int = 0,
         parameter_bytes: int = 0,
     ) -> None: ...
     @property
-    def forward(self) -> LinearTime: ...
+    def forward(self) -> LinearTime | MeasuredTime: ...
     @property
-    def backward_input(self) -> LinearTime: ...
+    def backward_input(self) -> LinearTime | MeasuredTime: ...
     @property
-    def backward_weight(self) -> LinearTime: ...
+    def backward_weight(self) -> LinearTime | MeasuredTime: ...
     @property
-    def transfer(self) -> LinearTime: ...
+    def transfer(self) -> LinearTime | MeasuredTime: ...
     @property
     def activation_bytes_per_sample(self) -> int: ...
     @property

@@ -201,8 +201,9 @@ def test_runs_go_on_with_the_model_in_stages(rank: int, world_size: int, tmp_pat
     run.fit_loop.max_epochs = 2
     run.fit(model, text_loader())
     assert len(model.losses) == 6 and next(model.parameters()) is weight
-    other = trainer(world_size, staged(), tmp_path)
+    other = trainer(world_size, staged(num_micro_batches=None, micro_batch_shares=[3, 1]), tmp_path)
     [result] = other.test(model, text_loader(), verbose=False)
+    assert other.strategy.pipeline is strategy.pipeline and strategy.pipeline.micro_batch_shares == (3, 1)
     assert result["test_loss"] < model.losses[0] and next(model.parameters()) is weight
     model.accuracy.reset()
     model.accuracy.update(torch.tensor([rank]), torch.tensor([0]))

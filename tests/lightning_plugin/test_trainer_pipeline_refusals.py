@@ -132,6 +132,7 @@ def test_an_iterator_and_a_wrong_name_are_refused(rank: int, world_size: int, tm
         ),
         ({"pipeline_module": "model"}, ValueError, "got pipeline_module without stages"),
         ({"split_batch": torch.chunk}, ValueError, "got split_batch without stages"),
+        ({"micro_batch_shares": [1, 2]}, ValueError, "got micro_batch_shares without stages"),
         (
             {"pipeline_cuts": [], "pipeline_module": "model", "micro_batch_shares": [1, 2], "split_batch": torch.chunk},
             ValueError,

@@ -3,37 +3,39 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 
 import torch.distributed as dist
 
-_counts: dict[str, int] = {}  # of the pipelines of a group, in this process
+_numbers = itertools.count()  # of this process's pipelines
 
 
 class Failures:
-    """What failed first, in the store of a pipeline's group.
+    """What failed first in a step, in the job's store.
 
     The code after the model's call runs on the last stage alone, and so what it raises is raised there. The others find
-    that its process has ended; why, they find here. Made on every rank of the group, in the same order.
+    that its process has ended; why, they find here. Every rank makes its pipelines in the same order and takes the same
+    steps; where that is not so, nothing is found.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        number = _counts[group.group_name] = _counts.get(group.group_name, -1) + 1
-        self._key = f"weft/pipeline/{group.group_name}/{number}"
-        self._group = group
+    def __init__(self) -> None:
+        self._number = next(_numbers)
+        self._step = 0
         self._is_telling = False
 
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:
-        """What is raised inside is told to the others; a lost peer's error says what the peer has told."""
+        """What is raised inside, a step, is told to the others; a lost peer's error says what was told."""
         if self._is_telling:  # by who called this
             yield
             return
         self._is_telling = True
+        self._step += 1
         try:
             yield
         except dist.DistError as error:
-            cause = self._told_by_others()
+            cause = self._found()
             if cause is None:
                 raise
             raise type(error)(f"{error} Before that {cause}") from error
@@ -43,14 +45,18 @@ class Failures:
         finally:
             self._is_telling = False
 
+    @property
+    def _key(self) -> str:
+        return f"weft/pipeline/{self._number}/{self._step}"
+
     def _tell(self, error: Exception) -> None:
         text = f"rank {dist.get_rank()} left the pipeline's step: {type(error).__name__}: {error}"
         with contextlib.suppress(Exception):  # the store may be gone with its process
-            self._group.get_group_store().compare_set(self._key, "", text)
+            dist.group.WORLD.get_group_store().compare_set(self._key, "", text)
 
-    def _told_by_others(self) -> str | None:
+    def _found(self) -> str | None:
         with contextlib.suppress(Exception):
-            store = self._group.get_group_store()
+            store = dist.group.WORLD.get_group_store()
             if store.check([self._key]):
                 return store.get(self._key).decode()
         return None

@@ -6,14 +6,13 @@ import collections
 import copy
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from weft.strategy._plan import Schedule, deal_samples
+from weft.strategy._plan import deal_samples
 
 
 def batch_size_of(batch: Any) -> int:
@@ -58,31 +57,6 @@ def split_batch(batch: Any, num_micro_batches: int, shares: Sequence[float] | No
         return value[bounds[i] : bounds[i + 1]] if _has_samples(value, size) else value
 
     return [_map(lambda value, i=i: part(value, i), batch) for i in range(num_micro_batches)]
-
-
-def shares_of(
-    schedule: str | Schedule, num_micro_batches: int | None, shares: Sequence[float] | None, num_ranks: int
-) -> tuple[float, ...]:
-    """The relative sizes of a step's micro-batches, of what a pipeline is given: their number, these, or neither.
-
-    Raises:
-        ValueError: both, a number below 1, shares that are not above 0.
-    """
-    if shares is not None:
-        if num_micro_batches is not None:
-            raise ValueError(
-                f"pipeline: got num_micro_batches={num_micro_batches!r} and micro_batch_shares={shares!r}; pass one of "
-                "the two."
-            )
-        are_numbers = all(isinstance(share, (int, float)) and 0 < share < math.inf for share in shares)
-        if not shares or not are_numbers:
-            raise ValueError(f"pipeline: micro_batch_shares is {shares!r}; pass numbers above 0, such as [1, 2, 1].")
-        return tuple(float(share) for share in shares)
-    if num_micro_batches is None:
-        return (1.0,) * (2 * num_ranks if isinstance(schedule, str) else schedule.num_micro_batches)
-    if not isinstance(num_micro_batches, int) or isinstance(num_micro_batches, bool) or num_micro_batches < 1:
-        raise ValueError(f"pipeline: num_micro_batches is {num_micro_batches!r}; pass a whole number from 1 on.")
-    return (1.0,) * num_micro_batches
 
 
 def first_samples(batch: Any, num_samples: int) -> Any:

@@ -13,19 +13,18 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from weft.strategy._plan import Action, Schedule, Span
 from weft.strategy.data_parallel import clip_gradients_by_norm
+from weft.strategy.pipeline.arguments import pipeline_group, refuse_other_arguments, refuse_sequence_parallel, shares_of
 from weft.strategy.pipeline.failures import Failures
-from weft.strategy.pipeline.micro_batches import batch_size_of, shares_of, signature, split_batch
+from weft.strategy.pipeline.micro_batches import batch_size_of, signature, split_batch
 from weft.strategy.pipeline.recording import Recording
 from weft.strategy.pipeline.runner import MAX_STAGES, Runner, Work
 from weft.strategy.pipeline.sharded_stages import ShardedStages
 from weft.strategy.pipeline.staged_model import StagedModel, staged_model_of
 from weft.strategy.pipeline.stages import find_layers
 from weft.strategy.pipeline.tied import TiedGradients, tied_elsewhere
-from weft.strategy.state import state_of
 
 _MAX_PATHS = 16  # of one kind of inputs
 _MAX_RECORDED = 256  # kinds of inputs; those of changing lengths are many
-PIPELINE_AXIS = "pipeline_parallel"
 
 Step = Callable[[Any], Any]
 Split = Callable[[Any, int], Sequence[Any]]
@@ -94,10 +93,11 @@ class Pipeline:
             )
         own = [stage for stage in range(num_stages) if rank_of[stage] == self._group.rank()]
         self._rank_of = rank_of
+        refuse_other_arguments(self._group, cuts, str(schedule), self._shares)
         self._staged = StagedModel(model, find_layers(model, cuts, layer_stages), own, device)
         self._runner = Runner(self._staged, self._group)
         # The strategies' steps do more than those here, and tell what fails in it as well.
-        self.failures = Failures(self._group)
+        self.failures = Failures()
         self._recordings: dict[Any, list[Recording]] = {}
         self._watches = False
 
@@ -127,6 +127,15 @@ class Pipeline:
     @num_micro_batches.setter
     def num_micro_batches(self, value: int) -> None:
         self._shares = shares_of(self._schedule, value, None, self._group.size())
+
+    @property
+    def micro_batch_shares(self) -> tuple[float, ...]:
+        """The relative sizes of a step's micro-batches."""
+        return self._shares
+
+    @micro_batch_shares.setter
+    def micro_batch_shares(self, value: Sequence[float]) -> None:
+        self._shares = shares_of(self._schedule, None, value, self._group.size())
 
     @property
     def model(self) -> nn.Module:
@@ -205,7 +214,7 @@ class Pipeline:
                     f"micro-batches, and {self._group.size()} ranks have {num_micro_batches}; pass one that fits, or "
                     "a schedule's name."
                 )
-            else:
+            elif schedule.num_micro_batches > num_micro_batches:
                 schedule = schedule.first_micro_batches(num_micro_batches)
             if forward_only:
                 schedule = schedule.forward_only()
@@ -263,9 +272,9 @@ class Pipeline:
             return share if scale == 1 else share * scale
 
         schedule = self.schedule(len(micro_batches))
-        work = Work(micro_batches, self._recordings_of(micro_batches, loss_fn), loss_fn, root_of)
-        tied = TiedGradients(self._staged, self._rank_of, self._group)
         with self.failures.told():
+            work = Work(micro_batches, self._recordings_of(micro_batches, loss_fn), loss_fn, root_of)
+            tied = TiedGradients(self._staged, self._rank_of, self._group)
             self._runner.run(schedule, work)
             tied.add_up()
             return self._from_last(torch.stack(losses).sum() if losses else None)
@@ -275,8 +284,8 @@ class Pipeline:
         with torch.no_grad():
             micro_batches = self.split(batch, split)
             schedule = self.schedule(len(micro_batches), forward_only=True)
-            work = Work(micro_batches, self._recordings_of(micro_batches, step), step)
             with self.failures.told():
+                work = Work(micro_batches, self._recordings_of(micro_batches, step), step)
                 return self._runner.run(schedule, work)
 
     def clip_grad_norm(
@@ -307,7 +316,7 @@ class Pipeline:
     def split(self, batch: Any, split: Split | None = None) -> Sequence[Any]:
         """The micro-batches that a step would make of a batch."""
         if not self._watches:
-            _refuse_sequence_parallel(self.model)
+            refuse_sequence_parallel(self.model)
             self._staged.watch_calls()
             self._watches = True
         if split is not None and split is not split_batch:
@@ -353,25 +362,3 @@ class Pipeline:
         shared = torch.zeros((), dtype=torch.float64, device=device) if value is None else value.double()
         dist.broadcast(shared, group_src=self._rank_of[-1], group=self._group)
         return shared
-
-
-def pipeline_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The group of a mesh's pipeline axis, or of its only one."""
-    if mesh.ndim == 1:
-        return mesh.get_group()
-    if PIPELINE_AXIS not in (mesh.mesh_dim_names or ()):
-        raise ValueError(
-            f"pipeline: the mesh has the axes {mesh.mesh_dim_names}; pass one of one axis, or with an axis named "
-            f"{PIPELINE_AXIS!r}."
-        )
-    return mesh.get_group(PIPELINE_AXIS)
-
-
-def _refuse_sequence_parallel(model: nn.Module) -> None:
-    states = {name: state_of(module) for name, module in model.named_modules()}
-    name = next((name for name, state in states.items() if state is not None and state.sequence is not None), None)
-    if name is not None:
-        raise ValueError(
-            f"pipeline: the plan has {name!r} work on parts of the sequence, which no stage can hand to the next; use "
-            "a plan without sequence_parallel."
-        )

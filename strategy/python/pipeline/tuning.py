@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from weft.strategy._plan import LinearTime, StageProfile, TunePoint, deal_samples
+from weft.strategy._plan import LinearTime, MeasuredTime, StageProfile, TunePoint, deal_samples
 from weft.strategy.pipeline.micro_batches import batch_size_of, first_samples
 from weft.strategy.pipeline.profile import LayerProfile, profile_layers
 
@@ -22,7 +22,7 @@ def profile_stages(
     cuts: Sequence[str],
     *,
     sizes: Sequence[int] | None = None,
-    transfer: LinearTime | None = None,
+    transfer: LinearTime | MeasuredTime | None = None,
     state_factor: float = 4.0,
     repeats: int = 3,
 ) -> list[StageProfile]:
@@ -33,7 +33,8 @@ def profile_stages(
         batch: of which micro-batches of `sizes` are the first samples.
         loss_fn: as for `Pipeline.step`.
         cuts: the names at which stages begin, among those of `profile_layers`.
-        sizes: in samples. Default: a quarter, a half and all of the batch.
+        sizes: in samples. Default: an eighth, a quarter, a half and all of the batch. Fewer samples are taken to take
+            as long as the smallest size.
         transfer: of each boundary. Default: no time.
         state_factor: bytes of parameters, gradients and optimizer states for each of parameters; 4 is Adam's.
         repeats: see `profile_layers`.
@@ -44,7 +45,7 @@ def profile_stages(
         ValueError: a cut that no layer begins; see `profile_layers`.
     """
     samples = batch_size_of(batch)
-    chosen = sorted(set(sizes or (max(1, samples // 4), max(1, samples // 2), samples)))
+    chosen = sorted(set(sizes or (max(1, samples // part) for part in (8, 4, 2, 1))))
     measured = [profile_layers(model, first_samples(batch, size), loss_fn, repeats=repeats) for size in chosen]
     names = [layer.name for layer in measured[0]]
     missing = [cut for cut in cuts if cut not in names]
@@ -54,10 +55,10 @@ def profile_stages(
     stages = []
     for begin, end in itertools.pairwise(begins):
         parts = [layers[begin:end] for layers in measured]
-        half = LinearTime.fit(chosen, [_sum(part, "backward") / 2 for part in parts])
+        half = MeasuredTime(chosen, [_sum(part, "backward") / 2 for part in parts])
         stages.append(
             StageProfile(
-                forward=LinearTime.fit(chosen, [_sum(part, "forward") for part in parts]),
+                forward=MeasuredTime(chosen, [_sum(part, "forward") for part in parts]),
                 backward_input=half,
                 backward_weight=half,
                 transfer=transfer or LinearTime(),

@@ -4,6 +4,7 @@
 #include <array>
 #include <cmath>
 #include <limits>
+#include <set>
 #include <stdexcept>
 #include <string>
 
@@ -61,13 +62,15 @@ std::vector<int64_t> deal_samples(int64_t batch_size, std::span<const double> sh
 std::vector<std::vector<int64_t>> tapered_sizes(int64_t batch_size,
                                                 int64_t count,
                                                 int64_t longest) {
+  constexpr int64_t kLongest = 4;
   constexpr auto kSmallest = std::to_array<double>({1.0 / 4, 1.0 / 3, 1.0 / 2, 2.0 / 3, 3.0 / 4});
   struct Ends {
     bool first;
     bool last;
   };
-  std::vector<std::vector<int64_t>> result;
-  for (int64_t length = 1; length <= std::min(longest, (count - 1) / 2); ++length) {
+  const auto even = deal_samples(batch_size, std::vector<double>(static_cast<size_t>(count), 1.0));
+  std::set<std::vector<int64_t>> result;
+  for (int64_t length = 1; length <= std::min({longest, kLongest, (count - 1) / 2}); length *= 2) {
     for (const double smallest : kSmallest) {
       for (const auto [first, last] : {Ends{true, true}, Ends{true, false}, Ends{false, true}}) {
         std::vector<double> shares(static_cast<size_t>(count), 1.0);
@@ -81,11 +84,12 @@ std::vector<std::vector<int64_t>> tapered_sizes(int64_t batch_size,
             shares[static_cast<size_t>(count - 1 - i)] = share;
           }
         }
-        result.push_back(deal_samples(batch_size, shares));
+        result.insert(deal_samples(batch_size, shares));
       }
     }
   }
-  return result;
+  result.erase(even);
+  return {result.begin(), result.end()};
 }
 
 }  // namespace weft::strategy

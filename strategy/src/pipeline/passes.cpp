@@ -103,6 +103,14 @@ Schedule keep_if(const Schedule& schedule, Keeps keeps) {
     throw std::invalid_argument(
         "schedule: it has sends or receives already; pass one of arithmetic alone");
   }
+  for (const Actions& actions : schedule.ranks()) {
+    for (const Action& action : actions) {
+      if (!is_compute(action.kind)) {
+        throw std::invalid_argument("schedule: " + to_string(action) +
+                                    " is there already; pass one of arithmetic alone");
+      }
+    }
+  }
   check(schedule);
   return change_ranks(schedule, [&](const Actions& actions) {
     Actions result;
@@ -166,9 +174,7 @@ Schedule first_micro_batches(const Schedule& schedule, int64_t num_micro_batches
                                 " of its " + std::to_string(schedule.num_micro_batches()) +
                                 " micro-batches; pass 1 to as many as there are");
   }
-  return keep_if(schedule, [&](const Action& a) {
-    return is_compute(a.kind) && a.micro_batch < num_micro_batches;
-  });
+  return keep_if(schedule, [&](const Action& a) { return a.micro_batch < num_micro_batches; });
 }
 
 }  // namespace weft::strategy

@@ -1,5 +1,6 @@
 #include "weft/strategy/pipeline/simulate.h"
 
+#include "simulate_checked.h"
 #include "traversal.h"
 #include "weft/strategy/pipeline/check.h"
 
@@ -180,8 +181,14 @@ class Arrivals {
 }  // namespace
 
 Simulation simulate(const Schedule& schedule, std::span<const StageCost> stage_costs) {
-  const Costs costs(schedule, stage_costs);
+  static_cast<void>(Costs(schedule, stage_costs));  // what is wrong with them comes first
   check(schedule, std::numeric_limits<int64_t>::max() / 2);
+  return detail::simulate_checked(schedule, stage_costs);
+}
+
+Simulation detail::simulate_checked(const Schedule& schedule,
+                                    std::span<const StageCost> stage_costs) {
+  const Costs costs(schedule, stage_costs);
   Simulation result;
   result.ranks.resize(schedule.ranks().size());
   Holdings holdings(schedule, costs, result);

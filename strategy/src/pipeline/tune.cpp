@@ -1,9 +1,10 @@
 #include "weft/strategy/pipeline/tune.h"
 
+#include "simulate_checked.h"
 #include "weft/strategy/pipeline/micro_batches.h"
 
 #include <algorithm>
-#include <cmath>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -24,10 +25,10 @@ std::vector<StageCost> costs_of(std::span<const StageProfile> stages,
     for (const int64_t size : sizes) {
       const auto samples = static_cast<double>(size);
       const double bytes = static_cast<double>(stage.activation_bytes_per_sample) * samples;
-      costs.push_back({.forward = stage.forward.at(samples),
-                       .backward_input = stage.backward_input.at(samples),
-                       .backward_weight = stage.backward_weight.at(samples),
-                       .transfer = stage.transfer.at(samples),
+      costs.push_back({.forward = time_at(stage.forward, samples),
+                       .backward_input = time_at(stage.backward_input, samples),
+                       .backward_weight = time_at(stage.backward_weight, samples),
+                       .transfer = time_at(stage.transfer, samples),
                        .activation_bytes = static_cast<int64_t>(std::min(bytes, 4e18)),
                        .parameter_bytes = stage.parameter_bytes});
     }
@@ -40,7 +41,7 @@ TunePoint point_of(const Schedule& schedule,
                    std::span<const StageProfile> stages,
                    std::vector<int64_t> sizes,
                    const std::optional<int64_t>& memory_limit) {
-  const Simulation simulation = simulate(schedule, costs_of(stages, sizes));
+  const Simulation simulation = detail::simulate_checked(schedule, costs_of(stages, sizes));
   const int64_t peak =
       *std::max_element(simulation.peak_bytes.begin(), simulation.peak_bytes.end());
   return {.kind = kind,
@@ -82,47 +83,6 @@ std::vector<int64_t> usual_counts(int64_t most) {
 
 }  // namespace
 
-LinearTime fit_time(std::span<const int64_t> num_samples, std::span<const double> times) {
-  if (num_samples.empty() || num_samples.size() != times.size()) {
-    refuse(std::to_string(times.size()) + " times of " + std::to_string(num_samples.size()) +
-           " sizes; pass one or more of each, as many times as sizes");
-  }
-  double mean_size = 0;
-  double mean_time = 0;
-  const auto count = static_cast<double>(times.size());
-  for (size_t i = 0; i < times.size(); ++i) {
-    if (num_samples[i] < 1 || !std::isfinite(times[i]) || times[i] < 0) {
-      refuse("a time of " + std::to_string(times[i]) + " for " + std::to_string(num_samples[i]) +
-             " samples; pass times from 0 on, for 1 sample or more");
-    }
-    mean_size += static_cast<double>(num_samples[i]) / count;
-    mean_time += times[i] / count;
-  }
-  double covariance = 0;
-  double variance = 0;
-  double time_squares = 0;
-  double size_squares = 0;
-  for (size_t i = 0; i < times.size(); ++i) {
-    const auto size = static_cast<double>(num_samples[i]);
-    covariance += (size - mean_size) * (times[i] - mean_time);
-    variance += (size - mean_size) * (size - mean_size);
-    time_squares += size * times[i];
-    size_squares += size * size;
-  }
-  if (variance == 0) {
-    return {.fixed = 0, .per_sample = mean_time / mean_size};
-  }
-  const double slope = covariance / variance;
-  const double fixed = mean_time - slope * mean_size;
-  if (fixed < 0) {  // the best line through the origin
-    return {.fixed = 0, .per_sample = time_squares / size_squares};
-  }
-  if (slope < 0) {
-    return {.fixed = mean_time, .per_sample = 0};
-  }
-  return {.fixed = fixed, .per_sample = slope};
-}
-
 std::vector<TunePoint> tune(std::span<const StageProfile> stages, const TuneOptions& options) {
   const auto num_stages = static_cast<int64_t>(stages.size());
   if (options.num_ranks < 1 || num_stages == 0 || num_stages % options.num_ranks != 0) {
@@ -138,12 +98,15 @@ std::vector<TunePoint> tune(std::span<const StageProfile> stages, const TuneOpti
                                                          : options.micro_batch_counts;
   std::vector<TunePoint> points;
   for (const int64_t count : counts) {
-    const std::vector<int64_t> even =
-        deal_samples(options.batch_size,
-                     std::vector<double>(static_cast<size_t>(std::max<int64_t>(count, 0)), 1.0));
-    const auto tapered = options.tapers
-                             ? tapered_sizes(options.batch_size, count, options.num_ranks)
-                             : std::vector<std::vector<int64_t>>{};
+    if (count < 1 || count > options.batch_size) {
+      refuse(std::to_string(count) + " micro-batches of a batch of " +
+             std::to_string(options.batch_size) + "; pass 1 to as many as there are samples");
+    }
+    const auto even =
+        deal_samples(options.batch_size, std::vector<double>(static_cast<size_t>(count), 1.0));
+    const bool may_taper = options.tapers && options.num_ranks > 1;
+    const auto tapered = may_taper ? tapered_sizes(options.batch_size, count, options.num_ranks)
+                                   : std::vector<std::vector<int64_t>>{};
     for (const ScheduleKind kind : kinds) {
       const Schedule schedule = generate(kind,
                                          {.num_ranks = options.num_ranks,
@@ -153,15 +116,19 @@ std::vector<TunePoint> tune(std::span<const StageProfile> stages, const TuneOpti
         return point_of(schedule, kind, stages, sizes, options.memory_limit);
       };
       points.push_back(at(even));
-      TunePoint best = points.back();
-      for (const std::vector<int64_t>& sizes : tapered) {
+      std::optional<TunePoint> best;
+      // One micro-batch at a time fills nothing.
+      for (const auto& sizes : kind == ScheduleKind::kNaive ? decltype(tapered){} : tapered) {
         TunePoint point = at(sizes);
-        if (order_of(point) < order_of(best)) {
+        if (!best || order_of(point) < order_of(*best)) {
           best = std::move(point);
         }
       }
-      if (best.micro_batch_sizes != even) {
-        points.push_back(std::move(best));
+      const TunePoint& other = points.back();
+      // By more than rounding.
+      if (best && std::tuple(!best->fits, best->makespan) <
+                      std::tuple(!other.fits, other.makespan * (1 - 1e-6))) {
+        points.push_back(*std::move(best));
       }
     }
   }

@@ -16,33 +16,60 @@ from support.ranks import on_ranks
 from weft.strategy.pipeline import Pipeline
 
 
+class Failing:
+    """A step that fails on the last stage for inputs above zero."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        self.pipeline = Pipeline(self.model, mesh, ["1"], num_micro_batches=2)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        loss = self.model(x).sum()
+        if x[0, 0] > 0:
+            raise KeyError("no such label")
+        return loss
+
+
+FINE, BAD = torch.zeros(2, 2), torch.tensor([[0.0, 0.0], [1.0, 0.0]])
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("kind", ["training", "evaluation"])
 def test_the_others_hear_why(rank: int, world_size: int, kind: str) -> None:
     """The last stage's rank leaves its group, as the end of its process would have it do."""
     group = dist.new_group(backend="cpu:weft")
-    mesh = DeviceMesh.from_group(group, "cpu")
-    for _ in range(2):  # a pipeline of before, whose failure is not this one's
-        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        pipeline = Pipeline(model, mesh, ["1"], num_micro_batches=2)
-
-    def step(x: Tensor) -> Tensor:
-        loss = model(x).sum()
-        if x[0, 0] > 0:
-            raise KeyError("no such label")
-        return loss
-
-    run = pipeline.step if kind == "training" else pipeline.evaluate
-    x = torch.tensor([[0.0, 0.0], [1.0, 0.0]])
+    step = Failing(DeviceMesh.from_group(group, "cpu"))
+    run = step.pipeline.step if kind == "training" else step.pipeline.evaluate
+    run(FINE, step)
     if rank == 1:
         with pytest.raises(KeyError, match="no such label"):
-            run(x, step)
+            run(BAD, step)
         dist.destroy_process_group(group)
-    elif kind == "training":
-        with pytest.raises(weft.PeerLostError, match="Before that rank 1 left the pipeline's step: KeyError: 'no such"):
-            run(x, step)
-    else:
-        run(x, step)  # waits for nobody
+        return
+    with (
+        pytest.raises(weft.PeerLostError, match="Before that rank 1 left the pipeline's step: KeyError: 'no such"),
+        step.pipeline.failures.told(),
+    ):
+        run(BAD, step)
+        dist.all_reduce(torch.ones(1), group=group)  # of an evaluation the first stage waits for nobody
+
+
+@on_ranks(2)
+def test_earlier_failures_are_no_reasons(rank: int, world_size: int) -> None:
+    """Neither of another pipeline nor of a step that all have left."""
+    group = dist.new_group(backend="cpu:weft")
+    mesh = DeviceMesh.from_group(group, "cpu")
+    earlier, step = Failing(mesh), Failing(mesh)
+    for failures in (earlier.pipeline.failures, step.pipeline.failures):
+        with pytest.raises(ValueError, match="of all ranks"), failures.told():
+            raise ValueError("of all ranks")
+    step.pipeline.step(FINE, step)
+    if rank == 1:
+        dist.destroy_process_group(group)
+        return
+    with pytest.raises(weft.PeerLostError) as failure:
+        step.pipeline.step(FINE, step)
+    assert "Before that" not in str(failure.value)
 
 
 LOST = """

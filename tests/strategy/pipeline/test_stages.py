@@ -176,6 +176,9 @@ def test_shares_of_a_batch(world_size: int) -> None:
         torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-10, atol=1e-12)
     pipeline.num_micro_batches = 2
     assert [len(part) for part in pipeline.split(torch.ones(8, 4))] == [4, 4]
+    pipeline.micro_batch_shares = [3, 1]
+    assert pipeline.micro_batch_shares == (3, 1) and pipeline.num_micro_batches == 2
+    assert [len(part) for part in pipeline.split(torch.ones(8, 4))] == [6, 2]
 
 
 @on_ranks(2)
@@ -211,6 +214,23 @@ def test_steps_that_are_none(world_size: int, step: str) -> None:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        ("cuts", (["2"], ["4"]), r"rank 0 got the cuts ['2'] and rank 1 ['4']; choose on one rank and broadcast"),
+        ("schedule", ("gpipe", "1f1b"), "rank 0 got the schedule 'gpipe' and rank 1 '1f1b'"),
+        ("num_micro_batches", (1, 2), "rank 0 got the micro_batch_shares (1.0,) and rank 1 (1.0, 1.0)"),
+    ],
+)
+def test_ranks_that_chose_for_themselves(
+    rank: int, world_size: int, name: str, values: tuple[Any, Any], message: str
+) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Pipeline(chain(), mesh, **{"cuts": ["2"], name: values[rank]})
+
+
+@on_ranks(2)
 def test_arguments_that_do_not_fit(world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
     with pytest.raises(ValueError, match="2 cuts make 3 stages for 2 ranks; pass cuts for 2 stages or a multiple"):
@@ -219,7 +239,7 @@ def test_arguments_that_do_not_fit(world_size: int) -> None:
         Pipeline(chain(), mesh, ["2"], num_micro_batches=0)
     with pytest.raises(ValueError, match="num_micro_batches=2 and micro_batch_shares="):
         Pipeline(chain(), mesh, ["2"], num_micro_batches=2, micro_batch_shares=[1, 2])
-    for shares in ([], [1, 0], [1, float("nan")], [1, "2"]):
+    for shares in ([], [1, 0], [1, float("nan")], [1, "b"], 3, [10**400]):
         with pytest.raises(ValueError, match=r"micro_batch_shares is .*; pass numbers above 0, such as \[1, 2, 1\]"):
             Pipeline(chain(), mesh, ["2"], micro_batch_shares=shares)
     with pytest.raises(ValueError, match="the schedule is for 2 ranks and 2 micro-batches, and 2 ranks have 3"):

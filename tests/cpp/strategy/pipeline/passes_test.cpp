@@ -172,6 +172,8 @@ TEST(FirstMicroBatches, KeepTheirOrder) {
   EXPECT_THAT(refusal([&] { first_micro_batches(schedule, 0); }), HasSubstr("0 of its 4"));
   EXPECT_THAT(refusal([&] { first_micro_batches(add_communication(schedule), 2); }),
               HasSubstr("sends or receives already"));
+  EXPECT_THAT(refusal([&] { first_micro_batches(add_unshards(schedule), 2); }),
+              HasSubstr("0UNSHARD is there already"));
   for_schedules(9, 11, [](const Schedule& whole) {
     for (const int64_t n : {int64_t{1}, (whole.num_micro_batches() + 1) / 2}) {
       ASSERT_NO_THROW(check(add_communication(first_micro_batches(whole, n)))) << whole.to_string();

@@ -1,13 +1,11 @@
 #include "weft/strategy/pipeline/tune.h"
 
 #include "../refusal.h"
-#include "weft/strategy/pipeline/micro_batches.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <numeric>
 
 namespace weft::strategy {
 
@@ -18,9 +16,8 @@ using testing::HasSubstr;
 
 std::vector<StageProfile> stages(size_t count, double fixed) {
   StageProfile stage;
-  stage.forward = {.fixed = fixed, .per_sample = 1};
-  stage.backward_input = {.fixed = fixed, .per_sample = 1};
-  stage.backward_weight = {.fixed = fixed, .per_sample = 1};
+  stage.forward = stage.backward_input = stage.backward_weight =
+      LinearTime{.fixed = fixed, .per_sample = 1};
   stage.activation_bytes_per_sample = 10;
   stage.parameter_bytes = 100;
   return std::vector<StageProfile>(count, stage);
@@ -30,25 +27,6 @@ const TunePoint& find(const std::vector<TunePoint>& points, ScheduleKind kind, i
   return *std::find_if(points.begin(), points.end(), [&](const TunePoint& point) {
     return point.kind == kind && point.micro_batch_sizes.size() == static_cast<size_t>(count);
   });
-}
-
-TEST(FitTime, IsTheLineOfLeastSquares) {
-  const auto fit = [](std::vector<int64_t> sizes, std::vector<double> times) {
-    return fit_time(sizes, times);
-  };
-  const LinearTime line = fit({1, 2, 4}, {3, 5, 9});
-  EXPECT_NEAR(line.fixed, 1, 1e-12);
-  EXPECT_NEAR(line.per_sample, 2, 1e-12);
-  EXPECT_NEAR(line.at(8), 17, 1e-12);
-  EXPECT_EQ(fit({4}, {8}).per_sample, 2);
-  EXPECT_EQ(fit({4, 4}, {8, 16}).per_sample, 3);
-  EXPECT_EQ(fit({1, 2}, {1, 4}).fixed, 0);  // the line would be negative at 0
-  EXPECT_NEAR(fit({1, 2}, {1, 4}).per_sample, 9.0 / 5.0, 1e-12);
-  EXPECT_EQ(fit({1, 2}, {4, 1}).per_sample, 0);
-  EXPECT_EQ(fit({1, 2}, {4, 1}).fixed, 2.5);
-  EXPECT_THAT(refusal([&] { fit({}, {}); }), HasSubstr("0 times of 0 sizes"));
-  EXPECT_THAT(refusal([&] { fit({0}, {1}); }), HasSubstr("for 0 samples"));
-  EXPECT_THAT(refusal([&] { fit({1}, {-1}); }), HasSubstr("a time of -1"));
 }
 
 TEST(Tune, MoreMicroBatchesUntilTheirFixedTimeCosts) {
@@ -108,7 +86,7 @@ TEST(Tune, SmallerMicroBatchesAtTheEnds) {
   std::vector<StageCost> costs;
   for (int stage = 0; stage < 2; ++stage) {
     for (const int64_t size : sizes) {
-      const double time = measured[0].forward.at(static_cast<double>(size));
+      const double time = 0.25 + static_cast<double>(size);
       costs.push_back({.forward = time, .backward_input = time, .backward_weight = time});
     }
   }
@@ -117,36 +95,29 @@ TEST(Tune, SmallerMicroBatchesAtTheEnds) {
   EXPECT_NEAR(points.front().makespan, simulate(schedule, costs).makespan, 1e-9);
   // Where a time is all fixed, sizes change nothing.
   StageProfile fixed;
-  fixed.forward = fixed.backward_input = fixed.backward_weight = {.fixed = 1, .per_sample = 0};
+  fixed.forward = fixed.backward_input = fixed.backward_weight = LinearTime{.fixed = 1.0 / 3};
   EXPECT_EQ(tune(std::vector(2, fixed), options).size(), 2U);
-}
-
-TEST(DealSamples, ByShares) {
-  const auto deal = [](int64_t size, std::vector<double> shares) {
-    return deal_samples(size, shares);
-  };
-  EXPECT_THAT(deal(32, {1, 2, 1}), ElementsAre(8, 16, 8));
-  EXPECT_THAT(deal(7, {1, 1, 1, 1}), ElementsAre(2, 2, 2, 1));
-  EXPECT_THAT(deal(10, {0.1, 0.1, 0.1}), ElementsAre(4, 3, 3));
-  EXPECT_THAT(deal(3, {1, 100, 1}), ElementsAre(1, 1, 1));
-  EXPECT_THAT(deal(5, {1, 100, 1}), ElementsAre(1, 3, 1));
-  EXPECT_THAT(deal(6, {1, 1, 100, 100}), ElementsAre(1, 1, 2, 2));
-  EXPECT_THAT(refusal([&] { deal(2, {1, 1, 1}); }), HasSubstr("3 micro-batches of a batch of 2"));
-  EXPECT_THAT(refusal([&] { deal(2, {}); }), HasSubstr("0 micro-batches of a batch of 2"));
-  EXPECT_THAT(refusal([&] { deal(2, {1, 0}); }), HasSubstr("share is 0"));
-}
-
-TEST(TaperedSizes, GrowFromEitherEndOrBoth) {
-  const auto sizes = tapered_sizes(32, 5, 2);
-  EXPECT_EQ(sizes.size(), 2U * 5U * 3U);
-  for (const auto& each : sizes) {
-    EXPECT_EQ(std::accumulate(each.begin(), each.end(), int64_t{0}), 32);
-    EXPECT_LE(each.front(), each[2] + 1);  // by rounding
-    EXPECT_LE(each.back(), each[2] + 1);
+  // Nor do they for one micro-batch at a time, or one rank, but for rounding.
+  StageProfile odd;
+  odd.forward = LinearTime{.fixed = 0.003, .per_sample = 0.0017};
+  odd.backward_input = odd.backward_weight = odd.forward;
+  EXPECT_EQ(tune(std::vector(1, odd), {.batch_size = 32}).size(), 10U * 4U);
+  for (const TunePoint& point : tune(std::vector(4, odd), {.batch_size = 32, .num_ranks = 4})) {
+    const auto& of_point = point.micro_batch_sizes;
+    EXPECT_TRUE(point.kind != ScheduleKind::kNaive || of_point.front() <= of_point.back() + 1);
   }
-  EXPECT_THAT(sizes, testing::Contains(ElementsAre(4, 8, 8, 8, 4)));
-  EXPECT_THAT(sizes, testing::Contains(ElementsAre(4, 7, 7, 7, 7)));  // the first alone, by a half
-  EXPECT_TRUE(tapered_sizes(32, 2, 2).empty());
+}
+
+TEST(Tune, TriesNothingSmallerThanWasMeasuredForItsTime) {
+  const std::vector<int64_t> sizes = {8, 16, 32};
+  const std::vector<double> times = {8, 14, 32};  // caches like 16
+  StageProfile stage;
+  stage.forward = stage.backward_input = stage.backward_weight = MeasuredTime(sizes, times);
+  const std::vector<TunePoint> points =
+      tune(std::vector(2, stage), {.batch_size = 32, .num_ranks = 2, .tapers = true});
+  EXPECT_GE(*std::min_element(points.front().micro_batch_sizes.begin(),
+                              points.front().micro_batch_sizes.end()),
+            8);
 }
 
 TEST(Tune, SeveralStagesARank) {
@@ -162,7 +133,10 @@ TEST(Tune, RefusesNumbersOutOfRange) {
   EXPECT_THAT(refusal([] { tune({}, {}); }), HasSubstr("0 stages on 1 ranks"));
   EXPECT_THAT(refusal([] { tune(stages(1, 0), {.batch_size = 0}); }), HasSubstr("batch_size is 0"));
   EXPECT_THAT(refusal([] { tune(stages(1, 0), {.batch_size = 2, .micro_batch_counts = {4}}); }),
-              HasSubstr("4 micro-batches of a batch of 2"));
+              HasSubstr("tune: 4 micro-batches of a batch of 2"));
+  constexpr int64_t kMany = int64_t{1} << 60;  // refused before anything is that long
+  EXPECT_THAT(refusal([] { tune(stages(1, 0), {.micro_batch_counts = {kMany}}); }),
+              HasSubstr("micro-batches of a batch of 1"));
 }
 
 }  // namespace

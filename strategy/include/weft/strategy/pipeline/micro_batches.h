@@ -12,8 +12,8 @@ namespace weft::strategy {
 std::vector<int64_t> deal_samples(int64_t batch_size, std::span<const double> shares);
 
 // Ways to cut a batch into `count` micro-batches that are smaller towards its ends, which fill and
-// drain a pipeline sooner: the first ones, the last ones or both, 1 to `longest` of them, grow in
-// even steps from a part of the size of those between.
+// drain a pipeline sooner: the first ones, the last ones or both, 1, 2 or 4 of them but no more
+// than `longest`, grow in even steps from a part of the size of those between. None of them even.
 std::vector<std::vector<int64_t>> tapered_sizes(int64_t batch_size, int64_t count, int64_t longest);
 
 }  // namespace weft::strategy

@@ -35,11 +35,11 @@ Schedule add_unshards(const Schedule& schedule, int64_t max_unsharded = 2);
 Schedule merge_backwards(const Schedule& schedule);
 
 // The forwards alone, for an evaluation.
-// REQUIRES: no communication yet.
+// REQUIRES: arithmetic alone.
 Schedule forward_only(const Schedule& schedule);
 
 // The same order for the first `num_micro_batches` alone: a batch may have samples for fewer.
-// REQUIRES: no communication yet; 1 to as many as there are.
+// REQUIRES: arithmetic alone; 1 to as many as there are.
 Schedule first_micro_batches(const Schedule& schedule, int64_t num_micro_batches);
 
 }  // namespace weft::strategy

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "weft/strategy/pipeline/generate.h"
+#include "weft/strategy/pipeline/sample_time.h"
 #include "weft/strategy/pipeline/simulate.h"
 
 #include <cstdint>
@@ -10,25 +11,12 @@
 
 namespace weft::strategy {
 
-// A time that grows with the samples of a micro-batch: fixed + per_sample * samples.
-struct LinearTime {
-  double fixed = 0;
-  double per_sample = 0;
-
-  [[nodiscard]] double at(double num_samples) const { return fixed + per_sample * num_samples; }
-};
-
-// The line through measured times, by least squares, neither part below 0. Of one measurement, or
-// of several at one size, all is per sample.
-// Throws std::invalid_argument without any, for sizes below 1 and for times that are negative.
-LinearTime fit_time(std::span<const int64_t> num_samples, std::span<const double> times);
-
 // What one stage takes, by the samples of a micro-batch.
 struct StageProfile {
-  LinearTime forward;
-  LinearTime backward_input;
-  LinearTime backward_weight;
-  LinearTime transfer;                      // to the next stage and back, as in StageCost
+  SampleTime forward;
+  SampleTime backward_input;
+  SampleTime backward_weight;
+  SampleTime transfer;                      // to the next stage and back, as in StageCost
   int64_t activation_bytes_per_sample = 0;  // kept between forward and backward
   int64_t parameter_bytes = 0;
 };
@@ -39,8 +27,8 @@ struct TuneOptions {
   std::vector<ScheduleKind> kinds = {};          // default: all that take the stages a rank has
   std::vector<int64_t> micro_batch_counts = {};  // default: 1, 2, 3, 4, 6, 8, 12, ...
   std::optional<int64_t> memory_limit = {};      // bytes of a rank
-  // Whether micro-batches that are smaller towards the batch's ends are tried, too, up to as many
-  // of them as there are ranks: they fill and drain a pipeline sooner.
+  // Whether micro-batches that are smaller towards the batch's ends are tried, too: they fill and
+  // drain a pipeline sooner.
   bool tapers = true;
 };
 

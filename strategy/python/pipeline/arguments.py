@@ -1,0 +1,84 @@
+"""What a pipeline is given: whether it fits, and whether all ranks were given the same."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from weft.strategy._plan import Schedule
+from weft.strategy.state import state_of
+
+PIPELINE_AXIS = "pipeline_parallel"
+
+
+def shares_of(
+    schedule: str | Schedule, num_micro_batches: int | None, shares: Sequence[float] | None, num_ranks: int
+) -> tuple[float, ...]:
+    """The relative sizes of a step's micro-batches, of what a pipeline is given: their number, these, or neither.
+
+    Raises:
+        ValueError: both, a number below 1, shares that are not above 0.
+    """
+    if shares is not None:
+        if num_micro_batches is not None:
+            raise ValueError(
+                f"pipeline: got num_micro_batches={num_micro_batches!r} and micro_batch_shares={shares!r}; pass one of "
+                "the two."
+            )
+        try:
+            given = tuple(float(share) for share in shares)
+        except (TypeError, ValueError, OverflowError):
+            given = ()
+        if not given or not all(0 < share < math.inf for share in given):
+            raise ValueError(f"pipeline: micro_batch_shares is {shares!r}; pass numbers above 0, such as [1, 2, 1].")
+        return given
+    if num_micro_batches is None:
+        return (1.0,) * (2 * num_ranks if isinstance(schedule, str) else schedule.num_micro_batches)
+    if not isinstance(num_micro_batches, int) or isinstance(num_micro_batches, bool) or num_micro_batches < 1:
+        raise ValueError(f"pipeline: num_micro_batches is {num_micro_batches!r}; pass a whole number from 1 on.")
+    return (1.0,) * num_micro_batches
+
+
+def pipeline_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The group of a mesh's pipeline axis, or of its only one."""
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    if PIPELINE_AXIS not in (mesh.mesh_dim_names or ()):
+        raise ValueError(
+            f"pipeline: the mesh has the axes {mesh.mesh_dim_names}; pass one of one axis, or with an axis named "
+            f"{PIPELINE_AXIS!r}."
+        )
+    return mesh.get_group(PIPELINE_AXIS)
+
+
+def refuse_sequence_parallel(model: nn.Module) -> None:
+    states = {name: state_of(module) for name, module in model.named_modules()}
+    name = next((name for name, state in states.items() if state is not None and state.sequence is not None), None)
+    if name is not None:
+        raise ValueError(
+            f"pipeline: the plan has {name!r} work on parts of the sequence, which no stage can hand to the next; use "
+            "a plan without sequence_parallel."
+        )
+
+
+def refuse_other_arguments(
+    group: dist.ProcessGroup, cuts: Sequence[str], schedule: str, shares: tuple[float, ...]
+) -> None:
+    """ValueError where ranks, which may have measured for themselves, were given other ones; collective."""
+    if group.size() == 1:
+        return
+    own = (("cuts", list(cuts)), ("schedule", schedule), ("micro_batch_shares", shares))
+    gathered: list[Any] = [None] * group.size()
+    dist.all_gather_object(gathered, own, group=group)
+    for rank, other in enumerate(gathered):
+        for (what, here), (_, there) in zip(gathered[0], other, strict=True):
+            if here != there:
+                raise ValueError(
+                    f"pipeline: rank 0 got the {what} {here!r} and rank {rank} {there!r}; choose on one rank and "
+                    "broadcast."
+                )
