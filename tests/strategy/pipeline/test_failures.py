@@ -72,6 +72,46 @@ def test_earlier_failures_are_no_reasons(rank: int, world_size: int) -> None:
     assert "Before that" not in str(failure.value)
 
 
+class Changing(nn.Module):
+    """Gives what it is told to, which nobody knew when it was recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.what = nn.Linear(2, 2), "as recorded"
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if self.what == "frozen":
+            return y.detach()
+        return torch.cat((y, y)) if self.what == "longer" else y
+
+
+CHANGES = {
+    "longer": r"stage 0 sends \(2, 2\) torch.float32 where \(1, 2\) torch.float32 was recorded; let shapes follow from",
+    "thawed": r"of shape \(1, 2\) that leaves stage 0 needs a gradient, and did not when it was recorded; freeze and",
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_crosses_is_what_was_recorded(rank: int, world_size: int, what: str) -> None:
+    """The rank that sends refuses, and the one that waits hears of it."""
+    group = dist.new_group(backend="cpu:weft")
+    layer = Changing()
+    layer.what = "frozen" if what == "thawed" else "as recorded"
+    model = nn.Sequential(layer, nn.Linear(2, 2))
+    pipeline = Pipeline(model, DeviceMesh.from_group(group, "cpu"), ["1"], num_micro_batches=2)
+    pipeline.step(FINE, lambda x: model(x).sum())
+    if rank == 1:
+        with pytest.raises(weft.PeerLostError, match=f"Before that rank 0 left .* RuntimeError: .*{CHANGES[what]}"):
+            pipeline.step(FINE, lambda x: model(x).sum())
+        return
+    layer.what = what
+    with pytest.raises(RuntimeError, match=CHANGES[what]):
+        pipeline.step(FINE, lambda x: model(x).sum())
+    dist.destroy_process_group(group)
+
+
 LOST = """
 import os, signal, sys, time
 import torch, torch.distributed as dist
