@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from weft import _memory
-from weft.memory.counter import begin_phase, tag
+from weft.memory.counter import begin_phase, is_tracking, tag
 
 
 class Watch:
@@ -97,6 +99,25 @@ class Watch:
 
 def _after_accumulation(parameter: torch.Tensor) -> None:
     tag([parameter.grad], "gradients")
+
+
+@contextlib.contextmanager
+def saving(inputs: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Inside is the phase "forward", one of several whose backwards are still to come, as a pipeline has them.
+
+    What comes inside and lives on is "saved_activations", as `inputs` are. Without gradients the phase is "inference";
+    where memory is not counted, nothing is done.
+    """
+    if not is_tracking():
+        yield
+        return
+    is_training = torch.is_grad_enabled()
+    begin_phase("forward" if is_training else "inference", "scratch")
+    mark = _memory.mark()
+    yield
+    if is_training:
+        tag(inputs, "saved_activations")
+        _memory.set_category_since(mark, "scratch", "saved_activations")
 
 
 def watch(model: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> Watch:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from weft import memory, ops
+from weft.memory.watch import saving
 from weft.strategy._plan import Action, Schedule, Span
 from weft.strategy.pipeline.backward import WeightHalf, backward, backward_input, edge_of
 from weft.strategy.pipeline.random_streams import RandomStreams
@@ -133,6 +134,11 @@ class _Run:
             return
         _METHODS[action.kind](self, action.stage, action.micro_batch)
 
+    def _backward_begins(self) -> float:
+        if memory.is_tracking():
+            memory.begin_phase("backward", "scratch")
+        return time.perf_counter()
+
     def _traced(self, kind: str, stage: int, i: int, start: float) -> None:
         if memory.is_tracking():
             self.memory.append(memory.current())
@@ -157,14 +163,15 @@ class _Run:
         values = [_Entry.apply(leaf) if need else leaf for leaf, need in zip(leaves, needs, strict=True)]
         work = self._work
         self._streams.begin(i)
-        result, sent = self._staged.run(
-            work.recordings[i],
-            stage,
-            values,
-            work.step,
-            work.micro_batches[i],
-            lambda: self._streams.begin(i, stage) if stage > 0 else None,
-        )
+        with saving(received):
+            result, sent = self._staged.run(
+                work.recordings[i],
+                stage,
+                values,
+                work.step,
+                work.micro_batches[i],
+                lambda: self._streams.begin(i, stage) if stage > 0 else None,
+            )
         if stage == self._last_stage:
             if work.root_of is None:
                 self._results[i] = result
@@ -202,7 +209,7 @@ class _Run:
 
     def _backward(self, stage: int, i: int) -> None:
         gradients = self._take_gradients(stage, i)
-        start = time.perf_counter()
+        start = self._backward_begins()
         held = self._held.pop((stage, i))
         backward(*_paired(held.outputs, gradients))
         self._gradients[stage, i] = [_gradient_of(leaf, leaf.grad) for leaf in held.inputs]
@@ -211,7 +218,7 @@ class _Run:
 
     def _backward_input(self, stage: int, i: int) -> None:
         gradients = self._take_gradients(stage, i)
-        start = time.perf_counter()
+        start = self._backward_begins()
         held = self._held[stage, i]
         found, held.weight_half = backward_input(
             *_paired(held.outputs, gradients), held.inputs, may_split=not self._staged.has_checkpoints
@@ -222,7 +229,7 @@ class _Run:
         self._traced("I", stage, i, start)
 
     def _backward_weight(self, stage: int, i: int) -> None:
-        start = time.perf_counter()
+        start = self._backward_begins()
         held = self._held.pop((stage, i))
         assert held.weight_half is not None
         held.weight_half.run()

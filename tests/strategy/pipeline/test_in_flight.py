@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from support.ranks import on_ranks
+from weft import memory
 from weft.strategy.pipeline import SCHEDULES, Pipeline
 
 DIM, HIDDEN, ROWS = 8, 16384, 4  # rows of a micro-batch
@@ -58,6 +59,30 @@ def test_what_is_kept_is_what_is_in_flight(world_size: int, kind: str) -> None:
     simulated = pipeline.schedule(MICRO_BATCHES).simulate()
     if len(pipeline.stages) == 1 and kind != "zero_bubble":
         assert max(units) == simulated.in_flight[pipeline.stages[0]]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["1f1b", "gpipe"])
+def test_what_is_kept_is_called_so(rank: int, world_size: int, kind: str) -> None:
+    """By the category of the peak, and on a timeline of forwards and backwards."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    with counted():
+        model = model_of(world_size)
+        pipeline = Pipeline(model, mesh, ["1"], schedule=kind, num_micro_batches=MICRO_BATCHES)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batch = torch.randn(ROWS * MICRO_BATCHES, DIM)
+        watched = memory.watch(model, optimizer)
+        for _ in range(2):
+            memory.reset_peak()
+            pipeline.step(batch, lambda x: model(x).sum())
+        parts = memory.by_category(at="peak")
+        phases = [phase.name for phase in memory.timeline()]
+        watched.remove()
+    in_flight = pipeline.schedule(MICRO_BATCHES).simulate().in_flight[rank]
+    assert abs(parts["saved_activations"] - in_flight * KEPT) < SMALL, parts
+    parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    assert parts["gradients"] == parameter_bytes == parts["parameters"], parts
+    assert {"forward", "backward"} <= set(phases)
 
 
 @on_ranks(4)
