@@ -56,6 +56,7 @@ class StagedModel:
         self._own_parameters = [
             (fake, name) for name, fake, stage in _placed_parameters(self._skeleton, self.layers) if stage in stages
         ]
+        self._own_layers: list[nn.Module] = []  # and what stands for those of others, once calls are watched
         self._task: _Task | None = None
         model.__dict__[_KEY] = self
         _remove_layers(model, self._skeleton, self.layers, stages)
@@ -74,6 +75,7 @@ class StagedModel:
     def watch_calls(self) -> None:
         """Have the layers' calls seen; after `parallelize` and `fully_shard`, which look at classes."""
         _watch_calls(self.model, self.layers)
+        self._own_layers = [self.model.get_submodule(name) for name in self.layers.stage_of]
         if not isinstance(self.model, _Root):
             cls = type(self.model)
             self.model.__class__ = type(cls.__name__, (_Root, cls), {"__module__": cls.__module__})
@@ -96,7 +98,7 @@ class StagedModel:
     def record(self, step: Any, micro_batch: Any) -> Recording:
         """Record the forward that `step(micro_batch)` calls; see `recording.record` for what is refused."""
         task = _Task(self, None)
-        self._follow_trunk()
+        self._follow_model()
         with keeping_random_state(), self._keeping_buffers():
             self._run(task, step, micro_batch)
         assert task.recording is not None
@@ -112,10 +114,13 @@ class StagedModel:
         flags = [
             (key, value) for module in modules for key, value in _flags(module).items() if type(value) in (bool, str)
         ]
-        return (task.call, *flags)
+        modes = [layer.training for layer in self._own_layers]
+        return (task.call, *flags, *modes)
 
-    def _follow_trunk(self) -> None:
-        """The skeleton's trunk has the model's own buffers, wherever these have gone, and its flags."""
+    def _follow_model(self) -> None:
+        """The skeleton has the modes of the layers, and its trunk the flags, and the buffers wherever they went."""
+        for name in self.layers.stage_of:
+            self._skeleton.get_submodule(name).train(self.model.get_submodule(name).training)
         for name in self.layers.trunk:
             module, copied = self.model.get_submodule(name), self._skeleton.get_submodule(name)
             copied._buffers.update(module._buffers)
@@ -211,7 +216,6 @@ class StagedModel:
             raise Leave
         if task.run is None:
             owners, num_stages = self._owners, self.layers.num_stages
-            self._skeleton.train(self.model.training)
             task.recording = record(self._skeleton, num_stages, self._fake_mode, owners, args, kwargs)
             raise Leave
         if signature((args, kwargs)) != task.run.arguments:

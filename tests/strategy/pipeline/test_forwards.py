@@ -279,6 +279,53 @@ def test_recordings_are_few(world_size: int) -> None:
     assert len(recordings) <= 16
 
 
+class Aside(nn.Module):
+    """Gives one thing more while it is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = self.linear(x)
+        return (y, y.square()) if self.training else (y,)
+
+
+class Inner(nn.Module):
+    """A part of the trunk: drops what is between its layers while it is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Aside(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, *more = self.a(x)
+        return self.b(nn.functional.dropout(y + sum(more), 0.5, self.training))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("frozen", ["inner", "inner.a"])
+def test_parts_of_the_model_in_another_mode(world_size: int, frozen: str) -> None:
+    """From step to step, and as one of them trains alone."""
+    torch.manual_seed(0)
+    model = nn.Sequential()
+    model.add_module("inner", Inner())
+    model.add_module("head", nn.Linear(4, 4))
+    model.double()
+    reference = copy.deepcopy(model)
+    pipeline = Pipeline(model, init_device_mesh("cpu", (world_size,)), ["inner.b"], num_micro_batches=2)
+    x = torch.randn(4, 4, dtype=torch.float64)
+    pipeline.step(x, lambda x: model(x).square().mean())
+    for each in (model, reference):
+        each.get_submodule(frozen).eval()
+        if frozen == "inner.a":  # without chance, to be compared
+            each.inner.training = False
+    loss = pipeline.step(x, lambda x: model(x).square().mean())
+    torch.testing.assert_close(loss, reference(x).square().mean().detach(), rtol=1e-12, atol=0)
+    model.train()
+    assert pipeline.step(x, lambda x: model(x).square().mean()) != loss
+
+
 @on_ranks(2)
 def test_an_encoder_with_a_fast_path(world_size: int) -> None:
     """torch's, which takes padded inputs another way where no gradients are asked for; fake tensors never do."""
