@@ -301,7 +301,19 @@ void bind_tune(py::module_& module) {
       .def_readonly("makespan", &TunePoint::makespan)
       .def_readonly("bubble_fraction", &TunePoint::bubble_fraction)
       .def_readonly("peak_bytes", &TunePoint::peak_bytes)
-      .def_readonly("fits", &TunePoint::fits);
+      .def_readonly("fits", &TunePoint::fits)
+      .def("__repr__", [](const py::object& point) {
+        return py::str(
+                   "TunePoint(kind={!r}, micro_batch_sizes={}, makespan={:.4g}, "
+                   "bubble_fraction={:.3g}, "
+                   "peak_bytes={}, fits={})")
+            .format(point.attr("kind"),
+                    point.attr("micro_batch_sizes"),
+                    point.attr("makespan"),
+                    point.attr("bubble_fraction"),
+                    point.attr("peak_bytes"),
+                    point.attr("fits"));
+      });
 
   module.def(
       "tune",

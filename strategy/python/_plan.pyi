@@ -467,11 +467,17 @@ class TunePoint:
         """In samples."""
 
     @property
-    def makespan(self) -> float: ...
+    def makespan(self) -> float:
+        """The time of a step, in the unit of the stages' times."""
+
     @property
-    def bubble_fraction(self) -> float: ...
+    def bubble_fraction(self) -> float:
+        """Of all ranks' time, the part in which they wait."""
+
     @property
-    def peak_bytes(self) -> int: ...
+    def peak_bytes(self) -> int:
+        """Of the rank with most: parameters, gradients and optimizer states, and what waits for backwards."""
+
     @property
     def fits(self) -> bool:
         """Whether the rank with most bytes is within the limit."""

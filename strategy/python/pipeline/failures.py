@@ -38,7 +38,7 @@ class Failures:
             cause = self._found()
             if cause is None:
                 raise
-            raise type(error)(f"{error} Before that {cause}") from error
+            raise type(error)(f"{cause}; rank {dist.get_rank()}, which waited, had this: {error}") from None
         except Exception as error:
             self._tell(error)
             raise

@@ -77,6 +77,8 @@ def test_partition_and_tune_answer_in_plain_values():
     points = tune([stage] * 2, batch_size=8, num_ranks=2, kinds=["gpipe", "1f1b"], micro_batch_counts=[1, 2, 8])
     assert sorted(map(sum, (point.micro_batch_sizes for point in points))) == [8] * len(points)
     assert deal_samples(8, [1, 2, 1]) == [2, 4, 2]
+    one = next(point for point in points if (point.kind, point.num_micro_batches) == ("gpipe", 1))
+    assert repr(one).startswith("TunePoint(kind='gpipe', micro_batch_sizes=[8], makespan=102, bubble_fraction=0.5, ")
     assert points[0].makespan == min(point.makespan for point in points)
     assert {(point.kind, point.num_micro_batches) for point in points} == {
         (kind, count) for kind in ("gpipe", "1f1b") for count in (1, 2, 8)
