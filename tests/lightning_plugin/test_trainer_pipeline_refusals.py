@@ -47,6 +47,11 @@ class Refused(Text):
             return loss
         return None if self.kind == "nothing" else loss
 
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        if self.kind == "validation":
+            raise KeyError("no such label")
+
     def configure_optimizers(self) -> Any:
         if self.kind == "optimizer":
             self.model.layers[0].attention.wq.weight.mean()
@@ -75,6 +80,7 @@ ON_THE_LAST = {
     "twice": (RuntimeError, "the step calls the model in stages twice for one micro-batch; call it once"),
     "group": (ValueError, "got a sync_dist_group, which ranks of other stages do not have"),
     "nothing": (TypeError, "training_step gave a NoneType for a micro-batch"),
+    "validation": (KeyError, "no such label"),
 }
 
 
@@ -101,7 +107,8 @@ def test_what_only_the_last_stage_can_refuse(tmp_path: Path, kind: str) -> None:
 def fit_refused(rank: int, world_size: int, kind: str, folder: str) -> None:
     on_warm_rank(rank, world_size)
     try:
-        trainer(world_size, staged(), folder).fit(Refused(kind), text_loader())
+        run = trainer(world_size, staged(), folder)
+        (run.validate if kind == "validation" else run.fit)(Refused(kind), text_loader())
     except Exception:
         if rank == 1:  # as at the end of its process
             dist.group.WORLD._get_backend(torch.device("cpu")).shutdown()

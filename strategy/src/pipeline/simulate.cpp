@@ -178,17 +178,7 @@ class Arrivals {
   std::vector<double> gradients_;
 };
 
-}  // namespace
-
-Simulation simulate(const Schedule& schedule, std::span<const StageCost> stage_costs) {
-  static_cast<void>(Costs(schedule, stage_costs));  // what is wrong with them comes first
-  check(schedule, std::numeric_limits<int64_t>::max() / 2);
-  return detail::simulate_checked(schedule, stage_costs);
-}
-
-Simulation detail::simulate_checked(const Schedule& schedule,
-                                    std::span<const StageCost> stage_costs) {
-  const Costs costs(schedule, stage_costs);
+Simulation run(const Schedule& schedule, const Costs& costs) {
   Simulation result;
   result.ranks.resize(schedule.ranks().size());
   Holdings holdings(schedule, costs, result);
@@ -200,11 +190,8 @@ Simulation detail::simulate_checked(const Schedule& schedule,
     const int64_t stage = action.stage;
     const bool crosses = other >= 0 && other < schedule.num_stages() &&
                          rank_of[static_cast<size_t>(stage)] != rank_of[static_cast<size_t>(other)];
-    return crosses ? costs
-                         .at(static_cast<size_t>(std::min(stage, other)),
-                             static_cast<size_t>(action.micro_batch))
-                         .transfer
-                   : 0;
+    const auto first = static_cast<size_t>(std::max<int64_t>(0, std::min(stage, other)));
+    return crosses ? costs.at(first, static_cast<size_t>(action.micro_batch)).transfer : 0;
   };
   detail::Traversal traversal(schedule, std::numeric_limits<int64_t>::max() / 2);
   traversal.run([&](size_t rank, const Action& action) {
@@ -231,6 +218,19 @@ Simulation detail::simulate_checked(const Schedule& schedule,
   const double total = result.makespan * static_cast<double>(schedule.num_ranks());
   result.bubble_fraction = total > 0 ? 1 - busy / total : 0;
   return result;
+}
+
+}  // namespace
+
+Simulation simulate(const Schedule& schedule, std::span<const StageCost> stage_costs) {
+  const Costs costs(schedule, stage_costs);
+  check(schedule, std::numeric_limits<int64_t>::max() / 2);
+  return run(schedule, costs);
+}
+
+Simulation detail::simulate_checked(const Schedule& schedule,
+                                    std::span<const StageCost> stage_costs) {
+  return run(schedule, Costs(schedule, stage_costs));
 }
 
 }  // namespace weft::strategy

@@ -104,9 +104,10 @@ std::vector<TunePoint> tune(std::span<const StageProfile> stages, const TuneOpti
     }
     const auto even =
         deal_samples(options.batch_size, std::vector<double>(static_cast<size_t>(count), 1.0));
-    const bool may_taper = options.tapers && options.num_ranks > 1;
-    const auto tapered = may_taper ? tapered_sizes(options.batch_size, count, options.num_ranks)
-                                   : std::vector<std::vector<int64_t>>{};
+    std::vector<std::vector<int64_t>> tapered;
+    if (options.tapers && options.num_ranks > 1) {
+      tapered = tapered_sizes(options.batch_size, count, options.num_ranks);
+    }
     for (const ScheduleKind kind : kinds) {
       const Schedule schedule = generate(kind,
                                          {.num_ranks = options.num_ranks,
@@ -116,9 +117,11 @@ std::vector<TunePoint> tune(std::span<const StageProfile> stages, const TuneOpti
         return point_of(schedule, kind, stages, sizes, options.memory_limit);
       };
       points.push_back(at(even));
+      if (kind == ScheduleKind::kNaive) {  // one micro-batch at a time fills nothing
+        continue;
+      }
       std::optional<TunePoint> best;
-      // One micro-batch at a time fills nothing.
-      for (const auto& sizes : kind == ScheduleKind::kNaive ? decltype(tapered){} : tapered) {
+      for (const auto& sizes : tapered) {
         TunePoint point = at(sizes);
         if (!best || order_of(point) < order_of(*best)) {
           best = std::move(point);

@@ -85,6 +85,21 @@ def test_what_is_kept_is_called_so(rank: int, world_size: int, kind: str) -> Non
     assert {"forward", "backward"} <= set(phases)
 
 
+@on_ranks(2)
+def test_what_a_stage_is_sent_is_kept_for_it(rank: int, world_size: int) -> None:
+    """The second stage keeps its inputs, which came before its forwards."""
+    with counted():
+        model = nn.Sequential(nn.Linear(DIM, HIDDEN, bias=False), nn.Linear(HIDDEN, DIM, bias=False))
+        mesh = init_device_mesh("cpu", (world_size,))
+        pipeline = Pipeline(model, mesh, ["1"], schedule="gpipe", num_micro_batches=MICRO_BATCHES)
+        batch = torch.randn(ROWS * MICRO_BATCHES, DIM)
+        for _ in range(2):
+            memory.reset_peak()
+            pipeline.step(batch, lambda x: model(x).sum())
+        kept = memory.by_category(at="peak")["saved_activations"]
+    assert rank == 0 or abs(kept - MICRO_BATCHES * KEPT) < SMALL, kept
+
+
 @on_ranks(4)
 def test_1f1b_keeps_less_than_gpipe(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
