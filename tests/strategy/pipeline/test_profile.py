@@ -136,9 +136,10 @@ def test_stages_are_measured_at_several_sizes():
     model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 8), nn.Linear(8, 1))
     stages = profile_stages(model, torch.ones(16, 8), lambda x: model(x).sum(), ["1"], repeats=1)
     assert len(stages) == 2 and all(stage.forward.at(16) > 0 for stage in stages)
-    # An eighth of the batch is the smallest that was measured.
-    assert all(isinstance(stage.forward, MeasuredTime) for stage in stages)
-    assert stages[0].backward_input.at(1) == stages[0].backward_input.at(2)
+    for stage in stages:
+        for time_of in (stage.forward, stage.backward_input, stage.backward_weight):
+            assert isinstance(time_of, MeasuredTime)
+            assert time_of.at(1) == time_of.at(2)  # an eighth of the batch is the smallest that was measured
     assert stages[0].parameter_bytes == 4 * 4 * (8 * 64 + 64)
     assert stages[0].activation_bytes_per_sample == 8 * 4  # the input
     with pytest.raises(ValueError, match="no layer that was measured is '9'"):
