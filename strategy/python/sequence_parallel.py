@@ -24,6 +24,8 @@ def sequence_places(model: nn.Module, assignments: Assignments, group_name: str)
     places: dict[int, Place] = {}
     lists: dict[str, list[str]] = {}
     for block in repeated_blocks(model):
+        if assignments.styles.get(block, Assignment("")).style == "column_row_mlp":
+            continue  # an MLP itself, as in a list of experts: there is nothing around its layers
         if any(a.style in (*_CUT_BY_FEATURES, "column_row_mlp") for a in _inside(assignments, block).values()):
             lists.setdefault(parent_name(block), []).append(block)
     for blocks in lists.values():

@@ -58,6 +58,31 @@ def test_layers_whose_output_is_gathered(world_size: int) -> None:
     )
 
 
+class WithMlps(nn.Module):
+    """A language model before a list of MLPs, which are not inside blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Llama(LlamaArgs(dtype=torch.float64))
+        self.mlps = nn.ModuleList(FeedForward(37, 24, torch.float64) for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.body(tokens)
+        for mlp in self.mlps:
+            x = x + mlp(x)
+        return x
+
+
+@on_ranks(2, 4)
+def test_mlps_that_are_no_blocks_get_all_tokens(world_size: int) -> None:
+    torch.manual_seed(0)
+    rules = {f"body.{name}": style for name, style in {**ROWS, **ATTENTION}.items()} | {"mlps.*": "column_row_mlp"}
+    model = assert_trains_alike(
+        lambda m: sequence_parallel(m, world_size, rules), WithMlps(), token_loss, TOKENS, "SGD"
+    )
+    weft.strategy.check_replicated_gradients(model)
+
+
 class BiasedBlock(nn.Module):
     """Layers with biases, an own scale, a replicated linear layer and norms between an attention and an MLP."""
 
@@ -262,6 +287,8 @@ def test_what_cannot_be_cut_is_refused(world_size: int) -> None:
         sequence_parallel(EncoderClassifier(), world_size)
     with pytest.raises(ValueError, match="finds no repeated blocks with layers that the plan cuts"):
         sequence_parallel(FeedForward(8, 16), world_size, {"": "column_row_mlp"})
+    with pytest.raises(ValueError, match="finds no repeated blocks with layers that the plan cuts"):
+        sequence_parallel(nn.ModuleList(FeedForward(8, 16) for _ in range(2)), world_size, {"*": "column_row_mlp"})
     head_norm = {**ROWS, **ATTENTION, "layers.*.attention.norm": "sequence_parallel"}
     model = Llama(LlamaArgs())
     for layer in model.layers:
