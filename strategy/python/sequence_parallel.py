@@ -22,13 +22,7 @@ def sequence_places(model: nn.Module, assignments: Assignments, group_name: str)
         ValueError: there is no such block, or one has modules that cannot work on some of the tokens.
     """
     places: dict[int, Place] = {}
-    lists: dict[str, list[str]] = {}
-    for block in repeated_blocks(model):
-        if assignments.styles.get(block, Assignment("")).style == "column_row_mlp":
-            continue  # an MLP itself, as in a list of experts: there is nothing around its layers
-        if any(a.style in (*_CUT_BY_FEATURES, "column_row_mlp") for a in _inside(assignments, block).values()):
-            lists.setdefault(parent_name(block), []).append(block)
-    for blocks in lists.values():
+    for blocks in _runs(repeated_blocks(model), assignments):
         region = Region(group_name)
         for block in blocks:
             _place_block(places, model, assignments, block, region)
@@ -44,6 +38,28 @@ def sequence_places(model: nn.Module, assignments: Assignments, group_name: str)
     _refuse_shared(places, model)
     _check_named(places, model, assignments)
     return places
+
+
+def _runs(blocks: list[str], assignments: Assignments) -> list[list[str]]:
+    """Blocks of one list that follow each other and that the plan cuts; others, between two runs, get all tokens."""
+    runs: list[list[str]] = []
+    before = None
+    for block in blocks:
+        if not _is_cut(block, assignments):
+            before = None
+        elif before is not None and parent_name(before) == parent_name(block):
+            runs[-1].append(block)
+            before = block
+        else:
+            runs.append([block])
+            before = block
+    return runs
+
+
+def _is_cut(block: str, assignments: Assignments) -> bool:
+    if assignments.styles.get(block, Assignment("")).style == "column_row_mlp":
+        return False  # an MLP itself, as in a list of experts: there is nothing around its layers
+    return any(a.style in (*_CUT_BY_FEATURES, "column_row_mlp") for a in _inside(assignments, block).values())
 
 
 def _refuse_shared(places: dict[int, Place], model: nn.Module) -> None:

@@ -83,6 +83,8 @@ class Place:
 
         What is gathered has as many tokens as this rank does, unlike a mask beside it.
         """
+        if self.kind == "block" and not self.enters:
+            self._refuse_other_tokens(args, kwargs)
         if not (self.enters or self.kind == "gathers"):
             return args, kwargs
         change = self.region.enter if self.enters else self.region.gather
@@ -98,6 +100,16 @@ class Place:
             f"sequence_parallel=True: a block or attention got no floating tensor of tokens with {self.features} "
             "features; leave sequence parallelism out."
         )
+
+    def _refuse_other_tokens(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A block that runs before the first of its list would take all tokens for this rank's part."""
+        values = (*args, *kwargs.values())
+        if self.region.lengths is None or not any(self._is_activation(value) for value in values):
+            raise TypeError(
+                f"sequence_parallel=True: a block got no floating tensor of this rank's tokens with {self.features} "
+                "features, which the first block of its list makes; run the blocks in their order, or leave sequence "
+                "parallelism out."
+            )
 
     def _refuse_second(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """What is whole already, an encoder's output, would get this rank's part of its gradient."""

@@ -58,6 +58,29 @@ def test_layers_whose_output_is_gathered(world_size: int) -> None:
     )
 
 
+@on_ranks(2)
+def test_blocks_that_the_plan_leaves_whole_get_all_tokens(world_size: int) -> None:
+    torch.manual_seed(0)
+    rules = {name.replace("*", str(i)): style for i in (0, 2, 3) for name, style in {**ROWS, **ATTENTION}.items()}
+    assert_trains_alike(
+        lambda m: sequence_parallel(m, world_size, rules),
+        Llama(LlamaArgs(dtype=torch.float64, n_layers=5)),
+        token_loss,
+        TOKENS,
+        "SGD",
+    )
+
+
+@on_ranks(2)
+def test_blocks_run_in_their_order(world_size: int) -> None:
+    model = sequence_parallel(Llama(LlamaArgs()), world_size, {**ROWS, **ATTENTION})
+    tokens, _ = TOKENS[0]
+    for _ in range(2):
+        with pytest.raises(TypeError, match="run the blocks in their order"):
+            model.layers[1](torch.randn(*tokens.shape, 16), model.cos, model.sin)
+        model(tokens)
+
+
 class WithMlps(nn.Module):
     """A language model before a list of MLPs, which are not inside blocks."""
 
