@@ -40,6 +40,7 @@ def wanted_rows(full: bool) -> list[tuple[str, str, bool, int]]:
     ]
     if full:
         rows += [("feed_forward", column, False, n) for column in ("weft", "weft_in_backward") for n in RANKS]
+        rows.append(("feed_forward", "weft_by_rows", False, 2))  # only here are the rows fewer than a weight's
     return rows
 
 

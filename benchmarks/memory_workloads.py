@@ -195,6 +195,7 @@ COLUMNS = {
     "stock_meta": Column("meta", None),
     "weft": Column("configure", {}),
     "weft_in_backward": Column("configure", {"optimizer_in_backward": True}),
+    "weft_by_rows": Column("configure", {"optimizer_in_backward": "rows"}),
     "weft_own_optimizer": Column("configure", {"fused_optimizers": False}),
     "weft_recompute": Column("configure", {}, recomputes=True),
     "weft_selective": Column("configure", {"activation_checkpointing": "selective"}, wants_blocks=True),

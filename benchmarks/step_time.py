@@ -51,7 +51,7 @@ def measure() -> dict[str, list[float]]:
     torch.manual_seed(0)
     x = torch.randn(BATCH, DIM)
     steps: dict[str, Callable[[], None]] = {}
-    for name in ("stock", "weft", "weft_own_optimizer", "weft_in_backward"):
+    for name in ("stock", "weft", "weft_own_optimizer", "weft_in_backward", "weft_by_rows"):
         if name == "stock":
             model = with_dtensor(DIM, mesh_on("gloo"))
         else:
@@ -59,10 +59,10 @@ def measure() -> dict[str, list[float]]:
                 model = workloads(False)["feed_forward"].build()
             weft.parallelize(model, mesh_on("cpu:weft"), "auto")
         optimizer = AdamW(model.parameters(), lr=3e-3)
-        if name in ("weft", "weft_in_backward"):
+        if name in ("weft", "weft_in_backward", "weft_by_rows"):
             fuse(optimizer, model)
-        if name == "weft_in_backward":
-            StepInBackward(model, optimizer)
+        if name in ("weft_in_backward", "weft_by_rows"):
+            StepInBackward(model, optimizer, by_rows=name == "weft_by_rows")
         steps[name] = _step(optimizer, lambda model=model: settled(model(x)).sum())
     return interleaved_seconds(steps, num_samples=NUM_SAMPLES, calls_per_sample=1, warm_up=2)
 

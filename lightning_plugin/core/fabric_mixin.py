@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -79,7 +79,7 @@ class FabricMixin(FabricPipelineMixin, StrategyMixin):
         check_batches_every: int = 0,
         fused_optimizers: bool = True,
         empty_init: bool = True,
-        optimizer_in_backward: bool = False,
+        optimizer_in_backward: bool | Literal["rows"] = False,
         activation_checkpointing: Any = "none",
         activation_offload: bool = False,
         data_replicate_size: int | str = 1,

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 ZERO_STAGES = (0, 1, 2, 3)
 _SEVERAL_STAGES = ("interleaved", "looped_bfs")  # on a rank
-_FLAGS = ("fused_optimizers", "empty_init", "optimizer_in_backward", "activation_offload", "sequence_parallel")
+_FLAGS = ("fused_optimizers", "empty_init", "activation_offload", "sequence_parallel")
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,8 @@ class PlanSettings:
     check_batches_every: compare every N-th batch as well; 0: no others.
     fused_optimizers: whether optimizers of torch become their fused variants.
     empty_init: whether models built where the strategy knows of it get values as shards only.
-    optimizer_in_backward: whether each parameter is stepped as soon as its gradient is complete.
+    optimizer_in_backward: whether each parameter is stepped as soon as its gradient is complete; "rows": those of
+        fused MLPs some rows at a time.
     activation_checkpointing: which modules compute their activations again, as `checkpoint_activations` takes it.
     activation_offload: whether what checkpoints keep waits in CPU memory.
     data_replicate_size: a number of ranks or "auto".
@@ -45,7 +46,7 @@ class PlanSettings:
     check_batches_every: int
     fused_optimizers: bool
     empty_init: bool
-    optimizer_in_backward: bool
+    optimizer_in_backward: bool | str
     activation_checkpointing: Any
     activation_offload: bool
     data_replicate_size: int | str
@@ -78,6 +79,14 @@ class PlanSettings:
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{owner} got {name}={getattr(self, name)!r}; pass True or False.")
+        if not isinstance(self.optimizer_in_backward, bool) and self.optimizer_in_backward != "rows":
+            raise ValueError(
+                f"{owner} got optimizer_in_backward={self.optimizer_in_backward!r}; pass True, False or 'rows'."
+            )
+        if self.optimizer_in_backward == "rows" and self.plan is None:
+            raise ValueError(
+                f"{owner} got optimizer_in_backward='rows' without a plan, whose MLPs it is for; pass plan='auto'."
+            )
         from weft.strategy.activation_checkpointing import refuse_wrong_kind
 
         refuse_wrong_kind(owner, self.activation_checkpointing)
@@ -93,8 +102,8 @@ class PlanSettings:
             )
         if self.zero_stage == 1 and self.optimizer_in_backward:
             raise ValueError(
-                f"{owner} got optimizer_in_backward=True and zero_stage=1, which steps parts of parameters after the "
-                "backward; pass one of the two."
+                f"{owner} got optimizer_in_backward={self.optimizer_in_backward!r} and zero_stage=1, which steps parts "
+                "of parameters after the backward; pass one of the two."
             )
         sizes = self._sizes(owner, data_parallel_size, tensor_parallel_size)
         self._validate_pipeline(owner, sizes)
@@ -128,7 +137,8 @@ class PlanSettings:
                 "pipeline-parallel ranks; name cuts for as many stages, or for a multiple."
             )
         if self.optimizer_in_backward or self.sequence_parallel is True:
-            what = "optimizer_in_backward=True" if self.optimizer_in_backward else "sequence_parallel=True"
+            in_backward = f"optimizer_in_backward={self.optimizer_in_backward!r}"
+            what = in_backward if self.optimizer_in_backward else "sequence_parallel=True"
             raise ValueError(f"{owner} got {what} with pipeline_cuts, which cannot be combined; leave one out.")
         from weft.strategy.pipeline import SCHEDULES, Schedule
         from weft.strategy.pipeline.arguments import shares_of
@@ -159,6 +169,16 @@ class PlanSettings:
             return Sizes.parse(self.layout)
         except ValueError as error:
             raise ValueError(f"{owner}: {error}") from None
+
+
+def refuse_rows_of_replicas(owner: str, sizes: MeshSizes) -> None:
+    """Raise ValueError for optimizer_in_backward="rows" where gradients are sums over data-parallel ranks."""
+    num_data = sizes.data_replicate * sizes.data_parallel
+    if num_data > 1:
+        raise ValueError(
+            f"{owner} got optimizer_in_backward='rows' with {num_data} data-parallel ranks, over which whole gradients "
+            "are summed; pass True, or tensor-parallel ranks alone."
+        )
 
 
 def resolve_sizes(owner: str, sizes: Sizes, num_processes: int, num_nodes: int) -> MeshSizes:

@@ -33,7 +33,7 @@ from weft._plugin.replicas import (
     share_values,
     whole_bytes,
 )
-from weft._plugin.settings import PlanSettings, resolve_sizes
+from weft._plugin.settings import PlanSettings, refuse_rows_of_replicas, resolve_sizes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -107,7 +107,9 @@ class StrategyMixin:
         """Refuse the device count, if it must be refused, before anything is launched."""
         refuse_other_world_size(self.num_processes * self.num_nodes)
         if not self._has_stock_sizes:
-            resolve_sizes(type(self).__name__, self._sizes, self.num_processes, self.num_nodes)
+            sizes = resolve_sizes(type(self).__name__, self._sizes, self.num_processes, self.num_nodes)
+            if self._optimizer_in_backward == "rows":
+                refuse_rows_of_replicas(type(self).__name__, sizes)
 
     def setup_environment(self) -> None:
         """Join the process group, build the mesh, and give the ranks of a tensor-parallel group one random state."""
@@ -244,7 +246,10 @@ class StrategyMixin:
                 getattr(parameter.grad, "_local_tensor", parameter.grad).clamp_(-clip_value, clip_value)
 
         self._stop_stepping()
-        self._stepper = StepInBackward(module, optimizer, before_step)
+        self._stepper = StepInBackward(module, optimizer, before_step, self._optimizer_in_backward == "rows")
+        if self._optimizer_in_backward == "rows":
+            names = self._stepper.stepped_by_rows
+            self._log(f"weft steps {len(names)} weights of fused MLPs some rows at a time, from '{names[0]}' on.")
 
     def _stop_stepping(self) -> None:
         if self._stepper is not None:

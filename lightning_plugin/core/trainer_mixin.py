@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -77,7 +77,7 @@ class TrainerMixin(TrainerPipelineMixin, StrategyMixin):
             False: as in ModelParallelStrategy, where every rank builds the whole model first.
         optimizer_in_backward: step each parameter as soon as its gradient is complete, and free the gradient: one
             gradient is alive at a time. For one Adam, AdamW or SGD; not together with what needs all gradients at
-            once, which is refused.
+            once, which is refused. "rows": of fused MLPs' weights some rows, with tensor parallelism alone.
         activation_checkpointing: "none"; "full": each repeated block keeps its inputs alone for the backward, which
             runs its forward again; "selective": it keeps the results of matrix products, attention and communication,
             too; or a pattern of module names, a list of them, or a dict from pattern to "full" or "selective".
@@ -121,7 +121,7 @@ class TrainerMixin(TrainerPipelineMixin, StrategyMixin):
         check_batches_every: int = 0,
         fused_optimizers: bool = True,
         empty_init: bool = True,
-        optimizer_in_backward: bool = False,
+        optimizer_in_backward: bool | Literal["rows"] = False,
         activation_checkpointing: Any = "none",
         activation_offload: bool = False,
         data_replicate_size: int | str = 1,

@@ -10,6 +10,7 @@
 #include <stdexcept>
 #include <string>
 #include <utility>
+#include <variant>
 
 namespace py = pybind11;
 
@@ -48,6 +49,23 @@ Value value_of(std::string_view what, const std::string& name, const Names<Value
                               valid);
 }
 
+struct BackwardSteps {
+  bool any = false;
+  bool by_rows = false;
+};
+
+BackwardSteps backward_steps(const std::variant<bool, std::string>& option) {
+  if (const auto* whole = std::get_if<bool>(&option)) {
+    return {.any = *whole};
+  }
+  const auto& name = std::get<std::string>(option);
+  if (name != "rows") {
+    throw std::invalid_argument("memory: got optimizer_in_backward '" + name +
+                                "'; use true, false or 'rows'");
+  }
+  return {.any = true, .by_rows = true};
+}
+
 TrainingSpec make_spec(ModelSpec model,
                        Mesh mesh,
                        std::optional<Plan> plan,
@@ -56,9 +74,10 @@ TrainingSpec make_spec(ModelSpec model,
                        const std::string& precision,
                        const std::string& optimizer,
                        bool fused_optimizers,
-                       bool optimizer_in_backward,
+                       const std::variant<bool, std::string>& optimizer_in_backward,
                        bool empty_init,
                        const std::string& activation_checkpointing) {
+  const auto steps = backward_steps(optimizer_in_backward);
   return {.model = std::move(model),
           .mesh = std::move(mesh),
           .plan = std::move(plan),
@@ -67,7 +86,8 @@ TrainingSpec make_spec(ModelSpec model,
           .precision = value_of("precision", precision, kPrecisions),
           .optimizer = value_of("optimizer", optimizer, kOptimizers),
           .has_fused_optimizer = fused_optimizers,
-          .steps_in_backward = optimizer_in_backward,
+          .steps_in_backward = steps.any,
+          .steps_by_rows = steps.by_rows,
           .has_deferred_init = empty_init,
           .checkpointing =
               value_of("activation_checkpointing", activation_checkpointing, kCheckpointing)};

@@ -5,7 +5,7 @@ ValueError of one sentence. Styles travel as the strings in `STYLES`.
 """
 
 from collections.abc import Sequence
-from typing import Final, final
+from typing import Final, Literal, final
 
 AXIS_NAMES: Final[tuple[str, ...]]
 """The names a mesh axis may have, in the order outer to inner that weft uses itself."""
@@ -163,7 +163,7 @@ class TrainingSpec:
         precision: str = "32-true",
         optimizer: str = "AdamW",
         fused_optimizers: bool = True,
-        optimizer_in_backward: bool = False,
+        optimizer_in_backward: bool | Literal["rows"] = False,
         empty_init: bool = True,
         activation_checkpointing: str = "none",
     ) -> None: ...

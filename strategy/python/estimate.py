@@ -139,7 +139,7 @@ def read_config(config: Any, folder: Path) -> tuple[_plan.TrainingSpec, _plan.Me
         raise ValueError(f"the configuration has {', '.join(map(repr, unknown))}; the keys are {', '.join(_KEYS)}.")
     mesh = _mesh(config["mesh"])
     options = {key: value for key, value in config.items() if key not in ("model", "mesh", "plan", "batch")}
-    if options.get("optimizer_in_backward") is True and options.get("precision") == "16-mixed":
+    if options.get("optimizer_in_backward") in (True, "rows") and options.get("precision") == "16-mixed":
         raise ValueError(
             "optimizer_in_backward does not go with precision 16-mixed, whose gradient scaler decides after the "
             "backward whether to step; use bf16-mixed, or leave optimizer_in_backward out."

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from weft.strategy.row_steps import RowSteps
+from weft.strategy.stepped_mlp import step_mlps_by_rows, stop_stepping
+
 # Exactly these: each parameter's step reads nothing of the others.
 _CLASSES = (Adam, AdamW, SGD)
 
@@ -28,6 +31,9 @@ def why_not_in_backward(optimizer: Optimizer) -> str | None:
 class StepInBackward:
     """Has an optimizer step each parameter when its gradient is complete, and frees the gradient.
 
+    With `by_rows` the gradients of the weights of fused MLPs are not even completed: their rows are stepped as they
+    come out of the product, a megabyte at a time. Such a weight's hooks of the user's own make it get a gradient again.
+
     The optimizer object stays the user's: its groups' options are read at that moment, its state lives in it, and its
     `step()` is still to be called after the backward; it finds no gradients, ends the step, and lets the next begin.
 
@@ -41,15 +47,18 @@ class StepInBackward:
         model: nn.Module,
         optimizer: Optimizer,
         before_step: Callable[[Tensor], object] | None = None,
+        by_rows: bool = False,
     ) -> None:
         """
         Args:
             model: gives the parameters their names in errors.
             optimizer: one of torch's Adam, AdamW, SGD.
-            before_step: called with each parameter that has got its gradient.
+            before_step: called with each parameter that has got its gradient, or with rows of it that have theirs.
+            by_rows: the model is parallelized, and fused MLPs of it step their own weights.
 
         Raises:
-            ValueError: the optimizer cannot step inside the backward, or has parameters that are not the model's.
+            ValueError: the optimizer cannot step inside the backward, or has parameters that are not the model's; or
+                there is no fused MLP to step by rows.
         """
         if (why_not := why_not_in_backward(optimizer)) is not None:
             raise ValueError(
@@ -67,40 +76,63 @@ class StepInBackward:
                 "optimizer of the model's parameters, after parallelize."
             )
         self._stepped: list[Tensor] = []
+        self._stepped_by_rows: set[Tensor] = set()
         self._backward: int | None = None
+        self._groups = {p: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        self._rows = RowSteps(optimizer, self._apply)
+        self._mlps = step_mlps_by_rows(model, self._groups, self._step_by_rows) if by_rows else {}
+        if by_rows and not self._mlps:
+            raise ValueError(
+                "optimizer_in_backward='rows' found no fused MLP with weights of its own that are cut over the "
+                "tensor-parallel axis alone; name one by column_row_mlp in the plan, or pass optimizer_in_backward="
+                "True."
+            )
         self._handles: list[RemovableHandle] = [optimizer.register_step_post_hook(self._end)]
-        for index, group in enumerate(optimizer.param_groups):
-            for parameter in group["params"]:
-                if parameter.requires_grad:
-                    hook = self._hook_of(index)
-                    self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+        for parameter in self._groups:
+            if parameter.requires_grad:
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._step_whole))
 
     @property
     def num_stepped(self) -> int:
         """Parameters that have been stepped since the last `step()`: not 0 means that weights are partly updated."""
         return len(self._stepped)
 
+    @property
+    def stepped_by_rows(self) -> list[str]:
+        """The names of the weights that their MLPs step."""
+        return [name for names in self._mlps.values() for name in names]
+
     def remove(self) -> None:
         """Leave the optimizer as it was."""
+        stop_stepping(self._mlps)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
-    def _hook_of(self, index: int) -> Callable[[Tensor], None]:
-        def step(parameter: Tensor) -> None:
-            self._check_once(parameter)
-            if self._before_step is not None:
-                self._before_step(parameter)
-            groups = self._optimizer.param_groups
-            self._optimizer.param_groups = [{**groups[index], "params": [parameter]}]
-            try:
-                self._own_step(self._optimizer)
-            finally:
-                self._optimizer.param_groups = groups
-            parameter.grad = None
-            self._stepped.append(parameter)
+    def _step_whole(self, parameter: Tensor) -> None:
+        if parameter.grad is None:  # torch calls this where nothing was accumulated, too
+            return
+        self._check_once(parameter)
+        self._apply(parameter, parameter)
+        parameter.grad = None
+        self._stepped.append(parameter)
 
-        return step
+    def _step_by_rows(self, parameter: Tensor, left: Tensor, right: Tensor) -> None:
+        self._check_once(parameter)
+        self._stepped.append(parameter)
+        self._stepped_by_rows.add(parameter)
+        self._rows.step(parameter, left, right)
+
+    def _apply(self, parameter: Tensor, rows: Tensor) -> None:
+        """Step a parameter, or rows of it, that have their gradient."""
+        if self._before_step is not None:
+            self._before_step(rows)
+        groups = self._optimizer.param_groups
+        self._optimizer.param_groups = [{**groups[self._groups[parameter]], "params": [rows]}]
+        try:
+            self._own_step(self._optimizer)
+        finally:
+            self._optimizer.param_groups = groups
 
     def _check_once(self, parameter: Tensor) -> None:
         backward = torch._C._current_graph_task_id()
@@ -113,6 +145,12 @@ class StepInBackward:
                 "step() after each backward, without gradient accumulation or reentrant checkpointing "
                 "(use_reentrant=False), or pass optimizer_in_backward=False."
             )
+        if parameter in self._stepped_by_rows:
+            raise RuntimeError(
+                f"optimizer_in_backward='rows': '{self._names.get(parameter, '?')}' got another gradient after its "
+                "rows were stepped, which are updated now: use it in its MLP alone, or pass optimizer_in_backward=True."
+            )
 
     def _end(self, *_: object) -> None:
         self._stepped.clear()
+        self._stepped_by_rows.clear()

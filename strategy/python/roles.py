@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from weft.strategy.local_tensor import enter_forward, inside_forward, is_whole, leave_forward, local_of
 from weft.strategy.precision import in_precision
 from weft.strategy.state import ModuleState
+from weft.strategy.stepped_mlp import Options, stepped_mlp_of
 from weft.strategy.vocab_head import VocabParallelLogits, head_of
 
 
@@ -149,20 +150,17 @@ def _fused_forward(self: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
     parts = [_weight_and_bias(child, child._weft_state.transposed) for child in children]
     w3, b3 = (None, None) if mlp.gate is None else parts[1]
     (w1, b1), (w2, b2) = parts[0], parts[-1]
-    return torch.ops.weft.column_row_mlp(
-        x,
-        w1,
-        w2,
-        w3,
-        b1,
-        b2,
-        b3,
-        activation=state.activation,
-        group_name=state.group_name,
-        recompute=state.recompute,
-        sequence_dim=None if region is None else x.dim() - 2,
-        sequence_size=None if region is None else region.length,
-    )
+    options = {
+        "activation": state.activation,
+        "group_name": state.group_name,
+        "recompute": state.recompute,
+        "sequence_dim": None if region is None else x.dim() - 2,
+        "sequence_size": None if region is None else region.length,
+    }
+    stepped = stepped_mlp_of(self)
+    if stepped is not None:
+        return stepped(Options(**options), x, (w1, w2, w3), (b1, b2, b3))
+    return torch.ops.weft.column_row_mlp(x, w1, w2, w3, b1, b2, b3, **options)
 
 
 def _dropout_forward(self: Any, input: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""`optimizer_in_backward=True` under the Trainer and Fabric: the numbers of the usual step, and what it refuses."""
+"""`optimizer_in_backward` under the Trainer and Fabric: the numbers of the usual step, and what it refuses."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Scheduled(Model):
         }
 
 
-def _fit(rank: int, world_size: int, folder: str, in_backward: bool, optimizer: str, clip: float | None) -> Any:
+def _fit(rank: int, world_size: int, folder: str, in_backward: bool | str, optimizer: str, clip: float | None) -> Any:
     """Fit an epoch, save, and fit another from the checkpoint."""
     on_warm_rank(rank, world_size)
     settings = {"gradient_clip_val": clip, "gradient_clip_algorithm": "value"} if clip else {}
@@ -56,8 +56,8 @@ def test_gives_the_numbers_of_the_usual_step(tmp_path: Path, optimizer: str, cli
     case = {"folder": str(tmp_path), "optimizer": optimizer, "clip": clip}
     [(losses, expected, steps)] = run_on_ranks(1, _fit, in_backward=False, **case)
     assert steps == 12
-    for world_size in (1, 2):
-        for got_losses, got, got_steps in run_on_ranks(world_size, _fit, in_backward=True, **case):
+    for world_size, in_backward in ((1, True), (2, True), (2, "rows")):
+        for got_losses, got, got_steps in run_on_ranks(world_size, _fit, in_backward=in_backward, **case):
             torch.testing.assert_close(got_losses, losses, rtol=1e-10, atol=0)
             assert_same_weights(got, expected)
             assert got_steps == steps
@@ -67,7 +67,7 @@ def test_gives_the_numbers_of_the_usual_step(tmp_path: Path, optimizer: str, cli
 def test_fabric(rank: int, world_size: int) -> None:
     on_warm_rank(rank, world_size)
     results = []
-    for in_backward in (False, True):
+    for in_backward in (False, True, "rows"):
         strategy = FabricStrategy(plan="auto", optimizer_in_backward=in_backward)
         fabric = Fabric(accelerator="cpu", devices=world_size, strategy=strategy)
         fabric.launch()
@@ -76,14 +76,34 @@ def test_fabric(rank: int, world_size: int) -> None:
         optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))
         for batch in fixed_data().split(4):
             fabric.backward((model(batch) - batch).square().mean())
-            assert all((parameter.grad is None) == in_backward for parameter in model.parameters())
+            assert all((parameter.grad is None) == bool(in_backward) for parameter in model.parameters())
             optimizer.step()
             optimizer.zero_grad()
         results.append(weights(model.module))
         if in_backward:
             with pytest.raises(ValueError, match="takes one optimizer"):
                 fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
-    assert_same_weights(*results)
+    for result in results[1:]:
+        assert_same_weights(result, results[0])
+
+
+@on_ranks(2)
+def test_rows_are_for_fused_mlps_of_tensor_parallel_ranks(rank: int, world_size: int, tmp_path: Path) -> None:
+    on_warm_rank(rank, world_size)
+    said: list[str] = []
+    strategy = WeftModelParallelStrategy(plan="auto", optimizer_in_backward="rows")
+    strategy._log = said.append
+    trainer(world_size, strategy, tmp_path, max_epochs=1).fit(Model(), loader())
+    assert [line for line in said if "rows" in line] == [
+        "weft steps 3 weights of fused MLPs some rows at a time, from 'feed_forward.w1.weight' on."
+    ]
+    columns = {"feed_forward.w1": "column", "feed_forward.w3": "column", "feed_forward.w2": "row"}
+    strategy = WeftModelParallelStrategy(plan=columns, optimizer_in_backward="rows")
+    with pytest.raises(ValueError, match="optimizer_in_backward='rows' found no fused MLP"):
+        trainer(world_size, strategy, tmp_path).fit(Model(), loader())
+    strategy = WeftModelParallelStrategy(plan="auto", layout="dp2", optimizer_in_backward="rows")
+    with pytest.raises(ValueError, match="'rows' with 2 data-parallel ranks, over which whole gradients are summed"):
+        trainer(world_size, strategy, tmp_path).fit(Model(), loader())
 
 
 class AfterBackward(L.Callback):

@@ -32,6 +32,7 @@ RECOMPUTE = {
 SAME_BITS: dict[str, dict[str, Any]] = {
     "empty_init": {"empty_init": True},
     "optimizer_in_backward": {"optimizer_in_backward": True},
+    "rows": {"optimizer_in_backward": "rows"},
     "full": {"activation_checkpointing": "full"},
     "selective": {"activation_checkpointing": "selective"},
     "patterns": {"activation_checkpointing": {"model.layers.0": "full", "model.layers.*.attention": "selective"}},

@@ -83,6 +83,15 @@ def test_a_plan_and_options_change_what_is_expected(tmp_path: Path) -> None:
     assert of(empty_init=False)["init"]["parameters"] > 1.5 * auto["init"]["parameters"]
 
 
+def test_steps_by_rows_take_no_whole_gradient(tmp_path: Path) -> None:
+    mlp = {"model": {"feed_forward": {"dim": 8192, "hidden_dim": 8192}}, "mesh": "tensor_parallel=2"}
+    whole, by_rows = (
+        estimate_file(_write(tmp_path, **mlp, optimizer_in_backward=how)).ranks[0].peak_bytes for how in (True, "rows")
+    )
+    rows = (1 << 20) // (4096 * 4)
+    assert whole - by_rows == (8192 - rows) * (4096 + 16) * 4  # the loss's gradient, too, is made a matrix by parts
+
+
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
@@ -93,6 +102,15 @@ def test_a_plan_and_options_change_what_is_expected(tmp_path: Path) -> None:
         (
             {"model": LLAMA_70B, "mesh": {}, "precision": "16-mixed", "optimizer_in_backward": True},
             "does not go with precision 16-mixed",
+        ),
+        (
+            {"model": LLAMA_70B, "mesh": {}, "precision": "16-mixed", "optimizer_in_backward": "rows"},
+            "does not go with precision 16-mixed",
+        ),
+        ({"model": LLAMA_70B, "mesh": {}, "optimizer_in_backward": "columns"}, "'columns'; use true, false or 'rows'"),
+        (
+            {"model": LLAMA_70B, "mesh": {"data_parallel": 2}, "optimizer_in_backward": "rows"},
+            "has data-parallel ranks, over which whole gradients are summed",
         ),
         ({"model": LLAMA_70B, "mesh": "tensor_parallel=0"}, "tensor_parallel"),
         ({"model": LLAMA_70B, "mesh": {"tensor_parallel": 16}}, "num_kv_heads = 8 heads do not divide over 16"),

@@ -96,17 +96,18 @@ Buffer Mlp::fused_backward(int64_t rows, const Buffer& grad_y, bool needs_input_
   Buffer grad_x = needs_input_grad ? machine_->scratch(rows * dim_) : Buffer();
   {
     // The gradient of a sum is one number, made a matrix for the product.
-    const Buffer expanded = grad_y ? Buffer() : machine_->scratch(rows * dim_);
-    machine_->make_gradients(layers_.back());
+    const int64_t features = machine_->rows_at_once(layers_.back());
+    const Buffer expanded = grad_y ? Buffer() : machine_->scratch(rows * features);
+    machine_->make_mlp_gradients(layers_.back());
   }
   gate_.reset();  // autograd lets go of what it has saved when the node is done
   up_.reset();
   product.reset();
   if (is_gated_) {
-    machine_->make_gradients(layers_[1]);
+    machine_->make_mlp_gradients(layers_[1]);
     grad_up.reset();
   }
-  machine_->make_gradients(layers_.front());
+  machine_->make_mlp_gradients(layers_.front());
   x_.reset();
   return grad_x;
 }

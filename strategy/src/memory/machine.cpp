@@ -12,6 +12,9 @@ namespace {
 constexpr int64_t kMaxPieceBytes = int64_t{1} << 20;
 constexpr int64_t kPageBytes = 4096;
 
+// Of a gradient that exists at a time where weights are stepped by rows: strategy's row_steps.py.
+constexpr int64_t kRowsBytes = int64_t{1} << 20;
+
 int64_t to_pages(int64_t num_bytes) {
   return (num_bytes + kPageBytes - 1) / kPageBytes * kPageBytes;
 }
@@ -167,6 +170,34 @@ void Machine::make_gradients(const std::string& module) {
       complete(idx);
     }
   }
+}
+
+void Machine::make_mlp_gradients(const std::string& module) {
+  if (!spec_.steps_by_rows) {
+    make_gradients(module);
+    return;
+  }
+  for (const std::size_t idx : by_module_.at(module)) {
+    shapes_[idx].size() == 2 ? step_by_rows(idx) : complete(idx);
+  }
+}
+
+int64_t Machine::rows_at_once(const std::string& module) const {
+  const auto& shape = shapes_[by_module_.at(module).front()];
+  if (!spec_.steps_by_rows) {
+    return shape[0];
+  }
+  const int64_t row_bytes = std::max<int64_t>(1, shape[1] * parameter_bytes_);
+  return std::min(shape[0], std::max<int64_t>(1, kRowsBytes / row_bytes));
+}
+
+void Machine::step_by_rows(std::size_t idx) {
+  const int64_t num = rows_at_once(parameters_[idx].module) * shapes_[idx][1];
+  const Buffer product = scratch(num);
+  const bool is_cast = activation_bytes_ != parameter_bytes_;
+  const Buffer gradient =
+      is_cast ? hold_bytes(MemoryCategory::kScratch, num * parameter_bytes_) : Buffer();
+  step_temporaries(num * parameter_bytes_);
 }
 
 Buffer Machine::weight_sized(const std::string& module) {

@@ -59,6 +59,10 @@ class Machine {
 
   // Complete gradients of all of a module's parameters, and the step where it is in the backward.
   void make_gradients(const std::string& module);
+  // The same of a layer of a fused MLP, whose weight may be stepped some rows at a time.
+  void make_mlp_gradients(const std::string& module);
+  // Rows of the gradient of a layer's weight that are multiplied out at a time.
+  [[nodiscard]] int64_t rows_at_once(const std::string& module) const;
   // As much as a module's parameters on this rank, for a moment of the caller's choice.
   Buffer weight_sized(const std::string& module);
   // Every parameter has a gradient, of an earlier step.
@@ -100,6 +104,7 @@ class Machine {
   // begins.
   Buffer step_temporaries(int64_t parameter_bytes);
   void complete(std::size_t idx);
+  void step_by_rows(std::size_t idx);
   void hold_staging(int64_t first_bytes, int64_t second_bytes);
 
   const TrainingSpec& spec_;

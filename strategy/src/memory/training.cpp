@@ -213,6 +213,24 @@ void check_model(const DecoderModel& model, const TrainingSpec& spec) {
   }
 }
 
+void check_rows(const TrainingSpec& spec) {
+  for (const std::string_view axis : {"data_parallel", "data_replicate"}) {
+    if (detail::axis_size(spec.mesh, axis) > 1) {
+      throw std::invalid_argument("memory: the mesh '" + spec.mesh.to_string() +
+                                  "' has data-parallel ranks, over which whole gradients are "
+                                  "summed; step by rows with tensor-parallel ranks alone");
+    }
+  }
+  const auto styles = detail::resolve_styles(spec);
+  const bool has_fused = std::any_of(
+      styles.begin(), styles.end(), [](const auto& each) { return each.second.is_fused; });
+  if (!has_fused) {
+    throw std::invalid_argument(
+        "memory: there is no fused MLP whose weights could be stepped by rows; name one by "
+        "column_row_mlp in the plan, or step whole weights");
+  }
+}
+
 void check(const TrainingSpec& spec) {
   for (const std::string_view axis : {"pipeline_parallel", "context_parallel"}) {
     if (detail::axis_size(spec.mesh, axis) > 1) {
@@ -229,6 +247,9 @@ void check(const TrainingSpec& spec) {
     throw std::invalid_argument(
         "memory: Adagrad does not step inside the backward; use SGD, Adam or AdamW, or step after "
         "it");
+  }
+  if (spec.steps_by_rows) {
+    check_rows(spec);
   }
   if (spec.checkpointing == Checkpointing::kSelective) {
     for (const auto& [module, style] : detail::resolve_styles(spec)) {

@@ -84,6 +84,12 @@ TEST(MemoryModel, OptionsThatSpendLess) {
   spec.steps_in_backward = true;
   EXPECT_EQ(phase(spec, "backward")[kGradients], kWeight / 2);
   EXPECT_NEAR(static_cast<double>(by_default - peak(spec)), kWeight, 0.01 * kWeight);
+  const int64_t whole = peak(spec);
+  spec.steps_by_rows = true;
+  EXPECT_EQ(phase(spec, "backward")[kGradients], 0);
+  // Some rows instead of a gradient; of the loss's, one number, the columns that belong to them.
+  constexpr int64_t kNumRows = (1 << 20) / (4096 * 4);
+  EXPECT_EQ(whole - peak(spec), (8192 - kNumRows) * (4096 + 8) * 4);
   spec.has_deferred_init = false;
   // The whole model, and a first shard before the first whole weight goes.
   EXPECT_EQ(phase(spec, "init")[kParameters], 3 * kWeight + kWeight / 2);
@@ -252,6 +258,12 @@ TEST(MemoryModelRefusals, Sentences) {
   EXPECT_EQ(refusal([&] { return predict_memory(spec, 0).size(); }),
             "memory: Adagrad does not step inside the backward; use SGD, Adam or AdamW, or step "
             "after it");
+  TrainingSpec by_rows = documented(2);
+  by_rows.steps_in_backward = by_rows.steps_by_rows = true;
+  by_rows.plan = Plan({{"w1", Style::kColumn}, {"w3", Style::kColumn}, {"w2", Style::kRow}});
+  EXPECT_EQ(refusal([&] { return predict_memory(by_rows, 0).size(); }),
+            "memory: there is no fused MLP whose weights could be stepped by rows; name one by "
+            "column_row_mlp in the plan, or step whole weights");
   TrainingSpec mlp = documented(1);
   mlp.checkpointing = Checkpointing::kFull;
   EXPECT_EQ(refusal([&] { return predict_memory(mlp, 0).size(); }),

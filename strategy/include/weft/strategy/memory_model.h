@@ -73,6 +73,7 @@ struct TrainingSpec {
   OptimizerKind optimizer = OptimizerKind::kAdamW;
   bool has_fused_optimizer = true;  // else torch's loop over parameters, its default on the CPU
   bool steps_in_backward = false;
+  bool steps_by_rows = false;  // in the backward, too: of fused MLPs' weights some rows at a time
   bool has_deferred_init = true;
   Checkpointing checkpointing = Checkpointing::kNone;
 };

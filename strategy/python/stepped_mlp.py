@@ -1,0 +1,292 @@
+"""A fused MLP whose backward steps its own weights: their gradients never exist whole.
+
+The operator `column_row_mlp` gives each weight its gradient and leaves it to autograd. Here the backward is the same
+chain of products, but where the operator would return grad_outᵀ x of a weight, the factors go to the optimizer, which
+steps some rows at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from weft.strategy.state import state_of
+
+# Steps a parameter whose gradient is leftᵀ right.
+StepRows = Callable[[Tensor, Tensor, Tensor], None]
+
+_KEY = "_weft_stepped_mlp"
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How `column_row_mlp` is called; `sequence_dim` and `sequence_size` of a sequence that is cut, else None."""
+
+    activation: str
+    group_name: str
+    recompute: bool
+    sequence_dim: int | None
+    sequence_size: int | None
+
+
+class _Use:
+    """One call that has not had its backward: with several the gradient is a sum, which nobody may step in parts."""
+
+    def __init__(self) -> None:
+        self.is_alone = True
+
+
+class SteppedMlp:
+    """The weights of one fused MLP, and who steps them.
+
+    Args:
+        weights: in the operator's order, w1, w2, w3; None for what is not there or gets its gradient as usual.
+        transposed: which of them are kept `[in, out]`.
+        step_rows: steps one of them.
+    """
+
+    def __init__(self, weights: Sequence[Tensor | None], transposed: Sequence[bool], step_rows: StepRows) -> None:
+        self._weights = tuple(weights)
+        self._transposed = tuple(transposed)
+        self._step_rows = step_rows
+        self._uses: weakref.WeakSet[_Use] = weakref.WeakSet()
+
+    def __call__(
+        self, options: Options, x: Tensor, weights: Sequence[Tensor | None], biases: Sequence[Tensor | None]
+    ) -> Tensor:
+        """As `column_row_mlp`, with its tensors in the order w1, w2, w3 and b1, b2, b3."""
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        if dtype is not None:
+            x, *biases = (None if each is None else each.to(dtype) for each in (x, *biases))
+        use = _Use()
+        self._uses.add(use)
+        return _SteppingBackward.apply(self, use, options, dtype, x, *weights, *biases)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None  # a copied module's weights are not the optimizer's
+
+    def is_used_once(self, use: _Use) -> bool:
+        """Whether no other call waits for its backward, or did since this one; this one ends with the question."""
+        if len(self._uses) > 1:
+            for each in self._uses:
+                each.is_alone = False
+        self._uses.discard(use)
+        return use.is_alone
+
+    def steps(self, index: int) -> bool:
+        """Whether a weight may be stepped by rows now: it has no gradient to add to, and nobody wants to see one."""
+        weight = self._weights[index]
+        if weight is None or weight.grad is not None or weight._backward_hooks:
+            return False
+        hooks: Iterable[Any] = (getattr(weight, "_post_accumulate_grad_hooks", None) or {}).values()
+        return all((getattr(hook, "__module__", None) or "").startswith("weft.") for hook in hooks)
+
+    def step(self, index: int, grad: Tensor, x: Tensor) -> None:
+        """Step the weight whose gradient is gradᵀ x."""
+        factors = (x, grad) if self._transposed[index] else (grad, x)
+        self._step_rows(self._weights[index], *(_matrix(factor) for factor in factors))
+
+
+class _SteppingBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        mlp: SteppedMlp,
+        use: _Use,
+        options: Options,
+        dtype: torch.dtype | None,
+        x: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        w3: Tensor | None,
+        b1: Tensor | None,
+        b2: Tensor | None,
+        b3: Tensor | None,
+    ) -> Tensor:
+        ctx.mlp, ctx.use, ctx.options, ctx.dtype = mlp, use, options, dtype
+        ctx.inputs = [each is not None for each in (x, w1, w2, w3, b1, b2, b3)]
+        ctx.set_materialize_grads(False)
+        y, h1, h3 = torch.ops.weft._column_row_mlp_saving(
+            x,
+            *(_cast(weight, dtype) for weight in (w1, w2, w3)),
+            b1,
+            b2,
+            b3,
+            options.activation,
+            options.group_name,
+            options.sequence_dim,
+            options.sequence_size,
+        )
+        hidden = (None, None) if options.recompute else (h1, None if w3 is None else h3)
+        ctx.save_for_backward(x, *hidden, w1, w2, w3, b1, b3)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "weft::column_row_mlp: got a backward with create_graph=True, but this operator has no second "
+                "derivative; call backward without create_graph."
+            )
+        mlp, options = ctx.mlp, ctx.options
+        x, h1, h3, *parameters, b1, b3 = ctx.saved_tensors  # first: a checkpoint computes them, by calls of its own
+        is_alone = mlp.is_used_once(ctx.use)
+        result: list[Tensor | None] = [None] * 11
+        if grad_y is None:
+            return tuple(result)
+        grads = _Wanted(ctx)
+
+        def weight(index: int) -> Tensor:
+            return _cast(parameters[index], ctx.dtype)
+
+        grad_y, x = (_whole_sequence(each, options) for each in (grad_y, x))
+        if options.recompute:
+            h1 = F.linear(x, weight(0), b1)
+            h3 = None if parameters[2] is None else F.linear(x, weight(2), b3)
+
+        def finish_weight(index: int, grad: Tensor, of: Tensor) -> None:
+            if not grads.wants(1 + index):
+                return
+            if is_alone and mlp.steps(index):
+                mlp.step(index, grad, of)
+            else:
+                grad_weight = torch.mm(_matrix(grad).t(), _matrix(of))
+                result[5 + index] = _cast(grad_weight, parameters[index].dtype)
+
+        def finish_bias(index: int, grad: Tensor) -> None:
+            if grads.wants(4 + index):
+                result[8 + index] = _matrix(grad).sum(0)
+
+        grad_h = torch.matmul(grad_y, weight(1))
+        if h3 is None:
+            grad_h1, h = torch.ops.weft._activation_backward(grad_h, h1, options.activation)
+            grad_h3 = None
+        else:
+            grad_h1, grad_h3, h = torch.ops.weft._gated_activation_backward(grad_h, h1, h3, options.activation)
+        del grad_h, h1, h3
+        pending = None
+        if grads.wants(0):
+            grad_x = torch.matmul(grad_h1, weight(0))
+            if grad_h3 is not None:
+                _matrix(grad_x).addmm_(_matrix(grad_h3), weight(2))
+            result[4], pending = _start_sum(grad_x, options)
+        finish_bias(1, grad_y)
+        finish_weight(1, grad_y, h)  # as the operator's: w2, then w3, then w1, while grad_x is on its way
+        del h
+        if grad_h3 is not None:
+            finish_bias(2, grad_h3)
+            finish_weight(2, grad_h3, x)
+            del grad_h3
+        finish_bias(0, grad_h1)
+        finish_weight(0, grad_h1, x)
+        if pending is not None:
+            pending.wait()
+        return tuple(result)
+
+
+class _Wanted:
+    """Which inputs (x, w1, w2, w3, b1, b2, b3) the backward that is running wants gradients of.
+
+    Of the weights, whose step cannot be taken back, the engine is asked: `torch.autograd.grad` may leave them out.
+    """
+
+    def __init__(self, ctx: Any) -> None:
+        needs = ctx.needs_input_grad[4:]
+        edges = iter(ctx.next_functions)
+        nodes = [next(edges)[0] if is_there else None for is_there in ctx.inputs]
+        self._wants = [
+            need and (index not in (1, 2, 3) or torch._C._will_engine_execute_node(node))
+            for index, (need, node) in enumerate(zip(needs, nodes, strict=True))
+        ]
+
+    def wants(self, index: int) -> bool:
+        return self._wants[index]
+
+
+def _matrix(tensor: Tensor) -> Tensor:
+    """`[..., features]` as `[tokens, features]`: a view of what is contiguous."""
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+def _cast(tensor: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    return tensor if tensor is None or dtype is None else tensor.to(dtype)
+
+
+def _whole_sequence(part: Tensor, options: Options) -> Tensor:
+    if options.sequence_dim is None:
+        return part
+    return torch.ops.weft.gather_from_sequence(
+        part, options.sequence_dim, options.group_name, dim_size=options.sequence_size
+    )
+
+
+def _start_sum(grad_x: Tensor, options: Options) -> tuple[Tensor, dist.Work | None]:
+    """The sum over the group, of a sequence this rank's part of it; complete when the Work is."""
+    if options.sequence_dim is not None:
+        return torch.ops.weft.reduce_scatter_to_sequence(grad_x, options.sequence_dim, options.group_name), None
+    if not options.group_name:
+        return grad_x, None
+    group = dist.distributed_c10d._resolve_process_group(options.group_name)  # no public name for it
+    return grad_x, None if group.size() == 1 else dist.all_reduce(grad_x, group=group, async_op=True)
+
+
+def stepped_mlp_of(module: nn.Module) -> SteppedMlp | None:
+    """What a module's forward is to call in the operator's place, while gradients are recorded."""
+    stepped = module.__dict__.get(_KEY)
+    return None if torch.compiler.is_compiling() or not torch.is_grad_enabled() else stepped
+
+
+def step_mlps_by_rows(
+    model: nn.Module, parameters: Iterable[Tensor], step_rows: StepRows
+) -> dict[nn.Module, list[str]]:
+    """Have the fused MLPs of a parallelized model step those of `parameters` that are their weights.
+
+    Left out, and given their gradients as usual, are weights that other modules use, too, that are cut over a
+    data-parallel axis as well, or that compute in a precision of their own.
+
+    Returns:
+        the MLPs with the full names of these weights; `stop_stepping(mlps)` ends it.
+    """
+    wanted = {id(parameter) for parameter in parameters if parameter.requires_grad}
+    counts: dict[int, int] = {}
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        counts[id(parameter)] = counts.get(id(parameter), 0) + 1
+        names[id(parameter)] = name
+    found: dict[nn.Module, list[str]] = {}
+    for module in model.modules():
+        state = state_of(module)
+        if state is None or state.mlp is None or state.style != "column_row_mlp":
+            continue
+        layers = [module._modules[name] for name in (state.mlp.columns[0], state.mlp.down, *state.mlp.columns[1:])]
+        weights = [layer._parameters["weight"] for layer in layers]
+        own = [
+            weight
+            if id(weight) in wanted
+            and counts[id(weight)] == 1
+            and isinstance(weight, DTensor)
+            and weight.device_mesh == state.mesh
+            and state.precision is None
+            and layer._weft_state.precision is None
+            else None
+            for weight, layer in zip(weights, layers, strict=True)
+        ]
+        if any(weight is not None for weight in own):
+            module.__dict__[_KEY] = SteppedMlp(own, [layer._weft_state.transposed for layer in layers], step_rows)
+            found[module] = [names[id(weight)] for weight in own if weight is not None]
+    return found
+
+
+def stop_stepping(modules: Iterable[nn.Module]) -> None:
+    """Have MLPs give their weights gradients again."""
+    for module in modules:
+        module.__dict__.pop(_KEY, None)
