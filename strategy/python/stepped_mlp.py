@@ -250,8 +250,8 @@ def step_mlps_by_rows(
 ) -> dict[nn.Module, list[str]]:
     """Have the fused MLPs of a parallelized model step those of `parameters` that are their weights.
 
-    Left out, and given their gradients as usual, are weights that other modules use, too, that are cut over a
-    data-parallel axis as well, or that compute in a precision of their own.
+    Left out, and given their gradients as usual, are weights that other modules use, too, or that are cut over a
+    data-parallel axis as well.
 
     Returns:
         the MLPs with the full names of these weights; `stop_stepping(mlps)` ends it.
@@ -275,10 +275,8 @@ def step_mlps_by_rows(
             and counts[id(weight)] == 1
             and isinstance(weight, DTensor)
             and weight.device_mesh == state.mesh
-            and state.precision is None
-            and layer._weft_state.precision is None
             else None
-            for weight, layer in zip(weights, layers, strict=True)
+            for weight in weights
         ]
         if any(weight is not None for weight in own):
             module.__dict__[_KEY] = SteppedMlp(own, [layer._weft_state.transposed for layer in layers], step_rows)

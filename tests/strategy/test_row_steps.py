@@ -244,6 +244,20 @@ def test_a_forward_without_backward_and_gradients_of_inputs_alone(rank: int) -> 
     stepper.remove()
 
 
+@on_ranks(1)
+def test_a_gradient_that_is_there_is_added_to(rank: int) -> None:
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    weights = []
+    for by_rows in (False, True):
+        model = _model(mesh)
+        _loss(model, 0).backward()
+        stepper = StepInBackward(model, SGD(model.parameters(), lr=0.1), by_rows=by_rows)
+        _loss(model, 1).backward()
+        weights.append([parameter.full_tensor() for parameter in model.parameters()])
+        stepper.remove()
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
+
+
 @on_ranks(1, 2)
 @pytest.mark.parametrize("how", ["full", "selective", "compile"])
 def test_with_checkpoints_and_compile(rank: int, world_size: int, how: str) -> None:
@@ -269,14 +283,17 @@ def test_with_checkpoints_and_compile(rank: int, world_size: int, how: str) -> N
 
 
 @on_ranks(2)
-def test_under_autocast(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("how", ["autocast", "rule"])
+def test_in_half_precision(rank: int, world_size: int, how: str) -> None:
     mesh = torch.distributed.init_device_mesh("cpu", (world_size,))
+    plan = {"blocks.*.mlp": {"style": "column_row_mlp", "precision": "bfloat16"}} if how == "rule" else FUSED
     trained = []
     for by_rows in (False, True):
-        model = _model(mesh, kind="plain").float()
+        model = _model(mesh, plan, kind="plain").float()
         optimizer = SGD(model.parameters(), lr=0.1)
         stepper = StepInBackward(model, optimizer, by_rows=by_rows)
-        with torch.autocast("cpu", torch.bfloat16):
+        assert len(stepper.stepped_by_rows) == 4 * by_rows
+        with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
             loss = _loss(model, 0)
         loss.backward()
         trained.append((loss.item(), [parameter.full_tensor() for parameter in model.parameters()]))
