@@ -5,8 +5,9 @@
 Each run starts fresh ranks with one thread each, makes a group of either backend, and takes samples of both in turn
 behind a barrier; a sample counts its slowest rank. A run's figure is the median of its samples, the reported one the
 median of the runs. `memcpy` is every rank copying as many bytes as the call has, at the same time: no all-reduce
-can read its input and write its result faster. A reduce-scatter is compared with our own all-reduce, too, which takes
-its turns in the same row.
+can read its input and write its result faster. Ranks that share processors copy many times in a turn of theirs there,
+out of caches that are theirs alone; `memcpy_in_step` has a barrier after each copy, as any collective has. A
+reduce-scatter is compared with our own all-reduce, too, which takes its turns in the same row.
 """
 
 from __future__ import annotations
@@ -65,6 +66,11 @@ def call_of(name: str, num_bytes: int, group: dist.ProcessGroup) -> Callable[[],
     return ping_pong
 
 
+def _copy_in_step(target: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup) -> None:
+    target.copy_(source)
+    dist.barrier(group=group)
+
+
 def measure(sizes: list[int]) -> list[dict[str, Any]]:
     """On every rank: the rows of one run, in seconds per call."""
     groups = {"gloo": dist.group.WORLD, "weft": dist.new_group(backend="cpu:weft")}
@@ -75,6 +81,7 @@ def measure(sizes: list[int]) -> list[dict[str, Any]]:
             if name == "all_reduce":
                 source, target = torch.zeros(num_bytes // 4), torch.ones(num_bytes // 4)
                 candidates["memcpy"] = lambda source=source, target=target: target.copy_(source)
+                candidates["memcpy_in_step"] = partial(_copy_in_step, target, source, groups["weft"])
             if name == "reduce_scatter":
                 candidates["all_reduce"] = call_of("all_reduce", num_bytes, groups["weft"])
             # The ranks leave gloo's barrier up to milliseconds apart, which would count for the shorter calls most.
@@ -93,11 +100,11 @@ def combine(num_ranks: int, runs: list[list[dict[str, Any]]]) -> list[dict[str, 
     combined = []
     for same in zip(*runs, strict=True):
         row: dict[str, Any] = {"num_ranks": num_ranks, "call": same[0]["call"], "num_bytes": same[0]["num_bytes"]}
-        for side in ("weft", "gloo", "memcpy"):
+        for side in ("weft", "gloo", "memcpy", "memcpy_in_step"):
             if side in same[0]:
                 row[f"{side}_us"] = round(statistics.median(run[side] for run in same) * 1e6, 1)
         row["gloo_over_weft"] = round(statistics.median(run["gloo"] / run["weft"] for run in same), 2)
-        for side, digits in (("memcpy", 2), ("all_reduce", 3)):
+        for side, digits in (("memcpy", 2), ("memcpy_in_step", 2), ("all_reduce", 3)):
             if side in same[0]:
                 row[f"over_{side}"] = round(statistics.median(run["weft"] / run[side] for run in same), digits)
         combined.append(row)
@@ -126,7 +133,8 @@ def print_table(report: dict[str, Any]) -> None:
     print(f"{'ranks':>5} {'call':<15} {'KiB':>6} {'weft us':>10} {'gloo us':>10} {'ratio':>7}  of")
     for row in report["results"]:
         others = [f"all-reduce {row['over_all_reduce']}"] if "over_all_reduce" in row else []
-        others += [f"memcpy {row['over_memcpy']}"] if "over_memcpy" in row else []
+        if "over_memcpy" in row:
+            others.append(f"memcpy {row['over_memcpy']}, in step {row['over_memcpy_in_step']}")
         print(
             f"{row['num_ranks']:>5} {row['call']:<15} {row['num_bytes'] // KIB:>6} {row['weft_us']:>10.1f} "
             f"{row['gloo_us']:>10.1f} {row['gloo_over_weft']:>7.2f}  {', '.join(others)}"

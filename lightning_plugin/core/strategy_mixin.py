@@ -301,7 +301,8 @@ class StrategyMixin:
         if self._pipeline_settings is not None:
             self._cut_into_stages(module, self._pipeline_settings)
         if self._plan is not None:
-            parallelize(module, self.device_mesh, self._plan)
+            stays_plain = self.data_axes.shards_parameters and self._pipeline_settings is None
+            parallelize(module, self.device_mesh, self._plan, keeps_plain_on_one_rank=stays_plain)
         self._checkpoint_activations(module)
         if self._plan is not None:
             policy = mixed_precision_policy(self._precision_name())

@@ -80,3 +80,12 @@ def to_dtensor(parameter: nn.Parameter, mesh: DeviceMesh, dim: int | None) -> tu
             result.grad, _ = _cut(parameter.grad, mesh, dim)
     result.__dict__.update(attributes_of(parameter))
     return result, was_whole
+
+
+def to_plain(parameter: nn.Parameter) -> nn.Parameter:
+    """The parameter itself; one without values yet gets them all."""
+    if not is_deferred(parameter):
+        return parameter
+    result = nn.Parameter(whole_of(parameter), requires_grad=parameter.requires_grad)
+    result.__dict__.update(attributes_of(parameter))
+    return result

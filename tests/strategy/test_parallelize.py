@@ -16,6 +16,7 @@ from support.models import FeedForward, Gpt2, Llama, LlamaArgs, token_batches
 from support.parity import own_part, tensor_parallel
 from support.ranks import on_ranks
 from weft.strategy import Plan, report
+from weft.strategy.data_parallel import shard_fully
 
 
 @on_ranks(1, 2, 4)
@@ -267,3 +268,37 @@ def test_partial_gradients_of_replicated_parameters_are_found(world_size: int) -
     fine = weft.parallelize(Llama(LlamaArgs()), mesh, "auto")
     fine(token_batches(1, 37)[0][0]).square().mean().backward()
     weft.strategy.check_replicated_gradients(fine)
+
+
+@on_ranks(2)
+def test_parameters_stay_plain_for_fsdp_where_one_rank_has_them(rank: int, world_size: int) -> None:
+    """FSDP2's DTensors are of the data axis alone then; gradients are those of one device, deferred values too."""
+    mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
+
+    def built() -> Llama:
+        torch.manual_seed(2)
+        return Llama(LlamaArgs(dtype=torch.float64, tie_head=True))
+
+    expected = built()
+    tokens = torch.randint(37, (world_size, 3, 9), generator=torch.Generator().manual_seed(4))
+    expected(tokens.flatten(0, 1)).square().mean().backward()
+    with weft.strategy.deferred_init():
+        deferred = built()
+    plain = built()
+    kept = dict(plain.named_parameters())
+    for model in (plain, deferred):
+        weft.parallelize(model, mesh, "auto", keeps_plain_on_one_rank=True)
+        assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        assert model is deferred or all(parameter is kept[name] for name, parameter in model.named_parameters())
+        assert model.output.weight is model.tok_embeddings.weight
+        shard_fully(model, mesh["data_parallel"])
+        assert {parameter.device_mesh.mesh_dim_names for parameter in model.parameters()} == {("data_parallel",)}
+        model(tokens[rank]).square().mean().backward()
+        for (name, parameter), value in zip(model.named_parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(parameter.full_tensor(), value, rtol=0, atol=0)
+            gradient = parameter.grad.full_tensor()
+            torch.testing.assert_close(gradient, value.grad, rtol=1e-9, atol=1e-13, msg=lambda m, n=name: f"{n}: {m}")
+    with_precision = weft.parallelize(
+        built(), mesh, {"layers.*": {"style": "replicate", "precision": "bfloat16"}}, keeps_plain_on_one_rank=True
+    )
+    assert all(isinstance(parameter, DTensor) for parameter in with_precision.parameters())
