@@ -48,7 +48,7 @@ class RowSteps:
         buffer = torch.empty(min(rows_at_once, num_rows), num_columns, dtype=left.dtype, device=weight.device)
         before = self._states_before(parameter, weight)
         after: dict[str, Any] = {name: value for name, value in before.items() if _is_like(value, weight)}
-        for first in range(0, num_rows, rows_at_once):
+        for first in range(0, max(1, num_rows), rows_at_once):  # a rank without rows counts its steps, too
             rows = weight[first : first + rows_at_once]
             gradient = torch.mm(left[:, first : first + len(rows)].t(), right, out=buffer[: len(rows)])
             states = {name: _rows_of(value, weight, first, len(rows)) for name, value in before.items()}

@@ -214,7 +214,7 @@ class _Wanted:
 
 def _matrix(tensor: Tensor) -> Tensor:
     """`[..., features]` as `[tokens, features]`: a view of what is contiguous."""
-    return tensor.reshape(-1, tensor.shape[-1])
+    return tensor.unsqueeze(0) if tensor.dim() == 1 else tensor.flatten(0, -2)
 
 
 def _cast(tensor: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:

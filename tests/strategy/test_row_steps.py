@@ -148,6 +148,30 @@ def test_gives_the_numbers_of_the_usual_step(rank: int, world_size: int, kind: s
         assert model.get_parameter(stepper.stepped_by_rows[0]).grad is not None
 
 
+@on_ranks(4)
+def test_ranks_without_rows_keep_the_same_states(rank: int, world_size: int) -> None:
+    """Of five hidden features ranks have 2, 2, 1 and none."""
+    mesh = torch.distributed.init_device_mesh("cpu", (world_size,))
+    trained = []
+    for by_rows in (False, True):
+        torch.manual_seed(1)
+        model = weft.parallelize(FeedForward(8, 5, torch.float64), mesh, "auto")
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        assert fuse(optimizer) is None
+        stepper = StepInBackward(model, optimizer, by_rows=by_rows)
+        for step in range(2):
+            x = torch.randn(6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+            model(x).square().mean().backward()
+            optimizer.step()
+        states = [{name: _whole(value) for name, value in state.items()} for state in optimizer.state.values()]
+        trained.append(([_whole(parameter) for parameter in model.parameters()], states))
+        stepper.remove()
+    assert [state["step"].item() for state in trained[1][1]] == [2.0] * 3
+    torch.testing.assert_close(*(weights for weights, _ in trained), rtol=1e-12, atol=1e-14)
+    for index in range(3):
+        torch.testing.assert_close(*(states[index] for _, states in trained), rtol=1e-12, atol=1e-14)
+
+
 @on_ranks(2)
 def test_communicates_as_the_operator_does(rank: int, world_size: int) -> None:
     mesh = torch.distributed.init_device_mesh("cpu", (world_size,))
