@@ -193,7 +193,7 @@ class FabricMixin(FabricPipelineMixin, StrategyMixin):
         """The optimizer, whose parameters are those of the modules from now on, where it was made before them."""
         if self._optimizer_in_backward and (self._stepper is not None or not self._modules):
             raise ValueError(
-                "optimizer_in_backward=True takes one optimizer, set up with the model or after it; "
+                "optimizer_in_backward takes one optimizer, set up with the model or after it; "
                 "pass optimizer_in_backward=False for several."
             )
         optimizer = super().setup_optimizer(optimizer)

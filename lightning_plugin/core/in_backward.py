@@ -13,7 +13,7 @@ def refuse_with_optimizer_in_backward(trainer: Any) -> None:
     """Raise ValueError for what would find gradients used up, or weights half updated; nothing is built yet."""
     if (reason := _reason(trainer)) is not None:
         raise ValueError(
-            f"optimizer_in_backward=True: {reason}, and gradients are used up as soon as they are complete; "
+            f"optimizer_in_backward: {reason}, and gradients are used up as soon as they are complete; "
             "leave that out, or pass optimizer_in_backward=False."
         )
 

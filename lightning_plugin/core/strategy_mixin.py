@@ -258,7 +258,7 @@ class StrategyMixin:
 
     def _check_first_gradients(self, modules: list[torch.nn.Module]) -> None:
         """After a run's first backward: replicated parameters must have got equal gradients on all ranks."""
-        if self._plan is None or self._gradients_checked:
+        if self._plan is None or self._gradients_checked or self.tensor_parallel_group.size() == 1:
             return
         from weft.strategy import check_replicated_gradients
 

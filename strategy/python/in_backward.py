@@ -79,7 +79,7 @@ class StepInBackward:
         self._stepped_by_rows: set[Tensor] = set()
         self._backward: int | None = None
         self._groups = {p: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        self._rows = RowSteps(optimizer, self._apply)
+        self._rows = RowSteps(optimizer, self._apply, before_step)
         self._mlps = step_mlps_by_rows(model, self._groups, self._step_by_rows) if by_rows else {}
         if by_rows and not self._mlps:
             raise ValueError(
@@ -113,6 +113,8 @@ class StepInBackward:
         if parameter.grad is None:  # torch calls this where nothing was accumulated, too
             return
         self._check_once(parameter)
+        if self._before_step is not None:
+            self._before_step(parameter)
         self._apply(parameter, parameter)
         parameter.grad = None
         self._stepped.append(parameter)
@@ -125,8 +127,6 @@ class StepInBackward:
 
     def _apply(self, parameter: Tensor, rows: Tensor) -> None:
         """Step a parameter, or rows of it, that have their gradient."""
-        if self._before_step is not None:
-            self._before_step(rows)
         groups = self._optimizer.param_groups
         self._optimizer.param_groups = [{**groups[self._groups[parameter]], "params": [rows]}]
         try:

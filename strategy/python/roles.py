@@ -159,7 +159,10 @@ def _fused_forward(self: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
     }
     stepped = stepped_mlp_of(self)
     if stepped is not None:
-        return stepped(Options(**options), x, (w1, w2, w3), (b1, b2, b3))
+        own = [child._parameters["weight"] for child in children]
+        return stepped(
+            Options(**options), x, (w1, w2, w3), (b1, b2, b3), (own[0], own[-1], None if w3 is None else own[1])
+        )
     return torch.ops.weft.column_row_mlp(x, w1, w2, w3, b1, b2, b3, **options)
 
 

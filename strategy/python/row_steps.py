@@ -23,16 +23,22 @@ class RowSteps:
     """
 
     def __init__(
-        self, optimizer: Optimizer, step: Callable[[Tensor, Tensor], None], block_bytes: int = _BLOCK_BYTES
+        self,
+        optimizer: Optimizer,
+        step: Callable[[Tensor, Tensor], None],
+        before_step: Callable[[Tensor], object] | None = None,
+        block_bytes: int = _BLOCK_BYTES,
     ) -> None:
         """
         Args:
             optimizer: whose states are used, and made at a weight's first step.
             step: called with a parameter and some rows of it, which have their gradient: steps those.
+            before_step: called with some rows before that.
             block_bytes: of a gradient that exist at a time; a row at least.
         """
         self._optimizer = optimizer
         self._step = step
+        self._before_step = before_step
         self.block_bytes = block_bytes
 
     def step(self, parameter: Tensor, left: Tensor, right: Tensor) -> None:
@@ -51,8 +57,11 @@ class RowSteps:
         for first in range(0, max(1, num_rows), rows_at_once):  # a rank without rows counts its steps, too
             rows = weight[first : first + rows_at_once]
             gradient = torch.mm(left[:, first : first + len(rows)].t(), right, out=buffer[: len(rows)])
+            rows.grad = gradient.to(rows.dtype)
+            if self._before_step is not None:
+                self._before_step(rows)
             states = {name: _rows_of(value, weight, first, len(rows)) for name, value in before.items()}
-            for name, value in self._stepped(parameter, rows, gradient.to(rows.dtype), states).items():
+            for name, value in self._stepped(parameter, rows, states).items():
                 if not _is_like(value, rows):
                     after[name] = value
                 elif name not in before:
@@ -64,19 +73,19 @@ class RowSteps:
 
     def _states_before(self, parameter: Tensor, weight: Tensor) -> dict[str, Any]:
         """What the optimizer has of a parameter; at its first step zeros, if that is what it begins with."""
-        states = self._optimizer.state.get(parameter)
+        states = {name: value for name, value in self._optimizer.state.get(parameter, {}).items() if value is not None}
         if states or not isinstance(self._optimizer, _FROM_ZERO):
-            return dict(states or {})
+            return states
         number = weight.new_zeros(1, 1)  # one step of it shows which states there are
-        made = self._stepped(parameter, number, torch.zeros_like(number), {})
+        number.grad = torch.zeros_like(number)
+        made = self._stepped(parameter, number, {})
         return {
             name: torch.zeros_like(parameter) if _is_like(value, number) else torch.zeros_like(value)
             for name, value in made.items()
         }
 
-    def _stepped(self, parameter: Tensor, rows: Tensor, gradient: Tensor, states: dict[str, Any]) -> dict[str, Any]:
+    def _stepped(self, parameter: Tensor, rows: Tensor, states: dict[str, Any]) -> dict[str, Any]:
         """Step some rows; returns their states."""
-        rows.grad = gradient
         if states:
             self._optimizer.state[rows] = states
         try:

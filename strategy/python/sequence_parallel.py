@@ -24,12 +24,15 @@ def sequence_places(model: nn.Module, assignments: Assignments, group_name: str)
     places: dict[int, Place] = {}
     for blocks in _runs(repeated_blocks(model), assignments):
         region = Region(group_name)
+        own: dict[int, Place] = {}
         for block in blocks:
-            _place_block(places, model, assignments, block, region)
+            _place_block(own, model, assignments, block, region)
             is_first, is_last = block == blocks[0], block == blocks[-1]
             dim = _features_into(model, assignments, block)
             place = Place(region, "block", dim, enters=is_first, leaves=is_last)
-            places[id(model.get_submodule(block))] = place
+            own[id(model.get_submodule(block))] = place
+        _refuse_placed(own.keys() & places.keys(), model)
+        places |= own
     if not places:
         raise ValueError(
             "sequence_parallel=True finds no repeated blocks with layers that the plan cuts, between which activations "
@@ -60,6 +63,16 @@ def _is_cut(block: str, assignments: Assignments) -> bool:
     if assignments.styles.get(block, Assignment("")).style == "column_row_mlp":
         return False  # an MLP itself, as in a list of experts: there is nothing around its layers
     return any(a.style in (*_CUT_BY_FEATURES, "column_row_mlp") for a in _inside(assignments, block).values())
+
+
+def _refuse_placed(modules: set[int], model: nn.Module) -> None:
+    """A module of two runs would know the tokens of one."""
+    name = next((name for name, module in model.named_modules() if id(module) in modules), None)
+    if name is not None:
+        raise ValueError(
+            f"sequence_parallel=True: '{name}' is one module in blocks that do not follow each other in one list, "
+            "which may have other numbers of tokens; use a module for each, or leave sequence parallelism out."
+        )
 
 
 def _refuse_shared(places: dict[int, Place], model: nn.Module) -> None:

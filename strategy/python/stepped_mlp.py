@@ -24,6 +24,8 @@ from weft.strategy.state import state_of
 StepRows = Callable[[Tensor, Tensor, Tensor], None]
 
 _KEY = "_weft_stepped_mlp"
+# Hooks that have nothing to do where there is no gradient.
+_OWN_HOOKS = ("weft.strategy.in_backward", "weft.memory")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,9 +40,13 @@ class Options:
 
 
 class _Use:
-    """One call that has not had its backward: with several the gradient is a sum, which nobody may step in parts."""
+    """One call that has not had its backward: with several the gradient is a sum, which nobody may step in parts.
 
-    def __init__(self) -> None:
+    has_own: which weights it computes with are the MLP's own, not others in their place (torch.func.functional_call).
+    """
+
+    def __init__(self, has_own: tuple[bool, ...]) -> None:
+        self.has_own = has_own
         self.is_alone = True
 
 
@@ -58,16 +64,24 @@ class SteppedMlp:
         self._transposed = tuple(transposed)
         self._step_rows = step_rows
         self._uses: weakref.WeakSet[_Use] = weakref.WeakSet()
+        self.has_ended = False
 
     def __call__(
-        self, options: Options, x: Tensor, weights: Sequence[Tensor | None], biases: Sequence[Tensor | None]
+        self,
+        options: Options,
+        x: Tensor,
+        weights: Sequence[Tensor | None],
+        biases: Sequence[Tensor | None],
+        parameters: Sequence[Tensor | None],
     ) -> Tensor:
-        """As `column_row_mlp`, with its tensors in the order w1, w2, w3 and b1, b2, b3."""
+        """As `column_row_mlp`, with its tensors in the order w1, w2, w3 and b1, b2, b3.
+
+        parameters: what the modules have as these weights now.
+        """
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        if dtype is not None:
-            x, *biases = (None if each is None else each.to(dtype) for each in (x, *biases))
-        use = _Use()
+        x, *biases = (_autocast(each, dtype) for each in (x, *biases))
+        use = _Use(tuple(a is b for a, b in zip(parameters, self._weights, strict=True)))
         self._uses.add(use)
         return _SteppingBackward.apply(self, use, options, dtype, x, *weights, *biases)
 
@@ -82,13 +96,15 @@ class SteppedMlp:
         self._uses.discard(use)
         return use.is_alone
 
-    def steps(self, index: int) -> bool:
+    def steps(self, index: int, use: _Use) -> bool:
         """Whether a weight may be stepped by rows now: it has no gradient to add to, and nobody wants to see one."""
         weight = self._weights[index]
-        if weight is None or weight.grad is not None or weight._backward_hooks:
+        if weight is None or not use.has_own[index] or self.has_ended:
+            return False
+        if weight.grad is not None or weight._backward_hooks:
             return False
         hooks: Iterable[Any] = (getattr(weight, "_post_accumulate_grad_hooks", None) or {}).values()
-        return all((getattr(hook, "__module__", None) or "").startswith("weft.") for hook in hooks)
+        return all((getattr(hook, "__module__", None) or "").startswith(_OWN_HOOKS) for hook in hooks)
 
     def step(self, index: int, grad: Tensor, x: Tensor) -> None:
         """Step the weight whose gradient is gradᵀ x."""
@@ -117,7 +133,7 @@ class _SteppingBackward(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         y, h1, h3 = torch.ops.weft._column_row_mlp_saving(
             x,
-            *(_cast(weight, dtype) for weight in (w1, w2, w3)),
+            *(_autocast(weight, dtype) for weight in (w1, w2, w3)),
             b1,
             b2,
             b3,
@@ -146,7 +162,7 @@ class _SteppingBackward(torch.autograd.Function):
         grads = _Wanted(ctx)
 
         def weight(index: int) -> Tensor:
-            return _cast(parameters[index], ctx.dtype)
+            return _autocast(parameters[index], ctx.dtype)
 
         grad_y, x = (_whole_sequence(each, options) for each in (grad_y, x))
         if options.recompute:
@@ -156,11 +172,11 @@ class _SteppingBackward(torch.autograd.Function):
         def finish_weight(index: int, grad: Tensor, of: Tensor) -> None:
             if not grads.wants(1 + index):
                 return
-            if is_alone and mlp.steps(index):
+            if is_alone and grads.accumulates(1 + index) and mlp.steps(index, ctx.use):
                 mlp.step(index, grad, of)
             else:
                 grad_weight = torch.mm(_matrix(grad).t(), _matrix(of))
-                result[5 + index] = _cast(grad_weight, parameters[index].dtype)
+                result[5 + index] = grad_weight.to(parameters[index].dtype)
 
         def finish_bias(index: int, grad: Tensor) -> None:
             if grads.wants(4 + index):
@@ -196,20 +212,31 @@ class _SteppingBackward(torch.autograd.Function):
 class _Wanted:
     """Which inputs (x, w1, w2, w3, b1, b2, b3) the backward that is running wants gradients of.
 
-    Of the weights, whose step cannot be taken back, the engine is asked: `torch.autograd.grad` may leave them out.
+    Of the weights, whose step cannot be taken back, the engine is asked: `torch.autograd.grad` may leave them out, or
+    want their gradients instead of having them accumulated.
     """
 
     def __init__(self, ctx: Any) -> None:
         needs = ctx.needs_input_grad[4:]
         edges = iter(ctx.next_functions)
-        nodes = [next(edges)[0] if is_there else None for is_there in ctx.inputs]
+        self._nodes = [next(edges)[0] if is_there else None for is_there in ctx.inputs]
         self._wants = [
             need and (index not in (1, 2, 3) or torch._C._will_engine_execute_node(node))
-            for index, (need, node) in enumerate(zip(needs, nodes, strict=True))
+            for index, (need, node) in enumerate(zip(needs, self._nodes, strict=True))
         ]
 
     def wants(self, index: int) -> bool:
         return self._wants[index]
+
+    def accumulates(self, index: int) -> bool:
+        """Whether the gradient of a weight is to end in its leaf's `.grad`."""
+        node = self._nodes[index]
+        while len(node.next_functions) == 1 and node.next_functions[0][0] is not None:
+            node = node.next_functions[0][0]
+        try:
+            return not node.next_functions and torch._C._will_engine_execute_node(node)
+        except RuntimeError:  # the leaf is one of the inputs of torch.autograd.grad
+            return False
 
 
 def _matrix(tensor: Tensor) -> Tensor:
@@ -217,8 +244,9 @@ def _matrix(tensor: Tensor) -> Tensor:
     return tensor.unsqueeze(0) if tensor.dim() == 1 else tensor.flatten(0, -2)
 
 
-def _cast(tensor: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
-    return tensor if tensor is None or dtype is None else tensor.to(dtype)
+def _autocast(tensor: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    """As torch.autocast does, which leaves float64 as it is; no dtype: autocast is not on."""
+    return tensor if tensor is None or dtype is None or tensor.dtype == torch.float64 else tensor.to(dtype)
 
 
 def _whole_sequence(part: Tensor, options: Options) -> Tensor:
@@ -255,6 +283,9 @@ def step_mlps_by_rows(
 
     Returns:
         the MLPs with the full names of these weights; `stop_stepping(mlps)` ends it.
+
+    Raises:
+        ValueError: an MLP steps its weights already.
     """
     wanted = {id(parameter) for parameter in parameters if parameter.requires_grad}
     counts: dict[int, int] = {}
@@ -267,6 +298,11 @@ def step_mlps_by_rows(
         state = state_of(module)
         if state is None or state.mlp is None or state.style != "column_row_mlp":
             continue
+        if module.__dict__.get(_KEY) is not None:
+            raise ValueError(
+                "optimizer_in_backward='rows': the weights of an MLP are stepped in its backward already; call "
+                "remove() on the StepInBackward that does."
+            )
         layers = [module._modules[name] for name in (state.mlp.columns[0], state.mlp.down, *state.mlp.columns[1:])]
         weights = [layer._parameters["weight"] for layer in layers]
         own = [
@@ -279,7 +315,9 @@ def step_mlps_by_rows(
             for weight in weights
         ]
         if any(weight is not None for weight in own):
-            module.__dict__[_KEY] = SteppedMlp(own, [layer._weft_state.transposed for layer in layers], step_rows)
+            missing = 3 - len(layers)
+            transposed = [layer._weft_state.transposed for layer in layers] + [False] * missing
+            module.__dict__[_KEY] = SteppedMlp([*own, *[None] * missing], transposed, step_rows)
             found[module] = [names[id(weight)] for weight in own if weight is not None]
     return found
 
@@ -287,4 +325,4 @@ def step_mlps_by_rows(
 def stop_stepping(modules: Iterable[nn.Module]) -> None:
     """Have MLPs give their weights gradients again."""
     for module in modules:
-        module.__dict__.pop(_KEY, None)
+        module.__dict__.pop(_KEY).has_ended = True  # for graphs that exist, too

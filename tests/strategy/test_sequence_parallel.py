@@ -312,6 +312,11 @@ def test_what_cannot_be_cut_is_refused(world_size: int) -> None:
         sequence_parallel(FeedForward(8, 16), world_size, {"": "column_row_mlp"})
     with pytest.raises(ValueError, match="finds no repeated blocks with layers that the plan cuts"):
         sequence_parallel(nn.ModuleList(FeedForward(8, 16) for _ in range(2)), world_size, {"*": "column_row_mlp"})
+    model = Llama(LlamaArgs(n_layers=3))
+    model.layers[2].ffn_norm = model.layers[0].ffn_norm
+    apart = {name.replace("*", str(i)): style for i in (0, 2) for name, style in {**ROWS, **ATTENTION}.items()}
+    with pytest.raises(ValueError, match=r"'layers.0.ffn_norm' is one module in blocks that do not follow each other"):
+        sequence_parallel(model, world_size, apart)
     head_norm = {**ROWS, **ATTENTION, "layers.*.attention.norm": "sequence_parallel"}
     model = Llama(LlamaArgs())
     for layer in model.layers:
