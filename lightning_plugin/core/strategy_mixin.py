@@ -258,7 +258,11 @@ class StrategyMixin:
 
     def _check_first_gradients(self, modules: list[torch.nn.Module]) -> None:
         """After a run's first backward: replicated parameters must have got equal gradients on all ranks."""
-        if self._plan is None or self._gradients_checked or self.tensor_parallel_group.size() == 1:
+        if self._plan is None or self._gradients_checked:
+            return
+        if self.tensor_parallel_group.size() == 1:
+            self._gradients_checked = True
+            self._fingerprints.clear()
             return
         from weft.strategy import check_replicated_gradients
 
