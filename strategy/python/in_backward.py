@@ -99,12 +99,13 @@ class StepInBackward:
 
     @property
     def stepped_by_rows(self) -> list[str]:
-        """The names of the weights that their MLPs step."""
+        """The names of the weights that their MLPs step, until `remove()`."""
         return [name for names in self._mlps.values() for name in names]
 
     def remove(self) -> None:
         """Leave the optimizer as it was."""
         stop_stepping(self._mlps)
+        self._mlps = {}
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

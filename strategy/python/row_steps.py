@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Adam, AdamW, Optimizer
+
+from weft.strategy.data_parallel.local import local_part
 
 # Of the gradient that exists at a time. It is made and used up in the caches, and products of fewer rows are slow.
 _BLOCK_BYTES = 1 << 20
@@ -48,7 +49,7 @@ class RowSteps:
             left: `[tokens, rows]`.
             right: `[tokens, columns]`.
         """
-        weight = local_values(parameter)
+        weight = local_part(parameter)
         num_rows, num_columns = weight.shape
         rows_at_once = max(1, self.block_bytes // max(1, num_columns * weight.element_size()))
         buffer = torch.empty(min(rows_at_once, num_rows), num_columns, dtype=left.dtype, device=weight.device)
@@ -67,7 +68,7 @@ class RowSteps:
                 elif name not in before:
                     if name not in after:
                         after[name] = torch.zeros_like(parameter)
-                    local_values(after[name])[first : first + len(rows)] = value
+                    local_part(after[name])[first : first + len(rows)] = value
         if after:
             self._optimizer.state[parameter].update(after)
 
@@ -95,18 +96,13 @@ class RowSteps:
         return states
 
 
-def local_values(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, outside of autograd."""
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
-
-
 def _is_like(value: object, weight: Tensor) -> bool:
     """Whether a state has an entry for each element of a weight, or of rows of it."""
-    return isinstance(value, Tensor) and local_values(value).shape == weight.shape
+    return isinstance(value, Tensor) and local_part(value).shape == weight.shape
 
 
 def _rows_of(value: Any, weight: Tensor, first: int, num_rows: int) -> Any:
     """A state for some rows: a view of it where there is an entry for each element, else a copy of its own."""
     if _is_like(value, weight):
-        return local_values(value)[first : first + num_rows]
+        return local_part(value)[first : first + num_rows]
     return value.clone() if isinstance(value, Tensor) else value

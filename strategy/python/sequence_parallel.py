@@ -46,16 +46,15 @@ def sequence_places(model: nn.Module, assignments: Assignments, group_name: str)
 def _runs(blocks: list[str], assignments: Assignments) -> list[list[str]]:
     """Blocks of one list that follow each other and that the plan cuts; others, between two runs, get all tokens."""
     runs: list[list[str]] = []
-    before = None
+    goes_on_in = None
     for block in blocks:
         if not _is_cut(block, assignments):
-            before = None
-        elif before is not None and parent_name(before) == parent_name(block):
-            runs[-1].append(block)
-            before = block
-        else:
-            runs.append([block])
-            before = block
+            goes_on_in = None
+            continue
+        if parent_name(block) != goes_on_in:
+            runs.append([])
+        runs[-1].append(block)
+        goes_on_in = parent_name(block)
     return runs
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import lightning as L
 import pytest
 import torch
+from lightning.fabric import Fabric
 from lightning_plugin.scripts.meshes import CASES, MESHES, Tokens, assert_like_one_device, batches, mesh_settings
-from lightning_plugin.scripts.plugin_models import on_warm_rank, trainer, weights
+from lightning_plugin.scripts.plugin_models import FeedForward, on_warm_rank, trainer, weights
 from torch import Tensor
 
-from support.ranks import run_on_ranks
+from support.ranks import on_ranks, run_on_ranks
 from weft.lightning import WeftModelParallelStrategy
+from weft.lightning.fabric import WeftModelParallelStrategy as FabricStrategy
 
 ACCUMULATE, CLIP = 2, 0.3
 
@@ -120,3 +122,16 @@ def test_resumes_on_every_mesh_from_every_other(
             for parameter, value in checkpoints.items():
                 difference = (resumed[name][parameter] - value).norm().item()
                 assert difference <= 1e-9 * value.norm().item(), f"from {name}: {parameter} is {difference:.3g} apart"
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("stage", "axis"), [(3, "data_parallel"), (2, "data_parallel"), (0, "tensor_parallel")])
+def test_one_tensor_parallel_rank_adds_no_axis_to_what_fsdp_shards(
+    rank: int, world_size: int, stage: int, axis: str
+) -> None:
+    on_warm_rank(rank, world_size)
+    strategy = FabricStrategy(plan="auto", layout="dp2", zero_stage=stage)
+    fabric = Fabric(accelerator="cpu", devices=world_size, strategy=strategy)
+    fabric.launch()
+    model = fabric.setup(FeedForward())
+    assert {parameter.device_mesh.mesh_dim_names for parameter in model.parameters()} == {(axis,)}

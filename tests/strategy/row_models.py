@@ -75,6 +75,14 @@ def by_rows_in_blocks(
     return stepper
 
 
+def record_row_steps(stepper: StepInBackward) -> list[Tensor]:
+    """The list to which each parameter is added that is stepped by rows."""
+    stepped: list[Tensor] = []
+    step = stepper._rows.step
+    stepper._rows.step = lambda parameter, *factors: (stepped.append(parameter), step(parameter, *factors))
+    return stepped
+
+
 def blocks_model(mesh: Any = None, plan: Any = None, **options: Any) -> Model:
     torch.manual_seed(7)
     model = Model(**options).double()

@@ -6,59 +6,48 @@ import functools
 
 import pytest
 import torch
-from strategy.row_models import (
-    DIM,
-    FUSED,
-    HIDDEN,
-    OPTIMIZERS,
-    assert_same,
-    blocks_model,
-    by_rows_in_blocks,
-    loss_of,
-    train_steps,
-    whole,
-)
-from torch import Tensor
 from torch.optim import SGD, AdamW
 
 import weft
+from strategy import row_models as rows
 from support.ranks import on_ranks
 from weft.strategy import StepInBackward
+from weft.strategy.data_parallel import GradientReducer
 
 
 @on_ranks(2)
 def test_gradients_that_are_sums_stay_whole(rank: int, world_size: int) -> None:
     """A block that runs twice, weights that are tied, and those whose hooks want to see their gradient."""
     mesh = torch.distributed.init_device_mesh("cpu", (world_size,))
-    expected = blocks_model(order=(0, 1, 0))
+    expected = rows.blocks_model(order=(0, 1, 0))
     expected_optimizer = AdamW(expected.parameters(), lr=1e-2)
-    losses = train_steps(expected, expected_optimizer)
-    model = blocks_model(mesh, order=(0, 1, 0))
+    losses = rows.train_steps(expected, expected_optimizer)
+    model = rows.blocks_model(mesh, order=(0, 1, 0))
     optimizer = AdamW(model.parameters(), lr=1e-2)
-    stepper = by_rows_in_blocks(model, optimizer)
-    torch.testing.assert_close(train_steps(model, optimizer), losses, rtol=1e-10, atol=0)
-    assert_same(model, optimizer, expected, expected_optimizer)
+    stepper = rows.by_rows_in_blocks(model, optimizer)
+    torch.testing.assert_close(rows.train_steps(model, optimizer), losses, rtol=1e-10, atol=0)
+    rows.assert_same(model, optimizer, expected, expected_optimizer)
     stepper.remove()
 
-    model = blocks_model(mesh)
+    model = rows.blocks_model(mesh)
     model.blocks[1].mlp.up_proj.weight = model.blocks[0].mlp.up_proj.weight
-    stepper = by_rows_in_blocks(model, SGD(model.parameters(), lr=0.1))
+    stepper = rows.by_rows_in_blocks(model, SGD(model.parameters(), lr=0.1))
     assert stepper.stepped_by_rows == [
         f"blocks.{index}.mlp.{name}_proj.weight" for index in (0, 1) for name in ("gate", "down")
     ]
     stepper.remove()
 
     seen: list[tuple[str, torch.Size]] = []
-    model = blocks_model(mesh)
+    model = rows.blocks_model(mesh)
     optimizer = SGD(model.parameters(), lr=0.1)
-    stepper = by_rows_in_blocks(model, optimizer)
+    stepper = rows.by_rows_in_blocks(model, optimizer)
     gate, up, down = (getattr(model.blocks[0].mlp, f"{name}_proj").weight for name in ("gate", "up", "down"))
     gate.register_hook(lambda grad: seen.append(("gate", grad.shape)))
     up.register_post_accumulate_grad_hook(lambda p: seen.append(("up", p.shape)))
     down.requires_grad_(False)
     before = down.full_tensor()
-    loss_of(model, 0).backward()
-    assert sorted(seen) == [("gate", (HIDDEN, DIM)), ("up", (HIDDEN, DIM))]
+    rows.loss_of(model, 0).backward()
+    assert sorted(seen) == [("gate", (rows.HIDDEN, rows.DIM)), ("up", (rows.HIDDEN, rows.DIM))]
     assert torch.equal(down.full_tensor(), before)
     assert stepper.num_stepped == len(list(model.parameters())) - 1
     stepper.remove()
@@ -67,24 +56,22 @@ def test_gradients_that_are_sums_stay_whole(rank: int, world_size: int) -> None:
 @on_ranks(1)
 def test_a_forward_without_backward_and_gradients_of_inputs_alone(rank: int) -> None:
     mesh = torch.distributed.init_device_mesh("cpu", (1,))
-    model = blocks_model(mesh)
+    model = rows.blocks_model(mesh)
     optimizer = SGD(model.parameters(), lr=0.1)
-    stepper = by_rows_in_blocks(model, optimizer)
+    stepper = rows.by_rows_in_blocks(model, optimizer)
     weight = model.blocks[0].mlp.up_proj.weight
     before = weight.full_tensor().clone()
-    x = torch.randn(3, DIM, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(3, rows.DIM, dtype=torch.float64, requires_grad=True)
     [grad] = torch.autograd.grad(model.blocks[0](x).sum(), x)
     assert grad.shape == x.shape and stepper.num_stepped == 0
     [grad] = torch.autograd.grad(model.blocks[0](x).sum(), weight)
     assert grad.full_tensor().shape == weight.shape and stepper.num_stepped == 0
     kept = model.blocks[0](x)  # whose backward never comes
     assert torch.equal(weight.full_tensor(), before)
-    other = blocks_model()
-    loss_of(other, 0).backward()
-    by_rows: list[Tensor] = []
-    step = stepper._rows.step
-    stepper._rows.step = lambda parameter, *factors: (by_rows.append(parameter), step(parameter, *factors))
-    loss_of(model, 0).backward()  # beside it the gradients of that block come whole
+    other = rows.blocks_model()
+    rows.loss_of(other, 0).backward()
+    by_rows = rows.record_row_steps(stepper)
+    rows.loss_of(model, 0).backward()  # beside it the gradients of that block come rows.whole
     assert {id(parameter) for parameter in by_rows} == {id(layer.weight) for layer in model.blocks[1].mlp.children()}
     updated = other.blocks[0].mlp.up_proj.weight.detach() - 0.1 * other.blocks[0].mlp.up_proj.weight.grad
     torch.testing.assert_close(weight.full_tensor(), updated, rtol=1e-12, atol=1e-14)
@@ -100,36 +87,47 @@ def test_a_gradient_that_is_there_is_added_to(rank: int) -> None:
     mesh = torch.distributed.init_device_mesh("cpu", (1,))
     weights = []
     for by_rows in (False, True):
-        model = blocks_model(mesh)
-        loss_of(model, 0).backward()
+        model = rows.blocks_model(mesh)
+        rows.loss_of(model, 0).backward()
         stepper = StepInBackward(model, SGD(model.parameters(), lr=0.1), by_rows=by_rows)
-        loss_of(model, 1).backward()
+        rows.loss_of(model, 1).backward()
         weights.append([parameter.full_tensor() for parameter in model.parameters()])
         stepper.remove()
     torch.testing.assert_close(*weights, rtol=0, atol=0)
+
+
+@on_ranks(1)
+def test_a_reducer_gets_its_gradients(rank: int) -> None:
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    model = rows.blocks_model(mesh)
+    reducer = GradientReducer(model, mesh.get_group())
+    stepper = rows.by_rows_in_blocks(model, SGD(model.parameters(), lr=0.1))
+    by_rows = rows.record_row_steps(stepper)
+    rows.loss_of(model, 0).backward()
+    assert not by_rows
+    stepper.remove()
+    reducer.remove()
 
 
 @on_ranks(1, 2)
 @pytest.mark.parametrize("how", ["full", "selective", "compile"])
 def test_with_checkpoints_and_compile(rank: int, world_size: int, how: str) -> None:
     mesh = torch.distributed.init_device_mesh("cpu", (world_size,))
-    expected = blocks_model()
-    losses = train_steps(expected, SGD(expected.parameters(), lr=0.1))
-    model = blocks_model(mesh)
+    expected = rows.blocks_model()
+    losses = rows.train_steps(expected, SGD(expected.parameters(), lr=0.1))
+    model = rows.blocks_model(mesh)
     optimizer = SGD(model.parameters(), lr=0.1)
     if how == "compile":
         for block in model.blocks:
             block.mlp.compile(backend="aot_eager")
     else:
         weft.strategy.checkpoint_activations(model, how)
-    stepper = by_rows_in_blocks(model, optimizer)
-    by_rows: list[str] = []
-    step = stepper._rows.step
-    stepper._rows.step = lambda parameter, *factors: (by_rows.append(""), step(parameter, *factors))
-    torch.testing.assert_close(train_steps(model, optimizer), losses, rtol=1e-10, atol=0)
+    stepper = rows.by_rows_in_blocks(model, optimizer)
+    by_rows = rows.record_row_steps(stepper)
+    torch.testing.assert_close(rows.train_steps(model, optimizer), losses, rtol=1e-10, atol=0)
     assert len(by_rows) == (0 if how == "compile" else 4 * 6)
     for got, value in zip(model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(whole(got), value, rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(rows.whole(got), value, rtol=1e-9, atol=1e-11)
     stepper.remove()
 
 
@@ -138,16 +136,16 @@ def test_with_checkpoints_and_compile(rank: int, world_size: int, how: str) -> N
 @pytest.mark.parametrize("how", ["autocast", "autocast of float64", "rule"])
 def test_in_half_precision(rank: int, world_size: int, how: str, kind: str) -> None:
     mesh = torch.distributed.init_device_mesh("cpu", (world_size,))
-    plan = {"blocks.*.mlp": {"style": "column_row_mlp", "precision": "bfloat16"}} if how == "rule" else FUSED
+    plan = {"blocks.*.mlp": {"style": "column_row_mlp", "precision": "bfloat16"}} if how == "rule" else rows.FUSED
     trained = []
     for by_rows in (False, True):
-        model = blocks_model(mesh, plan, kind=kind)
+        model = rows.blocks_model(mesh, plan, kind=kind)
         model = model if how == "autocast of float64" else model.float()
         optimizer = SGD(model.parameters(), lr=0.1)
         stepper = StepInBackward(model, optimizer, by_rows=by_rows)
         assert len(stepper.stepped_by_rows) == (6 if kind == "gated" else 4) * by_rows
         with torch.autocast("cpu", torch.bfloat16, enabled=how != "rule"):
-            loss = loss_of(model, 0)
+            loss = rows.loss_of(model, 0)
         loss.backward()
         trained.append((loss.item(), [parameter.full_tensor() for parameter in model.parameters()]))
         stepper.remove()
@@ -163,7 +161,7 @@ def test_weights_in_place_of_the_own_ones_pass_their_gradient_on(rank: int) -> N
     mesh = torch.distributed.init_device_mesh("cpu", (1,))
     weights = []
     for by_rows in (False, True):
-        model = blocks_model(mesh)
+        model = rows.blocks_model(mesh)
         stepper = StepInBackward(model, SGD(model.parameters(), lr=0.1), by_rows=by_rows)
         halved = {name: parameter * 0.5 for name, parameter in model.named_parameters()}
         tokens = torch.arange(12).view(2, 6)
@@ -176,14 +174,14 @@ def test_weights_in_place_of_the_own_ones_pass_their_gradient_on(rank: int) -> N
 @on_ranks(1)
 def test_a_graph_that_outlives_its_stepper_has_gradients(rank: int) -> None:
     mesh = torch.distributed.init_device_mesh("cpu", (1,))
-    model = blocks_model(mesh)
+    model = rows.blocks_model(mesh)
     optimizer = SGD(model.parameters(), lr=0.1)
     stepper = StepInBackward(model, optimizer, by_rows=True)
     with pytest.raises(ValueError, match="stepped in its backward already; call remove"):
         StepInBackward(model, optimizer, by_rows=True)
     weight = model.blocks[0].mlp.up_proj.weight
     before = weight.full_tensor().clone()
-    loss = loss_of(model, 0)
+    loss = rows.loss_of(model, 0)
     stepper.remove()
     loss.backward()
     assert torch.equal(weight.full_tensor(), before) and weight.grad is not None
@@ -196,14 +194,14 @@ def test_states_of_an_older_torch_and_what_is_called_before_a_step(rank: int) ->
     for name in ("momentum", "adamw"):
         trained = []
         for by_rows in (False, True):
-            model = blocks_model(mesh)
-            optimizer = OPTIMIZERS[name](model.parameters())
+            model = rows.blocks_model(mesh)
+            optimizer = rows.OPTIMIZERS[name](model.parameters())
             seen: list[torch.Size] = []
-            stepper = StepInBackward(model, optimizer, lambda rows, seen=seen: seen.append(rows.shape), by_rows=by_rows)
+            stepper = StepInBackward(model, optimizer, lambda part, seen=seen: seen.append(part.shape), by_rows=by_rows)
             if name == "momentum":
                 for parameter in model.parameters():
                     optimizer.state[parameter]["momentum_buffer"] = None
-            train_steps(model, optimizer)
+            rows.train_steps(model, optimizer)
             trained.append([parameter.full_tensor() for parameter in model.parameters()])
             assert (1, 1) not in seen and sum(shape.numel() for shape in seen) == 4 * sum(
                 parameter.numel() for parameter in model.parameters()
@@ -215,28 +213,28 @@ def test_states_of_an_older_torch_and_what_is_called_before_a_step(rank: int) ->
 @on_ranks(1)
 def test_what_is_refused(rank: int) -> None:
     mesh = torch.distributed.init_device_mesh("cpu", (1,))
-    plain = blocks_model(mesh, {"blocks.*.mlp.up_proj": "column", "blocks.*.mlp.down_proj": "row"})
+    plain = rows.blocks_model(mesh, {"blocks.*.mlp.up_proj": "column", "blocks.*.mlp.down_proj": "row"})
     with pytest.raises(ValueError, match="optimizer_in_backward='rows' found no fused MLP with weights of its own"):
         StepInBackward(plain, SGD(plain.parameters(), lr=0.1), by_rows=True)
 
-    make = functools.partial(blocks_model, mesh)
+    make = functools.partial(rows.blocks_model, mesh)
     model = make()
     optimizer = SGD(model.parameters(), lr=0.1)
-    stepper = by_rows_in_blocks(model, optimizer)
+    stepper = rows.by_rows_in_blocks(model, optimizer)
     with pytest.raises(
         RuntimeError, match=r"'blocks\.1\.mlp\.up_proj\.weight' got another gradient after its rows were"
     ):
-        (loss_of(model, 0) + 0.0 * model.blocks[1].mlp.up_proj.weight.to_local().sum()).backward()
+        (rows.loss_of(model, 0) + 0.0 * model.blocks[1].mlp.up_proj.weight.to_local().sum()).backward()
     optimizer.step()
     stepper.remove()
 
     model = make()
     optimizer = SGD(model.parameters(), lr=0.1)
-    stepper = by_rows_in_blocks(model, optimizer)
+    stepper = rows.by_rows_in_blocks(model, optimizer)
     with pytest.raises(NotImplementedError, match="create_graph=True"):
-        loss_of(model, 0).backward(create_graph=True)
+        rows.loss_of(model, 0).backward(create_graph=True)
     optimizer.step()
-    loss_of(model, 0).backward()
+    rows.loss_of(model, 0).backward()
     with pytest.raises(RuntimeError, match="got a gradient from a second backward"):
-        loss_of(model, 1).backward()
+        rows.loss_of(model, 1).backward()
     stepper.remove()

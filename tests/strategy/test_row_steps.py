@@ -28,19 +28,19 @@ from weft.strategy import StepInBackward, fuse
 @pytest.mark.parametrize("kind", ["gated", "plain", "transposed"])
 def test_gives_the_numbers_of_the_usual_step(rank: int, world_size: int, kind: str) -> None:
     mesh = torch.distributed.init_device_mesh("cpu", (world_size,))
-    for name, option in (
+    for kind_of_optimizer, option in (
         *((name, "") for name in OPTIMIZERS),
         ("adamw", "recompute"),
         ("momentum", "sequence_parallel"),
         ("adam", "loop over parameters"),
     ):
         expected = blocks_model(kind=kind)
-        expected_optimizer = OPTIMIZERS[name](expected.parameters())
+        expected_optimizer = OPTIMIZERS[kind_of_optimizer](expected.parameters())
         expected_losses = train_steps(expected, expected_optimizer)
         rule = {"style": "column_row_mlp", "recompute": option == "recompute"}
         plan = weft.strategy.Plan({"blocks.*.mlp": rule}, sequence_parallel=option == "sequence_parallel")
         model = blocks_model(mesh, plan, kind=kind)
-        optimizer = OPTIMIZERS[name](model.parameters())
+        optimizer = OPTIMIZERS[kind_of_optimizer](model.parameters())
         if option != "loop over parameters":
             assert fuse(optimizer) is None
         stepper = by_rows_in_blocks(model, optimizer)
@@ -50,9 +50,11 @@ def test_gives_the_numbers_of_the_usual_step(rank: int, world_size: int, kind: s
         for group in optimizer.param_groups:
             group["fused"], group["foreach"] = None, None
         assert_same(model, optimizer, expected, expected_optimizer)
+        [name, *_] = stepper.stepped_by_rows
         stepper.remove()
+        stepper.remove()  # nothing is left to do
         loss_of(model, 9).backward()
-        assert model.get_parameter(stepper.stepped_by_rows[0]).grad is not None
+        assert model.get_parameter(name).grad is not None
 
 
 @on_ranks(4)

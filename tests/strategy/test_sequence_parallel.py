@@ -9,30 +9,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ops.collectives.profiled import collectives_of
+from strategy.sequence_models import ATTENTION, ROWS, TOKENS, sequence_parallel, token_loss
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
 
 import weft
-from support.models import EncoderClassifier, FeedForward, Gpt2, Llama, LlamaArgs, RMSNorm, token_batches
+from support.models import EncoderClassifier, FeedForward, Gpt2, Llama, LlamaArgs, RMSNorm
 from support.parity import assert_trains_alike, tensor_parallel
 from support.ranks import on_ranks
 from weft.strategy import Plan, checkpoint_activations, report
-
-TOKENS = token_batches(10, 37)  # 9 tokens: uneven parts, and an empty one on 8 ranks
-ROWS = {"layers.*.feed_forward.w1": "column", "layers.*.feed_forward.w3": "column", "layers.*.feed_forward.w2": "row"}
-ATTENTION = {
-    f"layers.*.attention.w{which}": {"style": "column", "heads": heads}
-    for which, heads in (("q", "n_heads"), ("k", "n_kv_heads"))
-} | {"layers.*.attention.wv": "column", "layers.*.attention.wo": "row"}
-
-
-def token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
-
-
-def sequence_parallel(model: nn.Module, world_size: int, rules: Any = "auto") -> nn.Module:
-    return weft.parallelize(model, tensor_parallel(world_size), Plan(rules, sequence_parallel=True))
 
 
 @on_ranks(1, 2, 4)
@@ -56,54 +42,6 @@ def test_layers_whose_output_is_gathered(world_size: int) -> None:
     assert_trains_alike(
         lambda m: sequence_parallel(m, world_size), Gpt2(dtype=torch.float64), token_loss, TOKENS, "SGD"
     )
-
-
-@on_ranks(2)
-def test_blocks_that_the_plan_leaves_whole_get_all_tokens(world_size: int) -> None:
-    torch.manual_seed(0)
-    rules = {name.replace("*", str(i)): style for i in (0, 2, 3) for name, style in {**ROWS, **ATTENTION}.items()}
-    assert_trains_alike(
-        lambda m: sequence_parallel(m, world_size, rules),
-        Llama(LlamaArgs(dtype=torch.float64, n_layers=5)),
-        token_loss,
-        TOKENS,
-        "SGD",
-    )
-
-
-@on_ranks(2)
-def test_blocks_run_in_their_order(world_size: int) -> None:
-    model = sequence_parallel(Llama(LlamaArgs()), world_size, {**ROWS, **ATTENTION})
-    tokens, _ = TOKENS[0]
-    for _ in range(2):
-        with pytest.raises(TypeError, match="run the blocks in their order"):
-            model.layers[1](torch.randn(*tokens.shape, 16), model.cos, model.sin)
-        model(tokens)
-
-
-class WithMlps(nn.Module):
-    """A language model before a list of MLPs, which are not inside blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = Llama(LlamaArgs(dtype=torch.float64))
-        self.mlps = nn.ModuleList(FeedForward(37, 24, torch.float64) for _ in range(2))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.body(tokens)
-        for mlp in self.mlps:
-            x = x + mlp(x)
-        return x
-
-
-@on_ranks(2, 4)
-def test_mlps_that_are_no_blocks_get_all_tokens(world_size: int) -> None:
-    torch.manual_seed(0)
-    rules = {f"body.{name}": style for name, style in {**ROWS, **ATTENTION}.items()} | {"mlps.*": "column_row_mlp"}
-    model = assert_trains_alike(
-        lambda m: sequence_parallel(m, world_size, rules), WithMlps(), token_loss, TOKENS, "SGD"
-    )
-    weft.strategy.check_replicated_gradients(model)
 
 
 class BiasedBlock(nn.Module):
