@@ -60,6 +60,14 @@ ProcessGroupPtr resolve_group(std::string_view op, const std::string& group_name
   return group->getSize() > 1 ? group : ProcessGroupPtr();
 }
 
+bool has_cpu_backend(const ProcessGroupPtr& group) {
+  try {
+    return group->getBackend(c10::DeviceType::CPU).defined();
+  } catch (const c10::Error&) {
+    return false;
+  }
+}
+
 PendingCollective::PendingCollective(
     std::string_view op,
     std::string_view what,

@@ -21,6 +21,9 @@ using ProcessGroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 // Errors: one sentence naming the operator `op` where no such group is registered in this process.
 ProcessGroupPtr resolve_group(std::string_view op, const std::string& group_name);
 
+// Whether the group carries CPU tensors, too. REQUIRES: a group.
+bool has_cpu_backend(const ProcessGroupPtr& group);
+
 // The sum over `group` of what `write` puts into a contiguous tensor of `sizes` that it is given,
 // which need not be the result: a backend may have memory that its peers read. A null group: what
 // was written.

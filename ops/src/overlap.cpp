@@ -1,22 +1,22 @@
 #include "overlap.h"
 
+#include "overlap_trial.h"
 #include "shard_shape.h"
 
 #include <ATen/Context.h>
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <bit>
 #include <cmath>
 #include <cstdlib>
-#include <limits>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
-#include <random>
 #include <utility>
+#include <vector>
 
 namespace weft::ops {
 
@@ -26,14 +26,8 @@ namespace {
 // which need some tokens too. Measured (docs/benchmarks/overlap.md).
 constexpr std::int64_t kPieceBytes = 2 << 20;
 constexpr std::int64_t kMinTokens = 64;
+constexpr std::int64_t kMaxPiecesOfDevices = 4;
 
-// A trial: each way once to warm up, then in turn until each weight was timed a few times both
-// ways, which the ranks ask each other after 32 timed calls, 64, 128 and so on. After 512 what was
-// timed counts.
-constexpr int kNumWarmUps = 2;
-constexpr int kNumTimed = 32;
-constexpr int kMaxTimed = 512;
-constexpr std::size_t kMinSamples = 4;
 // Pieces must be this much faster, so that noise never chooses them.
 constexpr double kGain = 0.95;
 
@@ -80,64 +74,6 @@ std::int64_t rounded_up(std::int64_t value) {
   return static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(value)));
 }
 
-double median(std::vector<double> values) {
-  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
-  std::nth_element(values.begin(), middle, values.end());
-  return *middle;
-}
-
-// Both ways in turn, first one or the other by chance, so that no period of the caller's layers
-// falls in step with them; timed apart for each size of this rank's weight. All ranks draw alike.
-class Trial {
- public:
-  bool next_in_pieces() {
-    const auto call = num_calls_++;
-    if (call % 2 == 0) first_in_pieces_ = (random_() & 1) != 0;
-    return first_in_pieces_ == (call % 2 == 0);
-  }
-  bool is_warm() const { return num_calls_ > kNumWarmUps; }
-  // Whether it is time to ask the others; not again before twice as many calls.
-  bool asks() const { return num_calls_ == kNumWarmUps + num_to_time_; }
-  // After asking: goes on where a rank lacks samples, unless there were enough calls.
-  bool goes_on(bool somebody_lacks) {
-    if (!somebody_lacks || num_to_time_ >= kMaxTimed) return false;
-    num_to_time_ *= 2;
-    return true;
-  }
-
-  void record(std::int64_t own_features, bool in_pieces, double seconds_per_row) {
-    times_[own_features].at(in_pieces ? 1 : 0).push_back(seconds_per_row);
-  }
-
-  bool lacks_samples() const {
-    return std::ranges::any_of(times_, [](const auto& each) { return !is_compared(each.second); });
-  }
-
-  // Time in pieces over whole where it is largest; infinite where nothing can be compared.
-  double worst_ratio() const {
-    double worst = 0;
-    for (const auto& [own_features, times] : times_) {
-      if (is_compared(times)) {
-        worst = std::max(worst, median(times[1]) / median(times[0]));
-      }
-    }
-    return worst > 0 ? worst : std::numeric_limits<double>::infinity();
-  }
-
- private:
-  using Times = std::array<std::vector<double>, 2>;  // whole, in pieces
-
-  static bool is_compared(const Times& times) {
-    return std::min(times[0].size(), times[1].size()) >= kMinSamples;
-  }
-
-  std::minstd_rand random_;
-  bool first_in_pieces_ = false;
-  int num_calls_ = 0;
-  int num_to_time_ = kNumTimed;
-  std::map<std::int64_t, Times> times_;
-};
-
 struct Measured {
   Trial trial;
   std::optional<double> ratio;  // agreed on
@@ -175,12 +111,9 @@ class Table {
     return result;
   }
 
-  void record(const std::shared_ptr<Measured>& measured,
-              std::int64_t own_features,
-              bool in_pieces,
-              double seconds_per_row) {
+  void keep(const std::shared_ptr<Measured>& measured, Trial::Timed timed) {
     const std::lock_guard lock(mutex_);
-    measured->trial.record(own_features, in_pieces, seconds_per_row);
+    measured->trial.keep(std::move(timed));
   }
 
   std::mutex& mutex() const { return mutex_; }
@@ -242,12 +175,15 @@ struct Answers {
   bool somebody_lacks_samples;
 };
 
-// Of all ranks.
-Answers ask(std::string_view op, const Trial& own, const ProcessGroupPtr& group) {
-  const auto tensor = at::empty({2}, at::kDouble);
-  auto* values = tensor.mutable_data_ptr<double>();
-  values[0] = own.worst_ratio();
-  values[1] = own.lacks_samples() ? 1 : 0;
+// Of all ranks; `device` for groups that carry nothing else.
+Answers ask(std::string_view op,
+            const Answers& own,
+            const ProcessGroupPtr& group,
+            const c10::Device& device) {
+  const auto on_host = at::empty({2}, at::kDouble);
+  on_host.mutable_data_ptr<double>()[0] = own.worst_ratio;
+  on_host.mutable_data_ptr<double>()[1] = own.somebody_lacks_samples ? 1 : 0;
+  const auto tensor = has_cpu_backend(group) ? on_host : on_host.to(device);
   PendingCollective(op,
                     "all-reduce of times for WEFT_OVERLAP=auto",
                     group,
@@ -261,15 +197,49 @@ Answers ask(std::string_view op, const Trial& own, const ProcessGroupPtr& group)
                       return group->allreduce(tensors, opts);
                     })
       .wait();
+  const auto answers = tensor.cpu();
+  const auto* values = answers.const_data_ptr<double>();
   return {values[0], values[1] != 0};
 }
 
+// Settles the choice with the other ranks, or finds that more is to be timed. `lock`, of the
+// table, is let go meanwhile: a device may wait for what other threads do.
+void agree(Measured& measured,
+           std::unique_lock<std::mutex>& lock,
+           std::string_view op,
+           const ProcessGroupPtr& group,
+           const c10::Device& device) {
+  const auto timed = measured.trial.take_timed();
+  lock.unlock();
+  std::vector<double> seconds_per_row;
+  for (const auto& each : timed) {
+    seconds_per_row.push_back(each.watch->seconds() / static_cast<double>(each.num_rows));
+  }
+  lock.lock();
+  for (std::size_t i = 0; i < timed.size(); ++i) {
+    measured.trial.record(timed[i].own_features, timed[i].in_pieces, seconds_per_row[i]);
+  }
+  const Answers own{measured.trial.worst_ratio(), measured.trial.lacks_samples()};
+  lock.unlock();
+  const auto answers = ask(op, own, group, device);
+  lock.lock();
+  if (!measured.trial.goes_on(answers.somebody_lacks_samples)) {
+    measured.ratio = answers.worst_ratio;
+  }
+}
+
 // Rows that each rank's part is cut by; 0 where there would be one piece.
-std::int64_t rows_of_pieces(const Travel& travel, int num_ranks, Mode mode) {
+std::int64_t rows_of_pieces(const Travel& travel,
+                            int num_ranks,
+                            Mode mode,
+                            const c10::Device& device) {
   const auto length = part_length(travel.num_rows, num_ranks).expect_int();
   const auto for_bytes = kPieceBytes / (num_ranks * travel.row_bytes);
   const auto for_products = (kMinTokens + travel.row_tokens - 1) / travel.row_tokens;
-  auto rows = std::max<std::int64_t>({for_bytes, for_products, 1});
+  // Elsewhere calls cost more, and caches are not what pieces are for. Not measured.
+  const auto for_calls =
+      device.is_cpu() ? 1 : (length + kMaxPiecesOfDevices - 1) / kMaxPiecesOfDevices;
+  auto rows = std::max<std::int64_t>({for_bytes, for_products, for_calls, 1});
   if (mode == Mode::kAlways) {
     rows = std::min(rows, (length + 1) / 2);
   }
@@ -299,7 +269,7 @@ OverlapChoice::OverlapChoice(std::string_view op,
   if (mode == Mode::kNever || travel.num_rows == 0 || travel.row_bytes == 0) {
     return;
   }
-  const auto rows = rows_of_pieces(travel, group->getSize(), mode);
+  const auto rows = rows_of_pieces(travel, group->getSize(), mode, like.device());
   if (rows == 0 || mode == Mode::kAlways) {
     rows_per_piece_ = rows;
     return;
@@ -316,19 +286,21 @@ OverlapChoice::OverlapChoice(std::string_view op,
     return;
   }
   // Times choose here, and so the last digits of the result, which may differ in another run.
-  if (!like.is_cpu() || at::globalContext().deterministicAlgorithms()) {
+  if (at::globalContext().deterministicAlgorithms()) {
     return;
   }
   const auto measured = table.measured(kind, group);
   std::unique_lock lock(table.mutex());
-  if (!measured->ratio.has_value() && measured->trial.asks()) {
-    const auto trial = measured->trial;
-    lock.unlock();
-    const auto answers = ask(op, trial, group);
-    lock.lock();
-    if (!measured->trial.goes_on(answers.somebody_lacks_samples)) {
-      measured->ratio = answers.worst_ratio;
+  std::unique_ptr<Stopwatch> watch;
+  if (!measured->ratio.has_value()) {
+    watch = start_stopwatch(like.device());
+    if (!watch) {
+      return;
     }
+  }
+  if (!measured->ratio.has_value() && measured->trial.asks()) {
+    agree(*measured, lock, op, group, like.device());
+    watch = start_stopwatch(like.device());
   }
   if (measured->ratio.has_value()) {
     rows_per_piece_ = gains(*measured->ratio) ? rows : 0;
@@ -337,18 +309,18 @@ OverlapChoice::OverlapChoice(std::string_view op,
   const bool in_pieces = measured->trial.next_in_pieces();
   rows_per_piece_ = in_pieces ? rows : 0;
   if (measured->trial.is_warm()) {
-    record_ = [measured, in_pieces, travel](double seconds) {
-      Table::instance().record(
-          measured, travel.own_features, in_pieces, seconds / static_cast<double>(travel.num_rows));
+    record_ = [measured, in_pieces, travel](std::unique_ptr<Stopwatch> stopped) {
+      Table::instance().keep(measured,
+                             {travel.own_features, in_pieces, travel.num_rows, std::move(stopped)});
     };
+    watch_ = std::move(watch);
   }
-  start_ = std::chrono::steady_clock::now();
 }
 
 void OverlapChoice::done() {
-  if (record_) {
-    const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - start_;
-    record_(taken.count());
+  if (watch_) {
+    watch_->stop();
+    record_(std::move(watch_));
   }
 }
 

@@ -3,11 +3,12 @@
 // Which way a call on a cut sequence goes: see <weft/ops/overlap.h>.
 
 #include "group.h"
+#include "stopwatch.h"
 
 #include <weft/ops/overlap.h>
 
-#include <chrono>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string_view>
 
@@ -46,8 +47,8 @@ class OverlapChoice {
 
  private:
   std::int64_t rows_per_piece_ = 0;
-  std::function<void(double seconds)> record_;  // empty where nothing is measured
-  std::chrono::steady_clock::time_point start_;
+  std::unique_ptr<Stopwatch> watch_;  // null where nothing is measured
+  std::function<void(std::unique_ptr<Stopwatch>)> record_;
 };
 
 }  // namespace weft::ops

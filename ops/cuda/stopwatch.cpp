@@ -1,0 +1,47 @@
+// Times on a CUDA device, between two events on its current stream.
+
+#include "stopwatch.h"
+
+#include <ATen/cuda/CUDAEvent.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+namespace weft::ops {
+
+namespace {
+
+class CudaStopwatch final : public Stopwatch {
+ public:
+  explicit CudaStopwatch(const c10::Device& device) : device_(device) { record(start_); }
+
+  void stop() override { record(stop_); }
+
+  double seconds() const override {
+    stop_.synchronize();
+    return start_.elapsed_time(stop_) / 1e3;
+  }
+
+ private:
+  void record(at::cuda::CUDAEvent& event) const {
+    event.record(c10::cuda::getCurrentCUDAStream(device_.index()));
+  }
+
+  const c10::Device device_;
+  at::cuda::CUDAEvent start_{cudaEventDefault};  // with times, unlike torch's default
+  at::cuda::CUDAEvent stop_{cudaEventDefault};
+};
+
+std::unique_ptr<Stopwatch> start(const c10::Device& device) {
+  const c10::cuda::CUDAGuard guard(device);
+  if (c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) {
+    return nullptr;
+  }
+  return std::make_unique<CudaStopwatch>(device);
+}
+
+const bool kIsSet = (set_cuda_stopwatch(&start), true);
+
+}  // namespace
+
+}  // namespace weft::ops

@@ -1,0 +1,97 @@
+#pragma once
+
+// The measurement behind WEFT_OVERLAP=auto: see <weft/ops/overlap.h>.
+
+#include "stopwatch.h"
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <map>
+#include <memory>
+#include <random>
+#include <utility>
+#include <vector>
+
+namespace weft::ops {
+
+// Both ways in turn, first one or the other by chance, so that no period of the caller's layers
+// falls in step with them; timed apart for each size of this rank's weight. All ranks draw alike.
+class Trial {
+ public:
+  bool next_in_pieces() {
+    const auto call = num_calls_++;
+    if (call % 2 == 0) first_in_pieces_ = (random_() & 1) != 0;
+    return first_in_pieces_ == (call % 2 == 0);
+  }
+  bool is_warm() const { return num_calls_ > kNumWarmUps; }
+  // Whether it is time to ask the others; not again before twice as many calls.
+  bool asks() const { return num_calls_ == kNumWarmUps + num_to_time_; }
+  // After asking: goes on where a rank lacks samples, unless there were enough calls.
+  bool goes_on(bool somebody_lacks) {
+    if (!somebody_lacks || num_to_time_ >= kMaxTimed) return false;
+    num_to_time_ *= 2;
+    return true;
+  }
+
+  // A call that has been made; a device may still be at it.
+  struct Timed {
+    std::int64_t own_features;
+    bool in_pieces;
+    std::int64_t num_rows;
+    std::unique_ptr<Stopwatch> watch;
+  };
+  void keep(Timed timed) { timed_.push_back(std::move(timed)); }
+  std::vector<Timed> take_timed() { return std::exchange(timed_, {}); }
+
+  void record(std::int64_t own_features, bool in_pieces, double seconds_per_row) {
+    times_[own_features].at(in_pieces ? 1 : 0).push_back(seconds_per_row);
+  }
+
+  bool lacks_samples() const {
+    return std::ranges::any_of(times_, [](const auto& each) { return !is_compared(each.second); });
+  }
+
+  // Time in pieces over whole where it is largest; infinite where nothing can be compared.
+  double worst_ratio() const {
+    double worst = 0;
+    for (const auto& [own_features, times] : times_) {
+      if (is_compared(times)) {
+        worst = std::max(worst, median(times[1]) / median(times[0]));
+      }
+    }
+    return worst > 0 ? worst : std::numeric_limits<double>::infinity();
+  }
+
+ private:
+  // A trial: each way once to warm up, then in turn until each weight was timed a few times both
+  // ways, which the ranks ask each other after 32 timed calls, 64, 128 and so on. After 512 what
+  // was timed counts.
+  static constexpr int kNumWarmUps = 2;
+  static constexpr int kNumTimed = 32;
+  static constexpr int kMaxTimed = 512;
+  static constexpr std::size_t kMinSamples = 4;
+
+  using Times = std::array<std::vector<double>, 2>;  // whole, in pieces
+
+  static bool is_compared(const Times& times) {
+    return std::min(times[0].size(), times[1].size()) >= kMinSamples;
+  }
+
+  static double median(std::vector<double> values) {
+    const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+    std::nth_element(values.begin(), middle, values.end());
+    return *middle;
+  }
+
+  std::minstd_rand random_;
+  bool first_in_pieces_ = false;
+  int num_calls_ = 0;
+  int num_to_time_ = kNumTimed;
+  std::vector<Timed> timed_;
+  std::map<std::int64_t, Times> times_;
+};
+
+}  // namespace weft::ops
