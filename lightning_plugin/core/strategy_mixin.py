@@ -145,9 +145,11 @@ class StrategyMixin:
             )
 
     def _get_process_group_backend(self) -> str:
-        """The user's choice; else ours between CPU ranks, and the stock default elsewhere."""
+        """The user's choice; else ours between CPU ranks and for what stages say on the host, and the stock default."""
         if self._process_group_backend is None and self.root_device.type == "cpu":
             return "cpu:weft"
+        if self._process_group_backend is None and self._pipeline_settings is not None:
+            return f"cpu:weft,{self.root_device.type}:{super()._get_process_group_backend()}"
         return super()._get_process_group_backend()
 
     def barrier(self, name: str | None = None) -> None:

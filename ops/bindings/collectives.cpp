@@ -1,11 +1,15 @@
-// The Python module weft._collectives: makes groups, and gives failures their Python classes.
+// The Python module weft._collectives: makes groups and links between their ranks, and gives
+// failures their Python classes.
 #include "raise.h"
 
 #include <weft/ops/backend.h>
+#include <weft/ops/pipeline.h>
 
 #include <pybind11/chrono.h>
+#include <pybind11/functional.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/utils/pybind.h>
 
@@ -93,6 +97,8 @@ PYBIND11_MODULE(_collectives, m) {
   m.def("set_error_classes", &set_error_classes);
   m.def("make_backend", &make_backend);
   m.def("leave_all_groups", &ops::leave_all_groups, py::call_guard<py::gil_scoped_release>());
+  m.def("link_pipeline", &ops::link_pipeline, py::call_guard<py::gil_scoped_release>());
+  m.def("unlink_pipeline", &ops::unlink_pipeline, py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace

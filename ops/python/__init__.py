@@ -14,7 +14,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from weft import collectives, memory, nn, ops, overlap, strategy
+    from weft import collectives, memory, nn, ops, overlap, pipeline_links, strategy
     from weft.collectives import (
         CollectiveError,
         CollectiveMismatchError,
@@ -39,10 +39,11 @@ __all__ = [
     "ops",
     "overlap",
     "parallelize",
+    "pipeline_links",
     "strategy",
 ]
 
-_MODULES = ("collectives", "memory", "nn", "ops", "overlap")
+_MODULES = ("collectives", "memory", "nn", "ops", "overlap", "pipeline_links")
 _FROM_STRATEGY = frozenset({"Plan", "export_local", "parallelize"})
 
 

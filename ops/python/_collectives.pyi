@@ -1,7 +1,8 @@
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
-from torch._C._distributed_c10d import Backend, Store
+import torch
+from torch._C._distributed_c10d import Backend, ProcessGroup, Store
 
 def set_error_classes(
     mismatch: type[Exception], peer_lost: type[Exception], timeout: type[Exception], aborted: type[Exception]
@@ -17,3 +18,7 @@ def make_backend(
     make_transport: Callable[[Store, int, int, timedelta], Backend],
 ) -> Backend: ...
 def leave_all_groups() -> None: ...
+def link_pipeline(
+    group: ProcessGroup, peer: int, device: torch.device, make: Callable[[int, int], Backend]
+) -> None: ...
+def unlink_pipeline(group: ProcessGroup) -> None: ...

@@ -9,6 +9,7 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <algorithm>
@@ -24,18 +25,6 @@ using Kind = PipelineHeader::Kind;
 using Tensors = std::vector<at::Tensor>;
 using MessagePtr = c10::intrusive_ptr<PipelineMessage>;
 
-// Users' own messages have smaller tags than 2^29; the largest here is below what the backend
-// takes.
-constexpr int kFirstTag = 1 << 29;
-constexpr int kSequenceBits = 18;
-constexpr int kChannelBits = 10;
-
-int tag_of(std::int64_t channel, std::uint64_t sequence, bool is_answer) {
-  const auto number = static_cast<int>(sequence & ((1U << kSequenceBits) - 1));
-  return kFirstTag + (static_cast<int>(is_answer) << (kSequenceBits + kChannelBits)) +
-         (static_cast<int>(channel) << kSequenceBits) + number;
-}
-
 [[noreturn]] void throw_mismatch(const std::string& text) {
   collectives::raise(std::make_exception_ptr(collectives::CollectiveMismatchError(text)));
 }
@@ -49,17 +38,6 @@ bool is_registered(const ProcessGroupPtr& group) {
   }
 }
 
-// What is sent of a tensor: contiguous, in host memory.
-at::Tensor on_host(const at::Tensor& tensor) {
-  return tensor.resolve_conj().resolve_neg().cpu().contiguous();
-}
-
-// Its bytes: every backend takes those, whatever the dtype.
-// A contiguous tensor of one element may have any stride.
-at::Tensor bytes_of(const at::Tensor& tensor) {
-  return tensor.as_strided({tensor.numel()}, {1}).view(at::kByte);
-}
-
 // Whether a receive may be posted before it is known that the sender's message has its size: the
 // backend of weft refuses what does not fit on both sides, others may not.
 bool refuses_wrong_sizes(const ProcessGroupPtr& group) {
@@ -69,7 +47,7 @@ bool refuses_wrong_sizes(const ProcessGroupPtr& group) {
 }  // namespace
 
 PipelineMessage::PipelineMessage(Side side, PipelineAddress address)
-    : side_(side), address_(std::move(address)) {}
+    : side_(side), address_(std::move(address)), link_(link_to(address_.group, address_.peer)) {}
 
 MessagePtr PipelineMessage::post(Side side,
                                  PipelineAddress address,
@@ -87,7 +65,7 @@ MessagePtr PipelineMessage::post(Side side,
   // What may fail comes before the number is taken and anything is sent.
   Tensors given;
   if (side == Side::kSender) {
-    std::ranges::transform(tensors, std::back_inserter(given), on_host);
+    given = message->to_be_sent(tensors);
   }
   message->sequence_ = traffic.next_sequence(message->address_, side);
   if (side == Side::kSender) {
@@ -96,7 +74,7 @@ MessagePtr PipelineMessage::post(Side side,
   } else {
     message->op_ = "weft::pipeline_recv";
     message->start_receiving_header(false);
-    if (refuses_wrong_sizes(message->address_.group)) {
+    if (!message->link_ && refuses_wrong_sizes(message->address_.group)) {
       message->start_receiving(message->layouts_, false);
     }
   }
@@ -134,18 +112,13 @@ Tensors PipelineMessage::wait() {
                     name(),
                     " for the second time; keep the tensors that the first call gave.");
   expect_header(header_of(layouts_, Kind::kData));
-  if (arriving_.empty()) {
-    start_receiving(layouts_, false);
-  }
-  return received(layouts_);
+  return received(layouts_, false);
 }
 
 void PipelineMessage::send_gradients(const Tensors& gradients) {
   op_ = "the backward of weft::pipeline_wait";
   check_first_answer();
-  Tensors given;
-  std::ranges::transform(gradients, std::back_inserter(given), on_host);
-  send(header_of(gradient_layouts(), Kind::kGradients), given, true);
+  send(header_of(gradient_layouts(), Kind::kGradients), to_be_sent(gradients), true);
   Traffic::instance().keep(MessagePtr::reclaim_copy(this));
 }
 
@@ -156,8 +129,7 @@ Tensors PipelineMessage::receive_gradients() {
   start_receiving_header(true);
   expect_header(header_of(layouts, Kind::kGradients));
   wait_for_exchanges();
-  start_receiving(layouts, true);
-  return received(layouts);
+  return received(layouts, true);
 }
 
 void PipelineMessage::check_first_answer() {
@@ -178,10 +150,37 @@ PipelineMessage::Layouts PipelineMessage::gradient_layouts() const {
   return layouts;
 }
 
+bool PipelineMessage::is_direct(const Tensors& tensors) const {
+  return link_ && std::ranges::all_of(tensors, [&](const at::Tensor& tensor) {
+           return tensor.device() == link_->device();
+         });
+}
+
+Tensors PipelineMessage::to_be_sent(const Tensors& tensors) const {
+  const bool stays = is_direct(tensors);
+  Tensors result;
+  for (const auto& tensor : tensors) {
+    const auto plain = tensor.resolve_conj().resolve_neg();
+    result.push_back((stays ? plain : plain.cpu()).contiguous());
+  }
+  return result;
+}
+
 void PipelineMessage::send(const PipelineHeader& header, const Tensors& tensors, bool is_answer) {
-  auto bytes = at::empty({sizeof(header)}, at::kByte);
-  std::memcpy(bytes.mutable_data_ptr(), &header, sizeof(header));
-  exchange(true, bytes, is_answer);
+  if (link_) {
+    // A refusal has no tensors.
+    const bool direct = !tensors.empty() && is_direct(tensors);
+    auto pending = link_->send({op_, name()}, address_.group, header, is_answer, direct, tensors);
+    const std::lock_guard lock(mutex_);
+    std::ranges::move(pending, std::back_inserter(exchanges_));
+    if (direct) {
+      return;
+    }
+  } else {
+    auto bytes = at::empty({sizeof(header)}, at::kByte);
+    std::memcpy(bytes.mutable_data_ptr(), &header, sizeof(header));
+    exchange(true, bytes, is_answer);
+  }
   for (const auto& tensor : tensors) {
     if (tensor.numel() > 0) {
       exchange(true, bytes_of(tensor), is_answer);
@@ -190,6 +189,9 @@ void PipelineMessage::send(const PipelineHeader& header, const Tensors& tensors,
 }
 
 void PipelineMessage::start_receiving_header(bool is_answer) {
+  if (link_) {
+    return;  // it is announced
+  }
   header_ = at::zeros({sizeof(PipelineHeader)}, at::kByte);
   header_on_its_way_ = start(false, header_, is_answer);
 }
@@ -207,9 +209,15 @@ void PipelineMessage::start_receiving(const Layouts& layouts, bool is_answer) {
 }
 
 void PipelineMessage::expect_header(const PipelineHeader& expected) {
-  header_on_its_way_.wait();
   PipelineHeader got;
-  std::memcpy(&got, header_.const_data_ptr(), sizeof(got));
+  if (link_) {
+    const bool is_answer = expected.kind == Kind::kGradients;
+    arrival_ = link_->take({op_, name()}, address_.group, address_.channel, sequence_, is_answer);
+    got = arrival_.header;
+  } else {
+    header_on_its_way_.wait();
+    std::memcpy(&got, header_.const_data_ptr(), sizeof(got));
+  }
   if (got == expected) {
     return;
   }
@@ -247,13 +255,34 @@ void PipelineMessage::expect_header(const PipelineHeader& expected) {
   throw_mismatch(text);
 }
 
-Tensors PipelineMessage::received(const Layouts& layouts) {
+Tensors PipelineMessage::received(const Layouts& layouts, bool is_answer) {
+  if (arrival_.is_direct) {
+    return received_directly();
+  }
+  if (arriving_.empty()) {
+    start_receiving(layouts, is_answer);
+  }
   wait_for_exchanges();
   auto tensors = std::exchange(arriving_, {});
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     tensors[i] = tensors[i].to(layouts[i].options.device());
   }
   return tensors;
+}
+
+Tensors PipelineMessage::received_directly() {
+  auto arrival = std::exchange(arrival_, {});
+  for (auto& work : arrival.on_their_way) {
+    work.wait();
+  }
+  // They were made for the stream that receives.
+  const auto here = c10::impl::VirtualGuardImpl(link_->device().type()).getStream(link_->device());
+  for (const auto& tensor : arrival.tensors) {
+    if (here != *arrival.stream) {
+      tensor.record_stream(here);
+    }
+  }
+  return std::move(arrival.tensors);
 }
 
 PendingCollective PipelineMessage::start(bool sends, const at::Tensor& bytes, bool is_answer) {

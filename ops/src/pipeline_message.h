@@ -5,27 +5,30 @@
 // header of 64 bytes followed by the tensors; where some are differentiable it is answered by
 // their gradients.
 //
-// Tensors of other devices travel through host memory. Everything here works below autograd.
+// Tensors of other devices travel through host memory, or over a link (pipeline_link.h) where the
+// two ranks have one and all tensors of the message are on its device. Everything here works below
+// autograd.
 //
 // Thread safety: messages may be posted, waited for and answered on different threads, each of
 // them on one at a time.
 
 #include "group.h"
 #include "pipeline_header.h"
+#include "pipeline_link.h"
+#include "pipeline_wire.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <c10/util/intrusive_ptr.h>
 
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <string_view>
 #include <vector>
 
 namespace weft::ops {
-
-constexpr std::int64_t kMaxChannel = 1022;
 
 struct PipelineAddress {
   ProcessGroupPtr group;
@@ -74,14 +77,20 @@ class PipelineMessage final : public torch::CustomClassHolder {
   Layouts gradient_layouts() const;
   PipelineHeader header_of(const Layouts& layouts, PipelineHeader::Kind kind) const;
 
-  // `tensors` are as on_host() gives them.
+  // Whether these go from device to device.
+  bool is_direct(const std::vector<at::Tensor>& tensors) const;
+  // Contiguous, and where they are sent from.
+  std::vector<at::Tensor> to_be_sent(const std::vector<at::Tensor>& tensors) const;
+
+  // `tensors` are as to_be_sent() gives them.
   void send(const PipelineHeader& header, const std::vector<at::Tensor>& tensors, bool is_answer);
   void start_receiving_header(bool is_answer);
   void start_receiving(const Layouts& layouts, bool is_answer);
   // Waits for the header and checks it; the peer is told where it is not what is expected.
   void expect_header(const PipelineHeader& expected);
-  // What start_receiving began, on the devices of `layouts`.
-  std::vector<at::Tensor> received(const Layouts& layouts);
+  // The tensors of the message whose header came, on the devices of `layouts`.
+  std::vector<at::Tensor> received(const Layouts& layouts, bool is_answer);
+  std::vector<at::Tensor> received_directly();
 
   PendingCollective start(bool sends, const at::Tensor& bytes, bool is_answer);
   void exchange(bool sends, const at::Tensor& bytes, bool is_answer);
@@ -93,6 +102,7 @@ class PipelineMessage final : public torch::CustomClassHolder {
 
   const Side side_;
   const PipelineAddress address_;
+  const std::shared_ptr<PipelineLink> link_;  // null where there is none
   Layouts layouts_;
   std::uint64_t sequence_ = 0;
   std::string_view op_;
@@ -101,6 +111,7 @@ class PipelineMessage final : public torch::CustomClassHolder {
   at::Tensor header_;  // [64] bytes, of the message or, on the sender's side, of its answer
   PendingCollective header_on_its_way_;
   std::vector<at::Tensor> arriving_;  // on the host
+  PipelineLink::Arrival arrival_;     // where there is a link
   std::mutex mutex_;                  // of exchanges_
   std::vector<PendingCollective> exchanges_;
 };

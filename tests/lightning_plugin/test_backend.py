@@ -36,6 +36,20 @@ def test_default_and_choice(tmp_path: Path, chosen: str | None, num_nodes: int, 
     assert for_fabric._get_process_group_backend() == expected
 
 
+@pytest.mark.parametrize(
+    ("strategy_class", "options"), [(WeftModelParallelStrategy, {"pipeline_module": "model"}), (FabricStrategy, {})]
+)
+def test_stages_on_devices_speak_on_the_host_too(
+    monkeypatch: pytest.MonkeyPatch, strategy_class: type, options: dict[str, str]
+) -> None:
+    """Their messages are announced between CPUs; without stages there is the stock default alone."""
+    monkeypatch.setattr(strategy_class, "root_device", torch.device("cuda:0"))
+    assert strategy_class()._get_process_group_backend() == "nccl"
+    staged = {"pipeline_parallel_size": 2, "pipeline_cuts": ["layers.2"], **options}
+    assert strategy_class(**staged)._get_process_group_backend() == "cpu:weft,cuda:nccl"
+    assert strategy_class(**staged, process_group_backend="gloo")._get_process_group_backend() == "gloo"
+
+
 class ShardedByUser(Model):
     """Data parallel with FSDP2 in configure_model, as Lightning documents it; each rank has batches of its own."""
 

@@ -37,6 +37,11 @@ def _layers(num_stages: int) -> list[nn.Linear]:
 @on_ranks(2, 3, 4)
 @pytest.mark.parametrize("order", ["all forward, all backward", "one forward, one backward"])
 def test_stages_equal_the_whole_model(rank: int, world_size: int, order: str) -> None:
+    for group in _groups():
+        check_stages(rank, world_size, order, group)
+
+
+def check_stages(rank: int, world_size: int, order: str, group: str) -> None:
     """Micro-batches of different sizes, one of them empty; a skip connection beside the stages' own tensor."""
     sizes = [4, 1, 0, 3, 5]
     torch.manual_seed(1)
@@ -48,30 +53,29 @@ def test_stages_equal_the_whole_model(rank: int, world_size: int, order: str) ->
             x, skip = layer(x).tanh(), skip * 1.5
         (x * skip + x).sum().backward()
 
-    for group in _groups():
-        own = _layers(world_size)[rank]
-        last = rank == world_size - 1
-        received = [
-            OPS.pipeline_recv([_like(size, 6), _like(size, 6, needs_grad=False)], rank - 1, 0, group)
-            for size in sizes
-            if rank > 0
-        ]
-        losses = []
-        for number, batch in enumerate(batches):
-            x, skip = OPS.pipeline_wait(received[number]) if rank else (batch, batch.sin())
-            assert not skip.requires_grad and x.requires_grad == (rank > 0)
-            x, skip = own(x).tanh(), skip * 1.5
-            if last:
-                losses.append((x * skip + x).sum())
-            else:
-                losses.append(OPS.join(torch.zeros(()), [OPS.pipeline_send([x, skip], rank + 1, 0, group)]))
-            if order == "one forward, one backward":
-                losses.pop().backward()
-        for loss in reversed(losses):
-            loss.backward()
-        OPS.pipeline_flush(group)
-        torch.testing.assert_close(own.weight.grad, whole[rank].weight.grad, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(own.bias.grad, whole[rank].bias.grad, rtol=1e-12, atol=1e-12)
+    own = _layers(world_size)[rank]
+    last = rank == world_size - 1
+    received = [
+        OPS.pipeline_recv([_like(size, 6), _like(size, 6, needs_grad=False)], rank - 1, 0, group)
+        for size in sizes
+        if rank > 0
+    ]
+    losses = []
+    for number, batch in enumerate(batches):
+        x, skip = OPS.pipeline_wait(received[number]) if rank else (batch, batch.sin())
+        assert not skip.requires_grad and x.requires_grad == (rank > 0)
+        x, skip = own(x).tanh(), skip * 1.5
+        if last:
+            losses.append((x * skip + x).sum())
+        else:
+            losses.append(OPS.join(torch.zeros(()), [OPS.pipeline_send([x, skip], rank + 1, 0, group)]))
+        if order == "one forward, one backward":
+            losses.pop().backward()
+    for loss in reversed(losses):
+        loss.backward()
+    OPS.pipeline_flush(group)
+    torch.testing.assert_close(own.weight.grad, whole[rank].weight.grad, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(own.bias.grad, whole[rank].bias.grad, rtol=1e-12, atol=1e-12)
 
 
 @on_ranks(2)

@@ -15,6 +15,7 @@ from weft.strategy._plan import Action, Schedule, Span
 from weft.strategy.data_parallel import clip_gradients_by_norm
 from weft.strategy.pipeline.arguments import pipeline_group, refuse_other_arguments, refuse_sequence_parallel, shares_of
 from weft.strategy.pipeline.failures import Failures
+from weft.strategy.pipeline.links import link_stages, peers_of
 from weft.strategy.pipeline.micro_batches import batch_size_of, signature, split_batch
 from weft.strategy.pipeline.recording import Recording
 from weft.strategy.pipeline.runner import MAX_STAGES, Runner, Work
@@ -37,7 +38,8 @@ class Pipeline:
     Args:
         model: built with the same values on every rank of the pipeline. Its forward stays as it is and runs on every
             stage, each computing its own layers; names of parameters stay what they were.
-        mesh: a DeviceMesh of one axis, or with an axis named "pipeline_parallel".
+        mesh: a DeviceMesh of one axis, or with an axis named "pipeline_parallel"; its group has a backend for CPU
+            tensors, which messages are announced over.
         cuts: the names of the first module of each stage but the first; see `stages.find_layers`. As many stages as
             ranks, or a multiple: stage s is on rank s % ranks.
         schedule: one of `SCHEDULES`, or a `Schedule` of arithmetic alone for these ranks and stages; of its
@@ -95,6 +97,9 @@ class Pipeline:
         self._rank_of = rank_of
         refuse_other_arguments(self._group, cuts, str(schedule), self._shares)
         self._staged = StagedModel(model, find_layers(model, cuts, layer_stages), own, device)
+        of_parameters = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        peers = peers_of(self._group.rank(), rank_of, [tied.name_on for tied in self._staged.tied])
+        link_stages(self._group, peers, device or of_parameters)
         self._runner = Runner(self._staged, self._group)
         # The strategies' steps do more than those here, and tell what fails in it as well.
         self.failures = Failures()

@@ -1,0 +1,38 @@
+"""Which ranks of a pipeline send to each other, and links between their devices."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from weft import pipeline_links
+
+
+def peers_of(rank: int, rank_of: Sequence[int], tied: Iterable[Iterable[int]]) -> list[int]:
+    """The ranks that `rank` exchanges messages with.
+
+    Args:
+        rank_of: the rank of each stage.
+        tied: stages that share a parameter, for each parameter that is shared.
+    """
+    pairs = set(itertools.pairwise(rank_of))
+    for stages in tied:
+        ranks = {rank_of[stage] for stage in stages}
+        pairs |= {(one, other) for one in ranks for other in ranks}
+    peers = {one if other == rank else other for one, other in pairs if rank in (one, other)}
+    return sorted(peers - {rank})
+
+
+def link_stages(group: dist.ProcessGroup, peers: Sequence[int], device: torch.device) -> None:
+    """Let messages of tensors on `device` travel by NCCL, where the group has it for them; collective over the pairs.
+
+    Without it they stop in host memory, as those of CUDA tensors between ranks that share a device must.
+    """
+    if device.type != "cuda" or not dist.is_nccl_available():
+        return
+    if isinstance(group._get_backend(device), dist.ProcessGroupNCCL):
+        index = torch.cuda.current_device() if device.index is None else device.index
+        pipeline_links.link(group, peers, torch.device("cuda", index))

@@ -1,0 +1,206 @@
+// Messages over links of backends that are like NCCL's: no tags, whole batches in the order of
+// their sending, nothing outside of a batch. Ranks as threads.
+#include "reference.h"
+#include "support/thread_ranks.h"
+
+#include <weft/ops/operators.h>
+#include <weft/ops/pipeline.h>
+
+#include <gtest/gtest.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+namespace weft::testing {
+namespace {
+
+class BatchWork final : public c10d::Work {
+ public:
+  void end(std::exception_ptr failure = nullptr) { finish(std::move(failure)); }
+};
+
+// What both ends of one direction share.
+class Wire {
+ public:
+  using WorkPtr = c10::intrusive_ptr<BatchWork>;
+  using Tensors = std::vector<at::Tensor>;
+
+  WorkPtr put(bool sends, Tensors tensors) {
+    auto work = c10::make_intrusive<BatchWork>();
+    const std::lock_guard lock(mutex_);
+    (sends ? sent_ : awaited_).emplace_back(std::move(tensors), work);
+    num_batches_ += sends ? 1 : 0;
+    while (!sent_.empty() && !awaited_.empty()) {
+      meet(sent_.front(), awaited_.front());
+      sent_.pop_front();
+      awaited_.pop_front();
+    }
+    return work;
+  }
+  int num_batches() const {
+    const std::lock_guard lock(mutex_);
+    return num_batches_;
+  }
+
+ private:
+  using Batch = std::pair<Tensors, WorkPtr>;
+
+  static void meet(const Batch& sent, const Batch& awaited) {
+    std::exception_ptr failure;
+    try {
+      TORCH_CHECK(sent.first.size() == awaited.first.size(), "batches of other sizes meet");
+      for (std::size_t i = 0; i < sent.first.size(); ++i) {
+        TORCH_CHECK(sent.first[i].numel() == awaited.first[i].numel(), "other tensors meet");
+        awaited.first[i].copy_(sent.first[i]);
+      }
+    } catch (...) {
+      failure = std::current_exception();
+    }
+    sent.second->end(failure);
+    awaited.second->end(failure);
+  }
+
+  mutable std::mutex mutex_;
+  std::deque<Batch> sent_, awaited_;
+  int num_batches_ = 0;
+};
+
+class LikeNccl final : public c10d::Backend {
+ public:
+  LikeNccl(int rank, std::shared_ptr<Wire> wire) : Backend(rank, 2), wire_(std::move(wire)) {}
+
+  const std::string getBackendName() const override { return "like nccl"; }
+  bool supportsCoalescing() const override { return true; }
+
+  void startCoalescing() override {
+    TORCH_CHECK(!std::exchange(is_batching_, true), "a batch in a batch");
+  }
+  c10::intrusive_ptr<c10d::Work> endCoalescing() override {
+    TORCH_CHECK(std::exchange(is_batching_, false), "the end of no batch");
+    return wire_->put(sends_, std::exchange(batch_, {}));
+  }
+  c10::intrusive_ptr<c10d::Work> send(Wire::Tensors& tensors, int to, int tag) override {
+    return add(true, tensors, to, tag);
+  }
+  c10::intrusive_ptr<c10d::Work> recv(Wire::Tensors& tensors, int from, int tag) override {
+    return add(false, tensors, from, tag);
+  }
+
+ private:
+  c10::intrusive_ptr<c10d::Work> add(bool sends, const Wire::Tensors& tensors, int other, int tag) {
+    TORCH_CHECK(is_batching_ && other == 1 - getRank() && tag == 0 && tensors.size() == 1);
+    sends_ = sends;
+    batch_.push_back(tensors.at(0));
+    return {};
+  }
+
+  const std::shared_ptr<Wire> wire_;
+  bool is_batching_ = false, sends_ = false;
+  Wire::Tensors batch_;
+};
+
+// The wires between all ranks of a test.
+class Wires {
+ public:
+  std::shared_ptr<Wire> get(int from, int to) {
+    const std::lock_guard lock(mutex_);
+    auto& wire = wires_[{from, to}];
+    if (!wire) wire = std::make_shared<Wire>();
+    return wire;
+  }
+
+  void link_all(const RankContext& ctx) {
+    const auto group = c10d::resolve_process_group(ctx.group_name);
+    const int own = ctx.group_rank;
+    for (int peer = 0; peer < ctx.group_size; ++peer) {
+      if (peer == own) continue;
+      ops::link_pipeline(group, peer, at::kCPU, [&](int rank, int towards) {
+        const bool is_outgoing = towards != rank;
+        auto wire = is_outgoing ? get(own, peer) : get(peer, own);
+        return c10::make_intrusive<LikeNccl>(rank, std::move(wire));
+      });
+    }
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<std::pair<int, int>, std::shared_ptr<Wire>> wires_;
+};
+
+class PipelineLink : public ::testing::TestWithParam<int> {
+ protected:
+  void SetUp() override { at::manual_seed(7); }
+};
+
+INSTANTIATE_TEST_SUITE_P(Ranks, PipelineLink, ::testing::Values(2, 3));
+
+TEST_P(PipelineLink, StagesEqualTheWholeModel) {
+  constexpr int kNumBatches = 3;
+  const auto x = at::randn({4, 6}, at::kDouble);
+  std::vector<at::Tensor> weights;
+  auto y = x, skip = x.sin();
+  for (int stage = 0; stage < GetParam(); ++stage) {
+    weights.push_back(at::randn({6, 6}, at::kDouble).requires_grad_());
+    y = at::linear(y, weights.back()).tanh();
+    skip = skip * 2;
+  }
+  (kNumBatches * (y * skip).sum()).backward();
+  Wires wires;
+  run_ranks(GetParam(), [&](RankContext& ctx) {
+    wires.link_all(ctx);
+    const int rank = ctx.group_rank;
+    const auto weight =
+        weights.at(static_cast<std::size_t>(rank)).detach().clone().requires_grad_();
+    const auto like = at::empty({}, at::kDouble).requires_grad_().expand({4, 6});
+    std::vector<at::Tensor> losses;
+    for (int batch = 0; batch < kNumBatches; ++batch) {
+      std::vector<at::Tensor> in{x, x.sin()};
+      if (rank > 0) {
+        in = ops::pipeline_wait(
+            ops::pipeline_recv({like, like.detach()}, rank - 1, 0, ctx.group_name));
+      }
+      const auto out = at::linear(in.at(0), weight).tanh();
+      if (rank + 1 == ctx.group_size) {
+        losses.push_back((out * in.at(1) * 2).sum());
+      } else {
+        const auto token = ops::pipeline_send({out, in.at(1) * 2}, rank + 1, 0, ctx.group_name);
+        losses.push_back(ops::join(at::zeros({}, at::kDouble), {token}));
+      }
+    }
+    for (auto& loss : losses) {
+      loss.backward();
+    }
+    ops::pipeline_flush(ctx.group_name);
+    expect_close(
+        weight.grad(), weights.at(static_cast<std::size_t>(rank)).grad(), 1e-12, "grad weight");
+    ops::unlink_pipeline(c10d::resolve_process_group(ctx.group_name));
+  });
+  // Each message is one batch, and its answer another, beside the first of a link.
+  for (int rank = 0; rank + 1 < GetParam(); ++rank) {
+    EXPECT_EQ(wires.get(rank, rank + 1)->num_batches(), 1 + kNumBatches);
+    EXPECT_EQ(wires.get(rank + 1, rank)->num_batches(), 1 + kNumBatches);
+  }
+}
+
+TEST(PipelineLinks, RefusesBackendsOfOthersAndASecondLink) {
+  Wires wires;
+  run_ranks(2, [&](RankContext& ctx) {
+    const auto group = c10d::resolve_process_group(ctx.group_name);
+    const int peer = 1 - ctx.group_rank;
+    const auto of_others = [&](int rank, int /*towards*/) {
+      return c10::make_intrusive<LikeNccl>(1 - rank, std::make_shared<Wire>());
+    };
+    EXPECT_THROW(ops::link_pipeline(group, peer, at::kCPU, of_others), c10::ValueError);
+    wires.link_all(ctx);
+    EXPECT_THROW(wires.link_all(ctx), c10::ValueError);
+    ops::unlink_pipeline(group);
+  });
+}
+
+}  // namespace
+}  // namespace weft::testing

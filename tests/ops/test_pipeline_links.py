@@ -1,0 +1,197 @@
+"""Messages from device to device: gloo in NCCL's place carries them on the CPU, in the order in which they are sent."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+import weft
+from ops.test_pipeline import _like, check_stages
+from support.ranks import on_ranks
+from weft import pipeline_links
+from weft.collectives import CollectiveMismatchError
+
+OPS = weft.ops
+BACKENDS = ["cpu:weft", "gloo"]  # of the group, over which messages are announced
+
+
+def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.distributed_c10d.Backend:
+    return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+
+@contextmanager
+def _linked(backend: str = "cpu:weft", device: str = "cpu", seconds: float = 20) -> Iterator[str]:
+    """The name of a group of all ranks in which each pair has a link."""
+    group = dist.new_group(backend=backend, timeout=timedelta(seconds=seconds))
+    peers = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
+    pipeline_links.link(group, peers, torch.device(device), transport=_gloo)
+    try:
+        yield group.group_name
+    finally:
+        pipeline_links.unlink(group)
+
+
+@on_ranks(2, 3, 4)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_stages_equal_the_whole_model(rank: int, world_size: int, backend: str) -> None:
+    # "cpu:0" is no tensor's device: what was linked for it travels as without a link, but for its announcement.
+    for device in ("cpu", "cpu:0"):
+        with _linked(backend, device) as group:
+            for order in ("all forward, all backward", "one forward, one backward"):
+                check_stages(rank, world_size, order, group)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_all_dtypes_in_another_order(rank: int, backend: str) -> None:
+    """Waited for in another order than sent, and layouts that come again are not announced again."""
+    dtypes = [torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
+    with _linked(backend) as group:
+        for shape in [(3, 5), (), (0, 4), (700, 700), (3, 5), (2, 1, 2, 1, 2, 1, 2, 1, 2, 2)]:
+            torch.manual_seed(2)
+            tensors = [torch.randn(shape).mul(3).to(dtype) for dtype in dtypes]
+            if rank == 0:
+                tokens = [OPS.pipeline_send([x.T if x.dim() == 2 else x], 1, 5, group) for x in tensors]
+                tokens.append(OPS.pipeline_send([x.conj() for x in tensors], 1, 1022, group))
+                assert [OPS.pipeline_wait(token) for token in tokens] == [[]] * 8
+                continue
+            like = [torch.empty((), dtype=x.dtype).expand(x.shape) for x in tensors]
+            singles = [OPS.pipeline_recv([x.T if x.dim() == 2 else x], 0, 5, group) for x in like]
+            together = OPS.pipeline_wait(OPS.pipeline_recv(like, 0, 1022, group))
+            apart = [OPS.pipeline_wait(token)[0] for token in reversed(singles)][::-1]
+            for sent, one, other in zip(tensors, together, apart, strict=True):
+                assert torch.equal(sent.conj(), one) and one.dtype == sent.dtype
+                assert torch.equal(sent.T if sent.dim() == 2 else sent, other)
+        OPS.pipeline_flush(group)
+
+
+@on_ranks(3)
+def test_all_send_before_anyone_receives(rank: int, world_size: int) -> None:
+    """In a circle, large ones, both ways."""
+    after, before = (rank + 1) % world_size, (rank - 1) % world_size
+    with _linked() as group:
+        for _ in range(3):
+            own = torch.full((1 << 20,), float(rank))
+            for channel, peer in enumerate((after, before)):
+                OPS.pipeline_send([own], peer, channel, group)
+            for channel, peer in enumerate((before, after)):
+                [got] = OPS.pipeline_wait(OPS.pipeline_recv([own], peer, channel, group))
+                assert torch.equal(got, torch.full_like(got, float(peer)))
+            OPS.pipeline_flush(group)
+
+
+@on_ranks(2)
+def test_threads_wait_for_one_link(rank: int) -> None:
+    """What one thread reads while it waits for a later message is another's, at once."""
+    with _linked() as group:
+        x = torch.arange(4.0)
+        if rank == 0:
+            OPS.pipeline_send([x], 1, 1, group)
+            OPS.pipeline_wait(OPS.pipeline_recv([x], 1, 2, group))  # which needs the message on channel 1
+            OPS.pipeline_send([2 * x], 1, 0, group)
+        else:
+            later: list[Tensor] = []
+            token = OPS.pipeline_recv([x], 0, 0, group)
+            reader = threading.Thread(target=lambda: later.extend(OPS.pipeline_wait(token)))
+            reader.start()
+            [first] = OPS.pipeline_wait(OPS.pipeline_recv([x], 0, 1, group))
+            OPS.pipeline_send([first], 0, 2, group)
+            reader.join(20)
+            assert torch.equal(first, x) and torch.equal(later[0], 2 * x)
+        OPS.pipeline_flush(group)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("like", "text"),
+    [
+        ([_like(4, 3)], r"1 tensor, Double \[4, 3\] that needs a gradient"),
+        ([_like(3, 4), _like(2)], r"2 tensors, the first Double \[3, 4\] that needs a gradient"),
+    ],
+)
+def test_mismatches_raise_on_both_sides(rank: int, backend: str, like: list[Tensor], text: str) -> None:
+    """What was announced is received all the same: nobody waits on the device for what does not come."""
+    with _linked(backend) as group:
+        if rank == 0:
+            x = torch.ones(3, 4, dtype=torch.float64, requires_grad=True)
+            with pytest.raises(CollectiveMismatchError):
+                OPS.join(torch.zeros(()), [OPS.pipeline_send([x], 1, 7, group)]).backward()
+            assert x.grad is None
+        else:
+            token = OPS.pipeline_recv(like, 0, 7, group)
+            with pytest.raises(CollectiveMismatchError, match=text) as raised:
+                OPS.pipeline_wait(token)
+            assert "message 0 on channel 7 from rank 0 to rank 1" in str(raised.value)
+            assert "rank 0 sent 1 tensor, Double [3, 4] that needs a gradient" in str(raised.value)
+
+
+@on_ranks(2)
+def test_a_message_that_never_comes_ends_in_a_timeout(rank: int) -> None:
+    with _linked(seconds=1) as group:
+        if rank == 1:
+            token = OPS.pipeline_recv([torch.ones(3)], 0, 0, group)
+            with pytest.raises(Exception, match="weft::pipeline_wait: the message 0 on channel 0 from rank 0"):
+                OPS.pipeline_wait(token)
+        dist.barrier()
+
+
+@on_ranks(2)
+def test_what_is_announced_and_what_is_carried(rank: int) -> None:
+    """Over the group an announcement, with a layout the first time; over the link each tensor."""
+    x = torch.ones(3, 4)
+    with _linked() as group:
+
+        def exchange() -> None:
+            token = OPS.pipeline_recv([x, x], 0, 0, group) if rank else OPS.pipeline_send([x, x], 1, 0, group)
+            OPS.pipeline_wait(token)
+
+        name = "recv" if rank else "send"
+        for announced in (2, 1):
+            with profile(activities=[ProfilerActivity.CPU]) as profiler:
+                exchange()
+            events = Counter(event.name for event in profiler.events() if ":" in event.name)
+            assert events[f"weft:{name}"] == announced, events
+            assert events[f"gloo:{name}"] == 2, events
+            dist.barrier()
+
+
+@on_ranks(2)
+def test_a_group_is_linked_again(rank: int) -> None:
+    group, x = dist.new_group(backend="cpu:weft"), torch.ones(2)
+    for _ in range(2):
+        for _ in range(2):  # the second time all peers have a link
+            pipeline_links.link(group, [1 - rank], torch.device("cpu"), transport=_gloo)
+        token = OPS.pipeline_recv([x], 1 - rank, 0, group.group_name)
+        OPS.pipeline_send([x + rank], 1 - rank, 0, group.group_name)
+        assert torch.equal(OPS.pipeline_wait(token)[0], x + 1 - rank)
+        OPS.pipeline_flush(group.group_name)
+        pipeline_links.unlink(group)
+
+
+@on_ranks(2)
+def test_refusals(rank: int) -> None:
+    world = dist.group.WORLD
+    for peer in (rank, 2, -1):
+        with pytest.raises(ValueError, match=f"got peer {peer} on rank {rank} of 2; pass another rank of the group"):
+            pipeline_links.link(world, [peer], torch.device("cpu"), transport=_gloo)
+    without = dist.new_group(backend="cuda:gloo")
+    with pytest.raises(ValueError, match="got a group without a backend for CPU tensors"):
+        pipeline_links.link(without, [1 - rank], torch.device("cpu"), transport=_gloo)
+    with pytest.raises(ValueError, match="pipeline_send: got a group without a backend for CPU tensors"):
+        OPS.pipeline_send([torch.ones(2)], 1 - rank, 0, without.group_name)
+
+    def of_one(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.distributed_c10d.Backend:
+        return dist.ProcessGroupGloo(store, 0, 1, timeout)
+
+    with pytest.raises(ValueError, match=rf"got a backend with rank 0 of 1; .* in which this is rank {rank}"):
+        pipeline_links.link(world, [1 - rank], torch.device("cpu"), transport=of_one)
