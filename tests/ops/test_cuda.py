@@ -1,13 +1,18 @@
-"""The operators on a CUDA device against the CPU in float64: values and gradients, a group of one."""
+"""The operators on a CUDA device against the CPU in float64: values and gradients, a group of one.
+
+On 2 ranks: test_cuda_ranks.py.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import weft
 from ops.operators import Call, sample_calls
+from support.ranks import on_ranks
 
 pytestmark = pytest.mark.cuda
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 6e-3}
@@ -25,18 +30,15 @@ def _moved(call: Call, device: str, dtype: torch.dtype) -> Call:
 
 
 def _run(call: Call) -> list[Tensor]:
+    """Results, and gradients for small whole numbers as the results' own: the same in every dtype."""
     y = call.op(*call.args, **call.kwargs)
     results = [y] if isinstance(y, Tensor) else list(y)
     leaves = [arg for arg in call.args if isinstance(arg, Tensor) and arg.requires_grad]
-    gradients = torch.autograd.grad(sum(result.sin().sum() for result in results), leaves)
-    return [*(result.detach() for result in results), *gradients]
+    grads = [(torch.arange(result.numel()) % 5 - 2).reshape(result.shape).to(result) for result in results]
+    return [*(result.detach() for result in results), *torch.autograd.grad(results, leaves, grads)]
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("index", range(len(sample_calls())))
-def test_equals_the_cpu(index: int, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    call = sample_calls()[index]
+def _check(call: Call, dtype: torch.dtype) -> None:
     rounded = _moved(_moved(call, "cpu", dtype), "cpu", torch.float64)
     expected = _run(rounded)
     actual = _run(_moved(rounded, "cuda", dtype))
@@ -47,6 +49,24 @@ def test_equals_the_cpu(index: int, dtype: torch.dtype) -> None:
         assert a.is_cuda
         error = (a.double().cpu() - b).abs().max().item()
         assert error <= TOLERANCE[dtype] * max(1.0, b.abs().max().item())
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("index", range(len(sample_calls())))
+def test_equals_the_cpu(index: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    _check(sample_calls()[index], dtype)
+
+
+@on_ranks(1)
+def test_a_group_of_one_through_nccl() -> None:
+    """The operators find the group, and have nothing to send in it."""
+    group = dist.new_group(backend="cpu:weft,cuda:nccl")
+    total = torch.ones(1, device="cuda")
+    dist.all_reduce(total, group=group)
+    assert total.item() == 1
+    for call in sample_calls(group.group_name):
+        _check(call, torch.float64)
 
 
 def test_mixed_devices_are_refused() -> None:

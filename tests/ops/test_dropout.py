@@ -23,7 +23,7 @@ def _group() -> str:
 
 
 def _dropout(x: Tensor, seed: int, p: float, **options: object) -> Tensor:
-    return weft.ops.dropout(x, torch.tensor(seed), p=p, **{"group_name": "", **options})
+    return weft.ops.dropout(x, torch.tensor(seed, device="cpu"), p=p, **{"group_name": "", **options})
 
 
 def test_known_answers() -> None:

@@ -23,7 +23,8 @@ CUTS = [((12, 3), 0), ((2, 7, 3), 1), ((3, 5), -1), ((1, 4), 0), ((0, 4), 0), ((
 
 def _of_rank(rank: int, shape: tuple[int, ...], dtype: str) -> Tensor:
     """What a rank brings; others know it, too."""
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(rank)
+    values = torch.randn(shape, generator=generator, dtype=torch.float64)
     return values.to(getattr(torch, dtype))
 
 

@@ -72,37 +72,43 @@ def test_column_row_mlp(rank: int, world_size: int, dtype: str) -> None:
 
 @on_ranks(1, 2, 3, 4)
 def test_linears_and_embedding(rank: int, world_size: int) -> None:
+    for dtype in TOLERANCE:
+        _check_linears_and_embedding(rank, world_size, dtype)
+
+
+def _check_linears_and_embedding(rank: int, world_size: int, dtype: str) -> None:
+    kind, tolerance = getattr(torch, dtype), TOLERANCE[dtype]
     torch.manual_seed(1)
-    x, weight, bias = torch.randn(3, 5).double(), torch.randn(7, 5).double(), torch.randn(7).double()
-    whole = [t.clone().requires_grad_() for t in (x, weight, bias)]
+    x, weight, bias, grad = (torch.randn(shape).to(kind) for shape in ((3, 5), (7, 5), (7,), (3, 7)))
+    whole = [t.double().clone().requires_grad_() for t in (x, weight, bias)]
     y = F.linear(*whole)
-    y.sin().sum().backward()
+    y.backward(grad.double())
     x_here, w, b = x.clone().requires_grad_(), *(chunk(t, 0, world_size, rank) for t in (weight, bias))
     out = weft.ops.column_linear(x_here, w, b, group_name=_group())
-    _close(out, chunk(y, 1, world_size, rank), 1e-12, "column y")
-    out.sin().sum().backward()
-    _close(x_here.grad, whole[0].grad, 1e-12, "column grad x")
-    _close(w.grad, chunk(whole[1].grad, 0, world_size, rank), 1e-12, "column grad weight")
-    _close(b.grad, chunk(whole[2].grad, 0, world_size, rank), 1e-12, "column grad bias")
+    _close(out, chunk(y, 1, world_size, rank), tolerance, "column y")
+    out.backward(chunk(grad, 1, world_size, rank))
+    _close(x_here.grad, whole[0].grad, tolerance, "column grad x")
+    _close(w.grad, chunk(whole[1].grad, 0, world_size, rank), tolerance, "column grad weight")
+    _close(b.grad, chunk(whole[2].grad, 0, world_size, rank), tolerance, "column grad bias")
 
     x_here, w = (chunk(t, 1, world_size, rank) for t in (x, weight))
     b = bias.clone().requires_grad_()
     out = weft.ops.row_linear(x_here, w, b, group_name=_group())
-    _close(out, y, 1e-12, "row y")
-    out.sin().sum().backward()
-    _close(x_here.grad, chunk(whole[0].grad, 1, world_size, rank), 1e-12, "row grad x")
-    _close(w.grad, chunk(whole[1].grad, 1, world_size, rank), 1e-12, "row grad weight")
-    _close(b.grad, whole[2].grad, 1e-12, "row grad bias")
+    _close(out, y, tolerance, "row y")
+    out.backward(grad)
+    _close(x_here.grad, chunk(whole[0].grad, 1, world_size, rank), tolerance, "row grad x")
+    _close(w.grad, chunk(whole[1].grad, 1, world_size, rank), tolerance, "row grad weight")
+    _close(b.grad, whole[2].grad, tolerance, "row grad bias")
 
-    ids = torch.tensor([[0, 6, 3], [2, 2, 5]])
-    table = weight.clone().requires_grad_()
-    F.embedding(ids, table).sin().sum().backward()
+    ids, grad = torch.tensor([[0, 6, 3], [2, 2, 5]]), torch.randn(2, 3, 5).to(kind)
+    table = weight.double().clone().requires_grad_()
+    F.embedding(ids, table).backward(grad.double())
     start, _ = weft.nn.shard_range(7, world_size, rank)
     rows = chunk(weight, 0, world_size, rank)
     out = weft.ops.vocab_parallel_embedding(ids, rows, start, group_name=_group(), vocab_size=7)
     assert torch.equal(out, F.embedding(ids, weight))
-    out.sin().sum().backward()
-    _close(rows.grad, chunk(table.grad, 0, world_size, rank), 1e-12, "embedding grad")
+    out.backward(grad)
+    _close(rows.grad, chunk(table.grad, 0, world_size, rank), tolerance, "embedding grad")
 
 
 def _all_reduces(run) -> int:

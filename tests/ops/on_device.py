@@ -1,0 +1,59 @@
+"""Bodies of this folder's tests on another device, which 2 ranks share; gloo carries its tensors between them.
+
+    test_mlp = on_device("cuda", test_sharded.test_column_row_mlp)
+
+Tensors that a body makes are on that device unless it asks for another, and what asks for the group of all ranks gets
+one of gloo's. Both hold for the device "cpu" as well: without a GPU everything but the device itself can be tried.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from support.ranks import run_on_ranks
+
+NUM_RANKS = 2
+
+
+def on_device(device: str, test: Callable[..., None]) -> Any:
+    """A test with the body and the parameters of `test`. A body that is not for ranks runs on each by itself."""
+
+    def shared(**arguments: object) -> None:
+        where = {"module": test.__module__, "name": test.__qualname__}
+        run_on_ranks(NUM_RANKS, run_body, **where, device=device, arguments=arguments)
+
+    parameters = inspect.signature(test).parameters
+    shared.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [parameter for name, parameter in parameters.items() if name != "world_size"]
+    )
+    marks = [mark for mark in getattr(test, "pytestmark", []) if mark.args[:1] != ("world_size",)]
+    shared.pytestmark = marks if device == "cpu" else [*marks, pytest.mark.cuda.mark]  # type: ignore[attr-defined]
+    return shared
+
+
+def run_body(rank: int, world_size: int, module: str, name: str, device: str, arguments: dict[str, object]) -> None:
+    """What a rank does of `on_device`'s test."""
+    test = getattr(importlib.import_module(module), name)
+    body = getattr(test, "rank_body", test)
+    of_rank = {"rank": rank, "world_size": world_size}
+    wanted = inspect.signature(body).parameters
+    with _world_on_gloo(), torch.device(device):
+        body(**arguments, **{name: value for name, value in of_rank.items() if name in wanted})
+
+
+@contextmanager
+def _world_on_gloo() -> Iterator[None]:
+    world = dist.group.WORLD
+    dist.group.WORLD = dist.new_group(backend="gloo")
+    try:
+        yield
+    finally:
+        dist.group.WORLD = world
