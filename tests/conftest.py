@@ -16,7 +16,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "cuda: needs a CUDA device; skipped where there is none")
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    _order_by_world_size(items)
     marked = [item for item in items if item.get_closest_marker("cuda") is not None]
     if not marked:
         return
@@ -25,6 +27,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch finds none"))
+
+
+def _order_by_world_size(items: list[pytest.Item]) -> None:
+    """Within each file: few pools of ranks live at a time, and one that ends is started again."""
+    places: dict[Path, int] = {}
+    for item in items:
+        places.setdefault(item.path, len(places))
+
+    def world_size(item: pytest.Item) -> int:
+        callspec = getattr(item, "callspec", None)
+        return callspec.params.get("world_size", 0) if callspec is not None else 0
+
+    items.sort(key=lambda item: (places[item.path], world_size(item)))
 
 
 def pytest_unconfigure() -> None:
