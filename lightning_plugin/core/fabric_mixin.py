@@ -166,6 +166,7 @@ class FabricMixin(FabricPipelineMixin, StrategyMixin):
         """Clip by the norm over all ranks' parts, whatever they are cut over; returns the norm before."""
         from weft.strategy.data_parallel import clip_gradients_by_norm
 
+        self._refuse_clipping_after_steps()
         self.precision.unscale_gradients(optimizer)
         parameters = self.precision.main_params(optimizer)
         if self._pipeline is not None:
@@ -173,6 +174,18 @@ class FabricMixin(FabricPipelineMixin, StrategyMixin):
                 max_norm, norm_type, error_if_nonfinite=error_if_nonfinite, parameters=parameters
             )
         return clip_gradients_by_norm(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+    def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float) -> None:
+        """As the stock one."""
+        self._refuse_clipping_after_steps()
+        super().clip_gradients_value(module, optimizer, clip_val)
+
+    def _refuse_clipping_after_steps(self) -> None:
+        if self._stepper is not None:
+            raise RuntimeError(
+                "clip_gradients came after optimizer_in_backward had stepped every weight, and no gradient is left to "
+                "clip; pass optimizer_in_backward=False."
+            )
 
     def setup_module(self, module: Module) -> Module:
         """Run `parallelize_fn`, then the plan; the ranks of a group start from the first one's values."""

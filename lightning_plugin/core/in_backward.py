@@ -23,7 +23,9 @@ def _reason(trainer: Any) -> str | None:
     if trainer.accumulate_grad_batches != 1:
         return f"the Trainer accumulates gradients over {trainer.accumulate_grad_batches} batches"
     if trainer.gradient_clip_val and clips_by_norm(trainer):
-        return f"the Trainer clips gradients by their norm (gradient_clip_val={trainer.gradient_clip_val})"
+        return (
+            f"the Trainer clips gradients by their norm (gradient_clip_val={trainer.gradient_clip_val}), not by value"
+        )
     if not module.automatic_optimization:
         return f"{type(module).__name__} optimizes manually"
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
