@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft import pipeline_links
 from weft._plugin.batch_check import BatchCheck
 from weft._plugin.meshes import PIPELINE_AXIS
+from weft._plugin.process_guard import guard
 
 if TYPE_CHECKING:
     from weft._plugin.settings import PlanSettings
@@ -68,6 +70,8 @@ class PipelineMixin:
         self._pipeline = Pipeline(
             module, mesh, cuts, schedule=schedule, micro_batch_shares=shares, device=self.root_device
         )
+        group = self.pipeline_group
+        guard().on_clean_exit(lambda: pipeline_links.unlink(group))  # before it is destroyed
         module.__dict__[_KEY] = ((mesh, cuts, schedule), self._pipeline)
 
     def _check_batch_of_stages(self, kind: str, batch: Any) -> None:

@@ -7,6 +7,7 @@
 
 #include <pybind11/chrono.h>
 #include <pybind11/functional.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -98,6 +99,7 @@ PYBIND11_MODULE(_collectives, m) {
   m.def("make_backend", &make_backend);
   m.def("leave_all_groups", &ops::leave_all_groups, py::call_guard<py::gil_scoped_release>());
   m.def("link_pipeline", &ops::link_pipeline, py::call_guard<py::gil_scoped_release>());
+  m.def("pipeline_link_device", &ops::pipeline_link_device);
   m.def("unlink_pipeline", &ops::unlink_pipeline, py::call_guard<py::gil_scoped_release>());
 }
 

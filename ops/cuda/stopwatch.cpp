@@ -32,15 +32,16 @@ class CudaStopwatch final : public Stopwatch {
   at::cuda::CUDAEvent stop_{cudaEventDefault};
 };
 
-std::unique_ptr<Stopwatch> start(const c10::Device& device) {
+bool is_not_captured(const c10::Device& device) {
   const c10::cuda::CUDAGuard guard(device);
-  if (c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) {
-    return nullptr;
-  }
+  return c10::cuda::currentStreamCaptureStatusMayInitCtx() == c10::cuda::CaptureStatus::None;
+}
+
+std::unique_ptr<Stopwatch> start(const c10::Device& device) {
   return std::make_unique<CudaStopwatch>(device);
 }
 
-const bool kIsSet = (set_cuda_stopwatch(&start), true);
+const bool kIsSet = (set_cuda_stopwatch({&is_not_captured, &start}), true);
 
 }  // namespace
 

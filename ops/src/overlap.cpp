@@ -291,16 +291,11 @@ OverlapChoice::OverlapChoice(std::string_view op,
   }
   const auto measured = table.measured(kind, group);
   std::unique_lock lock(table.mutex());
-  std::unique_ptr<Stopwatch> watch;
-  if (!measured->ratio.has_value()) {
-    watch = start_stopwatch(like.device());
-    if (!watch) {
-      return;
-    }
+  if (!measured->ratio.has_value() && !can_time(like.device())) {
+    return;
   }
   if (!measured->ratio.has_value() && measured->trial.asks()) {
     agree(*measured, lock, op, group, like.device());
-    watch = start_stopwatch(like.device());
   }
   if (measured->ratio.has_value()) {
     rows_per_piece_ = gains(*measured->ratio) ? rows : 0;
@@ -308,12 +303,14 @@ OverlapChoice::OverlapChoice(std::string_view op,
   }
   const bool in_pieces = measured->trial.next_in_pieces();
   rows_per_piece_ = in_pieces ? rows : 0;
-  if (measured->trial.is_warm()) {
+  const bool is_warm = measured->trial.is_warm();
+  lock.unlock();
+  if (is_warm) {
     record_ = [measured, in_pieces, travel](std::unique_ptr<Stopwatch> stopped) {
       Table::instance().keep(measured,
                              {travel.own_features, in_pieces, travel.num_rows, std::move(stopped)});
     };
-    watch_ = std::move(watch);
+    watch_ = start_stopwatch(like.device());
   }
 }
 

@@ -2,14 +2,13 @@
 
 #include "pipeline_wire.h"
 
-#include <weft/ops/pipeline.h>
-
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include <array>
+#include <algorithm>
 #include <cstring>
 #include <exception>
 #include <iterator>
@@ -20,8 +19,6 @@ namespace weft::ops {
 namespace {
 
 using Tensors = std::vector<at::Tensor>;
-
-constexpr std::string_view kLink = "weft::link_pipeline";
 
 // In the form that it is sent in.
 struct Announcement {
@@ -50,50 +47,34 @@ at::Tensor numbers_of(const Tensors& tensors) {
   return result;
 }
 
-// Of all groups of this process. Thread safety: all of it.
-class Links {
- public:
-  static Links& instance() {
-    static auto* const links = new Links;  // outlives every group
-    return *links;
+std::string text_of_current_exception() {
+  try {
+    throw;
+  } catch (const std::exception& error) {
+    return error.what();
+  } catch (...) {
+    return "an unknown error";
   }
+}
 
-  std::shared_ptr<PipelineLink> find(const ProcessGroupPtr& group, int peer) {
-    const std::lock_guard lock(mutex_);
-    const auto found = links_.find({group.get(), peer});
-    return found == links_.end() ? nullptr : found->second.link;
+void end_quietly(c10d::Backend& backend) {
+  try {
+    backend.endCoalescing();
+  } catch (const std::exception& /*of the same cause*/) {
   }
+}
 
-  // False where there is one.
-  bool add(const ProcessGroupPtr& group, int peer, std::shared_ptr<PipelineLink> link) {
-    const std::lock_guard lock(mutex_);
-    std::erase_if(links_, [](const auto& entry) { return entry.second.group.expired(); });
-    return links_.try_emplace({group.get(), peer}, Entry{GroupRef(group), std::move(link)}).second;
-  }
-
-  void release(const ProcessGroupPtr& group) {
-    std::vector<Entry> released;  // destroyed without the lock
-    const std::lock_guard lock(mutex_);
-    for (auto entry = links_.begin(); entry != links_.end();) {
-      const auto next = std::next(entry);
-      if (entry->first.first == group.get()) {
-        released.push_back(std::move(entry->second));
-        links_.erase(entry);
-      }
-      entry = next;
-    }
-  }
-
- private:
-  using GroupRef = c10::weak_intrusive_ptr<c10d::ProcessGroup>;
-  struct Entry {
-    GroupRef group;  // keeps the address from being taken by another group
-    std::shared_ptr<PipelineLink> link;
-  };
-
-  std::mutex mutex_;
-  std::map<std::pair<c10d::ProcessGroup*, int>, Entry> links_;
-};
+// Says why nothing more is sent or taken.
+void refuse_after(const PipelineLink::Context& context, const std::optional<std::string>& failure) {
+  TORCH_CHECK_WITH(DistBackendError,
+                   !failure.has_value(),
+                   context.op,
+                   ": got ",
+                   context.what,
+                   " after another message between the two ranks had failed (",
+                   failure.value_or(""),
+                   "); start the processes again.");
+}
 
 }  // namespace
 
@@ -106,7 +87,8 @@ PipelineLink::PipelineLink(int peer, c10::Device device, BackendPtr outgoing, Ba
 
 void PipelineLink::open(const ProcessGroupPtr& group) {
   const Context context{
-      kLink, c10::str("the first message between ranks ", group->getRank(), " and ", peer_)};
+      "weft::link_pipeline",
+      c10::str("the first message between ranks ", group->getRank(), " and ", peer_)};
   const auto byte = at::zeros({1}, at::TensorOptions(device_).dtype(at::kByte));
   // NCCL makes the connection of two ranks when both ask for it: one after the other.
   const bool sends_first = group->getRank() < peer_;
@@ -117,17 +99,39 @@ void PipelineLink::open(const ProcessGroupPtr& group) {
   }
 }
 
+void PipelineLink::shut_down() {
+  outgoing_->shutdown();
+  incoming_->shutdown();
+}
+
 PipelineLink::Pending PipelineLink::send(const Context& context,
                                          const ProcessGroupPtr& group,
                                          const PipelineHeader& header,
                                          bool is_answer,
                                          bool is_direct,
                                          const Tensors& tensors) {
+  const std::lock_guard lock(sending_);
+  refuse_after(context, sending_failed_);
+  try {
+    return send_now(context, group, header, is_answer, is_direct, tensors);
+  } catch (...) {
+    sending_failed_ = text_of_current_exception();
+    throw;
+  }
+}
+
+PipelineLink::Pending PipelineLink::send_now(const Context& context,
+                                             const ProcessGroupPtr& group,
+                                             const PipelineHeader& header,
+                                             bool is_answer,
+                                             bool is_direct,
+                                             const Tensors& tensors) {
+  // Nothing is announced that a device has not been given.
+  auto pending = is_direct ? carry(context, group, true, tensors) : Pending();
   Announcement announcement;
   announcement.header = header;
   announcement.is_answer = is_answer ? 1 : 0;
   announcement.is_direct = is_direct ? 1 : 0;
-  const std::lock_guard lock(sending_);
   at::Tensor numbers;
   if (is_direct && told_layouts_.insert(header.layout).second) {
     numbers = numbers_of(tensors);
@@ -136,15 +140,10 @@ PipelineLink::Pending PipelineLink::send(const Context& context,
   auto bytes = at::empty({sizeof(announcement)}, at::kByte);
   std::memcpy(bytes.mutable_data_ptr(), &announcement, sizeof(announcement));
   const auto number = next_sent_++;
-  Pending pending;
   pending.push_back(tell(context, group, true, bytes, tag_of(kLinkChannel, number, false)));
   if (numbers.defined()) {
     pending.push_back(
         tell(context, group, true, bytes_of(numbers), tag_of(kLinkChannel, number, true)));
-  }
-  if (is_direct) {
-    auto carried = carry(context, group, true, tensors);
-    std::move(carried.begin(), carried.end(), std::back_inserter(pending));
   }
   return pending;
 }
@@ -160,26 +159,27 @@ PipelineLink::Arrival PipelineLink::take(const Context& context,
     if (auto found = arrived_.extract(key)) {
       return std::move(found.mapped());
     }
+    refuse_after(context, reading_failed_);
     if (is_reading_) {
       changed_.wait(lock);
       continue;
     }
     is_reading_ = true;
     lock.unlock();
-    std::optional<std::pair<Key, Arrival>> next;
-    std::exception_ptr failure;
     try {
-      next = next_arrival(context, group);
+      auto next = next_arrival(context, group);
+      lock.lock();
+      arrived_.insert_or_assign(next.first, std::move(next.second));
     } catch (...) {
-      failure = std::current_exception();
+      const auto text = text_of_current_exception();
+      lock.lock();
+      reading_failed_ = text;
+      is_reading_ = false;
+      changed_.notify_all();
+      throw;
     }
-    lock.lock();
     is_reading_ = false;
     changed_.notify_all();
-    if (failure) {
-      std::rethrow_exception(failure);
-    }
-    arrived_.insert(std::move(*next));
   }
 }
 
@@ -190,6 +190,14 @@ std::pair<PipelineLink::Key, PipelineLink::Arrival> PipelineLink::next_arrival(
   tell(context, group, false, bytes, tag_of(kLinkChannel, next_read_, false)).wait();
   std::memcpy(&announcement, bytes.const_data_ptr(), sizeof(announcement));
   const auto& header = announcement.header;
+  TORCH_CHECK_WITH(DistBackendError,
+                   is_header(header),
+                   context.op,
+                   ": rank ",
+                   peer_,
+                   " announced ",
+                   context.what,
+                   " with something else than a header; link the two ranks on both sides.");
   if (announcement.num_numbers > 0) {
     read_layouts(context, group, header.layout, announcement.num_numbers);
   }
@@ -244,6 +252,7 @@ PipelineLink::Pending PipelineLink::carry(const Context& context,
                                           const ProcessGroupPtr& group,
                                           bool sends,
                                           const Tensors& tensors) const {
+  const c10::DeviceGuard guard(device_);
   const auto& backend = sends ? outgoing_ : incoming_;
   const int other = group->getRank() < peer_ ? 1 : 0;
   Tensors parts;
@@ -261,8 +270,11 @@ PipelineLink::Pending PipelineLink::carry(const Context& context,
   if (!parts.empty() && backend->supportsCoalescing()) {
     pending.emplace_back(context.op, context.what, group, parts, true, [&](bool /*async_op*/) {
       backend->startCoalescing();
-      for (const auto& part : parts) {
-        start(part);
+      try {
+        std::ranges::for_each(parts, start);
+      } catch (...) {
+        end_quietly(*backend);  // or all that this thread calls would be part of the batch
+        throw;
       }
       return backend->endCoalescing();
     });
@@ -276,57 +288,5 @@ PipelineLink::Pending PipelineLink::carry(const Context& context,
   }
   return pending;
 }
-
-std::shared_ptr<PipelineLink> link_to(const ProcessGroupPtr& group, int peer) {
-  return Links::instance().find(group, peer);
-}
-
-void link_pipeline(const ProcessGroupPtr& group,
-                   int peer,
-                   c10::Device device,
-                   const MakeLinkBackend& make) {
-  const int rank = group->getRank();
-  TORCH_CHECK_VALUE(peer >= 0 && peer < group->getSize() && peer != rank,
-                    kLink,
-                    ": got peer ",
-                    peer,
-                    " on rank ",
-                    rank,
-                    " of ",
-                    group->getSize(),
-                    "; pass another rank of the group, counted in it.");
-  TORCH_CHECK_VALUE(has_cpu_backend(group),
-                    kLink,
-                    ": got a group without a backend for CPU tensors, which messages are announced "
-                    "over; make it with backend=\"cpu:weft,cuda:nccl\".");
-  TORCH_CHECK_VALUE(link_to(group, peer) == nullptr,
-                    kLink,
-                    ": got peer ",
-                    peer,
-                    ", to which rank ",
-                    rank,
-                    " has a link already; link each pair once.");
-  const int own = rank < peer ? 0 : 1;
-  std::array<PipelineLink::BackendPtr, 2> towards;
-  for (const int to : {0, 1}) {
-    auto& backend = towards.at(static_cast<std::size_t>(to)) = make(own, to);
-    TORCH_CHECK_VALUE(backend->getSize() == 2 && backend->getRank() == own,
-                      kLink,
-                      ": got a backend with rank ",
-                      backend->getRank(),
-                      " of ",
-                      backend->getSize(),
-                      "; pass one over the two ranks, in which this is rank ",
-                      own,
-                      ".");
-  }
-  auto& [to_low, to_high] = towards;
-  auto link = own == 0 ? std::make_shared<PipelineLink>(peer, device, to_high, to_low)
-                       : std::make_shared<PipelineLink>(peer, device, to_low, to_high);
-  link->open(group);
-  Links::instance().add(group, peer, std::move(link));
-}
-
-void unlink_pipeline(const ProcessGroupPtr& group) { Links::instance().release(group); }
 
 }  // namespace weft::ops

@@ -59,8 +59,9 @@ class PipelineLink {
 
   // One byte each way, which makes connections. Blocks until the peer has called it.
   void open(const ProcessGroupPtr& group);
+  void shut_down();
 
-  // Announces a message and, if it `is_direct`, sends its contiguous tensors on device().
+  // Sends the contiguous tensors of a message, on device() if it `is_direct`, and announces it.
   Pending send(const Context& context,
                const ProcessGroupPtr& group,
                const PipelineHeader& header,
@@ -68,7 +69,8 @@ class PipelineLink {
                bool is_direct,
                const std::vector<at::Tensor>& tensors);
 
-  // The message of this number, once it was announced.
+  // The message of this number, once it was announced. After a failure, here or in send(), nothing
+  // is sent or taken any more: what follows would meet what has failed.
   Arrival take(const Context& context,
                const ProcessGroupPtr& group,
                std::int64_t channel,
@@ -82,6 +84,12 @@ class PipelineLink {
     std::vector<std::int64_t> sizes;
   };
 
+  Pending send_now(const Context& context,
+                   const ProcessGroupPtr& group,
+                   const PipelineHeader& header,
+                   bool is_answer,
+                   bool is_direct,
+                   const std::vector<at::Tensor>& tensors);
   std::pair<Key, Arrival> next_arrival(const Context& context, const ProcessGroupPtr& group);
   void read_layouts(const Context& context,
                     const ProcessGroupPtr& group,
@@ -104,12 +112,14 @@ class PipelineLink {
   // What arrives waits for no computation of this rank: it has a stream of its own. CPUs have none.
   const c10::Stream receiving_;
 
-  std::mutex sending_;  // of what is announced and then sent
+  std::mutex sending_;  // of what is sent and then announced
+  std::optional<std::string> sending_failed_;
   std::uint64_t next_sent_ = 0;
   std::set<std::uint64_t> told_layouts_;
 
   std::mutex mutex_;  // of all below
   std::condition_variable changed_;
+  std::optional<std::string> reading_failed_;
   bool is_reading_ = false;  // one thread does, without the lock; what it has read is its own then
   std::uint64_t next_read_ = 0;
   std::map<std::uint64_t, std::vector<Layout>> layouts_;

@@ -63,9 +63,9 @@ MessagePtr PipelineMessage::post(Side side,
         {tensors[i].sizes().vec(), tensors[i].options(), differentiable.at(i)});
   }
   // What may fail comes before the number is taken and anything is sent.
-  Tensors given;
+  Outgoing given;
   if (side == Side::kSender) {
-    given = message->to_be_sent(tensors);
+    given = message->outgoing(tensors);
   }
   message->sequence_ = traffic.next_sequence(message->address_, side);
   if (side == Side::kSender) {
@@ -118,7 +118,7 @@ Tensors PipelineMessage::wait() {
 void PipelineMessage::send_gradients(const Tensors& gradients) {
   op_ = "the backward of weft::pipeline_wait";
   check_first_answer();
-  send(header_of(gradient_layouts(), Kind::kGradients), to_be_sent(gradients), true);
+  send(header_of(gradient_layouts(), Kind::kGradients), outgoing(gradients), true);
   Traffic::instance().keep(MessagePtr::reclaim_copy(this));
 }
 
@@ -150,30 +150,26 @@ PipelineMessage::Layouts PipelineMessage::gradient_layouts() const {
   return layouts;
 }
 
-bool PipelineMessage::is_direct(const Tensors& tensors) const {
-  return link_ && std::ranges::all_of(tensors, [&](const at::Tensor& tensor) {
-           return tensor.device() == link_->device();
-         });
-}
-
-Tensors PipelineMessage::to_be_sent(const Tensors& tensors) const {
-  const bool stays = is_direct(tensors);
-  Tensors result;
+PipelineMessage::Outgoing PipelineMessage::outgoing(const Tensors& tensors) const {
+  Outgoing result;
+  result.is_direct = link_ && std::ranges::all_of(tensors, [&](const at::Tensor& tensor) {
+                       return tensor.device() == link_->device();
+                     });
   for (const auto& tensor : tensors) {
     const auto plain = tensor.resolve_conj().resolve_neg();
-    result.push_back((stays ? plain : plain.cpu()).contiguous());
+    result.tensors.push_back((result.is_direct ? plain : plain.cpu()).contiguous());
   }
   return result;
 }
 
-void PipelineMessage::send(const PipelineHeader& header, const Tensors& tensors, bool is_answer) {
+void PipelineMessage::send(const PipelineHeader& header, const Outgoing& message, bool is_answer) {
+  const auto& [tensors, is_direct] = message;
   if (link_) {
-    // A refusal has no tensors.
-    const bool direct = !tensors.empty() && is_direct(tensors);
-    auto pending = link_->send({op_, name()}, address_.group, header, is_answer, direct, tensors);
+    auto pending =
+        link_->send({op_, name()}, address_.group, header, is_answer, is_direct, tensors);
     const std::lock_guard lock(mutex_);
     std::ranges::move(pending, std::back_inserter(exchanges_));
-    if (direct) {
+    if (is_direct) {
       return;
     }
   } else {
@@ -257,7 +253,7 @@ void PipelineMessage::expect_header(const PipelineHeader& expected) {
 
 Tensors PipelineMessage::received(const Layouts& layouts, bool is_answer) {
   if (arrival_.is_direct) {
-    return received_directly();
+    return received_directly(layouts);
   }
   if (arriving_.empty()) {
     start_receiving(layouts, is_answer);
@@ -270,17 +266,19 @@ Tensors PipelineMessage::received(const Layouts& layouts, bool is_answer) {
   return tensors;
 }
 
-Tensors PipelineMessage::received_directly() {
+Tensors PipelineMessage::received_directly(const Layouts& layouts) {
   auto arrival = std::exchange(arrival_, {});
   for (auto& work : arrival.on_their_way) {
     work.wait();
   }
   // They were made for the stream that receives.
   const auto here = c10::impl::VirtualGuardImpl(link_->device().type()).getStream(link_->device());
-  for (const auto& tensor : arrival.tensors) {
+  for (std::size_t i = 0; i < arrival.tensors.size(); ++i) {
+    auto& tensor = arrival.tensors[i];
     if (here != *arrival.stream) {
       tensor.record_stream(here);
     }
+    tensor = tensor.to(layouts[i].options.device());
   }
   return std::move(arrival.tensors);
 }

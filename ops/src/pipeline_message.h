@@ -51,7 +51,8 @@ class PipelineMessage final : public torch::CustomClassHolder {
                                                   const std::vector<at::Tensor>& tensors,
                                                   const std::vector<bool>& differentiable);
 
-  // Waits until all that this rank has sent in the group has left.
+  // Waits until all that this rank has sent in the group has left; over a link the current stream
+  // does.
   static void flush(const ProcessGroupPtr& group);
 
   PipelineMessage(Side side, PipelineAddress address);
@@ -63,7 +64,7 @@ class PipelineMessage final : public torch::CustomClassHolder {
   bool is_differentiable() const;  // any of them
 
   // Receiver: the tensors that came; once. Sender: empty, as soon as what was sent may be changed
-  // again.
+  // again; over a link by work on the current stream.
   std::vector<at::Tensor> wait();
 
   // Receiver: answers with the gradients of the differentiable tensors, in their order; once.
@@ -77,20 +78,19 @@ class PipelineMessage final : public torch::CustomClassHolder {
   Layouts gradient_layouts() const;
   PipelineHeader header_of(const Layouts& layouts, PipelineHeader::Kind kind) const;
 
-  // Whether these go from device to device.
-  bool is_direct(const std::vector<at::Tensor>& tensors) const;
-  // Contiguous, and where they are sent from.
-  std::vector<at::Tensor> to_be_sent(const std::vector<at::Tensor>& tensors) const;
-
-  // `tensors` are as to_be_sent() gives them.
-  void send(const PipelineHeader& header, const std::vector<at::Tensor>& tensors, bool is_answer);
+  struct Outgoing {
+    std::vector<at::Tensor> tensors;  // contiguous, where they are sent from
+    bool is_direct = false;           // from device to device
+  };
+  Outgoing outgoing(const std::vector<at::Tensor>& tensors) const;
+  void send(const PipelineHeader& header, const Outgoing& message, bool is_answer);
   void start_receiving_header(bool is_answer);
   void start_receiving(const Layouts& layouts, bool is_answer);
   // Waits for the header and checks it; the peer is told where it is not what is expected.
   void expect_header(const PipelineHeader& expected);
   // The tensors of the message whose header came, on the devices of `layouts`.
   std::vector<at::Tensor> received(const Layouts& layouts, bool is_answer);
-  std::vector<at::Tensor> received_directly();
+  std::vector<at::Tensor> received_directly(const Layouts& layouts);
 
   PendingCollective start(bool sends, const at::Tensor& bytes, bool is_answer);
   void exchange(bool sends, const at::Tensor& bytes, bool is_answer);

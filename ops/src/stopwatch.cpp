@@ -18,18 +18,29 @@ class CpuStopwatch final : public Stopwatch {
   std::chrono::duration<double> taken_{};
 };
 
-std::atomic<StartStopwatch> start_on_cuda{nullptr};
+std::atomic<bool (*)(const c10::Device&)> can_time_on_cuda{nullptr};
+std::atomic<std::unique_ptr<Stopwatch> (*)(const c10::Device&)> start_on_cuda{nullptr};
 
 }  // namespace
+
+bool can_time(const c10::Device& device) {
+  if (device.is_cpu()) {
+    return true;
+  }
+  const auto can = can_time_on_cuda.load();
+  return device.is_cuda() && can != nullptr && can(device);
+}
 
 std::unique_ptr<Stopwatch> start_stopwatch(const c10::Device& device) {
   if (device.is_cpu()) {
     return std::make_unique<CpuStopwatch>();
   }
-  const auto start = start_on_cuda.load();
-  return device.is_cuda() && start != nullptr ? start(device) : nullptr;
+  return start_on_cuda.load()(device);
 }
 
-void set_cuda_stopwatch(StartStopwatch start) { start_on_cuda = start; }
+void set_cuda_stopwatch(const StopwatchMaker& maker) {
+  start_on_cuda = maker.start;
+  can_time_on_cuda = maker.can_time;
+}
 
 }  // namespace weft::ops

@@ -18,12 +18,16 @@ class Stopwatch {
   virtual double seconds() const = 0;
 };
 
-// On the current stream. Null where nothing can be timed: on a device that no stopwatch is known
-// for, and while its work is captured to be run later.
+// Not on a device that no stopwatch is known for, nor while its work is captured to be run later.
+bool can_time(const c10::Device& device);
+// On the current stream. REQUIRES: can_time(device).
 std::unique_ptr<Stopwatch> start_stopwatch(const c10::Device& device);
 
-using StartStopwatch = std::unique_ptr<Stopwatch> (*)(const c10::Device&);
+struct StopwatchMaker {
+  bool (*can_time)(const c10::Device& device);
+  std::unique_ptr<Stopwatch> (*start)(const c10::Device& device);
+};
 // How that is done on CUDA devices; once, while the library of their operators is loaded.
-WEFT_OPS_API void set_cuda_stopwatch(StartStopwatch start);
+WEFT_OPS_API void set_cuda_stopwatch(const StopwatchMaker& maker);
 
 }  // namespace weft::ops

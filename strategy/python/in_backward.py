@@ -84,8 +84,8 @@ class StepInBackward:
         if by_rows and not self._mlps:
             raise ValueError(
                 "optimizer_in_backward='rows' found no fused MLP with weights of its own that are cut over the "
-                "tensor-parallel axis alone; have the plan fuse one as column_row_mlp (weft.strategy.report(model) says "
-                "why it did not), or pass optimizer_in_backward=True."
+                "tensor-parallel axis alone; have the plan fuse one as column_row_mlp (weft.strategy.report(model) "
+                "says why it did not), or pass optimizer_in_backward=True."
             )
         self._handles: list[RemovableHandle] = [optimizer.register_step_post_hook(self._end)]
         for parameter in self._groups:

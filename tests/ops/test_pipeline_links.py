@@ -184,6 +184,15 @@ def test_refusals(rank: int) -> None:
     for peer in (rank, 2, -1):
         with pytest.raises(ValueError, match=f"got peer {peer} on rank {rank} of 2; pass another rank of the group"):
             pipeline_links.link(world, [peer], torch.device("cpu"), transport=_gloo)
+    with pytest.raises(ValueError, match="got the device cuda to link ranks for; pass one with its number: 'cuda:0'"):
+        pipeline_links.link(world, [1 - rank], torch.device("cuda"))
+    with pytest.raises(ValueError, match="got the device cpu to link ranks for by NCCL; pass transport=, or a CUDA"):
+        pipeline_links.link(world, [1 - rank], torch.device("cpu"))
+    group = dist.new_group(backend="cpu:weft")
+    pipeline_links.link(group, [1 - rank], torch.device("cpu"), transport=_gloo)
+    with pytest.raises(ValueError, match=rf"rank {rank} is linked to rank {1 - rank} for cpu and got cuda:0; unlink"):
+        pipeline_links.link(group, [1 - rank], torch.device("cuda:0"), transport=_gloo)
+    pipeline_links.unlink(group)
     without = dist.new_group(backend="cuda:gloo")
     with pytest.raises(ValueError, match="got a group without a backend for CPU tensors"):
         pipeline_links.link(without, [1 - rank], torch.device("cpu"), transport=_gloo)
@@ -195,3 +204,22 @@ def test_refusals(rank: int) -> None:
 
     with pytest.raises(ValueError, match=rf"got a backend with rank 0 of 1; .* in which this is rank {rank}"):
         pipeline_links.link(world, [1 - rank], torch.device("cpu"), transport=of_one)
+    with pytest.raises(TypeError, match="got no backend; make one for each direction"):
+        pipeline_links.link(world, [1 - rank], torch.device("cpu"), transport=lambda *_: None)
+
+
+@on_ranks(3)
+def test_groups_of_some_ranks(rank: int) -> None:
+    """Peers are counted in the group, and several groups may link the same two ranks."""
+    x = torch.full((3,), float(rank))
+    groups = [dist.new_group([0, 2], backend="cpu:weft"), dist.new_group([2, 0, 1], backend="cpu:weft")]
+    for group in groups:
+        if not isinstance(group, dist.ProcessGroup):
+            continue  # this rank is none of it
+        own, size = group.rank(), group.size()
+        pipeline_links.link(group, [(own + 1) % size, (own - 1) % size], torch.device("cpu"), transport=_gloo)
+        OPS.pipeline_send([x], (own + 1) % size, 0, group.group_name)
+        [got] = OPS.pipeline_wait(OPS.pipeline_recv([x], (own - 1) % size, 0, group.group_name))
+        assert got[0].item() == dist.get_process_group_ranks(group)[(own - 1) % size]
+        OPS.pipeline_flush(group.group_name)
+        pipeline_links.unlink(group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -26,13 +27,23 @@ def peers_of(rank: int, rank_of: Sequence[int], tied: Iterable[Iterable[int]]) -
     return sorted(peers - {rank})
 
 
-def link_stages(group: dist.ProcessGroup, peers: Sequence[int], device: torch.device) -> None:
-    """Let messages of tensors on `device` travel by NCCL, where the group has it for them; collective over the pairs.
+def are_wanted() -> bool:
+    """What WEFT_PIPELINE_LINKS says: whether stages on CUDA devices are linked by NCCL. Default: never.
 
-    Without it they stop in host memory, as those of CUDA tensors between ranks that share a device must.
+    Raises:
+        ValueError: it says something else than "always" or "never".
     """
-    if device.type != "cuda" or not dist.is_nccl_available():
-        return
-    if isinstance(group._get_backend(device), dist.ProcessGroupNCCL):
+    said = os.environ.get("WEFT_PIPELINE_LINKS") or "never"
+    if said not in ("always", "never"):
+        raise ValueError(f"weft: got WEFT_PIPELINE_LINKS={said}; set it to always or never.")
+    return said == "always"
+
+
+def link_stages(group: dist.ProcessGroup, peers: Sequence[int], device: torch.device) -> None:
+    """Let messages of tensors on a CUDA device travel by NCCL, if that is wanted; collective over the pairs.
+
+    Else they stop in host memory, as those between ranks that share a device must.
+    """
+    if device.type == "cuda" and are_wanted():
         index = torch.cuda.current_device() if device.index is None else device.index
         pipeline_links.link(group, peers, torch.device("cuda", index))

@@ -42,6 +42,11 @@ class Wire {
     }
     return work;
   }
+  // The next send or receive in a batch fails, once.
+  void break_next(bool of_sends) { (of_sends ? breaks_sends_ : breaks_recvs_) = true; }
+  bool breaks(bool of_sends) {
+    return std::exchange(of_sends ? breaks_sends_ : breaks_recvs_, false);
+  }
   int num_batches() const {
     const std::lock_guard lock(mutex_);
     return num_batches_;
@@ -68,6 +73,7 @@ class Wire {
   mutable std::mutex mutex_;
   std::deque<Batch> sent_, awaited_;
   int num_batches_ = 0;
+  bool breaks_sends_ = false, breaks_recvs_ = false;
 };
 
 class LikeNccl final : public c10d::Backend {
@@ -82,6 +88,7 @@ class LikeNccl final : public c10d::Backend {
   }
   c10::intrusive_ptr<c10d::Work> endCoalescing() override {
     TORCH_CHECK(std::exchange(is_batching_, false), "the end of no batch");
+    if (batch_.empty()) return {};
     return wire_->put(sends_, std::exchange(batch_, {}));
   }
   c10::intrusive_ptr<c10d::Work> send(Wire::Tensors& tensors, int to, int tag) override {
@@ -94,6 +101,7 @@ class LikeNccl final : public c10d::Backend {
  private:
   c10::intrusive_ptr<c10d::Work> add(bool sends, const Wire::Tensors& tensors, int other, int tag) {
     TORCH_CHECK(is_batching_ && other == 1 - getRank() && tag == 0 && tensors.size() == 1);
+    TORCH_CHECK(!wire_->breaks(sends), "a broken wire");
     sends_ = sends;
     batch_.push_back(tensors.at(0));
     return {};
@@ -185,6 +193,43 @@ TEST_P(PipelineLink, StagesEqualTheWholeModel) {
     EXPECT_EQ(wires.get(rank, rank + 1)->num_batches(), 1 + kNumBatches);
     EXPECT_EQ(wires.get(rank + 1, rank)->num_batches(), 1 + kNumBatches);
   }
+}
+
+// A message that could not be received is not taken for the next one, and no batch stays open.
+TEST(PipelineLinks, ABrokenReceiveIsTheLast) {
+  Wires wires;
+  run_ranks(2, [&](RankContext& ctx) {
+    wires.link_all(ctx);
+    const auto group = c10d::resolve_process_group(ctx.group_name);
+    const auto like = at::ones({3});
+    const auto wire = wires.get(0, 1);
+    if (ctx.group_rank == 0) {
+      ops::pipeline_send({like}, 1, 0, ctx.group_name);
+      ops::pipeline_send({2 * like}, 1, 0, ctx.group_name);
+      ops::pipeline_flush(ctx.group_name);
+      return;
+    }
+    const auto receive = [&] {
+      return ops::pipeline_wait(ops::pipeline_recv({like}, 0, 0, ctx.group_name)).at(0);
+    };
+    expect_close(receive(), like, 0, "the first");
+    wire->break_next(/*of_sends=*/false);
+    EXPECT_THROW(receive(), c10::Error);
+    EXPECT_THROW(receive(), c10::DistBackendError);
+    wire->put(/*sends=*/false, {at::empty({12}, at::kByte)});  // so that the sender can end
+  });
+}
+
+TEST(PipelineLinks, ABrokenSendIsTheLast) {
+  Wires wires;
+  run_ranks(2, [&](RankContext& ctx) {
+    wires.link_all(ctx);
+    if (ctx.group_rank == 1) return;
+    const auto x = at::ones({3});
+    wires.get(0, 1)->break_next(/*of_sends=*/true);
+    EXPECT_THROW(ops::pipeline_send({x}, 1, 0, ctx.group_name), c10::Error);
+    EXPECT_THROW(ops::pipeline_send({x}, 1, 0, ctx.group_name), c10::DistBackendError);
+  });
 }
 
 TEST(PipelineLinks, RefusesBackendsOfOthersAndASecondLink) {

@@ -66,9 +66,23 @@ def test_steps_over_links_equal_one_device(rank: int, world_size: int, schedule:
     pipeline_links.unlink(mesh.get_group())
 
 
-@on_ranks(2)
-def test_without_nccl_nothing_is_linked(rank: int) -> None:
-    group = dist.new_group(backend="cpu:weft,cuda:gloo")
-    for device in ("cpu", "cuda"):
-        link_stages(group, [1 - rank], torch.device(device))
-    assert not pipeline_links._backends.get(group.group_name)
+@pytest.mark.parametrize(
+    ("wanted", "device", "linked"),
+    [(None, "cuda:1", []), ("never", "cuda:1", []), ("always", "cpu", []), ("always", "cuda:1", [([1, 3], "cuda:1")])],
+)
+def test_stages_are_linked_where_it_is_wanted(
+    monkeypatch: pytest.MonkeyPatch, wanted: str | None, device: str, linked: list[object]
+) -> None:
+    made: list[object] = []
+    monkeypatch.setattr(pipeline_links, "link", lambda group, peers, where: made.append((peers, str(where))))
+    monkeypatch.delenv("WEFT_PIPELINE_LINKS", raising=False)
+    if wanted is not None:
+        monkeypatch.setenv("WEFT_PIPELINE_LINKS", wanted)
+    link_stages(None, [1, 3], torch.device(device))  # type: ignore[arg-type]
+    assert made == linked
+
+
+def test_other_wishes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_PIPELINE_LINKS", "nccl")
+    with pytest.raises(ValueError, match="got WEFT_PIPELINE_LINKS=nccl; set it to always or never"):
+        link_stages(None, [1], torch.device("cuda:0"))  # type: ignore[arg-type]

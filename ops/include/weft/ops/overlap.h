@@ -6,9 +6,9 @@
 // "auto" measures: the first calls of an operator on a kind of shape take turns, and the ranks of
 // the group then agree on what was faster; whole where pieces gain less than 5 % on the rank and
 // for the weight where they gain least. A table of earlier choices spares the measuring. Times on
-// CUDA are the device's, read when the ranks agree, which waits for it. While a stream is captured
-// and under deterministic algorithms "auto" takes pieces where such a table says so, or was agreed
-// before, and whole elsewhere.
+// CUDA are the device's, read when the ranks agree, which waits for it; nothing is measured while a
+// stream is captured. Under deterministic algorithms "auto" takes pieces where a table says so, and
+// whole elsewhere.
 
 #include <weft/ops/export.h>
 

@@ -10,6 +10,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <functional>
+#include <optional>
 
 namespace weft::ops {
 
@@ -20,8 +21,11 @@ using MakeLinkBackend = std::function<c10::intrusive_ptr<c10d::Backend>(int rank
 // From now on messages between this rank and `peer` of `group` whose tensors are all on `device`
 // travel over two backends that `make` gives, for rank 0 first; the lower one of the two in the
 // group is rank 0. Others go as before. Both ranks call it before they exchange messages; it blocks
-// until both have, so ranks with several peers take the pairs in one order. Small announcements go
-// over the group's backend for CPU tensors.
+// until both have, so ranks with several peers take the pairs, of all groups, in one order. Small
+// announcements go over the group's backend for CPU tensors.
+//
+// A message that was sent is on its way until the peer waits for a message that was sent later, or
+// for itself: what waits for the whole device on both ranks before that waits for ever.
 // Errors: ValueError for a group without one, for a peer that is none, where there is a link
 // already, and for backends of other ranks.
 WEFT_OPS_API void link_pipeline(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
@@ -29,7 +33,12 @@ WEFT_OPS_API void link_pipeline(const c10::intrusive_ptr<c10d::ProcessGroup>& gr
                                 c10::Device device,
                                 const MakeLinkBackend& make);
 
-// Lets go of the backends of all links in the group, after the last message has come.
+// What `peer` is linked for; empty where it is not.
+WEFT_OPS_API std::optional<c10::Device> pipeline_link_device(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group, int peer);
+
+// Shuts the backends of all links in the group down, after the last message was waited for; the
+// peers do so, too, as NCCL's wait for what is under way.
 WEFT_OPS_API void unlink_pipeline(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
 }  // namespace weft::ops
