@@ -45,7 +45,7 @@ from strategy_step import failures
 
 def row(candidate, dim, ratio, noise, peak):
     return dict(layout="tp2", dim=dim, candidate=candidate, ratio=ratio, noise=noise,
-                peak_bytes_without_communication=peak)
+                peak_bytes=peak)
 
 rows = [row("stock", 128, 1.0, 0.0, 10), row("weft", 128, 0.6, 0.05, 9), row("weft_on_gloo", 128, 2.0, 0.0, 10),
         row("stock", 512, 1.0, 0.0, 10), row("weft", 512, 1.04, 0.05, 9)]
@@ -57,5 +57,5 @@ def test_bars() -> None:
     result = run_process([sys.executable, "-c", FAILURES], env=ENVIRONMENT, timeout=100)
     assert result.stdout.splitlines() == [
         "tp2, dim 128, weft: 0.600 of stock's time, wanted 0.5 (noise 0.050).",
-        "tp2, dim 128, weft_on_gloo: a peak of 10 bytes without communication, wanted less than stock's 10.",
+        "tp2, dim 128, weft_on_gloo: a peak of 10 bytes, wanted less than stock's 10.",
     ], result.stderr

@@ -23,10 +23,11 @@ class Reduction : public Collective {
   int64_t elements_in(size_t num_bytes) const { return static_cast<int64_t>(num_bytes) / size_; }
   size_t bytes_of(int64_t num_elements) const { return static_cast<size_t>(num_elements * size_); }
 
-  // Reduces one range: `own` is this rank's, the others' lie at `offset` of their buffers.
+  // Reduces one range: `own` is this rank's, the others' lie at `offset_of(rank)` of their buffers.
+  template <typename OffsetOf>
   void reduce_into(std::byte* out,
                    const std::byte* own,
-                   size_t offset,
+                   const OffsetOf& offset_of,
                    int64_t num_elements,
                    const Staging& staging,
                    std::byte* second_out = nullptr,
@@ -34,7 +35,7 @@ class Reduction : public Collective {
     if (num_elements == 0) return;
     sources_.clear();
     for (int peer = 0; peer < staging.num_ranks(); ++peer) {
-      sources_.push_back(peer == staging.rank() ? own : staging.of(peer) + offset);
+      sources_.push_back(peer == staging.rank() ? own : staging.of(peer) + offset_of(peer));
     }
     reduce(head().reduce_op, head().dtype, out, sources_, num_elements, second_out, 0, streams);
   }
@@ -46,6 +47,7 @@ class Reduction : public Collective {
   int64_t chunks_of_tensor(size_t staging_bytes) const {
     return std::max<int64_t>(1, num_parts(num_elements(), elements_in(staging_bytes)));
   }
+  static size_t begin(int /*peer*/) { return 0; }
   const std::byte* input_at(int64_t element) const {
     return call().inputs.front().data + bytes_of(element);
   }
@@ -87,18 +89,19 @@ class AllReduce final : public Reduction {
     const Range part = chunk_range(chunk, staging);
     const Range slice = slice_range(staging.rank(), part, staging);
     const size_t offset = bytes_of(slice.first);
-    reduce_into(staging.own() + offset,
-                input_at(part.first + slice.first),
-                offset,
-                slice.size,
-                staging,
-                output_at(part.first + slice.first));
+    reduce_into(
+        staging.own() + offset,
+        input_at(part.first + slice.first),
+        [&](int /*peer*/) { return offset; },
+        slice.size,
+        staging,
+        output_at(part.first + slice.first));
   }
 
   void drain(int64_t chunk, const Staging& staging) override {
     const Range part = chunk_range(chunk, staging);
     if (!in_slices_) {
-      return reduce_into(output_at(part.first), input_at(part.first), 0, part.size, staging);
+      return reduce_into(output_at(part.first), input_at(part.first), begin, part.size, staging);
     }
     for (int peer = 0; peer < staging.num_ranks(); ++peer) {
       if (peer == staging.rank()) continue;  // combine() has put this rank's slice there
@@ -139,7 +142,7 @@ class Reduce final : public Reduction {
   void drain(int64_t chunk, const Staging& staging) override {
     if (!is_root()) return;
     const Range part = chunk_range(chunk, staging);
-    reduce_into(output_at(part.first), input_at(part.first), 0, part.size, staging);
+    reduce_into(output_at(part.first), input_at(part.first), begin, part.size, staging);
   }
 
  private:
@@ -149,22 +152,22 @@ class Reduce final : public Reduction {
 class ReduceScatter final : public Reduction {
  public:
   ReduceScatter(CollectiveCall call, int rank)
-      : Reduction(std::move(call)), own_(static_cast<size_t>(rank)) {}
+      : Reduction(std::move(call)), own_(static_cast<size_t>(rank)) {
+    for (const Input& input : this->call().inputs) {
+      largest_ = std::max(largest_, input.num_elements);
+    }
+  }
 
  protected:
   int64_t num_chunks(size_t staging_bytes, int num_ranks) const override {
-    int64_t most = 1;
-    for (const Input& input : call().inputs) {
-      most = std::max(most, num_parts(input.num_elements, slot_elements(staging_bytes, num_ranks)));
-    }
-    return most;
+    return std::max<int64_t>(1, num_parts(largest_, slot_elements(staging_bytes, num_ranks)));
   }
 
   void fill(int64_t chunk, const Staging& staging) override {
     for (size_t peer = 0; peer < call().inputs.size(); ++peer) {
       if (peer == own_) continue;
       const Range part = range_in(chunk, call().inputs[peer].num_elements, staging);
-      copy_bytes(staging.own() + slot_offset(peer, staging),
+      copy_bytes(staging.own() + slot_offset(peer, own_, staging),
                  call().inputs[peer].data + bytes_of(part.first),
                  bytes_of(part.size));
     }
@@ -174,27 +177,34 @@ class ReduceScatter final : public Reduction {
     const Output& output = call().outputs.front();
     const Range part = range_in(chunk, output.num_elements, staging);
     const size_t first = bytes_of(part.first);
-    reduce_into(output.data + first,
-                call().inputs[own_].data + first,
-                slot_offset(own_, staging),
-                part.size,
-                staging,
-                nullptr,
-                bytes_of(head().num_elements) >= 2 * kStreamedBytes);
+    reduce_into(
+        output.data + first,
+        call().inputs[own_].data + first,
+        [&](int peer) { return slot_offset(own_, static_cast<size_t>(peer), staging); },
+        part.size,
+        staging,
+        nullptr,
+        bytes_of(head().num_elements) >= 2 * kStreamedBytes);
   }
 
  private:
+  // Of the largest part, where it fits: pages that nothing is written to are not there.
   int64_t slot_elements(size_t staging_bytes, int num_ranks) const {
-    return elements_in(slot_bytes(staging_bytes, num_ranks));
+    const int64_t line = elements_in(64);
+    const int64_t wanted = std::max<int64_t>(1, num_parts(largest_, line)) * line;
+    return std::min(wanted, elements_in(slot_bytes(staging_bytes, num_ranks)));
   }
-  size_t slot_offset(size_t rank, const Staging& staging) const {
-    return rank * bytes_of(slot_elements(staging.num_bytes(), staging.num_ranks()));
+  // Of what goes to `rank` in the buffer of `from`, which has no slot for itself.
+  size_t slot_offset(size_t rank, size_t from, const Staging& staging) const {
+    const size_t place = rank < from ? rank : rank - 1;
+    return place * bytes_of(slot_elements(staging.num_bytes(), staging.num_ranks()));
   }
   Range range_in(int64_t chunk, int64_t num_elements, const Staging& staging) const {
     return part_of(chunk, num_elements, slot_elements(staging.num_bytes(), staging.num_ranks()));
   }
 
   const size_t own_;
+  int64_t largest_ = 0;  // part of a rank, the same on all of them
 };
 
 }  // namespace

@@ -278,7 +278,8 @@ void Machine::reduce_gradients(int64_t unit) {
       }
     }
     const Buffer output = hold_bytes(MemoryCategory::kScratch, num_bytes / dp_size_);
-    communicate(num_bytes);
+    // What goes to the other ranks.
+    communicate(std::min(num_bytes, kMaxPieceBytes) / dp_size_ * (dp_size_ - 1));
   }
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     if (parameters_[i].unit == unit) {

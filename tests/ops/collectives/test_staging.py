@@ -1,0 +1,26 @@
+"""How many pages of shared memory collectives write to."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+import weft  # noqa: F401  (registers the backend)
+from ops.memory.counting import counted
+from support.ranks import on_ranks
+
+
+@on_ranks(2, 3)
+def test_reduce_scatters_use_the_pages_of_all_gathers(world_size: int) -> None:
+    """The parts for the other ranks lie one behind the other, from where a gathered part lies."""
+    group = dist.new_group(backend="cpu:weft")
+    part = torch.ones(1 << 15)
+    whole = part.new_ones(world_size << 15)
+    with counted() as count:
+        for _ in range(2):  # of the two buffers that take turns
+            dist.all_gather_into_tensor(whole, part, group=group)
+        gathered = count.now("communication")
+        assert gathered == 2 * part.nbytes
+        for _ in range(2):
+            dist.reduce_scatter_tensor(part, whole, group=group)
+        assert count.now("communication") - gathered == 2 * part.nbytes * (world_size - 2)
