@@ -183,8 +183,8 @@ class FabricMixin(FabricPipelineMixin, StrategyMixin):
     def _refuse_clipping_after_steps(self) -> None:
         if self._stepper is not None:
             raise RuntimeError(
-                "clip_gradients came after optimizer_in_backward had stepped every weight, and no gradient is left to "
-                "clip; pass optimizer_in_backward=False."
+                "clip_gradients was called with optimizer_in_backward, which steps every weight in the backward and "
+                "leaves no gradient to clip; pass optimizer_in_backward=False."
             )
 
     def setup_module(self, module: Module) -> Module:

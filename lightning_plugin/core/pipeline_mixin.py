@@ -51,6 +51,7 @@ class PipelineMixin:
     def _cut_into_stages(self, module: torch.nn.Module, settings: PlanSettings) -> None:
         from weft.strategy.pipeline import Pipeline
         from weft.strategy.pipeline.arguments import shares_of
+        from weft.strategy.pipeline.links import are_wanted
 
         if self._pipeline is not None and self._pipeline.model is not module:
             raise ValueError(
@@ -70,8 +71,9 @@ class PipelineMixin:
         self._pipeline = Pipeline(
             module, mesh, cuts, schedule=schedule, micro_batch_shares=shares, device=self.root_device
         )
-        group = self.pipeline_group
-        guard().on_clean_exit(lambda: pipeline_links.unlink(group))  # before it is destroyed
+        if are_wanted():
+            group = self.pipeline_group
+            guard().on_clean_exit(lambda: pipeline_links.unlink(group))  # before it is destroyed
         module.__dict__[_KEY] = ((mesh, cuts, schedule), self._pipeline)
 
     def _check_batch_of_stages(self, kind: str, batch: Any) -> None:

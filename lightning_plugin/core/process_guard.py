@@ -133,8 +133,12 @@ class ProcessGuard:
                 signal.signal(signal.SIGALRM, signal.SIG_DFL)
                 signal.alarm(FAILED_EXIT_SECONDS)
             return
-        for function in reversed(self._on_clean_exit):
-            function()
+        with contextlib.ExitStack() as stack:  # the last one first, each of them even if another fails
+            stack.callback(self._wait_for_children)
+            for function in self._on_clean_exit:
+                stack.callback(function)
+
+    def _wait_for_children(self) -> None:
         # NOTE: only after the group is destroyed: that is what frees a child from a collective it waits in.
         # The guard's thread is still there, and ends the tree when a child fails.
         for child in self._children:

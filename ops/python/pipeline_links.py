@@ -81,13 +81,13 @@ def _link(
     low, high = sorted((group.rank(), peer))
 
     def make(rank: int, towards: int) -> Backend:
+        times[peer] += int(towards == 0)  # the first of the two; one that fails leaves something in the store, too
         name = f"weft link {times[peer]} {group.group_name}/{low}-{high}/{towards}"
         store = dist.PrefixStore(name, _get_process_group_store(group))
         ranks = [dist.get_global_rank(group, each) for each in (low, high)]
         return (transport or functools.partial(_nccl, name, ranks))(store, rank, 2, timeout)
 
     _collectives.link_pipeline(group, peer, device, make)
-    times[peer] += 1
 
 
 def _nccl(name: str, ranks: list[int], store: dist.Store, rank: int, size: int, timeout: timedelta) -> Backend:

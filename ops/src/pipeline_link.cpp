@@ -50,6 +50,8 @@ at::Tensor numbers_of(const Tensors& tensors) {
 std::string text_of_current_exception() {
   try {
     throw;
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
   } catch (const std::exception& error) {
     return error.what();
   } catch (...) {
@@ -99,9 +101,17 @@ void PipelineLink::open(const ProcessGroupPtr& group) {
   }
 }
 
-void PipelineLink::shut_down() {
-  outgoing_->shutdown();
-  incoming_->shutdown();
+void PipelineLink::shut_down(const ProcessGroupPtr& group) {
+  bool has_failed = false;
+  {
+    const std::scoped_lock locks(sending_, mutex_);
+    has_failed = sending_failed_.has_value() || reading_failed_.has_value();
+  }
+  // Both ends wait for each other in NCCL's: in one order.
+  const bool is_low = group->getRank() < peer_;
+  for (const auto& backend : {is_low ? incoming_ : outgoing_, is_low ? outgoing_ : incoming_}) {
+    has_failed ? backend->abort() : backend->shutdown();
+  }
 }
 
 PipelineLink::Pending PipelineLink::send(const Context& context,

@@ -59,7 +59,8 @@ class PipelineLink {
 
   // One byte each way, which makes connections. Blocks until the peer has called it.
   void open(const ProcessGroupPtr& group);
-  void shut_down();
+  // The peer does so, too. After a failure, which nobody may ever answer, it aborts.
+  void shut_down(const ProcessGroupPtr& group);
 
   // Sends the contiguous tensors of a message, on device() if it `is_direct`, and announces it.
   Pending send(const Context& context,
@@ -69,8 +70,8 @@ class PipelineLink {
                bool is_direct,
                const std::vector<at::Tensor>& tensors);
 
-  // The message of this number, once it was announced. After a failure, here or in send(), nothing
-  // is sent or taken any more: what follows would meet what has failed.
+  // The message of this number, once it was announced. After a failure here nothing that has not
+  // come is taken any more, and after one in send() nothing is sent: it would meet what has failed.
   Arrival take(const Context& context,
                const ProcessGroupPtr& group,
                std::int64_t channel,

@@ -5,6 +5,7 @@
 #include <weft/ops/pipeline.h>
 
 #include <array>
+#include <exception>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -129,8 +130,16 @@ std::optional<c10::Device> pipeline_link_device(const ProcessGroupPtr& group, in
 }
 
 void unlink_pipeline(const ProcessGroupPtr& group) {
+  std::exception_ptr failure;
   for (const auto& link : Links::instance().take(group)) {
-    link->shut_down();
+    try {
+      link->shut_down(group);
+    } catch (...) {
+      failure = failure ? failure : std::current_exception();
+    }
+  }
+  if (failure) {
+    std::rethrow_exception(failure);
   }
 }
 

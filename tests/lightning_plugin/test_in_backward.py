@@ -82,7 +82,7 @@ def test_fabric(rank: int, world_size: int) -> None:
         results.append(weights(model.module))
         if in_backward:
             for clip in ({"max_norm": 1.0}, {"clip_val": 1.0}):
-                with pytest.raises(RuntimeError, match="no gradient is left to clip; pass optimizer_in_backward=False"):
+                with pytest.raises(RuntimeError, match="leaves no gradient to clip; pass optimizer_in_backward=False"):
                     fabric.clip_gradients(model, optimizer, **clip)
             with pytest.raises(ValueError, match="takes one optimizer"):
                 fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))

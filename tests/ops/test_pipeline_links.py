@@ -223,3 +223,23 @@ def test_groups_of_some_ranks(rank: int) -> None:
         assert got[0].item() == dist.get_process_group_ranks(group)[(own - 1) % size]
         OPS.pipeline_flush(group.group_name)
         pipeline_links.unlink(group)
+
+
+@on_ranks(2)
+def test_a_link_that_failed_is_made_again(rank: int) -> None:
+    """What the first attempt has left in the store is not read again."""
+    group, attempts = dist.new_group(backend="cpu:weft"), []
+
+    def second_time(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.distributed_c10d.Backend:
+        attempts.append(store)
+        if len(attempts) == 1:
+            store.set("0", "of the first attempt")
+            raise RuntimeError("no such device")
+        assert not store.check(["0"])
+        return _gloo(store, rank, size, timeout)
+
+    with pytest.raises(RuntimeError, match="no such device"):
+        pipeline_links.link(group, [1 - rank], torch.device("cpu"), transport=second_time)
+    dist.barrier()
+    pipeline_links.link(group, [1 - rank], torch.device("cpu"), transport=second_time)
+    pipeline_links.unlink(group)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.strategy._plan import Schedule
+from weft.strategy.pipeline.links import are_wanted
 from weft.strategy.state import state_of
 
 PIPELINE_AXIS = "pipeline_parallel"
@@ -72,7 +73,12 @@ def refuse_other_arguments(
     """ValueError where ranks, which may have measured for themselves, were given other ones; collective."""
     if group.size() == 1:
         return
-    own = (("cuts", list(cuts)), ("schedule", schedule), ("micro_batch_shares", shares))
+    own = (
+        ("cuts", list(cuts)),
+        ("schedule", schedule),
+        ("micro_batch_shares", shares),
+        ("WEFT_PIPELINE_LINKS", "always" if are_wanted() else "never"),
+    )
     gathered: list[Any] = [None] * group.size()
     dist.all_gather_object(gathered, own, group=group)
     for rank, other in enumerate(gathered):

@@ -278,8 +278,9 @@ void Machine::reduce_gradients(int64_t unit) {
       }
     }
     const Buffer output = hold_bytes(MemoryCategory::kScratch, num_bytes / dp_size_);
-    // What goes to the other ranks.
-    communicate(std::min(num_bytes, kMaxPieceBytes) / dp_size_ * (dp_size_ - 1));
+    // What goes to the other ranks, in whole cache lines.
+    const int64_t part = (std::min(num_bytes, kMaxPieceBytes) / dp_size_ + 63) / 64 * 64;
+    communicate(part * (dp_size_ - 1));
   }
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     if (parameters_[i].unit == unit) {

@@ -92,6 +92,28 @@ TEST_P(Exchange, ReduceScatterOfUnevenShares) {
   });
 }
 
+// The largest first or in the middle, some empty, in turn with even ones: slots of other sizes.
+TEST_P(Exchange, ReduceScatterOfAnyShares) {
+  const auto share_of = [&](int peer, int round) -> int64_t {
+    if (round == 1) return size();
+    return peer == round / 2 ? 3 * size() + 1 : (peer % 2) * (peer + 7);
+  };
+  run([&](Group& group, int rank) {
+    for (int round = 0; round < 4; ++round) {
+      std::vector<Values> shares;
+      std::vector<Input> inputs;
+      for (int peer = 0; peer < num_ranks(); ++peer) {
+        shares.push_back(values_of(rank, share_of(peer, round)));
+      }
+      for (Values& share : shares) inputs.push_back(input(share));
+      Values result(static_cast<size_t>(share_of(rank, round)));
+      complete(group,
+               reduce_scatter_call(DType::kFloat32, ReduceOp::kSum, inputs, output(result), rank));
+      EXPECT_EQ(result, sum_over(num_ranks(), share_of(rank, round))) << "round " << round;
+    }
+  });
+}
+
 TEST_P(Exchange, AllGatherOfUnevenInputs) {
   run([&](Group& group, int rank) {
     Values values = values_of(rank, size() + rank);

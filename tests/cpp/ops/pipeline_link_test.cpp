@@ -10,9 +10,11 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -42,10 +44,11 @@ class Wire {
     }
     return work;
   }
-  // The next send or receive in a batch fails, once.
-  void break_next(bool of_sends) { (of_sends ? breaks_sends_ : breaks_recvs_) = true; }
+  // Of the sends or receives to come the `nth` fails, once.
+  void break_nth(bool of_sends, int nth) { (of_sends ? breaks_send_ : breaks_recv_) = nth; }
   bool breaks(bool of_sends) {
-    return std::exchange(of_sends ? breaks_sends_ : breaks_recvs_, false);
+    auto& left = of_sends ? breaks_send_ : breaks_recv_;
+    return left > 0 && --left == 0;
   }
   int num_batches() const {
     const std::lock_guard lock(mutex_);
@@ -73,15 +76,22 @@ class Wire {
   mutable std::mutex mutex_;
   std::deque<Batch> sent_, awaited_;
   int num_batches_ = 0;
-  bool breaks_sends_ = false, breaks_recvs_ = false;
+  int breaks_send_ = 0, breaks_recv_ = 0;
 };
 
 class LikeNccl final : public c10d::Backend {
  public:
-  LikeNccl(int rank, std::shared_ptr<Wire> wire) : Backend(rank, 2), wire_(std::move(wire)) {}
+  using Ended = std::function<void(const std::string& how)>;
+
+  LikeNccl(
+      int rank, std::shared_ptr<Wire> wire, Ended ended = [](const std::string& /*how*/) {})
+      : Backend(rank, 2), wire_(std::move(wire)), ended_(std::move(ended)) {}
 
   const std::string getBackendName() const override { return "like nccl"; }
   bool supportsCoalescing() const override { return true; }
+  bool is_batching() const { return is_batching_; }
+  void shutdown() override { ended_("shut down"); }
+  void abort() override { ended_("aborted"); }
 
   void startCoalescing() override {
     TORCH_CHECK(!std::exchange(is_batching_, true), "a batch in a batch");
@@ -108,6 +118,7 @@ class LikeNccl final : public c10d::Backend {
   }
 
   const std::shared_ptr<Wire> wire_;
+  const Ended ended_;
   bool is_batching_ = false, sends_ = false;
   Wire::Tensors batch_;
 };
@@ -130,14 +141,34 @@ class Wires {
       ops::link_pipeline(group, peer, at::kCPU, [&](int rank, int towards) {
         const bool is_outgoing = towards != rank;
         auto wire = is_outgoing ? get(own, peer) : get(peer, own);
-        return c10::make_intrusive<LikeNccl>(rank, std::move(wire));
+        const int to = is_outgoing ? peer : own;
+        auto backend = c10::make_intrusive<LikeNccl>(rank, std::move(wire), [=, this](auto how) {
+          const std::lock_guard lock(mutex_);
+          ends_[own].push_back("to " + std::to_string(to) + " " + how);
+        });
+        const std::lock_guard lock(mutex_);
+        backends_[{own, to}] = backend;
+        return backend;
       });
     }
+  }
+
+  // On this rank, what goes to `to`.
+  c10::intrusive_ptr<LikeNccl> backend(int rank, int to) {
+    const std::lock_guard lock(mutex_);
+    return backends_.at({rank, to});
+  }
+  // How backends ended on a rank, in this order.
+  std::vector<std::string> ends(int rank) {
+    const std::lock_guard lock(mutex_);
+    return ends_[rank];
   }
 
  private:
   std::mutex mutex_;
   std::map<std::pair<int, int>, std::shared_ptr<Wire>> wires_;
+  std::map<std::pair<int, int>, c10::intrusive_ptr<LikeNccl>> backends_;
+  std::map<int, std::vector<std::string>> ends_;
 };
 
 class PipelineLink : public ::testing::TestWithParam<int> {
@@ -193,6 +224,12 @@ TEST_P(PipelineLink, StagesEqualTheWholeModel) {
     EXPECT_EQ(wires.get(rank, rank + 1)->num_batches(), 1 + kNumBatches);
     EXPECT_EQ(wires.get(rank + 1, rank)->num_batches(), 1 + kNumBatches);
   }
+  // Ends that wait for each other do so in one order.
+  if (GetParam() == 2) {
+    const std::vector<std::string> in_order{"to 0 shut down", "to 1 shut down"};
+    EXPECT_EQ(wires.ends(0), in_order);
+    EXPECT_EQ(wires.ends(1), in_order);
+  }
 }
 
 // A message that could not be received is not taken for the next one, and no batch stays open.
@@ -213,9 +250,12 @@ TEST(PipelineLinks, ABrokenReceiveIsTheLast) {
       return ops::pipeline_wait(ops::pipeline_recv({like}, 0, 0, ctx.group_name)).at(0);
     };
     expect_close(receive(), like, 0, "the first");
-    wire->break_next(/*of_sends=*/false);
+    wire->break_nth(/*of_sends=*/false, 1);
     EXPECT_THROW(receive(), c10::Error);
+    EXPECT_FALSE(wires.backend(1, 1)->is_batching());
     EXPECT_THROW(receive(), c10::DistBackendError);
+    ops::unlink_pipeline(group);
+    EXPECT_EQ(wires.ends(1), (std::vector<std::string>{"to 0 aborted", "to 1 aborted"}));
     wire->put(/*sends=*/false, {at::empty({12}, at::kByte)});  // so that the sender can end
   });
 }
@@ -226,9 +266,17 @@ TEST(PipelineLinks, ABrokenSendIsTheLast) {
     wires.link_all(ctx);
     if (ctx.group_rank == 1) return;
     const auto x = at::ones({3});
-    wires.get(0, 1)->break_next(/*of_sends=*/true);
-    EXPECT_THROW(ops::pipeline_send({x}, 1, 0, ctx.group_name), c10::Error);
-    EXPECT_THROW(ops::pipeline_send({x}, 1, 0, ctx.group_name), c10::DistBackendError);
+    wires.get(0, 1)->break_nth(/*of_sends=*/true, 2);
+    EXPECT_THROW(ops::pipeline_send({x, x}, 1, 0, ctx.group_name), c10::Error);
+    EXPECT_FALSE(wires.backend(0, 1)->is_batching());
+    try {
+      ops::pipeline_send({x}, 1, 0, ctx.group_name);
+      ADD_FAILURE() << "sent after a failure";
+    } catch (const c10::DistBackendError& error) {
+      const std::string text = error.what_without_backtrace();
+      EXPECT_NE(text.find("a broken wire"), std::string::npos) << text;
+      EXPECT_EQ(text.find('\n'), std::string::npos) << text;
+    }
   });
 }
 
