@@ -87,19 +87,7 @@ PipelineAddress checked_address(std::string_view op,
   const auto group = resolve_group(op, std::string(group_name));
   TORCH_CHECK_VALUE(
       group, op, ": got a group of one rank, which has no other; pass one with at least two.");
-  TORCH_CHECK_VALUE(has_cpu_backend(group),
-                    op,
-                    ": got a group without a backend for CPU tensors, which messages are announced "
-                    "over; make it with backend=\"cpu:weft,cuda:nccl\".");
-  TORCH_CHECK_VALUE(peer >= 0 && peer < group->getSize() && peer != group->getRank(),
-                    op,
-                    ": got peer ",
-                    peer,
-                    " on rank ",
-                    group->getRank(),
-                    " of ",
-                    group->getSize(),
-                    "; pass another rank of the group, counted in it.");
+  check_peer(op, group, peer);
   return {group, static_cast<int>(peer), channel};
 }
 

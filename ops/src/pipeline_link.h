@@ -127,6 +127,9 @@ class PipelineLink {
   std::map<Key, Arrival> arrived_;
 };
 
+// Refuses a `peer` that is no other rank of the group, and a group that says nothing on the host.
+void check_peer(std::string_view op, const ProcessGroupPtr& group, std::int64_t peer);
+
 // The link to `peer`; null where there is none.
 std::shared_ptr<PipelineLink> link_to(const ProcessGroupPtr& group, int peer);
 

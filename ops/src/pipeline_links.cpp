@@ -73,6 +73,22 @@ class Links {
 
 }  // namespace
 
+void check_peer(std::string_view op, const ProcessGroupPtr& group, std::int64_t peer) {
+  TORCH_CHECK_VALUE(has_cpu_backend(group),
+                    op,
+                    ": got a group without a backend for CPU tensors, which messages are announced "
+                    "over; make it with backend=\"cpu:weft,cuda:nccl\".");
+  TORCH_CHECK_VALUE(peer >= 0 && peer < group->getSize() && peer != group->getRank(),
+                    op,
+                    ": got peer ",
+                    peer,
+                    " on rank ",
+                    group->getRank(),
+                    " of ",
+                    group->getSize(),
+                    "; pass another rank of the group, counted in it.");
+}
+
 std::shared_ptr<PipelineLink> link_to(const ProcessGroupPtr& group, int peer) {
   return Links::instance().find(group, peer);
 }
@@ -81,20 +97,8 @@ void link_pipeline(const ProcessGroupPtr& group,
                    int peer,
                    c10::Device device,
                    const MakeLinkBackend& make) {
+  check_peer(kLink, group, peer);
   const int rank = group->getRank();
-  TORCH_CHECK_VALUE(peer >= 0 && peer < group->getSize() && peer != rank,
-                    kLink,
-                    ": got peer ",
-                    peer,
-                    " on rank ",
-                    rank,
-                    " of ",
-                    group->getSize(),
-                    "; pass another rank of the group, counted in it.");
-  TORCH_CHECK_VALUE(has_cpu_backend(group),
-                    kLink,
-                    ": got a group without a backend for CPU tensors, which messages are announced "
-                    "over; make it with backend=\"cpu:weft,cuda:nccl\".");
   TORCH_CHECK_VALUE(link_to(group, peer) == nullptr,
                     kLink,
                     ": got peer ",

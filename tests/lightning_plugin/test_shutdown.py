@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from support.processes import ProcessTree, assert_nothing_left
+from support.processes import ProcessTree, assert_nothing_left, run_process
 
 SCRIPT = Path(__file__).parent / "scripts" / "hang.py"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -84,3 +84,21 @@ def test_nothing_is_left_under_torchrun() -> None:
     ]
     with ThreadPoolExecutor(len(cases)) as pool:
         list(pool.map(lambda case: _check(launcher, *case), cases))
+
+
+AT_EXIT = """
+import weft.lightning
+from weft._plugin.process_guard import guard
+
+def fails():
+    raise RuntimeError("this one failed")
+
+guard().on_clean_exit(lambda: print("the one before it ran"))
+guard().on_clean_exit(fails)
+"""
+
+
+def test_what_fails_at_a_clean_exit_leaves_the_rest_to_run() -> None:
+    result = run_process([sys.executable, "-c", AT_EXIT], timeout=100)
+    assert result.stdout.splitlines() == ["the one before it ran"]
+    assert "RuntimeError: this one failed" in result.stderr

@@ -18,14 +18,11 @@ import weft
 from ops.test_pipeline import _like, check_stages
 from support.ranks import on_ranks
 from weft import pipeline_links
-from weft.collectives import CollectiveMismatchError
+from weft.collectives import BackendOptions, CollectiveMismatchError
 
 OPS = weft.ops
+GLOO = BackendOptions().transport
 BACKENDS = ["cpu:weft", "gloo"]  # of the group, over which messages are announced
-
-
-def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.distributed_c10d.Backend:
-    return dist.ProcessGroupGloo(store, rank, size, timeout)
 
 
 @contextmanager
@@ -33,7 +30,7 @@ def _linked(backend: str = "cpu:weft", device: str = "cpu", seconds: float = 20)
     """The name of a group of all ranks in which each pair has a link."""
     group = dist.new_group(backend=backend, timeout=timedelta(seconds=seconds))
     peers = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
-    pipeline_links.link(group, peers, torch.device(device), transport=_gloo)
+    pipeline_links.link(group, peers, torch.device(device), transport=GLOO)
     try:
         yield group.group_name
     finally:
@@ -170,7 +167,7 @@ def test_a_group_is_linked_again(rank: int) -> None:
     group, x = dist.new_group(backend="cpu:weft"), torch.ones(2)
     for _ in range(2):
         for _ in range(2):  # the second time all peers have a link
-            pipeline_links.link(group, [1 - rank], torch.device("cpu"), transport=_gloo)
+            pipeline_links.link(group, [1 - rank], torch.device("cpu"), transport=GLOO)
         token = OPS.pipeline_recv([x], 1 - rank, 0, group.group_name)
         OPS.pipeline_send([x + rank], 1 - rank, 0, group.group_name)
         assert torch.equal(OPS.pipeline_wait(token)[0], x + 1 - rank)
@@ -183,19 +180,19 @@ def test_refusals(rank: int) -> None:
     world = dist.group.WORLD
     for peer in (rank, 2, -1):
         with pytest.raises(ValueError, match=f"got peer {peer} on rank {rank} of 2; pass another rank of the group"):
-            pipeline_links.link(world, [peer], torch.device("cpu"), transport=_gloo)
+            pipeline_links.link(world, [peer], torch.device("cpu"), transport=GLOO)
     with pytest.raises(ValueError, match="got the device cuda to link ranks for; pass one with its number: 'cuda:0'"):
         pipeline_links.link(world, [1 - rank], torch.device("cuda"))
     with pytest.raises(ValueError, match="got the device cpu to link ranks for by NCCL; pass transport=, or a CUDA"):
         pipeline_links.link(world, [1 - rank], torch.device("cpu"))
     group = dist.new_group(backend="cpu:weft")
-    pipeline_links.link(group, [1 - rank], torch.device("cpu"), transport=_gloo)
+    pipeline_links.link(group, [1 - rank], torch.device("cpu"), transport=GLOO)
     with pytest.raises(ValueError, match=rf"rank {rank} is linked to rank {1 - rank} for cpu and got cuda:0; unlink"):
-        pipeline_links.link(group, [1 - rank], torch.device("cuda:0"), transport=_gloo)
+        pipeline_links.link(group, [1 - rank], torch.device("cuda:0"), transport=GLOO)
     pipeline_links.unlink(group)
     without = dist.new_group(backend="cuda:gloo")
     with pytest.raises(ValueError, match="got a group without a backend for CPU tensors"):
-        pipeline_links.link(without, [1 - rank], torch.device("cpu"), transport=_gloo)
+        pipeline_links.link(without, [1 - rank], torch.device("cpu"), transport=GLOO)
     with pytest.raises(ValueError, match="pipeline_send: got a group without a backend for CPU tensors"):
         OPS.pipeline_send([torch.ones(2)], 1 - rank, 0, without.group_name)
 
@@ -217,7 +214,7 @@ def test_groups_of_some_ranks(rank: int) -> None:
         if not isinstance(group, dist.ProcessGroup):
             continue  # this rank is none of it
         own, size = group.rank(), group.size()
-        pipeline_links.link(group, [(own + 1) % size, (own - 1) % size], torch.device("cpu"), transport=_gloo)
+        pipeline_links.link(group, [(own + 1) % size, (own - 1) % size], torch.device("cpu"), transport=GLOO)
         OPS.pipeline_send([x], (own + 1) % size, 0, group.group_name)
         [got] = OPS.pipeline_wait(OPS.pipeline_recv([x], (own - 1) % size, 0, group.group_name))
         assert got[0].item() == dist.get_process_group_ranks(group)[(own - 1) % size]
@@ -236,7 +233,7 @@ def test_a_link_that_failed_is_made_again(rank: int) -> None:
             store.set("0", "of the first attempt")
             raise RuntimeError("no such device")
         assert not store.check(["0"])
-        return _gloo(store, rank, size, timeout)
+        return GLOO(store, rank, size, timeout)
 
     with pytest.raises(RuntimeError, match="no such device"):
         pipeline_links.link(group, [1 - rank], torch.device("cpu"), transport=second_time)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
 from strategy.pipeline.test_pipeline_parity import next_token, tokens
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
@@ -15,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from support.models import Llama, LlamaArgs
 from support.ranks import on_ranks
 from weft import pipeline_links
+from weft.collectives import BackendOptions
 from weft.strategy.pipeline import Pipeline
 from weft.strategy.pipeline.links import link_stages, peers_of
 
@@ -35,10 +34,6 @@ def test_who_sends_to_whom(rank: int, rank_of: list[int], tied: list[set[int]], 
     assert peers_of(rank, rank_of, tied) == expected
 
 
-def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.distributed_c10d.Backend:
-    return dist.ProcessGroupGloo(store, rank, size, timeout)
-
-
 @on_ranks(2, 4)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble"])
 def test_steps_over_links_equal_one_device(rank: int, world_size: int, schedule: str) -> None:
@@ -51,7 +46,7 @@ def test_steps_over_links_equal_one_device(rank: int, world_size: int, schedule:
     model, batch = copy.deepcopy(reference), tokens()
     mesh = init_device_mesh("cpu", (world_size,))
     peers = [peer for peer in range(world_size) if peer != rank]
-    pipeline_links.link(mesh.get_group(), peers, torch.device("cpu"), transport=_gloo)
+    pipeline_links.link(mesh.get_group(), peers, torch.device("cpu"), transport=BackendOptions().transport)
     pipeline = Pipeline(model, mesh, cuts, schedule=schedule, num_micro_batches=4)
     for _ in range(2):
         reference.zero_grad()
