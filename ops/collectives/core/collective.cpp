@@ -27,43 +27,52 @@ std::string Collective::describe() const {
 }
 
 bool Collective::advance(const SharedState& shared, int rank, CollectiveCursor& cursor) {
-  for (;;) {
-    const Staging staging(shared, rank, static_cast<int>(cursor.num_chunks % 2));
-    switch (stage_) {
-      case Stage::kFill:
-        if (chunk_ == 0) {
-          call_.head.sequence = ++cursor.sequence;
-          num_chunks_ = num_chunks(shared.staging_bytes(), shared.num_ranks());
-          call_.head.num_chunks = num_chunks_;
-          publish(shared, rank);
-        }
-        if (!std::exchange(is_filled_ahead_, false)) fill(chunk_, staging);
-        cursor.phases.arrive();
-        stage_ = Stage::kFilled;
-        break;
-      case Stage::kFilled:
-        if (!cursor.phases.is_complete()) return false;
-        if (chunk_ == 0) compare(shared);
-        if (combines()) {
-          combine(chunk_, staging);
-          cursor.phases.arrive();
-          stage_ = Stage::kCombined;
-          if (chunk_ + 1 < num_chunks_) {
-            fill(chunk_ + 1, Staging(shared, rank, 1 - staging.buffer()));
-            is_filled_ahead_ = true;
-          }
-          break;
-        }
-        [[fallthrough]];
-      case Stage::kCombined:
-        if (stage_ == Stage::kCombined && !cursor.phases.is_complete()) return false;
-        drain(chunk_, staging);
-        ++cursor.num_chunks;
-        if (++chunk_ == num_chunks_) return true;
-        stage_ = Stage::kFill;
-        break;
+  const auto staging = [&](int64_t chunk) {
+    return staging_of(chunk, shared, rank, cursor.buffer);
+  };
+  for (;; ++step_) {
+    if (step_ == 0) {
+      begin(shared, rank, cursor);
+    } else if (!cursor.phases.is_complete()) {
+      return false;
     }
+    if (step_ == 1) compare(shared);
+    const int64_t to_drain = step_ - (combines() ? 2 : 1);
+    const int64_t last_arrival = num_chunks_ - (combines() ? 0 : 1);
+
+    if (combines() && step_ >= 1 && step_ <= num_chunks_) combine(step_ - 1, staging(step_ - 1));
+    if (step_ < num_chunks_) fill(step_, staging(step_));
+    if (to_drain >= 0) drain(to_drain, staging(to_drain));
+    if (step_ <= last_arrival) {
+      cursor.phases.arrive();
+      continue;
+    }
+    cursor.buffer = 1 - half_of(num_chunks_ - 1, cursor.buffer) / 2;
+    return true;
   }
+}
+
+void Collective::begin(const SharedState& shared, int rank, CollectiveCursor& cursor) {
+  call_.head.sequence = ++cursor.sequence;
+  is_whole_ = fits(shared.staging_bytes());
+  const Staging first = staging_of(0, shared, rank, cursor.buffer);
+  num_chunks_ = num_chunks(first.num_bytes(), shared.num_ranks());
+  call_.head.num_chunks = num_chunks_;
+  publish(shared, rank);
+}
+
+int Collective::half_of(int64_t chunk, int first_buffer) const {
+  const int64_t num_halves = combines() ? 3 : 2;
+  return static_cast<int>((2 * first_buffer + chunk % num_halves) % 4);
+}
+
+Staging Collective::staging_of(int64_t chunk,
+                               const SharedState& shared,
+                               int rank,
+                               int first_buffer) const {
+  const size_t half_bytes = shared.staging_bytes() / 2;
+  const auto offset = static_cast<size_t>(half_of(chunk, first_buffer)) * half_bytes;
+  return {shared, rank, offset, is_whole_ ? shared.staging_bytes() : half_bytes};
 }
 
 void Collective::publish(const SharedState& shared, int rank) const {

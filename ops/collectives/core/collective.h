@@ -3,13 +3,18 @@
 // One collective as a machine that never waits: it goes on from where it stands whenever it is
 // called, and stops where other ranks have not come yet.
 //
-// The tensors travel through the ranks' staging buffers a chunk at a time. For each chunk a rank
-//   fills its own buffer, arrives, and when all have arrived
-//   [combines into its own buffer, arrives, and when all have arrived]
-//   drains the buffers into its result.
-// Chunks alternate between two buffers: a rank fills buffer b again only after it saw everybody
-// arrive for the chunk between, which they do after draining b. So it may fill the next buffer as
-// soon as all have filled this one: while it waits for those that combine.
+// The tensors travel through the ranks' staging buffers a chunk at a time. Each chunk is
+//   filled: a rank writes its part into its own buffer,
+//   [combined: it reads what all have filled, and writes its share of the result into its own]
+//   drained: it reads the buffers into its result,
+// each after all ranks have arrived at the end of the one before. Several chunks are on their way
+// at once: at step s a rank combines chunk s - 1, fills chunk s, drains the chunk before those, and
+// arrives. So a collective of n chunks waits n times, n + 1 times where it combines.
+//
+// A rank has two buffers of two halves each, and the chunks take two halves in turn, or three where
+// they are combined: a half is filled again at a step that begins when everybody has drained it. At
+// its last arrival a rank has drained all but the last chunk, so the next collective begins in the
+// buffer where that chunk is not.
 
 #include "call.h"
 #include "operation.h"
@@ -21,30 +26,30 @@
 
 namespace weft::collectives {
 
-// The staging buffers of one chunk.
+// What a chunk has of the ranks' staging.
 class Staging {
  public:
-  Staging(const SharedState& shared, int rank, int buffer)
-      : shared_(shared), rank_(rank), buffer_(buffer) {}
+  Staging(const SharedState& shared, int rank, size_t offset, size_t num_bytes)
+      : shared_(shared), rank_(rank), offset_(offset), num_bytes_(num_bytes) {}
 
   std::byte* own() const { return of(rank_); }
-  std::byte* of(int rank) const { return shared_.staging(rank, buffer_); }
-  size_t num_bytes() const { return shared_.staging_bytes(); }
+  std::byte* of(int rank) const { return shared_.staging(rank, 0) + offset_; }
+  size_t num_bytes() const { return num_bytes_; }
   int rank() const { return rank_; }
-  int buffer() const { return buffer_; }
   int num_ranks() const { return shared_.num_ranks(); }
 
  private:
   SharedState shared_;
   int rank_;
-  int buffer_;
+  size_t offset_;
+  size_t num_bytes_;
 };
 
 // What collectives of a group count together; equal on all ranks at the same point.
 struct CollectiveCursor {
   Phases phases;
-  uint64_t sequence = 0;    // collectives begun
-  uint64_t num_chunks = 0;  // chunks begun
+  uint64_t sequence = 0;  // collectives begun
+  int buffer = 0;         // where the next one begins, or this one began
 };
 
 class Collective : public Operation {
@@ -59,7 +64,10 @@ class Collective : public Operation {
   std::string describe() const override;
 
  protected:
-  // How many chunks this rank needs with buffers of `staging_bytes`; the largest of all counts.
+  // Whether a whole buffer holds all of it: it takes that as one chunk, not half after half. The
+  // same on all ranks whose calls belong together.
+  virtual bool fits(size_t /*buffer_bytes*/) const { return false; }
+  // How many chunks of `staging_bytes` this rank needs; the largest of all counts.
   virtual int64_t num_chunks(size_t staging_bytes, int num_ranks) const = 0;
   virtual bool combines() const { return false; }
   virtual void fill(int64_t chunk, const Staging& staging) = 0;
@@ -70,16 +78,16 @@ class Collective : public Operation {
   const SignatureHead& head() const { return call_.head; }
 
  private:
-  enum class Stage { kFill, kFilled, kCombined };
-
+  void begin(const SharedState& shared, int rank, CollectiveCursor& cursor);
+  Staging staging_of(int64_t chunk, const SharedState& shared, int rank, int first_buffer) const;
+  int half_of(int64_t chunk, int first_buffer) const;
   void publish(const SharedState& shared, int rank) const;
   void compare(const SharedState& shared);
 
   CollectiveCall call_;
-  Stage stage_ = Stage::kFill;
-  bool is_filled_ahead_ = false;  // the chunk to come
-  int64_t chunk_ = 0;
+  int64_t step_ = 0;  // to be taken
   int64_t num_chunks_ = 0;
+  bool is_whole_ = false;  // see fits()
 };
 
 using CollectivePtr = std::shared_ptr<Collective>;

@@ -72,6 +72,9 @@ class AllReduce final : public Reduction {
     return chunks_of_tensor(staging_bytes);
   }
   bool combines() const override { return in_slices_; }
+  bool fits(size_t buffer_bytes) const override {
+    return bytes_of(head().num_elements) <= buffer_bytes;
+  }
 
   void fill(int64_t chunk, const Staging& staging) override {
     const Range part = chunk_range(chunk, staging);

@@ -55,13 +55,15 @@ SharedSizes SharedSizes::within(int num_ranks, size_t limit_bytes) {
   SharedSizes sizes;
   sizes.num_ranks = num_ranks;
   const auto part = [](size_t bytes, size_t parts, size_t least, size_t most) {
-    return std::clamp(bytes / parts / 64 * 64, least, most);
+    return std::clamp(bytes / parts / 128 * 128, least, most);
   };
   // A quarter for the rings of point-to-point messages and half for staging. More was slower from 8
   // ranks on, where staging no longer stays in the caches; the largest sizes are those beyond which
-  // nothing became faster, measured with benchmarks/collectives.py.
+  // nothing became faster, measured with benchmarks/collectives.py. However many ranks there are,
+  // half a buffer has a cache line for each.
   sizes.ring_bytes = part(limit_bytes / 4, std::max<size_t>(n * (n - 1), 1), kPage, 256 * 1024);
-  sizes.staging_bytes = part(limit_bytes / 2, 2 * n, kPage, 1024 * 1024);
+  const size_t least = round_up(2 * 64 * n, kPage);
+  sizes.staging_bytes = part(limit_bytes / 2, 2 * n, least, std::max<size_t>(least, 1024 * 1024));
   return sizes;
 }
 

@@ -71,10 +71,11 @@ struct RingHeader {
 
 struct SharedSizes {
   int num_ranks = 1;
-  size_t staging_bytes = 0;  // per rank and buffer, a multiple of 64
+  size_t staging_bytes = 0;  // per rank and buffer, a multiple of 128
   size_t ring_bytes = 0;     // per ordered pair, a multiple of 64
 
-  // Staging and rings of all ranks together take at most `limit_bytes`, 16 MiB by default.
+  // Staging and rings of all ranks together take at most `limit_bytes`, 16 MiB by default, where
+  // the least of each, pages that exist once they are written to, leaves that.
   static SharedSizes within(int num_ranks, size_t limit_bytes);
 };
 

@@ -15,12 +15,27 @@
 namespace weft::collectives {
 namespace {
 
-// A result of at least this many bytes on a rank is streamed when it is moved, and one of twice as
-// many when it is reduced: what its reader could find in a cache otherwise is little, and a line
-// that is computed comes slower than one that is copied. Measured with benchmarks/collectives.py:
-// all-gather of 32 MiB 0.5 to 0.6 of the time, reduce-scatter 0.75 to 0.9; below, nothing or a
-// loss.
+// A result of at least this many bytes on a rank is streamed when it is moved, and one of at least
+// twice as many before they are reduced: what its reader could find in a cache otherwise is little.
+// Measured with benchmarks/collectives.py: all-gather of 32 MiB 0.5 to 0.6 of the time,
+// reduce-scatter about 0.8. A tenth would be gained below, too, and lost again by its reader.
 constexpr size_t kStreamedBytes = size_t{4} << 20;
+
+// Whole cache lines to where one begins; the data is seen by other threads after
+// finish_streaming().
+template <int64_t kBytes>
+__attribute__((always_inline)) inline void stream_lines(std::byte* to, const std::byte* from) {
+  static_assert(kBytes % 64 == 0);
+#if defined(__SSE2__)
+  __m128i lines[kBytes / 16];
+  __builtin_memcpy(lines, from, kBytes);
+  for (int64_t i = 0; i < kBytes / 16; ++i) {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(to) + i, lines[i]);
+  }
+#else
+  __builtin_memcpy(to, from, kBytes);
+#endif
+}
 
 // Like memcpy; the data is seen by other threads after finish_streaming().
 __attribute__((always_inline)) inline void stream_bytes(std::byte* to,

@@ -1,35 +1,15 @@
 // Every collective against what it should give, on 1 to 5 ranks of 1 to 3 hosts, from nothing to
 // many chunks.
 #include "ranks.h"
+#include "values.h"
 
 #include <algorithm>
 #include <cstring>
-#include <numeric>
 #include <thread>
 #include <tuple>
 
 namespace weft::collectives::testing {
 namespace {
-
-using Values = std::vector<float>;
-
-// Rank r's element i: small integers, so that every order of adding gives the same.
-Values values_of(int rank, int64_t size) {
-  Values values(static_cast<size_t>(size));
-  for (size_t i = 0; i < values.size(); ++i) {
-    values[i] = static_cast<float>((static_cast<size_t>(rank) + 1) * (i % 97 + 1));
-  }
-  return values;
-}
-
-Values sum_over(int num_ranks, int64_t size) {
-  Values total(static_cast<size_t>(size), 0.F);
-  for (int rank = 0; rank < num_ranks; ++rank) {
-    const Values values = values_of(rank, size);
-    for (size_t i = 0; i < total.size(); ++i) total[i] += values[i];
-  }
-  return total;
-}
 
 class Exchange : public ::testing::TestWithParam<std::tuple<std::string, int64_t>> {
  protected:

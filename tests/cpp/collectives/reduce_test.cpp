@@ -147,6 +147,52 @@ TEST(Reduce, EveryTypeAndOperation) {
 }
 
 // (((a + b) + c) + d), to the bit, on every instruction set: what makes all ranks agree.
+// Every number of sources and of elements around whole blocks and cache lines, into a second place
+// and past the caches, off the lines of those.
+TEST(Reduce, EveryLength) {
+  for (const detail::ReduceLoops loops : detail::supported_reduce_loops()) {
+    for (const size_t num_sources : {1, 2, 3, 5, 8}) {
+      for (const int64_t num_elements : {0, 1, 15, 63, 64, 65, 127, 128, 129, 300, 1000}) {
+        for (const size_t offset : {0, 1, 15}) {
+          const auto size = static_cast<size_t>(num_elements);
+          std::vector<std::vector<float>> values(num_sources, std::vector<float>(size + offset));
+          std::vector<const std::byte*> sources;
+          std::vector<float> expected(size, 0.F);
+          for (size_t k = 0; k < num_sources; ++k) {
+            for (size_t i = 0; i < size; ++i) {
+              values[k][offset + i] = static_cast<float>((k + 1) * (i % 97 + 1));
+              expected[i] += values[k][offset + i];
+            }
+            sources.push_back(reinterpret_cast<const std::byte*>(values[k].data() + offset));
+          }
+          for (const bool streams : {false, true}) {
+            for (const bool has_second : {false, true}) {
+              std::vector<float> out(size + offset + 1, -1.F);
+              std::vector<float> second(size + 1, -1.F);
+              loops({ReduceOp::kSum,
+                     DType::kFloat32,
+                     reinterpret_cast<std::byte*>(out.data() + offset),
+                     sources.data(),
+                     num_sources,
+                     num_elements,
+                     has_second ? reinterpret_cast<std::byte*>(second.data()) : nullptr,
+                     1,
+                     streams});
+              const auto first = out.begin() + static_cast<int64_t>(offset);
+              EXPECT_TRUE(std::equal(expected.begin(), expected.end(), first));
+              EXPECT_EQ(out.back(), -1.F) << "past the end";
+              EXPECT_TRUE(std::all_of(out.begin(), first, [](float x) { return x == -1.F; }));
+              if (!has_second) continue;
+              EXPECT_TRUE(std::equal(expected.begin(), expected.end(), second.begin()));
+              EXPECT_EQ(second.back(), -1.F) << "past the end";
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST(Reduce, KeepsTheOrder) {
   std::mt19937 random(3);
   std::uniform_real_distribution<float> uniform(-1e6F, 1e6F);

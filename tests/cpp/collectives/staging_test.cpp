@@ -1,0 +1,76 @@
+// The ranks' staging buffers: who may fill what, and how large they are.
+#include "parts.h"
+#include "ranks.h"
+#include "values.h"
+
+#include <random>
+#include <thread>
+
+namespace weft::collectives::testing {
+namespace {
+
+// Collectives of every number of chunks one after another, of which some ranks are late at some:
+// what one leaves in the buffers, nobody may overwrite before all have read it.
+TEST(Staging, IsFilledAgainWhenAllHaveReadIt) {
+  constexpr int kRanks = 3;
+  GroupOptions options = group_of(1, 0);
+  options.staging_limit_bytes = size_t{128} * 1024;
+  const auto half =
+      static_cast<int64_t>(SharedSizes::within(kRanks, 128 * 1024).staging_bytes / 2 / 4);
+  const std::vector<int64_t> sizes = {
+      1, half - 1, half, half + 1, 2 * half, 2 * half + 1, 3 * half, 4 * half + 1, 9 * half};
+  run_on_hosts(
+      "aaa",
+      [&](Group& group, int rank) {
+        std::mt19937 same(7);          // on all ranks
+        std::mt19937 own(100 + rank);  // of this one
+        for (int repeat = 0; repeat < 300; ++repeat) {
+          const int64_t size = sizes[same() % sizes.size()];
+          const TensorFacts facts{DType::kFloat32, {size}};
+          Values values = values_of(rank, size);
+          if (own() % 4 == 0) std::this_thread::sleep_for(std::chrono::microseconds(own() % 500));
+          switch (same() % 4) {
+            case 0:
+              complete(group,
+                       all_reduce_call(facts, ReduceOp::kSum, input(values), output(values)));
+              ASSERT_EQ(values, sum_over(kRanks, size)) << repeat;
+              break;
+            case 1: {
+              std::vector<Values> gathered(kRanks, Values(values.size()));
+              std::vector<Output> outputs;
+              for (Values& each : gathered) outputs.push_back(output(each));
+              complete(group, all_gather_call(DType::kFloat32, input(values), outputs));
+              for (int r = 0; r < kRanks; ++r) {
+                ASSERT_EQ(gathered[static_cast<size_t>(r)], values_of(r, size)) << repeat;
+              }
+              break;
+            }
+            case 2: {
+              const int root = static_cast<int>(same() % kRanks);
+              complete(group, broadcast_call(facts, output(values), root, rank));
+              ASSERT_EQ(values, values_of(root, size)) << repeat;
+              break;
+            }
+            default: {
+              std::vector<Input> parts(kRanks, input(values));
+              Values result(values.size());
+              complete(group,
+                       reduce_scatter_call(
+                           DType::kFloat32, ReduceOp::kSum, parts, output(result), rank));
+              ASSERT_EQ(result, sum_over(kRanks, size)) << repeat;
+            }
+          }
+        }
+      },
+      options);
+}
+
+TEST(Staging, HasRoomForEveryRank) {
+  for (const int num_ranks : {1, 2, 8, 128, 256, 1024}) {
+    const size_t half = SharedSizes::within(num_ranks, size_t{16} << 20).staging_bytes / 2;
+    EXPECT_GE(slot_bytes(half, num_ranks), 64) << num_ranks;
+  }
+}
+
+}  // namespace
+}  // namespace weft::collectives::testing
