@@ -245,7 +245,8 @@ def dropout(
 
     Without `dim` x is whole on every rank; with it x is this rank's part along `dim`, of `dim_size` together (as if all
     ranks had as much where that is not told). Ranks that pass the same seed, one int64 on the CPU, then drop what an
-    unsharded call drops, on any device. The mask is made again in the backward; nothing is sent.
+    unsharded call drops, on any device. Traced beside an x on a GPU, the seed must have no dims. The mask is made
+    again in the backward; nothing is sent.
     """
     return torch.ops.weft.dropout(x, seed, p=p, group_name=group_name, dim=dim, dim_size=dim_size)
 

@@ -170,7 +170,8 @@ def _dropout_forward(self: Any, input: Tensor) -> Tensor:
     if not self.training or self.p == 0.0:
         return input
     # Drawn alike on all ranks; which of its tokens a rank drops follows from their places in the whole sequence.
-    seed = torch.randint(0, 1 << 62, (1,), dtype=torch.int64, device=torch.device("cpu"))
+    # Without dims, as in weft.nn.Dropout.
+    seed = torch.randint(0, 1 << 62, (), dtype=torch.int64, device=torch.device("cpu"))
     region = self._weft_state.sequence.region
     return torch.ops.weft.dropout(
         input, seed, p=self.p, group_name=region.group_name, dim=input.dim() - 2, dim_size=region.length

@@ -1,4 +1,4 @@
-"""Bodies of this folder's tests on another device, which 2 ranks share; gloo carries its tensors between them.
+"""Bodies of this folder's tests on another device, which ranks share; gloo carries its tensors between them.
 
     test_mlp = on_device("cuda", test_sharded.test_column_row_mlp)
 
@@ -21,14 +21,15 @@ import torch.distributed as dist
 from support.ranks import run_on_ranks
 
 NUM_RANKS = 2
+SECONDS = 300  # compilers take their time
 
 
-def on_device(device: str, test: Callable[..., None]) -> Any:
+def on_device(device: str, test: Callable[..., None], num_ranks: int = NUM_RANKS) -> Any:
     """A test with the body and the parameters of `test`. A body that is not for ranks runs on each by itself."""
 
     def shared(**arguments: object) -> None:
         where = {"module": test.__module__, "name": test.__qualname__}
-        run_on_ranks(NUM_RANKS, run_body, **where, device=device, arguments=arguments)
+        run_on_ranks(num_ranks, run_body, timeout=SECONDS, **where, device=device, arguments=arguments)
 
     parameters = inspect.signature(test).parameters
     shared.__signature__ = inspect.Signature(  # type: ignore[attr-defined]

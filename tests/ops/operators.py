@@ -80,8 +80,8 @@ def sample_calls(group_name: str = "", dtype: torch.dtype = torch.float64) -> li
         Call("add_layer_norm", (x, random(2, 3, 5), random(5), random(5)), mlp),
         Call("add_layer_norm", (x, random(2, 3, 5)), mlp),
         Call("join", (x, [torch.empty(0, requires_grad=True)])),
-        Call("dropout", (x, torch.tensor([7])), {"p": 0.4, **mlp}),
-        Call("dropout", (x, torch.tensor(-7)), {"p": 0.4, "dim": -2, **mlp}),
+        Call("dropout", (x, torch.tensor([7], device="cpu")), {"p": 0.4, **mlp}),
+        Call("dropout", (x, torch.tensor(-7, device="cpu")), {"p": 0.4, "dim": -2, **mlp}),
         Call("copy_to_group", (x, group_name)),
         Call("reduce_from_group", (x, group_name)),
         Call("scatter_to_group", (x, 1, group_name)),
@@ -91,6 +91,11 @@ def sample_calls(group_name: str = "", dtype: torch.dtype = torch.float64) -> li
         Call("all_to_all", (x, 2, 0, group_name)),
     ]
     return calls
+
+
+def autocast(dtype: torch.dtype) -> torch.autocast:
+    """On the device where tensors are made unless they ask for another."""
+    return torch.autocast(torch.get_default_device().type, dtype=dtype)
 
 
 def chunk(tensor: Tensor, dim: int, world_size: int, rank: int, learns: bool = True) -> Tensor:

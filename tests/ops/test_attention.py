@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import weft
 from ops.collectives.profiled import collectives_of
-from ops.operators import chunk
+from ops.operators import autocast, chunk
 from support.ranks import on_ranks
 
 # Of the largest number of a tensor, or of 1. The reference is in float64 from the same rounded values. What is summed
@@ -366,7 +366,7 @@ def test_autocast(rank: int) -> None:
         if block.sequence_dim is not None:
             x, forward["sequence_size"] = chunk(x, 1, dist.get_world_size(), rank, learns=False), 5
         exact = block(x, **forward)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with autocast(torch.bfloat16):
             y = block(x, **forward)
         assert y.dtype is torch.bfloat16
         torch.testing.assert_close(y.float(), exact, rtol=0.05, atol=0.05)

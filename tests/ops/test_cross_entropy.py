@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import weft
 from ops.collectives.profiled import collectives_of
 from ops.memory.counting import counted
-from ops.operators import chunk
+from ops.operators import autocast, chunk
 from support.ranks import on_ranks
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}
@@ -254,32 +254,41 @@ def test_ignored_tokens_have_no_gradient(rank: int) -> None:
     assert loss.isfinite() and logits.grad[2].isfinite().all() and logits.grad[2].any()
 
 
-REFUSALS = {
-    "got target of shape [3] with logits of shape [2, 4]": {"target": torch.zeros(3, dtype=torch.int64)},
-    "got target of dtype Float": {"target": torch.zeros(2)},
-    "got label_smoothing 1.5; pass a share from 0 to 1": {"label_smoothing": 1.5},
-    "got reduction 'average'; pass 'none', 'mean' or 'sum'": {"reduction": "average"},
-    "got vocab_start -1": {"vocab_start": -1},
-    "got targets from 0 to 8; pass classes from 0 to vocab_size - 1 = 7": {"target": torch.tensor([0, 8])},
-    "got 4 classes from vocab_start 6 on with vocab_size 8": {"vocab_start": 6},
-    "no process group of this process": {"group_name": "nowhere"},
-}
+def _check_refusal(rank: int, text: str, wrong: dict[str, object]) -> None:
+    call = {"target": torch.tensor([0, 7]), "vocab_start": 4 * rank, "group_name": _group(), "vocab_size": 8}
+    with pytest.raises((ValueError, TypeError, IndexError)) as caught:
+        weft.ops.vocab_parallel_cross_entropy(torch.ones(2, 4), **(call | wrong))
+    assert text in str(caught.value)
 
 
 @on_ranks(2)
 def test_refusals_leave_the_group_usable(rank: int) -> None:
-    for text, wrong in REFUSALS.items():
-        call = {"target": torch.tensor([0, 7]), "vocab_start": 4 * rank, "group_name": _group(), "vocab_size": 8}
-        call |= wrong
-        with pytest.raises((ValueError, TypeError, IndexError)) as caught:
-            weft.ops.vocab_parallel_cross_entropy(torch.ones(2, 4), **call)
-        assert text in str(caught.value)
+    for text, wrong in {
+        "got target of shape [3] with logits of shape [2, 4]": {"target": torch.zeros(3, dtype=torch.int64)},
+        "got target of dtype Float": {"target": torch.zeros(2)},
+        "got label_smoothing 1.5; pass a share from 0 to 1": {"label_smoothing": 1.5},
+        "got reduction 'average'; pass 'none', 'mean' or 'sum'": {"reduction": "average"},
+        "got vocab_start -1": {"vocab_start": -1},
+        "got 4 classes from vocab_start 6 on with vocab_size 8": {"vocab_start": 6},
+        "no process group of this process": {"group_name": "nowhere"},
+    }.items():
+        _check_refusal(rank, text, wrong)
     with pytest.raises(ValueError, match="got 4 logits a token where this rank has 3 of 6 classes"):
         weft.nn.VocabParallelCrossEntropy(6, group_name=_group())(torch.ones(2, 4), torch.tensor([0, 1]))
     with pytest.raises(ValueError, match="whose second dim must be 3"):
         weft.ops.vocab_parallel_linear_cross_entropy(
             torch.ones(2, 3), torch.ones(4, 2), torch.tensor([0, 1]), 0, group_name=_group()
         )
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == 2
+
+
+@on_ranks(2)
+def test_targets_are_read_in_advance(rank: int) -> None:
+    """On the CPU alone."""
+    text = "got targets from 0 to 8; pass classes from 0 to vocab_size - 1 = 7"
+    _check_refusal(rank, text, {"target": torch.tensor([0, 8])})
     total = torch.ones(1)
     dist.all_reduce(total)
     assert total.item() == 2
@@ -326,7 +335,7 @@ def test_compile_export_script_and_autocast(rank: int) -> None:
     assert targets.count("weft.vocab_parallel_cross_entropy.default") == 1
     assert targets.count("weft.vocab_parallel_linear_cross_entropy.default") == 1
     torch.testing.assert_close(program.module()(*inputs), model(*inputs))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with autocast(torch.bfloat16):
         loss = model(*inputs)
     assert loss.dtype is torch.float32
     torch.testing.assert_close(loss, model(*inputs), rtol=0.02, atol=0.02)

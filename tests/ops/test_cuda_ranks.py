@@ -1,15 +1,25 @@
-"""The operators on 2 ranks that share one GPU: the bodies of this folder's tests, over gloo with CUDA tensors.
+"""The operators on ranks that share one GPU: the bodies of this folder's tests, over gloo with CUDA tensors.
 
-They compare values and gradients with the unsharded computation on the same device. Left out is what
+They compare with the unsharded computation on the same device. Random arguments are test_fuzz.py's, schemas and
+gradients by differences test_registration.py's. Of what runs on the CPU is left out what
 
-- counts collectives, host memory or times, or uses memory of the group: that is the backend weft's, which is for the
-  CPU (test_number_of_*, test_kept_bytes, test_memory*, test_two_shards_at_a_time, test_what_is_saved,
-  test_keeps_no_mask, test_copies_of_logits, test_a_flush_lets_memory_go, test_scratch.py, most of test_overlap.py);
-- expects a CollectiveMismatchError or a time-out: the backend weft tells them, and pipelines from headers on the host;
-- expects refusals: they come before a device has any part in it, and on CUDA nobody reads token ids in advance;
-- traces or autocasts: test_cuda.py compiles on CUDA, and the autocast of these tests is the CPU's;
-- needs 4 ranks, for groups of some of them;
-- draws its arguments: test_fuzz.py does so on the CPU, for groups of the backend weft.
+- counts bytes of the host, or uses memory of the group, which the backend weft alone has: test_kept_bytes, test_memory,
+  test_collectives_and_bytes, test_two_shards_at_a_time, test_what_is_saved, test_keeps_no_mask, test_copies_of_logits,
+  test_memory_of_messages_is_used_again, test_a_flush_lets_memory_go, test_scratch.py;
+- expects ranks that differ, or a time-out. Of collectives the backend weft alone tells it, of messages their headers,
+  which are on the host: test_modes_that_differ_are_named, test_mismatches_raise_on_both_sides,
+  test_a_refused_message_is_told_by_the_next_call, test_a_message_that_never_comes_ends_in_a_timeout;
+- reads token ids in advance, as is done on the CPU alone: test_token_ids_are_read_in_advance,
+  test_targets_are_read_in_advance;
+- asks for deterministic algorithms, which cuBLAS refuses by default: test_what_is_not_measured;
+- makes a mesh of the backend weft: test_groups_measure_apart;
+- links ranks, of which NCCL takes no two on one GPU, and gloo sends what is on the CPU: test_pipeline_links.py;
+- is the same whatever the device: test_known_answers, test_rebind_group_refuses_a_module_without_weft_modules, the
+  refusals of test_overlap.py and its test_environment, test_table_without_dims, test_vocabularies_beyond_int32,
+  test_classes_beyond_int64;
+- has programs of its own for the CPU: test_script_fresh_process.py, test_installed.py.
+
+The backend weft's own tests, collectives/, and those of the memory on the host, memory/, are for the CPU.
 """
 
 from __future__ import annotations
@@ -28,12 +38,16 @@ from ops import (
     test_shard_ops,
     test_sharded,
     test_sharded_linear,
+    test_tracing,
 )
 from ops.on_device import on_device
 
-# Without a GPU, too: a linear layer of each kind and an operator without arithmetic.
+# Without a GPU, too: a linear layer of each kind, an operator without arithmetic, counts of collectives and of
+# messages.
 test_linears_and_embedding_on_cpu = on_device("cpu", test_sharded.test_linears_and_embedding)
 test_all_to_all_on_cpu = on_device("cpu", test_shard_ops.test_all_to_all)
+test_collectives_of_sharded_linears_on_cpu = on_device("cpu", test_sharded_linear.test_number_of_collectives)
+test_number_of_messages_on_cpu = on_device("cpu", test_pipeline.test_number_of_messages)
 
 test_linears_and_embedding = on_device("cuda", test_sharded.test_linears_and_embedding)
 test_column_row_mlp = on_device("cuda", test_sharded.test_column_row_mlp)
@@ -46,6 +60,9 @@ test_steps_in_hooks = on_device(
 test_sequence_linears = on_device("cuda", test_sequence_linear.test_values_and_gradients)
 test_one_rank_under_a_dispatch_mode = on_device("cuda", test_sequence_linear.test_one_rank_under_a_dispatch_mode)
 test_many_pieces = on_device("cuda", test_overlap.test_many_pieces)
+test_ranks_agree_on_pieces = on_device("cuda", test_overlap.test_ranks_agree_on_what_they_measured)
+test_pieces_of_layers_in_turn = on_device("cuda", test_overlap.test_layers_in_step_with_the_turns)
+test_a_loaded_table_chooses = on_device("cuda", test_overlap.test_a_loaded_table_chooses)
 test_sums_of_pieces_in_half_types = on_device("cuda", test_overlap.test_half_types_are_summed_in_float32)
 test_sharded_linears = on_device("cuda", test_sharded_linear.test_values_and_gradients)
 
@@ -76,14 +93,63 @@ test_gradients_travel_once = on_device("cuda", test_pipeline.test_gradients_trav
 test_needs_of_gradients_under_no_grad = on_device("cuda", test_pipeline.test_needs_of_gradients_under_no_grad)
 test_script_of_messages = on_device("cuda", test_pipeline.test_script)
 
+# How many collectives there are.
+test_number_of_all_reduces = on_device("cuda", test_sharded.test_number_of_all_reduces)
+test_collectives_of_the_mlp = on_device("cuda", test_sequence_mlp.test_number_of_collectives)
+test_collectives_of_sequence_linears = on_device("cuda", test_sequence_linear.test_number_of_collectives)
+test_collectives_of_sharded_linears = on_device("cuda", test_sharded_linear.test_number_of_collectives)
+test_collectives_of_pairs = on_device("cuda", test_shard_ops.test_number_of_collectives)
+test_collectives_of_losses = on_device("cuda", test_cross_entropy.test_number_of_collectives)
+test_collectives_of_norms = on_device("cuda", test_norms.test_number_of_collectives)
+test_collectives_of_attention = on_device("cuda", test_attention.test_number_of_collectives, num_ranks=4)
+test_number_of_messages = on_device("cuda", test_pipeline.test_number_of_messages)
+
+# Traced, compiled, exported, in TorchScript and under autocast.
+test_compile_linears = on_device("cuda", test_tracing.test_compile_fullgraph)
+test_compile_with_dynamic_shapes = on_device("cuda", test_tracing.test_compile_with_dynamic_shapes)
+test_export = on_device("cuda", test_tracing.test_export)
+test_script_save_load = on_device("cuda", test_tracing.test_script_save_load)
+test_compile_the_mlp = on_device("cuda", test_sequence_mlp.test_compile_export_and_script)
+test_compile_sequence_linears = on_device("cuda", test_sequence_linear.test_compile_export_script_and_autocast)
+test_inductor_on_uneven_parts = on_device("cuda", test_sequence_linear.test_inductor_on_uneven_parts)
+test_compile_sharded_linears = on_device("cuda", test_sharded_linear.test_compile_export_script_and_autocast)
+test_compile_pairs = on_device("cuda", test_shard_ops.test_compile_export_and_script)
+test_compile_losses = on_device("cuda", test_cross_entropy.test_compile_export_script_and_autocast)
+test_compile_norms = on_device("cuda", test_norms.test_compile_export_script_and_autocast)
+test_compile_dropout = on_device("cuda", test_dropout.test_module_compile_export_script_checkpoint)
+test_compile_attention = on_device("cuda", test_attention.test_compile_and_export)
+test_script_of_attention = on_device("cuda", test_attention.test_script_save_load_rebind)
+test_script_of_shared_heads = on_device("cuda", test_attention.test_script_save_load_rebind, num_ranks=4)
+test_autocast_of_attention = on_device("cuda", test_attention.test_autocast)
+
+# Refused.
+test_refusals = on_device("cuda", test_sharded.test_refusals_leave_the_group_usable)
+test_refusals_of_the_mlp = on_device("cuda", test_sequence_mlp.test_refusals_leave_the_group_usable)
+test_refusals_of_sequence_linears = on_device("cuda", test_sequence_linear.test_refusals_leave_the_group_usable)
+test_refusals_of_sharded_linears = on_device("cuda", test_sharded_linear.test_refusals_leave_the_group_usable)
+test_refusals_of_pairs = on_device("cuda", test_shard_ops.test_refusals_leave_the_group_usable)
+test_refusals_of_losses = on_device("cuda", test_cross_entropy.test_refusals_leave_the_group_usable)
+test_refusals_of_norms = on_device("cuda", test_norms.test_refusals_leave_the_group_usable)
+test_refusals_of_dropout = on_device("cuda", test_dropout.test_refusals)
+test_refusals_of_head_counts = on_device("cuda", test_attention.test_refusals_of_head_counts, num_ranks=4)
+test_refusals_of_messages = on_device("cuda", test_pipeline.test_refusals)
+
+# Ranks of which some share something.
+test_first_values_of_attention = on_device("cuda", test_attention.test_first_values, num_ranks=4)
+test_shared_heads = on_device("cuda", test_attention.test_heads_cut_and_replicated, num_ranks=4)
+test_groups_of_heads = on_device("cuda", test_heads.test_kv_groups, num_ranks=4)
+
 # Without a group: each rank by itself.
 test_dropout_by_its_definition = on_device("cuda", test_dropout.test_equals_its_definition)
 test_dropout_of_specials = on_device("cuda", test_dropout.test_probabilities_seeds_and_specials)
 test_dropout_twice_differentiated = on_device("cuda", test_dropout.test_second_derivative)
 test_float32_parameters = on_device("cuda", test_norms.test_float32_parameters_beside_half_types)
 test_large_means_and_strides = on_device("cuda", test_norms.test_large_means_and_strides)
+test_changed_sums = on_device("cuda", test_norms.test_saved_sum_is_guarded)
 test_one_result_alone = on_device("cuda", test_norms.test_gradient_of_one_result_alone)
 test_order_with_views = on_device("cuda", test_gradient_order.test_weights_that_enter_through_views_made_before)
 test_what_the_mlp_saves = on_device("cuda", test_gradient_order.test_saves_x_and_the_hidden_values_and_nothing_else)
 test_partial_backwards = on_device("cuda", test_gradient_order.test_partial_backwards_and_two_backwards)
+test_autocast_of_linears = on_device("cuda", test_tracing.test_autocast_runs_in_its_dtype)
+test_refusals_of_attention = on_device("cuda", test_attention.test_refusals_of_inputs)
 test_rows_of_heads = on_device("cuda", test_heads.test_shard_qkv)

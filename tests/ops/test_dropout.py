@@ -8,12 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import weft
 from ops.collectives.profiled import collectives_of
 from ops.memory.counting import counted
-from ops.operators import chunk
+from ops.operators import autocast, chunk
 from ops.philox import kept, philox
 from support.ranks import on_ranks
 
@@ -29,6 +30,13 @@ def _dropout(x: Tensor, seed: int, p: float, **options: object) -> Tensor:
 def test_known_answers() -> None:
     """Those of the authors' own test vectors for Philox4x32-10."""
     assert philox(0, 0) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+
+
+def test_modules_are_traced_for_a_gpu() -> None:
+    """Where there is none, too. The seed stays on the CPU, where traced code may have tensors without dims alone."""
+    with FakeTensorMode():
+        x = torch.empty(4, 6, device="cuda")
+        assert weft.nn.Dropout(0.5, group_name="", dim=None)(x).device == x.device
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -94,12 +102,12 @@ def test_second_derivative() -> None:
 
 @on_ranks(2)
 def test_refusals(rank: int) -> None:
-    x, seed = torch.ones(2, 4), torch.tensor([1])
+    x, seed = torch.ones(2, 4), torch.tensor([1], device="cpu")
     for error, text, call, options in [
         (ValueError, "weft::dropout: got p 1.5; pass a probability", (x, seed), {"p": 1.5}),
         (ValueError, "got p nan", (x, seed), {"p": float("nan")}),
         (TypeError, r"got seed of dtype Float and shape \[1\]", (x, seed.float()), {}),
-        (TypeError, r"got seed of dtype Long and shape \[2\]", (x, torch.tensor([1, 2])), {}),
+        (TypeError, r"got seed of dtype Long and shape \[2\]", (x, seed.expand(2)), {}),
         (TypeError, "got x of dtype Long", (x.long(), seed), {}),
         (ValueError, "got dim_size 4 without dim", (x, seed), {"dim_size": 4}),
         (IndexError, "got dim 2", (x, seed), {"dim": 2}),
@@ -163,5 +171,5 @@ def test_module_compile_export_script_checkpoint(rank: int) -> None:
     block.eval()
     torch.testing.assert_close(block(x), block.linear(x))
     block.train()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with autocast(torch.bfloat16):
         assert block(x).dtype is torch.bfloat16

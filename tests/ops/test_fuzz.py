@@ -30,6 +30,26 @@ def test_random_sets_agree_or_are_refused(operator: str, num_ranks: int, first_s
     assert outcomes[0]["agreed"] >= count / 2 and outcomes[0]["refused"] >= 1, outcomes[0]
 
 
+@pytest.mark.parametrize("operator", ["column_row_mlp", "pipeline_wait"])
+def test_random_sets_over_gloo(operator: str) -> None:
+    """Without a GPU, too: what carries the tensors of a device."""
+    _check_over_gloo(operator, "cpu", 25)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("operator", NAMES)
+def test_random_sets_on_cuda(operator: str) -> None:
+    """The same sets on a GPU that 2 ranks share."""
+    _check_over_gloo(operator, "cuda", 60)
+
+
+def _check_over_gloo(operator: str, device: str, count: int) -> None:
+    call = {"operator": operator, "first_seed": 0, "count": count}
+    outcomes = run_on_ranks(2, run_calls, timeout=300, **call, device=device, backend="gloo")
+    assert all(each == outcomes[0] for each in outcomes)
+    assert outcomes[0]["agreed"] >= count / 2 and outcomes[0]["refused"] >= 1, outcomes[0]
+
+
 def test_table_without_dims() -> None:
     with pytest.raises(ValueError, match="weft::vocab_parallel_embedding: got weight of shape"):
         weft.ops.vocab_parallel_embedding(torch.tensor([0]), torch.tensor(1.0), 0, group_name="")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import weft
 from ops.collectives.profiled import collectives_of
 from ops.memory.counting import counted
-from ops.operators import chunk
+from ops.operators import autocast, chunk
 from support.ranks import on_ranks
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 3e-2, "float16": 6e-3}
@@ -240,7 +240,7 @@ def test_compile_export_script_and_autocast(rank: int) -> None:
     loaded = torch.jit.load(buffer)
     assert weft.nn.rebind_group(loaded, dist.new_group().group_name) == 2
     torch.testing.assert_close(loaded(torch.ones(2, 3, 6)), block(torch.ones(2, 3, 6)))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with autocast(torch.bfloat16):
         y, total = block.second.add(torch.ones(2, 6, dtype=torch.bfloat16), torch.ones(2, 6))
         assert y.dtype is torch.float32 and total.dtype is torch.float32
         assert block.first(torch.ones(2, 6, dtype=torch.bfloat16)).dtype is torch.bfloat16

@@ -29,6 +29,10 @@ def _group() -> str:
     return dist.group.WORLD.group_name
 
 
+def _device() -> str:
+    return torch.get_default_device().type
+
+
 def _part(whole: Tensor, rank: int, num_ranks: int) -> Tensor:
     parts = whole.chunk(num_ranks)
     return (parts[rank] if rank < len(parts) else whole[:0]).clone()
@@ -124,7 +128,7 @@ def test_ranks_agree_on_what_they_measured(rank: int, world_size: int) -> None:
         dist.all_gather_object(everybody, choice)
         assert everybody == [choice] * world_size
         assert choice.op == "weft::all_gather_linear"
-        assert (choice.dtype, choice.device, choice.num_ranks) == ("float32", "cpu", world_size)
+        assert (choice.dtype, choice.device, choice.num_ranks) == ("float32", _device(), world_size)
         assert (choice.num_rows, choice.row_bytes) == (512 * (2 if world_size == 2 else 4), FEATURES * 4)
         assert choice.ratio > 0
         assert choice.in_pieces == (choice.ratio <= 0.95)
@@ -198,7 +202,7 @@ def test_groups_measure_apart(rank: int) -> None:
 @on_ranks(2)
 def test_a_loaded_table_chooses(rank: int, tmp_path: Path) -> None:
     x, weight = torch.randn(512, FEATURES), torch.randn(4, FEATURES)
-    choice = weft.overlap.Choice("weft::all_gather_linear", "float32", "cpu", 2, 1024, FEATURES * 4, True)
+    choice = weft.overlap.Choice("weft::all_gather_linear", "float32", _device(), 2, 1024, FEATURES * 4, True)
     with overlapping("auto"):
         for in_pieces, expected in ((True, 4), (False, 1)):
             path = tmp_path / f"{rank}.json"

@@ -1,4 +1,4 @@
-"""What every operator owes the dispatcher: schema, fake kernels, autograd, float64 gradients."""
+"""What every operator owes the dispatcher, on a GPU too: schema, fake kernels, autograd, float64 gradients."""
 
 from __future__ import annotations
 
@@ -6,26 +6,35 @@ import pytest
 import torch
 
 import weft  # noqa: F401  (registers the operators)
-from ops.operators import sample_calls
+from ops.operators import Call, sample_calls
 
-NUM_CALLS = len(sample_calls())
+CALLS = pytest.mark.parametrize("index", range(len(sample_calls())), ids=lambda i: f"{i}-{_sample(i).name}")
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 
 
-def _sample(index: int):
+def _sample(index: int, device: str = "cpu") -> Call:
     torch.manual_seed(0)
-    return sample_calls()[index]
+    with torch.device(device):
+        call = sample_calls()[index]
+    if call.name == "dropout" and device != "cpu":
+        x, seed = call.args
+        assert isinstance(seed, torch.Tensor)
+        call.args = (x, seed.reshape(()))  # traced, only what has no dims may be on another device than x
+    return call
 
 
-@pytest.mark.parametrize("index", range(NUM_CALLS), ids=lambda i: f"{i}-{_sample(i).name}")
-def test_opcheck(index: int) -> None:
-    call = _sample(index)
+@CALLS
+@DEVICES
+def test_opcheck(index: int, device: str) -> None:
+    call = _sample(index, device)
     results = torch.library.opcheck(call.op, call.args, call.kwargs)
     assert set(results.values()) == {"SUCCESS"} and len(results) == 4
 
 
-@pytest.mark.parametrize("index", range(NUM_CALLS), ids=lambda i: f"{i}-{_sample(i).name}")
-def test_gradcheck(index: int) -> None:
-    call = _sample(index)
+@CALLS
+@DEVICES
+def test_gradcheck(index: int, device: str) -> None:
+    call = _sample(index, device)
     places = [i for i, arg in enumerate(call.args) if isinstance(arg, torch.Tensor) and arg.requires_grad]
 
     def function(*tensors: torch.Tensor) -> torch.Tensor:
@@ -37,7 +46,7 @@ def test_gradcheck(index: int) -> None:
     assert torch.autograd.gradcheck(function, tuple(call.args[i] for i in places))
 
 
-PRIVATE = {
+PRIVATE: dict[str, tuple[object, ...]] = {
     "_vocab_cross_entropy": (torch.randn(2, 5), torch.tensor([1, 4]), 0, "", None, -100, 0.0),
     "_vocab_cross_entropy_backward": (
         torch.randn(2), torch.randn(2, 5), torch.tensor([1, 4]), torch.randn(2, 2), 0, 5, -100, 0.1,
@@ -74,8 +83,10 @@ PRIVATE = {
 
 
 @pytest.mark.parametrize("name", PRIVATE)
-def test_opcheck_of_the_pieces(name: str) -> None:
-    results = torch.library.opcheck(getattr(torch.ops.weft, name).default, PRIVATE[name])
+@DEVICES
+def test_opcheck_of_the_pieces(name: str, device: str) -> None:
+    args = tuple(arg.to(device) if isinstance(arg, torch.Tensor) else arg for arg in PRIVATE[name])
+    results = torch.library.opcheck(getattr(torch.ops.weft, name).default, args)
     assert set(results.values()) == {"SUCCESS"}
 
 

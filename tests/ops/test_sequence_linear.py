@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import weft
 from ops.collectives.profiled import collectives_of
 from ops.memory.counting import counted
-from ops.operators import chunk
+from ops.operators import autocast, chunk
 from ops.overlapping import overlapping
 from support.ranks import on_ranks
 
@@ -212,7 +212,7 @@ def test_compile_export_script_and_autocast(rank: int) -> None:
     for _ in range(3):
         torch.testing.assert_close(_run(loaded, torch.ones(2, 3, 6)), eager[3])
 
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with autocast(torch.bfloat16):
         y = block(torch.ones(2, 3, 6))
     assert y.dtype is torch.bfloat16
     torch.testing.assert_close(y.float(), eager[3][0], rtol=0.05, atol=0.05)

@@ -179,8 +179,8 @@ def test_compile_export_and_script(rank: int) -> None:
     scripted = torch.jit.script(module)
     for _ in range(3):
         torch.testing.assert_close(run(scripted, 5), run(module, 5))
-    x = torch.randn(2, 8, 3, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(2, 8, 3, generator=torch.Generator(torch.get_default_device()).manual_seed(0))
     program = torch.export.export(module, (x,), dynamic_shapes=({1: 2 * torch.export.Dim("pairs", min=2, max=32)},))
     for tokens in (6, 10):
-        x = torch.randn(2, tokens, 3, generator=torch.Generator().manual_seed(1))
+        x = torch.randn(2, tokens, 3, generator=torch.Generator(torch.get_default_device()).manual_seed(1))
         torch.testing.assert_close(program.module()(x), module(x))

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 import weft
+from ops.collectives.profiled import collectives_of
 from ops.operators import chunk, mlp_reference
 from support.ranks import on_ranks
 
@@ -111,12 +111,6 @@ def _check_linears_and_embedding(rank: int, world_size: int, dtype: str) -> None
     _close(rows.grad, chunk(table.grad, 0, world_size, rank), tolerance, "embedding grad")
 
 
-def _all_reduces(run) -> int:
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        run()
-    return sum(event.name == "weft:all_reduce" for event in profiler.events())
-
-
 @on_ranks(2)
 def test_number_of_all_reduces(rank: int) -> None:
     group = _group()
@@ -126,13 +120,13 @@ def test_number_of_all_reduces(rank: int) -> None:
     def mlp(x: Tensor) -> Tensor:
         return weft.ops.column_row_mlp(x, w1, w2, activation="relu", group_name=group)
 
-    assert _all_reduces(lambda: mlp(x)) == 1
-    assert _all_reduces(lambda: mlp(x).sum().backward()) == 2
-    assert _all_reduces(lambda: mlp(x.detach()).sum().backward()) == 1
+    collectives_of(lambda: mlp(x), {"all_reduce": 1})
+    collectives_of(lambda: mlp(x).sum().backward(), {"all_reduce": 2})
+    collectives_of(lambda: mlp(x.detach()).sum().backward(), {"all_reduce": 1})
     with torch.no_grad():
-        assert _all_reduces(lambda: mlp(x)) == 1
+        collectives_of(lambda: mlp(x), {"all_reduce": 1})
     y = mlp(x)
-    assert _all_reduces(lambda: torch.autograd.grad(y.sum(), [w1, w2])) == 0
+    collectives_of(lambda: torch.autograd.grad(y.sum(), [w1, w2]), {})
 
 
 @on_ranks(2)
@@ -147,8 +141,16 @@ def test_refusals_leave_the_group_usable(rank: int) -> None:
         weft.ops.row_linear(x, w, group_name="nowhere")
     with pytest.raises(TypeError, match="dtype"):
         weft.ops.column_linear(x, w.double(), group_name=group)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == 2
+
+
+@on_ranks(2)
+def test_token_ids_are_read_in_advance(rank: int) -> None:
+    """On the CPU alone."""
     with pytest.raises(IndexError, match="token ids from 0 to 9"):
-        weft.ops.vocab_parallel_embedding(torch.tensor([0, 9]), w, 0, group_name=group, vocab_size=5)
+        weft.ops.vocab_parallel_embedding(torch.tensor([0, 9]), torch.ones(5, 4), 0, group_name=_group(), vocab_size=5)
     total = torch.ones(1)
     dist.all_reduce(total)
     assert total.item() == 2

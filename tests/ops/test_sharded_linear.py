@@ -13,7 +13,7 @@ from torch import Tensor
 import weft
 from ops.collectives.profiled import collectives_of
 from ops.memory.counting import counted
-from ops.operators import chunk
+from ops.operators import autocast, chunk
 from support.ranks import on_ranks
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 3e-2, "float16": 6e-3}
@@ -137,7 +137,7 @@ def test_compile_export_script_and_autocast(rank: int) -> None:
     loaded = torch.jit.load(buffer)
     assert weft.nn.rebind_group(loaded, dist.new_group().group_name) == 1
     torch.testing.assert_close(loaded(torch.ones(2, 3, 6)), linear(torch.ones(2, 3, 6)))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with autocast(torch.bfloat16):
         y = linear(torch.ones(2, 3, 6))
     assert y.dtype is torch.bfloat16
     torch.testing.assert_close(y.float(), linear(torch.ones(2, 3, 6)), rtol=0.05, atol=0.05)

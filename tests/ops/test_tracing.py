@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import weft
+from ops.operators import autocast
 from support.ranks import on_ranks
 
 
@@ -107,7 +108,7 @@ def test_autocast_runs_in_its_dtype(dtype: torch.dtype) -> None:
     column, row = weft.nn.ColumnLinear(8, 6, group_name=""), weft.nn.RowLinear(6, 8, group_name="")
     x = torch.randn(3, 8, requires_grad=True)
     exact = row(column(mlp(x)))
-    with torch.autocast("cpu", dtype=dtype):
+    with autocast(dtype):
         y = mlp(x)
         assert y.dtype is dtype
         y = row(column(y))

@@ -32,7 +32,8 @@ class Dropout(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0.0:
             return x
-        seed = torch.randint(0, 1 << 62, (1,), dtype=torch.int64, device=torch.device("cpu"))
+        # Without dims: what is traced may have nothing else of the CPU beside tensors of a GPU.
+        seed = torch.randint(0, 1 << 62, (), dtype=torch.int64, device=torch.device("cpu"))
         return torch.ops.weft.dropout(
             x, seed, p=self.p, group_name=self.group_name, dim=self.dim, dim_size=self.dim_size
         )

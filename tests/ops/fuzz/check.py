@@ -11,14 +11,19 @@ from ops.fuzz.draws import FLOATS, Draw, Place, Value, constant_along_first_dim,
 from ops.fuzz.operator import NOWHERE, Call
 
 
-def check(call: Call, rank: int, groups: dict[str, str]) -> str:
-    """ "agreed" or "refused"; raises AssertionError with the call in its text."""
+def check(call: Call, rank: int, groups: dict[str, str], device: str = "cpu") -> str:
+    """ "agreed", "refused" or "told on the CPU alone"; raises AssertionError with the call in its text.
+
+    The last is a call that other devices accept on some rank, as they do not read values.
+    """
     place = call.place(rank)
+    if device != "cpu" and any(one.reads_values for of_rank in call.refusals for one in of_rank):
+        return "told on the CPU alone"
     try:
         if call.refusals[place.rank]:
-            _check_refusal(call, place, groups)
+            _check_refusal(call, place, groups, device)
             return "refused"
-        _check_values(call, place, groups)
+        _check_values(call, place, groups, device)
     except Exception as error:
         found = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
         raise AssertionError(f"{found}\n{call}") from error
@@ -30,10 +35,11 @@ def _run(call: Call, arguments: dict[str, object], groups: dict[str, str]) -> tu
         return call.operator.run(arguments | {"group_name": groups[call.group]})
 
 
-def _check_refusal(call: Call, place: Place, groups: dict[str, str]) -> None:
-    expected = call.refusals[place.rank]
+def _check_refusal(call: Call, place: Place, groups: dict[str, str], device: str) -> None:
+    where = torch.empty(0, device=device).device  # with its number
+    expected = [each.on(where) for each in call.refusals[place.rank]]
     try:
-        _run(call, call.arguments_of(place), groups | {NOWHERE: NOWHERE})
+        _run(call, call.arguments_of(place, device), groups | {NOWHERE: NOWHERE})
     except Exception as error:
         text = str(error)
         is_known = any(type(error) is each.error and each.text in text for each in expected)
@@ -44,10 +50,10 @@ def _check_refusal(call: Call, place: Place, groups: dict[str, str]) -> None:
     raise AssertionError(f"accepted; documented is one of {expected}")
 
 
-def _check_values(call: Call, place: Place, groups: dict[str, str]) -> None:
+def _check_values(call: Call, place: Place, groups: dict[str, str], device: str) -> None:
     operator = call.operator
     expected = _Expected(call)
-    arguments = call.arguments_of(place)
+    arguments = call.arguments_of(place, device)
     before = {name: value.detach().clone() for name, value in arguments.items() if isinstance(value, Tensor)}
     results = _run(call, arguments, groups)
 
@@ -56,6 +62,7 @@ def _check_values(call: Call, place: Place, groups: dict[str, str]) -> None:
     assert len(results) == len(expected.results)
     for index, result in enumerate(results):
         assert result.dtype == dtype, f"result of {result.dtype} instead of {dtype}"
+        assert result.device.type == device, f"result on {result.device} instead of {device}"
         assert result.requires_grad == (bool(leaves) and call.mode != "no_grad")
         for name in before:
             same = result.untyped_storage().data_ptr() == arguments[name].untyped_storage().data_ptr()
@@ -63,7 +70,7 @@ def _check_values(call: Call, place: Place, groups: dict[str, str]) -> None:
         expected.compare(result.detach(), expected.result_on(place, index), f"result {index}")
     if leaves and call.mode != "no_grad":
         graded = [results[index] for index in call.graded]
-        grads = [laid_out(expected.grad_on(place, index), call.grad_layout) for index in call.graded]
+        grads = [laid_out(expected.grad_on(place, index).to(device), call.grad_layout) for index in call.graded]
         if call.mode == "backward":
             torch.autograd.backward(graded, grads)
             given = {name: leaf.grad for name, leaf in leaves.items()}
@@ -129,7 +136,7 @@ class _Expected:
 
     def compare(self, actual: Tensor, expected: Tensor, what: str) -> None:
         assert actual.shape == expected.shape, f"{what} of shape {list(actual.shape)}, expected {list(expected.shape)}"
-        ours, wanted = actual.double(), expected.double()
+        ours, wanted = actual.cpu().double(), expected.double()
         is_odd = ~wanted.isfinite()
         assert torch.equal(ours.isfinite(), wanted.isfinite()), f"{what}: {ours}, expected {wanted}"
         error = (ours - wanted).masked_fill(is_odd, 0).abs().max().item() if ours.numel() else 0.0

@@ -12,15 +12,16 @@ from ops.fuzz.messages import LEARNING, Exchange, Message, Part, Step
 OPS = weft.ops
 
 
-def check_exchange(exchange: Exchange, rank: int, groups: dict[str, str]) -> str:
+def check_exchange(exchange: Exchange, rank: int, groups: dict[str, str], device: str = "cpu") -> str:
     """ "agreed" or "refused"; raises AssertionError with the exchange in its text."""
     rank -= exchange.first_rank
     try:
         if rank >= 0:
-            if exchange.refusals:
-                _check_refusal(exchange, rank, groups)
-            else:
-                _Rank(exchange, rank, groups[exchange.group]).run()
+            with torch.device(device):
+                if exchange.refusals:
+                    _check_refusal(exchange, rank, groups)
+                else:
+                    _Rank(exchange, rank, groups[exchange.group]).run()
     except Exception as error:
         found = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
         raise AssertionError(f"{found}\n{exchange}") from error
@@ -135,7 +136,7 @@ def _gradient(part: Part) -> Tensor:
 
 
 def _drawn(part: Part, seed: int) -> Tensor:
-    values = Draw(seed).values(part.shape, part.dtype)
+    values = Draw(seed).values(part.shape, part.dtype).to(torch.get_default_device())
     return constant_along_first_dim(values) if part.layout == "expanded" else values
 
 
@@ -208,13 +209,14 @@ def _call_wrongly(exchange: Exchange, rank: int, groups: dict[str, str]) -> None
     wrong, draw = exchange.wrong, Draw(exchange.wrong["seed"])
     name = wrong.get("group", exchange.group)
     group = groups.get(name, name)
-    tensors = [draw.values(draw.sizes(1, 4), draw.dtype()) for _ in range(draw.random.randint(1, 3))]
+    here = torch.get_default_device()
+    tensors = [draw.values(draw.sizes(1, 4), draw.dtype()).to(here) for _ in range(draw.random.randint(1, 3))]
     if exchange.operator == "pipeline_flush":
         OPS.pipeline_flush(group)
     elif exchange.operator == "join":
         tokens = [torch.empty(0) for _ in range(3)]
         for place in draw.random.sample(range(3), wrong["tokens"]):
-            tokens[place] = draw.values([size + 1 for size in draw.sizes(0, 3)], draw.dtype())
+            tokens[place] = draw.values([size + 1 for size in draw.sizes(0, 3)], draw.dtype()).to(here)
         OPS.join(tensors[0], tokens)
     elif exchange.operator == "pipeline_wait":
         OPS.pipeline_wait(_no_token(wrong["token"], tensors[0], exchange, rank, group))

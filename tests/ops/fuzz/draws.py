@@ -86,10 +86,11 @@ class Draw:
         return self.random.choices(FLOATS, (25, 40, 15, 20))[0]
 
     def values(self, shape: Sequence[int], dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-        """Normal numbers; of integers those from -4 to 4."""
+        """Normal numbers; of integers those from -4 to 4. On the CPU: the same whatever the device."""
         if dtype.is_floating_point or dtype.is_complex:
-            return (torch.randn(tuple(shape), generator=self.generator, dtype=torch.float64) * scale).to(dtype)
-        return torch.randint(-4, 5, tuple(shape), generator=self.generator).to(dtype)
+            normal = torch.randn(tuple(shape), generator=self.generator, dtype=torch.float64, device="cpu")
+            return (normal * scale).to(dtype)
+        return torch.randint(-4, 5, tuple(shape), generator=self.generator, device="cpu").to(dtype)
 
     def maybe(self, shape: Sequence[int], dtype: torch.dtype, share: float = 0.5) -> Tensor | None:
         return self.values(shape, dtype) if self.chance(share) else None

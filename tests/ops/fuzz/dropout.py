@@ -17,6 +17,7 @@ from ops.philox import kept
 
 class Dropout(Operator):
     name = "dropout"
+    on_cpu = ("seed",)
     wild: ClassVar[Wild] = {"p": (-0.1, 1.1, float("nan"), float("inf"), 0.0, 1.0), "dim": DIMS, "dim_size": SIZES}
 
     def draw(self, draw: Draw) -> tuple[Values, Options]:

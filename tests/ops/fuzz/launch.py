@@ -13,13 +13,25 @@ from ops.fuzz.messages import draw_exchange
 from ops.fuzz.operator import draw_call
 
 
-def run_calls(rank: int, world_size: int, operator: str, first_seed: int, count: int) -> dict[str, int]:
-    """How many calls agreed and how many were refused, as they should; the same on every rank."""
-    alone = [dist.new_group([each], backend="cpu:weft") for each in range(world_size)][rank]
-    last_two = dist.new_group([world_size - 2, world_size - 1], backend="cpu:weft")
+def run_calls(
+    rank: int,
+    world_size: int,
+    operator: str,
+    first_seed: int,
+    count: int,
+    device: str = "cpu",
+    backend: str = "cpu:weft",
+) -> dict[str, int]:
+    """How many calls agreed and how many were refused, as they should; the same on every rank.
+
+    Tensors are moved to `device`. All groups are of `backend`: on another device than the CPU gloo.
+    """
+    only_gloo = backend == "gloo"
+    alone = [dist.new_group([each], backend=backend) for each in range(world_size)][rank]
+    last_two = dist.new_group([world_size - 2, world_size - 1], backend=backend)
     groups = {
-        "world": dist.group.WORLD.group_name,
-        "second": dist.new_group(backend="cpu:weft").group_name,
+        "world": (dist.new_group(backend=backend) if only_gloo else dist.group.WORLD).group_name,
+        "second": dist.new_group(backend=backend).group_name,
         "alone": alone.group_name,
         "last two": last_two.group_name if rank >= world_size - 2 else "",
         "gloo": dist.new_group(backend="gloo").group_name,
@@ -27,9 +39,12 @@ def run_calls(rank: int, world_size: int, operator: str, first_seed: int, count:
     }
     outcomes: Counter[str] = Counter()
     for seed in range(first_seed, first_seed + count):
-        if operator in OPERATORS:
-            outcome = check(draw_call(OPERATORS[operator], seed, world_size), rank, groups)
-        else:
-            outcome = check_exchange(draw_exchange(operator, seed, world_size), rank, groups)
+        try:
+            if operator in OPERATORS:
+                outcome = check(draw_call(OPERATORS[operator], seed, world_size), rank, groups, device)
+            else:
+                outcome = check_exchange(draw_exchange(operator, seed, world_size, only_gloo), rank, groups, device)
+        except AssertionError as error:
+            raise AssertionError(f"on {device}, groups of {backend}: {error}") from error
         outcomes[outcome] += 1
     return dict(outcomes)

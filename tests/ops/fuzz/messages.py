@@ -91,6 +91,7 @@ class Exchange:
     group: str
     first_rank: int  # of the world, in the group
     num_ranks: int
+    is_on_gloo: bool = False
     messages: list[Message] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     joined: Part | None = None  # what the tokens are joined to
@@ -110,12 +111,14 @@ class Exchange:
         return "\n".join([*lines, f"  again: PYTHONPATH=tests python tests/soak/operators.py {script}"])
 
 
-def draw_exchange(operator: str, seed: int, world_size: int) -> Exchange:
-    """The exchange of that seed, the same on every rank. A third are wrong calls."""
+def draw_exchange(operator: str, seed: int, world_size: int, only_gloo: bool = False) -> Exchange:
+    """The exchange of that seed, the same on every rank. A third are wrong calls. With `only_gloo` it is so ordered
+    that any group may be gloo's."""
     draw = Draw(seed * len(NAMES) + NAMES.index(operator))
     group = draw.random.choices(("world", "second", "gloo", "last two"), (50, 15, 20, 15))[0]
     first_rank = world_size - 2 if group == "last two" else 0
     exchange = Exchange(operator, seed, world_size, group, first_rank, world_size - first_rank)
+    exchange.is_on_gloo = only_gloo or group == "gloo"
     if draw.chance(0.3):
         _draw_wrong_call(exchange, draw)
         return exchange
@@ -192,7 +195,7 @@ def _may_follow(exchange: Exchange, kind: str, number: int, done: set[tuple[str,
         return {("send", number), ("recv", number)} <= done
     if kind == "ack":
         # Without gradients the receiver's word is waited for; the backend gloo receives when it is waited for.
-        needed = "recv" if message.has_backward and exchange.group != "gloo" else "wait"
+        needed = "recv" if message.has_backward and not exchange.is_on_gloo else "wait"
         return {("send", number), (needed, number)} <= done
     return ("wait" if kind == "backward" else "backward", number) in done
 

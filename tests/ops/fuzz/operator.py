@@ -42,6 +42,7 @@ class Operator(ABC):
 
     name: ClassVar[str]
     optional: ClassVar[tuple[str, ...]] = ()  # tensors that have a default
+    on_cpu: ClassVar[tuple[str, ...]] = ()  # tensors that stay there, whatever the device
     wild: ClassVar[Wild] = {}
     num_results: ClassVar[int] = 1
     tolerances: ClassVar[dict[torch.dtype, float]] = {
@@ -126,14 +127,15 @@ class Call:
         placements = self.placements()
         return {name: part(value, placements[name], place) for name, value in self.values.items()}
 
-    def arguments_of(self, place: Place) -> dict[str, object]:
-        """A rank's arguments but for the group's name; leaves in memory of their own."""
+    def arguments_of(self, place: Place, device: str = "cpu") -> dict[str, object]:
+        """A rank's arguments but for the group's name; leaves in memory of their own, on `device` unless on meta."""
         arguments: dict[str, object] = {}
         for name, tensor in self.tensors_of(place).items():
             if tensor is None:
                 arguments[name] = None
                 continue
-            leaf = laid_out(tensor.detach(), self.layouts[name])
+            stays = tensor.is_meta or name in self.operator.on_cpu
+            leaf = laid_out(tensor.detach() if stays else tensor.detach().to(device), self.layouts[name])
             arguments[name] = leaf.requires_grad_(name in self.learns)
         return arguments | self.operator.options_of(self.values, self.options, place)
 

@@ -7,7 +7,7 @@ name any of them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,6 +21,11 @@ class Refusal:
 
     error: type[Exception]
     text: str
+    reads_values: bool = False  # of tensors, which operators do on the CPU alone
+
+    def on(self, device: torch.device) -> Refusal:
+        """What is said where the tensors are there instead of on the CPU."""
+        return replace(self, text=self.text.replace(" on cpu ", f" on {device} "))
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ class VocabParallelEmbedding(Operator):
         yield from _start_of(given)
         yield from rules.one_device(given.weight, given.input, "input")
         if _are_out_of_range(given.input, given.vocab_size):
-            yield Refusal(IndexError, "got token ids from ")
+            yield Refusal(IndexError, "got token ids from ", reads_values=True)
 
     def results(self, values: Values, options: Options) -> tuple[Placement, ...]:
         return (WHOLE,)
@@ -140,7 +140,7 @@ class Loss(Operator):
                 yield Unseen("more classes than the ranks have")
             counted = target if target.is_meta else target[target != options.ignore_index]
             if _are_out_of_range(counted, options.vocab_size):
-                yield Refusal(IndexError, "got targets from ")
+                yield Refusal(IndexError, "got targets from ", reads_values=True)
 
     def results(self, values: Values, options: Options) -> tuple[Placement, ...]:
         return (WHOLE,)
