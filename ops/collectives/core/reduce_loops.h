@@ -230,7 +230,7 @@ class Loop {
   template <bool kStreams>
   __attribute__((always_inline)) inline void block(int64_t first) const {
     alignas(64) T results[kBlock];
-    compute<!kStreams>(first, kBlock, results);
+    compute</*kFetches=*/true>(first, kBlock, results);
     const auto* bytes = reinterpret_cast<const std::byte*>(results);
     const size_t offset = static_cast<size_t>(first) * sizeof(T);
     put_block<kBlockBytes, kStreams>(job_.out + offset, bytes);
@@ -246,7 +246,7 @@ class Loop {
     T results[kBlock];
     while (n > 0) {
       const int64_t now = n < kBlock ? n : kBlock;
-      compute<false>(first, now, results);
+      compute</*kFetches=*/false>(first, now, results);
       const size_t offset = static_cast<size_t>(first) * sizeof(T);
       const size_t num_bytes = static_cast<size_t>(now) * sizeof(T);
       __builtin_memcpy(job_.out + offset, results, num_bytes);
