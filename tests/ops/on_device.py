@@ -52,9 +52,12 @@ def run_body(rank: int, world_size: int, module: str, name: str, device: str, ar
 
 @contextmanager
 def _world_on_gloo() -> Iterator[None]:
-    world = dist.group.WORLD
-    dist.group.WORLD = dist.new_group(backend="gloo")
+    world, gloo = dist.group.WORLD, dist.new_group(backend="gloo")
+    dist.group.WORLD = gloo
     try:
         yield
     finally:
         dist.group.WORLD = world
+    # Ranks are used again: hundreds of such groups would stay, with sockets and threads.
+    dist.barrier(group=gloo)
+    dist.destroy_process_group(gloo)

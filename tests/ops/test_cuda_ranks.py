@@ -14,9 +14,9 @@ gradients by differences test_registration.py's. Of what runs on the CPU is left
 - asks for deterministic algorithms, which cuBLAS refuses by default: test_what_is_not_measured;
 - makes a mesh of the backend weft: test_groups_measure_apart;
 - links ranks, of which NCCL takes no two on one GPU, and gloo sends what is on the CPU: test_pipeline_links.py;
-- is the same whatever the device: test_known_answers, test_rebind_group_refuses_a_module_without_weft_modules, the
-  refusals of test_overlap.py and its test_environment, test_table_without_dims, test_vocabularies_beyond_int32,
-  test_classes_beyond_int64;
+- is the same whatever the device: test_known_answers, test_modules_are_traced_for_a_gpu,
+  test_rebind_group_refuses_a_module_without_weft_modules, the refusals of test_overlap.py and its test_environment,
+  test_table_without_dims, test_vocabularies_beyond_int32, test_classes_beyond_int64;
 - has programs of its own for the CPU: test_script_fresh_process.py, test_installed.py.
 
 The backend weft's own tests, collectives/, and those of the memory on the host, memory/, are for the CPU.

@@ -33,7 +33,7 @@ def test_known_answers() -> None:
 
 
 def test_modules_are_traced_for_a_gpu() -> None:
-    """Where there is none, too. The seed stays on the CPU, where traced code may have tensors without dims alone."""
+    """Where there is none, too. Beside tensors of a GPU, traced code takes those of the CPU without dims: the seed."""
     with FakeTensorMode():
         x = torch.empty(4, 6, device="cuda")
         assert weft.nn.Dropout(0.5, group_name="", dim=None)(x).device == x.device

@@ -4,7 +4,7 @@
     PYTHONPATH=tests python tests/soak/operators.py --operator all_to_all --ranks 2 --seed 4711 --count 1
     PYTHONPATH=tests python tests/soak/operators.py --device cuda --ranks 2 --count 1000
 
-On CUDA the ranks share a device, over gloo; a set that failed there is run again with the same --device. A fifth of the
+On CUDA the ranks share a device, over gloo; a set that failed there is run again with the same options. A fifth of the
 sets run on 3 ranks, the others on 2. Prints one JSON line for each operator, and each set that failed with its seed;
 after a failure it goes on with the next set. Exits with 0 where none failed.
 """
@@ -27,16 +27,16 @@ SETS_PER_LAUNCH = 1000
 MAX_FAILURES = 20  # of an operator
 
 
-def soak(operator: str, num_ranks: int, first_seed: int, count: int, device: str) -> tuple[Counter[str], list[int]]:
+def soak(
+    operator: str, num_ranks: int, first_seed: int, count: int, device: str, backend: str
+) -> tuple[Counter[str], list[int]]:
     """How many sets agreed and were refused, and the seeds of those that failed."""
     outcomes: Counter[str] = Counter()
     failed: list[int] = []
     seed, end = first_seed, first_seed + count
     while seed < end and len(failed) < MAX_FAILURES:
         size = min(SETS_PER_LAUNCH, end - seed)
-        call = {"operator": operator, "first_seed": seed, "count": size, "device": device}
-        if device != "cpu":
-            call["backend"] = "gloo"
+        call = {"operator": operator, "first_seed": seed, "count": size, "device": device, "backend": backend}
         try:
             outcomes.update(run_on_ranks(num_ranks, run_calls, timeout=600, **call)[0])
             seed += size
@@ -60,7 +60,11 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, help="this many instead of 2 and 3")
     parser.add_argument("--seed", type=int, default=0, help="of the first set; the others follow")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where the arguments are")
+    parser.add_argument("--backend", choices=["cpu:weft", "gloo"], help="of the groups; on CUDA gloo")
     args = parser.parse_args()
+    backend = args.backend or ("cpu:weft" if args.device == "cpu" else "gloo")
+    if args.device == "cuda" and backend != "gloo":
+        parser.error("--device cuda wants the groups of gloo: leave --backend out.")
     on_three = args.count // 5
     shares = {args.ranks: args.count} if args.ranks else {2: args.count - on_three, 3: on_three}
     num_failed = 0
@@ -68,7 +72,7 @@ def main() -> int:
         outcomes: Counter[str] = Counter()
         failures, seed = {}, args.seed
         for num_ranks, count in shares.items():
-            of_ranks, failures[num_ranks] = soak(operator, num_ranks, seed, count, args.device)
+            of_ranks, failures[num_ranks] = soak(operator, num_ranks, seed, count, args.device, backend)
             outcomes += of_ranks
             seed += count
         num_failed += sum(len(seeds) for seeds in failures.values())

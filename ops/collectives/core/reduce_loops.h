@@ -144,9 +144,10 @@ __attribute__((always_inline)) inline void put_block(std::byte* out, const std::
   if constexpr (kStreams) {
     stream_lines<kBytes>(out, block);
   } else {
-    // By the widest registers, which memcpy() does not take.
+    // By wider registers than memcpy() takes.
     constexpr int64_t kWidth = __BIGGEST_ALIGNMENT__;
-    using Register = uint8_t __attribute__((vector_size(kWidth), may_alias, aligned(1)));
+    typedef uint8_t Register __attribute__((vector_size(kWidth), may_alias, aligned(1)));  // NOLINT
+    static_assert(alignof(Register) == 1);
     for (int64_t i = 0; i < kBytes; i += kWidth) {
       *reinterpret_cast<Register*>(out + i) = *reinterpret_cast<const Register*>(block + i);
     }
@@ -187,35 +188,43 @@ class Loop {
     return reinterpret_cast<const T*>(job_.sources[k]) + first;
   }
 
-  // The lines of the blocks to come, where the processor's own guess comes late: between the caches
-  // of two processors. Measured with benchmarks/collectives.py; past the end it does nothing.
-  template <bool kWrites>
-  static __attribute__((always_inline)) inline void fetch_ahead(const void* block) {
-    const auto* bytes = static_cast<const std::byte*>(block) + (kWrites ? 1024 : 2048);
-    for (int64_t i = 0; i < kBlockBytes; i += 64) __builtin_prefetch(bytes + i, kWrites ? 1 : 0);
+  // The lines of a block to come, where the processor's own guess comes late: between the caches of
+  // two processors. Measured with benchmarks/collectives.py.
+  static __attribute__((always_inline)) inline void fetch_ahead(const void* block, int64_t ahead) {
+    const auto* bytes = static_cast<const std::byte*>(block) + ahead;
+    for (int64_t i = 0; i < kBlockBytes; i += 64) __builtin_prefetch(bytes + i);
+  }
+  static constexpr int64_t kAhead = 2048;  // bytes, of what is read
+  static constexpr int64_t kAheadOfWrites = 1024;
+  // Past the end there is another rank's slice, which that rank is writing: fetching it would slow
+  // its rank.
+  bool fetches_at(int64_t first) const {
+    return first + kBlock + kAhead / static_cast<int64_t>(sizeof(T)) <= job_.num_elements;
   }
 
   // Of up to kBlock elements from `first` on.
-  template <bool kFetches>
-  __attribute__((always_inline)) inline void compute(int64_t first, int64_t n, T* block) const {
+  __attribute__((always_inline)) inline void compute(int64_t first,
+                                                     int64_t n,
+                                                     bool fetches,
+                                                     T* block) const {
     alignas(64) V converted[kBlock];
     V* value = converted;
     if constexpr (std::is_same_v<T, V>) value = block;
     const T* source = source_at(0, first);
-    if constexpr (kFetches) fetch_ahead<false>(source);
+    if (fetches) fetch_ahead(source, kAhead);
     if (job_.num_sources == 1) {
       for (int64_t i = 0; i < n; ++i) value[i] = E::load(source[i]);
     } else {
       // Not one after the other: a mere copy would be one by narrower registers.
       const T* second = source_at(1, first);
-      if constexpr (kFetches) fetch_ahead<false>(second);
+      if (fetches) fetch_ahead(second, kAhead);
       for (int64_t i = 0; i < n; ++i) {
         value[i] = Operation::apply(E::load(source[i]), E::load(second[i]));
       }
     }
     for (size_t k = 2; k < job_.num_sources; ++k) {
       source = source_at(k, first);
-      if constexpr (kFetches) fetch_ahead<false>(source);
+      if (fetches) fetch_ahead(source, kAhead);
       for (int64_t i = 0; i < n; ++i) value[i] = Operation::apply(value[i], E::load(source[i]));
     }
     if constexpr (kAverage) {
@@ -230,14 +239,15 @@ class Loop {
   template <bool kStreams>
   __attribute__((always_inline)) inline void block(int64_t first) const {
     alignas(64) T results[kBlock];
-    compute</*kFetches=*/true>(first, kBlock, results);
+    const bool fetches = fetches_at(first);
+    compute(first, kBlock, fetches, results);
     const auto* bytes = reinterpret_cast<const std::byte*>(results);
     const size_t offset = static_cast<size_t>(first) * sizeof(T);
     put_block<kBlockBytes, kStreams>(job_.out + offset, bytes);
     if (job_.second_out != nullptr) {
       put_block<kBlockBytes, false>(job_.second_out + offset, bytes);
-    } else if constexpr (!kStreams) {
-      fetch_ahead</*kWrites=*/true>(job_.out + offset);
+    } else if (!kStreams && fetches) {
+      fetch_ahead(job_.out + offset, kAheadOfWrites);
     }
   }
 
@@ -246,7 +256,7 @@ class Loop {
     T results[kBlock];
     while (n > 0) {
       const int64_t now = n < kBlock ? n : kBlock;
-      compute</*kFetches=*/false>(first, now, results);
+      compute(first, now, /*fetches=*/false, results);
       const size_t offset = static_cast<size_t>(first) * sizeof(T);
       const size_t num_bytes = static_cast<size_t>(now) * sizeof(T);
       __builtin_memcpy(job_.out + offset, results, num_bytes);

@@ -4,8 +4,8 @@
 //
 //   Control | RankBlock x n | signatures x n x 2 | staging x n x 2 | Ring headers and data x n x n
 //
-// Staging and signatures are double-buffered: a rank writes the next ones while a slow one still
-// reads, and no rank is ever two phases ahead (see Collective).
+// Staging and signatures have two buffers: a rank writes the next ones while a slow one still
+// reads. Who may write where and when: see Collective.
 
 #include "bell.h"
 #include "parts.h"
@@ -74,8 +74,8 @@ struct SharedSizes {
   size_t staging_bytes = 0;  // per rank and buffer, a multiple of 128
   size_t ring_bytes = 0;     // per ordered pair, a multiple of 64
 
-  // Staging and rings of all ranks together take at most `limit_bytes`, 16 MiB by default, where
-  // the least of each, pages that exist once they are written to, leaves that.
+  // Staging and rings of all ranks together take at most `limit_bytes`, 16 MiB by default, unless
+  // the least of each, a page or a cache line a rank, is more.
   static SharedSizes within(int num_ranks, size_t limit_bytes);
 };
 

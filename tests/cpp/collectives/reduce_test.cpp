@@ -10,6 +10,7 @@
 #include <cstring>
 #include <limits>
 #include <random>
+#include <utility>
 #include <vector>
 
 namespace weft::collectives {
@@ -82,13 +83,22 @@ constexpr std::array kOps{ReduceOp::kSum,
                           ReduceOp::kBor,
                           ReduceOp::kBxor};
 
+std::vector<std::pair<detail::ReduceLoops, bool>> every_way() {
+  std::vector<std::pair<detail::ReduceLoops, bool>> ways;
+  for (const auto loops : detail::supported_reduce_loops()) {
+    ways.emplace_back(loops, false);
+    ways.emplace_back(loops, true);
+  }
+  return ways;
+}
+
 // Values of 0 to 4: products of three and sums fit every type, and halves hold them exactly.
 template <typename T>
 void check(DType dtype) {
   std::mt19937 random(17);
   for (const ReduceOp op : kOps) {
     if (!can_reduce(op, dtype)) continue;
-    for (const size_t size : {size_t{0}, size_t{1}, size_t{31}, size_t{1025}}) {
+    for (const size_t size : {size_t{0}, size_t{1}, size_t{31}, size_t{1024}, size_t{1025}}) {
       for (const size_t num_sources : {size_t{1}, size_t{2}, size_t{3}}) {
         std::vector<std::vector<int>> values(size, std::vector<int>(num_sources));
         std::vector<std::vector<T>> sources(num_sources, std::vector<T>(size));
@@ -98,7 +108,7 @@ void check(DType dtype) {
             sources[k][i] = element<T>(values[i][k]);
           }
         }
-        for (const auto loops : detail::supported_reduce_loops()) {
+        for (const auto& [loops, streams] : every_way()) {
           auto copies = sources;
           std::vector<const std::byte*> data;
           for (auto& source : copies) data.push_back(reinterpret_cast<std::byte*>(source.data()));
@@ -112,7 +122,7 @@ void check(DType dtype) {
                  static_cast<int64_t>(size),
                  nullptr,
                  static_cast<int64_t>(data.size()),
-                 size % 2 == 1});
+                 streams});
           for (size_t i = 0; i < size; ++i) {
             double wanted = expected(op, values[i]);
             if (op == ReduceOp::kAvg) {
@@ -146,14 +156,13 @@ TEST(Reduce, EveryTypeAndOperation) {
   check<double>(DType::kFloat64);
 }
 
-// (((a + b) + c) + d), to the bit, on every instruction set: what makes all ranks agree.
 // Every number of sources and of elements around whole blocks and cache lines, into a second place
 // and past the caches, off the lines of those.
 TEST(Reduce, EveryLength) {
   for (const detail::ReduceLoops loops : detail::supported_reduce_loops()) {
     for (const size_t num_sources : {1, 2, 3, 5, 8}) {
       for (const int64_t num_elements : {0, 1, 15, 63, 64, 65, 127, 128, 129, 300, 1000}) {
-        for (const size_t offset : {0, 1, 15}) {
+        for (const size_t offset : {0, 1, 15}) {  // of elements
           const auto size = static_cast<size_t>(num_elements);
           std::vector<std::vector<float>> values(num_sources, std::vector<float>(size + offset));
           std::vector<const std::byte*> sources;
@@ -193,6 +202,7 @@ TEST(Reduce, EveryLength) {
   }
 }
 
+// (((a + b) + c) + d), to the bit, on every instruction set: what makes all ranks agree.
 TEST(Reduce, KeepsTheOrder) {
   std::mt19937 random(3);
   std::uniform_real_distribution<float> uniform(-1e6F, 1e6F);
@@ -215,6 +225,54 @@ TEST(Reduce, KeepsTheOrder) {
       const float wanted = ((sources[0][i] + sources[1][i]) + sources[2][i]) + sources[3][i];
       ASSERT_EQ(std::memcmp(&out[i], &wanted, sizeof wanted), 0) << i;
     }
+  }
+}
+
+// Results that are not even where their own type would be.
+TEST(Reduce, OddAddresses) {
+  constexpr size_t kSize = 1000;
+  std::vector<BFloat16> ones(kSize, BFloat16{0x3F80});
+  const auto* const source = reinterpret_cast<const std::byte*>(ones.data());
+  const std::vector<const std::byte*> sources(3, source);
+  for (const auto& [loops, streams] : every_way()) {
+    std::vector<std::byte> out(2 * kSize + 2);
+    loops({ReduceOp::kSum,
+           DType::kBFloat16,
+           out.data() + 1,
+           sources.data(),
+           3,
+           kSize,
+           nullptr,
+           1,
+           streams});
+    for (size_t i = 0; i < kSize; ++i) {
+      BFloat16 element{};
+      std::memcpy(&element, out.data() + 1 + 2 * i, 2);
+      ASSERT_EQ(element.bits, 0x4040) << i;  // 3
+    }
+    EXPECT_EQ(out.front(), std::byte{0});
+    EXPECT_EQ(out.back(), std::byte{0});
+  }
+}
+
+// In place, as a rank of an all-reduce does: the second place is one of the sources.
+TEST(Reduce, TheSecondPlaceMayBeASource) {
+  constexpr size_t kSize = 1001;
+  for (const auto loops : detail::supported_reduce_loops()) {
+    std::vector<float> own(kSize, 2.F);
+    const std::vector<float> other(kSize, 3.F);
+    std::vector<float> staging(kSize);
+    const std::vector<const std::byte*> sources = {reinterpret_cast<const std::byte*>(other.data()),
+                                                   reinterpret_cast<const std::byte*>(own.data())};
+    loops({ReduceOp::kSum,
+           DType::kFloat32,
+           reinterpret_cast<std::byte*>(staging.data()),
+           sources.data(),
+           2,
+           kSize,
+           reinterpret_cast<std::byte*>(own.data())});
+    EXPECT_EQ(own, std::vector<float>(kSize, 5.F));
+    EXPECT_EQ(staging, own);
   }
 }
 

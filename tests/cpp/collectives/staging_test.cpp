@@ -3,6 +3,7 @@
 #include "ranks.h"
 #include "values.h"
 
+#include <algorithm>
 #include <random>
 #include <thread>
 
@@ -11,14 +12,19 @@ namespace {
 
 // Collectives of every number of chunks one after another, of which some ranks are late at some:
 // what one leaves in the buffers, nobody may overwrite before all have read it.
-TEST(Staging, IsFilledAgainWhenAllHaveReadIt) {
+class StagingTest : public ::testing::TestWithParam<size_t> {};
+
+// With the larger, what two halves hold is combined as one chunk.
+INSTANTIATE_TEST_SUITE_P(Limits, StagingTest, ::testing::Values(128 * 1024, 1024 * 1024));
+
+TEST_P(StagingTest, IsFilledAgainWhenAllHaveReadIt) {
   constexpr int kRanks = 3;
   GroupOptions options = group_of(1, 0);
-  options.staging_limit_bytes = size_t{128} * 1024;
-  const auto half =
-      static_cast<int64_t>(SharedSizes::within(kRanks, 128 * 1024).staging_bytes / 2 / 4);
-  const std::vector<int64_t> sizes = {
-      1, half - 1, half, half + 1, 2 * half, 2 * half + 1, 3 * half, 4 * half + 1, 9 * half};
+  options.staging_limit_bytes = GetParam();
+  const size_t buffer = SharedSizes::within(kRanks, GetParam()).staging_bytes;
+  const auto half = static_cast<int64_t>(buffer / 2 / sizeof(float));
+  std::vector<int64_t> sizes = {1, half - 1, half, half + 1, 2 * half, 9 * half};
+  for (int64_t chunks = 3; chunks < 8; ++chunks) sizes.push_back((chunks - 1) * half + 1);
   run_on_hosts(
       "aaa",
       [&](Group& group, int rank) {
@@ -29,7 +35,7 @@ TEST(Staging, IsFilledAgainWhenAllHaveReadIt) {
           const TensorFacts facts{DType::kFloat32, {size}};
           Values values = values_of(rank, size);
           if (own() % 4 == 0) std::this_thread::sleep_for(std::chrono::microseconds(own() % 500));
-          switch (same() % 4) {
+          switch (same() % 5) {
             case 0:
               complete(group,
                        all_reduce_call(facts, ReduceOp::kSum, input(values), output(values)));
@@ -46,6 +52,18 @@ TEST(Staging, IsFilledAgainWhenAllHaveReadIt) {
               break;
             }
             case 2: {
+              std::byte* const lent = group.lend_scratch(values.size() * sizeof(float));
+              ASSERT_EQ(lent != nullptr, values.size() * sizeof(float) <= buffer) << repeat;
+              if (lent == nullptr) break;
+              std::ranges::copy(values, reinterpret_cast<float*>(lent));
+              const auto sum =
+                  group.make(all_reduce_call(facts, ReduceOp::kSum, {lent, size}, output(values)));
+              group.submit_lent(sum);
+              group.wait(*sum, milliseconds(0));
+              ASSERT_EQ(values, sum_over(kRanks, size)) << repeat;
+              break;
+            }
+            case 3: {
               const int root = static_cast<int>(same() % kRanks);
               complete(group, broadcast_call(facts, output(values), root, rank));
               ASSERT_EQ(values, values_of(root, size)) << repeat;

@@ -45,6 +45,6 @@ def run_calls(
             else:
                 outcome = check_exchange(draw_exchange(operator, seed, world_size, only_gloo), rank, groups, device)
         except AssertionError as error:
-            raise AssertionError(f"on {device}, groups of {backend}: {error}") from error
+            raise AssertionError(f"with --device {device} --backend {backend}: {error}") from error
         outcomes[outcome] += 1
     return dict(outcomes)
