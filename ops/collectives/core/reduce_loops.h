@@ -196,8 +196,7 @@ class Loop {
   }
   static constexpr int64_t kAhead = 2048;  // bytes, of what is read
   static constexpr int64_t kAheadOfWrites = 1024;
-  // Past the end there is another rank's slice, which that rank is writing: fetching it would slow
-  // its rank.
+  // Not past the end: there begins another rank's slice, which that rank is writing.
   bool fetches_at(int64_t first) const {
     return first + kBlock + kAhead / static_cast<int64_t>(sizeof(T)) <= job_.num_elements;
   }

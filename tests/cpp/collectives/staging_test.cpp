@@ -10,13 +10,13 @@
 namespace weft::collectives::testing {
 namespace {
 
-// Collectives of every number of chunks one after another, of which some ranks are late at some:
-// what one leaves in the buffers, nobody may overwrite before all have read it.
 class StagingTest : public ::testing::TestWithParam<size_t> {};
 
 // With the larger, what two halves hold is combined as one chunk.
 INSTANTIATE_TEST_SUITE_P(Limits, StagingTest, ::testing::Values(128 * 1024, 1024 * 1024));
 
+// Collectives of every number of chunks one after another, of which some ranks are late at some:
+// what one leaves in the buffers, nobody may overwrite before all have read it.
 TEST_P(StagingTest, IsFilledAgainWhenAllHaveReadIt) {
   constexpr int kRanks = 3;
   GroupOptions options = group_of(1, 0);
