@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import weft
 from support.ranks import on_ranks
 from weft.strategy import deferred_init
-from weft.strategy.deferred import is_deferred, materialize, shard_of, whole_of
+from weft.strategy.deferred import is_deferred, materialize, shard_of, stream, whole_of
 
 
 class _Ordered(nn.Module):
@@ -252,12 +252,60 @@ def test_the_report_names_what_was_whole_for_a_moment(world_size: int) -> None:
 
 
 @on_ranks(1)
-def test_what_is_refused(rank: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("uniform_", (-1, 2)),
+        ("normal_", (1, 2)),
+        ("bernoulli_", (0.3,)),
+        ("exponential_", (2.0,)),
+        ("cauchy_", ()),
+        ("log_normal_", ()),
+        ("geometric_", (0.4,)),
+        ("random_", ()),
+        ("random_", (7,)),
+        ("random_", (-3, 90)),
+    ],
+)
+def test_every_stream_of_many_pieces(rank: int, name: str, args: tuple[Any, ...], dtype: torch.dtype) -> None:
+    torch.manual_seed(5)
+    expected = getattr(torch.empty(700, 301, dtype=dtype), name)(*args)
+    after = torch.rand(5)
+    torch.manual_seed(5)
+    with deferred_init():
+        tensor = getattr(torch.empty(700, 301, dtype=dtype), name)(*args)
+    assert torch.equal(torch.rand(5), after)
+    assert torch.equal(shard_of(tensor, 0, 333, 200)[0], expected[333:533])
+    assert torch.equal(whole_of(tensor), expected)
+
+
+def test_a_kernel_that_seeds_each_call_is_not_drawn_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seeded(tensor: Tensor, generator: torch.Generator) -> Tensor:
+        seed = torch.randint(1 << 30, (), generator=generator).item()
+        return tensor.uniform_(generator=torch.Generator().manual_seed(int(seed)))
+
+    assert stream.draws_in_pieces(torch.ops.aten.uniform_.default, torch.float32, ())
+    assert not stream.draws_in_pieces(seeded, torch.float32, ())
+    monkeypatch.setattr(stream, "_RANDOM", {seeded})
+    assert not stream.draws_in_pieces(seeded, torch.float32, ())
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("min_bytes", [0, 16 * 1024])
+def test_what_is_refused(rank: int, min_bytes: int) -> None:
     mesh = torch.distributed.init_device_mesh("cpu", (1,))
-    with deferred_init(0):
+    with deferred_init(min_bytes):
         model = nn.ModuleDict({"layer": nn.Linear(5, 7)})
         model.extra = nn.Parameter(torch.empty(3))
-    with pytest.raises(ValueError, match=r"nothing was written to 'extra' while the model was built"):
+        model.other = nn.Parameter(model.layer.weight.new_empty(2, 2))
+        model.later = nn.Parameter(torch.empty(2))
+    values = model.later.data
+    if min_bytes > 0:
+        values.numpy()[:] = 1  # after the model was built, and past torch
+    else:
+        values.fill_(1)
+    with pytest.raises(ValueError, match=r"nothing was written to 'extra', 'other' while the model was built"):
         weft.parallelize(model, mesh, {"layer": "column"})
 
     source = torch.ones(7, 5)

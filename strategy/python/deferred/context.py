@@ -13,8 +13,10 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from weft.strategy.deferred.stream import EMPTY
 from weft.strategy.deferred.tape import Tape
 from weft.strategy.deferred.tensor import DeferredTensor, call, record, record_whole
+from weft.strategy.deferred.unwritten import mark_unwritten
 
 # Smaller ones are made as ever: they cost little, and code that asks for values mostly asks them.
 MIN_BYTES = 16 * 1024
@@ -41,7 +43,8 @@ class _Building(TorchDispatchMode):
         device = torch.device(kwargs.get("device") or "cpu")
         is_factory = not any(isinstance(leaf, Tensor) for leaf in leaves) and "device" in _argument_names(func)
         if not is_factory or device.type == "meta" or not self._is_large(func, args, kwargs):
-            return func(*args, **kwargs)
+            made = func(*args, **kwargs)
+            return mark_unwritten(made) if func in EMPTY else made
         if func in _DRAWN:
             generator = kwargs.pop("generator", None)
             made = record(self._tape, aten.empty.memory_format, args[:1], kwargs, device)

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from weft.strategy.deferred import stream
 from weft.strategy.deferred.tape import storage_of
 from weft.strategy.deferred.tensor import DeferredTensor
+from weft.strategy.deferred.unwritten import is_unwritten
 
 _OF_DEFERRED = ("meta", "tape", "_is_param")
 
@@ -107,8 +108,11 @@ def check_written(module: nn.Module) -> None:
     Raises:
         ValueError: names them.
     """
-    waiting = {name: tensor for name, tensor in module.named_parameters() if is_deferred(tensor)}
-    unwritten = [name for name, tensor in waiting.items() if not stream.is_written(tensor.tape, tensor.meta)]
+    unwritten = [
+        name
+        for name, tensor in module.named_parameters()
+        if (not stream.is_written(tensor.tape, tensor.meta) if is_deferred(tensor) else is_unwritten(tensor))
+    ]
     if unwritten:
         raise ValueError(
             f"parallelize: nothing was written to {', '.join(repr(name) for name in unwritten)} while the model was "

@@ -1,8 +1,9 @@
 """Shards of a tensor whose values come from a random stream: drawn piece by piece, the whole is never there.
 
 Calls that fill a contiguous range element after element draw the same values in pieces, if each piece but the last is
-a multiple of 16 elements long and the last is no shorter (seen for all of _RANDOM and all floating types: normal_
-transforms 16 numbers at once, and draws the last 16 of a range again).
+a multiple of 16 elements long and the last is no shorter (normal_ transforms 16 numbers at once, and draws the last 16
+of a range again). Not with every library: where a kernel seeds a stream of its own in each call, as MKL's bernoulli_ on
+Intel's processors, pieces have other values. So each kind of call is tried before it is relied on.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ _ELEMENTWISE = {
     aten.tanh_.default,
     aten.pow_.Scalar,
 }
-_EMPTY = {aten.empty.memory_format, aten.empty_strided.default, aten.new_empty.default, aten.empty_like.default}
+EMPTY = {aten.empty.memory_format, aten.empty_strided.default, aten.new_empty.default, aten.empty_like.default}
 _CONSTANT = {aten.zeros.default: 0, aten.ones.default: 1, aten.zeros_like.default: 0, aten.ones_like.default: 1}
 _VIEWS = {
     aten.detach.default,
@@ -88,9 +89,29 @@ class _Write:
     end: int
 
 
-def draws_in_pieces(function: Any) -> bool:
-    """Whether a random call on a contiguous tensor may be made piece by piece."""
-    return function in _RANDOM
+_tried: dict[tuple[Any, torch.dtype], bool] = {}
+
+
+def draws_in_pieces(function: Any, dtype: torch.dtype, args: tuple[Any, ...]) -> bool:
+    """Whether a random call on a contiguous tensor may be made piece by piece: its values, and what is drawn after it.
+
+    Args:
+        args: of the call, behind the tensor.
+    """
+    if function not in _RANDOM:
+        return False
+    if (function, dtype) not in _tried:
+        _tried[function, dtype] = _drawn(function, dtype, args, 80) == _drawn(function, dtype, args, 48, 32)
+    return _tried[function, dtype]
+
+
+def _drawn(function: Any, dtype: torch.dtype, args: tuple[Any, ...], *sizes: int) -> tuple[list[Any], bytes]:
+    """The values of ranges of these sizes, and the state of the generator after them."""
+    generator = torch.Generator().manual_seed(1)
+    values: list[Any] = []
+    for size in sizes:
+        values += function(torch.empty(size, dtype=dtype), *args, generator=generator).tolist()
+    return values, generator.get_state().numpy().tobytes()
 
 
 def pieces(num_elements: int, multiple_of: int = 16) -> Iterator[tuple[int, int]]:
@@ -146,7 +167,7 @@ def _writes(tape: Tape, storage: Storage, meta: Tensor) -> tuple[float | None, l
     is_known = True
     for entry in tape.entries_of(storage):
         function = entry.function
-        if function in _EMPTY or function in _VIEWS:
+        if function in EMPTY or function in _VIEWS:
             continue
         if function in _CONSTANT or function is aten.full.default:
             initial = _CONSTANT[function] if function in _CONSTANT else entry.args[1]
@@ -164,7 +185,7 @@ def _writes(tape: Tape, storage: Storage, meta: Tensor) -> tuple[float | None, l
 
 def _write(entry: Entry, meta: Tensor) -> _Write | None:
     function, target = entry.function, entry.args[0] if entry.args else None
-    if function not in _RANDOM and function not in _ELEMENTWISE:
+    if function not in _ELEMENTWISE and not draws_in_pieces(function, meta.dtype, entry.args[1:]):
         return None
     if not target.is_contiguous() or target.dtype != meta.dtype or metas(entry.args[1:], entry.kwargs):
         return None
@@ -178,7 +199,7 @@ def is_written(tape: Tape, meta: Tensor) -> bool:
     """Whether anything gives a tensor values."""
     storage = storage_of(meta)
     functions = (entry.function for entry in tape.entries_of(storage))
-    return storage in tape.real or any(function not in _EMPTY and function not in _VIEWS for function in functions)
+    return storage in tape.real or any(function not in EMPTY and function not in _VIEWS for function in functions)
 
 
 def _overwrites(function: Any) -> bool:

@@ -184,7 +184,7 @@ def _draw(func: Any, args: Any, kwargs: Any, result: Any, device: torch.device) 
     [target] = metas(result)
     rest = tuple(args[1:])
     with no_dispatch():
-        if draws_in_pieces(func) and target.is_contiguous() and device.type == "cpu":
+        if device.type == "cpu" and target.is_contiguous() and draws_in_pieces(func, target.dtype, rest):
             skip(func, rest, kwargs, target)
         elif func._schema.is_mutable:
             whole = torch.empty_strided(target.shape, target.stride(), dtype=target.dtype, device=device)
