@@ -60,7 +60,7 @@ class BackendOptions:
 
     Attributes:
         staging_limit_bytes: of shared memory that a group takes on a host at most, all its ranks together; a page
-            for each of its buffers is the least.
+            for each of its buffers is the least. The same on all ranks of a host.
         transport: makes the backend whose `send` and `recv` carry bytes between hosts, over the ranks of the
             group. Called as `transport(store, rank, size, timeout)` on every rank, and only where they run on
             several hosts.

@@ -1,8 +1,11 @@
 """Kills or stops one rank of a group in the middle of a collective and reports what the others saw, as JSON.
 
-    python tests/soak/faults.py --signals SIGKILL SIGSTOP --hosts aaa abb --victims 1 --repeats 1
+    python tests/soak/faults.py --signals SIGKILL SIGSTOP --hosts aaa abb --victims 1 --repeats 1 [--check]
 
-One line for each scenario. Ranks are forked from this process, which has imported torch and started nothing.
+One line for each scenario. Ranks are forked from this process, which has imported torch and started nothing. With
+--check it says what was wrong and exits with 1: a survivor that did not end, another class of error or another rank
+named; on one host, a killed rank noticed later than NOTICED_WITHIN, or a group that took longer than DESTROYED_WITHIN
+to destroy, in more than one case of twenty.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ import weft
 
 STOP_TIMEOUT = timedelta(seconds=1)  # of a group with a stopped rank: it is noticed then
 KILL_TIMEOUT = timedelta(seconds=60)  # no rank may need it
+NOTICED_WITHIN = DESTROYED_WITHIN = 0.1  # seconds
 
 
 def barrier(group: dist.ProcessGroup, rank: int, world_size: int, make: Callable[..., torch.Tensor]) -> list:
@@ -128,6 +132,58 @@ def run_scenario(call: str, signal_name: str, hosts: str, victim: int, delay: fl
     }
 
 
+def names_victim(scenario: dict, text: str) -> bool:
+    """Ranks of its host know its process; those of another, and its own number among those of its host, may not."""
+    victim, pid = scenario["victim"], scenario["victim_pid"]
+    if len(set(scenario["hosts"])) == 1:
+        return f"rank {victim} (pid {pid})" in text
+    return (
+        f"rank {victim} (pid {pid})" in text
+        or f"global rank {victim}, pid {pid}" in text
+        or (f"rank {victim} (on another host)" in text)
+    )
+
+
+def problems_of(scenario: dict) -> list[str]:
+    """What the survivors of a scenario should not have seen."""
+    expected = "PeerLostError" if scenario["signal"] == "SIGKILL" else "CollectiveTimeoutError"
+    where = f"{scenario['call']} on {scenario['hosts']}, {scenario['signal']} to rank {scenario['victim']}"
+    problems = []
+    for rank, seen in scenario["ranks"].items():
+        if seen["status"] != 0:
+            problems.append(f"{where}: rank {rank} ended with {seen['status']}")
+        elif not seen["error"] == seen["again"] == expected:
+            problems.append(f"{where}: rank {rank} got {seen['error']}, then {seen['again']}, not {expected}")
+        elif expected == "CollectiveTimeoutError" and scenario["call"] == "send_recv":
+            continue  # its text names the peer of the message that came too late
+        elif not names_victim(scenario, seen["text"].rpartition("not arrived")[2]):
+            problems.append(f"{where}: rank {rank} read no name of it: {seen['text']}")
+    return problems
+
+
+def slow_of(scenarios: list[dict]) -> list[str]:
+    """What took too long on one host in more than one case of twenty."""
+    seen = [
+        (scenario["signal"], each)
+        for scenario in scenarios
+        if len(set(scenario["hosts"])) == 1
+        for each in scenario["ranks"].values()
+        if each["status"] == 0
+    ]
+    times = {
+        "a killed rank was noticed after": (
+            [each["seconds"] for sig, each in seen if sig == "SIGKILL"],
+            NOTICED_WITHIN,
+        ),
+        "a group was destroyed after": ([each["destroy_seconds"] for _, each in seen], DESTROYED_WITHIN),
+    }
+    return [
+        f"{what} {sorted(seconds)[len(seconds) * 19 // 20]:.3f} s and more in one case of twenty, wanted {limit} s"
+        for what, (seconds, limit) in times.items()
+        if seconds and sorted(seconds)[len(seconds) * 19 // 20] > limit
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--signals", nargs="+", default=["SIGKILL", "SIGSTOP"])
@@ -135,7 +191,9 @@ def main() -> None:
     parser.add_argument("--hosts", nargs="+", default=["aaa"], help="of the ranks of a group: a letter for each")
     parser.add_argument("--victims", nargs="+", type=int, help="default: each rank in turn")
     parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
+    scenarios = []
     rng = random.Random(20261121)
     for _ in range(args.repeats):
         for hosts in args.hosts:
@@ -144,6 +202,11 @@ def main() -> None:
                     for victim in args.victims or range(len(hosts)):
                         scenario = run_scenario(call, signal_name, hosts, victim, rng.uniform(0.0, 0.03))
                         print(json.dumps(scenario), flush=True)
+                        scenarios.append(scenario)
+    if args.check:
+        problems = [problem for scenario in scenarios for problem in problems_of(scenario)] + slow_of(scenarios)
+        print("\n".join(problems) or f"{len(scenarios)} scenarios, nothing wrong", file=sys.stderr)
+        sys.exit(1 if problems else 0)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <functional>
 #include <numeric>
+#include <span>
 #include <utility>
 
 namespace weft::collectives {
@@ -32,6 +33,13 @@ int64_t total(const std::vector<int64_t>& counts) {
   return std::accumulate(counts.begin(), counts.end(), int64_t{0});
 }
 
+// Tells lists apart.
+int64_t digest(std::span<const int64_t> sizes) {
+  uint64_t sum = 0;
+  for (const int64_t size : sizes) sum = sum * 0x9E3779B97F4A7C15ULL + static_cast<uint64_t>(size);
+  return static_cast<int64_t>(sum);
+}
+
 SignatureHead head_of(Op op, DType dtype, int64_t num_elements, int root = -1) {
   SignatureHead head;
   head.op = op;
@@ -45,10 +53,11 @@ SignatureHead head_of(Op op, const TensorFacts& facts, int root = -1) {
   const int64_t num_elements = std::accumulate(
       facts.shape.begin(), facts.shape.end(), int64_t{1}, std::multiplies<int64_t>());
   SignatureHead head = head_of(op, facts.dtype, num_elements, root);
-  if (facts.shape.size() <= SignatureHead::kMaxDims) {
-    head.num_dims = static_cast<uint8_t>(facts.shape.size());
-    std::ranges::copy(facts.shape, head.shape.begin());
-  }
+  head.num_dims = static_cast<uint8_t>(facts.shape.size());
+  const bool has_rest = facts.shape.size() > SignatureHead::kMaxDims;
+  const size_t num_told = has_rest ? SignatureHead::kMaxDims - 1 : facts.shape.size();
+  std::copy_n(facts.shape.begin(), num_told, head.shape.begin());
+  if (has_rest) head.shape.back() = digest(std::span(facts.shape).subspan(num_told));
   return head;
 }
 

@@ -103,8 +103,8 @@ void Engine::submit(OperationPtr operation, bool in_background) {
 }
 
 void Engine::begin(Operation& operation, bool in_background, std::unique_lock<std::mutex>& lock) {
-  if (operation.timeout.count() == 0) operation.timeout = options_.timeout;
-  operation.deadline = Clock::now() + operation.timeout + operation.grace;
+  if (operation.timeout.load().count() == 0) operation.timeout = options_.timeout;
+  operation.deadline = Clock::now() + operation.timeout.load() + operation.grace;
   ++num_unfinished_;
   has_inbox_.store(true);
   if (in_background) wake_background();
@@ -149,18 +149,12 @@ void Engine::wake_background() {
 void Engine::wait(Operation& operation, std::chrono::milliseconds timeout) {
   if (operation.is_done()) return;
   check_not_forked();
-  // NOTE: the driver reads deadlines without the lock, but only of what nobody else drives now.
-  const auto shorten = [&] {
-    if (timeout.count() == 0 || Clock::now() + timeout >= operation.deadline) return;
-    operation.deadline = Clock::now() + timeout;
+  if (driven_here == this && operation.is_finishing()) return;  // all but its on_done has happened
+  if (timeout.count() > 0 && Clock::now() + timeout < operation.deadline.load()) {
     operation.timeout = timeout;
-    timeout = std::chrono::milliseconds(0);
-  };
-  if (driven_here == this) {
-    if (operation.is_finishing()) return;  // from its own on_done: all but that has happened
-    shorten();
-    return drive(&operation);
+    operation.deadline = Clock::now() + timeout;  // whoever drives sees it at its next look
   }
+  if (driven_here == this) return drive(&operation);
   std::unique_lock lock(mutex_);
   while (!operation.is_done()) {
     if (is_driven_) {
@@ -170,7 +164,6 @@ void Engine::wait(Operation& operation, std::chrono::milliseconds timeout) {
       --num_waiting_;
       continue;
     }
-    shorten();
     drive_unlocked(lock, [&] { drive(&operation); });
   }
 }

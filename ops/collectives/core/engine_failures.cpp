@@ -1,8 +1,10 @@
 // What an engine does when something is wrong: it finds out, tells all ranks, and ends what is
 // left.
 #include "engine.h"
+#include "fork_guard.h"
 #include "texts.h"
 
+#include <algorithm>
 #include <sstream>
 #include <utility>
 
@@ -21,6 +23,7 @@ std::exception_ptr as_exception(const CollectiveError& error) {
 }  // namespace
 
 std::exception_ptr Engine::failure() const {
+  if (fork_generation() != fork_generation_) return nullptr;  // not to be seen from here
   const FailureRecord& record = shared_.control().failure;
   if (!record.is_set()) return nullptr;
   return as_exception(record.get());
@@ -61,23 +64,32 @@ void Engine::check_peers(const std::string& what) {
 // it; one that ended without a word always is.
 void Engine::look_for_trouble() {
   if (collectives_.empty() && messages_.is_idle()) return;
-  const std::string what = collectives_.empty()
-                               ? "point-to-point messages"
-                               : collectives_.front()->describe() + " (collective " +
-                                     std::to_string(cursor_.sequence) + " of the group)";
+  std::vector<bool> has_left;
+  for (int peer = 0; peer < options_.size; ++peer) {
+    has_left.push_back(shared_.rank(peer).state.load() == RankState::kLeft);
+  }
+  advance();  // what they did before they left
+  if (collectives_.empty() && messages_.is_idle()) return;
+
+  const bool has_collective = !collectives_.empty();
+  const std::string what = has_collective ? collectives_.front()->describe() + " (collective " +
+                                                std::to_string(cursor_.sequence) + " of the group)"
+                                          : "point-to-point messages";
+  const bool are_all_gone = std::ranges::count(has_left, true) >= options_.size - 1;
   const auto needs = [&](int peer) {
-    return (!collectives_.empty() && !cursor_.phases.has_arrived(peer)) || messages_.needs(peer);
+    return (has_collective && !cursor_.phases.has_arrived(peer)) || messages_.needs(peer) ||
+           (are_all_gone && messages_.needs_anybody());
   };
   for (int peer = 0; peer < options_.size; ++peer) {
     if (peer == options_.rank) continue;
-    const bool has_left = shared_.rank(peer).state.load() == RankState::kLeft;
-    if (has_left ? !needs(peer) : !peers_.has_ended(peer)) continue;
-    return fail_all(fail_lost(peer, has_left ? "left the group" : "ended", what));
+    const bool left = has_left[static_cast<size_t>(peer)];
+    if (left ? !needs(peer) : !peers_.has_ended(peer)) continue;
+    return fail_all(fail_lost(peer, left ? "left the group" : "ended", what));
   }
   const auto now = std::chrono::steady_clock::now();
-  if (!collectives_.empty() && collectives_.front()->deadline <= now) {
-    return fail_late(*collectives_.front());
-  }
+  const auto late = std::ranges::find_if(
+      collectives_, [&](const CollectivePtr& each) { return each->deadline.load() <= now; });
+  if (late != collectives_.end()) return fail_late(**late);
   if (const MessagePtr message = messages_.find_late(now)) fail_late(*message);
 }
 
@@ -104,8 +116,10 @@ void Engine::fail_late(const Operation& operation) {
   std::ostringstream text;
   text << "weft: " << operation.describe() << " of group '" << options_.name << "' timed out after "
        << in_seconds(operation.timeout) << " s on rank " << options_.rank;
-  if (const auto* collective = dynamic_cast<const Collective*>(&operation)) {
-    text << " (collective " << collective->sequence() << " of the group)";
+  if (dynamic_cast<const Collective*>(&operation) != nullptr) {
+    const Collective& first = *collectives_.front();
+    if (&first != &operation) text << ", behind " << first.describe();
+    text << " (collective " << first.sequence() << " of the group)";
     for (const bool has_arrived : {true, false}) {
       std::string ranks;
       for (int rank = 0; rank < options_.size; ++rank) {

@@ -235,13 +235,17 @@ bool Messages::needs(int peer) const {
       !queues.incoming.empty()) {
     return true;
   }
-  return std::ranges::any_of(receives_, [&](const MessagePtr& receive) {
-    return receive->peer == peer || receive->peer == kAnySource;
-  });
+  return std::ranges::any_of(receives_,
+                             [&](const MessagePtr& receive) { return receive->peer == peer; });
+}
+
+bool Messages::needs_anybody() const {
+  return std::ranges::any_of(
+      receives_, [&](const MessagePtr& receive) { return receive->peer == kAnySource; });
 }
 
 MessagePtr Messages::find_late(std::chrono::steady_clock::time_point now) const {
-  const auto is_late = [&](const MessagePtr& message) { return message->deadline <= now; };
+  const auto is_late = [&](const MessagePtr& message) { return message->deadline.load() <= now; };
   for (const MessagePtr& receive : receives_) {
     if (is_late(receive)) return receive;
   }

@@ -64,8 +64,11 @@ class Messages {
   bool advance(std::vector<MessagePtr>& ended);
   // Takes out all that are pending.
   std::vector<MessagePtr> take_all();
-  // Whether something pending waits for `peer`. A receive from any source waits for all.
+  // Whether something pending waits for `peer`.
   bool needs(int peer) const;
+  // Whether a receive from any source is pending: it can do without any of them, but not without
+  // all.
+  bool needs_anybody() const;
   // Those whose deadline has passed.
   MessagePtr find_late(std::chrono::steady_clock::time_point now) const;
 

@@ -29,9 +29,11 @@ class Operation {
   // Set before it is submitted. Called once, by the driving thread, before it counts as done:
   // with null or the error. What it throws becomes the error.
   std::function<void(std::exception_ptr)> on_done;
-  std::chrono::steady_clock::time_point deadline = std::chrono::steady_clock::time_point::max();
-  std::chrono::milliseconds timeout{0};  // that made the deadline, for texts
-  std::chrono::milliseconds grace{0};    // beyond it, for who is told by others what went wrong
+  // Who waits may bring it forward while another thread drives.
+  std::atomic<std::chrono::steady_clock::time_point> deadline{
+      std::chrono::steady_clock::time_point::max()};
+  std::atomic<std::chrono::milliseconds> timeout{};  // that made the deadline, for texts
+  std::chrono::milliseconds grace{0};  // beyond it, for who is told by others what went wrong
 
   // For the engine. REQUIRES: not done.
   void finish(std::exception_ptr error);

@@ -1,5 +1,6 @@
 #include "peers.h"
 
+#include <cerrno>
 #include <fstream>
 #include <poll.h>
 #include <sstream>
@@ -9,21 +10,42 @@
 
 namespace weft::collectives {
 
-uint64_t process_start_time(pid_t pid) {
+namespace {
+
+struct ProcessStatus {
+  char state = 0;  // 0: no such process; '?': not to be found out
+  uint64_t start_time = 0;
+};
+
+ProcessStatus status_of(pid_t pid) {
+  errno = 0;
   std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
   std::string line;
-  std::getline(file, line);
+  const bool is_read = static_cast<bool>(std::getline(file, line));
   const size_t name_end = line.rfind(')');  // the name before it may hold anything
-  if (name_end == std::string::npos) return 0;
+  if (!is_read || name_end == std::string::npos) {
+    return {errno == ENOENT || errno == ESRCH ? '\0' : '?', 0};
+  }
   std::istringstream fields(line.substr(name_end + 1));
+  ProcessStatus status;
   std::string skipped;
-  for (int i = 0; i < 19; ++i) fields >> skipped;
-  uint64_t start_time = 0;
-  fields >> start_time;
-  return start_time;
+  fields >> status.state;
+  for (int i = 0; i < 18; ++i) fields >> skipped;
+  fields >> status.start_time;
+  return status;
 }
 
-Peers::Peers(const SharedState& shared) {
+}  // namespace
+
+uint64_t process_start_time(pid_t pid) { return status_of(pid).start_time; }
+
+bool process_has_ended(pid_t pid, uint64_t start_time) {
+  const ProcessStatus status = status_of(pid);
+  if (status.state == '?') return false;
+  return status.start_time != start_time || status.state == 'Z' || status.state == 'X';
+}
+
+Peers::Peers(const SharedState& shared) : shared_(shared) {
   for (int rank = 0; rank < shared.num_ranks(); ++rank) {
     const RankBlock& block = shared.rank(rank);
     if (block.pid == getpid()) {
@@ -31,8 +53,10 @@ Peers::Peers(const SharedState& shared) {
       continue;
     }
     int descriptor = static_cast<int>(syscall(SYS_pidfd_open, block.pid, 0));
-    if (descriptor >= 0 && process_start_time(block.pid) != block.start_time) {
-      close(descriptor);  // the pid is another process's by now
+    if (descriptor < 0) {
+      descriptor = errno == ESRCH ? kEndedBefore : kNone;
+    } else if (process_has_ended(block.pid, block.start_time)) {
+      close(descriptor);  // the pid may be another process's by now
       descriptor = kEndedBefore;
     }
     descriptors_.push_back(descriptor);
@@ -47,6 +71,10 @@ Peers::~Peers() {
 
 bool Peers::has_ended(int rank) const {
   const int descriptor = descriptors_[static_cast<size_t>(rank)];
+  if (descriptor == kNone) {
+    const RankBlock& block = shared_.rank(rank);
+    return process_has_ended(block.pid, block.start_time);
+  }
   if (descriptor < 0) return descriptor == kEndedBefore;
   pollfd polled{descriptor, POLLIN, 0};
   return poll(&polled, 1, 0) > 0 && (polled.revents & POLLIN) != 0;

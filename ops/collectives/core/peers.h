@@ -11,6 +11,10 @@ namespace weft::collectives {
 // The start time of a process in clock ticks since the system came up, 0 where there is none.
 uint64_t process_start_time(pid_t pid);
 
+// Whether the process that started then runs no more: it is gone, or its parent has yet to ask for
+// its status. False where that cannot be found out now.
+bool process_has_ended(pid_t pid, uint64_t start_time);
+
 // Watches the processes that have joined. Ranks of this very process are not watched.
 class Peers {
  public:
@@ -20,12 +24,14 @@ class Peers {
   Peers& operator=(const Peers&) = delete;
   ~Peers();
 
-  // About a microsecond.
+  // About a microsecond; some tens where the system gives no descriptor of a process.
   bool has_ended(int rank) const;
 
  private:
-  static constexpr int kThisProcess = -2;
-  static constexpr int kEndedBefore = -1;
+  static constexpr int kThisProcess = -3;
+  static constexpr int kEndedBefore = -2;
+  static constexpr int kNone = -1;  // too many files are open, say: /proc tells, too
+  SharedState shared_;
   std::vector<int> descriptors_;  // pidfds, by rank
 };
 

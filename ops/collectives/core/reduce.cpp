@@ -14,8 +14,8 @@ DType part_of_complex(DType dtype) {
 }  // namespace
 
 bool can_reduce(ReduceOp op, DType dtype) {
-  if (op == ReduceOp::kNone || dtype == DType::kFloat8) return false;
-  if (dtype > DType::kFloat8) return op == ReduceOp::kSum || op == ReduceOp::kAvg;
+  if (op == ReduceOp::kNone || is_float8(dtype)) return false;
+  if (is_complex(dtype)) return op == ReduceOp::kSum || op == ReduceOp::kAvg;
   switch (op) {
     case ReduceOp::kAvg:
       return dtype != DType::kBool;
@@ -59,7 +59,7 @@ void reduce(ReduceOp op,
             int64_t divisor,
             bool streams) {
   // A sum of complex numbers is the sums of their parts.
-  if (dtype > DType::kFloat8) {
+  if (is_complex(dtype)) {
     num_elements *= 2;
     dtype = part_of_complex(dtype);
   }

@@ -18,22 +18,42 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+constexpr const char* kSegmentKey = "segment";
+constexpr const char* kNoSegment = "none ";  // where rank 0 could not make one: nonce and text
+
+// While it waits for others a rank asks this often whether they can still come.
+constexpr std::chrono::milliseconds kLookInterval{100};
+
+// A rank that refuses to make a group waits this long for the others, which read why.
+constexpr std::chrono::milliseconds kRefusing{5000};
+
+std::string new_nonce() {
+  std::random_device random;
+  return std::to_string(random()) + std::to_string(random());
+}
+
 class Joining {
  public:
   Joining(const Store& store, const GroupOptions& options)
       : store_(store), options_(options), deadline_(Clock::now() + options.timeout) {}
 
-  // A line with the host, on rank 0 followed by the nonce.
-  Identities exchange_identities() const {
-    std::random_device random;
-    const std::string nonce = std::to_string(random()) + std::to_string(random());
-    store_.set("host/" + std::to_string(options_.rank),
-               options_.rank == 0 ? host_identity() + '\n' + nonce : host_identity());
+  // Three lines: the terms, a nonce, of which rank 0's counts, and the host.
+  Identities exchange_identities(bool has_transport) const {
+    Terms own;
+    own.staging_limit_bytes = options_.staging_limit_bytes;
+    own.has_transport = has_transport;
+    store_.set(identity_key(options_.rank),
+               own.to_string() + '\n' + new_nonce() + '\n' + host_identity());
     Identities identities;
     for (int rank = 0; rank < options_.size; ++rank) {
-      const std::string told = get("host/" + std::to_string(rank), rank);
-      identities.hosts.push_back(told.substr(0, told.find('\n')));
-      if (rank == 0) identities.nonce = told.substr(told.find('\n') + 1);
+      std::istringstream told(get(identity_key(rank), rank));
+      std::string terms, nonce, host;
+      std::getline(told, terms);
+      std::getline(told, nonce);
+      std::getline(told, host, '\0');
+      identities.terms.push_back(Terms::parse(terms));
+      identities.hosts.push_back(host);
+      if (rank == 0) identities.nonce = nonce;
     }
     return identities;
   }
@@ -46,22 +66,70 @@ class Joining {
   Membership run() {
     const SharedSizes sizes = SharedSizes::within(options_.size, options_.staging_limit_bytes);
     Membership member;
+    std::string address;
     if (options_.rank == 0) {
-      member.segment = Segment::create(SharedState::num_bytes(sizes));
+      member.segment = make_segment(SharedState::num_bytes(sizes));
       member.shared = SharedState(member.segment.data(), sizes);
       member.shared.initialize();
-      store_.set("segment", member.segment.address().to_string());
+      address = member.segment.address().to_string();
+      store_.set(kSegmentKey, address);
     } else {
-      member.segment = Segment::open(SegmentAddress::parse(get("segment", 0)));
+      address = get(kSegmentKey, 0);
+      member.segment = open_segment(address, SharedState::num_bytes(sizes));
       member.shared = SharedState(member.segment.data(), sizes);
     }
     enter(member.shared);
-    open_group(member.shared);
+    open_group(member.shared, address);
     member.segment.close_descriptor();
     return member;
   }
 
  private:
+  // Rank 0 tells why it has none, to those who wait for its address.
+  Segment make_segment(size_t num_bytes) const {
+    try {
+      return Segment::create(num_bytes);
+    } catch (const std::exception& error) {
+      const std::string text = "weft: rank 0 of group '" + options_.name +
+                               "' could not make shared memory (" + error.what() +
+                               "); free what that names, or make fewer groups";
+      const std::string nonce = new_nonce();
+      store_.set(kSegmentKey, kNoSegment + nonce + ' ' + text);
+      meet_before_refusing(store_, options_, nonce);
+      store_.remove(kSegmentKey);
+      throw GroupAbortedError(text);
+    }
+  }
+
+  // A rank that cannot open it tells rank 0, and that all others through the memory.
+  Segment open_segment(const std::string& address, size_t num_bytes) const {
+    if (address.starts_with(kNoSegment)) {
+      const size_t nonce = std::string_view(kNoSegment).size();
+      const size_t text = address.find(' ', nonce) + 1;
+      meet_before_refusing(store_, options_, address.substr(nonce, text - 1 - nonce));
+      throw GroupAbortedError(address.substr(text));
+    }
+    std::string why;
+    try {
+      Segment segment = Segment::open(SegmentAddress::parse(address));
+      if (segment.num_bytes() == num_bytes) return segment;
+      why = "it has " + std::to_string(segment.num_bytes()) + " bytes, not " +
+            std::to_string(num_bytes);
+    } catch (const std::exception& error) {
+      why = error.what();
+    }
+    const std::string text = "weft: rank " + std::to_string(options_.rank) + " of group '" +
+                             options_.name + "' could not open the shared memory of rank 0 (" +
+                             why + "); ranks of one host see each other's processes, so give " +
+                             "those that do not their own WEFT_HOST_ID";
+    store_.set(unopened_key(address), text);
+    throw GroupAbortedError(text);
+  }
+
+  static std::string identity_key(int rank) { return "host/" + std::to_string(rank); }
+  static std::string unopened_key(const std::string& address) {
+    return "unopened/" + std::to_string(SegmentAddress::parse(address).nonce);
+  }
   std::string get(const std::string& key, int from_rank) const {
     const auto left =
         std::chrono::duration_cast<std::chrono::milliseconds>(deadline_ - Clock::now());
@@ -87,32 +155,70 @@ class Joining {
   }
 
   // Rank 0 cleans the store once nobody reads it any more, and lets all go on.
-  void open_group(const SharedState& shared) const {
+  void open_group(const SharedState& shared, const std::string& address) const {
     Control& control = shared.control();
     if (options_.rank == 0) {
-      wait_for_all(shared, [&] {
+      wait_for_all(shared, address, [&] {
         return control.num_joined.load(std::memory_order_acquire) ==
                static_cast<uint32_t>(options_.size);
       });
-      store_.remove("segment");
+      store_.remove(kSegmentKey);
+      for (int rank = 0; rank < options_.size; ++rank) store_.remove(identity_key(rank));
       control.is_open.store(true, std::memory_order_release);
     }
-    wait_for_all(shared, [&] { return control.is_open.load(std::memory_order_acquire); });
+    wait_for_all(shared, address, [&] { return control.is_open.load(std::memory_order_acquire); });
   }
 
-  void wait_for_all(const SharedState& shared, const std::function<bool()>& is_over) const {
+  void wait_for_all(const SharedState& shared,
+                    const std::string& address,
+                    const std::function<bool()>& is_over) const {
+    FailureRecord& failure = shared.control().failure;
+    auto next_look = Clock::now() + kLookInterval;
     while (!is_over()) {
-      if (Clock::now() > deadline_) {
-        std::ostringstream text;
-        text << "weft: joining group '" << options_.name << "' timed out after "
-             << in_seconds(options_.timeout) << " s: without";
-        for (int rank = 0; rank < options_.size; ++rank) {
-          if (shared.rank(rank).state.load() == RankState::kAbsent) text << " rank " << rank;
-        }
-        throw CollectiveTimeoutError(text.str());
+      if (Clock::now() > next_look) {
+        look_for_trouble(shared, address);
+        next_look = Clock::now() + kLookInterval;
+      }
+      if (Clock::now() > deadline_) failure.leave(ErrorKind::kTimeout, late_text(shared));
+      if (failure.is_set()) {
+        const CollectiveError first = failure.get();
+        throw_error(first.kind(), first.what());
       }
       std::this_thread::sleep_for(std::chrono::microseconds(200));
     }
+  }
+
+  // Leaves a failure for all where a rank could not open the memory, or has ended since it joined.
+  void look_for_trouble(const SharedState& shared, const std::string& address) const {
+    FailureRecord& failure = shared.control().failure;
+    if (options_.rank == 0 && store_.has(unopened_key(address))) {
+      failure.leave(ErrorKind::kAborted, get(unopened_key(address), 0));
+      store_.remove(unopened_key(address));
+      store_.remove(kSegmentKey);
+    }
+    for (int rank = 0; rank < options_.size; ++rank) {
+      const RankBlock& block = shared.rank(rank);
+      const bool has_joined = block.state.load(std::memory_order_acquire) != RankState::kAbsent;
+      if (has_joined && process_has_ended(block.pid, block.start_time)) {
+        failure.leave(ErrorKind::kPeerLost,
+                      "weft: " + name_of_rank(shared, rank) + " of group '" + options_.name +
+                          "' ended while the group was made; see its own output for why");
+      }
+    }
+  }
+
+  std::string late_text(const SharedState& shared) const {
+    std::ostringstream text;
+    text << "weft: joining group '" << options_.name << "' timed out after "
+         << in_seconds(options_.timeout) << " s: without";
+    bool is_somebody_absent = false;
+    for (int rank = 0; rank < options_.size; ++rank) {
+      if (shared.rank(rank).state.load() != RankState::kAbsent) continue;
+      text << " rank " << rank;
+      is_somebody_absent = true;
+    }
+    if (!is_somebody_absent) text << " a word of rank 0, which lets all go on";
+    return text.str();
   }
 
   const Store& store_;
@@ -126,8 +232,26 @@ Membership join(const Store& store, const GroupOptions& options) {
   return Joining(store, options).run();
 }
 
-Identities exchange_identities(const Store& store, const GroupOptions& options) {
-  return Joining(store, options).exchange_identities();
+Identities exchange_identities(const Store& store,
+                               const GroupOptions& options,
+                               bool has_transport) {
+  return Joining(store, options).exchange_identities(has_transport);
+}
+
+void forget_identity(const Store& store, const GroupOptions& options) {
+  store.remove("host/" + std::to_string(options.rank));
+}
+
+void meet_before_refusing(const Store& store,
+                          const GroupOptions& options,
+                          const std::string& nonce) {
+  GroupOptions bounded = options;
+  bounded.timeout = std::min(options.timeout, kRefusing);
+  try {
+    meet(store, bounded, "refused/" + nonce);
+  } catch (const std::exception&) {
+    // Who has not come by now will not find what to read.
+  }
 }
 
 void meet(const Store& store, const GroupOptions& options, const std::string& name) {

@@ -4,6 +4,7 @@
 
 #include "segment.h"
 #include "shared_state.h"
+#include "terms.h"
 
 #include <chrono>
 #include <functional>
@@ -40,24 +41,35 @@ struct Membership {
 
 // Blocks until all ranks are there. Nothing stays in the store that a later group of the same keys
 // could take for its own.
-// REQUIRES: ranks of one host.
-// Errors: CollectiveTimeoutError naming the ranks that did not come; std::runtime_error where
-// another's memory cannot be opened.
+// REQUIRES: ranks of one host, which have the same terms.
+// Errors: CollectiveTimeoutError naming the ranks that did not come; PeerLostError where a process
+// ended meanwhile; GroupAbortedError where memory cannot be made, or another's not be opened: the
+// ranks that have come as far throw the same.
 Membership join(const Store& store, const GroupOptions& options);
 
 struct Identities {
   std::vector<std::string> hosts;  // by rank
+  std::vector<Terms> terms;        // by rank
   std::string nonce;               // the same on all ranks, and no other group's
 };
 
-// Blocks until all ranks have told who their host is, which stays in the store under "host/<rank>"
-// until its rank removes it. Errors: CollectiveTimeoutError.
-Identities exchange_identities(const Store& store, const GroupOptions& options);
+// Blocks until all ranks have told who their host is and what they bring, which stays in the store
+// until join() has made them a group on one host, or each rank has called forget_identity().
+// Errors: CollectiveTimeoutError.
+Identities exchange_identities(const Store& store, const GroupOptions& options, bool has_transport);
+// REQUIRES: all ranks have read it.
+void forget_identity(const Store& store, const GroupOptions& options);
 
 // Blocks until all ranks have called it with this name, which is no other meeting's: a rank that
 // went on could leave before another has come as far. It stays in the store.
 // Errors: CollectiveTimeoutError naming the rank that did not come.
 void meet(const Store& store, const GroupOptions& options, const std::string& name);
+
+// The same for ranks that are about to throw one refusal, `nonce` being the occasion's: until all
+// have come as far, or for five seconds. Then what told them of it may go from the store.
+void meet_before_refusing(const Store& store,
+                          const GroupOptions& options,
+                          const std::string& nonce);
 
 // "rank 1 (pid 4711)", "rank 1 (global rank 5, pid 4711)".
 std::string name_of_rank(const SharedState& shared, int rank);

@@ -29,6 +29,7 @@ bool same_shape(const SignatureHead& a, const SignatureHead& b) {
 
 bool same_call(const SignatureHead& a, const SignatureHead& b) {
   return a.op == b.op && a.reduce_op == b.reduce_op && a.root == b.root &&
+         a.position == b.position && a.num_coalesced == b.num_coalesced &&
          (a.dtype == b.dtype || a.op == Op::kBarrier);
 }
 
@@ -95,7 +96,11 @@ std::string describe(const Signature& signature) {
   if (head.reduce_op != ReduceOp::kNone) field("") << name_of(head.reduce_op);
   if (head.op != Op::kBarrier) {
     field("") << name_of(head.dtype) << ' ';
-    if (head.num_dims > 0) {
+    if (head.num_dims > SignatureHead::kMaxDims) {
+      print_list(text, std::span(head.shape).first(SignatureHead::kMaxDims - 1));
+      text << " and " << head.num_dims - SignatureHead::kMaxDims + 1 << " dims more, "
+           << head.num_elements << " elements";
+    } else if (head.num_dims > 0) {
       print_list(text, std::span(head.shape).first(head.num_dims));
     } else {
       text << head.num_elements << (head.num_elements == 1 ? " element" : " elements");
@@ -109,6 +114,9 @@ std::string describe(const Signature& signature) {
   if (!signature.expects.empty()) {
     field("expects ");
     print_list(text, signature.expects);
+  }
+  if (head.num_coalesced > 1) {
+    field("tensor ") << head.position + 1 << " of " << head.num_coalesced;
   }
   text << ')';
   return text.str();

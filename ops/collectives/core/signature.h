@@ -22,8 +22,11 @@ struct SignatureHead {
   Op op = Op::kBarrier;
   ReduceOp reduce_op = ReduceOp::kNone;
   DType dtype = DType::kUInt8;
-  uint8_t num_dims = 0;  // of `shape`; more dims than it holds: none are told
+  uint8_t num_dims = 0;  // of the tensor; where it has more than kMaxDims, the last item of `shape`
+                         // is a digest of all from there on
   int32_t root = -1;
+  int32_t position = 0;  // among the tensors of one coalesced call
+  int32_t num_coalesced = 1;
   int64_t num_elements = 0;  // of the tensor that goes in, or of all of them together
   int64_t num_chunks = 1;
   std::array<int64_t, kMaxDims> shape{};
@@ -44,7 +47,7 @@ bool has_counts(Op op);
 std::string describe(const Signature& signature);
 
 // Nothing where the calls belong together by the rule of their operation:
-//   all             operation, dtype
+//   all             operation, dtype, place in a coalesced call
 //   all_reduce, broadcast, reduce   shape; reduction, root
 //   reduce_scatter  reduction; the elements for each rank
 //   all_gather      each rank's elements as all others expect them; gather: as the root does

@@ -11,23 +11,14 @@ struct DTypeFacts {
   size_t size;
 };
 
-constexpr std::array<DTypeFacts, 17> kDTypes{{{"bool", 1},
-                                              {"uint8", 1},
-                                              {"int8", 1},
-                                              {"uint16", 2},
-                                              {"int16", 2},
-                                              {"uint32", 4},
-                                              {"int32", 4},
-                                              {"uint64", 8},
-                                              {"int64", 8},
-                                              {"float16", 2},
-                                              {"bfloat16", 2},
-                                              {"float32", 4},
-                                              {"float64", 8},
-                                              {"float8", 1},
-                                              {"complex32", 4},
-                                              {"complex64", 8},
-                                              {"complex128", 16}}};
+constexpr std::array<DTypeFacts, 21> kDTypes{
+    {{"bool", 1},          {"uint8", 1},           {"int8", 1},
+     {"uint16", 2},        {"int16", 2},           {"uint32", 4},
+     {"int32", 4},         {"uint64", 8},          {"int64", 8},
+     {"float16", 2},       {"bfloat16", 2},        {"float32", 4},
+     {"float64", 8},       {"float8_e5m2", 1},     {"float8_e5m2fnuz", 1},
+     {"float8_e4m3fn", 1}, {"float8_e4m3fnuz", 1}, {"float8_e8m0fnu", 1},
+     {"complex32", 4},     {"complex64", 8},       {"complex128", 16}}};
 
 constexpr std::array<std::string_view, 9> kOps{"all_reduce",
                                                "reduce",

@@ -24,7 +24,7 @@ std::string_view name_of(Op op);
 enum class ReduceOp : uint8_t { kNone, kSum, kAvg, kProduct, kMin, kMax, kBand, kBor, kBxor };
 std::string_view name_of(ReduceOp op);
 
-// kFloat8 is only moved; see can_reduce for the others.
+// The eight-bit formats are only moved; see can_reduce for the others.
 enum class DType : uint8_t {
   kBool,
   kUInt8,
@@ -39,12 +39,20 @@ enum class DType : uint8_t {
   kBFloat16,
   kFloat32,
   kFloat64,
-  kFloat8,  // any of the eight-bit formats
+  kFloat8E5M2,
+  kFloat8E5M2FNUZ,
+  kFloat8E4M3FN,
+  kFloat8E4M3FNUZ,
+  kFloat8E8M0FNU,
   kComplex32,
   kComplex64,
   kComplex128,
 };
 std::string_view name_of(DType dtype);
 size_t size_of(DType dtype);
+constexpr bool is_float8(DType dtype) {
+  return dtype >= DType::kFloat8E5M2 && dtype <= DType::kFloat8E8M0FNU;
+}
+constexpr bool is_complex(DType dtype) { return dtype >= DType::kComplex32; }
 
 }  // namespace weft::collectives

@@ -103,19 +103,32 @@ class WeftBackend final : public c10d::Backend {
     bool is_in_scratch = false;  // the input of the only step, lent by the group
   };
 
-  Step step(CollectiveCall call, std::shared_ptr<TensorPack> pack) const {
+  // Of one tensor among those of a coalesced call: other ranks bring as many, in the same order.
+  struct Place {
+    size_t position = 0;
+    size_t num_coalesced = 1;
+  };
+
+  Step step(CollectiveCall call, std::shared_ptr<TensorPack> pack, Place place = {0, 1}) const {
+    call.head.position = static_cast<int32_t>(place.position);
+    call.head.num_coalesced = static_cast<int32_t>(place.num_coalesced);
     return {group_->make(std::move(call)), std::move(pack)};
   }
   WorkPtr start(const Call& call,
                 const std::vector<Step>& steps,
                 const Tensors& inputs,
                 Tensors outputs);
-  Step all_reduce_step(const at::Tensor& tensor, const c10d::ReduceOp& op) const;
-  Step all_gather_step(const at::Tensor& input, const Tensors& outputs) const;
-  Step all_gather_step(const at::Tensor& input, const at::Tensor& output) const;
+  Step all_reduce_step(const at::Tensor& tensor,
+                       const c10d::ReduceOp& op,
+                       Place place = {0, 1}) const;
+  Step all_gather_step(const at::Tensor& input, const Tensors& outputs, Place place = {0, 1}) const;
+  Step all_gather_step(const at::Tensor& input,
+                       const at::Tensor& output,
+                       Place place = {0, 1}) const;
   Step reduce_scatter_step(const at::Tensor& output,
                            const at::Tensor& input,
-                           const c10d::ReduceOp& op) const;
+                           const c10d::ReduceOp& op,
+                           Place place = {0, 1}) const;
   WorkPtr message(Message::Direction direction, Tensors& tensors, int peer, int tag);
   // The list for all ranks on the root, none elsewhere.
   Tensors list_on_root(std::string_view op, const std::vector<Tensors>& lists, int root) const;

@@ -2,8 +2,6 @@
 #include "arguments.h"
 #include "backend.h"
 
-#include <algorithm>
-
 namespace weft::collectives {
 
 using c10d::OpType;
@@ -20,20 +18,23 @@ WeftBackend::WorkPtr WeftBackend::broadcast(Tensors& tensors, const c10d::Broadc
 }
 
 WeftBackend::Step WeftBackend::all_gather_step(const at::Tensor& input,
-                                               const Tensors& outputs) const {
+                                               const Tensors& outputs,
+                                               Place place) const {
   const auto pack = new_pack("all_gather");
-  const Input data = pack->input(input);
+  const Input data = pack->input(apart_from(outputs, input, getRank()));
   auto places = outputs_of(*pack, outputs);
-  return step(all_gather_call(pack->dtype(), data, std::move(places)), pack);
+  return step(all_gather_call(pack->dtype(), data, std::move(places)), pack, place);
 }
 
 WeftBackend::Step WeftBackend::all_gather_step(const at::Tensor& input,
-                                               const at::Tensor& output) const {
+                                               const at::Tensor& output,
+                                               Place place) const {
   check_flat("all_gather_into_tensor", output.numel(), input.numel(), getSize());
   const auto pack = new_pack("all_gather_into_tensor");
-  const Input data = pack->input(input);
+  const Input data =
+      pack->input(is_part_of(output, input, getRank()) ? input : apart_from({output}, input));
   auto places = pack->flat_output_parts(output, getSize());
-  return step(all_gather_call(pack->dtype(), data, std::move(places)), pack);
+  return step(all_gather_call(pack->dtype(), data, std::move(places)), pack, place);
 }
 
 WeftBackend::WorkPtr WeftBackend::allgather(std::vector<Tensors>& outputs,
@@ -69,7 +70,7 @@ WeftBackend::WorkPtr WeftBackend::allgather_coalesced(std::vector<Tensors>& outp
       of_all_ranks.push_back(of_rank[i]);
       all.push_back(of_rank[i]);
     }
-    steps.push_back(all_gather_step(inputs[i], of_all_ranks));
+    steps.push_back(all_gather_step(inputs[i], of_all_ranks, {i, inputs.size()}));
   }
   return start(
       {OpType::ALLGATHER_COALESCED, "weft:all_gather_coalesced", opts.timeout, opts.asyncOp},
@@ -83,7 +84,7 @@ WeftBackend::WorkPtr WeftBackend::allgather_into_tensor_coalesced(
   check_pairs("all_gather_into_tensor_coalesced", outputs.size(), inputs.size());
   std::vector<Step> steps;
   for (size_t i = 0; i < inputs.size(); ++i) {
-    steps.push_back(all_gather_step(inputs[i], outputs[i]));
+    steps.push_back(all_gather_step(inputs[i], outputs[i], {i, inputs.size()}));
   }
   return start({OpType::ALLGATHER_COALESCED,
                 "weft:all_gather_into_tensor_coalesced",
@@ -100,8 +101,8 @@ WeftBackend::WorkPtr WeftBackend::gather(std::vector<Tensors>& outputs,
   const at::Tensor& input = only_one("gather", inputs);
   const int root = checked_root("gather", opts.rootRank);
   const auto pack = new_pack("gather");
-  const Input data = pack->input(input);
   const Tensors list = list_on_root("gather", outputs, root);
+  const Input data = pack->input(apart_from(list, input, getRank()));
   auto places = outputs_of(*pack, list);
   return start(
       {OpType::GATHER, "weft:gather", opts.timeout, opts.asyncOp},
@@ -118,7 +119,7 @@ WeftBackend::WorkPtr WeftBackend::scatter(Tensors& outputs,
   const auto pack = new_pack("scatter");
   const Output place = pack->output(output);
   const Tensors list = list_on_root("scatter", inputs, root);
-  auto data = inputs_of(*pack, list);
+  auto data = inputs_of(*pack, all_apart_from(output, list, root));
   return start(
       {OpType::SCATTER, "weft:scatter", opts.timeout, opts.asyncOp},
       {step(scatter_call(pack->dtype(), std::move(data), place, root, getRank(), getSize()), pack)},
@@ -148,11 +149,8 @@ WeftBackend::WorkPtr WeftBackend::alltoall(Tensors& outputs,
   check_pairs("all_to_all", outputs.size(), num_ranks);
   check_pairs("all_to_all", num_ranks, inputs.size());
   const auto pack = new_pack("all_to_all");
-  Tensors sources = inputs;
-  for (at::Tensor& source : sources) {
-    const auto overlaps = [&](const at::Tensor& output) { return output.is_alias_of(source); };
-    if (std::ranges::any_of(outputs, overlaps)) source = source.clone();
-  }
+  Tensors sources;
+  for (const at::Tensor& input : inputs) sources.push_back(apart_from(outputs, input));
   auto parts = inputs_of(*pack, sources);
   auto places = outputs_of(*pack, outputs);
   return start({OpType::ALLTOALL, "weft:all_to_all", opts.timeout, opts.asyncOp},

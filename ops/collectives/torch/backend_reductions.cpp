@@ -57,11 +57,13 @@ ReduceOp reduce_op_of(std::string_view op, const c10d::ReduceOp& reduce_op, DTyp
 using c10d::OpType;
 
 WeftBackend::Step WeftBackend::all_reduce_step(const at::Tensor& tensor,
-                                               const c10d::ReduceOp& op) const {
+                                               const c10d::ReduceOp& op,
+                                               Place place) const {
   const auto pack = new_pack("all_reduce");
   const auto [input, output] = pack->in_place(tensor);
   const ReduceOp reduce_op = reduce_op_of("all_reduce", op, pack->dtype());
-  return step(all_reduce_call(facts_of("all_reduce", tensor), reduce_op, input, output), pack);
+  return step(
+      all_reduce_call(facts_of("all_reduce", tensor), reduce_op, input, output), pack, place);
 }
 
 WeftBackend::WorkPtr WeftBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
@@ -82,8 +84,9 @@ WeftBackend::WorkPtr WeftBackend::allreduce_written(at::Tensor& result, const Wr
     return allreduce(tensors, {});
   }
   const auto pack = new_pack("all_reduce");
-  const Output sum = pack->output(result);
+  Output sum;
   try {
+    sum = pack->output(result);
     auto scratch = at::from_blob(lent, result.sizes(), result.options());
     write(scratch);
   } catch (...) {
@@ -101,8 +104,8 @@ WeftBackend::WorkPtr WeftBackend::allreduce_written(at::Tensor& result, const Wr
 WeftBackend::WorkPtr WeftBackend::allreduce_coalesced(Tensors& tensors,
                                                       const c10d::AllreduceCoalescedOptions& opts) {
   std::vector<Step> steps;
-  for (const at::Tensor& tensor : tensors) {
-    steps.push_back(all_reduce_step(tensor, opts.reduceOp));
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    steps.push_back(all_reduce_step(tensors[i], opts.reduceOp, {i, tensors.size()}));
   }
   return start(
       {OpType::ALLREDUCE_COALESCED, "weft:all_reduce_coalesced", opts.timeout, opts.asyncOp},
@@ -134,7 +137,7 @@ WeftBackend::WorkPtr WeftBackend::reduce_scatter(Tensors& outputs,
   const Tensors& list = list_for_all("reduce_scatter", inputs, getSize());
   const auto pack = new_pack("reduce_scatter");
   const Output place = pack->output(output);
-  auto data = inputs_of(*pack, list);
+  auto data = inputs_of(*pack, all_apart_from(output, list, getRank()));
   const ReduceOp reduce_op = reduce_op_of("reduce_scatter", opts.reduceOp, pack->dtype());
   return start(
       {OpType::REDUCE_SCATTER, "weft:reduce_scatter", opts.timeout, opts.asyncOp},
@@ -146,14 +149,16 @@ WeftBackend::WorkPtr WeftBackend::reduce_scatter(Tensors& outputs,
 
 WeftBackend::Step WeftBackend::reduce_scatter_step(const at::Tensor& output,
                                                    const at::Tensor& input,
-                                                   const c10d::ReduceOp& op) const {
+                                                   const c10d::ReduceOp& op,
+                                                   Place place) const {
   check_flat("reduce_scatter_tensor", input.numel(), output.numel(), getSize());
   const auto pack = new_pack("reduce_scatter_tensor");
-  const Output place = pack->output(output);
-  auto parts = pack->flat_input_parts(input, getSize());
+  const Output sum = pack->output(output);
+  const bool in_place = is_part_of(input, output, getRank());
+  auto parts = pack->flat_input_parts(in_place ? input : apart_from({output}, input), getSize());
   const ReduceOp reduce_op = reduce_op_of("reduce_scatter_tensor", op, pack->dtype());
-  return step(reduce_scatter_call(pack->dtype(), reduce_op, std::move(parts), place, getRank()),
-              pack);
+  return step(
+      reduce_scatter_call(pack->dtype(), reduce_op, std::move(parts), sum, getRank()), pack, place);
 }
 
 WeftBackend::WorkPtr WeftBackend::_reduce_scatter_base(at::Tensor& output,
@@ -171,7 +176,7 @@ WeftBackend::WorkPtr WeftBackend::reduce_scatter_tensor_coalesced(
   check_pairs("reduce_scatter_tensor_coalesced", outputs.size(), inputs.size());
   std::vector<Step> steps;
   for (size_t i = 0; i < inputs.size(); ++i) {
-    steps.push_back(reduce_scatter_step(outputs[i], inputs[i], opts.reduceOp));
+    steps.push_back(reduce_scatter_step(outputs[i], inputs[i], opts.reduceOp, {i, inputs.size()}));
   }
   return start(
       {OpType::REDUCE_SCATTER, "weft:reduce_scatter_tensor_coalesced", opts.timeout, opts.asyncOp},

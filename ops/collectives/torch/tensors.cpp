@@ -68,6 +68,13 @@ std::vector<Part> parts_of(Byte* data, DType dtype, const std::vector<int64_t>& 
   return parts;
 }
 
+bool overlaps(const at::Tensor& output, const at::Tensor& input, bool may_be_same) {
+  if (!output.defined() || !input.defined()) return false;  // refused later, with a text
+  const auto overlap = at::get_overlap_status(output, input);
+  if (overlap == at::MemOverlapStatus::Full && may_be_same) return false;
+  return overlap != at::MemOverlapStatus::No;
+}
+
 }  // namespace
 
 DType dtype_of(std::string_view op, const at::Tensor& tensor) {
@@ -104,20 +111,52 @@ DType dtype_of(std::string_view op, const at::Tensor& tensor) {
       return DType::kComplex64;
     case at::kComplexDouble:
       return DType::kComplex128;
+    case at::kFloat8_e5m2:
+      return DType::kFloat8E5M2;
+    case at::kFloat8_e5m2fnuz:
+      return DType::kFloat8E5M2FNUZ;
+    case at::kFloat8_e4m3fn:
+      return DType::kFloat8E4M3FN;
+    case at::kFloat8_e4m3fnuz:
+      return DType::kFloat8E4M3FNUZ;
+    case at::kFloat8_e8m0fnu:
+      return DType::kFloat8E8M0FNU;
     default:
       break;
   }
-  TORCH_CHECK(at::isFloat8Type(tensor.scalar_type()),
+  TORCH_CHECK(false,
               "weft: ",
               op,
               " got a tensor of ",
               tensor.scalar_type(),
               "; pass one of a floating, complex, integer or bool dtype");
-  return DType::kFloat8;
 }
 
 TensorFacts facts_of(std::string_view op, const at::Tensor& tensor) {
   return {dtype_of(op, tensor), tensor.sizes().vec()};
+}
+
+at::Tensor apart_from(const std::vector<at::Tensor>& outputs, const at::Tensor& input, int own) {
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    if (overlaps(outputs[i], input, static_cast<int>(i) == own)) return input.clone();
+  }
+  return input;
+}
+
+std::vector<at::Tensor> all_apart_from(const at::Tensor& output,
+                                       const std::vector<at::Tensor>& inputs,
+                                       int own) {
+  std::vector<at::Tensor> apart = inputs;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    if (overlaps(output, inputs[i], static_cast<int>(i) == own)) apart[i] = inputs[i].clone();
+  }
+  return apart;
+}
+
+bool is_part_of(const at::Tensor& whole, const at::Tensor& part, int rank) {
+  const auto* const begin = static_cast<const std::byte*>(whole.const_data_ptr()) +
+                            part.nbytes() * static_cast<size_t>(rank);
+  return whole.is_contiguous() && part.is_contiguous() && part.const_data_ptr() == begin;
 }
 
 void TensorPack::check(const at::Tensor& tensor) {

@@ -56,6 +56,18 @@ class TensorPack {
   std::vector<std::pair<at::Tensor, at::Tensor>> copy_backs_;  // to, from
 };
 
+// An output may be written while other parts of an input are read. Copies of those inputs that
+// overlap an output, and the others as they are. The tensor of rank `own` in the list may be the
+// single one itself.
+at::Tensor apart_from(const std::vector<at::Tensor>& outputs,
+                      const at::Tensor& input,
+                      int own = -1);
+std::vector<at::Tensor> all_apart_from(const at::Tensor& output,
+                                       const std::vector<at::Tensor>& inputs,
+                                       int own);
+// Whether `part` is where the part of rank `rank` lies in `whole`.
+bool is_part_of(const at::Tensor& whole, const at::Tensor& part, int rank);
+
 // The shape as other ranks compare it.
 TensorFacts facts_of(std::string_view op, const at::Tensor& tensor);
 

@@ -86,6 +86,54 @@ TEST(Mismatch, WhatAnotherExpects) {
   EXPECT_THAT(text, HasSubstr("gives [6, 6], expects [4, 6]"));
 }
 
+TEST(Mismatch, TensorsOfACoalescedCall) {
+  // Two of three on rank 1, and then something of the same shape.
+  const auto text = common_text<CollectiveMismatchError>(2, [](int rank, Values& values) {
+    CollectiveCall call = sum({4}, DType::kFloat32, values);
+    call.head.position = rank == 0 ? 2 : 0;
+    call.head.num_coalesced = rank == 0 ? 3 : 1;
+    return call;
+  });
+  EXPECT_THAT(text,
+              HasSubstr("rank 0 brought all_reduce(sum, float32 [4], tensor 3 of 3); rank 1 "
+                        "brought all_reduce(sum, float32 [4])"));
+}
+
+TEST(Mismatch, ShapesOfManyDims) {
+  const auto text = common_text<CollectiveMismatchError>(2, [](int rank, Values& values) {
+    return sum(rank == 0 ? std::vector<int64_t>{1, 1, 1, 1, 1, 2, 6}
+                         : std::vector<int64_t>{1, 1, 1, 1, 1, 3, 4},
+               DType::kFloat32,
+               values);
+  });
+  EXPECT_THAT(text, HasSubstr("float32 [1, 1, 1, 1, 1] and 2 dims more, 12 elements"));
+}
+
+TEST(Mismatch, EightBitFormats) {
+  const auto text = common_text<CollectiveMismatchError>(2, [](int rank, Values& values) {
+    const DType dtype = rank == 0 ? DType::kFloat8E4M3FN : DType::kFloat8E5M2;
+    return broadcast_call({dtype, {4}}, {bytes(values), 4}, 0, rank);
+  });
+  EXPECT_THAT(text, HasSubstr("float8_e4m3fn"));
+  EXPECT_THAT(text, HasSubstr("float8_e5m2 "));
+}
+
+TEST(Mismatch, DTypeOfAMessage) {
+  run_threads(2, [](Engine& engine, int rank) {
+    Values values(4);
+    const auto direction = rank == 0 ? Message::Direction::kSend : Message::Direction::kReceive;
+    const auto call = std::make_shared<Message>(
+        direction, 1 - rank, 0, rank == 0 ? DType::kFloat32 : DType::kInt32, 4, bytes(values));
+    // A small one is sent before it is looked at.
+    const auto text = text_of<CollectiveMismatchError>([&] {
+      complete(engine, call);
+      complete(engine, barrier_call());
+    });
+    EXPECT_THAT(text, HasSubstr("rank 0 sent float32 4 elements"));
+    EXPECT_THAT(text, HasSubstr("recv(int32 4 elements from rank 0"));
+  });
+}
+
 TEST(Mismatch, SizeOfAMessage) {
   run_threads(2, [](Engine& engine, int rank) {
     Values values(100000);
@@ -117,6 +165,40 @@ TEST(Late, TheErrorTellsWhoCameAndWhoDidNot) {
         is_over = true;
       },
       group_of(1, 0, milliseconds(300)));
+}
+
+// One that waits behind another has its own time, whoever drives.
+TEST(Late, EveryWaitHasItsOwnTimeout) {
+  for (const bool is_driven_elsewhere : {false, true}) {
+    std::atomic<bool> is_over{false};
+    run_threads(2, [&](Engine& engine, int rank) {
+      if (rank == 1) {
+        while (!is_over) std::this_thread::sleep_for(milliseconds(1));
+        return;
+      }
+      Values values(4);
+      const auto first = engine.make(barrier_call());
+      const auto second = engine.make(sum({4}, DType::kFloat32, values));
+      engine.submit(first, false);
+      engine.submit(second, false);
+      std::thread driver;
+      if (is_driven_elsewhere) {
+        driver = std::thread([&] { engine.wait(*first, milliseconds(0)); });
+        std::this_thread::sleep_for(milliseconds(50));
+      }
+      const auto text = text_of<CollectiveTimeoutError>([&] {
+        engine.wait(*second, milliseconds(200));
+        std::rethrow_exception(second->error());
+      });
+      EXPECT_THAT(text,
+                  HasSubstr("all_reduce(sum, float32 [4]) of group 'test' timed out after 0.2 s "
+                            "on rank 0, behind barrier() (collective 1 of the group): arrived "
+                            "rank 0"));
+      EXPECT_THAT(text, HasSubstr("not arrived rank 1"));
+      if (driver.joinable()) driver.join();
+      is_over = true;
+    });
+  }
 }
 
 // A rank that waits offers its processor to others, who may keep it for a time slice each time.
@@ -159,6 +241,32 @@ TEST(Leave, WhoStillNeedsTheRankIsTold) {
     const auto text = text_of<PeerLostError>([&] { complete(engine, barrier_call()); });
     EXPECT_THAT(text, HasSubstr("rank 1"));
     EXPECT_THAT(text, HasSubstr("left the group"));
+  });
+}
+
+// Workers go when their work is done; who asks any of them goes on while one is there.
+TEST(Leave, AReceiveFromAnyRankNeedsOneOfThem) {
+  std::atomic<int> num_received{0};
+  run_threads(3, [&](Engine& engine, int rank) {
+    Values values(100, static_cast<float>(rank));
+    const auto receive = [&] {
+      const auto message = std::make_shared<Message>(
+          Message::Direction::kReceive, kAnySource, 0, DType::kFloat32, 100, bytes(values));
+      complete(engine, message);
+      ++num_received;
+      return message->source();
+    };
+    if (rank != 0) {
+      while (rank == 2 && num_received < 1) std::this_thread::sleep_for(milliseconds(1));
+      if (rank == 2) std::this_thread::sleep_for(milliseconds(200));  // rank 1 has left long since
+      const auto send = std::make_shared<Message>(
+          Message::Direction::kSend, 0, 0, DType::kFloat32, 100, bytes(values));
+      return complete(engine, send);
+    }
+    EXPECT_EQ(receive(), 1);
+    EXPECT_EQ(receive(), 2);
+    EXPECT_EQ(values.front(), 2.F);
+    EXPECT_THAT(text_of<PeerLostError>(receive), HasSubstr("left the group"));
   });
 }
 

@@ -329,7 +329,7 @@ TEST(Reduce, BoolIsLogic) {
 TEST(Reduce, WhatHasNoMeaningIsNotReduced) {
   EXPECT_FALSE(can_reduce(ReduceOp::kBand, DType::kFloat32));
   EXPECT_FALSE(can_reduce(ReduceOp::kAvg, DType::kBool));
-  EXPECT_FALSE(can_reduce(ReduceOp::kSum, DType::kFloat8));
+  EXPECT_FALSE(can_reduce(ReduceOp::kSum, DType::kFloat8E4M3FN));
   EXPECT_FALSE(can_reduce(ReduceOp::kProduct, DType::kComplex64));
   EXPECT_TRUE(can_reduce(ReduceOp::kAvg, DType::kComplex128));
   EXPECT_FALSE(can_reduce(ReduceOp::kNone, DType::kInt32));

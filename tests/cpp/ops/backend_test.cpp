@@ -129,17 +129,26 @@ TEST(BackendFromCpp, ThrowsTheClassesOfTheCore) {
 }
 
 TEST(BackendFromCpp, RefusesSeveralHostsWithoutATransport) {
-  // A rank on another host has told its own identity.
+  // A rank on another host tells the same but for the last line, which is its host.
   const auto store = c10::make_intrusive<c10d::HashStore>();
-  const std::string other = "another host";
-  store->set("host/1", std::vector<uint8_t>(other.begin(), other.end()));
+  const auto options = c10::make_intrusive<ops::BackendOptions>();
+  options->timeout = std::chrono::milliseconds(100);  // for the rank that is not there
+  std::thread elsewhere([&] {
+    const std::vector<uint8_t> told = store->get("host/0");
+    std::string other(told.begin(), told.end());
+    other = other.substr(0, other.rfind('\n') + 1) + "another host";
+    store->set("host/1", std::vector<uint8_t>(other.begin(), other.end()));
+  });
   try {
-    ops::make_backend(store, 0, 2, c10::make_intrusive<ops::BackendOptions>());
+    ops::make_backend(store, 0, 2, options);
     ADD_FAILURE() << "nothing was thrown";
-  } catch (const c10::Error& error) {
-    const std::string text = error.what_without_backtrace();
-    EXPECT_NE(text.find("on 2 hosts and no transport between them"), std::string::npos) << text;
+  } catch (const collectives::CollectiveMismatchError& error) {
+    const std::string text = error.what();
+    EXPECT_NE(text.find("on 2 hosts and no transport between them on rank 0, 1;"),
+              std::string::npos)
+        << text;
   }
+  elsewhere.join();
 }
 
 }  // namespace

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import weft
+from ops.collectives.hosts import across_hosts
 from support.ranks import on_ranks
 
 Body = Callable[[dist.ProcessGroup, int], None]
@@ -132,6 +133,62 @@ def test_order_of_operations(rank: int, world_size: int) -> None:
             call(group, rank)
 
 
+def coalesced(group: dist.ProcessGroup, num_tensors: int) -> None:
+    dist.all_reduce_coalesced([torch.ones(4) for _ in range(num_tensors)], group=group)
+
+
+@on_ranks(2, 3)
+def test_coalesced_calls_of_two_lengths(rank: int, world_size: int) -> None:
+    """Whose next call would fit the tensor that is missing."""
+    group = new_group()
+    with pytest.raises(weft.CollectiveMismatchError, match=r"float32 \[4\], tensor 1 of 3\).*tensor 1 of 2"):
+        coalesced(group, 2 if rank == 1 else 3)
+        sum_of(4)(group, rank)
+    check_failed(group, weft.CollectiveMismatchError)
+
+
+@on_ranks(2)
+def test_eight_bit_formats(rank: int, world_size: int) -> None:
+    group = new_group()
+    dtype = torch.float8_e5m2 if rank == 1 else torch.float8_e4m3fn
+    with pytest.raises(weft.CollectiveMismatchError, match=r"float8_e4m3fn \[4\].*float8_e5m2 \[4\]"):
+        dist.broadcast(torch.ones(4).to(dtype), 0, group=group)
+        dist.barrier(group=group)
+    check_failed(group, weft.CollectiveMismatchError)
+
+
+@on_ranks(2)
+def test_messages_of_two_dtypes(rank: int, world_size: int) -> None:
+    group = new_group()
+    with pytest.raises(weft.CollectiveMismatchError, match=r"sent float32 4 elements.*recv\(int32 4 elements"):
+        if rank == 0:
+            dist.send(torch.ones(4), 1, group=group)
+        else:
+            dist.recv(torch.zeros(4, dtype=torch.int32), 0, group=group)
+        dist.barrier(group=group)
+    check_failed(group, weft.CollectiveMismatchError)
+
+
+@on_ranks(3)
+def test_options_that_make_no_group(rank: int, world_size: int) -> None:
+    """Another limit is another layout of the shared memory."""
+    options = weft.collectives.BackendOptions(staging_limit_bytes=2**20 if rank == 2 else 2**24)
+    with pytest.raises(weft.CollectiveMismatchError) as caught:
+        dist.new_group(backend="cpu:weft", pg_options=options, timeout=timedelta(seconds=20))
+    text = str(caught.value)
+    assert "staging_limit_bytes: rank 2 brought 1048576; ranks 0, 1 brought 16777216; pass the same" in text, text
+    sum_of(4)(new_group(), rank)
+
+
+@on_ranks(3)
+@across_hosts("aab")
+def test_hosts_have_options_of_their_own(rank: int, world_size: int) -> None:
+    options = weft.collectives.BackendOptions(staging_limit_bytes=2**20 if rank == 2 else 2**24)
+    tensor = torch.full((100_000,), float(rank))
+    dist.all_reduce(tensor, group=dist.new_group(backend="cpu:weft", pg_options=options))
+    assert torch.equal(tensor, torch.full_like(tensor, 3.0))
+
+
 @on_ranks(2)
 def test_nan_travels(rank: int, world_size: int) -> None:
     group = new_group()
@@ -203,7 +260,7 @@ def test_generated(rank: int, world_size: int) -> None:
         if fits:
             call(group, rank)
         else:
-            with pytest.raises(weft.CollectiveMismatchError, match=f"rank {culprit} brought|brought"):
+            with pytest.raises(weft.CollectiveMismatchError, match=rf"\brank {culprit} brought"):
                 call(group, rank)
                 dist.barrier(group=group)
         dist.destroy_process_group(group)

@@ -153,6 +153,37 @@ def test_large_and_uneven(rank: int, world_size: int) -> None:
         assert torch.equal(place, torch.full((each + rank + 1,), 10.0 * each + rank))
 
 
+@on_ranks(2, 3)
+@across_hosts("aaa", "aba")
+@pytest.mark.parametrize("size", [6, 600_000])
+def test_inputs_that_are_outputs_of_others(rank: int, world_size: int, size: int) -> None:
+    """An output may be memory that this rank sends from: values are those of copies made before the call."""
+    group = dist.new_group(backend="cpu:weft")
+    values = torch.arange(size, dtype=torch.float64)
+
+    parts = [torch.zeros(size, dtype=torch.float64) for _ in range(world_size)]
+    parts[0].copy_(values + rank)
+    dist.all_gather(parts, parts[0], group=group)
+    assert all(torch.equal(part, values + each) for each, part in enumerate(parts))
+
+    whole = torch.zeros(world_size, size, dtype=torch.float64)
+    whole[-1] = values + rank
+    dist.all_gather_into_tensor(whole, whole[-1], group=group)
+    assert all(torch.equal(whole[each], values + each) for each in range(world_size))
+
+    given = [values * (each + 1) + rank for each in range(world_size)]
+    dist.reduce_scatter(given[0], given, group=group)
+    assert torch.equal(given[0], values * (rank + 1) * world_size + sum(range(world_size)))
+
+    whole = torch.stack([values * (each + 1) + rank for each in range(world_size)])
+    dist.reduce_scatter_tensor(whole[0], whole, group=group)
+    assert torch.equal(whole[0], values * (rank + 1) * world_size + sum(range(world_size)))
+
+    given = [values + each for each in range(world_size)]
+    dist.scatter(given[-1], given if rank == 0 else None, src=0, group=group)
+    assert torch.equal(given[-1], values + rank)
+
+
 @on_ranks(1, 2, 4)
 @across_hosts("aaaa", "abca")
 def test_coalesced(rank: int, world_size: int) -> None:

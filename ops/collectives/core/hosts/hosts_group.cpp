@@ -110,11 +110,15 @@ OperationPtr HostsGroup::make(CollectiveCall call) const {
 
 void HostsGroup::submit(OperationPtr operation, bool /*in_background*/) {
   here_.check_usable();
-  if (operation->timeout.count() == 0) operation->timeout = options_.timeout;
-  operation->deadline = Clock::now() + operation->timeout;
+  if (operation->timeout.load().count() == 0) operation->timeout = options_.timeout;
+  operation->deadline = Clock::now() + operation->timeout.load();
   if (auto message = std::dynamic_pointer_cast<Message>(operation)) return begin(message);
   auto collective = std::dynamic_pointer_cast<CollectiveOperation>(operation);
   const std::lock_guard lock(mutex_);
+  if (is_left_) {  // since it was checked: nobody would carry it out
+    throw GroupAbortedError("weft: rank " + std::to_string(options_.rank) + " left group '" +
+                            options_.name + "' while it asked for " + operation->describe());
+  }
   collective->sequence = ++num_collectives_;
   ++num_unfinished_;
   queue_.push_back(std::move(collective));
@@ -234,7 +238,7 @@ std::exception_ptr HostsGroup::as_failure(const Operation& operation) {
         error.peer < 0 ? "a rank" : "rank " + std::to_string(error.peer) + " (on another host)";
     // A failure of this host's ranks, or one that the other hosts tell of, comes first: a transport
     // may end all its connections where one operation was late.
-    const bool is_late = Clock::now() >= operation.deadline;
+    const bool is_late = Clock::now() >= operation.deadline.load();
     const auto until = Clock::now() + (is_late ? std::chrono::milliseconds(0) : kWordOfOthers);
     look_for_trouble(true);
     while (failure() == nullptr && !is_left_ && Clock::now() < until) {
@@ -365,25 +369,20 @@ std::shared_ptr<Group> join_group(const Store& store,
                                   const GroupOptions& options,
                                   const MakeTransport& make_transport) {
   const unsigned made_in = fork_generation();
-  const Identities identities = exchange_identities(store, options);
-  const int num_hosts = HostLayout(identities.hosts, options.rank).num_hosts();
-  std::shared_ptr<Group> group;
-  if (num_hosts == 1) {
-    group = make_engine(store, options);
-  } else if (make_transport) {
-    group = {new HostsGroup(store, options, identities, make_transport),
-             [made_in](HostsGroup* joined) {
-               if (fork_generation() == made_in) delete joined;
-             }};
-  } else {
-    throw std::runtime_error("weft: got ranks of group '" + options.name + "' on " +
-                             std::to_string(num_hosts) +
-                             " hosts and no transport between them; pass "
-                             "BackendOptions::make_transport, or keep the ranks on one host");
+  const Identities identities = exchange_identities(store, options, make_transport != nullptr);
+  const HostLayout layout(identities.hosts, options.rank);
+  if (const auto text = misfit(layout, identities.terms, options.name)) {
+    meet_before_refusing(store, options, identities.nonce);
+    forget_identity(store, options);
+    throw CollectiveMismatchError(*text);
   }
-  // All have read it: they have joined since.
-  store.remove("host/" + std::to_string(options.rank));
-  return group;
+  if (layout.num_hosts() == 1) return make_engine(store, options);
+  meet(store, options, "read/" + identities.nonce);
+  forget_identity(store, options);
+  return {new HostsGroup(store, options, identities, make_transport),
+          [made_in](HostsGroup* joined) {
+            if (fork_generation() == made_in) delete joined;
+          }};
 }
 
 }  // namespace weft::collectives

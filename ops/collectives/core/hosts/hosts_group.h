@@ -86,8 +86,8 @@ class HostsGroup final : public Group {
 
 // Joins a group wherever its ranks run: on one host an Engine, else a HostsGroup. A forked child
 // forgets it instead of destroying it.
-// Errors: as of both; std::runtime_error where ranks run on several hosts and `make_transport` is
-// empty.
+// Errors: as of both; CollectiveMismatchError, the same on all ranks, where these brought options
+// that do not make a group together: see terms.h.
 std::shared_ptr<Group> join_group(const Store& store,
                                   const GroupOptions& options,
                                   const MakeTransport& make_transport);

@@ -30,10 +30,11 @@ void TaskThreads::work() {
       --num_idle_;
       continue;
     }
-    const auto task = std::move(tasks_.front());
+    auto task = std::move(tasks_.front());
     tasks_.pop_front();
     lock.unlock();
     task();
+    task = nullptr;  // what it holds may wait for a lock of somebody who waits for ours
     lock.lock();
   }
 }

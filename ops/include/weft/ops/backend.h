@@ -39,7 +39,8 @@ struct BackendOptions final : c10d::Backend::Options {
                                                   std::chrono::milliseconds timeout)>
       make_transport;
 
-  // Of shared memory that the group takes on this host at most, all ranks together.
+  // Of shared memory that the group takes on this host at most, all ranks together. The same on all
+  // ranks of a host.
   std::size_t staging_limit_bytes = std::size_t{16} << 20;
 };
 
@@ -58,7 +59,9 @@ WEFT_OPS_API c10::intrusive_ptr<c10d::ProcessGroup> make_group(
 // Joins the group: blocks until all `size` ranks have called it with a view of one `store` that no
 // other group uses. A program adds it to a c10d::ProcessGroup with setBackend(at::kCPU, CUSTOM,
 // ...), which make_group does. Errors: CollectiveTimeoutError naming the ranks that did not come;
-// c10::Error for ranks on several hosts without a make_transport.
+// CollectiveMismatchError, the same on all ranks, for ranks on several hosts without a
+// make_transport on each, and for ranks of one host with different staging_limit_bytes;
+// GroupAbortedError where memory cannot be made or opened.
 WEFT_OPS_API c10::intrusive_ptr<c10d::Backend> make_backend(
     const c10::intrusive_ptr<c10d::Store>& store,
     int rank,

@@ -1,0 +1,80 @@
+#include "terms.h"
+
+#include <functional>
+#include <map>
+#include <sstream>
+
+namespace weft::collectives {
+
+namespace {
+
+// "rank 1 brought 4096; ranks 0, 2 brought 16384": nothing where all of `ranks` brought the same.
+std::optional<std::string> differences(const std::vector<int>& ranks,
+                                       const std::function<std::string(int)>& brought) {
+  std::map<std::string, std::string> ranks_of;
+  for (const int rank : ranks) {
+    std::string& list = ranks_of[brought(rank)];
+    list += (list.empty() ? "" : ", ") + std::to_string(rank);
+  }
+  if (ranks_of.size() < 2) return std::nullopt;
+  std::string text;
+  for (const auto& [what, list] : ranks_of) {
+    const bool is_one = list.find(',') == std::string::npos;
+    text += (text.empty() ? "" : "; ") + std::string(is_one ? "rank " : "ranks ") + list +
+            " brought " + what;
+  }
+  return text;
+}
+
+}  // namespace
+
+std::string Terms::own_version() { return WEFT_VERSION; }
+
+std::string Terms::to_string() const {
+  std::ostringstream text;
+  text << version << ' ' << staging_limit_bytes << ' ' << (has_transport ? 1 : 0);
+  return text.str();
+}
+
+Terms Terms::parse(const std::string& text) {
+  std::istringstream words(text);
+  Terms terms;
+  words >> terms.version;
+  if (terms.version == own_version()) words >> terms.staging_limit_bytes >> terms.has_transport;
+  return terms;
+}
+
+std::optional<std::string> misfit(const HostLayout& layout,
+                                  const std::vector<Terms>& by_rank,
+                                  const std::string& name) {
+  const auto of = [&](int rank) -> const Terms& { return by_rank[static_cast<size_t>(rank)]; };
+  std::vector<int> all;
+  std::string without_transport;
+  for (int rank = 0; rank < layout.num_ranks(); ++rank) {
+    all.push_back(rank);
+    if (!of(rank).has_transport) {
+      without_transport += (without_transport.empty() ? "" : ", ") + std::to_string(rank);
+    }
+  }
+  const auto version = [&](int rank) { return "weft " + of(rank).version; };
+  if (const auto text = differences(all, version)) {
+    return "weft: the ranks of group '" + name + "' run different versions: " + *text +
+           "; install one version everywhere";
+  }
+  const auto limit = [&](int rank) { return std::to_string(of(rank).staging_limit_bytes); };
+  for (int host = 0; host < layout.num_hosts(); ++host) {
+    if (const auto text = differences(layout.ranks_on(host), limit)) {
+      return "weft: the ranks of group '" + name +
+             "' on one host got different options staging_limit_bytes: " + *text +
+             "; pass the same on every rank of a host";
+    }
+  }
+  if (layout.num_hosts() > 1 && !without_transport.empty()) {
+    return "weft: got ranks of group '" + name + "' on " + std::to_string(layout.num_hosts()) +
+           " hosts and no transport between them on rank " + without_transport +
+           "; pass BackendOptions::make_transport on every rank, or keep the ranks on one host";
+  }
+  return std::nullopt;
+}
+
+}  // namespace weft::collectives

@@ -1,0 +1,235 @@
+// How a group is made, and what all its ranks read where it cannot be.
+#include "peers.h"
+#include "ranks.h"
+#include "terms.h"
+
+#include <gmock/gmock.h>
+
+#include <csignal>
+#include <functional>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+namespace weft::collectives::testing {
+namespace {
+
+using ::testing::HasSubstr;
+using Clock = std::chrono::steady_clock;
+using Change = std::function<void(GroupOptions& options)>;
+
+// What each rank reads when it makes a group; "" where it made one. Every rank has the view of the
+// store that `view` gives it.
+std::vector<std::string> texts_of(
+    MemoryStore& store,
+    int num_ranks,
+    const Change& change,
+    const std::function<Store(int rank, Store store)>& view = [](int, Store store) {
+      return store;
+    }) {
+  std::vector<std::string> texts(static_cast<size_t>(num_ranks));
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    threads.emplace_back([&, rank] {
+      GroupOptions options = group_of(num_ranks, rank);
+      change(options);
+      texts[static_cast<size_t>(rank)] = text_of<CollectiveError>([&] {
+        const auto group = join_group(view(rank, store.view()), options, {});
+        complete(*group, barrier_call());
+      });
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  return texts;
+}
+
+TEST(Terms, OtherLimitsOfStagingAreRefusedByAllRanks) {
+  MemoryStore store;
+  const auto start = Clock::now();
+  const auto texts = texts_of(store, 3, [](GroupOptions& options) {
+    if (options.rank == 1) options.staging_limit_bytes = 4 << 20;
+  });
+  EXPECT_LT(Clock::now() - start, std::chrono::seconds(10)) << "nobody waited for the timeout";
+  for (const std::string& text : texts) EXPECT_EQ(text, texts.front());
+  EXPECT_EQ(texts.front(),
+            "weft: the ranks of group 'test' on one host got different options "
+            "staging_limit_bytes: ranks 0, 2 brought 16777216; rank 1 brought 4194304; pass the "
+            "same on every rank of a host");
+  // Nothing is left that the next group could take for its own.
+  EXPECT_EQ(texts_of(store, 3, [](GroupOptions&) {}), std::vector<std::string>(3));
+  EXPECT_EQ(texts_of(store, 2, [](GroupOptions& options) { options.staging_limit_bytes = 1; }),
+            std::vector<std::string>(2));
+}
+
+TEST(Terms, HostsHaveLimitsOfTheirOwn) {
+  const HostLayout layout({"a", "a", "b"}, 0);
+  std::vector<Terms> terms(3);
+  for (Terms& each : terms) each.has_transport = true;
+  terms[2].staging_limit_bytes = 1;
+  EXPECT_EQ(misfit(layout, terms, "g"), std::nullopt);
+  terms[1].staging_limit_bytes = 1;
+  EXPECT_THAT(misfit(layout, terms, "g").value_or(""),
+              HasSubstr("rank 0 brought 0; rank 1 brought 1"));
+}
+
+TEST(Terms, SeveralHostsWantATransportOnAllRanks) {
+  const HostLayout layout({"a", "b", "a"}, 1);
+  std::vector<Terms> terms(3);
+  terms[1].has_transport = true;
+  EXPECT_THAT(misfit(layout, terms, "g").value_or(""),
+              HasSubstr("on 2 hosts and no transport between them on rank 0, 2;"));
+  EXPECT_EQ(misfit(HostLayout({"a", "a", "a"}, 1), terms, "g"), std::nullopt);
+}
+
+TEST(Terms, AnotherVersionIsNamedAndNotRead) {
+  const HostLayout layout({"a", "a"}, 0);
+  Terms own;
+  own.staging_limit_bytes = 7;
+  own.has_transport = true;
+  const Terms same = Terms::parse(own.to_string());
+  EXPECT_EQ(same.staging_limit_bytes, 7U);
+  EXPECT_TRUE(same.has_transport);
+  const Terms other = Terms::parse("99.0 something else");
+  EXPECT_EQ(other.staging_limit_bytes, 0U);
+  EXPECT_THAT(
+      misfit(layout, {own, other}, "g").value_or(""),
+      HasSubstr("rank 0 brought weft " + Terms::own_version() + "; rank 1 brought weft 99.0"));
+}
+
+TEST(Joining, MemoryThatOneRankCannotOpenIsRefusedByAll) {
+  MemoryStore store;
+  const auto start = Clock::now();
+  const auto texts = texts_of(
+      store,
+      3,
+      [](GroupOptions&) {},
+      [](int rank, Store view) {
+        if (rank != 1) return view;
+        // As if rank 0's process were not to be seen from here.
+        view.get = [get = view.get](const std::string& key, milliseconds timeout) {
+          const std::string value = get(key, timeout);
+          return key == "segment" ? "4194303 3" + value.substr(value.find(' ', value.find(' ') + 1))
+                                  : value;
+        };
+        return view;
+      });
+  EXPECT_LT(Clock::now() - start, std::chrono::seconds(10)) << "nobody waited for the timeout";
+  for (const std::string& text : texts) EXPECT_EQ(text, texts.front());
+  EXPECT_THAT(texts.front(),
+              HasSubstr("rank 1 of group 'test' could not open the shared memory of rank 0"));
+  EXPECT_THAT(texts.front(), HasSubstr("WEFT_HOST_ID"));
+}
+
+// Of this process, for as long as it lives; 0 leaves no descriptor to be had.
+class OpenFilesLimit {
+ public:
+  explicit OpenFilesLimit(rlim_t limit) {
+    getrlimit(RLIMIT_NOFILE, &before_);
+    rlimit lower = before_;
+    lower.rlim_cur = limit;
+    setrlimit(RLIMIT_NOFILE, &lower);
+  }
+  OpenFilesLimit(const OpenFilesLimit&) = delete;
+  OpenFilesLimit& operator=(const OpenFilesLimit&) = delete;
+  ~OpenFilesLimit() { setrlimit(RLIMIT_NOFILE, &before_); }
+
+ private:
+  rlimit before_{};
+};
+
+TEST(Joining, MemoryThatCannotBeMadeIsRefusedByAll) {
+  MemoryStore store;
+  std::vector<std::string> texts(3);
+  std::vector<std::thread> threads;
+  {
+    const OpenFilesLimit none(0);
+    for (int rank = 0; rank < 3; ++rank) {
+      threads.emplace_back([&, rank] {
+        texts[static_cast<size_t>(rank)] =
+            text_of<GroupAbortedError>([&] { make_engine(store.view(), group_of(3, rank)); });
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+  }
+  for (const std::string& text : texts) EXPECT_EQ(text, texts.front());
+  EXPECT_THAT(texts.front(), HasSubstr("rank 0 of group 'test' could not make shared memory"));
+  EXPECT_EQ(texts_of(store, 3, [](GroupOptions&) {}), std::vector<std::string>(3));
+}
+
+class Child {
+ public:
+  Child() : pid_(fork()) {
+    if (pid_ == 0) {
+      pause_forever();
+      _exit(0);
+    }
+  }
+  Child(const Child&) = delete;
+  Child& operator=(const Child&) = delete;
+  ~Child() { end(); }
+
+  pid_t pid() const { return pid_; }
+  // Its status stays to be asked for.
+  void kill() const {
+    ::kill(pid_, SIGKILL);
+    siginfo_t info{};
+    waitid(P_PID, static_cast<id_t>(pid_), &info, WEXITED | WNOWAIT);
+  }
+  void end() {
+    if (pid_ == 0) return;
+    ::kill(pid_, SIGKILL);
+    waitpid(pid_, nullptr, 0);
+    pid_ = 0;
+  }
+
+ private:
+  static void pause_forever() {
+    for (;;) ::pause();
+  }
+  pid_t pid_;
+};
+
+TEST(Peers, AProcessHasEndedWhenItRunsNoMore) {
+  Child child;
+  const pid_t pid = child.pid();
+  const uint64_t start_time = process_start_time(pid);
+  EXPECT_NE(start_time, 0U);
+  EXPECT_FALSE(process_has_ended(pid, start_time));
+  EXPECT_TRUE(process_has_ended(pid, start_time - 1)) << "that was another one";
+  {
+    const OpenFilesLimit none(0);
+    EXPECT_FALSE(process_has_ended(pid, start_time)) << "not to be found out is not an end";
+  }
+  child.kill();
+  EXPECT_TRUE(process_has_ended(pid, start_time)) << "its parent has yet to ask";
+  child.end();
+  EXPECT_TRUE(process_has_ended(pid, start_time));
+}
+
+// Too many open files, or a sandbox: no descriptor of a process is to be had.
+TEST(Peers, AreWatchedWithoutDescriptors) {
+  const SharedSizes sizes = SharedSizes::within(2, 1);
+  const Segment segment = Segment::create(SharedState::num_bytes(sizes));
+  const SharedState shared(segment.data(), sizes);
+  shared.initialize();
+  const Child child;
+  shared.rank(0).pid = getpid();
+  shared.rank(1).pid = child.pid();
+  shared.rank(1).start_time = process_start_time(child.pid());
+  const auto watch = [&](rlim_t limit) {
+    const OpenFilesLimit lower(limit);
+    return std::make_unique<Peers>(shared);
+  };
+  const auto blind = watch(0);
+  const Peers usual(shared);
+  for (const Peers* const peers : std::initializer_list<const Peers*>{blind.get(), &usual}) {
+    EXPECT_FALSE(peers->has_ended(0));
+    EXPECT_FALSE(peers->has_ended(1));
+  }
+  child.kill();
+  for (const Peers* const peers : std::initializer_list<const Peers*>{blind.get(), &usual})
+    EXPECT_TRUE(peers->has_ended(1));
+}
+
+}  // namespace
+}  // namespace weft::collectives::testing
