@@ -34,6 +34,14 @@ for device in DEVICES:
             if isinstance(arg, torch.Tensor) and arg.requires_grad:
                 # Of the pretended ranks comes whatever the memory held: values say nothing.
                 assert arg.grad.shape == arg.shape and arg.grad.dtype == arg.dtype, call.name
+    x = torch.ones(3, 4, device=device, requires_grad=True)
+    there = weft.ops.pipeline_send([x], 2, 0, name)
+    [back] = weft.ops.pipeline_wait(weft.ops.pipeline_recv([x], 0, 0, name))
+    assert back.shape == x.shape and back.device.type == device
+    weft.ops.join(back.sum(), [there]).backward()
+    assert x.grad.shape == x.shape
+    assert not weft.ops.pipeline_wait(weft.ops.pipeline_send([x.detach()], 2, 0, name))
+    weft.ops.pipeline_flush(name)
     print(device, "ok")
 """
 

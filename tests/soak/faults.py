@@ -144,6 +144,10 @@ def names_victim(scenario: dict, text: str) -> bool:
     )
 
 
+def _who_is_late(text: str) -> str:
+    return text.partition("not arrived")[2]
+
+
 def problems_of(scenario: dict) -> list[str]:
     """What the survivors of a scenario should not have seen."""
     expected = "PeerLostError" if scenario["signal"] == "SIGKILL" else "CollectiveTimeoutError"
@@ -156,7 +160,7 @@ def problems_of(scenario: dict) -> list[str]:
             problems.append(f"{where}: rank {rank} got {seen['error']}, then {seen['again']}, not {expected}")
         elif expected == "CollectiveTimeoutError" and scenario["call"] == "send_recv":
             continue  # its text names the peer of the message that came too late
-        elif not names_victim(scenario, seen["text"].rpartition("not arrived")[2]):
+        elif not names_victim(scenario, _who_is_late(seen["text"]) if expected != "PeerLostError" else seen["text"]):
             problems.append(f"{where}: rank {rank} read no name of it: {seen['text']}")
     return problems
 

@@ -285,10 +285,41 @@ def test_a_kernel_that_seeds_each_call_is_not_drawn_in_pieces(monkeypatch: pytes
         seed = torch.randint(1 << 30, (), generator=generator).item()
         return tensor.uniform_(generator=torch.Generator().manual_seed(int(seed)))
 
-    assert stream.draws_in_pieces(torch.ops.aten.uniform_.default, torch.float32, ())
+    uniform = torch.ops.aten.uniform_.default
+    monkeypatch.setattr(stream, "_RANDOM", {uniform, seeded})
+    assert stream.draws_in_pieces(uniform, torch.float32, ())
     assert not stream.draws_in_pieces(seeded, torch.float32, ())
-    monkeypatch.setattr(stream, "_RANDOM", {seeded})
-    assert not stream.draws_in_pieces(seeded, torch.float32, ())
+
+
+@on_ranks(1)
+def test_what_is_not_drawn_in_pieces_is_made_whole(rank: int) -> None:
+    torch.manual_seed(5)
+    expected = torch.empty(700, 301).bernoulli_(0.3)
+    after = torch.rand(5)
+    torch.manual_seed(5)
+    key = (torch.ops.aten.bernoulli_.float, torch.float32, (0.3,))
+    before = stream.draws_in_pieces(*key)
+    stream._tried[key] = False
+    try:
+        with deferred_init():
+            tensor = torch.empty(700, 301).bernoulli_(0.3)
+        assert torch.equal(torch.rand(5), after)
+        part, streamed = shard_of(tensor, 0, 333, 200)
+    finally:
+        stream._tried[key] = before
+    assert not streamed and torch.equal(part, expected[333:533])
+
+
+@on_ranks(1)
+def test_a_stream_through_another_dtype(rank: int) -> None:
+    torch.manual_seed(5)
+    expected = torch.empty(8192, dtype=torch.int32)
+    expected.view(torch.float32).normal_()
+    torch.manual_seed(5)
+    with deferred_init():
+        tensor = torch.empty(8192, dtype=torch.int32)
+        tensor.view(torch.float32).normal_()
+    assert torch.equal(shard_of(tensor, 0, 100, 4000)[0], expected[100:4100])
 
 
 @on_ranks(1)

@@ -150,9 +150,12 @@ void Engine::wait(Operation& operation, std::chrono::milliseconds timeout) {
   if (operation.is_done()) return;
   check_not_forked();
   if (driven_here == this && operation.is_finishing()) return;  // all but its on_done has happened
-  if (timeout.count() > 0 && Clock::now() + timeout < operation.deadline.load()) {
-    operation.timeout = timeout;
-    operation.deadline = Clock::now() + timeout;  // whoever drives sees it at its next look
+  if (timeout.count() > 0) {  // whoever drives sees it at its next look
+    const auto until = Clock::now() + timeout;
+    auto before = operation.deadline.load();
+    while (until < before && !operation.deadline.compare_exchange_weak(before, until)) {
+    }
+    if (until < before) operation.timeout = timeout;
   }
   if (driven_here == this) return drive(&operation);
   std::unique_lock lock(mutex_);

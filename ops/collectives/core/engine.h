@@ -79,6 +79,7 @@ class Engine final : public Group {
   void fail_all(const std::exception_ptr& error);
   void look_for_trouble();
   void fail_late(const Operation& operation);
+  bool has_ended_without_a_word(int peer) const;
   std::exception_ptr fail_lost(int peer, const char* how, const std::string& what);
 
   // REQUIRES: mutex_ held.

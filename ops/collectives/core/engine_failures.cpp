@@ -52,11 +52,14 @@ std::exception_ptr Engine::fail_lost(int peer, const char* how, const std::strin
                   "; see its own output for why");
 }
 
+// Asked in this order: one that leaves and ends meanwhile has left.
+bool Engine::has_ended_without_a_word(int peer) const {
+  return peers_.has_ended(peer) && shared_.rank(peer).state.load() != RankState::kLeft;
+}
+
 void Engine::check_peers(const std::string& what) {
   for (int peer = 0; peer < options_.size; ++peer) {
-    const bool has_left = shared_.rank(peer).state.load() == RankState::kLeft;
-    if (peer != options_.rank && !has_left && peers_.has_ended(peer))
-      fail_lost(peer, "ended", what);
+    if (peer != options_.rank && has_ended_without_a_word(peer)) fail_lost(peer, "ended", what);
   }
 }
 
@@ -83,7 +86,7 @@ void Engine::look_for_trouble() {
   for (int peer = 0; peer < options_.size; ++peer) {
     if (peer == options_.rank) continue;
     const bool left = has_left[static_cast<size_t>(peer)];
-    if (left ? !needs(peer) : !peers_.has_ended(peer)) continue;
+    if (left ? !needs(peer) : !has_ended_without_a_word(peer)) continue;
     return fail_all(fail_lost(peer, left ? "left the group" : "ended", what));
   }
   const auto now = std::chrono::steady_clock::now();

@@ -42,7 +42,8 @@ uint64_t process_start_time(pid_t pid) { return status_of(pid).start_time; }
 bool process_has_ended(pid_t pid, uint64_t start_time) {
   const ProcessStatus status = status_of(pid);
   if (status.state == '?') return false;
-  return status.start_time != start_time || status.state == 'Z' || status.state == 'X';
+  const bool is_another = start_time != 0 && status.start_time != start_time;
+  return is_another || status.state == 0 || status.state == 'Z' || status.state == 'X';
 }
 
 Peers::Peers(const SharedState& shared) : shared_(shared) {
@@ -55,8 +56,9 @@ Peers::Peers(const SharedState& shared) : shared_(shared) {
     int descriptor = static_cast<int>(syscall(SYS_pidfd_open, block.pid, 0));
     if (descriptor < 0) {
       descriptor = errno == ESRCH ? kEndedBefore : kNone;
-    } else if (process_has_ended(block.pid, block.start_time)) {
-      close(descriptor);  // the pid may be another process's by now
+    } else if (const uint64_t start_time = process_start_time(block.pid);
+               start_time != 0 && block.start_time != 0 && start_time != block.start_time) {
+      close(descriptor);  // the pid is another process's by now
       descriptor = kEndedBefore;
     }
     descriptors_.push_back(descriptor);

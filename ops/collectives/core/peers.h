@@ -8,11 +8,12 @@
 
 namespace weft::collectives {
 
-// The start time of a process in clock ticks since the system came up, 0 where there is none.
+// The start time of a process in clock ticks since the system came up, 0 where there is none or it
+// cannot be found out.
 uint64_t process_start_time(pid_t pid);
 
-// Whether the process that started then runs no more: it is gone, or its parent has yet to ask for
-// its status. False where that cannot be found out now.
+// Whether the process that started then (0: whenever) runs no more: it is gone, or its parent has
+// yet to ask for its status. False where that cannot be found out now.
 bool process_has_ended(pid_t pid, uint64_t start_time);
 
 // Watches the processes that have joined. Ranks of this very process are not watched.

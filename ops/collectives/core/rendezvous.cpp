@@ -5,6 +5,7 @@
 
 #include <weft/collectives/error.h>
 
+#include <optional>
 #include <random>
 #include <sstream>
 #include <stdexcept>
@@ -19,13 +20,13 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr const char* kSegmentKey = "segment";
-constexpr const char* kNoSegment = "none ";  // where rank 0 could not make one: nonce and text
+constexpr const char* kNoSegment = "none ";  // and why, where there is none to be opened
 
 // While it waits for others a rank asks this often whether they can still come.
 constexpr std::chrono::milliseconds kLookInterval{100};
 
-// A rank that refuses to make a group waits this long for the others, which read why.
-constexpr std::chrono::milliseconds kRefusing{5000};
+// Asked for in turns by who has to notice a failure meanwhile.
+constexpr std::chrono::milliseconds kTurn{20};
 
 std::string new_nonce() {
   std::random_device random;
@@ -58,13 +59,21 @@ class Joining {
     return identities;
   }
 
-  void meet(const std::string& name) const {
-    store_.set(name + "/" + std::to_string(options_.rank), "here");
-    for (int rank = 0; rank < options_.size; ++rank) get(name + "/" + std::to_string(rank), rank);
+  void meet(const std::string& name, const std::string& failure_key) const {
+    const auto key = [&](int rank) { return name + "/" + std::to_string(rank); };
+    store_.set(key(options_.rank), "here");
+    for (int rank = 0; rank < options_.size; ++rank) {
+      while (!failure_key.empty() && !store_.has(key(rank)) && Clock::now() < deadline_) {
+        if (store_.has(failure_key)) throw_failure(store_.get(failure_key, kTurn));
+        std::this_thread::sleep_for(kTurn);
+      }
+      get(key(rank), rank);
+    }
   }
 
   Membership run() {
     const SharedSizes sizes = SharedSizes::within(options_.size, options_.staging_limit_bytes);
+    const uint64_t start_time = process_start_time(getpid());  // while a file can be opened
     Membership member;
     std::string address;
     if (options_.rank == 0) {
@@ -78,7 +87,7 @@ class Joining {
       member.segment = open_segment(address, SharedState::num_bytes(sizes));
       member.shared = SharedState(member.segment.data(), sizes);
     }
-    enter(member.shared);
+    enter(member.shared, start_time);
     open_group(member.shared, address);
     member.segment.close_descriptor();
     return member;
@@ -93,22 +102,20 @@ class Joining {
       const std::string text = "weft: rank 0 of group '" + options_.name +
                                "' could not make shared memory (" + error.what() +
                                "); free what that names, or make fewer groups";
-      const std::string nonce = new_nonce();
-      store_.set(kSegmentKey, kNoSegment + nonce + ' ' + text);
-      meet_before_refusing(store_, options_, nonce);
-      store_.remove(kSegmentKey);
+      store_.set(kSegmentKey, kNoSegment + text);
       throw GroupAbortedError(text);
     }
   }
 
-  // A rank that cannot open it tells rank 0, and that all others through the memory.
+  static void check_is_address(const std::string& told) {
+    if (!told.starts_with(kNoSegment)) return;
+    throw GroupAbortedError(told.substr(std::string_view(kNoSegment).size()));
+  }
+
+  // A rank that cannot open it tells rank 0, and that all others: through the memory those that
+  // have it, through the store those that come for its address.
   Segment open_segment(const std::string& address, size_t num_bytes) const {
-    if (address.starts_with(kNoSegment)) {
-      const size_t nonce = std::string_view(kNoSegment).size();
-      const size_t text = address.find(' ', nonce) + 1;
-      meet_before_refusing(store_, options_, address.substr(nonce, text - 1 - nonce));
-      throw GroupAbortedError(address.substr(text));
-    }
+    check_is_address(address);
     std::string why;
     try {
       Segment segment = Segment::open(SegmentAddress::parse(address));
@@ -118,10 +125,11 @@ class Joining {
     } catch (const std::exception& error) {
       why = error.what();
     }
+    check_is_address(get(kSegmentKey, 0));  // rank 0 may have closed it, as another could not
     const std::string text = "weft: rank " + std::to_string(options_.rank) + " of group '" +
                              options_.name + "' could not open the shared memory of rank 0 (" +
-                             why + "); ranks of one host see each other's processes, so give " +
-                             "those that do not their own WEFT_HOST_ID";
+                             why + "); let ranks of one host see each other's processes and open " +
+                             "files, or give those that cannot their own WEFT_HOST_ID";
     store_.set(unopened_key(address), text);
     throw GroupAbortedError(text);
   }
@@ -143,10 +151,10 @@ class Joining {
     }
   }
 
-  void enter(const SharedState& shared) const {
+  void enter(const SharedState& shared, uint64_t start_time) const {
     RankBlock& own = shared.rank(options_.rank);
     own.pid = getpid();
-    own.start_time = process_start_time(own.pid);
+    own.start_time = start_time;
     own.global_rank = options_.global_ranks.empty()
                           ? options_.rank
                           : options_.global_ranks[static_cast<size_t>(options_.rank)];
@@ -176,8 +184,10 @@ class Joining {
     auto next_look = Clock::now() + kLookInterval;
     while (!is_over()) {
       if (Clock::now() > next_look) {
-        look_for_trouble(shared, address);
         next_look = Clock::now() + kLookInterval;
+        const auto trouble = find_trouble(shared, address);
+        if (is_over()) return;
+        if (trouble) failure.leave(trouble->kind(), trouble->what());
       }
       if (Clock::now() > deadline_) failure.leave(ErrorKind::kTimeout, late_text(shared));
       if (failure.is_set()) {
@@ -188,23 +198,28 @@ class Joining {
     }
   }
 
-  // Leaves a failure for all where a rank could not open the memory, or has ended since it joined.
-  void look_for_trouble(const SharedState& shared, const std::string& address) const {
-    FailureRecord& failure = shared.control().failure;
-    if (options_.rank == 0 && store_.has(unopened_key(address))) {
-      failure.leave(ErrorKind::kAborted, get(unopened_key(address), 0));
-      store_.remove(unopened_key(address));
-      store_.remove(kSegmentKey);
+  // A rank that could not open the memory, or has ended since it joined.
+  std::optional<CollectiveError> find_trouble(const SharedState& shared,
+                                              const std::string& address) const {
+    try {
+      if (options_.rank == 0 && store_.has(unopened_key(address))) {
+        const std::string text = get(unopened_key(address), 0);
+        store_.set(kSegmentKey, kNoSegment + text);  // before the descriptor is closed
+        return GroupAbortedError(text);
+      }
+    } catch (const std::exception&) {
+      // Without the store nobody can say; the deadline remains.
     }
     for (int rank = 0; rank < options_.size; ++rank) {
       const RankBlock& block = shared.rank(rank);
-      const bool has_joined = block.state.load(std::memory_order_acquire) != RankState::kAbsent;
-      if (has_joined && process_has_ended(block.pid, block.start_time)) {
-        failure.leave(ErrorKind::kPeerLost,
-                      "weft: " + name_of_rank(shared, rank) + " of group '" + options_.name +
-                          "' ended while the group was made; see its own output for why");
+      const bool has_joined = block.state.load(std::memory_order_acquire) == RankState::kJoined;
+      if (has_joined && process_has_ended(block.pid, block.start_time) &&
+          block.state.load() == RankState::kJoined) {
+        return PeerLostError("weft: " + name_of_rank(shared, rank) + " of group '" + options_.name +
+                             "' ended while the group was made; see its own output for why");
       }
     }
+    return std::nullopt;
   }
 
   std::string late_text(const SharedState& shared) const {
@@ -242,20 +257,20 @@ void forget_identity(const Store& store, const GroupOptions& options) {
   store.remove("host/" + std::to_string(options.rank));
 }
 
-void meet_before_refusing(const Store& store,
-                          const GroupOptions& options,
-                          const std::string& nonce) {
-  GroupOptions bounded = options;
-  bounded.timeout = std::min(options.timeout, kRefusing);
-  try {
-    meet(store, bounded, "refused/" + nonce);
-  } catch (const std::exception&) {
-    // Who has not come by now will not find what to read.
-  }
+void meet(const Store& store,
+          const GroupOptions& options,
+          const std::string& name,
+          const std::string& failure_key) {
+  Joining(store, options).meet(name, failure_key);
 }
 
-void meet(const Store& store, const GroupOptions& options, const std::string& name) {
-  Joining(store, options).meet(name);
+std::string format_failure(const CollectiveError& error) {
+  return std::to_string(static_cast<int>(error.kind())) + ' ' + error.what();
+}
+
+void throw_failure(const std::string& told) {
+  const size_t space = told.find(' ');
+  throw_error(static_cast<ErrorKind>(std::stoi(told.substr(0, space))), told.substr(space + 1));
 }
 
 std::string name_of_rank(const SharedState& shared, int rank) {

@@ -39,12 +39,12 @@ struct Membership {
   SharedState shared;
 };
 
-// Blocks until all ranks are there. Nothing stays in the store that a later group of the same keys
-// could take for its own.
-// REQUIRES: ranks of one host, which have the same terms.
-// Errors: CollectiveTimeoutError naming the ranks that did not come; PeerLostError where a process
-// ended meanwhile; GroupAbortedError where memory cannot be made, or another's not be opened: the
-// ranks that have come as far throw the same.
+// Blocks until all ranks are there. Of a group that was made nothing stays in the store that a
+// later one of the same keys could take for its own; of one that was refused its reasons do, for
+// ranks that come late, so the next one needs other keys. REQUIRES: ranks of one host, which have
+// the same terms. Errors: CollectiveTimeoutError naming the ranks that did not come; PeerLostError
+// where a process ended meanwhile; GroupAbortedError where memory cannot be made, or another's not
+// be opened: the ranks that have come as far throw the same.
 Membership join(const Store& store, const GroupOptions& options);
 
 struct Identities {
@@ -62,14 +62,16 @@ void forget_identity(const Store& store, const GroupOptions& options);
 
 // Blocks until all ranks have called it with this name, which is no other meeting's: a rank that
 // went on could leave before another has come as far. It stays in the store.
-// Errors: CollectiveTimeoutError naming the rank that did not come.
-void meet(const Store& store, const GroupOptions& options, const std::string& name);
+// Errors: CollectiveTimeoutError naming the rank that did not come; what is told under
+// `failure_key`, if that is not empty.
+void meet(const Store& store,
+          const GroupOptions& options,
+          const std::string& name,
+          const std::string& failure_key = {});
 
-// The same for ranks that are about to throw one refusal, `nonce` being the occasion's: until all
-// have come as far, or for five seconds. Then what told them of it may go from the store.
-void meet_before_refusing(const Store& store,
-                          const GroupOptions& options,
-                          const std::string& nonce);
+// A failure as ranks tell it through the store, and back: throws what was told.
+std::string format_failure(const CollectiveError& error);
+[[noreturn]] void throw_failure(const std::string& told);
 
 // "rank 1 (pid 4711)", "rank 1 (global rank 5, pid 4711)".
 std::string name_of_rank(const SharedState& shared, int rank);

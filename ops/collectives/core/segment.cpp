@@ -179,7 +179,11 @@ std::string host_identity() {
   const char* const given = std::getenv("WEFT_HOST_ID");
   if (given != nullptr && *given != 0) return given;
   std::string boot_id;
+  errno = 0;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot_id;
+  // A sandbox may have none; without it a rank that cannot open a file would be another host's.
+  if (boot_id.empty() && errno != ENOENT && errno != 0)
+    throw_errno("cannot tell the host's identity");
   // A rank that cannot see another's process could neither open its memory nor notice its end; and
   // ranks that do not share a network are not meant to be one host.
   return boot_id + ' ' + read_link("/proc/self/ns/pid") + ' ' + read_link("/proc/self/ns/net") +

@@ -59,6 +59,7 @@ class Segment {
 
 // The identity of what shares memory and sees each other's processes: the running kernel, the
 // process and network namespaces and the user. The environment variable WEFT_HOST_ID replaces it.
+// Errors: std::system_error where it cannot be read now, as no more files can be opened.
 std::string host_identity();
 
 }  // namespace weft::collectives

@@ -1,5 +1,8 @@
 #include "terms.h"
 
+#include "ring.h"
+#include "shared_state.h"
+
 #include <functional>
 #include <map>
 #include <sstream>
@@ -7,6 +10,10 @@
 namespace weft::collectives {
 
 namespace {
+
+// Raised whenever shared memory, what lies there, or the sizes at which ranks change their ways
+// become others.
+constexpr int kLayout = 1;
 
 // "rank 1 brought 4096; ranks 0, 2 brought 16384": nothing where all of `ranks` brought the same.
 std::optional<std::string> differences(const std::vector<int>& ranks,
@@ -28,7 +35,11 @@ std::optional<std::string> differences(const std::vector<int>& ranks,
 
 }  // namespace
 
-std::string Terms::own_version() { return WEFT_VERSION; }
+std::string Terms::own_version() {
+  constexpr size_t kSizes = sizeof(Control) + sizeof(RankBlock) + sizeof(SignatureHead) +
+                            sizeof(RingHeader) + sizeof(FrameHead);
+  return std::string(WEFT_VERSION) + "+" + std::to_string(kLayout) + "." + std::to_string(kSizes);
+}
 
 std::string Terms::to_string() const {
   std::ostringstream text;

@@ -82,9 +82,10 @@ WeftBackend::WorkPtr WeftBackend::allgather_coalesced(std::vector<Tensors>& outp
 WeftBackend::WorkPtr WeftBackend::allgather_into_tensor_coalesced(
     Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
   check_pairs("all_gather_into_tensor_coalesced", outputs.size(), inputs.size());
+  const Tensors sources = apart_in_turn(outputs, inputs);
   std::vector<Step> steps;
   for (size_t i = 0; i < inputs.size(); ++i) {
-    steps.push_back(all_gather_step(inputs[i], outputs[i], {i, inputs.size()}));
+    steps.push_back(all_gather_step(sources[i], outputs[i], {i, inputs.size()}));
   }
   return start({OpType::ALLGATHER_COALESCED,
                 "weft:all_gather_into_tensor_coalesced",
@@ -133,8 +134,7 @@ WeftBackend::WorkPtr WeftBackend::alltoall_base(at::Tensor& output,
                                                 std::vector<int64_t>& input_splits,
                                                 const c10d::AllToAllOptions& opts) {
   const auto pack = new_pack("all_to_all_single");
-  const bool in_place = output.is_alias_of(input);
-  auto parts = pack->input_parts(in_place ? input.clone() : input, input_splits, getSize());
+  auto parts = pack->input_parts(apart_from({output}, input), input_splits, getSize());
   auto places = pack->output_parts(output, output_splits, getSize());
   return start({OpType::ALLTOALL_BASE, "weft:all_to_all_single", opts.timeout, opts.asyncOp},
                {step(all_to_all_call(pack->dtype(), std::move(parts), std::move(places)), pack)},

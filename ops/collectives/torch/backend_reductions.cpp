@@ -174,9 +174,10 @@ WeftBackend::WorkPtr WeftBackend::_reduce_scatter_base(at::Tensor& output,
 WeftBackend::WorkPtr WeftBackend::reduce_scatter_tensor_coalesced(
     Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& opts) {
   check_pairs("reduce_scatter_tensor_coalesced", outputs.size(), inputs.size());
+  const Tensors sources = apart_in_turn(outputs, inputs);
   std::vector<Step> steps;
   for (size_t i = 0; i < inputs.size(); ++i) {
-    steps.push_back(reduce_scatter_step(outputs[i], inputs[i], opts.reduceOp, {i, inputs.size()}));
+    steps.push_back(reduce_scatter_step(outputs[i], sources[i], opts.reduceOp, {i, inputs.size()}));
   }
   return start(
       {OpType::REDUCE_SCATTER, "weft:reduce_scatter_tensor_coalesced", opts.timeout, opts.asyncOp},

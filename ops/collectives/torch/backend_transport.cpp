@@ -11,24 +11,49 @@ namespace weft::collectives {
 
 namespace {
 
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+// Gloo tells all who wait for a connection that it was lost, but not the receive whose bytes were
+// under way: it would last until its timeout. So a byte follows what may be lost half-way, and who
+// receives waits for that byte first: it has come when all before it has.
+constexpr size_t kArrivesWhole = 16 * 1024;
+
+std::vector<at::Tensor> as_tensors(std::byte* data, size_t num_bytes) {
+  return {at::from_blob(data, {static_cast<int64_t>(num_bytes)}, at::kByte)};
+}
+
 class WorkTransfer final : public Transfer {
  public:
-  explicit WorkTransfer(c10::intrusive_ptr<c10d::Work> work) : work_(std::move(work)) {}
+  // `post(tensors)` posts a send or a receive.
+  template <typename Post>
+  WorkTransfer(std::byte* data, size_t num_bytes, const Post& post) {
+    auto tensors = as_tensors(data, num_bytes);
+    work_ = post(tensors);
+    if (num_bytes <= kArrivesWhole) return;
+    auto last = as_tensors(&last_byte_, 1);
+    last_work_ = post(last);
+  }
 
   void wait(std::chrono::milliseconds timeout) override {
-    if (!work_->wait(timeout)) throw std::runtime_error("given up");
+    for (const WorkPtr& work : {last_work_, work_}) {
+      if (work && !work->wait(timeout)) throw std::runtime_error("given up");
+    }
   }
   void give_up() override {
-    try {
-      work_->abort();
-    } catch (const std::exception&) {
-      // A backend whose works cannot be aborted: the wait ends with its own timeout.
+    for (const WorkPtr& work : {last_work_, work_}) {
+      try {
+        if (work) work->abort();
+      } catch (const std::exception&) {
+        // A backend whose works cannot be aborted: the wait ends with its own timeout.
+      }
     }
   }
   int source() const override { return work_->sourceRank(); }
 
  private:
-  const c10::intrusive_ptr<c10d::Work> work_;
+  std::byte last_byte_{};
+  WorkPtr work_;
+  WorkPtr last_work_;
 };
 
 class BackendTransport final : public Transport {
@@ -40,21 +65,23 @@ class BackendTransport final : public Transport {
                                  int tag,
                                  const std::byte* data,
                                  size_t num_bytes) override {
-    auto tensors = as_tensors(const_cast<std::byte*>(data), num_bytes);
-    return std::make_unique<WorkTransfer>(backend_->send(tensors, peer, tag));
+    return std::make_unique<WorkTransfer>(
+        const_cast<std::byte*>(data), num_bytes, [&](std::vector<at::Tensor>& tensors) {
+          return backend_->send(tensors, peer, tag);
+        });
   }
 
   std::unique_ptr<Transfer> receive(int peer, int tag, std::byte* data, size_t num_bytes) override {
-    auto tensors = as_tensors(data, num_bytes);
-    return std::make_unique<WorkTransfer>(peer == kAnySource ? backend_->recvAnysource(tensors, tag)
-                                                             : backend_->recv(tensors, peer, tag));
+    if (peer == kAnySource && num_bytes > kArrivesWhole) {
+      throw std::invalid_argument("a message from any rank has to be small");
+    }
+    return std::make_unique<WorkTransfer>(data, num_bytes, [&](std::vector<at::Tensor>& tensors) {
+      return peer == kAnySource ? backend_->recvAnysource(tensors, tag)
+                                : backend_->recv(tensors, peer, tag);
+    });
   }
 
  private:
-  static std::vector<at::Tensor> as_tensors(std::byte* data, size_t num_bytes) {
-    return {at::from_blob(data, {static_cast<int64_t>(num_bytes)}, at::kByte)};
-  }
-
   const c10::intrusive_ptr<c10d::Backend> backend_;
 };
 

@@ -5,7 +5,9 @@
 #include <ATen/ATen.h>
 #include <ATen/MemoryOverlap.h>
 
+#include <algorithm>
 #include <numeric>
+#include <span>
 
 namespace weft::collectives {
 
@@ -68,11 +70,19 @@ std::vector<Part> parts_of(Byte* data, DType dtype, const std::vector<int64_t>& 
   return parts;
 }
 
+// Of tensors that are not contiguous there are copies already: see TensorPack.
 bool overlaps(const at::Tensor& output, const at::Tensor& input, bool may_be_same) {
   if (!output.defined() || !input.defined()) return false;  // refused later, with a text
+  if (output.layout() != at::kStrided || input.layout() != at::kStrided) return false;
+  if (!output.is_contiguous() || !input.is_contiguous()) return false;
   const auto overlap = at::get_overlap_status(output, input);
   if (overlap == at::MemOverlapStatus::Full && may_be_same) return false;
   return overlap != at::MemOverlapStatus::No;
+}
+
+at::Tensor copy_of(const at::Tensor& tensor) {
+  const memory::ScopedCategory copies(memory::Category::kCommunication);
+  return tensor.clone();
 }
 
 }  // namespace
@@ -138,7 +148,7 @@ TensorFacts facts_of(std::string_view op, const at::Tensor& tensor) {
 
 at::Tensor apart_from(const std::vector<at::Tensor>& outputs, const at::Tensor& input, int own) {
   for (size_t i = 0; i < outputs.size(); ++i) {
-    if (overlaps(outputs[i], input, static_cast<int>(i) == own)) return input.clone();
+    if (overlaps(outputs[i], input, static_cast<int>(i) == own)) return copy_of(input);
   }
   return input;
 }
@@ -148,15 +158,32 @@ std::vector<at::Tensor> all_apart_from(const at::Tensor& output,
                                        int own) {
   std::vector<at::Tensor> apart = inputs;
   for (size_t i = 0; i < inputs.size(); ++i) {
-    if (overlaps(output, inputs[i], static_cast<int>(i) == own)) apart[i] = inputs[i].clone();
+    if (overlaps(output, inputs[i], static_cast<int>(i) == own)) apart[i] = copy_of(inputs[i]);
+  }
+  return apart;
+}
+
+std::vector<at::Tensor> apart_in_turn(const std::vector<at::Tensor>& outputs,
+                                      const std::vector<at::Tensor>& inputs) {
+  std::vector<at::Tensor> apart = inputs;
+  for (size_t i = 1; i < inputs.size(); ++i) {
+    const auto before = std::span(outputs).first(std::min(i, outputs.size()));
+    const auto is_written = [&](const at::Tensor& each) {
+      return overlaps(each, inputs[i], false);
+    };
+    if (std::ranges::any_of(before, is_written)) apart[i] = copy_of(inputs[i]);
   }
   return apart;
 }
 
 bool is_part_of(const at::Tensor& whole, const at::Tensor& part, int rank) {
+  const auto is_dense = [](const at::Tensor& each) {
+    return each.defined() && each.layout() == at::kStrided && each.is_contiguous();
+  };
+  if (!is_dense(whole) || !is_dense(part)) return false;
   const auto* const begin = static_cast<const std::byte*>(whole.const_data_ptr()) +
                             part.nbytes() * static_cast<size_t>(rank);
-  return whole.is_contiguous() && part.is_contiguous() && part.const_data_ptr() == begin;
+  return part.const_data_ptr() == begin;
 }
 
 void TensorPack::check(const at::Tensor& tensor) {

@@ -65,6 +65,10 @@ at::Tensor apart_from(const std::vector<at::Tensor>& outputs,
 std::vector<at::Tensor> all_apart_from(const at::Tensor& output,
                                        const std::vector<at::Tensor>& inputs,
                                        int own);
+// Of calls made one after another, outputs[i] from inputs[i]: copies of inputs that one before
+// writes.
+std::vector<at::Tensor> apart_in_turn(const std::vector<at::Tensor>& outputs,
+                                      const std::vector<at::Tensor>& inputs);
 // Whether `part` is where the part of rank `rank` lies in `whole`.
 bool is_part_of(const at::Tensor& whole, const at::Tensor& part, int rank);
 

@@ -57,7 +57,14 @@ _ELEMENTWISE = {
     aten.tanh_.default,
     aten.pow_.Scalar,
 }
-EMPTY = {aten.empty.memory_format, aten.empty_strided.default, aten.new_empty.default, aten.empty_like.default}
+EMPTY = {
+    aten.empty.memory_format,
+    aten.empty_strided.default,
+    aten.empty_permuted.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+    aten.empty_like.default,
+}
 _CONSTANT = {aten.zeros.default: 0, aten.ones.default: 1, aten.zeros_like.default: 0, aten.ones_like.default: 1}
 _VIEWS = {
     aten.detach.default,
@@ -89,7 +96,7 @@ class _Write:
     end: int
 
 
-_tried: dict[tuple[Any, torch.dtype], bool] = {}
+_tried: dict[tuple[Any, torch.dtype, tuple[Any, ...]], bool] = {}
 
 
 def draws_in_pieces(function: Any, dtype: torch.dtype, args: tuple[Any, ...]) -> bool:
@@ -100,18 +107,19 @@ def draws_in_pieces(function: Any, dtype: torch.dtype, args: tuple[Any, ...]) ->
     """
     if function not in _RANDOM:
         return False
-    if (function, dtype) not in _tried:
-        _tried[function, dtype] = _drawn(function, dtype, args, 80) == _drawn(function, dtype, args, 48, 32)
-    return _tried[function, dtype]
+    key = (function, dtype, args)
+    if key not in _tried:
+        _tried[key] = _drawn(function, dtype, args, 85) == _drawn(function, dtype, args, 48, 37)
+    return _tried[key]
 
 
-def _drawn(function: Any, dtype: torch.dtype, args: tuple[Any, ...], *sizes: int) -> tuple[list[Any], bytes]:
-    """The values of ranges of these sizes, and the state of the generator after them."""
-    generator = torch.Generator().manual_seed(1)
-    values: list[Any] = []
-    for size in sizes:
-        values += function(torch.empty(size, dtype=dtype), *args, generator=generator).tolist()
-    return values, generator.get_state().numpy().tobytes()
+def _drawn(function: Any, dtype: torch.dtype, args: tuple[Any, ...], *sizes: int) -> tuple[bytes, ...]:
+    """The bits of a tensor drawn in ranges of these sizes, and the state of the generator after them."""
+    generator = torch.Generator("cpu").manual_seed(1)
+    whole = torch.empty(sum(sizes), dtype=dtype, device="cpu")
+    for part in whole.split(sizes):
+        function(part, *args, generator=generator)
+    return tuple(values.view(torch.uint8).numpy().tobytes() for values in (whole, generator.get_state()))
 
 
 def pieces(num_elements: int, multiple_of: int = 16) -> Iterator[tuple[int, int]]:
@@ -185,11 +193,13 @@ def _writes(tape: Tape, storage: Storage, meta: Tensor) -> tuple[float | None, l
 
 def _write(entry: Entry, meta: Tensor) -> _Write | None:
     function, target = entry.function, entry.args[0] if entry.args else None
-    if function not in _ELEMENTWISE and not draws_in_pieces(function, meta.dtype, entry.args[1:]):
+    if function not in _RANDOM and function not in _ELEMENTWISE:
         return None
     if not target.is_contiguous() or target.dtype != meta.dtype or metas(entry.args[1:], entry.kwargs):
         return None
     if any(isinstance(arg, Tensor) and arg.dim() > 0 for arg in entry.args[1:]):
+        return None
+    if function in _RANDOM and not draws_in_pieces(function, target.dtype, entry.args[1:]):
         return None
     first = target.storage_offset()
     return _Write(entry, first, first + target.numel())

@@ -46,6 +46,10 @@ class MemoryStore {
             },
             [this] { return view(); }};
   }
+  size_t num_keys() {
+    const std::lock_guard lock(mutex_);
+    return values_.size();
+  }
 
  private:
   std::mutex mutex_;

@@ -138,16 +138,18 @@ def coalesced(group: dist.ProcessGroup, num_tensors: int) -> None:
 
 
 @on_ranks(2, 3)
+@across_hosts("aaa", "aba")
 def test_coalesced_calls_of_two_lengths(rank: int, world_size: int) -> None:
-    """Whose next call would fit the tensor that is missing."""
+    """Whose next call could fit the tensor that is missing: so the first tensor tells already."""
     group = new_group()
     with pytest.raises(weft.CollectiveMismatchError, match=r"float32 \[4\], tensor 1 of 3\).*tensor 1 of 2"):
         coalesced(group, 2 if rank == 1 else 3)
-        sum_of(4)(group, rank)
+        dist.barrier(group=group)
     check_failed(group, weft.CollectiveMismatchError)
 
 
 @on_ranks(2)
+@across_hosts("aa", "ab")
 def test_eight_bit_formats(rank: int, world_size: int) -> None:
     group = new_group()
     dtype = torch.float8_e5m2 if rank == 1 else torch.float8_e4m3fn

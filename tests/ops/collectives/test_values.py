@@ -13,6 +13,7 @@ from torch import Tensor
 import weft  # noqa: F401  (registers the backend)
 from ops.collectives.calls import MOVES, REDUCE_OPS, REDUCTIONS
 from ops.collectives.hosts import across_hosts
+from ops.memory.counting import counted
 from support.ranks import on_ranks
 
 GLOO_DTYPES = ("float32", "float64", "float16", "bfloat16", "uint8", "int8", "int32", "int64", "bool")
@@ -179,9 +180,41 @@ def test_inputs_that_are_outputs_of_others(rank: int, world_size: int, size: int
     dist.reduce_scatter_tensor(whole[0], whole, group=group)
     assert torch.equal(whole[0], values * (rank + 1) * world_size + sum(range(world_size)))
 
+    inputs = [values + rank, values - rank]
+    outputs = [torch.zeros(world_size, size, dtype=torch.float64) for _ in inputs]
+    inputs[1] = outputs[0][0].copy_(inputs[1])
+    group.allgather_into_tensor_coalesced(outputs, inputs, dist.distributed_c10d.AllgatherOptions()).wait()
+    assert all(torch.equal(outputs[0][each], values + each) for each in range(world_size))
+    assert all(torch.equal(outputs[1][each], values - each) for each in range(world_size))
+
     given = [values + each for each in range(world_size)]
     dist.scatter(given[-1], given if rank == 0 else None, src=0, group=group)
     assert torch.equal(given[-1], values + rank)
+
+
+@on_ranks(2)
+def test_no_copies_where_none_are_needed(rank: int, world_size: int) -> None:
+    """In place as FSDP2 gathers and reduces, and into places that are written through a buffer of their own."""
+    group = dist.new_group(backend="cpu:weft")
+    size = 100_000
+    whole, part = torch.ones(world_size, size), torch.ones(size)
+    wide = torch.zeros(world_size, size, 2)[:, :, 0]
+    calls: dict[str, tuple[Callable[[], object], int]] = {  # and the tensors of `size` that it needs
+        "all_gather in place": (lambda: dist.all_gather_into_tensor(whole, whole[rank], group=group), 0),
+        "reduce_scatter in place": (lambda: dist.reduce_scatter_tensor(whole[rank], whole, group=group), 0),
+        "all_gather list": (lambda: dist.all_gather(list(whole), part, group=group), 0),
+        "all_to_all of halves": (lambda: dist.all_to_all_single(whole[1], whole[0], group=group), 0),
+        "all_gather of columns": (lambda: dist.all_gather(list(wide), part, group=group), world_size),
+        "what overlaps": (lambda: dist.all_gather_into_tensor(whole, whole[1 - rank], group=group), 1),
+    }
+    for name, (call, num_tensors) in calls.items():
+        for _ in range(4):
+            call()  # all pages of shared memory that it writes to are there then
+        with counted() as count:
+            before = count.now()
+            call()
+            assert count.peak() - before <= num_tensors * 4 * size + 50_000, name
+            assert count.peak() - before >= num_tensors * 4 * size, name
 
 
 @on_ranks(1, 2, 4)

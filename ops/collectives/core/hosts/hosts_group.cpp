@@ -55,14 +55,7 @@ GroupOptions options_here(const GroupOptions& all, const HostLayout& layout) {
   return here;
 }
 
-std::string format_failure(const CollectiveError& error) {
-  return std::to_string(static_cast<int>(error.kind())) + ' ' + error.what();
-}
-
-std::pair<ErrorKind, std::string> parse_failure(const std::string& text) {
-  const size_t space = text.find(' ');
-  return {static_cast<ErrorKind>(std::stoi(text.substr(0, space))), text.substr(space + 1)};
-}
+std::string failure_key_of(const Identities& identities) { return "failure/" + identities.nonce; }
 
 }  // namespace
 
@@ -86,14 +79,14 @@ HostsGroup::HostsGroup(const Store& store,
       layout_(identities.hosts, options.rank),
       store_(store.clone()),
       nonce_(identities.nonce),
-      failure_key_("failure/" + identities.nonce),
+      failure_key_(failure_key_of(identities)),
       fork_generation_(fork_generation()),
       here_(with_prefix(store, "host/" + std::to_string(layout_.own_host()) + "/"),
             options_here(options, layout_)),
       remote_(make_transport("transport/" + identities.nonce)),
       messages_(remote_, options.rank, options.size) {
   // One that leaves at once closes connections that others may be making still.
-  meet(store, options, "connected/" + nonce_);
+  meet(store, options, "connected/" + nonce_, failure_key_);
   worker_ = std::thread([this] { work(); });
   watcher_ = std::thread([this] { watch(); });
 }
@@ -307,8 +300,11 @@ void HostsGroup::look_for_trouble(bool asks_others) {
   if (failure() == nullptr) here_.check_peers(what.empty() ? "point-to-point messages" : what);
   try {
     if (asks_others && failure() == nullptr && store_.has(failure_key_)) {
-      const auto [kind, text] = parse_failure(store_.get(failure_key_, kLookInterval));
-      here_.fail(kind, text);
+      try {
+        throw_failure(store_.get(failure_key_, kLookInterval));
+      } catch (const CollectiveError& told) {
+        here_.fail(told.kind(), told.what());
+      }
     }
   } catch (const std::exception&) {
     // Without the store the other hosts are silent; the transport and the deadlines remain.
@@ -372,17 +368,26 @@ std::shared_ptr<Group> join_group(const Store& store,
   const Identities identities = exchange_identities(store, options, make_transport != nullptr);
   const HostLayout layout(identities.hosts, options.rank);
   if (const auto text = misfit(layout, identities.terms, options.name)) {
-    meet_before_refusing(store, options, identities.nonce);
-    forget_identity(store, options);
-    throw CollectiveMismatchError(*text);
+    throw CollectiveMismatchError(*text);  // and all others, whenever they come to read it
   }
   if (layout.num_hosts() == 1) return make_engine(store, options);
   meet(store, options, "read/" + identities.nonce);
   forget_identity(store, options);
-  return {new HostsGroup(store, options, identities, make_transport),
-          [made_in](HostsGroup* joined) {
-            if (fork_generation() == made_in) delete joined;
-          }};
+  try {
+    return {new HostsGroup(store, options, identities, make_transport),
+            [made_in](HostsGroup* joined) {
+              if (fork_generation() == made_in) delete joined;
+            }};
+  } catch (const CollectiveError& error) {
+    store.set(failure_key_of(identities), format_failure(error));
+    throw;
+  } catch (const std::exception& error) {
+    const GroupAbortedError told("weft: rank " + std::to_string(options.rank) + " of group '" +
+                                 options.name + "' could not make a transport (" + error.what() +
+                                 "); see its own output for why");
+    store.set(failure_key_of(identities), format_failure(told));
+    throw told;
+  }
 }
 
 }  // namespace weft::collectives
