@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -44,6 +45,13 @@ def machine_facts() -> dict[str, Any]:
         "torch": torch.__version__,
         "date": datetime.date.today().isoformat(),
     }
+
+
+def cuda_facts() -> dict[str, Any]:
+    """The same of the CUDA device, by a process of its own: this one starts nothing that a fork would share."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "--id=0"]
+    name, driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().split(", ")
+    return {"gpu": name, "driver": driver, "cublas_workspace": os.environ.get("CUBLAS_WORKSPACE_CONFIG")}
 
 
 def _cpu_name() -> str:

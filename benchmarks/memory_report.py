@@ -15,12 +15,25 @@ def write_report(report: dict[str, Any], folder: Path) -> None:
     draw(report, folder / "memory.svg")
 
 
+def source_of(report: dict[str, Any]) -> str:
+    """Where the figures are from, in a line."""
+    machine = report["machine"]
+    where = machine["cpu"]
+    if report["device"] == "cuda":
+        workspace = machine["cublas_workspace"]
+        where = f"{machine['gpu']} (driver {machine['driver']}, CUBLAS_WORKSPACE_CONFIG={workspace})"
+    ranks = "rank 0 with the others pretended" if report["simulated"] else "real ranks"
+    return f"{where}, {ranks}, torch {machine['torch']}, {machine['date']}; GB = 1e9 bytes; predicted: of CPU ranks."
+
+
 def markdown(report: dict[str, Any]) -> str:
     """A table of a row for each run, in GB of 1e9 bytes."""
-    machine = report["machine"]
     header = ["workload", "column", "ranks", "start-up", "training", "peak", "predicted", "error", "ideal"]
+    is_cuda = report["device"] == "cuda"
+    if is_cuda:
+        header.append("reserved")
     lines = [
-        f"{machine['cpu']}, torch {machine['torch']}, {machine['date']}; GB = 1e9 bytes.",
+        source_of(report),
         "",
         f"| {' | '.join(header)} |",
         f"|{'---|' * len(header)}",
@@ -29,7 +42,10 @@ def markdown(report: dict[str, Any]) -> str:
         cells = [row["workload"], row["column"], str(row["num_ranks"])]
         cells += [_gb(row[f"{name}_bytes"]) for name in ("startup", "training", "peak", "predicted")]
         cells += [f"{100 * (row['predicted_bytes'] / row['training_bytes'] - 1):+.2f} %", _gb(row["ideal_bytes"])]
+        if is_cuda:
+            cells.append(_gb(max(rank["training"]["reserved"] for rank in row["ranks"])))
         lines.append(f"| {' | '.join(cells)} |")
+    lines += [f"\nNot measured: {failed['row']}." for failed in report["failed"]]
     return "\n".join(lines) + "\n"
 
 

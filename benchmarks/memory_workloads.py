@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from common import FeedForward
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, Dataset
 
@@ -152,12 +153,17 @@ class Model(L.LightningModule):
         return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.model.parameters(), lr=3e-3)
+        if not self.own_sharding:
+            return torch.optim.AdamW(self.model.parameters(), lr=3e-3)
+        # On CUDA torch steps a group of parameters with one call, which takes no DTensors together with others.
+        plain = [each for each in self.model.parameters() if not isinstance(each, DTensor)]
+        cut = [each for each in self.model.parameters() if isinstance(each, DTensor)]
+        return torch.optim.AdamW([{"params": each} for each in (plain, cut) if each], lr=3e-3)
 
 
 def _parallelize(model: nn.Module, mesh: Any) -> None:
-    """Lightning's documented plan for the feed-forward, for each that the model has."""
-    plan = {"w1": ColwiseParallel(), "w3": ColwiseParallel(), "w2": RowwiseParallel()}
+    """Lightning's documented plan for the feed-forward, in its order, for each that the model has."""
+    plan = {"w1": ColwiseParallel(), "w2": RowwiseParallel(), "w3": ColwiseParallel()}
     for module in model.modules():
         if all(isinstance(getattr(module, name, None), nn.Linear) for name in plan):
             parallelize_module(module, mesh, plan)

@@ -74,6 +74,69 @@ def test_a_rank_among_pretended_ones_allocates_what_it_would_among_real_ones() -
         assert {**alone, "communication": golden["communication"]} == {name: golden[name] for name in alone}
 
 
+ON_CUDA = """
+import json, memory
+rows = {f"{workload}, {column}, {n}": memory.row_of(workload, column, False, n, device="cuda", simulate=True)
+        for workload, column in (("feed_forward", "stock"), ("feed_forward", "weft"), ("language_model", "stock"),
+                                 ("language_model", "weft_in_backward"))
+        for n in (1, 8)}
+print(json.dumps({name: row["ranks"][0] for name, row in rows.items()}))
+"""
+
+
+@pytest.mark.cuda
+def test_one_cuda_device_shows_a_rank_of_many() -> None:
+    result = run_process([sys.executable, "-c", ON_CUDA], env=ENVIRONMENT, timeout=300)
+    assert result.returncode == 0, result.stderr
+    rows = json.loads(result.stdout.splitlines()[-1])
+    for name, row in rows.items():
+        for phase in ("startup", "training"):
+            assert 0 < row[phase]["allocated"] <= row[phase]["reserved"], name
+    weights = 3 * 8192 * 8192 * 4
+    workspaces = 2 * 64 << 20  # at most, of the forward's thread and of the backward's
+    assert 5 * weights <= rows["feed_forward, stock, 1"]["training"]["allocated"] <= 5 * weights + workspaces
+    assert 4 * weights / 8 <= rows["feed_forward, weft, 8"]["training"]["allocated"] <= 4.1 * weights / 8 + workspaces
+    assert rows["feed_forward, weft, 8"]["startup"]["allocated"] <= 1.05 * weights / 8
+
+
+def test_a_report_names_what_failed(tmp_path: Path) -> None:
+    report = {
+        "device": "cuda",
+        "simulated": True,
+        "machine": {
+            "cpu": "A CPU",
+            "gpu": "A GPU",
+            "driver": "1.2",
+            "cublas_workspace": ":16:8",
+            "torch": "2.11",
+            "date": "today",
+        },
+        "failed": [{"row": "language_model, stock, 2 ranks", "error": "..."}],
+        "results": [
+            {
+                "workload": "feed_forward",
+                "column": "weft",
+                "num_ranks": 2,
+                **{f"{name}_bytes": 10**9 for name in ("startup", "training", "peak", "predicted", "ideal")},
+                "ranks": [{"training": {"allocated": 10**9, "reserved": 2 * 10**9}}],
+            }
+        ],
+    }
+    source = tmp_path / "source.json"
+    source.write_text(json.dumps(report))
+    program = "import json; from pathlib import Path; from memory_report import write_report"
+    program += f"; folder = Path({str(tmp_path)!r})"
+    program += "; write_report(json.loads((folder / 'source.json').read_text()), folder)"
+    result = run_process([sys.executable, "-c", program], env=ENVIRONMENT, timeout=100)
+    assert result.returncode == 0, result.stderr
+    table = (tmp_path / "table.md").read_text()
+    assert table.startswith("A GPU (driver 1.2, CUBLAS_WORKSPACE_CONFIG=:16:8), rank 0 with the others pretended, ")
+    assert "| feed_forward | weft | 2 | 1.0000 | 1.0000 | 1.0000 | 1.0000 | +0.00 % | 1.0000 | 2.0000 |" in table
+    assert "Not measured: language_model, stock, 2 ranks." in table
+    assert json.loads((tmp_path / "results.json").read_text()) == report
+    assert "<svg" in (tmp_path / "memory.svg").read_text()
+
+
 RESIDENT = """
 import memory
 row = memory.row_of("feed_forward", "weft", False, 2, resident=True)
