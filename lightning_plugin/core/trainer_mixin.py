@@ -63,8 +63,8 @@ class TrainerMixin(TrainerPipelineMixin, StrategyMixin):
             that no more than a host has. Without a plan, as in ModelParallelStrategy.
         save_distributed_checkpoint: True: checkpoints are directories to which each rank writes its part; False: one
             file, assembled on rank 0, that any Trainer loads.
-        process_group_backend: as in ModelParallelStrategy; None on the CPUs of one host: "cpu:weft". "gloo" is the
-            alternative there.
+        process_group_backend: as in ModelParallelStrategy; None on CPUs: "cpu:weft", of one host or several. "gloo" is
+            the alternative there.
         timeout: as in ModelParallelStrategy.
         plan: a plan as `weft.parallelize` takes it. `configure_model` is optional then, and runs first where it is
             overridden. None: the stock behaviour, in which `configure_model` does all the sharding.

@@ -54,7 +54,7 @@ bool Collective::advance(const SharedState& shared, int rank, CollectiveCursor& 
 
 void Collective::begin(const SharedState& shared, int rank, CollectiveCursor& cursor) {
   call_.head.sequence = ++cursor.sequence;
-  is_whole_ = fits(shared.staging_bytes());
+  is_whole_ = fits(shared.staging_bytes()) || takes_whole_buffers();
   const Staging first = staging_of(0, shared, rank, cursor.buffer);
   num_chunks_ = num_chunks(first.num_bytes(), shared.num_ranks());
   call_.head.num_chunks = num_chunks_;
@@ -62,6 +62,7 @@ void Collective::begin(const SharedState& shared, int rank, CollectiveCursor& cu
 }
 
 int Collective::half_of(int64_t chunk, int first_buffer) const {
+  if (takes_whole_buffers()) return static_cast<int>(2 * ((first_buffer + chunk) % 2));
   const int64_t num_halves = combines() ? 3 : 2;
   return static_cast<int>((2 * first_buffer + chunk % num_halves) % 4);
 }

@@ -12,9 +12,9 @@
 // arrives. So a collective of n chunks waits n times, n + 1 times where it combines.
 //
 // A rank has two buffers of two halves each, and the chunks take two halves in turn, or three where
-// they are combined: a half is filled again at a step that begins when everybody has drained it. At
-// its last arrival a rank has drained all but the last chunk, so the next collective begins in the
-// buffer where that chunk is not.
+// they are combined, or both buffers in turn: a half is filled again at a step that begins when
+// everybody has drained it. At its last arrival a rank has drained all but the last chunk, so the
+// next collective begins in the buffer where that chunk is not.
 
 #include "call.h"
 #include "operation.h"
@@ -67,6 +67,9 @@ class Collective : public Operation {
   // Whether a whole buffer holds all of it: it takes that as one chunk, not half after half. The
   // same on all ranks whose calls belong together.
   virtual bool fits(size_t /*buffer_bytes*/) const { return false; }
+  // Whether its chunks take the two buffers in turn, not halves of one: fewer waits, more memory
+  // under way. REQUIRES: not combines(). The same on all ranks whose calls belong together.
+  virtual bool takes_whole_buffers() const { return false; }
   // How many chunks of `staging_bytes` this rank needs; the largest of all counts.
   virtual int64_t num_chunks(size_t staging_bytes, int num_ranks) const = 0;
   virtual bool combines() const { return false; }

@@ -83,6 +83,39 @@ TEST_P(StagingTest, IsFilledAgainWhenAllHaveReadIt) {
       options);
 }
 
+// Large reduce-scatters of many ranks take both buffers in turn; others come before and after.
+TEST(Staging, OfLargeReduceScattersIsFilledAgainWhenAllHaveReadIt) {
+  constexpr int kRanks = 5;
+  GroupOptions options = group_of(1, 0);
+  options.staging_limit_bytes = 1 << 20;
+  run_on_hosts(
+      "aaaaa",
+      [&](Group& group, int rank) {
+        std::mt19937 same(7);
+        std::mt19937 own(100 + rank);
+        for (int repeat = 0; repeat < 12; ++repeat) {
+          const int64_t size =
+              (int64_t{2} << 20) / kRanks + 1000 + static_cast<int64_t>(same() % 40000);
+          Values values = values_of(rank, size);
+          std::vector<Input> parts(kRanks, input(values));
+          Values result(values.size());
+          if (own() % 2 == 0) std::this_thread::sleep_for(std::chrono::microseconds(own() % 900));
+          complete(
+              group,
+              reduce_scatter_call(DType::kFloat32, ReduceOp::kSum, parts, output(result), rank));
+          ASSERT_EQ(result, sum_over(kRanks, size)) << repeat;
+          Values small = values_of(rank, 1 + static_cast<int64_t>(same() % 60000));
+          const auto small_size = static_cast<int64_t>(small.size());
+          complete(
+              group,
+              all_reduce_call(
+                  {DType::kFloat32, {small_size}}, ReduceOp::kSum, input(small), output(small)));
+          ASSERT_EQ(small, sum_over(kRanks, small_size)) << repeat;
+        }
+      },
+      options);
+}
+
 TEST(Staging, HasRoomForEveryRank) {
   for (const int num_ranks : {1, 2, 8, 128, 256, 1024}) {
     const size_t half = SharedSizes::within(num_ranks, size_t{16} << 20).staging_bytes / 2;

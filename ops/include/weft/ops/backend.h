@@ -61,7 +61,8 @@ WEFT_OPS_API c10::intrusive_ptr<c10d::ProcessGroup> make_group(
 // ...), which make_group does. Errors: CollectiveTimeoutError naming the ranks that did not come;
 // CollectiveMismatchError, the same on all ranks, for ranks on several hosts without a
 // make_transport on each, and for ranks of one host with different staging_limit_bytes;
-// GroupAbortedError where memory cannot be made or opened.
+// GroupAbortedError where memory cannot be made or opened. What was told of a refused group stays
+// in the store, for ranks that come late: another group needs another store, or another prefix.
 WEFT_OPS_API c10::intrusive_ptr<c10d::Backend> make_backend(
     const c10::intrusive_ptr<c10d::Store>& store,
     int rank,
