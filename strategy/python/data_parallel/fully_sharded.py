@@ -84,8 +84,17 @@ def shard_fully(
         for method in entry_points or ():
             register_fsdp_forward_method(model, method)
         names = ["", *names]
+    if mesh.device_type == "cpu":
+        _gather_when_needed(model, names)
     model.__dict__[_MARK] = (key, tuple(names))
     return names
+
+
+def _gather_when_needed(model: nn.Module, names: list[str]) -> None:
+    """Without streams nothing travels while something else is computed: a unit gathered ahead only takes memory."""
+    for name in names:
+        unit = model.get_submodule(name)
+        unit.set_modules_to_backward_prefetch([unit])  # which is there already
 
 
 def fsdp_roots(model: nn.Module) -> list[FSDPModule]:
