@@ -286,6 +286,7 @@ void HostsGroup::watch() {
     lock.unlock();
     // A leader has work wherever its host takes part in a collective; the others ask for messages.
     look_for_trouble(layout_.is_leader() || num_looks % kLooksOfOthers == 0);
+    remote_.probe();
     lock.lock();
     changed_.wait_for(lock, kLookInterval, [&] { return is_left_.load(); });
   }

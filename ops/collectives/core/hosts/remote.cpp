@@ -49,6 +49,54 @@ void Remote::wait(Transfer& transfer, int peer, Deadline deadline) {
   forget();
 }
 
+void Remote::wait_for_send(Transfer& transfer, int peer, Deadline deadline) {
+  {
+    const std::lock_guard lock(mutex_);
+    sends_waited_for_.emplace(&transfer, peer);
+    next_probe_of_.try_emplace(peer, std::chrono::steady_clock::now() + kProbeInterval / 10);
+  }
+  const auto forget = [&] {
+    const std::lock_guard lock(mutex_);
+    sends_waited_for_.erase(&transfer);
+  };
+  try {
+    wait(transfer, peer, deadline);
+  } catch (...) {
+    forget();
+    throw;
+  }
+  forget();
+}
+
+void Remote::probe() {
+  std::set<int> due;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto now = std::chrono::steady_clock::now();
+    for (const auto& [transfer, peer] : sends_waited_for_) {
+      if (next_probe_of_.at(peer) <= now) due.insert(peer);
+    }
+    for (const int peer : due) next_probe_of_.at(peer) = now + kProbeInterval;
+  }
+  for (const int peer : due) {
+    if (takes_more_for(peer)) continue;
+    const std::lock_guard lock(mutex_);
+    for (const auto& [transfer, to] : sends_waited_for_) {
+      if (to == peer) transfer->give_up();
+    }
+  }
+}
+
+bool Remote::takes_more_for(int peer) {
+  static std::byte never_written{};
+  try {
+    receive(peer, kProbeTag, &never_written, 1)->give_up();
+    return true;
+  } catch (const TransportError&) {
+    return false;
+  }
+}
+
 void Remote::give_up() {
   const std::lock_guard lock(mutex_);
   is_given_up_ = true;
@@ -62,18 +110,22 @@ void Remote::close() {
 
 void Transfers::send(int peer, const std::byte* data, size_t num_bytes) {
   if (num_bytes == 0) return;
-  posted_.push_back({peer, remote_.send(peer, kCollectiveTag, data, num_bytes)});
+  posted_.push_back({peer, remote_.send(peer, kCollectiveTag, data, num_bytes), true});
 }
 
 void Transfers::receive(int peer, std::byte* data, size_t num_bytes) {
   if (num_bytes == 0) return;
-  posted_.push_back({peer, remote_.receive(peer, kCollectiveTag, data, num_bytes)});
+  posted_.push_back({peer, remote_.receive(peer, kCollectiveTag, data, num_bytes), false});
 }
 
 void Transfers::wait() {
   for (const Posted& each : posted_) {
     tell_waiting_(each.peer);
-    remote_.wait(*each.transfer, each.peer, deadline_);
+    if (each.is_send) {
+      remote_.wait_for_send(*each.transfer, each.peer, deadline_);
+    } else {
+      remote_.wait(*each.transfer, each.peer, deadline_);
+    }
   }
   posted_.clear();
   tell_waiting_(-1);

@@ -6,6 +6,7 @@
 #include "transport.h"
 
 #include <functional>
+#include <map>
 #include <mutex>
 #include <set>
 #include <stdexcept>
@@ -31,6 +32,14 @@ class Remote {
   std::unique_ptr<Transfer> send(int peer, int tag, const std::byte* data, size_t num_bytes);
   std::unique_ptr<Transfer> receive(int peer, int tag, std::byte* data, size_t num_bytes);
   void wait(Transfer& transfer, int peer, Deadline deadline);
+  // The same of a send. A transport may not say that the peer of a send was lost, which gloo does
+  // not where bytes were given to the system; but it takes no more for that peer. See probe().
+  void wait_for_send(Transfer& transfer, int peer, Deadline deadline);
+
+  // Ends the waits for sends to peers that the transport takes nothing for any more. To be called
+  // now and then; asks for each peer at most once in kProbeInterval, as a receive that is given up
+  // may leave some bytes with the transport.
+  void probe();
 
   // Ends every wait, now and later.
   void give_up();
@@ -38,13 +47,18 @@ class Remote {
   void close();
 
  private:
+  static constexpr std::chrono::milliseconds kProbeInterval{1000};
+
   template <typename Post>
   std::unique_ptr<Transfer> post(int peer, const Post& post_it);
+  bool takes_more_for(int peer);
 
   std::mutex posting_;
   std::unique_ptr<Transport> transport_;
   std::mutex mutex_;
   std::set<Transfer*> waited_for_;
+  std::map<Transfer*, int> sends_waited_for_;  // and their peers
+  std::map<int, Deadline> next_probe_of_;      // by peer
   bool is_given_up_ = false;
 };
 
@@ -63,6 +77,7 @@ class Transfers {
   struct Posted {
     int peer;
     std::unique_ptr<Transfer> transfer;
+    bool is_send;
   };
 
   Remote& remote_;

@@ -38,8 +38,16 @@ std::shared_ptr<RemoteMessages::Posted> RemoteMessages::post(const MessagePtr& m
 
 void RemoteMessages::finish(Posted& posted, Deadline deadline) {
   Message& message = *posted.message;
-  remote_.wait(*posted.head_transfer, message.peer, deadline);
-  if (message.direction == Message::Direction::kReceive) {
+  const bool is_send = message.direction == Message::Direction::kSend;
+  const auto wait = [&](Transfer& transfer) {
+    if (is_send) {
+      remote_.wait_for_send(transfer, message.peer, deadline);
+    } else {
+      remote_.wait(transfer, message.peer, deadline);
+    }
+  };
+  wait(*posted.head_transfer);
+  if (!is_send) {
     const int source = posted.head_transfer->source();
     MessageHead head;
     std::memcpy(&head, posted.head.data(), sizeof head);
@@ -51,7 +59,7 @@ void RemoteMessages::finish(Posted& posted, Deadline deadline) {
       std::memcpy(message.data, posted.head.data() + sizeof head, head.num_bytes);
     }
   }
-  if (posted.data_transfer) remote_.wait(*posted.data_transfer, message.peer, deadline);
+  if (posted.data_transfer) wait(*posted.data_transfer);
 }
 
 }  // namespace weft::collectives
