@@ -164,20 +164,21 @@ class Child {
   pid_t pid_;
 };
 
-// Of this process, for as long as it lives; 0 leaves no descriptor to be had.
-class OpenFilesLimit {
+// A limit of this process, 0 for as long as it lives: of open files, or of the size of a file.
+class NoMore {
  public:
-  explicit OpenFilesLimit(rlim_t limit) {
-    getrlimit(RLIMIT_NOFILE, &before_);
-    rlimit lower = before_;
-    lower.rlim_cur = limit;
-    setrlimit(RLIMIT_NOFILE, &lower);
+  explicit NoMore(decltype(RLIMIT_NOFILE) resource) : resource_(resource) {
+    getrlimit(resource_, &before_);
+    rlimit none = before_;
+    none.rlim_cur = 0;
+    setrlimit(resource_, &none);
   }
-  OpenFilesLimit(const OpenFilesLimit&) = delete;
-  OpenFilesLimit& operator=(const OpenFilesLimit&) = delete;
-  ~OpenFilesLimit() { setrlimit(RLIMIT_NOFILE, &before_); }
+  NoMore(const NoMore&) = delete;
+  NoMore& operator=(const NoMore&) = delete;
+  ~NoMore() { setrlimit(resource_, &before_); }
 
  private:
+  const decltype(RLIMIT_NOFILE) resource_;
   rlimit before_{};
 };
 
@@ -185,8 +186,9 @@ TEST(Joining, MemoryThatCannotBeMadeIsRefusedByAll) {
   MemoryStore store;
   std::vector<std::string> texts(3);
   std::vector<std::thread> threads;
+  std::signal(SIGXFSZ, SIG_IGN);
   {
-    const OpenFilesLimit none(0);
+    const NoMore size(RLIMIT_FSIZE);
     for (int rank = 0; rank < 3; ++rank) {
       threads.emplace_back([&, rank] {
         texts[static_cast<size_t>(rank)] =
@@ -203,7 +205,7 @@ TEST(Joining, MemoryThatCannotBeMadeIsRefusedByAll) {
 TEST(Joining, AHostThatCannotBeToldIsNoOtherHost) {
   const std::string usual = host_identity();
   {
-    const OpenFilesLimit none(0);
+    const NoMore files(RLIMIT_NOFILE);
     EXPECT_THROW(host_identity(), std::system_error);
   }
   EXPECT_EQ(host_identity(), usual);
@@ -241,7 +243,7 @@ TEST(Peers, AProcessHasEndedWhenItRunsNoMore) {
   EXPECT_TRUE(process_has_ended(pid, start_time - 1)) << "that was another one";
   EXPECT_FALSE(process_has_ended(pid, 0)) << "whenever it started";
   {
-    const OpenFilesLimit none(0);
+    const NoMore files(RLIMIT_NOFILE);
     EXPECT_FALSE(process_has_ended(pid, start_time)) << "not to be found out is not an end";
   }
   child.kill();
@@ -260,11 +262,10 @@ TEST(Peers, AreWatchedWithoutDescriptors) {
   shared.rank(0).pid = getpid();
   shared.rank(1).pid = child.pid();
   shared.rank(1).start_time = process_start_time(child.pid());
-  const auto watch = [&](rlim_t limit) {
-    const OpenFilesLimit lower(limit);
+  const auto blind = [&] {
+    const NoMore files(RLIMIT_NOFILE);
     return std::make_unique<Peers>(shared);
-  };
-  const auto blind = watch(0);
+  }();
   const Peers usual(shared);
   for (const Peers* const peers : std::initializer_list<const Peers*>{blind.get(), &usual}) {
     EXPECT_FALSE(peers->has_ended(0));
