@@ -258,6 +258,81 @@ TEST(HostsFailure, AWaitOfItsOwnLengthEndsInTime) {
 }
 
 // A transport may need its peer until all of it is made.
+// As gloo's: a send to a peer that was lost goes on, and only a new receive from it fails.
+class SilentTransport final : public Transport {
+ public:
+  struct State {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool is_lost = false;
+    std::atomic<int> num_receives = 0;
+  };
+  explicit SilentTransport(State& state) : state_(state) {}
+
+  std::unique_ptr<Transfer> send(int, int, const std::byte*, size_t) override {
+    return std::make_unique<Endless>(state_);
+  }
+  std::unique_ptr<Transfer> receive(int, int, std::byte*, size_t) override {
+    const std::lock_guard lock(state_.mutex);
+    ++state_.num_receives;
+    if (state_.is_lost) throw std::runtime_error("lost");
+    return std::make_unique<Endless>(state_);
+  }
+
+ private:
+  class Endless final : public Transfer {
+   public:
+    explicit Endless(State& state) : state_(state) {}
+    void wait(milliseconds timeout) override {
+      std::unique_lock lock(state_.mutex);
+      state_.changed.wait_for(lock, timeout, [&] { return is_given_up_.load(); });
+      throw std::runtime_error(is_given_up_ ? "given up" : "late");
+    }
+    void give_up() override {
+      const std::lock_guard lock(state_.mutex);
+      is_given_up_ = true;
+      state_.changed.notify_all();
+    }
+    int source() const override { return 0; }
+
+   private:
+    State& state_;
+    std::atomic<bool> is_given_up_{false};
+  };
+  State& state_;
+};
+
+TEST(RemoteTest, ASendToAPeerThatTakesNoMoreIsGivenUp) {
+  SilentTransport::State state;
+  Remote remote(std::make_unique<SilentTransport>(state));
+  std::atomic<bool> is_over{false};
+  std::string text;
+  std::thread waiting([&] {
+    const auto transfer = remote.send(1, 0, nullptr, 0);
+    text = text_of<TransportError>([&] {
+      remote.wait_for_send(*transfer, 1, std::chrono::steady_clock::now() + milliseconds(20000));
+    });
+    is_over = true;
+  });
+  const auto probe_until = [&](const std::function<bool()>& is_enough) {
+    while (!is_over && !is_enough()) {
+      remote.probe();
+      std::this_thread::sleep_for(milliseconds(10));
+    }
+  };
+  probe_until([&] { return state.num_receives > 0; });
+  for (int i = 0; i < 100; ++i) remote.probe();
+  EXPECT_LE(state.num_receives, 3) << "it is asked for once in a second at most";
+  EXPECT_FALSE(is_over) << "the peer is there";
+  {
+    const std::lock_guard lock(state.mutex);
+    state.is_lost = true;
+  }
+  probe_until([] { return false; });
+  waiting.join();
+  EXPECT_EQ(text, "given up");
+}
+
 TEST(HostsGroupTest, NoRankGoesOnBeforeAllAreConnected) {
   MemoryStore store;
   Mailboxes mailboxes;

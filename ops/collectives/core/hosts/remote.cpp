@@ -90,7 +90,11 @@ void Remote::probe() {
 bool Remote::takes_more_for(int peer) {
   static std::byte never_written{};
   try {
-    receive(peer, kProbeTag, &never_written, 1)->give_up();
+    // Over before close() may end the transport.
+    post(peer, [&] {
+      transport_->receive(peer, kProbeTag, &never_written, 1)->give_up();
+      return std::unique_ptr<Transfer>();
+    });
     return true;
   } catch (const TransportError&) {
     return false;
