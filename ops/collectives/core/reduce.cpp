@@ -55,7 +55,6 @@ void reduce(ReduceOp op,
             std::byte* out,
             std::span<const std::byte* const> sources,
             int64_t num_elements,
-            std::byte* second_out,
             int64_t divisor,
             bool streams) {
   // A sum of complex numbers is the sums of their parts.
@@ -65,7 +64,7 @@ void reduce(ReduceOp op,
   }
   if (divisor == 0) divisor = static_cast<int64_t>(sources.size());
   detail::supported_reduce_loops().front()(
-      {op, dtype, out, sources.data(), sources.size(), num_elements, second_out, divisor, streams});
+      {op, dtype, out, sources.data(), sources.size(), num_elements, divisor, streams});
 }
 
 }  // namespace weft::collectives

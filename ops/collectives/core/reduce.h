@@ -17,16 +17,13 @@ bool can_reduce(ReduceOp op, DType dtype);
 
 // Half types accumulate in float32 and round once. Integers wrap; their average truncates. bool:
 // sum is or, product is and. min and max give NaN where any source has one.
-// `out` may be one of the sources, and so may `second_out`, which gets the same where it is not
-// null. An average is over `divisor`; 0: over the sources. `streams`: `out` past the
-// caches, see streaming.h. REQUIRES: can_reduce(op, dtype); at
-// least one source.
+// `out` may be one of the sources. An average is over `divisor`; 0: over the sources. `streams`:
+// `out` past the caches, see streaming.h. REQUIRES: can_reduce(op, dtype); at least one source.
 void reduce(ReduceOp op,
             DType dtype,
             std::byte* out,
             std::span<const std::byte* const> sources,
             int64_t num_elements,
-            std::byte* second_out = nullptr,
             int64_t divisor = 0,
             bool streams = false);
 
@@ -39,7 +36,6 @@ struct ReduceJob {
   const std::byte* const* sources;
   size_t num_sources;
   int64_t num_elements;
-  std::byte* second_out = nullptr;
   int64_t divisor = 1;
   bool streams = false;
 };

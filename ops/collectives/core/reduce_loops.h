@@ -243,11 +243,7 @@ class Loop {
     const auto* bytes = reinterpret_cast<const std::byte*>(results);
     const size_t offset = static_cast<size_t>(first) * sizeof(T);
     put_block<kBlockBytes, kStreams>(job_.out + offset, bytes);
-    if (job_.second_out != nullptr) {
-      put_block<kBlockBytes, false>(job_.second_out + offset, bytes);
-    } else if (!kStreams && fetches) {
-      fetch_ahead(job_.out + offset, kAheadOfWrites);
-    }
+    if (!kStreams && fetches) fetch_ahead(job_.out + offset, kAheadOfWrites);
   }
 
   // What no whole block is left for.
@@ -257,11 +253,7 @@ class Loop {
       const int64_t now = n < kBlock ? n : kBlock;
       compute(first, now, /*fetches=*/false, results);
       const size_t offset = static_cast<size_t>(first) * sizeof(T);
-      const size_t num_bytes = static_cast<size_t>(now) * sizeof(T);
-      __builtin_memcpy(job_.out + offset, results, num_bytes);
-      if (job_.second_out != nullptr) {
-        __builtin_memcpy(job_.second_out + offset, results, num_bytes);
-      }
+      __builtin_memcpy(job_.out + offset, results, static_cast<size_t>(now) * sizeof(T));
       first += now;
       n -= now;
     }

@@ -30,14 +30,13 @@ class Reduction : public Collective {
                    const OffsetOf& offset_of,
                    int64_t num_elements,
                    const Staging& staging,
-                   std::byte* second_out = nullptr,
                    bool streams = false) {
     if (num_elements == 0) return;
     sources_.clear();
     for (int peer = 0; peer < staging.num_ranks(); ++peer) {
       sources_.push_back(peer == staging.rank() ? own : staging.of(peer) + offset_of(peer));
     }
-    reduce(head().reduce_op, head().dtype, out, sources_, num_elements, second_out, 0, streams);
+    reduce(head().reduce_op, head().dtype, out, sources_, num_elements, 0, streams);
   }
 
   // The parts of the tensor that are not cut by rank.
@@ -88,17 +87,28 @@ class AllReduce final : public Reduction {
     }
   }
 
+  // Into the output, and from there to the others piece by piece while it is in the nearest cache.
+  // They have read those lines of the staging before: a store to one waits for its owner, the copy
+  // of whole lines does not. Measured with benchmarks/collectives.py, 1 MiB on 2 ranks: 72 us
+  // where stores to both took 163 on processors that share no cache, 44 where they took 41 on such
+  // that do.
   void combine(int64_t chunk, const Staging& staging) override {
     const Range part = chunk_range(chunk, staging);
     const Range slice = slice_range(staging.rank(), part, staging);
-    const size_t offset = bytes_of(slice.first);
-    reduce_into(
-        staging.own() + offset,
-        input_at(part.first + slice.first),
-        [&](int /*peer*/) { return offset; },
-        slice.size,
-        staging,
-        output_at(part.first + slice.first));
+    const int64_t piece_size = elements_in(kPieceBytes);
+    for (int64_t i = 0; i < num_parts(slice.size, piece_size); ++i) {
+      const Range piece = part_of(i, slice.size, piece_size);
+      const int64_t first = slice.first + piece.first;
+      const size_t offset = bytes_of(first);
+      std::byte* const out = output_at(part.first + first);
+      reduce_into(
+          out,
+          input_at(part.first + first),
+          [&](int /*peer*/) { return offset; },
+          piece.size,
+          staging);
+      copy_bytes(staging.own() + offset, out, bytes_of(piece.size));
+    }
   }
 
   void drain(int64_t chunk, const Staging& staging) override {
@@ -116,6 +126,8 @@ class AllReduce final : public Reduction {
   }
 
  private:
+  static constexpr size_t kPieceBytes = 16 * 1024;
+
   // The part of a chunk that `rank` reduces, in whole cache lines.
   Range slice_range(int rank, const Range& part, const Staging& staging) const {
     const int64_t line = elements_in(64);
@@ -191,7 +203,6 @@ class ReduceScatter final : public Reduction {
         [&](int peer) { return slot_offset(own_, static_cast<size_t>(peer), staging); },
         part.size,
         staging,
-        nullptr,
         bytes_of(head().num_elements) >= 2 * kStreamedBytes);
   }
 

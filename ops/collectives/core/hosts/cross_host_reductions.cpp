@@ -53,8 +53,7 @@ void CrossHost::combine(const std::byte* received,
       received += wide_bytes(num_elements);
     }
   }
-  collectives::reduce(
-      call_.head.reduce_op, wide_, out, sources, num_elements, nullptr, layout_.num_ranks());
+  collectives::reduce(call_.head.reduce_op, wide_, out, sources, num_elements, layout_.num_ranks());
 }
 
 void CrossHost::reduce_on_leader_of(int host, std::byte* partial, int64_t num_elements) {
