@@ -12,7 +12,7 @@ mkdir -p "$package/strategy"
 for file in ops/python/*.py ops/python/py.typed ops/python/memory ops/python/nn; do
   ln -sfn "$PWD/$file" "$package/$(basename "$file")"
 done
-for file in strategy/python/*.py strategy/python/data_parallel strategy/python/deferred strategy/python/pipeline; do
+for file in strategy/python/*.py strategy/python/data_parallel strategy/python/deferred strategy/python/pipeline strategy/python/verification; do
   ln -sfn "$PWD/$file" "$package/strategy/$(basename "$file")"
 done
 PATH="$(dirname "$PYTHON"):$PATH" "$CMAKE" --preset dev -B "$build" \

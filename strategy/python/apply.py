@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -76,8 +77,17 @@ def parallelize(
     for (module_name, attribute), count in assignments.heads.items():
         setattr(model.get_submodule(module_name), attribute, count)
     notes += [f"{join(name, attribute)} = {n} on this rank" for (name, attribute), n in assignments.heads.items()]
+    notes += [
+        f"{join(name, attribute)} = {n} on this rank, inside its module's forward"
+        for name, counts in assignments.counts.items()
+        for attribute, n in counts.items()
+    ]
+    notes += assignments.warnings()
     if places:
         notes.append("activations between the blocks' layers are cut along the sequence")
+    if tp_mesh.get_rank() == 0:
+        for sentence in assignments.warnings():
+            warnings.warn(f"weft: {sentence}", stacklevel=2)
     if whole:
         notes.append(f"whole on every rank until they were cut, as their values cannot be drawn in parts: {whole}")
     set_state(model, dataclasses.replace(state_of(model), plan_key=key, plan_notes=tuple(notes)))
@@ -206,14 +216,15 @@ def _take_roles(
 ) -> None:
     """Give modules the classes of their styles; `others` had DTensors before and know themselves how to use them."""
     by_module = {id(model.get_submodule(name)): a for name, a in assignments.styles.items()}
+    counts = {id(model.get_submodule(name)): tuple(each.items()) for name, each in assignments.counts.items()}
     precisions = {id(module): assignments.precision_of(name) for name, module in model.named_modules()}
     named = {id(model.get_submodule(name)) for name, options in assignments.options.items() if options.precision}
+    changed = {*places, *counts, *named}
     group_name = group_name_of(mesh)
     for module in reversed(list(model.modules())):  # children first: a fused container records their classes
         assignment = by_module.get(id(module), Assignment(""))
         if state_of(module) is not None or (
-            module is not model
-            and (id(module) in others or not (_needs_role(module) or id(module) in places or id(module) in named))
+            module is not model and (id(module) in others or not (_needs_role(module) or id(module) in changed))
         ):
             continue
         cls = type(module)
@@ -234,6 +245,7 @@ def _take_roles(
             fused=assignment.fused_into is not None,
             sequence=places.get(id(module)),
             precision=getattr(torch, precisions[id(module)]) if precisions[id(module)] else None,
+            counts=counts.get(id(module), ()),
         )
         take_role(module, state)
 

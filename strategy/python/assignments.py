@@ -44,13 +44,17 @@ class Options:
 class Assignments:
     """Styles by module name, head counts to divide by (module, attribute), and what was left alone and why.
 
+    counts: by module, attributes that have other values while its forward runs.
     options: of those modules whose rule has some, but for the recompute of a fused MLP, which its operator does.
+    gathered: (module, reason) where weights are sharded and activations are not.
     """
 
     tp_size: int
     styles: dict[str, Assignment] = dataclasses.field(default_factory=dict)
     heads: dict[tuple[str, str], int] = dataclasses.field(default_factory=dict)
+    counts: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
     options: dict[str, Options] = dataclasses.field(default_factory=dict)
+    gathered: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
 
     def precision_of(self, module_name: str) -> str:
@@ -65,6 +69,17 @@ class Assignments:
         """Note that an attribute is to be divided; ValueError when it does not divide."""
         _plan.check_heads(module_name, attribute, num_heads, self.tp_size)
         self.heads[module_name, attribute] = num_heads // self.tp_size
+
+    def warnings(self) -> list[str]:
+        """A sentence on each kind of module that is gathered or left replicated; numbered ones of a list are one."""
+        kinds: dict[tuple[str, str], list[str]] = {}
+        for name, reason in self.gathered:
+            kinds.setdefault((_as_pattern(name), reason), []).append(name)
+        sentences = []
+        for (pattern, reason), names in kinds.items():
+            which = shown(names[0]) if len(names) == 1 else f"'{pattern}' ({len(names)} modules)"
+            sentences.append(f"{which}: its weights are sharded and its activations gathered: {reason}.")
+        return sentences
 
     def attribute_to(self, rule: str) -> None:
         """Note which rule has given the styles that came since the last note."""
@@ -83,6 +98,10 @@ class Assignments:
         for child in parts.children:
             style = "row" if child == parts.down else "column"
             self.styles[join(container_name, child)] = Assignment(style, note, fused_into=container_name)
+
+
+def _as_pattern(name: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def join(module_name: str, child: str) -> str:

@@ -1,4 +1,4 @@
-"""Attention blocks that plan="auto" can shard by heads."""
+"""Attention blocks as they are known by their names, for models whose code cannot be tried."""
 
 from __future__ import annotations
 
@@ -45,19 +45,12 @@ def find_fused_attention(module: nn.Module) -> tuple[str, str] | None:
     return None
 
 
-def place_fused_attention(result: Assignments, name: str, module: nn.Module, layers: tuple[str, str]) -> str | None:
-    """Cut the weights and gather what lies between, which is exact however the code orders queries, keys and values.
-
-    Returns:
-        The reason when that is not possible.
-    """
+def why_no_linears(module: nn.Module, layers: tuple[str, ...]) -> str | None:
+    """Why the layers of an attention cannot be sharded at all; None when they can."""
     for layer in layers:
         reason = why_no_linear(module._modules[layer])
         if reason is not None:
             return f"'{layer}': {reason}"
-    note = f"gathered, as '{layers[0]}' is query, key and value in one"
-    result.styles[join(name, layers[0])] = Assignment("column_gather_output", note)
-    result.styles[join(name, layers[1])] = Assignment("row_split_input")
     return None
 
 
@@ -73,8 +66,9 @@ def place_attention(
         result.styles[join(name, projection)] = Assignment(style)
     for norm in _head_norms(module, projections):
         result.styles[join(name, norm)] = Assignment("replicate_sum_gradients", "each rank uses it for its own heads")
-    for attribute, count in _counts(module, (*_QUERY_COUNTS, *_KEY_COUNTS)).items():
-        result.divide_heads(name, attribute, count)
+    counts = _counts(module, (*_QUERY_COUNTS, *_KEY_COUNTS))
+    if counts:
+        result.counts[name] = {attribute: count // result.tp_size for attribute, count in counts.items()}
     return None
 
 
@@ -96,35 +90,42 @@ def _head_norms(module: nn.Module, projections: tuple[str, str, str, str]) -> li
 
 def _why_not(module: nn.Module, projections: tuple[str, str, str, str], tp_size: int) -> str | None:
     layers = [module._modules[name] for name in projections]
-    for name, layer in zip(projections, layers, strict=True):
-        reason = why_no_linear(layer)
-        if reason is not None:
-            return f"'{name}': {reason}"
+    reason = why_no_linears(module, projections)
+    if reason is not None:
+        return reason
     norms = [module._modules[norm] for norm in _head_norms(module, projections)]
     own = {id(p) for layer in (*layers, *norms) for p in layer.parameters()}
     extra = [name for name, parameter in module.named_parameters() if id(parameter) not in own]
     if extra:
         return f"it has more parameters than its projections: {', '.join(extra)}"
-    query, key, value = (features(layer)[1] for layer in layers[:3])
-    reason = _why_heads_do_not_divide(module, query, key, value, tp_size)
+    reason = why_heads_do_not_divide(module, projections, tp_size)
+    if reason is None and _num_heads(module, features(layers[0])[1]) is None:
+        reason = f"it has no int attribute that counts its heads ({', '.join(_QUERY_COUNTS)})"
     if reason is None and features(layers[3])[0] % tp_size:
         reason = f"'{projections[3]}' takes {features(layers[3])[0]} features, which do not divide by {tp_size}"
     return reason
 
 
-def _why_heads_do_not_divide(module: nn.Module, query: int, key: int, value: int, tp_size: int) -> str | None:
+def _num_heads(module: nn.Module, query: int) -> int | None:
+    """By the count that the module keeps. Without one the code views with -1; a count read from elsewhere (a config)
+    cannot be divided, and meets a head size in the same view, so that a wrong one is an error of shape."""
+    counts = _counts(module, (*_QUERY_COUNTS, *_KEY_COUNTS))
+    num_heads = next((counts[name] for name in _QUERY_COUNTS if name in counts), None)
+    head_dim = next(iter(_counts(module, _HEAD_DIMS).values()), None)
+    return query // head_dim if num_heads is None and head_dim is not None else num_heads
+
+
+def why_heads_do_not_divide(module: nn.Module, projections: tuple[str, ...], tp_size: int) -> str | None:
+    """Why the heads of separate query, key and value layers cannot be shared by so many ranks; None when they can, or
+    when nothing counts them."""
+    query, key, value = (features(module._modules[name])[1] for name in projections[:3])
     counts = _counts(module, (*_QUERY_COUNTS, *_KEY_COUNTS))
     for attribute, count in counts.items():
         if count % tp_size:
             return f"{attribute}={count} does not divide by {tp_size}"
-    num_heads = next((counts[name] for name in _QUERY_COUNTS if name in counts), None)
+    num_heads = _num_heads(module, query)
     if num_heads is None:
-        # Without a count the code views with -1; a count read from elsewhere (a config) cannot be divided, and
-        # meets a head size in the same view, so that a wrong one is an error of shape.
-        head_dim = next(iter(_counts(module, _HEAD_DIMS).values()), None)
-        if head_dim is None:
-            return f"it has no int attribute that counts its heads ({', '.join(_QUERY_COUNTS)})"
-        num_heads = query // head_dim
+        return None
     if num_heads == 0 or query % num_heads:
         return f"its queries of {query} features are not {num_heads} heads"
     head_dim = query // num_heads

@@ -1,33 +1,45 @@
 """plan="auto": recognises MLPs, attention blocks, embeddings and output layers, and shards what it can verify.
 
-What it is not sure of it leaves replicated, and says why in the report. Logits are gathered, as nobody knows what is
-done to them.
+Linear layers are recognised by what the forward does with them (`weft.strategy.verification`): the layers whose outputs
+reach one other layer alone are sharded by column and that one by row, if the code between them computes the same on one
+rank's features; otherwise weights are sharded and activations gathered, which is exact whatever the code does. What is
+neither called in a way that can be tried nor known by its names stays replicated, and the report says why. Logits are
+gathered, as nobody knows what is done to them.
 """
 
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from weft.strategy import attention, mlp_parts
+from weft.strategy import attention, mlp_parts, probe
 from weft.strategy.activation_checkpointing import repeated_blocks
-from weft.strategy.assignments import Assignment, Assignments, place_fused_mlp, place_mlp
+from weft.strategy.assignments import Assignment, Assignments, join, place_fused_mlp, place_mlp
 from weft.strategy.linears import features, why_no_linear, why_no_vocab_embedding
+from weft.strategy.state import MlpParts
+from weft.strategy.verification.decide import Decision
+from weft.strategy.verification.evidence import Evidence, gather, place
 
 _MIN_ROWS_PER_RANK = 4
+_MIN_SHARE = 1 / 500  # of all parameters, in a linear layer that is in no group, to be sharded by itself
 _NO_TOKENS = re.compile(r"pos|wpe|type|segment|bias|relative")
 _LAYERS_BY_CALL = (nn.TransformerEncoderLayer.forward, nn.TransformerDecoderLayer.forward)
 
 
-def assign_auto(model: nn.Module, tp_size: int) -> Assignments:
+def assign_auto(model: nn.Module, tp_size: int, verify: str = "auto", example: Any = None) -> Assignments:
     """The styles for a model's modules.
+
+    Args:
+        verify, example: as `weft.strategy.Plan` takes them.
 
     Raises:
         ValueError: nothing to shard was found, with tp_size > 1.
     """
     result = Assignments(tp_size)
+    evidence = Evidence(model, tp_size, verify, example)
     owners = _owners(model)
     claimed: set[int] = set()
     skipped = 0
@@ -38,18 +50,71 @@ def assign_auto(model: nn.Module, tp_size: int) -> Assignments:
             skipped += 1
             result.notes.append(f"{name}: skipped: its parameters are DTensors already")
             continue
-        for place in (_place_mlp, _place_attention, _place_embedding):
-            used = place(result, model, name, module, owners)
-            claimed.update(id(part) for part in used)
+        used = _place_mlp(result, name, module, owners) or _place_embedding(
+            result, model, name, module, owners, evidence
+        )
+        claimed.update(id(part) for part in used)
+    if tp_size > 1:
+        claimed.update(id(model.get_submodule(name)) for name in result.styles)
+        _place_groups(result, model, owners, evidence, claimed)
     result.attribute_to("auto")
     if tp_size > 1 and not any(a.style != "replicate" for a in result.styles.values()) and not skipped:
         reasons = f" ({'; '.join(result.notes)})" if result.notes else ""
         raise ValueError(
-            f"plan='auto' found nothing to shard in a {type(model).__name__}{reasons}: it looks for linear layers "
-            f"named {mlp_parts.NAMES_LOOKED_FOR}, for Sequential(Linear, activation, Linear) and for attention "
-            f"projections named {attention.NAMES_LOOKED_FOR}; pass a plan of rules."
+            f"plan='auto' found nothing to shard in a {type(model).__name__}{reasons}: it shards linear layers and "
+            "embeddings that the forward calls; take strategy='weft_fsdp' (or tensor_parallel_size=1), which shards "
+            "any parameter, pipeline_cuts, or a plan of rules that names modules."
         )
     return result
+
+
+def _place_groups(
+    result: Assignments, model: nn.Module, owners: dict[int, int], evidence: Evidence, claimed: set[int]
+) -> None:
+    """Linear layers that are in no MLP known by its names: groups, attentions known by their names, and single ones."""
+
+    beside = {id(child) for m in model.modules() if any(map(_has_dtensors, m.children())) for child in m.children()}
+
+    def is_free(layer: nn.Module) -> bool:
+        """Whether a layer is nobody's yet. One beside DTensors may get shards from them."""
+        return id(layer) not in claimed and id(layer) not in beside and not _is_tied(layer, owners)
+
+    for decision in evidence.decisions(is_free):
+        used = _fuse(result, model, decision) or place(result, decision)
+        claimed.update(id(model.get_submodule(name)) for name in used)
+    for name, module in model.named_modules():
+        claimed.update(id(layer) for layer in _place_attention(result, name, module, owners, evidence, claimed))
+    total = sum(p.numel() for p in model.parameters())
+    for name, module in model.named_modules():
+        if why_no_linear(module) is None and is_free(module) and evidence.is_called(module):
+            _place_single(result, name, module, evidence, total)
+
+
+def _fuse(result: Assignments, model: nn.Module, decision: Decision) -> list[str]:
+    """The names of a group's layers, if it is an MLP whose forward is the fused operator."""
+    container, group = model.get_submodule(decision.container), decision.group
+    if len(group.sources) > 2 or any("." in layer for layer in (*group.sources, group.sink)):
+        return []
+    gate = group.sources[0] if len(group.sources) == 2 else None
+    parts = MlpParts(gate, group.sources[-1], group.sink)
+    if probe.why_not_fused(container, parts) is not None:
+        return []
+    found = probe.find_activation(container, parts)
+    if isinstance(found, str):
+        return []
+    result.fuse(decision.container, *found, False)
+    return [*decision.sources, decision.sink]
+
+
+def _place_single(result: Assignments, name: str, layer: nn.Module, evidence: Evidence, total: int) -> None:
+    """A layer in no group, if it is worth a message: its output is gathered."""
+    _, out = features(layer)
+    if layer._parameters["weight"].numel() < _MIN_SHARE * total or out < _MIN_ROWS_PER_RANK * result.tp_size:
+        return
+    if evidence.is_read(layer):
+        result.leave(name, "code reads its weight without calling it")
+        return
+    result.styles[name] = Assignment("column_gather_output", "gathered, as its output is used whole")
 
 
 def _owners(model: nn.Module) -> dict[int, int]:
@@ -74,9 +139,7 @@ def _layers(module: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
     return [module._modules[name] for name in names]
 
 
-def _place_mlp(
-    result: Assignments, model: nn.Module, name: str, module: nn.Module, owners: dict[int, int]
-) -> list[nn.Module]:
+def _place_mlp(result: Assignments, name: str, module: nn.Module, owners: dict[int, int]) -> list[nn.Module]:
     parts = mlp_parts.find_by_name(module)
     fused = mlp_parts.find_fused(module) if parts is None else None
     if parts is None and fused is None:
@@ -98,31 +161,50 @@ def _place_mlp(
 
 
 def _place_attention(
-    result: Assignments, model: nn.Module, name: str, module: nn.Module, owners: dict[int, int]
+    result: Assignments,
+    name: str,
+    module: nn.Module,
+    owners: dict[int, int],
+    evidence: Evidence,
+    claimed: set[int],
 ) -> list[nn.Module]:
+    """An attention that is known by its names and was in no group."""
     if isinstance(module, nn.MultiheadAttention):
         result.leave(name, "an nn.MultiheadAttention keeps query, key and value in one weight")
         return list(module.children())
-    projections = attention.find_attention(module)
-    fused = attention.find_fused_attention(module) if projections is None else None
-    if projections is None and fused is None:
+    names = attention.find_attention(module) or attention.find_fused_attention(module)
+    if names is None:
         return []
-    layers = _layers(module, projections or fused)
-    if any(_has_dtensors(layer) for layer in layers):
+    layers = _layers(module, names)
+    if any(_has_dtensors(layer) or id(layer) in claimed for layer in layers):
         return []
     if any(_is_tied(layer, owners) for layer in layers):
-        reason: str | None = "a weight of its projections is tied to another module's"
-    elif fused is not None:
-        reason = attention.place_fused_attention(result, name, module, fused)
+        result.leave(name, "a weight of its projections is tied to another module's")
+    elif any(evidence.is_read(layer) for layer in layers):
+        result.leave(name, "code reads a weight of its projections without calling the layer")
+    elif evidence.mode == "never" and len(names) == 4:
+        reason = attention.place_attention(result, name, module, names)
+        if reason is not None:
+            result.leave(name, reason)
     else:
-        reason = attention.place_attention(result, name, module, projections)
-    if reason is not None:
-        result.leave(name, reason)
+        reason = attention.why_no_linears(module, names)
+        if reason is not None:
+            result.leave(name, reason)
+            return layers
+        is_seen = all(evidence.is_called(layer) for layer in layers)
+        reason = "its code does more with its projections than pass them on" if is_seen else evidence.why_unknown(name)
+        *sources, sink = (join(name, layer) for layer in names)
+        gather(result, tuple(sources), sink, name, reason)
     return layers
 
 
 def _place_embedding(
-    result: Assignments, model: nn.Module, name: str, module: nn.Module, owners: dict[int, int]
+    result: Assignments,
+    model: nn.Module,
+    name: str,
+    module: nn.Module,
+    owners: dict[int, int],
+    evidence: Evidence,
 ) -> list[nn.Module]:
     if not isinstance(module, nn.Embedding) or _NO_TOKENS.search(name.rpartition(".")[2]):
         return []
@@ -132,7 +214,7 @@ def _place_embedding(
     reason = why_no_vocab_embedding(module)
     if reason is None and rows < _MIN_ROWS_PER_RANK * result.tp_size:
         reason = f"{rows} rows are too few for {result.tp_size} ranks"
-    if reason is None and not heads:
+    if reason is None and not heads and not _is_only_called(module, evidence):
         reason = f"no output layer of {rows} features, so its weight may be read as one"
     if reason is None and owners[id(module.weight)] > len(holders):
         reason = "its weight is tied to a parameter of another name, which would need the same shards"
@@ -148,6 +230,10 @@ def _place_embedding(
         if head in holders or not is_tied:
             result.styles.setdefault(head, Assignment("column_gather_output"))
     return [module]
+
+
+def _is_only_called(table: nn.Module, evidence: Evidence) -> bool:
+    return evidence.tp_size > 1 and evidence.is_called(table) and not evidence.is_read(table)
 
 
 def _outside_of_blocks(model: nn.Module) -> list[str]:

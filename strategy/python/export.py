@@ -52,6 +52,8 @@ def _restore(module: nn.Module, done: dict[int, nn.Module]) -> nn.Module:
     if state is not None:
         module.__class__ = state.original_class
         remove_state(module)
+        for attribute, value in state.counts:  # a copy runs on this rank alone
+            setattr(module, attribute, value)
     result = done[id(module)] = module if state is None else _replacement(module, state, full)
     for name, child in result._modules.items():
         if child is not None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
 from weft.strategy import _plan, attention, mlp_parts
 from weft.strategy.assignments import Assignments, join, parent_name, place_mlp, shown
+from weft.strategy.linears import why_no_linear
 from weft.strategy.plan_text import HUGGING_FACE_STYLES
 from weft.strategy.rules import assign_rules
+from weft.strategy.verification.evidence import Evidence, gather, place
 
 
 def style_of(pattern: str, value: str) -> str:
@@ -25,11 +27,15 @@ def style_of(pattern: str, value: str) -> str:
     )
 
 
-def assign_hugging_face(model: nn.Module, tp_size: int) -> Assignments:
+def assign_hugging_face(model: nn.Module, tp_size: int, verify: str = "auto", example: Any = None) -> Assignments:
     """The styles for the models of Hugging Face inside a model, which is one itself or calls some.
 
-    Attention and MLPs are recognised as "auto" does it, so that heads are checked and fitting MLPs fused. Rules that
-    match nothing, which the plans of whole families have, are noted.
+    Attention and MLPs are recognised as "auto" does it, so that heads are checked and fitting MLPs fused. Column and
+    row rules that no group of layers confirms are taken with gathered activations. Rules that match nothing, which the
+    plans of whole families have, are noted.
+
+    Args:
+        verify, example: as `weft.strategy.Plan` takes them.
 
     Raises:
         ValueError: no plan was found, it has a style that weft does not have, or heads do not divide.
@@ -42,6 +48,7 @@ def assign_hugging_face(model: nn.Module, tp_size: int) -> Assignments:
             f"in a {type(model).__name__}; pass 'auto' or a plan of rules."
         )
     modules = dict(model.named_modules(remove_duplicate=False))
+    evidence = Evidence(model, tp_size, verify, example)
     for name, values in found.items():
         rules = []
         for pattern, value in values.items():
@@ -50,7 +57,7 @@ def assign_hugging_face(model: nn.Module, tp_size: int) -> Assignments:
                 rules.append(rule)
             else:
                 result.notes.append(f"{rule.pattern}: of Hugging Face's plan, matches nothing")
-        _assign(result, model, modules, _plan.Plan(rules))
+        _assign(result, modules, _plan.Plan(rules), evidence)
     return result
 
 
@@ -79,42 +86,83 @@ def _plan_of(module: nn.Module) -> dict[str, str]:
     return {join(inside, pattern): value for pattern, value in of_base.items()}
 
 
-def _assign(result: Assignments, model: nn.Module, modules: Mapping[str, nn.Module], plan: _plan.Plan) -> None:
+def _assign(result: Assignments, modules: Mapping[str, nn.Module], plan: _plan.Plan, evidence: Evidence) -> None:
     resolved = dict(plan.resolve(list(modules)))
     done: set[str] = set()
     for container in dict.fromkeys(parent_name(name) for name in resolved):
         styles = {name.rpartition(".")[2]: rule for name, rule in resolved.items() if parent_name(name) == container}
-        used = _place_whole(result, container, modules[container], styles)
-        for name in used:
-            full_name = join(container, name)
-            result.styles[full_name] = dataclasses.replace(result.styles[full_name], rule=styles[name].pattern)
-        result.attribute_to(", ".join(styles[name].pattern for name in used))
-        done.update(join(container, name) for name in used)
-    assign_rules(result, modules, [(name, rule) for name, rule in resolved.items() if name not in done])
-
-
-def _place_whole(
-    result: Assignments, name: str, module: nn.Module, styles: Mapping[str, _plan.Rule]
-) -> tuple[str, ...]:
-    """Place a module's layers together, if they are an attention or an MLP; the names of those that were."""
-
-    def are(layers: tuple[str, ...], *wanted: str) -> bool:
-        return [styles[layer].style if layer in styles else "" for layer in layers] == list(wanted)
-
-    projections = attention.find_attention(module)
-    if projections is not None and are(projections, "column", "column", "column", "row"):
-        reason = attention.place_attention(result, name, module, projections)
-        if reason is not None:
-            raise ValueError(
-                f"plan='huggingface' cuts the heads of {shown(name)}, but {reason}; take another tensor-parallel size, "
-                "or pass 'auto', which leaves what does not divide whole."
+        done.update(_attributed(result, resolved, _place_mlp(result, container, modules[container], styles)))
+    named = {id(modules[name]): rule.style for name, rule in resolved.items() if name not in done}
+    for decision in evidence.decisions(lambda layer: named.get(id(layer)) in ("column", "row")):
+        columns = {named[id(modules[name])] for name in decision.sources}
+        if columns == {"column"} and named[id(modules[decision.sink])] == "row":
+            _refuse_heads(decision.container, modules[decision.container], evidence.tp_size)
+            done.update(_attributed(result, resolved, place(result, decision)))
+    for container in dict.fromkeys(parent_name(name) for name in resolved):
+        styles = {name.rpartition(".")[2]: rule for name, rule in resolved.items() if parent_name(name) == container}
+        names = attention.find_attention(modules[container])
+        if names is None or not _are(styles, names, "column", "column", "column", "row"):
+            continue
+        layers = [join(container, name) for name in names]
+        if done.isdisjoint(layers):
+            done.update(
+                _attributed(result, resolved, _place_unseen(result, container, modules[container], names, evidence))
             )
-        return (
-            *projections,
-            *(norm for norm in styles if join(name, norm) in result.styles and norm not in projections),
-        )
+    rest = [(name, rule) for name, rule in resolved.items() if name not in done]
+    assign_rules(result, modules, [(name, _gathered(rule, modules[name], evidence)) for name, rule in rest], evidence)
+
+
+def _attributed(result: Assignments, resolved: Mapping[str, _plan.Rule], used: Iterable[str]) -> list[str]:
+    """Note the rules that layers were placed by; returns those that have one."""
+    used = list(used)
+    patterns = [resolved[name].pattern for name in used if name in resolved]
+    for name in used:
+        if name in resolved:
+            result.styles[name] = dataclasses.replace(result.styles[name], rule=resolved[name].pattern)
+    result.attribute_to(", ".join(dict.fromkeys(patterns)))
+    return [name for name in used if name in resolved]
+
+
+def _are(styles: Mapping[str, _plan.Rule], layers: tuple[str, ...], *wanted: str) -> bool:
+    return [styles[layer].style if layer in styles else "" for layer in layers] == list(wanted)
+
+
+def _place_mlp(result: Assignments, name: str, module: nn.Module, styles: Mapping[str, _plan.Rule]) -> list[str]:
+    """The full names of a module's layers, if they are an MLP that is placed as a whole."""
     parts = mlp_parts.find_by_name(module)
-    if parts is not None and are(parts.children, *("column" for _ in parts.columns), "row"):
-        reason = place_mlp(result, name, module, parts)
-        return () if reason is not None else parts.children
-    return ()
+    if parts is None or not _are(styles, parts.children, *("column" for _ in parts.columns), "row"):
+        return []
+    reason = place_mlp(result, name, module, parts)
+    return [] if reason is not None else [join(name, child) for child in parts.children]
+
+
+def _place_unseen(
+    result: Assignments, name: str, module: nn.Module, names: tuple[str, ...], evidence: Evidence
+) -> list[str]:
+    """An attention that is known by its names alone: by heads where nothing is to be verified, gathered otherwise."""
+    _refuse_heads(name, module, evidence.tp_size)
+    layers = [join(name, layer) for layer in names]
+    if evidence.tp_size == 1 or evidence.mode == "never":
+        reason = attention.place_attention(result, name, module, names)
+        if reason is None:
+            return [*layers, *(n for n in result.styles if parent_name(n) == name and n not in layers)]
+    gather(result, tuple(layers[:-1]), layers[-1], name, evidence.why_unknown(name))
+    return layers
+
+
+def _refuse_heads(name: str, module: nn.Module, tp_size: int) -> None:
+    names = attention.find_attention(module)
+    reason = None if names is None else attention.why_heads_do_not_divide(module, names, tp_size)
+    if reason is not None:
+        raise ValueError(
+            f"plan='huggingface' cuts the heads of {shown(name)}, but {reason}; take another tensor-parallel size, "
+            "or pass 'auto', which leaves what does not divide whole."
+        )
+
+
+def _gathered(rule: _plan.Rule, module: nn.Module, evidence: Evidence) -> _plan.Rule:
+    """A column or row rule that nothing confirms, with activations gathered, which is exact."""
+    style = {"column": "column_gather_output", "row": "row_split_input"}.get(rule.style)
+    if style is None or why_no_linear(module) is not None or evidence.mode == "never":
+        return rule
+    return _plan.Rule(rule.pattern, style)

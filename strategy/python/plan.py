@@ -19,6 +19,7 @@ from weft.strategy.plan_text import KINDS, Style, from_mapping, from_text, load
 from weft.strategy.report_table import Report, report
 from weft.strategy.rules import assign_explicit
 from weft.strategy.torch_styles import without_objects
+from weft.strategy.verification.evidence import MODES
 
 Rules = Mapping[str, Style] | Callable[[str, nn.Module], Style | None] | str | os.PathLike[str]
 AUTO, HUGGING_FACE = "auto", "huggingface"
@@ -40,13 +41,25 @@ class Plan:
         sequence_parallel: cut the activations between the repeated blocks' layers along the sequence, which is the last
             dim but one of what the blocks get first. It needs blocks whose other parts treat each token by itself:
             norms, dropout, residual sums.
+        verify: "auto": layers that "auto", "huggingface" or the style `attention` shard by heads are first compared
+            with themselves (`weft.strategy.verification`), and gathered where they do not agree; "always": column and
+            row rules are compared, too, and refused where they do not; "never": nothing is compared.
+        example: what verification calls the model with: a tensor, a tuple of positional or a dict of named arguments.
+            None: a LightningModule's `example_input_array`, or what the model's first layer takes.
 
     Raises:
         ValueError: an unknown style, a malformed pattern, two values for one pattern, a string that is none of these.
         TypeError: rules of another type.
     """
 
-    def __init__(self, rules: Rules | Plan, *, sequence_parallel: bool = False) -> None:
+    def __init__(
+        self, rules: Rules | Plan, *, sequence_parallel: bool = False, verify: str | None = None, example: Any = None
+    ) -> None:
+        if verify is not None and verify not in MODES:
+            raise ValueError(f"plan: verify is {verify!r}; pass one of {', '.join(map(repr, MODES))}.")
+        inherits = isinstance(rules, Plan)
+        self.verify: str = verify or (rules.verify if inherits else "auto")
+        self.example = rules.example if inherits and example is None else example
         self.sequence_parallel = sequence_parallel or (isinstance(rules, Plan) and rules.sequence_parallel)
         self._model: weakref.ref[nn.Module] | None = None
         self._callable: Callable[[str, nn.Module], Style | None] | None = None
@@ -126,8 +139,9 @@ class Plan:
     def assign(self, model: nn.Module, tp_size: int) -> Assignments:
         """The style of each module; refuses, by name, what does not fit. Changes nothing."""
         if self.preset:
-            return (assign_auto if self.is_auto else assign_hugging_face)(model, tp_size)
-        return assign_explicit(model, self.rules_for(model), tp_size)
+            assign = assign_auto if self.is_auto else assign_hugging_face
+            return assign(model, tp_size, self.verify, self.example)
+        return assign_explicit(model, self.rules_for(model), tp_size, self.verify, self.example)
 
     def key(self) -> Any:
         """What two plans have in common that are the same: their rules, their callable, or being "auto"."""

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from weft.strategy.local_tensor import enter_forward, inside_forward, is_whole, leave_forward, local_of
 from weft.strategy.precision import in_precision
-from weft.strategy.state import ModuleState
+from weft.strategy.state import ModuleState, counted
 from weft.strategy.stepped_mlp import Options, stepped_mlp_of
 from weft.strategy.vocab_head import VocabParallelLogits, head_of
 
@@ -191,9 +191,9 @@ def _refuse_changed_child(name: str, child: nn.Module) -> None:
 
 
 @functools.cache
-def _plain_forward_of(cls: type[nn.Module]) -> Callable[..., Any]:
+def _plain_forward_of(cls: type[nn.Module], has_counts: bool = False) -> Callable[..., Any]:
     """The class's own forward, with local parameters."""
-    own_forward = cls.forward
+    own_forward = counted(cls.forward) if has_counts else cls.forward
 
     @functools.wraps(own_forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -207,9 +207,9 @@ def _plain_forward_of(cls: type[nn.Module]) -> Callable[..., Any]:
 
 
 @functools.cache
-def _sequence_forward_of(cls: type[nn.Module]) -> Callable[..., Any]:
+def _sequence_forward_of(cls: type[nn.Module], has_counts: bool = False) -> Callable[..., Any]:
     """The class's own forward with local parameters, between what its place in the sequence wants."""
-    plain = _plain_forward_of(cls)
+    plain = _plain_forward_of(cls, has_counts)
 
     @functools.wraps(plain)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -253,11 +253,13 @@ _STYLED_FORWARDS = {
 
 
 @functools.cache
-def parallel_class(cls: type[nn.Module], style: str, place: str = "", has_precision: bool = False) -> type[nn.Module]:
+def parallel_class(
+    cls: type[nn.Module], style: str, place: str = "", has_precision: bool = False, has_counts: bool = False
+) -> type[nn.Module]:
     """The class a module of class `cls` gets for a style ("" and "replicate": its own forward).
 
     `place`: the kind of its place, where activations are cut along the sequence. `has_precision`: it computes in a
-    dtype of its own.
+    dtype of its own. `has_counts`: it counts this rank's heads while its forward runs.
     """
     namespace: dict[str, Any] = {"__module__": cls.__module__, "__getattr__": _getattr_of(cls)}
     styled = _dropout_forward if place == "dropout" else _STYLED_FORWARDS.get(style)
@@ -268,7 +270,8 @@ def parallel_class(cls: type[nn.Module], style: str, place: str = "", has_precis
         forward = types.FunctionType(styled.__code__, styled.__globals__, styled.__name__)
         namespace["forward"] = functools.update_wrapper(forward, cls.forward)  # keeps the signature
     elif cls.forward is not nn.Module.forward:
-        namespace["forward"] = (_sequence_forward_of if place in ("block", "gathers") else _plain_forward_of)(cls)
+        forward_of = _sequence_forward_of if place in ("block", "gathers") else _plain_forward_of
+        namespace["forward"] = forward_of(cls, has_counts)
     if has_precision and (styled is not None or cls.forward is not nn.Module.forward):
         namespace["forward"] = in_precision(namespace["forward"])
     if issubclass(cls, nn.RNNBase):
@@ -279,7 +282,9 @@ def parallel_class(cls: type[nn.Module], style: str, place: str = "", has_precis
 def take_role(module: nn.Module, state: ModuleState) -> None:
     """Give a module the class and state of its style."""
     kind = "" if state.sequence is None else state.sequence.kind
-    module.__class__ = parallel_class(state.original_class, state.style, kind, state.precision is not None)
+    module.__class__ = parallel_class(
+        state.original_class, state.style, kind, state.precision is not None, bool(state.counts)
+    )
     module.__dict__["_weft_state"] = state
     if isinstance(module, nn.TransformerEncoderLayer):
         module.activation_relu_or_gelu = 0  # its inference fast path reads its layers' weights itself

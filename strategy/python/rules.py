@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -14,13 +15,20 @@ from weft.strategy.activation_checkpointing import why_not_wrapped
 from weft.strategy.assignments import Assignment, Assignments, Options, join, parent_name, place_mlp, shown
 from weft.strategy.linears import why_no_linear, why_no_vocab_embedding
 from weft.strategy.roles import refuse_fsdp_children
+from weft.strategy.verification.evidence import Evidence, gather, place
+from weft.strategy.verification.fit import check_fit
 
 _CONTAINERS = ("column_row_mlp", "attention", "sequence_parallel")
 _OWN_FORWARD = ("sequence_parallel", "replicate", "replicate_sum_gradients", "ignore")
 
 
-def assign_explicit(model: nn.Module, plan: _plan.Plan, tp_size: int) -> Assignments:
+def assign_explicit(
+    model: nn.Module, plan: _plan.Plan, tp_size: int, verify: str = "auto", example: Any = None
+) -> Assignments:
     """The styles that a plan of rules gives to a model's modules.
+
+    Args:
+        verify, example: as `weft.strategy.Plan` takes them.
 
     Raises:
         ValueError: a rule does not fit the model, naming the module and the remedy.
@@ -30,18 +38,23 @@ def assign_explicit(model: nn.Module, plan: _plan.Plan, tp_size: int) -> Assignm
     # Rules of layers that other stages have are for these.
     rules = plan.resolve(with_absent_names(model))
     present = {name for name, module in modules.items() if not isinstance(module, AbsentLayer)}
-    assign_rules(result, modules, [(name, rule) for name, rule in rules if name in present])
+    evidence = Evidence(model, tp_size, verify, example)
+    assign_rules(result, modules, [(name, rule) for name, rule in rules if name in present], evidence)
+    check_fit(result, model, evidence)
     return result
 
 
 def assign_rules(
-    result: Assignments, modules: Mapping[str, nn.Module], rules: Iterable[tuple[str, _plan.Rule]]
+    result: Assignments, modules: Mapping[str, nn.Module], rules: Iterable[tuple[str, _plan.Rule]], evidence: Evidence
 ) -> None:
     """Add the styles that modules get by the rule of each; ValueError as `assign_explicit`."""
     for name, rule in rules:
         module = modules[name]
         _refuse_dtensors(name, module, rule.style)
-        _ASSIGN[rule.style](result, name, module, rule)
+        if rule.style == "attention":
+            _assign_attention(result, name, module, evidence)
+        else:
+            _ASSIGN[rule.style](result, name, module, rule)
         _note_options(result, name, module, rule)
         result.attribute_to(rule.pattern or '""')
         if rule.heads is not None:
@@ -168,13 +181,14 @@ def _assign_mlp(result: Assignments, name: str, module: nn.Module, rule: _plan.R
         )
 
 
-def _assign_attention(result: Assignments, name: str, module: nn.Module, rule: _plan.Rule) -> None:
-    projections, fused = attention.find_attention(module), attention.find_fused_attention(module)
-    if projections is not None:
-        reason = attention.place_attention(result, name, module, projections)
-    elif fused is not None:
-        reason = attention.place_fused_attention(result, name, module, fused)
-    else:
+def _assign_attention(result: Assignments, name: str, module: nn.Module, evidence: Evidence) -> None:
+    names = attention.find_attention(module) or attention.find_fused_attention(module)
+    own = {id(layer) for layer in module.modules()}
+    decisions = [each for each in evidence.decisions(lambda layer: id(layer) in own) if each.container == name]
+    reason = None if names is None else attention.why_no_linears(module, names)
+    if names is not None and len(names) == 4 and reason is None:
+        reason = attention.why_heads_do_not_divide(module, names, evidence.tp_size)
+    if names is None and not decisions:
         children = ", ".join(f"{n} ({type(m).__name__})" for n, m in module.named_children()) or "none"
         reason = f"its children are {children}, of which none are projections named {attention.NAMES_LOOKED_FOR}"
     if reason is not None:
@@ -182,6 +196,17 @@ def _assign_attention(result: Assignments, name: str, module: nn.Module, rule: _
             f"parallelize: style 'attention' cannot cut {shown(name)} by heads: {reason}; use column and row rules for "
             "its layers, or style 'replicate'."
         )
+    is_trusted = evidence.mode == "never" or evidence.tp_size == 1
+    if is_trusted and names is not None and len(names) == 4 and not decisions:
+        reason = attention.place_attention(result, name, module, names)
+        if reason is None:
+            return
+    if decisions:
+        for decision in decisions:
+            place(result, decision)
+        return
+    *sources, sink = (join(name, layer) for layer in names or ())
+    gather(result, tuple(sources), sink, name, reason or evidence.why_unknown(name))
 
 
 def _assign_own_forward(result: Assignments, name: str, module: nn.Module, rule: _plan.Rule) -> None:
@@ -194,7 +219,6 @@ _ASSIGN: dict[str, Callable[[Assignments, str, nn.Module, _plan.Rule], None]] = 
     "row": _assign_linear,
     "row_split_input": _assign_split,
     "column_row_mlp": _assign_mlp,
-    "attention": _assign_attention,
     "vocab_embedding": _assign_embedding,
     "vocab_head": _assign_linear,
     "sequence_parallel": _assign_own_forward,

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import random
+import sys
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,22 +13,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.strategy.deferred import is_deferred, whole_of
 from weft.strategy.state import original_class
 
 _HOOK_DICTS = tuple(
     name for name, value in vars(nn.Module()).items() if "hooks" in name and isinstance(value, OrderedDict)
 )
 
+_REPLACED = ("_parameters", "_buffers", "_modules", "_weft_state", *_HOOK_DICTS)
 
-def shell_of(module: nn.Module, parameters: dict[int, Tensor], buffers: dict[int, Tensor]) -> nn.Module:
-    """A copy with the module's original class, its attributes by reference, and other tensors.
 
-    `parameters` and `buffers` map the id of each of the module's own to what takes its place. Hooks are left out: the
-    copy's forward reaches nothing of the user's but the code of the module itself.
+def shell_of(
+    module: nn.Module,
+    parameters: dict[int, Tensor],
+    buffers: dict[int, Tensor],
+    memo: dict[int, nn.Module] | None = None,
+) -> nn.Module:
+    """A copy with the module's original class, other tensors, and its other attributes by reference.
+
+    `parameters` and `buffers` map the id of each of the module's own to what takes its place. Tensors in plain
+    attributes, and in lists and dicts there, are copied, so that the copy's forward changes none of the module's.
+    Hooks are left out: the copy's forward reaches nothing of the user's but the code of the module itself. Modules
+    that are one stay one; `memo` maps the ids of modules that were copied before to their copies.
     """
-    copy = object.__new__(original_class(module))
-    copy.__dict__ = dict(module.__dict__)
-    copy.__dict__.pop("_weft_state", None)
+    memo = {} if memo is None else memo
+    if id(module) in memo:
+        return memo[id(module)]
+    copy = memo[id(module)] = object.__new__(original_class(module))
+    copy.__dict__ = {n: _without_sharing(value) for n, value in module.__dict__.items() if n not in _REPLACED}
     for name in _HOOK_DICTS:
         copy.__dict__[name] = OrderedDict()
     copy.__dict__["_parameters"] = {
@@ -35,17 +50,35 @@ def shell_of(module: nn.Module, parameters: dict[int, Tensor], buffers: dict[int
         name: None if value is None else buffers[id(value)] for name, value in module._buffers.items()
     }
     copy.__dict__["_modules"] = {
-        name: None if child is None else shell_of(child, parameters, buffers) for name, child in module._modules.items()
+        name: None if child is None else shell_of(child, parameters, buffers, memo)
+        for name, child in module._modules.items()
     }
+    if isinstance(module, nn.RNNBase):
+        copy.__dict__["_flat_weights"] = [copy._parameters.get(name) for name in module._flat_weights_names]
     return copy
+
+
+def _without_sharing(value: Any) -> Any:
+    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+        return _values_of(value).clone()
+    if type(value) is list:
+        return [_without_sharing(item) for item in value]
+    if type(value) is dict:
+        return {key: _without_sharing(item) for key, item in value.items()}
+    return value
+
+
+def _values_of(tensor: Tensor) -> Tensor:
+    """The values, on the CPU, floating ones in float64; zeros for those of a meta tensor."""
+    if is_deferred(tensor):
+        tensor = whole_of(tensor)
+    tensor = torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.detach().cpu()
+    return tensor.to(torch.float64) if tensor.is_floating_point() else tensor
 
 
 def buffer_copies(module: nn.Module) -> dict[int, Tensor]:
     """A copy of each buffer for `shell_of`, on the CPU, floating ones in float64."""
-    return {
-        id(buffer): buffer.detach().cpu().to(torch.float64 if buffer.is_floating_point() else buffer.dtype, copy=True)
-        for buffer in module.buffers()
-    }
+    return {id(buffer): _values_of(buffer).clone() for buffer in module.buffers()}
 
 
 def wide_range_input(dim: int, scale: float, seed: int) -> Tensor:
@@ -62,14 +95,22 @@ def random_like(shape: Any, fan_in: int, seed: int) -> Tensor:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """The CPU's random state is as before afterwards; gradients are on, autocast is off."""
-    state = torch.get_rng_state()
-    try:
-        with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-            with torch.device("cpu"):
-                yield
-    finally:
-        torch.set_rng_state(state)
+    """Random states are as before afterwards; inside, gradients are on, autocast is off, tensors are made in float64."""
+    state, dtype = random.getstate(), torch.get_default_dtype()
+    numpy = sys.modules.get("numpy")
+    numpy_state = None if numpy is None else numpy.random.get_state()
+    with torch.random.fork_rng(devices=()):
+        try:
+            torch.set_default_dtype(torch.float64)
+            with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+                with torch.device("cpu"), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    yield
+        finally:
+            torch.set_default_dtype(dtype)
+            random.setstate(state)
+            if numpy is not None:
+                numpy.random.set_state(numpy_state)
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Tensor]) -> None:

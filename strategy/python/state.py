@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -50,6 +52,7 @@ class ModuleState:
     fused: bool = False  # a layer of a fused container
     sequence: Place | None = None  # where activations are cut along the sequence
     precision: torch.dtype | None = None  # what it computes in; None: as those around it
+    counts: tuple[tuple[str, int], ...] = ()  # attributes and their values on this rank, while the forward runs
     plan_key: Any = None  # set on the module that parallelize was called with
     plan_notes: tuple[str, ...] = ()
 
@@ -67,6 +70,35 @@ def set_state(module: nn.Module, state: ModuleState) -> None:
 
 def remove_state(module: nn.Module) -> None:
     module.__dict__.pop(_KEY, None)
+
+
+def counted(own_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward of a class whose modules have the values of `counts` inside, and their own ones for all other code."""
+
+    @functools.wraps(own_forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        counts = self._weft_state.counts
+        return with_values(self, counts, own_forward, (self, *args), kwargs)
+
+    return forward
+
+
+def with_values(
+    module: nn.Module,
+    values: Iterable[tuple[str, int]],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """`function(*args, **kwargs)`, during which attributes of a module have these values."""
+    before = [(name, getattr(module, name)) for name, _ in values]
+    for name, value in values:
+        setattr(module, name, value)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        for name, value in before:
+            setattr(module, name, value)
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from support.models import Attention, FeedForward, Llama, LlamaArgs, RMSNorm
+from support.models import FeedForward, Llama, LlamaArgs, RMSNorm
 from weft.strategy.assignments import Assignments
 from weft.strategy.auto import assign_auto
 
@@ -15,17 +18,56 @@ def styles(result: Assignments) -> dict[str, str]:
     return {name: assignment.style for name, assignment in result.styles.items()}
 
 
-class Hf(nn.Module):
-    """A block with the names of Hugging Face's Llama; its attention counts heads by -1 views."""
+class NamedAttention(nn.Module):
+    """Attention under any names, which counts heads by -1 views or by an attribute; norms as Qwen3 has them."""
 
-    def __init__(self, num_heads: int = 4, head_dim: int | None = 4, output: str = "o_proj") -> None:
+    def __init__(
+        self,
+        num_heads: int = 4,
+        names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj"),
+        counted_by: str | None = None,
+        norm: int = 0,
+    ) -> None:
         super().__init__()
-        self.self_attn = nn.Module()
-        for name in ("q_proj", "k_proj", "v_proj", output):
-            self.self_attn.add_module(name, nn.Linear(4 * num_heads, 4 * num_heads))
-        if head_dim is not None:
-            self.self_attn.head_dim = head_dim
+        self.names, self.counted_by = names, counted_by
+        for name in names:
+            self.add_module(name, nn.Linear(4 * num_heads, 4 * num_heads))
+        if counted_by is not None:
+            setattr(self, counted_by, num_heads)
+        self.config = {"heads": num_heads}
+        self.q_norm = RMSNorm(norm, torch.float32) if norm else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        *layers, output = (getattr(self, name) for name in self.names)
+        q, k, v = (layer(x) for layer in layers)
+        q = self.q_norm(q) if self.q_norm is not None and self.q_norm.weight.numel() > 4 else q
+        counts = getattr(self, self.counted_by) if self.counted_by is not None else -1
+        q, k, v = (each.view(*x.shape[:2], counts, 4).transpose(1, 2) for each in (q, k, v))
+        q = self.q_norm(q) if self.q_norm is not None and self.q_norm.weight.numel() == 4 else q
+        return output(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Hf(nn.Module):
+    """A block of such an attention and an MLP."""
+
+    def __init__(self, num_heads: int = 4, **options: Any) -> None:
+        super().__init__()
+        self.self_attn = NamedAttention(num_heads, **options)
         self.mlp = Swiglu(4 * num_heads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(x + self.self_attn(x))
+
+
+class FromConfig(NamedAttention):
+    """It looks up its number of heads where nothing can divide it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            layer(x).view(*x.shape[:2], self.config["heads"], -1).transpose(1, 2)
+            for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return self.o_proj(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
 class Swiglu(nn.Module):
@@ -54,58 +96,91 @@ class EncoderLike(nn.Module):
         return x + self.linear2(h if self.scale is None else h * self.scale)
 
 
-@pytest.mark.parametrize("output", ["o_proj", "out_proj", "dense"])
-def test_hugging_face_names(output: str) -> None:
-    result = assign_auto(Hf(output=output), 2)
+@pytest.mark.parametrize(
+    "names",
+    [("q_proj", "k_proj", "v_proj", "o_proj"), ("query", "key", "value", "proj"), ("a", "b", "c", "d")],
+    ids=["hugging face", "others", "any"],
+)
+@pytest.mark.parametrize("counted_by", [None, "num_heads", "h", "unknown"])
+def test_attention_of_any_names(names: tuple[str, ...], counted_by: str | None) -> None:
+    result = assign_auto(Hf(names=names, counted_by=counted_by), 2)
+    *columns, row = (f"self_attn.{name}" for name in names)
     assert styles(result) == {
-        "self_attn.q_proj": "column",
-        "self_attn.k_proj": "column",
-        "self_attn.v_proj": "column",
-        f"self_attn.{output}": "row",
+        **dict.fromkeys(columns, "column"),
+        row: "row",
         "mlp": "column_row_mlp",
         "mlp.gate_proj": "column",
         "mlp.up_proj": "column",
         "mlp.down_proj": "row",
     }
-    assert result.heads == {} and result.notes == []
+    assert result.counts == ({} if counted_by is None else {"self_attn": {counted_by: 2}})
+    assert result.notes == [] and result.gathered == []
 
 
 @pytest.mark.parametrize(
     ("model", "tp_size", "reason"),
     [
-        (Hf(num_heads=3), 2, "its 3 query heads do not divide by 2"),
-        (Hf(head_dim=None), 2, "no int attribute that counts its heads"),
-        (Llama(LlamaArgs(n_kv_heads=2)), 4, "n_kv_heads=2 does not divide by 4"),
+        (Hf(num_heads=3), 2, "differs by|has the shape|fails on one rank's heads"),
+        (Llama(LlamaArgs(n_kv_heads=2)), 4, "differs by|has the shape|fails on one rank's heads"),
+        (Hf(norm=16), 2, "fails on one rank's heads"),
     ],
-    ids=["three heads", "uncounted", "few key heads"],
+    ids=["three heads", "few key heads", "a norm over all heads"],
 )
-def test_attention_that_does_not_divide_stays_whole(model: nn.Module, tp_size: int, reason: str) -> None:
+def test_attention_that_does_not_divide_is_gathered(model: nn.Module, tp_size: int, reason: str) -> None:
     result = assign_auto(model, tp_size)
-    assert any(reason in note for note in result.notes), result.notes
-    assert not any("attention" in name or "attn" in name for name in result.styles)
+    cut = {style for name, style in styles(result).items() if "attention" in name or "attn" in name}
+    assert cut == {"column_gather_output", "row_split_input"}
+    assert re.search(reason, result.gathered[0][1]), result.gathered
+    assert result.gathered[0][0] in ("self_attn", "layers.0.attention")
     assert "column_row_mlp" in styles(result).values()
 
 
+def test_a_count_that_cannot_be_divided_is_gathered() -> None:
+    model = Hf()
+    model.self_attn = FromConfig()
+    result = assign_auto(model, 2)
+    assert styles(result)["self_attn.q_proj"] == "column_gather_output"
+    [warning] = result.warnings()
+    assert warning.startswith("'self_attn': its weights are sharded and its activations gathered: ")
+
+
+class TakesADict(NamedAttention):
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return super().forward(batch["tokens"])
+
+
+def test_code_that_cannot_be_tried_is_gathered() -> None:
+    model = nn.ModuleDict({"attention": TakesADict(), "mlp": Swiglu(8)})
+    result = assign_auto(model, 2)
+    assert styles(result)["attention.q_proj"] == "column_gather_output"
+    assert styles(result)["attention.o_proj"] == "row_split_input"
+    [(name, reason)] = result.gathered
+    assert name == "attention" and reason.startswith("no call of it could be tried ('attention': ")
+
+
+def test_an_example_has_code_tried() -> None:
+    model = TakesADict()
+    example = ({"tokens": torch.ones(2, 5, 16)},)
+    result = assign_auto(model, 2, example=example)
+    assert styles(result)["q_proj"] == "column" and result.gathered == []
+
+
 def test_norms_of_heads_sum_their_gradients() -> None:
-    model = nn.ModuleDict({"attention": Attention(LlamaArgs()), "mlp": Swiglu(8)})
-    model["attention"].q_norm = RMSNorm(4, torch.float32)
-    result = assign_auto(model, 2)
-    assert styles(result)["attention.wq"] == "column"
-    assert styles(result)["attention.q_norm"] == "replicate_sum_gradients"
+    result = assign_auto(Hf(norm=4), 2)
+    assert styles(result)["self_attn.q_proj"] == "column"
+    assert styles(result)["self_attn.q_norm"] == "replicate_sum_gradients"
 
 
-def test_attention_with_a_norm_over_all_heads_stays_whole() -> None:
-    model = nn.ModuleDict({"attention": Attention(LlamaArgs()), "mlp": Swiglu(8)})
-    model["attention"].q_norm = RMSNorm(16, torch.float32)
-    result = assign_auto(model, 2)
-    assert "attention.wq" not in result.styles
-    assert any("more parameters than its projections: q_norm.weight" in note for note in result.notes)
+def test_without_verification_names_are_enough() -> None:
+    model = Hf()
+    model.self_attn = FromConfig(counted_by="n_heads")
+    result = assign_auto(model, 2, verify="never")
+    assert styles(result)["self_attn.q_proj"] == "column" and result.counts["self_attn"] == {"n_heads": 2}
 
 
 def test_shared_key_heads_are_divided_too() -> None:
     result = assign_auto(Llama(LlamaArgs(n_heads=4, n_kv_heads=2)), 2)
-    assert result.heads["layers.0.attention", "n_heads"] == 2
-    assert result.heads["layers.0.attention", "n_kv_heads"] == 1
+    assert result.counts["layers.0.attention"] == {"n_heads": 2, "n_kv_heads": 1}
 
 
 def test_encoder_like_layers_are_split_where_that_is_right() -> None:
@@ -144,7 +219,8 @@ class Several(nn.Module):
 
 
 def cut(model: nn.Module) -> dict[str, str]:
-    return {name: style for name, style in styles(assign_auto(model, 2)).items() if not name.startswith("mlp")}
+    others = ("mlp", "blocks", "other")
+    return {name: style for name, style in styles(assign_auto(model, 2)).items() if not name.startswith(others)}
 
 
 def test_tables_and_layers_of_one_weight() -> None:

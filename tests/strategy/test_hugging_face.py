@@ -139,7 +139,8 @@ def test_a_config_with_a_plan_is_enough(world_size: int) -> None:
     styles = {row.parameter: row.style for row in report(model).rows}
     assert styles["model.output.weight"] == "column_gather_output"
     assert styles["model.layers.0.attention.wq.weight"] == "column"
-    assert model.model.layers[0].attention.n_heads == 2
+    assert model.model.layers[0].attention.n_heads == 4, "it counts a rank's heads inside its forward alone"
+    assert "model.layers.0.attention.n_heads = 2 on this rank, inside its module's forward" in report(model).notes
     assert "model.vision.proj: of Hugging Face's plan, matches nothing" in report(model).notes
 
 

@@ -195,7 +195,7 @@ REFUSALS = {
         {"0.out_proj": "row"},
         "'0.out_proj' is a layer of an nn.MultiheadAttention",
     ),
-    "nothing found": (lambda: nn.Sequential(nn.Linear(4, 4)), "auto", "found nothing to shard.*w1/w3/w2"),
+    "nothing found": (lambda: nn.Sequential(nn.Linear(4, 4)), "auto", "found nothing to shard.*weft_fsdp"),
 }
 
 

@@ -154,7 +154,10 @@ def test_a_callable_names_the_style_of_each_module(world_size: int) -> None:
 
 @on_ranks(2)
 def test_the_report_is_a_table(world_size: int) -> None:
-    plan = Plan(RULES)
+    others = {
+        f"layers.*.attention.{name}": style for name, style in (("wk", "column"), ("wv", "column"), ("wo", "row"))
+    }
+    plan = Plan(RULES | others)
     model = weft.parallelize(Llama(LlamaArgs(tie_head=True)), tensor_parallel(world_size), plan)
     assert plan.report() == report(model)
     lines = str(plan.report()).splitlines()

@@ -1,0 +1,68 @@
+"""Which linear layers of a module feed which others, found by running it.
+
+In a weightless run the output of every linear layer is a leaf of the autograd graph, so the input of a layer depends
+on exactly those layers whose output reaches it through no other one: attention's query, key and value layers reach its
+output layer, and an MLP's up layer its down layer. Such a *group*, sources and the sink that they reach alone, is what
+tensor parallelism shards by column and by row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from weft.strategy.verification.weightless import Run
+
+OUTPUT = ""  # stands for what the module returns
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Linear layers by their names below the module: the output of each source reaches the input of the sink alone."""
+
+    sources: tuple[str, ...]
+    sink: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Flow:
+    """reaches: for each layer that was called, the layers whose input depends on its output; OUTPUT for the result."""
+
+    reaches: dict[str, set[str]]
+
+    def groups(self) -> list[Group]:
+        """The groups, in the order of the sinks' first calls."""
+        return self._groups(lambda targets: targets)
+
+    def blocked(self) -> list[Group]:
+        """What would be groups if the module did not return what its sources gave, which its caller may not use."""
+        groups = self.groups()
+        return [group for group in self._groups(lambda targets: targets - {OUTPUT}) if group not in groups]
+
+    def _groups(self, seen: Callable[[set[str]], set[str]]) -> list[Group]:
+        found = []
+        for sink in self.reaches:
+            sources = tuple(layer for layer, targets in self.reaches.items() if sink in targets)
+            if sources and all(seen(self.reaches[layer]) == {sink} for layer in sources) and sink not in sources:
+                found.append(Group(sources, sink))
+        return found
+
+
+def flow_of(run: Run) -> Flow:
+    """What reaches what in one run."""
+    reaches: dict[str, set[str]] = {call.layer: set() for call in run.calls}
+    ends = [(call.layer, call.input) for call in run.calls]
+    ends += [(OUTPUT, leaf) for leaf in tree_leaves(run.output) if isinstance(leaf, Tensor)]
+    leaves = [call.output for call in run.calls]
+    for name, end in ends:
+        if not end.requires_grad:
+            continue
+        grads = torch.autograd.grad(end, leaves, torch.ones_like(end), retain_graph=True, allow_unused=True)
+        for call, grad in zip(run.calls, grads, strict=True):
+            if grad is not None:
+                reaches[call.layer].add(name)
+    return Flow(reaches)

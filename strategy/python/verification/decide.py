@@ -1,0 +1,260 @@
+"""What becomes of the linear layers of a model: the groups that its modules have, each with a verdict.
+
+Modules are looked at from the inside out, each with the arguments it was called with, so that a group is found in the
+smallest module that has all of it. Modules of equal code, configuration and arguments are looked at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from weft.strategy.assignments import join
+from weft.strategy.linears import features
+from weft.strategy.shell import undisturbed
+from weft.strategy.state import original_class
+from weft.strategy.verification.dataflow import Flow, Group, flow_of
+from weft.strategy.verification.heads import Counts, Verdict, verdict_on
+from weft.strategy.verification.rehearsal import Call, Rehearsal
+from weft.strategy.verification.weightless import Layers, Weightless
+
+_HEAD_WORDS = ("head", "kv_groups")
+_HEAD_NAMES = ("h", "nh", "nheads", "nhead", "n_h", "num_h", "kv", "n_kv")
+_PER_HEAD_WORDS = ("dim", "size", "hidden", "channels", "width")
+_PLACES = {
+    *("layer_idx", "layer_id", "layer_index", "layer_number", "layer_num", "block_idx", "block_index", "idx", "index"),
+}
+_NO_CONFIGURATION = ("_parameters", "_buffers", "_modules", "training")
+_MAX_CALLS_OF_LAYERS = 64  # in one module that is looked at: larger ones have been, from the inside
+_MAX_CANDIDATES = 12
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """One group of a model: the module that has all of it, and whether it computes the same by heads."""
+
+    container: str
+    group: Group
+    verdict: Verdict
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The names of the layers in the model."""
+        return tuple(join(self.container, layer) for layer in self.group.sources)
+
+    @property
+    def sink(self) -> str:
+        return join(self.container, self.group.sink)
+
+
+def decide(
+    model: nn.Module, rehearsal: Rehearsal, num_ranks: int, is_free: Callable[[nn.Module], bool], *, trust: bool = False
+) -> list[Decision]:
+    """The groups of layers of a model that are free to be sharded, with a verdict on each.
+
+    Args:
+        is_free: whether a linear layer may be sharded and is not yet.
+        trust: whether groups count as accepted that were not compared.
+    """
+    examiner = _Examiner(model, rehearsal, num_ranks, is_free, trust)
+    with undisturbed():
+        examiner.visit("", model)
+    return examiner.decisions
+
+
+@dataclasses.dataclass(frozen=True)
+class _Left:
+    """The ids of the free linear layers below a module; whether groups of them are hidden by what it returns."""
+
+    layers: set[int] = dataclasses.field(default_factory=set)
+    is_blocked: bool = False
+
+
+class _Examiner:
+    def __init__(
+        self,
+        model: nn.Module,
+        rehearsal: Rehearsal,
+        num_ranks: int,
+        is_free: Callable[[nn.Module], bool],
+        trust: bool,
+    ) -> None:
+        self.rehearsal, self.num_ranks, self.trust = rehearsal, num_ranks, trust
+        self.free = {
+            id(m) for m in model.modules() if id(m) in rehearsal.called and not _is_read(m, rehearsal) and is_free(m)
+        }
+        self.decisions: list[Decision] = []
+        self._seen: set[int] = set()
+        self._flows: dict[Any, Flow | None] = {}
+        self._verdicts: dict[Any, Verdict] = {}
+
+    def visit(self, name: str, module: nn.Module) -> _Left:
+        """Decide on the groups inside a module; returns what is left below it."""
+        if id(module) in self._seen:
+            return _Left()
+        self._seen.add(id(module))
+        parts = [self.visit(join(name, key), child) for key, child in module.named_children()]
+        layers = set[int]().union(*(part.layers for part in parts))
+        if id(module) in self.free:
+            layers.add(id(module))
+        # A group not found further inside has layers in several children, or gave its caller more than its result.
+        may_have_more = sum(bool(part.layers) for part in parts) > 1 or any(part.is_blocked for part in parts)
+        calls = self.rehearsal.calls.get(id(module), [])
+        left = _Left(layers, any(part.is_blocked for part in parts))
+        if len(layers) < 2 or not may_have_more or not calls:
+            return left
+        names = {name: layer for layer, name in Layers.of(module).linears.items() if layer in layers}
+        key = (_signature(module, with_places=True), *(_arguments(call) for call in calls), tuple(sorted(names)))
+        if key not in self._flows:
+            self._flows[key] = self._flow(module, calls)
+        flow = self._flows[key]
+        if flow is None:
+            return left
+        for group in flow.groups():
+            if names.keys() >= {*group.sources, group.sink}:
+                self.decisions.append(Decision(name, group, self._verdict_on(module, group, calls)))
+                layers -= {names[layer] for layer in (*group.sources, group.sink)}
+        blocked = any(names.keys() >= {*group.sources, group.sink} for group in flow.blocked())
+        return _Left(layers, blocked)
+
+    def _verdict_on(self, module: nn.Module, group: Group, calls: Sequence[Call]) -> Verdict:
+        """The verdict on a module that is like an earlier one, or by all calls; one call where only its place differs."""
+        arguments = tuple(_arguments(call) for call in calls)
+        exact = (_signature(module, with_places=True), arguments, group)
+        alike = (_signature(module, with_places=False), arguments, group)
+        verdict = self._verdicts.get(exact)
+        if verdict is None and (known := self._verdicts.get(alike)) is not None and known.is_accepted:
+            verdict = self._verdict(module, group, calls[:1], [known.counts])
+            verdict = verdict if verdict.is_accepted else None
+        if verdict is None:
+            verdict = self._verdict(module, group, calls)
+        self._verdicts[exact] = verdict
+        self._verdicts.setdefault(alike, verdict)
+        return verdict
+
+    def _flow(self, module: nn.Module, calls: Sequence[Call]) -> Flow | None:
+        run = Weightless(module, calls[0].scale)
+        args, kwargs = calls[0].fresh()
+        try:
+            shown = run.run(args, kwargs, training=calls[0].training)
+        except Exception:  # it ran inside its parent, whose state it needs
+            return None
+        return flow_of(shown) if len(shown.calls) <= _MAX_CALLS_OF_LAYERS else None
+
+    def _verdict(
+        self, module: nn.Module, group: Group, calls: Sequence[Call], candidates: Sequence[Counts] | None = None
+    ) -> Verdict:
+        modules = dict(module.named_modules())
+        for layer in (*group.sources, group.sink):
+            size = features(modules[layer])[0 if layer == group.sink else 1]
+            if size % self.num_ranks:
+                return Verdict(False, reason=f"the {size} features of '{layer}' do not divide by {self.num_ranks}")
+            if modules[layer]._forward_hooks or modules[layer]._forward_pre_hooks:
+                return Verdict(False, reason=f"'{layer}' has hooks, which would see one rank's heads")
+        if self.num_ranks == 1:
+            return Verdict(True)
+        if candidates is None:
+            candidates = list(itertools.islice(_candidates(module, group, self.num_ranks), _MAX_CANDIDATES))
+        if self.trust:
+            return Verdict(True, candidates[min(1, len(candidates) - 1)])
+        return verdict_on(module, group, calls, self.num_ranks, candidates)
+
+
+def _is_read(module: nn.Module, rehearsal: Rehearsal) -> bool:
+    return any(id(p) in rehearsal.read for p in module._parameters.values() if p is not None)
+
+
+# ---- attributes that may count heads -------------------------------------------------------------------------
+
+
+def _candidates(container: nn.Module, group: Group, num_ranks: int) -> Iterator[Counts]:
+    """Which attributes to divide while their module's forward runs, the likeliest first: none, then numbers of heads.
+
+    A guess that is wrong computes something else, and is refused: names only decide what is tried first.
+    """
+    yield {}
+    modules = dict(container.named_modules())
+    sizes = {features(modules[layer])[1] for layer in group.sources} | {features(modules[group.sink])[0]}
+    counts: dict[tuple[str, str], int] = {}
+    widths: dict[tuple[str, str], int] = {}
+    others: dict[tuple[str, str], int] = {}
+    for name, module in modules.items():
+        if type(module).forward is nn.Module.forward or name in (*group.sources, group.sink):
+            continue
+        for attribute, value in module.__dict__.items():
+            if type(value) is not int or value < 2 or value % num_ranks:
+                continue
+            place = (name, attribute)
+            if value in sizes:
+                widths[place] = value
+            elif any(size % value == 0 for size in sizes):
+                (counts if _counts_heads(attribute) else others)[place] = value
+    by_value: dict[int, list[tuple[str, str]]] = {}
+    for place, value in others.items():
+        by_value.setdefault(value, []).append(place)
+    choices = [[*counts], [*counts, *widths], [*widths]]
+    for places in by_value.values():
+        choices += [[*places], [*places, *widths]]
+    choices += [[place, *widths] for place in counts] + [[place] for place in counts]
+    values = {**counts, **widths, **others}
+    done: list[Counts] = [{}]
+    for choice in choices:
+        made: dict[str, dict[str, int]] = {}
+        for place in choice:
+            made.setdefault(place[0], {})[place[1]] = values[place] // num_ranks
+        if made not in done:
+            done.append(made)
+            yield made
+
+
+def _counts_heads(attribute: str) -> bool:
+    lower = attribute.lower().strip("_")
+    is_count = any(word in lower for word in _HEAD_WORDS) and not any(word in lower for word in _PER_HEAD_WORDS)
+    return is_count or lower in _HEAD_NAMES
+
+
+# ---- what makes two modules alike ----------------------------------------------------------------------------
+
+
+def _signature(module: nn.Module, with_places: bool) -> tuple[Any, ...]:
+    """Equal for equal modules: classes, plain attributes, shapes; other objects by identity.
+
+    `with_places`: attributes that count the module among others, as `layer_idx`, are attributes like any other.
+    """
+    parts: list[Any] = []
+    for name, inner in module.named_modules():
+        attributes = tuple(
+            (key, _plain(value))
+            for key, value in sorted(inner.__dict__.items())
+            if key not in _NO_CONFIGURATION and "hook" not in key and (with_places or key not in _PLACES)
+        )
+        shapes = tuple(
+            (key, None if value is None else (tuple(value.shape), value.dtype))
+            for key, value in (*inner._parameters.items(), *inner._buffers.items())
+        )
+        parts.append((name, original_class(inner), attributes, shapes))
+    return tuple(parts)
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
+        return value
+    if isinstance(value, (tuple, list)) and len(value) <= 16:
+        return tuple(_plain(item) for item in value)
+    return id(value)
+
+
+def _arguments(call: Call) -> tuple[Any, ...]:
+    def of(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
+        return leaf if leaf is None or isinstance(leaf, (bool, int, float, str)) else type(leaf)
+
+    leaves = (*tree_leaves(call.args), "", *sorted(call.kwargs), *tree_leaves(dict(call.kwargs)))
+    return call.training, call.scale, tuple(of(leaf) for leaf in leaves)

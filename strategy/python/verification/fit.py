@@ -1,0 +1,130 @@
+"""Whether the column and row rules of a plan fit together: what one leaves sharded is what the next one takes."""
+
+from __future__ import annotations
+
+import functools
+
+from torch import nn
+
+from weft.strategy.assignments import Assignment, Assignments, join, parent_name
+from weft.strategy.shell import undisturbed
+from weft.strategy.verification.dataflow import OUTPUT, Flow, flow_of
+from weft.strategy.verification.evidence import Evidence
+from weft.strategy.verification.weightless import Weightless
+
+_MAX_LAYERS = 64  # that a module calls whose flow is looked at
+
+
+def check_fit(result: Assignments, model: nn.Module, evidence: Evidence) -> None:
+    """Refuse column and row rules of which one needs another that is not there, as far as the forward can be tried.
+
+    Raises:
+        ValueError: a column layer whose output reaches another layer than a row layer, or leaves the model; a row layer
+            whose input comes from a layer that is not a column layer; with verify="always" layers that do not compute
+            the same by heads.
+    """
+    styles = {name: a.style for name, a in result.styles.items() if a.style in ("column", "row") and not a.fused_into}
+    if not styles or evidence.tp_size == 1 or evidence.mode == "never":
+        return
+    modules = dict(model.named_modules())
+    with undisturbed():
+        flows = _Flows(model, evidence)
+        for name, style in styles.items():
+            if name in modules and evidence.is_called(modules[name]):
+                (_check_column if style == "column" else _check_row)(name, flows, result)
+    if evidence.mode == "always":
+        own = {id(modules[name]) for name in styles if name in modules}
+        for decision in evidence.decisions(lambda layer: id(layer) in own):
+            of_sources = {styles[source] for source in decision.sources}
+            is_pair = of_sources == {"column"} and styles[decision.sink] == "row"
+            if is_pair and not decision.verdict.is_accepted:
+                raise ValueError(
+                    f"parallelize: the rules for {_listed(decision.sources)} and '{decision.sink}' change what "
+                    f"'{decision.container}' computes: {decision.verdict.reason}; use column_gather_output and "
+                    "row_split_input for them."
+                )
+
+
+class _Flows:
+    """What reaches what in the modules above a layer, from the inside out."""
+
+    def __init__(self, model: nn.Module, evidence: Evidence) -> None:
+        self._modules = dict(model.named_modules())
+        self._calls = evidence.rehearsal.calls
+
+    def above(self, layer: str) -> list[tuple[str, Flow]]:
+        found = []
+        name = layer
+        while name:
+            name = parent_name(name)
+            flow = self.of(name)
+            if flow is not None:
+                found.append((name, flow))
+        return found
+
+    @functools.cache  # noqa: B019  (it lives as long as the check)
+    def of(self, name: str) -> Flow | None:
+        calls = self._calls.get(id(self._modules[name]))
+        if not calls:
+            return None
+        args, kwargs = calls[0].fresh()
+        try:
+            run = Weightless(self._modules[name]).run(args, kwargs, training=calls[0].training)
+        except Exception:  # it ran inside its parent, whose state it needs
+            return None
+        return flow_of(run) if len(run.calls) <= _MAX_LAYERS else None
+
+
+def _check_column(name: str, flows: _Flows, result: Assignments) -> None:
+    above = flows.above(name)
+    for container, flow in above:
+        targets = [join(container, target) for target in flow.reaches.get(_below(container, name), set()) - {OUTPUT}]
+        wrong = [target for target in targets if not _takes_shards(result, target)]
+        if wrong:
+            raise ValueError(
+                f"parallelize: the rule for '{name}' is column, which leaves its output sharded, but that reaches "
+                f"'{wrong[0]}' with the style '{_style(result, wrong[0])}'; give '{wrong[0]}' the style row, or "
+                f"'{name}' column_gather_output."
+            )
+        if targets:
+            return
+    if above and above[-1][0] == "" and OUTPUT in above[-1][1].reaches.get(name, set()):
+        raise ValueError(
+            f"parallelize: the rule for '{name}' is column, which leaves its output sharded, but no row layer follows "
+            "and the model returns it; use column_gather_output, or vocab_head for logits."
+        )
+
+
+def _check_row(name: str, flows: _Flows, result: Assignments) -> None:
+    for container, flow in flows.above(name):
+        below = _below(container, name)
+        sources = [join(container, source) for source, targets in flow.reaches.items() if below in targets]
+        wrong = [source for source in sources if not _gives_shards(result, source)]
+        if wrong:
+            raise ValueError(
+                f"parallelize: the rule for '{name}' is row, which takes a sharded input, but that comes from "
+                f"'{wrong[0]}' with the style '{_style(result, wrong[0])}'; give '{wrong[0]}' the style column, or "
+                f"'{name}' row_split_input."
+            )
+        if sources:
+            return
+
+
+def _below(container: str, name: str) -> str:
+    return name[len(container) + 1 :] if container else name
+
+
+def _style(result: Assignments, name: str) -> str:
+    return result.styles.get(name, Assignment("replicate")).style
+
+
+def _takes_shards(result: Assignments, name: str) -> bool:
+    return _style(result, name) in ("row", "replicate_sum_gradients")
+
+
+def _gives_shards(result: Assignments, name: str) -> bool:
+    return _style(result, name) in ("column", "replicate_sum_gradients")
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return ", ".join(f"'{name}'" for name in names)

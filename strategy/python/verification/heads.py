@@ -1,0 +1,311 @@
+"""Whether the code between the layers of a group computes the same on one rank's features as on all of them.
+
+Reference: the module's own code with full outputs of the group's sources, which is what gathered projections give it,
+right whatever that code does. Candidate, for each rank: the same code with that rank's chunk of those outputs, and with
+the numbers of heads it reads divided by the number of ranks. The candidate is right if the sink's input is that rank's
+chunk of the reference's, everything else that the module computes is the reference's, and so are all gradients. The
+layers themselves need no check: column and row operators are exact for any weight, so none is needed here. All ranks
+are tried on each rank, without communication, from the same seeds: they come to the same verdict.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from weft.strategy.state import with_values
+from weft.strategy.verification.dataflow import Group
+from weft.strategy.verification.rehearsal import Call
+from weft.strategy.verification.weightless import Run, Weightless, drawn
+
+Counts = Mapping[str, Mapping[str, int]]  # by module below the container: attribute -> value on a rank
+
+_TOLERANCE = 1e-9
+_ROUNDED_TOLERANCE = 5e-6  # where the code itself rounds to float32 on the way
+_MAX_ELEMENTS = 1 << 24  # of parameters between the layers
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What the runs have shown.
+
+    counts: the attributes that count heads, on a rank, while the module that holds them runs its forward.
+    summed: the modules whose own parameters get a rank's part of their gradients.
+    reason: why not, in words that end a sentence; "" when accepted. difference: the largest relative one seen.
+    """
+
+    is_accepted: bool
+    counts: Counts = dataclasses.field(default_factory=dict)
+    summed: tuple[str, ...] = ()
+    reason: str = ""
+    difference: float = 0.0
+
+
+def verdict_on(
+    container: nn.Module, group: Group, calls: Sequence[Call], num_ranks: int, candidates: Sequence[Counts]
+) -> Verdict:
+    """The first of the candidates with which all calls agree; the refusal of the likeliest one otherwise."""
+    largest = max((p.numel() for p in _beside_layers(container)), default=0)
+    if largest > _MAX_ELEMENTS:
+        return Verdict(False, reason=f"it has a parameter of {largest} elements beside its linear layers")
+    refusals: list[Verdict] = []
+    for counts in candidates:
+        verdict = _try(container, group, calls, num_ranks, counts)
+        if verdict.is_accepted:
+            return verdict
+        refusals.append(verdict)
+    with_numbers = [each for each in refusals if each.difference > 0]
+    return (with_numbers or refusals)[-1]
+
+
+def _beside_layers(container: nn.Module) -> list[Tensor]:
+    run = Weightless(container)
+    return [p for p in container.parameters() if id(p) in run.parameters]
+
+
+class _Differs(Exception):
+    def __init__(self, reason: str, difference: float = 0.0) -> None:
+        super().__init__(reason)
+        self.reason, self.difference = reason, difference
+
+
+def _try(container: nn.Module, group: Group, calls: Sequence[Call], num_ranks: int, counts: Counts) -> Verdict:
+    worst, summed = 0.0, set[str]()
+    for call in calls:
+        comparison = _Comparison(container, group, call, num_ranks, counts)
+        try:
+            worst = max(worst, comparison.run())
+        except _Differs as error:
+            return Verdict(False, counts, reason=error.reason, difference=error.difference)
+        except Exception as error:  # whatever the user's code raises is the answer
+            text = (str(error).strip() or "no text").splitlines()[0]
+            return Verdict(
+                False, counts, reason=f"its forward fails on one rank's heads ({type(error).__name__}: {text})"
+            )
+        summed |= comparison.summed
+    return Verdict(True, counts, tuple(sorted(summed)), difference=worst)
+
+
+class _Comparison:
+    """One call of a container, full and on each rank."""
+
+    def __init__(self, container: nn.Module, group: Group, call: Call, num_ranks: int, counts: Counts) -> None:
+        self.runs = Weightless(container, call.scale, full_values=True)
+        self.names = {id(p): name for name, p in container.named_parameters()}
+        self.group, self.call, self.num_ranks, self.counts = group, call, num_ranks, counts
+        self.worst = 0.0
+        self.rounds: bool | None = None
+        self.summed: set[str] = set()
+
+    def run(self) -> float:
+        full, full_args = self._run({}, {})
+        between, rest = self._gradients(full, full_args, None)
+        self._refuse_other_inputs(between, full_args)
+        sums: dict[int, Tensor] = {}
+        for rank in range(self.num_ranks):
+            part, part_args = self._run(self._chunks(rank), self.counts)
+            self._compare_values(full, part, rank)
+            part_between, part_rest = self._gradients(part, part_args, rank)
+            self._compare_gradients(full, between, rest, part_between, part_rest, rank)
+            for key, grad in part_between.parameters.items():
+                sums[key] = sums.get(key, torch.zeros_like(grad)) + grad
+        for key, grad in between.parameters.items():
+            self._close(sums.get(key, torch.zeros_like(grad)), grad, f"the gradient of '{self.names[key]}'")
+        self._find_summed(between, rest)
+        return self.worst
+
+    def _run(self, replace: Mapping[str, Callable[[int, Tensor], Tensor]], counts: Counts) -> tuple[Run, list[Tensor]]:
+        args, kwargs = self.call.fresh()
+        torch.manual_seed(0)
+        wrap = None if not counts else lambda name, shell, own: _with_counts(shell, own, counts.get(name, {}))
+        run = self.runs.run(args, kwargs, training=self.call.training, replace=replace, wrap=wrap)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        return run, tensors
+
+    def _chunks(self, rank: int) -> dict[str, Callable[[int, Tensor], Tensor]]:
+        def chunk(_number: int, output: Tensor) -> Tensor:
+            return output.chunk(self.num_ranks, -1)[rank].contiguous()
+
+        return {**dict.fromkeys(self.group.sources, chunk), self.group.sink: lambda _number, output: output}
+
+    # ---- values --------------------------------------------------------------------------------------------
+
+    def _compare_values(self, full: Run, part: Run, rank: int) -> None:
+        if [c.layer for c in full.calls] != [c.layer for c in part.calls]:
+            raise _Differs("it calls other layers with one rank's heads")
+        for ours, theirs in zip(part.calls, full.calls, strict=True):
+            expected = theirs.input
+            if ours.layer == self.group.sink:
+                expected = expected.chunk(self.num_ranks, -1)[rank]
+            self._close(ours.input, expected, f"the input of '{ours.layer}'")
+        ours, theirs = _tensors(part.output), _tensors(full.output)
+        if len(ours) != len(theirs):
+            raise _Differs("it returns another number of tensors with one rank's heads")
+        for a, b in zip(ours, theirs, strict=True):
+            self._close(a, b, "what it returns")
+        buffers = part.buffers()
+        for name, value in full.buffers().items():
+            self._close(buffers[name], value, f"the buffer '{name}'")
+
+    def _close(self, ours: Tensor, theirs: Tensor, what: str) -> None:
+        if ours.shape != theirs.shape:
+            raise _Differs(f"{what} has the shape {list(ours.shape)} in place of {list(theirs.shape)}")
+        ours, theirs = ours.detach(), theirs.detach()
+        if ours.dtype != theirs.dtype:
+            raise _Differs(f"{what} is {ours.dtype} in place of {theirs.dtype}")
+        if not (theirs.is_floating_point() or theirs.is_complex()):
+            if not torch.equal(ours, theirs):
+                raise _Differs(f"{what} differs")
+            return
+        difference = _relative(ours, theirs)
+        if difference > _TOLERANCE and not (difference <= _ROUNDED_TOLERANCE and self._is_rounded()):
+            raise _Differs(f"{what} differs by {difference:.2g} of its norm", difference)
+        self.worst = max(self.worst, difference)
+
+    def _is_rounded(self) -> bool:
+        """Whether the code makes float32 or half values on its way."""
+        if self.rounds is None:
+            with _RoundingSeen() as seen:
+                self._run({}, {})
+            self.rounds = seen.is_seen
+        return self.rounds
+
+    # ---- gradients -----------------------------------------------------------------------------------------
+
+    def _gradients(self, run: Run, args: list[Tensor], rank: int | None) -> tuple[_Gradients, _Gradients]:
+        """Of what reaches the sink, and of everything else, by random cotangents."""
+        sinks, others = [], []
+        for number, call in enumerate(run.calls):
+            if call.layer == self.group.sink:
+                width = call.input.shape[-1] * (1 if rank is None else self.num_ranks)
+                cotangent = drawn((*call.input.shape[:-1], width), 11, number)
+                cotangent = cotangent if rank is None else cotangent.chunk(self.num_ranks, -1)[rank]
+                sinks.append((call.input, cotangent))
+            else:
+                others.append((call.input, drawn(call.input.shape, 12, number)))
+        for number, output in enumerate(_tensors(run.output)):
+            others.append((output, drawn(output.shape, 13, number)))
+        leaves = [call.output for call in run.calls]
+        return tuple(_Gradients.of(ends, leaves, self.runs.parameters, args) for ends in (sinks, others))
+
+    def _refuse_other_inputs(self, between: _Gradients, args: list[Tensor]) -> None:
+        for grad in between.args:
+            if grad is not None and bool(grad.count_nonzero()):
+                raise _Differs("code between its layers computes with another input, whose gradient needs all heads")
+
+    def _compare_gradients(
+        self,
+        full: Run,
+        between: _Gradients,
+        rest: _Gradients,
+        part_between: _Gradients,
+        part_rest: _Gradients,
+        rank: int,
+    ) -> None:
+        for call, theirs, ours in zip(full.calls, between.leaves, part_between.leaves, strict=True):
+            if call.layer in self.group.sources and theirs is not None:
+                expected = theirs.chunk(self.num_ranks, -1)[rank]
+                ours = torch.zeros_like(expected) if ours is None else ours
+                self._close(ours, expected, f"the gradient of the output of '{call.layer}'")
+        for call, theirs, ours in zip(full.calls, rest.leaves, part_rest.leaves, strict=True):
+            if call.layer not in self.group.sources and theirs is not None:
+                ours = torch.zeros_like(theirs) if ours is None else ours
+                self._close(ours, theirs, f"the gradient of the output of '{call.layer}'")
+        for theirs, ours in zip(rest.args, part_rest.args, strict=True):
+            if theirs is not None:
+                self._close(torch.zeros_like(theirs) if ours is None else ours, theirs, "the gradient of an input")
+        for key, theirs in rest.parameters.items():
+            ours = part_rest.parameters.get(key)
+            ours = torch.zeros_like(theirs) if ours is None else ours
+            self._close(ours, theirs, f"the gradient of '{self.names[key]}'")
+
+    def _find_summed(self, between: _Gradients, rest: _Gradients) -> None:
+        """The modules whose parameters are used between the layers; each of theirs must be used there alone."""
+        elsewhere = {key for key, grad in rest.parameters.items() if bool(grad.count_nonzero())}
+        for key, grad in between.parameters.items():
+            if not bool(grad.count_nonzero()):
+                continue
+            owner = self.names[key].rpartition(".")[0]
+            own = {k for k, name in self.names.items() if name.rpartition(".")[0] == owner}
+            if own & elsewhere:
+                raise _Differs(f"'{self.names[key]}' is used between its layers and beside a parameter used elsewhere")
+            self.summed.add(owner)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gradients:
+    leaves: list[Tensor | None]
+    parameters: dict[int, Tensor]
+    args: list[Tensor | None]
+
+    @classmethod
+    def of(
+        cls,
+        ends: list[tuple[Tensor, Tensor]],
+        leaves: list[Tensor],
+        parameters: Mapping[int, Tensor],
+        args: list[Tensor],
+    ) -> _Gradients:
+        ends = [(end, cotangent) for end, cotangent in ends if end.requires_grad and not end.is_complex()]
+        learned = {key: value for key, value in parameters.items() if value.requires_grad}
+        inputs = [*leaves, *learned.values(), *args]
+        if not ends or not inputs:
+            return cls([None] * len(leaves), {}, [None] * len(args))
+        grads = torch.autograd.grad(
+            [end for end, _ in ends],
+            inputs,
+            [cotangent.to(end.dtype) for end, cotangent in ends],
+            allow_unused=True,
+            retain_graph=True,
+        )
+        of_leaves, of_rest = list(grads[: len(leaves)]), list(grads[len(leaves) :])
+        of_parameters = dict(zip(learned, of_rest[: len(learned)], strict=True))
+        found = {key: grad for key, grad in of_parameters.items() if grad is not None}
+        return cls(of_leaves, found, of_rest[len(learned) :])
+
+
+def _with_counts(module: nn.Module, forward: Callable[..., Any], counts: Mapping[str, int]) -> Callable[..., Any]:
+    """A forward inside which attributes of its module have other values, as when it runs sharded."""
+
+    def divided(*args: Any, **kwargs: Any) -> Any:
+        return with_values(module, counts.items(), forward, args, kwargs)
+
+    return divided if counts else forward
+
+
+class _RoundingSeen(TorchDispatchMode):
+    is_seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.dtype in (torch.float32, torch.bfloat16, torch.float16):
+                self.is_seen = True
+        return result
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+
+
+def _relative(ours: Tensor, theirs: Tensor) -> float:
+    """The norm of the difference over that of the reference; a NaN agrees with a NaN at its place."""
+    nan = theirs.isnan()
+    if bool(nan.any()) or bool(ours.isnan().any()):
+        if not torch.equal(nan, ours.isnan()):
+            return float("inf")
+        ours, theirs = ours.masked_fill(nan, 0.0), theirs.masked_fill(nan, 0.0)
+    infinite = theirs.isinf()
+    if bool(infinite.any()) or bool(ours.isinf().any()):
+        if not torch.equal(theirs[infinite], ours[infinite]) or not torch.equal(infinite, ours.isinf()):
+            return float("inf")
+        ours, theirs = ours.masked_fill(infinite, 0.0), theirs.masked_fill(infinite, 0.0)
+    # Values are of the order of 1; a gradient that is zero but for rounding agrees with another such.
+    norm = max(float(theirs.norm()), 1e-5 * theirs.numel() ** 0.5)
+    return float((ours - theirs).norm()) / norm if theirs.numel() else 0.0

@@ -1,0 +1,173 @@
+"""Calls of a model without its weights, to learn with which arguments its modules are called.
+
+The arguments that a module gets from its parent (masks, positions, caches) are recorded before each call, so that the
+module can be run on them again by itself. Where the model as a whole cannot be called, its modules are tried.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from weft.strategy.shell import undisturbed
+from weft.strategy.verification.samples import Sample, samples_for
+from weft.strategy.verification.weightless import Layers, Weightless
+
+_MAX_CALLS = 2  # that are kept of a module in one run
+_SCALES = (1.0, 3.0)  # of the layers' outputs in the two runs
+_MAX_DEPTH = 4  # of modules that are tried by themselves
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call of a module: its arguments as they were, detached, in train or eval mode.
+
+    learned: the ids of tensors among the arguments that depend on parameters or activations.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    training: bool
+    scale: float
+
+    def fresh(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments in storage of their own, as leaves of a new graph."""
+        memo: dict[int, Any] = {}
+        return _copied(self.args, memo), _copied(dict(self.kwargs), memo)
+
+
+@dataclasses.dataclass
+class Rehearsal:
+    """What is known from the runs.
+
+    calls: by the id of a module. called, read: as in `Weightless`. tried: the ids of the layers below what was run.
+    why_not: the name of a module that could not be called, and the reason.
+    """
+
+    calls: dict[int, list[Call]] = dataclasses.field(default_factory=dict)
+    called: set[int] = dataclasses.field(default_factory=set)
+    read: set[int] = dataclasses.field(default_factory=set)
+    tried: set[int] = dataclasses.field(default_factory=set)
+    why_not: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+def rehearse(model: nn.Module, example: Sample | None = None) -> Rehearsal:
+    """Run a model, or those of its modules that can be called, in train and eval mode, on two lengths.
+
+    Args:
+        model: anything; nothing of it changes, and random states are as before.
+        example: a call of the model; None: tries what its first layer takes.
+    """
+    result = Rehearsal()
+    with undisturbed():
+        _cover(result, model, "", example, 0)
+    return result
+
+
+def _cover(result: Rehearsal, module: nn.Module, name: str, example: Sample | None, depth: int) -> None:
+    layers = Layers.of(module)
+    if not (layers.linears or layers.others) or id(module) in (*layers.linears, *layers.others):
+        return  # a layer by itself says nothing of the code that calls it
+    reason = _try(result, module, example)
+    if reason is None:
+        result.tried.update(layers.linears, layers.others)
+        return
+    if reason:
+        result.why_not[name] = reason
+    if depth < _MAX_DEPTH:
+        for key, child in module.named_children():
+            is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict))
+            _cover(result, child, f"{name}.{key}" if name else key, None, depth if is_container else depth + 1)
+
+
+def _try(result: Rehearsal, module: nn.Module, example: Sample | None) -> str | None:
+    """Run a module both ways; the reason when it cannot be called, "" when it has no forward."""
+    pairs: Iterable[tuple[Sample, Sample]] = samples_for(module) if example is None else ((example, example),)
+    reason = ""
+    for pair in pairs:
+        runs = [Weightless(module, scale) for scale in _SCALES]
+        calls: dict[int, list[Call]] = {}
+        try:
+            for run, sample, training in zip(runs, pair, (True, False), strict=True):
+                _record(run, sample, training, calls)
+        except Exception as error:  # whatever the user's code raises is the answer
+            reason = f"{type(error).__name__}: {(str(error).strip() or 'no text').splitlines()[0]}"
+            continue
+        for key, found in calls.items():
+            result.calls.setdefault(key, []).extend(found)
+        for run in runs:
+            result.called |= run.called
+            result.read |= run.read
+        return None
+    return reason
+
+
+def _record(run: Weightless, sample: Sample, training: bool, calls: dict[int, list[Call]]) -> None:
+    originals = dict(run.module.named_modules())
+    counts: dict[int, int] = {}
+
+    def wrap(name: str, shell: nn.Module, own: Callable[..., Any]) -> Callable[..., Any]:
+        original = originals[name]
+        if not any(id(layer) in run.layers.linears for layer in original.modules()):
+            return own
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            counts[id(original)] = counts.get(id(original), 0) + 1
+            if counts[id(original)] <= _MAX_CALLS:
+                memo: dict[int, Any] = {}
+                call = Call(_copied(args, memo), _copied(kwargs, memo), training, run.scale)
+                calls.setdefault(id(original), []).append(call)
+            return own(*args, **kwargs)
+
+        return forward
+
+    args, kwargs = sample.args, sample.kwargs
+    run.run(_copied(args, {}), _copied(dict(kwargs), {}), training=training, wrap=wrap)
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    """Arguments in storage of their own: tensors detached, with their requires_grad; caches and the like by deepcopy."""
+
+    def copy_of(leaf: Any) -> Any:
+        if id(leaf) in memo:
+            return memo[id(leaf)]
+        if isinstance(leaf, Tensor):
+            memo[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+            return memo[id(leaf)]
+        if leaf is None or isinstance(leaf, (bool, int, float, complex, str, torch.dtype, torch.device, nn.Module)):
+            return leaf
+        if callable(leaf) or type(leaf).__name__.endswith("Config"):
+            return leaf
+        _prepare(leaf, memo, set())
+        try:
+            return copy.deepcopy(leaf, memo)
+        except Exception:  # what cannot be copied is passed on as it is
+            return leaf
+
+    return tree_map(copy_of, value)
+
+
+def _prepare(value: Any, memo: dict[int, Any], seen: set[int]) -> None:
+    """Have deepcopy find copies of the tensors inside an object, which it refuses to copy where they have a graph."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, nn.Module) or type(value).__name__.endswith("Config"):
+        memo[id(value)] = value
+    elif isinstance(value, Tensor):
+        memo.setdefault(id(value), value.detach().clone().requires_grad_(value.requires_grad))
+    elif isinstance(value, (list, tuple, set)):
+        for item in value:
+            _prepare(item, memo, seen)
+    elif isinstance(value, dict):
+        for item in value.values():
+            _prepare(item, memo, seen)
+    elif hasattr(value, "__dict__"):
+        for item in vars(value).values():
+            _prepare(item, memo, seen)

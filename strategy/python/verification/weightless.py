@@ -1,0 +1,258 @@
+"""Copies of a module that run its own code without its weights.
+
+The output of every linear layer, convolution and embedding is drawn at random instead of computed. So the code between
+these layers runs on real values (masks, positions, caches, views, norms) at the cost of activations alone: no rank
+needs a full weight, and a model without values or one that does not fit runs as well. Outputs are drawn by the layer
+and the number of its call: two runs of one module get the same, whatever else differs between them.
+
+A weight that code reads without calling its layer is noted: only layers that are called can be sharded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from weft.strategy.linears import features, why_no_linear, why_no_vocab_embedding
+from weft.strategy.shell import buffer_copies, shell_of
+from weft.strategy.state import original_class
+
+_MAX_DRAWN = 1 << 16  # elements of a parameter that are drawn one by one; a larger one repeats a row
+_CONVOLUTIONS = {
+    cls.forward: cls
+    for cls in (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+}
+
+
+class Unread(Tensor):
+    """A weight of a layer that is not computed. Its shape, dtype and device may be read; reading values is noted."""
+
+    noted: set[int]
+    owner: int
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func not in _METADATA:
+            for each in tree_leaves((args, kwargs)):
+                if isinstance(each, Unread):
+                    each.noted.add(each.owner)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+_METADATA = {
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "is_meta", "is_mps")
+    ),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.__len__, Tensor.__hash__),
+    *(Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex, Tensor.get_device),
+    *(Tensor.data_ptr, Tensor.stride, Tensor.is_contiguous, Tensor.storage_offset),
+}
+
+
+def _is_convolution(layer: nn.Module) -> bool:
+    return original_class(layer).forward in _CONVOLUTIONS and "forward" not in layer.__dict__
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerCall:
+    """One call of a linear layer: its input `[..., in]`, its output `[..., out]`, a leaf of the autograd graph."""
+
+    layer: str
+    input: Tensor
+    output: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Layers:
+    """The layers of a module that are not computed, by the ids of the modules, with names that begin at the module."""
+
+    linears: dict[int, str]
+    others: dict[int, str]  # embeddings and convolutions
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Layers:
+        linears, others = {}, {}
+        for name, layer in module.named_modules():
+            if why_no_linear(layer) is None:
+                linears[id(layer)] = name
+            elif why_no_vocab_embedding(layer) is None or _is_convolution(layer):
+                others[id(layer)] = name
+        return cls(linears, others)
+
+
+class _CutEmbedding(nn.Embedding):
+    """What `super().forward` finds in the copy of an embedding that has a forward around it."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        output: Tensor = self.__dict__["_weft_cut"](input)
+        return output
+
+
+def drawn(shape: Any, *seed: int, scale: float = 1.0) -> Tensor:
+    """Normal float64 values that follow from the seed alone."""
+    number = functools.reduce(lambda a, b: (a * 1_000_003 + b) % (1 << 62), seed, 12345)
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(number)).mul_(scale)
+
+
+def stand_in(parameter: Tensor, seed: int, force: bool = False) -> Tensor:
+    """Values of a parameter's shape, near 1: those of norms and scales stay what such weights are.
+
+    A large one repeats one row, unless `force` is set.
+    """
+    if not parameter.is_floating_point():
+        return torch.zeros(parameter.shape, dtype=parameter.dtype)
+    is_large = parameter.numel() > _MAX_DRAWN and not force
+    values = drawn(parameter.shape[-1:] if is_large else parameter.shape, seed, 7, scale=0.5).add_(0.75)
+    return (values.expand(parameter.shape) if is_large else values).requires_grad_()
+
+
+class Weightless:
+    """Runs of one module without its weights.
+
+    Args:
+        module: any module; nothing of it is changed.
+        scale: the standard deviation of the layers' outputs.
+        full_values: whether every parameter beside the layers' is drawn element by element, however large.
+    """
+
+    def __init__(self, module: nn.Module, scale: float = 1.0, full_values: bool = False) -> None:
+        self.module = module
+        self.layers = Layers.of(module)
+        self.scale = scale
+        self.read: set[int] = set()  # the ids of parameters that code has read without calling their layer
+        self.called: set[int] = set()  # the ids of layers
+        self.values = self._values(full_values)
+        self.parameters: dict[int, Tensor] = {
+            key: value for key, value in self.values.items() if not isinstance(value, Unread)
+        }
+
+    def _values(self, full_values: bool) -> dict[int, Tensor]:
+        values: dict[int, Tensor] = {}
+        for layer in self.module.modules():
+            if id(layer) in self.layers.linears or id(layer) in self.layers.others:
+                for parameter in layer._parameters.values():
+                    if parameter is not None:
+                        values[id(parameter)] = self._unread(parameter)
+        for seed, parameter in enumerate(self.module.parameters()):
+            if id(parameter) not in values:
+                values[id(parameter)] = stand_in(parameter, seed, full_values)
+        return values
+
+    def _unread(self, parameter: Tensor) -> Tensor:
+        dtype = torch.float64 if parameter.is_floating_point() else parameter.dtype
+        value = torch.full((1,) * parameter.dim(), 0.5).to(dtype).expand(parameter.shape).as_subclass(Unread)
+        value.noted, value.owner = self.read, id(parameter)
+        with torch._C.DisableTorchFunctionSubclass():
+            return value.requires_grad_(parameter.is_floating_point())
+
+    def run(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        training: bool = True,
+        replace: Mapping[str, Callable[[int, Tensor], Tensor]] | None = None,
+        wrap: Callable[[str, nn.Module, Callable[..., Any]], Callable[..., Any]] | None = None,
+    ) -> Run:
+        """The module's own forward on these arguments; any error of its code is raised.
+
+        Args:
+            replace: by the name of a linear layer, what gives its output, a leaf, instead of the one drawn, from the
+                number of the call and the one drawn for it; the leaf may have fewer features.
+            wrap: given the name, the copy and the forward of each module whose code runs, what to call instead.
+        """
+        shell = shell_of(self.module, self.values, buffer_copies(self.module))
+        originals = dict(self.module.named_modules())
+        run = Run([], {}, shell)
+        counts: dict[str, int] = {}
+        for name, copy in shell.named_modules():
+            original = originals[name]
+            own = types.MethodType(type(copy).forward, copy)
+            copy.__dict__["training"] = training
+            if id(original) in self.layers.linears:
+                copy.__dict__["forward"] = self._linear(name, original, run, counts, (replace or {}).get(name))
+            elif id(original) in self.layers.others:
+                cut = self._other(name, original, counts)
+                if type(copy).forward is nn.Embedding.forward or _is_convolution(original):
+                    copy.__dict__["forward"] = cut
+                else:
+                    copy.__class__ = type(type(copy).__name__, (type(copy), _CutEmbedding), {})
+                    copy.__dict__["_weft_cut"] = cut
+            elif "forward" in original.__dict__:
+                raise ValueError(f"the forward of '{name}' was replaced on the instance")
+            elif wrap is not None and type(copy).forward is not nn.Module.forward:
+                wrapper = wrap(name, copy, own)
+                copy.__dict__["forward"] = wrapper if wrapper is own else functools.wraps(own)(wrapper)
+        run.output = shell(*args, **kwargs)
+        return run
+
+    def _draw(self, name: str, layer: nn.Module, shape: Any, counts: dict[str, int]) -> tuple[int, Tensor]:
+        number = counts.get(name, 0)
+        counts[name] = number + 1
+        self.called.add(id(layer))
+        # Of the layer's name, not of its place among others: the same layer gets the same in any copy.
+        return number, drawn(shape, *name.encode(), number, scale=self.scale)
+
+    def _linear(
+        self,
+        name: str,
+        layer: nn.Module,
+        run: Run,
+        counts: dict[str, int],
+        replacement: Callable[[int, Tensor], Tensor] | None,
+    ) -> Callable[[Tensor], Tensor]:
+        fan_in, fan_out = features(layer)
+
+        def forward(input: Tensor) -> Tensor:
+            if input.shape[-1] != fan_in and replacement is None:
+                raise ValueError(f"'{name}' got {input.shape[-1]} features and takes {fan_in}")
+            number, output = self._draw(name, layer, (*input.shape[:-1], fan_out), counts)
+            if replacement is not None:
+                output = replacement(number, output)
+            output = output.requires_grad_()
+            run.calls.append(LayerCall(name, input, output))
+            return output.to(input.dtype)
+
+        return forward
+
+    def _other(self, name: str, layer: nn.Module, counts: dict[str, int]) -> Callable[[Tensor], Tensor]:
+        if _is_convolution(layer):
+            shapes = {id(p): torch.empty(p.shape, dtype=torch.float64, device="meta") for p in layer.parameters()}
+            on_meta = shell_of(layer, shapes, {})
+
+        def forward(input: Tensor, *args: Any) -> Tensor:
+            if _is_convolution(layer):
+                shape = type(on_meta).forward(on_meta, input.to("meta", torch.float64), *args).shape
+            elif input.is_floating_point():
+                raise ValueError(f"'{name}' got floating values and takes the indices of its rows")
+            elif input.numel() and not 0 <= int(input.min()) <= int(input.max()) < layer.num_embeddings:
+                raise ValueError(f"'{name}' got indices beyond its {layer.num_embeddings} rows")
+            else:
+                shape = torch.Size((*input.shape, layer.embedding_dim))
+            return self._draw(name, layer, shape, counts)[1].requires_grad_()
+
+        return forward
+
+
+@dataclasses.dataclass
+class Run:
+    """What one run has shown: the calls of linear layers in their order, and the output."""
+
+    calls: list[LayerCall]
+    output: Any
+    shell: nn.Module
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The buffers after the run."""
+        return dict(self.shell.named_buffers())
