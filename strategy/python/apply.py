@@ -217,9 +217,10 @@ def _take_roles(
     """Give modules the classes of their styles; `others` had DTensors before and know themselves how to use them."""
     by_module = {id(model.get_submodule(name)): a for name, a in assignments.styles.items()}
     counts = {id(model.get_submodule(name)): tuple(each.items()) for name, each in assignments.counts.items()}
+    dropouts = {id(model.get_submodule(name)): dims for name, dims in assignments.dropouts.items()}
     precisions = {id(module): assignments.precision_of(name) for name, module in model.named_modules()}
     named = {id(model.get_submodule(name)) for name, options in assignments.options.items() if options.precision}
-    changed = {*places, *counts, *named}
+    changed = {*places, *counts, *dropouts, *named}
     group_name = group_name_of(mesh)
     for module in reversed(list(model.modules())):  # children first: a fused container records their classes
         assignment = by_module.get(id(module), Assignment(""))
@@ -246,6 +247,7 @@ def _take_roles(
             sequence=places.get(id(module)),
             precision=getattr(torch, precisions[id(module)]) if precisions[id(module)] else None,
             counts=counts.get(id(module), ()),
+            dropouts=dropouts.get(id(module), ()),
         )
         take_role(module, state)
 

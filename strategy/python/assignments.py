@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
 from weft.strategy import _plan, probe
+from weft.strategy.alike import signature
+from weft.strategy.shard_dropout import ShardedDim
 from weft.strategy.state import MlpParts
 
 
@@ -45,6 +49,7 @@ class Assignments:
     """Styles by module name, head counts to divide by (module, attribute), and what was left alone and why.
 
     counts: by module, attributes that have other values while its forward runs.
+    dropouts: by nn.Dropout, the dims along which it gets one rank's part.
     options: of those modules whose rule has some, but for the recompute of a fused MLP, which its operator does.
     gathered: (module, reason) where weights are sharded and activations are not.
     """
@@ -53,9 +58,11 @@ class Assignments:
     styles: dict[str, Assignment] = dataclasses.field(default_factory=dict)
     heads: dict[tuple[str, str], int] = dataclasses.field(default_factory=dict)
     counts: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
+    dropouts: dict[str, tuple[ShardedDim, ...]] = dataclasses.field(default_factory=dict)
     options: dict[str, Options] = dataclasses.field(default_factory=dict)
     gathered: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
+    _probed: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     def precision_of(self, module_name: str) -> str:
         """The dtype that the nearest rule at a module, or above it, says; "" where none does."""
@@ -69,6 +76,20 @@ class Assignments:
         """Note that an attribute is to be divided; ValueError when it does not divide."""
         _plan.check_heads(module_name, attribute, num_heads, self.tp_size)
         self.heads[module_name, attribute] = num_heads // self.tp_size
+
+    def find_activation(self, container: nn.Module, parts: MlpParts) -> tuple[MlpParts, str] | str:
+        """As `probe.find_activation`, once for modules that are alike."""
+        return self._once(probe.find_activation, container, parts)
+
+    def why_not_split(self, container: nn.Module, parts: MlpParts) -> str | None:
+        """As `probe.why_not_split`, once for modules that are alike."""
+        return self._once(probe.why_not_split, container, parts)
+
+    def _once(self, function: Callable[[nn.Module, MlpParts], Any], container: nn.Module, parts: MlpParts) -> Any:
+        key = (function, signature(container), parts)
+        if key not in self._probed:
+            self._probed[key] = function(container, parts)
+        return self._probed[key]
 
     def warnings(self) -> list[str]:
         """A sentence on each kind of module that is gathered or left replicated; numbered ones of a list are one."""
@@ -126,7 +147,7 @@ def place_mlp(
     """
     reason = probe.why_not_fused(container, parts)
     if reason is None:
-        found = probe.find_activation(container, parts)
+        found = result.find_activation(container, parts)
         if not isinstance(found, str):
             result.fuse(name, *found, recompute)
             return None
@@ -136,7 +157,7 @@ def place_mlp(
             f"parallelize: the rule for {shown(name)} says recompute, which only the fused operator can do, and "
             f"it cannot be fused: {reason}; remove recompute from the rule."
         )
-    not_split = probe.why_not_split(container, parts)
+    not_split = result.why_not_split(container, parts)
     if not_split is None:
         result.split_layers(name, parts, f"not fused: {reason}")
     return not_split

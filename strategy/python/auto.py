@@ -26,7 +26,6 @@ from weft.strategy.verification.evidence import Evidence, gather, place
 _MIN_ROWS_PER_RANK = 4
 _MIN_SHARE = 1 / 500  # of all parameters, in a linear layer that is in no group, to be sharded by itself
 _NO_TOKENS = re.compile(r"pos|wpe|type|segment|bias|relative")
-_LAYERS_BY_CALL = (nn.TransformerEncoderLayer.forward, nn.TransformerDecoderLayer.forward)
 
 
 def assign_auto(model: nn.Module, tp_size: int, verify: str = "auto", example: Any = None) -> Assignments:
@@ -42,6 +41,7 @@ def assign_auto(model: nn.Module, tp_size: int, verify: str = "auto", example: A
     evidence = Evidence(model, tp_size, verify, example)
     owners = _owners(model)
     claimed: set[int] = set()
+    unplaced: dict[str, str] = {}
     skipped = 0
     for name, module in model.named_modules():
         if id(module) in claimed:
@@ -50,13 +50,16 @@ def assign_auto(model: nn.Module, tp_size: int, verify: str = "auto", example: A
             skipped += 1
             result.notes.append(f"{name}: skipped: its parameters are DTensors already")
             continue
-        used = _place_mlp(result, name, module, owners) or _place_embedding(
+        used = _place_mlp(result, name, module, owners, unplaced) or _place_embedding(
             result, model, name, module, owners, evidence
         )
         claimed.update(id(part) for part in used)
     if tp_size > 1:
         claimed.update(id(model.get_submodule(name)) for name in result.styles)
         _place_groups(result, model, owners, evidence, claimed)
+    for name, reason in unplaced.items():
+        if not any(other == name or other.startswith(f"{name}." if name else "") for other in result.styles):
+            result.leave(name, reason)
     result.attribute_to("auto")
     if tp_size > 1 and not any(a.style != "replicate" for a in result.styles.values()) and not skipped:
         reasons = f" ({'; '.join(result.notes)})" if result.notes else ""
@@ -99,7 +102,7 @@ def _fuse(result: Assignments, model: nn.Module, decision: Decision) -> list[str
     parts = MlpParts(gate, group.sources[-1], group.sink)
     if probe.why_not_fused(container, parts) is not None:
         return []
-    found = probe.find_activation(container, parts)
+    found = result.find_activation(container, parts)
     if isinstance(found, str):
         return []
     result.fuse(decision.container, *found, False)
@@ -139,7 +142,9 @@ def _layers(module: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
     return [module._modules[name] for name in names]
 
 
-def _place_mlp(result: Assignments, name: str, module: nn.Module, owners: dict[int, int]) -> list[nn.Module]:
+def _place_mlp(
+    result: Assignments, name: str, module: nn.Module, owners: dict[int, int], unplaced: dict[str, str]
+) -> list[nn.Module]:
     parts = mlp_parts.find_by_name(module)
     fused = mlp_parts.find_fused(module) if parts is None else None
     if parts is None and fused is None:
@@ -151,12 +156,11 @@ def _place_mlp(result: Assignments, name: str, module: nn.Module, owners: dict[i
         result.leave(name, "a weight of its MLP is tied to another module's")
     elif fused is not None:
         place_fused_mlp(result, name, fused)
-    elif type(module).forward in _LAYERS_BY_CALL:
-        result.split_layers(name, parts, f"inside a {type(module).__name__}")
     else:
         reason = place_mlp(result, name, module, parts)
         if reason is not None:
-            result.leave(name, reason)
+            unplaced[name] = reason
+            return []  # the code around its layers decides
     return layers
 
 

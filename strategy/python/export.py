@@ -90,6 +90,11 @@ def _replacement(module: nn.Module, state: ModuleState, full: tuple[int, int] | 
             f"export_local: a {state.original_class.__name__} sums its gradients over the ranks, which a plain copy "
             "would not do; freeze it by requires_grad_(False)."
         )
+    if state.dropouts and module.p > 0:
+        raise ValueError(
+            "export_local: a Dropout between column and row layers draws for all ranks' shards, which a plain copy "
+            "would not; set its p to 0 for export."
+        )
     if state.style == "vocab_embedding":
         _refuse_other_embedding(module)
         new = _bare(VocabParallelEmbedding, module)

@@ -74,11 +74,14 @@ def find_activation(container: nn.Module, parts: MlpParts) -> tuple[MlpParts, st
 
 
 def why_not_split(container: nn.Module, parts: MlpParts) -> str | None:
-    """Why column and row styles on the layers would change what the module computes; None when they do not.
+    """Why column and row styles on the layers alone would change what the module computes; None when they do not.
 
     What reaches the last layer must be computed for each hidden unit by itself, by code without parameters (a
     replicated parameter there would get only a part of its gradient).
     """
+    for name, child in container.named_modules():
+        if isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0:
+            return f"'{name}' is a Dropout with p={child.p}, which draws for all hidden units"
     with undisturbed():
         try:
             whole, hidden = _hidden_values(container, parts, slice(0, _MAX_HIDDEN))

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from weft.strategy.local_tensor import enter_forward, inside_forward, is_whole, leave_forward, local_of
 from weft.strategy.precision import in_precision
+from weft.strategy.shard_dropout import shard_dropout
 from weft.strategy.state import ModuleState, counted
 from weft.strategy.stepped_mlp import Options, stepped_mlp_of
 from weft.strategy.vocab_head import VocabParallelLogits, head_of
@@ -178,6 +179,19 @@ def _dropout_forward(self: Any, input: Tensor) -> Tensor:
     )
 
 
+def _shard_dropout_forward(self: Any, input: Tensor) -> Tensor:
+    if not self.training or self.p == 0.0:
+        return input
+    mesh = self._weft_state.mesh
+    sharded = next((each for each in self._weft_state.dropouts if each.is_of(input, mesh.size())), None)
+    if sharded is None:
+        raise ValueError(
+            f"a Dropout between column and row layers got {list(input.shape)}, which is not one rank's part of what "
+            "verification saw; give its layers the styles column_gather_output and row_split_input."
+        )
+    return shard_dropout(input, self.p, sharded, mesh.get_local_rank(), mesh.size())
+
+
 def _refuse_changed_child(name: str, child: nn.Module) -> None:
     if isinstance(child, FSDPModule):
         raise ValueError(
@@ -254,15 +268,22 @@ _STYLED_FORWARDS = {
 
 @functools.cache
 def parallel_class(
-    cls: type[nn.Module], style: str, place: str = "", has_precision: bool = False, has_counts: bool = False
+    cls: type[nn.Module],
+    style: str,
+    place: str = "",
+    has_precision: bool = False,
+    has_counts: bool = False,
+    is_shard_dropout: bool = False,
 ) -> type[nn.Module]:
     """The class a module of class `cls` gets for a style ("" and "replicate": its own forward).
 
     `place`: the kind of its place, where activations are cut along the sequence. `has_precision`: it computes in a
-    dtype of its own. `has_counts`: it counts this rank's heads while its forward runs.
+    dtype of its own. `has_counts`: it counts this rank's heads while its forward runs. `is_shard_dropout`: it drops out
+    of one rank's part.
     """
     namespace: dict[str, Any] = {"__module__": cls.__module__, "__getattr__": _getattr_of(cls)}
-    styled = _dropout_forward if place == "dropout" else _STYLED_FORWARDS.get(style)
+    own_dropout = _shard_dropout_forward if is_shard_dropout else None
+    styled = _dropout_forward if place == "dropout" else own_dropout or _STYLED_FORWARDS.get(style)
     bases: tuple[type, ...] = (ParallelModule, cls)
     if style == "vocab_embedding" and cls.forward is not nn.Embedding.forward:
         bases, styled = (*bases, _VocabEmbedding), None
@@ -283,7 +304,12 @@ def take_role(module: nn.Module, state: ModuleState) -> None:
     """Give a module the class and state of its style."""
     kind = "" if state.sequence is None else state.sequence.kind
     module.__class__ = parallel_class(
-        state.original_class, state.style, kind, state.precision is not None, bool(state.counts)
+        state.original_class,
+        state.style,
+        kind,
+        state.precision is not None,
+        bool(state.counts),
+        bool(state.dropouts),
     )
     module.__dict__["_weft_state"] = state
     if isinstance(module, nn.TransformerEncoderLayer):

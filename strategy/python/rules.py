@@ -53,6 +53,8 @@ def assign_rules(
         _refuse_dtensors(name, module, rule.style)
         if rule.style == "attention":
             _assign_attention(result, name, module, evidence)
+        elif rule.style == "column_row_mlp":
+            _assign_mlp(result, name, module, rule, evidence)
         else:
             _ASSIGN[rule.style](result, name, module, rule)
         _note_options(result, name, module, rule)
@@ -166,7 +168,7 @@ def _assign_embedding(result: Assignments, name: str, module: nn.Module, rule: _
     result.styles[name] = Assignment(rule.style)
 
 
-def _assign_mlp(result: Assignments, name: str, module: nn.Module, rule: _plan.Rule) -> None:
+def _assign_mlp(result: Assignments, name: str, module: nn.Module, rule: _plan.Rule, evidence: Evidence) -> None:
     parts = mlp_parts.find(module)
     if parts is None:
         children = ", ".join(f"{n} ({type(m).__name__})" for n, m in module.named_children()) or "none"
@@ -175,6 +177,13 @@ def _assign_mlp(result: Assignments, name: str, module: nn.Module, rule: _plan.R
             f"children of {shown(name)}, which are {children}; use column and row rules for its layers."
         )
     reason = place_mlp(result, name, module, parts, rule.recompute)
+    if reason is None or evidence.tp_size == 1:
+        return
+    layers = {id(module._modules[child]) for child in parts.children}
+    for decision in evidence.decisions(lambda layer: id(layer) in layers):
+        if decision.verdict.is_accepted:
+            place(result, decision)
+            reason = None
     if reason is not None:
         raise ValueError(
             f"parallelize: {shown(name)} cannot be sharded by its hidden units: {reason}; use style 'replicate'."
@@ -218,7 +227,6 @@ _ASSIGN: dict[str, Callable[[Assignments, str, nn.Module, _plan.Rule], None]] = 
     "column_gather_output": _assign_linear,
     "row": _assign_linear,
     "row_split_input": _assign_split,
-    "column_row_mlp": _assign_mlp,
     "vocab_embedding": _assign_embedding,
     "vocab_head": _assign_linear,
     "sequence_parallel": _assign_own_forward,

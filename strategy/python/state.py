@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.strategy.sequence_region import Place
+from weft.strategy.shard_dropout import ShardedDim
 
 _KEY = "_weft_state"
 
@@ -53,6 +54,7 @@ class ModuleState:
     sequence: Place | None = None  # where activations are cut along the sequence
     precision: torch.dtype | None = None  # what it computes in; None: as those around it
     counts: tuple[tuple[str, int], ...] = ()  # attributes and their values on this rank, while the forward runs
+    dropouts: tuple[ShardedDim, ...] = ()  # of an nn.Dropout between column and row layers
     plan_key: Any = None  # set on the module that parallelize was called with
     plan_notes: tuple[str, ...] = ()
 

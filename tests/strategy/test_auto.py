@@ -185,8 +185,8 @@ def test_shared_key_heads_are_divided_too() -> None:
 
 def test_encoder_like_layers_are_split_where_that_is_right() -> None:
     result = assign_auto(nn.ModuleDict({"good": EncoderLike(), "bad": EncoderLike(between=True)}), 2)
-    assert styles(result) == {"good.linear1": "column", "good.linear2": "row"}
-    assert any("'bad': left replicated: the parameter 'scale' is used between" in note for note in result.notes)
+    between = {"bad": "replicate_sum_gradients", "bad.linear1": "column", "bad.linear2": "row"}
+    assert styles(result) == {"good.linear1": "column", "good.linear2": "row", **between}
 
 
 @pytest.mark.parametrize(

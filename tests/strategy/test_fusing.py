@@ -173,15 +173,16 @@ def test_what_cannot_be_split_is_refused(world_size: int, case: str) -> None:
 
 
 @on_ranks(2)
-def test_auto_leaves_what_cannot_be_split_and_says_why(world_size: int) -> None:
+def test_auto_gathers_what_cannot_be_split_and_says_why(world_size: int) -> None:
     model = nn.ModuleDict({"good": Mlp(), "norm": NormBetween(), "wasteful": Mlp()})
     model["wasteful"].fc1 = Wasteful(8, 12)
     weft.parallelize(model, tensor_parallel(world_size), "auto")
     notes = "\n".join(report(model).notes)
-    assert "'norm': left replicated: its hidden units are not computed one by one" in notes
+    assert "'norm': its weights are sharded and its activations gathered: " in notes
     styles = {row.parameter: row.style for row in report(model).rows}
     assert styles["good.fc1.weight"] == "column_row_mlp"
-    assert styles["norm.fc1.weight"] == styles["wasteful.fc1.weight"] == "replicate"
+    assert styles["norm.fc1.weight"] == "column_gather_output" and styles["norm.fc2.weight"] == "row_split_input"
+    assert styles["wasteful.fc1.weight"] == "replicate"
 
 
 @on_ranks(2)

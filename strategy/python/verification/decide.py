@@ -11,14 +11,13 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from weft.strategy.alike import signature
 from weft.strategy.assignments import join
 from weft.strategy.linears import features
 from weft.strategy.shell import undisturbed
-from weft.strategy.state import original_class
 from weft.strategy.verification.dataflow import Flow, Group, flow_of
 from weft.strategy.verification.heads import Counts, Verdict, verdict_on
 from weft.strategy.verification.rehearsal import Call, Rehearsal
@@ -27,10 +26,6 @@ from weft.strategy.verification.weightless import Layers, Weightless
 _HEAD_WORDS = ("head", "kv_groups")
 _HEAD_NAMES = ("h", "nh", "nheads", "nhead", "n_h", "num_h", "kv", "n_kv")
 _PER_HEAD_WORDS = ("dim", "size", "hidden", "channels", "width")
-_PLACES = {
-    *("layer_idx", "layer_id", "layer_index", "layer_number", "layer_num", "block_idx", "block_index", "idx", "index"),
-}
-_NO_CONFIGURATION = ("_parameters", "_buffers", "_modules", "training")
 _MAX_CALLS_OF_LAYERS = 64  # in one module that is looked at: larger ones have been, from the inside
 _MAX_CANDIDATES = 12
 
@@ -85,7 +80,7 @@ class _Examiner:
         is_free: Callable[[nn.Module], bool],
         trust: bool,
     ) -> None:
-        self.rehearsal, self.num_ranks, self.trust = rehearsal, num_ranks, trust
+        self.model, self.rehearsal, self.num_ranks, self.trust = model, rehearsal, num_ranks, trust
         self.free = {
             id(m) for m in model.modules() if id(m) in rehearsal.called and not _is_read(m, rehearsal) and is_free(m)
         }
@@ -105,12 +100,12 @@ class _Examiner:
             layers.add(id(module))
         # A group not found further inside has layers in several children, or gave its caller more than its result.
         may_have_more = sum(bool(part.layers) for part in parts) > 1 or any(part.is_blocked for part in parts)
-        calls = self.rehearsal.calls.get(id(module), [])
+        calls = self._calls(module)
         left = _Left(layers, any(part.is_blocked for part in parts))
         if len(layers) < 2 or not may_have_more or not calls:
             return left
         names = {name: layer for layer, name in Layers.of(module).linears.items() if layer in layers}
-        key = (_signature(module, with_places=True), *(_arguments(call) for call in calls), tuple(sorted(names)))
+        key = (signature(module, with_places=True), *(_arguments(call) for call in calls), tuple(sorted(names)))
         if key not in self._flows:
             self._flows[key] = self._flow(module, calls)
         flow = self._flows[key]
@@ -118,16 +113,36 @@ class _Examiner:
             return left
         for group in flow.groups():
             if names.keys() >= {*group.sources, group.sink}:
-                self.decisions.append(Decision(name, group, self._verdict_on(module, group, calls)))
-                layers -= {names[layer] for layer in (*group.sources, group.sink)}
+                verdict = self._confirmed(name, group, self._verdict_on(module, group, calls))
+                self.decisions.append(Decision(name, group, verdict))
+                layers -= {names.pop(layer) for layer in (*group.sources, group.sink)}
         blocked = any(names.keys() >= {*group.sources, group.sink} for group in flow.blocked())
         return _Left(layers, blocked)
 
+    def _confirmed(self, name: str, group: Group, verdict: Verdict) -> Verdict:
+        """Where modules keep tensors of their heads, code further out may use them: compare that as well."""
+        if not verdict.is_accepted or not verdict.is_kept or self.trust:
+            return verdict
+        outermost = next((n for n, m in self.model.named_modules() if _is_above(n, name) and self._calls(m)), name)
+        if outermost == name:
+            return verdict
+        prefix = name[len(outermost) + 1 :] if outermost else name
+        inside = Group(tuple(join(prefix, layer) for layer in group.sources), join(prefix, group.sink))
+        counts = {join(prefix, module) if module else prefix: values for module, values in verdict.counts.items()}
+        module = self.model.get_submodule(outermost)
+        found = verdict_on(module, inside, self._calls(module), self.num_ranks, [counts])
+        if found.is_accepted:
+            return verdict
+        return dataclasses.replace(verdict, is_accepted=False, reason=f"{found.reason} in '{outermost}'")
+
+    def _calls(self, module: nn.Module) -> list[Call]:
+        return self.rehearsal.calls.get(id(module), [])
+
     def _verdict_on(self, module: nn.Module, group: Group, calls: Sequence[Call]) -> Verdict:
-        """The verdict on a module that is like an earlier one, or by all calls; one call where only its place differs."""
+        """By all calls; by one for a module that differs from an earlier one in its place alone; by none for equals."""
         arguments = tuple(_arguments(call) for call in calls)
-        exact = (_signature(module, with_places=True), arguments, group)
-        alike = (_signature(module, with_places=False), arguments, group)
+        exact = (signature(module, with_places=True), arguments, group)
+        alike = (signature(module, with_places=False), arguments, group)
         verdict = self._verdicts.get(exact)
         if verdict is None and (known := self._verdicts.get(alike)) is not None and known.is_accepted:
             verdict = self._verdict(module, group, calls[:1], [known.counts])
@@ -164,6 +179,10 @@ class _Examiner:
         if self.trust:
             return Verdict(True, candidates[min(1, len(candidates) - 1)])
         return verdict_on(module, group, calls, self.num_ranks, candidates)
+
+
+def _is_above(name: str, other: str) -> bool:
+    return not name or name == other or other.startswith(f"{name}.")
 
 
 def _is_read(module: nn.Module, rehearsal: Rehearsal) -> bool:
@@ -220,34 +239,6 @@ def _counts_heads(attribute: str) -> bool:
 
 
 # ---- what makes two modules alike ----------------------------------------------------------------------------
-
-
-def _signature(module: nn.Module, with_places: bool) -> tuple[Any, ...]:
-    """Equal for equal modules: classes, plain attributes, shapes; other objects by identity.
-
-    `with_places`: attributes that count the module among others, as `layer_idx`, are attributes like any other.
-    """
-    parts: list[Any] = []
-    for name, inner in module.named_modules():
-        attributes = tuple(
-            (key, _plain(value))
-            for key, value in sorted(inner.__dict__.items())
-            if key not in _NO_CONFIGURATION and "hook" not in key and (with_places or key not in _PLACES)
-        )
-        shapes = tuple(
-            (key, None if value is None else (tuple(value.shape), value.dtype))
-            for key, value in (*inner._parameters.items(), *inner._buffers.items())
-        )
-        parts.append((name, original_class(inner), attributes, shapes))
-    return tuple(parts)
-
-
-def _plain(value: Any) -> Any:
-    if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
-        return value
-    if isinstance(value, (tuple, list)) and len(value) <= 16:
-        return tuple(_plain(item) for item in value)
-    return id(value)
 
 
 def _arguments(call: Call) -> tuple[Any, ...]:

@@ -1,7 +1,8 @@
-"""What is known of one model before it is sharded: its calls, and which groups of layers agree with themselves by heads."""
+"""What is known of one model before it is sharded: its calls, and which groups of layers compute the same by heads."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -66,10 +67,12 @@ def place(result: Assignments, decision: Decision) -> list[str]:
         for source in decision.sources:
             result.styles[source] = Assignment("column")
         result.styles[decision.sink] = Assignment("row")
-        summed = [join(name, module) for module in verdict.summed]
+        summed = [join(name, module) if module else name for module in verdict.summed]
         for module in summed:
             note = "each rank uses it for its own heads"
             result.styles[module] = Assignment("replicate_sum_gradients", note)
+        for module, dims in verdict.dropouts.items():
+            result.dropouts[join(name, module)] = tuple(sorted(dims, key=dataclasses.astuple))
         for module, counts in verdict.counts.items():
             result.counts.setdefault(join(name, module) if module else name, {}).update(counts)
         return [*decision.sources, decision.sink, *summed]

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from weft.strategy.shard_dropout import ShardedDim
 from weft.strategy.state import with_values
 from weft.strategy.verification.dataflow import Group
 from weft.strategy.verification.rehearsal import Call
-from weft.strategy.verification.weightless import Run, Weightless, drawn
+from weft.strategy.verification.weightless import PartOf, Run, Weightless, drawn
 
 Counts = Mapping[str, Mapping[str, int]]  # by module below the container: attribute -> value on a rank
 
@@ -37,12 +38,16 @@ class Verdict:
 
     counts: the attributes that count heads, on a rank, while the module that holds them runs its forward.
     summed: the modules whose own parameters get a rank's part of their gradients.
+    dropouts: the nn.Dropout modules that get a rank's part of their input, and along which dims.
+    is_kept: whether modules keep tensors of one rank's heads in attributes, where other code may find them.
     reason: why not, in words that end a sentence; "" when accepted. difference: the largest relative one seen.
     """
 
     is_accepted: bool
     counts: Counts = dataclasses.field(default_factory=dict)
     summed: tuple[str, ...] = ()
+    dropouts: Mapping[str, frozenset[ShardedDim]] = dataclasses.field(default_factory=dict)
+    is_kept: bool = False
     reason: str = ""
     difference: float = 0.0
 
@@ -61,7 +66,12 @@ def verdict_on(
             return verdict
         refusals.append(verdict)
     with_numbers = [each for each in refusals if each.difference > 0]
-    return (with_numbers or refusals)[-1]
+    refusal = (with_numbers or refusals)[0]
+    in_eval = [call for call in calls if not call.training]
+    if in_eval and len(in_eval) < len(calls) and _try(container, group, in_eval, num_ranks, refusal.counts).is_accepted:
+        reason = "it draws random numbers for all heads, as functions for dropout do; use an nn.Dropout module for it"
+        return dataclasses.replace(refusal, reason=reason, difference=0.0)
+    return refusal
 
 
 def _beside_layers(container: nn.Module) -> list[Tensor]:
@@ -76,7 +86,8 @@ class _Differs(Exception):
 
 
 def _try(container: nn.Module, group: Group, calls: Sequence[Call], num_ranks: int, counts: Counts) -> Verdict:
-    worst, summed = 0.0, set[str]()
+    worst, summed, is_kept = 0.0, set[str](), False
+    dropouts: dict[str, frozenset[ShardedDim]] = {}
     for call in calls:
         comparison = _Comparison(container, group, call, num_ranks, counts)
         try:
@@ -89,7 +100,10 @@ def _try(container: nn.Module, group: Group, calls: Sequence[Call], num_ranks: i
                 False, counts, reason=f"its forward fails on one rank's heads ({type(error).__name__}: {text})"
             )
         summed |= comparison.summed
-    return Verdict(True, counts, tuple(sorted(summed)), difference=worst)
+        is_kept |= comparison.is_kept
+        for name, dims in comparison.dropouts.items():
+            dropouts[name] = dropouts.get(name, frozenset()) | dims
+    return Verdict(True, counts, tuple(sorted(summed)), dropouts, is_kept, difference=worst)
 
 
 class _Comparison:
@@ -102,15 +116,18 @@ class _Comparison:
         self.worst = 0.0
         self.rounds: bool | None = None
         self.summed: set[str] = set()
+        self.dropouts: dict[str, frozenset[ShardedDim]] = {}
+        self.is_kept = False
 
     def run(self) -> float:
-        full, full_args = self._run({}, {})
+        full, full_args = self._run({}, {}, None)
         between, rest = self._gradients(full, full_args, None)
         self._refuse_other_inputs(between, full_args)
         sums: dict[int, Tensor] = {}
         for rank in range(self.num_ranks):
-            part, part_args = self._run(self._chunks(rank), self.counts)
+            part, part_args = self._run(self._chunks(rank), self.counts, PartOf(full, rank, self.num_ranks))
             self._compare_values(full, part, rank)
+            self._note_state(full, part)
             part_between, part_rest = self._gradients(part, part_args, rank)
             self._compare_gradients(full, between, rest, part_between, part_rest, rank)
             for key, grad in part_between.parameters.items():
@@ -120,11 +137,13 @@ class _Comparison:
         self._find_summed(between, rest)
         return self.worst
 
-    def _run(self, replace: Mapping[str, Callable[[int, Tensor], Tensor]], counts: Counts) -> tuple[Run, list[Tensor]]:
+    def _run(
+        self, replace: Mapping[str, Callable[[int, Tensor], Tensor]], counts: Counts, part_of: PartOf | None
+    ) -> tuple[Run, list[Tensor]]:
         args, kwargs = self.call.fresh()
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         wrap = None if not counts else lambda name, shell, own: _with_counts(shell, own, counts.get(name, {}))
-        run = self.runs.run(args, kwargs, training=self.call.training, replace=replace, wrap=wrap)
+        run = self.runs.run(args, kwargs, training=self.call.training, replace=replace, wrap=wrap, part_of=part_of)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
         return run, tensors
 
@@ -153,6 +172,23 @@ class _Comparison:
         for name, value in full.buffers().items():
             self._close(buffers[name], value, f"the buffer '{name}'")
 
+    def _note_state(self, full: Run, part: Run) -> None:
+        """The dropouts on one rank's heads, and whether tensors of them stay in attributes."""
+        for name, dims in part.sharded_dropouts.items():
+            if dims == {None}:
+                continue
+            if None in dims:
+                raise _Differs(f"the dropout '{name}' is called for one rank's heads and for full tensors")
+            self.dropouts[name] = frozenset(dim for dim in dims if dim is not None)
+        for key, value in full.kept.items():
+            ours = part.kept.get(key)
+            if (
+                ours is None
+                or ours.shape != value.shape
+                or _relative(ours.detach(), value.detach()) > _ROUNDED_TOLERANCE
+            ):
+                self.is_kept = True
+
     def _close(self, ours: Tensor, theirs: Tensor, what: str) -> None:
         if ours.shape != theirs.shape:
             raise _Differs(f"{what} has the shape {list(ours.shape)} in place of {list(theirs.shape)}")
@@ -172,7 +208,7 @@ class _Comparison:
         """Whether the code makes float32 or half values on its way."""
         if self.rounds is None:
             with _RoundingSeen() as seen:
-                self._run({}, {})
+                self._run({}, {}, None)
             self.rounds = seen.is_seen
         return self.rounds
 
@@ -211,18 +247,15 @@ class _Comparison:
         for call, theirs, ours in zip(full.calls, between.leaves, part_between.leaves, strict=True):
             if call.layer in self.group.sources and theirs is not None:
                 expected = theirs.chunk(self.num_ranks, -1)[rank]
-                ours = torch.zeros_like(expected) if ours is None else ours
-                self._close(ours, expected, f"the gradient of the output of '{call.layer}'")
+                self._close(_or_zeros(ours, expected), expected, f"the gradient of the output of '{call.layer}'")
         for call, theirs, ours in zip(full.calls, rest.leaves, part_rest.leaves, strict=True):
             if call.layer not in self.group.sources and theirs is not None:
-                ours = torch.zeros_like(theirs) if ours is None else ours
-                self._close(ours, theirs, f"the gradient of the output of '{call.layer}'")
+                self._close(_or_zeros(ours, theirs), theirs, f"the gradient of the output of '{call.layer}'")
         for theirs, ours in zip(rest.args, part_rest.args, strict=True):
             if theirs is not None:
-                self._close(torch.zeros_like(theirs) if ours is None else ours, theirs, "the gradient of an input")
+                self._close(_or_zeros(ours, theirs), theirs, "the gradient of an input")
         for key, theirs in rest.parameters.items():
-            ours = part_rest.parameters.get(key)
-            ours = torch.zeros_like(theirs) if ours is None else ours
+            ours = _or_zeros(part_rest.parameters.get(key), theirs)
             self._close(ours, theirs, f"the gradient of '{self.names[key]}'")
 
     def _find_summed(self, between: _Gradients, rest: _Gradients) -> None:
@@ -288,6 +321,10 @@ class _RoundingSeen(TorchDispatchMode):
             if isinstance(leaf, Tensor) and leaf.dtype in (torch.float32, torch.bfloat16, torch.float16):
                 self.is_seen = True
         return result
+
+
+def _or_zeros(gradient: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if gradient is None else gradient
 
 
 def _tensors(output: Any) -> list[Tensor]:

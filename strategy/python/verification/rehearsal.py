@@ -132,7 +132,7 @@ def _record(run: Weightless, sample: Sample, training: bool, calls: dict[int, li
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    """Arguments in storage of their own: tensors detached, with their requires_grad; caches and the like by deepcopy."""
+    """Arguments in storage of their own: tensors detached, with their requires_grad; caches and the like, too."""
 
     def copy_of(leaf: Any) -> Any:
         if id(leaf) in memo:

@@ -1,4 +1,4 @@
-"""Arguments to try a module with: the user's example, what a Hugging Face config says, or what its first layer takes."""
+"""Arguments to try a module with: an example, what a Hugging Face config says, or what the first layer takes."""
 
 from __future__ import annotations
 

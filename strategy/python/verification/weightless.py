@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from weft.strategy.linears import features, why_no_linear, why_no_vocab_embedding
+from weft.strategy.shard_dropout import ShardedDim, shard_dropout
 from weft.strategy.shell import buffer_copies, shell_of
 from weft.strategy.state import original_class
 
@@ -164,6 +165,7 @@ class Weightless:
         training: bool = True,
         replace: Mapping[str, Callable[[int, Tensor], Tensor]] | None = None,
         wrap: Callable[[str, nn.Module, Callable[..., Any]], Callable[..., Any]] | None = None,
+        part_of: PartOf | None = None,
     ) -> Run:
         """The module's own forward on these arguments; any error of its code is raised.
 
@@ -171,10 +173,12 @@ class Weightless:
             replace: by the name of a linear layer, what gives its output, a leaf, instead of the one drawn, from the
                 number of the call and the one drawn for it; the leaf may have fewer features.
             wrap: given the name, the copy and the forward of each module whose code runs, what to call instead.
+            part_of: the full run that this is one rank's part of, whose draws its dropouts take their share of.
         """
         shell = shell_of(self.module, self.values, buffer_copies(self.module))
         originals = dict(self.module.named_modules())
         run = Run([], {}, shell)
+        before = _plain_tensors(shell)
         counts: dict[str, int] = {}
         for name, copy in shell.named_modules():
             original = originals[name]
@@ -189,13 +193,31 @@ class Weightless:
                 else:
                     copy.__class__ = type(type(copy).__name__, (type(copy), _CutEmbedding), {})
                     copy.__dict__["_weft_cut"] = cut
+            elif type(copy).forward is nn.Dropout.forward and "forward" not in original.__dict__:
+                copy.__dict__["forward"] = self._dropout(name, copy, run, part_of)
             elif "forward" in original.__dict__:
                 raise ValueError(f"the forward of '{name}' was replaced on the instance")
             elif wrap is not None and type(copy).forward is not nn.Module.forward:
                 wrapper = wrap(name, copy, own)
                 copy.__dict__["forward"] = wrapper if wrapper is own else functools.wraps(own)(wrapper)
         run.output = shell(*args, **kwargs)
+        after = _plain_tensors(shell)
+        run.kept = {key: value for key, value in after.items() if before.get(key) is not value}
         return run
+
+    def _dropout(self, name: str, copy: nn.Module, run: Run, part_of: PartOf | None) -> Callable[[Tensor], Tensor]:
+        def forward(input: Tensor) -> Tensor:
+            number = len(run.dropouts)
+            run.dropouts.append((name, tuple(input.shape)))
+            if part_of is not None:
+                full = part_of.run.dropouts[number][1] if number < len(part_of.run.dropouts) else tuple(input.shape)
+                sharded = ShardedDim.between(full, input.shape, part_of.num_ranks)
+                run.sharded_dropouts.setdefault(name, set()).add(sharded)
+                if sharded is not None and copy.training and copy.p > 0:
+                    return shard_dropout(input, copy.p, sharded, part_of.rank, part_of.num_ranks)
+            return torch.nn.functional.dropout(input, copy.p, copy.training, copy.inplace)
+
+        return forward
 
     def _draw(self, name: str, layer: nn.Module, shape: Any, counts: dict[str, int]) -> tuple[int, Tensor]:
         number = counts.get(name, 0)
@@ -245,13 +267,39 @@ class Weightless:
         return forward
 
 
+@dataclasses.dataclass(frozen=True)
+class PartOf:
+    """A full run, and which rank's part another run is."""
+
+    run: Run
+    rank: int
+    num_ranks: int
+
+
+def _plain_tensors(shell: nn.Module) -> dict[tuple[str, str], Tensor]:
+    return {
+        (name, attribute): value
+        for name, module in shell.named_modules()
+        for attribute, value in module.__dict__.items()
+        if isinstance(value, Tensor)
+    }
+
+
 @dataclasses.dataclass
 class Run:
-    """What one run has shown: the calls of linear layers in their order, and the output."""
+    """What one run has shown: the calls of linear layers in their order, and the output.
+
+    kept: tensors in plain attributes of modules that were not there before, by module and attribute.
+    dropouts: the name and the input's shape of each call of an nn.Dropout. sharded_dropouts: by name, the dims of one
+        rank's part; None for an input that is the full one.
+    """
 
     calls: list[LayerCall]
     output: Any
     shell: nn.Module
+    kept: dict[tuple[str, str], Tensor] = dataclasses.field(default_factory=dict)
+    dropouts: list[tuple[str, tuple[int, ...]]] = dataclasses.field(default_factory=list)
+    sharded_dropouts: dict[str, set[ShardedDim | None]] = dataclasses.field(default_factory=dict)
 
     def buffers(self) -> dict[str, Tensor]:
         """The buffers after the run."""

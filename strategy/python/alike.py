@@ -1,0 +1,50 @@
+"""When two modules are alike: what is found out about one holds for the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.strategy.deferred import is_deferred
+from weft.strategy.state import original_class
+
+_PLACES = {
+    *("layer_idx", "layer_id", "layer_index", "layer_number", "layer_num", "block_idx", "block_index", "idx", "index"),
+}
+_NO_CONFIGURATION = ("_parameters", "_buffers", "_modules", "training")
+
+
+def signature(module: nn.Module, with_places: bool = True) -> tuple[Any, ...]:
+    """Equal for equal modules: classes, plain attributes, shapes; other objects by identity.
+
+    `with_places`: attributes that count the module among others, as `layer_idx`, are attributes like any other.
+    """
+    parts: list[Any] = []
+    for name, inner in module.named_modules():
+        attributes = tuple(
+            (key, _plain(value))
+            for key, value in sorted(inner.__dict__.items())
+            if key not in _NO_CONFIGURATION and "hook" not in key and (with_places or key not in _PLACES)
+        )
+        shapes = tuple(
+            (key, None if value is None else (tuple(value.shape), value.dtype))
+            for key, value in (*inner._parameters.items(), *inner._buffers.items())
+        )
+        parts.append((name, original_class(inner), attributes, shapes))
+    return tuple(parts)
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
+        return value
+    if isinstance(value, (tuple, list)) and len(value) <= 16:
+        return tuple(_plain(item) for item in value)
+    if isinstance(value, (set, frozenset)) and all(isinstance(item, str) for item in value):
+        return tuple(sorted(value))
+    if isinstance(value, dict) and len(value) <= 16:
+        return tuple((_plain(key), _plain(item)) for key, item in value.items())
+    if isinstance(value, Tensor) and not is_deferred(value) and value.device.type == "cpu" and value.numel() <= 4096:
+        return value.dtype, tuple(value.shape), tuple(value.detach().flatten().tolist())
+    return id(value)
