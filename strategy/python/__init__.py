@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from weft.strategy._plan import AXIS_NAMES, STYLES, Mesh
     from weft.strategy.activation_checkpointing import checkpoint_activations
     from weft.strategy.apply import parallelize
+    from weft.strategy.comparison import Comparison, compare
     from weft.strategy.deferred import deferred_init
     from weft.strategy.export import export_local
     from weft.strategy.fused_optimizers import fuse
@@ -32,6 +33,7 @@ _MODULES = {
     "_plan": ("AXIS_NAMES", "STYLES", "Mesh"),
     "activation_checkpointing": ("checkpoint_activations",),
     "apply": ("parallelize",),
+    "comparison": ("Comparison", "compare"),
     "deferred": ("deferred_init",),
     "export": ("export_local",),
     "fused_optimizers": ("fuse",),
@@ -48,6 +50,7 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 __all__ = [
     "AXIS_NAMES",
     "STYLES",
+    "Comparison",
     "Mesh",
     "Pipeline",
     "Plan",
@@ -57,6 +60,7 @@ __all__ = [
     "StepInBackward",
     "check_replicated_gradients",
     "checkpoint_activations",
+    "compare",
     "deferred_init",
     "draw",
     "export_local",

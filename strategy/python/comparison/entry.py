@@ -1,0 +1,159 @@
+"""`compare`: what may be asked, and where the ranks come from."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from weft.strategy.comparison.launch import launch
+from weft.strategy.comparison.result import Comparison
+from weft.strategy.comparison.subject import LossFunction
+from weft.strategy.comparison.training import TOLERANCES, train_both
+from weft.strategy.layout import AUTO, Sizes
+from weft.strategy.plan import Plan, Rules
+
+MODES = ("train", "eval")
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """The arguments of `compare`, checked as far as they can be without the model.
+
+    Raises:
+        ValueError: an argument that no model could make work.
+    """
+
+    module: Any
+    batch: Any
+    layout: str
+    plan: Rules | Plan
+    steps: int
+    learning_rate: float
+    dtype: torch.dtype
+    loss_fn: LossFunction | str | None
+    tolerance: float | None
+    zero_stage: int
+    sequence_parallel: bool
+    first_layers: int | None
+    mode: str
+    seed: int
+
+    def __post_init__(self) -> None:
+        sizes = Sizes.parse(self.layout)
+        if sizes.pipeline_parallel > 1:
+            raise ValueError(
+                f"compare: the layout '{self.layout}' has a pipeline, whose stages are not compared; leave out 'pp' "
+                "and compare the other axes."
+            )
+        if self.dtype not in TOLERANCES:
+            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in TOLERANCES)
+            raise ValueError(f"compare: dtype is {self.dtype!r}; pass one of torch's {names}.")
+        if self.zero_stage not in (0, 1, 2, 3):
+            raise ValueError(f"compare: zero_stage is {self.zero_stage!r}; pass 0, 1, 2 or 3.")
+        if self.mode not in MODES:
+            raise ValueError(f"compare: mode is {self.mode!r}; pass 'train' or 'eval'.")
+        for name, count in (("steps", self.steps), ("first_layers", self.first_layers)):
+            if count is not None and count < 1:
+                raise ValueError(f"compare: {name} is {count!r}; pass a number from 1 on.")
+        Plan(self.plan)
+
+    @property
+    def num_ranks(self) -> int:
+        """The ranks that the layout has.
+
+        Raises:
+            ValueError: an axis is "auto".
+        """
+        sizes = Sizes.parse(self.layout)
+        counts = (sizes.data_replicate, sizes.data_parallel, sizes.tensor_parallel)
+        if AUTO in counts:
+            raise ValueError(
+                f"compare: the layout '{self.layout}' leaves a size to the number of ranks, and no process group has "
+                "one; write a number for each axis, as in 'dp2,tp2'."
+            )
+        return math.prod(counts)
+
+
+def compare(
+    module: nn.Module | Any,
+    batch: Any = None,
+    layout: str = "tp2",
+    *,
+    plan: Rules | Plan = "auto",
+    steps: int = 3,
+    learning_rate: float = 0.01,
+    dtype: torch.dtype = torch.float64,
+    loss_fn: LossFunction | str | None = None,
+    tolerance: float | None = None,
+    zero_stage: int = 3,
+    sequence_parallel: bool = False,
+    first_layers: int | None = None,
+    mode: str = "train",
+    seed: int = 0,
+    timeout: float = 600.0,
+) -> Comparison:
+    """Train a few steps of a model sharded and unsharded, and say where they differ.
+
+    Both sides have the same weights, batch and random numbers, and step by SGD. Every rank holds the unsharded model as
+    well, so that the model must fit into a rank's memory twice: build a small configuration, or pass `first_layers`.
+
+    In an initialised process group the call is collective over it. Outside of one it starts the layout's ranks itself,
+    as CPU processes of this host: `module`, `batch` and `loss_fn` are pickled, and a script that calls it at its top
+    level does so under `if __name__ == "__main__"`.
+
+    Args:
+        module: an nn.Module or a LightningModule, which stays as it is; a callable without arguments that builds one;
+            or the "package.module:name" of either.
+        batch: of all data-parallel ranks together; a callable that makes it, or "package.module:name". None: the
+            LightningModule's `example_input_array`, or random tokens for a language model of Hugging Face; then the
+            loss is the forward's.
+        layout: as the strategies take it, "tp2", "dp2,tp2", "rep2,dp2,tp2"; without a pipeline.
+        plan: as `weft.parallelize` takes it.
+        dtype: of all floating parameters, buffers and inputs: float64, float32, bfloat16 or float16.
+        loss_fn: `(module, batch) -> loss`, `[]`. None: a LightningModule's `training_step(batch, 0)`, without logging;
+            of other modules the forward's, called with a tuple's or list's items, or a dict's as keywords: the
+            output's `.loss`, the output if it is one number, or else a fixed random projection of its first tensor.
+        tolerance: the largest relative difference that counts as agreement. None: 1e-9 for float64, 1e-4 for float32,
+            5e-2 for half types, whichever the unsharded forward computes in.
+        zero_stage: what data-parallel ranks share, 0 to 3.
+        sequence_parallel: as in `Plan`.
+        first_layers: keep so many of each list of repeated blocks. Where `module` builds the model, the others never
+            have values.
+        mode: "train", or "eval" without dropout. Where the two differ in train mode and the forward draws random
+            numbers, the result has a comparison in eval mode, too.
+        seed: of the numbers drawn by `module` and in the steps.
+        timeout: seconds for all of it, where ranks are started.
+
+    Returns:
+        What was found, the same on every rank. A sharded model that raises is a result, too.
+
+    Raises:
+        ValueError: what was asked does not fit together, or the plan does not fit the model.
+        TimeoutError, RuntimeError: ranks that were started did not end in time, or failed. In a process group, what the
+            unsharded model raises is raised as it is.
+    """
+    request = Request(
+        module,
+        batch,
+        layout,
+        plan,
+        steps,
+        learning_rate,
+        dtype,
+        loss_fn,
+        tolerance,
+        zero_stage,
+        sequence_parallel,
+        first_layers,
+        mode,
+        seed,
+    )
+    if dist.is_available() and dist.is_initialized():
+        return train_both(request)
+    result: Comparison = launch(train_both, request, request.num_ranks, timeout)
+    return result

@@ -1,0 +1,117 @@
+"""Runs a function on ranks of its own: CPU processes of this host, in a process group of the backend weft."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+_POLL_SECONDS = 0.5
+_GRACE_SECONDS = 5.0
+
+
+def launch(function: Callable[[Any], Any], argument: Any, num_ranks: int, timeout: float) -> Any:
+    """Call `function(argument)` on each of `num_ranks` new processes; returns the first rank's result.
+
+    What ranks print goes to stderr. All have ended when this returns or raises.
+
+    Raises:
+        ValueError: what a rank raised as one, or an argument that cannot be pickled.
+        TimeoutError: they took longer than `timeout` seconds, and were ended.
+        RuntimeError: a rank raised another error, whose traceback is in the text, or was killed.
+    """
+    try:
+        sent = pickle.dumps((function, argument))
+    except Exception as error:
+        raise ValueError(
+            f"compare: ranks are new processes, and what they are to run cannot be sent to them ({error}); pass a "
+            "module, batch and loss_fn that can be pickled: functions at the top level of a file, or the "
+            "'package.module:name' of one."
+        ) from error
+    with tempfile.TemporaryDirectory(prefix="weft-compare-") as folder:
+        deadline = time.monotonic() + timeout
+        context = mp.start_processes(
+            _run_rank, (folder, num_ranks, sent, timeout), nprocs=num_ranks, join=False, daemon=True,
+            start_method="spawn",
+        )  # fmt: skip
+        died = ""
+        try:
+            while not context.join(timeout=_POLL_SECONDS, grace_period=_GRACE_SECONDS):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(
+                        f"compare: {num_ranks} ranks did not end within {timeout:g} s; pass a longer timeout, fewer "
+                        "steps, or first_layers."
+                    )
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+            died = str(error).strip()
+        finally:
+            for process in context.processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+        answers = [_read(Path(folder, str(rank))) for rank in range(num_ranks)]
+    failures = sorted((answer for answer in answers if answer is not None and answer[0] != "done"), key=lambda a: a[2])
+    refused = [text for kind, text, _ in failures if kind == "refused"]
+    if refused:
+        raise ValueError(refused[0])
+    if failures:
+        raise RuntimeError(f"compare: {failures[0][1]}")
+    if died or answers[0] is None:
+        raise RuntimeError(f"compare: a rank ended without a result ({died}); is there enough memory for all of them?")
+    return answers[0][1]
+
+
+def _read(path: Path) -> tuple[str, Any, float] | None:
+    if not path.is_file():
+        return None
+    answer: tuple[str, Any, float] = pickle.loads(path.read_bytes())
+    return answer
+
+
+def _run_rank(rank: int, folder: str, num_ranks: int, sent: bytes, timeout: float) -> None:
+    os.dup2(2, 1)  # the parent's stdout is for the result
+    try:
+        answer = ("done", _called(rank, folder, num_ranks, sent, timeout), time.monotonic())
+    except Exception as error:
+        answer = (*told(rank, error), time.monotonic())
+    Path(folder, f"{rank}.part").write_bytes(pickle.dumps(answer))
+    os.replace(Path(folder, f"{rank}.part"), Path(folder, str(rank)))
+
+
+def told(rank: int, error: Exception) -> tuple[str, str]:
+    """How a rank tells what it raised: weft's own sentences as they are, errors of the user's code with a traceback."""
+    frames = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if isinstance(error, ValueError) and frames[-1].startswith("weft."):
+        return "refused", str(error)
+    text = "".join(traceback.format_exception(error))
+    return "failed", f"rank {rank} raised {type(error).__name__}: {error}\n{text}"
+
+
+def _called(rank: int, folder: str, num_ranks: int, sent: bytes, timeout: float) -> Any:
+    import weft  # noqa: F401  (registers the backend)
+
+    try:
+        function, argument = pickle.loads(sent)
+    except Exception as error:
+        raise ValueError(
+            f"compare: ranks are new processes, and cannot load what they are to run ({error}); define the module, "
+            "batch and loss_fn in a file that can be imported, or pass the 'package.module:name' of each."
+        ) from error
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_ranks))
+    store = dist.FileStore(str(Path(folder, "store")), num_ranks)
+    dist.init_process_group(
+        "cpu:weft", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout)
+    )
+    result = function(argument)
+    dist.destroy_process_group()
+    return result

@@ -1,0 +1,131 @@
+"""Which module's output is the first to differ: the unsharded forward is kept, the sharded one held against it."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.strategy.comparison.result import OutputDifference
+from weft.strategy.comparison.subject import first_tensor
+from weft.strategy.state import original_class, state_of
+
+
+class Outputs:
+    """The outputs of one forward's modules, in the order in which they end.
+
+    A rank that has the shard of an output along one dim, as of a column layer, compares it with the same shard of the
+    unsharded one. Outputs of other shapes, and such as have not been computed, are left out.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        """`rank` and `size` are those of the tensor-parallel group; `tolerance` is set before the sharded forward."""
+        self._rank, self._size = rank, size
+        self.tolerance = 0.0
+        self._kept: dict[tuple[str, int], tuple[int, Tensor]] = {}
+        self.first: OutputDifference | None = None
+
+    @contextlib.contextmanager
+    def keep(self, model: nn.Module) -> Iterator[None]:
+        """Keep copies of the outputs of a forward inside."""
+
+        def on_output(key: tuple[str, int], module: nn.Module, tensor: Tensor) -> None:
+            self._kept[key] = (len(self._kept), tensor.detach().clone())
+
+        with _watching(model, on_output):
+            yield
+
+    @contextlib.contextmanager
+    def hold_against(self, model: nn.Module) -> Iterator[None]:
+        """Compare the outputs of a forward inside; afterwards nothing is kept."""
+
+        def on_output(key: tuple[str, int], module: nn.Module, tensor: Tensor) -> None:
+            if self.first is not None or key not in self._kept:
+                return
+            position, expected = self._kept[key]
+            theirs = self._part_like(expected, tensor)
+            if theirs is None:
+                return
+            difference = relative_difference(tensor.detach(), theirs)
+            if not difference <= self.tolerance:
+                self.first = OutputDifference(key[0], original_class(module).__name__, position, difference)
+
+        try:
+            with _watching(model, on_output):
+                yield
+        finally:
+            self._kept.clear()
+
+    def _part_like(self, expected: Tensor, tensor: Tensor) -> Tensor | None:
+        if expected.shape == tensor.shape:
+            return expected
+        if expected.dim() != tensor.dim():
+            return None
+        dims = [dim for dim in range(tensor.dim()) if expected.shape[dim] != tensor.shape[dim]]
+        if len(dims) != 1:
+            return None
+        chunks = expected.chunk(self._size, dims[0])
+        part = chunks[self._rank] if self._rank < len(chunks) else None
+        return part if part is not None and part.shape == tensor.shape else None
+
+
+@contextlib.contextmanager
+def _watching(model: nn.Module, on_output: Callable[[tuple[str, int], nn.Module, Tensor], None]) -> Iterator[None]:
+    calls: collections.Counter[str] = collections.Counter()
+
+    def hook_of(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            calls[name] += 1
+            tensor = first_tensor(output)
+            if type(tensor) in (Tensor, nn.Parameter):  # logits that were not computed would be, by looking at them
+                on_output((name, calls[name]), module, tensor)
+
+        return hook
+
+    with _hooks(model, lambda name, module: module.register_forward_hook(hook_of(name))):
+        yield
+
+
+@contextlib.contextmanager
+def running_modules(model: nn.Module) -> Iterator[list[str]]:
+    """The names of the modules whose forwards run, outermost first; those that raised stay in the list."""
+    running: list[str] = []
+
+    def leave(*_: Any) -> None:
+        running.pop()
+
+    with (
+        _hooks(model, lambda name, module: module.register_forward_pre_hook(lambda *_: running.append(name))),
+        _hooks(model, lambda name, module: module.register_forward_hook(leave)),
+    ):
+        yield running
+
+
+@contextlib.contextmanager
+def _hooks(model: nn.Module, register: Callable[[str, nn.Module], Any]) -> Iterator[None]:
+    """Not on the layers of a fused MLP: it takes them one by one where they have hooks."""
+    handles = []
+    for name, module in model.named_modules():
+        state = state_of(module)
+        if not isinstance(module, torch.jit.ScriptModule) and (state is None or not state.fused):
+            handles.append(register(name, module))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def relative_difference(ours: Tensor, theirs: Tensor, floor: float = 0.0) -> float:
+    """The norm of a difference, relative to that of `theirs` or to `floor`, whichever is larger; inf where a value is
+    not finite."""
+    ours, theirs = ours.to(torch.float64), theirs.to(torch.float64)
+    difference = (ours - theirs).norm().item()
+    scale = max(theirs.norm().item(), floor)
+    result = difference / scale if scale > 0 else difference
+    return float("inf") if math.isnan(result) else result

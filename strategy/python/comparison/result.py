@@ -1,0 +1,179 @@
+"""What a comparison has found, as a value that prints."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from weft.strategy.report_table import table_of
+
+_SHOWN = 10  # parameters in the printed table
+
+
+@dataclasses.dataclass(frozen=True)
+class StepLoss:
+    """The loss of one step on both sides.
+
+    sharded, unsharded: means over the data-parallel ranks' shares of the batch.
+    difference: the largest relative difference of one share's loss.
+    """
+
+    step: int
+    sharded: float
+    unsharded: float
+    difference: float
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterDifference:
+    """How far one parameter and its gradient are apart, at most, in all steps.
+
+    style, rule, note: as in `weft.strategy.report`.
+    axes: (mesh axis, dim) for each axis of more than one rank that it is sharded over.
+    gradient, weight: the norm of the difference, relative to the unsharded norm or to a thousandth of the norm of all
+        gradients (weights), whichever is larger; inf where a value is not finite, None where no step was completed.
+    """
+
+    parameter: str
+    style: str
+    rule: str
+    note: str
+    axes: tuple[tuple[str, int], ...]
+    gradient: float | None = None
+    weight: float | None = None
+
+    @property
+    def largest(self) -> float:
+        return max(self.gradient or 0.0, self.weight or 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputDifference:
+    """The module whose output is the first to differ in the forward of the first step, in the order of execution.
+
+    position: its place in that order, from 0.
+    difference: of the output, or of this rank's shard of it, relative to its norm.
+    """
+
+    module: str
+    kind: str
+    position: int
+    difference: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """A model trained by a layout and a plan, against the same model unsharded; prints as tables and a verdict.
+
+    Attributes:
+        setting: one line on what was trained, and how.
+        tolerance: the largest relative difference that counts as agreement, and `tolerance_note` why it is that.
+        losses: by step.
+        parameters: worst first.
+        first_output: the first module whose output differs; None: the forward of the first step agrees.
+        failure: what the sharded model raised, and in which module; "": nothing.
+        draws_random_numbers: whether the unsharded forward did, as dropout does.
+        notes: what else was found, and the plan's notes on what it has left alone; printed where the two sides differ.
+        in_eval_mode: the same without dropout, where the two sides differ and random numbers were drawn.
+    """
+
+    setting: str
+    tolerance: float
+    tolerance_note: str
+    losses: tuple[StepLoss, ...]
+    parameters: tuple[ParameterDifference, ...]
+    first_output: OutputDifference | None = None
+    failure: str = ""
+    draws_random_numbers: bool = False
+    notes: tuple[str, ...] = ()
+    in_eval_mode: Comparison | None = None
+
+    @property
+    def largest(self) -> float:
+        """The largest difference of all losses, gradients and weights."""
+        return max((*(loss.difference for loss in self.losses), *(row.largest for row in self.parameters)), default=0.0)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether nothing differs by more than the tolerance."""
+        return not self.failure and self.largest <= self.tolerance
+
+    @property
+    def verdict(self) -> str:
+        """One sentence."""
+        allowed = f"(tolerance {self.tolerance:g}{self.tolerance_note})"
+        if self.failure:
+            return f"differ: {self.failure}"
+        if self.agrees:
+            return f"agree to {_shown(self.largest)} {allowed}"
+        worst = max(self.parameters, key=lambda row: row.largest, default=None)
+        if worst is None or worst.largest <= self.tolerance:
+            where = f"the losses, {self.largest:.1e}"
+        else:
+            where = f"largest at {worst.parameter}: {worst.largest:.1e}"
+        text = f"differ: {where} {allowed}; {self._first()}"
+        without = self.in_eval_mode
+        if without is None:
+            return text
+        if without.agrees:
+            return (
+                f"{text}. The random draws are why: in eval mode, without dropout, they agree to "
+                f"{without.largest:.1e}; compare with mode='eval'"
+            )
+        return f"{text}. The random draws alone are not why: in eval mode, without dropout, they {without.verdict}"
+
+    def _first(self) -> str:
+        first = self.first_output
+        if first is None:
+            return "the outputs of the first forward agree"
+        return f"the first output to differ is that of '{first.module}' ({first.kind}): {first.difference:.1e}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data: the attributes, "largest", "agrees" and "verdict"; None for numbers that are not finite."""
+        found = dataclasses.asdict(self)
+        for row, entry in zip(self.parameters, found["parameters"], strict=True):
+            entry["axes"] = dict(row.axes)
+        in_eval_mode = None if self.in_eval_mode is None else self.in_eval_mode.to_dict()
+        found |= {"in_eval_mode": in_eval_mode, "largest": self.largest}
+        return {**_finite(found), "agrees": self.agrees, "verdict": self.verdict}
+
+    def __str__(self) -> str:
+        lines = [self.setting]
+        if self.losses:
+            header = ("step", "sharded loss", "unsharded loss", "difference")
+            rows = [
+                (str(loss.step), f"{loss.sharded:.9g}", f"{loss.unsharded:.9g}", _shown(loss.difference))
+                for loss in self.losses
+            ]
+            lines += ["", *table_of(header, rows, right=header)]
+        shown = [
+            (
+                row.parameter,
+                row.style,
+                " ".join(f"{axis}:{dim}" for axis, dim in row.axes),
+                _shown(row.gradient),
+                _shown(row.weight),
+                row.note,
+            )
+            for row in self.parameters[:_SHOWN]
+        ]
+        if shown:
+            header = ("parameter", "style", "sharded over", "gradient", "weight", "note")
+            lines += ["", *table_of(header, shown, right=("gradient", "weight"))]
+        if rest := self.parameters[_SHOWN:]:
+            lines.append(f"and {len(rest)} more, at most {_shown(max(row.largest for row in rest))}")
+        notes = () if self.agrees else self.notes
+        return "\n".join((*lines, "", *notes, self.verdict))
+
+
+def _shown(difference: float | None) -> str:
+    return "-" if difference is None else f"{difference:.1e}" if difference else "0"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

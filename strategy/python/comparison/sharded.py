@@ -1,0 +1,110 @@
+"""The sharded side: a model by a plan on a mesh, with its optimizer and its data-parallel ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from weft.strategy.apply import parallelize
+from weft.strategy.data_parallel import GradientReducer, ShardedStates, shard_fully
+from weft.strategy.data_parallel.fully_sharded import free_gathered
+from weft.strategy.layout import MeshSizes
+from weft.strategy.plan import Plan
+
+_REPLICAS, _DATA, _TENSOR = "data_replicate", "data_parallel", "tensor_parallel"
+
+
+class JobMesh:
+    """The mesh of a layout over all ranks of the process group, and the groups of its axes."""
+
+    def __init__(self, sizes: MeshSizes, device_type: str) -> None:
+        num_shares = sizes.data_replicate * sizes.data_parallel
+        outer = init_device_mesh(device_type, (num_shares, sizes.tensor_parallel), mesh_dim_names=(_DATA, _TENSOR))
+        self.data_group: dist.ProcessGroup = outer.get_group(_DATA)
+        self.mesh: DeviceMesh = outer
+        self.sharding_mesh: DeviceMesh = outer[_DATA]
+        if sizes.data_replicate > 1:
+            shape = (sizes.data_replicate, sizes.data_parallel, sizes.tensor_parallel)
+            self.mesh = init_device_mesh(device_type, shape, mesh_dim_names=(_REPLICAS, _DATA, _TENSOR))
+            self.sharding_mesh = self.mesh[_REPLICAS, _DATA]
+        self.data_size = sizes.data_parallel
+        # Apart from what the model sends, so that ranks meet in it when that has failed.
+        self.control_group: dist.ProcessGroup = dist.new_group()
+
+    @property
+    def tensor_group(self) -> dist.ProcessGroup:
+        return self.mesh.get_group(_TENSOR)
+
+    @property
+    def sharding_group(self) -> dist.ProcessGroup:
+        """The ranks that share optimizer states at stage 1."""
+        return self.mesh.get_group(_DATA)
+
+    def abort(self) -> None:
+        """Free the ranks that wait for this one in a collective of the mesh, where the backend can; they raise."""
+        for group in {self.data_group, *self.mesh.get_all_groups()}:
+            with contextlib.suppress(RuntimeError):
+                group.abort()
+
+
+class ShardedTraining:
+    """A model, sharded in place, and SGD for it.
+
+    Raises:
+        ValueError: the plan does not fit the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        job: JobMesh,
+        plan: Plan,
+        zero_stage: int,
+        learning_rate: float,
+        entry_points: Iterable[str] | None,
+    ) -> None:
+        is_fully_sharded = zero_stage >= 2 and job.data_size > 1
+        parallelize(model, job.mesh, plan, keeps_plain_on_one_rank=is_fully_sharded)
+        if is_fully_sharded:
+            shard_fully(model, job.sharding_mesh, reshard_after_forward=zero_stage == 3, entry_points=entry_points)
+        averages = job.data_group.size() > 1 and not is_fully_sharded
+        self.model = model
+        self._reducer = GradientReducer(model, job.data_group) if averages else None
+        self._optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
+        if zero_stage == 1 and job.data_size > 1:
+            ShardedStates(self._optimizer, job.sharding_group)
+
+    def backward(self, loss: Tensor) -> None:
+        """Gradients, averaged over the data-parallel ranks; collective."""
+        loss.backward()
+        if self._reducer is not None:
+            self._reducer.finish()
+
+    def step(self) -> None:
+        self._optimizer.step()
+        free_gathered(self.model)
+
+    def zero_grad(self) -> None:
+        self._optimizer.zero_grad()
+
+
+def full(tensor: Any) -> Tensor:
+    """The unsharded value of a parameter or gradient; collective over the mesh of a DTensor."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """The unsharded gradients by the parameters' names, zeros for those that a rank has none of; collective."""
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {
+        name: full(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+        for name, parameter in parameters.items()
+    }

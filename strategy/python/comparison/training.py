@@ -1,0 +1,317 @@
+"""The steps of both sides, on every rank of a process group."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import random
+import time
+import traceback
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import weft
+from weft.collectives import CollectiveError
+from weft.strategy.comparison import subject
+from weft.strategy.comparison.outputs import Outputs, relative_difference, running_modules
+from weft.strategy.comparison.result import Comparison, OutputDifference, ParameterDifference, StepLoss
+from weft.strategy.comparison.sharded import JobMesh, ShardedTraining, full, gradients_of
+from weft.strategy.gradients import check_replicated_gradients
+from weft.strategy.layout import Sizes
+from weft.strategy.pipeline.micro_batches import batch_size_of, map_tensors, split_batch
+from weft.strategy.plan import Plan
+from weft.strategy.report_table import report
+from weft.strategy.state import original_class
+
+if TYPE_CHECKING:
+    from weft.strategy.comparison.entry import Request
+
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
+_GRACE_SECONDS = 5.0  # for the other ranks to fail alike, before their collectives are aborted
+_FLOOR = 1e-3  # of the norm of all: what is smaller may be nothing but rounding, as the gradient of a key's bias
+
+
+def train_both(request: Request) -> Comparison:
+    """Train sharded and unsharded, and compare; collective over the default process group.
+
+    Raises:
+        ValueError: what was asked does not fit together, or the plan does not fit the model. What the unsharded model
+            raises is raised as it is.
+    """
+    sizes = Sizes.parse(request.layout).resolve(dist.get_world_size(), dist.get_world_size())
+    source = subject.resolve(request.module)
+    device = next(source.parameters()).device if isinstance(source, nn.Module) else torch.device("cpu")
+    job = JobMesh(sizes, device.type)
+    with _globals_kept(device):
+        torch.set_default_dtype(request.dtype)  # of what forwards make by themselves, such as masks
+        found = _Comparing(request, job, device, request.mode).run()
+        if request.mode == "train" and found.draws_random_numbers and not found.agrees and not found.failure:
+            in_eval_mode = _Comparing(request, job, device, "eval").run()
+            found = Comparison(**{**found.__dict__, "in_eval_mode": in_eval_mode})
+    return found
+
+
+@contextlib.contextmanager
+def _globals_kept(device: torch.device) -> Iterator[None]:
+    dtype, state = torch.get_default_dtype(), random.getstate()
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(state)
+        torch.set_default_dtype(dtype)
+
+
+class _Comparing:
+    """Both sides of one comparison; every rank has the unsharded model, and trains it on all shares of the batch."""
+
+    def __init__(self, request: Request, job: JobMesh, device: torch.device, mode: str) -> None:
+        self._request, self._job, self._device = request, job, device
+        self._mode = mode
+        self._num_shares, self._share = job.data_group.size(), job.data_group.rank()
+        self._reference = self._build()
+        self._names = [name for name, p in self._reference.named_parameters() if p.requires_grad]
+        self._shares, is_for_forward = self._make_shares()
+        self._loss_fn, self._loss_name = subject.loss_of(self._reference, request.loss_fn, is_for_forward)
+        self._ours = ShardedTraining(
+            copy.deepcopy(self._reference),
+            job,
+            Plan(request.plan, sequence_parallel=request.sequence_parallel),
+            request.zero_stage,
+            request.learning_rate,
+            subject.entry_points_of(self._loss_fn),
+        )
+        self._optimizer = torch.optim.SGD(self._reference.parameters(), lr=request.learning_rate)
+        self._dtypes = _ComputedDtypes()
+        self._draws = False
+        self._outputs = Outputs(job.tensor_group.rank(), job.tensor_group.size())
+
+    def _build(self) -> nn.Module:
+        request = self._request
+        model = subject.build_model(request.module, request.dtype, request.first_layers, request.seed)
+        model.to(self._device).train(self._mode == "train")
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):  # numbers that were not seeded
+                value = tensor.contiguous()
+                dist.broadcast(value, 0)
+                tensor.copy_(value)
+        return model
+
+    def _make_shares(self) -> tuple[list[Any], bool]:
+        made, is_for_forward = subject.batch_of(self._reference, self._request.batch, self._num_shares)
+        shared = [made]
+        dist.broadcast_object_list(shared, 0)
+        dtype = self._request.dtype
+        batch = map_tensors(
+            lambda t: t.to(self._device, dtype if t.is_floating_point() else None),
+            shared[0],
+        )
+        if self._num_shares == 1:
+            return [batch], is_for_forward
+        num_samples = batch_size_of(batch)
+        if num_samples % self._num_shares != 0:
+            raise ValueError(
+                f"compare: the batch of {num_samples} samples does not divide by the {self._num_shares} data-parallel "
+                f"ranks of the layout '{self._request.layout}'; pass a batch that does."
+            )
+        return split_batch(batch, self._num_shares), is_for_forward
+
+    def run(self) -> Comparison:
+        losses: list[StepLoss] = []
+        largest: Tensor | None = None
+        note = failure = failing = ""
+        for step in range(self._request.steps):
+            theirs = self._unsharded_losses(step)
+            loss, failing, failure = self._sharded_loss(step)
+            if failure:
+                break
+            if step == 0:
+                note = self._replicated_note()
+            found = self._differences()
+            largest = found if largest is None else torch.maximum(largest, found)
+            losses.append(self._step_loss(step, loss, theirs))
+        return self._result(losses, largest, note, failing, failure)
+
+    def _seed(self, step: int, share: int) -> None:
+        seed = self._request.seed + 1 + step * self._num_shares + share
+        torch.manual_seed(seed)
+        random.seed(seed)
+
+    def _unsharded_losses(self, step: int) -> list[Tensor]:
+        """The losses of all shares, whose mean's gradients the reference has afterwards."""
+        self._optimizer.zero_grad()
+        losses = []
+        for share, batch in enumerate(self._shares):
+            self._seed(step, share)
+            before = torch.get_rng_state()
+            is_kept = step == 0 and share == self._share
+            with self._outputs.keep(self._reference) if is_kept else contextlib.nullcontext():
+                with self._dtypes if is_kept else contextlib.nullcontext():
+                    loss = self._loss_fn(self._reference, batch)
+            self._draws = self._draws or not torch.equal(before, torch.get_rng_state())
+            (loss / self._num_shares).backward()
+            losses.append(loss.detach())
+        if step == 0:
+            self._outputs.tolerance = self._tolerance()[0]
+        return losses
+
+    def _sharded_loss(self, step: int) -> tuple[Tensor, str, str]:
+        """The loss of this rank's share, and where and what the sharded model raised on any rank; collective."""
+        self._ours.zero_grad()
+        self._seed(step, self._share)
+        loss, running, failure = torch.zeros(()), [], ("", "")
+        is_forward, is_consequence = True, False
+        compares = self._outputs.hold_against(self._ours.model) if step == 0 else contextlib.nullcontext()
+        try:
+            with running_modules(self._ours.model) as running, compares:
+                loss = self._loss_fn(self._ours.model, self._shares[self._share])
+            is_forward = False
+            self._ours.backward(loss)
+        except Exception as error:
+            place = running[-1] if running and is_forward else ""
+            is_consequence = isinstance(error, CollectiveError)
+            owner = original_class(self._ours.model.get_submodule(place)).__name__
+            shown = f"the forward of '{place}' ({owner})" if place else "its forward" if is_forward else "its backward"
+            failure = (place, f"the sharded model raises {type(error).__name__} in {shown}{_raised_at(error)}: {error}")
+        self._meet(bool(failure[1]))
+        found = [each for each in self._gathered((is_consequence, failure)) if each[1][1]]
+        return (loss.detach(), *min(found, key=lambda each: each[0], default=(False, ("", "")))[1])
+
+    def _meet(self, has_failed: bool) -> None:
+        """Wait for all ranks. Where this one alone has failed, the others wait in a collective, which is aborted."""
+        arrived = dist.barrier(group=self._job.control_group, async_op=True)
+        deadline = time.monotonic() + _GRACE_SECONDS
+        while has_failed and not arrived.is_completed():
+            if time.monotonic() > deadline:
+                self._job.abort()
+                break
+            time.sleep(0.02)
+        arrived.wait()
+
+    def _gathered(self, value: Any) -> list[Any]:
+        """Each rank's value, in the order of the ranks; collective."""
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, value, group=self._job.control_group)
+        return found
+
+    def _replicated_note(self) -> str:
+        try:
+            check_replicated_gradients(self._ours.model, data_group=self._job.data_group)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def _differences(self) -> Tensor:
+        """The differences of gradients and, after both have stepped, of weights, `[2, parameters]`; collective."""
+        theirs = dict(self._reference.named_parameters())
+        gradients = {
+            name: torch.zeros_like(theirs[name]) if theirs[name].grad is None else theirs[name].grad
+            for name in self._names
+        }
+        of_gradients = _relative_to_all(gradients_of(self._ours.model), gradients)
+        self._ours.step()
+        self._optimizer.step()
+        ours = {name: full(p) for name, p in self._ours.model.named_parameters() if p.requires_grad}
+        of_weights = _relative_to_all(ours, {name: theirs[name].detach() for name in self._names})
+        result = torch.tensor([of_gradients, of_weights], dtype=torch.float64, device=self._device)
+        dist.all_reduce(result, dist.ReduceOp.MAX)
+        return result
+
+    def _step_loss(self, step: int, loss: Tensor, theirs: list[Tensor]) -> StepLoss:
+        differences, losses = zip(
+            *self._gathered((relative_difference(loss, theirs[self._share]), loss.item())), strict=True
+        )
+        unsharded = sum(each.item() for each in theirs) / len(theirs)
+        return StepLoss(step + 1, sum(losses) / len(losses), unsharded, max(differences))
+
+    def _tolerance(self) -> tuple[float, str]:
+        """The tolerance, and what makes it larger than the dtype's."""
+        request = self._request
+        if request.tolerance is not None:
+            return request.tolerance, ""
+        coarsest = max((request.dtype, *self._dtypes.found), key=lambda dtype: TOLERANCES.get(dtype, 0.0))
+        own = TOLERANCES[request.dtype]
+        is_coarser = TOLERANCES[coarsest] > own
+        note = f", as the forward computes in {_name(coarsest)} in places" if is_coarser else ""
+        return TOLERANCES[coarsest], note
+
+    def _result(
+        self, losses: list[StepLoss], largest: Tensor | None, note: str, failing: str, failure: str
+    ) -> Comparison:
+        rows = {row.parameter: row for row in report(self._ours.model).rows}
+        values = [(None, None)] * len(self._names) if largest is None else largest.t().tolist()
+        parameters = [
+            ParameterDifference(name, rows[name].style, rows[name].rule, rows[name].note, rows[name].axes, *pair)
+            for name, pair in zip(self._names, values, strict=True)
+        ]
+        prefix = f"{failing}." if failing else ""
+        is_inside = {row.parameter: bool(failure) and row.parameter.startswith(prefix) for row in parameters}
+        parameters.sort(key=lambda row: (not is_inside[row.parameter], -row.largest))
+        firsts = [first for first in self._gathered(self._outputs.first) if first is not None]
+        tolerance, tolerance_note = self._tolerance()
+        found = Comparison(
+            self._setting(),
+            tolerance,
+            tolerance_note,
+            tuple(losses),
+            tuple(parameters),
+            _earliest(firsts),
+            failure,
+            self._draws,
+            report(self._ours.model).notes,
+        )
+        if note and not found.agrees:
+            found = Comparison(**{**found.__dict__, "notes": (*found.notes, note)})
+        return found
+
+    def _setting(self) -> str:
+        request = self._request
+        stage = f", zero_stage {request.zero_stage}" if self._num_shares > 1 else ""
+        layers = "" if request.first_layers is None else f", the first {request.first_layers} of its repeated blocks"
+        return (
+            f"{type(self._reference).__name__}{layers}: layout {request.layout}{stage}, plan "
+            f"{Plan(request.plan).preset or 'of rules'}, against one rank; SGD with learning rate "
+            f"{request.learning_rate:g} in {_name(request.dtype)}, {self._mode} mode; loss: {self._loss_name}"
+        )
+
+
+def _raised_at(error: Exception) -> str:
+    """The line that raised an error, outside of torch and weft; "": there is none."""
+    packages = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (torch, weft, weft.strategy))
+    frames = traceback.extract_tb(error.__traceback__)
+    line = next((frame for frame in reversed(frames) if not frame.filename.startswith(packages)), None)
+    return "" if line is None else f" at {os.path.basename(line.filename)}:{line.lineno}"
+
+
+class _ComputedDtypes(TorchDispatchMode):
+    """Collects the floating dtypes that operators inside compute tensors in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = (leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+        self.found |= {tensor.dtype for tensor in tensors if tensor.dtype in TOLERANCES and tensor.numel() > 1}
+        return result
+
+
+def _relative_to_all(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[float]:
+    total = sum(tensor.double().norm().item() ** 2 for tensor in theirs.values()) ** 0.5
+    return [relative_difference(ours[name], tensor, _FLOOR * total) for name, tensor in theirs.items()]
+
+
+def _earliest(firsts: list[OutputDifference]) -> OutputDifference | None:
+    return min(firsts, key=lambda first: first.position, default=None)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
