@@ -7,7 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from weft._plugin.process_guard import LAUNCHER_PID_VARIABLE, guard
+from weft._plugin.error_reports import ErrorReports
+from weft._plugin.process_guard import ERROR_REPORTS_VARIABLE, LAUNCHER_PID_VARIABLE, guard
 
 
 class GuardedLauncherMixin:
@@ -25,16 +26,26 @@ class GuardedLauncherMixin:
         # The kernel's parent-death signal fires when the *thread* that started a child ends.
         if threading.current_thread() is threading.main_thread():
             os.environ[LAUNCHER_PID_VARIABLE] = str(os.getpid())
+        reports = ErrorReports.create()
+        if reports is not None:
+            os.environ[ERROR_REPORTS_VARIABLE] = reports.path
 
         def launched(*args: Any, **kwargs: Any) -> Any:
-            os.environ.pop(LAUNCHER_PID_VARIABLE, None)
+            _take_out_variables()
+            guard().print_errors_once(reports)
             guard().watch_children(self.procs)  # type: ignore[attr-defined]
             return function(*args, **kwargs)
 
         try:
             return super().launch(launched, *args, **kwargs)  # type: ignore[misc]
         finally:
-            os.environ.pop(LAUNCHER_PID_VARIABLE, None)
+            _take_out_variables()
+
+
+def _take_out_variables() -> None:
+    """What children of the launcher read is not for other processes."""
+    for variable in (LAUNCHER_PID_VARIABLE, ERROR_REPORTS_VARIABLE):
+        os.environ.pop(variable, None)
 
 
 def guarded(launcher: Any, check_before_launch: Callable[[], None]) -> Any:

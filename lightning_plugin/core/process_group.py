@@ -24,6 +24,7 @@ def group_made_here() -> Iterator[None]:
     """Destroy at exit the default group that is made inside the block; a group from before belongs to others."""
     existed = dist.is_initialized()
     yield
+    guard().take_excepthook()
     if not existed and dist.is_initialized():
         made = dist.group.WORLD
         guard().on_clean_exit(lambda: _destroy(made))

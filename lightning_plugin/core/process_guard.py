@@ -13,6 +13,8 @@ wake-up pipe that CPython's C-level signal handler writes to, and the kernel's p
     SIGINT or SIGTERM         -> Python's handlers first; after SIGNAL_GRACE_SECONDS the guard ends the tree
     an exception on rank 0    -> the traceback, then the children are ended at exit
     an exception on a child   -> the child exits without waiting for anybody: see "a child dies"
+
+Ranks that raise the same error print one traceback: see `error_reports.py`.
 """
 
 from __future__ import annotations
@@ -28,8 +30,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from types import TracebackType
+
+from weft._plugin.error_reports import ErrorReports
 
 LAUNCHER_PID_VARIABLE = "WEFT_LAUNCHER_PID"
+ERROR_REPORTS_VARIABLE = "WEFT_ERROR_REPORTS"
 SIGNAL_GRACE_SECONDS = 4.0
 CHILD_GRACE_SECONDS = 2.5
 FAILED_CHILDREN_GRACE_SECONDS = 2.0
@@ -58,8 +64,10 @@ class ProcessGuard:
         os.set_blocking(self._write_fd, False)
         if threading.current_thread() is threading.main_thread():
             self._previous_wakeup_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
-        self._previous_excepthook = sys.excepthook
-        sys.excepthook = self._excepthook
+        self._reports: ErrorReports | None = None
+        self._excepthooks: list[Callable[..., object]] = []  # each was in force when this guard's was put over it
+        self._excepthook_depth = 0
+        self.take_excepthook()
         os.register_at_fork(after_in_child=self._forget_in_fork)
         atexit.register(self._at_exit)
         threading.Thread(target=self._watch, name="weft-process-guard", daemon=True).start()
@@ -89,6 +97,19 @@ class ProcessGuard:
         """Say whether this process is on its way out because of an error, so that its exit waits for nobody."""
         self._failed = failed
 
+    def print_errors_once(self, reports: ErrorReports | None) -> None:
+        """From now on an error that another rank of `reports` has printed takes one line; None: its traceback."""
+        self._reports = reports
+
+    def take_excepthook(self) -> None:
+        """Put this guard's hook over those installed since: it decides whether they print anything.
+
+        Making a process group installs one, which has what is under it print into a buffer.
+        """
+        if sys.excepthook != self._excepthook:
+            self._excepthooks.append(sys.excepthook)
+            sys.excepthook = self._excepthook
+
     def on_clean_exit(self, function: Callable[[], None]) -> None:
         """Call `function` at interpreter exit, unless the process failed: other ranks may be gone then."""
         self._on_clean_exit.append(function)
@@ -117,9 +138,19 @@ class ProcessGuard:
                 self._status = 128 + signum
                 self._deadline = min(self._deadline or float("inf"), time.monotonic() + SIGNAL_GRACE_SECONDS)
 
-    def _excepthook(self, kind: type[BaseException], error: BaseException, trace: object) -> None:
+    def _excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._failed = True
-        self._previous_excepthook(kind, error, trace)  # type: ignore[arg-type]
+        # Each hook that this one was put over calls it in turn, for what was in force before.
+        is_outermost = self._excepthook_depth == 0
+        hook = self._excepthooks[max(0, len(self._excepthooks) - 1 - self._excepthook_depth)]
+        self._excepthook_depth += 1
+        try:
+            if is_outermost and self._reports is not None:
+                self._reports.report(kind, error, trace, lambda: hook(kind, error, trace))
+            else:
+                hook(kind, error, trace)
+        finally:
+            self._excepthook_depth -= 1
 
     def _at_exit(self) -> None:
         if os.getpid() != self._owner_pid:
@@ -165,6 +196,7 @@ class ProcessGuard:
         # A worker's signals are not this process's, and its descriptors are shared with it.
         self._children = ()
         self._parent_pid = None
+        self._reports = None
         signal.set_wakeup_fd(-1)
 
 
@@ -191,6 +223,9 @@ def guard() -> ProcessGuard:
             launcher_pid = os.environ.pop(LAUNCHER_PID_VARIABLE, None)
             if launcher_pid is not None:
                 _guard.watch_parent(int(launcher_pid))
+            reports_path = os.environ.pop(ERROR_REPORTS_VARIABLE, None)
+            if reports_path is not None:
+                _guard.print_errors_once(ErrorReports.open(reports_path))
     return _guard
 
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from weft import memory
 from weft._plugin.batch_check import BatchCheck
 from weft._plugin.data_axes import DataAxes, mixed_precision_policy
+from weft._plugin.error_reports import shared_under_torchrun
 from weft._plugin.launcher import guarded
 from weft._plugin.meshes import PIPELINE_AXIS, TENSOR_AXIS, known_mesh
 from weft._plugin.metrics import synchronize_metrics_over
@@ -124,6 +125,9 @@ class StrategyMixin:
             self._tensor_parallel_size = sizes.tensor_parallel
         with group_made_here():
             super().setup_environment()
+        environment = self.cluster_environment
+        if type(environment).__name__ == "TorchElasticEnvironment":
+            guard().print_errors_once(shared_under_torchrun(environment.local_rank(), environment.node_rank()))
         has_stages = self._pipeline_settings is not None
         self._device_mesh, group = known_mesh(self._device_mesh, sizes, has_stages)
         self._data_axes = DataAxes(self._device_mesh, group, self._zero_stage)

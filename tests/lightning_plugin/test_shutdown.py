@@ -86,6 +86,19 @@ def test_nothing_is_left_under_torchrun() -> None:
         list(pool.map(lambda case: _check(launcher, *case), cases))
 
 
+def test_an_error_of_all_ranks_has_one_traceback() -> None:
+    python = [sys.executable]
+    launchers = (python, [*python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"])
+    with ThreadPoolExecutor(len(launchers)) as pool:
+        for stderr in pool.map(lambda launcher: _check(launcher, ("raise", "raise"), _nothing), launchers):
+            of_ranks = [line for line in stderr.splitlines() if line.startswith(("[rank0]:", "[rank1]:"))]
+            assert [line for line in of_ranks if "Traceback" in line] == of_ranks[:1], stderr
+            assert of_ranks[-1].endswith("RuntimeError: this rank fails on purpose"), stderr
+            # Under torchrun the rank that comes second may be ended before its line.
+            same = re.findall(r"^weft: rank \d raised the same RuntimeError as rank \d: see", stderr, re.MULTILINE)
+            assert len(same) == 1 or ("Sending process" in stderr and not same), stderr
+
+
 AT_EXIT = """
 import weft.lightning
 from weft._plugin.process_guard import guard

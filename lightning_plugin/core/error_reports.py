@@ -1,0 +1,162 @@
+"""Prints the traceback of an error that several ranks raise once, not once per rank.
+
+The ranks of a host that write to one stderr share a log of the errors that have been printed: an unnamed file, which
+one rank makes and the others open through /proc. A rank that fails locks the log (a *turn*), looks for its error, and
+prints either one line that names the rank with the same error, or the traceback, which it enters afterwards. The
+kernel unlocks the log of a rank that dies in its turn, and the next rank finds no entry and prints. A rank that gets
+no turn within TURN_SECONDS, that has no log, or whose stderr is another file prints its traceback as without a log.
+
+Errors are the same if their formatted tracebacks are, apart from addresses and from Lightning's frames: rank 0 goes
+through the launcher and the others do not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import re
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from types import TracebackType
+
+import torch.distributed as dist
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+# Less than the guard's graces, after which a rank that waits for its turn would be killed with nothing printed.
+TURN_SECONDS = 1.0
+_POLL_SECONDS = 0.005
+_ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+\b")
+_LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
+
+
+class ErrorReports:
+    """One rank's access to the log of printed errors. See `create` and `open`."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    @classmethod
+    def create(cls) -> ErrorReports | None:
+        """Make a log for the ranks of this host; None where the system offers no way to share one."""
+        if fcntl is None or not hasattr(os, "memfd_create"):
+            return None
+        with contextlib.suppress(OSError):
+            return cls(os.memfd_create("weft-error-reports"))
+        return None
+
+    @classmethod
+    def open(cls, path: str) -> ErrorReports | None:
+        """Open the log that another process has as `path`; None if that is not possible (any more)."""
+        with contextlib.suppress(OSError):
+            return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        return None
+
+    @property
+    def path(self) -> str:
+        """The name by which other processes of this host open the log while this one lives."""
+        return f"/proc/{os.getpid()}/fd/{self._fd}"
+
+    def report(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None, show: Callable[[], None]
+    ) -> None:
+        """Call `show`, which prints the traceback to stderr, unless another rank has printed the same one.
+
+        Nothing that fails in here but `show` itself keeps a traceback from being printed.
+        """
+        with contextlib.ExitStack() as turn:
+            has_turn = False
+            with contextlib.suppress(Exception):
+                key = f"{_stderr_identity()} {_signature(kind, error, trace)}"
+                turn.enter_context(self._turn())
+                has_turn = True
+                other = self._printed().get(key)
+                if other is not None:
+                    _say(f"weft: rank {_rank()} raised the same {kind.__name__} as rank {other}: see its traceback.\n")
+                    return
+            show()
+            if has_turn:
+                with contextlib.suppress(Exception):
+                    sys.stderr.flush()  # raises where the traceback cannot have arrived
+                    os.lseek(self._fd, 0, os.SEEK_END)
+                    os.write(self._fd, f"{key} {_rank()}\n".encode())
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Hold the lock of the log inside. Raises TimeoutError without it."""
+        deadline = time.monotonic() + TURN_SECONDS
+        while True:
+            try:
+                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not held by what this process has forked
+                break
+            except (BlockingIOError, PermissionError):  # which of them, POSIX leaves open
+                if time.monotonic() >= deadline:
+                    raise TimeoutError from None
+                time.sleep(_POLL_SECONDS)
+        try:
+            yield
+        finally:
+            fcntl.lockf(self._fd, fcntl.LOCK_UN)
+
+    def _printed(self) -> dict[str, str]:
+        """The rank that printed each error."""
+        lines = os.pread(self._fd, os.fstat(self._fd).st_size, 0).decode().splitlines()
+        return {key: rank for key, _, rank in (line.rpartition(" ") for line in lines)}
+
+
+@functools.cache  # a process has one stderr and one agent
+def shared_under_torchrun(local_rank: int, node_rank: int) -> ErrorReports | None:
+    """Return the log that the workers of one torchrun agent share; None if they cannot share one. Collective.
+
+    No worker has started the others, so the one with local_rank 0 makes the log and the job's store passes its path on.
+    """
+    with contextlib.suppress(Exception):
+        store = dist.group.WORLD.get_group_store()
+        key = f"weft/error_reports/{node_rank}"
+        if local_rank != 0:
+            return ErrorReports.open(store.get(key).decode())
+        reports = ErrorReports.create()
+        store.set(key, "" if reports is None else reports.path)
+        return reports
+    return None
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text)
+    sys.stderr.flush()
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def _stderr_identity() -> str:
+    """The file that stderr writes to: a rank may have one of its own, which must hold its own errors."""
+    status = os.fstat(sys.stderr.fileno())
+    return f"{status.st_dev}:{status.st_ino}"
+
+
+def _signature(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> str:
+    """A hash that two ranks' errors share if one traceback tells all about both."""
+    found = traceback.TracebackException(kind, error, trace)
+    files = [file for file in map(_file_of, _LIGHTNING) if file is not None]
+    left_out = (*(os.path.join(os.path.dirname(file), "") for file in files), _file_of("weft._plugin.launcher") or "?")
+    to_do = [found]
+    while to_do:
+        each = to_do.pop()
+        each.stack[:] = [frame for frame in each.stack if not frame.filename.startswith(left_out)]
+        to_do += [other for other in (each.__cause__, each.__context__) if other is not None]
+        to_do += getattr(each, "exceptions", None) or []  # of a group, from Python 3.11 on
+    text = _ADDRESS.sub("0x", "".join(found.format()))
+    return hashlib.sha256(text.encode(errors="replace")).hexdigest()
+
+
+def _file_of(module: str) -> str | None:
+    return getattr(sys.modules.get(module), "__file__", None)

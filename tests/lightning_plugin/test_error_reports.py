@@ -1,0 +1,160 @@
+"""An error of several ranks is printed once, errors that differ are all printed, and no traceback is lost."""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+import re
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from support.ranks import on_ranks
+from weft._plugin import error_reports
+from weft._plugin.error_reports import ErrorReports
+
+
+def _shared_log(rank: int) -> ErrorReports:
+    reports = ErrorReports.create() if rank == 0 else None
+    path = [reports.path if reports is not None else None]
+    dist.broadcast_object_list(path, src=0)
+    log = reports or ErrorReports.open(path[0])
+    assert log is not None
+    dist.barrier()
+    return log
+
+
+@contextmanager
+def _stderr(path: Path) -> Iterator[None]:
+    before = sys.stderr
+    with path.open("a") as file:
+        sys.stderr = file
+        try:
+            yield
+        finally:
+            sys.stderr = before
+
+
+def _report(log: ErrorReports, fail: Callable[[], None], show: Callable[..., None] = traceback.print_exception) -> None:
+    """Report what `fail` raises as the interpreter would: as an error that nobody has caught."""
+    try:
+        fail()
+    except Exception as error:
+        log.report(type(error), error, error.__traceback__, functools.partial(show, error))
+
+
+def _fails(text: str) -> None:
+    raise ValueError(text)
+
+
+def _fails_elsewhere(text: str) -> None:
+    raise ValueError(text)
+
+
+def _fails_with_cause(text: str) -> None:
+    try:
+        _fails(text)
+    except ValueError as error:
+        raise ValueError("all have this one") from error
+
+
+def _fails_alike() -> None:
+    _fails("all have this one")
+
+
+class _Object:
+    pass
+
+
+# What each rank raises, given its number -> how many tracebacks there are.
+ERRORS: dict[str, tuple[Callable[[int], None], int]] = {
+    "the same": (lambda rank: _fails("all have this one"), 1),
+    "the same, of objects at other addresses": (lambda rank: _fails(f"{_Object()} and {hex(id(rank) + rank)}"), 1),
+    "another text": (lambda rank: _fails(f"rank {rank} has this one"), 2),
+    "another line": (lambda rank: (_fails, _fails_elsewhere)[rank]("all have this one"), 2),
+    "another cause": (lambda rank: _fails_with_cause(f"rank {rank} has this one"), 2),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("case", ERRORS)
+def test_what_counts_as_the_same(rank: int, tmp_path: Path, case: str) -> None:
+    fail, num_tracebacks = ERRORS[case]
+    log = _shared_log(rank)
+    with _stderr(tmp_path / "stderr"):
+        _report(log, lambda: fail(rank))
+    dist.barrier()
+    text = (tmp_path / "stderr").read_text()
+    assert len(re.findall(r"^  File .*in _report$", text, re.MULTILINE)) == num_tracebacks
+    lines = re.findall(r"^weft: rank (\d) raised the same ValueError as rank (\d): see its traceback\.$", text, re.M)
+    assert len(lines) == 2 - num_tracebacks and all(set(pair) == {"0", "1"} for pair in lines)
+
+
+@on_ranks(2)
+def test_a_stderr_of_its_own_gets_the_traceback(rank: int, tmp_path: Path) -> None:
+    log = _shared_log(rank)
+    with _stderr(tmp_path / f"stderr-{rank}"):
+        _report(log, _fails_alike)
+    assert "Traceback" in (tmp_path / f"stderr-{rank}").read_text()
+
+
+def _forked(log: ErrorReports, show: Callable[[], None]) -> int:
+    """The process id of another rank, which is in its turn when this returns, and inside of `show`."""
+    reader, writer = os.pipe()
+    path, pid = log.path, os.fork()
+    if pid == 0:
+        try:
+            _report(ErrorReports.open(path), _fails_alike, lambda _: (os.write(writer, b"."), show()))
+        finally:
+            os._exit(0)
+    assert os.read(reader, 1) == b"."
+    os.close(reader)
+    os.close(writer)
+    return pid
+
+
+def _cannot_print() -> None:
+    raise OSError("no space left")
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("case", ["is killed", "fails to print", "never ends", "prints"])
+def test_the_next_rank_prints_if_the_first_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    monkeypatch.setattr(error_reports, "TURN_SECONDS", 5.0 if case == "is killed" else 0.3)
+    log = ErrorReports.create()
+    shows = {"is killed": signal.pause, "never ends": signal.pause, "fails to print": _cannot_print, "prints": int}
+    with _stderr(tmp_path / "stderr"):
+        pid = _forked(log, shows[case])
+        if case != "never ends":
+            if case == "is killed":
+                os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        _report(log, _fails_alike)
+        if case == "never ends":
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    assert ("Traceback" in (tmp_path / "stderr").read_text()) == (case != "prints")
+
+
+@on_ranks(1)
+def test_without_a_stderr_of_the_system() -> None:
+    """As in a notebook: there is nothing to compare."""
+    log, before = ErrorReports.create(), sys.stderr
+    for _ in range(2):
+        sys.stderr = io.StringIO()
+        try:
+            _report(log, _fails_alike)
+            assert "Traceback" in sys.stderr.getvalue()
+        finally:
+            sys.stderr = before
+
+
+def test_a_log_whose_process_is_gone_is_none() -> None:
+    assert ErrorReports.open("/proc/1/fd/none") is None
