@@ -11,6 +11,12 @@ if TYPE_CHECKING:
 
 ZERO_STAGES = (0, 1, 2, 3)
 _SEVERAL_STAGES = ("interleaved", "looped_bfs")  # on a rank
+_DEFAULT_SIZES = {
+    "data_replicate_size": 1,
+    "data_parallel_size": "auto",
+    "tensor_parallel_size": "auto",
+    "pipeline_parallel_size": 1,
+}
 _FLAGS = ("fused_optimizers", "empty_init", "activation_offload", "sequence_parallel")
 
 
@@ -160,12 +166,21 @@ class PlanSettings:
     def _sizes(self, owner: str, data_parallel_size: int | str, tensor_parallel_size: int | str) -> Sizes:
         from weft.strategy.layout import Sizes
 
-        given = (self.data_replicate_size, data_parallel_size, tensor_parallel_size, self.pipeline_parallel_size)
+        given = {
+            "data_replicate_size": self.data_replicate_size,
+            "data_parallel_size": data_parallel_size,
+            "tensor_parallel_size": tensor_parallel_size,
+            "pipeline_parallel_size": self.pipeline_parallel_size,
+        }
         try:
             if self.layout is None:
-                return Sizes(*given)
-            if given != (1, "auto", "auto", 1):
-                raise ValueError("layout gives the sizes of all axes; leave out data_replicate_size and the others.")
+                return Sizes(*given.values())
+            beside = [f"{name}={value!r}" for name, value in given.items() if value != _DEFAULT_SIZES[name]]
+            if beside:
+                raise ValueError(
+                    f"got layout={self.layout!r}, which gives the sizes of all axes, and also {' and '.join(beside)}; "
+                    "leave these out, or write them into the layout."
+                )
             return Sizes.parse(self.layout)
         except ValueError as error:
             raise ValueError(f"{owner}: {error}") from None

@@ -105,7 +105,12 @@ def test_a_namespace_that_is_absent() -> None:
         ({"sequence_parallel": True}, ValueError, "sequence_parallel=True without a plan"),
         ({"layout": "dp2,dp2"}, ValueError, "'dp2,dp2' has the part 'dp2'"),
         ({"layout": "dp2,xp3"}, ValueError, "has the part 'xp3'"),
-        ({"layout": "dp2", "tensor_parallel_size": 2}, ValueError, "leave out data_replicate_size and the others"),
+        (
+            {"layout": "dp2", "tensor_parallel_size": 2, "data_replicate_size": "auto"},
+            ValueError,
+            "got layout='dp2', which gives the sizes of all axes, and also data_replicate_size='auto' and "
+            "tensor_parallel_size=2; leave these out, or write them into the layout\\.$",
+        ),
         ({"plan": {"a": "diagonal"}}, ValueError, "diagonal"),
         ({"plan": 3}, TypeError, "got a int"),
         ({"check_batches": -1}, ValueError, "check_batches=-1"),
