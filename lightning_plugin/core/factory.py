@@ -18,6 +18,7 @@ from weft._plugin.memory_monitor import MemoryMixin
 from weft._plugin.process_guard import watch_launcher
 from weft._plugin.throughput_monitor import ThroughputMixin
 from weft._plugin.trainer_mixin import TrainerMixin
+from weft._plugin.wrong_arguments import checked_init
 
 CLASS_NAME = "WeftModelParallelStrategy"
 CALLBACKS: dict[str, type] = {"ThroughputMonitor": ThroughputMixin, "MemoryMonitor": MemoryMixin}
@@ -94,6 +95,7 @@ def strategy_class(flavour: Flavour) -> type:
     namespace: dict[str, Any] = {
         "__module__": flavour.public_module,
         "__doc__": flavour.mixin.__doc__,
+        "__init__": checked_init(CLASS_NAME, flavour.mixin.__init__),
         "fabric_module": flavour.fabric,
     }
     return type(CLASS_NAME, (flavour.mixin, stock), namespace)
@@ -109,7 +111,12 @@ def callback_class(flavour: Flavour, name: str) -> type:
     _need(flavour)
     stock = importlib.import_module(flavour.strategies.removesuffix("strategies") + "callbacks").Callback
     mixin = CALLBACKS[name]
-    return type(name, (mixin, stock), {"__module__": flavour.public_module, "__doc__": mixin.__doc__})
+    namespace = {
+        "__module__": flavour.public_module,
+        "__doc__": mixin.__doc__,
+        "__init__": checked_init(name, mixin.__init__),
+    }
+    return type(name, (mixin, stock), namespace)
 
 
 def _need(flavour: Flavour) -> None:

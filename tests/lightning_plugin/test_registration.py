@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import typing
 
 import lightning.fabric
 import lightning.pytorch
@@ -130,6 +131,32 @@ def test_a_namespace_that_is_absent() -> None:
 def test_bad_settings(name: str, settings: dict, error: type[Exception], remedy: str) -> None:
     with pytest.raises(error, match=remedy):
         importlib.import_module(name).WeftModelParallelStrategy(**settings)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_unknown_arguments_are_named_with_the_class(name: str) -> None:
+    cls = importlib.import_module(name).WeftModelParallelStrategy
+    with pytest.raises(TypeError) as raised:
+        cls(tensor_paralel_size=2)
+    expected = "got the unknown argument 'tensor_paralel_size' (did you mean 'tensor_parallel_size'?)."
+    assert str(raised.value) == f"WeftModelParallelStrategy {expected}"
+    with pytest.raises(
+        TypeError, match=r"arguments 'qqq', 'lay_out' \(did .* 'layout'\?\); the known arguments are .*plan"
+    ):
+        cls(qqq=1, lay_out="dp2")
+    with pytest.raises(TypeError, match=r"^WeftModelParallelStrategy: too many positional arguments; pass .*by name: "):
+        cls(*[None] * 40)
+    # What LightningCLI and type checkers read.
+    hints = typing.get_type_hints(cls.__init__)
+    assert hints["tensor_parallel_size"] == int | str and hints["return"] is type(None)
+    assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in inspect.signature(cls).parameters.values())
+
+
+def test_unknown_arguments_of_callbacks_are_named_with_the_class() -> None:
+    from weft.lightning import MemoryMonitor
+
+    with pytest.raises(TypeError, match=r"^MemoryMonitor got the unknown argument 'every_steps' .*'every_n_steps'"):
+        MemoryMonitor(every_steps=3)
 
 
 def test_parallelize_fn_must_be_callable() -> None:

@@ -1,0 +1,41 @@
+"""Errors for arguments that a public class does not take, in that class's name.
+
+The classes that users construct are made from mixins (`factory.py`), and Python would name the mixin.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+
+def checked_init(class_name: str, init: Callable[..., None]) -> Callable[..., None]:
+    """Return `init` with the same signature, which raises TypeError for arguments that do not fit it.
+
+    LightningCLI reads the signature, and so does `inspect`: it has no `**kwargs` to collect what is unknown.
+    """
+    signature = inspect.signature(init)
+    known = [name for name in signature.parameters if name != "self"]
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        unknown = [name for name in kwargs if name not in known]
+        if unknown:
+            raise TypeError(_unknown_arguments(class_name, unknown, known))
+        try:
+            signature.bind(self, *args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{class_name}: {error}; pass its arguments by name: {', '.join(known)}.") from None
+        init(self, *args, **kwargs)
+
+    return checked
+
+
+def _unknown_arguments(class_name: str, unknown: list[str], known: list[str]) -> str:
+    text = f"{class_name} got the unknown argument{'s' * (len(unknown) > 1)} "
+    nearest = {name: difflib.get_close_matches(name, known, n=1) for name in unknown}
+    text += ", ".join(repr(name) + "".join(f" (did you mean {each!r}?)" for each in nearest[name]) for name in unknown)
+    return text + ("." if all(nearest.values()) else f"; the known arguments are {', '.join(known)}.")
