@@ -6,7 +6,12 @@ import dataclasses
 from typing import Any
 
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.utils import _pytree as pytree
 
 from weft.strategy.pipeline.layer_calls import LayerCall, Mode, run_in
@@ -95,7 +100,7 @@ class _Recorder(Mode):
                 with self._fake_mode:
                     output = func(*args, **kwargs)
             except Exception as error:
-                raise self._refusal(f"{name_of(func)} between its layers", error) from error
+                raise self._refusal(f"{name_of(func)} between the layers", error) from error
         self._note(name_of(func), func, output)
         return output
 
@@ -186,9 +191,16 @@ class _Recorder(Mode):
 
     @staticmethod
     def _refusal(what: str, error: Exception) -> ValueError:
+        if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+            return ValueError(
+                f"pipeline: {what} reads values that layers compute, or makes a shape depend on them ({error}), and "
+                "stages record the forward on fake tensors, which have shapes and no values; use torch.where, masks "
+                "and fixed sizes, or wrap the code in a torch.library.custom_op with a fake implementation."
+            )
         return ValueError(
-            f"pipeline: {what} cannot be run without values, which stages that do not have them need ({error}); let a "
-            "layer of one stage hold what depends on values, or pass stages of your own."
+            f"pipeline: {what} raised {type(error).__name__} ({str(error).rstrip('.')}) while the forward was recorded "
+            "on fake tensors, which have shapes and no values; check that the unsharded model takes inputs of these "
+            "shapes, and that it reads no values (.numpy(), a tensor as a list's index)."
         )
 
 
@@ -218,7 +230,7 @@ def record(
     """Run a skeleton's forward on these inputs; random state stays as it was.
 
     Raises:
-        ValueError: layers called out of the order of their stages, or what cannot run without values.
+        ValueError: layers called out of the order of their stages, or a call that fails on fake tensors.
     """
     recording = Recording(num_stages, signature((args, kwargs)))
     recorder = _Recorder(recording, fake_mode, owners)

@@ -73,7 +73,12 @@ def test_buffers_and_flags_of_the_trunk(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize(
     ("what", "error", "message"),
     [
-        ("layer", ValueError, "cannot be run without values"),
+        ("layer", ValueError, "__bool__ between the layers reads values that layers compute, or makes a shape depend"),
+        (
+            "width",
+            ValueError,
+            "the layer 'a' raised RuntimeError (a and b must have same reduction dim",
+        ),
         ("order", ValueError, "pass layer_stages={'a': 1}"),
         ("again", ValueError, "move the cuts, or give each stage a module of its own"),
     ],
@@ -83,7 +88,7 @@ def test_forwards_that_cannot_be_recorded(world_size: int, what: str, error: typ
     model = Branching(what)
     pipeline = Pipeline(model, init_device_mesh("cpu", (world_size,)), ["b"], num_micro_batches=2)
     with pytest.raises(error, match=re.escape(message)):
-        pipeline.step(torch.ones(4, 4), lambda x: model(x).sum())
+        pipeline.step(torch.ones(4, 5 if what == "width" else 4), lambda x: model(x).sum())
 
 
 @on_ranks(2)
