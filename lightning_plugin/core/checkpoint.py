@@ -26,7 +26,7 @@ from weft._plugin.optimizer_state import WholeModel, load_named_state, load_shar
 
 METADATA_FILENAME = "meta.pt"
 # The second is what the stock strategy writes.
-_MODEL_KEYS = ("model", "state_dict")
+MODEL_KEYS = ("model", "state_dict")
 
 
 def optimizer_key(idx: int) -> str:
@@ -127,7 +127,7 @@ def load_directory(
     `whole`: what the model was, if it is in stages.
     """
     saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    model_key = next((k for k in _MODEL_KEYS if any(name.startswith(f"{k}.") for name in saved)), _MODEL_KEYS[0])
+    model_key = next((k for k in MODEL_KEYS if any(name.startswith(f"{k}.") for name in saved)), MODEL_KEYS[0])
     read = {model_key: get_model_state_dict(model)}
     if strict:
         prefix = f"{model_key}."

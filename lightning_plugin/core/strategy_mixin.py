@@ -73,6 +73,7 @@ class StrategyMixin:
         self._watch: Watch | None = None
         self._data_axes: DataAxes | None = None
         self._described: torch.nn.Module | None = None
+        self._logged_once: set[str] = set()
 
     @property
     def plan(self) -> Any:
@@ -283,6 +284,11 @@ class StrategyMixin:
     def _log(self, text: str) -> None:
         """On the first rank, where Lightning's own messages go."""
         importlib.import_module(f"{self.fabric_module}.utilities.rank_zero").rank_zero_info(text)
+
+    def _log_once(self, text: str) -> None:
+        if text not in self._logged_once:
+            self._logged_once.add(text)
+            self._log(text)
 
     def _watch_memory(self, module: torch.nn.Module, *optimizers: Optimizer) -> None:
         """Where memory is counted, have that of the loop tagged."""

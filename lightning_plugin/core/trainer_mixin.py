@@ -15,6 +15,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from weft._plugin import checkpoint as checkpoints
+from weft._plugin.consolidate import DIRECTORY_NOTE
 from weft._plugin.in_backward import refuse_with_optimizer_in_backward
 from weft._plugin.optimizer_state import full_state, join_groups, named_state
 from weft._plugin.process_guard import guard
@@ -386,6 +387,7 @@ class TrainerMixin(TrainerPipelineMixin, StrategyMixin):
         stages = None if self._pipeline is None else self.pipeline_group
         path = Path(self.broadcast(filepath))
         checkpoints.save_directory(checkpoint, path, self.is_global_zero, self.barrier, stages)
+        self._log_once(DIRECTORY_NOTE)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a directory or a file, saved at any number of ranks, into the live model and optimizers; collective."""

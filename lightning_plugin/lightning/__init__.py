@@ -8,6 +8,7 @@ and Fabric.
 """
 
 from weft._plugin import factory
+from weft._plugin.consolidate import consolidate_checkpoint
 
 factory.register_installed()
 _FLAVOUR = factory.LIGHTNING_TRAINER if factory.LIGHTNING_TRAINER.is_installed else factory.PYTORCH_LIGHTNING
@@ -15,4 +16,4 @@ WeftModelParallelStrategy = factory.strategy_class(_FLAVOUR)
 ThroughputMonitor = factory.callback_class(_FLAVOUR, "ThroughputMonitor")
 MemoryMonitor = factory.callback_class(_FLAVOUR, "MemoryMonitor")
 
-__all__ = ["MemoryMonitor", "ThroughputMonitor", "WeftModelParallelStrategy"]
+__all__ = ["MemoryMonitor", "ThroughputMonitor", "WeftModelParallelStrategy", "consolidate_checkpoint"]

@@ -1,10 +1,11 @@
 """weft's strategy and callbacks for `pytorch_lightning`, whatever else is installed; registers the names too."""
 
 from weft._plugin import factory
+from weft._plugin.consolidate import consolidate_checkpoint
 
 factory.register_installed()
 WeftModelParallelStrategy = factory.strategy_class(factory.PYTORCH_LIGHTNING)
 ThroughputMonitor = factory.callback_class(factory.PYTORCH_LIGHTNING, "ThroughputMonitor")
 MemoryMonitor = factory.callback_class(factory.PYTORCH_LIGHTNING, "MemoryMonitor")
 
-__all__ = ["MemoryMonitor", "ThroughputMonitor", "WeftModelParallelStrategy"]
+__all__ = ["MemoryMonitor", "ThroughputMonitor", "WeftModelParallelStrategy", "consolidate_checkpoint"]

@@ -20,7 +20,7 @@ from lightning_plugin.scripts.plugin_models import (
 
 from support.ranks import on_ranks, run_on_ranks
 from weft._plugin import checkpoint as checkpoints
-from weft.lightning import WeftModelParallelStrategy
+from weft.lightning import WeftModelParallelStrategy, consolidate_checkpoint
 
 SIZES = (1, 2, 4)
 FORMATS = ("directory", "file")
@@ -86,10 +86,19 @@ def _load_without_weft(rank: int, world_size: int, files: list[str], folder: str
     return results
 
 
+def _consolidate(rank: int, folder: str) -> str | None:
+    """On one rank alone: it waits for no other."""
+    return str(consolidate_checkpoint(Path(folder, "directory-2.ckpt"))) if rank == 1 else None
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_loads_without_weft(tmp_path: Path, optimizer: str) -> None:
     folder = str(tmp_path)
     run_on_ranks(2, _save, folder=folder, optimizer=optimizer, num_steps=6)
+    _, by_function = run_on_ranks(2, _consolidate, folder=folder)
+    assert by_function == f"{folder}/directory-2.ckpt.consolidated"
+    with pytest.raises(IsADirectoryError):  # what docs/usage.md says about directories
+        Model.load_from_checkpoint(tmp_path / "directory-2.ckpt")
     consolidated = tmp_path / "consolidated.ckpt"
     subprocess.run(
         [
@@ -101,7 +110,7 @@ def test_loads_without_weft(tmp_path: Path, optimizer: str) -> None:
     )
     [expected] = run_on_ranks(1, _straight, folder=folder, optimizer=optimizer)
     saved = torch.load(tmp_path / "file-2.ckpt", weights_only=False)["state_dict"]
-    files = [str(tmp_path / "file-2.ckpt"), str(consolidated)]
+    files = [str(tmp_path / "file-2.ckpt"), str(consolidated), by_function]
     [results] = run_on_ranks(1, _load_without_weft, files=files, folder=folder, optimizer=optimizer)
     for file in files:
         resumed, loaded = results[file]
@@ -144,6 +153,39 @@ def test_refuses_a_checkpoint_of_weights_only(rank: int, world_size: int, tmp_pa
         trainer(world_size, _strategy(fmt), tmp_path).test(
             Model(), loader(), ckpt_path=tmp_path / f"{fmt}.ckpt", verbose=False
         )
+
+
+@on_ranks(1)
+def test_what_cannot_be_consolidated(tmp_path: Path) -> None:
+    def write(name: str, models: dict[str, Any]) -> Path:
+        checkpoints.write_directory(models, {}, {}, tmp_path / name, is_first_rank=True, barrier=lambda: None)
+        return tmp_path / name
+
+    with pytest.raises(ValueError, match=r"none', which is not a directory with shards and a meta\.pt; pass the path"):
+        consolidate_checkpoint(tmp_path / "none")
+    with pytest.raises(ValueError, match=r"which has net and no LightningModule's state_dict; pass a checkpoint"):
+        consolidate_checkpoint(write("fabric", {"net": {"weight": torch.ones(2)}}))
+    trainers = write("trainer", {"model": {"weight": torch.arange(2)}})
+    file = consolidate_checkpoint(trainers, tmp_path / "file")
+    assert torch.load(file)["state_dict"]["weight"].tolist() == [0, 1]
+    with pytest.raises(FileExistsError, match="which exists; remove it, or pass another file"):
+        consolidate_checkpoint(trainers, tmp_path / "file")
+
+
+@on_ranks(1)
+def test_the_log_says_once_how_directories_are_loaded(rank: int, tmp_path: Path) -> None:
+    on_warm_rank(rank, 1)
+    said: list[str] = []
+    for fmt in FORMATS:
+        strategy = _strategy(fmt)
+        strategy._log = said.append
+        run = trainer(1, strategy, tmp_path, max_steps=1)
+        run.fit(Model(), loader())
+        for _ in range(2):
+            run.save_checkpoint(tmp_path / f"{fmt}.ckpt")
+    assert ["weft.lightning.consolidate_checkpoint(directory)" in text for text in said if "checkpoint" in text] == [
+        True
+    ]
 
 
 class _Unwritable:

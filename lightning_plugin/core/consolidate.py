@@ -1,0 +1,97 @@
+"""Makes one checkpoint file of a directory of shards, for what reads files alone: `LitModel.load_from_checkpoint`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from weft._plugin.checkpoint import METADATA_FILENAME, MODEL_KEYS, is_directory, optimizer_key, write_file
+
+DIRECTORY_NOTE = (
+    "weft writes checkpoints as directories of shards, which trainer.fit(ckpt_path=...) reads; for "
+    "LightningModule.load_from_checkpoint, make a file of one by weft.lightning.consolidate_checkpoint(directory), or "
+    "pass save_distributed_checkpoint=False."
+)
+
+
+def consolidate_checkpoint(
+    directory: str | os.PathLike[str], file: str | os.PathLike[str] | None = None, weights_only: bool | None = None
+) -> Path:
+    """Write a directory of shards as one checkpoint file, which any Trainer and `load_from_checkpoint` read.
+
+        model = LitModel.load_from_checkpoint(weft.lightning.consolidate_checkpoint("last.ckpt"))
+
+    Not collective: call it in one process, in a script of several ranks under `if trainer.is_global_zero:`. It holds
+    the whole checkpoint in CPU memory.
+
+    Args:
+        directory: what `trainer.save_checkpoint` or a ModelCheckpoint has written, on any number of ranks.
+        file: where to write; None: "DIRECTORY.consolidated".
+        weights_only: as `torch.load` takes it, for the entries that are no tensors, such as hyperparameters.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        ValueError: `directory` is no Trainer's directory of shards.
+        FileExistsError: there is something at `file` already.
+    """
+    source = Path(directory)
+    target = source.with_name(f"{source.name}.consolidated") if file is None else Path(file)
+    if not is_directory(source):
+        raise ValueError(
+            f"consolidate_checkpoint got {str(source)!r}, which is not a directory with shards and a "
+            f"{METADATA_FILENAME}; pass the path that trainer.save_checkpoint or a ModelCheckpoint has written."
+        )
+    if target.exists():
+        raise FileExistsError(
+            f"consolidate_checkpoint would write {str(target)!r}, which exists; remove it, or pass another file."
+        )
+    tensors = _read_shards(source)
+    model_key = next((key for key in MODEL_KEYS if key in tensors), None)
+    if model_key is None:
+        raise ValueError(
+            f"consolidate_checkpoint got {str(source)!r}, which has {', '.join(sorted(tensors)) or 'nothing'} and no "
+            "LightningModule's state_dict; pass a checkpoint that a Trainer has written."
+        )
+    checkpoint = torch.load(source / METADATA_FILENAME, map_location="cpu", weights_only=weights_only)
+    checkpoint["state_dict"] = tensors.pop(model_key)
+    states: list[Any] = []
+    # An optimizer that has no state yet is in the metadata.
+    while (key := optimizer_key(len(states))) in tensors or key in checkpoint:
+        states.append(tensors[key] if key in tensors else checkpoint.pop(key))
+    if states:
+        checkpoint["optimizer_states"] = states
+    write_file(checkpoint, target)
+    return target
+
+
+def _read_shards(directory: Path) -> dict[str, Any]:
+    """All that torch.distributed.checkpoint has written, nested as it was, with unsharded tensors on the CPU."""
+    metadata = dcp.FileSystemReader(directory).read_metadata()
+    flat = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype) if hasattr(entry, "size") else None
+        for key, entry in metadata.state_dict_metadata.items()
+    }
+    dcp.load(flat, checkpoint_id=directory, no_dist=True)
+    nested: dict[Any, Any] = {}
+    for key, value in flat.items():
+        holder = nested
+        *outer, last = metadata.planner_data[key]
+        for name in outer:
+            holder = holder.setdefault(name, {})
+        holder[last] = value
+    return {name: _with_lists(value) for name, value in nested.items()}
+
+
+def _with_lists(value: Any) -> Any:
+    """Nested dicts, with a list for each whose keys are numbers: those are positions, keys of dicts are texts."""
+    if not isinstance(value, dict):
+        return value
+    if value and all(isinstance(key, int) for key in value):
+        return [_with_lists(value[idx]) for idx in sorted(value)]
+    return {key: _with_lists(item) for key, item in value.items()}
