@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib
 import inspect
 import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import lightning.fabric
 import lightning.pytorch
@@ -74,6 +77,31 @@ def test_registering_again_changes_nothing() -> None:
     before = dict(lightning.pytorch.strategies.StrategyRegistry)
     factory.register_installed()
     assert dict(lightning.pytorch.strategies.StrategyRegistry) == before
+
+
+@pytest.mark.parametrize(
+    ("registry", "made"),
+    [
+        (lightning.pytorch.strategies.StrategyRegistry, lightning.pytorch.Trainer),
+        (lightning.fabric.strategies.STRATEGY_REGISTRY, lightning.fabric.Fabric),
+    ],
+)
+def test_the_error_without_the_import_stands_in_the_documentation(
+    registry: dict, made: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And Lightning asks no entry point before it: one that registers the names would be in place of the import."""
+    groups: list[str] = []
+    monkeypatch.setattr("lightning.fabric.utilities.registry.entry_points", lambda group: groups.append(group) or [])
+    monkeypatch.delitem(registry, "weft")
+    with pytest.raises(ValueError) as raised:
+        made(accelerator="cpu", devices=2, strategy="weft")
+    assert groups == []
+    first_sentence = str(raised.value).partition("`.")[0] + "`"
+    root = Path(__file__).parents[2]
+    for name in ("README.md", "docs/usage.md"):
+        assert f"ValueError: {first_sentence}" in " ".join((root / name).read_text().split()), name
+    made(accelerator="cpu", devices=1)
+    assert groups, "entry points are asked for callbacks"
 
 
 def test_a_name_that_somebody_else_has_is_left_to_them() -> None:
