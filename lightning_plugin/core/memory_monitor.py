@@ -18,8 +18,9 @@ class MemoryMixin:
 
     Bytes since the count began or `weft.memory.reset_peak()`. Logged are the maxima over the ranks: "memory/total" and
     one for each category, such as "memory/gradients"; on CUDA devices "memory/allocated" and "memory/reserved", of
-    torch's caching allocator. All ranks talk once each time. The count begins with the run if it has not begun; with
-    WEFT_MEMORY=1 tensors made before are counted, too.
+    torch's caching allocator. All ranks talk once each time. The count begins with the run if it has not begun.
+    Parameters and buffers that it has not seen, such as those of a model built in `__init__`, are added to "parameters"
+    by their sizes; other tensors made before are counted with WEFT_MEMORY=1 alone.
 
     Args:
         every_n_steps: how often, beside the end of the training; None: at the end of each epoch.
@@ -32,6 +33,7 @@ class MemoryMixin:
         self._every_n_steps = every_n_steps
         self._table: list[dict[str, int]] = []
         self._watch: memory.Watch | None = None
+        self._uncounted_bytes = 0  # of parameters and buffers
         self._step = self._reported_step = -1
 
     def table(self) -> list[dict[str, int]]:
@@ -46,12 +48,14 @@ class MemoryMixin:
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if trainer.strategy.root_device.type != "cuda":
-            memory.track()
+            memory.track(known=(*pl_module.parameters(), *pl_module.buffers()))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._step, self._reported_step = num_steps(trainer, pl_module), -1
-        if memory.is_tracking() and not isinstance(trainer.strategy, StrategyMixin):  # weft's do so themselves
-            self._watch = memory.watch(pl_module, *trainer.optimizers)
+        if memory.is_tracking():
+            self._uncounted_bytes = memory.tag_parameters(pl_module)
+            if not isinstance(trainer.strategy, StrategyMixin):  # weft's watch by themselves
+                self._watch = memory.watch(pl_module, *trainer.optimizers)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self._watch is not None:
@@ -85,18 +89,19 @@ class MemoryMixin:
     def _report(self, trainer: Any) -> None:
         self._reported_step = self._step
         device = trainer.strategy.root_device
-        self._table = [{"rank": rank, **peak} for rank, peak in enumerate(_peaks_of_all(device))]
+        self._table = [{"rank": rank, **peak} for rank, peak in enumerate(_peaks_of_all(device, self._uncounted_bytes))]
         names = [name for name in self._table[0] if name != "rank"]
         log(trainer, {f"memory/{name}": max(row[name] for row in self._table) for name in names}, self._step)
 
 
-def _peaks_of_all(device: torch.device) -> list[dict[str, int]]:
-    """By rank of the world; collective."""
+def _peaks_of_all(device: torch.device, uncounted_bytes: int) -> list[dict[str, int]]:
+    """By rank of the world; collective. `uncounted_bytes`: of this rank's parameters on the CPU."""
     if device.type == "cuda":
         peak = {"allocated": memory.peak(device), "reserved": memory.peak_reserved(device)}
         peak = {"total": peak["allocated"], **peak}
     else:
         peak = memory.by_category(at="peak")
+        peak["parameters"] += uncounted_bytes
         peak = {"total": sum(peak.values()), **peak}
     if not (dist.is_available() and dist.is_initialized()):
         return [peak]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import weft
 from support.ranks import on_ranks
+from weft import _memory
 from weft.lightning import MemoryMonitor, ThroughputMonitor, WeftModelParallelStrategy
 
 STEP_SECONDS = 0.25
@@ -243,6 +244,47 @@ def test_memory_of_other_strategies_has_categories_too(rank: int, world_size: in
     assert peak["parameters"] == peak["gradients"] == WIDE_BYTES
     assert peak["optimizer_state"] >= 2 * WIDE_BYTES
     assert not model.layers[0].weight._post_accumulate_grad_hooks
+
+
+class Unseen(Wide):
+    """The count has not seen the storages of its layers, as of a model built before the count began.
+
+    It has seen those of the scale, which is held twice, and of the offset.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.share_memory()  # which the allocator does not see
+        self.scale = self.tied = nn.Parameter(torch.ones(256))
+        self.register_buffer("offset", torch.zeros(256))
+        self.register_buffer("unseen_offset", torch.zeros(256).share_memory_())
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(batch * self.scale + self.offset + self.unseen_offset, batch_idx)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("plan", ["auto", "replicate", "ddp"])
+def test_memory_of_parameters_that_the_count_has_not_seen(
+    rank: int, world_size: int, tmp_path: Path, plan: str
+) -> None:
+    on_warm_rank(rank, world_size)
+    memo, monitor = Memo(), MemoryMonitor()
+    with counted():
+        before = weft.memory.by_category()["parameters"]
+        model = Unseen()
+        unseen = [*model.layers.parameters(), model.unseen_offset]
+        assert not any(_memory.set_category(tensor, "parameters") for tensor in unseen)
+        strategy: Any = DDPStrategy(process_group_backend="cpu:weft")
+        if plan != "ddp":
+            strategy = WeftModelParallelStrategy(plan="auto" if plan == "auto" else {"layers": "replicate"})
+        run = trainer(world_size, strategy, tmp_path, logger=memo, callbacks=[monitor])
+        run.fit(model, loader(torch.randn(24, 256)))
+    expected = WIDE_BYTES // (world_size if plan == "auto" else 1) + 3 * 256 * 4
+    assert [row["parameters"] - before for row in monitor.table()] == [expected] * world_size
+    if rank == 0:
+        assert memo.of("memory/")[-1][1]["memory/parameters"] - before == expected
+    assert sum(monitor.table()[rank][name] for name in weft.memory.CATEGORIES) == monitor.table()[rank]["total"]
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from weft.memory.counter import (
     timeline,
     track,
 )
-from weft.memory.watch import Watch, watch
+from weft.memory.watch import Watch, tag_parameters, watch
 
 __all__ = [
     "CATEGORIES",
@@ -44,6 +44,7 @@ __all__ = [
     "reserved",
     "reset_peak",
     "tag",
+    "tag_parameters",
     "timeline",
     "track",
     "watch",

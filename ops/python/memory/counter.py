@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from weft import _memory
 
@@ -32,25 +33,41 @@ class Phase:
     peak: dict[str, int]
 
 
-def track() -> None:
+def track(known: Iterable[torch.Tensor] = ()) -> None:
     """Count the memory of all CPU tensors from now on, until the process ends.
 
     Those that exist already are not counted: a warning says how many bytes they hold.
+
+    Args:
+        known: existing tensors that the warning leaves out, because the caller adds their bytes itself; see
+            `tag_parameters`.
     """
     if not _memory.track():
         return
-    existing = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for tensor in gc.get_objects()
-        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and tensor.is_cpu
-    }
-    existing.pop(0, None)
-    if num_bytes := sum(existing.values()):
+    existing = storages(tensor for tensor in gc.get_objects() if type(tensor) in (torch.Tensor, torch.nn.Parameter))
+    for address in storages(known):
+        existing.pop(address, None)
+    if num_bytes := sum(tensor.untyped_storage().nbytes() for tensor in existing.values()):
         warnings.warn(
             f"weft.memory.track() came after {len(existing)} tensors with {num_bytes} bytes, which are not counted; "
             "call it before they are made, or set WEFT_MEMORY=1 before `import weft`.",
             stacklevel=2,
         )
+
+
+def storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Return one tensor of each CPU storage, by the storage's address; of a DTensor, the local shard.
+
+    Tensors without memory (meta, fake, lazy, empty) are left out.
+    """
+    found: dict[int, torch.Tensor] = {}
+    for tensor in tensors:
+        local = getattr(tensor, "_local_tensor", tensor)
+        is_without_memory = isinstance(local, FakeTensor) or torch.nn.parameter.is_lazy(local)
+        if local.layout is torch.strided and local.is_cpu and not is_without_memory:
+            found[local.untyped_storage().data_ptr()] = local
+    found.pop(0, None)
+    return found
 
 
 def track_if_asked() -> None:

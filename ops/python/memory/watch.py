@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from weft import _memory
-from weft.memory.counter import begin_phase, is_tracking, tag
+from weft.memory.counter import begin_phase, is_tracking, storages, tag
 
 
 class Watch:
@@ -26,8 +26,7 @@ class Watch:
             model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             model.register_forward_hook(self._after_forward),
         ]
-        tag(model.parameters(), "parameters")
-        tag(model.buffers(), "parameters")
+        tag_parameters(model)
         for parameter in model.parameters():
             tag([parameter.grad], "gradients")
             if parameter.requires_grad:
@@ -95,6 +94,20 @@ class Watch:
         self._num_states[optimizer] = len(optimizer.state)
         states = tree_leaves(list(optimizer.state.values()))
         tag((state for state in states if isinstance(state, torch.Tensor)), "optimizer_state")
+
+
+def tag_parameters(model: torch.nn.Module) -> int:
+    """Tag the parameters and buffers of a model as "parameters"; return the bytes of those that are not counted.
+
+    Those are CPU storages made before `track()`, or without torch's allocator (shared memory, mapped files).
+    Each storage counts once, tied parameters too; of a DTensor, the local shard.
+    """
+    tensors = storages((*model.parameters(), *model.buffers()))
+    return sum(
+        tensor.untyped_storage().nbytes()
+        for tensor in tensors.values()
+        if not (is_tracking() and _memory.set_category(tensor, "parameters"))
+    )
 
 
 def _after_accumulation(parameter: torch.Tensor) -> None:
