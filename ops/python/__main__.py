@@ -14,6 +14,9 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     estimate = commands.add_parser("estimate", help="bytes per rank and phase of a training, from its configuration")
     estimate.add_argument("--config", required=True, metavar="FILE", help="a YAML file, as docs/memory.md describes it")
+    estimate.add_argument(
+        "--layout", metavar="SIZES", help="such as pp2,dp2,tp2, in place of the file's mesh or layout"
+    )
     estimate.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
     _add_compare(commands)
     args = parser.parse_args()
@@ -23,7 +26,7 @@ def main() -> int:
 def _estimate(args: argparse.Namespace) -> int:
     module = importlib.import_module("weft.strategy.estimate")
     try:
-        result = module.estimate_file(args.config)
+        result = module.estimate_file(args.config, layout=args.layout)
     except ValueError as error:
         print(f"weft estimate: {error}", file=sys.stderr)
         return 2

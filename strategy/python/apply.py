@@ -63,7 +63,7 @@ def parallelize(
     if (plan.sequence_parallel or names_tokens) and tp_mesh.size() > 1:
         places = sequence_places(model, assignments, group_name_of(tp_mesh))
     ignored = _ignored(model, assignments)
-    dims = _parameter_dims(model, assignments, ignored)
+    dims = parameter_dims(model, assignments)
     _check_modules(model)
     check_written(model)
     others = {id(m) for m in model.modules() if any(isinstance(p, DTensor) for p in m.parameters(recurse=False))}
@@ -121,8 +121,13 @@ def _ignored(model: nn.Module, assignments: Assignments) -> set[int]:
     return {id(module) for name in names for module in model.get_submodule(name).modules()}
 
 
-def _parameter_dims(model: nn.Module, assignments: Assignments, ignored: set[int]) -> dict[int, int | None]:
-    """The dim along which each plain parameter is cut (None: replicated), by the parameter's id."""
+def parameter_dims(model: nn.Module, assignments: Assignments) -> dict[int, int | None]:
+    """Return the dim along which each plain parameter is sharded (None: replicated), by the parameter's id.
+
+    Raises:
+        ValueError: the assignments shard a tied parameter in two ways.
+    """
+    ignored = _ignored(model, assignments)
     by_module = {id(model.get_submodule(name)): a for name, a in assignments.styles.items()}
     dims: dict[int, int | None] = {}
     names: dict[int, str] = {}

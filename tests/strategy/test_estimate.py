@@ -23,6 +23,8 @@ LLAMA_70B = {
     "vocab_size": 128256,
 }
 
+TINY_GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 64, "n_positions": 16}
+
 
 def _write(folder: Path, **config: Any) -> Path:
     config.setdefault("batch", {"sequences": 1, "tokens": 16})
@@ -97,7 +99,7 @@ def test_steps_by_rows_take_no_whole_gradient(tmp_path: Path) -> None:
     [
         ({"model": LLAMA_70B}, "the configuration has no 'mesh'; give it"),
         ({"model": LLAMA_70B, "mesh": "a", "modle": 1}, "the configuration has 'modle'; the keys are model, mesh"),
-        ({"model": LLAMA_70B, "mesh": {"rows": 2}}, "'mesh' is {'rows': 2}; give whole numbers for data_replicate"),
+        ({"model": LLAMA_70B, "mesh": {"rows": 2}}, "'mesh' is {'rows': 2}; give whole numbers for pipeline_"),
         ({"model": LLAMA_70B, "mesh": {}, "batch": {"tokens": 5}}, "'batch' is {'tokens': 5}; give whole numbers for"),
         (
             {"model": LLAMA_70B, "mesh": {}, "precision": "16-mixed", "optimizer_in_backward": True},
@@ -119,10 +121,42 @@ def test_steps_by_rows_take_no_whole_gradient(tmp_path: Path) -> None:
         ({"model": LLAMA_70B, "mesh": {}, "fused_optimizers": "often"}, "are not all of the right kind"),
         ({"model": LLAMA_70B, "mesh": {}, "plan": {"x": "row"}}, "pattern 'x' matches no module"),
         ({"model": {"hidden_size": 8}, "mesh": {}}, "the model's configuration has num_attention_heads = None"),
-        ({"model": {**LLAMA_70B, "model_type": "gpt2"}, "mesh": {}}, "model_type is 'gpt2'"),
+        ({"model": {"model_type": "gpt17"}, "mesh": {}}, "cannot build a model of model_type 'gpt17'"),
+        ({"model": {**TINY_GPT2, "n_embd": "x"}, "mesh": {}}, "cannot build a model of model_type 'gpt2'"),
+        ({"model": TINY_GPT2, "mesh": {}, "optimizer": "Lion"}, "got optimizer 'Lion'; use one of 'SGD'"),
+        ({"model": TINY_GPT2, "mesh": {}, "activation_checkpointing": "some"}, "'some'; use one of 'none'"),
+        ({"model": TINY_GPT2, "mesh": "context_parallel=2"}, "has the axis 'context_parallel', for which"),
+        ({"model": TINY_GPT2, "mesh": {}, "plan": {"x": "row"}}, "pattern 'x' matches no module"),
+        ({"model": LLAMA_70B, "mesh": {}, "layout": "tp2"}, "has 'mesh' and 'layout', which say the same"),
+        ({"model": LLAMA_70B, "layout": "tp2,xp2"}, "layout 'tp2,xp2' has the part 'xp2'"),
+        ({"model": LLAMA_70B, "layout": 2}, "'layout' is 2; give text such as 'pp2,dp2,tp2'"),
+        ({"model": LLAMA_70B, "layout": "dpauto,tp2"}, "leaves a size to the number of devices"),
+        ({"model": LLAMA_70B, "layout": "pp2"}, "'pipeline_cuts' is None for 2 pipeline ranks"),
+        ({"model": LLAMA_70B, "mesh": {"pipeline_parallel": 2}}, "'pipeline_cuts' is None for 2 pipeline ranks"),
+        ({"model": LLAMA_70B, "layout": "tp2", "pipeline_cuts": ["a"]}, "has 'pipeline_cuts' for one pipeline rank"),
+        ({"model": LLAMA_70B, "layout": "pp2", "pipeline_cuts": ["a", "b"]}, "makes 3 stages for 2 pipeline ranks"),
+        (
+            {"model": LLAMA_70B, "layout": "pp2", "pipeline_cuts": ["a"], "pipeline_schedule": "2f2b"},
+            "'pipeline_schedule' is '2f2b'; give one of",
+        ),
+        (
+            {"model": LLAMA_70B, "layout": "pp2", "pipeline_cuts": ["a"], "num_micro_batches": 0},
+            "'num_micro_batches' is 0; give a whole number from 1 to",
+        ),
+        (
+            {"model": LLAMA_70B, "layout": "pp2", "pipeline_cuts": ["a"], "optimizer_in_backward": True},
+            "optimizer_in_backward does not go with pipelines",
+        ),
+        (
+            {"model": {"feed_forward": {"dim": 4, "hidden_dim": 4}}, "layout": "pp2", "pipeline_cuts": ["w2"]},
+            "'feed_forward' is one MLP, which no pipeline cuts",
+        ),
+        (
+            {"model": TINY_GPT2, "layout": "pp2", "pipeline_cuts": ["transformer.x"]},
+            "stage 1 is to begin at 'transformer.x'",
+        ),
         ({"model": {**LLAMA_70B, "vocab_size": "x"}, "mesh": {}}, "has vocab_size = 'x'; give a whole number from 1"),
         ({"model": {**LLAMA_70B, "num_attention_heads": 0}, "mesh": {}}, "has num_attention_heads = 0"),
-        ({"model": {**LLAMA_70B, "mlp_bias": True}, "mesh": {}}, "mlp_bias or attention_bias"),
         ({"model": LLAMA_70B, "mesh": {}, "plan": None}, "'plan' is None; give auto"),
         ({"model": LLAMA_70B, "mesh": {}, "batch": {"sequences": 1, "tokens": 2**40}}, "give a number from 1 to"),
         ({"model": LLAMA_70B, "mesh": {}, "batch": {"sequences": 1, "tokens": 10**20}}, "give whole numbers for"),
@@ -146,6 +180,67 @@ def test_paths_are_relative_to_the_configuration(tmp_path: Path) -> None:
         estimate_file(tmp_path / "training.yaml")
 
 
+def test_a_layout_is_a_mesh(tmp_path: Path) -> None:
+    model = {**LLAMA_70B, "num_hidden_layers": 2}
+    mesh = "data_replicate=2,data_parallel=4,tensor_parallel=8"
+    by_mesh = estimate_file(_write(tmp_path, model=model, mesh=mesh))
+    by_layout = estimate_file(_write(tmp_path, model=model, layout="rep2,dp4,tp8"))
+    assert by_layout == by_mesh and not by_layout.note
+    path = _write(tmp_path, model=model, layout="tp2")
+    assert estimate_file(path, layout="rep2,dp4,tp8") == by_mesh
+    path = _write(tmp_path, model=model, mesh="tensor_parallel=2")
+    assert estimate_file(path, layout="rep2,dp4,tp8") == by_mesh
+
+
+def test_ranks_of_stages_are_those_of_the_mesh(tmp_path: Path) -> None:
+    cut = {"pipeline_cuts": ["transformer.h.1"], "model": TINY_GPT2}
+    for mesh, ranks in (
+        ("pipeline_parallel=2,data_parallel=2,tensor_parallel=3", [0, 2, 6, 8]),
+        ("tensor_parallel=3,data_parallel=2,pipeline_parallel=2", [0, 8, 1, 9]),
+    ):
+        found = estimate_file(_write(tmp_path, mesh=mesh, **cut)).ranks
+        assert [(each.rank, each.num_ranks) for each in found] == list(zip(ranks, [4, 2, 4, 2], strict=True))
+
+
+def test_a_note_says_what_is_not_predicted(tmp_path: Path) -> None:
+    llama = {**LLAMA_70B, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 8, "num_hidden_layers": 2}
+    cut = {"layout": "pp2", "pipeline_cuts": ["model.layers.1"]}
+    for config, reason in (
+        ({"model": TINY_GPT2, "layout": "tp2"}, "not predicted for model_type 'gpt2': the figures are"),
+        ({"model": {**llama, "mlp_bias": True}, "mesh": {}}, "for model_type 'llama' with mlp_bias or attention_bias:"),
+        ({"model": llama, "layout": "tp2", "plan": "huggingface"}, "not predicted for the plan 'huggingface':"),
+        ({"model": llama, **cut, "plan": {"lm_head": "replicate"}}, "for pipelines with another plan than 'auto':"),
+        ({"model": llama, **cut, "pipeline_cuts": ["model.norm"]}, "begins at 'model.norm', which is no block:"),
+        ({"model": llama, **cut}, "temporaries and communication, such as gathered parameters, are not"),
+    ):
+        found = estimate_file(_write(tmp_path, **config))
+        assert reason in found.note and "\n" not in found.note
+        assert found.note in str(found).splitlines() and "rank 0" in str(found) and ": at least" in str(found)
+        has_activations = any("saved_activations" in phase for phase in found.ranks[0].phases.values())
+        assert has_activations == reason.startswith("temporaries")
+
+
+@pytest.mark.parametrize("module", ["transformers", "weft.strategy.estimate_state"])
+def test_what_needs_torch_and_transformers_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)  # its import fails
+    assert estimate_file(_write(tmp_path, model={"feed_forward": {"dim": 4, "hidden_dim": 4}}, mesh={})).ranks
+    with pytest.raises(ValueError, match=r"install (torch and )?transformers, or give a configuration of llama"):
+        estimate_file(_write(tmp_path, model=TINY_GPT2, mesh={}))
+
+
+def test_options_change_the_state_of_other_models(tmp_path: Path) -> None:
+    def of(**config: Any) -> dict[str, int]:
+        [rank] = estimate_file(_write(tmp_path, model=TINY_GPT2, mesh={}, **config)).ranks
+        return rank.phases["step"]
+
+    adam, half = of(), of(precision="bf16-true")
+    assert adam["gradients"] == adam["parameters"] == 2 * half["parameters"]
+    assert of(optimizer="SGD")["optimizer_state"] == of(optimizer_in_backward=True)["gradients"] == 0
+    assert of(optimizer="SGD with momentum")["optimizer_state"] == adam["parameters"]
+
+
 @pytest.mark.parametrize("flags", [["-mweft"], ["-um", "weft"], ["-B", "-m", "weft"]])
 def test_every_way_to_start_the_command(flags: list[str]) -> None:
     result = run_process([sys.executable, "-X", "importtime", *flags, "--help"], timeout=100)
@@ -154,7 +249,9 @@ def test_every_way_to_start_the_command(flags: list[str]) -> None:
 
 
 def test_the_command_refuses_in_a_sentence(tmp_path: Path) -> None:
-    for path in (tmp_path / "nowhere.yaml", _write(tmp_path, model=3, mesh={})):
-        result = run_process([sys.executable, "-m", "weft", "estimate", "--config", path], timeout=100)
+    model = {"feed_forward": {"dim": 4, "hidden_dim": 4}}
+    for path in (tmp_path / "nowhere.yaml", _write(tmp_path, model=model, mesh={})):
+        command = [sys.executable, "-m", "weft", "estimate", "--config", path, "--layout", "tpauto"]
+        result = run_process(command, timeout=100)
         assert result.returncode == 2
         assert result.stderr.startswith("weft estimate: ") and len(result.stderr.splitlines()) == 1
