@@ -59,6 +59,7 @@ class FabricMixin(FabricPipelineMixin, StrategyMixin):
             `weft.strategy.pipeline.Schedule`.
         num_micro_batches: of a step; None: that of a `Schedule`, else twice the pipeline's ranks.
         micro_batch_shares: their relative sizes in place of their number, such as [1, 2, 1]; None: as even as can be.
+        verify: as in the Trainer's strategy.
 
     Raises:
         ValueError, TypeError: an argument that no number of devices could make work.
@@ -91,6 +92,7 @@ class FabricMixin(FabricPipelineMixin, StrategyMixin):
         pipeline_schedule: Any = "1f1b",
         num_micro_batches: int | None = None,
         micro_batch_shares: Sequence[float] | None = None,
+        verify: Literal["auto", "always", "never"] | None = None,
     ) -> None:
         if parallelize_fn is not None and not callable(parallelize_fn):
             raise TypeError(
@@ -126,6 +128,7 @@ class FabricMixin(FabricPipelineMixin, StrategyMixin):
                 pipeline_schedule=pipeline_schedule,
                 num_micro_batches=num_micro_batches,
                 micro_batch_shares=micro_batch_shares,
+                verify=verify,
             )
         )
         self._backward_sync_control = _WithoutSync(self)

@@ -44,6 +44,8 @@ class PlanSettings:
     num_micro_batches: of a pipeline's step; None: as many as the schedule says, or twice the ranks.
     micro_batch_shares: their relative sizes in place of their number, or None.
     pipeline_module: the name of the module that is cut; None: all that is set up.
+    verify: whether what the plan shards by heads is compared with the unsharded module, as `weft.strategy.Plan` takes
+        it; None: as the plan says, or "auto".
     split_batch, micro_batch_weight: how batches become micro-batches and what these count for; None: by samples.
     """
 
@@ -67,6 +69,7 @@ class PlanSettings:
     pipeline_module: str | None = None
     split_batch: Callable[[Any, int], Sequence[Any]] | None = None
     micro_batch_weight: Callable[[Any], float] | None = None
+    verify: str | None = None
 
     @property
     def is_stock(self) -> bool:
@@ -89,6 +92,8 @@ class PlanSettings:
             raise ValueError(
                 f"{owner} got optimizer_in_backward={self.optimizer_in_backward!r}; pass True, False or 'rows'."
             )
+        if self.verify not in (None, "auto", "always", "never"):
+            raise ValueError(f"{owner} got verify={self.verify!r}; pass 'auto', 'always' or 'never'.")
         if self.optimizer_in_backward == "rows" and self.plan is None:
             raise ValueError(
                 f"{owner} got optimizer_in_backward='rows' without a plan, whose MLPs it is for; pass plan='auto'."

@@ -35,6 +35,7 @@ from weft._plugin.replicas import (
     whole_bytes,
 )
 from weft._plugin.settings import PlanSettings, refuse_rows_of_replicas, resolve_sizes
+from weft._plugin.start_summary import StartSummaryMixin
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 _LARGE_BYTES = 10**6
 
 
-class StrategyMixin:
+class StrategyMixin(StartSummaryMixin):
     """Goes before a ModelParallelStrategy of Lightning or Fabric. `weft._plugin.factory` sets `fabric_module`."""
 
     fabric_module: str  # the name of the namespace's Fabric package
@@ -59,7 +60,9 @@ class StrategyMixin:
         self._has_stock_sizes = settings.is_stock
         is_ours = settings.zero_stage is not None or settings.pipeline_cuts is not None
         plan = {} if settings.plan is None and is_ours else settings.plan
-        self._plan = None if plan is None else Plan(plan, sequence_parallel=settings.sequence_parallel)
+        if plan is not None:
+            plan = Plan(plan, sequence_parallel=settings.sequence_parallel, verify=settings.verify)
+        self._plan = plan
         self._zero_stage = 3 if settings.zero_stage is None else settings.zero_stage
         self._batch_check = BatchCheck(settings.check_batches, settings.check_batches_every)
         self._fused_optimizers = settings.fused_optimizers
@@ -290,6 +293,10 @@ class StrategyMixin:
             self._logged_once.add(text)
             self._log(text)
 
+    def _warn(self, text: str) -> None:
+        """On the first rank, as Lightning's own warnings."""
+        importlib.import_module(f"{self.fabric_module}.utilities.rank_zero").rank_zero_warn(text)
+
     def _watch_memory(self, module: torch.nn.Module, *optimizers: Optimizer) -> None:
         """Where memory is counted, have that of the loop tagged."""
         self._unwatch_memory()
@@ -307,6 +314,7 @@ class StrategyMixin:
         `calls` says how the module is called, as `DataAxes.shard` takes it.
         """
         from weft.strategy import parallelize
+        from weft.strategy.verification.evidence import remember_rehearsal
 
         synchronize_metrics_over(self.data_group, module)
         self._share_values(module)
@@ -315,6 +323,8 @@ class StrategyMixin:
             self._advise_on_building(module)
             self._refuse_offload_on_cpu("a rule of its plan with offload", self._plan.offloads(module))
         if self._pipeline_settings is not None:
+            if self._plan is not None and self.tensor_parallel_group.size() > 1:
+                remember_rehearsal(module, self._plan.example)  # of the full model, which stages cannot be called like
             self._cut_into_stages(module, self._pipeline_settings)
         if self._plan is not None:
             stays_plain = self.data_axes.shards_parameters and self._pipeline_settings is None
@@ -326,38 +336,8 @@ class StrategyMixin:
                 self.data_axes.shard(module, policy, **calls)
             elif self.data_axes.shards_parameters and not self._pipeline.is_fully_sharded:
                 self._pipeline.fully_shard(self.data_axes.sharding_mesh, mp_policy=policy)
-            self._say_what_ranks_hold(module)
+            self._say_what_was_done(module)
         return waiting
-
-    def _say_what_ranks_hold(self, module: torch.nn.Module) -> None:
-        """The mesh, and the bytes of parameters on each rank, once for a module; collective."""
-        mesh = self.device_mesh
-        if mesh.size() == 1 or self._described is module:
-            return
-        self._described = module
-        parameters = list(module.parameters())
-        held = torch.tensor([sum(getattr(p, "_local_tensor", p).nbytes for p in parameters)], device=self.root_device)
-        whole_bytes_here = sum(p.nbytes for p in parameters)
-        groups = [self.tensor_parallel_group, self.data_group]  # neighbours first: in the order of the ranks
-        if self._pipeline is not None:
-            groups.append(self.pipeline_group)
-            in_all = torch.tensor([whole_bytes_here], device=self.root_device)
-            dist.all_reduce(in_all, group=self.pipeline_group)
-            whole_bytes_here = int(in_all)
-        for group in groups:
-            if group.size() > 1:
-                gathered = held.new_empty(group.size() * held.numel())
-                dist.all_gather_into_tensor(gathered, held, group=group)
-                held = gathered
-        sizes = ",".join(f"{name}={size}" for name, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True))
-        stage = f" (zero_stage={self._zero_stage})" if self.data_axes.size > 1 else ""
-        held_by = ", ".join(f"rank {rank}: {size / 1e6:.3f}" for rank, size in enumerate(held.tolist()[:8]))
-        more = f", and {mesh.size() - 8} more" if mesh.size() > 8 else ""
-        whole = whole_bytes_here / 1e6
-        self._log(f"weft on {sizes}{stage}; of {whole:.3f} MB of parameters hold {held_by}{more} MB.")
-        left = [note for note in self._plan.report().notes if "left replicated" in note]
-        if left and self.tensor_parallel_group.size() > 1:
-            self._log(f"weft leaves {len(left)} modules whole ({left[0]}); print(strategy.plan.report()) shows all.")
 
     def _average_gradients_of(self, module: torch.nn.Module) -> None:
         if self._plan is not None and not self._optimizer_in_backward:

@@ -103,6 +103,9 @@ class TrainerMixin(TrainerPipelineMixin, StrategyMixin):
         micro_batch_shares: their relative sizes in place of their number, such as [1, 2, 1]; None: as even as can be.
         split_batch: cuts a batch into so many micro-batches; None: along dim 0 of the tensors.
         micro_batch_weight: what a micro-batch's loss, and what it logs, counts for; None: its samples.
+        verify: "auto": what the plan shards by heads on its own account is first compared with the unsharded module,
+            and gathered where it differs; "always": column and row rules, too, which raise then; "never": nothing.
+            The model is called with `example_input_array`, or with what its first layer takes. None: as the plan says.
 
     Raises:
         ValueError, TypeError: an argument that no number of devices could make work.
@@ -137,6 +140,7 @@ class TrainerMixin(TrainerPipelineMixin, StrategyMixin):
         micro_batch_shares: Sequence[float] | None = None,
         split_batch: Callable[[Any, int], Sequence[Any]] | None = None,
         micro_batch_weight: Callable[[Any], float] | None = None,
+        verify: Literal["auto", "always", "never"] | None = None,
     ) -> None:
         super().__init__(
             data_parallel_size=data_parallel_size,
@@ -167,6 +171,7 @@ class TrainerMixin(TrainerPipelineMixin, StrategyMixin):
                 pipeline_module=pipeline_module,
                 split_batch=split_batch,
                 micro_batch_weight=micro_batch_weight,
+                verify=verify,
             )
         )
         self._replacements = Replacements()

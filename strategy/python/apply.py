@@ -25,6 +25,7 @@ from weft.strategy.sequence_parallel import sequence_places
 from weft.strategy.sequence_region import Place
 from weft.strategy.shards import group_name_of, tensor_parallel_mesh, to_dtensor, to_plain
 from weft.strategy.state import ModuleState, set_state, state_of
+from weft.strategy.verification.evidence import forget_rehearsal
 
 
 def parallelize(
@@ -58,6 +59,7 @@ def parallelize(
         plan._applied_to(model)
         return model
     assignments = plan.assign(model, tp_mesh.size())
+    forget_rehearsal(model)
     places: dict[int, Place] = {}
     names_tokens = any(a.style == "sequence_parallel" for a in assignments.styles.values())
     if (plan.sequence_parallel or names_tokens) and tp_mesh.size() > 1:

@@ -17,6 +17,19 @@ from weft.strategy.verification.samples import sample_of
 MODES = ("auto", "always", "never")
 
 
+_REHEARSAL = "_weft_rehearsal"
+
+
+def remember_rehearsal(model: nn.Module, example: Any = None) -> None:
+    """Rehearse a model that is still complete, for a plan that is applied when this rank has some of its layers."""
+    model.__dict__[_REHEARSAL] = rehearse(model, None if example is None else sample_of(example))
+
+
+def forget_rehearsal(model: nn.Module) -> None:
+    """Drop what `remember_rehearsal` has kept."""
+    model.__dict__.pop(_REHEARSAL, None)
+
+
 class Evidence:
     """The rehearsal of a model, made when it is first asked for, and what follows from it.
 
@@ -31,7 +44,8 @@ class Evidence:
 
     @functools.cached_property
     def rehearsal(self) -> Rehearsal:
-        return rehearse(self.model, self._example)
+        known = self.model.__dict__.get(_REHEARSAL)
+        return known if known is not None else rehearse(self.model, self._example)
 
     def decisions(self, is_free: Callable[[nn.Module], bool]) -> list[Decision]:
         """The groups among the layers that are free; none on one rank, where nothing is sharded."""

@@ -1,0 +1,77 @@
+"""What a strategy says once a model is set up: the layout, what is sharded how, and what each rank holds."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+_OTHERS_SHOWN = 8
+
+
+class StartSummaryMixin:
+    """For a strategy with a plan and a mesh. At most 12 lines on the first rank, each of which begins with "weft: "."""
+
+    _described: torch.nn.Module | None
+
+    def _say_what_was_done(self, module: torch.nn.Module) -> None:
+        """Once for a module; collective."""
+        if self._described is module:
+            return
+        self._described = module
+        from weft.strategy.summary import summary
+
+        mesh = self.device_mesh
+        if mesh.size() == 1:
+            self._log("weft: nothing is sharded, as there is one device (on CPU, devices='auto' means 1).")
+            return
+        sizes = ", ".join(f"{name}={size}" for name, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+        stage = f", zero_stage={self._zero_stage}" if self.data_axes.size > 1 else ""
+        lines = [f"layout: {sizes}{stage}; plan: {self._plan.preset or 'rules'}.", *summary(module)]
+        lines += self._memory_of_ranks(module)
+        self._log("\n".join(f"weft: {line}" for line in lines))
+        self._advise_on_replicated(module)
+
+    def _memory_of_ranks(self, module: torch.nn.Module) -> list[str]:
+        """The bytes of parameters on each rank, and what training adds to them; collective."""
+        mesh = self.device_mesh
+        parameters = list(module.parameters())
+        learning = [p for p in parameters if p.requires_grad]
+        held, of_learning = (sum(getattr(p, "_local_tensor", p).nbytes for p in ps) for ps in (parameters, learning))
+        sizes = torch.tensor([held, of_learning], device=self.root_device)
+        full_bytes = sum(p.nbytes for p in parameters)
+        groups = [self.tensor_parallel_group, self.data_group]  # neighbours first: in the order of the ranks
+        if self._pipeline is not None:
+            groups.append(self.pipeline_group)
+            in_all = torch.tensor([full_bytes], device=self.root_device)
+            dist.all_reduce(in_all, group=self.pipeline_group)
+            full_bytes = int(in_all)
+        for group in groups:
+            if group.size() > 1:
+                gathered = sizes.new_empty(group.size() * sizes.numel())
+                dist.all_gather_into_tensor(gathered, sizes, group=group)
+                sizes = gathered
+        ranks = sizes.view(-1, 2)
+        shown = ranks[:_OTHERS_SHOWN, 0].tolist()
+        held_by = ", ".join(f"rank {rank}: {size / 1e6:.3f}" for rank, size in enumerate(shown))
+        more = f", and {mesh.size() - _OTHERS_SHOWN} more" if mesh.size() > _OTHERS_SHOWN else ""
+        largest, grads = (int(column.max()) / 1e6 for column in ranks.unbind(1))
+        return [
+            f"parameters: {full_bytes / 1e6:.3f} MB in all; MB held by {held_by}{more}.",
+            f"predicted memory per rank: {largest + grads:.3f} MB of parameters and gradients, {2 * grads:.3f} MB more "
+            "with the states of Adam, at most; activations come on top.",
+        ]
+
+    def _advise_on_replicated(self, module: torch.nn.Module) -> None:
+        """A warning where every rank holds much of the model in full."""
+        from weft.strategy.summary import REPLICATED_SHARE, replicated_share
+
+        share = replicated_share(module)
+        if self.tensor_parallel_group.size() == 1 or share <= REPLICATED_SHARE:
+            return
+        left = [note for note in self._plan.report().notes if "left replicated" in note]
+        example = f" ({left[0]})" if left else ""
+        self._warn(
+            f"weft: every rank holds {100 * share:.0f} % of the parameters' bytes in full{example}: name their modules "
+            "in a plan, take strategy='weft_fsdp' or pipeline_cuts, which shard any parameter, or see "
+            "print(strategy.plan.report())."
+        )

@@ -1,0 +1,86 @@
+"""What was done to a model, in a few sentences: what is sharded how, and what every rank still holds in full."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from weft.strategy.assignments import parent_name
+from weft.strategy.linears import COLUMN_STYLES, ROW_STYLES
+from weft.strategy.state import ModuleState, state_of
+
+MAX_LINES = 12  # of a whole summary, those of its callers included
+REPLICATED_SHARE = 0.05  # of the bytes, from which replicated parameters are named
+_MAX_KINDS = 5
+_HOW = {
+    "column_row_mlp": "fused, by hidden units",
+    "vocab_embedding": "by rows",
+    "vocab_head": "by classes, logits not gathered",
+}
+
+
+def summary(model: nn.Module) -> list[str]:
+    """Sentences on a parallelized model, at most 8 lines: kinds of modules, and parameters that stay replicated."""
+    return [*_kinds(model), *replicated(model)]
+
+
+def _kinds(model: nn.Module) -> list[str]:
+    """Per kind of module, how many are sharded how."""
+    modules = dict(model.named_modules())
+    groups: dict[str, set[str]] = {}
+    counts: Counter[tuple[str, str]] = Counter()
+    for name, module in modules.items():
+        state = state_of(module)
+        if state is None or state.fused:
+            continue
+        if state.style in _HOW:
+            counts[_kind(state), _HOW[state.style]] += 1
+        elif state.style in (*COLUMN_STYLES, *ROW_STYLES):
+            groups.setdefault(parent_name(name), set()).add(state.style)
+    for name, styles in groups.items():
+        parent = state_of(modules[name])
+        kind = type(modules[name]).__name__ if parent is None else _kind(parent)
+        counts[kind, _how(styles)] += 1
+    parts = [f"{count} {kind} {how}" for (kind, how), count in counts.most_common(_MAX_KINDS)]
+    rest = sum(count for _, count in counts.most_common()[_MAX_KINDS:])
+    parts += [f"{rest} of other kinds"] if rest else []
+    return [f"sharded: {'; '.join(parts)}."] if parts else []
+
+
+def _kind(state: ModuleState) -> str:
+    return state.original_class.__name__
+
+
+def _how(styles: set[str]) -> str:
+    if styles <= {"column", "row"}:
+        return "by heads or hidden units"
+    if styles <= {"column_gather_output", "row_split_input"}:
+        return "with gathered activations"
+    return "in part with gathered activations"
+
+
+def replicated(model: nn.Module) -> list[str]:
+    """The parameters that every rank holds in full, and the three largest where they are more than 5 % of the bytes."""
+    parameters = list(model.named_parameters())
+    full = [(name, p.nbytes) for name, p in parameters if _is_full(p)]
+    total, held = sum(p.nbytes for _, p in parameters), sum(size for _, size in full)
+    if not total:
+        return []
+    lines = [f"replicated: {len(full)} of {len(parameters)} parameters, {100 * held / total:.1f} % of their bytes."]
+    if held > REPLICATED_SHARE * total:
+        largest = sorted(full, key=lambda each: -each[1])[:3]
+        named = ", ".join(f"'{name}' {size / 1e6:.3f} MB" for name, size in largest)
+        lines.append(f"largest replicated: {named}.")
+    return lines
+
+
+def replicated_share(model: nn.Module) -> float:
+    """The share of a model's bytes that every rank holds in full, 0 to 1."""
+    parameters = list(model.parameters())
+    return sum(p.nbytes for p in parameters if _is_full(p)) / max(1, sum(p.nbytes for p in parameters))
+
+
+def _is_full(parameter: nn.Parameter) -> bool:
+    return not isinstance(parameter, DTensor) or parameter._local_tensor.numel() == parameter.numel()
