@@ -3,8 +3,8 @@
 `Schedule` says which rank does what when: generated, checked, simulated and lowered by C++ (docs/pipeline.md).
 
 Start reading with `pipeline.py` (a step), then `runner.py` (one rank's list of actions), `trunk.py` (a stage's part of
-a forward) and `recording.py` (what crosses). `stages.py` says which layer is where, `staged_model.py` takes the others
-out, `backward.py` splits backwards.
+a forward) and `recording.py` (what crosses). `stages.py` says which layer is where, `choose.py` where stages begin if
+no cuts are named, `staged_model.py` takes the others out, `backward.py` splits backwards.
 """
 
 from weft.strategy._plan import (
@@ -22,6 +22,7 @@ from weft.strategy._plan import (
     partition,
     tune,
 )
+from weft.strategy.pipeline.auto_cuts import AutoCuts
 from weft.strategy.pipeline.devices import spread_over_devices
 from weft.strategy.pipeline.draw import draw
 from weft.strategy.pipeline.pipeline import Pipeline
@@ -32,6 +33,7 @@ from weft.strategy.pipeline.tuning import draw_tuning, profile_stages, tuning_ta
 __all__ = [
     "SCHEDULES",
     "Action",
+    "AutoCuts",
     "LayerProfile",
     "LinearTime",
     "MeasuredTime",

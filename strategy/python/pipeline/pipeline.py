@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from weft.strategy._plan import Action, Schedule, Span
 from weft.strategy.data_parallel import clip_gradients_by_norm
 from weft.strategy.pipeline.arguments import pipeline_group, refuse_other_arguments, refuse_sequence_parallel, shares_of
+from weft.strategy.pipeline.auto_cuts import AutoCuts, agree_on_cuts, auto_of
 from weft.strategy.pipeline.failures import Failures
 from weft.strategy.pipeline.links import link_stages, peers_of
 from weft.strategy.pipeline.micro_batches import batch_size_of, signature, split_batch
@@ -24,6 +26,7 @@ from weft.strategy.pipeline.staged_model import StagedModel, staged_model_of
 from weft.strategy.pipeline.stages import find_layers
 from weft.strategy.pipeline.tied import TiedGradients, tied_elsewhere
 
+_log = logging.getLogger(__name__)
 _MAX_PATHS = 16  # of one kind of inputs
 _MAX_RECORDED = 256  # kinds of inputs; those of changing lengths are many
 
@@ -41,7 +44,8 @@ class Pipeline:
         mesh: a DeviceMesh of one axis, or with an axis named "pipeline_parallel"; its group has a backend for CPU
             tensors, which messages are announced over.
         cuts: the names of the first module of each stage but the first; see `stages.find_layers`. As many stages as
-            ranks, or a multiple: stage s is on rank s % ranks.
+            ranks, or a multiple: stage s is on rank s % ranks. "auto", or an `AutoCuts`: chosen such that the slowest
+            stage is fastest, the same on every rank of the mesh.
         schedule: one of `SCHEDULES`, or a `Schedule` of arithmetic alone for these ranks and stages; of its
             micro-batches a step with fewer has the first ones.
         num_micro_batches: of a step; a batch with fewer samples has one for each. Default: that of a `Schedule` that
@@ -49,33 +53,53 @@ class Pipeline:
         micro_batch_shares: their relative sizes, in place of their number: [1, 2, 1] makes three of which the second
             has half of the samples. Smaller ones at the ends fill and drain a pipeline sooner; see `tune`.
         layer_stages: the stages of layers that the model registered in another order than it calls them.
+        beside: the names of modules of the model that its forward does not call, such as metrics: they stay whole on
+            every rank.
         device: where the parameters will be before the first step, if they are not there yet.
 
     Build optimizers afterwards: each rank's `model.parameters()` are those of its stages.
 
     Raises:
-        ValueError: cuts that do not fit the model, stages that the ranks do not divide, an unknown schedule or one for
-            other ranks or stages.
+        ValueError: cuts that do not fit the model, a model without as many layers as "auto" needs, stages that the
+            ranks do not divide, an unknown schedule or one for other ranks or stages.
     """
 
     def __init__(
         self,
         model: nn.Module,
         mesh: DeviceMesh,
-        cuts: Sequence[str],
+        cuts: Sequence[str] | str | AutoCuts,
         *,
         schedule: str | Schedule = "1f1b",
         num_micro_batches: int | None = None,
         micro_batch_shares: Sequence[float] | None = None,
         layer_stages: Mapping[str, int] | None = None,
+        beside: Collection[str] = (),
         device: torch.device | None = None,
     ) -> None:
-        if isinstance(cuts, str):
-            raise TypeError(f"pipeline: the cuts are the text {cuts!r}; pass a list of names.")
+        auto = auto_of(cuts)
+        if isinstance(cuts, str) and auto is None:
+            raise TypeError(f"pipeline: the cuts are the text {cuts!r}; pass a list of names, or 'auto'.")
         if staged_model_of(model) is not None:
             raise ValueError(f"pipeline: this {type(model).__name__} is in stages already; build the model anew.")
         self._group = pipeline_group(mesh)
         num_ranks = self._group.size()
+        of_parameters = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self._shares = shares_of(schedule, num_micro_batches, micro_batch_shares, num_ranks)
+        if auto is not None:
+            choice = agree_on_cuts(
+                model,
+                mesh,
+                auto,
+                schedule,
+                num_ranks=num_ranks,
+                num_micro_batches=len(self._shares),
+                device=device or of_parameters,
+            )
+            if dist.get_rank() == 0:
+                _log.info(choice.text)
+            cuts, layer_stages = choice.cuts, {**choice.layer_stages, **(layer_stages or {})}
+        self._cuts = tuple(cuts)
         num_stages = len(cuts) + 1
         if num_stages % num_ranks != 0 or num_stages > MAX_STAGES:
             raise ValueError(
@@ -84,7 +108,6 @@ class Pipeline:
             )
         self._schedule = schedule
         self._stages_per_rank = num_stages // num_ranks
-        self._shares = shares_of(schedule, num_micro_batches, micro_batch_shares, num_ranks)
         self._lowered: dict[tuple[int, bool], Schedule] = {}
         self._runner: Runner | None = None
         rank_of = self.schedule(self.num_micro_batches).rank_of
@@ -96,8 +119,7 @@ class Pipeline:
         own = [stage for stage in range(num_stages) if rank_of[stage] == self._group.rank()]
         self._rank_of = rank_of
         refuse_other_arguments(self._group, cuts, str(schedule), self._shares)
-        self._staged = StagedModel(model, find_layers(model, cuts, layer_stages), own, device)
-        of_parameters = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self._staged = StagedModel(model, find_layers(model, cuts, layer_stages, beside), own, device)
         peers = peers_of(self._group.rank(), rank_of, [tied.name_on for tied in self._staged.tied])
         link_stages(self._group, peers, device or of_parameters)
         self._runner = Runner(self._staged, self._group)
@@ -146,6 +168,11 @@ class Pipeline:
     def model(self) -> nn.Module:
         """The model, with the layers of this rank's stages alone."""
         return self._staged.model
+
+    @property
+    def cuts(self) -> tuple[str, ...]:
+        """The names of the first module of each stage but the first."""
+        return self._cuts
 
     @property
     def stages(self) -> tuple[int, ...]:

@@ -114,9 +114,11 @@ def _fake_state(model: nn.Module, fake_mode: FakeTensorMode) -> Iterator[None]:
             for name, tensor in places.items():
                 if tensor is not None:
                     real.append((places, name, tensor))
+    on_cpu = torch.device("cpu")  # where meta tensors, which have no values yet, are taken to be
     try:
         for places, name, tensor in real:
-            places[name] = fakes.setdefault(id(tensor), fake_like(tensor, fake_mode))
+            fake = fake_like(tensor, fake_mode, on_cpu if tensor.is_meta else None)
+            places[name] = fakes.setdefault(id(tensor), fake)
         yield
     finally:
         for places, name, tensor in real:

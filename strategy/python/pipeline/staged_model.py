@@ -10,7 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, Dataset
 
 from weft.strategy.absent import AbsentLayer
 from weft.strategy.activation_checkpointing import CheckpointedModule
@@ -24,6 +28,8 @@ from weft.strategy.pipeline.stages import ANY_STAGE, Layers
 from weft.strategy.pipeline.trunk import Leave, OtherPathError, StageRun
 
 _KEY = "_weft_staged"
+# Attributes that cannot be copied, or are large.
+_SHARED_BY_COPIES = (DeviceMesh, ProcessGroup, Dataset, DataLoader)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +85,11 @@ class StagedModel:
         if not isinstance(self.model, _Root):
             cls = type(self.model)
             self.model.__class__ = type(cls.__name__, (_Root, cls), {"__module__": cls.__module__})
+
+    @property
+    def skeleton(self) -> nn.Module:
+        """A copy of the full model with fake tensors, whose forward is what is recorded."""
+        return self._skeleton
 
     @property
     def is_recording(self) -> bool:
@@ -182,6 +193,12 @@ class StagedModel:
                 f"pipeline: the step ended on stage {stage} of {self.layers.num_stages} "
                 + ("by a call that belongs to a later one." if is_last else "without a call of a later stage's layer.")
             )
+        if is_last and any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(result)):
+            raise RuntimeError(
+                "pipeline: the step computed, after the call of the model, with a parameter or a "
+                "value that is on an earlier stage; compute with it inside of the forward, or hold the parameter in a "
+                "module that is registered after the layers."
+            )
         return result, run.sent
 
     def _run(self, task: _Task, step: Any, micro_batch: Any) -> Any:
@@ -265,7 +282,8 @@ class _Task:
 
 def _flags(module: nn.Module) -> dict[str, Any]:
     """What a module's forward may choose its path by."""
-    return {key: value for key, value in vars(module).items() if isinstance(value, (bool, int, float, str))}
+    kinds = (bool, int, float, str, torch.device, torch.dtype)
+    return {key: value for key, value in vars(module).items() if isinstance(value, kinds)}
 
 
 def _autocast_dtypes() -> tuple[torch.dtype | None, ...]:
@@ -301,6 +319,8 @@ def fake_copy(
     replaced = (*model.parameters(), *buffers)
     memo: dict[int, Any] = {id(tensor): fake_like(tensor, fake_mode, device) for tensor in replaced}
     memo |= {id(buffer): buffer for buffer in model.buffers() if id(buffer) not in memo}
+    attributes = (value for module in model.modules() for value in vars(module).values())
+    memo |= {id(value): value for value in attributes if isinstance(value, _SHARED_BY_COPIES)}
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import difflib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from torch import nn
 
@@ -27,7 +28,12 @@ class Layers:
     parameter_stages: dict[str, int]
 
 
-def find_layers(model: nn.Module, cuts: Sequence[str], layer_stages: Mapping[str, int] | None = None) -> Layers:
+def find_layers(
+    model: nn.Module,
+    cuts: Sequence[str],
+    layer_stages: Mapping[str, int] | None = None,
+    beside: Collection[str] = (),
+) -> Layers:
     """Stages begin at the named modules, in the order in which the model registered its modules.
 
     What the ancestors of named modules hold beside them are layers as well: whole, whatever is inside. A layer without
@@ -37,16 +43,17 @@ def find_layers(model: nn.Module, cuts: Sequence[str], layer_stages: Mapping[str
         cuts: the first module of each stage but the first, such as ["layer3"] or ["model.layers.4", "model.layers.8"].
         layer_stages: the stages of layers, and of parameters that the trunk holds itself, which the model calls in
             another order than it registered them.
+        beside: the names of modules that are no layers, though the model holds them: its forward does not call them.
 
     Raises:
         ValueError: a name that the model does not have, out of order or twice; a stage that it does not have; a stage
             without parameters.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
-    _check_names(modules, cuts)
+    check_names(modules, cuts)
     trunk = {""} | {name[: name.rfind(".")] for name in cuts if "." in name}
     trunk |= {".".join(name.split(".")[:i]) for name in trunk for i in range(name.count(".") + 1)}
-    layers = list(_layers(model, "", trunk))
+    layers = [name for name in _layers(model, "", trunk) if name not in beside]
     order = {name: position for position, name in enumerate(modules)}
     begins = [order[name] for name in cuts]
     if begins != sorted(begins):
@@ -85,15 +92,25 @@ def find_layers(model: nn.Module, cuts: Sequence[str], layer_stages: Mapping[str
     return found
 
 
-def _check_names(modules: dict[str, nn.Module], cuts: Sequence[str]) -> None:
+def check_names(modules: Collection[str], cuts: Sequence[str]) -> None:
+    """Raise ValueError for a cut that is none of a model's modules, by name, or that is there twice."""
     for i, name in enumerate(cuts):
         if name not in modules or name == "":
             raise ValueError(
-                f"pipeline: stage {i + 1} is to begin at {name!r}, which the model has no module of; use one of its "
-                f"names, such as {', '.join(map(repr, list(modules)[1:4]))}."
+                f"pipeline: stage {i + 1} is to begin at {name!r}, which the model has no module of; "
+                f"{nearest_text(name, modules)}."
             )
         if name in cuts[:i]:
             raise ValueError(f"pipeline: two stages are to begin at {name!r}; name each module once.")
+
+
+def nearest_text(name: str, names: Iterable[str]) -> str:
+    """Return the part of an error that says which names an unknown one may have meant."""
+    known = [each for each in names if each]
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    if near:
+        return f"the nearest name is {near[0]!r}"
+    return f"use one of its names, such as {', '.join(map(repr, known[:3]))}"
 
 
 def _layers(model: nn.Module, prefix: str, trunk: set[str]) -> Iterator[str]:

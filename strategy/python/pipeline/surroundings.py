@@ -19,7 +19,8 @@ from weft.strategy.pipeline.staged_model import fake_copy
 class Surroundings:
     """Takes what is around a module in stages from ranks that do not have the last stage, in place.
 
-    root: holds the module `name`, whose stages are cut already; a LightningModule, say.
+    root: holds the module `name`, whose stages are cut already; a LightningModule, say. "": it is that module itself,
+        and has nothing beside it.
     has_last_stage: whether this rank keeps all.
     """
 
@@ -113,14 +114,18 @@ class _Unused(TorchFunctionMode):
 def _refusal(name: str, staged_name: str, error: type[Exception]) -> Exception:
     return error(
         f"pipeline: '{name}' is beside '{staged_name}' and so on the last stage alone; use it in a step after the call "
-        f"of '{staged_name}', or put it inside."
+        f"of '{staged_name}', put it inside, or have the module around both be cut."
     )
+
+
+def _levels(name: str) -> list[str]:
+    return name.split(".") if name else []
 
 
 def _modules_beside(root: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
     """The outermost modules that neither hold the named one nor are inside of it."""
     holder, prefix = root, ""
-    for part in name.split("."):
+    for part in _levels(name):
         for child_name, child in holder._modules.items():
             if child_name != part and child is not None:
                 yield join(prefix, child_name), child
@@ -130,7 +135,7 @@ def _modules_beside(root: nn.Module, name: str) -> Iterator[tuple[str, nn.Module
 def _bare_parameters(root: nn.Module, name: str) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters of the modules that hold the named one, themselves."""
     holder, prefix = root, ""
-    for part in name.split("."):
+    for part in _levels(name):
         for own_name, parameter in holder._parameters.items():
             if parameter is not None:
                 yield join(prefix, own_name), parameter

@@ -60,7 +60,17 @@ def test_lists_of_modules_are_no_layers():
 @pytest.mark.parametrize(
     ("cuts", "layer_stages", "message"),
     [
-        (["layers.9"], None, "stage 1 is to begin at 'layers.9', which the model has no module of"),
+        (
+            ["layers.9"],
+            None,
+            "stage 1 is to begin at 'layers.9', which the model has no module of; the nearest name is 'l",
+        ),
+        (
+            ["layer.2"],
+            None,
+            "stage 1 is to begin at 'layer.2', which the model has no module of; the nearest name is 'layers.2'",
+        ),
+        (["?"], None, "which the model has no module of; use one of its names, such as 'tok_embeddings', 'layers'"),
         ([""], None, "stage 1 is to begin at ''"),
         (["norm", "norm"], None, "two stages are to begin at 'norm'"),
         (["norm", "layers.1"], None, "are not in the order in which the model has these modules"),
@@ -188,7 +198,7 @@ def test_models_in_stages_are_not_cut_again(world_size: int) -> None:
     Pipeline(model, mesh, ["2"])
     with pytest.raises(ValueError, match="is in stages already"):
         Pipeline(model, mesh, ["2"])
-    with pytest.raises(TypeError, match="the cuts are the text '2'; pass a list"):
+    with pytest.raises(TypeError, match="the cuts are the text '2'; pass a list of names, or 'auto'"):
         Pipeline(chain(), mesh, "2")
     shared = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     shared.append(shared[0])

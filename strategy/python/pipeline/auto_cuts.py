@@ -1,0 +1,145 @@
+"""Cuts that a pipeline chooses itself: what they are asked for by, and how ranks agree on them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from weft.strategy._plan import Schedule
+from weft.strategy.pipeline.choose import Choice, choose_cuts
+
+AUTO = "auto"
+_SEVERAL_STAGES = ("interleaved", "looped_bfs")  # on a rank
+
+
+@dataclasses.dataclass(frozen=True)
+class AutoCuts:
+    """Asks a pipeline to choose its cuts; the text "auto" means `AutoCuts()`.
+
+    stages_per_rank: None: 2 for the schedules "interleaved" and "looped_bfs", 1 for the others.
+    example: arguments of the model's forward for one micro-batch (a tuple of positional ones, a dict of keywords, or
+        the only one). Stages are balanced by the floating-point operations that it takes, and the limit counts the
+        activations. None: stages are balanced by their layers' parameters, those of embeddings left out.
+    memory_limit: the most bytes of a rank. None: the memory of the rank's CUDA device, and no limit on CPU.
+    state_factor: bytes of parameters, gradients and optimizer states for each byte of parameters; 4 is Adam's.
+
+    Raises:
+        ValueError: a number below 1.
+    """
+
+    stages_per_rank: int | None = None
+    example: Any = None
+    memory_limit: int | None = None
+    state_factor: float = 4.0
+
+    def __post_init__(self) -> None:
+        for name in ("stages_per_rank", "memory_limit"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ValueError(f"AutoCuts got {name}={value!r}; pass a whole number from 1 on, or None.")
+        if not self.state_factor >= 1:
+            raise ValueError(f"AutoCuts got state_factor={self.state_factor!r}; pass a number from 1 on.")
+
+
+def auto_of(cuts: Any) -> AutoCuts | None:
+    """Return how cuts are to be chosen; None: `cuts` are names."""
+    if isinstance(cuts, str) and cuts == AUTO:
+        return AutoCuts()
+    return cuts if isinstance(cuts, AutoCuts) else None
+
+
+def num_stages_of(auto: AutoCuts, schedule: str | Schedule, num_ranks: int) -> int:
+    """Return the number of stages for `num_ranks` ranks.
+
+    Raises:
+        ValueError: a `Schedule` for another number of stages, or several stages a rank for a schedule that takes one.
+    """
+    if isinstance(schedule, str):
+        default = 2 if schedule in _SEVERAL_STAGES else 1
+        per_rank = default if auto.stages_per_rank is None else auto.stages_per_rank
+        Schedule.generate(schedule, num_ranks, num_ranks, per_rank)  # refuses what does not fit
+        return num_ranks * per_rank
+    if auto.stages_per_rank is not None and auto.stages_per_rank * num_ranks != schedule.num_stages:
+        raise ValueError(
+            f"pipeline: stages_per_rank={auto.stages_per_rank} makes {auto.stages_per_rank * num_ranks} stages on "
+            f"{num_ranks} ranks, and the schedule has {schedule.num_stages}; leave stages_per_rank out."
+        )
+    return schedule.num_stages
+
+
+def call_with(function: Callable[..., Any], example: Any) -> Any:
+    """Call a function with an example's arguments: a dict of keywords, a tuple, or the only argument."""
+    if isinstance(example, dict):
+        return function(**example)
+    return function(*example) if isinstance(example, tuple) else function(example)
+
+
+def agree_on_cuts(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    auto: AutoCuts,
+    schedule: str | Schedule,
+    *,
+    num_ranks: int,
+    num_micro_batches: int,
+    device: torch.device,
+    forward: Callable[[], Any] | None = None,
+    parameter_shards: int = 1,
+) -> Choice:
+    """Return the cuts that the mesh's first rank chooses, the same on all of its ranks; collective.
+
+    Args:
+        model: full, on every rank.
+        mesh: whose ranks must choose alike.
+        auto: what is asked for.
+        schedule, num_ranks, num_micro_batches: of the pipeline.
+        device: of this rank; the memory of a CUDA device is the limit where `auto` has none, and is ignored where no
+            cut keeps it, since what training takes is estimated.
+        forward: calls the model once, as for a micro-batch; used where `auto` has no example and the call can be
+            counted.
+        parameter_shards: how many ranks share the parameters of a stage.
+
+    Raises:
+        ValueError: see `num_stages_of` and `choose.choose_cuts`.
+    """
+    num_stages = num_stages_of(auto, schedule, num_ranks)
+    per_rank = num_stages // num_ranks
+    outcome: list[Any] = [None]
+    if not any(mesh.get_coordinate() or ()):
+        run = schedule
+        if isinstance(run, str):
+            run = Schedule.generate(run, num_ranks, num_micro_batches, per_rank)
+        limit = _bytes_of(device) if auto.memory_limit is None else auto.memory_limit
+        has_example = auto.example is not None
+        try:
+            choice = choose_cuts(
+                model,
+                num_stages,
+                forward=(lambda: call_with(model, auto.example)) if has_example else forward,
+                forward_may_fail=not has_example,
+                in_flight=run.simulate().in_flight,
+                state_factor=auto.state_factor / parameter_shards,
+                memory_limit=None if limit is None else limit // per_rank,
+                limit_may_fail=auto.memory_limit is None,
+            )
+            outcome = [(choice, "")]
+        except Exception as error:  # the other ranks wait for an answer
+            outcome = [(None, str(error))]
+    for axis in range(mesh.ndim):
+        if mesh.size(axis) > 1:
+            dist.broadcast_object_list(outcome, group=mesh.get_group(axis), group_src=0)
+    choice, error = outcome[0]
+    if choice is None:
+        raise ValueError(error)
+    return choice
+
+
+def _bytes_of(device: torch.device) -> int | None:
+    """The memory of a CUDA device."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None

@@ -1,0 +1,191 @@
+"""What a model's layers cost, and the cuts that balance them, for pipelines that are given cuts="auto"."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from weft.strategy._plan import Partition, partition
+from weft.strategy.pipeline.profile import FLOPS, LayerProfile, layer_names, profile_layers
+from weft.strategy.pipeline.random_streams import keeping_random_state
+from weft.strategy.pipeline.stages import ANY_STAGE, find_layers
+
+_PARAMETERS = "parameters without embeddings"
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """Chosen cuts, the stages of layers that are called in another order than registered, and a sentence on both."""
+
+    cuts: tuple[str, ...]
+    layer_stages: Mapping[str, int]
+    text: str
+
+
+def candidates(model: nn.Module) -> list[str]:
+    """Return the names at which stages may begin: layers with parameters, in the order of registration."""
+    return [name for name in layer_names(model) if any(True for _ in model.get_submodule(name).parameters())]
+
+
+def choose_cuts(
+    model: nn.Module,
+    num_stages: int,
+    *,
+    forward: Callable[[], Any] | None = None,
+    forward_may_fail: bool = False,
+    in_flight: Sequence[int] = (),
+    state_factor: float = 4.0,
+    memory_limit: int | None = None,
+    limit_may_fail: bool = False,
+) -> Choice:
+    """Choose the cuts whose slowest stage is fastest, within a memory limit; no communication.
+
+    Args:
+        model: full, with or without values.
+        num_stages: how many stages there are to be.
+        forward: calls the model once, as for a micro-batch, and returns its outputs; it runs on fake tensors, and its
+            floating-point operations are what is balanced. None: the layers' parameters are, without embeddings.
+        forward_may_fail: balance parameters where `forward` cannot run on fake tensors or calls a layer twice, and
+            have the text say so.
+        in_flight: by stage, the micro-batches whose activations the schedule keeps. Default: one each.
+        state_factor: bytes of parameters, gradients and optimizer states on a rank for each byte of parameters.
+        memory_limit: the most bytes of a stage.
+        limit_may_fail: ignore a limit that no cut keeps, and have the text say so.
+
+    Raises:
+        ValueError: no layers with parameters, fewer than stages, a forward that fails, or no cut within the limit.
+    """
+    names = candidates(model)
+    if not names:
+        raise ValueError(
+            f"pipeline: cuts='auto' finds no layers with parameters among the modules of a {type(model).__name__}; "
+            "name the first module of each stage but the first."
+        )
+    if len(names) < num_stages:
+        raise ValueError(
+            f"pipeline: cuts='auto' finds {len(names)} layers with parameters in a {type(model).__name__} "
+            f"({', '.join(map(repr, names[:4]))}{', ...' if len(names) > 4 else ''}) for {num_stages} stages; use "
+            "fewer stages, or name cuts inside of these layers."
+        )
+    layers, measure, call_order = _measured(model, names, num_stages, forward, forward_may_fail)
+
+    def cut(limit: int | None) -> Partition:
+        return partition(
+            [layer.forward + layer.backward for layer in layers],
+            num_stages,
+            activation_bytes=[layer.activation_bytes for layer in layers],
+            parameter_bytes=[round(state_factor * layer.parameter_bytes) for layer in layers],
+            in_flight=list(in_flight),
+            memory_limit=limit,
+        )
+
+    try:
+        found, more = cut(memory_limit), ""
+    except ValueError:
+        if not limit_may_fail or memory_limit is None:
+            raise
+        found = cut(None)
+        more = f"; by estimate, no cut keeps each stage below the device's {memory_limit / 1e9:.1f} GB"
+    cuts = tuple(layers[begin].name for begin in found.begins[1:])
+    share = max(found.times) / (sum(found.times) or 1)
+    text = (
+        f"weft cuts {type(model).__name__} into {num_stages} stages, which begin at its first layer and at "
+        f"{', '.join(map(repr, cuts))}: the largest has {share:.0%} of the {measure}{more}."
+    )
+    return Choice(cuts, _called_elsewhere(model, cuts, call_order), text)
+
+
+def _measured(
+    model: nn.Module, names: list[str], num_stages: int, forward: Callable[[], Any] | None, may_fail: bool
+) -> tuple[list[LayerProfile], str, list[str]]:
+    """Layers at which stages may begin, in the order of registration, their measure, and the order of all calls."""
+    if forward is None:
+        return _by_parameters(model, names), _PARAMETERS, names
+    try:
+        called = _by_operations(model, names, forward)
+    except Exception as error:
+        reason = str(error).partition("\n")[0].rstrip(".")
+        if may_fail:
+            measure = f"{_PARAMETERS} (operations were not counted: {reason})"
+            return _by_parameters(model, names), measure, names
+        raise ValueError(
+            f"pipeline: the example of AutoCuts cannot be run through {type(model).__name__} on fake tensors ({reason})"
+            "; pass another one, or none, which balances parameters."
+        ) from error
+    layers = _in_order(called, names)
+    if len(layers) < num_stages:
+        layers = sorted(called, key=lambda layer: names.index(layer.name))
+    return layers, "floating-point operations", [layer.name for layer in called]
+
+
+def _by_parameters(model: nn.Module, names: list[str]) -> list[LayerProfile]:
+    """Of a layer of matrix products, each token takes operations in proportion to its parameters."""
+    layers = []
+    for name in names:
+        layer = model.get_submodule(name)
+        looked_up = {id(m.weight) for m in layer.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
+        num_multiplied = sum(p.numel() for p in layer.parameters() if id(p) not in looked_up)
+        layers.append(LayerProfile(name, float(num_multiplied), 0.0, 0, sum(p.nbytes for p in layer.parameters())))
+    return layers
+
+
+def _by_operations(model: nn.Module, names: list[str], forward: Callable[[], Any]) -> list[LayerProfile]:
+    """The layers in call order; those without parameters, which begin no stage, count with the one before."""
+    with torch.enable_grad(), keeping_random_state():
+        profiles = profile_layers(model, None, lambda _: _total(forward()), measure=FLOPS)
+    called: list[LayerProfile] = []
+    for layer in profiles:
+        if layer.name in names or not called:
+            called.append(layer)
+        else:
+            called[-1] = _sum(called[-1], layer)
+    if called[0].name not in names and len(called) > 1:
+        called[:2] = [dataclasses.replace(_sum(called[0], called[1]), name=called[1].name)]
+    return called
+
+
+def _in_order(called: list[LayerProfile], names: list[str]) -> list[LayerProfile]:
+    """The same without those that were registered before a layer that is called earlier: these begin no stage."""
+    layers: list[LayerProfile] = []
+    for layer in called:
+        if layers and names.index(layer.name) < names.index(layers[-1].name):
+            layers[-1] = _sum(layers[-1], layer)
+        else:
+            layers.append(layer)
+    return layers
+
+
+def _sum(first: LayerProfile, second: LayerProfile) -> LayerProfile:
+    numbers = {
+        field.name: getattr(first, field.name) + getattr(second, field.name)
+        for field in dataclasses.fields(first)
+        if field.name != "name"
+    }
+    return dataclasses.replace(first, **numbers)
+
+
+def _total(outputs: Any) -> Tensor:
+    """A scalar that depends on all outputs."""
+    leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not leaves:
+        raise ValueError("the forward gives no tensor with a gradient")
+    return torch.stack([leaf.sum() for leaf in leaves]).sum()
+
+
+def _called_elsewhere(model: nn.Module, cuts: Sequence[str], call_order: Sequence[str]) -> dict[str, int]:
+    """The stages of layers that their place in the order of registration would give another one."""
+    stage, called = 0, {}
+    for name in call_order:
+        stage += name in cuts
+        called[name] = stage
+    moved = {}
+    for layer, own in find_layers(model, cuts).stage_of.items():
+        stages = {stage for name, stage in called.items() if name == layer or name.startswith(f"{layer}.")}
+        if own != ANY_STAGE and len(stages) == 1 and own not in stages:
+            moved[layer] = stages.pop()
+    return moved
