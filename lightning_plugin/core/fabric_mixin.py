@@ -53,7 +53,8 @@ class FabricMixin(FabricPipelineMixin, StrategyMixin):
         activation_checkpointing, activation_offload, data_replicate_size, zero_stage, layout, sequence_parallel: as in
             the Trainer's strategy. A layout may begin with the ranks of a pipeline, "pp2,dp2,tp2".
         pipeline_cuts: the names of the first module of each stage but the first, in the one model that is set up: it
-            is cut into the stages of a pipeline, and `pipeline_step` trains it.
+            is cut into the stages of a pipeline, and `pipeline_step` trains it. "auto": stages of equal work, see
+            `weft.strategy.pipeline.AutoCuts`.
         pipeline_parallel_size: ranks of a pipeline, of which as many cuts make one stage each, or several.
         pipeline_schedule: "1f1b", "gpipe", "zero_bubble", "interleaved", "looped_bfs", "naive", or a
             `weft.strategy.pipeline.Schedule`.
@@ -87,7 +88,7 @@ class FabricMixin(FabricPipelineMixin, StrategyMixin):
         zero_stage: int | None = None,
         layout: str | None = None,
         sequence_parallel: bool = False,
-        pipeline_cuts: Sequence[str] | None = None,
+        pipeline_cuts: Any = None,
         pipeline_parallel_size: int = 1,
         pipeline_schedule: Any = "1f1b",
         num_micro_batches: int | None = None,

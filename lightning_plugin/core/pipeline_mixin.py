@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,12 +11,14 @@ from torch import Tensor
 
 from weft import pipeline_links
 from weft._plugin.batch_check import BatchCheck
+from weft._plugin.data_axes import DATA_AXIS
 from weft._plugin.meshes import PIPELINE_AXIS
 from weft._plugin.process_guard import guard
 
 if TYPE_CHECKING:
     from weft._plugin.settings import PlanSettings
-    from weft.strategy.pipeline import Pipeline
+    from weft.strategy.pipeline import AutoCuts, Pipeline
+    from weft.strategy.pipeline.choose import Choice
 
 
 _KEY = "_weft_pipeline"  # what a module was cut by, and its pipeline
@@ -49,8 +51,21 @@ class PipelineMixin:
         return self._pipeline
 
     def _cut_into_stages(self, module: torch.nn.Module, settings: PlanSettings) -> None:
+        self._cut(module, settings, settings.pipeline_cuts)
+
+    def _cut(
+        self,
+        module: torch.nn.Module,
+        settings: PlanSettings,
+        cuts: Any,
+        *,
+        beside: Collection[str] = (),
+        forward: Callable[[], Any] | None = None,
+    ) -> None:
+        """Cut a module at names, or as "auto" chooses; `beside`, `forward`: see `Pipeline` and `agree_on_cuts`."""
         from weft.strategy.pipeline import Pipeline
         from weft.strategy.pipeline.arguments import shares_of
+        from weft.strategy.pipeline.auto_cuts import auto_of
         from weft.strategy.pipeline.links import are_wanted
 
         if self._pipeline is not None and self._pipeline.model is not module:
@@ -60,21 +75,62 @@ class PipelineMixin:
             )
         if self._pipeline is not None:
             return
-        mesh, cuts, schedule = self.device_mesh, list(settings.pipeline_cuts or ()), settings.pipeline_schedule
+        mesh, schedule = self.device_mesh, settings.pipeline_schedule
         shares = shares_of(
             schedule, settings.num_micro_batches, settings.micro_batch_shares, mesh[PIPELINE_AXIS].size()
         )
+        layer_stages: Mapping[str, int] = {}
+        if (auto := auto_of(cuts)) is not None:
+            if _KEY in module.__dict__:
+                cuts = module.__dict__[_KEY][1].cuts
+            else:
+                choice = self._choose_cuts(module, auto, schedule, len(shares), forward)
+                cuts, layer_stages = choice.cuts, choice.layer_stages
+                self._log(choice.text)
+        cuts = list(cuts)
         if _KEY in module.__dict__ and module.__dict__[_KEY][0] == (mesh, cuts, schedule):  # by an earlier strategy
             self._pipeline = module.__dict__[_KEY][1]
             self._pipeline.micro_batch_shares = shares
             return
         self._pipeline = Pipeline(
-            module, mesh, cuts, schedule=schedule, micro_batch_shares=shares, device=self.root_device
+            module,
+            mesh,
+            cuts,
+            schedule=schedule,
+            micro_batch_shares=shares,
+            layer_stages=layer_stages,
+            beside=beside,
+            device=self.root_device,
         )
         if are_wanted():
             group = self.pipeline_group
             guard().on_clean_exit(lambda: pipeline_links.unlink(group))  # before it is destroyed
         module.__dict__[_KEY] = ((mesh, cuts, schedule), self._pipeline)
+
+    def _choose_cuts(
+        self,
+        module: torch.nn.Module,
+        auto: AutoCuts,
+        schedule: Any,
+        num_micro_batches: int,
+        forward: Callable[[], Any] | None,
+    ) -> Choice:
+        from weft.strategy.pipeline.auto_cuts import agree_on_cuts
+
+        num_shards = self.tensor_parallel_group.size()
+        if self.data_axes.shards_parameters:
+            num_shards *= self.device_mesh[DATA_AXIS].size()
+        return agree_on_cuts(
+            module,
+            self.device_mesh,
+            auto,
+            schedule,
+            num_ranks=self.device_mesh[PIPELINE_AXIS].size(),
+            num_micro_batches=num_micro_batches,
+            device=self.root_device,
+            forward=forward,
+            parameter_shards=num_shards,
+        )
 
     def _check_batch_of_stages(self, kind: str, batch: Any) -> None:
         """All stages must have got the same batch."""

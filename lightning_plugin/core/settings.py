@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from weft.strategy.layout import MeshSizes, Sizes
+    from weft.strategy.pipeline import AutoCuts
 
 ZERO_STAGES = (0, 1, 2, 3)
 _SEVERAL_STAGES = ("interleaved", "looped_bfs")  # on a rank
@@ -39,13 +40,14 @@ class PlanSettings:
     layout: the sizes of all axes as text, or None.
     sequence_parallel: whether the plan cuts activations along the sequence, too.
     pipeline_parallel_size: a number of ranks.
-    pipeline_cuts: the names of the first module of each stage but the first; None: no pipeline.
+    pipeline_cuts: the names of the first module of each stage but the first; "auto" or an `AutoCuts`: they are chosen;
+        None: no pipeline.
     pipeline_schedule: a name in `weft.strategy.pipeline.SCHEDULES`, or a `Schedule`.
     num_micro_batches: of a pipeline's step; None: as many as the schedule says, or twice the ranks.
     micro_batch_shares: their relative sizes in place of their number, or None.
-    pipeline_module: the name of the module that is cut; None: all that is set up.
     verify: whether what the plan shards by heads is compared with the unsharded module, as `weft.strategy.Plan` takes
         it; None: as the plan says, or "auto".
+    pipeline_module: the name of the module that is cut; None: the one that has the cuts. Fabric: all that is set up.
     split_batch, micro_batch_weight: how batches become micro-batches and what these count for; None: by samples.
     """
 
@@ -62,7 +64,7 @@ class PlanSettings:
     layout: str | None
     sequence_parallel: bool
     pipeline_parallel_size: int = 1
-    pipeline_cuts: Sequence[str] | None = None
+    pipeline_cuts: Any = None
     pipeline_schedule: Any = "1f1b"
     num_micro_batches: int | None = None
     micro_batch_shares: Sequence[float] | None = None
@@ -133,9 +135,18 @@ class PlanSettings:
                     "in pipeline_cuts."
                 )
             return
+        self._validate_cuts(owner, sizes)
+        self._validate_schedule(owner, sizes)
+
+    def _validate_cuts(self, owner: str, sizes: Sizes) -> None:
+        from weft.strategy.pipeline.auto_cuts import auto_of
+
         cuts = self.pipeline_cuts
+        if (auto := auto_of(cuts)) is not None:
+            self._validate_auto(owner, sizes, auto)
+            return
         if isinstance(cuts, str) or not isinstance(cuts, Sequence) or not all(isinstance(cut, str) for cut in cuts):
-            raise TypeError(f"{owner} got pipeline_cuts={cuts!r}; pass a list of module names.")
+            raise TypeError(f"{owner} got pipeline_cuts={cuts!r}; pass a list of module names, or 'auto'.")
         one_each = isinstance(self.pipeline_schedule, str) and self.pipeline_schedule not in _SEVERAL_STAGES
         if cuts and sizes.pipeline_parallel == 1 and one_each:
             raise ValueError(
@@ -147,6 +158,24 @@ class PlanSettings:
                 f"{owner}: {len(cuts)} pipeline_cuts make {len(cuts) + 1} stages for {sizes.pipeline_parallel} "
                 "pipeline-parallel ranks; name cuts for as many stages, or for a multiple."
             )
+
+    def _validate_auto(self, owner: str, sizes: Sizes, auto: AutoCuts) -> None:
+        from weft.strategy.pipeline import SCHEDULES, Schedule
+        from weft.strategy.pipeline.auto_cuts import num_stages_of
+
+        if not isinstance(self.pipeline_schedule, Schedule) and self.pipeline_schedule not in SCHEDULES:
+            return  # refused next
+        try:
+            num_stages = num_stages_of(auto, self.pipeline_schedule, sizes.pipeline_parallel)
+        except ValueError as error:
+            raise ValueError(f"{owner}: {error}") from None
+        if num_stages == 1:
+            raise ValueError(
+                f"{owner} got pipeline_cuts='auto' for one pipeline-parallel rank; pass pipeline_parallel_size=2 or "
+                "more, or a layout such as 'pp2'."
+            )
+
+    def _validate_schedule(self, owner: str, sizes: Sizes) -> None:
         if self.optimizer_in_backward or self.sequence_parallel is True:
             in_backward = f"optimizer_in_backward={self.optimizer_in_backward!r}"
             what = in_backward if self.optimizer_in_backward else "sequence_parallel=True"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,17 +15,19 @@ from torch.nn import Module
 class StageMetrics:
     """Has `compute`, of each metric in a module, give every stage the last stage's value.
 
-    module: all metrics of it are taken, but for those inside of `staged`, the module in stages.
+    module: all metrics of it are taken, but for those `inside` of a module in stages that it holds.
     of_last_stage: calls a function on the last stage and gives what it gave on every one; collective.
     """
 
-    def __init__(self, module: Module, staged: Module, of_last_stage: Callable[[Callable[[], Any]], Any]) -> None:
+    def __init__(
+        self, module: Module, inside: Iterable[Module], of_last_stage: Callable[[Callable[[], Any]], Any]
+    ) -> None:
         self._of_last_stage = of_last_stage
         self._is_inside = False  # of a step, or of another metric's compute
         self._own: list[tuple[Module, Any]] = []
-        inside = set(staged.modules())
+        excluded = set(inside)
         for metric in module.modules():
-            if _is_metric(metric) and metric not in inside:
+            if _is_metric(metric) and metric not in excluded:
                 self._watch(metric)
 
     def _watch(self, metric: Any) -> None:
@@ -78,6 +80,11 @@ def _nothing(*_args: Any, **_kwargs: Any) -> None:
 
 def _zero(*_args: Any, **_kwargs: Any) -> Tensor:
     return torch.zeros(())  # which may be logged
+
+
+def names_of_metrics(module: Module) -> list[str]:
+    """Return the names of a module's metrics."""
+    return [name for name, each in module.named_modules() if _is_metric(each)]
 
 
 def _is_metric(module: Module) -> bool:

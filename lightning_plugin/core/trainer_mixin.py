@@ -21,6 +21,7 @@ from weft._plugin.optimizer_state import full_state, join_groups, named_state
 from weft._plugin.process_guard import guard
 from weft._plugin.repoint import Replacements, parameters_of
 from weft._plugin.settings import PlanSettings
+from weft._plugin.staged_module import without_steps_state
 from weft._plugin.strategy_mixin import StrategyMixin
 from weft._plugin.trainer_pipeline import STEPS, TrainerPipelineMixin
 
@@ -91,10 +92,11 @@ class TrainerMixin(TrainerPipelineMixin, StrategyMixin):
         layout: all sizes at once, such as "dp2,tp2" or "rep2,dp4,tp8"; axes that are left out have one rank.
         sequence_parallel: with a plan, have the ranks of a tensor-parallel group share the tokens between the layers
             that they share by features: norms, residual sums and dropout, and what is kept of them.
-        pipeline_cuts: the names of the first module of each stage but the first, in the module that `pipeline_module`
-            names: it is cut into the stages of a pipeline. The module's steps run once for each micro-batch, on every
-            stage up to that module's call; what they log and give is put together for the batch.
-        pipeline_module: the name of the module that is cut, such as "model". What is beside it is on the last stage.
+        pipeline_cuts: the names of the first module of each stage but the first, in the module that is cut or in the
+            LightningModule; or "auto", see `weft.strategy.pipeline.AutoCuts`. The steps run once for each micro-batch,
+            on every stage up to the call of the module that is cut; what they log and give is put together.
+        pipeline_module: the name of the module that is cut, such as "model"; what is beside it is on the last stage.
+            "": the LightningModule itself, whose steps call self(...). None: the child that has the cuts, else "".
         pipeline_parallel_size: ranks of a pipeline, of which as many cuts make one stage each, or several; in a layout
             "pp2,dp2,tp2".
         pipeline_schedule: "1f1b", "gpipe", "zero_bubble", "interleaved", "looped_bfs", "naive", or a
@@ -132,7 +134,7 @@ class TrainerMixin(TrainerPipelineMixin, StrategyMixin):
         zero_stage: int | None = None,
         layout: str | None = None,
         sequence_parallel: bool = False,
-        pipeline_cuts: Sequence[str] | None = None,
+        pipeline_cuts: Any = None,
         pipeline_module: str | None = None,
         pipeline_parallel_size: int = 1,
         pipeline_schedule: Any = "1f1b",
@@ -366,11 +368,9 @@ class TrainerMixin(TrainerPipelineMixin, StrategyMixin):
         state = super().lightning_module_state_dict()
         if self._pipeline is None or self._pipeline.has_last_stage:
             return state
-        return {
-            name: value
-            for name, value in state.items()
-            if name.startswith(f"{self._pipeline_settings.pipeline_module}.")
-        }
+        if self._place.name == "":
+            return without_steps_state(self.lightning_module, state)
+        return {name: value for name, value in state.items() if name.startswith(f"{self._place.name}.")}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state for `save_checkpoint`; collective."""

@@ -13,9 +13,12 @@ from torch.utils import _pytree as pytree
 
 from weft._plugin.in_backward import is_overridden
 from weft._plugin.kept_gradients import KeptGradients
+from weft._plugin.meshes import PIPELINE_AXIS
 from weft._plugin.optimizer_state import WholeModel, parameter_names, unwrapped
 from weft._plugin.pipeline_mixin import PipelineMixin
-from weft._plugin.stage_metrics import StageMetrics
+from weft._plugin.pipeline_place import Place, find_place
+from weft._plugin.stage_metrics import StageMetrics, names_of_metrics
+from weft._plugin.staged_module import follow_module
 from weft._plugin.step_logs import StepLogs
 from weft._plugin.step_outputs import join_outputs, pack, sendable, share_from
 
@@ -39,6 +42,7 @@ class TrainerPipelineMixin(PipelineMixin):
     def _init_pipeline(self, settings: PlanSettings) -> None:
         super()._init_pipeline(settings)
         self._refuse_settings(settings)
+        self._place: Place | None = None
         self._surroundings: Surroundings | None = None
         self._whole_model: WholeModel | None = None
         self._reducer_around: GradientReducer | None = None
@@ -61,10 +65,10 @@ class TrainerPipelineMixin(PipelineMixin):
                     "pipeline_cuts."
                 )
             return
-        if not isinstance(name, str) or not name:
-            raise ValueError(
-                f"{owner} got pipeline_cuts and pipeline_module={name!r}; name the module that is cut, which the steps "
-                "call, such as pipeline_module='model'."
+        if name is not None and not isinstance(name, str):
+            raise TypeError(
+                f"{owner} got pipeline_module={name!r}; pass the name of the module that is cut, such as 'model', '' "
+                "for the LightningModule itself, or leave it out."
             )
         if not self._save_distributed_checkpoint:
             raise ValueError(
@@ -76,23 +80,38 @@ class TrainerPipelineMixin(PipelineMixin):
         from weft.strategy.pipeline import find_staged
         from weft.strategy.pipeline.surroundings import Surroundings, refuse_shared
 
-        name = settings.pipeline_module
-        try:
-            inner = module.get_submodule(name)
-        except AttributeError:
-            children = ", ".join(repr(child) for child, _ in module.named_children())
-            raise ValueError(
-                f"{type(self).__name__} got pipeline_module={name!r}, which {type(module).__name__} does not have; "
-                f"name one of its modules: {children}."
-            ) from None
+        name, cuts = self._place.name, self._place.cuts
+        inner = module.get_submodule(name)
         if find_staged(module) is None:
             refuse_shared(module, name)
             inner.__dict__[_WHOLE] = tuple(parameter_names(inner).values())
         if _WHOLE not in module.__dict__:  # once for each module around the one in stages
             module.__dict__[_WHOLE] = _names_with(module, name, inner.__dict__[_WHOLE])
-        super()._cut_into_stages(inner, settings)
+        with unchanged(module, has_buffers=False):
+            self._cut(
+                inner,
+                settings,
+                settings.pipeline_cuts if cuts is None else cuts,
+                beside=names_of_metrics(module) if name == "" else (),
+                forward=self._call_of_example(module, inner),
+            )
         self._whole_model = WholeModel(module.__dict__[_WHOLE], self.pipeline_group)
         self._surroundings = Surroundings(module, name, self._pipeline.has_last_stage)
+
+    def _call_of_example(self, module: Any, inner: torch.nn.Module) -> Callable[[], Any] | None:
+        """What calls a module with its `example_input_array`, if it has one."""
+        from weft.strategy.pipeline.auto_cuts import call_with
+
+        example = module.example_input_array
+        if example is None:
+            return None
+        function = module if is_overridden("forward", module, "LightningModule") else inner
+
+        def call() -> Any:
+            with self.precision_plugin.forward_context():
+                return call_with(function, self.precision_plugin.convert_input(example))
+
+        return call
 
     def _convert_before_cutting(self) -> None:
         """What other stages know of a layer's dtype is what it is now. Values to come are made in their dtype."""
@@ -134,7 +153,10 @@ class TrainerPipelineMixin(PipelineMixin):
             self._example = (module, module.example_input_array)
             module.example_input_array = None
         self._step_logs = StepLogs(module)
-        self._stage_metrics = StageMetrics(module, self.pipeline.model, self._of_last_stage)
+        inside = [] if self.pipeline.model is module else self.pipeline.model.modules()
+        self._stage_metrics = StageMetrics(module, inside, self._of_last_stage)
+        if self.pipeline.model is module:
+            follow_module(module)
         around = list(self._surroundings.parameters.values())
         if around and self._is_fitting and self.data_axes.shards_parameters:
             from weft.strategy.data_parallel import GradientReducer
@@ -214,7 +236,9 @@ class TrainerPipelineMixin(PipelineMixin):
         return value
 
     def _refuse_what_stages_cannot(self, trainer: Any) -> None:
-        """Raise ValueError for what a Trainer cannot do with stages; nothing is cut yet."""
+        """Raise ValueError for what a Trainer cannot do with stages; nothing is cut yet. Finds what will be."""
+        from weft.strategy.pipeline.auto_cuts import auto_of, num_stages_of
+
         self._refuse_scaler()
         module = trainer.lightning_module
         name = type(module).__name__
@@ -229,6 +253,12 @@ class TrainerPipelineMixin(PipelineMixin):
                     f"pipeline_cuts: {name}.{step} takes a dataloader_iter, and a pipeline cuts batches into "
                     "micro-batches; take (batch, batch_idx)."
                 )
+        settings = self._pipeline_settings
+        auto, num_stages = auto_of(settings.pipeline_cuts), 0
+        if auto is not None:
+            num_stages = num_stages_of(auto, settings.pipeline_schedule, self.device_mesh[PIPELINE_AXIS].size())
+        cuts = None if auto is not None else settings.pipeline_cuts
+        self._place = find_place(type(self).__name__, module, settings.pipeline_module, cuts, num_stages)
 
 
 class _StepOfParts:
@@ -250,7 +280,7 @@ class _StepOfParts:
         with contextlib.ExitStack() as stack:
             if strategy.pipeline.is_recording:
                 stack.enter_context(strategy._surroundings.unused())
-                stack.enter_context(_unchanged(strategy.lightning_module))
+                stack.enter_context(unchanged(strategy.lightning_module))
             if not strategy.pipeline.runs_last_stage:
                 stack.enter_context(strategy._stage_metrics.muted())
             return strategy._step_logs.of_micro_batch(number, lambda: self._step(part))
@@ -284,11 +314,12 @@ class _StepOfParts:
 
 
 @contextlib.contextmanager
-def _unchanged(module: Any) -> Iterator[None]:
+def unchanged(module: Any, has_buffers: bool = True) -> Iterator[None]:
     """Afterwards the module's own numbers, texts, lists and buffers are what they were, if they were plain."""
     values = {key: value for key, value in vars(module).items() if isinstance(value, (bool, int, float, str))}
     lists = {key: (value, list(value)) for key, value in vars(module).items() if type(value) is list}
-    buffers = {key: buffer.clone() for key, buffer in module._buffers.items() if buffer is not None}
+    of_module = module._buffers.items() if has_buffers else ()
+    buffers = {key: buffer.clone() for key, buffer in of_module if buffer is not None}
     originals = dict(module._buffers)
     try:
         yield

@@ -50,7 +50,13 @@ LAYOUTS = {
     "pp2 zero bubble": (
         2,
         "pp2",
-        {"pipeline_schedule": "zero_bubble", "num_micro_batches": None, "micro_batch_shares": [1, 2, 1]},
+        {
+            "pipeline_cuts": ["model.layers.2"],
+            "pipeline_module": None,
+            "pipeline_schedule": "zero_bubble",
+            "num_micro_batches": None,
+            "micro_batch_shares": [1, 2, 1],
+        },
     ),
     "pp4": (4, "pp4", {"num_micro_batches": 4}),
     "pp2 tp2": (4, "pp2,tp2", {}),

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from support.rank_pool import RankFailure
 from support.ranks import on_ranks, run_on_ranks
 from weft.lightning import WeftModelParallelStrategy
+from weft.strategy.pipeline import AutoCuts
 
 
 class Refused(Text):
@@ -123,9 +124,9 @@ def test_an_iterator_and_a_wrong_name_are_refused(rank: int, world_size: int, tm
     with pytest.raises(ValueError, match=r"='net', which Text does not have; name one of its modules: 'model', 'acc"):
         trainer(world_size, staged(pipeline_module="net"), tmp_path).fit(Text(), text_loader())
     with pytest.raises(
-        ValueError, match=r"stage 1 is to begin at 'model\.layers\.2', which the model has no module of"
+        ValueError, match=r"'layer\.2', which the model has no module of; the nearest name is 'layers\.2'"
     ):
-        trainer(world_size, staged(pipeline_cuts=["model.layers.2"]), tmp_path).fit(Text(), text_loader())
+        trainer(world_size, staged(pipeline_cuts=["model.layer.2"]), tmp_path).fit(Text(), text_loader())
 
 
 @pytest.mark.parametrize(
@@ -155,7 +156,23 @@ def test_an_iterator_and_a_wrong_name_are_refused(rank: int, world_size: int, tm
             ValueError,
             "num_micro_batches is 0; pass a whole number",
         ),
-        ({"pipeline_cuts": [], "plan": "auto"}, ValueError, "pipeline_cuts and pipeline_module=None; name the module"),
+        ({"pipeline_cuts": [], "pipeline_module": 3}, TypeError, "pipeline_module=3; pass the name of the module that"),
+        ({"pipeline_cuts": "layers.2"}, TypeError, "pipeline_cuts='layers.2'; pass a list of module names, or 'auto'"),
+        (
+            {"pipeline_cuts": "auto"},
+            ValueError,
+            "pipeline_cuts='auto' for one pipeline-parallel rank; pass pipeline_par",
+        ),
+        (
+            {"pipeline_cuts": AutoCuts(stages_per_rank=2), "layout": "pp2"},
+            ValueError,
+            "WeftModelParallelStrategy: .*1f1b.* one stage",
+        ),
+        (
+            {"pipeline_cuts": "auto", "layout": "pp2", "pipeline_schedule": "2f2b"},
+            ValueError,
+            "got pipeline_schedule='2f2b'",
+        ),
         (
             {"pipeline_cuts": [], "pipeline_module": "model", "micro_batch_weight": 3},
             TypeError,

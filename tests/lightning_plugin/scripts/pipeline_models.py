@@ -35,8 +35,11 @@ class Text(L.LightningModule):
         self.losses: list[float] = []
         self.outputs: list[Any] = []
 
+    def logits(self, x: Tensor) -> Tensor:
+        return self.model(x)
+
     def loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        logits = self.model(batch["x"])
+        logits = self.logits(batch["x"])
         loss = F.cross_entropy(logits.flatten(0, 1), batch["y"].flatten())
         if self.head is not None:
             loss = loss * self.temperature + self.head(logits).square().mean()
@@ -73,7 +76,7 @@ class Text(L.LightningModule):
         self.log("test_loss", self.loss(batch)[0])
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> tuple[Tensor, list[int]]:
-        logits = self.model(batch["x"])
+        logits = self.logits(batch["x"])
         return logits, [int(guess) for guess in logits[:, -1].argmax(-1)]
 
     def configure_optimizers(self) -> Any:
@@ -86,6 +89,25 @@ class Text(L.LightningModule):
         )
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", patience=0, factor=0.5)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+
+class Itself(Text):
+    """The same without a Llama inside: its own forward has the layers."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        llama = self.model
+        del self.model
+        for name, child in llama.named_children():
+            setattr(self, name, child)
+        for name, buffer in llama.named_buffers(recurse=False):
+            self.register_buffer(name, buffer, persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return Llama.forward(self, tokens)  # type: ignore[arg-type]
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self(x)
 
 
 def text_loader(num_samples: int = 18, batch_size: int = 6, rank: int = 0, num_ranks: int = 1) -> DataLoader:

@@ -1,0 +1,144 @@
+"""Which module of a LightningModule is cut into stages, and the cuts by the names that this module knows them by."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from weft._plugin.in_backward import is_overridden
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """The name of the module that is cut, "" for the LightningModule itself, and its cuts; None: they are chosen."""
+
+    name: str
+    cuts: tuple[str, ...] | None
+
+
+def find_place(owner: str, module: Any, given: str | None, cuts: Sequence[str] | None, num_stages: int) -> Place:
+    """Return where to cut a LightningModule; changes nothing, and is the same on every rank.
+
+    Cuts are names in the module that is cut, or in the LightningModule. Without `given`, the module is the child with
+    a forward of its own that has all of them; or the LightningModule itself if no child has them, or if its own
+    forward can call layers that it holds before that child. To be chosen, cuts need a module with as many layers.
+
+    Args:
+        owner: the strategy, for errors.
+        module: the LightningModule, built.
+        given: `pipeline_module`; "": the LightningModule itself.
+        cuts: names, or None if they are to be chosen.
+        num_stages: how many stages are to be chosen.
+
+    Raises:
+        ValueError: no such module, no such cut, or several modules that have all cuts.
+    """
+    from weft.strategy.pipeline import find_staged
+
+    if given is None and (found := find_staged(module)) is not None:  # by an earlier run
+        given = found[0]
+    if given is None:
+        given = _inferred(owner, module, cuts, num_stages)
+    try:
+        inner = module.get_submodule(given)
+    except AttributeError:
+        children = ", ".join(repr(child) for child, _ in module.named_children())
+        raise ValueError(
+            f"{owner} got pipeline_module={given!r}, which {type(module).__name__} does not have; name one of its "
+            f"modules: {children}."
+        ) from None
+    if given == "" and not _is_network(module):
+        raise ValueError(
+            f"{owner} is to cut {type(module).__name__} itself, which has no forward of its own; write one that calls "
+            "its layers, and call self(...) in its steps."
+        )
+    if cuts is None:
+        return Place(given, None)
+    from weft.strategy.pipeline.stages import check_names
+
+    names = _names(inner)
+    relative = tuple(_relative(given, cut, names) for cut in cuts)
+    check_names(names, relative)
+    return Place(given, relative)
+
+
+def _inferred(owner: str, module: Any, cuts: Sequence[str] | None, num_stages: int) -> str:
+    children = dict(_callable_children(module))
+    if cuts:
+        holders = [name for name, child in children.items() if _holds(name, cuts, _names(child))]
+        is_holder = _is_network(module) and set(cuts) <= set(_names(module))
+        has_prefix = len(holders) == 1 and all(cut.startswith(f"{holders[0]}.") for cut in cuts)
+    else:
+        from weft.strategy.pipeline.choose import candidates
+
+        holders = [name for name, child in children.items() if len(candidates(child)) >= max(num_stages, 1)]
+        if not holders and len(children) == 1:  # with too few layers, which the choice says
+            holders = list(children)
+        is_holder, has_prefix = _is_network(module), True
+    if len(holders) == 1 and not is_holder:
+        return holders[0]
+    if len(holders) == 1 and has_prefix:
+        return "" if _has_layers_before(module, holders[0]) else holders[0]
+    if is_holder and (not holders or not cuts):
+        return ""
+    raise ValueError(_why_not_inferred(owner, module, cuts, [""] * is_holder + holders))
+
+
+def _why_not_inferred(owner: str, module: Any, cuts: Sequence[str] | None, holders: list[str]) -> str:
+    from weft.strategy.pipeline.stages import nearest_text
+
+    name = type(module).__name__
+    shown = "pipeline_cuts='auto'" if cuts is None else f"pipeline_cuts={list(cuts)}"
+    if holders:
+        found = " and in ".join(f"{name} itself (pipeline_module='')" if each == "" else repr(each) for each in holders)
+        return f"{owner} got {shown}, which may be in {found}; say which as pipeline_module."
+    if not cuts:
+        return (
+            f"{owner} got {shown}, and no module of {name} has a forward of its own and as many layers with parameters "
+            "as there are to be stages; name the module that is cut as pipeline_module, or use fewer stages."
+        )
+    inside = {cut for child_name, child in module.named_children() for cut in cuts if cut in _names(child)}
+    unknown = next((cut for cut in cuts if cut not in _names(module) and cut not in inside), None)
+    if unknown is not None:
+        return f"{owner} got {shown}, and {name} has no module {unknown!r}; {nearest_text(unknown, _names(module))}."
+    return (
+        f"{owner} got {shown}, and neither {name}, by a forward of its own, nor one of its modules calls all of these; "
+        "name the module that is cut as pipeline_module."
+    )
+
+
+def _relative(name: str, cut: str, names: Collection[str]) -> str:
+    """A cut without the prefix `name`, unless the module of that name, which has these `names`, knows it with it."""
+    return cut if cut in names or not name else cut.removeprefix(f"{name}.")
+
+
+def _holds(name: str, cuts: Sequence[str], names: Collection[str]) -> bool:
+    return all(cut and _relative(name, cut, names) in names for cut in cuts)
+
+
+def _names(module: nn.Module) -> list[str]:
+    return [name for name, _ in module.named_modules(remove_duplicate=False)]
+
+
+def _is_network(module: Any) -> bool:
+    return is_overridden("forward", module, "LightningModule")
+
+
+def _callable_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The children with parameters and a forward of their own, which lists and dicts of modules do not have."""
+    for name, child in module.named_children():
+        if type(child).forward is not nn.Module.forward and any(True for _ in child.parameters()):
+            yield name, child
+
+
+def _has_layers_before(module: nn.Module, name: str) -> bool:
+    """Whether modules with parameters were registered before a child; a forward would call them before it."""
+    for other, child in module.named_children():
+        if other == name:
+            return False
+        if any(True for _ in child.parameters()):
+            return True
+    return False

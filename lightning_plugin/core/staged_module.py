@@ -1,0 +1,30 @@
+"""A LightningModule that is itself in stages: its copy that is recorded, and what each rank saves of it."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from weft._plugin.stage_metrics import names_of_metrics
+
+
+def follow_module(module: Any) -> None:
+    """Give the copy whose forward is recorded the module's Trainer, which a copy does not have, and no log."""
+    from weft.strategy.pipeline import staged_model_of
+    from weft.strategy.state import original_class
+
+    def log(name: str, *_args: Any, **_kwargs: Any) -> NoReturn:
+        raise ValueError(
+            f"pipeline: the forward of {original_class(module).__name__} logs {name!r}, which one stage alone knows; "
+            "log it in a step, after the call of self(...)."
+        )
+
+    skeleton: Any = staged_model_of(module).skeleton
+    skeleton.trainer = module.trainer
+    object.__setattr__(skeleton, "log", log)
+
+
+def without_steps_state(module: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state dict without what steps change after the forward: the module's own buffers, and its metrics."""
+    buffers = {name for name, _ in module.named_buffers(recurse=False)}
+    metrics = tuple(f"{name}." for name in names_of_metrics(module))
+    return {name: value for name, value in state.items() if name not in buffers and not name.startswith(metrics)}
