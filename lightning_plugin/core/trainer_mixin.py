@@ -32,9 +32,10 @@ _IN_CONFIGURE_MODEL = object()
 def _with_local_parameters(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A step of the module, whose own code takes replicated parameters for plain tensors."""
     from weft.strategy import local_parameters
+    from weft.strategy.sharded_errors import explained
     from weft.strategy.vocab_head import without_waiting
 
-    with local_parameters():
+    with explained(), local_parameters():
         return without_waiting(step(*args, **kwargs))
 
 

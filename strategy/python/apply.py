@@ -227,6 +227,7 @@ def _take_roles(
     dropouts = {id(model.get_submodule(name)): dims for name, dims in assignments.dropouts.items()}
     precisions = {id(module): assignments.precision_of(name) for name, module in model.named_modules()}
     named = {id(model.get_submodule(name)) for name, options in assignments.options.items() if options.precision}
+    names = {id(module): name for name, module in model.named_modules()}
     changed = {*places, *counts, *dropouts, *named}
     group_name = group_name_of(mesh)
     for module in reversed(list(model.modules())):  # children first: a fused container records their classes
@@ -242,6 +243,8 @@ def _take_roles(
             style=assignment.style,
             mesh=mesh,
             group_name=group_name,
+            name=names[id(module)],
+            explains=module is model,
             rule=assignment.rule,
             note=assignment.note,
             mlp=mlp,

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from weft.strategy.local_tensor import enter_forward, inside_forward, is_whole, leave_forward, local_of
 from weft.strategy.precision import in_precision
 from weft.strategy.shard_dropout import shard_dropout
+from weft.strategy.sharded_errors import explained
 from weft.strategy.state import ModuleState, counted
 from weft.strategy.stepped_mlp import Options, stepped_mlp_of
 from weft.strategy.vocab_head import VocabParallelLogits, head_of
@@ -220,6 +221,17 @@ def _plain_forward_of(cls: type[nn.Module], has_counts: bool = False) -> Callabl
     return forward
 
 
+def _explained_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def explained_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return forward(self, *args, **kwargs)
+        with explained():
+            return forward(self, *args, **kwargs)
+
+    return explained_forward
+
+
 @functools.cache
 def _sequence_forward_of(cls: type[nn.Module], has_counts: bool = False) -> Callable[..., Any]:
     """The class's own forward with local parameters, between what its place in the sequence wants."""
@@ -274,12 +286,13 @@ def parallel_class(
     has_precision: bool = False,
     has_counts: bool = False,
     is_shard_dropout: bool = False,
+    explains: bool = False,
 ) -> type[nn.Module]:
     """The class a module of class `cls` gets for a style ("" and "replicate": its own forward).
 
     `place`: the kind of its place, where activations are cut along the sequence. `has_precision`: it computes in a
     dtype of its own. `has_counts`: it counts this rank's heads while its forward runs. `is_shard_dropout`: it drops out
-    of one rank's part.
+    of one rank's part. `explains`: errors of sharded modules inside are explained.
     """
     namespace: dict[str, Any] = {"__module__": cls.__module__, "__getattr__": _getattr_of(cls)}
     own_dropout = _shard_dropout_forward if is_shard_dropout else None
@@ -293,6 +306,8 @@ def parallel_class(
     elif cls.forward is not nn.Module.forward:
         forward_of = _sequence_forward_of if place in ("block", "gathers") else _plain_forward_of
         namespace["forward"] = forward_of(cls, has_counts)
+    if explains and "forward" in namespace:
+        namespace["forward"] = _explained_forward(namespace["forward"])
     if has_precision and (styled is not None or cls.forward is not nn.Module.forward):
         namespace["forward"] = in_precision(namespace["forward"])
     if issubclass(cls, nn.RNNBase):
@@ -310,6 +325,7 @@ def take_role(module: nn.Module, state: ModuleState) -> None:
         state.precision is not None,
         bool(state.counts),
         bool(state.dropouts),
+        state.explains,
     )
     module.__dict__["_weft_state"] = state
     if isinstance(module, nn.TransformerEncoderLayer):

@@ -42,6 +42,8 @@ class ModuleState:
     style: str
     mesh: DeviceMesh
     group_name: str
+    name: str = ""  # in the model that parallelize was called with
+    explains: bool = False  # it is that model: errors of sharded modules get their explanation here
     rule: str = ""  # the pattern that gave the style, or "auto"
     note: str = ""
     mlp: MlpParts | None = None  # of a fused container, with its activation

@@ -25,6 +25,8 @@ from weft.strategy.pipeline.sharded_stages import ShardedStages
 from weft.strategy.pipeline.staged_model import StagedModel, staged_model_of
 from weft.strategy.pipeline.stages import find_layers
 from weft.strategy.pipeline.tied import TiedGradients, tied_elsewhere
+from weft.strategy.shards import TENSOR_PARALLEL
+from weft.strategy.verification.evidence import remember_rehearsal
 
 _log = logging.getLogger(__name__)
 _MAX_PATHS = 16  # of one kind of inputs
@@ -119,6 +121,8 @@ class Pipeline:
         own = [stage for stage in range(num_stages) if rank_of[stage] == self._group.rank()]
         self._rank_of = rank_of
         refuse_other_arguments(self._group, cuts, str(schedule), self._shares)
+        if TENSOR_PARALLEL in (mesh.mesh_dim_names or ()) and mesh[TENSOR_PARALLEL].size() > 1:
+            remember_rehearsal(model)  # a plan is applied when this rank has some of the layers
         self._staged = StagedModel(model, find_layers(model, cuts, layer_stages, beside), own, device)
         peers = peers_of(self._group.rank(), rank_of, [tied.name_on for tied in self._staged.tied])
         link_stages(self._group, peers, device or of_parameters)

@@ -26,8 +26,9 @@ def remember_rehearsal(model: nn.Module, example: Any = None) -> None:
 
 
 def forget_rehearsal(model: nn.Module) -> None:
-    """Drop what `remember_rehearsal` has kept."""
-    model.__dict__.pop(_REHEARSAL, None)
+    """Drop what `remember_rehearsal` has kept of a model and those inside it."""
+    for module in model.modules():
+        module.__dict__.pop(_REHEARSAL, None)
 
 
 class Evidence:

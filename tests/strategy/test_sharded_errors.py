@@ -1,0 +1,120 @@
+"""Errors of a module's own code that meets shards name the module, its rule, its shards and the remedy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import weft
+from support.parity import tensor_parallel
+from support.ranks import on_ranks
+from weft.strategy.sharded_errors import ShardedModuleError
+
+
+class Viewing(nn.Module):
+    """It views the output of a column layer with the full number of features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).view(-1, 3, 4).flatten(1))
+
+
+class Reading(nn.Module):
+    """It reads the weight of a layer instead of calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.up.weight)
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise KeyError("nothing of shards")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("module", "plan", "texts"),
+    [
+        (
+            Viewing,
+            {"inner.up": "column", "inner.down": "row"},
+            ("'inner', a Viewing, failed on its shards", "'up.weight' is [6, 8] of [12, 8] by inner.up (column)"),
+        ),
+        (
+            Reading,
+            {"inner.up": "column_gather_output"},
+            ("'inner', a Reading, failed on its shards", "DTensor", "rather than read their weights"),
+        ),
+    ],
+    ids=["shapes", "mixed tensors"],
+)
+def test_code_that_meets_shards(world_size: int, module: type[nn.Module], plan: dict, texts: tuple[str, ...]) -> None:
+    model = nn.Sequential()
+    model.add_module("inner", module())
+    weft.parallelize(model, tensor_parallel(world_size), weft.strategy.Plan(plan, verify="never"))
+    with pytest.raises(ShardedModuleError) as caught:
+        model(torch.randn(4, 8))
+    assert all(text in str(caught.value) for text in texts), caught.value
+    assert "\n" not in str(caught.value) and caught.value.__cause__ is not None
+
+
+@on_ranks(2)
+def test_other_errors_are_what_they_were(world_size: int) -> None:
+    model = nn.Sequential(Own())
+    weft.parallelize(model, tensor_parallel(world_size), {"0.up": "column_gather_output"})
+    with pytest.raises(KeyError, match="nothing of shards"):
+        model(torch.randn(4, 8))
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.relu(self.first(x)))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"first": "column"}, "'first' is column, .* reaches 'second' with the style 'replicate'; give 'second'"),
+        ({"second": "row"}, "'second' is row, .* comes from 'first' with the style 'replicate'"),
+        ({"second": "column"}, "'second' is column, .* no row layer follows and the model returns it"),
+    ],
+    ids=["column alone", "row alone", "column at the end"],
+)
+def test_rules_that_do_not_fit_together(world_size: int, plan: dict[str, str], message: str) -> None:
+    """They are found before anything is changed, let alone called."""
+    model = Chain()
+    with pytest.raises(ValueError, match=message):
+        weft.parallelize(model, tensor_parallel(world_size), plan)
+    assert type(model.first) is nn.Linear
+
+
+class AcrossFeatures(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        return self.second(hidden - hidden.mean(-1, keepdim=True))
+
+
+@on_ranks(2)
+def test_rules_that_change_what_is_computed(world_size: int) -> None:
+    plan = {"first": "column", "second": "row"}
+    with pytest.raises(ValueError, match="the rules for 'first' and 'second' change what .* computes"):
+        weft.parallelize(AcrossFeatures(), tensor_parallel(world_size), weft.strategy.Plan(plan, verify="always"))
+    with pytest.raises(ValueError, match="verify is 'sometimes'; pass one of 'auto', 'always', 'never'"):
+        weft.strategy.Plan(plan, verify="sometimes")
