@@ -1,0 +1,111 @@
+"""plan="auto" on many ways to write attention: the sharded model computes the same as the unsharded one."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterable
+
+import pytest
+from strategy.attention_zoo import (
+    cases_einops,
+    cases_grouped,
+    cases_head_counts,
+    cases_memory,
+    cases_norms,
+    cases_positions,
+    cases_projections,
+    cases_scores,
+)
+from strategy.attention_zoo.comparison import Outcome, compare, is_clear_error, worst
+from strategy.attention_zoo.zoo import Case, Keeps
+
+import weft
+from support.parity import tensor_parallel
+from support.ranks import run_on_ranks
+from weft.strategy import Plan
+
+FILES = (
+    cases_head_counts,
+    cases_projections,
+    cases_grouped,
+    cases_positions,
+    cases_scores,
+    cases_norms,
+    cases_memory,
+    cases_einops,
+)
+CASES: dict[str, Case] = {case.name: case for file in FILES for case in file.cases.all}
+
+
+def compare_all(world_size: int, names: list[str], verified: bool) -> list[Outcome]:
+    """Run these cases on one rank. Prints each name first: the output of a rank that hangs ends with it."""
+    mesh = tensor_parallel(world_size)
+    outcomes = []
+    for name in names:
+        print(name, flush=True)
+        outcomes.append(compare(CASES[name], mesh, "auto" if verified else Plan("auto", verify="never")))
+    return outcomes
+
+
+def on_all_ranks(world_size: int, cases: Iterable[Case], verified: bool = True) -> list[Outcome]:
+    """The outcome of each case that runs on so many ranks."""
+    names = [case.name for case in cases if world_size in case.world_sizes]
+    ranks = run_on_ranks(world_size, compare_all, timeout=280, names=names, verified=verified)
+    return [worst(of_case) for of_case in zip(*ranks, strict=True)]
+
+
+@functools.cache
+def outcomes(world_size: int) -> list[Outcome]:
+    return on_all_ranks(world_size, CASES.values())
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_attention_equals_its_unsharded_self_or_raises_a_clear_error(world_size: int) -> None:
+    found = outcomes(world_size)
+    bad = [str(outcome) for outcome in found if outcome.result not in ("equal", "unsupported")]
+    assert not bad, f"{len(bad)} of {len(found)} on {world_size} ranks:\n" + "\n".join(bad)
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_attention_keeps_its_weights_sharded(world_size: int) -> None:
+    found = outcomes(world_size)
+    at_least = {Keeps.ANY: set(Keeps) | {None}, Keeps.SHARDS: {Keeps.SHARDS, Keeps.HEADS}, Keeps.HEADS: {Keeps.HEADS}}
+    bad = [
+        f"{outcome.name}: expected {CASES[outcome.name].keeps.value}, found {outcome.result}, {outcome.kept}"
+        for outcome in found
+        if outcome.kept not in at_least[CASES[outcome.name].keeps]
+    ]
+    assert not bad, "\n".join(bad)
+    assert sum(outcome.result == "equal" and outcome.kept in at_least[Keeps.SHARDS] for outcome in found) >= 30
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_the_zoo_finds_heads_that_are_sharded_without_verification(world_size: int) -> None:
+    """Uses the cases of one file, to save time."""
+    counts = Counter(
+        outcome.result for outcome in on_all_ranks(world_size, cases_head_counts.cases.all, verified=False)
+    )
+    assert counts["wrong"] + counts["error"] >= 8, counts
+
+
+def test_cases_have_unique_names() -> None:
+    assert len(CASES) == sum(len(file.cases.all) for file in FILES) >= 40
+
+
+def raised(function: object, *arguments: object) -> Exception:
+    with pytest.raises(Exception) as caught:
+        function(*arguments)
+    return caught.value
+
+
+def test_only_an_error_of_weft_that_names_a_module_is_clear() -> None:
+    def own() -> None:
+        raise ValueError("'blocks.0.attn' is no attention")
+
+    names_it = raised(Plan, "'blocks.0.attn'")  # Plan quotes a string that it cannot parse
+    assert "'blocks.0.attn'" in str(names_it)
+    assert is_clear_error(names_it, ["blocks.0.attn"])
+    assert not is_clear_error(names_it, ["blocks.1.attn"])
+    assert not is_clear_error(raised(own), ["blocks.0.attn"])
+    assert not is_clear_error(raised(weft.strategy.report, None), ["blocks.0.attn"])
