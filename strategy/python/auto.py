@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from weft.strategy import attention, mlp_parts, probe
 from weft.strategy.activation_checkpointing import repeated_blocks
 from weft.strategy.assignments import Assignment, Assignments, join, place_fused_mlp, place_mlp
-from weft.strategy.linears import features, why_no_linear, why_no_vocab_embedding
+from weft.strategy.linears import features, is_worth_gathering, why_no_linear, why_no_vocab_embedding
 from weft.strategy.state import MlpParts
 from weft.strategy.verification.decide import Decision
 from weft.strategy.verification.evidence import Evidence, gather, place
@@ -28,11 +28,14 @@ _MIN_SHARE = 1 / 500  # of all parameters, in a linear layer that is in no group
 _NO_TOKENS = re.compile(r"pos|wpe|type|segment|bias|relative")
 
 
-def assign_auto(model: nn.Module, tp_size: int, verify: str = "auto", example: Any = None) -> Assignments:
+def assign_auto(
+    model: nn.Module, tp_size: int, verify: str = "auto", example: Any = None, *, for_sequences: bool = False
+) -> Assignments:
     """The styles for a model's modules.
 
     Args:
         verify, example: as `weft.strategy.Plan` takes them.
+        for_sequences: whether the plan shards activations along the sequence, too.
 
     Raises:
         ValueError: nothing to shard was found, with tp_size > 1.
@@ -56,7 +59,7 @@ def assign_auto(model: nn.Module, tp_size: int, verify: str = "auto", example: A
         claimed.update(id(part) for part in used)
     if tp_size > 1:
         claimed.update(id(model.get_submodule(name)) for name in result.styles)
-        _place_groups(result, model, owners, evidence, claimed)
+        _place_groups(result, model, owners, evidence, claimed, for_sequences)
     for name, reason in unplaced.items():
         if not any(other == name or other.startswith(f"{name}." if name else "") for other in result.styles):
             result.leave(name, reason)
@@ -72,7 +75,12 @@ def assign_auto(model: nn.Module, tp_size: int, verify: str = "auto", example: A
 
 
 def _place_groups(
-    result: Assignments, model: nn.Module, owners: dict[int, int], evidence: Evidence, claimed: set[int]
+    result: Assignments,
+    model: nn.Module,
+    owners: dict[int, int],
+    evidence: Evidence,
+    claimed: set[int],
+    for_sequences: bool,
 ) -> None:
     """Linear layers that are in no MLP known by its names: groups, attentions known by their names, and single ones."""
 
@@ -87,10 +95,16 @@ def _place_groups(
         claimed.update(id(model.get_submodule(name)) for name in used)
     for name, module in model.named_modules():
         claimed.update(id(layer) for layer in _place_attention(result, name, module, owners, evidence, claimed))
+    if for_sequences:  # ranks have other tokens around the groups, and gradients that are not whole
+        return
     total = sum(p.numel() for p in model.parameters())
     for name, module in model.named_modules():
-        if why_no_linear(module) is None and is_free(module) and evidence.is_called(module):
-            _place_single(result, name, module, evidence, total)
+        if not is_free(module) or name in result.styles:
+            continue
+        if why_no_linear(module) is None and evidence.is_called(module) and not evidence.is_read(module):
+            _place_single(result, name, module, total)
+        elif _is_worth_gathering(module, total) and evidence.is_seen(module):
+            result.styles[name] = Assignment("gather_weights", "gathered for its forward")
 
 
 def _fuse(result: Assignments, model: nn.Module, decision: Decision) -> list[str]:
@@ -109,13 +123,17 @@ def _fuse(result: Assignments, model: nn.Module, decision: Decision) -> list[str
     return [*decision.sources, decision.sink]
 
 
-def _place_single(result: Assignments, name: str, layer: nn.Module, evidence: Evidence, total: int) -> None:
+def _is_worth_gathering(module: nn.Module, total: int) -> bool:
+    """Whether a module has matrices of its own that code reads, as nn.MultiheadAttention and experts in one weight."""
+    own = [p for p in module._parameters.values() if p is not None and is_worth_gathering(p)]
+    is_known = isinstance(module, (nn.modules.conv._ConvNd, nn.RNNBase, nn.Embedding))
+    return not is_known and sum(p.numel() for p in own) >= _MIN_SHARE * total
+
+
+def _place_single(result: Assignments, name: str, layer: nn.Module, total: int) -> None:
     """A layer in no group, if it is worth a message: its output is gathered."""
     _, out = features(layer)
     if layer._parameters["weight"].numel() < _MIN_SHARE * total or out < _MIN_ROWS_PER_RANK * result.tp_size:
-        return
-    if evidence.is_read(layer):
-        result.leave(name, "code reads its weight without calling it")
         return
     result.styles[name] = Assignment("column_gather_output", "gathered, as its output is used whole")
 
@@ -173,9 +191,6 @@ def _place_attention(
     claimed: set[int],
 ) -> list[nn.Module]:
     """An attention that is known by its names and was in no group."""
-    if isinstance(module, nn.MultiheadAttention):
-        result.leave(name, "an nn.MultiheadAttention keeps query, key and value in one weight")
-        return list(module.children())
     names = attention.find_attention(module) or attention.find_fused_attention(module)
     if names is None:
         return []
@@ -185,7 +200,7 @@ def _place_attention(
     if any(_is_tied(layer, owners) for layer in layers):
         result.leave(name, "a weight of its projections is tied to another module's")
     elif any(evidence.is_read(layer) for layer in layers):
-        result.leave(name, "code reads a weight of its projections without calling the layer")
+        return []  # each layer for itself, below
     elif evidence.mode == "never" and len(names) == 4:
         reason = attention.place_attention(result, name, module, names)
         if reason is not None:

@@ -95,6 +95,11 @@ def _replacement(module: nn.Module, state: ModuleState, full: tuple[int, int] | 
             "export_local: a Dropout between column and row layers draws for all ranks' shards, which a plain copy "
             "would not; set its p to 0 for export."
         )
+    if state.style == "gather_weights":
+        raise ValueError(
+            f"export_local: the weights of a {state.original_class.__name__} are gathered for its forward, which a "
+            "plain copy would not do; leave the module out of the plan for export."
+        )
     if state.style == "vocab_embedding":
         _refuse_other_embedding(module)
         new = _bare(VocabParallelEmbedding, module)

@@ -89,7 +89,19 @@ def shard_dims(module: nn.Module, style: str) -> dict[str, int]:
         return {"weight": 1 if transposed else 0, "bias": 0}
     if style in ROW_STYLES:
         return {"weight": 0 if transposed else 1}
+    if style == "gather_weights":
+        own = {name: p for name, p in module._parameters.items() if p is not None}
+        return {name: longest_dim(p) for name, p in own.items() if is_worth_gathering(p)}
     return {"weight": 0} if style == "vocab_embedding" else {}
+
+
+def is_worth_gathering(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is no mere vector: those of norms and biases cost more messages than bytes."""
+    return parameter.dim() >= 2
+
+
+def longest_dim(parameter: nn.Parameter) -> int:
+    return max(range(parameter.dim()), key=lambda dim: (parameter.shape[dim], -dim))
 
 
 def features(module: nn.Module) -> tuple[int, int]:

@@ -139,8 +139,9 @@ class Plan:
     def assign(self, model: nn.Module, tp_size: int) -> Assignments:
         """The style of each module; refuses, by name, what does not fit. Changes nothing."""
         if self.preset:
-            assign = assign_auto if self.is_auto else assign_hugging_face
-            return assign(model, tp_size, self.verify, self.example)
+            if self.is_auto:
+                return assign_auto(model, tp_size, self.verify, self.example, for_sequences=self.sequence_parallel)
+            return assign_hugging_face(model, tp_size, self.verify, self.example)
         return assign_explicit(model, self.rules_for(model), tp_size, self.verify, self.example)
 
     def key(self) -> Any:

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from weft.strategy.linears import longest_dim
 from weft.strategy.local_tensor import enter_forward, inside_forward, is_whole, leave_forward, local_of
 from weft.strategy.precision import in_precision
 from weft.strategy.shard_dropout import shard_dropout
@@ -251,8 +252,12 @@ def _getattr_of(cls: type[nn.Module]) -> Callable[[nn.Module, str], Any]:
 
     def __getattr__(self: nn.Module, name: str) -> Any:
         value = own_getattr(self, name)
-        if isinstance(value, DTensor) and inside_forward() and is_whole(value):
-            state = self.__dict__["_weft_state"]
+        if not isinstance(value, DTensor) or not inside_forward():
+            return value
+        state = self.__dict__["_weft_state"]
+        if state.style == "gather_weights" and not is_whole(value):
+            return _gathered(self, name, state)
+        if is_whole(value):
             is_shared = state.style == "replicate_sum_gradients"
             if is_shared or (state.sequence is not None and state.sequence.owns_shared_weights):
                 return _computed_in(state, torch.ops.weft.copy_to_group(local_of(value), state.group_name))
@@ -260,6 +265,15 @@ def _getattr_of(cls: type[nn.Module]) -> Callable[[nn.Module, str], Any]:
         return value
 
     return __getattr__
+
+
+def _gathered(module: Any, name: str, state: ModuleState) -> Tensor:
+    """The full parameter, with this rank's shard of its gradient: what is computed with it is the same on all ranks."""
+    parameter = module._parameters[name]
+    part = _part_of(module, name)
+    dim = longest_dim(parameter)
+    full: Tensor = torch.ops.weft.gather_from_group(part, dim, state.group_name, dim_size=parameter.shape[dim])
+    return full
 
 
 def _flat_weights(self: Any) -> list[Tensor | None]:

@@ -18,6 +18,7 @@ _HOW = {
     "column_row_mlp": "fused, by hidden units",
     "vocab_embedding": "by rows",
     "vocab_head": "by classes, logits not gathered",
+    "gather_weights": "with weights gathered for each forward",
 }
 
 

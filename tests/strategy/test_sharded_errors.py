@@ -114,7 +114,7 @@ class AcrossFeatures(Chain):
 @on_ranks(2)
 def test_rules_that_change_what_is_computed(world_size: int) -> None:
     plan = {"first": "column", "second": "row"}
-    with pytest.raises(ValueError, match="the rules for 'first' and 'second' change what .* computes"):
+    with pytest.raises(ValueError, match=r"the rules for 'first' and 'second' change what .* computes"):
         weft.parallelize(AcrossFeatures(), tensor_parallel(world_size), weft.strategy.Plan(plan, verify="always"))
     with pytest.raises(ValueError, match="verify is 'sometimes'; pass one of 'auto', 'always', 'never'"):
         weft.strategy.Plan(plan, verify="sometimes")

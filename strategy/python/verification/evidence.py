@@ -58,6 +58,10 @@ class Evidence:
         """Whether a layer was seen to be called."""
         return id(module) in self.rehearsal.called
 
+    def is_seen(self, module: nn.Module) -> bool:
+        """Whether a module is part of what was tried as a whole."""
+        return id(module) in self.rehearsal.seen
+
     def is_read(self, module: nn.Module) -> bool:
         """Whether code was seen to read a layer's weights without calling it."""
         return any(id(p) in self.rehearsal.read for p in module._parameters.values() if p is not None)

@@ -46,14 +46,14 @@ class Call:
 class Rehearsal:
     """What is known from the runs.
 
-    calls: by the id of a module. called, read: as in `Weightless`. tried: the ids of the layers below what was run.
+    calls: by the id of a module. called, read: as in `Weightless`. seen: the ids of all modules below what was run.
     why_not: the name of a module that could not be called, and the reason.
     """
 
     calls: dict[int, list[Call]] = dataclasses.field(default_factory=dict)
     called: set[int] = dataclasses.field(default_factory=set)
     read: set[int] = dataclasses.field(default_factory=set)
-    tried: set[int] = dataclasses.field(default_factory=set)
+    seen: set[int] = dataclasses.field(default_factory=set)
     why_not: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -76,7 +76,7 @@ def _cover(result: Rehearsal, module: nn.Module, name: str, example: Sample | No
         return  # a layer by itself says nothing of the code that calls it
     reason = _try(result, module, example)
     if reason is None:
-        result.tried.update(layers.linears, layers.others)
+        result.seen.update(map(id, module.modules()))
         return
     if reason:
         result.why_not[name] = reason
