@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from weft.strategy import _plan, attention, mlp_parts
+from weft.strategy import _plan, attention, mlp_parts, probe
 from weft.strategy.absent import AbsentLayer, with_absent_names
 from weft.strategy.activation_checkpointing import why_not_wrapped
 from weft.strategy.assignments import Assignment, Assignments, Options, join, parent_name, place_mlp, shown
@@ -182,7 +182,7 @@ def _assign_mlp(result: Assignments, name: str, module: nn.Module, rule: _plan.R
     layers = {id(module._modules[child]) for child in parts.children}
     for decision in evidence.decisions(lambda layer: id(layer) in layers):
         if decision.verdict.is_accepted:
-            place(result, decision)
+            place(result, decision, f"not fused: {probe.why_not_fused(module, parts) or reason}")
             reason = None
     if reason is not None:
         raise ValueError(

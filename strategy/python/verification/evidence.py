@@ -75,7 +75,7 @@ class Evidence:
         return f"no call of it could be tried ({shown(root)}: {self.rehearsal.why_not[root]})"
 
 
-def place(result: Assignments, decision: Decision) -> list[str]:
+def place(result: Assignments, decision: Decision, note: str = "") -> list[str]:
     """Give the layers of a group their styles: column and row if it agrees by heads, gathered otherwise.
 
     Returns:
@@ -84,8 +84,8 @@ def place(result: Assignments, decision: Decision) -> list[str]:
     verdict, name = decision.verdict, decision.container
     if verdict.is_accepted:
         for source in decision.sources:
-            result.styles[source] = Assignment("column")
-        result.styles[decision.sink] = Assignment("row")
+            result.styles[source] = Assignment("column", note)
+        result.styles[decision.sink] = Assignment("row", note)
         summed = [join(name, module) if module else name for module in verdict.summed]
         for module in summed:
             note = "each rank uses it for its own heads"

@@ -1,0 +1,99 @@
+"""Seconds that verification adds to the start of a training with plan="auto", for models of Llama's shape.
+
+    python benchmarks/verification.py [--layers 2 32] [--dim 256] [--tp 2 8] [--samples 5] [--json] [--check]
+
+Start-up is what a user waits for: a process that imports torch, Lightning and weft, builds the model and assigns the
+plan. Verified and unverified (`verify="never"`) processes are started in turn; `verification` is the time that the
+assignment takes more, `share` its part of the unverified start. --check fails when a share is over 2 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+from common import machine_facts
+
+MAX_SHARE = 0.02  # of the start of a model of 32 layers
+
+
+def start(layers: int, dim: int, tp: int, verify: str) -> None:
+    """One process's start; prints the seconds of its assignment and of all of it."""
+    begin = time.perf_counter()
+    import lightning  # noqa: F401
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import weft.lightning  # noqa: F401
+    from weft.strategy import Plan
+
+    torch.set_num_threads(1)
+    config = AutoConfig.for_model(
+        "llama",
+        vocab_size=32_000,
+        hidden_size=dim,
+        intermediate_size=3 * dim,
+        num_hidden_layers=layers,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    before = time.perf_counter()
+    Plan("auto", verify=verify).assign(model, tp)
+    end = time.perf_counter()
+    print(json.dumps({"assign": end - before, "start": end - begin}))
+
+
+def measure(layers: int, dim: int, tp: int, samples: int) -> dict[str, Any]:
+    seconds: dict[str, list[dict[str, float]]] = {"auto": [], "never": []}
+    for sample in range(samples):
+        for verify in ("auto", "never") if sample % 2 == 0 else ("never", "auto"):
+            command = [sys.executable, __file__, "--start", str(layers), str(dim), str(tp), verify]
+            done = subprocess.run(command, check=True, capture_output=True, text=True)
+            seconds[verify].append(json.loads(done.stdout.splitlines()[-1]))
+    more = [a["assign"] - b["assign"] for a, b in zip(seconds["auto"], seconds["never"], strict=True)]
+    start_without = statistics.median(each["start"] for each in seconds["never"])
+    return {
+        "layers": layers,
+        "dim": dim,
+        "tp": tp,
+        "assign_verified": statistics.median(each["assign"] for each in seconds["auto"]),
+        "assign_unverified": statistics.median(each["assign"] for each in seconds["never"]),
+        "verification": statistics.median(more),
+        "verification_p99": max(more),
+        "start": start_without,
+        "share": statistics.median(more) / start_without,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, nargs="+", default=[2, 32])
+    parser.add_argument("--dim", type=int, default=256)
+    parser.add_argument("--tp", type=int, nargs="+", default=[2, 8])
+    parser.add_argument("--samples", type=int, default=5)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--start", nargs=4, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.start:
+        layers, dim, tp = map(int, options.start[:3])
+        start(layers, dim, tp, options.start[3])
+        return 0
+    rows = [measure(layers, options.dim, tp, options.samples) for layers in options.layers for tp in options.tp]
+    if options.json:
+        print(json.dumps({"machine": machine_facts(), "rows": rows}))
+    else:
+        for row in rows:
+            print("  ".join(f"{key} {value:.4g}" for key, value in row.items()))
+    too_slow = [row for row in rows if row["layers"] >= 32 and row["share"] > MAX_SHARE]
+    return int(options.check and bool(too_slow))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
