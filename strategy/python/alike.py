@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from weft.strategy.deferred import is_deferred
 from weft.strategy.state import original_class
@@ -48,3 +49,31 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Tensor) and not is_deferred(value) and value.device.type == "cpu" and value.numel() <= 4096:
         return value.dtype, tuple(value.shape), tuple(value.detach().flatten().tolist())
     return id(value)
+
+
+class Signatures:
+    """Signatures of modules of one model, each made once."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, bool], int] = {}
+        self._numbers: dict[tuple[Any, ...], int] = {}
+
+    def of(self, module: nn.Module, with_places: bool = True) -> int:
+        """A number that modules of equal signatures have in common."""
+        key = (id(module), with_places)
+        if key not in self._made:
+            made = signature(module, with_places)
+            self._made[key] = self._numbers.setdefault(made, len(self._numbers))
+        return self._made[key]
+
+
+def kind_of(args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """Of the arguments of two calls that differ in values alone, equal."""
+
+    def of(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
+        return leaf if leaf is None or isinstance(leaf, (bool, int, float, str)) else type(leaf)
+
+    leaves = (*tree_leaves(args), "", *sorted(kwargs), *tree_leaves(dict(kwargs)))
+    return tuple(of(leaf) for leaf in leaves)

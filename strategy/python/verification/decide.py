@@ -11,10 +11,8 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
-from weft.strategy.alike import signature
 from weft.strategy.assignments import join
 from weft.strategy.linears import features
 from weft.strategy.shell import undisturbed
@@ -81,6 +79,7 @@ class _Examiner:
         trust: bool,
     ) -> None:
         self.model, self.rehearsal, self.num_ranks, self.trust = model, rehearsal, num_ranks, trust
+        self.signatures = rehearsal.signatures
         self.free = {
             id(m) for m in model.modules() if id(m) in rehearsal.called and not _is_read(m, rehearsal) and is_free(m)
         }
@@ -105,7 +104,11 @@ class _Examiner:
         if len(layers) < 2 or not may_have_more or not calls:
             return left
         names = {name: layer for layer, name in Layers.of(module).linears.items() if layer in layers}
-        key = (signature(module, with_places=True), *(_arguments(call) for call in calls), tuple(sorted(names)))
+        key = (
+            self.signatures.of(module, self._has_own_calls(module)),
+            *(call.kind() for call in calls),
+            tuple(sorted(names)),
+        )
         if key not in self._flows:
             self._flows[key] = self._flow(module, calls)
         flow = self._flows[key]
@@ -135,15 +138,22 @@ class _Examiner:
             return verdict
         return dataclasses.replace(verdict, is_accepted=False, reason=f"{found.reason} in '{outermost}'")
 
+    def _has_own_calls(self, module: nn.Module) -> bool:
+        return id(module) in self.rehearsal.calls
+
     def _calls(self, module: nn.Module) -> list[Call]:
-        return self.rehearsal.calls.get(id(module), [])
+        """Those of the module, or of one that it is like in all but its place."""
+        known = id(module) if self._has_own_calls(module) else self.rehearsal.like.get(id(module), 0)
+        return self.rehearsal.calls.get(known, [])
 
     def _verdict_on(self, module: nn.Module, group: Group, calls: Sequence[Call]) -> Verdict:
         """By all calls; by one for a module that differs from an earlier one in its place alone; by none for equals."""
-        arguments = tuple(_arguments(call) for call in calls)
-        exact = (signature(module, with_places=True), arguments, group)
-        alike = (signature(module, with_places=False), arguments, group)
+        arguments = tuple(call.kind() for call in calls)
+        exact = (self.signatures.of(module, self._has_own_calls(module)), arguments, group)
+        alike = (self.signatures.of(module, False), arguments, group)
         verdict = self._verdicts.get(exact)
+        if verdict is None and not self._has_own_calls(module):
+            verdict = self._verdicts.get(alike)
         if verdict is None and (known := self._verdicts.get(alike)) is not None and known.is_accepted:
             verdict = self._verdict(module, group, calls[:1], [known.counts])
             verdict = verdict if verdict.is_accepted else None
@@ -236,16 +246,3 @@ def _counts_heads(attribute: str) -> bool:
     lower = attribute.lower().strip("_")
     is_count = any(word in lower for word in _HEAD_WORDS) and not any(word in lower for word in _PER_HEAD_WORDS)
     return is_count or lower in _HEAD_NAMES
-
-
-# ---- what makes two modules alike ----------------------------------------------------------------------------
-
-
-def _arguments(call: Call) -> tuple[Any, ...]:
-    def of(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
-        return leaf if leaf is None or isinstance(leaf, (bool, int, float, str)) else type(leaf)
-
-    leaves = (*tree_leaves(call.args), "", *sorted(call.kwargs), *tree_leaves(dict(call.kwargs)))
-    return call.training, call.scale, tuple(of(leaf) for leaf in leaves)

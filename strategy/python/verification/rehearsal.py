@@ -15,11 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from weft.strategy.alike import Signatures, kind_of
 from weft.strategy.shell import undisturbed
 from weft.strategy.verification.samples import Sample, samples_for
 from weft.strategy.verification.weightless import Layers, Weightless
 
 _MAX_CALLS = 2  # that are kept of a module in one run
+_MAX_ALIKE = 5  # modules that differ in their place alone, and whose calls are kept
 _SCALES = (1.0, 3.0)  # of the layers' outputs in the two runs
 _MAX_DEPTH = 4  # of modules that are tried by themselves
 
@@ -36,6 +38,10 @@ class Call:
     training: bool
     scale: float
 
+    def kind(self) -> tuple[Any, ...]:
+        """Equal for calls that differ in values alone."""
+        return self.training, self.scale, kind_of(self.args, self.kwargs)
+
     def fresh(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments in storage of their own, as leaves of a new graph."""
         memo: dict[int, Any] = {}
@@ -46,11 +52,17 @@ class Call:
 class Rehearsal:
     """What is known from the runs.
 
-    calls: by the id of a module. called, read: as in `Weightless`. seen: the ids of all modules below what was run.
+    calls: by the id of a module.
+    like: for a module whose calls were not kept, one that differs from it in its place among others alone, and got the
+        same kinds of arguments.
+    called, read: as in `Weightless`.
+    seen: the ids of all modules below what was run.
     why_not: the name of a module that could not be called, and the reason.
     """
 
     calls: dict[int, list[Call]] = dataclasses.field(default_factory=dict)
+    like: dict[int, int] = dataclasses.field(default_factory=dict)
+    signatures: Signatures = dataclasses.field(default_factory=Signatures)
     called: set[int] = dataclasses.field(default_factory=set)
     read: set[int] = dataclasses.field(default_factory=set)
     seen: set[int] = dataclasses.field(default_factory=set)
@@ -93,12 +105,14 @@ def _try(result: Rehearsal, module: nn.Module, example: Sample | None) -> str | 
     for pair in pairs:
         runs = [Weightless(module, scale) for scale in _SCALES]
         calls: dict[int, list[Call]] = {}
+        like: dict[int, int] = {}
         try:
             for run, sample, training in zip(runs, pair, (True, False), strict=True):
-                _record(run, sample, training, calls)
+                _record(run, sample, training, calls, like, result.signatures)
         except Exception as error:  # whatever the user's code raises is the answer
             reason = f"{type(error).__name__}: {(str(error).strip() or 'no text').splitlines()[0]}"
             continue
+        result.like.update(like)
         for key, found in calls.items():
             result.calls.setdefault(key, []).extend(found)
         for run in runs:
@@ -108,18 +122,33 @@ def _try(result: Rehearsal, module: nn.Module, example: Sample | None) -> str | 
     return reason
 
 
-def _record(run: Weightless, sample: Sample, training: bool, calls: dict[int, list[Call]]) -> None:
+def _record(
+    run: Weightless,
+    sample: Sample,
+    training: bool,
+    calls: dict[int, list[Call]],
+    like: dict[int, int],
+    signatures: Signatures,
+) -> None:
     originals = dict(run.module.named_modules())
+    with_layers = _modules_with(originals, run.layers.linears)
     counts: dict[int, int] = {}
+    recorded: dict[Any, list[int]] = {}
 
     def wrap(name: str, shell: nn.Module, own: Callable[..., Any]) -> Callable[..., Any]:
         original = originals[name]
-        if not any(id(layer) in run.layers.linears for layer in original.modules()):
+        if name not in with_layers:
             return own
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             counts[id(original)] = counts.get(id(original), 0) + 1
-            if counts[id(original)] <= _MAX_CALLS:
+            alike = recorded.setdefault((signatures.of(original, False), kind_of(args, kwargs)), [])
+            if len(alike) >= _MAX_ALIKE and id(original) not in alike:
+                if id(original) not in calls:
+                    like[id(original)] = alike[0]
+            elif counts[id(original)] <= _MAX_CALLS:
+                alike.append(id(original))
+                like.pop(id(original), None)
                 memo: dict[int, Any] = {}
                 call = Call(_copied(args, memo), _copied(kwargs, memo), training, run.scale)
                 calls.setdefault(id(original), []).append(call)
@@ -129,6 +158,16 @@ def _record(run: Weightless, sample: Sample, training: bool, calls: dict[int, li
 
     args, kwargs = sample.args, sample.kwargs
     run.run(_copied(args, {}), _copied(dict(kwargs), {}), training=training, wrap=wrap)
+
+
+def _modules_with(modules: Mapping[str, nn.Module], layers: Mapping[int, str]) -> set[str]:
+    """The names of modules with some of these layers below them."""
+    names: set[str] = set()
+    for name, module in modules.items():
+        if id(module) in layers:
+            parts = name.split(".")
+            names.update(".".join(parts[:end]) for end in range(len(parts)))
+    return names
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:

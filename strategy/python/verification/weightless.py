@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -224,7 +225,7 @@ class Weightless:
         counts[name] = number + 1
         self.called.add(id(layer))
         # Of the layer's name, not of its place among others: the same layer gets the same in any copy.
-        return number, drawn(shape, *name.encode(), number, scale=self.scale)
+        return number, drawn(shape, zlib.crc32(name.encode()), number, scale=self.scale)
 
     def _linear(
         self,
