@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from support.ranks import on_ranks
 from weft.lightning import WeftModelParallelStrategy
+from weft.strategy.summary import MAX_LINES
 
 
 class Logging(Model):
@@ -56,10 +58,16 @@ def test_the_first_rank_says_who_holds_what(rank: int, world_size: int, tmp_path
     model = Model()
     run.fit(model, loader())
     run.test(model, loader(), verbose=False)
-    [line] = [text for text in said if text.startswith("weft on")]
+    [summary] = [text.splitlines() for text in said if text.startswith("weft: layout")]
+    assert len(summary) <= MAX_LINES and all(line.startswith("weft: ") for line in summary)
     whole, held = (sum(getattr(p, where, p).nbytes for p in model.parameters()) for where in ("data", "_local_tensor"))
-    assert "data_parallel=2,tensor_parallel=2 (zero_stage=1)" in line
-    assert f"of {whole / 1e6:.3f} MB of parameters hold rank 0: {held / 1e6:.3f}, rank 1" in line
+    assert summary[0] == "weft: layout: data_parallel=2, tensor_parallel=2, zero_stage=1; plan: auto."
+    assert summary[1].startswith("weft: sharded: 1 FeedForward fused, by hidden units")
+    assert re.fullmatch(r"weft: replicated: \d+ of \d+ parameters, \d+\.\d % of their bytes\.", summary[2])
+    start = f"weft: parameters: {whole / 1e6:.3f} MB in all; MB held by rank 0: {held / 1e6:.3f}, rank 1"
+    assert summary[-2].startswith(start)
+    need = f"{2 * held / 1e6:.3f} MB of parameters and gradients, {2 * held / 1e6:.3f} MB more with the states of Adam"
+    assert need in summary[-1]
 
 
 @on_ranks(4)

@@ -219,7 +219,7 @@ class Several(nn.Module):
 
 
 def cut(model: nn.Module) -> dict[str, str]:
-    others = ("mlp", "blocks", "other")
+    others = ("mlp", "blocks", "other", "attention")
     return {name: style for name, style in styles(assign_auto(model, 2)).items() if not name.startswith(others)}
 
 

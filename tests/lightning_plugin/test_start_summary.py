@@ -1,0 +1,63 @@
+"""What a strategy says at the start: nothing sharded on one device, and what every rank holds in full."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from lightning_plugin.scripts.plugin_models import Model, loader, on_warm_rank, trainer
+from torch import nn
+
+from support.parity import tensor_parallel
+from support.ranks import on_ranks
+from weft.lightning import WeftModelParallelStrategy
+from weft.strategy import parallelize
+from weft.strategy.summary import MAX_LINES, replicated, summary
+
+
+@on_ranks(1)
+def test_one_device_says_that_nothing_is_sharded(rank: int, world_size: int, tmp_path: Path) -> None:
+    on_warm_rank(rank, world_size)
+    said: list[str] = []
+    strategy = WeftModelParallelStrategy(plan="auto")
+    strategy._log = said.append
+    run = trainer(world_size, strategy, tmp_path)
+    model = Model()
+    run.fit(model, loader())
+    run.test(model, loader(), verbose=False)
+    assert [text for text in said if "nothing is sharded" in text] == [
+        "weft: nothing is sharded, as there is one device (on CPU, devices='auto' means 1)."
+    ]
+
+
+@on_ranks(2)
+def test_a_model_that_stays_replicated_is_warned_of(rank: int, world_size: int, tmp_path: Path) -> None:
+    on_warm_rank(rank, world_size)
+    warned: list[str] = []
+    strategy = WeftModelParallelStrategy(plan={"norm": "replicate"})
+    strategy._warn = warned.append
+    trainer(world_size, strategy, tmp_path).fit(Model(), loader())
+    [text] = warned
+    assert text.startswith("weft: every rank holds 100 % of the parameters' bytes in full")
+    assert "weft_fsdp" in text and "pipeline_cuts" in text and "\n" not in text
+
+
+@on_ranks(2)
+def test_kinds_of_modules_and_the_largest_replicated_parameters(world_size: int) -> None:
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    model = nn.ModuleDict({"encoder": nn.TransformerEncoder(layer, 2), "table": nn.Embedding(50, 32)})
+    parallelize(model, tensor_parallel(world_size), "auto")
+    lines = summary(model)
+    assert len(lines) <= MAX_LINES - 4, "those of the strategy come on top"
+    assert lines[0] == (
+        "sharded: 2 MultiheadAttention with weights gathered for each forward; 2 NonDynamicallyQuantizableLinear with "
+        "weights gathered for each forward; 2 TransformerEncoderLayer by heads or hidden units."
+    )
+    assert lines[2].startswith("largest replicated: 'table.weight' 0.006 MB, ")
+    assert replicated(nn.Linear(4, 4))[0] == "replicated: 2 of 2 parameters, 100.0 % of their bytes."
+
+
+def test_verify_is_one_of_three() -> None:
+    with pytest.raises(ValueError, match="got verify='sometimes'; pass 'auto', 'always' or 'never'"):
+        WeftModelParallelStrategy(plan="auto", verify="sometimes")
+    assert WeftModelParallelStrategy(plan="auto", verify="never").plan.verify == "never"
