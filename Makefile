@@ -44,10 +44,11 @@ build/dev/.installed: $(VENV)/.packages pyproject.toml setup.py CMakePresets.jso
 	$(VENV)/bin/uv pip install --quiet --python $(PY) --no-deps --no-build-isolation --editable .
 	@touch $@
 
-# The tables of docs/operators.md and the timelines of docs/pipeline.md.
+# The tables of docs/operators.md and docs/verification.md and the timelines of docs/pipeline.md.
 docs: build
 	$(PY) docs/generate_operators.py
 	$(PY) docs/generate_pipeline.py
+	OMP_NUM_THREADS=1 $(PY) docs/generate_verification.py
 
 lint: $(VENV)/.packages
 	ruff check .
