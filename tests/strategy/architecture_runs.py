@@ -79,7 +79,7 @@ def run_on_rank(world_size: int) -> list[Run]:
     return runs
 
 
-def run(architecture: Architecture, mesh: DeviceMesh) -> Run:
+def run(architecture: Architecture, mesh: DeviceMesh, plan: Any = "auto") -> Run:
     """Compare the sharded with the unsharded model on this rank.
 
     Continues after a difference, because another rank may see none and wait in the next collective.
@@ -90,7 +90,7 @@ def run(architecture: Architecture, mesh: DeviceMesh) -> Run:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model = weft.parallelize(copy.deepcopy(reference), mesh, "auto")
+            model = weft.parallelize(copy.deepcopy(reference), mesh, plan)
             result.sharded = next((line for line in summary(model) if line.startswith("sharded: ")), "")
             result.share = _share(model, reference)
             ours, theirs = (_outputs_after_backward(each, architecture.batch()) for each in (model, reference))

@@ -8,10 +8,13 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
-from strategy.architecture_runs import Run, all_runs, compare_gradients, compare_outputs
+from strategy.architecture_runs import WORLD_SIZE, Run, all_runs, compare_gradients, compare_outputs, run
 from torch import nn
 
 from support.architectures import ARCHITECTURES
+from support.parity import tensor_parallel
+from support.ranks import on_ranks
+from weft.strategy import Plan
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -46,6 +49,14 @@ def test_the_table_of_the_page_is_current() -> None:
     assert written == [row[:-1] for row in page.rows(runs())], "run `make docs`"
 
 
+@on_ranks(WORLD_SIZE)
+def test_a_wrong_shard_is_found(world_size: int) -> None:
+    """Without verification: Bloom makes the position biases of all heads, a shard of its attention has half of them."""
+    (bloom,) = (each for each in ARCHITECTURES if each.name == "Bloom")
+    found = run(bloom, tensor_parallel(world_size), Plan("auto", verify="never"))
+    assert found.result == "wrong" and found.details[0].startswith("output 0 differs"), found
+
+
 def test_a_difference_is_found() -> None:
     torch.manual_seed(0)
     ours, theirs = nn.Linear(3, 2).double(), nn.Linear(3, 2).double()
@@ -54,13 +65,13 @@ def test_a_difference_is_found() -> None:
     outputs = [model(x) for model in (ours, theirs)]
     for each in outputs:
         each.sum().backward()
-    run = Run("a linear layer")
-    compare_outputs(outputs[:1], outputs[1:], run)
-    compare_gradients(ours, theirs, run)
-    assert (run.result, run.difference) == ("equal", 0)
+    result = Run("a linear layer")
+    compare_outputs(outputs[:1], outputs[1:], result)
+    compare_gradients(ours, theirs, result)
+    assert (result.result, result.difference) == ("equal", 0)
     ours.bias.grad[0] += 1e-7
-    compare_gradients(ours, theirs, run)
-    assert run.result == "wrong" and "gradient of bias" in run.details[0]
-    run = Run("a linear layer")
-    compare_outputs([outputs[0] + 1e-7], outputs[1:], run)
-    assert run.result == "wrong" and "output 0" in run.details[0]
+    compare_gradients(ours, theirs, result)
+    assert result.result == "wrong" and "gradient of bias" in result.details[0]
+    result = Run("a linear layer")
+    compare_outputs([outputs[0] + 1e-7], outputs[1:], result)
+    assert result.result == "wrong" and "output 0" in result.details[0]
