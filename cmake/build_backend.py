@@ -7,6 +7,7 @@ build would fetch a second torch and produce a library for the wrong one.
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 from setuptools import build_meta
 from setuptools.build_meta import *  # noqa: F403
@@ -39,6 +40,12 @@ def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
 def prepare_metadata_for_build_editable(metadata_directory, config_settings=None):
     _require_torch()
     return build_meta.prepare_metadata_for_build_editable(metadata_directory, config_settings)
+
+
+def build_sdist(sdist_directory, config_settings=None):
+    # setuptools adds the files of an earlier list that still exist: MANIFEST.in alone decides.
+    Path("weft.egg-info", "SOURCES.txt").unlink(missing_ok=True)
+    return build_meta.build_sdist(sdist_directory, config_settings)
 
 
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):

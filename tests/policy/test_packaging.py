@@ -1,0 +1,85 @@
+"""What an sdist and a wheel are made of: every source that git tracks, every package folder, every typed stub."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+from support.packages import ROOT, SETUPTOOLS, package_files, package_folders
+
+SOURCES = ["kernels", "ops", "strategy", "lightning_plugin", "cmake", "CMakeLists.txt", "CMakePresets.json"]
+METADATA = ["setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md"]
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of an unpacked sdist, built by the backend as a frontend calls it."""
+    folder = tmp_path_factory.mktemp("sdist")
+    checkout = folder / "checkout"
+    checkout.mkdir()
+    # setuptools writes next to setup.py, where tests that run at the same time list the files.
+    for entry in ROOT.iterdir():
+        if entry.is_file():
+            shutil.copy2(entry, checkout)
+        elif not entry.name.startswith(".") and entry.suffix != ".egg-info":
+            (checkout / entry.name).symlink_to(entry)
+    # The list of an earlier build, with a file that exists and belongs to no sdist.
+    (checkout / "weft.egg-info").mkdir()
+    (checkout / "weft.egg-info" / "SOURCES.txt").write_text("benchmarks/README.md\n")
+    code = f"import sys; sys.path.insert(0, 'cmake'); import build_backend; build_backend.build_sdist({str(folder)!r})"
+    _run([sys.executable, "-c", code], checkout)
+    [archive] = folder.glob("weft-*.tar.gz")
+    _run(["tar", "-xzf", archive.name], folder)
+    return folder / archive.name.removesuffix(".tar.gz")
+
+
+def _run(command: list[str], folder: Path) -> None:
+    run = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_an_sdist_holds_what_git_tracks_of_the_sources(sdist: Path) -> None:
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *SOURCES, *METADATA]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode != 0:
+        pytest.skip("no git checkout: the list of source files is git's")
+    tracked = {name for name in listed.stdout.splitlines() if (ROOT / name).is_file()}
+    packed = {path.relative_to(sdist).as_posix() for path in sdist.rglob("*") if path.is_file()}
+    made = {name for name in packed if name in {"PKG-INFO", "setup.cfg"} or name.startswith("weft.egg-info/")}
+    assert sorted(tracked - packed) == [], "MANIFEST.in leaves them out"
+    assert sorted(packed - tracked - made) == [], "MANIFEST.in lets them in"
+    for name in tracked:
+        assert (sdist / name).read_bytes() == (ROOT / name).read_bytes(), name
+
+
+def test_an_sdist_configures_without_the_tests(sdist: Path, tmp_path: Path) -> None:
+    """With the preset of an editable install, which builds tests where there are any."""
+    assert not (sdist / "tests").exists()
+    cmake, ninja = (str(Path(sys.executable).with_name(name)) for name in ("cmake", "ninja"))
+    tools = [f"-DPython_EXECUTABLE={sys.executable}", f"-DCMAKE_MAKE_PROGRAM={ninja}", "-DWEFT_WITHOUT_TORCH=ON"]
+    _run([cmake, "--preset", "dev", "-B", str(tmp_path), *tools], sdist)
+    assert "WEFT_BUILD_TESTS:BOOL=OFF" in (tmp_path / "CMakeCache.txt").read_text()
+
+
+def test_every_package_folder_is_listed() -> None:
+    folders = package_folders()
+    assert {"weft", "weft.nn", "weft.strategy", "weft._plugin", "weft.lightning"} <= set(folders)
+    assert sorted(SETUPTOOLS["packages"]) == sorted(folders), "pyproject.toml: [tool.setuptools] packages"
+    assert SETUPTOOLS["package-dir"] == folders, "pyproject.toml: [tool.setuptools.package-dir]"
+    for folder in folders.values():
+        assert (ROOT / folder / "__init__.py").is_file(), f"{folder} is no package without an __init__.py"
+
+
+def test_every_typed_stub_is_package_data() -> None:
+    patterns = SETUPTOOLS["package-data"]
+    stubs = [name for name, path in package_files().items() if path.suffix != ".py"]
+    assert {"weft/py.typed", "weft/_collectives.pyi", "weft/strategy/_plan.pyi"} <= set(stubs)
+    for stub in stubs:
+        package, _, name = stub.rpartition("/")
+        own = [*patterns.get("*", []), *patterns.get(package.replace("/", "."), [])]
+        assert any(fnmatch(name, pattern) for pattern in own), f"pyproject.toml's package-data leaves out {stub}"
