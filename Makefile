@@ -60,7 +60,7 @@ format: $(VENV)/.packages
 	ruff format .
 	clang-format -i $(CPP)
 
-# The oldest supported torch in an environment and a build folder of its own.
+# The oldest supported torch in an environment and a build folder of its own, with weft as a wheel from the sdist.
 $(COMPAT)/.packages: requirements/compat.lock requirements/uv.lock
 	$(PYTHON) -m venv $(COMPAT)
 	$(COMPAT)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/uv.lock

@@ -14,7 +14,11 @@ ROOT = Path(__file__).resolve().parent
 
 
 class CMakeBuild(build_ext):
-    """Configure and build the CMake project into the package folders (in place for editable installs)."""
+    """Configure and build the CMake project into the package folders (in place for editable installs).
+
+    Environment: WEFT_PRESET, the preset of CMakePresets.json (editable: dev, wheel: release); WEFT_BUILD_DIR, the build
+    folder (editable: build/PRESET, wheel: a folder of setuptools); CMAKE, the cmake; MAX_JOBS, compilers at a time.
+    """
 
     def build_extension(self, ext: Extension) -> None:
         if self.editable_mode or self.inplace:
@@ -22,9 +26,9 @@ class CMakeBuild(build_ext):
             strategy = ROOT / "strategy" / "python"
             build_dir = Path(os.environ.get("WEFT_BUILD_DIR", ROOT / "build" / preset))
         else:
-            package, preset = Path(self.build_lib).resolve() / "weft", "release"
+            package, preset = Path(self.build_lib).resolve() / "weft", os.environ.get("WEFT_PRESET", "release")
             strategy = package / "strategy"
-            build_dir = Path(self.build_temp).resolve()
+            build_dir = Path(os.environ.get("WEFT_BUILD_DIR", self.build_temp)).resolve()
         cmake = os.environ.get("CMAKE", "cmake")
         subprocess.run(
             [

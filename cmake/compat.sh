@@ -1,25 +1,30 @@
 #!/bin/sh
-# Builds against the torch of another environment and runs the C++ tests there, those of the operators, of the
-# strategy those that lean most on torch's inside, and the C++ examples.
-# Environment: PYTHON, CMAKE: the interpreter and the cmake of that environment.
+# Builds an sdist and, from it alone, a wheel against the torch of another environment; installs the wheel there; then
+# builds the C++ tests in the wheel's build folder and runs them and, with the installed wheel, Python tests: those of
+# the wheel, of the operators, of the strategy those that lean most on torch's inside, and the C++ examples.
+# Environment: PYTHON, CMAKE: the interpreter and the cmake of that environment, which has uv, too.
 set -eu
 cd "$(dirname "$0")/.."
-build=build/compat
-package="$PWD/$build/package/weft"
+build="$PWD/build/compat"
+source="$build/source" # the unpacked sdist
+PATH="$(dirname "$PYTHON"):$PATH"
+MAX_JOBS="${MAX_JOBS:-2}"
+WEFT_PRESET=compat
+WEFT_BUILD_DIR="$build/cmake"
+export CMAKE MAX_JOBS PATH WEFT_BUILD_DIR WEFT_PRESET
 
-mkdir -p "$package/strategy"
-# The packages' Python files, linked beside the libraries of this build.
-for file in ops/python/*.py ops/python/py.typed ops/python/memory ops/python/nn; do
-  ln -sfn "$PWD/$file" "$package/$(basename "$file")"
-done
-for file in strategy/python/*.py strategy/python/data_parallel strategy/python/deferred strategy/python/pipeline strategy/python/verification; do
-  ln -sfn "$PWD/$file" "$package/strategy/$(basename "$file")"
-done
-PATH="$(dirname "$PYTHON"):$PATH" "$CMAKE" --preset dev -B "$build" \
-  "-DPython_EXECUTABLE=$PYTHON" "-DWEFT_PACKAGE_DIR=$package" \
-  "-DWEFT_STRATEGY_PACKAGE_DIR=$package/strategy"
-"$CMAKE" --build "$build" --parallel "${MAX_JOBS:-2}"
-"$(dirname "$CMAKE")/ctest" --test-dir "$build" --output-on-failure --parallel "${MAX_JOBS:-2}"
-OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo PYTHONPATH="$build/package" WEFT_BUILD_DIR="$build" \
-  "$PYTHON" -m pytest tests/ops tests/strategy/test_deferred_init.py tests/strategy/test_fused_optimizers.py \
+rm -rf "$source" "$build/dist"
+mkdir -p "$source"
+uv build --no-build-logs --no-build-isolation --python "$PYTHON" --sdist --out-dir "$build/dist" .
+tar -xzf "$build"/dist/weft-*.tar.gz -C "$source" --strip-components 1
+uv build --no-build-isolation --python "$PYTHON" --wheel --out-dir "$build/dist" "$source"
+uv pip install --python "$PYTHON" --no-deps --reinstall "$build"/dist/weft-*.whl
+
+# The sdist has no tests. The libraries stay as they were built for the wheel.
+ln -s "$PWD/tests" "$source/tests"
+"$CMAKE" -DWEFT_BUILD_TESTS=ON "$WEFT_BUILD_DIR"
+"$CMAKE" --build "$WEFT_BUILD_DIR" --parallel "$MAX_JOBS"
+"$(dirname "$CMAKE")/ctest" --test-dir "$WEFT_BUILD_DIR" --output-on-failure --parallel "$MAX_JOBS"
+OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo "$PYTHON" -m pytest tests/wheel/check_wheel.py tests/ops \
+  tests/strategy/test_deferred_init.py tests/strategy/test_fused_optimizers.py \
   tests/strategy/test_in_backward.py tests/strategy/test_data_parallel.py tests/strategy/test_activation_checkpointing.py tests/examples/test_cpp.py -p no:cacheprovider
