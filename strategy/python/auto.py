@@ -207,6 +207,8 @@ def _place_attention(
             result.leave(name, reason)
     else:
         reason = attention.why_no_linears(module, names)
+        if reason is not None and all(evidence.is_seen(layer) for layer in layers):
+            return []  # each layer for itself, below
         if reason is not None:
             result.leave(name, reason)
             return layers

@@ -165,6 +165,8 @@ def _of_hugging_face(module: Any, config: Any) -> Iterator[tuple[Sample, Sample]
             names = inspect.signature(type(module).forward).parameters
             if module.main_input_name == "pixel_values" or ("pixel_values" in names and "input_ids" not in names):
                 values["pixel_values"] = _pixels(config)
+            elif module.main_input_name == "input_features" and hasattr(config, "num_mel_bins"):
+                values["input_features"] = _sound(config)
             elif rows:
                 values["input_ids"] = _indices((_BATCH, length), rows, 0)
             if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in names:
@@ -172,6 +174,11 @@ def _of_hugging_face(module: Any, config: Any) -> Iterator[tuple[Sample, Sample]
             calls.append(Sample((), values))
         if all(call.kwargs for call in calls):
             yield calls[0], calls[1]
+
+
+def _sound(config: Any) -> Tensor:
+    """Of the one length that speech models with learned positions take."""
+    return drawn((_BATCH, config.num_mel_bins, 2 * getattr(config, "max_source_positions", 1500)), 1)
 
 
 def _pixels(config: Any) -> Tensor:
