@@ -6,8 +6,8 @@ prints either one line that names the rank with the same error, or the traceback
 kernel unlocks the log of a rank that dies in its turn, and the next rank finds no entry and prints. A rank that gets
 no turn within TURN_SECONDS, that has no log, or whose stderr is another file prints its traceback as without a log.
 
-Errors are the same if their formatted tracebacks are, apart from addresses and from Lightning's frames: rank 0 goes
-through the launcher and the others do not.
+Errors are the same if their types, texts (apart from addresses), causes and frames are. Lightning's frames do not
+count: rank 0 goes through the launcher and the others do not.
 """
 
 from __future__ import annotations
@@ -145,16 +145,18 @@ def _stderr_identity() -> str:
 
 def _signature(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> str:
     """A hash that two ranks' errors share if one traceback tells all about both."""
-    found = traceback.TracebackException(kind, error, trace)
     files = [file for file in map(_file_of, _LIGHTNING) if file is not None]
     left_out = (*(os.path.join(os.path.dirname(file), "") for file in files), _file_of("weft._plugin.launcher") or "?")
-    to_do = [found]
+    parts: list[str] = []
+    to_do = [traceback.TracebackException(kind, error, trace, lookup_lines=False)]
     while to_do:
         each = to_do.pop()
-        each.stack[:] = [frame for frame in each.stack if not frame.filename.startswith(left_out)]
+        frames = (frame for frame in each.stack if not frame.filename.startswith(left_out))
+        parts += [f"{frame.filename}:{frame.lineno}" for frame in frames]
+        parts += each.format_exception_only()
         to_do += [other for other in (each.__cause__, each.__context__) if other is not None]
         to_do += getattr(each, "exceptions", None) or []  # of a group, from Python 3.11 on
-    text = _ADDRESS.sub("0x", "".join(found.format()))
+    text = _ADDRESS.sub("0x", "\n".join(parts))
     return hashlib.sha256(text.encode(errors="replace")).hexdigest()
 
 

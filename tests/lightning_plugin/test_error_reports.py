@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+import torch.distributed.tensor  # noqa: F401  (preloaded for the ranks, which need it between two cases)
 
 from support.ranks import on_ranks
 from weft._plugin import error_reports
