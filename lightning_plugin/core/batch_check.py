@@ -59,6 +59,11 @@ class BatchCheck:
         self._every = every
         self._num_seen: dict[str, int] = {}
 
+    @property
+    def is_on(self) -> bool:
+        """Whether any batch is compared."""
+        return self._num_first > 0 or self._every > 0
+
     def restart(self) -> None:
         """Count from zero again: a new run begins."""
         self._num_seen.clear()

@@ -15,6 +15,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from weft._plugin import checkpoint as checkpoints
+from weft._plugin.loaders_mixin import FabricLoadersMixin
 from weft._plugin.optimizer_state import full_state, join_groups, load_named_state, named_state
 from weft._plugin.pipeline_mixin import FabricPipelineMixin
 from weft._plugin.repoint import Replacements, parameters_of
@@ -36,7 +37,7 @@ class _WithoutSync:
         return self._strategy.data_axes.without_sync([module]) if enabled else nullcontext()
 
 
-class FabricMixin(FabricPipelineMixin, StrategyMixin):
+class FabricMixin(FabricPipelineMixin, FabricLoadersMixin, StrategyMixin):
     """Tensor parallelism by plan, and sharded or replicated data parallelism, for Fabric.
 
     A drop-in for Fabric's ModelParallelStrategy.

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from weft._plugin import checkpoint as checkpoints
 from weft._plugin.consolidate import DIRECTORY_NOTE
 from weft._plugin.in_backward import refuse_with_optimizer_in_backward
+from weft._plugin.loaders_mixin import TrainerLoadersMixin
 from weft._plugin.optimizer_state import full_state, join_groups, named_state
 from weft._plugin.process_guard import guard
 from weft._plugin.repoint import Replacements, parameters_of
@@ -54,7 +55,7 @@ def _refuse_averaged_copies(trainer: Any) -> None:
             )
 
 
-class TrainerMixin(TrainerPipelineMixin, StrategyMixin):
+class TrainerMixin(TrainerPipelineMixin, TrainerLoadersMixin, StrategyMixin):
     """Tensor parallelism by plan, and sharded or replicated data parallelism, for the Trainer.
 
     A drop-in for Lightning's ModelParallelStrategy.
@@ -71,7 +72,8 @@ class TrainerMixin(TrainerPipelineMixin, StrategyMixin):
         timeout: as in ModelParallelStrategy.
         plan: a plan as `weft.parallelize` takes it. `configure_model` is optional then, and runs first where it is
             overridden. None: the stock behaviour, in which `configure_model` does all the sharding.
-        check_batches: compare the first batches of each stage between the ranks of a tensor-parallel group.
+        check_batches: compare the first batches of each stage between the ranks of a tensor-parallel group, and the
+            lengths of the loaders; 0, without check_batches_every: neither.
         check_batches_every: compare every N-th batch as well; 0: no others.
         fused_optimizers: have Adam, AdamW, SGD and Adagrad use their fused kernels, which need no temporaries, unless
             they were told `foreach` or `fused`; what is done stands in the log. False: leave all as they are.
@@ -203,6 +205,7 @@ class TrainerMixin(TrainerPipelineMixin, StrategyMixin):
 
     def setup(self, trainer: Any) -> None:
         """Apply the plan to what `configure_model` has built, then all that the stock strategy does."""
+        self._prepare_for_loaders(trainer)
         # A step may compute with DTensors, which torch.inference_mode breaks. Lightning knows that of gloo groups
         # (by name) only.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
@@ -328,6 +331,8 @@ class TrainerMixin(TrainerPipelineMixin, StrategyMixin):
         return self._step("prediction", super().predict_step, args, kwargs)
 
     def _step(self, stage: str, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if stage == "training":
+            self._begin_training_step()
         if args:
             self._batch_check.check(stage, args[0], self.tensor_parallel_group, self.root_device)
         if self._watch is not None:

@@ -1,0 +1,171 @@
+"""Compares how many batches the ranks' data loaders have.
+
+A rank whose loader ends early leaves the other ranks of its group waiting in the next collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import IterableDataset
+
+UNKNOWN = -1  # a length
+
+
+class Reading(NamedTuple):
+    """The numbers of one rank, and its coordinates: equal data ranks see the same batches."""
+
+    rank: int
+    data_rank: int
+    stage: int
+    numbers: tuple[int, ...]
+
+
+def loader_length(loader: Any) -> int:
+    """Return the number of batches, or UNKNOWN."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return UNKNOWN
+
+
+def has_reliable_length(loader: Any) -> bool:
+    """Return whether a loader has a length that its data set cannot contradict: an iterable one may end anywhere."""
+    return loader_length(loader) != UNKNOWN and not isinstance(getattr(loader, "dataset", None), IterableDataset)
+
+
+def gather(mine: Reading, groups: Iterable[dist.ProcessGroup], device: torch.device) -> list[Reading]:
+    """Return the readings of all ranks of the product of `groups`; collective over each of them in turn."""
+    held = torch.tensor([mine.rank, mine.data_rank, mine.stage, *mine.numbers], dtype=torch.int64, device=device)
+    width = held.numel()
+    for group in groups:
+        if group.size() > 1:
+            gathered = held.new_empty(group.size() * held.numel())
+            dist.all_gather_into_tensor(gathered, held, group=group)
+            held = gathered
+    rows = held.view(-1, width).tolist()
+    return sorted(Reading(rank, data_rank, stage, tuple(numbers)) for rank, data_rank, stage, *numbers in rows)
+
+
+def refuse_differences(
+    readings: Sequence[Reading],
+    data_ranks_exchange: str | None,
+    describe: Callable[[tuple[int, ...]], str],
+    loader: str,
+    advice: str,
+    key: Callable[[tuple[int, ...]], Any] = lambda numbers: numbers,
+) -> None:
+    """Raise ValueError if ranks that run every batch together differ in the `key` of their numbers.
+
+    Args:
+        readings: those of all ranks that call this, in one order, so that all raise or none does.
+        data_ranks_exchange: what data-parallel ranks exchange in every batch; None: they may differ.
+        describe: what a rank's loader does, such as "has 5 batches".
+        loader: the subject of the error, such as "the training loader".
+        advice: what to do apart from giving loaders of one length.
+    """
+    reasons = [
+        (lambda r: (r.data_rank, r.stage), "the ranks of a tensor-parallel group must get the same batches"),
+        (lambda r: r.data_rank, "the stages of a pipeline must get the same batches"),
+    ]
+    if data_ranks_exchange is not None:
+        reasons.append((lambda r: 0, f"data-parallel ranks exchange {data_ranks_exchange} in every batch"))
+    for group_of, reason in reasons:
+        groups: dict[Any, list[Reading]] = {}
+        for reading in readings:
+            groups.setdefault(group_of(reading), []).append(reading)
+        for members in groups.values():
+            if len({key(reading.numbers) for reading in members}) > 1:
+                raise ValueError(f"{loader} {_parties(members, describe)}, but {reason}; {advice}.")
+
+
+def _parties(members: Sequence[Reading], describe: Callable[[tuple[int, ...]], str]) -> str:
+    by_text: dict[str, list[int]] = {}
+    for reading in members:
+        by_text.setdefault(describe(reading.numbers), []).append(reading.rank)
+    return " and ".join(f"{text} on {_ranks(ranks)}" for text, ranks in by_text.items())
+
+
+def _ranks(ranks: list[int]) -> str:
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{more}"
+
+
+def describe_length(numbers: tuple[int, ...]) -> str:
+    """Return what a loader has; the length is the first of its numbers."""
+    length = numbers[0]
+    return "has no length" if length == UNKNOWN else f"has {length} batch{'es' * (length != 1)}"
+
+
+def describe_next(numbers: tuple[int, ...]) -> str:
+    """Return whether a loader has gone on; the first number is 1 if so."""
+    return "has another batch" if numbers[0] else "has ended"
+
+
+class LockstepLoader:
+    """A loader whose ranks ask one another before each batch whether all have one; otherwise as the loader itself.
+
+    Args:
+        loader: its attributes are those of this object, for reading and writing.
+        begin: called at the start of each iteration. Returns a collective function that is told whether this rank
+            has another batch and raises if ranks differ; or None: this iteration needs no such call.
+    """
+
+    __slots__ = ("_weft_begin", "_weft_loader")
+
+    def __init__(self, loader: Any, begin: Callable[[], Callable[[bool], None] | None]) -> None:
+        object.__setattr__(self, "_weft_loader", loader)
+        object.__setattr__(self, "_weft_begin", begin)
+
+    @property
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]  # which Fabric's own wrapper copies
+        return vars(self._weft_loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in LockstepLoader.__slots__:  # not set yet
+            raise AttributeError(name)
+        return getattr(self._weft_loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._weft_loader, name, value)
+
+    def __len__(self) -> int:
+        return len(self._weft_loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        agree = self._weft_begin()
+        batches = iter(self._weft_loader)
+        return batches if agree is None else _agreed(batches, agree)
+
+
+class _StatefulLockstepLoader(LockstepLoader):
+    """Lightning looks for these two on the class."""
+
+    __slots__ = ()
+
+    def state_dict(self) -> Any:
+        return self._weft_loader.state_dict()
+
+    def load_state_dict(self, state: Any) -> Any:
+        return self._weft_loader.load_state_dict(state)
+
+
+def in_lockstep(loader: Any, begin: Callable[[], Callable[[bool], None] | None]) -> LockstepLoader:
+    """Return the loader as a LockstepLoader, with a state if it has one."""
+    is_stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    return (_StatefulLockstepLoader if is_stateful else LockstepLoader)(loader, begin)
+
+
+def without_lockstep(loader: Any) -> Any:
+    """Return the loader itself, where an earlier run has wrapped it."""
+    return loader._weft_loader if isinstance(loader, LockstepLoader) else loader
+
+
+def _agreed(batches: Iterator[Any], agree: Callable[[bool], None]) -> Iterator[Any]:
+    for batch in batches:
+        agree(True)
+        yield batch
+    agree(False)

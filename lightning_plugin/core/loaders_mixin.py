@@ -1,0 +1,179 @@
+"""Has the lengths of the ranks' data loaders agree.
+
+Ranks with equal data ranks, those of a tensor-parallel group and the stages of a pipeline, see the same batches. Data
+ranks see different ones, and need equally many only where they exchange something in every batch.
+
+Lengths are compared once, when a loader is set up. Only loaders whose lengths are unknown there, or cannot be relied
+on, are asked before each batch (`LockstepLoader`).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from weft._plugin.loader_check import (
+    UNKNOWN,
+    LockstepLoader,
+    Reading,
+    describe_length,
+    describe_next,
+    gather,
+    has_reliable_length,
+    in_lockstep,
+    loader_length,
+    refuse_differences,
+    without_lockstep,
+)
+
+_NO_LIMIT = 2**62
+
+
+class LoadersMixin:
+    """The parts that the Trainer and Fabric share."""
+
+    @property
+    def _compares_loaders(self) -> bool:
+        return self._batch_check.is_on and self.device_mesh.size() > 1
+
+    def _read(self, *numbers: int, of_all_ranks: bool) -> list[Reading]:
+        """Gather numbers from all ranks, or from those that see this rank's batches."""
+        has_stages = self._pipeline_settings is not None
+        mine = Reading(
+            dist.get_rank(), self.data_axes.rank, self.pipeline_group.rank() if has_stages else 0, tuple(numbers)
+        )
+        same_data = [self.tensor_parallel_group, *([self.pipeline_group] if has_stages else [])]
+        return gather(mine, [dist.group.WORLD] if of_all_ranks else same_data, self.root_device)
+
+    def _agree_on_next(self, loader: str, advice: str, data_ranks_exchange: str | None, has_batch: bool) -> None:
+        """Raise ValueError on all ranks alike if some have another batch and others have none; collective."""
+        readings = self._read(int(has_batch), of_all_ranks=data_ranks_exchange is not None)
+        refuse_differences(readings, data_ranks_exchange, describe_next, loader, advice)
+
+
+class FabricLoadersMixin(LoadersMixin):
+    """Loaders of `fabric.setup_dataloaders`, whose loops are the user's."""
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """See StrategyMixin; the loader's loops run in lockstep unless its length is known and equal; collective."""
+        dataloader = super().process_dataloader(without_lockstep(dataloader))
+        if not self._compares_loaders:
+            return dataloader
+        length = loader_length(dataloader) if has_reliable_length(dataloader) else UNKNOWN
+        return in_lockstep(dataloader, partial(self._begin_loop, self._read(length, of_all_ranks=True)))
+
+    def _begin_loop(self, lengths: list[Reading]) -> Any:
+        is_sharded = any(isinstance(inner, FSDPModule) for module in self._modules for inner in module.modules())
+        exchanged = "parameters" if is_sharded else None
+        known = {r.numbers for r in lengths if is_sharded or r.data_rank == self.data_axes.rank}
+        if len(known) == 1 and known != {(UNKNOWN,)}:
+            return None
+        advice = "give them loaders of one length, or leave the loop after as many batches on each"
+        return partial(self._agree_on_next, "a data loader", advice, exchanged)
+
+
+class TrainerLoadersMixin(LoadersMixin):
+    """Loaders of the Trainer's loops."""
+
+    _training_lengths_differ = False
+
+    def _prepare_for_loaders(self, trainer: Any) -> None:
+        """Before the Trainer sets up its loaders."""
+        self._training_lengths_differ = False
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """See StrategyMixin; raises ValueError on all ranks alike if lengths differ; collective."""
+        dataloader = super().process_dataloader(without_lockstep(dataloader))
+        trainer = self.lightning_module.trainer
+        if not self._compares_loaders:
+            return dataloader
+        stage, limit_name = _stage_of(trainer)
+        length = loader_length(dataloader)
+        limited = _limited(length, getattr(trainer, limit_name))
+        readings = self._read(length, limited, int(has_reliable_length(dataloader)), of_all_ranks=True)
+        exchanged = self._exchanged_by_data_ranks(stage)
+        loader, advice = f"the {stage} loader", _advice(limit_name)
+
+        def same(numbers: tuple[int, ...]) -> Any:
+            # How many batches of training are run depends on all its loaders, and on max_steps.
+            return numbers[1] if stage != "training" else (numbers[0] == UNKNOWN, numbers[0] == 0)
+
+        refuse_differences(readings, exchanged, describe_length, loader, advice, same)
+        if stage == "training":
+            self._training_lengths_differ |= len({r.numbers[0] for r in readings}) > 1
+        if all(r.numbers[2] for r in readings):
+            return dataloader
+        return in_lockstep(dataloader, lambda: partial(self._agree_on_batch, stage, loader, advice))
+
+    def _exchanged_by_data_ranks(self, stage: str) -> str | None:
+        if stage == "training":
+            return "gradients"
+        return "parameters" if any(isinstance(module, FSDPModule) for module in self.model.modules()) else None
+
+    def _agree_on_batch(self, stage: str, loader: str, advice: str, has_batch: bool) -> None:
+        exchanged = self._exchanged_by_data_ranks(stage)
+        if stage == "training" and not isinstance(self.lightning_module.trainer.train_dataloader, LockstepLoader):
+            exchanged = None  # one of several loaders, which may start again while another goes on
+        self._agree_on_next(loader, advice, exchanged, has_batch)
+
+    def _begin_training_step(self) -> None:
+        """Have lengths compared that differ in the first step; later steps send nothing."""
+        if self._training_lengths_differ:
+            self._compare_training_lengths()
+
+    def _compare_training_lengths(self) -> None:
+        """Refuse lengths with which some ranks end an epoch before others and before max_steps."""
+        self._training_lengths_differ = False
+        trainer = self.lightning_module.trainer
+        end = _batches_before_max_steps(trainer)
+        if end is None:
+            return
+        num_batches = int(min(trainer.num_training_batches, _NO_LIMIT))
+        run = min(num_batches, end)
+        between = trainer.val_check_batch if trainer.enable_validation else None
+        validated = int(between) if between is not None and between <= run else 0
+        readings = self._read(num_batches, run, validated, of_all_ranks=True)
+        refuse_differences(
+            readings,
+            "gradients",
+            describe_length,
+            "the training loader",
+            _advice("limit_train_batches"),
+            key=lambda numbers: numbers[1:],
+        )
+
+
+def _stage_of(trainer: Any) -> tuple[str, str]:
+    """Return the name of the loop whose loaders are set up, and of the Trainer's argument that limits it."""
+    if trainer.training:
+        return "training", "limit_train_batches"
+    if trainer.testing:
+        return "test", "limit_test_batches"
+    if trainer.predicting:
+        return "prediction", "limit_predict_batches"
+    return "validation", "limit_val_batches"
+
+
+def _limited(length: int, limit: float) -> int:
+    """Return how many batches of a loader are run under a limit, a number of batches or a part of them."""
+    if isinstance(limit, int):
+        return limit if length == UNKNOWN else min(length, limit)
+    return UNKNOWN if length == UNKNOWN else int(length * limit)
+
+
+def _advice(limit_name: str) -> str:
+    return f"give them loaders of one length, or pass Trainer({limit_name}=...) a number of batches that all have"
+
+
+def _batches_before_max_steps(trainer: Any) -> int | None:
+    """Return after how many batches of this epoch max_steps ends the run; None: manual optimization decides it."""
+    if trainer.max_steps == -1:
+        return _NO_LIMIT
+    if not trainer.lightning_module.automatic_optimization:
+        return None
+    done = trainer.fit_loop.batch_idx
+    num_accumulated = trainer.accumulate_grad_batches
+    return done - done % num_accumulated + (trainer.max_steps - trainer.global_step) * num_accumulated
