@@ -96,8 +96,6 @@ def train(args: argparse.Namespace) -> None:
         devices=args.devices[0],
         strategy=WeftModelParallelStrategy(plan=args.plan),
         max_epochs=1,
-        # All ranks work on the same batch, in the order of the data; the injected sampler would shuffle.
-        use_distributed_sampler=False,
         logger=False,
         enable_checkpointing=False,
         enable_model_summary=False,

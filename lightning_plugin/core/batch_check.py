@@ -52,12 +52,16 @@ def _tensors(value: Any, seen: set[int]) -> Iterable[Tensor]:
 
 
 class BatchCheck:
-    """Compares a stage's first `num_first` batches inside `group`, and every `every`-th one (0: no others)."""
+    """Compares a stage's first `num_first` batches inside a group, and every `every`-th one (0: no others).
+
+    Unless both are 0, the first batch after each `begin_epoch` is compared as well.
+    """
 
     def __init__(self, num_first: int, every: int) -> None:
         self._num_first = num_first
         self._every = every
         self._num_seen: dict[str, int] = {}
+        self._epoch_begins = False
 
     @property
     def is_on(self) -> bool:
@@ -67,6 +71,11 @@ class BatchCheck:
     def restart(self) -> None:
         """Count from zero again: a new run begins."""
         self._num_seen.clear()
+        self._epoch_begins = False
+
+    def begin_epoch(self) -> None:
+        """Compare the next batch: a sampler may have drawn its order from generators that ranks have used unevenly."""
+        self._epoch_begins = self.is_on
 
     def check(
         self,
@@ -83,7 +92,8 @@ class BatchCheck:
         """
         batch_idx = self._num_seen.get(stage, 0)
         self._num_seen[stage] = batch_idx + 1
-        is_due = batch_idx < self._num_first or (self._every > 0 and batch_idx % self._every == 0)
+        is_due = batch_idx < self._num_first or (self._every > 0 and batch_idx % self._every == 0) or self._epoch_begins
+        self._epoch_begins = False
         if not is_due or group.size() == 1:
             return
         mine = torch.tensor([batch_digest(batch)], dtype=torch.int64, device=device)
@@ -100,5 +110,5 @@ class BatchCheck:
         raise ValueError(
             f"{stage} batch {batch_idx} differs between {parties}, which share one {shared} and must "
             "get the same data: call seed_everything before making random data, shard data sets by the data-parallel "
-            "rank instead of the global one, and draw from the default generators only."
+            "rank instead of the global one, and draw from the default generators only, on every rank alike."
         )

@@ -1,4 +1,4 @@
-"""Has the lengths of the ranks' data loaders agree.
+"""What the strategies do with data loaders: keep their order, and have the ranks' lengths agree.
 
 Ranks with equal data ranks, those of a tensor-parallel group and the stages of a pipeline, see the same batches. Data
 ranks see different ones, and need equally many only where they exchange something in every batch.
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.data import DistributedSampler
 
 from weft._plugin.loader_check import (
     UNKNOWN,
@@ -57,6 +58,11 @@ class LoadersMixin:
 class FabricLoadersMixin(LoadersMixin):
     """Loaders of `fabric.setup_dataloaders`, whose loops are the user's."""
 
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int] | None:
+        """See StrategyMixin; None with one data replica, for Fabric then leaves the loader's sampler as it is."""
+        return None if self.data_axes.size == 1 else super().distributed_sampler_kwargs
+
     def process_dataloader(self, dataloader: Any) -> Any:
         """See StrategyMixin; the loader's loops run in lockstep unless its length is known and equal; collective."""
         dataloader = super().process_dataloader(without_lockstep(dataloader))
@@ -66,6 +72,8 @@ class FabricLoadersMixin(LoadersMixin):
         return in_lockstep(dataloader, partial(self._begin_loop, self._read(length, of_all_ranks=True)))
 
     def _begin_loop(self, lengths: list[Reading]) -> Any:
+        for check in (self._batch_check, self._stages_batch_check):
+            check.begin_epoch()
         is_sharded = any(isinstance(inner, FSDPModule) for module in self._modules for inner in module.modules())
         exchanged = "parameters" if is_sharded else None
         known = {r.numbers for r in lengths if is_sharded or r.data_rank == self.data_axes.rank}
@@ -79,15 +87,21 @@ class TrainerLoadersMixin(LoadersMixin):
     """Loaders of the Trainer's loops."""
 
     _training_lengths_differ = False
+    _has_said_order = False
 
     def _prepare_for_loaders(self, trainer: Any) -> None:
         """Before the Trainer sets up its loaders."""
         self._training_lengths_differ = False
+        if self.data_axes.size == 1:
+            # Every rank gets all the data. The sampler that Lightning would put in place shuffles any training data.
+            trainer._accelerator_connector.use_distributed_sampler = False
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """See StrategyMixin; raises ValueError on all ranks alike if lengths differ; collective."""
         dataloader = super().process_dataloader(without_lockstep(dataloader))
         trainer = self.lightning_module.trainer
+        if trainer.training:
+            self._say_order(dataloader)
         if not self._compares_loaders:
             return dataloader
         stage, limit_name = _stage_of(trainer)
@@ -120,7 +134,10 @@ class TrainerLoadersMixin(LoadersMixin):
         self._agree_on_next(loader, advice, exchanged, has_batch)
 
     def _begin_training_step(self) -> None:
-        """Have lengths compared that differ in the first step; later steps send nothing."""
+        """Have what an epoch's first step shows compared; later steps send nothing."""
+        if self.lightning_module.trainer.fit_loop.batch_idx == 0:
+            for check in (self._batch_check, self._stages_batch_check):
+                check.begin_epoch()
         if self._training_lengths_differ:
             self._compare_training_lengths()
 
@@ -144,6 +161,16 @@ class TrainerLoadersMixin(LoadersMixin):
             _advice("limit_train_batches"),
             key=lambda numbers: numbers[1:],
         )
+
+    def _say_order(self, dataloader: Any) -> None:
+        sampler = getattr(dataloader, "sampler", None)
+        if isinstance(sampler, DistributedSampler) and sampler.shuffle and not self._has_said_order:
+            self._has_said_order = True
+            self._log(
+                f"weft: a distributed sampler deals the training data to {self.data_axes.size} data-parallel ranks and "
+                "shuffles them, as Lightning has it even for loaders with shuffle=False; to keep an order, give the "
+                "loader a sampler that deals them itself, and pass Trainer(use_distributed_sampler=False)."
+            )
 
 
 def _stage_of(trainer: Any) -> tuple[str, str]:

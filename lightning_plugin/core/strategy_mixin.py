@@ -2,8 +2,9 @@
 
 NOTE on names: `_configure_launcher`, `_launcher`, `_device_mesh`, `_data_parallel_size`, `_tensor_parallel_size`,
 `_process_group_backend` and `_get_process_group_backend` are protected members of Lightning's
-ModelParallelStrategy, which this is a subclass of; there are no public ones that would do. No private function or
-module of Lightning is used.
+ModelParallelStrategy, which this is a subclass of; there are no public ones that would do. `use_distributed_sampler` is
+the Trainer's argument of that name, which it keeps in its `_accelerator_connector` alone. No private function or module
+of Lightning is used.
 """
 
 from __future__ import annotations

@@ -72,8 +72,8 @@ class TrainerMixin(TrainerPipelineMixin, TrainerLoadersMixin, StrategyMixin):
         timeout: as in ModelParallelStrategy.
         plan: a plan as `weft.parallelize` takes it. `configure_model` is optional then, and runs first where it is
             overridden. None: the stock behaviour, in which `configure_model` does all the sharding.
-        check_batches: compare the first batches of each stage between the ranks of a tensor-parallel group, and the
-            lengths of the loaders; 0, without check_batches_every: neither.
+        check_batches: compare the first batches of each stage between the ranks of a tensor-parallel group, the first
+            of each training epoch, and the lengths of the loaders; 0, without check_batches_every: none of these.
         check_batches_every: compare every N-th batch as well; 0: no others.
         fused_optimizers: have Adam, AdamW, SGD and Adagrad use their fused kernels, which need no temporaries, unless
             they were told `foreach` or `fused`; what is done stands in the log. False: leave all as they are.
