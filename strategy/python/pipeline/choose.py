@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from weft.strategy._plan import Partition, partition
 from weft.strategy.pipeline.profile import FLOPS, LayerProfile, layer_names, profile_layers
-from weft.strategy.pipeline.random_streams import keeping_random_state
+from weft.strategy.pipeline.random_streams import keeping_all_random_states
 from weft.strategy.pipeline.stages import ANY_STAGE, find_layers
 
 _PARAMETERS = "parameters without embeddings"
@@ -136,7 +136,7 @@ def _by_parameters(model: nn.Module, names: list[str]) -> list[LayerProfile]:
 
 def _by_operations(model: nn.Module, names: list[str], forward: Callable[[], Any]) -> list[LayerProfile]:
     """The layers in call order; those without parameters, which begin no stage, count with the one before."""
-    with torch.enable_grad(), keeping_random_state():
+    with torch.enable_grad(), keeping_all_random_states():
         profiles = profile_layers(model, None, lambda _: _total(forward()), measure=FLOPS)
     called: list[LayerProfile] = []
     for layer in profiles:

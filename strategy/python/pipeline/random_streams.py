@@ -27,15 +27,8 @@ class RandomStreams:
     def of_step(self) -> Iterator[None]:
         """A step; afterwards the generators are as they were, but for one number."""
         self._seed = int(torch.randint(1 << 62, ()))
-        state, numpy = random.getstate(), sys.modules.get("numpy")
-        of_numpy = None if numpy is None else numpy.random.get_state()
-        try:
-            with keeping_random_state():
-                yield
-        finally:
-            random.setstate(state)
-            if of_numpy is not None:
-                numpy.random.set_state(of_numpy)
+        with keeping_all_random_states():
+            yield
 
     def begin(self, micro_batch: int, stage: int = 0) -> None:
         """Go on with a micro-batch's stream; `stage`: 0 for that before the layers, and that of stage 0."""
@@ -63,6 +56,20 @@ def _mixed(number: int) -> int:
 def keeping_random_state() -> contextlib.AbstractContextManager[None]:
     """Inside, what is drawn at random changes no generator, of the CPU's and the current device's."""
     return torch.random.fork_rng(devices=[torch.cuda.current_device()] if _uses_cuda() else [])
+
+
+@contextlib.contextmanager
+def keeping_all_random_states() -> Iterator[None]:
+    """The same for Python's generator and numpy's as well."""
+    state, numpy = random.getstate(), sys.modules.get("numpy")
+    of_numpy = None if numpy is None else numpy.random.get_state()
+    try:
+        with keeping_random_state():
+            yield
+    finally:
+        random.setstate(state)
+        if of_numpy is not None:
+            numpy.random.set_state(of_numpy)
 
 
 def _uses_cuda() -> bool:

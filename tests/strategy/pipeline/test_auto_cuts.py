@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ def test_layers_with_parameters_are_where_stages_may_begin() -> None:
 
 
 def test_parameters_are_balanced_but_not_those_that_are_looked_up() -> None:
-    """With the embedding's, as many as three blocks', the cut would be at layers.2."""
+    """With the embedding's, the cut would be at layers.1."""
     model = Llama(LlamaArgs(n_layers=6, vocab_size=600))
     model.output = nn.Linear(16, 4)
     choice = choose_cuts(model, 2)
@@ -68,10 +69,11 @@ def test_operations_are_balanced_if_they_can_be_counted(device: str) -> None:
     with torch.device(device):
         model = convolutions()
     assert choose_cuts(model, 2).cuts == ("4",)
-    state = torch.get_rng_state()
-    choice = choose_cuts(model, 2, forward=lambda: model(torch.ones(2, 3, 26, 26)))
+    state, own_state = torch.get_rng_state(), random.getstate()
+    choice = choose_cuts(model, 2, forward=lambda: model(torch.ones(2, 3, 26, 26) * random.random()))
     assert choice.cuts == ("2",) and "of the floating-point operations." in choice.text
-    assert torch.equal(torch.get_rng_state(), state) and all(p.grad is None for p in model.parameters())
+    assert torch.equal(torch.get_rng_state(), state) and random.getstate() == own_state
+    assert all(p.grad is None for p in model.parameters())
 
 
 def test_layers_that_are_called_later_than_they_were_registered() -> None:
