@@ -60,6 +60,8 @@ def assign_auto(
     if tp_size > 1:
         claimed.update(id(model.get_submodule(name)) for name in result.styles)
         _place_groups(result, model, owners, evidence, claimed, for_sequences)
+    else:
+        _place_by_names(result, model, claimed)
     for name, reason in unplaced.items():
         if not any(other == name or other.startswith(f"{name}." if name else "") for other in result.styles):
             result.leave(name, reason)
@@ -72,6 +74,20 @@ def assign_auto(
             "any parameter, pipeline_cuts, or a plan of rules that names modules."
         )
     return result
+
+
+def _place_by_names(result: Assignments, model: nn.Module, claimed: set[int]) -> None:
+    """On one rank, where every style computes the same: the report says what names suggest for several."""
+    for name, module in model.named_modules():
+        names = attention.find_attention(module) or attention.find_fused_attention(module)
+        layers = () if names is None else tuple(module._modules[layer] for layer in names)
+        if names is None or any(id(layer) in claimed or _has_dtensors(layer) for layer in layers):
+            continue
+        if len(names) == 4:
+            attention.place_attention(result, name, module, names)
+        elif attention.why_no_linears(module, names) is None:
+            result.styles[join(name, names[0])] = Assignment("column_gather_output")
+            result.styles[join(name, names[1])] = Assignment("row_split_input")
 
 
 def _place_groups(

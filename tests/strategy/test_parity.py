@@ -127,7 +127,8 @@ def test_llama_on_ranks_that_do_not_divide_the_heads(world_size: int) -> None:
         "AdamW",
     )
     assert model.layers[0].attention.n_heads == 4
-    assert any("n_heads=4 does not divide by 3" in note for note in weft.strategy.report(model).notes)
+    notes = weft.strategy.report(model).notes
+    assert any("activations gathered: the 16 features of 'wq' do not divide by 3" in note for note in notes)
 
 
 @on_ranks(2, 3)
