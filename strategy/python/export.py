@@ -20,6 +20,7 @@ from weft.strategy.state import MlpParts, ModuleState, remove_state, state_of
 def export_local(model: nn.Module) -> nn.Module:
     """A copy of a parallelized model that holds this rank's parts as plain parameters, under unchanged names.
 
+    Weights that are gathered for each forward are full in the copy, so that all ranks of the group must call this.
     Sharded layers become weft.nn modules (a fused MLP one that calls the fused operator), all others get their own
     class back. The copy runs on this rank of the same group like the model, can be scripted, and after loading in
     another job is bound to that job's group by `weft.nn.rebind_group`.
@@ -34,11 +35,17 @@ def export_local(model: nn.Module) -> nn.Module:
                 "checkpoint into a model that is only parallelized."
             )
     memo: dict[int, object] = {}
+    in_full = {
+        id(parameter)
+        for module in model.modules()
+        if (state := state_of(module)) is not None and state.style == "gather_weights"
+        for parameter in module.parameters(recurse=False)
+    }
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise ValueError(f"export_local: '{name}' is on the meta device; give the model its values first.")
         if isinstance(parameter, DTensor):
-            local = parameter._local_tensor.detach().clone()
+            local = (parameter.full_tensor() if id(parameter) in in_full else parameter._local_tensor).detach().clone()
             memo[id(parameter)] = nn.Parameter(local, requires_grad=parameter.requires_grad)
     return _restore(copy.deepcopy(model, memo), {})
 
@@ -90,15 +97,10 @@ def _replacement(module: nn.Module, state: ModuleState, full: tuple[int, int] | 
             f"export_local: a {state.original_class.__name__} sums its gradients over the ranks, which a plain copy "
             "would not do; freeze it by requires_grad_(False)."
         )
-    if state.dropouts and module.p > 0:
+    if state.dropouts and module.p > 0 and module.training:
         raise ValueError(
             "export_local: a Dropout between column and row layers draws for all ranks' shards, which a plain copy "
-            "would not; set its p to 0 for export."
-        )
-    if state.style == "gather_weights":
-        raise ValueError(
-            f"export_local: the weights of a {state.original_class.__name__} are gathered for its forward, which a "
-            "plain copy would not do; leave the module out of the plan for export."
+            "would not; call eval() before the export, or set its p to 0."
         )
     if state.style == "vocab_embedding":
         _refuse_other_embedding(module)

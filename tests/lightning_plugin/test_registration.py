@@ -56,7 +56,7 @@ def test_arguments_are_lightnings_and_ours(name: str) -> None:
     of_pipelines += ["micro_batch_shares"]
     if name in TRAINER_MODULES:
         of_pipelines = ["pipeline_cuts", "pipeline_module", *of_pipelines[1:], "split_batch", "micro_batch_weight"]
-    assert list(ours)[-12 - len(of_pipelines) :] == [
+    assert list(ours)[-13 - len(of_pipelines) :] == [
         "plan",
         "check_batches",
         "check_batches_every",
@@ -70,6 +70,7 @@ def test_arguments_are_lightnings_and_ours(name: str) -> None:
         "layout",
         "sequence_parallel",
         *of_pipelines,
+        "verify",
     ]
 
 

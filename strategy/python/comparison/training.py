@@ -28,6 +28,7 @@ from weft.strategy.layout import Sizes
 from weft.strategy.pipeline.micro_batches import batch_size_of, map_tensors, split_batch
 from weft.strategy.plan import Plan
 from weft.strategy.report_table import report
+from weft.strategy.sharded_errors import ShardedModuleError
 from weft.strategy.state import original_class
 
 if TYPE_CHECKING:
@@ -174,7 +175,9 @@ class _Comparing:
                 loss = self._loss_fn(self._ours.model, self._shares[self._share])
             is_forward = False
             self._ours.backward(loss)
-        except Exception as error:
+        except Exception as raised:
+            # The explanation of an error names what is sharded; here the code's own error says more.
+            error = raised.__cause__ if isinstance(raised, ShardedModuleError) and raised.__cause__ else raised
             place = running[-1] if running and is_forward else ""
             is_consequence = isinstance(error, CollectiveError)
             owner = original_class(self._ours.model.get_submodule(place)).__name__
