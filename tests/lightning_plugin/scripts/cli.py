@@ -31,7 +31,10 @@ class Data(L.LightningDataModule):
 
     def train_dataloader(self) -> torch.utils.data.DataLoader:
         rows = torch.randn(16, 8, generator=torch.Generator().manual_seed(3))
-        return torch.utils.data.DataLoader(rows, 4 // self.trainer.distributed_sampler_kwargs["num_replicas"])
+        ranks = self.trainer.distributed_sampler_kwargs
+        # Lightning's own sampler shuffles with several replicas, and one replica keeps its order.
+        sampler = torch.utils.data.DistributedSampler(rows, shuffle=False, **ranks)
+        return torch.utils.data.DataLoader(rows, 4 // ranks["num_replicas"], sampler=sampler)
 
 
 def rules(name: str, module: nn.Module) -> str | None:
