@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from model import ModelArgs, Transformer
 from text import Windows, documentation_bytes
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 import weft.strategy
 from weft.lightning import MemoryMonitor, ThroughputMonitor, WeftModelParallelStrategy
@@ -64,15 +64,18 @@ class LitLlama(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=3e-3 * 128 / self.args.dim, betas=(0.9, 0.95))
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        """Windows of an epoch; ranks that see other data share those of a step."""
-        num_shares = (self.trainer.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"]
+        """Windows of an epoch, in one order; ranks that see other data share those of a step."""
+        shares = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        num_shares = shares["num_replicas"]
         if BATCH_SIZE % num_shares:
             raise ValueError(
                 f"{num_shares} data-parallel ranks do not divide a batch of {BATCH_SIZE}; choose another --layout."
             )
         seed = SEED + self.trainer.current_epoch
         windows = Windows(documentation_bytes(), self.num_steps * BATCH_SIZE, SEQ_LEN, seed)
-        return DataLoader(windows, batch_size=BATCH_SIZE // num_shares)
+        # Without a sampler of its own a loader keeps its order on one data replica, and Lightning shuffles for several.
+        sampler = DistributedSampler(windows, shuffle=False, **shares)
+        return DataLoader(windows, batch_size=BATCH_SIZE // num_shares, sampler=sampler)
 
 
 def memory_table(rows: list[dict[str, int]]) -> str:

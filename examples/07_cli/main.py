@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.cli import LightningCLI, OptimizerCallable
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from model import ModelArgs, Transformer
@@ -67,14 +67,17 @@ class Documentation(L.LightningDataModule):
         self.num_steps, self.batch_size, self.seq_len = num_steps, batch_size, seq_len
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        num_shares = (self.trainer.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"]
+        shares = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        num_shares = shares["num_replicas"]
         if self.batch_size % num_shares:
             raise ValueError(
                 f"Documentation: got batch_size={self.batch_size} for {num_shares} data-parallel ranks; "
                 "choose a multiple of their number."
             )
         windows = Windows(documentation_bytes(), self.num_steps * self.batch_size, self.seq_len, seed=0)
-        return DataLoader(windows, batch_size=self.batch_size // num_shares)
+        # Without a sampler of its own a loader keeps its order on one data replica, and Lightning shuffles for several.
+        sampler = DistributedSampler(windows, shuffle=False, **shares)
+        return DataLoader(windows, batch_size=self.batch_size // num_shares, sampler=sampler)
 
 
 if __name__ == "__main__":

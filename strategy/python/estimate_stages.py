@@ -42,7 +42,8 @@ def activations_of_ranks(training: Training, stage_of: Mapping[str, int]) -> lis
     """Return the most bytes of saved activations by pipeline rank, as the schedule has micro-batches in flight.
 
     A stage keeps, from the forward of a micro-batch to its backward, what its blocks save, their inputs included; the
-    last one what the final norm, the logits and the loss save, too. Every rank has the whole batch.
+    last one what the final norm and the loss save, and the logits, which are alive as long. Every rank has the whole
+    batch.
 
     Args:
         training: one that `why_no_activations` says nothing against.
@@ -73,20 +74,21 @@ def _batch_bytes(training: Training, sequences: int) -> int:
 
 
 def _saved(training: Training, sequences: int) -> tuple[int, int]:
-    """Bytes that a block, and that what follows the last one, save of one micro-batch: by the memory model.
+    """Bytes that a block saves of one micro-batch, and that are alive of what follows the last one, by the memory model.
 
-    The end is that of one rank: its logits are whole on every one, and gathering them would take more than saving does.
+    The end is that of one rank, as logits are full on every one.
     """
     tp_size = axis_size(training.mesh, "tensor_parallel")
-    of_block = _forward(training, 3, tp_size, sequences) - _forward(training, 2, tp_size, sequences)
-    two, three = (_forward(training, num_layers, 1, sequences) for num_layers in (2, 3))
-    return of_block, two - 2 * (three - two) - _batch_bytes(training, sequences)
+    of_block = _forward(training, 3, tp_size, sequences)[0] - _forward(training, 2, tp_size, sequences)[0]
+    (two, logits), (three, _) = (_forward(training, num_layers, 1, sequences) for num_layers in (2, 3))
+    return of_block, two - 2 * (three - two) - _batch_bytes(training, sequences) + logits
 
 
-def _forward(training: Training, num_layers: int, tp_size: int, sequences: int) -> int:
-    """Saved activations at the end of the forward of a model of so many blocks."""
+def _forward(training: Training, num_layers: int, tp_size: int, sequences: int) -> tuple[int, int]:
+    """Saved activations, and the logits, at the end of the forward of a model of so many blocks."""
     assert training.hugging_face is not None
     model = decoder_of({**training.hugging_face, "num_hidden_layers": num_layers})
     assert model is not None
     mesh = _plan.Mesh([("tensor_parallel", tp_size)])
-    return training.spec(model, mesh, sequences=sequences).predict(0)["forward"]["saved_activations"]
+    at_peak = training.spec(model, mesh, sequences=sequences).predict(0)["forward"]
+    return at_peak["saved_activations"], at_peak["scratch"]

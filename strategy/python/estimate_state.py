@@ -22,6 +22,7 @@ from weft.strategy.estimate_stages import schedule_of
 from weft.strategy.pipeline.staged_model import StagedModel
 from weft.strategy.pipeline.stages import ANY_STAGE, Layers, find_layers
 from weft.strategy.plan import Plan
+from weft.strategy.verification.evidence import remember_rehearsal
 
 _AUTO_MODELS = {
     "MODEL_FOR_CAUSAL_LM_MAPPING": "AutoModelForCausalLM",
@@ -65,6 +66,8 @@ def state_of_ranks(training: Training) -> ModelState:
         model = whole if pipeline_rank == 0 else build_on_meta(training.hugging_face)
         of_trunk: set[int] = set()
         if layers is not None:
+            if tp_size > 1:
+                remember_rehearsal(model)  # as `Pipeline` does
             of_trunk = _cut_into_stages(model, layers, _stages_of(training, pipeline_rank))
         dims = parameter_dims(model, plan.assign(model, tp_size))
         for tp_rank in range(tp_size):

@@ -228,7 +228,7 @@ def test_a_second_model_and_whole_checkpoints_are_refused(rank: int, world_size:
     [
         ({"layout": "pp2"}, ValueError, "2 pipeline-parallel ranks without stages"),
         ({"pipeline_parallel_size": 0}, ValueError, "pipeline_parallel_size is 0"),
-        ({"layout": "pp2", "pipeline_parallel_size": 2}, ValueError, "layout gives the sizes of all axes"),
+        ({"layout": "pp2", "pipeline_parallel_size": 2}, ValueError, "which gives the sizes of all axes"),
         ({"layout": "pp2", "pipeline_cuts": "layers.2"}, TypeError, "pass a list of module names"),
         ({"layout": "pp2", "pipeline_cuts": ["a", "b"]}, ValueError, "2 pipeline_cuts make 3 stages for 2"),
         ({"pipeline_cuts": [], "pipeline_schedule": "2f2b"}, ValueError, "got pipeline_schedule='2f2b'"),

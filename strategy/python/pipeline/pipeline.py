@@ -121,7 +121,8 @@ class Pipeline:
         own = [stage for stage in range(num_stages) if rank_of[stage] == self._group.rank()]
         self._rank_of = rank_of
         refuse_other_arguments(self._group, cuts, str(schedule), self._shares)
-        if TENSOR_PARALLEL in (mesh.mesh_dim_names or ()) and mesh[TENSOR_PARALLEL].size() > 1:
+        all_axes = mesh._get_root_mesh()
+        if TENSOR_PARALLEL in (all_axes.mesh_dim_names or ()) and all_axes[TENSOR_PARALLEL].size() > 1:
             remember_rehearsal(model)  # a plan is applied when this rank has some of the layers
         self._staged = StagedModel(model, find_layers(model, cuts, layer_stages, beside), own, device)
         peers = peers_of(self._group.rank(), rank_of, [tied.name_on for tied in self._staged.tied])

@@ -21,8 +21,12 @@ _REHEARSAL = "_weft_rehearsal"
 
 
 def remember_rehearsal(model: nn.Module, example: Any = None) -> None:
-    """Rehearse a model that is still complete, for a plan that is applied when this rank has some of its layers."""
-    model.__dict__[_REHEARSAL] = rehearse(model, None if example is None else sample_of(example))
+    """Rehearse a model that is still complete, for a plan that is applied when this rank has some of its layers.
+
+    What is remembered already stays.
+    """
+    if _REHEARSAL not in model.__dict__:
+        model.__dict__[_REHEARSAL] = rehearse(model, None if example is None else sample_of(example))
 
 
 def forget_rehearsal(model: nn.Module) -> None:

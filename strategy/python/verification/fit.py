@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from torch import nn
 
 from weft.strategy.assignments import Assignment, Assignments, join, parent_name
@@ -51,19 +49,21 @@ class _Flows:
     def __init__(self, model: nn.Module, evidence: Evidence) -> None:
         self._modules = dict(model.named_modules())
         self._calls = evidence.rehearsal.calls
+        self._found: dict[str, Flow | None] = {}
 
     def above(self, layer: str) -> list[tuple[str, Flow]]:
         found = []
         name = layer
         while name:
             name = parent_name(name)
-            flow = self.of(name)
+            if name not in self._found:
+                self._found[name] = self._of(name)
+            flow = self._found[name]
             if flow is not None:
                 found.append((name, flow))
         return found
 
-    @functools.cache  # noqa: B019  (it lives as long as the check)
-    def of(self, name: str) -> Flow | None:
+    def _of(self, name: str) -> Flow | None:
         calls = self._calls.get(id(self._modules[name]))
         if not calls:
             return None

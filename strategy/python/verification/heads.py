@@ -168,9 +168,8 @@ class _Comparison:
             raise _Differs("it returns another number of tensors with one rank's heads")
         for a, b in zip(ours, theirs, strict=True):
             self._close(a, b, "what it returns")
-        buffers = part.buffers()
-        for name, value in full.buffers().items():
-            self._close(buffers[name], value, f"the buffer '{name}'")
+        for name, value in full.buffers.items():
+            self._close(part.buffers[name], value, f"the buffer '{name}'")
 
     def _note_state(self, full: Run, part: Run) -> None:
         """The dropouts on one rank's heads, and whether tensors of them stay in attributes."""

@@ -177,16 +177,37 @@ class Weightless:
             part_of: the full run that this is one rank's part of, whose draws its dropouts take their share of.
         """
         shell = shell_of(self.module, self.values, buffer_copies(self.module))
-        originals = dict(self.module.named_modules())
-        run = Run([], {}, shell)
+        run = Run([], {})
         before = _plain_tensors(shell)
+        try:
+            self._replace_forwards(shell, run, training, replace or {}, wrap, part_of)
+            run.output = shell(*args, **kwargs)
+        finally:  # a forward refers to its copy and to the run: nothing but a collection would free their tensors
+            for copy in shell.modules():
+                copy.__dict__.pop("forward", None)
+                copy.__dict__.pop("_weft_cut", None)
+        after = _plain_tensors(shell)
+        run.kept = {key: value for key, value in after.items() if before.get(key) is not value}
+        run.buffers = dict(shell.named_buffers())
+        return run
+
+    def _replace_forwards(
+        self,
+        shell: nn.Module,
+        run: Run,
+        training: bool,
+        replace: Mapping[str, Callable[[int, Tensor], Tensor]],
+        wrap: Callable[[str, nn.Module, Callable[..., Any]], Callable[..., Any]] | None,
+        part_of: PartOf | None,
+    ) -> None:
+        originals = dict(self.module.named_modules())
         counts: dict[str, int] = {}
         for name, copy in shell.named_modules():
             original = originals[name]
             own = types.MethodType(type(copy).forward, copy)
             copy.__dict__["training"] = training
             if id(original) in self.layers.linears:
-                copy.__dict__["forward"] = self._linear(name, original, run, counts, (replace or {}).get(name))
+                copy.__dict__["forward"] = self._linear(name, original, run, counts, replace.get(name))
             elif id(original) in self.layers.others:
                 cut = self._other(name, original, counts)
                 if type(copy).forward is nn.Embedding.forward or _is_convolution(original):
@@ -201,10 +222,6 @@ class Weightless:
             elif wrap is not None and type(copy).forward is not nn.Module.forward:
                 wrapper = wrap(name, copy, own)
                 copy.__dict__["forward"] = wrapper if wrapper is own else functools.wraps(own)(wrapper)
-        run.output = shell(*args, **kwargs)
-        after = _plain_tensors(shell)
-        run.kept = {key: value for key, value in after.items() if before.get(key) is not value}
-        return run
 
     def _dropout(self, name: str, copy: nn.Module, run: Run, part_of: PartOf | None) -> Callable[[Tensor], Tensor]:
         def forward(input: Tensor) -> Tensor:
@@ -290,6 +307,7 @@ def _plain_tensors(shell: nn.Module) -> dict[tuple[str, str], Tensor]:
 class Run:
     """What one run has shown: the calls of linear layers in their order, and the output.
 
+    buffers: by name, after the run.
     kept: tensors in plain attributes of modules that were not there before, by module and attribute.
     dropouts: the name and the input's shape of each call of an nn.Dropout. sharded_dropouts: by name, the dims of one
         rank's part; None for an input that is the full one.
@@ -297,11 +315,7 @@ class Run:
 
     calls: list[LayerCall]
     output: Any
-    shell: nn.Module
+    buffers: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     kept: dict[tuple[str, str], Tensor] = dataclasses.field(default_factory=dict)
     dropouts: list[tuple[str, tuple[int, ...]]] = dataclasses.field(default_factory=list)
     sharded_dropouts: dict[str, set[ShardedDim | None]] = dataclasses.field(default_factory=dict)
-
-    def buffers(self) -> dict[str, Tensor]:
-        """The buffers after the run."""
-        return dict(self.shell.named_buffers())
