@@ -74,7 +74,7 @@ def _batch_bytes(training: Training, sequences: int) -> int:
 
 
 def _saved(training: Training, sequences: int) -> tuple[int, int]:
-    """Bytes that a block saves of one micro-batch, and that are alive of what follows the last one, by the memory model.
+    """Bytes that a block saves of one micro-batch, and that what follows the last one keeps alive.
 
     The end is that of one rank, as logits are full on every one.
     """
