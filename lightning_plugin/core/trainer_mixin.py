@@ -72,8 +72,8 @@ class TrainerMixin(TrainerPipelineMixin, TrainerLoadersMixin, StrategyMixin):
         timeout: as in ModelParallelStrategy.
         plan: a plan as `weft.parallelize` takes it. `configure_model` is optional then, and runs first where it is
             overridden. None: the stock behaviour, in which `configure_model` does all the sharding.
-        check_batches: compare the first batches of each stage between the ranks of a tensor-parallel group, the first
-            of each training epoch, and the lengths of the loaders; 0, without check_batches_every: none of these.
+        check_batches: compare the first batches of each stage and of each training epoch between the ranks of a
+            tensor-parallel group, and the lengths of loaders; 0, without check_batches_every: no comparison.
         check_batches_every: compare every N-th batch as well; 0: no others.
         fused_optimizers: have Adam, AdamW, SGD and Adagrad use their fused kernels, which need no temporaries, unless
             they were told `foreach` or `fused`; what is done stands in the log. False: leave all as they are.
@@ -108,9 +108,10 @@ class TrainerMixin(TrainerPipelineMixin, TrainerLoadersMixin, StrategyMixin):
         micro_batch_shares: their relative sizes in place of their number, such as [1, 2, 1]; None: as even as can be.
         split_batch: cuts a batch into so many micro-batches; None: along dim 0 of the tensors.
         micro_batch_weight: what a micro-batch's loss, and what it logs, counts for; None: its samples.
-        verify: "auto": what the plan shards by heads on its own account is first compared with the unsharded module,
-            and gathered where it differs; "always": column and row rules, too, which raise then; "never": nothing.
-            The model is called with `example_input_array`, or with what its first layer takes. None: as the plan says.
+        verify: "auto": layers that the plan itself shards by heads are first compared with the unsharded module, and
+            gathered if they differ; "always": column and row rules are compared as well, and raise if they differ;
+            "never": no comparison. The model is called with `example_input_array`, or with inputs that follow from its
+            first layer. None: the plan's own setting.
 
     Raises:
         ValueError, TypeError: an argument that no number of devices could make work.

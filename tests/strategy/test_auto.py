@@ -155,7 +155,7 @@ def test_code_that_cannot_be_tried_is_gathered() -> None:
     assert styles(result)["attention.q_proj"] == "column_gather_output"
     assert styles(result)["attention.o_proj"] == "row_split_input"
     [(name, reason)] = result.gathered
-    assert name == "attention" and reason.startswith("no call of it could be tried ('attention': ")
+    assert name == "attention" and reason.startswith("weft could not call it ('attention': ")
 
 
 def test_an_example_has_code_tried() -> None:
