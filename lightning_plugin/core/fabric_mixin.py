@@ -11,6 +11,7 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -230,6 +231,11 @@ class FabricMixin(FabricPipelineMixin, FabricLoadersMixin, StrategyMixin):
 
     def backward(self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
         """Backward; after the first one replicated parameters must have got equal gradients on all ranks."""
+        if isinstance(tensor, DTensor):
+            raise ValueError(
+                f"fabric.backward got a DTensor with the placements {tensor.placements}, and takes a plain loss; "
+                "compute with parameters inside weft.strategy.local_parameters()."
+            )
         super().backward(tensor, module, *args, **kwargs)
         self.data_axes.after_backward()
         self._check_first_gradients(self._modules)

@@ -18,18 +18,25 @@ class StartSummaryMixin:
         if self._described is module:
             return
         self._described = module
-        from weft.strategy.summary import summary
-
         mesh = self.device_mesh
         if mesh.size() == 1:
             self._log("weft: nothing is sharded, as there is one device (on CPU, devices='auto' means 1).")
             return
         sizes = ", ".join(f"{name}={size}" for name, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True))
         stage = f", zero_stage={self._zero_stage}" if self.data_axes.size > 1 else ""
-        lines = [f"layout: {sizes}{stage}; plan: {self._plan.preset or 'rules'}.", *summary(module)]
+        lines = [f"layout: {sizes}{stage}; plan: {self._plan.preset or 'rules'}.", *self._how_sharded(module)]
         lines += self._memory_of_ranks(module)
         self._log("\n".join(f"weft: {line}" for line in lines))
         self._advise_on_replicated(module)
+
+    def _how_sharded(self, module: torch.nn.Module) -> list[str]:
+        from weft.strategy.summary import replicated, summary
+
+        if self.tensor_parallel_group.size() > 1:
+            return summary(module)
+        if self.data_axes.size > 1:
+            return replicated(module)
+        return ["each rank has the layers of its own stages, of which nothing is sharded."]
 
     def _memory_of_ranks(self, module: torch.nn.Module) -> list[str]:
         """Return lines on the bytes of parameters on each rank, and of gradients and Adam's states; collective."""

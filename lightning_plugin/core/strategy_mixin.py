@@ -244,6 +244,15 @@ class StrategyMixin(StartSummaryMixin):
         elif not was_fused:
             self._log(f"weft has {name} use its fused kernels, without temporaries; fused_optimizers=False keeps it.")
 
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """As the stock one; an optimizer that looks at several elements at once sees those of all ranks."""
+        from weft.strategy import local_parameters
+        from weft.strategy.data_parallel import steps_elements_alone
+
+        is_simple = self._plan is None or steps_elements_alone(getattr(optimizer, "optimizer", optimizer))
+        with contextlib.nullcontext() if is_simple else local_parameters():
+            return super().optimizer_step(optimizer, *args, **kwargs)
+
     def _step_in_backward(self, module: torch.nn.Module, optimizer: Optimizer, clip_value: float | None = None) -> None:
         """Have the optimizer step inside the backward, after what a step's gradients go through."""
         from weft.strategy import StepInBackward, gradient_fingerprint

@@ -19,6 +19,7 @@ from weft._plugin.consolidate import DIRECTORY_NOTE
 from weft._plugin.in_backward import refuse_with_optimizer_in_backward
 from weft._plugin.loaders_mixin import TrainerLoadersMixin
 from weft._plugin.optimizer_state import full_state, join_groups, named_state
+from weft._plugin.parameter_code import CALL_GRADIENT_HOOKS, computing_with_parameters, run_step
 from weft._plugin.process_guard import guard
 from weft._plugin.repoint import Replacements, parameters_of
 from weft._plugin.settings import PlanSettings
@@ -28,16 +29,6 @@ from weft._plugin.trainer_pipeline import STEPS, TrainerPipelineMixin
 
 # The Trainer enters the context without a word there, and init_module says what its caller wants.
 _IN_CONFIGURE_MODEL = object()
-
-
-def _with_local_parameters(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A step of the module, whose own code takes replicated parameters for plain tensors."""
-    from weft.strategy import local_parameters
-    from weft.strategy.sharded_errors import explained
-    from weft.strategy.vocab_head import without_waiting
-
-    with explained(), local_parameters():
-        return without_waiting(step(*args, **kwargs))
 
 
 def _overridden_steps(module: Any) -> list[str]:
@@ -223,6 +214,8 @@ class TrainerMixin(TrainerPipelineMixin, TrainerLoadersMixin, StrategyMixin):
             self._refuse_what_stages_cannot(trainer)
             self._convert_before_cutting()
         values_to_come = self._shard_model()
+        if self._plan is not None:
+            self._wrap_gradient_hooks()
         with self._plan_instead_of_configure_model():
             super().setup(trainer)
         if values_to_come:
@@ -237,6 +230,15 @@ class TrainerMixin(TrainerPipelineMixin, TrainerLoadersMixin, StrategyMixin):
             self._step_in_backward(self.model, self.optimizers[0], trainer.gradient_clip_val)
             # After the backward there is nothing left to clip, which torch's clipping takes for an error.
             self.precision_plugin.clip_gradients = lambda *_, **__: None
+
+    def _wrap_gradient_hooks(self) -> None:
+        """Have on_after_backward and on_before_optimizer_step, of the module and of callbacks, compute as steps do."""
+        for name in CALL_GRADIENT_HOOKS:
+            method = getattr(type(self.precision_plugin), name).__get__(self.precision_plugin)
+            setattr(self.precision_plugin, name, computing_with_parameters(method, self._module_in_stages()))
+
+    def _module_in_stages(self) -> Any:
+        return None if self._pipeline is None else self.lightning_module
 
     def _shard_model(self) -> bool:
         module = self.lightning_module
@@ -309,7 +311,7 @@ class TrainerMixin(TrainerPipelineMixin, TrainerLoadersMixin, StrategyMixin):
         self._end_steps()
         if self._data_axes is not None:
             self._data_axes.release()
-        for name in ("clip_gradients", "clip_grad_by_norm"):
+        for name in ("clip_gradients", "clip_grad_by_norm", *CALL_GRADIENT_HOOKS):
             vars(self.precision_plugin).pop(name, None)
         super().teardown()
 
@@ -341,8 +343,9 @@ class TrainerMixin(TrainerPipelineMixin, TrainerLoadersMixin, StrategyMixin):
         if self._plan is None:
             return step(*args, **kwargs)
         if self._pipeline is not None:
-            return self._run_in_stages(stage, partial(_with_local_parameters, step), args, kwargs)
-        return _with_local_parameters(step, *args, **kwargs)
+            step = partial(run_step, step, self._module_in_stages())
+            return self._run_in_stages(stage, step, args, kwargs)
+        return run_step(step, None, *args, **kwargs)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """The stock hook; what the step has left alive is kept for the backward that begins."""

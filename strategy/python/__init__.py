@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from weft.strategy.comparison import Comparison, compare
     from weft.strategy.deferred import deferred_init
     from weft.strategy.export import export_local
+    from weft.strategy.full_results import full, local_parameters
     from weft.strategy.fused_optimizers import fuse
     from weft.strategy.gradients import check_replicated_gradients, gradient_fingerprint
     from weft.strategy.in_backward import StepInBackward
-    from weft.strategy.local_tensor import local_of, local_parameters
+    from weft.strategy.local_tensor import local_of
     from weft.strategy.pipeline import Pipeline, draw
     from weft.strategy.plan import Plan
     from weft.strategy.rank_reports import RankReports, rank_reports
@@ -37,9 +38,10 @@ _MODULES = {
     "deferred": ("deferred_init",),
     "export": ("export_local",),
     "fused_optimizers": ("fuse",),
+    "full_results": ("full", "local_parameters"),
     "gradients": ("check_replicated_gradients", "gradient_fingerprint"),
     "in_backward": ("StepInBackward",),
-    "local_tensor": ("local_of", "local_parameters"),
+    "local_tensor": ("local_of",),
     "pipeline": ("Pipeline", "draw"),
     "plan": ("Plan",),
     "rank_reports": ("RankReports", "rank_reports"),
@@ -64,6 +66,7 @@ __all__ = [
     "deferred_init",
     "draw",
     "export_local",
+    "full",
     "fuse",
     "gradient_fingerprint",
     "local_of",

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from weft.strategy.absent import running
 
@@ -88,38 +89,63 @@ def is_whole(parameter: DTensor) -> bool:
     )
 
 
-class _Depth(threading.local):
-    value = 0
+class _Thread(threading.local):
+    depth = 0  # of forwards and `local_parameters`
+    mode: TorchFunctionMode | None = None  # of the innermost `local_parameters`
+    suspended_at = 0  # the depth of the forward that has suspended the mode; 0: it is active, or there is none
 
 
-_DEPTH = _Depth()
+_THREAD = _Thread()
 
 
 def inside_forward() -> bool:
     """Whether this thread is inside a parallelized forward or `local_parameters`."""
-    return _DEPTH.value > 0
+    return _THREAD.depth > 0
+
+
+def forward_depth() -> int:
+    """How many parallelized forwards and `local_parameters` this thread is inside of."""
+    return _THREAD.depth
 
 
 @contextlib.contextmanager
-def local_parameters() -> Iterator[None]:
+def reading_locals(mode: TorchFunctionMode | None = None) -> Iterator[None]:
     """Inside, reading a replicated parameter as a module's attribute gives the plain local tensor.
 
-    The forward of every parallelized module does this by itself; code outside of a forward that computes with
-    parameters (a training step that uses `self.scale`, a `generate` method) runs inside this. Sharded parameters stay
-    DTensors: torch refuses to mix them with plain tensors, where a rank's part would silently give wrong numbers.
-    Nests; holds for the calling thread.
+    `mode` is active inside, but not in the forwards of parallelized modules, which would only be slower for it. Where
+    one is active already, it stays the only one.
     """
-    _DEPTH.value += 1
+    outer = _THREAD.mode, _THREAD.suspended_at
+    if mode is not None and (_THREAD.mode is None or _THREAD.suspended_at):
+        _THREAD.mode, _THREAD.suspended_at = mode, 0
+    else:
+        mode = None
+    _THREAD.depth += 1
     try:
-        yield
+        with contextlib.nullcontext() if mode is None else mode:
+            yield
     finally:
-        _DEPTH.value -= 1
+        _THREAD.mode, _THREAD.suspended_at = outer
+        _THREAD.depth -= 1
 
 
 def enter_forward() -> None:
-    """`local_parameters` without the context manager's cost; pair with `leave_forward`."""
-    _DEPTH.value += 1
+    """`reading_locals` without the context manager's cost; pair with `leave_forward`."""
+    _THREAD.depth += 1
+    if _THREAD.mode is not None and _THREAD.suspended_at == 0:
+        _suspend()
 
 
 def leave_forward() -> None:
-    _DEPTH.value -= 1
+    """End what `enter_forward` began."""
+    if _THREAD.suspended_at == _THREAD.depth and _THREAD.mode is not None:
+        _THREAD.mode.__enter__()
+        _THREAD.suspended_at = 0
+    _THREAD.depth -= 1
+
+
+def _suspend() -> None:
+    """Take the mode off, unless another was entered since, which must be left first."""
+    if not torch.compiler.is_compiling() and _get_current_function_mode() is _THREAD.mode:
+        _THREAD.mode.__exit__(None, None, None)
+        _THREAD.suspended_at = _THREAD.depth

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from weft.strategy import dtensor_reads  # noqa: F401  (registers)
 from weft.strategy._plan import shard_range
 from weft.strategy.deferred import attributes_of, is_deferred, shard_of, whole_of
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import lightning as L
 import pytest
+import torch
 from lightning_plugin.scripts.plugin_models import Model, loader, on_warm_rank, trainer
-from torch import nn
+from torch import Tensor, nn
 
 from support.parity import tensor_parallel
 from support.ranks import on_ranks
@@ -40,6 +43,42 @@ def test_a_model_that_stays_replicated_is_warned_of(rank: int, world_size: int, 
     [text] = warned
     assert text.startswith("weft: every rank holds 100 % of the parameters' bytes in full")
     assert "weft_fsdp" in text and "pipeline_cuts" in text and "\n" not in text
+
+
+class Staged(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)).double()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (
+            {"layout": "pp2", "pipeline_cuts": ["2"]},
+            "weft: each rank has the layers of its own stages, of which nothing is sharded.",
+        ),
+        ({"layout": "dp2", "zero_stage": 0}, "weft: replicated: 4 of 4 parameters, 100.0 % of their bytes."),
+        ({"layout": "dp2", "zero_stage": 3}, "weft: replicated: 0 of 4 parameters, 0.0 % of their bytes."),
+    ],
+)
+def test_layouts_without_tensor_parallelism(
+    rank: int, world_size: int, tmp_path: Path, options: dict[str, Any], sentence: str
+) -> None:
+    on_warm_rank(rank, world_size)
+    said: list[str] = []
+    strategy = WeftModelParallelStrategy(plan="auto", **options)
+    strategy._log = said.append
+    trainer(world_size, strategy, tmp_path).fit(Staged(), loader())
+    [lines] = [text.splitlines() for text in said if "layout:" in text]
+    assert lines[1] == sentence and not any("sharded: " in line for line in lines)
 
 
 @on_ranks(2)

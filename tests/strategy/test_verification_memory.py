@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 import pytest
 from ops.memory.counting import counted
-from support.hugging_face import CONFIGS
 from torch import Tensor, nn
 
+from support.hugging_face import CONFIGS
 from support.models import Llama, LlamaArgs
 from support.ranks import on_ranks
 from weft.strategy.assignments import Assignments

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from weft.strategy.activation_checkpointing import repeated_blocks
 from weft.strategy.deferred import deferred_init, materialize
-from weft.strategy.local_tensor import local_parameters
+from weft.strategy.full_results import local_parameters
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 _SEQUENCES, _TOKENS = 4, 16  # of the random batch for a language model

@@ -8,6 +8,13 @@ the parameters (shard_fully, by FSDP2).
 from weft.strategy.data_parallel.clipping import clip_gradients_by_norm
 from weft.strategy.data_parallel.fully_sharded import shard_fully
 from weft.strategy.data_parallel.reducer import GradientReducer
-from weft.strategy.data_parallel.sharded_states import ShardedStates, sharded_states_of
+from weft.strategy.data_parallel.sharded_states import ShardedStates, sharded_states_of, steps_elements_alone
 
-__all__ = ["GradientReducer", "ShardedStates", "clip_gradients_by_norm", "shard_fully", "sharded_states_of"]
+__all__ = [
+    "GradientReducer",
+    "ShardedStates",
+    "clip_gradients_by_norm",
+    "shard_fully",
+    "sharded_states_of",
+    "steps_elements_alone",
+]

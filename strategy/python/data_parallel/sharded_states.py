@@ -21,6 +21,11 @@ _GATHER_BYTES = 25 << 20
 _known: weakref.WeakKeyDictionary[Optimizer, ShardedStates] = weakref.WeakKeyDictionary()
 
 
+def steps_elements_alone(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is known to step each element by that element's gradients alone."""
+    return type(optimizer) in _CLASSES
+
+
 def sharded_states_of(optimizer: Optimizer) -> ShardedStates | None:
     """What shards an optimizer's states; None where nothing does."""
     return _known.get(optimizer)
@@ -40,7 +45,7 @@ class ShardedStates:
         Raises:
             ValueError: an optimizer that is not known to step each element alone.
         """
-        if type(optimizer) not in _CLASSES:
+        if not steps_elements_alone(optimizer):
             names = ", ".join(cls.__name__ for cls in _CLASSES)
             raise ValueError(
                 f"zero_stage=1: {type(optimizer).__name__} is not known to step each element of a parameter alone, as "

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import types
 import zlib
 from collections.abc import Callable, Mapping
@@ -27,6 +28,7 @@ from weft.strategy.shell import buffer_copies, shell_of
 from weft.strategy.state import original_class
 
 _MAX_DRAWN = 1 << 16  # elements of a parameter drawn one by one; a larger parameter repeats one row
+_PERIOD = 65_521  # elements after which draws repeat: a prime, so that no two heads or rows are equal
 _CONVOLUTIONS = {
     cls.forward: cls
     for cls in (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -102,9 +104,12 @@ class _CutEmbedding(nn.Embedding):
 
 
 def drawn(shape: Any, *seed: int, scale: float = 1.0) -> Tensor:
-    """Return normal float64 values determined by the seed."""
+    """Return normal float64 values determined by the seed; a large tensor repeats its first values."""
     number = functools.reduce(lambda a, b: (a * 1_000_003 + b) % (1 << 62), seed, 12345)
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(number)).mul_(scale)
+    size = math.prod(shape)
+    generator = torch.Generator().manual_seed(number)
+    values = torch.randn(min(size, _PERIOD), dtype=torch.float64, generator=generator).mul_(scale)
+    return (values if size <= _PERIOD else values.repeat(-(-size // _PERIOD))[:size]).view(shape)
 
 
 def stand_in(parameter: Tensor, seed: int, force: bool = False) -> Tensor:
