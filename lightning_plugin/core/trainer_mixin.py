@@ -6,25 +6,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
-from weft._plugin import checkpoint as checkpoints
-from weft._plugin.consolidate import DIRECTORY_NOTE
 from weft._plugin.in_backward import refuse_with_optimizer_in_backward
 from weft._plugin.loaders_mixin import TrainerLoadersMixin
-from weft._plugin.optimizer_state import full_state, join_groups, named_state
 from weft._plugin.parameter_code import CALL_GRADIENT_HOOKS, computing_with_parameters, run_step
 from weft._plugin.process_guard import guard
 from weft._plugin.repoint import Replacements, parameters_of
 from weft._plugin.settings import PlanSettings
-from weft._plugin.staged_module import without_steps_state
 from weft._plugin.strategy_mixin import StrategyMixin
+from weft._plugin.trainer_checkpoints import TrainerCheckpointsMixin
 from weft._plugin.trainer_pipeline import STEPS, TrainerPipelineMixin
 
 # The Trainer enters the context without a word there, and init_module says what its caller wants.
@@ -46,7 +41,7 @@ def _refuse_averaged_copies(trainer: Any) -> None:
             )
 
 
-class TrainerMixin(TrainerPipelineMixin, TrainerLoadersMixin, StrategyMixin):
+class TrainerMixin(TrainerCheckpointsMixin, TrainerPipelineMixin, TrainerLoadersMixin, StrategyMixin):
     """Tensor parallelism by plan, and sharded or replicated data parallelism, for the Trainer.
 
     A drop-in for Lightning's ModelParallelStrategy.
@@ -370,48 +365,3 @@ class TrainerMixin(TrainerPipelineMixin, TrainerLoadersMixin, StrategyMixin):
         if group is None and self.data_group.size() == 1:
             return tensor
         return super().reduce(tensor, group or self.data_group, reduce_op)
-
-    # ---- checkpoints ---------------------------------------------------------------------------------------
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """What this rank writes; what is beside a module in stages is the last stage's, where steps change it."""
-        state = super().lightning_module_state_dict()
-        if self._pipeline is None or self._pipeline.has_last_stage:
-            return state
-        if self._place.name == "":
-            return without_steps_state(self.lightning_module, state)
-        return {name: value for name, value in state.items() if name.startswith(f"{self._place.name}.")}
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state for `save_checkpoint`; collective."""
-        if self._plan is None:
-            return super().optimizer_state(optimizer)
-        inner = getattr(optimizer, "optimizer", optimizer)  # LightningOptimizer wraps the user's
-        if self._save_distributed_checkpoint:
-            state = named_state(self.model, inner)
-            if self._pipeline is not None:
-                join_groups(state, self.pipeline_group)
-            return state
-        return full_state(inner, keep=self.is_global_zero)
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a checkpoint as `save_distributed_checkpoint` says; collective."""
-        if self._plan is None or not self._save_distributed_checkpoint or storage_options is not None:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-            return
-        stages = None if self._pipeline is None else self.pipeline_group
-        path = Path(self.broadcast(filepath))
-        checkpoints.save_directory(checkpoint, path, self.is_global_zero, self.barrier, stages)
-        self._log_once(DIRECTORY_NOTE)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a directory or a file, saved at any number of ranks, into the live model and optimizers; collective."""
-        if self._plan is None:
-            return super().load_checkpoint(checkpoint_path, **checkpoints.if_given(weights_only=weights_only))
-        path = Path(self.broadcast(checkpoint_path))
-        load = checkpoints.load_directory if checkpoints.is_directory(path) else checkpoints.load_file
-        # In a test after a fit there are optimizers still, of the fit, perhaps of another model.
-        optimizers = self.optimizers if self._is_fitting else []
-        with torch.no_grad():
-            strict = self.lightning_module.strict_loading
-            return load(path, self.model, optimizers, strict, weights_only, self._whole_model)
