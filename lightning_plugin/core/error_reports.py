@@ -73,7 +73,7 @@ class ErrorReports:
         """
         with contextlib.ExitStack() as turn:
             has_turn = False
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # without a turn the traceback is printed
                 key = f"{_stderr_identity()} {_signature(kind, error, trace)}"
                 turn.enter_context(self._turn())
                 has_turn = True
@@ -118,7 +118,7 @@ def shared_under_torchrun(local_rank: int, node_rank: int) -> ErrorReports | Non
     Workers do not start one another, so the one with local_rank 0 makes the log and passes its path through the job's
     store.
     """
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception):  # sharing a log is optional: a failure must not end the run
         store = dist.group.WORLD.get_group_store()
         key = f"weft/error_reports/{node_rank}"
         if local_rank != 0:

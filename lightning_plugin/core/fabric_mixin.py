@@ -233,7 +233,7 @@ class FabricMixin(FabricPipelineMixin, FabricLoadersMixin, StrategyMixin):
         """Backward; after the first one replicated parameters must have got equal gradients on all ranks."""
         if isinstance(tensor, DTensor):
             raise ValueError(
-                f"fabric.backward got a DTensor with the placements {tensor.placements}, and takes a plain loss; "
+                f"fabric.backward got a DTensor with the placements {tensor.placements} and expects a plain tensor; "
                 "compute with parameters inside weft.strategy.local_parameters()."
             )
         super().backward(tensor, module, *args, **kwargs)

@@ -36,7 +36,7 @@ class StartSummaryMixin:
             return summary(module)
         if self.data_axes.size > 1:
             return replicated(module)
-        return ["each rank has the layers of its own stages, of which nothing is sharded."]
+        return ["each rank has the layers of its own stages, which are not sharded."]
 
     def _memory_of_ranks(self, module: torch.nn.Module) -> list[str]:
         """Return lines on the bytes of parameters on each rank, and of gradients and Adam's states; collective."""

@@ -245,7 +245,7 @@ class StrategyMixin(StartSummaryMixin):
             self._log(f"weft has {name} use its fused kernels, without temporaries; fused_optimizers=False keeps it.")
 
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """As the stock one; an optimizer that looks at several elements at once sees those of all ranks."""
+        """As the stock one; an optimizer that combines several elements computes with those of all ranks."""
         from weft.strategy import local_parameters
         from weft.strategy.data_parallel import steps_elements_alone
 

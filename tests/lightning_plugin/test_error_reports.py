@@ -71,7 +71,7 @@ def _fails_alike() -> None:
 
 
 class _Object:
-    pass
+    """Its repr has an address."""
 
 
 # What each rank raises, given its number -> how many tracebacks there are.

@@ -32,7 +32,7 @@ def launch(function: Callable[[Any], Any], argument: Any, num_ranks: int, timeou
     """
     try:
         sent = pickle.dumps((function, argument))
-    except Exception as error:
+    except Exception as error:  # __reduce__ of a user's object may raise anything
         raise ValueError(
             f"compare: the arguments cannot be sent to the ranks, which are new processes ({error}); pass a module, "
             "batch and loss_fn that can be pickled: functions at the top level of a file, or the "
@@ -82,7 +82,7 @@ def _run_rank(rank: int, folder: str, num_ranks: int, sent: bytes, timeout: floa
     os.dup2(2, 1)  # the parent's stdout is for the result
     try:
         answer = ("done", _called(rank, folder, num_ranks, sent, timeout), time.monotonic())
-    except Exception as error:
+    except Exception as error:  # sent to the parent, which raises it
         answer = (*told(rank, error), time.monotonic())
     Path(folder, f"{rank}.part").write_bytes(pickle.dumps(answer))
     os.replace(Path(folder, f"{rank}.part"), Path(folder, str(rank)))
@@ -102,7 +102,7 @@ def _called(rank: int, folder: str, num_ranks: int, sent: bytes, timeout: float)
 
     try:
         function, argument = pickle.loads(sent)
-    except Exception as error:
+    except Exception as error:  # importing a user's module may raise anything
         raise ValueError(
             f"compare: the ranks, which are new processes, cannot load the arguments ({error}); define the module, "
             "batch and loss_fn in a file that can be imported, or pass the 'package.module:name' of each."

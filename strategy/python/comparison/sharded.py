@@ -50,7 +50,7 @@ class JobMesh:
     def abort(self) -> None:
         """Abort the collectives of the mesh, if the backend can: the ranks in them raise."""
         for group in {self.data_group, *self.mesh.get_all_groups()}:
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(RuntimeError):  # raised by backends without abort
                 group.abort()
 
 

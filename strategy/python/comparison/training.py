@@ -175,7 +175,7 @@ class _Comparing:
                 loss = self._loss_fn(self._ours.model, self._shares[self._share])
             is_forward = False
             self._ours.backward(loss)
-        except Exception as raised:
+        except Exception as raised:  # an error of the sharded model is a result
             # A ShardedModuleError describes the shards; the error of the user's code is more specific here.
             error = raised.__cause__ if isinstance(raised, ShardedModuleError) and raised.__cause__ else raised
             place = running[-1] if running and is_forward else ""

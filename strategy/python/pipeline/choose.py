@@ -108,7 +108,7 @@ def _measured(
         return _by_parameters(model, names), _PARAMETERS, names
     try:
         called = _by_operations(model, names, forward)
-    except Exception as error:
+    except Exception as error:  # the model's code may raise anything on fake tensors
         reason = str(error).partition("\n")[0].rstrip(".")
         if may_fail:
             measure = f"{_PARAMETERS} (operations were not counted: {reason})"
