@@ -1,4 +1,4 @@
-"""Which module is cut, and what its cuts are called, by names with or without a prefix, and without pipeline_module."""
+"""Finds the module to cut and the names of its cuts, with and without a prefix or pipeline_module."""
 
 from __future__ import annotations
 

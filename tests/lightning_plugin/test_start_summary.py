@@ -1,4 +1,4 @@
-"""What a strategy says at the start: nothing sharded on one device, and what every rank holds in full."""
+"""The lines that a strategy logs at the start: nothing sharded on one device, and the replicated parameters."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def test_a_model_that_agrees(rank: int, world_size: int) -> None:
     assert rows["layers.1.attention.wq.weight"].axes == (("tensor_parallel", 0),)
     assert [row.largest for row in found.parameters] == sorted((row.largest for row in rows.values()), reverse=True)
     assert all(row.gradient is not None and row.weight is not None for row in found.parameters)
-    for name, parameter in model.named_parameters():  # the user's own stays as it is
+    for name, parameter in model.named_parameters():  # the user's model is unchanged
         assert type(parameter) is nn.Parameter and torch.equal(parameter, before[name])
     assert torch.equal(torch.get_rng_state(), state) and torch.get_default_dtype() == torch.float32
 
@@ -124,7 +124,7 @@ def test_a_forward_that_uses_the_shards_width_is_named(world_size: int) -> None:
 
 @on_ranks(2)
 def test_a_parameter_between_shards_is_named(world_size: int) -> None:
-    """The forward is right; each rank has a part of one gradient."""
+    """The forward is correct; each rank has a partial sum of one gradient."""
     found = stacks("parameter", steps=1)
     assert found.losses[0].difference < 1e-13 and not found.agrees
     assert found.parameters[0].parameter == "blocks.1.scale" and found.parameters[1].largest < 1e-9
@@ -154,7 +154,7 @@ def test_random_draws_are_told_apart(world_size: int) -> None:
     assert found.to_dict()["in_eval_mode"]["agrees"]
     assert stacks("dropout", mode="eval").agrees
 
-    class Dropping(Stack):  # what all ranks hold is dropped alike
+    class Dropping(Stack):  # dropout of a full tensor is the same on all ranks
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(F.dropout(x, 0.5, self.training))
 
