@@ -2,9 +2,9 @@
 
     python benchmarks/verification.py [--layers 2 32] [--dim 256] [--tp 2 8] [--samples 5] [--json] [--check]
 
-Start-up is what a user waits for: a process that imports torch, Lightning and weft, builds the model and assigns the
-plan. Verified and unverified (`verify="never"`) processes are started in turn; `verification` is the time that the
-assignment takes more, `share` its part of the unverified start. --check fails when a share is over 2 %.
+The start of a process includes importing torch, Lightning and weft, building the model and assigning the plan. Verified
+and unverified (`verify="never"`) processes start in turn; `verification` is the additional time of the assignment,
+`share` its ratio to the unverified start. --check fails if a share of a model of 32 or more layers is over 2 %.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_SHARE = 0.02  # of the start of a model of 32 layers
 
 
 def start(layers: int, dim: int, tp: int, verify: str) -> None:
-    """One process's start; prints the seconds of its assignment and of all of it."""
+    """Start in this process; print the seconds of the assignment and of the entire start."""
     begin = time.perf_counter()
     import lightning  # noqa: F401
     import torch

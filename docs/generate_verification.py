@@ -2,8 +2,8 @@
 
     make docs
 
-What stands outside of the page's two markers is written by hand. tests/strategy/test_architectures.py compares all
-columns of the page but the last with a run of its own.
+The text outside the page's two markers is written by hand. tests/strategy/test_architectures.py runs the architectures
+itself and compares all columns of the page but the last.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from strategy.architecture_runs import Run, all_runs
 from support.architectures import ARCHITECTURES
 
 PAGE = Path(__file__).with_name("verification.md")
-BEGIN = "<!-- Written by docs/generate_verification.py (`make docs`) from what 2 ranks compute. -->"
-END = "<!-- End of what is written. -->"
+BEGIN = "<!-- Written by docs/generate_verification.py (`make docs`) from a run on 2 ranks. -->"
+END = "<!-- End of the generated table. -->"
 COLUMNS = (
     "architecture",
     "kind",
@@ -44,7 +44,7 @@ def _difference(run: Run) -> str:
 
 
 def table(cells: Iterable[tuple[str, ...]]) -> str:
-    """The generated part of the page."""
+    """Return the generated part of the page."""
     lines = [COLUMNS, ("---",) * len(COLUMNS), *cells]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -58,7 +58,7 @@ def written_rows(text: str) -> list[tuple[str, ...]]:
 
 
 def page(text: str, runs: Iterable[Run]) -> str:
-    """The page with what is between its markers written again."""
+    """Return the page with a new table between its markers."""
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)
     return f"{before}{BEGIN}\n\n{table(rows(runs))}\n\n{END}{after}"

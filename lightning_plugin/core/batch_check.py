@@ -65,7 +65,7 @@ class BatchCheck:
 
     @property
     def is_on(self) -> bool:
-        """Whether any batch is compared."""
+        """Return whether any batch is compared."""
         return self._num_first > 0 or self._every > 0
 
     def restart(self) -> None:
@@ -74,7 +74,7 @@ class BatchCheck:
         self._epoch_begins = False
 
     def begin_epoch(self) -> None:
-        """Compare the next batch: a sampler may have drawn its order from generators that ranks have used unevenly."""
+        """Compare the next batch: a sampler may draw its order from generators whose states differ between ranks."""
         self._epoch_begins = self.is_on
 
     def check(

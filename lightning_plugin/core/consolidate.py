@@ -1,4 +1,4 @@
-"""Makes one checkpoint file of a directory of shards, for what reads files alone: `LitModel.load_from_checkpoint`."""
+"""Converts a directory of shards to one checkpoint file, which `LitModel.load_from_checkpoint` needs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from weft._plugin.checkpoint import METADATA_FILENAME, MODEL_KEYS, is_directory,
 
 DIRECTORY_NOTE = (
     "weft writes checkpoints as directories of shards, which trainer.fit(ckpt_path=...) reads; for "
-    "LightningModule.load_from_checkpoint, make a file of one by weft.lightning.consolidate_checkpoint(directory), or "
-    "pass save_distributed_checkpoint=False."
+    "LightningModule.load_from_checkpoint, convert it to a file with "
+    "weft.lightning.consolidate_checkpoint(directory), or pass save_distributed_checkpoint=False."
 )
 
 
@@ -26,19 +26,19 @@ def consolidate_checkpoint(
         model = LitModel.load_from_checkpoint(weft.lightning.consolidate_checkpoint("last.ckpt"))
 
     Not collective: call it in one process, in a script of several ranks under `if trainer.is_global_zero:`. It holds
-    the whole checkpoint in CPU memory.
+    the full checkpoint in CPU memory.
 
     Args:
-        directory: what `trainer.save_checkpoint` or a ModelCheckpoint has written, on any number of ranks.
-        file: where to write; None: "DIRECTORY.consolidated".
-        weights_only: as `torch.load` takes it, for the entries that are no tensors, such as hyperparameters.
+        directory: written by `trainer.save_checkpoint` or a ModelCheckpoint, on any number of ranks.
+        file: the path of the new file; None: "DIRECTORY.consolidated".
+        weights_only: as in `torch.load`, for entries that are not tensors, such as hyperparameters.
 
     Returns:
         The path of the file.
 
     Raises:
-        ValueError: `directory` is no Trainer's directory of shards.
-        FileExistsError: there is something at `file` already.
+        ValueError: `directory` is not a Trainer's directory of shards.
+        FileExistsError: `file` exists.
     """
     source = Path(directory)
     target = source.with_name(f"{source.name}.consolidated") if file is None else Path(file)
@@ -71,7 +71,7 @@ def consolidate_checkpoint(
 
 
 def _read_shards(directory: Path) -> dict[str, Any]:
-    """All that torch.distributed.checkpoint has written, nested as it was, with unsharded tensors on the CPU."""
+    """Return all entries of a torch.distributed.checkpoint, nested as saved, with unsharded tensors on the CPU."""
     metadata = dcp.FileSystemReader(directory).read_metadata()
     flat = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype) if hasattr(entry, "size") else None
@@ -89,7 +89,7 @@ def _read_shards(directory: Path) -> dict[str, Any]:
 
 
 def _with_lists(value: Any) -> Any:
-    """Nested dicts, with a list for each whose keys are numbers: those are positions, keys of dicts are texts."""
+    """Replace each nested dict with int keys by a list: int keys are positions, the keys of saved dicts are strings."""
     if not isinstance(value, dict):
         return value
     if value and all(isinstance(key, int) for key in value):

@@ -1,10 +1,10 @@
-"""Prints the traceback of an error that several ranks raise once, not once per rank.
+"""Prints the traceback of an error that several ranks raise only once, not once per rank.
 
 The ranks of a host that write to one stderr share a log of the errors that have been printed: an unnamed file, which
 one rank makes and the others open through /proc. A rank that fails locks the log (a *turn*), looks for its error, and
 prints either one line that names the rank with the same error, or the traceback, which it enters afterwards. The
-kernel unlocks the log of a rank that dies in its turn, and the next rank finds no entry and prints. A rank that gets
-no turn within TURN_SECONDS, that has no log, or whose stderr is another file prints its traceback as without a log.
+kernel releases the lock of a rank that dies in its turn; the next rank finds no entry and prints. A rank that gets no
+turn within TURN_SECONDS, that has no log, or whose stderr is another file prints its traceback.
 
 Errors are the same if their types, texts (apart from addresses), causes and frames are. Lightning's frames do not
 count: rank 0 goes through the launcher and the others do not.
@@ -30,7 +30,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-# Less than the guard's graces, after which a rank that waits for its turn would be killed with nothing printed.
+# Below the guard's grace periods, after which a rank that waits for its turn would be killed without printing.
 TURN_SECONDS = 1.0
 _POLL_SECONDS = 0.005
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+\b")
@@ -38,14 +38,14 @@ _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 
 class ErrorReports:
-    """One rank's access to the log of printed errors. See `create` and `open`."""
+    """One rank's access to the log of printed errors; made by `create` or `open`."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
 
     @classmethod
     def create(cls) -> ErrorReports | None:
-        """Make a log for the ranks of this host; None where the system offers no way to share one."""
+        """Make a log for the ranks of this host; None if the system cannot share one."""
         if fcntl is None or not hasattr(os, "memfd_create"):
             return None
         with contextlib.suppress(OSError):
@@ -54,7 +54,7 @@ class ErrorReports:
 
     @classmethod
     def open(cls, path: str) -> ErrorReports | None:
-        """Open the log that another process has as `path`; None if that is not possible (any more)."""
+        """Open the log that another process has as `path`; None if that fails, for example because it has ended."""
         with contextlib.suppress(OSError):
             return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC))
         return None
@@ -69,11 +69,11 @@ class ErrorReports:
     ) -> None:
         """Call `show`, which prints the traceback to stderr, unless another rank has printed the same one.
 
-        Nothing that fails in here but `show` itself keeps a traceback from being printed.
+        If anything but `show` fails here, the traceback is still printed.
         """
         with contextlib.ExitStack() as turn:
             has_turn = False
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # without a turn the traceback is printed
                 key = f"{_stderr_identity()} {_signature(kind, error, trace)}"
                 turn.enter_context(self._turn())
                 has_turn = True
@@ -84,7 +84,7 @@ class ErrorReports:
             show()
             if has_turn:
                 with contextlib.suppress(Exception):
-                    sys.stderr.flush()  # raises where the traceback cannot have arrived
+                    sys.stderr.flush()  # raises if the traceback could not be written
                     os.lseek(self._fd, 0, os.SEEK_END)
                     os.write(self._fd, f"{key} {_rank()}\n".encode())
 
@@ -94,9 +94,9 @@ class ErrorReports:
         deadline = time.monotonic() + TURN_SECONDS
         while True:
             try:
-                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not held by what this process has forked
+                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the processes that this one forks do not hold it
                 break
-            except (BlockingIOError, PermissionError):  # which of them, POSIX leaves open
+            except (BlockingIOError, PermissionError):  # POSIX allows either
                 if time.monotonic() >= deadline:
                     raise TimeoutError from None
                 time.sleep(_POLL_SECONDS)
@@ -106,7 +106,7 @@ class ErrorReports:
             fcntl.lockf(self._fd, fcntl.LOCK_UN)
 
     def _printed(self) -> dict[str, str]:
-        """The rank that printed each error."""
+        """Return the rank that printed each error."""
         lines = os.pread(self._fd, os.fstat(self._fd).st_size, 0).decode().splitlines()
         return {key: rank for key, _, rank in (line.rpartition(" ") for line in lines)}
 
@@ -115,9 +115,10 @@ class ErrorReports:
 def shared_under_torchrun(local_rank: int, node_rank: int) -> ErrorReports | None:
     """Return the log that the workers of one torchrun agent share; None if they cannot share one. Collective.
 
-    No worker has started the others, so the one with local_rank 0 makes the log and the job's store passes its path on.
+    Workers do not start one another, so the one with local_rank 0 makes the log and passes its path through the job's
+    store.
     """
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception):  # sharing a log is optional: a failure must not end the run
         store = dist.group.WORLD.get_group_store()
         key = f"weft/error_reports/{node_rank}"
         if local_rank != 0:
@@ -138,13 +139,13 @@ def _rank() -> int:
 
 
 def _stderr_identity() -> str:
-    """The file that stderr writes to: a rank may have one of its own, which must hold its own errors."""
+    """Return the file that stderr writes to: a rank may have a separate file, which must contain its errors."""
     status = os.fstat(sys.stderr.fileno())
     return f"{status.st_dev}:{status.st_ino}"
 
 
 def _signature(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> str:
-    """A hash that two ranks' errors share if one traceback tells all about both."""
+    """Return a hash that is equal for errors of two ranks whose tracebacks have the same content."""
     files = [file for file in map(_file_of, _LIGHTNING) if file is not None]
     left_out = (*(os.path.join(os.path.dirname(file), "") for file in files), _file_of("weft._plugin.launcher") or "?")
     parts: list[str] = []

@@ -46,7 +46,7 @@ class FabricMixin(FabricPipelineMixin, FabricLoadersMixin, StrategyMixin):
     Args:
         parallelize_fn: as in ModelParallelStrategy, and optional: `(model, device_mesh) -> model`, called before the
             plan is applied.
-        plan: a plan as `weft.parallelize` takes it, applied to the parameters that are not DTensors yet.
+        plan: as in `weft.parallelize`, applied to the parameters that are not DTensors yet.
         data_parallel_size, tensor_parallel_size, save_distributed_checkpoint, process_group_backend, timeout,
         check_batches, check_batches_every, fused_optimizers: as in the Trainer's strategy.
         empty_init: with a plan, what `fabric.init_module(empty_init=True)` builds gets its values in `fabric.setup`,
@@ -55,7 +55,7 @@ class FabricMixin(FabricPipelineMixin, FabricLoadersMixin, StrategyMixin):
         activation_checkpointing, activation_offload, data_replicate_size, zero_stage, layout, sequence_parallel: as in
             the Trainer's strategy. A layout may begin with the ranks of a pipeline, "pp2,dp2,tp2".
         pipeline_cuts: the names of the first module of each stage but the first, in the one model that is set up: it
-            is cut into the stages of a pipeline, and `pipeline_step` trains it. "auto": stages of equal work, see
+            is cut into pipeline stages, and `pipeline_step` trains it. "auto": chosen to balance the stages, see
             `weft.strategy.pipeline.AutoCuts`.
         pipeline_parallel_size: ranks of a pipeline, of which as many cuts make one stage each, or several.
         pipeline_schedule: "1f1b", "gpipe", "zero_bubble", "interleaved", "looped_bfs", "naive", or a
@@ -233,7 +233,7 @@ class FabricMixin(FabricPipelineMixin, FabricLoadersMixin, StrategyMixin):
         """Backward; after the first one replicated parameters must have got equal gradients on all ranks."""
         if isinstance(tensor, DTensor):
             raise ValueError(
-                f"fabric.backward got a DTensor with the placements {tensor.placements}, and takes a plain loss; "
+                f"fabric.backward got a DTensor with the placements {tensor.placements} and expects a plain tensor; "
                 "compute with parameters inside weft.strategy.local_parameters()."
             )
         super().backward(tensor, module, *args, **kwargs)

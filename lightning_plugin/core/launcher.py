@@ -43,7 +43,7 @@ class GuardedLauncherMixin:
 
 
 def _take_out_variables() -> None:
-    """What children of the launcher read is not for other processes."""
+    """Remove the environment variables for the launcher's children, so that other processes do not read them."""
     for variable in (LAUNCHER_PID_VARIABLE, ERROR_REPORTS_VARIABLE):
         os.environ.pop(variable, None)
 

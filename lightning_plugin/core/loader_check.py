@@ -1,4 +1,4 @@
-"""Compares how many batches the ranks' data loaders have.
+"""Compares the numbers of batches of the ranks' data loaders.
 
 A rank whose loader ends early leaves the other ranks of its group waiting in the next collective.
 """
@@ -16,7 +16,7 @@ UNKNOWN = -1  # a length
 
 
 class Reading(NamedTuple):
-    """The numbers of one rank, and its coordinates: equal data ranks see the same batches."""
+    """The numbers of one rank and its coordinates; ranks with equal data ranks get the same batches."""
 
     rank: int
     data_rank: int
@@ -28,12 +28,13 @@ def loader_length(loader: Any) -> int:
     """Return the number of batches, or UNKNOWN."""
     try:
         return len(loader)
+    # len() raises TypeError for an iterable data set without __len__; a user's __len__ may be left abstract.
     except (TypeError, NotImplementedError):
         return UNKNOWN
 
 
 def has_reliable_length(loader: Any) -> bool:
-    """Return whether a loader has a length that its data set cannot contradict: an iterable one may end anywhere."""
+    """Return whether a loader's length is reliable: that of an iterable data set may be wrong."""
     return loader_length(loader) != UNKNOWN and not isinstance(getattr(loader, "dataset", None), IterableDataset)
 
 
@@ -61,11 +62,11 @@ def refuse_differences(
     """Raise ValueError if ranks that run every batch together differ in the `key` of their numbers.
 
     Args:
-        readings: those of all ranks that call this, in one order, so that all raise or none does.
-        data_ranks_exchange: what data-parallel ranks exchange in every batch; None: they may differ.
-        describe: what a rank's loader does, such as "has 5 batches".
+        readings: of all ranks that call this, in one order, so that either all ranks raise or none.
+        data_ranks_exchange: the tensors that data-parallel ranks exchange in every batch; None: they may differ.
+        describe: returns the state of a rank's loader, such as "has 5 batches".
         loader: the subject of the error, such as "the training loader".
-        advice: what to do apart from giving loaders of one length.
+        advice: the remedy in the error.
     """
     reasons = [
         (lambda r: (r.data_rank, r.stage), "the ranks of a tensor-parallel group must get the same batches"),
@@ -95,23 +96,23 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def describe_length(numbers: tuple[int, ...]) -> str:
-    """Return what a loader has; the length is the first of its numbers."""
+    """Return a text on a loader's length, the first of its numbers."""
     length = numbers[0]
     return "has no length" if length == UNKNOWN else f"has {length} batch{'es' * (length != 1)}"
 
 
 def describe_next(numbers: tuple[int, ...]) -> str:
-    """Return whether a loader has gone on; the first number is 1 if so."""
+    """Return a text on whether a loader has another batch; the first number is 1 if so."""
     return "has another batch" if numbers[0] else "has ended"
 
 
 class LockstepLoader:
-    """A loader whose ranks ask one another before each batch whether all have one; otherwise as the loader itself.
+    """A loader whose ranks agree before each batch that all have one; otherwise it acts as the wrapped loader.
 
     Args:
-        loader: its attributes are those of this object, for reading and writing.
-        begin: called at the start of each iteration. Returns a collective function that is told whether this rank
-            has another batch and raises if ranks differ; or None: this iteration needs no such call.
+        loader: reading or setting an attribute of this object reads or sets that of `loader`.
+        begin: called at the start of each iteration. Returns a collective function that takes whether this rank has
+            another batch and raises if ranks differ; or None: this iteration needs no comparison.
     """
 
     __slots__ = ("_weft_begin", "_weft_loader")
@@ -121,11 +122,11 @@ class LockstepLoader:
         object.__setattr__(self, "_weft_begin", begin)
 
     @property
-    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]  # which Fabric's own wrapper copies
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]  # Fabric's own wrapper copies it
         return vars(self._weft_loader)
 
     def __getattr__(self, name: str) -> Any:
-        if name in LockstepLoader.__slots__:  # not set yet
+        if name in LockstepLoader.__slots__:  # before __init__ sets it
             raise AttributeError(name)
         return getattr(self._weft_loader, name)
 
@@ -142,7 +143,7 @@ class LockstepLoader:
 
 
 class _StatefulLockstepLoader(LockstepLoader):
-    """Lightning looks for these two on the class."""
+    """Has the methods of stateful loaders, which Lightning looks up on the class."""
 
     __slots__ = ()
 
@@ -154,13 +155,13 @@ class _StatefulLockstepLoader(LockstepLoader):
 
 
 def in_lockstep(loader: Any, begin: Callable[[], Callable[[bool], None] | None]) -> LockstepLoader:
-    """Return the loader as a LockstepLoader, with a state if it has one."""
+    """Return the loader as a LockstepLoader, which is stateful if the loader is."""
     is_stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
     return (_StatefulLockstepLoader if is_stateful else LockstepLoader)(loader, begin)
 
 
 def without_lockstep(loader: Any) -> Any:
-    """Return the loader itself, where an earlier run has wrapped it."""
+    """Return the loader that an earlier run has wrapped, or the loader itself."""
     return loader._weft_loader if isinstance(loader, LockstepLoader) else loader
 
 

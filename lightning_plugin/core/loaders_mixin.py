@@ -1,10 +1,10 @@
-"""What the strategies do with data loaders: keep their order, and have the ranks' lengths agree.
+"""Sets up data loaders: keeps their order and compares their lengths between ranks.
 
-Ranks with equal data ranks, those of a tensor-parallel group and the stages of a pipeline, see the same batches. Data
-ranks see different ones, and need equally many only where they exchange something in every batch.
+The ranks of a tensor-parallel group and the stages of a pipeline have equal data ranks and get the same batches. Ranks
+with different data ranks get different batches, and need the same number only if they exchange tensors in every batch.
 
-Lengths are compared once, when a loader is set up. Only loaders whose lengths are unknown there, or cannot be relied
-on, are asked before each batch (`LockstepLoader`).
+Lengths are compared once, when a loader is set up. Loaders whose lengths are unknown or unreliable then are compared
+before each batch (`LockstepLoader`).
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _NO_LIMIT = 2**62
 
 
 class LoadersMixin:
-    """The parts that the Trainer and Fabric share."""
+    """The methods that the Trainer and Fabric share."""
 
     @property
     def _compares_loaders(self) -> bool:
         return self._batch_check.is_on and self.device_mesh.size() > 1
 
     def _read(self, *numbers: int, of_all_ranks: bool) -> list[Reading]:
-        """Gather numbers from all ranks, or from those that see this rank's batches."""
+        """Gather numbers from all ranks, or from those that get this rank's batches."""
         has_stages = self._pipeline_settings is not None
         mine = Reading(
             dist.get_rank(), self.data_axes.rank, self.pipeline_group.rank() if has_stages else 0, tuple(numbers)
@@ -50,21 +50,21 @@ class LoadersMixin:
         return gather(mine, [dist.group.WORLD] if of_all_ranks else same_data, self.root_device)
 
     def _agree_on_next(self, loader: str, advice: str, data_ranks_exchange: str | None, has_batch: bool) -> None:
-        """Raise ValueError on all ranks alike if some have another batch and others have none; collective."""
+        """Raise ValueError on all ranks if some have another batch and others do not; collective."""
         readings = self._read(int(has_batch), of_all_ranks=data_ranks_exchange is not None)
         refuse_differences(readings, data_ranks_exchange, describe_next, loader, advice)
 
 
 class FabricLoadersMixin(LoadersMixin):
-    """Loaders of `fabric.setup_dataloaders`, whose loops are the user's."""
+    """Sets up the loaders of `fabric.setup_dataloaders`; the user's code loops over them."""
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:
-        """See StrategyMixin; None with one data replica, for Fabric then leaves the loader's sampler as it is."""
+        """See StrategyMixin; None with one data replica, so that Fabric keeps the loader's sampler."""
         return None if self.data_axes.size == 1 else super().distributed_sampler_kwargs
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """See StrategyMixin; the loader's loops run in lockstep unless its length is known and equal; collective."""
+        """See StrategyMixin; collective. Loops run in lockstep unless the loader's lengths are known and equal."""
         dataloader = super().process_dataloader(without_lockstep(dataloader))
         if not self._compares_loaders:
             return dataloader
@@ -79,25 +79,25 @@ class FabricLoadersMixin(LoadersMixin):
         known = {r.numbers for r in lengths if is_sharded or r.data_rank == self.data_axes.rank}
         if len(known) == 1 and known != {(UNKNOWN,)}:
             return None
-        advice = "give them loaders of one length, or leave the loop after as many batches on each"
+        advice = "give them loaders of one length, or leave the loop after the same number of batches on each"
         return partial(self._agree_on_next, "a data loader", advice, exchanged)
 
 
 class TrainerLoadersMixin(LoadersMixin):
-    """Loaders of the Trainer's loops."""
+    """Sets up the loaders of the Trainer's loops."""
 
     _training_lengths_differ = False
     _has_said_order = False
 
     def _prepare_for_loaders(self, trainer: Any) -> None:
-        """Before the Trainer sets up its loaders."""
+        """Prepare for the loaders of a run, before the Trainer sets them up."""
         self._training_lengths_differ = False
         if self.data_axes.size == 1:
-            # Every rank gets all the data. The sampler that Lightning would put in place shuffles any training data.
+            # Every rank gets all the data. Lightning's distributed sampler would shuffle any training data.
             trainer._accelerator_connector.use_distributed_sampler = False
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """See StrategyMixin; raises ValueError on all ranks alike if lengths differ; collective."""
+        """See StrategyMixin; collective. Raises ValueError on all ranks if lengths differ."""
         dataloader = super().process_dataloader(without_lockstep(dataloader))
         trainer = self.lightning_module.trainer
         if trainer.training:
@@ -112,7 +112,7 @@ class TrainerLoadersMixin(LoadersMixin):
         loader, advice = f"the {stage} loader", _advice(limit_name)
 
         def same(numbers: tuple[int, ...]) -> Any:
-            # How many batches of training are run depends on all its loaders, and on max_steps.
+            # The number of training batches depends on all training loaders and on max_steps.
             return numbers[1] if stage != "training" else (numbers[0] == UNKNOWN, numbers[0] == 0)
 
         refuse_differences(readings, exchanged, describe_length, loader, advice, same)
@@ -130,11 +130,11 @@ class TrainerLoadersMixin(LoadersMixin):
     def _agree_on_batch(self, stage: str, loader: str, advice: str, has_batch: bool) -> None:
         exchanged = self._exchanged_by_data_ranks(stage)
         if stage == "training" and not isinstance(self.lightning_module.trainer.train_dataloader, LockstepLoader):
-            exchanged = None  # one of several loaders, which may start again while another goes on
+            exchanged = None  # one of several loaders, which may restart while another continues
         self._agree_on_next(loader, advice, exchanged, has_batch)
 
     def _begin_training_step(self) -> None:
-        """Have what an epoch's first step shows compared; later steps send nothing."""
+        """Start the comparisons of an epoch's first step; later steps do not communicate."""
         if self.lightning_module.trainer.fit_loop.batch_idx == 0:
             for check in (self._batch_check, self._stages_batch_check):
                 check.begin_epoch()
@@ -142,7 +142,7 @@ class TrainerLoadersMixin(LoadersMixin):
             self._compare_training_lengths()
 
     def _compare_training_lengths(self) -> None:
-        """Refuse lengths with which some ranks end an epoch before others and before max_steps."""
+        """Raise ValueError if some ranks end an epoch before others and before max_steps."""
         self._training_lengths_differ = False
         trainer = self.lightning_module.trainer
         end = _batches_before_max_steps(trainer)
@@ -167,14 +167,14 @@ class TrainerLoadersMixin(LoadersMixin):
         if isinstance(sampler, DistributedSampler) and sampler.shuffle and not self._has_said_order:
             self._has_said_order = True
             self._log(
-                f"weft: a distributed sampler deals the training data to {self.data_axes.size} data-parallel ranks and "
-                "shuffles them, as Lightning has it even for loaders with shuffle=False; to keep an order, give the "
-                "loader a sampler that deals them itself, and pass Trainer(use_distributed_sampler=False)."
+                f"weft: a distributed sampler splits the training data over {self.data_axes.size} data-parallel ranks "
+                "and shuffles it, which Lightning does even for loaders with shuffle=False; to keep an order, give the "
+                "loader a sampler that splits the data itself, and pass Trainer(use_distributed_sampler=False)."
             )
 
 
 def _stage_of(trainer: Any) -> tuple[str, str]:
-    """Return the name of the loop whose loaders are set up, and of the Trainer's argument that limits it."""
+    """Return the name of the current loop, and the Trainer's argument that limits its batches."""
     if trainer.training:
         return "training", "limit_train_batches"
     if trainer.testing:
@@ -185,7 +185,7 @@ def _stage_of(trainer: Any) -> tuple[str, str]:
 
 
 def _limited(length: int, limit: float) -> int:
-    """Return how many batches of a loader are run under a limit, a number of batches or a part of them."""
+    """Return the number of batches of a loader that run under a limit: a number of batches (int) or a share (float)."""
     if isinstance(limit, int):
         return limit if length == UNKNOWN else min(length, limit)
     return UNKNOWN if length == UNKNOWN else int(length * limit)
@@ -196,7 +196,7 @@ def _advice(limit_name: str) -> str:
 
 
 def _batches_before_max_steps(trainer: Any) -> int | None:
-    """Return after how many batches of this epoch max_steps ends the run; None: manual optimization decides it."""
+    """Return the batches of this epoch after which max_steps ends the run; None: unknown with manual optimization."""
     if trainer.max_steps == -1:
         return _NO_LIMIT
     if not trainer.lightning_module.automatic_optimization:

@@ -14,16 +14,17 @@ from weft._plugin.strategy_mixin import StrategyMixin
 
 
 class MemoryMixin:
-    """The peak memory of each rank by what it is for, as `weft.memory` counts it.
+    """Logs the peak memory of each rank by category, as `weft.memory` counts it.
 
-    Bytes since the count began or `weft.memory.reset_peak()`. Logged are the maxima over the ranks: "memory/total" and
-    one for each category, such as "memory/gradients"; on CUDA devices "memory/allocated" and "memory/reserved", of
-    torch's caching allocator. All ranks talk once each time. The count begins with the run if it has not begun.
-    Parameters and buffers that it has not seen, such as those of a model built in `__init__`, are added to "parameters"
-    by their sizes; other tensors made before are counted with WEFT_MEMORY=1 alone.
+    In bytes, since the count began or since `weft.memory.reset_peak()`. It logs the maxima over the ranks:
+    "memory/total" and one for each category, such as "memory/gradients"; on CUDA devices "memory/allocated" and
+    "memory/reserved", of torch's caching allocator. Each time costs one collective. The run starts the count if it is
+    off. Parameters and buffers that the count has not seen, such as those of a model built in `__init__`, are added to
+    "parameters" by their sizes; other earlier tensors are counted only with WEFT_MEMORY=1.
 
     Args:
-        every_n_steps: how often, beside the end of the training; None: at the end of each epoch.
+        every_n_steps: the steps between two logs, beside the one at the end of training; None: at the end of each
+            epoch.
     """
 
     def __init__(self, every_n_steps: int | None = None) -> None:
@@ -54,7 +55,7 @@ class MemoryMixin:
         self._step, self._reported_step = num_steps(trainer, pl_module), -1
         if memory.is_tracking():
             self._uncounted_bytes = memory.tag_parameters(pl_module)
-            if not isinstance(trainer.strategy, StrategyMixin):  # weft's watch by themselves
+            if not isinstance(trainer.strategy, StrategyMixin):  # weft's strategies watch by themselves
                 self._watch = memory.watch(pl_module, *trainer.optimizers)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -95,7 +96,7 @@ class MemoryMixin:
 
 
 def _peaks_of_all(device: torch.device, uncounted_bytes: int) -> list[dict[str, int]]:
-    """By rank of the world; collective. `uncounted_bytes`: of this rank's parameters on the CPU."""
+    """Return the peaks by rank of the world; collective. `uncounted_bytes`: of this rank's parameters on the CPU."""
     if device.type == "cuda":
         peak = {"allocated": memory.peak(device), "reserved": memory.peak_reserved(device)}
         peak = {"total": peak["allocated"], **peak}

@@ -1,8 +1,8 @@
-"""Code of the user's that computes with parameters beside a forward: steps, and the hooks around gradients.
+"""Runs user code that computes with parameters outside of a forward: steps, and the hooks around gradients.
 
 On one device such code reads `self.parameters()` as plain tensors: a penalty on weights, a norm for the log. Here it
-runs inside `weft.strategy.local_parameters`, which gives it the same numbers. A model in stages has the parameters of
-a rank's own stages alone, so that a sum over all of them is refused.
+runs inside `weft.strategy.local_parameters`, which gives the same values. In a model in stages a rank has only the
+parameters of its own stages, so a sum over all of them raises ValueError.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 
 from torch import nn
 
-# Methods of a precision plugin: there are no others around on_after_backward and on_before_optimizer_step alone.
+# The methods of a precision plugin that call only on_after_backward and on_before_optimizer_step.
 CALL_GRADIENT_HOOKS = ("post_backward", "_after_closure")
 
 
 def run_step(step: Callable[..., Any], module: nn.Module | None, *args: Any, **kwargs: Any) -> Any:
-    """Run one of the module's steps; `module`: the one that asking for all parameters of is refused, if any."""
+    """Run one of the module's steps; `module`: the module whose `parameters()` raise inside, or None."""
     from weft.strategy import local_parameters
     from weft.strategy.sharded_errors import explained
     from weft.strategy.vocab_head import without_waiting
@@ -29,7 +29,7 @@ def run_step(step: Callable[..., Any], module: nn.Module | None, *args: Any, **k
 
 
 def computing_with_parameters(method: Callable[..., Any], module: nn.Module | None) -> Callable[..., Any]:
-    """Return a method that runs as the module's steps do; `module` as in `run_step`."""
+    """Return a method that runs in the same context as the module's steps; `module` as in `run_step`."""
     from weft.strategy import local_parameters
 
     @functools.wraps(method)
@@ -42,7 +42,7 @@ def computing_with_parameters(method: Callable[..., Any], module: nn.Module | No
 
 @contextlib.contextmanager
 def _refusing_all_parameters(module: nn.Module | None) -> Iterator[None]:
-    """Inside, `parameters()` of a module raises where layers of it are on other stages; not so in forwards.
+    """Inside, but not in forwards, `parameters()` of a module with layers on other stages raises.
 
     Raises:
         ValueError: from `parameters()` and `named_parameters()`.
@@ -60,7 +60,7 @@ def _refusing_all_parameters(module: nn.Module | None) -> Iterator[None]:
             return type(each).named_parameters(each, *args, **kwargs)
         raise ValueError(
             f"a step or a hook around gradients asked for the parameters of {repr(name) if name else 'the module'}, "
-            "and with pipeline_cuts a rank has those of its own stages alone; use the optimizer's weight_decay, the "
+            "and with pipeline_cuts a rank has only those of its own stages; use the optimizer's weight_decay, the "
             "Trainer's gradient_clip_val (which logs gradient_norm), or a layout without 'pp'."
         )
 
@@ -74,7 +74,7 @@ def _refusing_all_parameters(module: nn.Module | None) -> Iterator[None]:
 
 
 def _incomplete_modules(module: nn.Module) -> dict[str, nn.Module]:
-    """The layers of other stages, and the modules that they are part of, by name."""
+    """Return the layers of other stages, and the modules that contain them, by name."""
     from weft.strategy.absent import AbsentLayer
 
     modules = dict(module.named_modules())

@@ -62,7 +62,7 @@ class PipelineMixin:
         beside: Collection[str] = (),
         forward: Callable[[], Any] | None = None,
     ) -> None:
-        """Cut a module at names, or as "auto" chooses; `beside`, `forward`: see `Pipeline` and `agree_on_cuts`."""
+        """Cut a module at the named or chosen cuts; `beside`, `forward`: see `Pipeline` and `agree_on_cuts`."""
         from weft.strategy.pipeline import Pipeline
         from weft.strategy.pipeline.arguments import shares_of
         from weft.strategy.pipeline.auto_cuts import auto_of

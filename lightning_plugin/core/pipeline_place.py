@@ -1,4 +1,4 @@
-"""Which module of a LightningModule is cut into stages, and the cuts by the names that this module knows them by."""
+"""Finds the module of a LightningModule that is cut into stages, and the cuts by their names in this module."""
 
 from __future__ import annotations
 
@@ -13,32 +13,33 @@ from weft._plugin.in_backward import is_overridden
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """The name of the module that is cut, "" for the LightningModule itself, and its cuts; None: they are chosen."""
+    """The name of the module that is cut, "" for the LightningModule itself, and its cuts; None: weft chooses them."""
 
     name: str
     cuts: tuple[str, ...] | None
 
 
 def find_place(owner: str, module: Any, given: str | None, cuts: Sequence[str] | None, num_stages: int) -> Place:
-    """Return where to cut a LightningModule; changes nothing, and is the same on every rank.
+    """Return the module to cut and its cuts, the same on every rank; changes nothing.
 
-    Cuts are names in the module that is cut, or in the LightningModule. Without `given`, the module is the child with
-    a forward of its own that has all of them; or the LightningModule itself if no child has them, or if its own
-    forward can call layers that it holds before that child. To be chosen, cuts need a module with as many layers.
+    Cuts are names in the module that is cut, or in the LightningModule. Without `given`, the module is the child that
+    has a forward of its own and contains all cuts. It is the LightningModule itself if no child contains them, or if
+    its own forward can call layers that are registered before that child. If weft chooses the cuts, the module needs
+    at least `num_stages` layers.
 
     Args:
-        owner: the strategy, for errors.
+        owner: the name of the strategy, for errors.
         module: the LightningModule, built.
         given: `pipeline_module`; "": the LightningModule itself.
-        cuts: names, or None if they are to be chosen.
-        num_stages: how many stages are to be chosen.
+        cuts: names; None: weft chooses them.
+        num_stages: the number of stages, if weft chooses the cuts.
 
     Raises:
-        ValueError: no such module, no such cut, or several modules that have all cuts.
+        ValueError: an unknown module or cut, or several modules contain all cuts.
     """
     from weft.strategy.pipeline import find_staged
 
-    if given is None and (found := find_staged(module)) is not None:  # by an earlier run
+    if given is None and (found := find_staged(module)) is not None:  # an earlier run has cut it
         given = found[0]
     if given is None:
         given = _inferred(owner, module, cuts, num_stages)
@@ -52,8 +53,8 @@ def find_place(owner: str, module: Any, given: str | None, cuts: Sequence[str] |
         ) from None
     if given == "" and not _is_network(module):
         raise ValueError(
-            f"{owner} is to cut {type(module).__name__} itself, which has no forward of its own; write one that calls "
-            "its layers, and call self(...) in its steps."
+            f"{owner} is to cut {type(module).__name__} itself, which has no forward of its own; write a forward that "
+            "calls its layers, and call self(...) in its steps."
         )
     if cuts is None:
         return Place(given, None)
@@ -75,7 +76,7 @@ def _inferred(owner: str, module: Any, cuts: Sequence[str] | None, num_stages: i
         from weft.strategy.pipeline.choose import candidates
 
         holders = [name for name, child in children.items() if len(candidates(child)) >= max(num_stages, 1)]
-        if not holders and len(children) == 1:  # with too few layers, which the choice says
+        if not holders and len(children) == 1:  # with too few layers: `choose_cuts` raises the error
             holders = list(children)
         is_holder, has_prefix = _is_network(module), True
     if len(holders) == 1 and not is_holder:
@@ -94,11 +95,11 @@ def _why_not_inferred(owner: str, module: Any, cuts: Sequence[str] | None, holde
     shown = "pipeline_cuts='auto'" if cuts is None else f"pipeline_cuts={list(cuts)}"
     if holders:
         found = " and in ".join(f"{name} itself (pipeline_module='')" if each == "" else repr(each) for each in holders)
-        return f"{owner} got {shown}, which may be in {found}; say which as pipeline_module."
+        return f"{owner} got {shown}, which may be in {found}; pass one of these as pipeline_module."
     if not cuts:
         return (
             f"{owner} got {shown}, and no module of {name} has a forward of its own and as many layers with parameters "
-            "as there are to be stages; name the module that is cut as pipeline_module, or use fewer stages."
+            "as stages; pass the name of the module to cut as pipeline_module, or use fewer stages."
         )
     inside = {cut for child_name, child in module.named_children() for cut in cuts if cut in _names(child)}
     unknown = next((cut for cut in cuts if cut not in _names(module) and cut not in inside), None)
@@ -106,12 +107,12 @@ def _why_not_inferred(owner: str, module: Any, cuts: Sequence[str] | None, holde
         return f"{owner} got {shown}, and {name} has no module {unknown!r}; {nearest_text(unknown, _names(module))}."
     return (
         f"{owner} got {shown}, and neither {name}, by a forward of its own, nor one of its modules calls all of these; "
-        "name the module that is cut as pipeline_module."
+        "pass the name of the module to cut as pipeline_module."
     )
 
 
 def _relative(name: str, cut: str, names: Collection[str]) -> str:
-    """A cut without the prefix `name`, unless the module of that name, which has these `names`, knows it with it."""
+    """Return a cut without the prefix `name`, unless `names`, those inside that module, contain it with the prefix."""
     return cut if cut in names or not name else cut.removeprefix(f"{name}.")
 
 
@@ -128,14 +129,14 @@ def _is_network(module: Any) -> bool:
 
 
 def _callable_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The children with parameters and a forward of their own, which lists and dicts of modules do not have."""
+    """Yield the children with parameters and a forward of their own, which lists and dicts of modules do not have."""
     for name, child in module.named_children():
         if type(child).forward is not nn.Module.forward and any(True for _ in child.parameters()):
             yield name, child
 
 
 def _has_layers_before(module: nn.Module, name: str) -> bool:
-    """Whether modules with parameters were registered before a child; a forward would call them before it."""
+    """Return whether modules with parameters were registered before a child; a forward would call them first."""
     for other, child in module.named_children():
         if other == name:
             return False

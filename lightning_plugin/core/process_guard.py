@@ -65,7 +65,7 @@ class ProcessGuard:
         if threading.current_thread() is threading.main_thread():
             self._previous_wakeup_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
         self._reports: ErrorReports | None = None
-        self._excepthooks: list[Callable[..., object]] = []  # each was in force when this guard's was put over it
+        self._excepthooks: list[Callable[..., object]] = []  # each was installed before this guard's hook
         self._excepthook_depth = 0
         self.take_excepthook()
         os.register_at_fork(after_in_child=self._forget_in_fork)
@@ -98,13 +98,13 @@ class ProcessGuard:
         self._failed = failed
 
     def print_errors_once(self, reports: ErrorReports | None) -> None:
-        """From now on an error that another rank of `reports` has printed takes one line; None: its traceback."""
+        """From now on, print one line for an error that another rank of `reports` has printed; None: its traceback."""
         self._reports = reports
 
     def take_excepthook(self) -> None:
-        """Put this guard's hook over those installed since: it decides whether they print anything.
+        """Install this guard's hook on top of newer ones: it decides whether they print.
 
-        Making a process group installs one, which has what is under it print into a buffer.
+        Creating a process group installs a hook, which makes earlier hooks print into a buffer.
         """
         if sys.excepthook != self._excepthook:
             self._excepthooks.append(sys.excepthook)
@@ -140,7 +140,7 @@ class ProcessGuard:
 
     def _excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._failed = True
-        # Each hook that this one was put over calls it in turn, for what was in force before.
+        # Each hook below this one may call it again for the hook that was installed before.
         is_outermost = self._excepthook_depth == 0
         hook = self._excepthooks[max(0, len(self._excepthooks) - 1 - self._excepthook_depth)]
         self._excepthook_depth += 1

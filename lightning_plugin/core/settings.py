@@ -23,9 +23,9 @@ _FLAGS = ("fused_optimizers", "empty_init", "activation_offload", "sequence_para
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """What weft's strategies take beyond Lightning's own arguments.
+    """The arguments of weft's strategies beyond Lightning's own.
 
-    plan: a plan as `weft.parallelize` takes it ("auto", a dict, YAML text or path, a callable, a Plan), or None:
+    plan: as in `weft.parallelize` ("auto", a dict, YAML text or path, a callable, a Plan), or None:
         behave as Lightning's ModelParallelStrategy.
     check_batches: compare this many batches at the start of each stage between the ranks of a tensor-parallel group.
     check_batches_every: compare every N-th batch as well; 0: no others.
@@ -40,14 +40,14 @@ class PlanSettings:
     layout: the sizes of all axes as text, or None.
     sequence_parallel: whether the plan cuts activations along the sequence, too.
     pipeline_parallel_size: a number of ranks.
-    pipeline_cuts: the names of the first module of each stage but the first; "auto" or an `AutoCuts`: they are chosen;
-        None: no pipeline.
+    pipeline_cuts: the names of the first module of each stage but the first; "auto" or an `AutoCuts`: weft chooses
+        them; None: no pipeline.
     pipeline_schedule: a name in `weft.strategy.pipeline.SCHEDULES`, or a `Schedule`.
     num_micro_batches: of a pipeline's step; None: as many as the schedule says, or twice the ranks.
     micro_batch_shares: their relative sizes in place of their number, or None.
-    verify: whether what the plan shards by heads is compared with the unsharded module, as `weft.strategy.Plan` takes
-        it; None: as the plan says, or "auto".
-    pipeline_module: the name of the module that is cut; None: the one that has the cuts. Fabric: all that is set up.
+    verify: whether layers that the plan shards by heads are compared with the unsharded module, as in
+        `weft.strategy.Plan`; None: the plan's own setting, or "auto".
+    pipeline_module: the name of the module that is cut; None: the one that has the cuts. Fabric cuts the set-up model.
     split_batch, micro_batch_weight: how batches become micro-batches and what these count for; None: by samples.
     """
 
@@ -164,7 +164,7 @@ class PlanSettings:
         from weft.strategy.pipeline.auto_cuts import num_stages_of
 
         if not isinstance(self.pipeline_schedule, Schedule) and self.pipeline_schedule not in SCHEDULES:
-            return  # refused next
+            return  # the next check raises
         try:
             num_stages = num_stages_of(auto, self.pipeline_schedule, sizes.pipeline_parallel)
         except ValueError as error:

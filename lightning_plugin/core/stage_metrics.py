@@ -13,10 +13,10 @@ from torch.nn import Module
 
 
 class StageMetrics:
-    """Has `compute`, of each metric in a module, give every stage the last stage's value.
+    """Makes `compute` of each metric in a module return the last stage's value on every stage.
 
-    module: all metrics of it are taken, but for those `inside` of a module in stages that it holds.
-    of_last_stage: calls a function on the last stage and gives what it gave on every one; collective.
+    module: all its metrics are handled, except those `inside` a module in stages.
+    of_last_stage: calls a function on the last stage and returns its result on every stage; collective.
     """
 
     def __init__(

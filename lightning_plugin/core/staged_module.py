@@ -1,4 +1,4 @@
-"""A LightningModule that is itself in stages: its copy that is recorded, and what each rank saves of it."""
+"""Handles a LightningModule that is itself in stages: its recorded copy, and the state that each rank saves."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from weft._plugin.stage_metrics import names_of_metrics
 
 
 def follow_module(module: Any) -> None:
-    """Give the copy whose forward is recorded the module's Trainer, which a copy does not have, and no log."""
+    """Give the copy whose forward is recorded the module's Trainer, and a `log` that raises."""
     from weft.strategy.pipeline import staged_model_of
     from weft.strategy.state import original_class
 
     def log(name: str, *_args: Any, **_kwargs: Any) -> NoReturn:
         raise ValueError(
-            f"pipeline: the forward of {original_class(module).__name__} logs {name!r}, which one stage alone knows; "
+            f"pipeline: the forward of {original_class(module).__name__} logs {name!r}, which only one stage knows; "
             "log it in a step, after the call of self(...)."
         )
 
@@ -24,7 +24,7 @@ def follow_module(module: Any) -> None:
 
 
 def without_steps_state(module: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state dict without what steps change after the forward: the module's own buffers, and its metrics."""
+    """Return a state dict without the values that steps change after the forward: own buffers and metrics."""
     buffers = {name for name, _ in module.named_buffers(recurse=False)}
     metrics = tuple(f"{name}." for name in names_of_metrics(module))
     return {name: value for name, value in state.items() if name not in buffers and not name.startswith(metrics)}

@@ -1,4 +1,4 @@
-"""What a strategy says once a model is set up: the layout, what is sharded how, and what each rank holds."""
+"""Logs a summary once a model is set up: the layout, how modules are sharded, and the memory of each rank."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ _OTHERS_SHOWN = 8
 
 
 class StartSummaryMixin:
-    """For a strategy with a plan and a mesh. At most 12 lines on the first rank, each of which begins with "weft: "."""
+    """For a strategy with a plan and a mesh: logs at most 12 lines on the first rank, each beginning with "weft: "."""
 
     _described: torch.nn.Module | None
 
     def _say_what_was_done(self, module: torch.nn.Module) -> None:
-        """Once for a module; collective."""
+        """Log the summary, once for a module; collective."""
         if self._described is module:
             return
         self._described = module
@@ -36,17 +36,17 @@ class StartSummaryMixin:
             return summary(module)
         if self.data_axes.size > 1:
             return replicated(module)
-        return ["each rank has the layers of its own stages, of which nothing is sharded."]
+        return ["each rank has the layers of its own stages, which are not sharded."]
 
     def _memory_of_ranks(self, module: torch.nn.Module) -> list[str]:
-        """The bytes of parameters on each rank, and what training adds to them; collective."""
+        """Return lines on the bytes of parameters on each rank, and of gradients and Adam's states; collective."""
         mesh = self.device_mesh
         parameters = list(module.parameters())
         learning = [p for p in parameters if p.requires_grad]
         held, of_learning = (sum(getattr(p, "_local_tensor", p).nbytes for p in ps) for ps in (parameters, learning))
         sizes = torch.tensor([held, of_learning], device=self.root_device)
         full_bytes = sum(p.nbytes for p in parameters)
-        groups = [self.tensor_parallel_group, self.data_group]  # neighbours first: in the order of the ranks
+        groups = [self.tensor_parallel_group, self.data_group]  # innermost first, for the order of the ranks
         if self._pipeline is not None:
             groups.append(self.pipeline_group)
             in_all = torch.tensor([full_bytes], device=self.root_device)
@@ -69,7 +69,7 @@ class StartSummaryMixin:
         ]
 
     def _advise_on_replicated(self, module: torch.nn.Module) -> None:
-        """A warning where every rank holds much of the model in full."""
+        """Warn if every rank holds much of the model in full."""
         from weft.strategy.summary import REPLICATED_SHARE, replicated_share
 
         share = replicated_share(module)

@@ -2,9 +2,9 @@
 
 NOTE on names: `_configure_launcher`, `_launcher`, `_device_mesh`, `_data_parallel_size`, `_tensor_parallel_size`,
 `_process_group_backend` and `_get_process_group_backend` are protected members of Lightning's
-ModelParallelStrategy, which this is a subclass of; there are no public ones that would do. `use_distributed_sampler` is
-the Trainer's argument of that name, which it keeps in its `_accelerator_connector` alone. No private function or module
-of Lightning is used.
+ModelParallelStrategy, of which these classes are subclasses; Lightning has no public equivalents.
+`use_distributed_sampler` is the Trainer's argument of that name, which only its `_accelerator_connector` keeps. No
+private function or module of Lightning is used.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ class StrategyMixin(StartSummaryMixin):
             self._log(f"weft has {name} use its fused kernels, without temporaries; fused_optimizers=False keeps it.")
 
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """As the stock one; an optimizer that looks at several elements at once sees those of all ranks."""
+        """As the stock one; an optimizer that combines several elements computes with those of all ranks."""
         from weft.strategy import local_parameters
         from weft.strategy.data_parallel import steps_elements_alone
 
@@ -304,7 +304,7 @@ class StrategyMixin(StartSummaryMixin):
             self._log(text)
 
     def _warn(self, text: str) -> None:
-        """On the first rank, as Lightning's own warnings."""
+        """Warn on the first rank, as Lightning does."""
         importlib.import_module(f"{self.fabric_module}.utilities.rank_zero").rank_zero_warn(text)
 
     def _watch_memory(self, module: torch.nn.Module, *optimizers: Optimizer) -> None:
@@ -334,7 +334,7 @@ class StrategyMixin(StartSummaryMixin):
             self._refuse_offload_on_cpu("a rule of its plan with offload", self._plan.offloads(module))
         if self._pipeline_settings is not None:
             if self._plan is not None and self.tensor_parallel_group.size() > 1:
-                remember_rehearsal(module, self._plan.example)  # of the full model, which stages cannot be called like
+                remember_rehearsal(module, self._plan.example)  # of the full model: stages cannot be called like it
             self._cut_into_stages(module, self._pipeline_settings)
         if self._plan is not None:
             stays_plain = self.data_axes.shards_parameters and self._pipeline_settings is None

@@ -6,25 +6,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
-from weft._plugin import checkpoint as checkpoints
-from weft._plugin.consolidate import DIRECTORY_NOTE
 from weft._plugin.in_backward import refuse_with_optimizer_in_backward
 from weft._plugin.loaders_mixin import TrainerLoadersMixin
-from weft._plugin.optimizer_state import full_state, join_groups, named_state
 from weft._plugin.parameter_code import CALL_GRADIENT_HOOKS, computing_with_parameters, run_step
 from weft._plugin.process_guard import guard
 from weft._plugin.repoint import Replacements, parameters_of
 from weft._plugin.settings import PlanSettings
-from weft._plugin.staged_module import without_steps_state
 from weft._plugin.strategy_mixin import StrategyMixin
+from weft._plugin.trainer_checkpoints import TrainerCheckpointsMixin
 from weft._plugin.trainer_pipeline import STEPS, TrainerPipelineMixin
 
 # The Trainer enters the context without a word there, and init_module says what its caller wants.
@@ -46,7 +41,7 @@ def _refuse_averaged_copies(trainer: Any) -> None:
             )
 
 
-class TrainerMixin(TrainerPipelineMixin, TrainerLoadersMixin, StrategyMixin):
+class TrainerMixin(TrainerCheckpointsMixin, TrainerPipelineMixin, TrainerLoadersMixin, StrategyMixin):
     """Tensor parallelism by plan, and sharded or replicated data parallelism, for the Trainer.
 
     A drop-in for Lightning's ModelParallelStrategy.
@@ -63,8 +58,8 @@ class TrainerMixin(TrainerPipelineMixin, TrainerLoadersMixin, StrategyMixin):
         timeout: as in ModelParallelStrategy.
         plan: a plan as `weft.parallelize` takes it. `configure_model` is optional then, and runs first where it is
             overridden. None: the stock behaviour, in which `configure_model` does all the sharding.
-        check_batches: compare the first batches of each stage between the ranks of a tensor-parallel group, the first
-            of each training epoch, and the lengths of the loaders; 0, without check_batches_every: none of these.
+        check_batches: compare the first batches of each stage and of each training epoch between the ranks of a
+            tensor-parallel group, and the lengths of loaders; 0, without check_batches_every: no comparison.
         check_batches_every: compare every N-th batch as well; 0: no others.
         fused_optimizers: have Adam, AdamW, SGD and Adagrad use their fused kernels, which need no temporaries, unless
             they were told `foreach` or `fused`; what is done stands in the log. False: leave all as they are.
@@ -99,9 +94,10 @@ class TrainerMixin(TrainerPipelineMixin, TrainerLoadersMixin, StrategyMixin):
         micro_batch_shares: their relative sizes in place of their number, such as [1, 2, 1]; None: as even as can be.
         split_batch: cuts a batch into so many micro-batches; None: along dim 0 of the tensors.
         micro_batch_weight: what a micro-batch's loss, and what it logs, counts for; None: its samples.
-        verify: "auto": what the plan shards by heads on its own account is first compared with the unsharded module,
-            and gathered where it differs; "always": column and row rules, too, which raise then; "never": nothing.
-            The model is called with `example_input_array`, or with what its first layer takes. None: as the plan says.
+        verify: "auto": layers that the plan itself shards by heads are first compared with the unsharded module, and
+            gathered if they differ; "always": column and row rules are compared as well, and raise if they differ;
+            "never": no comparison. The model is called with `example_input_array`, or with inputs that follow from its
+            first layer. None: the plan's own setting.
 
     Raises:
         ValueError, TypeError: an argument that no number of devices could make work.
@@ -369,48 +365,3 @@ class TrainerMixin(TrainerPipelineMixin, TrainerLoadersMixin, StrategyMixin):
         if group is None and self.data_group.size() == 1:
             return tensor
         return super().reduce(tensor, group or self.data_group, reduce_op)
-
-    # ---- checkpoints ---------------------------------------------------------------------------------------
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """What this rank writes; what is beside a module in stages is the last stage's, where steps change it."""
-        state = super().lightning_module_state_dict()
-        if self._pipeline is None or self._pipeline.has_last_stage:
-            return state
-        if self._place.name == "":
-            return without_steps_state(self.lightning_module, state)
-        return {name: value for name, value in state.items() if name.startswith(f"{self._place.name}.")}
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state for `save_checkpoint`; collective."""
-        if self._plan is None:
-            return super().optimizer_state(optimizer)
-        inner = getattr(optimizer, "optimizer", optimizer)  # LightningOptimizer wraps the user's
-        if self._save_distributed_checkpoint:
-            state = named_state(self.model, inner)
-            if self._pipeline is not None:
-                join_groups(state, self.pipeline_group)
-            return state
-        return full_state(inner, keep=self.is_global_zero)
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a checkpoint as `save_distributed_checkpoint` says; collective."""
-        if self._plan is None or not self._save_distributed_checkpoint or storage_options is not None:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-            return
-        stages = None if self._pipeline is None else self.pipeline_group
-        path = Path(self.broadcast(filepath))
-        checkpoints.save_directory(checkpoint, path, self.is_global_zero, self.barrier, stages)
-        self._log_once(DIRECTORY_NOTE)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a directory or a file, saved at any number of ranks, into the live model and optimizers; collective."""
-        if self._plan is None:
-            return super().load_checkpoint(checkpoint_path, **checkpoints.if_given(weights_only=weights_only))
-        path = Path(self.broadcast(checkpoint_path))
-        load = checkpoints.load_directory if checkpoints.is_directory(path) else checkpoints.load_file
-        # In a test after a fit there are optimizers still, of the fit, perhaps of another model.
-        optimizers = self.optimizers if self._is_fitting else []
-        with torch.no_grad():
-            strict = self.lightning_module.strict_loading
-            return load(path, self.model, optimizers, strict, weights_only, self._whole_model)

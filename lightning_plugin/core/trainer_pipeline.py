@@ -99,7 +99,7 @@ class TrainerPipelineMixin(PipelineMixin):
         self._surroundings = Surroundings(module, name, self._pipeline.has_last_stage)
 
     def _call_of_example(self, module: Any, inner: torch.nn.Module) -> Callable[[], Any] | None:
-        """What calls a module with its `example_input_array`, if it has one."""
+        """Return a function that calls a module with its `example_input_array`; None if it has none."""
         from weft.strategy.pipeline.auto_cuts import call_with
 
         example = module.example_input_array
@@ -236,7 +236,7 @@ class TrainerPipelineMixin(PipelineMixin):
         return value
 
     def _refuse_what_stages_cannot(self, trainer: Any) -> None:
-        """Raise ValueError for what a Trainer cannot do with stages; nothing is cut yet. Finds what will be."""
+        """Raise ValueError for settings that stages do not support, before the cut; find the place to cut."""
         from weft.strategy.pipeline.auto_cuts import auto_of, num_stages_of
 
         self._refuse_scaler()

@@ -1,6 +1,6 @@
-"""Errors for arguments that a public class does not take, in that class's name.
+"""Raises errors for unknown arguments of a public class, with the name of that class.
 
-The classes that users construct are made from mixins (`factory.py`), and Python would name the mixin.
+The classes that users construct are made from mixins (`factory.py`), and Python's own error would name the mixin.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 def checked_init(class_name: str, init: Callable[..., None]) -> Callable[..., None]:
     """Return `init` with the same signature, which raises TypeError for arguments that do not fit it.
 
-    LightningCLI reads the signature, and so does `inspect`: it has no `**kwargs` to collect what is unknown.
+    LightningCLI and `inspect` read the signature, so it has no `**kwargs` for unknown arguments.
     """
     signature = inspect.signature(init)
     known = [name for name in signature.parameters if name != "self"]

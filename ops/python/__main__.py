@@ -1,4 +1,4 @@
-"""weft's commands: `estimate`, the memory of each rank from a configuration, and `compare`, sharded with unsharded."""
+"""weft's commands: `estimate` predicts the memory of each rank, `compare` compares sharded and unsharded training."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     estimate = commands.add_parser("estimate", help="bytes per rank and phase of a training, from its configuration")
     estimate.add_argument("--config", required=True, metavar="FILE", help="a YAML file, as docs/memory.md describes it")
-    estimate.add_argument(
-        "--layout", metavar="SIZES", help="such as pp2,dp2,tp2, in place of the file's mesh or layout"
-    )
+    estimate.add_argument("--layout", metavar="SIZES", help="such as pp2,dp2,tp2; replaces the file's mesh or layout")
     estimate.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
     _add_compare(commands)
     args = parser.parse_args()
@@ -37,8 +35,8 @@ def _estimate(args: argparse.Namespace) -> int:
 def _add_compare(commands: Any) -> None:
     compare = commands.add_parser(
         "compare",
-        help="a few training steps of a model, sharded and unsharded, and where they differ",
-        description="Exit status: 0 where they agree, 1 where they differ, 2 where they could not be compared.",
+        help="train a model a few steps sharded and unsharded, and print where they differ",
+        description="Exit status: 0 if they agree, 1 if they differ, 2 if they could not be compared.",
     )
     name = "PACKAGE.MODULE:NAME"
     compare.add_argument("--module", required=True, metavar=name, help="a model, or a function that builds one")
@@ -52,7 +50,7 @@ def _add_compare(commands: Any) -> None:
     compare.add_argument("--tolerance", type=float, help="largest relative difference; default: by dtype")
     compare.add_argument("--zero-stage", type=int, choices=(0, 1, 2, 3), default=3)
     compare.add_argument("--sequence-parallel", action="store_true")
-    compare.add_argument("--first-layers", type=int, metavar="K", help="keep K of each list of repeated blocks")
+    compare.add_argument("--first-layers", type=int, metavar="K", help="keep K blocks of each list of repeated blocks")
     compare.add_argument("--mode", choices=("train", "eval"), default="train", help="eval: without dropout")
     compare.add_argument("--seed", type=int, default=0)
     compare.add_argument("--timeout", type=float, default=600.0, help="in seconds")

@@ -1,4 +1,4 @@
-"""When two modules are alike: what is found out about one holds for the other."""
+"""Recognises modules that are alike, for which a result on one holds for the other."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _NO_CONFIGURATION = ("_parameters", "_buffers", "_modules", "training")
 
 
 def signature(module: nn.Module, with_places: bool = True) -> tuple[Any, ...]:
-    """Equal for equal modules: classes, plain attributes, shapes; other objects by identity.
+    """Return a key that is equal for equal modules: classes, plain attributes, shapes; other objects by identity.
 
-    `with_places`: attributes that count the module among others, as `layer_idx`, are attributes like any other.
+    `with_places`: include attributes that number the module among others, such as `layer_idx`.
     """
     parts: list[Any] = []
     for name, inner in module.named_modules():
@@ -52,14 +52,14 @@ def _plain(value: Any) -> Any:
 
 
 class Signatures:
-    """Signatures of modules of one model, each made once."""
+    """The signatures of the modules of one model, each computed once."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, bool], int] = {}
         self._numbers: dict[tuple[Any, ...], int] = {}
 
     def of(self, module: nn.Module, with_places: bool = True) -> int:
-        """A number that modules of equal signatures have in common."""
+        """Return a number that is equal for modules of equal signatures."""
         key = (id(module), with_places)
         if key not in self._made:
             made = signature(module, with_places)
@@ -68,7 +68,7 @@ class Signatures:
 
 
 def kind_of(args: Any, kwargs: Any) -> tuple[Any, ...]:
-    """Of the arguments of two calls that differ in values alone, equal."""
+    """Return a key that is equal for the arguments of calls that differ only in the values of tensors."""
 
     def of(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):

@@ -46,12 +46,12 @@ class Options:
 
 @dataclasses.dataclass
 class Assignments:
-    """Styles by module name, head counts to divide by (module, attribute), and what was left alone and why.
+    """Styles by module name, head counts to divide by (module, attribute), and notes on modules that have no style.
 
-    counts: by module, attributes that have other values while its forward runs.
-    dropouts: by nn.Dropout, the dims along which it gets one rank's part.
+    counts: by module, the values on a rank of attributes while its forward runs.
+    dropouts: by nn.Dropout, the dims along which its input is sharded.
     options: of those modules whose rule has some, but for the recompute of a fused MLP, which its operator does.
-    gathered: (module, reason) where weights are sharded and activations are not.
+    gathered: (module, reason) for weights that are sharded with gathered activations.
     """
 
     tp_size: int
@@ -78,11 +78,11 @@ class Assignments:
         self.heads[module_name, attribute] = num_heads // self.tp_size
 
     def find_activation(self, container: nn.Module, parts: MlpParts) -> tuple[MlpParts, str] | str:
-        """As `probe.find_activation`, once for modules that are alike."""
+        """Call `probe.find_activation`, once for modules that are alike."""
         return self._once(probe.find_activation, container, parts)
 
     def why_not_split(self, container: nn.Module, parts: MlpParts) -> str | None:
-        """As `probe.why_not_split`, once for modules that are alike."""
+        """Call `probe.why_not_split`, once for modules that are alike."""
         return self._once(probe.why_not_split, container, parts)
 
     def _once(self, function: Callable[[nn.Module, MlpParts], Any], container: nn.Module, parts: MlpParts) -> Any:
@@ -92,7 +92,7 @@ class Assignments:
         return self._probed[key]
 
     def warnings(self) -> list[str]:
-        """A sentence on each kind of module that is gathered or left replicated; numbered ones of a list are one."""
+        """Return a sentence on each kind of module with gathered activations; entries of a list are one kind."""
         kinds: dict[tuple[str, str], list[str]] = {}
         for name, reason in self.gathered:
             kinds.setdefault((_as_pattern(name), reason), []).append(name)

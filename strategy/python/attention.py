@@ -1,4 +1,4 @@
-"""Attention blocks as they are known by their names, for models whose code cannot be tried."""
+"""Recognises attention blocks by their names, for models that cannot be called without an example."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def find_fused_attention(module: nn.Module) -> tuple[str, str] | None:
 
 
 def why_no_linears(module: nn.Module, layers: tuple[str, ...]) -> str | None:
-    """Why the layers of an attention cannot be sharded at all; None when they can."""
+    """Return why the layers of an attention cannot be sharded; None if they can."""
     for layer in layers:
         reason = why_no_linear(module._modules[layer])
         if reason is not None:
@@ -107,8 +107,11 @@ def _why_not(module: nn.Module, projections: tuple[str, str, str, str], tp_size:
 
 
 def _num_heads(module: nn.Module, query: int) -> int | None:
-    """By the count that the module keeps. Without one the code views with -1; a count read from elsewhere (a config)
-    cannot be divided, and meets a head size in the same view, so that a wrong one is an error of shape."""
+    """Return the number of heads by the module's own count, or by its head size if the code views by -1.
+
+    A count that the code reads from elsewhere (a config) is not divided; the head size in the same view then raises a
+    shape error.
+    """
     counts = _counts(module, (*_QUERY_COUNTS, *_KEY_COUNTS))
     num_heads = next((counts[name] for name in _QUERY_COUNTS if name in counts), None)
     head_dim = next(iter(_counts(module, _HEAD_DIMS).values()), None)
@@ -116,8 +119,10 @@ def _num_heads(module: nn.Module, query: int) -> int | None:
 
 
 def why_heads_do_not_divide(module: nn.Module, projections: tuple[str, ...], tp_size: int) -> str | None:
-    """Why the heads of separate query, key and value layers cannot be shared by so many ranks; None when they can, or
-    when nothing counts them."""
+    """Return why the heads of separate query, key and value layers do not divide by `tp_size`.
+
+    None: they divide, or no attribute counts them.
+    """
     query, key, value = (features(module._modules[name])[1] for name in projections[:3])
     counts = _counts(module, (*_QUERY_COUNTS, *_KEY_COUNTS))
     for attribute, count in counts.items():

@@ -1,10 +1,10 @@
 """plan="auto": recognises MLPs, attention blocks, embeddings and output layers, and shards what it can verify.
 
-Linear layers are recognised by what the forward does with them (`weft.strategy.verification`): the layers whose outputs
-reach one other layer alone are sharded by column and that one by row, if the code between them computes the same on one
-rank's features; otherwise weights are sharded and activations gathered, which is exact whatever the code does. What is
-neither called in a way that can be tried nor known by its names stays replicated, and the report says why. Logits are
-gathered, as nobody knows what is done to them.
+Linear layers are recognised by the dataflow of the forward (`weft.strategy.verification`): layers whose outputs reach
+only one other layer are sharded by column and that layer by row, if the code between them computes the same on one
+rank's features; otherwise weights are sharded and activations gathered, which is exact for any code. Modules that can
+neither be called nor be recognised by their names stay replicated, and the report gives the reason. Logits are
+gathered, because their use is unknown.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from weft.strategy.verification.decide import Decision
 from weft.strategy.verification.evidence import Evidence, gather, place
 
 _MIN_ROWS_PER_RANK = 4
-_MIN_SHARE = 1 / 500  # of all parameters, in a linear layer that is in no group, to be sharded by itself
+_MIN_SHARE = 1 / 500  # of all parameters; smaller layers outside of groups stay replicated
 _NO_TOKENS = re.compile(r"pos|wpe|type|segment|bias|relative")
 
 
 def assign_auto(
     model: nn.Module, tp_size: int, verify: str = "auto", example: Any = None, *, for_sequences: bool = False
 ) -> Assignments:
-    """The styles for a model's modules.
+    """Return the styles for a model's modules.
 
     Args:
-        verify, example: as `weft.strategy.Plan` takes them.
-        for_sequences: whether the plan shards activations along the sequence, too.
+        verify, example: as in `weft.strategy.Plan`.
+        for_sequences: whether the plan also shards activations along the sequence.
 
     Raises:
         ValueError: nothing to shard was found, with tp_size > 1.
@@ -77,7 +77,7 @@ def assign_auto(
 
 
 def _place_by_names(result: Assignments, model: nn.Module, claimed: set[int]) -> None:
-    """On one rank, where every style computes the same: the report says what names suggest for several."""
+    """Place attention by names on one rank, where every style is exact, so that the report shows the styles."""
     for name, module in model.named_modules():
         names = attention.find_attention(module) or attention.find_fused_attention(module)
         layers = () if names is None else tuple(module._modules[layer] for layer in names)
@@ -98,12 +98,12 @@ def _place_groups(
     claimed: set[int],
     for_sequences: bool,
 ) -> None:
-    """Linear layers that are in no MLP known by its names: groups, attentions known by their names, and single ones."""
+    """Place linear layers outside of MLPs: groups, attention that is recognised by its names, and single layers."""
 
     beside = {id(child) for m in model.modules() if any(map(_has_dtensors, m.children())) for child in m.children()}
 
     def is_free(layer: nn.Module) -> bool:
-        """Whether a layer is nobody's yet. One beside DTensors may get shards from them."""
+        """Return whether a layer has no style yet. A layer beside DTensors is not free: its input may be sharded."""
         return id(layer) not in claimed and id(layer) not in beside and not _is_tied(layer, owners)
 
     for decision in evidence.decisions(is_free):
@@ -111,7 +111,7 @@ def _place_groups(
         claimed.update(id(model.get_submodule(name)) for name in used)
     for name, module in model.named_modules():
         claimed.update(id(layer) for layer in _place_attention(result, name, module, owners, evidence, claimed))
-    if for_sequences:  # ranks have other tokens around the groups, and gradients that are not whole
+    if for_sequences:  # outside of the groups each rank has other tokens and only partial gradients
         return
     total = sum(p.numel() for p in model.parameters())
     for name, module in model.named_modules():
@@ -124,7 +124,7 @@ def _place_groups(
 
 
 def _fuse(result: Assignments, model: nn.Module, decision: Decision) -> list[str]:
-    """The names of a group's layers, if it is an MLP whose forward is the fused operator."""
+    """Place a group as a fused operator and return its layers' names; empty if its forward is not that operator."""
     container, group = model.get_submodule(decision.container), decision.group
     if len(group.sources) > 2 or any("." in layer for layer in (*group.sources, group.sink)):
         return []
@@ -140,18 +140,18 @@ def _fuse(result: Assignments, model: nn.Module, decision: Decision) -> list[str
 
 
 def _is_worth_gathering(module: nn.Module, total: int) -> bool:
-    """Whether a module has matrices of its own that code reads, as nn.MultiheadAttention and experts in one weight."""
+    """Return whether a module has large parameters of its own that code reads, such as nn.MultiheadAttention has."""
     own = [p for p in module._parameters.values() if p is not None and is_worth_gathering(p)]
     is_known = isinstance(module, (nn.modules.conv._ConvNd, nn.RNNBase, nn.Embedding))
     return not is_known and sum(p.numel() for p in own) >= _MIN_SHARE * total
 
 
 def _place_single(result: Assignments, name: str, layer: nn.Module, total: int) -> None:
-    """A layer in no group, if it is worth a message: its output is gathered."""
+    """Shard a layer outside of groups, with a gathered output, if it is large enough."""
     _, out = features(layer)
     if layer._parameters["weight"].numel() < _MIN_SHARE * total or out < _MIN_ROWS_PER_RANK * result.tp_size:
         return
-    result.styles[name] = Assignment("column_gather_output", "gathered, as its output is used whole")
+    result.styles[name] = Assignment("column_gather_output", "gathered, because the code uses its full output")
 
 
 def _owners(model: nn.Module) -> dict[int, int]:
@@ -194,7 +194,7 @@ def _place_mlp(
         reason = place_mlp(result, name, module, parts)
         if reason is not None:
             unplaced[name] = reason
-            return []  # the code around its layers decides
+            return []  # the search for groups places them
     return layers
 
 
@@ -206,7 +206,7 @@ def _place_attention(
     evidence: Evidence,
     claimed: set[int],
 ) -> list[nn.Module]:
-    """An attention that is known by its names and was in no group."""
+    """Place an attention that is recognised by its names and is in no group; return its layers."""
     names = attention.find_attention(module) or attention.find_fused_attention(module)
     if names is None:
         return []
@@ -229,7 +229,7 @@ def _place_attention(
             result.leave(name, reason)
             return layers
         is_seen = all(evidence.is_called(layer) for layer in layers)
-        reason = "its code does more with its projections than pass them on" if is_seen else evidence.why_unknown(name)
+        reason = "its projections are in no group of layers" if is_seen else evidence.why_unknown(name)
         *sources, sink = (join(name, layer) for layer in names)
         gather(result, tuple(sources), sink, name, reason)
     return layers

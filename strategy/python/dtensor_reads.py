@@ -1,4 +1,4 @@
-"""Reads of DTensors that DTensor itself gets wrong, or does not know."""
+"""Registers reads of DTensors for which DTensor has no implementation, or a wrong one."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from torch.distributed.tensor import DTensor
 
 
 def _number(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """`.item()`, which would read each rank's own addend of a partial sum; a sum here would hang a rank that is alone.
+    """Implement `.item()`. It would read a rank's own addend of a partial sum; an all-reduce here could hang.
 
     Raises:
         ValueError: the DTensor is partial.
     """
     if any(placement.is_partial() for placement in args[0].placements):
         raise ValueError(
-            f"a number was read from a DTensor with the placements {args[0].placements}, which is a part of it on each "
-            "rank; compute it inside weft.strategy.local_parameters(), or call full_tensor() on every rank first."
+            f"a number was read from a DTensor with the placements {args[0].placements}, which is a partial sum on "
+            "each rank; compute it inside weft.strategy.local_parameters(), or call full_tensor() on every rank first."
         )
     return func(args[0]._local_tensor)
 
 
 def _any_here(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Tensor:
-    """Anomaly detection's question about each gradient: the rank that has a NaN raises, and others lose their peer."""
+    """Implement anomaly detection's check of a gradient locally: the rank with a NaN raises, others lose their peer."""
     return func(args[0]._local_tensor)
 
 

@@ -1,8 +1,8 @@
 """The memory of each rank of a training, from a configuration: nothing is allocated.
 
 The C++ memory model (weft/strategy/memory_model.h) predicts every phase of a training of Llama-like models and MLPs,
-without torch. Of other models of Hugging Face, and of pipelines, it gives the bytes of parameters, gradients and
-optimizer states, which are counted on a model on the meta device (`estimate_state`).
+without torch. For other models of Hugging Face, and for pipelines, the estimate has the bytes of parameters, gradients
+and optimizer states, which are counted on a model on the meta device (`estimate_state`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from weft.strategy.estimate_stages import activations_of_ranks, why_no_activatio
 
 _GB = 1e9
 _ONE_MLP = _plan.FeedForwardModel(dim=1, hidden_dim=1)
-_NO_ACTIVATIONS = "activations and temporaries are not predicted for {}: the figures are what a rank holds all the time"
+_NO_ACTIVATIONS = "activations and temporaries are not predicted for {}: the figures are persistent bytes"
 _NO_TEMPORARIES = "temporaries and communication, such as gathered parameters, are not predicted for pipelines"
 
 
@@ -38,14 +38,14 @@ class RankEstimate:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What `estimate` has found; prints as a table.
+    """The result of `estimate`; prints as a table.
 
     Attributes:
-        num_parameters: of the whole model, tied ones once.
+        num_parameters: of the full model; tied parameters count once.
         bytes_per_parameter: of a parameter, its gradient, its optimizer state and its half-precision copies.
         mesh: as `Mesh` prints it.
         ranks: one of each kind of rank.
-        note: a sentence on what is not predicted; "" where everything is. The figures are lower bounds then.
+        note: a sentence on the categories that are not predicted, in which case the figures are lower bounds; "": none.
     """
 
     num_parameters: int
@@ -93,7 +93,7 @@ def _gb(num_bytes: int) -> str:
 
 
 def estimate(spec: _plan.TrainingSpec, mesh: _plan.Mesh) -> Estimate:
-    """The bytes of each kind of rank of a training that the memory model knows.
+    """Return the bytes of each kind of rank of a training that the memory model knows.
 
     Raises:
         ValueError: the parts of the training do not fit together.
@@ -104,20 +104,20 @@ def estimate(spec: _plan.TrainingSpec, mesh: _plan.Mesh) -> Estimate:
 
 
 def estimate_file(path: str | Path, *, layout: str | None = None) -> Estimate:
-    """The estimate for a configuration in YAML, as docs/memory.md describes it.
+    """Return the estimate for a configuration in YAML, as docs/memory.md describes it.
 
     Args:
-        layout: such as "pp2,dp2,tp2", in place of the configuration's mesh or layout.
+        layout: such as "pp2,dp2,tp2"; replaces the configuration's mesh or layout.
 
     Raises:
-        ValueError: there is no such file, or its content is no such configuration.
+        ValueError: the file does not exist, or its content is not a valid configuration.
     """
     path = Path(path)
     return estimate_training(read_config(load_file(path), path.parent, layout))
 
 
 def estimate_training(training: Training) -> Estimate:
-    """The bytes of each kind of rank of a training; for what the memory model does not know, with a note.
+    """Return the bytes of each kind of rank of a training, with a note if the memory model does not know the model.
 
     Raises:
         ValueError: the parts of the training do not fit together, or transformers cannot build its model.
@@ -128,10 +128,10 @@ def estimate_training(training: Training) -> Estimate:
 
 
 def _estimate_state(training: Training) -> Estimate:
-    """Of what the memory model does not know: what ranks hold all the time, and in pipelines what stages keep."""
+    """Return the persistent bytes of each rank, and the saved activations of pipeline stages where they are known."""
     others = _plan.Mesh([(axis, size) for axis, size in training.mesh.axes if axis != PIPELINE_AXIS])
-    training.spec(_ONE_MLP, others)  # refuses unknown names
-    # Refuses other axes, and options that exclude each other; one MLP has no blocks to checkpoint.
+    training.spec(_ONE_MLP, others)  # raises for unknown names
+    # Raises for other axes and for options that exclude each other; one MLP has no blocks to checkpoint.
     _, bytes_per_parameter = training.spec(_ONE_MLP, others, activation_checkpointing="none").parameter_cost()
     reason = why_no_activations(training)
     found = _module_with_torch().state_of_ranks(training)

@@ -1,4 +1,4 @@
-"""The configuration of `weft estimate`, read and checked; torch is not needed."""
+"""Reads and checks the configuration of `weft estimate`, without torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.strategy.layout import AUTO, Sizes
 from weft.strategy.plan_text import from_mapping, load
 
 PIPELINE_AXIS = "pipeline_parallel"
-HUGGING_FACE = "huggingface"  # the plan that a model of transformers brings with it
+HUGGING_FACE = "huggingface"  # the plan in the configuration of a model of transformers
 _AXES = ("data_replicate", "data_parallel", "tensor_parallel")
 _KEYS = (
     "model",
@@ -33,19 +33,19 @@ _KEYS = (
 _PIPELINE_KEYS = ("pipeline_cuts", "pipeline_schedule", "num_micro_batches")
 _MAX_MICRO_BATCHES = 4096
 _NO_OPTIONS = ("model", "mesh", "layout", "plan", "batch", *_PIPELINE_KEYS)
-# Architectures of Hugging Face that are the decoder of the memory model, in its own operators.
+# Hugging Face architectures that the memory model's decoder describes exactly.
 DECODERS = ("llama", "mistral", "qwen2")
 
 
 @dataclasses.dataclass(frozen=True)
 class PipelineOptions:
-    """How a model is cut into stages, and in how many micro-batches a batch goes through them.
+    """The stages of a pipeline and its schedule.
 
     Attributes:
-        num_ranks: of the pipeline.
+        num_ranks: the number of pipeline ranks.
         cuts: the names of the first module of each stage but the first.
         schedule: one of `SCHEDULES`.
-        num_micro_batches: of a step.
+        num_micro_batches: the micro-batches of a step.
     """
 
     num_ranks: int
@@ -56,15 +56,15 @@ class PipelineOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """A training as a configuration describes it.
+    """A training that a configuration describes.
 
     Attributes:
-        model: what the memory model predicts; None: it does not know this architecture.
-        hugging_face: the configuration of a model of Hugging Face's transformers; None: the model is no such.
+        model: the input of the memory model; None: it does not know this architecture.
+        hugging_face: the configuration of a model of Hugging Face's transformers; None: another model.
         mesh: all axes.
         plan: None: "auto"; or "huggingface".
         batch: "sequences" on each data-parallel rank, and "tokens" of each.
-        options: those of `TrainingSpec` that were given.
+        options: the given options of `TrainingSpec`.
         pipeline: None: no pipeline.
     """
 
@@ -77,49 +77,50 @@ class Training:
     pipeline: PipelineOptions | None = None
 
     def spec(self, model: _plan.FeedForwardModel | _plan.DecoderModel, mesh: _plan.Mesh, **changes: Any) -> Any:
-        """Return the `TrainingSpec` of a model on a mesh with this training's options, some of them changed.
+        """Return the `TrainingSpec` of a model on a mesh with this training's options and `changes`.
 
         Raises:
-            ValueError: an option of the wrong kind, or an unknown name.
+            ValueError: an option has the wrong type, or a name is unknown.
         """
         options = {**self.batch, **self.options, **changes}
         try:
             return _plan.TrainingSpec(model, mesh, **options)
         except TypeError as error:
             raise ValueError(
-                f"the options {self.options!r} are not all of the right kind: names are text, switches true or false."
+                f"the options {self.options!r} have a value of the wrong type; give text for names, true or false for "
+                "switches."
             ) from error
 
 
 def axis_size(mesh: _plan.Mesh, axis: str) -> int:
-    """Return the number of ranks along an axis; 1 where the mesh has none of that name."""
+    """Return the number of ranks along an axis; 1 if the mesh does not have the axis."""
     return mesh.size(axis) if mesh.has_axis(axis) else 1
 
 
 def load_file(path: Path) -> Any:
-    """Return the value of a YAML or JSON file. ValueError: there is no such file, or it is neither."""
+    """Return the value of a YAML or JSON file. Raises ValueError if the file does not exist or is neither."""
     return load(_read(path), f"file {path}", owner="estimate", key="key", advice="write 'model: ...' and 'mesh: ...'")
 
 
 def _read(path: Path) -> str:
     if not path.is_file():
-        raise ValueError(f"there is no file '{path}'; give the path of one.")
+        raise ValueError(f"there is no file '{path}'; give the path of an existing file.")
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text in UTF-8 ({error}).") from error
+        raise ValueError(f"{path} is not text in UTF-8 ({error}); give a YAML or JSON file.") from error
 
 
 def read_config(config: Any, folder: Path, layout: str | None = None) -> Training:
     """Return the training that a configuration describes.
 
     Args:
-        config: what the file has.
-        folder: what paths in it are relative to.
-        layout: takes the place of the configuration's mesh or layout.
+        config: the value of the file.
+        folder: the folder to which paths in it are relative.
+        layout: replaces the configuration's mesh or layout.
 
     Raises:
-        ValueError: it is no such configuration.
+        ValueError: the configuration is not valid.
     """
     if not isinstance(config, Mapping):
         raise ValueError(f"the configuration is {config!r}; give a mapping with {', '.join(_KEYS)}.")
@@ -131,26 +132,26 @@ def read_config(config: Any, folder: Path, layout: str | None = None) -> Trainin
     if unknown := [key for key in config if key not in _KEYS]:
         raise ValueError(f"the configuration has {', '.join(map(repr, unknown))}; the keys are {', '.join(_KEYS)}.")
     if len(given) > 1:
-        raise ValueError("the configuration has 'mesh' and 'layout', which say the same; give one of them.")
+        raise ValueError("the configuration has both 'mesh' and 'layout'; give one of them.")
     mesh = _mesh(config["mesh"]) if "mesh" in config else _mesh_of_layout(config["layout"])
     options = {key: value for key, value in config.items() if key not in _NO_OPTIONS}
     if options.get("optimizer_in_backward") in (True, "rows") and options.get("precision") == "16-mixed":
         raise ValueError(
-            "optimizer_in_backward does not go with precision 16-mixed, whose gradient scaler decides after the "
-            "backward whether to step; use bf16-mixed, or leave optimizer_in_backward out."
+            "optimizer_in_backward is not supported with precision 16-mixed, whose gradient scaler decides after "
+            "the backward whether to step; use bf16-mixed, or leave optimizer_in_backward out."
         )
     plan = _plan_of(config.get("plan", "auto"), folder)
     pipeline = _pipeline(config, mesh)
     model, hugging_face = _model(config["model"], folder)
     if pipeline is not None and hugging_face is None:
         raise ValueError(
-            "'feed_forward' is one MLP, which no pipeline cuts into stages; give a model of Hugging Face, or leave the "
-            "pipeline out."
+            "'feed_forward' is one MLP, which cannot be cut into pipeline stages; give a model of Hugging Face, or "
+            "leave the pipeline out."
         )
     if pipeline is not None and options.get("optimizer_in_backward", False) is not False:
         raise ValueError(
-            "optimizer_in_backward does not go with pipelines, whose micro-batches add up to one gradient; leave one "
-            "of the two out."
+            "optimizer_in_backward is not supported with pipelines, which accumulate gradients over micro-batches; "
+            "leave one of the two out."
         )
     batch = _sizes("batch", config["batch"], ("sequences", "tokens"), is_whole=True)
     return Training(model, hugging_face, mesh, plan, batch, options, pipeline)
@@ -234,7 +235,7 @@ def _is_size(value: object) -> bool:
 def _model(
     value: Any, folder: Path
 ) -> tuple[_plan.FeedForwardModel | _plan.DecoderModel | None, Mapping[str, Any] | None]:
-    """The model for the memory model, if it knows it, and Hugging Face's configuration, if it is one."""
+    """Return the model for the memory model and the Hugging Face configuration; None for one that does not exist."""
     if isinstance(value, str):
         value = load_file(folder / value)  # JSON is YAML
     if isinstance(value, Mapping) and set(value) == {"feed_forward"}:
@@ -258,7 +259,7 @@ def decoder_of(config: Mapping[str, Any]) -> _plan.DecoderModel | None:
     """Return the memory model's decoder for a configuration of Hugging Face; None for another architecture.
 
     Raises:
-        ValueError: a size is missing or no whole number from 1.
+        ValueError: a size is missing or is not a whole number from 1.
     """
     model_type = config["model_type"]
     has_other_biases = config.get("mlp_bias") or (model_type == "llama" and config.get("attention_bias"))

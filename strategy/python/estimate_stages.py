@@ -1,4 +1,4 @@
-"""Activations that the stages of a pipeline keep, from the memory model's blocks and the schedule; without torch."""
+"""Predicts the saved activations of pipeline stages from the memory model and the schedule, without torch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _TOKEN_BYTES = 8
 
 
 def schedule_of(pipeline: PipelineOptions, num_micro_batches: int) -> _plan.Schedule:
-    """Return the schedule of a pipeline for so many micro-batches.
+    """Return the schedule of a pipeline for `num_micro_batches` micro-batches.
 
     Raises:
-        ValueError: the schedule does not take as many stages a rank.
+        ValueError: the schedule does not support this number of stages per rank.
     """
     stages_per_rank = (len(pipeline.cuts) + 1) // pipeline.num_ranks
     generated = _plan.Schedule.generate(pipeline.schedule, pipeline.num_ranks, num_micro_batches, stages_per_rank)
@@ -24,7 +24,7 @@ def schedule_of(pipeline: PipelineOptions, num_micro_batches: int) -> _plan.Sche
 
 
 def why_no_activations(training: Training) -> str:
-    """Return what activations are not predicted for, as the end of a sentence; "" for a pipeline where they are."""
+    """Return the case for which activations are not predicted, as the end of a sentence; "": they are predicted."""
     assert training.hugging_face is not None
     if training.model is None:
         model_type = training.hugging_face["model_type"]
@@ -35,22 +35,22 @@ def why_no_activations(training: Training) -> str:
     if training.plan is not None:
         return "pipelines with another plan than 'auto'"
     inside = [cut for cut in training.pipeline.cuts if not _BLOCK.fullmatch(cut)]
-    return f"a stage that begins at {inside[0]!r}, which is no block" if inside else ""
+    return f"a stage that begins at {inside[0]!r}, which is not a block" if inside else ""
 
 
 def activations_of_ranks(training: Training, stage_of: Mapping[str, int]) -> list[int]:
-    """Return the most bytes of saved activations by pipeline rank, as the schedule has micro-batches in flight.
+    """Return the peak bytes of saved activations by pipeline rank, for the micro-batches that are in flight.
 
-    A stage keeps, from the forward of a micro-batch to its backward, what its blocks save, their inputs included; the
-    last one what the final norm and the loss save, and the logits, which are alive as long. Every rank has the whole
-    batch.
+    From the forward of a micro-batch to its backward, a stage keeps the saved activations of its blocks, including
+    their inputs. The last stage also keeps those of the final norm and the loss, and the logits. Every rank has the
+    full batch.
 
     Args:
-        training: one that `why_no_activations` says nothing against.
+        training: one for which `why_no_activations` returns "".
         stage_of: the stage of each layer, by its name.
 
     Raises:
-        ValueError: sizes that the memory model refuses.
+        ValueError: the memory model does not support the sizes.
     """
     assert training.pipeline is not None
     sequences = training.batch["sequences"]
@@ -74,9 +74,9 @@ def _batch_bytes(training: Training, sequences: int) -> int:
 
 
 def _saved(training: Training, sequences: int) -> tuple[int, int]:
-    """Bytes that a block saves of one micro-batch, and that what follows the last one keeps alive.
+    """Return the bytes saved for one micro-batch by a block, and by the layers after the last block.
 
-    The end is that of one rank, as logits are full on every one.
+    The latter are those of an unsharded model, because logits are full on every rank.
     """
     tp_size = axis_size(training.mesh, "tensor_parallel")
     of_block = _forward(training, 3, tp_size, sequences)[0] - _forward(training, 2, tp_size, sequences)[0]
@@ -85,7 +85,7 @@ def _saved(training: Training, sequences: int) -> tuple[int, int]:
 
 
 def _forward(training: Training, num_layers: int, tp_size: int, sequences: int) -> tuple[int, int]:
-    """Saved activations, and the logits, at the end of the forward of a model of so many blocks."""
+    """Return the bytes of saved activations and of logits at the end of the forward of `num_layers` blocks."""
     assert training.hugging_face is not None
     model = decoder_of({**training.hugging_face, "num_hidden_layers": num_layers})
     assert model is not None

@@ -1,7 +1,7 @@
-"""Parameters, gradients and optimizer states of any model of Hugging Face's transformers, rank by rank.
+"""Counts parameters, gradients and optimizer states of any model of Hugging Face's transformers, rank by rank.
 
 The model is built on the meta device, the plan assigns its styles as `parallelize` would, and the shards are counted:
-no processes and no weights. Recognising layers takes time and memory as it does in training, see `probe`.
+it needs no processes and no weights. Recognising layers takes the same time and memory as in training, see `probe`.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _CATEGORIES = ("parameters", "gradients", "optimizer_state")
 
 @dataclasses.dataclass(frozen=True)
 class ModelState:
-    """What `state_of_ranks` has found.
+    """The result of `state_of_ranks`.
 
     Attributes:
-        num_parameters: elements of the model's parameters, tied ones once.
+        num_parameters: elements of the model's parameters; tied parameters count once.
         usages: bytes of "parameters" (with buffers), "gradients" and "optimizer_state" on each data-parallel rank, by
             pipeline rank, then tensor-parallel rank.
         stage_of: the stage of each layer, by its name; empty without a pipeline.
@@ -49,7 +49,7 @@ class ModelState:
 
 
 def state_of_ranks(training: Training) -> ModelState:
-    """Return what each rank of a training holds of parameters, buffers, gradients and optimizer states.
+    """Return the bytes of parameters, buffers, gradients and optimizer states on each rank of a training.
 
     Raises:
         ValueError: transformers cannot build the model, or the plan or the pipeline's cuts do not fit it.
@@ -93,14 +93,14 @@ def build_on_meta(config: Mapping[str, Any]) -> nn.Module:
             f"the memory of model_type {model_type!r} is counted on a model of transformers, which is not installed; "
             "install transformers, or give a configuration of llama, mistral or qwen2 without pipeline."
         ) from error
-    transformers.logging.set_verbosity_error()  # of a model that is not to be run
+    transformers.logging.set_verbosity_error()  # its warnings concern running the model
     options = {key: value for key, value in config.items() if key not in ("model_type", "transformers_version")}
     try:
         with warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore")
             made = transformers.AutoConfig.for_model(model_type, **options)
             return _model_class(transformers, made)(made)
-    except Exception as error:  # of transformers' own code, whatever it is
+    except Exception as error:  # transformers' own code may raise anything
         raise ValueError(
             f"transformers {transformers.__version__} cannot build a model of model_type {model_type!r} from the "
             f"configuration ({type(error).__name__}: {' '.join(str(error).split())[:300]}); correct the configuration."
@@ -108,7 +108,7 @@ def build_on_meta(config: Mapping[str, Any]) -> nn.Module:
 
 
 def _model_class(transformers: Any, config: Any) -> Any:
-    """What makes the model of a configuration, given it."""
+    """Return a function that builds the model of a configuration."""
     names = config.architectures or ()
     if names and isinstance(cls := getattr(transformers, names[0], None), type) and issubclass(cls, nn.Module):
         return cls
@@ -123,7 +123,7 @@ def _stages_of(training: Training, pipeline_rank: int) -> list[int]:
 
 
 def _cut_into_stages(model: nn.Module, layers: Layers, stages: list[int]) -> set[int]:
-    """Leave a model the layers of these stages alone, in place; the ids of the parameters that no layer holds."""
+    """Remove the layers of other stages in place; return the ids of the parameters that no layer holds."""
     staged = StagedModel(model, layers, stages, torch.device("cpu"))
     own = [name for name, stage in staged.layers.stage_of.items() if stage == ANY_STAGE or stage in stages]
     of_layers = {id(parameter) for name in own for parameter in model.get_submodule(name).parameters()}
@@ -132,7 +132,7 @@ def _cut_into_stages(model: nn.Module, layers: Layers, stages: list[int]) -> set
 
 @dataclasses.dataclass(frozen=True)
 class _Shards:
-    """What one rank holds of each parameter. `of_trunk`: ids of those that FSDP2 leaves whole in a pipeline."""
+    """The shard of each parameter on one rank. `of_trunk`: ids of those that FSDP2 does not shard in a pipeline."""
 
     dims: dict[int, int | None]
     tp_size: int
@@ -151,7 +151,7 @@ class _Shards:
 
 
 class _Costs:
-    """Bytes of a parameter by category, as the memory model counts them: so many an element, so many each."""
+    """Bytes of a parameter by category, by the memory model: a number for each element and one for each parameter."""
 
     def __init__(self, training: Training) -> None:
         first, second = (self._of_one(training, num_elements) for num_elements in (1, 2))
@@ -161,7 +161,7 @@ class _Costs:
 
     @staticmethod
     def _of_one(training: Training, num_elements: int) -> dict[str, int]:
-        """Bytes of a parameter of so many elements: one of the two of an MLP."""
+        """Return the bytes of a parameter of `num_elements`, as half of those of an MLP with two."""
         model = _plan.FeedForwardModel(dim=1, hidden_dim=num_elements, gated=False)
         spec = training.spec(model, _plan.Mesh(), activation_checkpointing="none")
         return {name: size // 2 for name, size in spec.predict(0)["step"].items()}
@@ -185,6 +185,6 @@ def _usage(model: nn.Module, shards: _Shards, costs: _Costs) -> dict[str, int]:
 
 
 def _buffer_bytes(buffer: torch.Tensor, parameter_bytes: int) -> int:
-    """Of a buffer, whole on every rank; a module in a half type has its floating buffers in it, too."""
+    """Return the bytes of a buffer, full on every rank; floating buffers of a module in a half type have that type."""
     is_half = buffer.is_floating_point() and parameter_bytes == 2
     return buffer.numel() * (parameter_bytes if is_half else buffer.element_size())

@@ -18,9 +18,9 @@ from weft.strategy.state import MlpParts, ModuleState, remove_state, state_of
 
 
 def export_local(model: nn.Module) -> nn.Module:
-    """A copy of a parallelized model that holds this rank's parts as plain parameters, under unchanged names.
+    """Return a copy of a parallelized model that holds this rank's shards as plain parameters, under unchanged names.
 
-    Weights that are gathered for each forward are full in the copy, so that all ranks of the group must call this.
+    Weights that are gathered for each forward are full in the copy, so all ranks of the group must call this.
     Sharded layers become weft.nn modules (a fused MLP one that calls the fused operator), all others get their own
     class back. The copy runs on this rank of the same group like the model, can be scripted, and after loading in
     another job is bound to that job's group by `weft.nn.rebind_group`.
@@ -59,7 +59,7 @@ def _restore(module: nn.Module, done: dict[int, nn.Module]) -> nn.Module:
     if state is not None:
         module.__class__ = state.original_class
         remove_state(module)
-        for attribute, value in state.counts:  # a copy runs on this rank alone
+        for attribute, value in state.counts:  # a plain copy has no per-forward values
             setattr(module, attribute, value)
     result = done[id(module)] = module if state is None else _replacement(module, state, full)
     for name, child in result._modules.items():
@@ -100,7 +100,7 @@ def _replacement(module: nn.Module, state: ModuleState, full: tuple[int, int] | 
     if state.dropouts and module.p > 0 and module.training:
         raise ValueError(
             "export_local: a Dropout between column and row layers draws for all ranks' shards, which a plain copy "
-            "would not; call eval() before the export, or set its p to 0."
+            "cannot do; call eval() before the export, or set its p to 0."
         )
     if state.style == "vocab_embedding":
         _refuse_other_embedding(module)

@@ -1,8 +1,8 @@
-"""How code beside a forward computes with parameters that are DTensors.
+"""Lets code outside of a forward compute with parameters that are DTensors.
 
-A loss term, a norm for the log or an exponential average reads `self.parameters()`, some of which are shards, and
-mixes what it computes with plain tensors. DTensor itself refuses most of that, and reads a partial sum as if it were
-the sum. `FullResults` computes on the shards as far as DTensor can, and makes what leaves them full.
+A loss term, a norm for the log or an exponential average reads `self.parameters()`, some of which are sharded, and
+combines the results with plain tensors. DTensor raises for most of these operations, and reads a partial sum as if it
+were the sum. `FullResults` computes on the shards where DTensor can, and returns full results.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from weft.strategy.shards import TENSOR_PARALLEL
 
 _READS = {"item", "tolist", "numpy", "tensor", "as_tensor", "__array__", "__format__", "__contains__"}
 _READS |= {f"__{name}__" for name in ("float", "int", "bool", "index", "complex")}
-_VIEWS = {"flatten", "ravel", "reshape", "unflatten", "view"}  # DTensor knows those of even shards alone
-# Properties, and what wants the parameters themselves.
+_VIEWS = {"flatten", "ravel", "reshape", "unflatten", "view"}  # DTensor supports them only for even shards
+# Properties, and functions that need the parameters themselves.
 _OF_OBJECTS = {"__get__", "__set__", "__delete__", "grad", "backward", "requires_grad_", "__hash__", "__repr__"}
 _OF_OBJECTS |= {"register_hook", "register_post_accumulate_grad_hook", "retain_grad", "__deepcopy__", "__reduce_ex__"}
 
@@ -59,7 +59,7 @@ class _Full(torch.autograd.Function):
 
 
 class _Placed(torch.autograd.Function):
-    """The identity of a parameter, whose gradient gets the parameter's placements, as FSDP2 and optimizers expect."""
+    """The identity of a parameter; its gradient gets the parameter's placements, as FSDP2 and optimizers expect."""
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor) -> DTensor:
@@ -77,22 +77,21 @@ def _data_axes(mesh: DeviceMesh) -> list[int]:
 
 
 def full(tensor: Tensor) -> Tensor:
-    """The full tensor of a DTensor, plain and differentiable; a plain tensor is returned as it is. Collective."""
+    """Return the full tensor of a DTensor, plain and differentiable; a plain tensor unchanged. Collective."""
     return _Full.apply(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 @contextlib.contextmanager
 def local_parameters() -> Iterator[None]:
-    """Inside, code beside a forward computes with parameters as on one device.
+    """Inside, code outside of a forward computes with parameters as on one device.
 
     Reading a replicated parameter as a module's attribute gives the plain local tensor. A number computed from DTensors
-    (shards, and what `parameters()` yields) is a plain tensor with the value and the gradients of one device; a DTensor
-    that meets a plain tensor, or a DTensor on another mesh, is all-gathered. So all ranks must compute the same.
+    (such as those of `parameters()`) is a plain tensor with the value and the gradients of one device; an operation
+    with a DTensor and a plain tensor, or a DTensor on another mesh, all-gathers. So all ranks must run the same code.
 
-    The Trainer's steps run inside it, as do the hooks between a backward and the optimizer's step. Other code that
-    computes with parameters (a Fabric loop, a `generate` method) runs inside it by itself. The forward of a
-    parallelized module gives local tensors for replicated parameters, and does nothing else of this. Nests; holds for
-    the calling thread.
+    The Trainer runs steps, and the hooks between a backward and the optimizer's step, inside it. Other code that
+    computes with parameters (a Fabric loop, a `generate` method) must enter it. The forward of a parallelized module
+    only gives local tensors for replicated parameters. Nests; holds for the calling thread.
     """
     with reading_locals(FullResults()):
         yield
@@ -101,7 +100,7 @@ def local_parameters() -> Iterator[None]:
 class FullResults(TorchFunctionMode):
     """Inside, a number computed from DTensors is a plain tensor with the value that one device computes.
 
-    Results of other shapes stay DTensors, until they meet a plain tensor or one on another mesh.
+    Results of other shapes stay DTensors until an operation combines them with a plain tensor or one on another mesh.
     """
 
     def __torch_function__(
@@ -151,7 +150,7 @@ class FullResults(TorchFunctionMode):
         return func(*tree_map_only(Tensor, place, args), **tree_map_only(Tensor, place, kwargs))
 
     def _one_by_one(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a function of lists for each place of the lists."""
+        """Call a function of lists for each index of the lists."""
         count = len(args[0])
 
         def at(idx: int, value: Any) -> Any:
@@ -168,7 +167,11 @@ class FullResults(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _placed(self, name: str, changed: DTensor, other: Tensor) -> Tensor:
-        """A tensor as a function that changes a DTensor takes it."""
+        """Return a tensor with the placements of the DTensor that a function changes.
+
+        Raises:
+            ValueError: the tensor has another shape or requires a gradient.
+        """
         if other is changed or other.dim() == 0 or _mesh(other) == changed.device_mesh:
             return other
         if other.requires_grad or other.shape != changed.shape:
@@ -180,7 +183,7 @@ class FullResults(TorchFunctionMode):
         return placed_like(self.full(other) if isinstance(other, DTensor) else other, changed)
 
     def _usable(self, result: DTensor) -> Tensor:
-        """A result as the functions after it take it: those that change it in place do not take a partial sum."""
+        """Return a result for later functions: full if it is a number, and not partial, for functions in place."""
         if result.dim() == 0:
             return self.full(result)
         if torch.is_grad_enabled() or not _is_partial(result):
@@ -193,7 +196,7 @@ def _is_partial(tensor: DTensor) -> bool:
 
 
 def _is_scalar(tensor: Tensor, changed: Any) -> bool:
-    """Whether DTensor takes a plain tensor beside DTensors: its gradient would become a DTensor."""
+    """Return whether a plain number may be combined with DTensors: its gradient would become a DTensor."""
     if isinstance(tensor, DTensor) or tensor.dim() > 0:
         return False
     return changed is not None or not (tensor.requires_grad and torch.is_grad_enabled())
@@ -221,7 +224,7 @@ def _mesh(tensor: Tensor) -> DeviceMesh | None:
 
 
 def _changed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a function changes in place; None: nothing."""
+    """Return the tensors that a function changes in place; None: it changes none."""
     if kwargs.get("out") is not None:
         return kwargs["out"]
     is_method = name.endswith("_") and not name.endswith("__")

@@ -28,14 +28,14 @@ def style_of(pattern: str, value: str) -> str:
 
 
 def assign_hugging_face(model: nn.Module, tp_size: int, verify: str = "auto", example: Any = None) -> Assignments:
-    """The styles for the models of Hugging Face inside a model, which is one itself or calls some.
+    """Return the styles for the Hugging Face models inside a model, which may be one itself.
 
-    Attention and MLPs are recognised as "auto" does it, so that heads are checked and fitting MLPs fused. Column and
-    row rules that no group of layers confirms are taken with gathered activations. Rules that match nothing, which the
-    plans of whole families have, are noted.
+    Attention and MLPs are recognised as with "auto", so that heads are verified and fitting MLPs fused. Column and row
+    rules that no group of layers confirms are applied with gathered activations. Rules that match no module, which
+    plans of model families contain, are noted.
 
     Args:
-        verify, example: as `weft.strategy.Plan` takes them.
+        verify, example: as in `weft.strategy.Plan`.
 
     Raises:
         ValueError: no plan was found, it has a style that weft does not have, or heads do not divide.
@@ -113,7 +113,7 @@ def _assign(result: Assignments, modules: Mapping[str, nn.Module], plan: _plan.P
 
 
 def _attributed(result: Assignments, resolved: Mapping[str, _plan.Rule], used: Iterable[str]) -> list[str]:
-    """Note the rules that layers were placed by; returns those that have one."""
+    """Note the rules by which layers were placed; return the layers that have a rule."""
     used = list(used)
     patterns = [resolved[name].pattern for name in used if name in resolved]
     for name in used:
@@ -128,7 +128,7 @@ def _are(styles: Mapping[str, _plan.Rule], layers: tuple[str, ...], *wanted: str
 
 
 def _place_mlp(result: Assignments, name: str, module: nn.Module, styles: Mapping[str, _plan.Rule]) -> list[str]:
-    """The full names of a module's layers, if they are an MLP that is placed as a whole."""
+    """Place a module that is an MLP; return the full names of its layers, empty if it is not placed."""
     parts = mlp_parts.find_by_name(module)
     if parts is None or not _are(styles, parts.children, *("column" for _ in parts.columns), "row"):
         return []
@@ -139,7 +139,7 @@ def _place_mlp(result: Assignments, name: str, module: nn.Module, styles: Mappin
 def _place_unseen(
     result: Assignments, name: str, module: nn.Module, names: tuple[str, ...], evidence: Evidence
 ) -> list[str]:
-    """An attention that is known by its names alone: by heads where nothing is to be verified, gathered otherwise."""
+    """Place an attention recognised by its names: by heads if verification is off, else with gathered activations."""
     _refuse_heads(name, module, evidence.tp_size)
     layers = [join(name, layer) for layer in names]
     if evidence.tp_size == 1 or evidence.mode == "never":
@@ -156,12 +156,12 @@ def _refuse_heads(name: str, module: nn.Module, tp_size: int) -> None:
     if reason is not None:
         raise ValueError(
             f"plan='huggingface' cuts the heads of {shown(name)}, but {reason}; take another tensor-parallel size, "
-            "or pass 'auto', which leaves what does not divide whole."
+            "or pass 'auto', which gathers the activations of heads that do not divide."
         )
 
 
 def _gathered(rule: _plan.Rule, module: nn.Module, evidence: Evidence) -> _plan.Rule:
-    """A column or row rule that nothing confirms, with activations gathered, which is exact."""
+    """Return a column or row rule that no group confirms with gathered activations, which is exact."""
     style = {"column": "column_gather_output", "row": "row_split_input"}.get(rule.style)
     if style is None or why_no_linear(module) is not None or evidence.mode == "never":
         return rule

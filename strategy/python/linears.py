@@ -96,7 +96,7 @@ def shard_dims(module: nn.Module, style: str) -> dict[str, int]:
 
 
 def is_worth_gathering(parameter: nn.Parameter) -> bool:
-    """Whether a parameter is no mere vector: those of norms and biases cost more messages than bytes."""
+    """Return whether a parameter has two or more dims: gathering a vector costs more in messages than it saves."""
     return parameter.dim() >= 2
 
 

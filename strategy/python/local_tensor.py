@@ -90,9 +90,9 @@ def is_whole(parameter: DTensor) -> bool:
 
 
 class _Thread(threading.local):
-    depth = 0  # of forwards and `local_parameters`
+    depth = 0  # of nested forwards and `local_parameters`
     mode: TorchFunctionMode | None = None  # of the innermost `local_parameters`
-    suspended_at = 0  # the depth of the forward that has suspended the mode; 0: it is active, or there is none
+    suspended_at = 0  # the depth of the forward that suspended the mode; 0: the mode is active or None
 
 
 _THREAD = _Thread()
@@ -104,7 +104,7 @@ def inside_forward() -> bool:
 
 
 def forward_depth() -> int:
-    """How many parallelized forwards and `local_parameters` this thread is inside of."""
+    """Return the number of nested parallelized forwards and `local_parameters` in this thread."""
     return _THREAD.depth
 
 
@@ -112,8 +112,8 @@ def forward_depth() -> int:
 def reading_locals(mode: TorchFunctionMode | None = None) -> Iterator[None]:
     """Inside, reading a replicated parameter as a module's attribute gives the plain local tensor.
 
-    `mode` is active inside, but not in the forwards of parallelized modules, which would only be slower for it. Where
-    one is active already, it stays the only one.
+    `mode` is active inside, but not in the forwards of parallelized modules, which it would only slow down. A mode that
+    is already active stays the only one.
     """
     outer = _THREAD.mode, _THREAD.suspended_at
     if mode is not None and (_THREAD.mode is None or _THREAD.suspended_at):
@@ -137,7 +137,7 @@ def enter_forward() -> None:
 
 
 def leave_forward() -> None:
-    """End what `enter_forward` began."""
+    """Leave the forward that `enter_forward` entered."""
     if _THREAD.suspended_at == _THREAD.depth and _THREAD.mode is not None:
         _THREAD.mode.__enter__()
         _THREAD.suspended_at = 0
@@ -145,7 +145,7 @@ def leave_forward() -> None:
 
 
 def _suspend() -> None:
-    """Take the mode off, unless another was entered since, which must be left first."""
+    """Suspend the mode, unless another mode was entered after it, which must be left first."""
     if not torch.compiler.is_compiling() and _get_current_function_mode() is _THREAD.mode:
         _THREAD.mode.__exit__(None, None, None)
         _THREAD.suspended_at = _THREAD.depth

@@ -42,10 +42,11 @@ class Plan:
             dim but one of what the blocks get first. It needs blocks whose other parts treat each token by itself:
             norms, dropout, residual sums.
         verify: "auto": layers that "auto", "huggingface" or the style `attention` shard by heads are first compared
-            with themselves (`weft.strategy.verification`), and gathered where they do not agree; "always": column and
-            row rules are compared, too, and refused where they do not; "never": nothing is compared.
-        example: what verification calls the model with: a tensor, a tuple of positional or a dict of named arguments.
-            None: a LightningModule's `example_input_array`, or what the model's first layer takes.
+            with themselves (`weft.strategy.verification`), and gathered if they differ; "always": column and row
+            rules are compared as well and raise if they differ; "never": without comparison.
+        example: the arguments with which verification calls the model: a tensor, a tuple of positional or a dict of
+            keyword arguments. None: a LightningModule's `example_input_array`, or inputs that follow from the model's
+            first layer.
 
     Raises:
         ValueError: an unknown style, a malformed pattern, two values for one pattern, a string that is none of these.

@@ -74,10 +74,10 @@ def find_activation(container: nn.Module, parts: MlpParts) -> tuple[MlpParts, st
 
 
 def why_not_split(container: nn.Module, parts: MlpParts) -> str | None:
-    """Why column and row styles on the layers alone would change what the module computes; None when they do not.
+    """Return why column and row styles on the layers would change the module's output; None if they would not.
 
-    What reaches the last layer must be computed for each hidden unit by itself, by code without parameters (a
-    replicated parameter there would get only a part of its gradient).
+    Code without parameters must compute the input of the last layer for each hidden unit by itself (a replicated
+    parameter there would get only a partial gradient).
     """
     for name, child in container.named_modules():
         if isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0:

@@ -188,8 +188,8 @@ def _shard_dropout_forward(self: Any, input: Tensor) -> Tensor:
     sharded = next((each for each in self._weft_state.dropouts if each.is_of(input, mesh.size())), None)
     if sharded is None:
         raise ValueError(
-            f"a Dropout between column and row layers got {list(input.shape)}, which is not one rank's part of what "
-            "verification saw; give its layers the styles column_gather_output and row_split_input."
+            f"a Dropout between column and row layers got {list(input.shape)}, which is not one rank's shard of an "
+            "input in verification; give its layers the styles column_gather_output and row_split_input."
         )
     return shard_dropout(input, self.p, sharded, mesh.get_local_rank(), mesh.size())
 
@@ -268,7 +268,7 @@ def _getattr_of(cls: type[nn.Module]) -> Callable[[nn.Module, str], Any]:
 
 
 def _gathered(module: Any, name: str, state: ModuleState) -> Tensor:
-    """The full parameter, with this rank's shard of its gradient: what is computed with it is the same on all ranks."""
+    """Return the full parameter; its gradient, equal on all ranks, is sharded again."""
     parameter = module._parameters[name]
     part = _part_of(module, name)
     dim = longest_dim(parameter)
@@ -302,11 +302,11 @@ def parallel_class(
     is_shard_dropout: bool = False,
     explains: bool = False,
 ) -> type[nn.Module]:
-    """The class a module of class `cls` gets for a style ("" and "replicate": its own forward).
+    """Return the class of a module of class `cls` for a style ("" and "replicate": its own forward).
 
-    `place`: the kind of its place, where activations are cut along the sequence. `has_precision`: it computes in a
-    dtype of its own. `has_counts`: it counts this rank's heads while its forward runs. `is_shard_dropout`: it drops out
-    of one rank's part. `explains`: errors of sharded modules inside are explained.
+    `place`: the kind of its place, if activations are sharded along the sequence. `has_precision`: it computes in a
+    dtype of its own. `has_counts`: attributes have this rank's head counts while its forward runs. `is_shard_dropout`:
+    its input is one rank's shard. `explains`: errors of sharded modules inside are explained.
     """
     namespace: dict[str, Any] = {"__module__": cls.__module__, "__getattr__": _getattr_of(cls)}
     own_dropout = _shard_dropout_forward if is_shard_dropout else None

@@ -25,10 +25,10 @@ _OWN_FORWARD = ("sequence_parallel", "replicate", "replicate_sum_gradients", "ig
 def assign_explicit(
     model: nn.Module, plan: _plan.Plan, tp_size: int, verify: str = "auto", example: Any = None
 ) -> Assignments:
-    """The styles that a plan of rules gives to a model's modules.
+    """Return the styles that a plan of rules gives to a model's modules.
 
     Args:
-        verify, example: as `weft.strategy.Plan` takes them.
+        verify, example: as in `weft.strategy.Plan`.
 
     Raises:
         ValueError: a rule does not fit the model, naming the module and the remedy.

@@ -1,4 +1,4 @@
-"""Errors of a module's own code that meets shards, with the module's name, its shards and the remedy."""
+"""Explains errors that a module's own code raises on shards: names the module, its shards and the remedy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ShardedModuleError(RuntimeError):
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """Inside, an error of shapes or of mixed tensors that comes from a sharded module is a ShardedModuleError."""
+    """Inside, raise a ShardedModuleError for a shape error or mixed-tensor error of a sharded module."""
     try:
         yield
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
@@ -35,11 +35,11 @@ def explained() -> Iterator[None]:
 
 
 def explanation_of(error: BaseException) -> str | None:
-    """One sentence on an error, by the innermost module on its way that has sharded layers; None if there is none."""
+    """Return one sentence on the innermost module in an error's traceback that has sharded layers; None: no module."""
     if isinstance(error, ShardedModuleError) or not _OF_SHARDS.search(str(error)):
         return None
     on_the_way = list(reversed(_modules_of(error.__traceback__)))
-    # A layer is called by code that is wrong: the module around it comes first.
+    # The code that calls a layer causes the error, so modules with children come before layers.
     for module in sorted(on_the_way, key=lambda each: not each._modules):
         state, shards = state_of(module), _shards_of(module)
         if state is not None and shards:
@@ -48,7 +48,7 @@ def explanation_of(error: BaseException) -> str | None:
 
 
 def _modules_of(trace: TracebackType | None) -> list[nn.Module]:
-    """The modules whose methods are on an error's way, the outermost first."""
+    """Return the modules whose methods are in a traceback, outermost first."""
     modules = []
     while trace is not None:
         module = trace.tb_frame.f_locals.get("self")
@@ -59,7 +59,7 @@ def _modules_of(trace: TracebackType | None) -> list[nn.Module]:
 
 
 def _shards_of(module: nn.Module) -> list[tuple[str, ModuleState, nn.Parameter]]:
-    """The sharded parameters of a module and of its children: name, state of their module, parameter."""
+    """Return (name, state of its module, parameter) for the sharded parameters of a module and of its children."""
     found = []
     for name, child in [("", module), *module.named_children()]:
         state = state_of(child)

@@ -29,12 +29,12 @@ def shell_of(
     buffers: dict[int, Tensor],
     memo: dict[int, nn.Module] | None = None,
 ) -> nn.Module:
-    """A copy with the module's original class, other tensors, and its other attributes by reference.
+    """Return a copy with the module's original class, other tensors, and its other attributes by reference.
 
-    `parameters` and `buffers` map the id of each of the module's own to what takes its place. Tensors in plain
-    attributes, and in lists and dicts there, are copied, so that the copy's forward changes none of the module's.
-    Hooks are left out: the copy's forward reaches nothing of the user's but the code of the module itself. Modules
-    that are one stay one; `memo` maps the ids of modules that were copied before to their copies.
+    `parameters` and `buffers` map the id of each of the module's tensors to its replacement. Tensors in plain
+    attributes, and in lists and dicts there, are copied, so that the copy's forward does not change the module's. Hooks
+    are left out: the copy's forward runs no user code except that of the module itself. A module that is used twice is
+    copied once; `memo` maps the ids of copied modules to their copies.
     """
     memo = {} if memo is None else memo
     if id(module) in memo:
@@ -69,7 +69,7 @@ def _without_sharing(value: Any) -> Any:
 
 
 def _values_of(tensor: Tensor) -> Tensor:
-    """The values, on the CPU, floating ones in float64; zeros for those of a meta tensor."""
+    """Return the values on the CPU, floating ones in float64; zeros for a meta tensor."""
     if is_deferred(tensor):
         tensor = whole_of(tensor)
     tensor = torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.detach().cpu()
@@ -95,7 +95,7 @@ def random_like(shape: Any, fan_in: int, seed: int) -> Tensor:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Random states are as before afterwards; inside, gradients are on, autocast is off, new tensors are float64."""
+    """Inside, gradients are on, autocast is off, new tensors are float64; afterwards restore the random states."""
     state, dtype = random.getstate(), torch.get_default_dtype()
     numpy = sys.modules.get("numpy")
     numpy_state = None if numpy is None else numpy.random.get_state()
@@ -114,7 +114,7 @@ def undisturbed() -> Iterator[None]:
 
 
 def _on_cpu() -> contextlib.AbstractContextManager[Any]:
-    """A device as context manager slows every call, so that it is entered only where tensors are made elsewhere."""
+    """Inside, create tensors on the CPU; without a device context, which slows every call, if that is the default."""
     is_default = torch.get_default_device().type == "cpu"
     return contextlib.nullcontext() if is_default else torch.device("cpu")
 

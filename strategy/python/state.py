@@ -43,7 +43,7 @@ class ModuleState:
     mesh: DeviceMesh
     group_name: str
     name: str = ""  # in the model that parallelize was called with
-    explains: bool = False  # it is that model: errors of sharded modules get their explanation here
+    explains: bool = False  # it is that model: its forward explains errors of sharded modules
     rule: str = ""  # the pattern that gave the style, or "auto"
     note: str = ""
     mlp: MlpParts | None = None  # of a fused container, with its activation
@@ -77,7 +77,7 @@ def remove_state(module: nn.Module) -> None:
 
 
 def counted(own_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward of a class whose modules have the values of `counts` inside, and their own ones for all other code."""
+    """Return a forward during which a module's attributes have the values of its state's `counts`."""
 
     @functools.wraps(own_forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -94,7 +94,7 @@ def with_values(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """`function(*args, **kwargs)`, during which attributes of a module have these values."""
+    """Return `function(*args, **kwargs)`; during the call attributes of a module have these values."""
     before = [(name, getattr(module, name)) for name, _ in values]
     for name, value in values:
         setattr(module, name, value)

@@ -1,4 +1,4 @@
-"""What was done to a model, in a few sentences: what is sharded how, and what every rank still holds in full."""
+"""Summarises a parallelized model in a few sentences: how modules are sharded, and which parameters are replicated."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from weft.strategy.assignments import parent_name
 from weft.strategy.linears import COLUMN_STYLES, ROW_STYLES
 from weft.strategy.state import ModuleState, state_of
 
-MAX_LINES = 12  # of a whole summary, those of its callers included
-REPLICATED_SHARE = 0.05  # of the bytes, from which replicated parameters are named
+MAX_LINES = 12  # of a complete summary, including the lines of callers
+REPLICATED_SHARE = 0.05  # of the bytes; above it, replicated parameters are named
 _MAX_KINDS = 5
 _HOW = {
     "column_row_mlp": "fused, by hidden units",
@@ -23,12 +23,12 @@ _HOW = {
 
 
 def summary(model: nn.Module) -> list[str]:
-    """Sentences on a parallelized model, at most 8 lines: kinds of modules, and parameters that stay replicated."""
+    """Return at most 8 lines on a parallelized model: kinds of modules, and parameters that stay replicated."""
     return [*_kinds(model), *replicated(model)]
 
 
 def _kinds(model: nn.Module) -> list[str]:
-    """Per kind of module, how many are sharded how."""
+    """Return a line with the number of modules by kind and sharding."""
     modules = dict(model.named_modules())
     groups: dict[str, set[str]] = {}
     counts: Counter[tuple[str, str]] = Counter()
@@ -63,7 +63,7 @@ def _how(styles: set[str]) -> str:
 
 
 def replicated(model: nn.Module) -> list[str]:
-    """The parameters that every rank holds in full, and the three largest where they are more than 5 % of the bytes."""
+    """Return a line on the replicated parameters, and one with the three largest if they are over 5 % of the bytes."""
     parameters = list(model.named_parameters())
     full = [(name, p.nbytes) for name, p in parameters if _is_full(p)]
     total, held = sum(p.nbytes for _, p in parameters), sum(size for _, size in full)
@@ -78,7 +78,7 @@ def replicated(model: nn.Module) -> list[str]:
 
 
 def replicated_share(model: nn.Module) -> float:
-    """The share of a model's bytes that every rank holds in full, 0 to 1."""
+    """Return the share of a model's bytes that every rank holds in full, 0 to 1."""
     parameters = list(model.parameters())
     return sum(p.nbytes for p in parameters if _is_full(p)) / max(1, sum(p.nbytes for p in parameters))
 

@@ -87,7 +87,7 @@ def _load_without_weft(rank: int, world_size: int, files: list[str], folder: str
 
 
 def _consolidate(rank: int, folder: str) -> str | None:
-    """On one rank alone: it waits for no other."""
+    """Consolidate on one rank; the call is not collective."""
     return str(consolidate_checkpoint(Path(folder, "directory-2.ckpt"))) if rank == 1 else None
 
 

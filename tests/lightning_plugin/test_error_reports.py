@@ -44,7 +44,7 @@ def _stderr(path: Path) -> Iterator[None]:
 
 
 def _report(log: ErrorReports, fail: Callable[[], None], show: Callable[..., None] = traceback.print_exception) -> None:
-    """Report what `fail` raises as the interpreter would: as an error that nobody has caught."""
+    """Report the error of `fail` as the interpreter reports an uncaught one."""
     try:
         fail()
     except Exception as error:
@@ -71,10 +71,10 @@ def _fails_alike() -> None:
 
 
 class _Object:
-    pass
+    """Its repr has an address."""
 
 
-# What each rank raises, given its number -> how many tracebacks there are.
+# The error of each rank, given its number -> the number of printed tracebacks.
 ERRORS: dict[str, tuple[Callable[[int], None], int]] = {
     "the same": (lambda rank: _fails("all have this one"), 1),
     "the same, of objects at other addresses": (lambda rank: _fails(f"{_Object()} and {hex(id(rank) + rank)}"), 1),
@@ -107,7 +107,7 @@ def test_a_stderr_of_its_own_gets_the_traceback(rank: int, tmp_path: Path) -> No
 
 
 def _forked(log: ErrorReports, show: Callable[[], None]) -> int:
-    """The process id of another rank, which is in its turn when this returns, and inside of `show`."""
+    """Return the process id of another rank, which is in its turn and inside `show` when this returns."""
     reader, writer = os.pipe()
     path, pid = log.path, os.fork()
     if pid == 0:
@@ -146,7 +146,7 @@ def test_the_next_rank_prints_if_the_first_does_not(tmp_path: Path, monkeypatch:
 
 @on_ranks(1)
 def test_without_a_stderr_of_the_system() -> None:
-    """As in a notebook: there is nothing to compare."""
+    """A notebook has no stderr of the system, so there are no files to compare."""
     log, before = ErrorReports.create(), sys.stderr
     for _ in range(2):
         sys.stderr = io.StringIO()

@@ -28,7 +28,7 @@ COUNTED = "has 3 batches on rank 0 and has 5 batches on rank 1"
 
 
 class Stream(IterableDataset):
-    """Samples without a number known beforehand."""
+    """A data set of unknown length."""
 
     def __init__(self, samples: Any) -> None:
         self.samples = samples

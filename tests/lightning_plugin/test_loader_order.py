@@ -117,7 +117,7 @@ def test_several_replicas_shuffle_and_say_so(
         assert len(seen) == BATCH * NUM_BATCHES // 2
         assert not torch.equal(seen, fixed_data()[rank::2])
     [line] = [text for text in said if "shuffles" in text]
-    assert "deals the training data to 2 data-parallel ranks" in line
+    assert "splits the training data over 2 data-parallel ranks" in line
     said.clear()
     own = DistributedSampler(fixed_data(), num_replicas=2, rank=rank, shuffle=False)
     run = trainer(world_size, "weft_fsdp", tmp_path, use_distributed_sampler=True)

@@ -247,9 +247,9 @@ def test_memory_of_other_strategies_has_categories_too(rank: int, world_size: in
 
 
 class Unseen(Wide):
-    """The count has not seen the storages of its layers, as of a model built before the count began.
+    """A model whose layers the count has not seen, as if it was built before the count began.
 
-    It has seen those of the scale, which is held twice, and of the offset.
+    The count has seen the scale, which two modules hold, and the offset.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Which module is cut, and what its cuts are called, by names with or without a prefix, and without pipeline_module."""
+"""Finds the module to cut and the names of its cuts, with and without a prefix or pipeline_module."""
 
 from __future__ import annotations
 
@@ -121,19 +121,19 @@ REFUSED: dict[str, tuple[L.LightningModule, str | None, Any, str]] = {
         Module(student=Net(), teacher=Net()),
         None,
         ["layers.2"],
-        "S got pipeline_cuts=['layers.2'], which may be in 'student' and in 'teacher'; say which as pipeline_module.",
+        "S got pipeline_cuts=['layers.2'], which may be in 'student' and in 'teacher'; pass one of these as ",
     ),
     "itself or a holder": (
         Network(layers=nn.ModuleList([linear(), linear()]), teacher=Net()),
         None,
         ["layers.1"],
-        "may be in Network itself (pipeline_module='') and in 'teacher'; say which",
+        "may be in Network itself (pipeline_module='') and in 'teacher'; pass one of these",
     ),
     "auto, two holders": (
         Module(a=Net(), b=Net()),
         None,
         AUTO,
-        "S got pipeline_cuts='auto', which may be in 'a' and in 'b'; say which as pipeline_module.",
+        "S got pipeline_cuts='auto', which may be in 'a' and in 'b'; pass one of these as pipeline_module.",
     ),
     "auto, none": (
         Module(a=linear(), b=linear()),
@@ -151,7 +151,7 @@ REFUSED: dict[str, tuple[L.LightningModule, str | None, Any, str]] = {
         Module(a=Net(1), b=Net()),
         None,
         ["a.layers.0", "b.layers.2"],
-        "neither Module, by a forward of its own, nor one of its modules calls all of these; name the module",
+        "neither Module, by a forward of its own, nor one of its modules calls all of these; pass the name",
     ),
     "given, unknown cut": (Module(model=Net()), "model", ["model.layer.2"], "the nearest name is 'layers.2'"),
     "given, unknown module": (Module(model=Net()), "net", ["layers.2"], "='net', which Module does not have; name one"),

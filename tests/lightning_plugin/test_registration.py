@@ -175,7 +175,7 @@ def test_unknown_arguments_are_named_with_the_class(name: str) -> None:
         cls(qqq=1, lay_out="dp2")
     with pytest.raises(TypeError, match=r"^WeftModelParallelStrategy: too many positional arguments; pass .*by name: "):
         cls(*[None] * 40)
-    # What LightningCLI and type checkers read.
+    # LightningCLI and type checkers read the signature.
     hints = typing.get_type_hints(cls.__init__)
     assert hints["tensor_parallel_size"] == int | str and hints["return"] is type(None)
     assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in inspect.signature(cls).parameters.values())

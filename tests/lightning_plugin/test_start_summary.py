@@ -1,4 +1,4 @@
-"""What a strategy says at the start: nothing sharded on one device, and what every rank holds in full."""
+"""The lines that a strategy logs at the start: nothing sharded on one device, and the replicated parameters."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Staged(L.LightningModule):
     [
         (
             {"layout": "pp2", "pipeline_cuts": ["2"]},
-            "weft: each rank has the layers of its own stages, of which nothing is sharded.",
+            "weft: each rank has the layers of its own stages, which are not sharded.",
         ),
         ({"layout": "dp2", "zero_stage": 0}, "weft: replicated: 4 of 4 parameters, 100.0 % of their bytes."),
         ({"layout": "dp2", "zero_stage": 3}, "weft: replicated: 0 of 4 parameters, 0.0 % of their bytes."),

@@ -124,7 +124,7 @@ def test_an_iterator_and_a_wrong_name_are_refused(rank: int, world_size: int, tm
     with pytest.raises(ValueError, match=r"='net', which Text does not have; name one of its modules: 'model', 'acc"):
         trainer(world_size, staged(pipeline_module="net"), tmp_path).fit(Text(), text_loader())
     with pytest.raises(
-        ValueError, match=r"'layer\.2', which the model has no module of; the nearest name is 'layers\.2'"
+        ValueError, match=r"'layer\.2', which is not a module of the model; the nearest name is 'layers\.2'"
     ):
         trainer(world_size, staged(pipeline_cuts=["model.layer.2"]), tmp_path).fit(Text(), text_loader())
 

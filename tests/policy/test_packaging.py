@@ -1,4 +1,4 @@
-"""What an sdist and a wheel are made of: every source that git tracks, every package folder, every typed stub."""
+"""The contents of an sdist and a wheel: every source that git tracks, every package folder, every typed stub."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_every_package_folder_is_listed() -> None:
     assert sorted(SETUPTOOLS["packages"]) == sorted(folders), "pyproject.toml: [tool.setuptools] packages"
     assert SETUPTOOLS["package-dir"] == folders, "pyproject.toml: [tool.setuptools.package-dir]"
     for folder in folders.values():
-        assert (ROOT / folder / "__init__.py").is_file(), f"{folder} is no package without an __init__.py"
+        assert (ROOT / folder / "__init__.py").is_file(), f"{folder} needs an __init__.py to be a package"
 
 
 def test_every_typed_stub_is_package_data() -> None:

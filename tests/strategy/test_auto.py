@@ -19,7 +19,7 @@ def styles(result: Assignments) -> dict[str, str]:
 
 
 class NamedAttention(nn.Module):
-    """Attention under any names, which counts heads by -1 views or by an attribute; norms as Qwen3 has them."""
+    """Attention with arbitrary names, which counts heads by views by -1 or by an attribute; norms as in Qwen3."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Hf(nn.Module):
 
 
 class FromConfig(NamedAttention):
-    """It looks up its number of heads where nothing can divide it."""
+    """Reads its number of heads from a place where weft cannot divide it."""
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
@@ -155,7 +155,7 @@ def test_code_that_cannot_be_tried_is_gathered() -> None:
     assert styles(result)["attention.q_proj"] == "column_gather_output"
     assert styles(result)["attention.o_proj"] == "row_split_input"
     [(name, reason)] = result.gathered
-    assert name == "attention" and reason.startswith("no call of it could be tried ('attention': ")
+    assert name == "attention" and reason.startswith("weft could not call it ('attention': ")
 
 
 def test_an_example_has_code_tried() -> None:

@@ -102,7 +102,7 @@ def test_a_model_that_agrees(rank: int, world_size: int) -> None:
     assert rows["layers.1.attention.wq.weight"].axes == (("tensor_parallel", 0),)
     assert [row.largest for row in found.parameters] == sorted((row.largest for row in rows.values()), reverse=True)
     assert all(row.gradient is not None and row.weight is not None for row in found.parameters)
-    for name, parameter in model.named_parameters():  # the user's own stays as it is
+    for name, parameter in model.named_parameters():  # the user's model is unchanged
         assert type(parameter) is nn.Parameter and torch.equal(parameter, before[name])
     assert torch.equal(torch.get_rng_state(), state) and torch.get_default_dtype() == torch.float32
 
@@ -124,7 +124,7 @@ def test_a_forward_that_uses_the_shards_width_is_named(world_size: int) -> None:
 
 @on_ranks(2)
 def test_a_parameter_between_shards_is_named(world_size: int) -> None:
-    """The forward is right; each rank has a part of one gradient."""
+    """The forward is correct; each rank has a partial sum of one gradient."""
     found = stacks("parameter", steps=1)
     assert found.losses[0].difference < 1e-13 and not found.agrees
     assert found.parameters[0].parameter == "blocks.1.scale" and found.parameters[1].largest < 1e-9
@@ -150,11 +150,11 @@ def test_random_draws_are_told_apart(world_size: int) -> None:
     found = stacks("dropout")
     assert not found.agrees and found.draws_random_numbers
     assert found.first_output.module == "blocks.1.down"
-    assert found.in_eval_mode.agrees and "The random draws are why: in eval mode" in found.verdict
+    assert found.in_eval_mode.agrees and "Random numbers are the reason: in eval mode" in found.verdict
     assert found.to_dict()["in_eval_mode"]["agrees"]
     assert stacks("dropout", mode="eval").agrees
 
-    class Dropping(Stack):  # what all ranks hold is dropped alike
+    class Dropping(Stack):  # dropout of a full tensor is the same on all ranks
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(F.dropout(x, 0.5, self.training))
 
@@ -166,7 +166,7 @@ def test_random_draws_are_told_apart(world_size: int) -> None:
             return super().forward(F.dropout(x, 0.5, self.training))
 
     found = compare(lambda: Wrong("width"), vectors, plan=INNER)
-    assert "The random draws alone are not why: in eval mode, without dropout, they differ: " in found.verdict
+    assert "Random numbers are not the only reason: in eval mode, without dropout, they differ: " in found.verdict
 
 
 @on_ranks(4)
@@ -249,7 +249,7 @@ def test_lightning_modules(world_size: int) -> None:
 def test_the_first_layers_of_a_hugging_face_model(world_size: int) -> None:
     found = compare(lambda: language_model("llama", num_hidden_layers=3), first_layers=1)
     assert found.agrees, found
-    assert (found.tolerance, found.tolerance_note) == (1e-4, ", as the forward computes in float32 in places")
+    assert (found.tolerance, found.tolerance_note) == (1e-4, ", because the forward computes partly in float32")
     layers = {row.parameter.split(".")[2] for row in found.parameters if row.parameter.startswith("model.layers.")}
     assert layers == {"0"}
     assert "LlamaForCausalLM, the first 1 of its repeated blocks: layout tp2" in found.setting
@@ -285,14 +285,14 @@ def test_keeping_the_first_layers() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"layout": "pp2,tp2"}, "layout 'pp2,tp2' has a pipeline, whose stages are not compared"),
+        ({"layout": "pp2,tp2"}, "layout 'pp2,tp2' has a pipeline, which compare does not support"),
         ({"layout": "tpauto"}, "layout 'tpauto' leaves a size to the number of ranks"),
         ({"dtype": torch.int64}, "dtype is torch.int64; pass one of torch's float64, float32"),
         ({"zero_stage": 4}, "zero_stage is 4"),
         ({"mode": "test"}, "mode is 'test'"),
         ({"steps": 0}, "steps is 0"),
         ({"plan": "nothing"}, "plan"),
-        ({"loss_fn": lambda model, batch: model(batch)}, "cannot be sent to them"),
+        ({"loss_fn": lambda model, batch: model(batch)}, "cannot be sent to the ranks"),
     ],
 )
 def test_refusals_before_ranks_start(options: dict[str, Any], text: str) -> None:

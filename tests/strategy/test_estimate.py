@@ -103,11 +103,11 @@ def test_steps_by_rows_take_no_whole_gradient(tmp_path: Path) -> None:
         ({"model": LLAMA_70B, "mesh": {}, "batch": {"tokens": 5}}, "'batch' is {'tokens': 5}; give whole numbers for"),
         (
             {"model": LLAMA_70B, "mesh": {}, "precision": "16-mixed", "optimizer_in_backward": True},
-            "does not go with precision 16-mixed",
+            "is not supported with precision 16-mixed",
         ),
         (
             {"model": LLAMA_70B, "mesh": {}, "precision": "16-mixed", "optimizer_in_backward": "rows"},
-            "does not go with precision 16-mixed",
+            "is not supported with precision 16-mixed",
         ),
         ({"model": LLAMA_70B, "mesh": {}, "optimizer_in_backward": "columns"}, "'columns'; use true, false or 'rows'"),
         (
@@ -118,7 +118,7 @@ def test_steps_by_rows_take_no_whole_gradient(tmp_path: Path) -> None:
         ({"model": LLAMA_70B, "mesh": {"tensor_parallel": 16}}, "num_kv_heads = 8 heads do not divide over 16"),
         ({"model": LLAMA_70B, "mesh": {}, "batch": {"tokens": 1.5}}, "'batch' is {'tokens': 1.5}"),
         ({"model": LLAMA_70B, "mesh": {}, "optimizer": "Lion"}, "got optimizer 'Lion'; use one of 'SGD'"),
-        ({"model": LLAMA_70B, "mesh": {}, "fused_optimizers": "often"}, "are not all of the right kind"),
+        ({"model": LLAMA_70B, "mesh": {}, "fused_optimizers": "often"}, "have a value of the wrong type"),
         ({"model": LLAMA_70B, "mesh": {}, "plan": {"x": "row"}}, "pattern 'x' matches no module"),
         ({"model": {"hidden_size": 8}, "mesh": {}}, "the model's configuration has num_attention_heads = None"),
         ({"model": {"model_type": "gpt17"}, "mesh": {}}, "cannot build a model of model_type 'gpt17'"),
@@ -127,7 +127,7 @@ def test_steps_by_rows_take_no_whole_gradient(tmp_path: Path) -> None:
         ({"model": TINY_GPT2, "mesh": {}, "activation_checkpointing": "some"}, "'some'; use one of 'none'"),
         ({"model": TINY_GPT2, "mesh": "context_parallel=2"}, "has the axis 'context_parallel', for which"),
         ({"model": TINY_GPT2, "mesh": {}, "plan": {"x": "row"}}, "pattern 'x' matches no module"),
-        ({"model": LLAMA_70B, "mesh": {}, "layout": "tp2"}, "has 'mesh' and 'layout', which say the same"),
+        ({"model": LLAMA_70B, "mesh": {}, "layout": "tp2"}, "has both 'mesh' and 'layout'; give one"),
         ({"model": LLAMA_70B, "layout": "tp2,xp2"}, "layout 'tp2,xp2' has the part 'xp2'"),
         ({"model": LLAMA_70B, "layout": 2}, "'layout' is 2; give text such as 'pp2,dp2,tp2'"),
         ({"model": LLAMA_70B, "layout": "dpauto,tp2"}, "leaves a size to the number of devices"),
@@ -145,11 +145,11 @@ def test_steps_by_rows_take_no_whole_gradient(tmp_path: Path) -> None:
         ),
         (
             {"model": LLAMA_70B, "layout": "pp2", "pipeline_cuts": ["a"], "optimizer_in_backward": True},
-            "optimizer_in_backward does not go with pipelines",
+            "optimizer_in_backward is not supported with pipelines",
         ),
         (
             {"model": {"feed_forward": {"dim": 4, "hidden_dim": 4}}, "layout": "pp2", "pipeline_cuts": ["w2"]},
-            "'feed_forward' is one MLP, which no pipeline cuts",
+            "'feed_forward' is one MLP, which cannot be cut",
         ),
         (
             {"model": TINY_GPT2, "layout": "pp2", "pipeline_cuts": ["transformer.x"]},
@@ -210,7 +210,7 @@ def test_a_note_says_what_is_not_predicted(tmp_path: Path) -> None:
         ({"model": {**llama, "mlp_bias": True}, "mesh": {}}, "for model_type 'llama' with mlp_bias or attention_bias:"),
         ({"model": llama, "layout": "tp2", "plan": "huggingface"}, "not predicted for the plan 'huggingface':"),
         ({"model": llama, **cut, "plan": {"lm_head": "replicate"}}, "for pipelines with another plan than 'auto':"),
-        ({"model": llama, **cut, "pipeline_cuts": ["model.norm"]}, "begins at 'model.norm', which is no block:"),
+        ({"model": llama, **cut, "pipeline_cuts": ["model.norm"]}, "begins at 'model.norm', which is not a block:"),
         ({"model": llama, **cut}, "temporaries and communication, such as gathered parameters, are not"),
     ):
         found = estimate_file(_write(tmp_path, **config))

@@ -1,4 +1,4 @@
-"""`weft estimate` of models that the memory model does not know, and of pipelines, against what ranks really hold."""
+"""`weft estimate` for models that the memory model does not know, and for pipelines, against training ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MODELS: dict[str, dict[str, Any]] = {**CONFIGS, "t5": T5, "llama": {**CONFIGS["l
 
 
 def _estimate(rank: int, family: str, **config: Any) -> RankEstimate:
-    """The prediction for the kind of ranks that this one is of, by the sizes of the layout's inner axes."""
+    """Return the prediction for this rank's kind, by the sizes of the layout's inner axes."""
     batch = {"sequences": SEQUENCES, "tokens": TOKENS}
     model = {"model_type": family, **MODELS[family]}
     found = estimate_training(read_config({"model": model, "batch": batch, **config}, Path()))

@@ -1,4 +1,4 @@
-"""Errors of a module's own code that meets shards name the module, its rule, its shards and the remedy."""
+"""Errors that a module's own code raises on shards name the module, its rule, its shards and the remedy."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Chain(nn.Module):
     ids=["column alone", "row alone", "column at the end"],
 )
 def test_rules_that_do_not_fit_together(world_size: int, plan: dict[str, str], message: str) -> None:
-    """They are found before anything is changed, let alone called."""
+    """They raise before the model changes."""
     model = Chain()
     with pytest.raises(ValueError, match=message):
         weft.parallelize(model, tensor_parallel(world_size), plan)

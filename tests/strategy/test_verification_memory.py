@@ -1,4 +1,4 @@
-"""What verification leaves behind: no tensor, and nothing that waits for the garbage collector."""
+"""Verification leaves no tensor in memory, and no object that only the garbage collector frees."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.strategy.plan import Plan
 
 
 class _Replaced(nn.Module):
-    """Its forward cannot be tried, as one on an instance may refer to anything."""
+    """Its forward cannot be run on a copy: a forward on the instance may refer to any object."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""weft.strategy.comparison: trains a model sharded and unsharded, and says where the two differ.
+"""weft.strategy.comparison: trains a model sharded and unsharded, and finds where the two differ.
 
 Start reading with `entry.py` (the arguments), then `training.py` (a step of both sides). `subject.py` builds the model,
 `sharded.py` shards it, `outputs.py` finds the first output that differs, `launch.py` starts the ranks.

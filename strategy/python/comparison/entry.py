@@ -1,4 +1,4 @@
-"""`compare`: what may be asked, and where the ranks come from."""
+"""`compare`: checks its arguments and starts the ranks."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ MODES = ("train", "eval")
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The arguments of `compare`, checked as far as they can be without the model.
+    """The arguments of `compare`, with all checks that do not need the model.
 
     Raises:
-        ValueError: an argument that no model could make work.
+        ValueError: an argument is invalid for every model.
     """
 
     module: Any
@@ -47,7 +47,7 @@ class Request:
         sizes = Sizes.parse(self.layout)
         if sizes.pipeline_parallel > 1:
             raise ValueError(
-                f"compare: the layout '{self.layout}' has a pipeline, whose stages are not compared; leave out 'pp' "
+                f"compare: the layout '{self.layout}' has a pipeline, which compare does not support; leave out 'pp' "
                 "and compare the other axes."
             )
         if self.dtype not in TOLERANCES:
@@ -64,7 +64,7 @@ class Request:
 
     @property
     def num_ranks(self) -> int:
-        """The ranks that the layout has.
+        """Return the number of ranks of the layout.
 
         Raises:
             ValueError: an axis is "auto".
@@ -73,8 +73,8 @@ class Request:
         counts = (sizes.data_replicate, sizes.data_parallel, sizes.tensor_parallel)
         if AUTO in counts:
             raise ValueError(
-                f"compare: the layout '{self.layout}' leaves a size to the number of ranks, and no process group has "
-                "one; write a number for each axis, as in 'dp2,tp2'."
+                f"compare: the layout '{self.layout}' leaves a size to the number of ranks, and there is no process "
+                "group; write a number for each axis, as in 'dp2,tp2'."
             )
         return math.prod(counts)
 
@@ -97,17 +97,18 @@ def compare(
     seed: int = 0,
     timeout: float = 600.0,
 ) -> Comparison:
-    """Train a few steps of a model sharded and unsharded, and say where they differ.
+    """Train a few steps of a model sharded and unsharded, and return where they differ.
 
-    Both sides have the same weights, batch and random numbers, and step by SGD. Every rank holds the unsharded model as
-    well, so that the model must fit into a rank's memory twice: build a small configuration, or pass `first_layers`.
+    Both sides have the same weights, batch and random numbers, and step by SGD. Every rank also holds the
+    unsharded model, so the model must fit into a rank's memory twice: build a small configuration, or pass
+    `first_layers`.
 
-    In an initialised process group the call is collective over it. Outside of one it starts the layout's ranks itself,
-    as CPU processes of this host: `module`, `batch` and `loss_fn` are pickled, and a script that calls it at its top
-    level does so under `if __name__ == "__main__"`.
+    In an initialised process group the call is collective over it. Otherwise it starts the layout's ranks itself, as
+    CPU processes of this host: `module`, `batch` and `loss_fn` are pickled, and a script must call it under
+    `if __name__ == "__main__"`.
 
     Args:
-        module: an nn.Module or a LightningModule, which stays as it is; a callable without arguments that builds one;
+        module: an nn.Module or a LightningModule, which is not changed; a callable without arguments that builds one;
             or the "package.module:name" of either.
         batch: of all data-parallel ranks together; a callable that makes it, or "package.module:name". None: the
             LightningModule's `example_input_array`, or random tokens for a language model of Hugging Face; then the
@@ -120,22 +121,22 @@ def compare(
             output's `.loss`, the output if it is one number, or else a fixed random projection of its first tensor.
         tolerance: the largest relative difference that counts as agreement. None: 1e-9 for float64, 1e-4 for float32,
             5e-2 for half types, whichever the unsharded forward computes in.
-        zero_stage: what data-parallel ranks share, 0 to 3.
+        zero_stage: the state that is sharded over data-parallel ranks, 0 to 3.
         sequence_parallel: as in `Plan`.
-        first_layers: keep so many of each list of repeated blocks. Where `module` builds the model, the others never
-            have values.
-        mode: "train", or "eval" without dropout. Where the two differ in train mode and the forward draws random
-            numbers, the result has a comparison in eval mode, too.
-        seed: of the numbers drawn by `module` and in the steps.
-        timeout: seconds for all of it, where ranks are started.
+        first_layers: keep this many blocks of each list of repeated blocks. If `module` is a callable, the other blocks
+            are never materialised.
+        mode: "train", or "eval" without dropout. If the two differ in train mode and the forward draws random numbers,
+            the result also has a comparison in eval mode.
+        seed: of the random numbers of `module` and of the steps.
+        timeout: seconds for the entire comparison, if it starts ranks.
 
     Returns:
-        What was found, the same on every rank. A sharded model that raises is a result, too.
+        The comparison, the same on every rank. An error of the sharded model is a result and is not raised.
 
     Raises:
-        ValueError: what was asked does not fit together, or the plan does not fit the model.
-        TimeoutError, RuntimeError: ranks that were started did not end in time, or failed. In a process group, what the
-            unsharded model raises is raised as it is.
+        ValueError: arguments do not fit together, or the plan does not fit the model.
+        TimeoutError, RuntimeError: started ranks did not end in time, or failed. In a process group, an error of the
+            unsharded model is raised unchanged.
     """
     request = Request(
         module,

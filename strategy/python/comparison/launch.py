@@ -1,4 +1,4 @@
-"""Runs a function on ranks of its own: CPU processes of this host, in a process group of the backend weft."""
+"""Runs a function on new ranks: CPU processes of this host, in a process group of the backend weft."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _GRACE_SECONDS = 5.0
 
 
 def launch(function: Callable[[Any], Any], argument: Any, num_ranks: int, timeout: float) -> Any:
-    """Call `function(argument)` on each of `num_ranks` new processes; returns the first rank's result.
+    """Call `function(argument)` on each of `num_ranks` new processes and return the first rank's result.
 
-    What ranks print goes to stderr. All have ended when this returns or raises.
+    The ranks' output goes to stderr. All processes have ended when this returns or raises.
 
     Raises:
-        ValueError: what a rank raised as one, or an argument that cannot be pickled.
-        TimeoutError: they took longer than `timeout` seconds, and were ended.
-        RuntimeError: a rank raised another error, whose traceback is in the text, or was killed.
+        ValueError: a rank raised a ValueError, or an argument cannot be pickled.
+        TimeoutError: the ranks took longer than `timeout` seconds, and were ended.
+        RuntimeError: a rank was killed or raised another error, whose traceback is in the text.
     """
     try:
         sent = pickle.dumps((function, argument))
-    except Exception as error:
+    except Exception as error:  # __reduce__ of a user's object may raise anything
         raise ValueError(
-            f"compare: ranks are new processes, and what they are to run cannot be sent to them ({error}); pass a "
-            "module, batch and loss_fn that can be pickled: functions at the top level of a file, or the "
+            f"compare: the arguments cannot be sent to the ranks, which are new processes ({error}); pass a module, "
+            "batch and loss_fn that can be pickled: functions at the top level of a file, or the "
             "'package.module:name' of one."
         ) from error
     with tempfile.TemporaryDirectory(prefix="weft-compare-") as folder:
@@ -67,7 +67,7 @@ def launch(function: Callable[[Any], Any], argument: Any, num_ranks: int, timeou
     if failures:
         raise RuntimeError(f"compare: {failures[0][1]}")
     if died or answers[0] is None:
-        raise RuntimeError(f"compare: a rank ended without a result ({died}); is there enough memory for all of them?")
+        raise RuntimeError(f"compare: a rank ended without a result ({died}); check that all ranks fit into memory.")
     return answers[0][1]
 
 
@@ -82,14 +82,14 @@ def _run_rank(rank: int, folder: str, num_ranks: int, sent: bytes, timeout: floa
     os.dup2(2, 1)  # the parent's stdout is for the result
     try:
         answer = ("done", _called(rank, folder, num_ranks, sent, timeout), time.monotonic())
-    except Exception as error:
+    except Exception as error:  # sent to the parent, which raises it
         answer = (*told(rank, error), time.monotonic())
     Path(folder, f"{rank}.part").write_bytes(pickle.dumps(answer))
     os.replace(Path(folder, f"{rank}.part"), Path(folder, str(rank)))
 
 
 def told(rank: int, error: Exception) -> tuple[str, str]:
-    """How a rank tells what it raised: weft's own sentences as they are, errors of the user's code with a traceback."""
+    """Return the kind and text of a rank's error: weft's own errors unchanged, others with a traceback."""
     frames = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
     if isinstance(error, ValueError) and frames[-1].startswith("weft."):
         return "refused", str(error)
@@ -102,9 +102,9 @@ def _called(rank: int, folder: str, num_ranks: int, sent: bytes, timeout: float)
 
     try:
         function, argument = pickle.loads(sent)
-    except Exception as error:
+    except Exception as error:  # importing a user's module may raise anything
         raise ValueError(
-            f"compare: ranks are new processes, and cannot load what they are to run ({error}); define the module, "
+            f"compare: the ranks, which are new processes, cannot load the arguments ({error}); define the module, "
             "batch and loss_fn in a file that can be imported, or pass the 'package.module:name' of each."
         ) from error
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_ranks))

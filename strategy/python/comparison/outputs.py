@@ -1,4 +1,4 @@
-"""Which module's output is the first to differ: the unsharded forward is kept, the sharded one held against it."""
+"""Finds the first module output that differs between the unsharded and the sharded forward."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from weft.strategy.state import original_class, state_of
 class Outputs:
     """The outputs of one forward's modules, in the order in which they end.
 
-    A rank that has the shard of an output along one dim, as of a column layer, compares it with the same shard of the
-    unsharded one. Outputs of other shapes, and such as have not been computed, are left out.
+    A rank that has the shard of an output along one dim, such as that of a column layer, compares it with the same
+    shard of the unsharded output. Outputs of other shapes and deferred outputs are left out.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -32,7 +32,7 @@ class Outputs:
 
     @contextlib.contextmanager
     def keep(self, model: nn.Module) -> Iterator[None]:
-        """Keep copies of the outputs of a forward inside."""
+        """Inside, keep copies of the outputs of a forward."""
 
         def on_output(key: tuple[str, int], module: nn.Module, tensor: Tensor) -> None:
             self._kept[key] = (len(self._kept), tensor.detach().clone())
@@ -42,7 +42,7 @@ class Outputs:
 
     @contextlib.contextmanager
     def hold_against(self, model: nn.Module) -> Iterator[None]:
-        """Compare the outputs of a forward inside; afterwards nothing is kept."""
+        """Inside, compare the outputs of a forward with the kept ones, which are dropped afterwards."""
 
         def on_output(key: tuple[str, int], module: nn.Module, tensor: Tensor) -> None:
             if self.first is not None or key not in self._kept:
@@ -82,7 +82,7 @@ def _watching(model: nn.Module, on_output: Callable[[tuple[str, int], nn.Module,
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             calls[name] += 1
             tensor = first_tensor(output)
-            if type(tensor) in (Tensor, nn.Parameter):  # logits that were not computed would be, by looking at them
+            if type(tensor) in (Tensor, nn.Parameter):  # reading deferred logits would compute them
                 on_output((name, calls[name]), module, tensor)
 
         return hook
@@ -93,7 +93,7 @@ def _watching(model: nn.Module, on_output: Callable[[tuple[str, int], nn.Module,
 
 @contextlib.contextmanager
 def running_modules(model: nn.Module) -> Iterator[list[str]]:
-    """The names of the modules whose forwards run, outermost first; those that raised stay in the list."""
+    """Yield the names of the modules whose forwards run, outermost first; those that raised stay in the list."""
     running: list[str] = []
 
     def leave(*_: Any) -> None:
@@ -108,7 +108,7 @@ def running_modules(model: nn.Module) -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def _hooks(model: nn.Module, register: Callable[[str, nn.Module], Any]) -> Iterator[None]:
-    """Not on the layers of a fused MLP: it takes them one by one where they have hooks."""
+    """Register hooks on all modules except the layers of a fused MLP, which is not fused if they have hooks."""
     handles = []
     for name, module in model.named_modules():
         state = state_of(module)
@@ -122,8 +122,10 @@ def _hooks(model: nn.Module, register: Callable[[str, nn.Module], Any]) -> Itera
 
 
 def relative_difference(ours: Tensor, theirs: Tensor, floor: float = 0.0) -> float:
-    """The norm of a difference, relative to that of `theirs` or to `floor`, whichever is larger; inf where a value is
-    not finite."""
+    """Return the norm of the difference, relative to the larger of `floor` and the norm of `theirs`.
+
+    inf if a value is not finite.
+    """
     ours, theirs = ours.to(torch.float64), theirs.to(torch.float64)
     difference = (ours - theirs).norm().item()
     scale = max(theirs.norm().item(), floor)

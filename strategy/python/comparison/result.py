@@ -1,4 +1,4 @@
-"""What a comparison has found, as a value that prints."""
+"""The result of a comparison, as a value that prints."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class StepLoss:
 
 @dataclasses.dataclass(frozen=True)
 class ParameterDifference:
-    """How far one parameter and its gradient are apart, at most, in all steps.
+    """The largest differences of one parameter and of its gradient over all steps.
 
     style, rule, note: as in `weft.strategy.report`.
     axes: (mesh axis, dim) for each axis of more than one rank that it is sharded over.
     gradient, weight: the norm of the difference, relative to the unsharded norm or to a thousandth of the norm of all
-        gradients (weights), whichever is larger; inf where a value is not finite, None where no step was completed.
+        gradients (weights), whichever is larger; inf if a value is not finite, None if no step was completed.
     """
 
     parameter: str
@@ -67,15 +67,15 @@ class Comparison:
     """A model trained by a layout and a plan, against the same model unsharded; prints as tables and a verdict.
 
     Attributes:
-        setting: one line on what was trained, and how.
-        tolerance: the largest relative difference that counts as agreement, and `tolerance_note` why it is that.
+        setting: one line on the model and the training.
+        tolerance: the largest relative difference that counts as agreement; `tolerance_note` gives the reason for it.
         losses: by step.
         parameters: worst first.
         first_output: the first module whose output differs; None: the forward of the first step agrees.
-        failure: what the sharded model raised, and in which module; "": nothing.
-        draws_random_numbers: whether the unsharded forward did, as dropout does.
-        notes: what else was found, and the plan's notes on what it has left alone; printed where the two sides differ.
-        in_eval_mode: the same without dropout, where the two sides differ and random numbers were drawn.
+        failure: the error of the sharded model and the module that raised it; "": none.
+        draws_random_numbers: whether the unsharded forward draws random numbers, as dropout does.
+        notes: further findings, and the plan's notes on unsharded modules; printed if the two sides differ.
+        in_eval_mode: the same without dropout, if the two sides differ and random numbers were drawn.
     """
 
     setting: str
@@ -91,17 +91,17 @@ class Comparison:
 
     @property
     def largest(self) -> float:
-        """The largest difference of all losses, gradients and weights."""
+        """Return the largest difference of all losses, gradients and weights."""
         return max((*(loss.difference for loss in self.losses), *(row.largest for row in self.parameters)), default=0.0)
 
     @property
     def agrees(self) -> bool:
-        """Whether nothing differs by more than the tolerance."""
+        """Return whether all differences are within the tolerance."""
         return not self.failure and self.largest <= self.tolerance
 
     @property
     def verdict(self) -> str:
-        """One sentence."""
+        """Return the result in one sentence."""
         allowed = f"(tolerance {self.tolerance:g}{self.tolerance_note})"
         if self.failure:
             return f"differ: {self.failure}"
@@ -118,10 +118,10 @@ class Comparison:
             return text
         if without.agrees:
             return (
-                f"{text}. The random draws are why: in eval mode, without dropout, they agree to "
+                f"{text}. Random numbers are the reason: in eval mode, without dropout, they agree to "
                 f"{without.largest:.1e}; compare with mode='eval'"
             )
-        return f"{text}. The random draws alone are not why: in eval mode, without dropout, they {without.verdict}"
+        return f"{text}. Random numbers are not the only reason: in eval mode, without dropout, they {without.verdict}"
 
     def _first(self) -> str:
         first = self.first_output
@@ -130,7 +130,7 @@ class Comparison:
         return f"the first output to differ is that of '{first.module}' ({first.kind}): {first.difference:.1e}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data: the attributes, "largest", "agrees" and "verdict"; None for numbers that are not finite."""
+        """Return the attributes, "largest", "agrees" and "verdict" as plain data; None for infinities and NaN."""
         found = dataclasses.asdict(self)
         for row, entry in zip(self.parameters, found["parameters"], strict=True):
             entry["axes"] = dict(row.axes)

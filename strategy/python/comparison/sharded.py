@@ -35,7 +35,7 @@ class JobMesh:
             self.mesh = init_device_mesh(device_type, shape, mesh_dim_names=(_REPLICAS, _DATA, _TENSOR))
             self.sharding_mesh = self.mesh[_REPLICAS, _DATA]
         self.data_size = sizes.data_parallel
-        # Apart from what the model sends, so that ranks meet in it when that has failed.
+        # Separate from the model's groups, so that ranks can still use it after an error in those.
         self.control_group: dist.ProcessGroup = dist.new_group()
 
     @property
@@ -44,13 +44,13 @@ class JobMesh:
 
     @property
     def sharding_group(self) -> dist.ProcessGroup:
-        """The ranks that share optimizer states at stage 1."""
+        """Return the group over which stage 1 shards optimizer states."""
         return self.mesh.get_group(_DATA)
 
     def abort(self) -> None:
-        """Free the ranks that wait for this one in a collective of the mesh, where the backend can; they raise."""
+        """Abort the collectives of the mesh, if the backend can: the ranks in them raise."""
         for group in {self.data_group, *self.mesh.get_all_groups()}:
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(RuntimeError):  # raised by backends without abort
                 group.abort()
 
 
@@ -82,7 +82,7 @@ class ShardedTraining:
             ShardedStates(self._optimizer, job.sharding_group)
 
     def backward(self, loss: Tensor) -> None:
-        """Gradients, averaged over the data-parallel ranks; collective."""
+        """Compute gradients and average them over the data-parallel ranks; collective."""
         loss.backward()
         if self._reducer is not None:
             self._reducer.finish()
@@ -96,13 +96,13 @@ class ShardedTraining:
 
 
 def full(tensor: Any) -> Tensor:
-    """The unsharded value of a parameter or gradient; collective over the mesh of a DTensor."""
+    """Return the unsharded value of a parameter or gradient; collective over the mesh of a DTensor."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    """The unsharded gradients by the parameters' names, zeros for those that a rank has none of; collective."""
+    """Return the unsharded gradients by the parameters' names, zeros for parameters without one; collective."""
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     return {
         name: full(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)

@@ -1,4 +1,4 @@
-"""What is compared: a model that is built alike on every rank, its batch, and its loss."""
+"""Builds the model to compare, the same on every rank, its batch and its loss."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from weft.strategy.deferred import deferred_init, materialize
 from weft.strategy.full_results import local_parameters
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
-_SEQUENCES, _TOKENS = 4, 16  # of the batch that is made for a language model
-_LOGGING = ("log", "log_dict", "print")  # of a LightningModule, which want a Trainer
+_SEQUENCES, _TOKENS = 4, 16  # of the random batch for a language model
+_LOGGING = ("log", "log_dict", "print")  # methods of a LightningModule that need a Trainer
 
 
 def build_model(source: Any, dtype: torch.dtype, first_layers: int | None, seed: int) -> nn.Module:
-    """A model of its own from `source`, with floating parameters and buffers in `dtype`.
+    """Return a new model from `source`, with floating parameters and buffers in `dtype`.
 
     Args:
         source: a module, which is copied; a callable without arguments that builds one; or the "package.module:name"
             of either.
-        first_layers: keep so many of each list of repeated blocks; where `source` builds the model, the others never
-            have values.
-        seed: of torch's and Python's random numbers, for a callable.
+        first_layers: keep this many blocks of each list of repeated blocks; if `source` is a callable, the other blocks
+            are never materialised.
+        seed: of torch's and Python's random numbers, if `source` is a callable.
     """
     source = resolve(source)
     torch.manual_seed(seed)
@@ -53,7 +53,7 @@ def build_model(source: Any, dtype: torch.dtype, first_layers: int | None, seed:
 
 
 def resolve(source: Any) -> Any:
-    """What "package.module:name" names; anything but a text as it is."""
+    """Return the object that "package.module:name" names; return anything but a string unchanged."""
     if not isinstance(source, str):
         return source
     module_name, _, name = source.partition(":")
@@ -79,7 +79,7 @@ def _call(source: Any) -> nn.Module:
 
 
 def is_lightning_module(model: nn.Module) -> bool:
-    """By its training step: this layer does not know Lightning."""
+    """Return whether a model is a LightningModule, by its training step: this layer cannot import Lightning."""
     return callable(getattr(model, "training_step", None))
 
 
@@ -95,22 +95,22 @@ def keep_first_layers(model: nn.Module, count: int) -> None:
         kept.setdefault(owner, []).append(key)
     if not kept:
         raise ValueError(
-            f"compare: first_layers={count} finds no repeated blocks in a {type(model).__name__}, which are modules of "
-            "one class in an nn.ModuleList or nn.Sequential; leave it out, or build a smaller configuration."
+            f"compare: first_layers={count} finds no repeated blocks in a {type(model).__name__}, that is, modules "
+            "of one class in an nn.ModuleList or nn.Sequential; leave it out, or build a smaller configuration."
         )
     for owner, keys in kept.items():
         container = model.get_submodule(owner)
-        for key in reversed(keys[count:]):  # the keys of those before do not change
+        for key in reversed(keys[count:]):  # removing from the end keeps the earlier keys
             del container[key if isinstance(container, nn.ModuleDict) else int(key)]
 
 
 def batch_of(model: nn.Module, given: Any, num_shares: int) -> tuple[Any, bool]:
-    """The batch, before it is cast, and whether it is for the model's forward alone.
+    """Return the batch, before it is cast, and whether it is an input of the forward, without targets.
 
     Args:
         given: a batch, a callable that makes one, or "package.module:name" of either; None: the LightningModule's
             `example_input_array`, or random tokens for a language model of Hugging Face.
-        num_shares: data-parallel ranks.
+        num_shares: the number of data-parallel ranks.
     """
     given = resolve(given)
     if callable(given) and not isinstance(given, (Tensor, Mapping)):
@@ -135,8 +135,9 @@ def batch_of(model: nn.Module, given: Any, num_shares: int) -> tuple[Any, bool]:
 
 
 def loss_of(model: nn.Module, given: Any, is_for_forward: bool) -> tuple[LossFunction, str]:
-    """The loss of a model and a batch, `[]`, and what it is called; methods of the model other than its forward that
-    it calls are those of `entry_points_of`.
+    """Return the loss function of a model and a batch, which gives `[]`, and its description.
+
+    `entry_points_of` gives the methods of the model, other than its forward, that the loss function calls.
 
     Raises:
         ValueError: a LightningModule with manual optimization.
@@ -148,20 +149,20 @@ def loss_of(model: nn.Module, given: Any, is_for_forward: bool) -> tuple[LossFun
         return _loss_of_forward, "the output's, or a fixed random projection of the output"
     if not getattr(model, "automatic_optimization", True):
         raise ValueError(
-            f"compare: the {type(model).__name__} has manual optimization, whose training_step steps its own "
+            f"compare: the {type(model).__name__} has manual optimization, so its training_step steps its own "
             "optimizers; pass loss_fn=(module, batch) -> loss."
         )
     return _loss_of_training_step, "training_step"
 
 
 def entry_points_of(loss_fn: LossFunction) -> list[str] | None:
-    """The methods that a loss calls in place of the model's forward; None: it calls the model."""
+    """Return the methods that a loss calls in place of the model's forward; None: it calls the model."""
     return ["training_step"] if loss_fn is _loss_of_training_step else None
 
 
 def _loss_of_training_step(model: nn.Module, batch: Any) -> Tensor:
     takes_index = True
-    try:  # the class's own: FSDP2 has put a wrapper in its place on the instance
+    try:  # call the class's own method: FSDP2 has set a wrapper on the instance
         inspect.signature(type(model).training_step).bind(model, batch, 0)
     except TypeError:
         takes_index = False
@@ -191,13 +192,16 @@ def _loss_of_forward(model: nn.Module, batch: Any) -> Tensor:
 
 
 def projection(output: Any) -> Tensor:
-    """One number, `[]`, of the first floating tensor of an output: the mean of its samples' products with fixed random
-    numbers; of one number, that itself."""
+    """Return one number, `[]`, from the first floating tensor of an output.
+
+    The number is the mean over samples of the product with fixed random numbers, or the tensor itself if it has one
+    element.
+    """
     tensor = first_tensor(output)
     if tensor is None:
         raise ValueError(
-            f"compare: the forward gives a {type(output).__name__} without a floating tensor and without a loss; pass "
-            "loss_fn=(module, batch) -> loss (--loss package.module:function)."
+            f"compare: the forward returns a {type(output).__name__} without a floating tensor and without a loss; "
+            "pass loss_fn=(module, batch) -> loss (--loss package.module:function)."
         )
     if tensor.numel() == 1:
         return tensor.reshape(())
@@ -207,7 +211,7 @@ def projection(output: Any) -> Tensor:
 
 
 def first_tensor(output: Any) -> Tensor | None:
-    """The first floating tensor of an output, in collections of collections; None: there is none."""
+    """Return the first floating tensor of an output, which may be nested; None: there is none."""
     if isinstance(output, Tensor):
         return output if output.is_floating_point() else None
     values = output.values() if isinstance(output, Mapping) else output if isinstance(output, (list, tuple)) else ()
@@ -216,5 +220,5 @@ def first_tensor(output: Any) -> Tensor | None:
 
 def _scalar(loss: Any, name: str) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise ValueError(f"compare: {name} is a {type(loss).__name__}; return one number's tensor.")
+        raise ValueError(f"compare: {name} is a {type(loss).__name__}; return a tensor of one element.")
     return loss.reshape(())

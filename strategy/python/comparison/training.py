@@ -1,4 +1,4 @@
-"""The steps of both sides, on every rank of a process group."""
+"""Runs the steps of the sharded and the unsharded model on every rank of a process group."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ if TYPE_CHECKING:
     from weft.strategy.comparison.entry import Request
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
-_GRACE_SECONDS = 5.0  # for the other ranks to fail alike, before their collectives are aborted
-_FLOOR = 1e-3  # of the norm of all: what is smaller may be nothing but rounding, as the gradient of a key's bias
+_GRACE_SECONDS = 5.0  # for the other ranks to raise as well, before their collectives are aborted
+_FLOOR = 1e-3  # of the norm of all: a smaller one may be only rounding, such as the gradient of a key's bias
 
 
 def train_both(request: Request) -> Comparison:
     """Train sharded and unsharded, and compare; collective over the default process group.
 
     Raises:
-        ValueError: what was asked does not fit together, or the plan does not fit the model. What the unsharded model
-            raises is raised as it is.
+        ValueError: arguments do not fit together, or the plan does not fit the model. An error of the unsharded model
+            is raised unchanged.
     """
     sizes = Sizes.parse(request.layout).resolve(dist.get_world_size(), dist.get_world_size())
     source = subject.resolve(request.module)
     device = next(source.parameters()).device if isinstance(source, nn.Module) else torch.device("cpu")
     job = JobMesh(sizes, device.type)
     with _globals_kept(device):
-        torch.set_default_dtype(request.dtype)  # of what forwards make by themselves, such as masks
+        torch.set_default_dtype(request.dtype)  # of tensors that forwards create, such as masks
         found = _Comparing(request, job, device, request.mode).run()
         if request.mode == "train" and found.draws_random_numbers and not found.agrees and not found.failure:
             in_eval_mode = _Comparing(request, job, device, "eval").run()
@@ -71,7 +71,7 @@ def _globals_kept(device: torch.device) -> Iterator[None]:
 
 
 class _Comparing:
-    """Both sides of one comparison; every rank has the unsharded model, and trains it on all shares of the batch."""
+    """Runs one comparison; every rank also has the unsharded model and trains it on all shares of the batch."""
 
     def __init__(self, request: Request, job: JobMesh, device: torch.device, mode: str) -> None:
         self._request, self._job, self._device = request, job, device
@@ -99,7 +99,7 @@ class _Comparing:
         model = subject.build_model(request.module, request.dtype, request.first_layers, request.seed)
         model.to(self._device).train(self._mode == "train")
         with torch.no_grad():
-            for tensor in (*model.parameters(), *model.buffers()):  # numbers that were not seeded
+            for tensor in (*model.parameters(), *model.buffers()):  # their values may not follow from the seed
                 value = tensor.contiguous()
                 dist.broadcast(value, 0)
                 tensor.copy_(value)
@@ -146,7 +146,7 @@ class _Comparing:
         random.seed(seed)
 
     def _unsharded_losses(self, step: int) -> list[Tensor]:
-        """The losses of all shares, whose mean's gradients the reference has afterwards."""
+        """Return the losses of all shares; the reference has the gradients of their mean afterwards."""
         self._optimizer.zero_grad()
         losses = []
         for share, batch in enumerate(self._shares):
@@ -164,7 +164,7 @@ class _Comparing:
         return losses
 
     def _sharded_loss(self, step: int) -> tuple[Tensor, str, str]:
-        """The loss of this rank's share, and where and what the sharded model raised on any rank; collective."""
+        """Return the loss of this rank's share, and the place and text of an error on any rank; collective."""
         self._ours.zero_grad()
         self._seed(step, self._share)
         loss, running, failure = torch.zeros(()), [], ("", "")
@@ -175,8 +175,8 @@ class _Comparing:
                 loss = self._loss_fn(self._ours.model, self._shares[self._share])
             is_forward = False
             self._ours.backward(loss)
-        except Exception as raised:
-            # The explanation of an error names what is sharded; here the code's own error says more.
+        except Exception as raised:  # an error of the sharded model is a result
+            # A ShardedModuleError describes the shards; the error of the user's code is more specific here.
             error = raised.__cause__ if isinstance(raised, ShardedModuleError) and raised.__cause__ else raised
             place = running[-1] if running and is_forward else ""
             is_consequence = isinstance(error, CollectiveError)
@@ -188,7 +188,7 @@ class _Comparing:
         return (loss.detach(), *min(found, key=lambda each: each[0], default=(False, ("", "")))[1])
 
     def _meet(self, has_failed: bool) -> None:
-        """Wait for all ranks. Where this one alone has failed, the others wait in a collective, which is aborted."""
+        """Wait for all ranks. If only this one has failed, the others wait in a collective, which is aborted."""
         arrived = dist.barrier(group=self._job.control_group, async_op=True)
         deadline = time.monotonic() + _GRACE_SECONDS
         while has_failed and not arrived.is_completed():
@@ -199,7 +199,7 @@ class _Comparing:
         arrived.wait()
 
     def _gathered(self, value: Any) -> list[Any]:
-        """Each rank's value, in the order of the ranks; collective."""
+        """Return each rank's value, in the order of the ranks; collective."""
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, value, group=self._job.control_group)
         return found
@@ -212,7 +212,7 @@ class _Comparing:
         return ""
 
     def _differences(self) -> Tensor:
-        """The differences of gradients and, after both have stepped, of weights, `[2, parameters]`; collective."""
+        """Return the differences of gradients and, after a step of both, of weights, `[2, parameters]`; collective."""
         theirs = dict(self._reference.named_parameters())
         gradients = {
             name: torch.zeros_like(theirs[name]) if theirs[name].grad is None else theirs[name].grad
@@ -235,14 +235,14 @@ class _Comparing:
         return StepLoss(step + 1, sum(losses) / len(losses), unsharded, max(differences))
 
     def _tolerance(self) -> tuple[float, str]:
-        """The tolerance, and what makes it larger than the dtype's."""
+        """Return the tolerance, and the reason if it is larger than the dtype's."""
         request = self._request
         if request.tolerance is not None:
             return request.tolerance, ""
         coarsest = max((request.dtype, *self._dtypes.found), key=lambda dtype: TOLERANCES.get(dtype, 0.0))
         own = TOLERANCES[request.dtype]
         is_coarser = TOLERANCES[coarsest] > own
-        note = f", as the forward computes in {_name(coarsest)} in places" if is_coarser else ""
+        note = f", because the forward computes partly in {_name(coarsest)}" if is_coarser else ""
         return TOLERANCES[coarsest], note
 
     def _result(
@@ -286,7 +286,7 @@ class _Comparing:
 
 
 def _raised_at(error: Exception) -> str:
-    """The line that raised an error, outside of torch and weft; "": there is none."""
+    """Return the line that raised an error, outside of torch and weft; "": there is none."""
     packages = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (torch, weft, weft.strategy))
     frames = traceback.extract_tb(error.__traceback__)
     line = next((frame for frame in reversed(frames) if not frame.filename.startswith(packages)), None)
@@ -294,7 +294,7 @@ def _raised_at(error: Exception) -> str:
 
 
 class _ComputedDtypes(TorchDispatchMode):
-    """Collects the floating dtypes that operators inside compute tensors in."""
+    """Collects the floating dtypes of the tensors that operators inside compute."""
 
     def __init__(self) -> None:
         super().__init__()

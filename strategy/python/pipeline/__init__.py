@@ -3,8 +3,8 @@
 `Schedule` says which rank does what when: generated, checked, simulated and lowered by C++ (docs/pipeline.md).
 
 Start reading with `pipeline.py` (a step), then `runner.py` (one rank's list of actions), `trunk.py` (a stage's part of
-a forward) and `recording.py` (what crosses). `stages.py` says which layer is where, `choose.py` where stages begin if
-no cuts are named, `staged_model.py` takes the others out, `backward.py` splits backwards.
+a forward) and `recording.py` (the tensors sent between stages). `stages.py` assigns layers to stages, `choose.py`
+chooses cuts if none are named, `staged_model.py` removes the layers of other stages, `backward.py` splits backwards.
 """
 
 from weft.strategy._plan import (

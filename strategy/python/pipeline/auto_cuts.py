@@ -1,4 +1,4 @@
-"""Cuts that a pipeline chooses itself: what they are asked for by, and how ranks agree on them."""
+"""Automatic cuts: the options of a pipeline that chooses its cuts, and the agreement of its ranks on them."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from weft.strategy._plan import Schedule
 from weft.strategy.pipeline.choose import Choice, choose_cuts
 
 AUTO = "auto"
-_SEVERAL_STAGES = ("interleaved", "looped_bfs")  # on a rank
+_SEVERAL_STAGES = ("interleaved", "looped_bfs")  # schedules with several stages on a rank
 
 
 @dataclasses.dataclass(frozen=True)
 class AutoCuts:
-    """Asks a pipeline to choose its cuts; the text "auto" means `AutoCuts()`.
+    """Options for a pipeline that chooses its cuts; the text "auto" means `AutoCuts()`.
 
     stages_per_rank: None: 2 for the schedules "interleaved" and "looped_bfs", 1 for the others.
     example: arguments of the model's forward for one micro-batch (a tuple of positional ones, a dict of keywords, or
-        the only one). Stages are balanced by the floating-point operations that it takes, and the limit counts the
-        activations. None: stages are balanced by their layers' parameters, those of embeddings left out.
-    memory_limit: the most bytes of a rank. None: the memory of the rank's CUDA device, and no limit on CPU.
+        the only one). Stages are balanced by its floating-point operations, and the limit includes activations.
+        None: stages are balanced by their layers' parameters, except those of embeddings.
+    memory_limit: the largest number of bytes of a rank. None: the memory of its CUDA device, and no limit on CPU.
     state_factor: bytes of parameters, gradients and optimizer states for each byte of parameters; 4 is Adam's.
 
     Raises:
-        ValueError: a number below 1.
+        ValueError: a number is below 1.
     """
 
     stages_per_rank: int | None = None
@@ -48,7 +48,7 @@ class AutoCuts:
 
 
 def auto_of(cuts: Any) -> AutoCuts | None:
-    """Return how cuts are to be chosen; None: `cuts` are names."""
+    """Return the options for choosing cuts; None: `cuts` are names."""
     if isinstance(cuts, str) and cuts == AUTO:
         return AutoCuts()
     return cuts if isinstance(cuts, AutoCuts) else None
@@ -58,12 +58,12 @@ def num_stages_of(auto: AutoCuts, schedule: str | Schedule, num_ranks: int) -> i
     """Return the number of stages for `num_ranks` ranks.
 
     Raises:
-        ValueError: a `Schedule` for another number of stages, or several stages a rank for a schedule that takes one.
+        ValueError: a `Schedule` is for another number of stages, or the schedule supports only one stage per rank.
     """
     if isinstance(schedule, str):
         default = 2 if schedule in _SEVERAL_STAGES else 1
         per_rank = default if auto.stages_per_rank is None else auto.stages_per_rank
-        Schedule.generate(schedule, num_ranks, num_ranks, per_rank)  # refuses what does not fit
+        Schedule.generate(schedule, num_ranks, num_ranks, per_rank)  # raises for an unsupported number
         return num_ranks * per_rank
     if auto.stages_per_rank is not None and auto.stages_per_rank * num_ranks != schedule.num_stages:
         raise ValueError(
@@ -96,14 +96,14 @@ def agree_on_cuts(
 
     Args:
         model: full, on every rank.
-        mesh: whose ranks must choose alike.
-        auto: what is asked for.
+        mesh: the ranks that must agree.
+        auto: the options.
         schedule, num_ranks, num_micro_batches: of the pipeline.
-        device: of this rank; the memory of a CUDA device is the limit where `auto` has none, and is ignored where no
-            cut keeps it, since what training takes is estimated.
-        forward: calls the model once, as for a micro-batch; used where `auto` has no example and the call can be
-            counted.
-        parameter_shards: how many ranks share the parameters of a stage.
+        device: of this rank; the memory of a CUDA device is the limit if `auto` has none, and is ignored if no cut
+            satisfies it, because the memory of training is an estimate.
+        forward: calls the model once, as for a micro-batch; used if `auto` has no example and the operations of the
+            call can be counted.
+        parameter_shards: the number of ranks over which the parameters of a stage are sharded.
 
     Raises:
         ValueError: see `num_stages_of` and `choose.choose_cuts`.
@@ -129,7 +129,7 @@ def agree_on_cuts(
                 limit_may_fail=auto.memory_limit is None,
             )
             outcome = [(choice, "")]
-        except Exception as error:  # the other ranks wait for an answer
+        except Exception as error:  # any error must reach the other ranks, which wait for an answer
             outcome = [(None, str(error))]
     for axis in range(mesh.ndim):
         if mesh.size(axis) > 1:
@@ -141,5 +141,5 @@ def agree_on_cuts(
 
 
 def _bytes_of(device: torch.device) -> int | None:
-    """The memory of a CUDA device."""
+    """Return the memory of a CUDA device; None for other devices."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None

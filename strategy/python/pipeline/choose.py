@@ -1,4 +1,4 @@
-"""What a model's layers cost, and the cuts that balance them, for pipelines that are given cuts="auto"."""
+"""Measures the cost of a model's layers and chooses the cuts that balance it, for pipelines with cuts="auto"."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PARAMETERS = "parameters without embeddings"
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Chosen cuts, the stages of layers that are called in another order than registered, and a sentence on both."""
+    """Chosen cuts, the stages of layers called in another order than registered, and a sentence for the log."""
 
     cuts: tuple[str, ...]
     layer_stages: Mapping[str, int]
@@ -43,22 +43,22 @@ def choose_cuts(
     memory_limit: int | None = None,
     limit_may_fail: bool = False,
 ) -> Choice:
-    """Choose the cuts whose slowest stage is fastest, within a memory limit; no communication.
+    """Choose the cuts that minimise the cost of the slowest stage within a memory limit; no communication.
 
     Args:
         model: full, with or without values.
-        num_stages: how many stages there are to be.
-        forward: calls the model once, as for a micro-batch, and returns its outputs; it runs on fake tensors, and its
-            floating-point operations are what is balanced. None: the layers' parameters are, without embeddings.
-        forward_may_fail: balance parameters where `forward` cannot run on fake tensors or calls a layer twice, and
-            have the text say so.
+        num_stages: the number of stages.
+        forward: calls the model once, as for a micro-batch, and returns its outputs; it runs on fake tensors, and the
+            cuts balance its floating-point operations. None: they balance parameters, except those of embeddings.
+        forward_may_fail: balance parameters if `forward` cannot run on fake tensors or calls a layer twice, and
+            mention it in the text.
         in_flight: by stage, the micro-batches whose activations the schedule keeps. Default: one each.
         state_factor: bytes of parameters, gradients and optimizer states on a rank for each byte of parameters.
-        memory_limit: the most bytes of a stage.
-        limit_may_fail: ignore a limit that no cut keeps, and have the text say so.
+        memory_limit: the largest number of bytes of a stage.
+        limit_may_fail: ignore a limit that no cut satisfies, and mention it in the text.
 
     Raises:
-        ValueError: no layers with parameters, fewer than stages, a forward that fails, or no cut within the limit.
+        ValueError: fewer layers with parameters than stages, a forward that fails, or no cut within the limit.
     """
     names = candidates(model)
     if not names:
@@ -70,7 +70,7 @@ def choose_cuts(
         raise ValueError(
             f"pipeline: cuts='auto' finds {len(names)} layers with parameters in a {type(model).__name__} "
             f"({', '.join(map(repr, names[:4]))}{', ...' if len(names) > 4 else ''}) for {num_stages} stages; use "
-            "fewer stages, or name cuts inside of these layers."
+            "fewer stages, or name cuts inside these layers."
         )
     layers, measure, call_order = _measured(model, names, num_stages, forward, forward_may_fail)
 
@@ -103,12 +103,12 @@ def choose_cuts(
 def _measured(
     model: nn.Module, names: list[str], num_stages: int, forward: Callable[[], Any] | None, may_fail: bool
 ) -> tuple[list[LayerProfile], str, list[str]]:
-    """Layers at which stages may begin, in the order of registration, their measure, and the order of all calls."""
+    """Return the layers at which stages may begin, in order of registration, their measure, and the order of calls."""
     if forward is None:
         return _by_parameters(model, names), _PARAMETERS, names
     try:
         called = _by_operations(model, names, forward)
-    except Exception as error:
+    except Exception as error:  # the model's code may raise anything on fake tensors
         reason = str(error).partition("\n")[0].rstrip(".")
         if may_fail:
             measure = f"{_PARAMETERS} (operations were not counted: {reason})"
@@ -124,7 +124,7 @@ def _measured(
 
 
 def _by_parameters(model: nn.Module, names: list[str]) -> list[LayerProfile]:
-    """Of a layer of matrix products, each token takes operations in proportion to its parameters."""
+    """Return profiles by parameters: a token takes operations in proportion to the parameters of matrix products."""
     layers = []
     for name in names:
         layer = model.get_submodule(name)
@@ -135,7 +135,7 @@ def _by_parameters(model: nn.Module, names: list[str]) -> list[LayerProfile]:
 
 
 def _by_operations(model: nn.Module, names: list[str], forward: Callable[[], Any]) -> list[LayerProfile]:
-    """The layers in call order; those without parameters, which begin no stage, count with the one before."""
+    """Return the layers in call order; one without parameters cannot begin a stage and counts with the one before."""
     with torch.enable_grad(), keeping_all_random_states():
         profiles = profile_layers(model, None, lambda _: _total(forward()), measure=FLOPS)
     called: list[LayerProfile] = []
@@ -150,7 +150,7 @@ def _by_operations(model: nn.Module, names: list[str], forward: Callable[[], Any
 
 
 def _in_order(called: list[LayerProfile], names: list[str]) -> list[LayerProfile]:
-    """The same without those that were registered before a layer that is called earlier: these begin no stage."""
+    """Leave out layers registered before a layer that is called earlier: a stage cannot begin at them."""
     layers: list[LayerProfile] = []
     for layer in called:
         if layers and names.index(layer.name) < names.index(layers[-1].name):
@@ -170,7 +170,7 @@ def _sum(first: LayerProfile, second: LayerProfile) -> LayerProfile:
 
 
 def _total(outputs: Any) -> Tensor:
-    """A scalar that depends on all outputs."""
+    """Return a scalar that depends on all outputs."""
     leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not leaves:
         raise ValueError("the forward gives no tensor with a gradient")
@@ -178,7 +178,7 @@ def _total(outputs: Any) -> Tensor:
 
 
 def _called_elsewhere(model: nn.Module, cuts: Sequence[str], call_order: Sequence[str]) -> dict[str, int]:
-    """The stages of layers that their place in the order of registration would give another one."""
+    """Return the stages of the layers for which the order of registration gives another stage."""
     stage, called = 0, {}
     for name in call_order:
         stage += name in cuts

@@ -72,7 +72,7 @@ def _has_samples(value: Any, size: int) -> bool:
 
 
 def map_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
-    """The same collections, of those that `split_batch` knows, with `function` of each tensor."""
+    """Return a batch in which `function` replaces each tensor, inside the collections that `split_batch` supports."""
     return _map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, batch)
 
 

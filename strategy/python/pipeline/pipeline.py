@@ -46,8 +46,8 @@ class Pipeline:
         mesh: a DeviceMesh of one axis, or with an axis named "pipeline_parallel"; its group has a backend for CPU
             tensors, which messages are announced over.
         cuts: the names of the first module of each stage but the first; see `stages.find_layers`. As many stages as
-            ranks, or a multiple: stage s is on rank s % ranks. "auto", or an `AutoCuts`: chosen such that the slowest
-            stage is fastest, the same on every rank of the mesh.
+            ranks, or a multiple: stage s is on rank s % ranks. "auto", or an `AutoCuts`: chosen to minimise the time of
+            the slowest stage, the same on every rank of the mesh.
         schedule: one of `SCHEDULES`, or a `Schedule` of arithmetic alone for these ranks and stages; of its
             micro-batches a step with fewer has the first ones.
         num_micro_batches: of a step; a batch with fewer samples has one for each. Default: that of a `Schedule` that
@@ -55,8 +55,8 @@ class Pipeline:
         micro_batch_shares: their relative sizes, in place of their number: [1, 2, 1] makes three of which the second
             has half of the samples. Smaller ones at the ends fill and drain a pipeline sooner; see `tune`.
         layer_stages: the stages of layers that the model registered in another order than it calls them.
-        beside: the names of modules of the model that its forward does not call, such as metrics: they stay whole on
-            every rank.
+        beside: the names of modules of the model that its forward does not call, such as metrics: every rank keeps
+            them in full.
         device: where the parameters will be before the first step, if they are not there yet.
 
     Build optimizers afterwards: each rank's `model.parameters()` are those of its stages.
@@ -123,7 +123,7 @@ class Pipeline:
         refuse_other_arguments(self._group, cuts, str(schedule), self._shares)
         all_axes = mesh._get_root_mesh()
         if TENSOR_PARALLEL in (all_axes.mesh_dim_names or ()) and all_axes[TENSOR_PARALLEL].size() > 1:
-            remember_rehearsal(model)  # a plan is applied when this rank has some of the layers
+            remember_rehearsal(model)  # a plan is applied later, when this rank has only some layers
         self._staged = StagedModel(model, find_layers(model, cuts, layer_stages, beside), own, device)
         peers = peers_of(self._group.rank(), rank_of, [tied.name_on for tied in self._staged.tied])
         link_stages(self._group, peers, device or of_parameters)
@@ -176,7 +176,7 @@ class Pipeline:
 
     @property
     def cuts(self) -> tuple[str, ...]:
-        """The names of the first module of each stage but the first."""
+        """Return the names of the first module of each stage but the first."""
         return self._cuts
 
     @property

@@ -114,7 +114,7 @@ def _fake_state(model: nn.Module, fake_mode: FakeTensorMode) -> Iterator[None]:
             for name, tensor in places.items():
                 if tensor is not None:
                     real.append((places, name, tensor))
-    on_cpu = torch.device("cpu")  # where meta tensors, which have no values yet, are taken to be
+    on_cpu = torch.device("cpu")  # the device that meta tensors, which have no values yet, are assumed to be on
     try:
         for places, name, tensor in real:
             fake = fake_like(tensor, fake_mode, on_cpu if tensor.is_meta else None)

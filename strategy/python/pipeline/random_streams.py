@@ -60,7 +60,7 @@ def keeping_random_state() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def keeping_all_random_states() -> Iterator[None]:
-    """The same for Python's generator and numpy's as well."""
+    """Also keep the states of Python's and numpy's generators."""
     state, numpy = random.getstate(), sys.modules.get("numpy")
     of_numpy = None if numpy is None else numpy.random.get_state()
     try:

@@ -227,10 +227,10 @@ def record(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Recording:
-    """Run a skeleton's forward on these inputs; random state stays as it was.
+    """Run a skeleton's forward on these inputs without changing random states.
 
     Raises:
-        ValueError: layers called out of the order of their stages, or a call that fails on fake tensors.
+        ValueError: layers are called out of the order of their stages, or a call fails on fake tensors.
     """
     recording = Recording(num_stages, signature((args, kwargs)))
     recorder = _Recorder(recording, fake_mode, owners)

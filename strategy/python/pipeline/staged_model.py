@@ -28,7 +28,7 @@ from weft.strategy.pipeline.stages import ANY_STAGE, Layers
 from weft.strategy.pipeline.trunk import Leave, OtherPathError, StageRun
 
 _KEY = "_weft_staged"
-# Attributes that cannot be copied, or are large.
+# Attributes that cannot be copied or are large.
 _SHARED_BY_COPIES = (DeviceMesh, ProcessGroup, Dataset, DataLoader)
 
 
@@ -88,7 +88,7 @@ class StagedModel:
 
     @property
     def skeleton(self) -> nn.Module:
-        """A copy of the full model with fake tensors, whose forward is what is recorded."""
+        """Return a copy of the full model with fake tensors, whose forward is recorded."""
         return self._skeleton
 
     @property
@@ -196,7 +196,7 @@ class StagedModel:
         if is_last and any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(result)):
             raise RuntimeError(
                 "pipeline: the step computed, after the call of the model, with a parameter or a "
-                "value that is on an earlier stage; compute with it inside of the forward, or hold the parameter in a "
+                "value that is on an earlier stage; compute with it inside the forward, or hold the parameter in a "
                 "module that is registered after the layers."
             )
         return result, run.sent

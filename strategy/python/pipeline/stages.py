@@ -34,20 +34,19 @@ def find_layers(
     layer_stages: Mapping[str, int] | None = None,
     beside: Collection[str] = (),
 ) -> Layers:
-    """Stages begin at the named modules, in the order in which the model registered its modules.
+    """Assign layers to stages that begin at the named modules, in the order in which the model registered its modules.
 
-    What the ancestors of named modules hold beside them are layers as well: whole, whatever is inside. A layer without
+    The other children of the ancestors of named modules are layers too, which are not divided. A layer without
     parameters and persistent buffers that no cut names has no stage and runs wherever it is called.
 
     Args:
         cuts: the first module of each stage but the first, such as ["layer3"] or ["model.layers.4", "model.layers.8"].
         layer_stages: the stages of layers, and of parameters that the trunk holds itself, which the model calls in
             another order than it registered them.
-        beside: the names of modules that are no layers, though the model holds them: its forward does not call them.
+        beside: the names of modules of the model that its forward does not call, and which are not layers.
 
     Raises:
-        ValueError: a name that the model does not have, out of order or twice; a stage that it does not have; a stage
-            without parameters.
+        ValueError: a name is unknown, out of order or given twice; a stage does not exist or has no parameters.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     check_names(modules, cuts)
@@ -93,11 +92,11 @@ def find_layers(
 
 
 def check_names(modules: Collection[str], cuts: Sequence[str]) -> None:
-    """Raise ValueError for a cut that is none of a model's modules, by name, or that is there twice."""
+    """Raise ValueError for a cut that is not the name of a module, or that is given twice."""
     for i, name in enumerate(cuts):
         if name not in modules or name == "":
             raise ValueError(
-                f"pipeline: stage {i + 1} is to begin at {name!r}, which the model has no module of; "
+                f"pipeline: stage {i + 1} is to begin at {name!r}, which is not a module of the model; "
                 f"{nearest_text(name, modules)}."
             )
         if name in cuts[:i]:
@@ -105,7 +104,7 @@ def check_names(modules: Collection[str], cuts: Sequence[str]) -> None:
 
 
 def nearest_text(name: str, names: Iterable[str]) -> str:
-    """Return the part of an error that says which names an unknown one may have meant."""
+    """Return the part of an error message that suggests names for an unknown one."""
     known = [each for each in names if each]
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if near:

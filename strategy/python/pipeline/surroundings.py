@@ -17,11 +17,11 @@ from weft.strategy.pipeline.staged_model import fake_copy
 
 
 class Surroundings:
-    """Takes what is around a module in stages from ranks that do not have the last stage, in place.
+    """Removes the modules around a module in stages from ranks without the last stage, in place.
 
-    root: holds the module `name`, whose stages are cut already; a LightningModule, say. "": it is that module itself,
-        and has nothing beside it.
-    has_last_stage: whether this rank keeps all.
+    root: holds the module `name`, which is already in stages; for example a LightningModule. "": `root` itself is in
+        stages, and there are no modules around it.
+    has_last_stage: whether this rank keeps all modules.
     """
 
     def __init__(self, root: nn.Module, name: str, has_last_stage: bool) -> None:
@@ -114,7 +114,7 @@ class _Unused(TorchFunctionMode):
 def _refusal(name: str, staged_name: str, error: type[Exception]) -> Exception:
     return error(
         f"pipeline: '{name}' is beside '{staged_name}' and so on the last stage alone; use it in a step after the call "
-        f"of '{staged_name}', put it inside, or have the module around both be cut."
+        f"of '{staged_name}', put it inside, or cut the module that holds both."
     )
 
 

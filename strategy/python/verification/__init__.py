@@ -1,1 +1,1 @@
-"""Whether a module computes the same when its projections are sharded by heads: tried, not assumed."""
+"""Verifies by running a module that it computes the same when its projections are sharded by heads."""

@@ -1,9 +1,9 @@
-"""Which linear layers of a module feed which others, found by running it.
+"""Finds which linear layers of a module feed which others, by running it.
 
 In a weightless run the output of every linear layer is a leaf of the autograd graph, so the input of a layer depends
-on exactly those layers whose output reaches it through no other one: attention's query, key and value layers reach its
-output layer, and an MLP's up layer its down layer. Such a *group*, sources and the sink that they reach alone, is what
-tensor parallelism shards by column and by row.
+on exactly those layers whose output reaches it through no other layer: attention's query, key and value layers reach
+its output layer, and an MLP's up layer reaches its down layer. A *group* consists of sources and the only layer that
+they reach, their sink. Tensor parallelism shards the sources by column and the sink by row.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch.utils._pytree import tree_leaves
 
 from weft.strategy.verification.weightless import Run
 
-OUTPUT = ""  # stands for what the module returns
+OUTPUT = ""  # stands for the module's output
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Linear layers by their names below the module: the output of each source reaches the input of the sink alone."""
+    """Linear layers by their names below the module: the output of each source reaches only the input of the sink."""
 
     sources: tuple[str, ...]
     sink: str
@@ -35,11 +35,11 @@ class Flow:
     reaches: dict[str, set[str]]
 
     def groups(self) -> list[Group]:
-        """The groups, in the order of the sinks' first calls."""
+        """Return the groups, in the order of the sinks' first calls."""
         return self._groups(lambda targets: targets)
 
     def blocked(self) -> list[Group]:
-        """What would be groups if the module did not return what its sources gave, which its caller may not use."""
+        """Return the sets of layers that are no groups only because the module also returns the outputs of sources."""
         groups = self.groups()
         return [group for group in self._groups(lambda targets: targets - {OUTPUT}) if group not in groups]
 
@@ -53,7 +53,7 @@ class Flow:
 
 
 def flow_of(run: Run) -> Flow:
-    """What reaches what in one run."""
+    """Return the flow of one run."""
     reaches: dict[str, set[str]] = {call.layer: set() for call in run.calls}
     ends = [(call.layer, call.input) for call in run.calls]
     ends += [(OUTPUT, leaf) for leaf in tree_leaves(run.output) if isinstance(leaf, Tensor)]

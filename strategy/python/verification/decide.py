@@ -1,7 +1,7 @@
-"""What becomes of the linear layers of a model: the groups that its modules have, each with a verdict.
+"""Decides how the linear layers of a model are sharded: finds the groups of its modules and gives each a verdict.
 
-Modules are looked at from the inside out, each with the arguments it was called with, so that a group is found in the
-smallest module that has all of it. Modules of equal code, configuration and arguments are looked at once.
+Modules are examined from the inside out, each with the arguments of its recorded calls, so that a group is found in the
+smallest module that contains all of it. Modules of equal code, configuration and arguments are examined once.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from weft.strategy.verification.weightless import Layers, Weightless
 _HEAD_WORDS = ("head", "kv_groups")
 _HEAD_NAMES = ("h", "nh", "nheads", "nhead", "n_h", "num_h", "kv", "n_kv")
 _PER_HEAD_WORDS = ("dim", "size", "hidden", "channels", "width")
-_MAX_CALLS_OF_LAYERS = 64  # in one module that is looked at: larger ones have been, from the inside
+_MAX_CALLS_OF_LAYERS = 64  # in one examined module; the groups of a larger one are found in the modules inside it
 _MAX_CANDIDATES = 12
 
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """One group of a model: the module that has all of it, and whether it computes the same by heads."""
+    """One group of a model: the module that contains all of it, and whether it computes the same by heads."""
 
     container: str
     group: Group
@@ -38,7 +38,7 @@ class Decision:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The names of the layers in the model."""
+        """The names of the source layers in the model."""
         return tuple(join(self.container, layer) for layer in self.group.sources)
 
     @property
@@ -49,11 +49,11 @@ class Decision:
 def decide(
     model: nn.Module, rehearsal: Rehearsal, num_ranks: int, is_free: Callable[[nn.Module], bool], *, trust: bool = False
 ) -> list[Decision]:
-    """The groups of layers of a model that are free to be sharded, with a verdict on each.
+    """Return the groups among the linear layers that are free to be sharded, with a verdict on each.
 
     Args:
-        is_free: whether a linear layer may be sharded and is not yet.
-        trust: whether groups count as accepted that were not compared.
+        is_free: returns whether a linear layer may be sharded and is not sharded yet.
+        trust: accept groups without comparing them.
     """
     examiner = _Examiner(model, rehearsal, num_ranks, is_free, trust)
     with undisturbed():
@@ -63,7 +63,7 @@ def decide(
 
 @dataclasses.dataclass(frozen=True)
 class _Left:
-    """The ids of the free linear layers below a module; whether groups of them are hidden by what it returns."""
+    """The ids of the free layers below a module that are in no group; whether its output hides groups of them."""
 
     layers: set[int] = dataclasses.field(default_factory=set)
     is_blocked: bool = False
@@ -89,7 +89,7 @@ class _Examiner:
         self._verdicts: dict[Any, Verdict] = {}
 
     def visit(self, name: str, module: nn.Module) -> _Left:
-        """Decide on the groups inside a module; returns what is left below it."""
+        """Decide on the groups inside a module and return the layers left below it."""
         if id(module) in self._seen:
             return _Left()
         self._seen.add(id(module))
@@ -97,7 +97,7 @@ class _Examiner:
         layers = set[int]().union(*(part.layers for part in parts))
         if id(module) in self.free:
             layers.add(id(module))
-        # A group not found further inside has layers in several children, or gave its caller more than its result.
+        # A group that no module inside contains has layers in several children, or is hidden by the output of a child.
         may_have_more = sum(bool(part.layers) for part in parts) > 1 or any(part.is_blocked for part in parts)
         calls = self._calls(module)
         left = _Left(layers, any(part.is_blocked for part in parts))
@@ -123,7 +123,7 @@ class _Examiner:
         return _Left(layers, blocked)
 
     def _confirmed(self, name: str, group: Group, verdict: Verdict) -> Verdict:
-        """Where modules keep tensors of their heads, code further out may use them: compare that as well."""
+        """Compare again in the outermost module, whose code may use tensors that modules keep; return the verdict."""
         if not verdict.is_accepted or not verdict.is_kept or self.trust:
             return verdict
         outermost = next((n for n, m in self.model.named_modules() if _is_above(n, name) and self._calls(m)), name)
@@ -142,12 +142,16 @@ class _Examiner:
         return id(module) in self.rehearsal.calls
 
     def _calls(self, module: nn.Module) -> list[Call]:
-        """Those of the module, or of one that it is like in all but its place."""
+        """Return the recorded calls of the module, or of one that differs from it only in its place among others."""
         known = id(module) if self._has_own_calls(module) else self.rehearsal.like.get(id(module), 0)
         return self.rehearsal.calls.get(known, [])
 
     def _verdict_on(self, module: nn.Module, group: Group, calls: Sequence[Call]) -> Verdict:
-        """By all calls; by one for a module that differs from an earlier one in its place alone; by none for equals."""
+        """Return the verdict on a group, from all calls.
+
+        A module that differs from an earlier one only in its place among others is compared on one call; an equal one
+        takes the earlier verdict.
+        """
         arguments = tuple(call.kind() for call in calls)
         exact = (self.signatures.of(module, self._has_own_calls(module)), arguments, group)
         alike = (self.signatures.of(module, False), arguments, group)
@@ -168,7 +172,7 @@ class _Examiner:
         args, kwargs = calls[0].fresh()
         try:
             shown = run.run(args, kwargs, training=calls[0].training)
-        except Exception:  # it ran inside its parent, whose state it needs
+        except Exception:  # its code may raise anything: it may need state that its parent sets
             return None
         return flow_of(shown) if len(shown.calls) <= _MAX_CALLS_OF_LAYERS else None
 
@@ -203,9 +207,9 @@ def _is_read(module: nn.Module, rehearsal: Rehearsal) -> bool:
 
 
 def _candidates(container: nn.Module, group: Group, num_ranks: int) -> Iterator[Counts]:
-    """Which attributes to divide while their module's forward runs, the likeliest first: none, then numbers of heads.
+    """Yield sets of attributes to divide while their module's forward runs, likeliest first: none, then head counts.
 
-    A guess that is wrong computes something else, and is refused: names only decide what is tried first.
+    The comparison rejects a wrong set; names only decide the order of the attempts.
     """
     yield {}
     modules = dict(container.named_modules())

@@ -1,4 +1,4 @@
-"""What is known of one model before it is sharded: its calls, and which groups of layers compute the same by heads."""
+"""Collects the evidence on a model before it is sharded: its calls, and which groups compute the same by heads."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ _REHEARSAL = "_weft_rehearsal"
 
 
 def remember_rehearsal(model: nn.Module, example: Any = None) -> None:
-    """Rehearse a model that is still complete, for a plan that is applied when this rank has some of its layers.
+    """Rehearse a full model and store the result, for a plan that is applied after this rank keeps only some layers.
 
-    What is remembered already stays.
+    A stored rehearsal is kept.
     """
     if _REHEARSAL not in model.__dict__:
         model.__dict__[_REHEARSAL] = rehearse(model, None if example is None else sample_of(example))
 
 
 def forget_rehearsal(model: nn.Module) -> None:
-    """Drop what `remember_rehearsal` has kept of a model and those inside it."""
+    """Drop the rehearsals that `remember_rehearsal` stored on a model and the modules inside it."""
     for module in model.modules():
         module.__dict__.pop(_REHEARSAL, None)
 
 
 class Evidence:
-    """The rehearsal of a model, made when it is first asked for, and what follows from it.
+    """The rehearsal of a model, made on first use, and the conclusions from it.
 
     Args:
-        mode: "auto" or "always": groups are compared; "never": those that are found count as right.
-        example: a call of the model, as `Plan` takes it; None: what its first layer takes is tried.
+        mode: "auto" or "always": groups are compared; "never": groups are accepted without a comparison.
+        example: a call of the model, as `Plan` takes it; None: inputs follow from its first layer.
     """
 
     def __init__(self, model: nn.Module, tp_size: int, mode: str = "auto", example: Any = None) -> None:
@@ -53,34 +53,34 @@ class Evidence:
         return known if known is not None else rehearse(self.model, self._example)
 
     def decisions(self, is_free: Callable[[nn.Module], bool]) -> list[Decision]:
-        """The groups among the layers that are free; none on one rank, where nothing is sharded."""
+        """Return the groups among the free layers; empty on one rank, where nothing is sharded."""
         if self.tp_size == 1:
             return []
         return decide(self.model, self.rehearsal, self.tp_size, is_free, trust=self.mode == "never")
 
     def is_called(self, module: nn.Module) -> bool:
-        """Whether a layer was seen to be called."""
+        """Return whether the rehearsal called a layer."""
         return id(module) in self.rehearsal.called
 
     def is_seen(self, module: nn.Module) -> bool:
-        """Whether a module is part of what was tried as a whole."""
+        """Return whether a module is inside a module that could be called as a whole."""
         return id(module) in self.rehearsal.seen
 
     def is_read(self, module: nn.Module) -> bool:
-        """Whether code was seen to read a layer's weights without calling it."""
+        """Return whether code read a layer's weights without calling it."""
         return any(id(p) in self.rehearsal.read for p in module._parameters.values() if p is not None)
 
     def why_unknown(self, name: str) -> str:
-        """Why a module was not seen to be called."""
+        """Return why the rehearsal did not call a module, as the end of a sentence."""
         above = [root for root in self.rehearsal.why_not if name == root or name.startswith(f"{root}.") or not root]
         if not above:
-            return "no call of it was seen"
+            return "the forward did not call it"
         root = max(above, key=len)
-        return f"no call of it could be tried ({shown(root)}: {self.rehearsal.why_not[root]})"
+        return f"weft could not call it ({shown(root)}: {self.rehearsal.why_not[root]})"
 
 
 def place(result: Assignments, decision: Decision, note: str = "") -> list[str]:
-    """Give the layers of a group their styles: column and row if it agrees by heads, gathered otherwise.
+    """Give the layers of a group their styles: column and row if it agrees by heads, gathered activations otherwise.
 
     Returns:
         The names of the layers, and of the modules whose gradients are summed.
@@ -102,15 +102,15 @@ def place(result: Assignments, decision: Decision, note: str = "") -> list[str]:
     advice = ""
     if verdict.difference and verdict.counts:
         read = sorted({attribute for counts in verdict.counts.values() for attribute in counts})
-        advice = f"; its code computes with {' and '.join(read)} or across heads: keep what follows from a number of "
-        advice += "heads in an attribute of its own, and view heads by -1"
+        advice = f"; its code computes with {' and '.join(read)} or across heads: store values derived from a "
+        advice += "number of heads in attributes of their own, and view heads by -1"
     gather(result, decision.sources, decision.sink, name, verdict.reason + advice)
     return [*decision.sources, decision.sink]
 
 
 def gather(result: Assignments, sources: tuple[str, ...], sink: str | None, name: str, reason: str) -> None:
-    """Shard weights and gather what comes out, which is exact whatever the code between the layers does."""
-    note = "gathered, as one rank's heads are not enough"
+    """Shard weights and gather activations, which is exact for any code between the layers."""
+    note = "gathered, because its module does not compute the same on one rank's heads"
     for source in sources:
         result.styles[source] = Assignment("column_gather_output", note)
     if sink is not None:

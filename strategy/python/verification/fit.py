@@ -1,4 +1,4 @@
-"""Whether the column and row rules of a plan fit together: what one leaves sharded is what the next one takes."""
+"""Checks that the column and row rules of a plan fit together: row layers take the sharded outputs of column layers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from weft.strategy.verification.dataflow import OUTPUT, Flow, flow_of
 from weft.strategy.verification.evidence import Evidence
 from weft.strategy.verification.weightless import Weightless
 
-_MAX_LAYERS = 64  # that a module calls whose flow is looked at
+_MAX_LAYERS = 64  # calls of layers in one module; the flow of a larger module is not examined
 
 
 def check_fit(result: Assignments, model: nn.Module, evidence: Evidence) -> None:
-    """Refuse column and row rules of which one needs another that is not there, as far as the forward can be tried.
+    """Raise ValueError for column and row rules that do not fit together, as far as the forward can be run.
 
     Raises:
         ValueError: a column layer whose output reaches another layer than a row layer, or leaves the model; a row layer
@@ -44,7 +44,7 @@ def check_fit(result: Assignments, model: nn.Module, evidence: Evidence) -> None
 
 
 class _Flows:
-    """What reaches what in the modules above a layer, from the inside out."""
+    """The flows of the modules above a layer, from the inside out."""
 
     def __init__(self, model: nn.Module, evidence: Evidence) -> None:
         self._modules = dict(model.named_modules())
@@ -70,7 +70,7 @@ class _Flows:
         args, kwargs = calls[0].fresh()
         try:
             run = Weightless(self._modules[name]).run(args, kwargs, training=calls[0].training)
-        except Exception:  # it ran inside its parent, whose state it needs
+        except Exception:  # its code may raise anything: it may need state that its parent sets
             return None
         return flow_of(run) if len(run.calls) <= _MAX_LAYERS else None
 
@@ -82,9 +82,9 @@ def _check_column(name: str, flows: _Flows, result: Assignments) -> None:
         wrong = [target for target in targets if not _takes_shards(result, target)]
         if wrong:
             raise ValueError(
-                f"parallelize: the rule for '{name}' is column, which leaves its output sharded, but that reaches "
-                f"'{wrong[0]}' with the style '{_style(result, wrong[0])}'; give '{wrong[0]}' the style row, or "
-                f"'{name}' column_gather_output."
+                f"parallelize: the rule for '{name}' is column, which leaves its output sharded, but the output "
+                f"reaches '{wrong[0]}' with the style '{_style(result, wrong[0])}'; give '{wrong[0]}' the style row, "
+                f"or '{name}' column_gather_output."
             )
         if targets:
             return
@@ -102,7 +102,7 @@ def _check_row(name: str, flows: _Flows, result: Assignments) -> None:
         wrong = [source for source in sources if not _gives_shards(result, source)]
         if wrong:
             raise ValueError(
-                f"parallelize: the rule for '{name}' is row, which takes a sharded input, but that comes from "
+                f"parallelize: the rule for '{name}' is row, which takes a sharded input, but the input comes from "
                 f"'{wrong[0]}' with the style '{_style(result, wrong[0])}'; give '{wrong[0]}' the style column, or "
                 f"'{name}' row_split_input."
             )

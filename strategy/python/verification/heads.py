@@ -1,11 +1,11 @@
-"""Whether the code between the layers of a group computes the same on one rank's features as on all of them.
+"""Compares the code between the layers of a group on one rank's features with the same code on all features.
 
-Reference: the module's own code with full outputs of the group's sources, which is what gathered projections give it,
-right whatever that code does. Candidate, for each rank: the same code with that rank's chunk of those outputs, and with
-the numbers of heads it reads divided by the number of ranks. The candidate is right if the sink's input is that rank's
-chunk of the reference's, everything else that the module computes is the reference's, and so are all gradients. The
-layers themselves need no check: column and row operators are exact for any weight, so none is needed here. All ranks
-are tried on each rank, without communication, from the same seeds: they come to the same verdict.
+Reference: the module's own code with full outputs of the group's sources, as gathered projections would give them. It
+is correct for any code. Candidate, for each rank: the same code with that rank's shard of those outputs, and with the
+head counts that it reads divided by the number of ranks. The candidate is correct if the sink's input is that rank's
+shard of the reference's, and all other values that the module computes and all gradients equal the reference's. The
+layers themselves need no check: column and row operators are exact for any weight, so the runs need no weights. Each
+rank runs the candidates of all ranks from the same seeds, without communication, so all ranks reach the same verdict.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ from weft.strategy.verification.weightless import PartOf, Run, Weightless, drawn
 Counts = Mapping[str, Mapping[str, int]]  # by module below the container: attribute -> value on a rank
 
 _TOLERANCE = 1e-9
-_ROUNDED_TOLERANCE = 5e-6  # where the code itself rounds to float32 on the way
+_ROUNDED_TOLERANCE = 5e-6  # for code that itself rounds to float32
 _MAX_ELEMENTS = 1 << 24  # of parameters between the layers
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What the runs have shown.
+    """The result of comparing a group.
 
-    counts: the attributes that count heads, on a rank, while the module that holds them runs its forward.
-    summed: the modules whose own parameters get a rank's part of their gradients.
-    dropouts: the nn.Dropout modules that get a rank's part of their input, and along which dims.
-    is_kept: whether modules keep tensors of one rank's heads in attributes, where other code may find them.
-    reason: why not, in words that end a sentence; "" when accepted. difference: the largest relative one seen.
+    counts: the values of attributes that count heads, on a rank, while the module that holds them runs its forward.
+    summed: the modules whose own parameters get only a rank's partial gradient.
+    dropouts: the nn.Dropout modules that get a rank's shard of their input, and the sharded dims.
+    is_kept: whether modules keep tensors of one rank's heads in attributes, which other code may read.
+    reason: why the group was not accepted, as the end of a sentence; "" if it was.
+    difference: the largest relative difference.
     """
 
     is_accepted: bool
@@ -55,7 +56,7 @@ class Verdict:
 def verdict_on(
     container: nn.Module, group: Group, calls: Sequence[Call], num_ranks: int, candidates: Sequence[Counts]
 ) -> Verdict:
-    """The first of the candidates with which all calls agree; the refusal of the likeliest one otherwise."""
+    """Return the verdict on the first candidate with which all calls agree; else the rejection of the likeliest one."""
     largest = max((p.numel() for p in _beside_layers(container)), default=0)
     if largest > _MAX_ELEMENTS:
         return Verdict(False, reason=f"it has a parameter of {largest} elements beside its linear layers")
@@ -69,7 +70,7 @@ def verdict_on(
     refusal = (with_numbers or refusals)[0]
     in_eval = [call for call in calls if not call.training]
     if in_eval and len(in_eval) < len(calls) and _try(container, group, in_eval, num_ranks, refusal.counts).is_accepted:
-        reason = "it draws random numbers for all heads, as functions for dropout do; use an nn.Dropout module for it"
+        reason = "it draws random numbers for all heads, as F.dropout does; use an nn.Dropout module instead"
         return dataclasses.replace(refusal, reason=reason, difference=0.0)
     return refusal
 
@@ -94,7 +95,7 @@ def _try(container: nn.Module, group: Group, calls: Sequence[Call], num_ranks: i
             worst = max(worst, comparison.run())
         except _Differs as error:
             return Verdict(False, counts, reason=error.reason, difference=error.difference)
-        except Exception as error:  # whatever the user's code raises is the answer
+        except Exception as error:  # the user's code may raise anything; the verdict quotes it
             text = (str(error).strip() or "no text").splitlines()[0]
             return Verdict(
                 False, counts, reason=f"its forward fails on one rank's heads ({type(error).__name__}: {text})"
@@ -107,7 +108,7 @@ def _try(container: nn.Module, group: Group, calls: Sequence[Call], num_ranks: i
 
 
 class _Comparison:
-    """One call of a container, full and on each rank."""
+    """Compares one call of a container on full outputs with the same call on each rank's shards."""
 
     def __init__(self, container: nn.Module, group: Group, call: Call, num_ranks: int, counts: Counts) -> None:
         self.runs = Weightless(container, call.scale, full_values=True)
@@ -167,12 +168,12 @@ class _Comparison:
         if len(ours) != len(theirs):
             raise _Differs("it returns another number of tensors with one rank's heads")
         for a, b in zip(ours, theirs, strict=True):
-            self._close(a, b, "what it returns")
+            self._close(a, b, "its output")
         for name, value in full.buffers.items():
             self._close(part.buffers[name], value, f"the buffer '{name}'")
 
     def _note_state(self, full: Run, part: Run) -> None:
-        """The dropouts on one rank's heads, and whether tensors of them stay in attributes."""
+        """Note the dropouts on one rank's heads, and whether attributes keep tensors of these heads."""
         for name, dims in part.sharded_dropouts.items():
             if dims == {None}:
                 continue
@@ -204,7 +205,7 @@ class _Comparison:
         self.worst = max(self.worst, difference)
 
     def _is_rounded(self) -> bool:
-        """Whether the code makes float32 or half values on its way."""
+        """Return whether the code computes in float32 or a half type."""
         if self.rounds is None:
             with _RoundingSeen() as seen:
                 self._run({}, {}, None)
@@ -214,7 +215,7 @@ class _Comparison:
     # ---- gradients -----------------------------------------------------------------------------------------
 
     def _gradients(self, run: Run, args: list[Tensor], rank: int | None) -> tuple[_Gradients, _Gradients]:
-        """Of what reaches the sink, and of everything else, by random cotangents."""
+        """Return the gradients of the sink's inputs, and those of all other results, for random cotangents."""
         sinks, others = [], []
         for number, call in enumerate(run.calls):
             if call.layer == self.group.sink:
@@ -232,7 +233,7 @@ class _Comparison:
     def _refuse_other_inputs(self, between: _Gradients, args: list[Tensor]) -> None:
         for grad in between.args:
             if grad is not None and bool(grad.count_nonzero()):
-                raise _Differs("code between its layers computes with another input, whose gradient needs all heads")
+                raise _Differs("the code between its layers uses another input, whose gradient needs all heads")
 
     def _compare_gradients(
         self,
@@ -258,7 +259,7 @@ class _Comparison:
             self._close(ours, theirs, f"the gradient of '{self.names[key]}'")
 
     def _find_summed(self, between: _Gradients, rest: _Gradients) -> None:
-        """The modules whose parameters are used between the layers; each of theirs must be used there alone."""
+        """Find the modules whose parameters are used between the layers; all of theirs must be used only there."""
         elsewhere = {key for key, grad in rest.parameters.items() if bool(grad.count_nonzero())}
         for key, grad in between.parameters.items():
             if not bool(grad.count_nonzero()):
@@ -303,7 +304,7 @@ class _Gradients:
 
 
 def _with_counts(module: nn.Module, forward: Callable[..., Any], counts: Mapping[str, int]) -> Callable[..., Any]:
-    """A forward inside which attributes of its module have other values, as when it runs sharded."""
+    """Return a forward during which attributes of its module have the values of a rank."""
 
     def divided(*args: Any, **kwargs: Any) -> Any:
         return with_values(module, counts.items(), forward, args, kwargs)
@@ -331,7 +332,7 @@ def _tensors(output: Any) -> list[Tensor]:
 
 
 def _relative(ours: Tensor, theirs: Tensor) -> float:
-    """The norm of the difference over that of the reference; a NaN agrees with a NaN at its place."""
+    """Return the norm of the difference over that of the reference; a NaN agrees with a NaN at the same index."""
     nan = theirs.isnan()
     if bool(nan.any()) or bool(ours.isnan().any()):
         if not torch.equal(nan, ours.isnan()):
@@ -342,6 +343,6 @@ def _relative(ours: Tensor, theirs: Tensor) -> float:
         if not torch.equal(theirs[infinite], ours[infinite]) or not torch.equal(infinite, ours.isinf()):
             return float("inf")
         ours, theirs = ours.masked_fill(infinite, 0.0), theirs.masked_fill(infinite, 0.0)
-    # Values are of the order of 1; a gradient that is zero but for rounding agrees with another such.
+    # Values are of order 1: two gradients that are zero up to rounding agree.
     norm = max(float(theirs.norm()), 1e-5 * theirs.numel() ** 0.5)
     return float((ours - theirs).norm()) / norm if theirs.numel() else 0.0

@@ -1,7 +1,7 @@
-"""Calls of a model without its weights, to learn with which arguments its modules are called.
+"""Runs a model without its weights to record the arguments of its modules.
 
 The arguments that a module gets from its parent (masks, positions, caches) are recorded before each call, so that the
-module can be run on them again by itself. Where the model as a whole cannot be called, its modules are tried.
+module can be run on them again by itself. If the model as a whole cannot be called, its modules are called instead.
 """
 
 from __future__ import annotations
@@ -20,18 +20,15 @@ from weft.strategy.shell import undisturbed
 from weft.strategy.verification.samples import Sample, samples_for
 from weft.strategy.verification.weightless import Layers, Weightless
 
-_MAX_CALLS = 2  # that are kept of a module in one run
-_MAX_ALIKE = 5  # modules that differ in their place alone, and whose calls are kept
-_SCALES = (1.0, 3.0)  # of the layers' outputs in the two runs
-_MAX_DEPTH = 4  # of modules that are tried by themselves
+_MAX_CALLS = 2  # recorded calls of a module in one run
+_MAX_ALIKE = 5  # modules with recorded calls among those that differ only in their place
+_SCALES = (1.0, 3.0)  # standard deviations of the layers' outputs in the two runs
+_MAX_DEPTH = 4  # levels of modules that are called by themselves
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of a module: its arguments as they were, detached, in train or eval mode.
-
-    learned: the ids of tensors among the arguments that depend on parameters or activations.
-    """
+    """One call of a module in train or eval mode: its arguments before the call, detached."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -39,25 +36,25 @@ class Call:
     scale: float
 
     def kind(self) -> tuple[Any, ...]:
-        """Equal for calls that differ in values alone."""
+        """Return a key that is equal for calls that differ only in the values of tensors."""
         return self.training, self.scale, kind_of(self.args, self.kwargs)
 
     def fresh(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments in storage of their own, as leaves of a new graph."""
+        """Return copies of the arguments, which are leaves of a new graph."""
         memo: dict[int, Any] = {}
         return _copied(self.args, memo), _copied(dict(self.kwargs), memo)
 
 
 @dataclasses.dataclass
 class Rehearsal:
-    """What is known from the runs.
+    """The results of the runs.
 
-    calls: by the id of a module.
-    like: for a module whose calls were not kept, one that differs from it in its place among others alone, and got the
-        same kinds of arguments.
+    calls: the recorded calls, by the id of a module.
+    like: for a module without recorded calls, the id of one that differs from it only in its place among others, and
+        got the same kinds of arguments.
     called, read: as in `Weightless`.
-    seen: the ids of all modules below what was run.
-    why_not: the name of a module that could not be called, and the reason.
+    seen: the ids of all modules inside those that were called as a whole.
+    why_not: by the name of a module that could not be called, the reason.
     """
 
     calls: dict[int, list[Call]] = dataclasses.field(default_factory=dict)
@@ -73,8 +70,8 @@ def rehearse(model: nn.Module, example: Sample | None = None) -> Rehearsal:
     """Run a model, or those of its modules that can be called, in train and eval mode, on two lengths.
 
     Args:
-        model: anything; nothing of it changes, and random states are as before.
-        example: a call of the model; None: tries what its first layer takes.
+        model: any module; neither it nor random states change.
+        example: a call of the model; None: inputs follow from its first layer.
     """
     result = Rehearsal()
     with undisturbed():
@@ -85,7 +82,7 @@ def rehearse(model: nn.Module, example: Sample | None = None) -> Rehearsal:
 def _cover(result: Rehearsal, module: nn.Module, name: str, example: Sample | None, depth: int) -> None:
     layers = Layers.of(module)
     if not (layers.linears or layers.others) or id(module) in (*layers.linears, *layers.others):
-        return  # a layer by itself says nothing of the code that calls it
+        return  # a call of the layer alone does not run the code that calls it
     reason = _try(result, module, example)
     if reason is None:
         result.seen.update(map(id, module.modules()))
@@ -99,7 +96,7 @@ def _cover(result: Rehearsal, module: nn.Module, name: str, example: Sample | No
 
 
 def _try(result: Rehearsal, module: nn.Module, example: Sample | None) -> str | None:
-    """Run a module both ways; the reason when it cannot be called, "" when it has no forward."""
+    """Run a module in both modes. Returns None on success, the reason on failure, "" if it has no forward."""
     pairs: Iterable[tuple[Sample, Sample]] = samples_for(module) if example is None else ((example, example),)
     reason = ""
     for pair in pairs:
@@ -109,7 +106,7 @@ def _try(result: Rehearsal, module: nn.Module, example: Sample | None) -> str | 
         try:
             for run, sample, training in zip(runs, pair, (True, False), strict=True):
                 _record(run, sample, training, calls, like, result.signatures)
-        except Exception as error:  # whatever the user's code raises is the answer
+        except Exception as error:  # the user's code may raise anything; the reason quotes it
             reason = f"{type(error).__name__}: {(str(error).strip() or 'no text').splitlines()[0]}"
             continue
         result.like.update(like)
@@ -161,7 +158,7 @@ def _record(
 
 
 def _modules_with(modules: Mapping[str, nn.Module], layers: Mapping[int, str]) -> set[str]:
-    """The names of modules with some of these layers below them."""
+    """Return the names of the modules with some of these layers below them."""
     names: set[str] = set()
     for name, module in modules.items():
         if id(module) in layers:
@@ -171,7 +168,7 @@ def _modules_with(modules: Mapping[str, nn.Module], layers: Mapping[int, str]) -
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    """Arguments in storage of their own: tensors detached, with their requires_grad; caches and the like, too."""
+    """Return copies of arguments: tensors detached, with their requires_grad; objects such as caches deep-copied."""
 
     def copy_of(leaf: Any) -> Any:
         if id(leaf) in memo:
@@ -186,14 +183,14 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         _prepare(leaf, memo, set())
         try:
             return copy.deepcopy(leaf, memo)
-        except Exception:  # what cannot be copied is passed on as it is
+        except Exception:  # the copy of a user's object may raise anything; the object itself is passed on
             return leaf
 
     return tree_map(copy_of, value)
 
 
 def _prepare(value: Any, memo: dict[int, Any], seen: set[int]) -> None:
-    """Have deepcopy find copies of the tensors inside an object, which it refuses to copy where they have a graph."""
+    """Enter copies of the tensors inside an object into deepcopy's memo: it cannot copy tensors with a graph."""
     if id(value) in seen:
         return
     seen.add(id(value))

@@ -1,4 +1,4 @@
-"""Arguments to try a module with: an example, what a Hugging Face config says, or what the first layer takes."""
+"""Makes arguments to call a module with: from an example, from a Hugging Face config, or from the first layer."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_map_only
 from weft.strategy.linears import features, why_no_linear
 from weft.strategy.verification.weightless import drawn
 
-LENGTHS = (7, 11)  # of sequences; primes, which are no number of heads or features
-_LENGTHS_OF_POWERS = (16, 32)  # for code that wants multiples
+LENGTHS = (7, 11)  # of sequences; primes, which differ from any number of heads or features
+_LENGTHS_OF_POWERS = (16, 32)  # for code that needs multiples of a power of two
 _IMAGE_SIZES = (32, 64, 224)
 _BATCH = 2
 
@@ -29,7 +29,7 @@ class Sample:
 
 
 def example_of(module: nn.Module) -> Sample | None:
-    """A LightningModule's `example_input_array`, floating values in float64."""
+    """Return a LightningModule's `example_input_array`, with floating values in float64."""
     example = getattr(module, "example_input_array", None)
     if example is None:
         return None
@@ -37,7 +37,7 @@ def example_of(module: nn.Module) -> Sample | None:
 
 
 def sample_of(example: Any) -> Sample:
-    """The call that an example stands for: a tuple is the positional arguments, a dict those by name."""
+    """Return the call for an example: a tuple gives the positional arguments, a dict the keyword arguments."""
     example = tree_map_only(Tensor, _on_cpu, example)
     if isinstance(example, Mapping):
         return Sample((), dict(example))
@@ -50,7 +50,7 @@ def _on_cpu(tensor: Tensor) -> Tensor:
 
 
 def samples_for(module: nn.Module) -> Iterator[tuple[Sample, Sample]]:
-    """Pairs of calls of two lengths that the module may take, the likeliest first."""
+    """Yield pairs of calls of two lengths that the module may accept, the likeliest first."""
     example = example_of(module)
     if example is not None:
         yield example, example
@@ -69,7 +69,7 @@ def samples_for(module: nn.Module) -> Iterator[tuple[Sample, Sample]]:
 
 
 def _required(module: nn.Module) -> list[str] | None:
-    """The names of the arguments that its forward cannot do without; None if it has no forward."""
+    """Return the names of the required arguments of its forward; None if it has no forward."""
     if type(module).forward is nn.Module.forward:
         return None
     parameters = inspect.signature(type(module).forward).parameters.values()
@@ -83,7 +83,7 @@ def _required(module: nn.Module) -> list[str] | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Kind:
-    """What the first layer takes: `size` is its features, the rows of its table or its channels; `image` its side."""
+    """The input of the first layer: `size` is its features, table rows or channels; `image` is the side of an image."""
 
     layer: str
     size: int
@@ -91,7 +91,7 @@ class _Kind:
 
 
 def _kinds(module: nn.Module) -> list[_Kind]:
-    """By the first layers of each sort, in the order in which the module has them."""
+    """Return the kinds of input of the first linear, embedding and convolution layers, in the order of registration."""
     kinds: list[_Kind] = []
     for layer in module.modules():
         if isinstance(layer, nn.Embedding):
@@ -113,7 +113,7 @@ def _kinds(module: nn.Module) -> list[_Kind]:
 
 
 def _image_sizes(module: nn.Module) -> list[int]:
-    """Sizes that modules say they take."""
+    """Return the image sizes that attributes of modules give."""
     sizes = []
     for inner in module.modules():
         for name in ("img_size", "image_size", "input_size"):
@@ -125,7 +125,7 @@ def _image_sizes(module: nn.Module) -> list[int]:
 
 
 def _filled(names: list[str], kind: _Kind, length: int) -> Sample | None:
-    """A call with a value for each required argument, by the kind of the first and the names of the others."""
+    """Return a call with a value for each required argument, by the kind of the first and the names of the others."""
     values = [_first(kind, length)]
     for name in names[1:]:
         lower = name.lower()
@@ -155,7 +155,7 @@ def _indices(shape: tuple[int, ...], rows: int, seed: int) -> Tensor:
 
 
 def _of_hugging_face(module: Any, config: Any) -> Iterator[tuple[Sample, Sample]]:
-    """By the model's main input; encoder-decoders get the decoder's as well."""
+    """Yield calls with the model's main input; encoder-decoders also get that of the decoder."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     rows = int(getattr(text, "vocab_size", 0) or getattr(config, "vocab_size", 0) or 0)
     for lengths in (LENGTHS, _LENGTHS_OF_POWERS):
@@ -177,7 +177,7 @@ def _of_hugging_face(module: Any, config: Any) -> Iterator[tuple[Sample, Sample]
 
 
 def _sound(config: Any) -> Tensor:
-    """Of the one length that speech models with learned positions take."""
+    """Return spectrograms of the only length that speech models with learned positions accept."""
     return drawn((_BATCH, config.num_mel_bins, 2 * getattr(config, "max_source_positions", 1500)), 1)
 
 

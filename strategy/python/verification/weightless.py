@@ -1,11 +1,11 @@
-"""Copies of a module that run its own code without its weights.
+"""Runs a module's own code on a copy without weights.
 
 The output of every linear layer, convolution and embedding is drawn at random instead of computed. So the code between
 these layers runs on real values (masks, positions, caches, views, norms) at the cost of activations alone: no rank
 needs a full weight, and a model without values or one that does not fit runs as well. Outputs are drawn by the layer
-and the number of its call: two runs of one module get the same, whatever else differs between them.
+and the number of its call: two runs of one module get the same values.
 
-A weight that code reads without calling its layer is noted: only layers that are called can be sharded.
+Weights that code reads without calling their layer are noted: only layers that are called can be sharded.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from weft.strategy.shard_dropout import ShardedDim, shard_dropout
 from weft.strategy.shell import buffer_copies, shell_of
 from weft.strategy.state import original_class
 
-_MAX_DRAWN = 1 << 16  # elements of a parameter that are drawn one by one; a larger one repeats a row
-_PERIOD = 65_521  # elements after which draws repeat: a prime, so that no two heads or rows get the same
+_MAX_DRAWN = 1 << 16  # elements of a parameter drawn one by one; a larger parameter repeats one row
+_PERIOD = 65_521  # elements after which draws repeat: a prime, so that no two heads or rows are equal
 _CONVOLUTIONS = {
     cls.forward: cls
     for cls in (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -36,7 +36,7 @@ _CONVOLUTIONS = {
 
 
 class Unread(Tensor):
-    """A weight of a layer that is not computed. Its shape, dtype and device may be read; reading values is noted."""
+    """Stands for a weight of a layer that is not computed. Code that reads its values is noted."""
 
     noted: set[int]
     owner: int
@@ -70,7 +70,7 @@ def _is_convolution(layer: nn.Module) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class LayerCall:
-    """One call of a linear layer: its input `[..., in]`, its output `[..., out]`, a leaf of the autograd graph."""
+    """One call of a linear layer: its input `[..., in]` and its output `[..., out]`, a leaf of the autograd graph."""
 
     layer: str
     input: Tensor
@@ -79,7 +79,7 @@ class LayerCall:
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-    """The layers of a module that are not computed, by the ids of the modules, with names that begin at the module."""
+    """The names of a module's layers that are not computed, relative to the module, by the ids of the layers."""
 
     linears: dict[int, str]
     others: dict[int, str]  # embeddings and convolutions
@@ -96,7 +96,7 @@ class Layers:
 
 
 class _CutEmbedding(nn.Embedding):
-    """What `super().forward` finds in the copy of an embedding that has a forward around it."""
+    """Gives `super().forward` in the copy of a subclassed embedding the drawn output."""
 
     def forward(self, input: Tensor) -> Tensor:
         output: Tensor = self.__dict__["_weft_cut"](input)
@@ -104,7 +104,7 @@ class _CutEmbedding(nn.Embedding):
 
 
 def drawn(shape: Any, *seed: int, scale: float = 1.0) -> Tensor:
-    """Normal float64 values that follow from the seed alone; a large tensor repeats its first ones."""
+    """Return normal float64 values determined by the seed; a large tensor repeats its first values."""
     number = functools.reduce(lambda a, b: (a * 1_000_003 + b) % (1 << 62), seed, 12345)
     size = math.prod(shape)
     generator = torch.Generator().manual_seed(number)
@@ -113,9 +113,9 @@ def drawn(shape: Any, *seed: int, scale: float = 1.0) -> Tensor:
 
 
 def stand_in(parameter: Tensor, seed: int, force: bool = False) -> Tensor:
-    """Values of a parameter's shape, near 1: those of norms and scales stay what such weights are.
+    """Return values near 1 of a parameter's shape, as the weights of norms and scales have.
 
-    A large one repeats one row, unless `force` is set.
+    A large parameter repeats one row, unless `force` is set.
     """
     if not parameter.is_floating_point():
         return torch.zeros(parameter.shape, dtype=parameter.dtype)
@@ -128,9 +128,9 @@ class Weightless:
     """Runs of one module without its weights.
 
     Args:
-        module: any module; nothing of it is changed.
+        module: any module; it is not changed.
         scale: the standard deviation of the layers' outputs.
-        full_values: whether every parameter beside the layers' is drawn element by element, however large.
+        full_values: draw every parameter outside the layers element by element, however large.
     """
 
     def __init__(self, module: nn.Module, scale: float = 1.0, full_values: bool = False) -> None:
@@ -173,13 +173,13 @@ class Weightless:
         wrap: Callable[[str, nn.Module, Callable[..., Any]], Callable[..., Any]] | None = None,
         part_of: PartOf | None = None,
     ) -> Run:
-        """The module's own forward on these arguments; any error of its code is raised.
+        """Run the module's own forward on these arguments; any error of its code is raised.
 
         Args:
-            replace: by the name of a linear layer, what gives its output, a leaf, instead of the one drawn, from the
-                number of the call and the one drawn for it; the leaf may have fewer features.
-            wrap: given the name, the copy and the forward of each module whose code runs, what to call instead.
-            part_of: the full run that this is one rank's part of, whose draws its dropouts take their share of.
+            replace: by the name of a linear layer, a function that returns its output, a leaf, given the number of the
+                call and the drawn output; the leaf may have fewer features.
+            wrap: returns the function to call for a module whose code runs, given its name, copy and forward.
+            part_of: the full run of which this run computes one rank's part; dropouts take their shard of its masks.
         """
         shell = shell_of(self.module, self.values, buffer_copies(self.module))
         run = Run([], {})
@@ -187,7 +187,7 @@ class Weightless:
         try:
             self._replace_forwards(shell, run, training, replace or {}, wrap, part_of)
             run.output = shell(*args, **kwargs)
-        finally:  # a forward refers to its copy and to the run: nothing but a collection would free their tensors
+        finally:  # a forward refers to its copy and to the run: only the garbage collector would free their tensors
             for copy in shell.modules():
                 copy.__dict__.pop("forward", None)
                 copy.__dict__.pop("_weft_cut", None)
@@ -246,7 +246,7 @@ class Weightless:
         number = counts.get(name, 0)
         counts[name] = number + 1
         self.called.add(id(layer))
-        # Of the layer's name, not of its place among others: the same layer gets the same in any copy.
+        # The seed depends on the layer's name and not on its place, so that the layer gets the same values in any copy.
         return number, drawn(shape, zlib.crc32(name.encode()), number, scale=self.scale)
 
     def _linear(
@@ -292,7 +292,7 @@ class Weightless:
 
 @dataclasses.dataclass(frozen=True)
 class PartOf:
-    """A full run, and which rank's part another run is."""
+    """The full run, and the rank whose part another run computes."""
 
     run: Run
     rank: int
@@ -310,12 +310,12 @@ def _plain_tensors(shell: nn.Module) -> dict[tuple[str, str], Tensor]:
 
 @dataclasses.dataclass
 class Run:
-    """What one run has shown: the calls of linear layers in their order, and the output.
+    """The result of one run: the calls of linear layers in their order, and the output.
 
     buffers: by name, after the run.
-    kept: tensors in plain attributes of modules that were not there before, by module and attribute.
-    dropouts: the name and the input's shape of each call of an nn.Dropout. sharded_dropouts: by name, the dims of one
-        rank's part; None for an input that is the full one.
+    kept: tensors that the run stored in plain attributes of modules, by module and attribute.
+    dropouts: the name and the input's shape of each call of an nn.Dropout.
+    sharded_dropouts: by name, the sharded dims of one rank's part; None for a full input.
     """
 
     calls: list[LayerCall]

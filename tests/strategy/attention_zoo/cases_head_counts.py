@@ -159,7 +159,7 @@ class _DividesByHeads(Block):
 
 @cases.add("head count read by the block", Keeps.SHARDS, lambda attention: Tokens(attention, _DividesByHeads))
 class CountReadByBlock(Plain):
-    pass
+    """The same attention; the block around it divides by its head count."""
 
 
 @cases.add("head count read by a helper method", Keeps.SHARDS)

@@ -1,4 +1,4 @@
-"""Cuts that a pipeline chooses: what they balance, within which memory, and that all ranks choose alike."""
+"""Automatic cuts of a pipeline: their balance, the memory limit, and the same choice on all ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ARGS = LlamaArgs(n_layers=6)
 
 
 class Net(nn.Module):
-    """Registers its norm before the layers that it calls before it; layers without parameters begin nothing."""
+    """Registers its norm before the layers, and calls it after them; no stage begins at a layer without parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def test_a_forward_that_cannot_be_counted() -> None:
 
 
 def test_the_limit_of_memory() -> None:
-    """The embedding costs no time, and all of its memory."""
+    """The embedding takes no operations, but memory for all its rows."""
     model = Llama(LlamaArgs(n_layers=6, vocab_size=1200))
     model.output = nn.Linear(16, 4)
     block = sum(p.nbytes for p in model.layers[0].parameters())
@@ -149,7 +149,7 @@ class Heard(logging.Handler):
 
 @on_ranks(2)
 def test_a_pipeline_chooses_and_trains(rank: int, world_size: int) -> None:
-    """By an example, for the norm that is registered first; rank 0 alone decides, and says what was chosen."""
+    """By an example, for the norm that is registered first; only rank 0 decides, and it logs the choice."""
     mesh = init_device_mesh("cpu", (world_size,))
     heard, logger = Heard(), logging.getLogger("weft.strategy.pipeline")
     logger.addHandler(heard)

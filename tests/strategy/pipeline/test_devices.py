@@ -99,7 +99,7 @@ def test_tied_layers_share_the_first_ones_device() -> None:
     ("cuts", "devices", "message"),
     [
         (["b"], ["cpu"], "1 cuts make 2 stages, and there are 1 devices; pass one for each stage"),
-        (["d"], ["cpu", "cpu"], "stage 1 is to begin at 'd', which the model has no module of"),
+        (["d"], ["cpu", "cpu"], "stage 1 is to begin at 'd', which is not a module of the model"),
     ],
 )
 def test_refusals(cuts: list[str], devices: list[str], message: str) -> None:

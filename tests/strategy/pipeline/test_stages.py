@@ -63,14 +63,14 @@ def test_lists_of_modules_are_no_layers():
         (
             ["layers.9"],
             None,
-            "stage 1 is to begin at 'layers.9', which the model has no module of; the nearest name is 'l",
+            "stage 1 is to begin at 'layers.9', which is not a module of the model; the nearest name is 'l",
         ),
         (
             ["layer.2"],
             None,
-            "stage 1 is to begin at 'layer.2', which the model has no module of; the nearest name is 'layers.2'",
+            "stage 1 is to begin at 'layer.2', which is not a module of the model; the nearest name is 'layers.2'",
         ),
-        (["?"], None, "which the model has no module of; use one of its names, such as 'tok_embeddings', 'layers'"),
+        (["?"], None, "which is not a module of the model; use one of its names, such as 'tok_embeddings', 'layers'"),
         ([""], None, "stage 1 is to begin at ''"),
         (["norm", "norm"], None, "two stages are to begin at 'norm'"),
         (["norm", "layers.1"], None, "are not in the order in which the model has these modules"),
