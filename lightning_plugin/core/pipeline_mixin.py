@@ -101,6 +101,7 @@ class PipelineMixin:
             layer_stages=layer_stages,
             beside=beside,
             device=self.root_device,
+            verify="auto" if self._plan is None else self._plan.verify,
         )
         if are_wanted():
             group = self.pipeline_group

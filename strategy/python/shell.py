@@ -27,7 +27,7 @@ def shell_of(
     module: nn.Module,
     parameters: dict[int, Tensor],
     buffers: dict[int, Tensor],
-    memo: dict[int, nn.Module] | None = None,
+    memo: dict[int, Any] | None = None,
 ) -> nn.Module:
     """Return a copy with the module's original class, other tensors, and its other attributes by reference.
 
@@ -40,7 +40,7 @@ def shell_of(
     if id(module) in memo:
         return memo[id(module)]
     copy = memo[id(module)] = object.__new__(original_class(module))
-    copy.__dict__ = {n: _without_sharing(value) for n, value in module.__dict__.items() if n not in _REPLACED}
+    copy.__dict__ = {n: _without_sharing(value, memo) for n, value in module.__dict__.items() if n not in _REPLACED}
     for name in _HOOK_DICTS:
         copy.__dict__[name] = OrderedDict()
     copy.__dict__["_parameters"] = {
@@ -58,14 +58,19 @@ def shell_of(
     return copy
 
 
-def _without_sharing(value: Any) -> Any:
+def _without_sharing(value: Any, memo: dict[int, Any]) -> Any:
+    """A copy of a tensor, list or dict; a list or dict that several modules have stays one for their copies."""
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
         return _values_of(value).clone()
-    if type(value) is list:
-        return [_without_sharing(item) for item in value]
-    if type(value) is dict:
-        return {key: _without_sharing(item) for key, item in value.items()}
-    return value
+    if type(value) not in (list, dict):
+        return value
+    if id(value) not in memo:
+        memo[id(value)] = copy = type(value)()
+        if type(value) is list:
+            copy.extend(_without_sharing(item, memo) for item in value)
+        else:
+            copy.update({key: _without_sharing(item, memo) for key, item in value.items()})
+    return memo[id(value)]
 
 
 def _values_of(tensor: Tensor) -> Tensor:

@@ -23,10 +23,11 @@ from weft.strategy.pipeline.recording import Recording
 from weft.strategy.pipeline.runner import MAX_STAGES, Runner, Work
 from weft.strategy.pipeline.sharded_stages import ShardedStages
 from weft.strategy.pipeline.staged_model import StagedModel, staged_model_of
-from weft.strategy.pipeline.stages import find_layers
+from weft.strategy.pipeline.stages import Layers, find_layers
 from weft.strategy.pipeline.tied import TiedGradients, tied_elsewhere
+from weft.strategy.pipeline.verify_cuts import verify_cuts
 from weft.strategy.shards import TENSOR_PARALLEL
-from weft.strategy.verification.evidence import remember_rehearsal
+from weft.strategy.verification.evidence import forget_rehearsal, remember_rehearsal
 
 _log = logging.getLogger(__name__)
 _MAX_PATHS = 16  # of one kind of inputs
@@ -58,6 +59,7 @@ class Pipeline:
         beside: the names of modules of the model that its forward does not call, such as metrics: every rank keeps
             them in full.
         device: where the parameters will be before the first step, if they are not there yet.
+        verify: "auto" or "always": each stage is compared with the full model (see `verify_cuts`); "never": it is not.
 
     Build optimizers afterwards: each rank's `model.parameters()` are those of its stages.
 
@@ -78,6 +80,7 @@ class Pipeline:
         layer_stages: Mapping[str, int] | None = None,
         beside: Collection[str] = (),
         device: torch.device | None = None,
+        verify: str = "auto",
     ) -> None:
         auto = auto_of(cuts)
         if isinstance(cuts, str) and auto is None:
@@ -121,10 +124,9 @@ class Pipeline:
         own = [stage for stage in range(num_stages) if rank_of[stage] == self._group.rank()]
         self._rank_of = rank_of
         refuse_other_arguments(self._group, cuts, str(schedule), self._shares)
-        all_axes = mesh._get_root_mesh()
-        if TENSOR_PARALLEL in (all_axes.mesh_dim_names or ()) and all_axes[TENSOR_PARALLEL].size() > 1:
-            remember_rehearsal(model)  # a plan is applied later, when this rank has only some layers
-        self._staged = StagedModel(model, find_layers(model, cuts, layer_stages, beside), own, device)
+        layers = find_layers(model, cuts, layer_stages, beside)
+        self._verify(model, layers, mesh, verify)
+        self._staged = StagedModel(model, layers, own, device)
         peers = peers_of(self._group.rank(), rank_of, [tied.name_on for tied in self._staged.tied])
         link_stages(self._group, peers, device or of_parameters)
         self._runner = Runner(self._staged, self._group)
@@ -132,6 +134,18 @@ class Pipeline:
         self.failures = Failures()
         self._recordings: dict[Any, list[Recording]] = {}
         self._watches = False
+
+    @staticmethod
+    def _verify(model: nn.Module, layers: Layers, mesh: DeviceMesh, verify: str) -> None:
+        all_axes = mesh._get_root_mesh()
+        has_plan = TENSOR_PARALLEL in (all_axes.mesh_dim_names or ()) and all_axes[TENSOR_PARALLEL].size() > 1
+        if verify == "never" and not has_plan:
+            return
+        rehearsal = remember_rehearsal(model)
+        if verify != "never":
+            verify_cuts(model, layers, rehearsal)
+        if not has_plan:  # otherwise a plan is applied later, when this rank has only some layers
+            forget_rehearsal(model)
 
     def fully_shard(self, mesh: DeviceMesh, *, mp_policy: MixedPrecisionPolicy | None = None) -> None:
         """Cut the parameters of this rank's layers over data-parallel ranks, by FSDP2, after `parallelize`.

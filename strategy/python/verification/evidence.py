@@ -20,13 +20,15 @@ MODES = ("auto", "always", "never")
 _REHEARSAL = "_weft_rehearsal"
 
 
-def remember_rehearsal(model: nn.Module, example: Any = None) -> None:
+def remember_rehearsal(model: nn.Module, example: Any = None) -> Rehearsal:
     """Rehearse a full model and store the result, for a plan that is applied after this rank keeps only some layers.
 
     A stored rehearsal is kept.
     """
     if _REHEARSAL not in model.__dict__:
         model.__dict__[_REHEARSAL] = rehearse(model, None if example is None else sample_of(example))
+    rehearsal: Rehearsal = model.__dict__[_REHEARSAL]
+    return rehearsal
 
 
 def forget_rehearsal(model: nn.Module) -> None:

@@ -42,7 +42,7 @@ class Call:
     def fresh(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return copies of the arguments, which are leaves of a new graph."""
         memo: dict[int, Any] = {}
-        return _copied(self.args, memo), _copied(dict(self.kwargs), memo)
+        return copied(self.args, memo), copied(dict(self.kwargs), memo)
 
 
 @dataclasses.dataclass
@@ -147,14 +147,14 @@ def _record(
                 alike.append(id(original))
                 like.pop(id(original), None)
                 memo: dict[int, Any] = {}
-                call = Call(_copied(args, memo), _copied(kwargs, memo), training, run.scale)
+                call = Call(copied(args, memo), copied(kwargs, memo), training, run.scale)
                 calls.setdefault(id(original), []).append(call)
             return own(*args, **kwargs)
 
         return forward
 
     args, kwargs = sample.args, sample.kwargs
-    run.run(_copied(args, {}), _copied(dict(kwargs), {}), training=training, wrap=wrap)
+    run.run(copied(args, {}), copied(dict(kwargs), {}), training=training, wrap=wrap)
 
 
 def _modules_with(modules: Mapping[str, nn.Module], layers: Mapping[int, str]) -> set[str]:
@@ -167,7 +167,7 @@ def _modules_with(modules: Mapping[str, nn.Module], layers: Mapping[int, str]) -
     return names
 
 
-def _copied(value: Any, memo: dict[int, Any]) -> Any:
+def copied(value: Any, memo: dict[int, Any]) -> Any:
     """Return copies of arguments: tensors detached, with their requires_grad; objects such as caches deep-copied."""
 
     def copy_of(leaf: Any) -> Any:

@@ -1,0 +1,116 @@
+"""Verifies, before a model is cut, that the stages of a pipeline compute together what the full model computes.
+
+Every rank of a pipeline runs the model's whole forward and calls only the layers of its own stages; the outputs of the
+other layers come from their ranks. So a tensor must go from layer to layer as an argument or an output. A layer that
+stores a tensor in an attribute which a layer of another stage reads, or changes its input in place, leaves that stage
+with an old value, and no error is raised.
+
+Reference: one run of the model's own code without weights (`verification.weightless`), in eval mode. Candidate, for
+each stage: the same run, in which layers of other stages return copies of their outputs in the reference. The stage is
+right if the inputs of its linear layers and the outputs of its layers are those of the reference, and on the last stage
+the model's output, too. The linear layers themselves need no check, so no weights are needed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from weft.strategy.pipeline.stages import ANY_STAGE, Layers
+from weft.strategy.shell import undisturbed
+from weft.strategy.verification.rehearsal import Call, Rehearsal, copied
+from weft.strategy.verification.weightless import Run, Weightless
+
+_TOLERANCE = 1e-9
+Outputs = dict[str, list[Any]]  # of each layer, in the order of its calls
+
+
+def verify_cuts(model: nn.Module, layers: Layers, rehearsal: Rehearsal) -> None:
+    """Compare each stage with the full model; a model that could not be called as a whole is not compared.
+
+    Raises:
+        ValueError: a stage computes something else than the full model.
+    """
+    call = next((call for call in rehearsal.calls.get(id(model), []) if not call.training), None)
+    if call is None:
+        return
+    with undisturbed(), torch.no_grad():
+        runs = _Runs(model, layers, call)
+        full, outputs = runs.run(None, {})
+        for stage in range(layers.num_stages):
+            try:
+                part, ours = runs.run(stage, outputs)
+            except Exception:  # the pipeline's own run of this code raises as well, and names the layer
+                continue
+            difference = runs.difference(stage, full, part, outputs, ours)
+            if difference:
+                raise ValueError(
+                    f"pipeline: cut into these stages the model computes other values: on stage {stage} {difference}; "
+                    "have layers take all tensors as arguments and return them, without attributes that layers of "
+                    "other stages read and without changing their inputs in place, or move the cut."
+                )
+
+
+class _Runs:
+    def __init__(self, model: nn.Module, layers: Layers, call: Call) -> None:
+        self._weightless = Weightless(model, call.scale)
+        self._layers, self._call = layers, call
+
+    def run(self, stage: int | None, outputs: Outputs) -> tuple[Run, Outputs]:
+        """Run the model, in full (None) or as one stage does; also: copies of what its layers return."""
+        returned: Outputs = {}
+
+        def wrap(name: str, copy: nn.Module, own: Callable[..., Any]) -> Callable[..., Any]:
+            if name not in self._layers.stage_of:
+                return own
+            is_own = stage is None or self._layers.stage_of[name] in (stage, ANY_STAGE)
+            known = outputs.get(name, [])
+
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                calls = returned.setdefault(name, [])
+                result = own(*args, **kwargs) if is_own else copied(known[len(calls)], {})
+                calls.append(copied(result, {}))
+                return result
+
+            return forward
+
+        args, kwargs = self._call.fresh()
+        torch.default_generator.manual_seed(0)
+        return self._weightless.run(args, kwargs, training=False, wrap=wrap), returned
+
+    def difference(self, stage: int, full: Run, part: Run, outputs: Outputs, ours: Outputs) -> str:
+        """Return the first difference of a stage, as the middle of a sentence; "" where there is none."""
+        own = [name for name, of in self._layers.stage_of.items() if of == stage]
+
+        def is_inside(layer: str) -> bool:
+            return any(layer == name or layer.startswith(f"{name}.") for name in own)
+
+        expected, found = ([c for c in run.calls if is_inside(c.layer)] for run in (full, part))
+        if [c.layer for c in expected] != [c.layer for c in found]:
+            return "other layers are called"
+        for theirs, call in zip(expected, found, strict=True):
+            if _differs(call.input, theirs.input):
+                return f"the input of '{call.layer}' differs"
+        for name in own:
+            if _differs(ours.get(name), outputs.get(name)):
+                return f"the output of '{name}' differs"
+        if stage == self._layers.num_stages - 1 and _differs(part.output, full.output):
+            return "the model's output differs"
+        return ""
+
+
+def _differs(ours: Any, theirs: Any) -> bool:
+    pairs = [[leaf for leaf in tree_leaves(each) if isinstance(leaf, Tensor)] for each in (ours, theirs)]
+    return len(pairs[0]) != len(pairs[1]) or not all(map(_close, *pairs))
+
+
+def _close(ours: Tensor, theirs: Tensor) -> bool:
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        return False
+    close = functools.partial(torch.allclose, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True)
+    return close(ours, theirs) if ours.is_floating_point() else torch.equal(ours, theirs)
