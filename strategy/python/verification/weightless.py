@@ -107,9 +107,13 @@ def drawn(shape: Any, *seed: int, scale: float = 1.0) -> Tensor:
     """Return normal float64 values determined by the seed; a large tensor repeats its first values."""
     number = functools.reduce(lambda a, b: (a * 1_000_003 + b) % (1 << 62), seed, 12345)
     size = math.prod(shape)
-    generator = torch.Generator().manual_seed(number)
-    values = torch.randn(min(size, _PERIOD), dtype=torch.float64, generator=generator).mul_(scale)
-    return (values if size <= _PERIOD else values.repeat(-(-size // _PERIOD))[:size]).view(shape)
+    values = torch.empty(size, dtype=torch.float64)
+    first = values[:_PERIOD]
+    torch.randn(first.shape, out=first, generator=torch.Generator().manual_seed(number))
+    first.mul_(scale)
+    for start in range(_PERIOD, size, _PERIOD):
+        values[start : start + _PERIOD] = first[: size - start]
+    return values.view(shape)
 
 
 def stand_in(parameter: Tensor, seed: int, force: bool = False) -> Tensor:
