@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,34 +20,52 @@ CALL_GRADIENT_HOOKS = ("post_backward", "_after_closure")
 
 
 def run_step(step: Callable[..., Any], module: nn.Module | None, *args: Any, **kwargs: Any) -> Any:
-    """Run one of the module's steps; `module`: the module whose `parameters()` raise inside, or None."""
+    """Run one of the module's steps; `module`: the module with stages, whose `parameters()` raise inside, or None."""
     from weft.strategy import local_parameters
     from weft.strategy.sharded_errors import explained
     from weft.strategy.vocab_head import without_waiting
 
-    with explained(), local_parameters(), _refusing_all_parameters(module):
+    with explained(), local_parameters(), _watching_parameters(module, _refuse):
         return without_waiting(step(*args, **kwargs))
 
 
 def computing_with_parameters(method: Callable[..., Any], module: nn.Module | None) -> Callable[..., Any]:
-    """Return a method that runs in the same context as the module's steps; `module` as in `run_step`."""
+    """Return a method that runs in the same context as the module's steps.
+
+    module: the module with stages, whose `parameters()` warn inside, or None.
+    """
     from weft.strategy import local_parameters
 
     @functools.wraps(method)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        with local_parameters(), _refusing_all_parameters(module):
+        with local_parameters(), _watching_parameters(module, _warn):
             return method(*args, **kwargs)
 
     return wrapped
 
 
-@contextlib.contextmanager
-def _refusing_all_parameters(module: nn.Module | None) -> Iterator[None]:
-    """Inside, but not in forwards, `parameters()` of a module with layers on other stages raises.
+def _refuse(name: str) -> None:
+    raise ValueError(
+        f"a step asked for the parameters of {_shown(name)}, and with pipeline_cuts a rank has only those of its own "
+        "stages; use the optimizer's weight_decay instead of a penalty, or a layout without 'pp'."
+    )
 
-    Raises:
-        ValueError: from `parameters()` and `named_parameters()`.
-    """
+
+def _warn(name: str) -> None:
+    warnings.warn(
+        f"weft: a hook around gradients asked for the parameters of {_shown(name)}, and with pipeline_cuts it gets "
+        "only those of this rank's own stages: a norm of all gradients is logged as gradient_norm with gradient_clip_val.",
+        stacklevel=4,
+    )
+
+
+def _shown(name: str) -> str:
+    return repr(name) if name else "the module"
+
+
+@contextlib.contextmanager
+def _watching_parameters(module: nn.Module | None, told: Callable[[str], None]) -> Iterator[None]:
+    """Inside, `parameters()` of a module with layers on other stages calls `told` with its name; not in forwards."""
     if module is None:
         yield
         return
@@ -55,17 +74,13 @@ def _refusing_all_parameters(module: nn.Module | None) -> Iterator[None]:
     incomplete = _incomplete_modules(module)
     depth = forward_depth()
 
-    def refuse(name: str, each: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        if forward_depth() > depth:
-            return type(each).named_parameters(each, *args, **kwargs)
-        raise ValueError(
-            f"a step or a hook around gradients asked for the parameters of {repr(name) if name else 'the module'}, "
-            "and with pipeline_cuts a rank has only those of its own stages; use the optimizer's weight_decay, the "
-            "Trainer's gradient_clip_val (which logs gradient_norm), or a layout without 'pp'."
-        )
+    def named_parameters(name: str, each: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        if forward_depth() == depth:
+            told(name)
+        return type(each).named_parameters(each, *args, **kwargs)
 
     for name, each in incomplete.items():
-        each.__dict__["named_parameters"] = functools.partial(refuse, name, each)
+        each.__dict__["named_parameters"] = functools.partial(named_parameters, name, each)
     try:
         yield
     finally:

@@ -119,22 +119,41 @@ def test_anomaly_detection(rank: int, world_size: int, tmp_path: Path) -> None:
         torch.autograd.set_detect_anomaly(False)
 
 
-class Logs(Penalized):
-    """Logs a number that is computed from gradients, in stages."""
+class InStages(L.LightningModule):
+    """A step that reads all parameters raises; a hook that does gets those of the rank's stages and a warning."""
+
+    def __init__(self, is_penalized: bool) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+        self.is_penalized = is_penalized
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        penalty = sum(p.pow(2).sum() for p in self.parameters()) if self.is_penalized else 0
+        return self.model(batch).square().mean() + penalty
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.log_dict(grad_norm(self, norm_type=2))
+        grad_norm(self, norm_type=2)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
 @on_ranks(2)
-def test_stages_refuse_what_needs_all_parameters(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_all_parameters_of_a_model_in_stages(rank: int, world_size: int, tmp_path: Path) -> None:
     on_warm_rank(rank, world_size)
-    options: dict[str, Any] = {"pipeline_cuts": ["layers.1"], "pipeline_module": "model"}
-    strategy = WeftModelParallelStrategy(plan="auto", layout="pp2", **options)
-    module = Logs("in stages")
-    with pytest.raises(ValueError, match=r"asked for the parameters of the module, and with pipeline_cuts"):
-        trainer(2, strategy, tmp_path).fit(module, _batches(1, 0))
-    assert len(list(module.parameters())) > 0  # no longer refused
+    for is_penalized in (False, True):
+        strategy = WeftModelParallelStrategy(plan="auto", layout="pp2", pipeline_cuts=["2"])
+        module, run = InStages(is_penalized), trainer(2, strategy, tmp_path)
+        loader = torch.utils.data.DataLoader(torch.ones(4, 4), batch_size=2)
+        if is_penalized:  # before the model's call, so that the step fails on every stage
+            with pytest.raises(
+                ValueError, match="a step asked for the parameters of the module, and with pipeline_cuts"
+            ):
+                run.fit(module, loader)
+        else:
+            with pytest.warns(UserWarning, match="a hook around gradients asked for the parameters of the module"):
+                run.fit(module, loader)
+        assert len(list(module.parameters())) == 2  # no longer watched
 
 
 @on_ranks(2)

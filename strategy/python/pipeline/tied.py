@@ -29,7 +29,7 @@ class TiedGradients:
             if group.rank() not in ranks or len(ranks) == 1:
                 continue
             name = next(tied.name_on[stage] for stage in staged.stages if stage in tied.name_on)
-            parameter = staged.model.get_parameter(name)
+            parameter = _parameter(staged, name)
             if parameter.requires_grad:
                 self._copies.append((parameter, ranks, parameter.grad))
                 parameter.grad = None
@@ -54,8 +54,16 @@ def tied_elsewhere(staged: StagedModel) -> list[nn.Parameter]:
     for tied in staged.tied:
         own = [stage for stage in staged.stages if stage in tied.name_on]
         if own and min(tied.name_on) not in staged.stages:
-            found.append(staged.model.get_parameter(tied.name_on[own[0]]))
+            found.append(_parameter(staged, tied.name_on[own[0]]))
     return found
+
+
+def _parameter(staged: StagedModel, name: str) -> nn.Parameter:
+    """The parameter itself, also inside `local_parameters`, where attributes are local tensors."""
+    module, _, attribute = name.rpartition(".")
+    parameter = staged.model.get_submodule(module)._parameters[attribute]
+    assert parameter is not None
+    return parameter
 
 
 def _sum_over(parameter: nn.Parameter, ranks: Sequence[int], group: dist.ProcessGroup) -> None:
