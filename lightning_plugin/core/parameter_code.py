@@ -54,7 +54,7 @@ def _refuse(name: str) -> None:
 def _warn(name: str) -> None:
     warnings.warn(
         f"weft: a hook around gradients asked for the parameters of {_shown(name)}, and with pipeline_cuts it gets "
-        "only those of this rank's own stages: a norm of all gradients is logged as gradient_norm with gradient_clip_val.",
+        "only those of this rank's own stages; gradient_clip_val logs the norm of all gradients as gradient_norm.",
         stacklevel=4,
     )
 
