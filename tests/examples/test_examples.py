@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import math
 import os
 import re
+import runpy
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
+from lightning_plugin.scripts.plugin_models import on_warm_rank
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -20,17 +25,52 @@ import weft
 import weft.strategy
 from support.example_modules import EXAMPLES, load_example
 from support.processes import ProcessTree, children_left, run_script
-from support.ranks import on_ranks
+from support.rank_pool import POOLS
+from support.ranks import on_ranks, run_on_ranks
 from weft.strategy.layout import Sizes
 
 ENV = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
 
 
-def run_example(name: str, *arguments: str, cwd: Path, timeout: float = 240.0) -> str:
-    """Run it to its end and return its stdout; nothing may be left running."""
+def run_example(name: str, *arguments: str, cwd: Path, timeout: float = 240.0, warm_ranks: int = 0) -> str:
+    """Run it to its end and return its stdout; nothing may be left running.
+
+    warm_ranks: run it on so many ranks that have imported torch and Lightning, as torchrun would, and return the stdout
+        of rank 0. Each example is started as a command once at least.
+    """
+    if warm_ranks:
+        case = {"path": str(EXAMPLES / name), "arguments": arguments, "cwd": str(cwd)}
+        return run_on_ranks(warm_ranks, _run_as_main, timeout=timeout, **case)[0]
     result = run_script(EXAMPLES / name, *arguments, cwd=cwd, env=ENV, timeout=timeout)
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
     return result.stdout
+
+
+def _run_as_main(rank: int, world_size: int, path: str, arguments: tuple[str, ...], cwd: str) -> str:
+    on_warm_rank(rank, world_size)
+    before, own_argv, own_path, own_cwd = set(sys.modules), sys.argv, list(sys.path), os.getcwd()
+    stdout = io.StringIO()
+    sys.argv, sys.path[:0] = [path, *arguments], [str(Path(path).parent)]
+    os.chdir(cwd)
+    try:
+        with contextlib.redirect_stdout(stdout):
+            runpy.run_path(path, run_name="__main__")
+    except SystemExit as end:
+        assert end.code in (None, 0), end
+    finally:
+        os.chdir(own_cwd)
+        sys.argv, sys.path[:] = own_argv, own_path
+        for module in set(sys.modules) - before:  # `model` and `text` are anybody's names
+            if "." not in module and str(EXAMPLES) in str(getattr(sys.modules[module], "__file__", "")):
+                del sys.modules[module]
+    return stdout.getvalue()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fresh_ranks_afterwards() -> Iterator[None]:
+    """Examples set levels of loggers and filters of warnings for their process."""
+    yield
+    POOLS.close()
 
 
 def test_one_op_gives_the_unsharded_numbers(tmp_path: Path) -> None:
@@ -66,14 +106,14 @@ def test_the_language_model_in_stages_has_the_losses_of_one_device(tmp_path: Pat
 
 
 def test_the_trainer_in_stages_resumes_with_the_numbers_of_one_device(tmp_path: Path) -> None:
-    def epochs(*arguments: str) -> dict[str, list[float]]:
-        stdout = run_example("12_pipeline_trainer.py", *arguments, cwd=tmp_path)
+    def epochs(warm_ranks: int, *arguments: str) -> dict[str, list[float]]:
+        stdout = run_example("12_pipeline_trainer.py", *arguments, cwd=tmp_path, warm_ranks=warm_ranks)
         rows = re.findall(r"^epoch (\d): loss (\S+), validation loss (\S+), accuracy (\S+)$", stdout, re.MULTILINE)
         return {epoch: [float(figure) for figure in figures] for epoch, *figures in rows}
 
-    whole = epochs("--layout", "none")
-    first = epochs("--epochs", "1", "--schedule", "zero_bubble", "--save", "half", "--picture", "timeline.svg")
-    rest = epochs("--layout", "pp1", "--resume", "half")
+    whole = epochs(1, "--layout", "none")
+    first = epochs(0, "--epochs", "1", "--schedule", "zero_bubble", "--save", "half", "--picture", "timeline.svg")
+    rest = epochs(1, "--layout", "pp1", "--resume", "half")
     assert (list(whole), list(first), list(rest)) == (["0", "1"], ["0"], ["1"])
     for epoch, figures in {**first, **rest}.items():
         assert figures == pytest.approx(whole[epoch], rel=1e-3), epoch
@@ -92,8 +132,9 @@ def test_a_network_in_three_learns(tmp_path: Path) -> None:
 
 def test_tensor_parallel_mlp_halves_the_parameters_and_keeps_the_loss(tmp_path: Path) -> None:
     losses = {}
-    for devices in (1, 2):
-        stdout = run_example("02_tensor_parallel_mlp.py", "--devices", str(devices), "--epochs", "2", cwd=tmp_path)
+    for devices, warm_ranks in ((1, 1), (2, 0)):
+        options = ["--devices", str(devices), "--epochs", "2"]
+        stdout = run_example("02_tensor_parallel_mlp.py", *options, cwd=tmp_path, warm_ranks=warm_ranks)
         line = re.search(r"^devices (\d): (\d+) of (\d+) parameters per rank, loss (\S+)$", stdout, re.MULTILINE)
         assert line is not None, stdout
         assert int(line[1]) == devices
@@ -141,14 +182,14 @@ def test_the_written_plan_says_what_auto_does(rank: int) -> None:
 
 
 def test_the_llama_resumes_on_another_layout_with_the_numbers_of_one_device(tmp_path: Path) -> None:
-    def run(*arguments: str) -> tuple[dict[int, float], str]:
-        stdout = run_example("04_llama_2d.py", "--steps", "2", *arguments, cwd=tmp_path)
+    def run(warm_ranks: int, *arguments: str) -> tuple[dict[int, float], str]:
+        stdout = run_example("04_llama_2d.py", "--steps", "2", *arguments, cwd=tmp_path, warm_ranks=warm_ranks)
         rows = re.findall(r"^step (\d+): loss (\S+)$", stdout, re.MULTILINE)
         return {int(step): float(loss) for step, loss in rows}, stdout
 
-    whole, _ = run("--epochs", "2", "--devices", "1", "--layout", "tp1")
-    first, stdout = run("--devices", "4", "--layout", "dp2,tp2", "--save", "half")
-    rest, _ = run("--epochs", "2", "--devices", "2", "--layout", "tp2", "--sequence-parallel", "--resume", "half")
+    whole, _ = run(1, "--epochs", "2", "--devices", "1", "--layout", "tp1")
+    first, stdout = run(4, "--devices", "4", "--layout", "dp2,tp2", "--save", "half")
+    rest, _ = run(0, "--epochs", "2", "--devices", "2", "--layout", "tp2", "--sequence-parallel", "--resume", "half")
     assert list(first) == [1, 2] and list(rest) == [3, 4]
     assert {**first, **rest} == pytest.approx(whole, rel=1e-5)
     assert re.search(r"^model.output.weight +model.output +vocab_head +128x128 ", stdout, re.MULTILINE)
@@ -161,26 +202,27 @@ def test_the_llama_resumes_on_another_layout_with_the_numbers_of_one_device(tmp_
 
 
 def test_a_model_of_hugging_face_agrees_on_one_and_two_devices(tmp_path: Path) -> None:
-    def losses(*arguments: str) -> list[float]:
-        stdout = run_example("05_huggingface.py", "--config", "qwen3", "--steps", "4", *arguments, cwd=tmp_path)
+    def losses(warm_ranks: int, *arguments: str) -> list[float]:
+        options = ["--config", "qwen3", "--steps", "4", *arguments]
+        stdout = run_example("05_huggingface.py", *options, cwd=tmp_path, warm_ranks=warm_ranks)
         assert "model.lm_head.weight" in stdout
         return [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)$", stdout, re.MULTILINE)]
 
-    whole, half = losses("--devices", "1"), losses("--devices", "2")
+    whole, half = losses(1, "--devices", "1"), losses(0, "--devices", "2")
     assert half == pytest.approx(whole, rel=1e-5)
     assert len(whole) == 4 and whole[3] < whole[0]
-    assert len(losses("--devices", "2", "--strategy", "weft_fsdp")) == 4
+    assert len(losses(2, "--devices", "2", "--strategy", "weft_fsdp")) == 4
 
 
 def test_fabric_resumes_on_another_layout_with_the_numbers_of_one_device(tmp_path: Path) -> None:
-    def steps(*arguments: str) -> dict[int, list[float]]:
-        stdout = run_example("06_fabric.py", *arguments, cwd=tmp_path)
+    def steps(warm_ranks: int, *arguments: str) -> dict[int, list[float]]:
+        stdout = run_example("06_fabric.py", *arguments, cwd=tmp_path, warm_ranks=warm_ranks)
         rows = re.findall(r"^step (\d+): loss (\S+), gradient norm (\S+)$", stdout, re.MULTILINE)
         return {int(step): [float(loss), float(norm)] for step, loss, norm in rows}
 
-    whole = steps("--steps", "3", "--devices", "1", "--layout", "tp1", "--accumulate", "1")
-    first = steps("--steps", "2", "--devices", "4", "--layout", "dp2,tp2", "--accumulate", "2", "--save", "half")
-    rest = steps("--steps", "3", "--devices", "2", "--layout", "tp2", "--accumulate", "2", "--resume", "half")
+    whole = steps(1, "--steps", "3", "--devices", "1", "--layout", "tp1", "--accumulate", "1")
+    first = steps(4, "--steps", "2", "--devices", "4", "--layout", "dp2,tp2", "--accumulate", "2", "--save", "half")
+    rest = steps(0, "--steps", "3", "--devices", "2", "--layout", "tp2", "--accumulate", "2", "--resume", "half")
     assert (list(whole), list(first), list(rest)) == ([0, 1, 2], [0, 1], [2])
     for step, figures in {**first, **rest}.items():
         assert figures == pytest.approx(whole[step], rel=1e-4), step
@@ -192,7 +234,8 @@ def test_the_cli_trains_alike_on_all_device_counts(tmp_path: Path) -> None:
     for devices in (1, 2, 4):
         config = EXAMPLES / "07_cli" / f"devices_{devices}.yaml"
         small = ["--data.num_steps", "3", "--data.seq_len", "32", "--model.args.n_layers", "2"]
-        stdout = run_example("07_cli/main.py", "fit", "--config", str(config), *small, cwd=tmp_path)
+        options = ["fit", "--config", str(config), *small]
+        stdout = run_example("07_cli/main.py", *options, cwd=tmp_path, warm_ranks=0 if devices == 2 else devices)
         line = re.search(r"^devices (\d): (\d+) of (\d+) parameters on rank 0, loss (\S+)$", stdout, re.MULTILINE)
         assert line is not None, stdout
         assert int(line[1]) == devices

@@ -24,10 +24,16 @@ from support.processes import die_with_parent
 
 MAX_RANKS = 16
 MAX_PACKET_BYTES = 1 << 16
-# What ranks are likely to import, in this order; the ranks of a session that uses none of Lightning do not
-# wait for it.
+# What ranks are likely to import, in this order: modules that the session uses, each with those that it loads at first
+# use. The ranks of a session that uses none of Lightning do not wait for it.
 PRELOADED_ALWAYS = ("numpy", "torch", "torch.distributed", "torch.testing", "pytest")
-PRELOADED_IF_USED = ("torch.distributed.tensor", "lightning.pytorch", "pytorch_lightning", "weft")
+PRELOADED_IF_USED = {
+    "torch.distributed.tensor": (),
+    "lightning.pytorch": (),
+    "pytorch_lightning": (),
+    "weft": ("weft.strategy.apply", "weft.strategy.verification.decide", "weft.strategy.pipeline"),
+    "weft.lightning": ("weft.strategy.data_parallel",),
+}
 
 
 def serve(fd: int, parent_pid: int, search_path: list[str], used: list[str]) -> None:
@@ -39,7 +45,7 @@ def serve(fd: int, parent_pid: int, search_path: list[str], used: list[str]) -> 
     control = socket.socket(fileno=fd)
     sys.path[:] = search_path
     try:
-        _preload([*PRELOADED_ALWAYS, *used])
+        _preload([*PRELOADED_ALWAYS, *(name for each in used for name in (each, *PRELOADED_IF_USED[each]))])
     except Exception:
         _reply(control, {"error": traceback.format_exc()})
         return
@@ -65,7 +71,7 @@ def _preload(names: list[str]) -> None:
         try:
             importlib.import_module(name)
         except Exception:
-            if name != "weft":
+            if name.partition(".")[0] != "weft":
                 raise
             # A broken build fails in the tests that import weft, with this traceback; others still run.
             for loaded in [key for key in sys.modules if key.partition(".")[0] == "weft"]:
