@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import json
 import os
 import platform
@@ -85,6 +86,7 @@ def run_on_ranks(
         TimeoutError: the time has passed.
     """
     with tempfile.TemporaryDirectory(prefix="weft-benchmark-") as folder:
+        gc.freeze()  # the collectors of ranks do not write to the pages that they share with this process
         ranks = mp.start_processes(
             _rank_main,
             (num_ranks, Path(folder), timeout_seconds, backend, (function, args)),
@@ -92,6 +94,7 @@ def run_on_ranks(
             join=False,
             start_method="fork",  # this process has imported torch and started nothing: no rank imports it again
         )
+        gc.unfreeze()
         deadline = time.monotonic() + timeout_seconds
         try:
             while not ranks.join(timeout=max(0.0, deadline - time.monotonic())):

@@ -20,6 +20,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import DataLoader, Dataset
 
 import weft
+import weft.strategy.apply  # what strategies load at first use, for the ranks that are forked from this process
+import weft.strategy.data_parallel
+import weft.strategy.full_results
+import weft.strategy.pipeline
+import weft.strategy.verification.decide
 from weft.lightning import WeftModelParallelStrategy
 from weft.strategy._plan import DecoderModel, FeedForwardModel, Mesh, TrainingSpec
 from weft.strategy.plan_text import from_mapping

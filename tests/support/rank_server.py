@@ -32,7 +32,13 @@ PRELOADED_IF_USED = {
     "lightning.pytorch": (),
     "pytorch_lightning": (),
     "weft": ("weft.strategy.apply", "weft.strategy.verification.decide", "weft.strategy.pipeline"),
-    "weft.lightning": ("weft.strategy.data_parallel",),
+    "weft.lightning": (
+        "weft.strategy.data_parallel",
+        "weft.strategy.full_results",
+        "weft.strategy.fused_optimizers",
+        "weft.strategy.layout",
+        "weft.strategy.summary",
+    ),
 }
 
 

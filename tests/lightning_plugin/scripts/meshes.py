@@ -59,6 +59,8 @@ class Tokens(L.LightningModule):
         return loss
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if not self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            return
         self.gradients = {
             name: (p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad).clone()
             for name, p in self.named_parameters()
