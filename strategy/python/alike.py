@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from weft.strategy.deferred import is_deferred
@@ -46,6 +47,8 @@ def _plain(value: Any) -> Any:
         return tuple(sorted(value))
     if isinstance(value, dict) and len(value) <= 16:
         return tuple((_plain(key), _plain(item)) for key, item in value.items())
+    if isinstance(value, FakeTensor):  # the stand-in of a parameter of another pipeline stage
+        return value.dtype, tuple(value.shape)
     if isinstance(value, Tensor) and not is_deferred(value) and value.device.type == "cpu" and value.numel() <= 4096:
         return value.dtype, tuple(value.shape), tuple(value.detach().flatten().tolist())
     return id(value)

@@ -139,6 +139,8 @@ def parameter_dims(model: nn.Module, assignments: Assignments) -> dict[int, int 
             if parameter is None or isinstance(parameter, DTensor):
                 continue
             full_name, dim = join(module_name, name), cuts.get(name)
+            if full_name in assignments.stored:
+                continue
             other = names.setdefault(id(parameter), full_name)
             if id(module) in ignored:
                 dim = _LEFT

@@ -51,6 +51,7 @@ class Assignments:
     counts: by module, the values on a rank of attributes while its forward runs.
     dropouts: by nn.Dropout, the dims along which its input is sharded.
     options: of those modules whose rule has some, but for the recompute of a fused MLP, which its operator does.
+    stored: names of parameters that their module holds and does not read; they are sharded as where they are used.
     gathered: (module, reason) for weights that are sharded with gathered activations.
     """
 
@@ -60,6 +61,7 @@ class Assignments:
     counts: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
     dropouts: dict[str, tuple[ShardedDim, ...]] = dataclasses.field(default_factory=dict)
     options: dict[str, Options] = dataclasses.field(default_factory=dict)
+    stored: set[str] = dataclasses.field(default_factory=set)
     gathered: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
     _probed: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from weft.strategy import attention, mlp_parts, probe
+from weft.strategy.absent import AbsentLayer
 from weft.strategy.activation_checkpointing import repeated_blocks
 from weft.strategy.assignments import Assignment, Assignments, join, place_fused_mlp, place_mlp
 from weft.strategy.linears import features, is_worth_gathering, why_no_linear, why_no_vocab_embedding
@@ -42,7 +43,8 @@ def assign_auto(
     """
     result = Assignments(tp_size)
     evidence = Evidence(model, tp_size, verify, example)
-    owners = _owners(model)
+    result.stored = _stored_biases(model, evidence)
+    owners = _owners(model, result.stored)
     claimed: set[int] = set()
     unplaced: dict[str, str] = {}
     skipped = 0
@@ -67,6 +69,9 @@ def assign_auto(
             result.leave(name, reason)
     result.attribute_to("auto")
     if tp_size > 1 and not any(a.style != "replicate" for a in result.styles.values()) and not skipped:
+        if any(isinstance(module, AbsentLayer) for module in model.modules()):  # other stages may have what to shard
+            result.leave("", "nothing to shard on this pipeline stage")
+            return result
         reasons = f" ({'; '.join(result.notes)})" if result.notes else ""
         raise ValueError(
             f"plan='auto' found nothing to shard in a {type(model).__name__}{reasons}: it shards linear layers and "
@@ -154,14 +159,37 @@ def _place_single(result: Assignments, name: str, layer: nn.Module, total: int) 
     result.styles[name] = Assignment("column_gather_output", "gathered, because the code uses its full output")
 
 
-def _owners(model: nn.Module) -> dict[int, int]:
-    """How many (module, name) pairs hold each parameter, by its id."""
-    counts: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
+def _holders(model: nn.Module) -> dict[int, list[tuple[str, nn.Module]]]:
+    """The names of each parameter, with the modules that hold it, by its id."""
+    holders: dict[int, list[tuple[str, nn.Module]]] = {}
+    for module_name, module in model.named_modules():
+        for name, parameter in module._parameters.items():
             if parameter is not None:
-                counts[id(parameter)] = counts.get(id(parameter), 0) + 1
-    return counts
+                holders.setdefault(id(parameter), []).append((join(module_name, name), module))
+    return holders
+
+
+def _owners(model: nn.Module, stored: set[str]) -> dict[int, int]:
+    """How many (module, name) pairs hold each parameter, by its id, but for `stored` names."""
+    return {key: sum(name not in stored for name, _ in places) for key, places in _holders(model).items()}
+
+
+def _stored_biases(model: nn.Module, evidence: Evidence) -> set[str]:
+    """The names of biases of linear layers in modules that hold them beside the layer and do not read them.
+
+    BERT's output layer has such a bias. Modules that are not seen to run may read it.
+    """
+    stored: set[str] = set()
+    for places in _holders(model).values():
+        layers = [(name, module) for name, module in places if why_no_linear(module) is None]
+        others = [(name, module) for name, module in places if why_no_linear(module) is not None]
+        if not others or len(layers) != 1 or not layers[0][0].endswith("bias") or evidence.tp_size == 1:
+            continue
+        layer = layers[0][1]
+        is_unread = evidence.is_called(layer) and not evidence.is_read(layer)
+        if is_unread and all(evidence.is_seen(module) and not evidence.is_called(module) for _, module in others):
+            stored.update(name for name, _ in others)
+    return stored
 
 
 def _is_tied(module: nn.Module, owners: dict[int, int]) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from weft.strategy.deferred import is_deferred, whole_of
 from weft.strategy.state import original_class
@@ -74,10 +75,12 @@ def _without_sharing(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _values_of(tensor: Tensor) -> Tensor:
-    """Return the values on the CPU, floating ones in float64; zeros for a meta tensor."""
+    """Return the values on the CPU, floating ones in float64; zeros for a meta or fake tensor."""
     if is_deferred(tensor):
         tensor = whole_of(tensor)
-    tensor = torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.detach().cpu()
+    if tensor.is_meta or isinstance(tensor, FakeTensor):
+        tensor = torch.zeros(tensor.shape, dtype=tensor.dtype)
+    tensor = tensor.detach().cpu()
     return tensor.to(torch.float64) if tensor.is_floating_point() else tensor
 
 

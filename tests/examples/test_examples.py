@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
 import math
 import os
 import re
-import runpy
 import signal
 import sys
 import time
@@ -17,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from lightning_plugin.scripts.plugin_models import on_warm_rank
+from lightning_plugin.scripts.as_main import run_as_main
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -39,36 +36,15 @@ def run_example(name: str, *arguments: str, cwd: Path, timeout: float = 240.0, w
         of rank 0. Each example is started as a command once at least.
     """
     if warm_ranks:
-        case = {"path": str(EXAMPLES / name), "arguments": arguments, "cwd": str(cwd)}
-        return run_on_ranks(warm_ranks, _run_as_main, timeout=timeout, **case)[0]
+        case = {"path": str(EXAMPLES / name), "arguments": list(arguments), "cwd": str(cwd)}
+        return run_on_ranks(warm_ranks, run_as_main, timeout=timeout, **case)[0]
     result = run_script(EXAMPLES / name, *arguments, cwd=cwd, env=ENV, timeout=timeout)
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
     return result.stdout
 
 
-def _run_as_main(rank: int, world_size: int, path: str, arguments: tuple[str, ...], cwd: str) -> str:
-    on_warm_rank(rank, world_size)
-    before, own_argv, own_path, own_cwd = set(sys.modules), sys.argv, list(sys.path), os.getcwd()
-    stdout = io.StringIO()
-    sys.argv, sys.path[:0] = [path, *arguments], [str(Path(path).parent)]
-    os.chdir(cwd)
-    try:
-        with contextlib.redirect_stdout(stdout):
-            runpy.run_path(path, run_name="__main__")
-    except SystemExit as end:
-        assert end.code in (None, 0), end
-    finally:
-        os.chdir(own_cwd)
-        sys.argv, sys.path[:] = own_argv, own_path
-        for module in set(sys.modules) - before:  # `model` and `text` are anybody's names
-            if "." not in module and str(EXAMPLES) in str(getattr(sys.modules[module], "__file__", "")):
-                del sys.modules[module]
-    return stdout.getvalue()
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _fresh_ranks_afterwards() -> Iterator[None]:
-    """Examples set levels of loggers and filters of warnings for their process."""
     yield
     POOLS.close()
 

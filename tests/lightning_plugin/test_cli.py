@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from lightning_plugin.scripts.as_main import run_as_main
 
 from support.processes import run_script
+from support.rank_pool import POOLS
+from support.ranks import run_on_ranks
 
 SCRIPT = Path(__file__).parent / "scripts" / "cli.py"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -29,14 +33,29 @@ def config_file(path: Path, devices: int, strategy: Any, **more: Any) -> Path:
     return path
 
 
-def trained(folder: Path, devices: int, strategy: Any) -> list[dict[str, Any]]:
-    """What each rank of the script's `fit` tells; it leaves its configuration as `folder/config.yaml`."""
+@pytest.fixture(scope="module", autouse=True)
+def _fresh_ranks_afterwards() -> Iterator[None]:
+    yield
+    POOLS.close()
+
+
+def trained(folder: Path, devices: int, strategy: Any, on_warm_ranks: bool = False) -> list[dict[str, Any]]:
+    """What each rank of the script's `fit` tells; it leaves its configuration as `folder/config.yaml`.
+
+    on_warm_ranks: as torchrun starts it, on ranks that have imported Lightning; otherwise the CLI starts the others.
+    """
     optimizer = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.01}}
     folder.mkdir()
     path = config_file(folder / "given.yaml", devices, strategy, seed_everything=1, optimizer=optimizer)
-    result = run_script(SCRIPT, "fit", "--config", str(path), cwd=folder, timeout=180.0, env=ENVIRONMENT)
-    assert result.returncode == 0, result.stderr
-    lines = [line.removeprefix("RESULT ") for line in result.stdout.splitlines() if line.startswith("RESULT ")]
+    arguments = ["fit", "--config", str(path)]
+    if on_warm_ranks:
+        case = {"path": str(SCRIPT), "arguments": arguments, "cwd": str(folder)}
+        stdout = "".join(run_on_ranks(devices, run_as_main, **case))
+    else:
+        result = run_script(SCRIPT, *arguments, cwd=folder, timeout=180.0, env=ENVIRONMENT)
+        assert result.returncode == 0, result.stderr
+        stdout = result.stdout
+    lines = [line.removeprefix("RESULT ") for line in stdout.splitlines() if line.startswith("RESULT ")]
     results = sorted(map(json.loads, lines), key=lambda result: result["rank"])
     assert [result["rank"] for result in results] == list(range(devices))
     assert all(result["steps"] == 4 for result in results)
@@ -55,7 +74,7 @@ def parsed(config: Path, *arguments: str, package: str = "lightning.pytorch") ->
 
 def test_two_processes_by_a_mapping_and_by_a_dotted_name(tmp_path: Path) -> None:
     by_mapping = trained(tmp_path / "mapping", 2, with_class(plan=RULES, layout="tp2"))
-    by_name = trained(tmp_path / "name", 2, with_class(plan="__main__.rules", zero_stage=0))
+    by_name = trained(tmp_path / "name", 2, with_class(plan="__main__.rules", zero_stage=0), on_warm_ranks=True)
     for results in (by_mapping, by_name):
         assert all((result["mesh"], result["local_shape"]) == ([1, 2], [6, 8]) for result in results)
     assert by_mapping == by_name
@@ -65,11 +84,11 @@ def test_four_processes_by_a_file_and_by_a_string(tmp_path: Path) -> None:
     plan = tmp_path / "plan.yaml"
     plan.write_text(yaml.safe_dump(RULES))
     by_file = trained(tmp_path / "file", 4, with_class(plan=str(plan), layout="dp2,tp2", zero_stage=3))
-    by_string = trained(tmp_path / "string", 4, "weft_2d")
+    by_string = trained(tmp_path / "string", 4, "weft_2d", on_warm_ranks=True)
     for results in (by_file, by_string):
         assert all((result["mesh"], result["local_shape"]) == ([2, 2], [3, 8]) for result in results)
     assert by_file == by_string, "the string means plan='auto', which finds the same"
-    whole = trained(tmp_path / "whole", 1, with_class(plan=RULES))[0]
+    whole = trained(tmp_path / "whole", 1, with_class(plan=RULES), on_warm_ranks=True)[0]
     for sharded, unsharded in zip(by_file[0]["weights"], whole["weights"], strict=True):
         assert sharded == pytest.approx(unsharded, rel=1e-4, abs=1e-6)
 

@@ -102,26 +102,40 @@ def _straight(rank: int, world_size: int, folder: str) -> dict[str, Tensor]:
     return weights(model)
 
 
-@pytest.fixture(scope="module")
-def checkpoints(folder: str) -> dict[str, Tensor]:
-    """One of each mesh, as a directory and as a file; and the weights that going on must give."""
+def save_all(folder: str) -> dict[str, Tensor]:
+    """Save one checkpoint of each mesh, as a directory and as a file; return the weights that going on must give."""
     for layout, stage in RESUMED:
         world_size = torch.Size(MESHES[layout]).numel()
         run_on_ranks(world_size, _save, folder=folder, layout=layout, stage=stage)
     return run_on_ranks(1, _straight, folder=folder)[0]
 
 
+def assert_resumes(
+    folder: str, expected: dict[str, Tensor], layout: str, stage: int | None, sources: list[tuple[str, int | None]]
+) -> None:
+    """Each source is read as a directory or as a file, in turn."""
+    names = [_name(*saved, is_directory=bool((RESUMED.index(saved) + len(layout)) % 2)) for saved in sources]
+    world_size = torch.Size(MESHES[layout]).numel()
+    for resumed in run_on_ranks(world_size, _resume, folder=folder, layout=layout, stage=stage, names=names):
+        for name in names:
+            for parameter, value in expected.items():
+                difference = (resumed[name][parameter] - value).norm().item()
+                assert difference <= 1e-9 * value.norm().item(), f"from {name}: {parameter} is {difference:.3g} apart"
+
+
+@pytest.fixture(scope="module")
+def checkpoints(folder: str) -> dict[str, Tensor]:
+    return save_all(folder)
+
+
 @pytest.mark.parametrize(("layout", "stage"), RESUMED)
 def test_resumes_on_every_mesh_from_every_other(
     folder: str, checkpoints: dict[str, Tensor], layout: str, stage: int | None
 ) -> None:
-    names = [_name(*saved, is_directory=bool((idx + len(layout)) % 2)) for idx, saved in enumerate(RESUMED)]
-    world_size = torch.Size(MESHES[layout]).numel()
-    for resumed in run_on_ranks(world_size, _resume, folder=folder, layout=layout, stage=stage, names=names):
-        for name in names:
-            for parameter, value in checkpoints.items():
-                difference = (resumed[name][parameter] - value).norm().item()
-                assert difference <= 1e-9 * value.norm().item(), f"from {name}: {parameter} is {difference:.3g} apart"
+    """The stages of a mesh share the sources; `make soak` has each stage with each source."""
+    stages = [entry for entry in RESUMED if entry[0] == layout]
+    sources = RESUMED[stages.index((layout, stage)) :: len(stages)]
+    assert_resumes(folder, checkpoints, layout, stage, sources)
 
 
 @on_ranks(2)

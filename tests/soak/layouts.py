@@ -1,4 +1,6 @@
-"""Every mesh and ZeRO stage with every optimizer, accumulation and clipping: each gives the numbers of one device.
+"""Every mesh and ZeRO stage with every optimizer, accumulation and clipping, and resumed from every other one.
+
+Each gives the numbers of one device.
 
     PYTHONPATH=tests python tests/soak/layouts.py
     PYTHONPATH=tests python tests/soak/layouts.py --layout dp2,tp2 --stage 3
@@ -15,6 +17,8 @@ import sys
 import tempfile
 
 from lightning_plugin.scripts.meshes import CASES, assert_like_one_device
+from lightning_plugin.test_meshes import RESUMED, assert_resumes, save_all
+from torch import Tensor
 
 from support.rank_pool import POOLS
 from support.ranks import RankFailure
@@ -34,6 +38,17 @@ def soak(folder: str, layout: str, stage: int | None) -> list[str]:
     return failed
 
 
+def soak_resumes(folder: str, expected: dict[str, Tensor], layout: str, stage: int | None) -> list[str]:
+    """What failed of resuming on one mesh at one stage from each checkpoint, with the reason."""
+    failed = []
+    for saved in RESUMED:
+        try:
+            assert_resumes(folder, expected, layout, stage, [saved])
+        except (AssertionError, RankFailure) as failure:
+            failed.append(f"from {saved}: {str(failure).strip().splitlines()[-1]}")
+    return failed
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layout", help="only this one")
@@ -46,6 +61,13 @@ def main() -> int:
                 failed = soak(folder, layout, stage)
                 num_failed += len(failed)
                 line = {"layout": layout, "zero_stage": stage, "runs": len(OPTIONS), "failed": failed}
+                print(json.dumps(line), flush=True)
+        expected = save_all(folder)
+        for layout, stage in RESUMED:
+            if options.layout in (None, layout) and options.stage in (None, stage):
+                failed = soak_resumes(folder, expected, layout, stage)
+                num_failed += len(failed)
+                line = {"layout": layout, "zero_stage": stage, "resumed_from": len(RESUMED), "failed": failed}
                 print(json.dumps(line), flush=True)
     POOLS.close()
     return int(num_failed > 0)

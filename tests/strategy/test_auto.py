@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any
 
@@ -9,7 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import weft
 from support.models import FeedForward, Llama, LlamaArgs, RMSNorm
+from support.parity import tensor_parallel
+from support.ranks import on_ranks
 from weft.strategy.assignments import Assignments
 from weft.strategy.auto import assign_auto
 
@@ -242,7 +246,7 @@ def test_tables_whose_weight_others_have_stay_whole() -> None:
 
 
 def test_an_output_layer_whose_bias_others_have_stays_whole() -> None:
-    """As the head of BERT, whose bias is tied to a parameter beside the layer; no two of one are cut differently."""
+    """No call of these models is known, so code may read the bias; no two of one are cut differently."""
     model = Several()
     model.register_parameter("bias", model.second.bias)
     assert "second" not in cut(model)
@@ -256,3 +260,43 @@ def test_an_output_layer_follows_the_table_that_it_is_tied_to() -> None:
     model["head"], model["tied"], model["mlp"] = nn.Linear(8, 16), nn.Linear(8, 16, bias=False), FeedForward(8, 20)
     model["tied"].weight = model["whole"].weight
     assert cut(model) == {"table": "vocab_embedding", "head": "column_gather_output"}
+
+
+class TiedBias(nn.Module):
+    """As the output layer of BERT: its module holds the bias, too, and tied to the table is the weight."""
+
+    def __init__(self, adds: float | None = None) -> None:
+        super().__init__()
+        self.table, self.mlp = nn.Embedding(18, 8), FeedForward(8, 20)
+        self.head = nn.ModuleDict({"decoder": nn.Linear(8, 18)})
+        self.head["decoder"].weight = self.table.weight
+        self.head.register_parameter("bias", self.head["decoder"].bias)
+        self.adds = adds
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = self.head["decoder"](self.mlp(self.table(tokens)))
+        return logits if self.adds is None else logits + self.adds * self.head.bias
+
+
+def test_a_bias_that_a_module_holds_and_does_not_read_is_sharded_with_its_layer() -> None:
+    tables = {"table": "vocab_embedding", "head.decoder": "column_gather_output"}
+    assert cut(TiedBias()) == tables
+    assert cut(TiedBias(adds=0.0)) == {}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("adds", [None, 0.5])
+def test_a_model_with_a_tied_bias_equals_its_unsharded_self(world_size: int, adds: float | None) -> None:
+    torch.manual_seed(1)
+    reference = TiedBias(adds).double()
+    model = weft.parallelize(copy.deepcopy(reference), tensor_parallel(world_size), "auto")
+    held = {name: p.placements[0].is_shard() for name, p in model.named_parameters() if "mlp" not in name}
+    assert held == dict.fromkeys(("table.weight", "head.bias"), adds is None)
+    tokens = torch.randint(18, (2, 5))
+    for each in (model, reference):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.5)
+        each(tokens).square().sum().backward()
+        optimizer.step()
+    assert model.head.bias is model.head["decoder"].bias
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).full_tensor(), parameter, rtol=1e-11, atol=1e-11)

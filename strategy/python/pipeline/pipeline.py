@@ -24,7 +24,7 @@ from weft.strategy.pipeline.runner import MAX_STAGES, Runner, Work
 from weft.strategy.pipeline.sharded_stages import ShardedStages
 from weft.strategy.pipeline.staged_model import StagedModel, staged_model_of
 from weft.strategy.pipeline.stages import Layers, find_layers
-from weft.strategy.pipeline.tied import TiedGradients, tied_elsewhere
+from weft.strategy.pipeline.tied import TiedGradients, refuse_other_shards, tied_elsewhere
 from weft.strategy.pipeline.verify_cuts import verify_cuts
 from weft.strategy.shards import TENSOR_PARALLEL
 from weft.strategy.verification.evidence import forget_rehearsal, remember_rehearsal
@@ -368,6 +368,7 @@ class Pipeline:
         """The micro-batches that a step would make of a batch."""
         if not self._watches:
             refuse_sequence_parallel(self.model)
+            refuse_other_shards(self._staged, self._group)
             self._staged.watch_calls()
             self._watches = True
         if split is not None and split is not split_batch:

@@ -17,7 +17,8 @@ ANY_STAGE = -1  # of what has no parameters: it runs wherever it is called
 class Layers:
     """How a model falls into layers, and these into stages.
 
-    trunk: the modules whose forwards call the layers; they run on every stage, each doing its part.
+    trunk: the modules whose forwards call the layers, and the lists and dicts of modules that these hold; they are on
+        every stage, each doing its part.
     stage_of: the stage of each layer, by its name.
     parameter_stages: the stage of each parameter that a module of the trunk holds itself, by its name.
     """
@@ -53,6 +54,7 @@ def find_layers(
     trunk = {""} | {name[: name.rfind(".")] for name in cuts if "." in name}
     trunk |= {".".join(name.split(".")[:i]) for name in trunk for i in range(name.count(".") + 1)}
     layers = [name for name in _layers(model, "", trunk) if name not in beside]
+    trunk |= {".".join(name.split(".")[:i]) for name in layers for i in range(name.count(".") + 1)}
     order = {name: position for position, name in enumerate(modules)}
     begins = [order[name] for name in cuts]
     if begins != sorted(begins):

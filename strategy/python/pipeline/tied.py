@@ -48,6 +48,29 @@ class TiedGradients:
         self._copies.clear()
 
 
+def refuse_other_shards(staged: StagedModel, group: dist.ProcessGroup) -> None:
+    """Raise ValueError, on all ranks, where stages shard their copies of a parameter differently; collective."""
+    if not staged.tied:
+        return
+    own = {}
+    for tied in staged.tied:
+        first = tied.name_on[min(tied.name_on)]
+        for stage in sorted(set(staged.stages) & tied.name_on.keys()):
+            parameter = _parameter(staged, tied.name_on[stage])
+            own[first] = (tied.name_on[stage], str(getattr(parameter, "placements", "no shards")))
+    gathered: list[dict[str, tuple[str, str]]] = [{}] * group.size()
+    dist.all_gather_object(gathered, own, group=group)
+    for tied in staged.tied:
+        first = tied.name_on[min(tied.name_on)]
+        copies = [each[first] for each in gathered if first in each]
+        for name, placements in copies:
+            if placements != copies[0][1]:
+                raise ValueError(
+                    f"pipeline: '{copies[0][0]}' and '{name}' are copies of one tied parameter with the placements "
+                    f"{copies[0][1]} and {placements}; give their modules rules that agree, or put them on one stage."
+                )
+
+
 def tied_elsewhere(staged: StagedModel) -> list[nn.Parameter]:
     """This rank's copies of parameters whose first stage is on another rank."""
     found = []

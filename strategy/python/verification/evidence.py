@@ -9,10 +9,11 @@ from typing import Any
 
 from torch import nn
 
+from weft.strategy.absent import AbsentLayer
 from weft.strategy.assignments import Assignment, Assignments, join, shown
 from weft.strategy.verification.decide import Decision, decide
 from weft.strategy.verification.rehearsal import Rehearsal, rehearse
-from weft.strategy.verification.samples import sample_of
+from weft.strategy.verification.samples import Sample, sample_of
 
 MODES = ("auto", "always", "never")
 
@@ -25,10 +26,50 @@ def remember_rehearsal(model: nn.Module, example: Any = None) -> Rehearsal:
 
     A stored rehearsal is kept.
     """
-    if _REHEARSAL not in model.__dict__:
-        model.__dict__[_REHEARSAL] = rehearse(model, None if example is None else sample_of(example))
-    rehearsal: Rehearsal = model.__dict__[_REHEARSAL]
-    return rehearsal
+    if model.__dict__.get(_REHEARSAL) is None:
+        model.__dict__[_REHEARSAL] = Remembered(model, None if example is None else sample_of(example))
+    remembered: Remembered = model.__dict__[_REHEARSAL]
+    return remembered.rehearsal
+
+
+class Remembered:
+    """The rehearsal of a full model, for the part of it that is left on a rank.
+
+    A rehearsal refers to modules and parameters by their ids, and objects made later may have the ids of those that are
+    gone. So both are found again by their names.
+    """
+
+    def __init__(self, model: nn.Module, example: Sample | None) -> None:
+        self.rehearsal = rehearse(model, example)
+        self._modules = {name: id(m) for name, m in model.named_modules(remove_duplicate=False)}
+        self._parameters = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """Leave it out of copies of the model, such as the one that a pipeline keeps."""
+
+    def on(self, model: nn.Module) -> Rehearsal:
+        """Return the rehearsal for a model that has lost the layers of other pipeline stages."""
+        known = self.rehearsal
+        module_ids = {
+            self._modules[name]: id(module)
+            for name, module in model.named_modules(remove_duplicate=False)
+            if name in self._modules and not isinstance(module, AbsentLayer)
+        }
+        parameter_ids = {
+            self._parameters[name]: id(parameter)
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+            if name in self._parameters
+        }
+        # Calls of a module that is gone are kept for those like it, under a key that is no id.
+        keys = {key: module_ids.get(key, -1 - number) for number, key in enumerate(known.calls)}
+        return Rehearsal(
+            calls={keys[key]: calls for key, calls in known.calls.items()},
+            like={module_ids[key]: keys[like] for key, like in known.like.items() if key in module_ids},
+            called={module_ids[key] for key in known.called if key in module_ids},
+            read={parameter_ids[key] for key in known.read if key in parameter_ids},
+            seen={module_ids[key] for key in known.seen if key in module_ids},
+            why_not=known.why_not,
+        )
 
 
 def forget_rehearsal(model: nn.Module) -> None:
@@ -51,8 +92,8 @@ class Evidence:
 
     @functools.cached_property
     def rehearsal(self) -> Rehearsal:
-        known = self.model.__dict__.get(_REHEARSAL)
-        return known if known is not None else rehearse(self.model, self._example)
+        known: Remembered | None = self.model.__dict__.get(_REHEARSAL)
+        return rehearse(self.model, self._example) if known is None else known.on(self.model)
 
     def decisions(self, is_free: Callable[[nn.Module], bool]) -> list[Decision]:
         """Return the groups among the free layers; empty on one rank, where nothing is sharded."""

@@ -1,0 +1,41 @@
+"""Runs a script on warm ranks of the tests, as torchrun would start it."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import tempfile
+from pathlib import Path
+
+from lightning_plugin.scripts.plugin_models import on_warm_rank
+
+
+def run_as_main(rank: int, world_size: int, path: str, arguments: list[str], cwd: str) -> str:
+    """Run the script at `path` as `__main__` in the folder `cwd` and return its stdout.
+
+    Ranks that ran a script may have other levels of loggers and filters of warnings: end them afterwards.
+    """
+    on_warm_rank(rank, world_size)
+    before, own_argv, own_path, own_cwd = set(sys.modules), sys.argv, list(sys.path), os.getcwd()
+    folder = str(Path(path).parent)
+    sys.argv, sys.path[:0] = [path, *arguments], [folder]
+    os.chdir(cwd)
+    stdout, own_stdout = tempfile.TemporaryFile("w+"), os.dup(1)  # noqa: SIM115 - closed below
+    os.dup2(stdout.fileno(), 1)
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except SystemExit as end:
+        assert end.code in (None, 0), end
+    finally:
+        sys.stdout.flush()
+        os.dup2(own_stdout, 1)
+        os.close(own_stdout)
+        os.chdir(own_cwd)
+        sys.argv, sys.path[:] = own_argv, own_path
+        for name in set(sys.modules) - before:  # modules beside the script may have anybody's names
+            if "." not in name and str(getattr(sys.modules[name], "__file__", "")).startswith(folder):
+                del sys.modules[name]
+    with stdout:
+        stdout.seek(0)
+        return stdout.read()
