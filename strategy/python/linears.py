@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from weft.strategy.own_linear import computes_linear
 from weft.strategy.state import original_class, state_of
 
 COLUMN_STYLES = ("column", "column_gather_output")
@@ -32,7 +33,7 @@ def why_no_linear(module: nn.Module) -> str | None:
         return None if is_conv1d(module) and "forward" not in module.__dict__ else f"it is a {cls.__name__}"
     if "weight" not in module._parameters:
         return "its weight is parametrized"
-    if cls.forward is not nn.Linear.forward or "forward" in module.__dict__:
+    if "forward" in module.__dict__:
         return f"{cls.__name__} has a forward of its own"
     extra = sorted(
         name for name, value in module._parameters.items() if value is not None and name not in ("weight", "bias")
@@ -40,7 +41,11 @@ def why_no_linear(module: nn.Module) -> str | None:
     if extra:
         return f"it has more parameters: {', '.join(extra)}"
     below = [name for name, child in module.named_modules() if name and any(True for _ in child.parameters())]
-    return f"it has modules of its own: {', '.join(below)}" if below else None
+    if below:
+        return f"it has modules of its own: {', '.join(below)}"
+    if cls.forward is not nn.Linear.forward and not computes_linear(module):
+        return f"{cls.__name__} has a forward of its own, which computes something else than nn.Linear"
+    return None
 
 
 def why_not_fusable(module: nn.Module) -> str | None:

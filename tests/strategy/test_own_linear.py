@@ -1,0 +1,123 @@
+"""Subclasses of nn.Linear with a forward of their own: sharded like nn.Linear if they compute the same."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import weft
+import weft.strategy
+from support.parity import tensor_parallel
+from support.ranks import on_ranks
+from weft.strategy.linears import why_no_linear
+from weft.strategy.local_tensor import local_of
+
+
+class Product(nn.Linear):
+    """As Falcon's layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x @ self.weight.T
+        return y if self.bias is None else y + self.bias
+
+
+class Scaled(nn.Linear):
+    def __init__(self, *sizes: int, scale: float) -> None:
+        super().__init__(*sizes)
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight * self.scale, self.bias)
+
+
+class InTraining(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + float(self.training)
+
+
+class Detached(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, None if self.bias is None else self.bias.detach())
+
+
+class Noisy(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + 1e-6 * torch.randn_like(x))
+
+
+class Viewed(nn.Linear):
+    """Depends on the size of the weight, which is small when the forward is tried."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.view(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+
+
+class Sparse(nn.Linear):
+    """Its attribute may get other values."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.kept = torch.ones(sizes[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("layer", [Product(8, 6), Product(8, 6, bias=False), Scaled(8, 6, scale=1.0)])
+def test_what_computes_a_linear_layer(layer: nn.Linear) -> None:
+    state = torch.get_rng_state()
+    assert why_no_linear(layer) is None
+    assert torch.equal(torch.get_rng_state(), state) and torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [Scaled(8, 6, scale=2.0), InTraining(8, 6), Detached(8, 6), Noisy(8, 6), Viewed(8, 6), Sparse(8, 6)],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_what_computes_something_else(layer: nn.Linear) -> None:
+    reason = f"{type(layer).__name__} has a forward of its own, which computes something else than nn.Linear"
+    assert why_no_linear(layer) == reason
+
+
+def test_an_attribute_that_changes_is_seen() -> None:
+    layer = Scaled(8, 6, scale=1.0)
+    assert why_no_linear(layer) is None
+    layer.scale = 2.0
+    assert why_no_linear(layer) is not None
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enlarge, self.reduce = Product(8, 14), Product(14, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.reduce(F.relu(self.enlarge(x)))
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("plan", ["auto", {"enlarge": "column", "reduce": "row"}], ids=["auto", "rules"])
+def test_sharded_equals_unsharded(world_size: int, plan: object) -> None:
+    torch.manual_seed(0)
+    reference = Mlp().double()
+    model = weft.parallelize(copy.deepcopy(reference), tensor_parallel(world_size), plan)
+    styles = {row.parameter: row.style for row in weft.strategy.report(model).rows}
+    is_auto_uneven = plan == "auto" and world_size == 3
+    expected = ("column_gather_output", "row_split_input") if is_auto_uneven else ("column", "row")
+    assert (styles["enlarge.weight"], styles["reduce.weight"]) == expected
+    assert all(local_of(layer.weight).numel() < layer.weight.numel() for layer in (model.enlarge, model.reduce))
+    x = torch.randn(3, 8, dtype=torch.float64)
+    outputs = [each(x) for each in (model, reference)]
+    for output in outputs:
+        output.square().sum().backward()
+    torch.testing.assert_close(*outputs, rtol=1e-12, atol=1e-12)
+    for name, parameter in reference.named_parameters():
+        own = model.get_parameter(name).grad.full_tensor()
+        torch.testing.assert_close(own, parameter.grad, rtol=1e-11, atol=1e-12)
+    if world_size == 2:
+        torch.testing.assert_close(weft.export_local(model)(x), outputs[1], rtol=1e-12, atol=1e-12)
