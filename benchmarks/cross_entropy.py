@@ -90,7 +90,7 @@ def measure(vocab: int, tokens: int, dim: int, num_samples: int) -> dict[str, An
         loss = step().item()
         peak = weft.memory.by_category(at="peak")
         extra = sum(peak.values()) - peak["communication"] - before
-        # Of the gradients of hidden states and matrix, which any of them makes.
+        # The gradients of the hidden states and of the matrix, which every implementation makes.
         gradients = tokens * dim * 4 + (matrix if name == "plain" else matrix // dist.get_world_size())
         largest = torch.tensor([extra, extra - gradients])
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)

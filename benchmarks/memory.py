@@ -62,7 +62,7 @@ def measure(
 
 
 def resident_bytes(field: str) -> int:
-    """Of this process, as Linux counts: "VmRSS" now, "VmHWM" at most."""
+    """Return the resident bytes of this process as Linux counts them: "VmRSS" now, "VmHWM" at most."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
@@ -136,7 +136,7 @@ def main() -> int:
     if args.device == "cuda" and args.small:
         parser.error("--small on cuda measures workspaces and rounding: leave it out.")
     if args.device == "cuda":
-        # Of the A100 that Lightning's page was measured on; those of newer devices are larger by default.
+        # The workspaces of the A100 that Lightning's page was measured on; newer devices have larger ones by default.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8")
     machine = machine_facts() | (cuda_facts() if args.device == "cuda" else {})
     report: dict[str, Any] = {

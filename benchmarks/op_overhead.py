@@ -74,7 +74,7 @@ def forward_backward(module: nn.Module, x: Tensor, grad_y: Tensor) -> Callable[[
 
 
 def settled(tensor: Tensor | None) -> Tensor:
-    """The tensor once its all-reduce is done, as the next layer would want it: DTensor's outputs are on their way."""
+    """The tensor once its all-reduce is done, as the next layer would want it: DTensor's outputs are in flight."""
     assert tensor is not None
     if isinstance(tensor, AsyncCollectiveTensor):
         tensor.trigger_wait()

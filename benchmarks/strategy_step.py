@@ -60,7 +60,7 @@ def in_turn(size: Size, layout: str, num_samples: int, counts: bool) -> tuple[di
 
 
 def _losses(answers: Sequence[tuple[float, list[float]]]) -> Tensor:
-    """Of each step, over the batch of all ranks; those of a tensor-parallel group are equal."""
+    """Return the loss of each step over the batch of all ranks; ranks of a tensor-parallel group have equal ones."""
     return torch.tensor([losses for _, losses in answers], dtype=torch.float64).mean(0)
 
 

@@ -376,7 +376,7 @@ OPERATORS = (
     ),
     Operator(
         "pipeline_recv",
-        "a token for `pipeline_wait`; tensors as `like` are on their way",
+        "a token for `pipeline_wait`; the receives of tensors as `like` are in flight",
         (
             Form(
                 {"like": "T, d"},

@@ -1,7 +1,7 @@
 """A small network cut in three: on three GPUs where there are as many, else on three processes of the CPU.
 
     python examples/10_three_gpus.py [--samples 96] [--steps 60]
-    python examples/10_three_gpus.py --one-process          # by hand: no micro-batches on their way at the same time
+    python examples/10_three_gpus.py --one-process          # by hand: one micro-batch in flight at a time
 
 The network learns which of three rings a point of the plane is in. A stage holds a third of its layers; what they
 compute moves from one to the next, six micro-batches at a time. Exits with 1 if it does not learn.

@@ -69,7 +69,7 @@ __device__ __forceinline__ Scalar shift_of(Scalar largest) {
   return largest == -kInfinity<Scalar> ? Scalar(0) : largest;
 }
 
-// Of some logits: the largest, and the sum of exp(logit - largest).
+// The largest of some logits, and the sum of exp(logit - largest).
 template <typename Scalar>
 struct OnlineSum {
   Scalar largest = -kInfinity<Scalar>;

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 class KeptGradients:
-    """Of one step: `computing` around what computes them, then `loss_for` for what is handed to the Trainer.
+    """Gradients of one step: `computing` around what computes them, then `loss_for` for what is handed to the Trainer.
 
     parameters: all that get gradients.
     is_first: whether gradients are zeroed before the backward; else it adds to those of batches before.

@@ -208,7 +208,7 @@ def load_named_state(module: torch.nn.Module, optimizer: Optimizer, saved: Mappi
 def _groups_of_stages(
     module: torch.nn.Module, names: Mapping[Tensor, str], groups: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Of a model in stages, the groups with this rank's parameters alone."""
+    """Return the groups with this rank's parameters alone, if the model is in stages."""
     from weft.strategy.pipeline import find_staged
 
     if find_staged(module) is None:

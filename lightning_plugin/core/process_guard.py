@@ -94,7 +94,7 @@ class ProcessGuard:
         self._watches_signals = enabled
 
     def mark_failed(self, failed: bool) -> None:
-        """Say whether this process is on its way out because of an error, so that its exit waits for nobody."""
+        """Record whether this process ends because of an error, so that its exit waits for no other rank."""
         self._failed = failed
 
     def print_errors_once(self, reports: ErrorReports | None) -> None:

@@ -112,7 +112,7 @@ def random_state_of_first_rank(
 
 
 def _is_same(left: Any, right: Any) -> bool:
-    """Of two states; a tensor's pickle has an id of its own."""
+    """Return whether two states are equal; a tensor's pickle has an id of its own."""
     return torch.equal(left, right) if isinstance(left, Tensor) else pickle.dumps(left) == pickle.dumps(right)
 
 

@@ -138,7 +138,7 @@ def _num_data_ranks(strategy: Any) -> int:
 
 
 def _mean_over_world(values: list[float], strategy: Any) -> list[float]:
-    """Of a number that the ranks of a replica have alike, the mean over replicas as well; equal on all ranks."""
+    """Return numbers that are equal on the ranks of a replica, and their means over replicas; equal on all ranks."""
     group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     tensor = torch.tensor(values, dtype=torch.float64, device=strategy.root_device)
     return strategy.reduce(tensor, group=group, reduce_op="mean").tolist()

@@ -304,7 +304,7 @@ def all_to_all(x: Tensor, split_dim: int, cat_dim: int, group_name: str, *, cat_
 def pipeline_send(tensors: list[Tensor], peer: int, channel: int, group_name: str) -> Tensor:
     """Sends tensors to rank `peer` of the group on a channel, 0 to 1022; gives a token, of shape `[0]`.
 
-    Tensors of any dtype and shape. Several messages may be on their way. The n-th send on a channel
+    Tensors of any dtype and shape. Several messages may be in flight. The n-th send on a channel
     meets the peer's n-th `pipeline_recv` on it. The tensors stay unchanged until `pipeline_wait(token)` or until their
     gradients have come. The token's backward waits for the gradients of those that need one: tie it to the loss with
     `join`.

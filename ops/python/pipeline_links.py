@@ -5,7 +5,7 @@ a group, one for each direction, NCCL's on CUDA: its sends and receives wait for
 comes next is announced over the group's backend for CPU tensors, shapes and dtypes only where they are new.
 
 A send ends when the peer has asked for it, in one of its waits. What waits for a whole device before that on both ranks
-(`torch.cuda.synchronize`, memory that the allocator has to give back first, CUDA_LAUNCH_BLOCKING=1) waits for ever, or
+(`torch.cuda.synchronize`, memory that the allocator has to give back first, CUDA_LAUNCH_BLOCKING=1) deadlocks, or
 until NCCL's watchdog ends the process.
 """
 

@@ -7,15 +7,16 @@
 //                       pass; grad_x = grad_h1 w1 + grad_h3 w3, whose all-reduce starts here;
 //                       grad_w2
 //              Column:  grad_w3 (its node is younger, so the engine takes it first), then grad_w1,
-//                       while the all-reduce is on its way
+//                       while the all-reduce is in flight
 //              Enter:   waits for the all-reduce; the oldest node, so the last to run
 //
 // Saved: x (by both Column nodes), h1 and h3 (by Row). With `recompute` Row saves x in their place.
 //
-// Of a cut sequence Row saves this rank's part of x for all. Its backward first gathers grad_y,
-// then starts to gather x again for the Column nodes, and reduce-scatters grad_x, which Enter waits
-// for. Everything below calls registered operators under autograd, so compile and export see all of
-// it; there the all-reduce is the functional weft::reduce_from_group, in program order.
+// With a sharded sequence Row saves this rank's shard of x for all. Its backward first gathers
+// grad_y, then starts to gather x again for the Column nodes, and reduce-scatters grad_x, which
+// Enter waits for. Everything below calls registered operators under autograd, so compile and
+// export see all of it; there the all-reduce is the functional weft::reduce_from_group, in program
+// order.
 
 #include "autograd_support.h"
 #include "column_row_mlp.h"
@@ -41,7 +42,7 @@ constexpr std::string_view kOp = "weft::column_row_mlp";
 // What Row's backward starts and other nodes wait for.
 struct Slot : torch::CustomClassHolder {
   PendingCollective pending;  // the all-reduce of grad_x, in place
-  // Of a sequence: grad_x, and x of all ranks for `num_readers` Column nodes.
+  // With a sharded sequence: grad_x, and x of all ranks for `num_readers` Column nodes.
   std::optional<PendingTensor> grad_x;
   std::optional<PendingTensor> pending_x;
   at::Tensor whole_x;
@@ -275,7 +276,7 @@ class Row : public torch::autograd::Function<Row> {
     return column_half(x, saved[2], optional(saved[4]), optional(saved[5]), optional(saved[6]));
   }
 
-  // grad_x with its all-reduce: on its way in eager mode, complete when traced (or when anomaly
+  // grad_x with its all-reduce: in flight in eager mode, complete when traced (or when anomaly
   // mode is about to read it).
   static at::Tensor input_grad(AutogradContext* ctx,
                                const at::Tensor& grad_h1,
@@ -301,7 +302,7 @@ class Row : public torch::autograd::Function<Row> {
   }
 
   // This rank's part of the sum of grad_x. In eager mode what is returned has its shape alone: it
-  // is on its way, and Enter puts it in place.
+  // is in flight, and Enter puts it in place.
   static at::Tensor scattered(AutogradContext* ctx, const at::Tensor& grad_x) {
     const auto& group_name = ctx->saved_data.at("group_name").toStringRef();
     const auto dim = sequence_of(ctx).dim;

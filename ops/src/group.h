@@ -37,7 +37,7 @@ at::Tensor sum_of(std::string_view op,
 // elements (shapes are equal on all ranks, so all skip together).
 void all_reduce_(std::string_view op, const at::Tensor& tensor, const ProcessGroupPtr& group);
 
-// A collective on its way. Move-only; wait() before its result is read. Its tensors stay alive with
+// A collective in flight. Move-only; wait() before its result is read. Its tensors stay alive with
 // it.
 class PendingCollective {
  public:
@@ -73,7 +73,7 @@ PendingCollective start_all_reduce(std::string_view op,
                                    const at::Tensor& tensor,
                                    const ProcessGroupPtr& group);
 
-// The same as sum_of on its way. The first is not to be read before the second was waited for.
+// The same as sum_of, in flight. The first is not to be read before the second was waited for.
 std::pair<at::Tensor, PendingCollective> start_sum_of(
     std::string_view op,
     at::IntArrayRef sizes,

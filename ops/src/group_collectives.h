@@ -1,6 +1,6 @@
 #pragma once
 
-// Parts of a dim on their way between the ranks of a group: see shard_shape.h for how it is cut.
+// Collectives on the parts of a dim of a group's ranks: see shard_shape.h for how it is cut.
 // Everything here works below autograd and gives memory of its own, contiguous. A null group is one
 // rank. Nothing is sent where no rank has an element.
 

@@ -61,7 +61,7 @@ class ColumnLinear : public torch::autograd::Function<ColumnLinear> {
     return dispatch::column_linear(x, weight, bias, group_name);
   }
 
-  // The all-reduce of grad_x is on its way while grad_weight and grad_bias are computed.
+  // The all-reduce of grad_x is in flight while grad_weight and grad_bias are computed.
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     refuse_double_backward(kColumn);
     const auto& grad_y = grads[0];

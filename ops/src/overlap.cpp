@@ -22,8 +22,8 @@ namespace weft::ops {
 
 namespace {
 
-// Of a piece of all ranks: little enough to stay in caches, enough for products at full speed,
-// which need some tokens too. Measured (docs/benchmarks/overlap.md).
+// The bytes of a chunk of all ranks: few enough to stay in caches, enough for products at full
+// speed, which need some tokens too. Measured (docs/benchmarks/overlap.md).
 constexpr std::int64_t kPieceBytes = 2 << 20;
 constexpr std::int64_t kMinTokens = 64;
 constexpr std::int64_t kMaxPiecesOfDevices = 4;
@@ -95,7 +95,7 @@ class Table {
     return found == given_.end() ? std::nullopt : std::optional(found->second.in_pieces);
   }
 
-  // Of one group alone: its ranks agree, and those of another may agree on something else. Lives
+  // The entries of one group: its ranks agree, and those of another may agree on other ones. Lives
   // as long as the table or its user does.
   std::shared_ptr<Measured> measured(const Kind& kind, const ProcessGroupPtr& group) {
     const std::lock_guard lock(mutex_);
@@ -126,7 +126,7 @@ class Table {
         if (!measured->ratio.has_value() || given_.contains(kind)) continue;
         const auto ratio = *measured->ratio;
         const auto [place, is_new] = all.try_emplace(kind, entry(kind, ratio));
-        // Of two groups what is safe for both.
+        // The value of two groups that is safe for both.
         if (!is_new && (place->second.ratio == 0 || !(ratio <= place->second.ratio))) {
           place->second = entry(kind, std::max(ratio, place->second.ratio));
         }
@@ -175,7 +175,7 @@ struct Answers {
   bool somebody_lacks_samples;
 };
 
-// Of all ranks; `device` for groups that carry nothing else.
+// Returns the answers of all ranks; `device` is for groups that carry nothing else.
 Answers ask(std::string_view op,
             const Answers& own,
             const ProcessGroupPtr& group,

@@ -13,7 +13,7 @@ namespace {
 
 // Smaller ones come from the allocator's own reserves.
 constexpr std::size_t kMinBytes = 64 << 10;
-// Of an address: as many as micro-batches are in flight, times the tensors of a message.
+// The storages of an address: as many as micro-batches in flight, times the tensors of a message.
 constexpr std::size_t kMaxStorages = 64;
 
 // A weak reference may become a strong one any time; 2: that of all strong ones, and the one here.

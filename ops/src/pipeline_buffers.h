@@ -16,7 +16,7 @@
 
 namespace weft::ops {
 
-// Of all groups of this process. Thread safety: all of it.
+// The receive buffers of all groups of this process. Thread-safe.
 class ReceiveBuffers {
  public:
   static ReceiveBuffers& instance();

@@ -19,7 +19,7 @@ namespace {
 
 constexpr std::string_view kLink = "weft::link_pipeline";
 
-// Of all groups of this process. Thread safety: all of it.
+// The links of all groups of this process. Thread-safe.
 class Links {
  public:
   static Links& instance() {

@@ -96,7 +96,7 @@ class PipelineMessage final : public torch::CustomClassHolder {
   void exchange(bool sends, const at::Tensor& bytes, bool is_answer);
   void check_first_answer();
   void wait_for_exchanges();
-  // Whether nothing that was sent is on its way any more; what has left is let go.
+  // Whether no sent tensor is in flight any more; what has left is let go.
   bool is_finished();
   std::string name() const;  // "message 3 on channel 0 from rank 0 to rank 1"
 

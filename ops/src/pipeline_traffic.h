@@ -13,7 +13,7 @@
 
 namespace weft::ops {
 
-// How many messages this process has posted, and those that are still on their way, of all groups.
+// How many messages this process has posted, and those that are still in flight, of all groups.
 // Thread safety: all of it.
 class Traffic {
  public:

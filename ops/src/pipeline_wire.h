@@ -9,7 +9,7 @@
 namespace weft::ops {
 
 constexpr std::int64_t kMaxChannel = 1022;
-// Of announcements: see pipeline_link.h.
+// The channel of announcements: see pipeline_link.h.
 constexpr std::int64_t kLinkChannel = kMaxChannel + 1;
 
 // Users' own messages have smaller tags than 2^29; the largest here is below what the backend of

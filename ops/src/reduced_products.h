@@ -19,7 +19,7 @@ at::Tensor reduced_linear(std::string_view op,
                           const at::Tensor& weight,
                           const ProcessGroupPtr& group);
 
-// grad weight [+ second_grad second_weight], [..., in], summed over `group`, on its way: see
+// grad weight [+ second_grad second_weight], [..., in], summed over `group`, in flight: see
 // start_sum_of. The second pair may be undefined.
 std::pair<at::Tensor, PendingCollective> start_reduced_input_product(
     std::string_view op,

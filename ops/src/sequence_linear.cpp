@@ -99,7 +99,7 @@ at::Tensor linear_reduce_scatter(const at::Tensor& x,
 }
 
 // The saved part is gathered again, while the gradient of the input is computed, whose
-// reduce-scatter is on its way while that of the weight is.
+// reduce-scatter is in flight while that of the weight is.
 std::tuple<at::Tensor, at::Tensor> all_gather_linear_backward(const at::Tensor& grad_y,
                                                               const at::Tensor& x,
                                                               const at::Tensor& weight,

@@ -37,7 +37,7 @@ class Shards {
   Shards(ProcessGroupPtr group, std::int64_t num_rows)
       : group_(std::move(group)), num_rows_(num_rows) {}
 
-  // Calls visit(shard, first_row) for each shard that has rows, with the next one on its way.
+  // Calls visit(shard, first_row) for each shard that has rows, with the next one in flight.
   template <typename Visit>
   void for_each(const at::Tensor& own, const Visit& visit) const {
     auto next = fetch(0, own);

@@ -76,7 +76,7 @@ std::int64_t tokens_at_a_time(const at::Tensor& logits) {
                   : tokens_per_chunk(logits.size(1), logits.scalar_type(), kLogitsChunkBytes);
 }
 
-// Of the tokens of all chunks, `logits_of(first, size)` giving the logits.
+// Returns the losses of the tokens of all chunks; `logits_of(first, size)` returns the logits.
 template <typename LogitsOf>
 Losses losses_of(std::string_view op,
                  const at::Tensor& target,

@@ -282,7 +282,7 @@ class Simulation:
 
     @property
     def bubble_fraction(self) -> float:
-        """Of all ranks' time, the part in which they wait."""
+        """The share of all ranks' time in which they wait."""
 
     @property
     def ranks(self) -> list[list[Span]]:
@@ -472,11 +472,11 @@ class TunePoint:
 
     @property
     def bubble_fraction(self) -> float:
-        """Of all ranks' time, the part in which they wait."""
+        """The share of all ranks' time in which they wait."""
 
     @property
     def peak_bytes(self) -> int:
-        """Of the rank with most: parameters, gradients and optimizer states, and what waits for backwards."""
+        """The bytes of the rank with the most: parameters, gradients, optimizer states, and activations in flight."""
 
     @property
     def fits(self) -> bool:

@@ -12,7 +12,7 @@ running: contextvars.ContextVar[Any] = contextvars.ContextVar("weft_pipeline_mod
 
 
 class AbsentLayer(nn.Module):
-    """A layer of another stage: without parameters and modules, and an error for whoever asks for them.
+    """A layer of another stage: without parameters and modules, and an error for code that asks for them.
 
     Its plain attributes are there, for the code between layers reads some. While a stage's part of a forward runs,
     its parameters are, too, as fake tensors: what is computed with them crosses from its stage.

@@ -134,7 +134,7 @@ def _linear(module: nn.Module, state: ModuleState, full: tuple[int, int]) -> nn.
 
 
 def _refuse_other_embedding(module: nn.Module) -> None:
-    """Of one that does more than VocabParallelEmbedding; it has its own class again."""
+    """Raise for an embedding that does more than VocabParallelEmbedding; it has its own class again."""
     if type(module).forward is not nn.Embedding.forward:
         raise ValueError(
             f"export_local: a {type(module).__name__} has a forward of its own around its table, which the copy would "

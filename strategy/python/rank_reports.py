@@ -13,7 +13,7 @@ from weft.strategy.report_table import Report, report, table_of
 
 @dataclasses.dataclass(frozen=True)
 class RankReports:
-    """Of each rank of a group, in its order, the report, and the stages of a pipeline that it has.
+    """The report of each rank of a group, in its order, and the pipeline stages that the rank has.
 
     Prints as a table with a line for each rank: how many parameters, their bytes, the first's and the last's name.
     """

@@ -11,7 +11,8 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from weft.strategy.data_parallel.local import local_part
 
-# Of the gradient that exists at a time. It is made and used up in the caches, and products of fewer rows are slow.
+# The bytes of the gradient that exist at a time. They stay in the caches until they are used, and products of fewer
+# rows are slow.
 _BLOCK_BYTES = 1 << 20
 # Their states begin as zeros; the momentum of SGD begins as the first gradient.
 _FROM_ZERO = (Adam, AdamW)

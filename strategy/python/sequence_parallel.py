@@ -111,7 +111,7 @@ def _inside(assignments: Assignments, block: str) -> dict[str, Assignment]:
 
 
 def _features_into(model: nn.Module, assignments: Assignments, name: str) -> int:
-    """Of the first column layer inside a module."""
+    """Return the input features of the first column layer inside a module."""
     columns = (layer for layer, a in _inside(assignments, name).items() if a.style in COLUMN_STYLES)
     return features(model.get_submodule(next(columns)))[0]
 

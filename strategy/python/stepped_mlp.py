@@ -196,7 +196,7 @@ class _SteppingBackward(torch.autograd.Function):
                 _matrix(grad_x).addmm_(_matrix(grad_h3), weight(2))
             result[4], pending = _start_sum(grad_x, options)
         finish_bias(1, grad_y)
-        finish_weight(1, grad_y, h)  # as the operator's: w2, then w3, then w1, while grad_x is on its way
+        finish_weight(1, grad_y, h)  # as the operator's: w2, then w3, then w1, while grad_x is in flight
         del h
         if grad_h3 is not None:
             finish_bias(2, grad_h3)

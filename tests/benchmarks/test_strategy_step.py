@@ -36,7 +36,7 @@ def test_a_small_row(layout: str) -> None:
         parts = row["peak_by_category"]
         assert row["peak_bytes_without_communication"] == sum(parts.values()) - parts["communication"]
         assert parts["optimizer_state"] >= 2 * parts["gradients"]
-    # Of stock the moment of the peak varies: gloo's threads free what a reduction read when they get to it.
+    # The moment of stock's peak varies: gloo's threads free what a reduction read when they get to it.
     assert ours["peak_by_category"]["gradients"] > 0 < stock["peak_by_category"]["optimizer_state"]
 
 

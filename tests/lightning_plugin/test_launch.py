@@ -62,7 +62,7 @@ def test_a_bad_plan_is_refused_before_anything_is_launched() -> None:
     source = "\n".join(
         [
             "import weft.lightning, lightning as L, torch.distributed as dist, subprocess",
-            "subprocess.Popen = None  # whoever launches a process fails otherwise than expected",
+            "subprocess.Popen = None  # code that launches a process fails otherwise than expected",
             "strategy = weft.lightning.WeftModelParallelStrategy(plan='auto', tensor_parallel_size=3)",
             "L.Trainer(accelerator='cpu', devices=2, strategy=strategy)",
         ]

@@ -20,7 +20,7 @@ from ops.memory.counting import Count, counted
 
 @dataclass
 class Figures:
-    """Of one call: bytes, and collectives by c10d's names."""
+    """The figures of one call: bytes, and collectives by c10d's names."""
 
     results: tuple[Tensor, ...]
     forward: dict[str, int]
@@ -91,9 +91,9 @@ def measure(call: Callable[..., Tensor | tuple[Tensor, ...]], make: Callable[[],
 
 
 def measure_message(x: Tensor, rank: int, group: str) -> tuple[Figures, dict[str, int]]:
-    """Of a message that rank 0 sends to rank 1, and of its answer; and how many messages that was.
+    """Return the figures of a message that rank 0 sends to rank 1, and of its answer, and the number of messages.
 
-    NOTE: what is on its way at the end of a profile is left out of it, so the messages of forward and backward can
+    NOTE: what is in flight at the end of a profile is left out of it, so the messages of forward and backward can
     only be counted together.
     """
     needs_grad = x.requires_grad

@@ -17,8 +17,8 @@ from ops.collectives.profiled import collectives_of
 from ops.operators import autocast, chunk
 from support.ranks import on_ranks
 
-# Of the largest number of a tensor, or of 1. The reference is in float64 from the same rounded values. What is summed
-# is larger than its sum, above all for the bias of k, whose gradient is 0 without rotary; in bfloat16 projections,
+# Relative to the largest number of a tensor or to 1. The reference is float64 from the same rounded values. Summands
+# are larger than their sum, above all for the bias of k, whose gradient is 0 without rotary; in bfloat16 projections,
 # attention and steps round to 8 bits each.
 TOLERANCE = {"float64": 1e-12, "float32": 5e-5, "bfloat16": 6e-2}
 REDUCE, GATHER, SCATTER = ({name: 1} for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"))

@@ -15,7 +15,7 @@ from ops.operators import autocast, chunk
 from support.ranks import on_ranks
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}
-# Of logits that are computed in the dtype itself.
+# Tolerances for logits that are computed in the dtype itself.
 OF_PRODUCTS = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 0.15, "float16": 2e-2}
 # (vocabulary, shape of the targets): even, uneven, ranks without classes, a single token, none.
 SIZES = [(8, (2, 3)), (7, (5,)), (2, (4,)), (11, ()), (6, (0,))]

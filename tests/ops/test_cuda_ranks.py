@@ -1,13 +1,13 @@
 """The operators on ranks that share one GPU: the bodies of this folder's tests, over gloo with CUDA tensors.
 
 They compare with the unsharded computation on the same device. Random arguments are test_fuzz.py's, schemas and
-gradients by differences test_registration.py's. Of what runs on the CPU is left out what
+gradients by differences test_registration.py's. A CPU test has no form here if it
 
 - counts bytes of the host, or uses memory of the group, which the backend weft alone has: test_kept_bytes, test_memory,
   test_collectives_and_bytes, test_two_shards_at_a_time, test_what_is_saved, test_keeps_no_mask, test_copies_of_logits,
   test_memory_of_messages_is_used_again, test_a_flush_lets_memory_go, test_scratch.py;
-- expects ranks that differ, or a time-out. Of collectives the backend weft alone tells it, of messages their headers,
-  which are on the host: test_modes_that_differ_are_named, test_mismatches_raise_on_both_sides,
+- expects ranks that differ, or a time-out. Only the weft backend detects these for collectives, and for messages their
+  headers, which are on the host: test_modes_that_differ_are_named, test_mismatches_raise_on_both_sides,
   test_a_refused_message_is_told_by_the_next_call, test_a_message_that_never_comes_ends_in_a_timeout;
 - reads token ids in advance, as is done on the CPU alone: test_token_ids_are_read_in_advance,
   test_targets_are_read_in_advance;

@@ -32,7 +32,7 @@ for device in DEVICES:
         sum(result.sum() for result, _ in results).backward()
         for arg in args:
             if isinstance(arg, torch.Tensor) and arg.requires_grad:
-                # Of the pretended ranks comes whatever the memory held: values say nothing.
+                # Pretended ranks deliver whatever the memory held: values say nothing.
                 assert arg.grad.shape == arg.shape and arg.grad.dtype == arg.dtype, call.name
     x = torch.ones(3, 4, device=device, requires_grad=True)
     there = weft.ops.pipeline_send([x], 2, 0, name)

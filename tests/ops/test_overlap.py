@@ -82,7 +82,7 @@ def test_half_types_are_summed_in_float32(rank: int) -> None:
 
 @on_ranks(2)
 def test_collectives_and_bytes(rank: int) -> None:
-    """Of what is gathered or scattered two pieces exist at a time."""
+    """At most two chunks of a gathered or scattered tensor exist at a time."""
     x, weight = torch.randn(512, FEATURES), torch.randn(8, FEATURES)
     back = torch.randn(FEATURES, 8)
     one_piece = 2 << 20

@@ -119,7 +119,7 @@ def test_number_of_messages(rank: int) -> None:
         else:
             OPS.join(torch.zeros(()), [OPS.pipeline_send([x], 1, 0, group)]).backward()
 
-    # What is on its way when a profile ends would be left out of it.
+    # A profile leaves out messages that are in flight when it ends.
     collectives_of(without_gradients, {"recv": 3} if rank else {"send": 3})
     dist.barrier()
     collectives_of(with_gradients, {"send": 2, "recv": 2})

@@ -102,7 +102,7 @@ def test_number_of_collectives(rank: int) -> None:
 
 @on_ranks(2)
 def test_kept_bytes(rank: int) -> None:
-    """Of the gathered input nothing is kept: the result alone, and with it the part that the caller has anyway."""
+    """The gathered input is freed: only the result is kept, and the shard that the caller holds anyway."""
     x, weight = torch.randn(64, 32, requires_grad=True), torch.randn(16, 32, requires_grad=True)
     with counted() as count:
         y = weft.ops.all_gather_linear(x, weight, gather_dim=0, group_name=_group())

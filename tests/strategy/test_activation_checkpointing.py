@@ -69,7 +69,7 @@ def test_dropout_draws_the_same_again(world_size: int, what: str, offload: bool)
 
 @on_ranks(2)
 def test_kept_bytes_and_communication(world_size: int) -> None:
-    """Of a full block its input is kept, and the random state; selective ones repeat no communication."""
+    """Full checkpointing keeps a block's input and the random state; selective repeats no communication."""
     mesh = tensor_parallel(world_size)
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     tokens = TOKENS[0][0].repeat(16, 1)

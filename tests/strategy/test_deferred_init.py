@@ -69,7 +69,7 @@ def _by_hand() -> nn.Module:
 
 
 def _from_one_to_another() -> nn.Module:
-    """Of the two sizes of what is deferred, one leaves the bias real: it is written to from a weight that is not."""
+    """With one of the two size limits the bias is real: it is written from a weight that is deferred."""
     module = nn.Linear(20, 30)
     module.bias.data.copy_(module.weight[:, 0])
     torch.add(module.weight.data[:, 1], module.bias.data, out=module.bias.data)

@@ -59,7 +59,7 @@ def test_gives_the_numbers_of_the_usual_step(rank: int, world_size: int, kind: s
 
 @on_ranks(4)
 def test_ranks_without_rows_keep_the_same_states(rank: int, world_size: int) -> None:
-    """Of five hidden features ranks have 2, 2, 1 and none."""
+    """The ranks have 2, 2, 1 and 0 of five hidden features."""
     mesh = torch.distributed.init_device_mesh("cpu", (world_size,))
     trained = []
     for by_rows in (False, True):

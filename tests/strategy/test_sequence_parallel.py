@@ -324,7 +324,7 @@ def test_less_is_kept(world_size: int) -> None:
     assert kept[True] <= 0.75 * kept[False]
 
 
-# Of two layers. For each a gather into the attention and one into the MLP, and at last one for what comes after.
+# The collectives of two layers: for each a gather into the attention and one into the MLP; one more after the layers.
 FORWARD = {"all_gather_into_tensor": 2 * 2 + 1, "reduce_scatter_tensor": 2 * 2}
 # The gradient of the first scatter is gathered; the fused MLP gathers its input again; two norms a layer.
 BACKWARD = {"all_gather_into_tensor": 2 * 2 + 1 + 2, "reduce_scatter_tensor": 2 * 2, "all_reduce": 2 * 2}

@@ -181,7 +181,7 @@ def assert_nothing_left(pgid: int, *, within: float = 2.0) -> None:
 def children_left(pgid: int) -> dict[int, str]:
     """The living processes (pid -> command line) of process group `pgid`, and of the tree started as it.
 
-    Zombies do not count: they hold nothing, and whoever adopted them may never reap them. Nor does a process
+    Zombies do not count: they hold nothing, and the process that adopted them may never reap them. Nor does a process
     that is being torn down: it has lost its environment, which would make the answer depend on the instant.
     """
     token = _tokens.get(pgid)

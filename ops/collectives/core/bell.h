@@ -8,7 +8,7 @@
 
 namespace weft::collectives {
 
-// Lies in shared memory, one per rank. Whoever changes what the owner may be waiting for rings
+// Lies in shared memory, one per rank. A rank that changes what the owner may be waiting for rings
 // afterwards. The owner:
 //
 //   const uint32_t seen = bell.listen();

@@ -1,7 +1,7 @@
 #pragma once
 
-// What a rank asks of all ranks of its group: the description of a collective, whoever carries it
-// out. Pointers stay the caller's and must live until it is done; counts are in elements.
+// Describes a collective that a rank asks of all ranks of its group. Pointers stay the caller's and
+// must live until the collective is done; counts are in elements.
 
 #include "signature.h"
 

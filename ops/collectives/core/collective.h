@@ -7,7 +7,7 @@
 //   filled: a rank writes its part into its own buffer,
 //   [combined: it reads what all have filled, and writes its share of the result into its own]
 //   drained: it reads the buffers into its result,
-// each after all ranks have arrived at the end of the one before. Several chunks are on their way
+// each after all ranks have arrived at the end of the one before. Several chunks are in flight
 // at once: at step s a rank combines chunk s - 1, fills chunk s, drains the chunk before those, and
 // arrives. So a collective of n chunks waits n times, n + 1 times where it combines.
 //

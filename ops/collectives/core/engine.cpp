@@ -30,7 +30,7 @@ int num_processors() {
 // where ranks share processors, the one that is waited for needs this one.
 int spins_for(int num_ranks) { return num_ranks <= num_processors() ? 2000 : 20; }
 
-// Then a rank offers its processor to whoever else can run, the awaited one perhaps, before it
+// Then a rank offers its processor to any other thread, the awaited one perhaps, before it
 // sleeps: waking up from sleep takes longer than most operations. Measured on 2 processors with
 // benchmarks/collectives.py: 4 KiB all-reduce on 4 ranks 280 to 430 us without, 75 to 90 with.
 constexpr int kYields = 500;
@@ -150,7 +150,7 @@ void Engine::wait(Operation& operation, std::chrono::milliseconds timeout) {
   if (operation.is_done()) return;
   check_not_forked();
   if (driven_here == this && operation.is_finishing()) return;  // all but its on_done has happened
-  if (timeout.count() > 0) {  // whoever drives sees it at its next look
+  if (timeout.count() > 0) {  // the driver sees it at its next check
     const auto until = Clock::now() + timeout;
     auto before = operation.deadline.load();
     while (until < before && !operation.deadline.compare_exchange_weak(before, until)) {

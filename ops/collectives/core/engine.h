@@ -1,10 +1,10 @@
 #pragma once
 
-// Carries out what a rank asks of its group. There is no thread that does nothing else: whoever
-// waits for an operation drives all of them, in the order they were asked for. Operations that are
-// left alone while nobody waits are driven by a background thread, which is started then.
+// Runs the operations that a rank starts in its group. The engine has no thread of its own at
+// first: the thread that waits for an operation drives all of them, in the order in which they were
+// started. A background thread, started on demand, drives operations while no thread waits.
 //
-// Thread safety: all of it.
+// Thread-safe.
 
 #include "collective.h"
 #include "group.h"
@@ -51,7 +51,7 @@ class Engine final : public Group {
   // What submit() would refuse, and the part of it that wait() refuses.
   void check_usable() const;
   void check_not_forked() const;
-  // Of the step that this rank waits in, as far as its host knows.
+  // The step that this rank waits in, as far as its host knows.
   struct Late {
     std::string text;      // ": not arrived rank 1 (pid 5)", or empty
     bool is_here = false;  // a rank of this host; of others, only whom one of this host waits for

@@ -201,7 +201,7 @@ class Loop {
     return first + kBlock + kAhead / static_cast<int64_t>(sizeof(T)) <= job_.num_elements;
   }
 
-  // Of up to kBlock elements from `first` on.
+  // Reduces up to kBlock elements from `first` on.
   __attribute__((always_inline)) inline void compute(int64_t first,
                                                      int64_t n,
                                                      bool fetches,

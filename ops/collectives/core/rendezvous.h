@@ -29,7 +29,7 @@ struct GroupOptions {
   int rank = 0;
   int size = 1;
   std::vector<int> global_ranks;  // by rank, for texts; empty: the same
-  // Of joining, and of each operation by default.
+  // The limit for joining, and the default limit for each operation.
   std::chrono::milliseconds timeout{30 * 60 * 1000};
   size_t staging_limit_bytes = 16 * 1024 * 1024;  // of the group on this host, together
 };
@@ -39,9 +39,9 @@ struct Membership {
   SharedState shared;
 };
 
-// Blocks until all ranks are there. Of a group that was made nothing stays in the store that a
-// later one of the same keys could take for its own; of one that was refused its reasons do, for
-// ranks that come late, so the next one needs other keys. REQUIRES: ranks of one host, which have
+// Blocks until all ranks are there. A group that was made leaves nothing in the store that a later
+// group with the same keys could read; a group that failed leaves its reasons, for ranks that come
+// late, so the next group needs other keys. REQUIRES: ranks of one host, which have
 // the same terms. Errors: CollectiveTimeoutError naming the ranks that did not come; PeerLostError
 // where a process ended meanwhile; GroupAbortedError where memory cannot be made, or another's not
 // be opened: the ranks that have come as far throw the same.

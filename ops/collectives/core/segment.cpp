@@ -91,7 +91,7 @@ class Segment::Mapping {
 
 Segment Segment::create(size_t num_bytes) {
   Segment segment;
-  // Sealed against shrinking: a page that vanished would kill whoever reads it.
+  // Sealed against shrinking: a page that vanished would kill its readers.
   segment.descriptor_ = memfd_create("weft", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (segment.descriptor_ < 0) throw_errno("cannot make shared memory");
   if (ftruncate(segment.descriptor_, static_cast<off_t>(num_bytes)) != 0) {

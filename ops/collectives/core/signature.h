@@ -14,7 +14,7 @@
 
 namespace weft::collectives {
 
-// Of fixed size, for shared memory; the per-rank element counts lie behind it.
+// Has a fixed size, for shared memory; the per-rank element counts lie behind it.
 struct SignatureHead {
   static constexpr size_t kMaxDims = 6;
 

@@ -103,7 +103,7 @@ class WeftBackend final : public c10d::Backend {
     bool is_in_scratch = false;  // the input of the only step, lent by the group
   };
 
-  // Of one tensor among those of a coalesced call: other ranks bring as many, in the same order.
+  // One tensor's position in a coalesced call: other ranks bring as many, in the same order.
   struct Place {
     size_t position = 0;
     size_t num_coalesced = 1;

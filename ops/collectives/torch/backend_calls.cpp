@@ -54,7 +54,7 @@ WeftBackend::WorkPtr WeftBackend::start(const Call& call,
                                         const std::vector<Step>& steps,
                                         const Tensors& inputs,
                                         Tensors outputs) {
-  // Of collectives: all ranks make the same ones.
+  // Collectives are compared: all ranks make the same ones.
   const bool is_message = call.op_type == OpType::SEND || call.op_type == OpType::RECV ||
                           call.op_type == OpType::RECVANYSOURCE;
   if (!is_message) ++num_calls_;

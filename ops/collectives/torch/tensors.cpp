@@ -70,7 +70,7 @@ std::vector<Part> parts_of(Byte* data, DType dtype, const std::vector<int64_t>& 
   return parts;
 }
 
-// Of tensors that are not contiguous there are copies already: see TensorPack.
+// Tensors that are not contiguous have been copied already: see TensorPack.
 bool overlaps(const at::Tensor& output, const at::Tensor& input, bool may_be_same) {
   if (!output.defined() || !input.defined()) return false;  // refused later, with a text
   if (output.layout() != at::kStrided || input.layout() != at::kStrided) return false;

@@ -40,7 +40,7 @@ class TensorPack {
   std::vector<Input> flat_input_parts(const at::Tensor& tensor, int num_parts);
   std::vector<Output> flat_output_parts(const at::Tensor& tensor, int num_parts);
 
-  // Of the tensors so far. REQUIRES: at least one.
+  // The dtype of the tensors so far. REQUIRES: at least one.
   DType dtype() const { return dtype_.value(); }
 
   // To be called when the operation is done: writes results to where they belong.
@@ -65,8 +65,8 @@ at::Tensor apart_from(const std::vector<at::Tensor>& outputs,
 std::vector<at::Tensor> all_apart_from(const at::Tensor& output,
                                        const std::vector<at::Tensor>& inputs,
                                        int own);
-// Of calls made one after another, outputs[i] from inputs[i]: copies of inputs that one before
-// writes.
+// Returns the inputs of calls that are made one after another, outputs[i] from inputs[i], with
+// copies of the inputs that an earlier call writes.
 std::vector<at::Tensor> apart_in_turn(const std::vector<at::Tensor>& outputs,
                                       const std::vector<at::Tensor>& inputs);
 // Whether `part` is where the part of rank `rank` lies in `whole`.

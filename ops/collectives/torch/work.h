@@ -1,6 +1,6 @@
 #pragma once
 
-// A call on its way, for c10d.
+// A call in flight, for c10d.
 
 #include "group.h"
 

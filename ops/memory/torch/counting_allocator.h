@@ -13,7 +13,7 @@ namespace weft::memory {
 bool install_counting_allocator();
 bool is_counting();
 
-// Of a block that the counting allocator made; null for another's.
+// The head of a block that the counting allocator made; null for other blocks.
 BlockHead* head_of(const c10::DataPtr& data);
 
 }  // namespace weft::memory

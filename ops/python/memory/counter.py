@@ -164,5 +164,5 @@ def tag(tensors: Iterable[torch.Tensor | None], category: str) -> None:
         return
     for tensor in tensors:
         if tensor is not None:
-            # Of a DTensor, this rank's part.
+            # This rank's shard of a DTensor.
             _memory.set_category(getattr(tensor, "_local_tensor", tensor), category)

@@ -113,7 +113,7 @@ class Tape:
 
 
 def _tensors(result: Any, like: Any) -> list[Tensor]:
-    """Of a result those at the places of the meta tensors of an earlier result."""
+    """Return the values of a result at the places of the meta tensors of an earlier result."""
     pairs = zip(tree_leaves(result), tree_leaves(like), strict=True)
     return [value for value, meta in pairs if isinstance(meta, Tensor) and meta.is_meta]
 

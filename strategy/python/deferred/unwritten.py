@@ -13,7 +13,7 @@ _MOST_BYTES = 1 << 20
 def mark_unwritten(made: Tensor) -> Tensor:
     """Give a tensor that has any values these; what writes to it in whatever way is seen.
 
-    Of CPU tensors, and not of large ones, which would have pages then that nobody may need.
+    Only for small CPU tensors: a large tensor would get pages that may never be used.
     """
     if _is_plain(made) and made.nbytes <= _MOST_BYTES:
         with no_dispatch():

@@ -167,7 +167,7 @@ class Pipeline:
 
     @property
     def num_micro_batches(self) -> int:
-        """Of a step; to set it makes them equal."""
+        """The number of micro-batches in a step; setting it makes them equal."""
         return len(self._shares)
 
     @num_micro_batches.setter

@@ -8,11 +8,11 @@ namespace weft::strategy::detail {
 
 namespace {
 
-// Of the shared-memory backend: two pieces of at most this size are in use, and two pages at least.
+// The shared-memory backend uses two chunks of at most this size, and two pages at least.
 constexpr int64_t kMaxPieceBytes = int64_t{1} << 20;
 constexpr int64_t kPageBytes = 4096;
 
-// Of a gradient that exists at a time where weights are stepped by rows: strategy's row_steps.py.
+// The bytes of a gradient that exist at a time if weights are stepped by rows (row_steps.py).
 constexpr int64_t kRowsBytes = int64_t{1} << 20;
 
 int64_t to_pages(int64_t num_bytes) {

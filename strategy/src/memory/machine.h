@@ -23,7 +23,7 @@ class Machine {
   Buffer scratch(int64_t num) {
     return hold_bytes(MemoryCategory::kScratch, num * activation_bytes_);
   }
-  // Of what autocast leaves in float32: the stream between layers, norms and the loss.
+  // Saves what autocast leaves in float32: the stream between layers, norms and the loss.
   Buffer saved_wide(int64_t num) { return hold_bytes(saved_category(), num * wide_bytes_); }
   Buffer hold_bytes(MemoryCategory category, int64_t num_bytes) {
     return timeline_.hold(category, num_bytes);

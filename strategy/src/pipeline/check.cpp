@@ -261,9 +261,8 @@ void check(const Schedule& schedule, int64_t channel_capacity) {
   }
   detail::Traversal traversal(schedule, channel_capacity);
   if (!traversal.run([](size_t, const Action&) {})) {
-    throw std::invalid_argument(
-        "schedule: ranks wait for each other for ever: " + traversal.stuck() +
-        "; reorder their actions, or post receives earlier");
+    throw std::invalid_argument("schedule: the ranks would deadlock: " + traversal.stuck() +
+                                "; reorder their actions, or post receives earlier");
   }
 }
 

@@ -115,7 +115,7 @@ struct Cut {
 // takes the value of the stages before and one cost more.
 template <typename Cost, typename Add>
 Cut best_cut(size_t num_layers, size_t num_stages, Cost cost, Add add) {
-  // Of the stages so far, by the end of the last: the best value, and where its last stage begins.
+  // By the end of the last stage so far: the best value, and where its last stage begins.
   std::vector<double> values(num_layers + 1, kImpossible);
   values[0] = 0;
   std::vector<std::vector<size_t>> begins(num_stages, std::vector<size_t>(num_layers + 1));

@@ -16,7 +16,7 @@ namespace {
 
 [[noreturn]] void refuse(const std::string& text) { throw std::invalid_argument("tune: " + text); }
 
-// Of each stage and micro-batch, stage by stage.
+// The cost of each stage and micro-batch, stage by stage.
 std::vector<StageCost> costs_of(std::span<const StageProfile> stages,
                                 std::span<const int64_t> sizes) {
   std::vector<StageCost> costs;

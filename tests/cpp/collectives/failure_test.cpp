@@ -167,7 +167,7 @@ TEST(Late, TheErrorTellsWhoCameAndWhoDidNot) {
       group_of(1, 0, milliseconds(300)));
 }
 
-// One that waits behind another has its own time, whoever drives.
+// One that waits behind another has its own time, whichever thread drives.
 TEST(Late, EveryWaitHasItsOwnTimeout) {
   for (const bool is_driven_elsewhere : {false, true}) {
     std::atomic<bool> is_over{false};

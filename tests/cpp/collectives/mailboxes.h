@@ -15,7 +15,7 @@
 
 namespace weft::collectives::testing {
 
-// All letters on their way between the ranks of a group.
+// All letters in flight between the ranks of a group.
 class Mailboxes {
  public:
   struct Letter {

@@ -75,7 +75,7 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::Combine(::testing::Values("aa", "ab"),
                        ::testing::Values(0, 1, 252, 253, 1016, 1017, 70000, 1000003)));
 
-// Of as many ranks as a test needs: the first ones of these.
+// A test uses the first of these ranks, as many as it needs.
 class MessageTest : public ::testing::TestWithParam<std::string> {
  protected:
   std::string first(size_t num_ranks) const { return GetParam().substr(0, num_ranks); }

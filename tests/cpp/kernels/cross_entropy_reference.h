@@ -43,7 +43,7 @@ inline double probability(double logit, Normalizers of_row) {
   return std::exp(logit - of_row.largest - of_row.log_sum);
 }
 
-// Of a row that is not ignored.
+// The gradient of a row that is not ignored.
 inline double gradient(
     double grad, double p, bool is_target, double smoothing, double num_classes) {
   return grad * (p - smoothing / num_classes - (is_target ? 1 - smoothing : 0));

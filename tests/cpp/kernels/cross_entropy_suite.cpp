@@ -200,7 +200,7 @@ class CrossEntropyCases : public CrossEntropyKernels, public ::testing::WithPara
     return finish(at::randn({rows, c.size}, at::kDouble));
   }
 
-  // Of rows of which another part has three times as much, and in one a larger logit.
+  // Normalizers of rows whose other shard has three times as much, and in one row a larger logit.
   static at::Tensor normalizers_of(const at::Tensor& logits) {
     at::Tensor result = at::empty({2, logits.size(0)}, at::kDouble);
     for (int64_t row = 0; row < logits.size(0); ++row) {
@@ -283,7 +283,7 @@ TEST_F(CrossEntropyKernels, LargeLogitsKeepTheirDigits) {
       on_device(at::tensor({1e8, 1e8 + 0.5, 1e8 - 1}, at::kDouble).unsqueeze(0));
   const at::Tensor target = at::tensor({kStart + 1});
   expect_statistics(logits, target, true);
-  // Of a growing row every tile has a larger logit than the one before.
+  // In a growing row every tile has a larger logit than the tile before.
   const at::Tensor growing = on_device(at::arange(5000, at::kFloat).unsqueeze(0));
   expect_statistics(growing, target, true);
   expect_statistics(growing.flip(1), target, true);

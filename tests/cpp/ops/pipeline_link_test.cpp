@@ -44,7 +44,7 @@ class Wire {
     }
     return work;
   }
-  // Of the sends or receives to come the `nth` fails, once.
+  // The `nth` of the sends or receives to come fails, once.
   void break_nth(bool of_sends, int nth) { (of_sends ? breaks_send_ : breaks_recv_) = nth; }
   bool breaks(bool of_sends) {
     auto& left = of_sends ? breaks_send_ : breaks_recv_;

@@ -1,6 +1,6 @@
 """A run of two ranks that does not end by itself. Arguments: what rank 0 and rank 1 do in step 1.
 
-compute   multiply matrices for ever
+compute   multiply matrices endlessly
 wait      wait in a collective for a rank that never comes
 raise     raise an exception after a second
 """

@@ -36,7 +36,7 @@ def scenarios() -> list[dict]:
     before = set(os.listdir("/dev/shm"))
     found = run_faults("--victims", "1") + run_faults("--victims", "0", "--calls", "all_reduce", "broadcast")
     found += run_faults("--hosts", "abb", "--calls", "all_reduce", "scatter", "send_recv")
-    # While much is on its way between the hosts: gloo alone did not notice one in four.
+    # While much is in flight between the hosts: gloo alone did not notice one in four.
     large = ("--calls", "large_all_reduce", "--signals", "SIGKILL", "--victims", "0", "--repeats", "8")
     found += run_faults("--hosts", "abb", *large)
     assert set(os.listdir("/dev/shm")) == before

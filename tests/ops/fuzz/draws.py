@@ -76,7 +76,7 @@ class Draw:
         return self.random.random() < share
 
     def size(self) -> int:
-        """Of a dim: small, now and then nothing."""
+        """Return the size of a dim: small, now and then 0."""
         return self.random.choices(range(8), (6, 12, 16, 16, 16, 14, 10, 10))[0]
 
     def sizes(self, fewest: int, most: int) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 pipeline_flush.
 
 An exchange is drawn as a whole, the same on every rank: its messages, and one order of what all ranks do with them, in
-which nothing waits for what comes later. Each rank runs its own steps of that order, so none can wait for ever. Some
+which nothing waits for what comes later. Each rank runs its own steps of that order, so no rank can hang. Some
 sets hold a wrong call of their operator instead.
 """
 

@@ -15,8 +15,8 @@ from ops.fuzz.rules import Findings, Refusal, Unseen
 
 EPS = (1e-12, 1e-6, 1e-5, 0.02, 0.1, 1.0)
 HALF = (torch.bfloat16, torch.float16)
-# Of 1 / std. Beyond it a token's features are so close to one another, or to zero, that what is compared is how
-# their mean was rounded. With an eps of 0.02 or more none is.
+# The limit of 1 / std. Beyond it a token's features are so close to each other, or to 0, that a comparison shows how
+# their mean was rounded. An eps of 0.02 or more keeps tokens below it.
 MAX_RSTD = 10.0
 
 
@@ -114,7 +114,7 @@ class AddLayerNorm(LayerNorm):
 
 
 def _shapes(draw: Draw) -> list[tuple[int, ...]]:
-    """Of the ranks' tokens."""
+    """Draw the numbers of the ranks' tokens."""
     whole = draw.sizes(0, 3)
     if not whole or draw.chance(0.3):
         return [draw.sizes(0, 3) for _ in range(draw.num_ranks)]

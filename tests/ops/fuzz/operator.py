@@ -1,7 +1,7 @@
 """An operator as the fuzz test sees it, and one random call of it.
 
-A call is drawn as a whole, the same on every rank: whole tensors, and where each is cut. Of it follow what a rank
-passes, what a rank must refuse, and what the unsharded computation gives.
+A call is drawn on every rank alike: full tensors, and how each is sharded. These determine what a rank passes, which
+errors a rank must raise, and the result of the unsharded computation.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Operator(ABC):
         torch.bfloat16: 3e-2,
         torch.float16: 4e-3,
     }
-    # Of the dtype of what is compared, instead of the call's: nothing is rounded to a narrower one on the way.
+    # The tolerance is that of the result's dtype, not of the call's: nothing is rounded to a narrower one in between.
     tolerates_by_result: ClassVar[bool] = False
 
     @abstractmethod

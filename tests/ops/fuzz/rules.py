@@ -62,7 +62,7 @@ def one_device(x: Tensor, other: Tensor, name: str) -> Findings:
 
 
 def like(x: Tensor, other: Tensor | None, name: str) -> Findings:
-    """Of one dtype and device with x."""
+    """Require the dtype and device of x."""
     if other is None:
         return
     if other.dtype != x.dtype:

@@ -14,7 +14,7 @@ from ops.fuzz.draws import WHOLE, Cut, Draw, Place, Placement, Value
 from ops.fuzz.operator import Operator, Options, Values, Wild
 from ops.fuzz.rules import Findings, Refusal, Same, Unseen
 
-# Of the whole vocabulary's first entry. Larger ones: test_fuzz.py, test_vocabularies_beyond_int32.
+# The first entry of the full vocabulary. Larger vocabularies: test_fuzz.py, test_vocabularies_beyond_int32.
 STARTS = (-(2**63), -50, -8, -1, 0, 3, 1000, 2**31 - 20, 2**32, 2**62, 2**63 - 100)
 VOCAB_SIZES = (-1, 0, 1, 3, 8, 2**63 - 1, None)
 

@@ -91,7 +91,7 @@ def test_other_is_what_was_not_of_the_loop(rank: int) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("plan", [{"*.0": "column", "*.2": "row"}])
 def test_sharded_parameters(rank: int, world_size: int, plan: dict[str, str]) -> None:
-    """Of a DTensor the local part counts, and gradients of it are gradients."""
+    """The local shard of a DTensor counts, and its gradients count as gradients."""
     mesh = torch.distributed.init_device_mesh("cpu", (world_size,))
     with counted() as count:
         model = nn.ModuleDict({"mlp": _model()})

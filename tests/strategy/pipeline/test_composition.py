@@ -233,7 +233,7 @@ def test_replicas_of_sharded_stages_and_what_they_send(world_size: int) -> None:
         pipeline.fully_shard(mesh["data_replicate", "data_parallel"])
     batch = torch.randn(16, 4, dtype=torch.float64)
     data_rank = 2 * mesh["data_replicate"].get_local_rank() + mesh["data_parallel"].get_local_rank()
-    # Of the offset, whole on the first stage's ranks: over both axes.
+    # The gradient of the offset, full on the first stage's ranks, is averaged over both axes.
     averaged = 2 if pipeline.stages == (0,) else 0
     messages = {"send": 2 * 4, "recv": 2 * 4}  # a header and its tensor, for each micro-batch
     sums = {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 2, "all_reduce": 2 + averaged}

@@ -55,7 +55,7 @@ def test_what_is_kept_is_what_is_in_flight(world_size: int, kind: str) -> None:
     units = units_after_each_action(pipeline)
     for span, num_bytes, num in zip(pipeline.trace, kept, units, strict=True):
         assert abs(num_bytes - num * KEPT) < SMALL, (span.action, num_bytes / KEPT, num)
-    # Of one stage a rank, the most of its own micro-batches in flight are what the simulator counts.
+    # With one stage on a rank, the simulator counts the most of its micro-batches in flight.
     simulated = pipeline.schedule(MICRO_BATCHES).simulate()
     if len(pipeline.stages) == 1 and kind != "zero_bubble":
         assert max(units) == simulated.in_flight[pipeline.stages[0]]

@@ -217,7 +217,7 @@ def test_models_as_they_are(world_size: int, case: str, kind: str) -> None:
 
 @on_ranks(2, 4)
 def test_steps_add_to_gradients_that_are_there(world_size: int) -> None:
-    """Of tied parameters, too, whose sum over the stages is there from the step before."""
+    """Also for tied parameters, whose sum over the stages exists from the step before."""
     mesh = init_device_mesh("cpu", (world_size,))
     make, cuts, _, _ = CASES["tied"]
     model, reference = built(make), built(make)

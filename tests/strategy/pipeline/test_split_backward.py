@@ -158,5 +158,5 @@ def test_operators_of_weft_are_split() -> None:
     for one, other in zip([found, *(weight.grad for weight in weights)], expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
     assert (first.calls["reduce_from_group"], second.calls["reduce_from_group"]) == (1, 0)
-    # Of three layers' gradients, that of the hidden values is computed in both halves.
+    # Among the gradients of three layers, that of the hidden values is computed in both halves.
     assert (first.calls["mm"] + first.calls["addmm_"], second.calls["mm"]) == (3, 4)

@@ -42,8 +42,8 @@ struct CrossEntropyGradientArguments {
 namespace cpu {
 
 // [tokens, 4]: largest logit, sum of exp(logit - largest), logit of the target (0 where it is
-// ignored or another part's), sum of the logits (0 unless wanted). Of no classes, or of classes
-// that are all masked out: -infinity and 0.
+// ignored or another part's), sum of the logits (0 unless wanted). Without classes, or with
+// classes that are all masked out: -infinity and 0.
 at::Tensor cross_entropy_statistics(const CrossEntropyStatisticsArguments& arguments);
 
 // Writes the gradient of the logits to `gradient`, contiguous and of their shape and dtype, which

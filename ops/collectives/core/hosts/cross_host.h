@@ -64,7 +64,7 @@ class CrossHost {
   Transfers transfers_until(Deadline deadline) {
     return {remote_, deadline, [this](int peer) { here_.tell_waiting(peer); }};
   }
-  // Of transfers between ranks that need not be leaders.
+  // The deadline of transfers between ranks that need not be leaders.
   Deadline deadline_of_pairs() const;
   // Lets `exchange(transfers, host, leader)` post what this leader and that of each other host have
   // for each other, and waits for it.

@@ -25,7 +25,7 @@ constexpr std::chrono::milliseconds kWordOfLateHost{300};
 // A transport that does not give its transfers up holds a leaving rank for this time.
 constexpr std::chrono::seconds kLeaving{1};
 
-// Of so many looks one asks the store, on a rank that is not a leader.
+// A rank that is not a leader polls the store once every so many checks.
 constexpr unsigned kLooksOfOthers = 8;
 
 // The operations whose on_done runs on this thread, the innermost last.
@@ -137,7 +137,7 @@ void HostsGroup::begin(const MessagePtr& message) {
     } catch (...) {
       error = as_failure(*message);
     }
-    posted.reset();  // nothing is on its way once the message counts as done
+    posted.reset();  // nothing is in flight once the message counts as done
     finish(*message, error);
   });
 }

@@ -13,7 +13,7 @@ constexpr int kMaxUserTag = (1 << 30) - 2;
 constexpr int head_tag(int user_tag) { return user_tag + 1; }
 // The data of the sender's k-th message to a receiver.
 constexpr int data_tag(uint64_t k) { return (1 << 30) + static_cast<int>(k % ((1U << 30) - 1)); }
-// Of receives that nothing is ever sent to.
+// The tag of receives that no rank ever sends to.
 constexpr int kProbeTag = 2147483647;
 
 }  // namespace weft::collectives

@@ -1,6 +1,6 @@
 #pragma once
 
-// How bytes get from one host to another: handed in by whoever makes the group.
+// How bytes get from one host to another: passed by the code that makes the group.
 
 #include <chrono>
 #include <cstddef>
@@ -10,7 +10,7 @@
 
 namespace weft::collectives {
 
-// One message on its way. Dropping it gives it up: nothing is written to its memory any more.
+// One message in flight. Dropping it gives it up: nothing is written to its memory any more.
 class Transfer {
  public:
   Transfer() = default;
@@ -23,7 +23,7 @@ class Transfer {
   virtual void wait(std::chrono::milliseconds timeout) = 0;
   // Makes wait() throw soon. Thread safety: called while another thread waits.
   virtual void give_up() = 0;
-  // Of a receive that is done: the rank it came from.
+  // The source rank of a completed receive.
   virtual int source() const = 0;
 };
 

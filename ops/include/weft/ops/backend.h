@@ -39,8 +39,8 @@ struct BackendOptions final : c10d::Backend::Options {
                                                   std::chrono::milliseconds timeout)>
       make_transport;
 
-  // Of shared memory that the group takes on this host at most, all ranks together. The same on all
-  // ranks of a host.
+  // The limit of the shared memory that all ranks of the group on this host take together. The same
+  // on all ranks of a host.
   std::size_t staging_limit_bytes = std::size_t{16} << 20;
 };
 

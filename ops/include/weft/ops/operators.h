@@ -154,8 +154,8 @@ WEFT_OPS_API at::Tensor layer_norm(const at::Tensor& x,
                                    std::string_view group_name,
                                    double eps = 1e-5);
 
-// (norm of x + residual, x + residual), like the norms above; residual like x. Of the two tensors
-// the sum alone is saved.
+// (norm of x + residual, x + residual), like the norms above; residual like x. Only the sum is
+// saved.
 WEFT_OPS_API std::tuple<at::Tensor, at::Tensor> add_rms_norm(
     const at::Tensor& x,
     const at::Tensor& residual,
@@ -228,7 +228,7 @@ WEFT_OPS_API at::Tensor all_to_all(const at::Tensor& x,
 // The torch release that libweft_ops.so was compiled for, such as "2.15.0".
 WEFT_OPS_API std::string_view built_for_torch();
 
-// Messages between two ranks, several on their way at a time. `peer` counts in the group, from 0;
+// Messages between two ranks, several in flight at a time. `peer` counts in the group, from 0;
 // `channel` is 0 to 1022: the n-th send on a channel meets the peer's n-th receive on it. Tensors
 // of any dtype. Where the sides do not agree on number, shapes, dtypes or needs of gradients, both
 // raise CollectiveMismatchError. Not traced by torch.compile and torch.export.

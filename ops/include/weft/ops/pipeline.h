@@ -24,8 +24,8 @@ using MakeLinkBackend = std::function<c10::intrusive_ptr<c10d::Backend>(int rank
 // until both have, so ranks with several peers take the pairs, of all groups, in one order. Small
 // announcements go over the group's backend for CPU tensors.
 //
-// A message that was sent is on its way until the peer waits for a message that was sent later, or
-// for itself: what waits for the whole device on both ranks before that waits for ever.
+// A message that was sent is in flight until the peer waits for a message that was sent later, or
+// for itself: a device synchronisation on both ranks before that deadlocks.
 // Errors: ValueError for a group without one, for a peer that is none, where there is a link
 // already, and for backends of other ranks.
 WEFT_OPS_API void link_pipeline(const c10::intrusive_ptr<c10d::ProcessGroup>& group,

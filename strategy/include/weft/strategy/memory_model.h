@@ -55,8 +55,8 @@ enum class Precision {
 
 enum class OptimizerKind { kSgd, kSgdMomentum, kAdam, kAdamW, kAdagrad };
 
-// Of each block: all that autograd saves; the results of matrix products, attention and
-// communication; or its input alone. What is not kept is computed again in the backward.
+// What is kept of each block: all that autograd saves; the results of matrix products, attention
+// and communication; or its input alone. What is not kept is computed again in the backward.
 enum class Checkpointing { kNone, kSelective, kFull };
 
 // A model in training on a mesh.

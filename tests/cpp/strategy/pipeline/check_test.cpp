@@ -80,9 +80,10 @@ TEST(Check, NamesWhatIsOutOfOrder) {
 }
 
 TEST(Check, FindsCircles) {
-  EXPECT_EQ(refused("1F0,0F0\n2F0\n"),
-            "schedule: ranks wait for each other for ever: rank 0 at 1F0, rank 1 at 2F0; reorder "
-            "their actions, or post receives earlier");
+  EXPECT_EQ(
+      refused("1F0,0F0\n2F0\n"),
+      "schedule: the ranks would deadlock: rank 0 at 1F0, rank 1 at 2F0; reorder their actions, "
+      "or post receives earlier");
   // The last stage wants the second micro-batch first, the first stage its gradient.
   EXPECT_THAT(refused("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n"),
               HasSubstr("rank 0 at 0B0, rank 1 at 1F1"));

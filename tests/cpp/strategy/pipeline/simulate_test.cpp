@@ -83,7 +83,7 @@ TEST(Simulate, InterleavedStagesFollowTheFormula) {
   }
 }
 
-// Of p - 1 times forward + backward in 1F1B, the split leaves p - 1 times F + I - W.
+// 1F1B waits p - 1 times forward + backward; the split reduces that to p - 1 times F + I - W.
 TEST(Simulate, ZeroBubbleFollowsTheFormula) {
   for (int64_t p = 1; p <= 8; ++p) {
     for (int64_t m = p; m <= 2 * p + 3; ++m) {

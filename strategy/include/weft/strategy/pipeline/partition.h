@@ -31,8 +31,8 @@ struct Partition {
   std::vector<int64_t> bytes;   // of each stage, with its micro-batches in flight
 };
 
-// Cuts a chain of layers into stages that follow each other, none of them empty. Of the cuts with
-// the least worst stage, the one whose stages are most alike (least sum of squares).
+// Cuts a chain of layers into stages that follow each other, none of them empty. Among the
+// cuts with the least worst stage, takes the one with the least sum of squares over stages.
 //
 // Dynamic programming, num_stages * layers^2 steps.
 //

@@ -20,7 +20,7 @@ struct CommunicationOptions {
 };
 
 // Adds the sends, each right after what it sends, and the receives. Receives are posted early
-// where a sender would wait for ever.
+// where a sender would deadlock.
 // REQUIRES: no communication yet.
 Schedule add_communication(const Schedule& schedule, const CommunicationOptions& options = {});
 

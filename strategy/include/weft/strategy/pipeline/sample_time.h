@@ -16,14 +16,14 @@ struct LinearTime {
   [[nodiscard]] double at(double num_samples) const { return fixed + per_sample * num_samples; }
 };
 
-// The line through measured times, by least squares, neither part below 0. Of one measurement, or
-// of several at one size, all is per sample.
+// The line through measured times, by least squares, neither part below 0. With one measurement,
+// or several at one size, all time is per sample.
 // Throws std::invalid_argument without any, for sizes below 1 and for times that are negative.
 LinearTime fit_time(std::span<const int64_t> num_samples, std::span<const double> times);
 
 // Times as they were measured, which caches bend: straight between the sizes, beyond the largest on
-// as between the last two. Of fewer samples than were measured it is not claimed that they take
-// less. Of one size, in proportion.
+// as between the last two. Fewer samples than were measured are not claimed to take less
+// time. With one measured size, time is in proportion.
 class MeasuredTime {
  public:
   // Throws std::invalid_argument as fit_time does, and for sizes that do not ascend.

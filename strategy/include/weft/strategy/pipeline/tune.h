@@ -43,8 +43,8 @@ struct TunePoint {
 };
 
 // Simulates each schedule with each number of micro-batches, as even as can be and, where that is
-// faster, in the best of tapered sizes; fastest first, those that do not fit last. Of equally fast
-// ones, that with fewer bytes comes first, then that with fewer micro-batches.
+// faster, in the best of tapered sizes; fastest first, those that do not fit last. Among equally
+// fast ones, fewer bytes come first, then fewer micro-batches.
 //
 // Throws std::invalid_argument for stages that the ranks do not divide, for numbers out of range
 // and for kinds that do not take the stages that a rank has.

@@ -1,0 +1,70 @@
+"""Phrases that CONTRIBUTING.md replaces by the field's terms stay out of documentation and source files."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SUFFIXES = {".py", ".pyi", ".md", ".h", ".cpp", ".cu", ".cuh"}
+QUOTING = {"CONTRIBUTING.md", "tests/policy/test_language.py"}
+
+# A pattern, and what to write instead. A sentence begins after a full stop, a colon, a comment sign or quotes.
+BANNED = {
+    r"(?:^|[.:] |\"\"\"|// |# |\* |- )Of (?!course)": "a sentence with a subject",
+    r"\b[Oo]n (?:its|their) way\b": "in flight",
+    r"\bfor ever\b": "hang, deadlock, endlessly",
+    r"\b[Ww]hoever\b": "the name of the actor",
+}
+
+
+def violations(text: str) -> list[tuple[int, str, str]]:
+    """Return the line number, the phrase and its replacement for each banned phrase."""
+    return [
+        (number, found.group().strip(), instead)
+        for number, line in enumerate(text.splitlines(), 1)
+        for pattern, instead in BANNED.items()
+        if (found := re.search(pattern, line)) is not None
+    ]
+
+
+def _tracked() -> list[str]:
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode != 0:
+        pytest.skip("no git checkout: the list of files is git's")
+    return [name for name in listed.stdout.splitlines() if Path(name).suffix in SUFFIXES and (ROOT / name).is_file()]
+
+
+def test_files_use_the_terms_of_the_field() -> None:
+    found = [
+        f"{name}:{number}: '{phrase}'; write {instead}"
+        for name in _tracked()
+        if name not in QUOTING
+        for number, phrase, instead in violations((ROOT / name).read_text())
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("line", "phrase"),
+    [
+        ("// Of all ranks.", "// Of"),
+        ('    """Of two states."""', '"""Of'),
+        ("It is kept. Of x a shard is sent.", ". Of"),
+        ("while the reduction is on its way", "on its way"),
+        ("Ranks wait for ever.", "for ever"),
+        ("Whoever waits drives it.", "Whoever"),
+    ],
+)
+def test_a_banned_phrase_is_found(line: str, phrase: str) -> None:
+    [(number, found, _)] = violations(f"# A good line.\n{line}")
+    assert (number, found) == (2, phrase)
+
+
+def test_other_uses_are_not() -> None:
+    text = "the sum of all; OF_PRODUCTS = 1\n# 2 of 3. Often it is.\nwait forever\nHalf Of Fame\n"
+    assert violations(text) == []
