@@ -131,7 +131,7 @@ def register_installed() -> None:
     """Register the names in every installed namespace's registry; a second call changes nothing.
 
     Raises:
-        ValueError: somebody else has taken a name.
+        ValueError: another strategy has taken a name.
     """
     watch_launcher()  # the earliest moment at which a rank can notice that rank 0 has died while it started
     for flavour in FLAVOURS:

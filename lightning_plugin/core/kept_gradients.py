@@ -18,11 +18,11 @@ class KeptGradients:
 
     parameters: all that get gradients.
     is_first: whether gradients are zeroed before the backward; else it adds to those of batches before.
-    is_seen: whether somebody looks at the gradients that are zeroed, or zeroes them in another way.
-    scale: what the gradients are multiplied by already, and the loss will be; None: nobody knows what the loss will be
+    is_seen: whether hooks see the gradients that are zeroed, or other code zeroes them.
+    scale: what the gradients are multiplied by already, and the loss will be; None: it is unknown what the loss will be
         multiplied by, and the gradients will be then.
 
-    Gradients that are to be zeroed, with nobody to see it, are freed before the step. Those of a later batch are added
+    Gradients that are zeroed unseen are freed before the step. Those of a later batch are added
     to the earlier ones at once, where their scale is known. So one set is alive, and in other cases two.
     """
 

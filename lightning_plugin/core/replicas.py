@@ -53,7 +53,7 @@ def _share_values(module: torch.nn.Module, axis: str, mesh: DeviceMesh, device: 
 
 
 def _part_replicated_over(axis: str, mesh: DeviceMesh, tensor: Tensor) -> Tensor | None:
-    """What a rank holds of a tensor, if the ranks along `axis` hold the same; None where nobody knows."""
+    """What a rank holds of a tensor, if the ranks along `axis` hold the same; None where that is unknown."""
     if not isinstance(tensor, DTensor):
         return tensor
     names = tensor.device_mesh.mesh_dim_names or ("",)
@@ -99,7 +99,7 @@ def random_state_of_first_rank(
 ) -> Iterator[None]:
     """Inside, random numbers are those of the job's first rank; afterwards, where they were others, those again.
 
-    Ranks that see other data draw other numbers for it, if nobody has seeded them alike.
+    Ranks that see other data draw other numbers for it, unless they were seeded alike.
     """
     share_random_state(tensor_group, device)  # those draw alike afterwards, too
     own = _random_state(device)

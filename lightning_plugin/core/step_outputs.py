@@ -53,7 +53,7 @@ def join_outputs(outputs: Sequence[Any], sizes: Sequence[int | None], weights: S
     elif isinstance(first, numbers.Number) and not isinstance(first, bool):
         return weighted_mean([torch.tensor(float(v), dtype=torch.float64) for v in outputs], weights).item()
     raise TypeError(
-        f"pipeline: a step gave a {_described(first)} for each micro-batch, which nobody knows how to join; give "
+        f"pipeline: a step gave a {_described(first)} for each micro-batch, which cannot be joined; give "
         "tensors with the samples along dim 0, numbers, or dicts and tuples of them."
     )
 

@@ -358,7 +358,7 @@ def _num_samples(part: Any) -> int | None:
 
 
 def _sees_zero_grad(trainer: Any) -> bool:
-    """Whether somebody looks at the gradients that are about to be zeroed, or zeroes them in another way."""
+    """Whether hooks see the gradients that are about to be zeroed, or other code zeroes them."""
     hooks = ("on_before_zero_grad", "optimizer_zero_grad")
     if any(is_overridden(hook, trainer.lightning_module, "LightningModule") for hook in hooks):
         return True

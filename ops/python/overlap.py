@@ -41,8 +41,8 @@ class Choice:
         row_bytes: of one of its rows, in the widest tensor that travels, rounded up likewise: of the input where it is
             gathered, of the output where it is scattered.
         in_pieces: the choice.
-        ratio: time in pieces over whole, on the rank and for the weight where it was largest; 0 where nobody measured,
-            or every weight came too seldom.
+        ratio: time in pieces over whole, on the rank and for the weight where it was largest; 0 where it was not
+            measured, or every weight came too seldom.
     """
 
     op: str

@@ -21,8 +21,8 @@ std::int64_t size_on(std::int64_t size, int rank, const ProcessGroupPtr& group) 
   return part_size(size, {group->getSize(), rank}).expect_int();
 }
 
-// x, which starts with the dim in question, with `size` there: followed by zeros, which nobody
-// reads but a sum.
+// x, which starts with the dim in question, with `size` there: followed by zeros, which only
+// a sum reads.
 at::Tensor padded(const at::Tensor& x, std::int64_t size) {
   if (x.size(0) == size) {
     return x.contiguous();

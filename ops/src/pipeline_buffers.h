@@ -1,6 +1,6 @@
 #pragma once
 
-// The memory that messages are received into, used again as soon as nobody holds what came before:
+// The memory that messages are received into, reused as soon as no tensor refers to it:
 // fresh memory is mapped page by page while it is written, which takes longer than the copy.
 
 #include "pipeline_message.h"

@@ -59,7 +59,7 @@ class PipelineLink {
 
   // One byte each way, which makes connections. Blocks until the peer has called it.
   void open(const ProcessGroupPtr& group);
-  // The peer does so, too. After a failure, which nobody may ever answer, it aborts.
+  // The peer does so, too. After a failure, which the peer may never answer, it aborts.
   void shut_down(const ProcessGroupPtr& group);
 
   // Sends the contiguous tensors of a message, on device() if it `is_direct`, and announces it.

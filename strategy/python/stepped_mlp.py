@@ -40,7 +40,7 @@ class Options:
 
 
 class _Use:
-    """One call that has not had its backward: with several the gradient is a sum, which nobody may step in parts.
+    """One call that has not had its backward: with several the gradient is a sum, which must not be stepped in parts.
 
     has_own: which weights it computes with are the MLP's own, not others in their place (torch.func.functional_call).
     """
@@ -97,7 +97,7 @@ class SteppedMlp:
         return use.is_alone
 
     def steps(self, index: int, use: _Use) -> bool:
-        """Whether a weight may be stepped by rows now: it has no gradient to add to, and nobody wants to see one."""
+        """Whether a weight may be stepped by rows now: it has no gradient to add to, and no hook needs one."""
         weight = self._weights[index]
         if weight is None or not use.has_own[index] or self.has_ended:
             return False

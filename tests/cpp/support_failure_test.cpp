@@ -124,8 +124,8 @@ TEST(FailingRanks, AWorkNobodyWaitsForIsAFailure) {
   };
   EXPECT_EQ(
       failure_of(2, body),
-      "rank 1 of 2 failed: nobody waited for all_reduce(sum, Float[3, 2]), operation 0, on rank 1 "
-      "of 2 (1 in all)");
+      "rank 1 of 2 failed: there was no wait for all_reduce(sum, Float[3, 2]), operation 0, on "
+      "rank 1 of 2 (1 in all)");
   RankOptions options;
   options.require_waits = false;
   run_ranks(2, body, options);

@@ -18,7 +18,7 @@ from support.ranks import run_on_ranks
 
 SCRIPT = Path(__file__).parent / "scripts" / "hosts.py"
 TESTS = str(Path(__file__).resolve().parents[1])
-PORT = "29475"  # of networks that nobody else is in
+PORT = "29475"  # of networks that no other process is in
 
 
 @pytest.fixture(scope="module")

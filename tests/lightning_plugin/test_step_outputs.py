@@ -67,7 +67,7 @@ def same(left: Any, right: Any) -> bool:
     ],
 )
 def test_refuses_what_it_cannot_join(outputs: list[Any]) -> None:
-    with pytest.raises(TypeError, match="for each micro-batch, which nobody knows how to join; give tensors with the"):
+    with pytest.raises(TypeError, match="for each micro-batch, which cannot be joined; give tensors with the"):
         join_outputs(outputs, SIZES, WEIGHTS)
 
 

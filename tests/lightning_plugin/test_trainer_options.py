@@ -116,7 +116,7 @@ def _predict(rank: int, world_size: int, folder: str, layout: str) -> Tensor | N
     strategy: Any = WeftModelParallelStrategy(plan=OWN_PLAN, layout=layout) if layout else "auto"
     num_data, num_tensor = NUM_RANKS[layout]
     [first, *_] = trainer(world_size, strategy, folder).predict(Decoder(), data(num_data, rank // num_tensor))
-    # What is done on one rank alone waits for nobody.
+    # Code on one rank alone waits for no other rank.
     return first.log_softmax(-1).clone() if rank == 0 else None
 
 

@@ -275,7 +275,7 @@ class Uncopied(Small):
     [
         (Searching, ValueError, "LBFGS searches along the gradient of all parameters"),
         (Custom, ValueError, r"self.log\('a'\) got reduce_fx=<function .*; pass 'mean', 'sum', 'min' or 'max'"),
-        (Unsendable, TypeError, "nobody knows how to join|cannot be sent to other stages"),
+        (Unsendable, TypeError, "cannot be joined|cannot be sent to other stages"),
         (Uncopied, ValueError, "Linear cannot be copied, which other stages need a copy without values of"),
     ],
 )

@@ -73,7 +73,7 @@ ON_ALL = {
     ),
     "parameter before": (RuntimeError, "'temperature' is beside 'model' and so on the last stage alone"),
     "never": (RuntimeError, "called the model in stages 0 times for a micro-batch; call it once"),
-    "outputs": (TypeError, "a tensor of shape .* for each micro-batch, which nobody knows how to join"),
+    "outputs": (TypeError, "a tensor of shape .* for each micro-batch, which cannot be joined"),
     "tied": (ValueError, "'head.weight' and 'model.layers.0.attention.wq.weight' are one parameter"),
     "optimizer": (AttributeError, "the layer 'layers.[02]' .* is on stage [01], and its 'attention' was asked for"),
 }

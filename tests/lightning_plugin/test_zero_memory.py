@@ -119,7 +119,7 @@ class Staged(L.LightningModule):
 def test_stages_hold_one_set_of_gradients(
     rank: int, world_size: int, tmp_path: Path, accumulate: int, has_hook: bool
 ) -> None:
-    """The schedule runs before gradients are zeroed, which are freed before it unless somebody looks at them."""
+    """The schedule runs before gradients are zeroed, which are freed before it unless a hook looks at them."""
     on_warm_rank(rank, world_size)
     strategy = WeftModelParallelStrategy(
         plan={}, layout="pp2", pipeline_module="model", pipeline_cuts=["2"], num_micro_batches=2

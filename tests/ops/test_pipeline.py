@@ -143,7 +143,7 @@ def _send_or_receive(rank: int, group: str, value: float, size: int = 1 << 16) -
 
 @on_ranks(2)
 def test_memory_of_messages_is_used_again(rank: int) -> None:
-    """As soon as nobody holds what came before, and no sooner."""
+    """Memory is reused as soon as no tensor refers to it, and no sooner."""
     for group in _groups():
         first = _send_or_receive(rank, group, 1.0)
         place = first.data_ptr() if rank else 0

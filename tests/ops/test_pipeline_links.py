@@ -117,7 +117,7 @@ def test_threads_wait_for_one_link(rank: int) -> None:
     ],
 )
 def test_mismatches_raise_on_both_sides(rank: int, backend: str, like: list[Tensor], text: str) -> None:
-    """What was announced is received all the same: nobody waits on the device for what does not come."""
+    """What was announced is received all the same: no rank waits on the device for a tensor that does not come."""
     with _linked(backend) as group:
         if rank == 0:
             x = torch.ones(3, 4, dtype=torch.float64, requires_grad=True)

@@ -17,7 +17,7 @@ BANNED = {
     r"(?:^|[.:] |\"\"\"|// |# |\* |- )Of (?!course)": "a sentence with a subject",
     r"\b[Oo]n (?:its|their) way\b": "in flight",
     r"\bfor ever\b": "hang, deadlock, endlessly",
-    r"\b[Ww]hoever\b": "the name of the actor",
+    r"\b(?:[Ww]hoever|[Nn]obody|[Ss]omebody)\b": "the name of the actor",
 }
 
 
@@ -58,6 +58,7 @@ def test_files_use_the_terms_of_the_field() -> None:
         ("while the reduction is on its way", "on its way"),
         ("Ranks wait for ever.", "for ever"),
         ("Whoever waits drives it.", "Whoever"),
+        ("while nobody waits", "nobody"),
     ],
 )
 def test_a_banned_phrase_is_found(line: str, phrase: str) -> None:

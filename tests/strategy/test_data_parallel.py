@@ -48,7 +48,7 @@ def counting_all_reduces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 class Branches(nn.Module):
-    """Uses its first branch on even ranks and its second on odd ones; nobody uses the third."""
+    """Uses its first branch on even ranks and its second on odd ones; no rank uses the third."""
 
     def __init__(self) -> None:
         super().__init__()

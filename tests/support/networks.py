@@ -34,7 +34,7 @@ wait $other
 
 
 def why_there_are_no_namespaces() -> str:
-    """Why this machine lets nobody make a network namespace; empty where it does."""
+    """Return why network namespaces cannot be made on this machine; empty if they can."""
     missing = [tool for tool in ("ip", "unshare", "nsenter") if shutil.which(tool) is None]
     if missing:
         return f"no {' and no '.join(missing)}"
@@ -44,7 +44,7 @@ def why_there_are_no_namespaces() -> str:
 
 @contextmanager
 def two_networks() -> Iterator[tuple[str, str]]:
-    """The pids of two processes, each in a network of its own; skips the test where nobody may make one."""
+    """The pids of two processes, each in a network of its own; skips the test where none can be made."""
     if why := why_there_are_no_namespaces():
         pytest.skip(f"needs network namespaces: {why}")
     with ProcessTree(["unshare", "--net", "sh", "-c", SETUP]) as tree:

@@ -122,7 +122,7 @@ std::byte* Engine::lend_scratch(size_t num_bytes) {
   if (!is_idle || num_bytes > shared_.staging_bytes() || is_left_) return nullptr;
   if (fork_generation() != fork_generation_) return nullptr;
   is_lent_ = true;
-  // Nobody reads there since this rank went on from the collective before: see Collective.
+  // No rank reads there since this rank went on from the collective before: see Collective.
   return shared_.staging(options_.rank, cursor_.buffer);
 }
 

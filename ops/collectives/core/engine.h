@@ -87,7 +87,7 @@ class Engine final : public Group {
   void run_in_background();
   // After it was queued. REQUIRES: `lock` holds mutex_.
   void begin(Operation& operation, bool in_background, std::unique_lock<std::mutex>& lock);
-  // Calls `drive_now` as the driver. REQUIRES: `lock` holds mutex_, and nobody drives.
+  // Calls `drive_now` as the driver. REQUIRES: `lock` holds mutex_, and no thread drives.
   template <typename Drive>
   void drive_unlocked(std::unique_lock<std::mutex>& lock, const Drive& drive_now);
 

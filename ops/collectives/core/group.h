@@ -23,7 +23,7 @@ class Group {
 
   // What carries `call` out, to be submitted. A message needs no such step.
   virtual OperationPtr make(CollectiveCall call) const = 0;
-  // Begins an operation. `in_background`: nobody may come to wait for it soon.
+  // Begins an operation. `in_background`: possibly no thread waits for it soon.
   // Errors: the group's, if it has failed; std::runtime_error in a forked child.
   virtual void submit(OperationPtr operation, bool in_background) = 0;
   // Until it is done, or `timeout` has passed (zero: its own deadline): then the group fails.

@@ -2,7 +2,7 @@
 
 // Point-to-point messages. A sender announces each message; a small one comes along at once. A
 // larger one waits until the receiver has a place for it, and is then streamed through the ring
-// piece by piece, so that no side ever holds more than a ring of somebody else's data, and posts in
+// piece by piece, so that no side ever holds more than a ring of another rank's data, and posts in
 // any order on both sides do not dead-lock. Messages of one sender, receiver and tag keep their
 // order.
 

@@ -162,7 +162,7 @@ class Joining {
     shared.control().num_joined.fetch_add(1, std::memory_order_acq_rel);
   }
 
-  // Rank 0 cleans the store once nobody reads it any more, and lets all go on.
+  // Rank 0 cleans the store once no rank reads it any more, and lets all go on.
   void open_group(const SharedState& shared, const std::string& address) const {
     Control& control = shared.control();
     if (options_.rank == 0) {
@@ -208,7 +208,7 @@ class Joining {
         return GroupAbortedError(text);
       }
     } catch (const std::exception&) {
-      // Without the store nobody can say; the deadline remains.
+      // Without the store the cause is unknown; the deadline remains.
     }
     for (int rank = 0; rank < options_.size; ++rank) {
       const RankBlock& block = shared.rank(rank);

@@ -13,7 +13,7 @@
 
 namespace weft::collectives {
 
-// A key-value store that all ranks of the group see, and nobody else under these keys.
+// A key-value store that all ranks of the group see, and no other process under these keys.
 struct Store {
   std::function<void(const std::string& key, const std::string& value)> set;
   // Waits for the key; throws when it does not come within the timeout.

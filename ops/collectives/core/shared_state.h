@@ -86,7 +86,7 @@ class SharedState {
 
   SharedState() = default;
   SharedState(std::byte* data, const SharedSizes& sizes);
-  // Constructs what lies there. REQUIRES: zeroed memory, and nobody else looks at it yet.
+  // Constructs what lies there. REQUIRES: zeroed memory, and no other rank looks at it yet.
   void initialize() const;
 
   int num_ranks() const { return sizes_.num_ranks; }

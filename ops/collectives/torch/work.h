@@ -38,7 +38,7 @@ class CollectiveWork final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
  private:
-  // Outlives the work: a call nobody keeps still ends.
+  // Outlives the work: a call whose work is dropped still ends.
   struct Completion {
     std::mutex mutex;
     size_t num_left = 0;

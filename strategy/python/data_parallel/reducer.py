@@ -126,7 +126,7 @@ class GradientReducer:
             bucket.waiting = set(bucket.parameters)
 
     def finish_if_needed(self) -> None:
-        """Before a step: average what a backward has left that nobody has finished."""
+        """Before a step: average gradients that a backward has left unfinished."""
         if self._has_new:
             self.finish()
 

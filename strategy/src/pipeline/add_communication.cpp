@@ -68,7 +68,7 @@ class Writer {
       if (blocked == unsent_.end()) {
         return Schedule(std::move(lists_));
       }
-      // Nobody moves, as this send has no receive: its receiver posts it here and now.
+      // All ranks are blocked, as this send has no receive: its receiver posts it here and now.
       const size_t idx = *output_channel(**blocked);
       post(idx, channels_[idx].num_posted + 1);
     }

@@ -49,7 +49,7 @@ TEST(Terms, OtherLimitsOfStagingAreRefusedByAllRanks) {
   const auto texts = texts_of(store, 3, [](GroupOptions& options) {
     if (options.rank == 1) options.staging_limit_bytes = 4 << 20;
   });
-  EXPECT_LT(Clock::now() - start, std::chrono::seconds(2)) << "nobody waited for the timeout";
+  EXPECT_LT(Clock::now() - start, std::chrono::seconds(2)) << "a rank waited for the timeout";
   for (const std::string& text : texts) EXPECT_EQ(text, texts.front());
   EXPECT_EQ(texts.front(),
             "weft: the ranks of group 'test' on one host got different options "
@@ -124,7 +124,7 @@ TEST(Joining, MemoryThatOneRankCannotOpenIsRefusedByAll) {
         };
         return view;
       });
-  EXPECT_LT(Clock::now() - start, std::chrono::seconds(2)) << "nobody waited for the timeout";
+  EXPECT_LT(Clock::now() - start, std::chrono::seconds(2)) << "a rank waited for the timeout";
   for (const std::string& text : texts) EXPECT_EQ(text, texts.front());
   EXPECT_THAT(texts.front(),
               HasSubstr("rank 1 of group 'test' could not open the shared memory of rank 0"));

@@ -16,7 +16,7 @@ class StagingTest : public ::testing::TestWithParam<size_t> {};
 INSTANTIATE_TEST_SUITE_P(Limits, StagingTest, ::testing::Values(128 * 1024, 1024 * 1024));
 
 // Collectives of every number of chunks one after another, of which some ranks are late at some:
-// what one leaves in the buffers, nobody may overwrite before all have read it.
+// no rank may overwrite the buffers of one before all ranks have read them.
 TEST_P(StagingTest, IsFilledAgainWhenAllHaveReadIt) {
   constexpr int kRanks = 3;
   GroupOptions options = group_of(1, 0);

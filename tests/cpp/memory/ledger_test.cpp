@@ -184,7 +184,7 @@ TEST(Ledger, ThreadsAndForksAtOnce) {
   for (int i = 0; i < 20; ++i) {
     const pid_t child = fork();
     if (child == 0) {
-      alarm(20);  // a lock that nobody will open
+      alarm(20);  // a lock that no thread will release
       BlockHead head;
       head.num_bytes = 5;
       ledger().add(head);

@@ -35,7 +35,7 @@ void on_backend(int size, const BackendBody& body, int timeout_ms = 20'000) {
         const auto backend = ops::make_backend(store, rank, size, options);
         body(backend, rank);
         ++num_ended;
-        while (num_ended < size) std::this_thread::yield();  // nobody leaves before the others
+        while (num_ended < size) std::this_thread::yield();  // no rank leaves before the others
       } catch (const std::exception& error) {
         ++num_ended;
         ADD_FAILURE() << "rank " << rank << ": " << error.what();

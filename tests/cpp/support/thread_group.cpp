@@ -234,7 +234,7 @@ void ThreadGroup::finish_delayed(const std::stop_token& stop) {
   std::unique_lock lock(mutex_);
   while (delayed_changed_.wait(lock, stop, [this] { return !delayed_.empty(); })) {
     const auto due = delayed_.front().first;
-    // Nobody holds a group that stops, so nobody waits for what is left.
+    // A group that stops has no owner, so no thread waits for what is left.
     if (delayed_changed_.wait_until(lock, stop, due, [due] { return Clock::now() >= due; })) {
       const Operation operation = std::move(delayed_.front().second);
       delayed_.pop_front();

@@ -336,7 +336,7 @@ std::optional<std::string> run_rank(RankContext& context,
     body(context);
     const auto unwaited = context.backend->unwaited();
     if (require_waits && !unwaited.empty()) {
-      return "nobody waited for " + unwaited.front() + " (" + std::to_string(unwaited.size()) +
+      return "there was no wait for " + unwaited.front() + " (" + std::to_string(unwaited.size()) +
              " in all)";
     }
     return std::nullopt;

@@ -78,7 +78,7 @@ class ThreadBackend final : public c10d::Backend {
   int64_t num_calls() const;  // of any kind
   void reset_counts();
 
-  // The titles of works that nobody has waited for.
+  // The titles of works without a wait.
   std::vector<std::string> unwaited() const;
 
  private:
@@ -109,7 +109,7 @@ struct RankContext {
 struct RankOptions {
   GroupOptions group;
   std::string group_name = "tensor_parallel";
-  // Whether a rank that ends with a collective nobody waited for is a failure.
+  // Whether a rank that ends with a collective without a wait is a failure.
   bool require_waits = true;
 };
 

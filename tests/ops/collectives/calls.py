@@ -32,7 +32,7 @@ def reduce(op: str) -> Call:
         tensor = make("x", 7)
         root = world_size - 1
         dist.reduce(tensor, root, op=getattr(dist.ReduceOp, op), group=group)
-        return [tensor] if rank == root else []  # what it leaves elsewhere is nobody's promise
+        return [tensor] if rank == root else []  # the values elsewhere are undefined
 
     return call
 

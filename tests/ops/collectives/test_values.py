@@ -321,7 +321,7 @@ def test_asynchronous_works(rank: int, world_size: int) -> None:
     chained.wait()
     assert seen == [total]
     assert all(torch.equal(tensor, torch.full_like(tensor, total)) for tensor in tensors)
-    # Nobody waits: the background thread ends it.
+    # No thread waits: the background thread ends it.
     work = dist.all_reduce(tensors[0], group=group, async_op=True)
     future = work.get_future()
     future.wait()

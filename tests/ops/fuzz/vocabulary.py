@@ -74,7 +74,7 @@ class VocabParallelEmbedding(Operator):
     def reference(self, values: SimpleNamespace, options: SimpleNamespace, places: list[Place]) -> tuple[Value, ...]:
         rows = values.input.long() - options.vocab_start
         is_there = (rows >= 0) & (rows < values.weight.size(0))
-        # One row more, which is zero, for ids that nobody has.
+        # One row more, which is zero, for ids that no rank has.
         table = torch.cat([values.weight, values.weight.new_zeros(1, values.weight.size(1))])
         return (table[rows.masked_fill(~is_there, values.weight.size(0))],)
 

@@ -53,7 +53,7 @@ def test_the_others_hear_why(rank: int, world_size: int, kind: str) -> None:
         step.pipeline.failures.told(),
     ):
         run(BAD, step)
-        dist.all_reduce(torch.ones(1), group=group)  # of an evaluation the first stage waits for nobody
+        dist.all_reduce(torch.ones(1), group=group)  # in an evaluation the first stage waits for no other
 
 
 @on_ranks(2)
@@ -75,7 +75,7 @@ def test_earlier_failures_are_no_reasons(rank: int, world_size: int) -> None:
 
 
 class Changing(nn.Module):
-    """Gives what it is told to, which nobody knew when it was recorded."""
+    """Returns the value of an attribute that changes after the recording."""
 
     def __init__(self) -> None:
         super().__init__()

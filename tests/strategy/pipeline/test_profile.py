@@ -75,7 +75,7 @@ def test_layers_are_measured_and_left_as_they_were():
     assert [layer.name for layer in profiles] == ["first", "blocks.0", "blocks.1", "last"]
     for layer, milliseconds in zip(profiles, (10, 10, 40, 10), strict=True):
         assert layer.forward >= milliseconds / 1000
-        # The gradient of the model's input is nobody's.
+        # No layer owns the gradient of the model's input.
         assert layer.backward >= (0 if layer.name == "first" else 2 * milliseconds / 1000)
         assert layer.parameter_bytes == 4 and layer.activation_bytes == 2 * 3 * 4  # the product keeps its input
     assert model.first.scale.grad == 7 and model.last.scale.grad is None and model.last.num_calls == 0
@@ -90,7 +90,7 @@ def test_operations_are_counted_without_doing_them():
     profiles = profile_layers(model, torch.ones(16, 8), lambda x: model(x).sum(), measure="flops")
     small, large = 2 * 16 * 32 * 4, 2 * 16 * 8 * 32
     assert [(layer.name, layer.forward, layer.backward) for layer in profiles] == [
-        ("0", large, large),  # the gradient of the model's input is nobody's
+        ("0", large, large),  # no layer owns the gradient of the model's input
         ("1", 0, 0),
         ("2", small, 2 * small),
     ]

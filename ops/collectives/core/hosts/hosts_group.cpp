@@ -108,7 +108,7 @@ void HostsGroup::submit(OperationPtr operation, bool /*in_background*/) {
   if (auto message = std::dynamic_pointer_cast<Message>(operation)) return begin(message);
   auto collective = std::dynamic_pointer_cast<CollectiveOperation>(operation);
   const std::lock_guard lock(mutex_);
-  if (is_left_) {  // since it was checked: nobody would carry it out
+  if (is_left_) {  // since it was checked: no thread would run it
     throw GroupAbortedError("weft: rank " + std::to_string(options_.rank) + " left group '" +
                             options_.name + "' while it asked for " + operation->describe());
   }
@@ -189,7 +189,7 @@ void HostsGroup::wait(Operation& operation, std::chrono::milliseconds timeout) {
   const auto until = timeout.count() == 0 ? Deadline::max() : Clock::now() + timeout;
   std::unique_lock lock(mutex_);
   if (is_working_here()) {
-    // From another's on_done: nobody else would carry out what comes before.
+    // From another's on_done: no other thread would run the operations before this one.
     while (!operation.is_done() && !queue_.empty()) {
       const auto next = std::move(queue_.front());
       queue_.pop_front();

@@ -34,7 +34,7 @@ void TaskThreads::work() {
     tasks_.pop_front();
     lock.unlock();
     task();
-    task = nullptr;  // what it holds may wait for a lock of somebody who waits for ours
+    task = nullptr;  // its captures may wait for a lock of a thread that waits for ours
     lock.lock();
   }
 }

@@ -15,7 +15,7 @@ enum class ErrorKind : uint32_t {
   kMismatch = 1,  // ranks brought calls that do not belong together
   kPeerLost,      // a rank's process ended, or left the group
   kTimeout,       // a rank did not come in time
-  kAborted,       // somebody aborted the group
+  kAborted,       // a rank aborted the group
 };
 
 class WEFT_COLLECTIVES_API CollectiveError : public std::runtime_error {
