@@ -48,11 +48,11 @@ _FROM_STRATEGY = frozenset({"Plan", "export_local", "parallelize"})
 
 
 def _load() -> None:
-    """Open the operators, register the backend, and begin to count memory where the environment says so."""
+    """Load the operators, register the backend, and start memory tracking if the environment asks for it."""
     from weft._library import load_library
 
     load_library()
-    for name in _MODULES:  # they look the operators up
+    for name in _MODULES:  # these modules look the operators up
         importlib.import_module(f"weft.{name}")
     from weft import collectives, memory, overlap
 
@@ -63,8 +63,8 @@ def _load() -> None:
 
 
 def _is_command() -> bool:
-    """Whether this is `python -m weft`, which estimates before anything runs, and so does without torch."""
-    if sys.argv[:1] != ["-m"]:  # what stands there while Python looks for the module of -m
+    """Return whether this process is `python -m weft`, whose estimates run without torch."""
+    if sys.argv[:1] != ["-m"]:  # the placeholder while Python searches for the module of -m
         return False
     for position, argument in enumerate(sys.orig_argv):
         found = re.fullmatch(r"-[bBdEiIOPqRsSuvx]*m(.*)", argument)  # -m weft, -mweft, -um weft

@@ -1,6 +1,6 @@
-"""Finds and opens the C++ operators, after checking that they were built for the torch that is here.
+"""Finds and opens the C++ operators, after checking that they were built for the installed torch.
 
-A library built for another torch would fail later with an undefined symbol, or not fail and misbehave.
+A library built for another torch could fail later with an undefined symbol, or misbehave without an error.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ _BUILD_ADVICE = "run `pip install --no-build-isolation .` in weft's source folde
 
 
 def _release(version: str) -> str:
-    """The release of a torch version without its local part: 2.15.0+cu132 -> 2.15.0."""
+    """Return the release of a torch version without its local part: 2.15.0+cu132 -> 2.15.0."""
     return version.split("+", maxsplit=1)[0]
 
 
 def check_build(build: dict[str, object], torch_version: str, torch_cuda: str | None) -> bool:
-    """Refuse a library that was built for another torch; say whether its CUDA part fits too.
+    """Raise for a library that was built for another torch; return whether its CUDA part fits too.
 
     Args:
         build: content of lib/build.json: `torch`, `torch_cuda` ("none" for a CPU build), `cuda_sources`.
@@ -39,7 +39,7 @@ def check_build(build: dict[str, object], torch_version: str, torch_cuda: str | 
 
 
 def load_library() -> None:
-    """Open libweft_ops.so, and libweft_ops_cuda.so where it was built for this torch's CUDA.
+    """Open libweft_ops.so, and libweft_ops_cuda.so if it was built for this torch's CUDA.
 
     Raises:
         ImportError: weft is not built, built for another torch, or torch has no distributed support.

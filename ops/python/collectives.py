@@ -1,11 +1,11 @@
 """The c10d backend `weft`: collectives of CPU tensors, through shared memory between the processes of a host.
 
 `import weft` registers it: `dist.init_process_group("cpu:weft")`, `"cpu:weft,cuda:nccl"`,
-`dist.new_group(backend="cpu:weft")`. Everything that talks to `torch.distributed` runs on it unchanged.
+`dist.new_group(backend="cpu:weft")`. Code that uses `torch.distributed` runs on it unchanged.
 Between hosts it sends over gloo, or over the backend that `BackendOptions.transport` makes.
 
-A failure is the same on every rank of a group, has one of the classes here, and stays: a failed group is
-destroyed and made anew.
+A failure raises the same error, of one of the classes here, on every rank of a group. It is permanent: destroy the
+failed group and create a new one.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class CollectiveMismatchError(CollectiveError):
 
 
 class PeerLostError(CollectiveError):
-    """The process of a rank that is waited for has ended, or has left the group."""
+    """The process of a rank that this rank waits for has ended, or has left the group."""
 
 
 class CollectiveTimeoutError(CollectiveError):
-    """A rank did not come within the timeout of the group or the call."""
+    """A rank did not join within the timeout of the group or the call."""
 
 
 class GroupAbortedError(CollectiveError):
@@ -56,21 +56,21 @@ def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.d
 
 @dataclass(frozen=True)
 class BackendOptions:
-    """What `pg_options` of `init_process_group` and `new_group` may be for this backend.
+    """The options of this backend: the `pg_options` of `init_process_group` and `new_group`.
 
     Attributes:
-        staging_limit_bytes: of shared memory that a group takes on a host at most, all its ranks together; a page
-            for each of its buffers is the least. The same on all ranks of a host.
+        staging_limit_bytes: an upper limit of the shared memory of a group on one host, for all its ranks together;
+            each of its buffers takes at least one page. Must be equal on all ranks of a host.
         transport: makes the backend whose `send` and `recv` carry bytes between hosts, over the ranks of the
-            group. Called as `transport(store, rank, size, timeout)` on every rank, and only where they run on
-            several hosts.
+            group. Called as `transport(store, rank, size, timeout)` on every rank of a multi-host group, and not
+            called on a single host.
     """
 
     staging_limit_bytes: int = 16 * 1024 * 1024
     transport: Callable[[dist.Store, int, int, timedelta], dist.distributed_c10d.Backend] = _gloo
 
     def __post_init__(self) -> None:
-        """Refuse what no group could be made with."""
+        """Raise for options with which no group could be created."""
         limit = self.staging_limit_bytes
         if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
             raise ValueError(f"BackendOptions got staging_limit_bytes={limit!r}; pass a number of bytes above 0.")
@@ -82,7 +82,7 @@ class BackendOptions:
 
 
 def _create(opts: dist.distributed_c10d._DistributedBackendOptions, options: object | None) -> object:
-    # torch hands its own options, or those of another group, to backends that are made without any.
+    # If a caller passes no options, torch passes its own, or those of another group.
     if options is not None and not isinstance(options, (BackendOptions, Backend.Options)):
         raise TypeError(f"got pg_options={options!r} for the backend weft; pass weft.collectives.BackendOptions(...).")
     mine = options if isinstance(options, BackendOptions) else BackendOptions()
@@ -102,5 +102,5 @@ def register() -> None:
     """Make the backend known to torch.distributed; once per process."""
     _collectives.set_error_classes(CollectiveMismatchError, PeerLostError, CollectiveTimeoutError, GroupAbortedError)
     dist.Backend.register_backend("weft", _create, extended_api=True, devices=["cpu"])
-    # A process that ends with its groups tells the peers so; they need not find out.
+    # A process that exits with live groups tells its peers, so that they need not detect it.
     atexit.register(_collectives.leave_all_groups)

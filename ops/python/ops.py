@@ -3,8 +3,8 @@
 All weights are this rank's shards in nn.Linear's layout `[out, in]`; `group_name` is c10d's name of a
 process group (`mesh.get_group("tensor_parallel").group_name`), "" is a group of one. Tensors of a call
 share one dtype (float32, float64, bfloat16, float16) and device; under torch.autocast they are cast as
-for nn.Linear. Every refusal is a ValueError, TypeError or IndexError before anything is sent. There are no second
-derivatives.
+for nn.Linear. Invalid arguments raise ValueError, TypeError or IndexError before any communication. Second derivatives
+are not supported.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ def column_row_mlp(
 ) -> Tensor:
     """act(x w1ᵀ + b1) [* (x w3ᵀ + b3)] w2ᵀ, summed over the group, + b2.
 
-    Shapes: x `[..., d]`, w1 and w3 `[f, d]`, b1 and b3 `[f]`, w2 `[o, f]`, b2 `[o]` (whole on every
-    rank, added once) -> `[..., o]`, with f this rank's part of the hidden dim, uneven or empty.
-    One all-reduce forward, one backward (none when x needs no gradient). Saves x, x w1ᵀ and x w3ᵀ; with
-    `recompute` x alone.
+    Shapes: x `[..., d]`, w1 and w3 `[f, d]`, b1 and b3 `[f]`, w2 `[o, f]`, b2 `[o]` (replicated on every
+    rank, added once) -> `[..., o]`, with f the size of this rank's shard of the hidden dim, uneven or 0.
+    One all-reduce forward, one backward (none if x requires no gradient). Saves x, x w1ᵀ and x w3ᵀ; with
+    `recompute` only x.
 
-    Sequence parallelism: with `sequence_dim`, any dim but the last, x and the result are torch.chunk's parts along it
-    of `sequence_size` entries; without `sequence_size` every rank must bring as much as the others. Then x is
-    gathered and the result reduce-scattered forward; backward the result's gradient and x, of which its part alone
-    was saved, are gathered and x's gradient is reduce-scattered.
+    Sequence parallelism: with `sequence_dim`, any dim but the last, x and the result are sharded by torch.chunk along
+    it, with `sequence_size` entries in total; without `sequence_size` all shards must have equal sizes. The forward
+    all-gathers x and reduce-scatters the result. Only the shard of x is saved: the backward all-gathers x and the
+    result's gradient, and reduce-scatters x's gradient.
     """
     return torch.ops.weft.column_row_mlp(
         x,
@@ -67,7 +67,7 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, grou
 
 
 def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, group_name: str) -> Tensor:
-    """x weightᵀ summed over the group + bias: `[..., f]` -> `[..., o]`; bias whole on every rank.
+    """x weightᵀ summed over the group + bias: `[..., f]` -> `[..., o]`; bias replicated on every rank.
 
     One all-reduce forward, none backward.
     """
@@ -83,12 +83,12 @@ def all_gather_linear(
     group_name: str,
     dim_size: int | None = None,
 ) -> Tensor:
-    """gather(x) weightᵀ + bias with x cut along `gather_dim`: `[..., s, ..., d]` -> `[..., S, ..., f]`.
+    """gather(x) weightᵀ + bias with x sharded along `gather_dim`: `[..., s, ..., d]` -> `[..., S, ..., f]`.
 
-    x holds torch.chunk's part of `dim_size` entries along `gather_dim`, any dim but the last; without `dim_size`
-    every rank must bring as much as the others. weight `[f, d]`, bias `[f]`. One all-gather forward; backward one
-    all-gather, of x again, which is all that is saved of it, and one reduce-scatter, of x's gradient; or one of each
-    for every piece: see `weft.overlap`.
+    x is this rank's torch.chunk shard of `dim_size` entries along `gather_dim`, any dim but the last; without
+    `dim_size` all shards must have equal sizes. weight `[f, d]`, bias `[f]`. Saves only the shard of x. One all-gather
+    forward. Backward one all-gather of x and one reduce-scatter of x's gradient. With chunks, one of each for every
+    chunk: see `weft.overlap`.
     """
     return torch.ops.weft.all_gather_linear(
         x, weight, bias, gather_dim=gather_dim, group_name=group_name, dim_size=dim_size
@@ -98,11 +98,11 @@ def all_gather_linear(
 def linear_reduce_scatter(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, scatter_dim: int, group_name: str
 ) -> Tensor:
-    """This rank's part along `scatter_dim` of x weightᵀ summed over the group, + bias.
+    """This rank's shard along `scatter_dim` of x weightᵀ summed over the group, + bias.
 
-    Shapes: x `[..., S, ..., f]`, weight `[o, f]`, bias `[o]` (whole on every rank, added once) -> `[..., s, ..., o]`,
-    s being torch.chunk's part of S; `scatter_dim` is any dim but the last. One reduce-scatter forward, one
-    all-gather backward; or one for every piece: see `weft.overlap`.
+    Shapes: x `[..., S, ..., f]`, weight `[o, f]`, bias `[o]` (replicated on every rank, added once) ->
+    `[..., s, ..., o]`, with s the size of this rank's torch.chunk shard of S; `scatter_dim` is any dim but the last.
+    One reduce-scatter forward, one all-gather backward. With chunks, one for every chunk: see `weft.overlap`.
     """
     return torch.ops.weft.linear_reduce_scatter(x, weight, bias, scatter_dim=scatter_dim, group_name=group_name)
 
@@ -110,12 +110,12 @@ def linear_reduce_scatter(
 def sharded_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, group_name: str, out_features: int | None = None
 ) -> Tensor:
-    """x weightᵀ + bias with each rank's own x and a weight that no rank has whole: `[..., d]` -> `[..., out]`.
+    """x weightᵀ + bias with each rank's own x and a weight sharded over the group: `[..., d]` -> `[..., out]`.
 
-    weight `[v, d]` and bias `[v]` are torch.chunk's part of `out_features` rows; without it every rank must hold as
-    many as the others. Shard by shard the weight is broadcast, multiplied and dropped: two shards at a time are there
-    beside this rank's own. Gradients of weight and bias are summed over the group. A broadcast for each shard
-    forward; a broadcast and a reduce for each backward; with a bias one all-gather and one reduce-scatter of it.
+    weight `[v, d]` and bias `[v]` are this rank's torch.chunk shards of `out_features` rows; without it all shards must
+    have equal sizes. Each shard of the weight is broadcast, multiplied and freed in turn: two shards at a time exist
+    beside this rank's own. Gradients of weight and bias are summed over the group. One broadcast per shard forward; one
+    broadcast and one reduce per shard backward; the bias adds one all-gather and one reduce-scatter.
     """
     return torch.ops.weft.sharded_linear(x, weight, bias, group_name=group_name, out_features=out_features)
 
@@ -125,8 +125,8 @@ def vocab_parallel_embedding(
 ) -> Tensor:
     """Rows of a table whose rows are sharded: ids `[...]` (int64, int32; global) -> `[..., d]`.
 
-    weight `[v, d]` holds the rows from vocab_start on. One all-reduce forward. With `vocab_size`, CPU
-    ids outside `[0, vocab_size)` are refused (IndexError); without it they give zeros.
+    weight `[v, d]` holds the rows from vocab_start on. One all-reduce forward. With `vocab_size`, CPU ids outside
+    `[0, vocab_size)` raise IndexError; without it they give zeros.
     """
     return torch.ops.weft.vocab_parallel_embedding(
         input, weight, vocab_start, group_name=group_name, vocab_size=vocab_size
@@ -144,12 +144,12 @@ def vocab_parallel_cross_entropy(
     label_smoothing: float = 0.0,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    """F.cross_entropy with classes cut over the group: logits `[..., v]` of the classes from vocab_start on.
+    """F.cross_entropy with classes sharded over the group: logits `[..., v]` of the classes from vocab_start on.
 
     target `[...]` (int64, int32; global) -> a loss, `[]` or `[...]`, in float32 (float64 for float64 logits).
-    `vocab_size` counts the classes of all ranks (without it every rank must have as many); with it CPU targets outside
-    of it are refused (IndexError). One all-gather of four numbers a token forward, none backward. The logits and two
-    numbers a token are saved; the gradient of the logits is the one tensor of their size that is made.
+    `vocab_size` is the number of classes of all ranks (without it all ranks must have equally many); with it CPU
+    targets outside of it raise IndexError. One all-gather of four numbers per token forward, none backward. The logits
+    and two numbers per token are saved; the gradient of the logits is the only tensor of their size that is created.
     """
     return torch.ops.weft.vocab_parallel_cross_entropy(
         logits,
@@ -175,11 +175,11 @@ def vocab_parallel_linear_cross_entropy(
     label_smoothing: float = 0.0,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    """vocab_parallel_cross_entropy of the logits x weightᵀ, which exist for a chunk of tokens at a time alone.
+    """vocab_parallel_cross_entropy of the logits x weightᵀ, which are materialized for one chunk of tokens at a time.
 
-    x `[..., d]`, weight `[v, d]`, this rank's rows of the output matrix. One all-gather of four numbers a token
-    forward, one all-reduce of x's gradient backward, which computes the logits again. x and two numbers a token
-    are saved.
+    x `[..., d]`, weight `[v, d]`, this rank's rows of the output matrix. One all-gather of four numbers per token
+    forward, one all-reduce of x's gradient backward, which recomputes the logits. x and two numbers per token are
+    saved.
     """
     return torch.ops.weft.vocab_parallel_linear_cross_entropy(
         x,
@@ -197,9 +197,10 @@ def vocab_parallel_linear_cross_entropy(
 def rms_norm(x: Tensor, weight: Tensor | None = None, *, group_name: str, eps: float = 1e-6) -> Tensor:
     """The RMS norm of x over its last dim, times weight: `[..., d]` -> `[..., d]`; weight `[d]`.
 
-    `group_name` is the group that the tokens of x are cut over: weight, whole on every rank, gets the gradients of
-    all of them, in one all-reduce backward. "" where every rank has all tokens: nothing is sent then. Half types are
-    computed in float32, and take a weight of their own dtype or of float32. x and one number a token are saved.
+    `group_name` is the group over which the tokens of x are sharded: weight is replicated on every rank, and its
+    gradient is summed over the group in one all-reduce backward. "" if every rank has all tokens: then there is no
+    communication. Half types are computed in float32, with a weight of their own dtype or of float32. x and one number
+    per token are saved.
     """
     return torch.ops.weft.rms_norm(x, weight, group_name=group_name, eps=eps)
 
@@ -207,9 +208,9 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, *, group_name: str, eps: f
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, group_name: str, eps: float = 1e-5
 ) -> Tensor:
-    """The layer norm of x over its last dim, times weight, plus bias; else like `rms_norm`.
+    """The layer norm of x over its last dim, times weight, plus bias; otherwise like `rms_norm`.
 
-    The gradients of weight and bias are summed together, in one all-reduce. Two numbers a token are saved.
+    The gradients of weight and bias are summed together, in one all-reduce. Two numbers per token are saved.
     """
     return torch.ops.weft.layer_norm(x, weight, bias, group_name=group_name, eps=eps)
 
@@ -217,9 +218,9 @@ def layer_norm(
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, *, group_name: str, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual) in one pass over memory: what a block adds and the next one norms.
+    """(rms_norm(x + residual), x + residual) in one pass over memory: a residual add fused with the norm that follows.
 
-    The sum, in the dtype of x and residual, is what is saved. Under autocast both are brought to the wider of their
+    The sum, in the dtype of x and residual, is saved. Under autocast both are cast to the wider of their
     dtypes.
     """
     return torch.ops.weft.add_rms_norm(x, residual, weight, group_name=group_name, eps=eps)
@@ -241,102 +242,102 @@ def add_layer_norm(
 def dropout(
     x: Tensor, seed: Tensor, *, p: float, group_name: str, dim: int | None = None, dim_size: int | None = None
 ) -> Tensor:
-    """x / (1 - p), or 0 with probability p, as nn.Dropout; what is dropped depends on seed and place alone.
+    """x / (1 - p), or 0 with probability p, as nn.Dropout; the mask depends only on the seed and the element's index.
 
-    Without `dim` x is whole on every rank; with it x is this rank's part along `dim`, of `dim_size` together (as if all
-    ranks had as much where that is not told). Ranks that pass the same seed, one int64 on the CPU, then drop what an
-    unsharded call drops, on any device. Traced beside an x on a GPU, the seed must have no dims. The mask is made
-    again in the backward; nothing is sent.
+    Without `dim` x is replicated on every rank. With it x is this rank's shard along `dim`, whose unsharded size is
+    `dim_size` (default: all shards have the size of this one). Ranks that pass the same seed, one int64 on the CPU,
+    drop the elements that an unsharded call drops, on any device. If the call is traced with an x on a GPU, the seed
+    must have no dims. The backward recomputes the mask; there is no communication.
     """
     return torch.ops.weft.dropout(x, seed, p=p, group_name=group_name, dim=dim, dim_size=dim_size)
 
 
 def copy_to_group(x: Tensor, group_name: str) -> Tensor:
-    """Identity forward, all-reduce of the gradient backward: where a replicated tensor meets shards."""
+    """Identity forward, all-reduce of the gradient backward: for a replicated tensor that sharded layers use."""
     return torch.ops.weft.copy_to_group(x, group_name)
 
 
 def reduce_from_group(x: Tensor, group_name: str) -> Tensor:
-    """All-reduce (sum) forward, identity backward: where partial results become whole."""
+    """All-reduce (sum) forward, identity backward: turns partial results into full ones."""
     return torch.ops.weft.reduce_from_group(x, group_name)
 
 
 def scatter_to_group(x: Tensor, dim: int, group_name: str) -> Tensor:
-    """This rank's part of x along `dim`; all parts of the gradient are gathered.
+    """This rank's shard of x along `dim`; the backward all-gathers the gradient.
 
-    Parts here and below are those of torch.chunk: `ceil(size / ranks)` long, later ones shorter or empty.
+    Shards here and below are those of torch.chunk: `ceil(size / ranks)` long, later ones shorter or empty.
     """
     return torch.ops.weft.scatter_to_group(x, dim, group_name)
 
 
 def gather_from_group(x: Tensor, dim: int, group_name: str, *, dim_size: int | None = None) -> Tensor:
-    """All parts along `dim`, of which x is this rank's; each rank keeps its part of the gradient.
+    """All shards along `dim`, of which x is this rank's; in the backward each rank keeps its shard of the gradient.
 
-    For a result that all ranks use alike: its gradient is taken to be equal on all of them. `dim_size` is the
-    size of all parts together; without it every rank must bring as much as the others.
+    For a result that all ranks use alike: its gradient is assumed to be equal on all of them. `dim_size` is the
+    size of the unsharded dim; without it all shards must have equal sizes.
     """
     return torch.ops.weft.gather_from_group(x, dim, group_name, dim_size=dim_size)
 
 
 def gather_from_sequence(x: Tensor, dim: int, group_name: str, *, dim_size: int | None = None) -> Tensor:
-    """All parts along `dim`, of which x is this rank's; the gradients of all ranks are summed and scattered.
+    """All shards along `dim`, of which x is this rank's; the backward reduce-scatters the gradients of all ranks.
 
-    For a result that each rank uses for something else, as before a column linear in sequence parallelism.
+    For a result that each rank uses differently, as before a column linear layer in sequence parallelism.
     `dim_size` as in `gather_from_group`.
     """
     return torch.ops.weft.gather_from_sequence(x, dim, group_name, dim_size=dim_size)
 
 
 def reduce_scatter_to_sequence(x: Tensor, dim: int, group_name: str) -> Tensor:
-    """This rank's part along `dim` of x summed over the group; all parts of the gradient are gathered."""
+    """This rank's shard along `dim` of x summed over the group; the backward all-gathers the gradient."""
     return torch.ops.weft.reduce_scatter_to_sequence(x, dim, group_name)
 
 
 def all_to_all(x: Tensor, split_dim: int, cat_dim: int, group_name: str, *, cat_size: int | None = None) -> Tensor:
-    """Exchanges the dim that is cut: x is whole along `split_dim` and cut along `cat_dim`, the result the other way.
+    """Change the sharded dim: x is full along `split_dim` and sharded along `cat_dim`, the result the other way round.
 
-    Part r of x along `split_dim` goes to rank r. `cat_size` is the size of all parts along `cat_dim`; without it every
-    rank must bring as much as the others. The gradient takes the way back.
+    Shard r of x along `split_dim` goes to rank r. `cat_size` is the size of the unsharded `cat_dim`; without it all
+    shards must have equal sizes. The backward is the opposite exchange.
     """
     return torch.ops.weft.all_to_all(x, split_dim, cat_dim, group_name, cat_size=cat_size)
 
 
 def pipeline_send(tensors: list[Tensor], peer: int, channel: int, group_name: str) -> Tensor:
-    """Sends tensors to rank `peer` of the group on a channel, 0 to 1022; gives a token, of shape `[0]`.
+    """Send tensors to rank `peer` of the group on a channel, 0 to 1022; returns a token, of shape `[0]`.
 
     Tensors of any dtype and shape. Several messages may be in flight. The n-th send on a channel
-    meets the peer's n-th `pipeline_recv` on it. The tensors stay unchanged until `pipeline_wait(token)` or until their
-    gradients have come. The token's backward waits for the gradients of those that need one: tie it to the loss with
-    `join`.
+    meets the peer's n-th `pipeline_recv` on it. Do not change the tensors until `pipeline_wait(token)` returns or their
+    gradients have arrived. The token's backward waits for the gradients of those that require one: attach it to the
+    loss with `join`.
 
     Raises:
-        CollectiveMismatchError: on both ranks, in what waits, where shapes, dtypes or needs of gradients differ.
+        CollectiveMismatchError: on both ranks, in the waiting call, if shapes, dtypes or requires_grad differ.
     """
     return torch.ops.weft.pipeline_send(tensors, peer, channel, group_name)
 
 
 def pipeline_recv(like: list[Tensor], peer: int, channel: int, group_name: str) -> Tensor:
-    """Posts the receive of what rank `peer` sends next on a channel; gives the token for `pipeline_wait`.
+    """Post the receive of the next message from rank `peer` on a channel; returns the token for `pipeline_wait`.
 
-    `like` has its shapes, dtypes, devices and needs of gradients; values are not read, so
+    `like` gives the message's shapes, dtypes, devices and requires_grad; its values are not read, so
     `torch.empty((), requires_grad=True).expand(shape)` will do.
     """
     return torch.ops.weft.pipeline_recv(like, peer, channel, group_name)
 
 
 def pipeline_wait(token: Tensor) -> list[Tensor]:
-    """The tensors of a `pipeline_recv`, once for each token; their backward sends the gradients, in one message.
+    """Return the tensors of a `pipeline_recv`, once per token; their backward sends the gradients, in one message.
 
-    For the token of a `pipeline_send` an empty list, as soon as what was sent may be changed.
+    For the token of a `pipeline_send` it returns an empty list, as soon as the sent tensors may be changed.
     """
     return torch.ops.weft.pipeline_wait(token)
 
 
 def pipeline_flush(group_name: str) -> None:
-    """Waits until all that this rank has sent in the group has left: at the end of a step, before the group ends."""
+    """Wait until all sends of this rank in the group have completed: at the end of a step, before the group ends."""
     torch.ops.weft.pipeline_flush(group_name)
 
 
 def join(x: Tensor, tokens: list[Tensor]) -> Tensor:
-    """x, whose backward reaches the tokens of `pipeline_send` too; a stage without a loss passes a zero for x."""
+    """Return x; its backward also reaches the tokens of `pipeline_send`. A stage without a loss passes a zero for x."""
     return torch.ops.weft.join(x, tokens)

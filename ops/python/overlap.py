@@ -1,10 +1,10 @@
-"""How the operators on a cut sequence communicate: whole, or in pieces that travel while others are multiplied.
+"""How sequence-parallel operators communicate: unchunked, or in chunks that overlap communication with computation.
 
     WEFT_OVERLAP=auto|always|never python train.py       # or weft.overlap.set_mode(...)
 
-`auto`, the default, measures on CPUs: the first 34 calls of an operator on a kind of shape take turns, and the ranks
-then agree on what was faster. Which is chosen may differ from run to run, and with it the last digits of a result:
-under `torch.use_deterministic_algorithms(True)` nothing is measured, and a table that was saved before spares that:
+`auto`, the default, measures on CPUs: the first 34 calls of an operator on a kind of shape alternate between both
+variants, and the ranks then agree on the faster one. The choice, and with it the last digits of a result, may differ
+from run to run. `torch.use_deterministic_algorithms(True)` disables measuring. A saved table makes it unnecessary:
 
     weft.overlap.save("overlap.json")                    # at the end of a run, on one rank
     WEFT_OVERLAP_TABLE=overlap.json python train.py      # on all ranks, or weft.overlap.load(...)
@@ -30,19 +30,19 @@ Mode = Literal["auto", "always", "never"]
 
 @dataclass(frozen=True)
 class Choice:
-    """What is done for all shapes that round up to the same powers of two.
+    """The choice for all shapes that round up to the same powers of two.
 
     Attributes:
-        op: the operator; of one with a backward of its own two choices are made.
+        op: the operator; one with a backward of its own has two choices.
         dtype: "float32" and the like.
         device: "cpu" or "cuda".
         num_ranks: of the group.
-        num_rows: of the whole sequence, rounded up to a power of two.
-        row_bytes: of one of its rows, in the widest tensor that travels, rounded up likewise: of the input where it is
-            gathered, of the output where it is scattered.
-        in_pieces: the choice.
-        ratio: time in pieces over whole, on the rank and for the weight where it was largest; 0 where it was not
-            measured, or every weight came too seldom.
+        num_rows: of the unsharded sequence, rounded up to a power of two.
+        row_bytes: of one row of the widest tensor that is communicated, also rounded up to a power of two: of the input
+            for a gather, of the output for a scatter.
+        in_pieces: the choice: whether the sequence is chunked.
+        ratio: chunked time over unchunked time, for the rank and the weight with the largest ratio; 0 if it was not
+            measured, or no weight was used often enough.
     """
 
     op: str
@@ -56,18 +56,18 @@ class Choice:
 
 
 def mode() -> str:
-    """The mode: "auto", "always" or "never"; at first what the environment says as WEFT_OVERLAP."""
+    """Return the mode: "auto", "always" or "never"; initially that of WEFT_OVERLAP."""
     return _overlap.mode()
 
 
 def set_mode(mode: Mode) -> None:
-    """Set the mode, on all ranks to the same.
+    """Set the mode, which must be the same on all ranks.
 
     Args:
-        mode: "auto"; "always": in pieces wherever a rank's part has two rows; "never": whole.
+        mode: "auto"; "always": chunked if a rank's shard has two or more rows; "never": unchunked.
 
     Raises:
-        ValueError: for any other.
+        ValueError: another mode.
     """
     if mode not in get_args(Mode):
         raise ValueError(f"weft: got the overlap mode {mode!r}; pass auto, always or never.")
@@ -75,12 +75,12 @@ def set_mode(mode: Mode) -> None:
 
 
 def table() -> list[Choice]:
-    """What was loaded, and what was measured on the groups of this rank so far: of several the largest ratio."""
+    """Return the loaded choices and those measured on this rank's groups; of several, the one of the largest ratio."""
     return [Choice(**entry) for entry in _overlap.table()]
 
 
 def save(path: str | os.PathLike[str]) -> None:
-    """Write `table()` as JSON; warns where that is empty."""
+    """Write `table()` as JSON; warns if the table is empty."""
     if not table():
         warnings.warn(
             "weft.overlap.save() has nothing to save: no operator was called often enough in the mode auto on a "
@@ -91,7 +91,7 @@ def save(path: str | os.PathLike[str]) -> None:
 
 
 def load(path: str | os.PathLike[str]) -> None:
-    """Take the choices of a file that `save` has written, and forget what was measured; on all ranks the same.
+    """Load the choices that `save` has written, the same on all ranks, and discard what was measured.
 
     Raises:
         ValueError: the file holds something else.
@@ -100,7 +100,7 @@ def load(path: str | os.PathLike[str]) -> None:
 
 
 def clear() -> None:
-    """Forget what was measured and loaded, on all ranks: the next calls measure anew."""
+    """Discard measured and loaded choices, on all ranks: the next calls measure again."""
     _overlap.set_table([])
 
 
@@ -120,7 +120,7 @@ def _read(path: Path) -> list[Choice]:
     wanted = f"weft: got {path}, which is no table of overlaps; pass a file that weft.overlap.save has written"
     try:
         entries = json.loads(path.read_text())
-    except ValueError as error:  # of JSON or UTF-8
+    except ValueError as error:  # from the JSON or UTF-8 decoder
         raise ValueError(f"{wanted} ({error}).") from None
     names = [field.name for field in fields(Choice)]
     if not isinstance(entries, list) or any(not isinstance(each, dict) or set(each) != set(names) for each in entries):
@@ -137,7 +137,7 @@ def _read(path: Path) -> list[Choice]:
 
 
 def _wrong_field(choice: Choice) -> str | None:
-    """The first field that `table()` could not have."""
+    """Return the name of the first field with a value that `table()` could not contain."""
 
     def is_size(value: object) -> bool:
         return type(value) is int and 0 < value < 2**62
@@ -159,10 +159,10 @@ def _wrong_field(choice: Choice) -> str | None:
 
 
 def apply_environment() -> None:
-    """Take what WEFT_OVERLAP and WEFT_OVERLAP_TABLE say.
+    """Apply WEFT_OVERLAP and WEFT_OVERLAP_TABLE.
 
     Raises:
-        ValueError: they say something else than a mode, or name something else than a table.
+        ValueError: they contain something else than a mode, or name something else than a table.
         OSError: the table cannot be read.
     """
     _overlap.mode()

@@ -1,12 +1,12 @@
-"""Messages of `weft.ops.pipeline_send` and `pipeline_recv` from device to device.
+"""Links for messages of `weft.ops.pipeline_send` and `pipeline_recv` from device to device.
 
-Without a link the tensors of a message stop in host memory on both sides. A link is two backends between two ranks of
-a group, one for each direction, NCCL's on CUDA: its sends and receives wait for each other on the device alone. What
-comes next is announced over the group's backend for CPU tensors, shapes and dtypes only where they are new.
+Without a link the tensors of a message are copied through host memory on both sides. A link consists of two backends
+between two ranks of a group, one per direction (NCCL on CUDA): their sends and receives wait for each other only on the
+device. Each message is announced over the group's backend for CPU tensors, with shapes and dtypes only if they are new.
 
-A send ends when the peer has asked for it, in one of its waits. What waits for a whole device before that on both ranks
-(`torch.cuda.synchronize`, memory that the allocator has to give back first, CUDA_LAUNCH_BLOCKING=1) deadlocks, or
-until NCCL's watchdog ends the process.
+A send completes when the peer has requested it, in one of its waits. A device synchronisation on both ranks before that
+(`torch.cuda.synchronize`, an allocator that must free memory first, CUDA_LAUNCH_BLOCKING=1) deadlocks until NCCL's
+watchdog ends the process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["link", "unlink"]
 
 Transport = Callable[[dist.Store, int, int, timedelta], Backend]
 
-# How often each peer was linked: a store keeps what its backends have left in it.
+# The number of times that each peer was linked: each link needs new store keys, because old backends leave keys there.
 _times: WeakKeyDictionary[dist.ProcessGroup, Counter[int]] = WeakKeyDictionary()
 
 
@@ -39,23 +39,23 @@ def link(
     transport: Transport | None = None,
     timeout: timedelta = timedelta(minutes=10),
 ) -> None:
-    """Let messages with these peers travel from device to device, of which all tensors are on `device`.
+    """Let messages with these peers go from device to device if all their tensors are on `device`.
 
-    Both ranks of a pair call it, each with the other among its peers and a device of its own, before they exchange
-    messages: it blocks until both have. Others go as before, through host memory. Peers that are linked stay so.
-    Groups that have ranks in common are linked in one order on all of them.
+    Both ranks of a pair call it before they exchange messages, each with the other among its peers and with a device of
+    its own; it blocks until both have called. Other messages still go through host memory. Peers stay linked. All ranks
+    must link groups that have ranks in common in the same order.
 
     Args:
         group: with a backend for CPU tensors, such as "cpu:weft,cuda:nccl".
         peers: ranks, counted in the group.
-        device: with its number, as tensors on it say: "cuda:0".
+        device: with its index, as in tensors' devices: "cuda:0".
         transport: makes a backend over two ranks for each direction; called as `transport(store, rank, 2, timeout)`.
             Default: NCCL's.
-        timeout: of the backends, for a send from its call to its end; an announcement has that of the group.
+        timeout: of the backends, for a send from its call to its end; announcements use the group's timeout.
 
     Raises:
-        ValueError: a group without a backend for CPU tensors, what is no other rank of it, a device without a number,
-            NCCL for other tensors than CUDA's, or another device than a peer is linked for.
+        ValueError: a group without a backend for CPU tensors, a peer that is not another rank of the group, a device
+            without an index, NCCL for tensors of other devices, or another device than a peer is linked for.
     """
     own, wanted = group.rank(), sorted(set(peers))
     if device.type != "cpu" and device.index is None:
@@ -68,7 +68,7 @@ def link(
             raise ValueError(
                 f"weft: rank {own} is linked to rank {peer} for {other} and got {device}; unlink the group first."
             )
-    # Each pair waits for its two ranks: in one order on all of them, none waits for another in a circle.
+    # Each pair waits for its two ranks: all ranks link in the same order, so that there are no circular waits.
     for peer in sorted(wanted, key=lambda peer: (min(own, peer), max(own, peer))):
         if linked[peer] is None:
             _link(group, peer, device, transport, timeout)
@@ -81,7 +81,7 @@ def _link(
     low, high = sorted((group.rank(), peer))
 
     def make(rank: int, towards: int) -> Backend:
-        times[peer] += int(towards == 0)  # the first of the two; one that fails leaves something in the store, too
+        times[peer] += int(towards == 0)  # once per pair; a link that fails also leaves keys in the store
         name = f"weft link {times[peer]} {group.group_name}/{low}-{high}/{towards}"
         store = dist.PrefixStore(name, _get_process_group_store(group))
         ranks = [dist.get_global_rank(group, each) for each in (low, high)]
@@ -101,6 +101,6 @@ def _nccl(name: str, ranks: list[int], store: dist.Store, rank: int, size: int, 
 def unlink(group: dist.ProcessGroup) -> None:
     """End all links of this rank in the group, after the last message was waited for and before the group is destroyed.
 
-    The peers call it, too: NCCL waits for what is under way. Nothing happens where there are no links.
+    The peers must call it, too: NCCL waits for operations in flight. Does nothing if there are no links.
     """
     _collectives.unlink_pipeline(group)

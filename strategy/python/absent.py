@@ -1,4 +1,4 @@
-"""What stands where a layer of another pipeline stage was."""
+"""Stand-ins for layers of other pipeline stages."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-# What sees the calls of the forward that is run stage by stage, or recorded, at the moment.
+# The mode that intercepts the calls of the current forward, which runs in stages or is being recorded.
 running: contextvars.ContextVar[Any] = contextvars.ContextVar("weft_pipeline_mode", default=None)
 
 
 class AbsentLayer(nn.Module):
-    """A layer of another stage: without parameters and modules, and an error for code that asks for them.
+    """A layer of another stage: it has no parameters and modules, and raises if code asks for them.
 
-    Its plain attributes are there, for the code between layers reads some. While a stage's part of a forward runs,
-    its parameters are, too, as fake tensors: what is computed with them crosses from its stage.
+    Its plain attributes exist, because code between layers reads some. While a stage's part of a forward runs, its
+    parameters exist as fake tensors: results computed with them cross from its stage.
 
-    skeleton: the layer in the skeleton of the whole model.
+    skeleton: the layer in the skeleton of the full model.
     """
 
     def __init__(self, name: str, stage: int, skeleton: nn.Module) -> None:
         super().__init__()
-        # Not by setattr, which would make the skeleton a module of this one.
+        # Not by setattr, which would register the skeleton as a child module.
         self.__dict__.update(_weft_name=name, _weft_stage=stage, _weft_skeleton=skeleton)
 
     def __getattr__(self, attribute: str) -> Any:
@@ -36,7 +36,7 @@ class AbsentLayer(nn.Module):
 
     @property
     def __class__(self) -> type:
-        # While a forward runs, isinstance(layer, nn.Linear) is what it is on the layer's own stage.
+        # While a forward runs, isinstance(layer, nn.Linear) gives the same result as on the layer's own stage.
         return type(self) if running.get() is None else type(self.__dict__["_weft_skeleton"])
 
     @__class__.setter
@@ -61,7 +61,7 @@ class AbsentLayer(nn.Module):
 
 
 def with_absent_names(model: nn.Module) -> list[str]:
-    """The names of a model's modules, those of the layers on other stages among them, in the whole model's order."""
+    """Return the names of a model's modules, including layers on other stages, in the order of the full model."""
     names: list[str] = []
     for name, module in model.named_modules(remove_duplicate=False):
         names.append(name)

@@ -1,7 +1,7 @@
-"""Activation checkpointing: a module keeps its inputs for the backward, and computes what it needs of the rest again.
+"""Activation checkpointing: a module saves its inputs for the backward, which recomputes the activations it needs.
 
-As in Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016), by torch.utils.checkpoint without
-reentrance. A checkpointed module gets a subclass of its class: names, hooks and state dicts stay what they are.
+As in Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016), by non-reentrant torch.utils.checkpoint.
+A checkpointed module gets a subclass of its class: names, hooks and state dicts do not change.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from weft.strategy.state import original_class, state_of
 FULL, SELECTIVE, NONE = "full", "selective", "none"
 What = str | Sequence[str] | Mapping[str, str]
 
-# What a selective checkpoint keeps: the results of matrix products, of attention and of communication.
+# The results that a selective checkpoint saves: of matrix products, of attention and of communication.
 _KEPT_ATEN = (
     *("mm", "addmm", "bmm", "baddbmm", "convolution"),
     *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
@@ -52,11 +52,11 @@ def checkpoint_activations(model: nn.Module, what: What = FULL, *, offload: bool
         offload: keep the tensors among a module's arguments in pinned CPU memory until the backward.
 
     Returns:
-        The names of what is checkpointed.
+        The names of the checkpointed modules.
 
     Raises:
-        ValueError: no blocks were found, a pattern that matches nothing, a layer inside a fused MLP, a module that has
-            another checkpoint already, a selective checkpoint of an MLP whose rule says recompute. Nothing has been
+        ValueError: no blocks were found, a pattern matches nothing, a layer is inside a fused MLP, a module has another
+            checkpoint already, or a selective checkpoint is for an MLP whose rule says recompute. Nothing has been
             changed then.
         TypeError: `what` is none of these.
     """
@@ -73,7 +73,7 @@ def checkpoint_activations(model: nn.Module, what: What = FULL, *, offload: bool
 
 
 def _modes(model: nn.Module, what: What) -> dict[str, str]:
-    """The mode of each module, by name; one module under two names counts once."""
+    """Return the mode of each module, by name; one module under two names counts once."""
     if what == NONE:
         return {}
     names = [name for name, _ in model.named_modules()]
@@ -134,7 +134,7 @@ def _own_class(module: nn.Module) -> type[nn.Module]:
 
 
 def refuse_wrong_kind(owner: str, what: object) -> None:
-    """TypeError for what chooses no modules to checkpoint, whatever the model."""
+    """Raise TypeError for a value that cannot choose modules to checkpoint in any model."""
     is_text = isinstance(what, str)
     is_patterns = isinstance(what, (list, tuple, Mapping)) and what and all(isinstance(each, str) for each in what)
     if not is_text and not is_patterns:
@@ -180,14 +180,14 @@ def _recomputes(module: nn.Module) -> bool:
 
 
 def why_not_wrapped(module: nn.Module) -> str | None:
-    """Why a module's forward cannot be run inside another one; None if it can."""
+    """Return why a module's forward cannot be run inside another one; None if it can."""
     if isinstance(module, torch.jit.ScriptModule) or type(module).forward is nn.Module.forward:
         return f"a {type(module).__name__} has no forward of its own"
     return "its forward was replaced on the instance" if "forward" in module.__dict__ else None
 
 
 class CheckpointedModule:
-    """Mark of every module that checkpoint_activations has changed."""
+    """Marks every module that checkpoint_activations has changed."""
 
     checkpoint_mode: tuple[str, bool]  # "full" or "selective", and whether its inputs are offloaded
 
@@ -195,7 +195,7 @@ class CheckpointedModule:
 @functools.cache
 def _checkpointed_class(cls: type[nn.Module], mode: str, offload: bool) -> type[nn.Module]:
     own_forward = cls.forward
-    # torch.compile knows no context_fn that does nothing
+    # torch.compile does not support a context_fn that does nothing.
     options = {"context_fn": _selective_contexts} if mode == SELECTIVE else {}
 
     # The parameters' names are not torch's. The last arguments are keywords of these `names`.
@@ -219,7 +219,7 @@ def _checkpointed_class(cls: type[nn.Module], mode: str, offload: bool) -> type[
 
 
 def _lengths(module: nn.Module) -> Any:
-    """What sets the sequence's lengths of now, where the module needs it; the first block of a list sets it itself."""
+    """Return a function that restores the sequence lengths, if needed; a list's first block sets them itself."""
     state = state_of(module)
     if state is None or state.sequence is None or state.sequence.enters:
         return None

@@ -1,4 +1,4 @@
-"""parallelize: a plan and a mesh turn a plain nn.Module into one rank's part of it, in place."""
+"""parallelize: shards a plain nn.Module by a plan over a mesh, in place."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def parallelize(
 ) -> nn.Module:
     """Shard a model over the tensor-parallel axis of a mesh, in place.
 
-    Every parameter becomes a DTensor on that axis (those that no rule names, replicated) under its own name; forwards
-    compute on local tensors with weft's operators. Build the optimizer afterwards. FSDP2 (`fully_shard` over another
-    axis) and torch.compile come afterwards, too. No communication: the ranks must hold equal values.
+    Every parameter becomes a DTensor on that axis (replicated if no rule names it) under its own name; forwards compute
+    on local tensors with weft's operators. Build the optimizer afterwards. FSDP2 (`fully_shard` over another axis) and
+    torch.compile also come afterwards. There is no communication: the ranks must hold equal values.
 
     Args:
-        model: plain modules on any device, meta included. Buffers stay as they are. Parameters that are DTensors
-            already are left alone.
+        model: plain modules on any device, meta included. Buffers do not change, nor do parameters that are DTensors
+            already.
         mesh: a DeviceMesh of one axis, or with an axis named "tensor_parallel".
         plan: see `Plan`. Applying the same plan again changes nothing.
-        keeps_plain_on_one_rank: where the tensor-parallel axis has one rank, parameters stay plain, for FSDP2 to shard:
-            it takes less time over those than over DTensors. Not where rules say precision.
+        keeps_plain_on_one_rank: if the tensor-parallel axis has one rank, parameters stay plain, because FSDP2 is
+            faster on plain tensors than on DTensors. Not supported with rules that set a precision.
 
     Returns:
         `model`.
@@ -114,11 +114,11 @@ def _is_applied(model: nn.Module, mesh: DeviceMesh, key: Any) -> bool:
     return True
 
 
-_LEFT = -1  # the dim of what a rule leaves as it is
+_LEFT = -1  # the dim of a parameter that a rule leaves unchanged
 
 
 def _ignored(model: nn.Module, assignments: Assignments) -> set[int]:
-    """The ids of the modules that a rule leaves as they are, with all below them."""
+    """Return the ids of the modules that a rule leaves unchanged, and of all modules below them."""
     names = [name for name, a in assignments.styles.items() if a.style == "ignore"]
     return {id(module) for name in names for module in model.get_submodule(name).modules()}
 
@@ -153,7 +153,7 @@ def parameter_dims(model: nn.Module, assignments: Assignments) -> dict[int, int 
 
 
 def _check_modules(model: nn.Module) -> None:
-    """Refuse what would silently keep using a parameter that is about to be replaced."""
+    """Raise for modules that would silently keep using a parameter that is about to be replaced."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for module_name, module in model.named_modules():
         own = [p for p in module._parameters.values() if p is not None]
@@ -196,11 +196,12 @@ def _held_parameters(attribute: str, value: object) -> Iterable[nn.Parameter]:
 
 
 def _replace_parameters(model: nn.Module, mesh: DeviceMesh | None, dims: dict[int, int | None]) -> str:
-    """One parameter at a time, so that each full one is freed before the next shard is made; without a mesh by plain
-    ones.
+    """Replace parameters one at a time, so that each full one is freed before the next is sharded.
+
+    Without a mesh they become plain parameters.
 
     Returns:
-        The names of those that had no values and were whole for a moment, of many the first and the last.
+        The names of deferred parameters that were materialized in full; of many, the first ones and the last.
     """
     owners: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for module_name, module in model.named_modules():
@@ -223,7 +224,7 @@ def _replace_parameters(model: nn.Module, mesh: DeviceMesh | None, dims: dict[in
 def _take_roles(
     model: nn.Module, mesh: DeviceMesh, assignments: Assignments, places: dict[int, Place], others: set[int]
 ) -> None:
-    """Give modules the classes of their styles; `others` had DTensors before and know themselves how to use them."""
+    """Give modules the classes of their styles; `others` had DTensors before, and their code supports them."""
     by_module = {id(model.get_submodule(name)): a for name, a in assignments.styles.items()}
     counts = {id(model.get_submodule(name)): tuple(each.items()) for name, each in assignments.counts.items()}
     dropouts = {id(model.get_submodule(name)): dims for name, dims in assignments.dropouts.items()}
@@ -284,7 +285,7 @@ def _vocab_start(module: nn.Module, mesh: DeviceMesh, style: str) -> int:
 
 
 def _needs_role(module: nn.Module) -> bool:
-    """Whether a module holds parameters or calls modules that do; others keep their class."""
+    """Return whether a module holds parameters or calls modules that do; others keep their class."""
     if isinstance(module, torch.jit.ScriptModule):
         return False
     holds = any(True for _ in module.parameters(recurse=False))

@@ -1,4 +1,4 @@
-"""What a plan comes to on one model: a style for each module, before anything is changed."""
+"""The styles that a plan gives to the modules of one model, before anything is changed."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from weft.strategy.state import MlpParts
 
 @dataclasses.dataclass(frozen=True)
 class Assignment:
-    """The style of one module. `fused_into` names the MLP whose operator a layer is a part of; `recompute` is its.
+    """The style of one module. `fused_into` names the MLP whose operator includes the layer; `recompute` is the MLP's.
 
-    `rule`: the pattern that gave it, or "auto".
+    `rule`: the pattern that gave the style, or "auto".
     """
 
     style: str
@@ -50,9 +50,9 @@ class Assignments:
 
     counts: by module, the values on a rank of attributes while its forward runs.
     dropouts: by nn.Dropout, the dims along which its input is sharded.
-    options: of those modules whose rule has some, but for the recompute of a fused MLP, which its operator does.
-    stored: names of parameters that their module holds and does not read; they are sharded as where they are used.
-    gathered: (module, reason) for weights that are sharded with gathered activations.
+    options: of modules whose rule has some, except the recompute of a fused MLP, which is an option of its operator.
+    stored: names of parameters that their module holds and does not read; they are sharded as in the module that reads
+    them. gathered: (module, reason) for weights that are sharded with gathered activations.
     """
 
     tp_size: int
@@ -67,7 +67,7 @@ class Assignments:
     _probed: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     def precision_of(self, module_name: str) -> str:
-        """The dtype that the nearest rule at a module, or above it, says; "" where none does."""
+        """Return the dtype of the nearest rule at a module or above it; "" without such a rule."""
         own = self.options.get(module_name, Options()).precision
         return own or (self.precision_of(parent_name(module_name)) if module_name else "")
 
@@ -75,7 +75,7 @@ class Assignments:
         self.notes.append(f"{shown(module_name)}: left replicated: {reason}")
 
     def divide_heads(self, module_name: str, attribute: str, num_heads: int) -> None:
-        """Note that an attribute is to be divided; ValueError when it does not divide."""
+        """Note that an attribute must be divided; raises ValueError if it does not divide."""
         _plan.check_heads(module_name, attribute, num_heads, self.tp_size)
         self.heads[module_name, attribute] = num_heads // self.tp_size
 
@@ -105,7 +105,7 @@ class Assignments:
         return sentences
 
     def attribute_to(self, rule: str) -> None:
-        """Note which rule has given the styles that came since the last note."""
+        """Note the rule that gave the styles since the last call."""
         for name, assignment in self.styles.items():
             if not assignment.rule:
                 self.styles[name] = dataclasses.replace(assignment, rule=rule)
@@ -142,10 +142,10 @@ def parent_name(module_name: str) -> str:
 def place_mlp(
     result: Assignments, name: str, container: nn.Module, parts: MlpParts, recompute: bool = False
 ) -> str | None:
-    """Give an MLP the fused style, or column and row to its layers; the reason when neither is right.
+    """Give an MLP the fused style, or its layers column and row; return the reason if neither is correct.
 
     Raises:
-        ValueError: `recompute` is asked of one that cannot be fused.
+        ValueError: `recompute` is set for an MLP that cannot be fused.
     """
     reason = probe.why_not_fused(container, parts)
     if reason is None:
@@ -166,7 +166,7 @@ def place_mlp(
 
 
 def place_fused_mlp(result: Assignments, name: str, layers: tuple[str, str]) -> None:
-    """Cut the weights of an MLP whose gate and up are one layer, and gather what comes out of it."""
+    """Shard the weights of an MLP whose gate and up are one layer, and gather that layer's output."""
     note = f"gathered, as '{layers[0]}' is gate and up in one"
     result.styles[join(name, layers[0])] = Assignment("column_gather_output", note)
     result.styles[join(name, layers[1])] = Assignment("row_split_input")

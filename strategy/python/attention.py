@@ -7,7 +7,7 @@ from torch import nn
 from weft.strategy.assignments import Assignment, Assignments, join
 from weft.strategy.linears import features, why_no_linear
 
-# (query, key, value, output) as the models in use name them.
+# (query, key, value, output) by the names in existing models.
 _NAMES = (
     ("wq", "wk", "wv", "wo"),
     ("q_proj", "k_proj", "v_proj", "o_proj"),
@@ -15,7 +15,7 @@ _NAMES = (
     ("q_proj", "k_proj", "v_proj", "dense"),
 )
 NAMES_LOOKED_FOR = ", ".join("/".join(names) for names in _NAMES)
-# (query, key and value in one, output).
+# (fused query, key and value, output).
 _FUSED_NAMES = (
     ("c_attn", "c_proj"),
     ("qkv_proj", "o_proj"),
@@ -30,7 +30,7 @@ _HEAD_DIMS = ("head_dim", "attention_head_size", "head_size", "d_head", "dim_hea
 
 
 def find_attention(module: nn.Module) -> tuple[str, str, str, str] | None:
-    """The names of the four projections among a module's children."""
+    """Return the names of the four projections among a module's children."""
     for names in _NAMES:
         if all(module._modules.get(name) is not None for name in names):
             return names
@@ -38,7 +38,7 @@ def find_attention(module: nn.Module) -> tuple[str, str, str, str] | None:
 
 
 def find_fused_attention(module: nn.Module) -> tuple[str, str] | None:
-    """The names of the layer that gives query, key and value, and of the output layer."""
+    """Return the names of the fused query, key and value layer, and of the output layer."""
     for names in _FUSED_NAMES:
         if all(module._modules.get(name) is not None for name in names):
             return names
@@ -57,7 +57,7 @@ def why_no_linears(module: nn.Module, layers: tuple[str, ...]) -> str | None:
 def place_attention(
     result: Assignments, name: str, module: nn.Module, projections: tuple[str, str, str, str]
 ) -> str | None:
-    """Give the projections column and row styles and divide the head counts; the reason when that is not possible."""
+    """Give the projections column and row styles and divide the head counts; return the reason if that fails."""
     reason = _why_not(module, projections, result.tp_size)
     if reason is not None:
         return reason
@@ -78,7 +78,7 @@ def _counts(module: nn.Module, attributes: tuple[str, ...]) -> dict[str, int]:
 
 
 def _head_norms(module: nn.Module, projections: tuple[str, str, str, str]) -> list[str]:
-    """The children that normalize each head's query or key by itself, with weights that all heads share."""
+    """Return the children that normalize each head's query or key by itself, with weights that all heads share."""
     sizes = _counts(module, (*_QUERY_COUNTS, *_HEAD_DIMS))
     query = features(module._modules[projections[0]])[1]
     head_dim = next((sizes[name] for name in _HEAD_DIMS if name in sizes), None)

@@ -69,7 +69,7 @@ def assign_auto(
             result.leave(name, reason)
     result.attribute_to("auto")
     if tp_size > 1 and not any(a.style != "replicate" for a in result.styles.values()) and not skipped:
-        if any(isinstance(module, AbsentLayer) for module in model.modules()):  # other stages may have what to shard
+        if any(isinstance(module, AbsentLayer) for module in model.modules()):  # other stages may have layers to shard
             result.leave("", "nothing to shard on this pipeline stage")
             return result
         reasons = f" ({'; '.join(result.notes)})" if result.notes else ""
@@ -160,7 +160,7 @@ def _place_single(result: Assignments, name: str, layer: nn.Module, total: int) 
 
 
 def _holders(model: nn.Module) -> dict[int, list[tuple[str, nn.Module]]]:
-    """The names of each parameter, with the modules that hold it, by its id."""
+    """Return the names of each parameter, with the modules that hold it, by its id."""
     holders: dict[int, list[tuple[str, nn.Module]]] = {}
     for module_name, module in model.named_modules():
         for name, parameter in module._parameters.items():
@@ -170,14 +170,14 @@ def _holders(model: nn.Module) -> dict[int, list[tuple[str, nn.Module]]]:
 
 
 def _owners(model: nn.Module, stored: set[str]) -> dict[int, int]:
-    """How many (module, name) pairs hold each parameter, by its id, but for `stored` names."""
+    """Return how many (module, name) pairs hold each parameter, by its id, without `stored` names."""
     return {key: sum(name not in stored for name, _ in places) for key, places in _holders(model).items()}
 
 
 def _stored_biases(model: nn.Module, evidence: Evidence) -> set[str]:
-    """The names of biases of linear layers in modules that hold them beside the layer and do not read them.
+    """Return the names of biases of linear layers that another module also holds and does not read.
 
-    BERT's output layer has such a bias. Modules that are not seen to run may read it.
+    BERT's output layer has such a bias. Modules that the rehearsal did not run may read it.
     """
     stored: set[str] = set()
     for places in _holders(model).values():
@@ -244,7 +244,7 @@ def _place_attention(
     if any(_is_tied(layer, owners) for layer in layers):
         result.leave(name, "a weight of its projections is tied to another module's")
     elif any(evidence.is_read(layer) for layer in layers):
-        return []  # each layer for itself, below
+        return []  # each layer is placed by itself, below
     elif evidence.mode == "never" and len(names) == 4:
         reason = attention.place_attention(result, name, module, names)
         if reason is not None:
@@ -252,7 +252,7 @@ def _place_attention(
     else:
         reason = attention.why_no_linears(module, names)
         if reason is not None and all(evidence.is_seen(layer) for layer in layers):
-            return []  # each layer for itself, below
+            return []  # each layer is placed by itself, below
         if reason is not None:
             result.leave(name, reason)
             return layers
@@ -302,13 +302,13 @@ def _is_only_called(table: nn.Module, evidence: Evidence) -> bool:
 
 
 def _outside_of_blocks(model: nn.Module) -> list[str]:
-    """The modules that are called once, beside those inside an nn.MultiheadAttention, which reads their weights."""
+    """Return the modules outside of repeated blocks and of nn.MultiheadAttention, which reads its layers' weights."""
     inside = (*repeated_blocks(model), *(n for n, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)))
     return [n for n, _ in model.named_modules() if not any(n.startswith(f"{each}.") for each in inside)]
 
 
 def _gives(module: nn.Module, rows: int, owners: dict[int, int]) -> bool:
-    """Whether it is a layer of plain weights, with a bias of its own, if any, and as many output features."""
+    """Return whether a layer has plain weights, a bias of its own (if any), and this many output features."""
     if why_no_linear(module) is not None or _has_dtensors(module) or features(module)[1] != rows:
         return False
     bias = module._parameters["bias"]

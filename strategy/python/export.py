@@ -51,7 +51,7 @@ def export_local(model: nn.Module) -> nn.Module:
 
 
 def _restore(module: nn.Module, done: dict[int, nn.Module]) -> nn.Module:
-    """The module with its own class, or what takes its place; shared modules stay shared."""
+    """Return the module with its own class, or its replacement; shared modules stay shared."""
     if id(module) in done:
         return done[id(module)]
     state = state_of(module)
@@ -71,7 +71,7 @@ def _restore(module: nn.Module, done: dict[int, nn.Module]) -> nn.Module:
 
 
 def _full_features(module: nn.Module, state: ModuleState) -> tuple[int, int] | None:
-    """(in, out) of the whole layer."""
+    """Return (in, out) of the unsharded layer."""
     if state.style not in (*COLUMN_STYLES, *ROW_STYLES, "vocab_head"):
         return None
     if isinstance(module, nn.Linear):
@@ -148,7 +148,7 @@ def _refuse_other_embedding(module: nn.Module) -> None:
 
 
 def _bare(cls: type[nn.Module], module: nn.Module) -> nn.Module:
-    """A `cls` around the parameters a module has; no other tensor is made."""
+    """Return a `cls` around a module's parameters; no other tensor is created."""
     new = cls.__new__(cls)
     nn.Module.__init__(new)
     new.training = module.training
@@ -170,7 +170,7 @@ class FusedMlp(torch.nn.Module):
 
 @functools.cache
 def _fused_class(mlp: MlpParts, transposed: tuple[bool, ...]) -> type[nn.Module]:
-    """A class whose source TorchScript can read, written for these child names."""
+    """Return a class whose source TorchScript can read, written for these child names."""
 
     def layer(name: str) -> str:
         return f"getattr(self, {name!r})"

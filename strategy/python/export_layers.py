@@ -1,6 +1,6 @@
-"""Scriptable layers that take the place of parallelized ones in an exported copy, beside those of weft.nn.
+"""Scriptable layers, besides those of weft.nn, that replace parallelized ones in an exported copy.
 
-export_local makes them around parameters that are there, `weight` and `bias` (or None).
+export_local makes them around existing parameters, `weight` and `bias` (or None).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import nn
 class ColumnLayer(nn.Module):
     """This rank's output features of a linear layer: `[..., in]` -> `[..., out_local]`, or `[..., out]` gathered.
 
-    Attributes: group_name; in_features and out_features of the whole layer; transposed, where the weight is
+    Attributes: group_name; in_features and out_features of the unsharded layer; transposed: the weight is
     `[in, out_local]`, as in GPT-2's Conv1D; gathers_output.
     """
 

@@ -1,4 +1,4 @@
-"""torch's optimizers as their fused variants: the same steps in one pass, without temporaries of the weights' size."""
+"""Switches torch's optimizers to their fused variants: the same steps in one pass, without large temporaries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.utils._pytree import tree_map
 
-# Exactly these classes: a subclass may do anything in its step. Where a fused kernel exists.
+# Exactly these classes (a subclass may do anything in its step), with the devices that have a fused kernel.
 _DEVICES = {
     Adam: ("cpu", "cuda"),
     AdamW: ("cpu", "cuda"),
@@ -21,9 +21,9 @@ _DEVICES = {
 
 
 def _on_local_tensors(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """Element by element: each rank does its part, whatever the placements, if they are the same in all lists.
+    """Run a fused optimizer elementwise on local shards, with any placements that are equal in all lists.
 
-    Partial gradients, as torch's own styles leave some, are summed first; collective then.
+    Partial gradients, which some of torch's own styles leave, are summed first; then it is collective.
     """
     lists = [arg for arg in args if isinstance(arg, (list, tuple)) and any(isinstance(t, DTensor) for t in arg)]
     summed: dict[int, DTensor] = {}
@@ -45,22 +45,22 @@ def _on_local_tensors(mode: Any, func: Any, types: Any, args: tuple[Any, ...], k
     return func(*local[0], **local[1])
 
 
-# DTensor itself knows those of Adam and AdamW alone, and takes longer to tell what goes where.
+# DTensor itself supports only the kernels of Adam and AdamW, and takes longer to propagate placements.
 for _name in ("aten::_fused_sgd_", "aten::_fused_adagrad_", "aten::_fused_adam_", "aten::_fused_adamw_"):
     torch.library.register_torch_dispatch(_name, DTensor, _on_local_tensors)
 
 
 def fuse(optimizer: Optimizer, model: nn.Module | None = None) -> str | None:
-    """Have an optimizer of torch use its fused kernels from its next step on.
+    """Make an optimizer of torch use its fused kernels from its next step on.
 
-    Loading a state and adding parameter groups leave it so. Results differ by rounding only.
+    It stays fused after loading a state or adding parameter groups. Results differ only by rounding.
 
     Args:
-        optimizer: changed in place, if it can be.
-        model: whose parameters it has; asked whether gradients can be sparse.
+        optimizer: changed in place, if possible.
+        model: the model of its parameters, examined for sparse gradients.
 
     Returns:
-        None when the optimizer is fused, else why it is left as it is, in a few words.
+        None if the optimizer is fused, else the reason why it is not, in a few words.
     """
     if all(group.get("fused") for group in optimizer.param_groups):
         return None
@@ -102,7 +102,7 @@ def _why_not_together(parameters: Iterable[torch.Tensor], devices: tuple[str, ..
 
 
 def _set_flags(optimizer: Optimizer) -> None:
-    """A loaded state brings the flags that it was saved with, and step counts where they were."""
+    """Set the flags and move step counts: a loaded state has the flags and devices with which it was saved."""
     for options in (optimizer.defaults, *optimizer.param_groups):
         options.update(fused=True, foreach=False)
     for parameter, state in optimizer.state.items():

@@ -1,4 +1,4 @@
-"""A check that replicated parameters got the same gradient on every rank of the tensor-parallel group."""
+"""Checks that replicated parameters got the same gradient on every rank of the tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weft.strategy.state import state_of
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
 _HALF_TOLERANCE = 3e-2
 _PIECE = 1 << 16  # elements
-_FLOOR = 1e-6  # of all gradients' norm: below it a gradient is rounding, as that of a key's bias
+_FLOOR = 1e-6  # relative to the norm of all gradients; below it a gradient is rounding, as that of a key's bias
 
 
 def check_replicated_gradients(
@@ -26,14 +26,14 @@ def check_replicated_gradients(
 ) -> None:
     """Compare the gradients of a parallelized model's replicated parameters over the tensor-parallel group.
 
-    A replicated parameter that is used between a column and a row layer gets only this rank's part of its gradient,
-    and the ranks drift apart without a word. Call this once after the first backward, on every rank: one all-gather,
-    and an all-reduce over the data-parallel ranks.
+    A replicated parameter between a column and a row layer gets only a partial gradient on each rank, and its values
+    diverge between the ranks without an error. Call this once after the first backward, on every rank: it takes one
+    all-gather, and an all-reduce over the data-parallel ranks.
 
     Args:
         model: as `parallelize` left it.
-        fingerprints: what `gradient_fingerprint` said of the gradients, where they are there no more.
-        data_group: ranks with other parts of the gradients, or with gradients of other data; None: there are none.
+        fingerprints: the results of `gradient_fingerprint` for gradients that have been freed.
+        data_group: ranks with other shards of the gradients, or with gradients of other data; None: there are none.
 
     Raises:
         ValueError: gradients differ, naming the parameters; on every rank of both groups.
@@ -75,7 +75,7 @@ def _mesh_of(model: nn.Module) -> DeviceMesh | None:
 
 
 def _is_replicated(parameter: Tensor, mesh: DeviceMesh) -> bool:
-    """Along the tensor-parallel axis, whatever FSDP2 does along others."""
+    """Return whether a parameter is replicated along the tensor-parallel axis, whatever FSDP2 does along others."""
     if not isinstance(parameter, DTensor):
         return False
     own = parameter.device_mesh
@@ -87,9 +87,9 @@ def _is_replicated(parameter: Tensor, mesh: DeviceMesh) -> bool:
 
 
 def gradient_fingerprint(parameter: Tensor) -> Tensor:
-    """(exists, norm, sum with fixed random signs) in float64: partial gradients differ in the last two.
+    """Return (exists, norm, sum with fixed random signs) in float64; partial gradients differ in the last two.
 
-    The gradient is read piece by piece: the largest replicated parameter may be most of a model.
+    The gradient is read in chunks: the largest replicated parameter may be most of a model.
     """
     if parameter.grad is None:
         return torch.zeros(3, dtype=torch.float64)
@@ -105,7 +105,7 @@ def gradient_fingerprint(parameter: Tensor) -> Tensor:
 
 
 def _differing(gathered: Tensor, dtypes: list[torch.dtype]) -> Tensor:
-    """1 for each parameter whose fingerprints `[rank, parameter, 3]` differ, 0 for the others."""
+    """Return 1 for each parameter whose fingerprints `[rank, parameter, 3]` differ, 0 for the others."""
     floor = _FLOOR * gathered[..., 1].norm(dim=1).max()
     result = torch.zeros(len(dtypes), dtype=torch.int32)
     for idx, dtype in enumerate(dtypes):

@@ -1,4 +1,4 @@
-"""plan="huggingface": the tensor-parallel plans that Hugging Face's models bring with them, in weft's styles."""
+"""plan="huggingface": converts the tensor-parallel plans of Hugging Face's models to weft's styles."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.strategy.verification.evidence import Evidence, gather, place
 
 
 def style_of(pattern: str, value: str) -> str:
-    """The style that a name of Hugging Face's stands for; ValueError for one that weft has nothing for."""
+    """Return the style for Hugging Face's name of a style; raises ValueError if weft does not have it."""
     style = HUGGING_FACE_STYLES.get(value, value)
     if style in _plan.STYLES:
         return style
@@ -62,7 +62,7 @@ def assign_hugging_face(model: nn.Module, tp_size: int, verify: str = "auto", ex
 
 
 def _plans_inside(model: nn.Module) -> Iterator[tuple[str, Mapping[str, str]]]:
-    """(name, plan) of the outermost modules that have one; patterns are relative to the module."""
+    """Yield (name, plan) of the outermost modules that have one; patterns are relative to the module."""
     outer: list[str] = []
     for name, module in model.named_modules():
         if any(not above or name.startswith(f"{above}.") for above in outer):

@@ -1,4 +1,4 @@
-"""The optimizer's step inside the backward: a gradient is used up, and freed, as soon as it is complete."""
+"""Steps the optimizer inside the backward: each gradient is consumed and freed as soon as it is complete."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.utils.hooks import RemovableHandle
 from weft.strategy.row_steps import RowSteps
 from weft.strategy.stepped_mlp import step_mlps_by_rows, stop_stepping
 
-# Exactly these: each parameter's step reads nothing of the others.
+# Exactly these classes: the step of a parameter does not depend on other parameters.
 _CLASSES = (Adam, AdamW, SGD)
 
 
 def why_not_in_backward(optimizer: Optimizer) -> str | None:
-    """Why an optimizer cannot step inside the backward; None where it can."""
+    """Return why an optimizer cannot step inside the backward; None if it can."""
     if type(optimizer) not in _CLASSES:
         names = ", ".join(cls.__name__ for cls in _CLASSES)
         name = type(optimizer).__name__
@@ -29,13 +29,13 @@ def why_not_in_backward(optimizer: Optimizer) -> str | None:
 
 
 class StepInBackward:
-    """Has an optimizer step each parameter when its gradient is complete, and frees the gradient.
+    """Makes an optimizer step each parameter when its gradient is complete, and frees the gradient.
 
-    With `by_rows` the gradients of the weights of fused MLPs are not even completed: their rows are stepped as they
-    come out of the product, a megabyte at a time. Such a weight's hooks of the user's own make it get a gradient again.
+    With `by_rows` the full gradients of fused MLPs' weights are never materialized: their rows are stepped as they
+    come out of the product, a megabyte at a time. A weight with hooks of the user gets a full gradient again.
 
-    The optimizer object stays the user's: its groups' options are read at that moment, its state lives in it, and its
-    `step()` is still to be called after the backward; it finds no gradients, ends the step, and lets the next begin.
+    The optimizer object stays the user's: the options of its groups are read at each step, its state stays in it, and
+    its `step()` must still be called after the backward; it finds no gradients, ends the step, and allows the next one.
 
     Raises, in a backward:
         RuntimeError: a second backward before `step()`, which would be accumulation, or one inside the backward, as
@@ -53,8 +53,8 @@ class StepInBackward:
         Args:
             model: gives the parameters their names in errors.
             optimizer: one of torch's Adam, AdamW, SGD.
-            before_step: called with each parameter that has got its gradient, or with rows of it that have theirs.
-            by_rows: the model is parallelized, and fused MLPs of it step their own weights.
+            before_step: called with each parameter that has its gradient, or with rows of it that have theirs.
+            by_rows: the model is parallelized, and its fused MLPs step their own weights.
 
         Raises:
             ValueError: the optimizer cannot step inside the backward, or has parameters that are not the model's; or
@@ -66,7 +66,7 @@ class StepInBackward:
             )
         self._optimizer = optimizer
         self._before_step = before_step
-        # Without what runs once a step: the hooks of users and profilers, and the counts of schedulers.
+        # Without the code that runs once a step: hooks of users and profilers, counters of schedulers.
         self._own_step: Callable[[Optimizer], Any] = type(optimizer).step.__wrapped__
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         strange = sum(parameter not in self._names for group in optimizer.param_groups for parameter in group["params"])
@@ -94,16 +94,16 @@ class StepInBackward:
 
     @property
     def num_stepped(self) -> int:
-        """Parameters that have been stepped since the last `step()`: not 0 means that weights are partly updated."""
+        """Return how many parameters were stepped since the last `step()`; not 0: the weights are partly updated."""
         return len(self._stepped)
 
     @property
     def stepped_by_rows(self) -> list[str]:
-        """The names of the weights that their MLPs step, until `remove()`."""
+        """Return the names of the weights that their MLPs step, until `remove()`."""
         return [name for names in self._mlps.values() for name in names]
 
     def remove(self) -> None:
-        """Leave the optimizer as it was."""
+        """Restore the optimizer."""
         stop_stepping(self._mlps)
         self._mlps = {}
         for handle in self._handles:
@@ -111,7 +111,7 @@ class StepInBackward:
         self._handles.clear()
 
     def _step_whole(self, parameter: Tensor) -> None:
-        if parameter.grad is None:  # torch calls this where nothing was accumulated, too
+        if parameter.grad is None:  # torch also calls this if nothing was accumulated
             return
         self._check_once(parameter)
         if self._before_step is not None:

@@ -21,7 +21,7 @@ _PART = re.compile(r"\s*([a-z]+)\s*(\d+|auto)\s*")
 
 
 class MeshSizes(NamedTuple):
-    """How many ranks each axis of a job's mesh has, outer to inner."""
+    """The number of ranks on each axis of a job's mesh, outer to inner."""
 
     pipeline_parallel: int
     data_replicate: int
@@ -31,12 +31,12 @@ class MeshSizes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """How many ranks each axis has, outer to inner; "auto" where the job's number of ranks decides.
+    """The number of ranks on each axis, outer to inner; "auto": derived from the job's number of ranks.
 
-    data_replicate: copies of everything below; each sees other data.
-    data_parallel: ranks that see other data, and share parameters, gradients or states as `zero_stage` says.
-    tensor_parallel: ranks that share the layers' arithmetic on the same data; neighbours, so that they share a host.
-    pipeline_parallel: ranks that have other layers each, outside of all others; a number.
+    data_replicate: replicas of everything below, each with other data.
+    data_parallel: ranks with other data, which shard parameters, gradients or states as `zero_stage` says.
+    tensor_parallel: ranks that shard the layers' arithmetic on the same data; neighbours, so that they are on one host.
+    pipeline_parallel: ranks with other layers, outside of all other axes; a number.
     """
 
     data_replicate: Size = 1
@@ -57,7 +57,7 @@ class Sizes:
         """Read a layout such as "dp2,tp2", "pp2,rep2,dp4,tp8" or "dpauto,tp4"; axes that it leaves out have one rank.
 
         Raises:
-            ValueError: another text, or an axis twice.
+            ValueError: the text is not a layout, or has an axis twice.
         """
         sizes: dict[str, Size] = {}
         for part in layout.split(","):
@@ -73,13 +73,13 @@ class Sizes:
         return cls(**{"data_replicate": 1, "data_parallel": 1, "tensor_parallel": 1, **sizes})
 
     def resolve(self, num_ranks: int, ranks_per_host: int) -> MeshSizes:
-        """Sizes whose product is `num_ranks`.
+        """Return sizes whose product is `num_ranks`.
 
-        What is "auto" takes what the numbers leave: first tensor_parallel, no more than a host has; then
+        "auto" axes take the remaining ranks: first tensor_parallel, no more than a host has; then
         data_parallel; then data_replicate.
 
         Raises:
-            ValueError: no sizes would do, naming some that would.
+            ValueError: no sizes fit; it names some that would.
         """
         fixed = math.prod(size for _, size in self._items() if size != AUTO)
         rest = num_ranks // fixed if num_ranks % fixed == 0 else 1

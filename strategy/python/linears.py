@@ -1,4 +1,4 @@
-"""Which modules count as a linear or embedding layer that a style may shard, and along which dims."""
+"""Determines which modules are linear or embedding layers that a style can shard, and along which dims."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROW_STYLES = ("row", "row_split_input")
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """GPT-2's Conv1D, a linear layer whose weight is [in, out]; known by name, since it is transformers' own."""
+    """Return whether a module is GPT-2's Conv1D, a linear layer whose weight is [in, out]; known by name only."""
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     return (
         original_class(module).__name__ == "Conv1D"
@@ -27,7 +27,7 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def why_no_linear(module: nn.Module) -> str | None:
-    """Why a column or row style cannot take over this module's forward; None when it can."""
+    """Return why a column or row style cannot take over this module's forward; None if it can."""
     cls = original_class(module)
     if not isinstance(module, nn.Linear):
         return None if is_conv1d(module) and "forward" not in module.__dict__ else f"it is a {cls.__name__}"
@@ -49,7 +49,7 @@ def why_no_linear(module: nn.Module) -> str | None:
 
 
 def why_not_fusable(module: nn.Module) -> str | None:
-    """Why a linear layer cannot become a part of one fused operator; None when it can."""
+    """Return why a linear layer cannot become a part of one fused operator; None if it can."""
     cls = original_class(module)
     if cls is not nn.Linear and not is_conv1d(module):
         return f"it is a {cls.__name__}, not an nn.Linear"
@@ -61,7 +61,7 @@ def why_not_fusable(module: nn.Module) -> str | None:
 
 
 def why_no_vocab_embedding(module: nn.Module) -> str | None:
-    """Why vocab_embedding cannot take over this module's forward; None when it can."""
+    """Return why vocab_embedding cannot take over this module's forward; None if it can."""
     cls = original_class(module)
     if not isinstance(module, nn.Embedding):
         return f"it is a {cls.__name__}"
@@ -78,16 +78,16 @@ def why_no_vocab_embedding(module: nn.Module) -> str | None:
 
 
 def _calls_super(cls: type[nn.Module]) -> bool:
-    """Whether a class's forward is one around `super().forward`, such as one that scales what comes out.
+    """Return whether a class's forward wraps `super().forward`, such as one that scales its result.
 
-    One that reads the weight itself as well fails: torch refuses to mix the DTensor with plain tensors.
+    One that also reads the weight itself raises when it runs: torch does not mix DTensors with plain tensors.
     """
     code = getattr(cls.forward, "__code__", None)
     return code is not None and "__class__" in code.co_freevars and "forward" in code.co_names
 
 
 def shard_dims(module: nn.Module, style: str) -> dict[str, int]:
-    """The dim along which a style shards each parameter of a module; parameters not named are replicated."""
+    """Return the dim along which a style shards each parameter of a module; parameters not named are replicated."""
     state = state_of(module)
     transposed = state.transposed if state is not None else is_conv1d(module)
     if style in COLUMN_STYLES or style == "vocab_head":
@@ -110,6 +110,6 @@ def longest_dim(parameter: nn.Parameter) -> int:
 
 
 def features(module: nn.Module) -> tuple[int, int]:
-    """(in, out) of a linear layer."""
+    """Return (in, out) of a linear layer."""
     rows, columns = module._parameters["weight"].shape
     return (rows, columns) if is_conv1d(module) else (columns, rows)

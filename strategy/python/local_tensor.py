@@ -1,8 +1,8 @@
-"""How a forward sees this rank's part of a DTensor parameter.
+"""Gives a forward this rank's shard of a DTensor parameter.
 
 A parallelized model keeps DTensors in `parameters()` and state dicts, and computes with plain local tensors.
-`local_of` is the step between the two. `local_parameters` (and the forward of every parallelized module) makes
-plain attribute access, such as `self.weight` in the user's own code, take that step for replicated parameters.
+`local_of` converts one to the other. Inside `local_parameters` (and the forward of every parallelized module), plain
+attribute access, such as `self.weight` in the user's own code, does the same for replicated parameters.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from weft.strategy.absent import running
 class _ToLocal(torch.autograd.Function):
     """DTensor -> its local tensor; the gradient becomes a DTensor of the same placements.
 
-    The same as DTensor.to_local, at a third of its time.
+    Equivalent to DTensor.to_local, in a third of its time.
     """
 
     @staticmethod
@@ -33,10 +33,10 @@ class _ToLocal(torch.autograd.Function):
         local = parameter._local_tensor
         ctx.stride = local.stride()
         ctx.set_materialize_grads(False)
-        if running.get() is not None:  # a pipeline's mode must not see this: it is reading, not computing
+        if running.get() is not None:  # a pipeline's mode must not intercept this read, which computes nothing
             with torch._C.DisableTorchFunction():
                 return local.view_as(local)
-        return local.view_as(local)  # a fresh object: autograd writes into what is returned
+        return local.view_as(local)  # a new object: autograd modifies the returned tensor
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> DTensor | None:
@@ -48,7 +48,7 @@ class _ToLocal(torch.autograd.Function):
 
 
 class _GradientSpec:
-    """A copy of a parameter's spec for its gradients, made once: DTensor code may change a spec it is given."""
+    """A copy of a parameter's spec for its gradients, made once: DTensor code may change the spec that it gets."""
 
     __slots__ = ("copy", "original")
 
@@ -67,10 +67,10 @@ def _gradient_spec(parameter: DTensor) -> Any:
 
 
 def local_of(parameter: Tensor) -> Tensor:
-    """This rank's part of a parameter, differentiable; a plain tensor is returned as it is.
+    """Return this rank's shard of a parameter, differentiable; a plain tensor is returned unchanged.
 
-    A view of the parameter's own storage. What the caller computes from it must give this rank's part of the
-    gradient: for a replicated parameter the same, whole gradient on every rank.
+    The result is a view of the parameter's storage. Computations with it must produce this rank's shard of the
+    gradient: for a replicated parameter, the same full gradient on every rank.
     """
     if not isinstance(parameter, DTensor):
         return parameter
@@ -82,7 +82,7 @@ def local_of(parameter: Tensor) -> Tensor:
 
 
 def is_whole(parameter: DTensor) -> bool:
-    """Whether the local tensor is the whole parameter: replicated, or on a mesh of one rank."""
+    """Return whether the local tensor is the full parameter: replicated, or on a mesh of one rank."""
     spec = parameter._spec
     return all(
         placement.is_replicate() or size == 1 for placement, size in zip(spec.placements, spec.mesh.shape, strict=True)
@@ -99,7 +99,7 @@ _THREAD = _Thread()
 
 
 def inside_forward() -> bool:
-    """Whether this thread is inside a parallelized forward or `local_parameters`."""
+    """Return whether this thread is inside a parallelized forward or `local_parameters`."""
     return _THREAD.depth > 0
 
 

@@ -1,4 +1,4 @@
-"""Which of a module's layers form an MLP: one or two layers up, one down."""
+"""Finds the layers of a module that form an MLP: one or two up layers and one down layer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import nn
 from weft.strategy.linears import features, why_no_linear
 from weft.strategy.state import MlpParts
 
-# (gate, up, down) as Llama-style models name them, then (up, down).
+# (gate, up, down) by the names of Llama-style models, then (up, down).
 _GATED = (("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj"), ("gate", "up", "down"))
 _PLAIN = (
     ("fc1", "fc2"),
@@ -23,7 +23,7 @@ NAMES_LOOKED_FOR = ", ".join("/".join(names) for names in (*_GATED, *_PLAIN))
 
 
 def find_by_name(module: nn.Module) -> MlpParts | None:
-    """The MLP among a module's children by their usual names, or that of Sequential(Linear, activation, Linear)."""
+    """Return the MLP among a module's children by the usual names, or of Sequential(Linear, activation, Linear)."""
     children = module._modules
     for gate, up, down in _GATED:
         if gate in children and up in children and down in children:
@@ -40,7 +40,7 @@ def find_by_name(module: nn.Module) -> MlpParts | None:
 
 
 def find_fused(module: nn.Module) -> tuple[str, str] | None:
-    """The names of an MLP's layer that gives gate and up in one, and of the one down."""
+    """Return the names of an MLP's fused gate and up layer, and of its down layer."""
     for up, down in _FUSED:
         layers = (module._modules.get(up), module._modules.get(down))
         if all(layer is not None and _is_linear(layer) for layer in layers):
@@ -49,18 +49,18 @@ def find_fused(module: nn.Module) -> tuple[str, str] | None:
 
 
 def find(module: nn.Module) -> MlpParts | None:
-    """As find_by_name, else by the shapes of the linear layers among the children."""
+    """Return the result of find_by_name, else find the MLP by the shapes of the linear layers among the children."""
     by_name = find_by_name(module)
     if by_name is not None:
         return by_name
     linears = {name: child for name, child in module._modules.items() if child is not None and _is_linear(child)}
-    for down, layer in reversed(list(linears.items())):  # the last one, where several fit
+    for down, layer in reversed(list(linears.items())):  # the last one, if several fit
         hidden, _ = features(layer)
         ups = [name for name, other in linears.items() if name != down]
         if len(ups) not in (1, 2) or any(features(linears[name])[1] != hidden for name in ups):
             continue
         dims = {features(linears[name])[0] for name in ups}
-        square = len(ups) == 2 and dims == {hidden}  # any of the three could be the last one
+        square = len(ups) == 2 and dims == {hidden}  # any of the three could be the down layer
         if len(dims) == 1 and not square:
             return _fitting(module, MlpParts(None if len(ups) == 1 else ups[0], ups[-1], down))
     return None

@@ -1,4 +1,4 @@
-"""Offload: what a module keeps for the backward waits in CPU memory."""
+"""Offload: keeps in CPU memory what a module saves for the backward."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class OffloadedModule:
-    """Mark of every module that offload_activations has changed."""
+    """Marks every module that offload_activations has changed."""
 
 
 def offload_activations(module: nn.Module) -> None:
-    """Have a module's forward keep copies in CPU memory of what the backward needs, instead of the tensors.
+    """Make a module's forward save copies in CPU memory for the backward, instead of the tensors.
 
-    Parameters stay where they are, and a tensor that several operators keep is copied once. Copies are made and brought
-    back on the current stream, by pinned memory where the device is an accelerator; on CPU devices they gain nothing.
-    torch.compile leaves the module out.
+    Parameters stay on their device, and a tensor that several operators save is copied once. Copies in both directions
+    run on the current stream, through pinned memory if the device is an accelerator; for CPU tensors there is no gain.
+    torch.compile skips the module.
     """
     if not isinstance(module, OffloadedModule):
         module.__class__ = _offloaded_class(type(module))
@@ -47,14 +47,14 @@ class _Copy:
 
     def __init__(self, tensor: Tensor, origin: StorageWeakRef) -> None:
         self.device = tensor.device
-        self.origin = origin  # keeps the storage's address from being another one's, and not its memory
+        self.origin = origin  # prevents reuse of the storage's address, without keeping its memory
         is_pinned = tensor.device.type != "cpu"
         self.values = torch.empty_like(tensor, device="cpu", pin_memory=is_pinned)
         self.values.copy_(tensor, non_blocking=is_pinned)
 
 
 class _Copies:
-    """Those of one forward that some operator's backward waits for."""
+    """The copies made in one forward that a backward still needs."""
 
     def __init__(self, module: nn.Module) -> None:
         local = (getattr(parameter, "_local_tensor", parameter) for parameter in module.parameters())
@@ -78,7 +78,7 @@ def _unpack(kept: tuple[Tensor, int] | _Copy) -> Tensor:
     if isinstance(kept, _Copy):
         return kept.values.to(kept.device, non_blocking=True)
     tensor, version = kept
-    if tensor._version != version:  # autograd does not look where there are hooks
+    if tensor._version != version:  # autograd does not check versions if there are hooks
         raise RuntimeError(
             f"a parameter of the shape {list(tensor.shape)}, or a part of one, was changed after the forward of a "
             "module with offload and before its backward, which needs the values of then; step after all backwards."

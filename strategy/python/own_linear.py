@@ -1,8 +1,8 @@
-"""Recognises subclasses of nn.Linear with a forward of their own that computes what nn.Linear computes.
+"""Recognises subclasses of nn.Linear whose own forward computes the same as that of nn.Linear.
 
 Falcon's linear layers are such a class. The forward is tried on a copy with small random weights, in float64, in train
 and in eval mode; outputs and gradients must equal those of nn.Linear. A forward that depends on the size of the weights
-fails in this trial, and then counts as something else than a linear layer.
+fails in this trial; its class then does not count as a linear layer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def computes_linear(module: nn.Linear) -> bool:
     """Return whether a module's own forward is that of nn.Linear.
 
     Modules of equal classes and attributes are tried once. A module with attributes other than numbers and texts, or
-    with buffers, is not tried: what these stand for may change.
+    with buffers, is not tried: those values may change.
     """
     attributes = {name: value for name, value in module.__dict__.items() if name not in _OF_MODULES}
     if module._buffers or not all(isinstance(value, _PLAIN) for value in attributes.values()):

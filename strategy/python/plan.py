@@ -1,4 +1,4 @@
-"""Plan: which module gets which style, as a value that parses, prints and is applied by `parallelize`."""
+"""Plan: a mapping of modules to styles, as a value that parses, prints and is applied by `parallelize`."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Plan:
               styles are those of weft.strategy.STYLES, Hugging Face's names for them, or torch's ColwiseParallel and
               RowwiseParallel; `*` in a pattern stands for a run of characters within one level, "" names the model;
             - a callable that is given each module's name and the module, and returns its style or None;
-            - a string, which is the first of these that it can be: "auto", which recognises transformer blocks;
+            - a string, which is tried in this order: "auto", which recognises transformer blocks;
               "huggingface", the plan that a model of transformers brings with it; the path of a file (.yaml, .yml,
               .json) with such a dict; such a dict as YAML or JSON text; the dotted name of such a callable,
               "mypackage.plans.llama", which is imported.
-        sequence_parallel: cut the activations between the repeated blocks' layers along the sequence, which is the last
-            dim but one of what the blocks get first. It needs blocks whose other parts treat each token by itself:
-            norms, dropout, residual sums.
+        sequence_parallel: shard the activations between the repeated blocks' layers along the sequence, which is the
+            last dim but one of the blocks' first input. The other modules of the blocks must treat each token by
+            itself: norms, dropout, residual sums.
         verify: "auto": layers that "auto", "huggingface" or the style `attention` shard by heads are first compared
             with themselves (`weft.strategy.verification`), and gathered if they differ; "always": column and row
             rules are compared as well and raise if they differ; "never": without comparison.
@@ -96,12 +96,12 @@ class Plan:
 
     @classmethod
     def from_yaml(cls, text: str) -> Plan:
-        """A plan from a YAML mapping of pattern to style."""
+        """Return a plan from a YAML mapping of pattern to style."""
         return cls(from_mapping(load(text, "YAML text")))
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """A plan from a JSON object of pattern to style."""
+        """Return a plan from a JSON object of pattern to style."""
         try:
             return cls(from_mapping(json.loads(text)))
         except json.JSONDecodeError as error:
@@ -112,7 +112,7 @@ class Plan:
         return self.preset == AUTO
 
     def to_dict(self) -> dict[str, str | dict[str, str | bool]]:
-        """The rules as a dict. ValueError for a preset and a callable, whose rules depend on the model."""
+        """Return the rules as a dict. Raises ValueError for a preset or callable, whose rules depend on the model."""
         rules: dict[str, str | dict[str, str | bool]] = json.loads(self.to_json())
         return rules
 
@@ -123,10 +123,10 @@ class Plan:
         return self._fixed_rules().to_json()
 
     def report(self) -> Report:
-        """What became of each parameter of the model this plan was last applied to, as it is now.
+        """Return the current report of the model that this plan was last applied to.
 
         Raises:
-            ValueError: it was not applied yet, or to a model that is gone.
+            ValueError: the plan was not applied yet, or its model no longer exists.
         """
         model = None if self._model is None else self._model()
         if model is None:
@@ -138,7 +138,7 @@ class Plan:
         self._model = weakref.ref(model)
 
     def assign(self, model: nn.Module, tp_size: int) -> Assignments:
-        """The style of each module; refuses, by name, what does not fit. Changes nothing."""
+        """Return the style of each module; raises, naming the modules, for rules that do not fit. Changes nothing."""
         if self.preset:
             if self.is_auto:
                 return assign_auto(model, tp_size, self.verify, self.example, for_sequences=self.sequence_parallel)
@@ -146,15 +146,15 @@ class Plan:
         return assign_explicit(model, self.rules_for(model), tp_size, self.verify, self.example)
 
     def key(self) -> Any:
-        """What two plans have in common that are the same: their rules, their callable, or being "auto"."""
+        """Return a key that is equal for equal plans: their rules, their callable, or the preset."""
         return self.preset or self._callable or self._rules, self.sequence_parallel
 
     def offloads(self, model: nn.Module) -> bool:
-        """Whether a rule says offload."""
+        """Return whether a rule says offload."""
         return not self.preset and any(rule.offload for rule in self.rules_for(model).rules)
 
     def rules_for(self, model: nn.Module) -> _plan.Plan:
-        """The rules of this plan on a model; not for a preset."""
+        """Return the rules of this plan on a model; not for a preset."""
         if self._callable is None:
             return self._fixed_rules()
         styles = {name: self._callable(name, module) for name, module in model.named_modules()}

@@ -1,4 +1,4 @@
-"""What a plan is given as, dicts, YAML, JSON and dotted names, read into `_plan.Plan` or callables; without torch."""
+"""Reads plans from dicts, YAML, JSON and dotted names into `_plan.Plan` or callables; without torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, cast
 from weft.strategy import _plan
 
 Style = str | Mapping[str, Any]
-StyleOf = Callable[[str, Any], Style | None]  # of a module, from its name and itself
-# What transformers' plans say, first in the words of its version 5, then in those of version 4.
+StyleOf = Callable[[str, Any], Style | None]  # the style of a module, from its name and the module
+# The styles in transformers' plans, first by the names of its version 5, then by those of version 4.
 HUGGING_FACE_STYLES = {
     "colwise": "column",
     "rowwise": "row",
@@ -35,14 +35,14 @@ _OPTION_TYPES = {"heads": (str, type(None)), "recompute": bool, "offload": bool,
 
 
 def load(text: str, what: str, *, owner: str = "plan", key: str = "pattern", advice: str = _ADVICE) -> Any:
-    """The value of a YAML or JSON text; ValueError, naming `what` it is, for one that is neither, or is empty.
+    """Return the value of a YAML or JSON text; raises ValueError, naming it `what`, for an invalid or empty text.
 
-    So are keys that come twice, of which YAML's own loader silently keeps the last value.
+    Duplicate keys are invalid, too: YAML's own loader silently keeps the last value.
     """
     import yaml  # JSON is YAML
 
     class Loader(yaml.SafeLoader):
-        """Refuses a key that comes twice, of which YAML's own loader silently keeps the last value."""
+        """Raises for duplicate keys, of which YAML's own loader silently keeps the last value."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -62,10 +62,10 @@ def load(text: str, what: str, *, owner: str = "plan", key: str = "pattern", adv
 
 
 def from_text(text: str) -> _plan.Plan | StyleOf:
-    """What a string other than "auto" stands for: rules from a file or from text, or a callable by its dotted name.
+    """Return the plan of a string other than "auto": rules from a file or text, or a callable by its dotted name.
 
     Raises:
-        ValueError: it stands for none of these.
+        ValueError: the string is none of these.
     """
     name = text.strip()
     has_file_ending = "\n" not in name and name.endswith(_FILE_ENDINGS)
@@ -81,7 +81,7 @@ def from_text(text: str) -> _plan.Plan | StyleOf:
 
 
 def _named_callable(name: str) -> StyleOf:
-    """What `name` leads to: from the longest prefix that is a module, attribute by attribute."""
+    """Return the object that `name` leads to: from the longest prefix that is a module, attribute by attribute."""
     parts = name.split(".")
     for num_parts in range(len(parts) - 1, 0, -1):
         prefix = ".".join(parts[:num_parts])
@@ -89,7 +89,7 @@ def _named_callable(name: str) -> StyleOf:
             value: Any = importlib.import_module(prefix)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{prefix}.".startswith(f"{error.name}."):
-                raise  # the module is there, and imports one that is not
+                raise  # the module exists, and imports a missing one
             continue
         for idx in range(num_parts, len(parts)):
             if not hasattr(value, parts[idx]):
@@ -102,7 +102,7 @@ def _named_callable(name: str) -> StyleOf:
 
 
 def from_mapping(rules: Any) -> _plan.Plan:
-    """Rules from a dict of pattern to style; ValueError for anything else."""
+    """Return rules from a dict of pattern to style; raises ValueError for anything else."""
     if not isinstance(rules, Mapping):
         raise ValueError(f"plan: got {rules!r}; pass a mapping from pattern to style, or 'auto'.")
     return _plan.Plan([_rule(pattern, value) for pattern, value in rules.items()])

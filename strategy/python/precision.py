@@ -1,4 +1,4 @@
-"""Modules that compute in a dtype of their own, whatever those around them do."""
+"""Modules that compute in their own dtype, independent of the modules around them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 def in_precision(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A parallelized module's forward, computed in the dtype of its state.
+    """Return a parallelized module's forward that computes in the dtype of its state.
 
-    Floating tensors among the arguments are cast to it, parameters where they are read. Floating results come back in
-    the dtype of the first such argument, if there is one and autocast, which takes any dtype, is not on.
+    Floating tensors among the arguments are cast to it, and parameters when they are read. Floating results are cast
+    back to the dtype of the first such argument, if there is one and autocast, which accepts any dtype, is off.
     """
 
     @functools.wraps(forward)

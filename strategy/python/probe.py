@@ -1,8 +1,8 @@
-"""Whether an MLP's own forward is what the fused operator computes, found out by running both.
+"""Finds out whether an MLP's own forward computes the same as the fused operator, by running both.
 
-The forward's code decides, not the values of its weights, so the probe gives both sides random float64 weights of a
-slice of the hidden units and inputs of scales 1e-3, 1 and 30: every rank comes to the same result, meta models need no
-values, and freshly zeroed weights (with which every activation looks the same) do no harm.
+The result depends on the forward's code, not on the weights. So the probe gives both sides random float64 weights of a
+slice of the hidden units, and inputs of scales 1e-3, 1 and 30: every rank comes to the same result, meta models need no
+values, and zero weights (with which every activation looks the same) do no harm.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from weft.strategy.state import MlpParts
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 _SCALES = (1e-3, 1.0, 30.0)
-_MAX_HIDDEN = 16  # of a layer as wide as the model: what the probe holds is small beside a shard
+_MAX_HIDDEN = 16  # of a layer as wide as the model: the probe's memory is small beside a shard
 _TOLERANCE = 1e-10
 
 
 def why_not_fused(container: nn.Module, parts: MlpParts) -> str | None:
-    """What in the module's structure forbids fusing, whatever its numbers; None when nothing does."""
+    """Return what in the module's structure prevents fusing, whatever its values; None if nothing does."""
     if "forward" in container.__dict__:
         return "its forward was replaced on the instance"
     for name in parts.children:
@@ -52,9 +52,9 @@ def why_not_fused(container: nn.Module, parts: MlpParts) -> str | None:
 
 
 def find_activation(container: nn.Module, parts: MlpParts) -> tuple[MlpParts, str] | str:
-    """The (parts, activation) with which the operator agrees with the forward, or why there is none.
+    """Return the (parts, activation) with which the operator agrees with the forward, or the reason why it never does.
 
-    Gate and up change places in the result where the forward applies its activation to the other one.
+    In the result gate and up are swapped if the forward applies its activation to the other one.
     """
     orders = [parts]
     if parts.gate is not None:
@@ -106,7 +106,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _shell_with_hidden(container: nn.Module, parts: MlpParts, units: int | slice) -> tuple[nn.Module, int]:
-    """A shell with these hidden units (of at most _MAX_HIDDEN) and their number; other sizes are the module's own."""
+    """Return a shell with these hidden units (at most _MAX_HIDDEN) and their number; other sizes do not change."""
     parameters: dict[int, Tensor] = {}
     hidden = 0
     for position, name in enumerate(parts.children):
@@ -137,7 +137,7 @@ def _shell_with_hidden(container: nn.Module, parts: MlpParts, units: int | slice
 
 
 def _own_runs(shell: nn.Module, container: nn.Module, parts: MlpParts) -> Iterator[tuple[Tensor, list[Tensor], Tensor]]:
-    """(input, [output and gradients of input and weights], gradient of the output) of the module's own forward."""
+    """Yield (input, [output, gradients of input and weights], gradient of the output) of the module's own forward."""
     dim, _ = features(container._modules[parts.up])
     for training in (True, False):
         shell.train(training)
@@ -175,7 +175,7 @@ def _agrees(shell: nn.Module, parts: MlpParts, activation: str, x: Tensor, own: 
 
 
 def _hidden_values(container: nn.Module, parts: MlpParts, units: slice) -> tuple[Tensor, int]:
-    """What reaches the last layer when only these hidden units exist, and how many hidden units there are."""
+    """Return the input of the last layer if only these hidden units exist, and the number of hidden units."""
     shell, hidden = _shell_with_hidden(container, parts, units)
     shell.eval()
     up_outputs: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""Who holds what: the reports of all ranks."""
+"""Reports of all ranks on the parameters that they hold."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from weft.strategy.report_table import Report, report, table_of
 
 @dataclasses.dataclass(frozen=True)
 class RankReports:
-    """The report of each rank of a group, in its order, and the pipeline stages that the rank has.
+    """The report of each rank of a group, in its order, and the pipeline stages of the rank.
 
-    Prints as a table with a line for each rank: how many parameters, their bytes, the first's and the last's name.
+    Prints as a table with a line for each rank: the number of parameters, their bytes, the first and the last name.
     """
 
     reports: tuple[Report, ...]
     stages: tuple[tuple[int, ...], ...]
 
     def to_dict(self) -> list[dict[str, Any]]:
-        """Plain data: for each rank its number, its stages, and what `Report.to_dict` gives."""
+        """Return plain data: for each rank its number, its stages, and the result of `Report.to_dict`."""
         return [
             {"rank": rank, "stages": list(stages), **each.to_dict()}
             for rank, (stages, each) in enumerate(zip(self.stages, self.reports, strict=True))
@@ -45,7 +45,7 @@ class RankReports:
 
 
 def rank_reports(model: nn.Module, group: dist.ProcessGroup | None = None) -> RankReports:
-    """What each rank of a group, by default of all, holds of a model; collective."""
+    """Return the reports of each rank of a group, by default of all ranks, on a model; collective."""
     from weft.strategy.pipeline import find_staged
 
     found = find_staged(model)

@@ -1,4 +1,4 @@
-"""The table of what became of each parameter."""
+"""A table of each parameter's style, sharding and bytes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from weft.strategy.state import state_of
 class Row:
     """One parameter under one of its names.
 
-    rule: the pattern of the plan that gave its module a style, "auto", or "" where none did.
-    axes: (mesh axis, dim) for each axis of more than one rank that it is cut over.
-    local_shape, num_bytes: of this rank's part.
+    rule: the pattern of the plan that gave its module a style, "auto", or "" without a rule.
+    axes: (mesh axis, dim) for each axis of more than one rank over which it is sharded.
+    local_shape, num_bytes: of this rank's shard.
     """
 
     parameter: str
@@ -33,19 +33,19 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Rows by parameter, and `notes` on what was left alone; prints as a table."""
+    """Rows by parameter, and `notes` on modules that were not sharded; prints as a table."""
 
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of this rank's parameters; a tied one counts once."""
+        """Return the bytes of this rank's parameters; a tied one counts once."""
         return sum(row.num_bytes for row in self.rows if not row.note.startswith("tied to "))
 
     @property
     def rules(self) -> dict[str, list[str]]:
-        """The parameters that each rule is about, by pattern."""
+        """Return the parameters of each rule, by pattern."""
         rules: dict[str, list[str]] = {}
         for row in self.rows:
             if row.rule:
@@ -53,7 +53,7 @@ class Report:
         return rules
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data: "parameters" (a dict for each row), "rules", "total_bytes" and "notes"."""
+        """Return plain data: "parameters" (a dict for each row), "rules", "total_bytes" and "notes"."""
         parameters = [
             {**dataclasses.asdict(row), "local_shape": list(row.local_shape), "axes": dict(row.axes)}
             for row in self.rows
@@ -66,7 +66,7 @@ class Report:
         }
 
     def to_json(self) -> str:
-        """`to_dict` as a JSON object."""
+        """Return `to_dict` as a JSON object."""
         return json.dumps(self.to_dict())
 
     def __str__(self) -> str:
@@ -88,7 +88,7 @@ class Report:
 
 
 def table_of(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> list[str]:
-    """Lines of a table whose columns named in `right` end at the same place; the others begin there."""
+    """Return the lines of a table; columns named in `right` are right-aligned, the others left-aligned."""
     widths = [max(len(line[column]) for line in (header, *rows)) for column in range(len(header))]
     lines = []
     for line in (header, *rows):
@@ -101,9 +101,9 @@ def table_of(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequen
 
 
 def report(model: nn.Module) -> Report:
-    """What became of each parameter of a parallelized model (of any other: its plain parameters).
+    """Return the report of each parameter of a parallelized model (for other models: of plain parameters).
 
-    Of a wrapper that adds no parameters, such as Fabric's, the parallelized model inside is reported.
+    For a wrapper that adds no parameters, such as Fabric's, the report is that of the parallelized model inside.
     """
     model = _without_wrapper(model)
     rows: list[Row] = []
@@ -127,7 +127,7 @@ def report(model: nn.Module) -> Report:
 
 
 def _without_wrapper(model: nn.Module) -> nn.Module:
-    """The module that parallelize was called with, if all of the model's parameters are in it; else the model."""
+    """Return the module that parallelize was called with, if it has all of the model's parameters; else the model."""
 
     def is_root(module: nn.Module) -> bool:
         state = state_of(module)

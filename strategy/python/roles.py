@@ -1,7 +1,7 @@
-"""The classes that parallelized modules get in place of their own.
+"""The classes of parallelized modules, which replace their own classes.
 
-Each is a subclass of the module's class, made once per class and role: isinstance, hooks, names and `_parameters` stay
-what they are, only the forward and the reading of parameters change. FSDP2 changes classes the same way.
+Each is a subclass of the module's class, made once per class and role. isinstance, hooks, names and `_parameters` do
+not change; only the forward and the reading of parameters do. FSDP2 changes classes the same way.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from weft.strategy.vocab_head import VocabParallelLogits, head_of
 
 
 class ParallelModule:
-    """Mark of every module that parallelize has changed."""
+    """Marks every module that parallelize has changed."""
 
     _weft_state: ModuleState
 
@@ -44,7 +44,7 @@ class ParallelModule:
 
 
 def _part_of(module: Any, name: str) -> Tensor | None:
-    """This rank's tensor-parallel part of a parameter."""
+    """Return this rank's tensor-parallel shard of a parameter."""
     parameter = module._parameters[name]
     if isinstance(parameter, DTensor) and not torch.compiler.is_compiling():
         mesh, expected = parameter._spec.mesh, module._weft_state.mesh
@@ -74,7 +74,7 @@ def _weight_and_bias(module: nn.Module, transposed: bool) -> tuple[Tensor, Tenso
 def _column_forward(self: Any, input: Tensor) -> Tensor:
     state = self._weft_state
     weight, bias = _weight_and_bias(self, state.transposed)
-    if state.sequence is not None:  # the gradient of its input is summed where that was gathered
+    if state.sequence is not None:  # the gather of its input sums the gradient
         return torch.nn.functional.linear(input, weight, bias)
     return torch.ops.weft.column_linear(input, weight, bias, group_name=state.group_name)
 
@@ -125,11 +125,11 @@ def _vocab_embedding_forward(self: Any, input: Tensor) -> Tensor:
     )
     if self.padding_idx is None or not output.requires_grad:
         return output
-    return torch.where((input == self.padding_idx).unsqueeze(-1), output.detach(), output)  # a row without gradients
+    return torch.where((input == self.padding_idx).unsqueeze(-1), output.detach(), output)  # no gradient for padding
 
 
 class _VocabEmbedding(nn.Embedding):
-    """What `super().forward` finds in a subclass of nn.Embedding."""
+    """The base class that `super().forward` finds in a subclass of nn.Embedding."""
 
     forward = _vocab_embedding_forward
 
@@ -172,7 +172,7 @@ def _fused_forward(self: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
 def _dropout_forward(self: Any, input: Tensor) -> Tensor:
     if not self.training or self.p == 0.0:
         return input
-    # Drawn alike on all ranks; which of its tokens a rank drops follows from their places in the whole sequence.
+    # All ranks draw the same seed; a rank's mask follows from the positions of its tokens in the unsharded sequence.
     # Without dims, as in weft.nn.Dropout.
     seed = torch.randint(0, 1 << 62, (), dtype=torch.int64, device=torch.device("cpu"))
     region = self._weft_state.sequence.region
@@ -208,7 +208,7 @@ def _refuse_changed_child(name: str, child: nn.Module) -> None:
 
 @functools.cache
 def _plain_forward_of(cls: type[nn.Module], has_counts: bool = False) -> Callable[..., Any]:
-    """The class's own forward, with local parameters."""
+    """Return the class's own forward, with local parameters."""
     own_forward = counted(cls.forward) if has_counts else cls.forward
 
     @functools.wraps(own_forward)
@@ -235,7 +235,7 @@ def _explained_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def _sequence_forward_of(cls: type[nn.Module], has_counts: bool = False) -> Callable[..., Any]:
-    """The class's own forward with local parameters, between what its place in the sequence wants."""
+    """Return the class's own forward with local parameters, between the operations of its place in the sequence."""
     plain = _plain_forward_of(cls, has_counts)
 
     @functools.wraps(plain)
@@ -277,7 +277,7 @@ def _gathered(module: Any, name: str, state: ModuleState) -> Tensor:
 
 
 def _flat_weights(self: Any) -> list[Tensor | None]:
-    """The parameters nn.RNNBase computes with; its own list of them would go stale."""
+    """Return the parameters that nn.RNNBase computes with; its own list of them would be stale."""
     return [getattr(self, name, None) for name in self._flat_weights_names]
 
 

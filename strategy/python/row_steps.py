@@ -1,4 +1,4 @@
-"""A weight's optimizer step some rows at a time: the gradient of those rows is all that ever exists of it."""
+"""Steps a weight some rows at a time, so that only the gradient of those rows exists."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from weft.strategy.data_parallel.local import local_part
 
-# The bytes of the gradient that exist at a time. They stay in the caches until they are used, and products of fewer
-# rows are slow.
+# The bytes of a gradient that exist at a time. A block of this size stays in the caches until it is used; products of
+# fewer rows are slow.
 _BLOCK_BYTES = 1 << 20
-# Their states begin as zeros; the momentum of SGD begins as the first gradient.
+# Optimizers whose states begin as zeros; the momentum of SGD begins as the first gradient.
 _FROM_ZERO = (Adam, AdamW)
 
 
 class RowSteps:
-    """Steps weights of an optimizer that treats each element alone (Adam, AdamW, SGD), rows after rows.
+    """Steps weights of an optimizer that treats each element alone (Adam, AdamW, SGD), block of rows by block of rows.
 
-    What that leaves in `optimizer.state` is what a step of the whole weight leaves there.
+    `optimizer.state` ends up as after a step of the full weight.
     """
 
     def __init__(
@@ -33,10 +33,10 @@ class RowSteps:
     ) -> None:
         """
         Args:
-            optimizer: whose states are used, and made at a weight's first step.
-            step: called with a parameter and some rows of it, which have their gradient: steps those.
-            before_step: called with some rows before that.
-            block_bytes: of a gradient that exist at a time; a row at least.
+            optimizer: its states are used, and created at a weight's first step.
+            step: called with a parameter and some of its rows, which have their gradient; steps these rows.
+            before_step: called with the same arguments before that.
+            block_bytes: the bytes of a gradient that exist at a time; at least one row.
         """
         self._optimizer = optimizer
         self._step = step
@@ -56,7 +56,7 @@ class RowSteps:
         buffer = torch.empty(min(rows_at_once, num_rows), num_columns, dtype=left.dtype, device=weight.device)
         before = self._states_before(parameter, weight)
         after: dict[str, Any] = {name: value for name, value in before.items() if _is_like(value, weight)}
-        for first in range(0, max(1, num_rows), rows_at_once):  # a rank without rows counts its steps, too
+        for first in range(0, max(1, num_rows), rows_at_once):  # a rank without rows also counts its steps
             rows = weight[first : first + rows_at_once]
             gradient = torch.mm(left[:, first : first + len(rows)].t(), right, out=buffer[: len(rows)])
             rows.grad = gradient.to(rows.dtype)
@@ -74,11 +74,11 @@ class RowSteps:
             self._optimizer.state[parameter].update(after)
 
     def _states_before(self, parameter: Tensor, weight: Tensor) -> dict[str, Any]:
-        """What the optimizer has of a parameter; at its first step zeros, if that is what it begins with."""
+        """Return the optimizer's states of a parameter; before its first step zeros, if states begin as zeros."""
         states = {name: value for name, value in self._optimizer.state.get(parameter, {}).items() if value is not None}
         if states or not isinstance(self._optimizer, _FROM_ZERO):
             return states
-        number = weight.new_zeros(1, 1)  # one step of it shows which states there are
+        number = weight.new_zeros(1, 1)  # stepping it once shows which states the optimizer keeps
         number.grad = torch.zeros_like(number)
         made = self._stepped(parameter, number, {})
         return {
@@ -87,7 +87,7 @@ class RowSteps:
         }
 
     def _stepped(self, parameter: Tensor, rows: Tensor, states: dict[str, Any]) -> dict[str, Any]:
-        """Step some rows; returns their states."""
+        """Step some rows; return their states."""
         if states:
             self._optimizer.state[rows] = states
         try:
@@ -98,12 +98,12 @@ class RowSteps:
 
 
 def _is_like(value: object, weight: Tensor) -> bool:
-    """Whether a state has an entry for each element of a weight, or of rows of it."""
+    """Return whether a state has an entry for each element of a weight, or of rows of it."""
     return isinstance(value, Tensor) and local_part(value).shape == weight.shape
 
 
 def _rows_of(value: Any, weight: Tensor, first: int, num_rows: int) -> Any:
-    """A state for some rows: a view of it where there is an entry for each element, else a copy of its own."""
+    """Return the state of some rows: a view if there is an entry for each element, else a copy."""
     if _is_like(value, weight):
         return local_part(value)[first : first + num_rows]
     return value.clone() if isinstance(value, Tensor) else value

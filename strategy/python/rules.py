@@ -1,4 +1,4 @@
-"""What the rules of a plan come to on one model, or why they do not fit it."""
+"""Applies the rules of a plan to one model, or explains why they do not fit it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def assign_explicit(
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     result = Assignments(tp_size)
-    # Rules of layers that other stages have are for these.
+    # Names of layers on other stages count too: a rule may match only there.
     rules = plan.resolve(with_absent_names(model))
     present = {name for name, module in modules.items() if not isinstance(module, AbsentLayer)}
     evidence = Evidence(model, tp_size, verify, example)
@@ -47,7 +47,7 @@ def assign_explicit(
 def assign_rules(
     result: Assignments, modules: Mapping[str, nn.Module], rules: Iterable[tuple[str, _plan.Rule]], evidence: Evidence
 ) -> None:
-    """Add the styles that modules get by the rule of each; ValueError as `assign_explicit`."""
+    """Add the styles of modules by the rule of each; raises ValueError like `assign_explicit`."""
     for name, rule in rules:
         module = modules[name]
         _refuse_dtensors(name, module, rule.style)
@@ -142,7 +142,7 @@ def _divide(result: Assignments, parent: nn.Module, module_name: str, attribute:
 
 
 def _assign_split(result: Assignments, name: str, module: nn.Module, rule: _plan.Rule) -> None:
-    if isinstance(module, nn.Embedding):  # as torch's RowwiseParallel does it: the rows of a table
+    if isinstance(module, nn.Embedding):  # like torch's RowwiseParallel: it shards the rows of the table
         _assign_embedding(result, name, module, _plan.Rule(rule.pattern, "vocab_embedding"))
     else:
         _assign_linear(result, name, module, rule)

@@ -1,4 +1,4 @@
-"""Which modules of a model work on a part of the sequence, if its plan has the option or a style sequence_parallel."""
+"""Finds the modules that compute on a shard of the sequence, for plans with sequence_parallel (option or style)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from weft.strategy.linears import COLUMN_STYLES, ROW_STYLES, features
 from weft.strategy.sequence_region import Place, Region
 
 _CUT_BY_FEATURES = (*COLUMN_STYLES, *ROW_STYLES)
-_NO_TOKENS = ("BatchNorm", "GroupNorm", "InstanceNorm")  # their statistics are over tokens
+_NO_TOKENS = ("BatchNorm", "GroupNorm", "InstanceNorm")  # they compute statistics over tokens
 
 
 def sequence_places(model: nn.Module, assignments: Assignments, group_name: str) -> dict[int, Place]:
-    """The place of each module, by its id, in the repeated blocks that the plan cuts.
+    """Return the place of each module, by its id, in the repeated blocks whose sequence the plan shards.
 
     Raises:
-        ValueError: there is no such block, or one has modules that cannot work on some of the tokens.
+        ValueError: there is no such block, or one has modules that cannot work on a shard of the tokens.
     """
     places: dict[int, Place] = {}
     for blocks in _runs(repeated_blocks(model), assignments):
@@ -44,7 +44,7 @@ def sequence_places(model: nn.Module, assignments: Assignments, group_name: str)
 
 
 def _runs(blocks: list[str], assignments: Assignments) -> list[list[str]]:
-    """Blocks of one list that follow each other and that the plan cuts; others, between two runs, get all tokens."""
+    """Return runs of adjacent blocks of one list that the plan shards; blocks between two runs get all tokens."""
     runs: list[list[str]] = []
     goes_on_in = None
     for block in blocks:
@@ -60,12 +60,12 @@ def _runs(blocks: list[str], assignments: Assignments) -> list[list[str]]:
 
 def _is_cut(block: str, assignments: Assignments) -> bool:
     if assignments.styles.get(block, Assignment("")).style == "column_row_mlp":
-        return False  # an MLP itself, as in a list of experts: there is nothing around its layers
+        return False  # the block itself is an MLP, as in a list of experts: there is nothing around its layers
     return any(a.style in (*_CUT_BY_FEATURES, "column_row_mlp") for a in _inside(assignments, block).values())
 
 
 def _refuse_placed(modules: set[int], model: nn.Module) -> None:
-    """A module of two runs would know the tokens of one."""
+    """Raise for a module in two runs: it would know the lengths of only one."""
     name = next((name for name, module in model.named_modules() if id(module) in modules), None)
     if name is not None:
         raise ValueError(
@@ -75,7 +75,7 @@ def _refuse_placed(modules: set[int], model: nn.Module) -> None:
 
 
 def _refuse_shared(places: dict[int, Place], model: nn.Module) -> None:
-    """A module that gets all tokens elsewhere would sum gradients that are whole."""
+    """Raise for a module that gets all tokens elsewhere: it would sum gradients that are already full."""
     blocks = _placed_blocks(places, model)
     for name, module in model.named_modules(remove_duplicate=False):
         if id(module) in places and not f"{name}.".startswith(blocks):
@@ -86,13 +86,13 @@ def _refuse_shared(places: dict[int, Place], model: nn.Module) -> None:
 
 
 def _placed_blocks(places: dict[int, Place], model: nn.Module) -> tuple[str, ...]:
-    """The names of the blocks between which tokens are cut, each with a dot."""
+    """Return the names of the blocks between which tokens are sharded, each with a dot."""
     ids = {module for module, place in places.items() if place.kind == "block"}
     return tuple(f"{name}." for name, module in model.named_modules(remove_duplicate=False) if id(module) in ids)
 
 
 def _check_named(places: dict[int, Place], model: nn.Module, assignments: Assignments) -> None:
-    """Modules that rules name for their tokens' sake: beside the blocks they have all, and inside a cut layer, too."""
+    """Check modules with the style sequence_parallel: outside of the blocks they get all tokens; in a layer, raise."""
     blocks = _placed_blocks(places, model)
     for name in (name for name, a in assignments.styles.items() if a.style == "sequence_parallel"):
         place = places.get(id(model.get_submodule(name)))
@@ -147,7 +147,7 @@ def _place_others(
     named: set[str],
     region: Region,
 ) -> None:
-    """The modules between the cut layers, which get this rank's tokens; rules vouch for those that are `named`."""
+    """Place the modules between sharded layers, which get this rank's tokens; for `named` ones the rules vouch."""
     for key, module in parent.named_children():
         name, cls = f"{parent_name}.{key}", type(module).__name__
         if name in containers:

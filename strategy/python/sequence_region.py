@@ -1,7 +1,7 @@
-"""What modules do where activations are cut along the sequence: gather, scatter, and sum the gradients of weights.
+"""The operations of sequence parallelism: gathers and scatters activations, and sums the gradients of weights.
 
-Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022): between the layers that
-tensor parallelism cuts by features, each rank holds some of the tokens. Tokens are the last dim but one.
+Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022): between layers that tensor
+parallelism shards by features, each rank holds a shard of the tokens. Tokens are the last dim but one.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor
 
 @dataclasses.dataclass(eq=False)
 class Region:
-    """The blocks of one list, with the tokens of all ranks in the forward that runs or is computed again, and its own.
+    """The blocks of one list, with the lengths of the full sequence and of this rank's shard in the current forward.
 
-    lengths: (of all ranks, of this rank); None before the first forward.
+    lengths: (of all ranks, of this rank); None before the first forward. A recomputed forward is also a current one.
     """
 
     group_name: str
@@ -30,12 +30,12 @@ class Region:
 
     @property
     def length(self) -> int | None:
-        """The tokens of all ranks."""
+        """Return the number of tokens of all ranks."""
         return None if self.lengths is None else self.lengths[0]
 
     @contextlib.contextmanager
     def of_lengths(self, lengths: tuple[int, int] | None) -> Iterator[None]:
-        """A forward that is computed again is of other lengths than the last one, perhaps."""
+        """Inside, use other lengths: a recomputed forward may have other lengths than the last one."""
         before, self.lengths = self.lengths, lengths
         try:
             yield
@@ -43,28 +43,28 @@ class Region:
             self.lengths = before
 
     def enter(self, x: Tensor) -> Tensor:
-        """This rank's tokens; the backward gathers the gradient, which what came before wants whole."""
+        """Return this rank's shard of the tokens; the backward all-gathers the gradient for the code before."""
         own = torch.ops.weft.scatter_to_group(x, x.dim() - 2, self.group_name)
         self.lengths = (x.shape[-2], own.shape[-2])
         return own
 
     def leave(self, x: Tensor) -> Tensor:
-        """All tokens on every rank, for what is computed everywhere alike; the backward takes this rank's part."""
+        """Return all tokens on every rank, for replicated computation; the backward takes this rank's shard."""
         return torch.ops.weft.gather_from_group(x, x.dim() - 2, self.group_name, dim_size=self.length)
 
     def gather(self, x: Tensor) -> Tensor:
-        """All tokens, for layers cut by features; the backward sums what they give, and takes this rank's part."""
+        """Return all tokens, for layers sharded by features; the backward reduce-scatters the gradient."""
         return torch.ops.weft.gather_from_sequence(x, x.dim() - 2, self.group_name, dim_size=self.length)
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a module stands in a region.
+    """The role of a module in a region.
 
     kind: "block"; "gathers": its input is gathered for the layers inside; "inside": a column layer there; "scatters": a
     row layer; "fused": an MLP that gathers and scatters itself; "cut": computes on this rank's tokens; "dropout".
-    features: of the tokens that come in, by which a "block" and what "gathers" know them from masks and tables.
-    enters, leaves: a block that is the first or the last.
+    features: of the input tokens; a "block" and a module that "gathers" use them to tell tokens from masks and tables.
+    enters, leaves: whether a block is the first, or the last.
     """
 
     region: Region
@@ -75,13 +75,13 @@ class Place:
 
     @property
     def owns_shared_weights(self) -> bool:
-        """Whether its parameters see this rank's tokens alone, so that gradients are to be summed."""
+        """Return whether its parameters see only this rank's tokens, so that their gradients must be summed."""
         return self.kind in ("block", "cut")
 
     def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A forward's arguments, the first with tokens and features among them gathered or scattered.
+        """Return a forward's arguments; the first tensor of tokens with these features is gathered or scattered.
 
-        What is gathered has as many tokens as this rank does, unlike a mask beside it.
+        A tensor to be gathered has as many tokens as this rank's shard, unlike a mask beside it.
         """
         if self.kind == "block" and not self.enters:
             self._refuse_other_tokens(args, kwargs)
@@ -102,7 +102,7 @@ class Place:
         )
 
     def _refuse_other_tokens(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A block that runs before the first of its list would take all tokens for this rank's part."""
+        """Raise if a block runs before the first of its list: it would mistake all tokens for this rank's shard."""
         values = (*args, *kwargs.values())
         if self.region.lengths is None or not any(self._is_activation(value) for value in values):
             raise TypeError(
@@ -112,7 +112,7 @@ class Place:
             )
 
     def _refuse_second(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """What is whole already, an encoder's output, would get this rank's part of its gradient."""
+        """Raise for a second input, such as an encoder's output: if it is full, its gradient would be only a shard."""
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.requires_grad]
         if len(tensors) > 1:
             raise TypeError(
@@ -128,7 +128,7 @@ class Place:
         return has_tokens and value.shape[-1] == self.features
 
     def after(self, output: Any) -> Any:
-        """A forward's result; of a tuple the first is what is gathered."""
+        """Return a forward's result, gathered if the module leaves the region; for a tuple, its first item."""
         if not self.leaves:
             return output
         if isinstance(output, tuple):

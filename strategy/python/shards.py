@@ -1,7 +1,7 @@
-"""Parameters become DTensors: this rank's part of each, cut locally, without communication.
+"""Converts parameters to DTensors: shards each one locally, without communication.
 
-The ranks of a tensor-parallel group hold equal values when they come here (each has built the same model), so a
-broadcast would only repeat what is there.
+The ranks of a tensor-parallel group hold equal values already (each has built the same model), so a broadcast is not
+necessary.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ TENSOR_PARALLEL = "tensor_parallel"
 
 
 def tensor_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The axis to shard over: "tensor_parallel" of a mesh with names, else the only axis.
+    """Return the axis to shard over: "tensor_parallel" of a mesh with names, else the only axis.
 
     Raises:
-        TypeError: no DeviceMesh.
-        ValueError: several axes and none of that name.
+        TypeError: `mesh` is not a DeviceMesh.
+        ValueError: it has several axes, none of that name.
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
@@ -41,14 +41,14 @@ def tensor_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def group_name_of(mesh: DeviceMesh) -> str:
-    """The c10d name that the operators take; "" (a group of one) for an axis of size 1."""
+    """Return the c10d name that the operators take; "" (a group of one) for an axis of size 1."""
     return "" if mesh.size() == 1 else mesh.get_group().group_name
 
 
 def _cut(tensor: Tensor, mesh: DeviceMesh, dim: int | None) -> tuple[DTensor, bool]:
-    """This rank's part of `tensor` along `dim` (None: all of it), in storage of its own.
+    """Return this rank's shard of `tensor` along `dim` (None: all of it), in storage of its own.
 
-    And whether a tensor without values had to be made whole for it.
+    The second result: whether a deferred tensor had to be materialized in full for it.
     """
     num_ranks = mesh.size()
     is_cut = dim is not None and num_ranks > 1
@@ -69,10 +69,10 @@ def _cut(tensor: Tensor, mesh: DeviceMesh, dim: int | None) -> tuple[DTensor, bo
 
 
 def to_dtensor(parameter: nn.Parameter, mesh: DeviceMesh, dim: int | None) -> tuple[nn.Parameter, bool]:
-    """A Parameter holding the DTensor of a plain one: sharded along `dim`, or replicated when that is None.
+    """Return a Parameter with the DTensor of a plain one: sharded along `dim`, or replicated if that is None.
 
     Shards follow torch.chunk (later ones smaller or empty). The class attributes, requires_grad and the gradient are
-    taken over; meta stays meta. The second result: whether a parameter without values was whole for a moment.
+    kept; a meta tensor stays meta. The second result: whether a deferred parameter was materialized in full.
     """
     with torch.no_grad():
         part, was_whole = _cut(parameter, mesh, dim)
@@ -84,7 +84,7 @@ def to_dtensor(parameter: nn.Parameter, mesh: DeviceMesh, dim: int | None) -> tu
 
 
 def to_plain(parameter: nn.Parameter) -> nn.Parameter:
-    """The parameter itself; one without values yet gets them all."""
+    """Return the parameter itself; a deferred one is materialized in full."""
     if not is_deferred(parameter):
         return parameter
     result = nn.Parameter(whole_of(parameter), requires_grad=parameter.requires_grad)

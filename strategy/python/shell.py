@@ -1,4 +1,4 @@
-"""Copies of a small module that share its code and none of its tensors, to try its forward on."""
+"""Copies a small module with its code and without its tensors, to run its forward on other values."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def shell_of(
 
 
 def _without_sharing(value: Any, memo: dict[int, Any]) -> Any:
-    """A copy of a tensor, list or dict; a list or dict that several modules have stays one for their copies."""
+    """Return a copy of a tensor, list or dict; a list or dict that several modules hold is copied only once."""
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
         return _values_of(value).clone()
     if type(value) not in (list, dict):
@@ -85,18 +85,18 @@ def _values_of(tensor: Tensor) -> Tensor:
 
 
 def buffer_copies(module: nn.Module) -> dict[int, Tensor]:
-    """A copy of each buffer for `shell_of`, on the CPU, floating ones in float64."""
+    """Return a copy of each buffer for `shell_of`, on the CPU, floating ones in float64."""
     return {id(buffer): _values_of(buffer).clone() for buffer in module.buffers()}
 
 
 def wide_range_input(dim: int, scale: float, seed: int) -> Tensor:
-    """Float64 values of this scale, `[2, 3, dim]`, the same on every rank."""
+    """Return float64 values of this scale, `[2, 3, dim]`, the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(2, 3, dim, dtype=torch.float64, generator=generator).mul_(scale)
 
 
 def random_like(shape: Any, fan_in: int, seed: int) -> Tensor:
-    """A float64 parameter that keeps the scale of what it is multiplied with."""
+    """Return a random float64 parameter that preserves the scale of its input."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, dtype=torch.float64, generator=generator).div_(max(fan_in, 1) ** 0.5).requires_grad_()
 

@@ -1,4 +1,4 @@
-"""What a parallelized module remembers about itself."""
+"""The state that a parallelized module stores."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KEY = "_weft_state"
 
 @dataclasses.dataclass(frozen=True)
 class MlpParts:
-    """The layers of an MLP by their names among a container's children; `gate` None for a plain one."""
+    """The names of an MLP's layers among a container's children; `gate` is None for an ungated MLP."""
 
     gate: str | None
     up: str
@@ -42,21 +42,21 @@ class ModuleState:
     style: str
     mesh: DeviceMesh
     group_name: str
-    name: str = ""  # in the model that parallelize was called with
-    explains: bool = False  # it is that model: its forward explains errors of sharded modules
+    name: str = ""  # the name in the model that parallelize was called with
+    explains: bool = False  # whether it is that model: its forward explains errors of sharded modules
     rule: str = ""  # the pattern that gave the style, or "auto"
     note: str = ""
     mlp: MlpParts | None = None  # of a fused container, with its activation
     activation: str = ""
-    recompute: bool = False  # a fused container keeps its input alone for the backward
+    recompute: bool = False  # a fused container saves only its input for the backward
     child_classes: tuple[type, ...] = ()
     transposed: bool = False  # the weight is [in, out], as in GPT-2's Conv1D
-    vocab_start: int = 0  # of a vocab_embedding or vocab_head: the first row on this rank
+    vocab_start: int = 0  # for a vocab_embedding or vocab_head: the first row on this rank
     fused: bool = False  # a layer of a fused container
-    sequence: Place | None = None  # where activations are cut along the sequence
-    precision: torch.dtype | None = None  # what it computes in; None: as those around it
+    sequence: Place | None = None  # its role if activations are sharded along the sequence
+    precision: torch.dtype | None = None  # the dtype that it computes in; None: that of the modules around it
     counts: tuple[tuple[str, int], ...] = ()  # attributes and their values on this rank, while the forward runs
-    dropouts: tuple[ShardedDim, ...] = ()  # of an nn.Dropout between column and row layers
+    dropouts: tuple[ShardedDim, ...] = ()  # for an nn.Dropout between column and row layers
     plan_key: Any = None  # set on the module that parallelize was called with
     plan_notes: tuple[str, ...] = ()
 
@@ -106,6 +106,6 @@ def with_values(
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
-    """The class the module had before parallelize; its class if it never was parallelized."""
+    """Return the class that the module had before parallelize; its class if it was not parallelized."""
     state = state_of(module)
     return type(module) if state is None else state.original_class

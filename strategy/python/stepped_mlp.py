@@ -1,8 +1,8 @@
-"""A fused MLP whose backward steps its own weights: their gradients never exist whole.
+"""A fused MLP that steps its own weights in its backward: their full gradients are never materialized.
 
-The operator `column_row_mlp` gives each weight its gradient and leaves it to autograd. Here the backward is the same
-chain of products, but where the operator would return grad_outᵀ x of a weight, the factors go to the optimizer, which
-steps some rows at a time.
+The operator `column_row_mlp` returns each weight's gradient to autograd. The backward here is the same chain of
+products. But instead of the product grad_outᵀ x for a weight, it passes both factors to the optimizer, which steps some
+rows at a time.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from weft.strategy.state import state_of
 StepRows = Callable[[Tensor, Tensor, Tensor], None]
 
 _KEY = "_weft_stepped_mlp"
-# Hooks that have nothing to do where there is no gradient.
+# Modules whose hooks do nothing if there is no gradient.
 _OWN_HOOKS = ("weft.strategy.in_backward", "weft.memory")
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How `column_row_mlp` is called; `sequence_dim` and `sequence_size` of a sequence that is cut, else None."""
+    """The options of `column_row_mlp`; without sequence parallelism `sequence_dim` and `sequence_size` are None."""
 
     activation: str
     group_name: str
@@ -40,9 +40,9 @@ class Options:
 
 
 class _Use:
-    """One call that has not had its backward: with several the gradient is a sum, which must not be stepped in parts.
+    """One call that has not had its backward. With several calls the gradient is a sum, which is stepped only once.
 
-    has_own: which weights it computes with are the MLP's own, not others in their place (torch.func.functional_call).
+    has_own: which of its weights are the MLP's own, not replacements by torch.func.functional_call.
     """
 
     def __init__(self, has_own: tuple[bool, ...]) -> None:
@@ -51,11 +51,12 @@ class _Use:
 
 
 class SteppedMlp:
-    """The weights of one fused MLP, and who steps them.
+    """The weights of one fused MLP, and the function that steps them.
 
     Args:
-        weights: in the operator's order, w1, w2, w3; None for what is not there or gets its gradient as usual.
-        transposed: which of them are kept `[in, out]`.
+        weights: in the operator's order, w1, w2, w3; None for weights that do not exist or get their gradients as
+            usual.
+        transposed: which of them are stored as `[in, out]`.
         step_rows: steps one of them.
     """
 
@@ -74,9 +75,9 @@ class SteppedMlp:
         biases: Sequence[Tensor | None],
         parameters: Sequence[Tensor | None],
     ) -> Tensor:
-        """As `column_row_mlp`, with its tensors in the order w1, w2, w3 and b1, b2, b3.
+        """Compute `column_row_mlp`, with its tensors in the order w1, w2, w3 and b1, b2, b3.
 
-        parameters: what the modules have as these weights now.
+        parameters: the modules' current parameters for these weights.
         """
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -89,7 +90,7 @@ class SteppedMlp:
         return None  # a copied module's weights are not the optimizer's
 
     def is_used_once(self, use: _Use) -> bool:
-        """Whether no other call waits for its backward, or did since this one; this one ends with the question."""
+        """Return whether no other call is pending, or was since this one; this one is no longer pending afterwards."""
         if len(self._uses) > 1:
             for each in self._uses:
                 each.is_alone = False
@@ -97,7 +98,7 @@ class SteppedMlp:
         return use.is_alone
 
     def steps(self, index: int, use: _Use) -> bool:
-        """Whether a weight may be stepped by rows now: it has no gradient to add to, and no hook needs one."""
+        """Return whether a weight may be stepped by rows now: no gradient to add to, and no hook that needs one."""
         weight = self._weights[index]
         if weight is None or not use.has_own[index] or self.has_ended:
             return False
@@ -154,7 +155,7 @@ class _SteppingBackward(torch.autograd.Function):
                 "derivative; call backward without create_graph."
             )
         mlp, options = ctx.mlp, ctx.options
-        x, h1, h3, *parameters, b1, b3 = ctx.saved_tensors  # first: a checkpoint computes them, by calls of its own
+        x, h1, h3, *parameters, b1, b3 = ctx.saved_tensors  # first: a checkpoint recomputes them by calling this MLP
         is_alone = mlp.is_used_once(ctx.use)
         result: list[Tensor | None] = [None] * 11
         if grad_y is None:
@@ -196,7 +197,7 @@ class _SteppingBackward(torch.autograd.Function):
                 _matrix(grad_x).addmm_(_matrix(grad_h3), weight(2))
             result[4], pending = _start_sum(grad_x, options)
         finish_bias(1, grad_y)
-        finish_weight(1, grad_y, h)  # as the operator's: w2, then w3, then w1, while grad_x is in flight
+        finish_weight(1, grad_y, h)  # in the operator's order: w2, then w3, then w1, while grad_x is in flight
         del h
         if grad_h3 is not None:
             finish_bias(2, grad_h3)
@@ -210,10 +211,10 @@ class _SteppingBackward(torch.autograd.Function):
 
 
 class _Wanted:
-    """Which inputs (x, w1, w2, w3, b1, b2, b3) the backward that is running wants gradients of.
+    """The inputs (x, w1, w2, w3, b1, b2, b3) whose gradients the running backward must compute.
 
-    Of the weights, whose step cannot be taken back, the engine is asked: `torch.autograd.grad` may leave them out, or
-    want their gradients instead of having them accumulated.
+    A weight's step cannot be undone, so for weights the autograd engine is asked: `torch.autograd.grad` may leave them
+    out, or return their gradients instead of accumulating them.
     """
 
     def __init__(self, ctx: Any) -> None:
@@ -229,7 +230,7 @@ class _Wanted:
         return self._wants[index]
 
     def accumulates(self, index: int) -> bool:
-        """Whether the gradient of a weight is to end in its leaf's `.grad`."""
+        """Return whether the gradient of a weight will be accumulated into its leaf's `.grad`."""
         node = self._nodes[index]
         while len(node.next_functions) == 1 and node.next_functions[0][0] is not None:
             node = node.next_functions[0][0]
@@ -240,12 +241,12 @@ class _Wanted:
 
 
 def _matrix(tensor: Tensor) -> Tensor:
-    """`[..., features]` as `[tokens, features]`: a view of what is contiguous."""
+    """Return `[..., features]` as `[tokens, features]`, a view if it is contiguous."""
     return tensor.unsqueeze(0) if tensor.dim() == 1 else tensor.flatten(0, -2)
 
 
 def _autocast(tensor: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
-    """As torch.autocast does, which leaves float64 as it is; no dtype: autocast is not on."""
+    """Cast like torch.autocast, which leaves float64 unchanged; dtype None: autocast is off."""
     return tensor if tensor is None or dtype is None or tensor.dtype == torch.float64 else tensor.to(dtype)
 
 
@@ -258,17 +259,17 @@ def _whole_sequence(part: Tensor, options: Options) -> Tensor:
 
 
 def _start_sum(grad_x: Tensor, options: Options) -> tuple[Tensor, dist.Work | None]:
-    """The sum over the group, of a sequence this rank's part of it; complete when the Work is."""
+    """Start the sum over the group, with sequence parallelism a reduce-scatter; complete when the Work is."""
     if options.sequence_dim is not None:
         return torch.ops.weft.reduce_scatter_to_sequence(grad_x, options.sequence_dim, options.group_name), None
     if not options.group_name:
         return grad_x, None
-    group = dist.distributed_c10d._resolve_process_group(options.group_name)  # no public name for it
+    group = dist.distributed_c10d._resolve_process_group(options.group_name)  # there is no public API for this
     return grad_x, None if group.size() == 1 else dist.all_reduce(grad_x, group=group, async_op=True)
 
 
 def stepped_mlp_of(module: nn.Module) -> SteppedMlp | None:
-    """What a module's forward is to call in the operator's place, while gradients are recorded."""
+    """Return what a module's forward must call instead of the operator while gradients are recorded."""
     stepped = module.__dict__.get(_KEY)
     return None if torch.compiler.is_compiling() or not torch.is_grad_enabled() else stepped
 
@@ -276,13 +277,13 @@ def stepped_mlp_of(module: nn.Module) -> SteppedMlp | None:
 def step_mlps_by_rows(
     model: nn.Module, parameters: Iterable[Tensor], step_rows: StepRows
 ) -> dict[nn.Module, list[str]]:
-    """Have the fused MLPs of a parallelized model step those of `parameters` that are their weights.
+    """Make the fused MLPs of a parallelized model step their weights among `parameters`.
 
-    Left out, and given their gradients as usual, are weights that other modules use, too, or that are cut over a
-    data-parallel axis as well.
+    Weights that other modules use too, or that are also sharded over a data-parallel axis, get their gradients as
+    usual.
 
     Returns:
-        the MLPs with the full names of these weights; `stop_stepping(mlps)` ends it.
+        the MLPs with the full names of these weights; `stop_stepping(mlps)` undoes it.
 
     Raises:
         ValueError: an MLP steps its weights already.
@@ -323,6 +324,6 @@ def step_mlps_by_rows(
 
 
 def stop_stepping(modules: Iterable[nn.Module]) -> None:
-    """Have MLPs give their weights gradients again."""
+    """Make MLPs return the gradients of their weights again."""
     for module in modules:
-        module.__dict__.pop(_KEY).has_ended = True  # for graphs that exist, too
+        module.__dict__.pop(_KEY).has_ended = True  # also stops it for existing graphs

@@ -1,4 +1,4 @@
-"""torch's ParallelStyle objects in a plan, as weft's styles."""
+"""Converts torch's ParallelStyle objects in a plan to weft's styles."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 _TOKENS = (Shard(1), Shard(-2))
-# (class, layout of the input, of the output) of those that give and take plain tensors. Where a SequenceParallel makes
-# the whole plan one by tokens, the layouts of tokens stand for those of what is whole elsewhere.
+# (class, layout of the input, layout of the output, style) of objects that take and return plain tensors. If a
+# SequenceParallel makes the plan one of sequence parallelism, token shards take the place of replicated layouts.
 _STYLES: list[tuple[type[ParallelStyle], Any, Any, str]] = [
     (ColwiseParallel, Replicate(), Shard(-1), "column"),
     (ColwiseParallel, Replicate(), Replicate(), "column_gather_output"),
@@ -21,14 +21,13 @@ _STYLES: list[tuple[type[ParallelStyle], Any, Any, str]] = [
 
 
 def without_objects(rules: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Rules with the names of styles for torch's objects; others stay.
+    """Return rules with the names of styles instead of torch's objects; others do not change.
 
-    A SequenceParallel has weft cut the activations of the repeated blocks along the sequence, as the style of this name
-    does; objects that only gather or scatter tokens around modules have no rule then, since weft does so where it has
-    to.
+    With a SequenceParallel, weft shards the activations of the repeated blocks along the sequence, as the style of this
+    name does. Objects that only gather or scatter tokens around modules then need no rule, because weft does so itself.
 
     Raises:
-        ValueError: an object that says something weft has no style for.
+        ValueError: weft has no style for an object.
     """
     by_tokens = any(isinstance(value, SequenceParallel) for value in rules.values())
     styles = {
@@ -39,7 +38,7 @@ def without_objects(rules: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _style_of(pattern: Any, value: ParallelStyle, by_tokens: bool) -> str:
-    """ "" for one that needs no rule."""
+    """Return the style of one object, "" if it needs no rule."""
     if by_tokens and type(value) is SequenceParallel and value.sequence_sharding[0] in _TOKENS:
         return "sequence_parallel"
     if by_tokens and type(value) is PrepareModuleInput and _moves_tokens(value):
@@ -62,7 +61,7 @@ def _style_of(pattern: Any, value: ParallelStyle, by_tokens: bool) -> str:
 
 
 def _layouts(value: ParallelStyle, name: str, by_tokens: bool) -> tuple[Any, ...]:
-    """With what is whole for what is cut by tokens."""
+    """Return the layouts, in a plan of sequence parallelism with replicated layouts for token shards."""
     layouts = getattr(value, name, None) or ()
     return tuple(Replicate() if by_tokens and layout in _TOKENS else layout for layout in layouts)
 

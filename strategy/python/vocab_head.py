@@ -1,7 +1,7 @@
-"""What an output layer with the style vocab_head returns: logits of which no rank has more than its own classes.
+"""The logits that an output layer with the style vocab_head returns; each rank computes only its own classes.
 
-`F.cross_entropy` of them, and `nn.CrossEntropyLoss`, are computed by the vocabulary-parallel operators from what the
-layer got: whole logits never exist. Anything else that is done to them gathers them, on all ranks.
+`F.cross_entropy` and `nn.CrossEntropyLoss` of these logits run the vocabulary-parallel operators on the layer's input:
+full logits are never materialized. Any other operation gathers them, on all ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 _MARK = "_weft_vocab_head"
-_GATHER = object()  # what _SPECIAL's functions return for what hidden states do not give
+_GATHER = object()  # what _SPECIAL's functions return if hidden states do not suffice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,17 +31,17 @@ class Head:
     vocab_start: int
     vocab_size: int
     group_name: str
-    parameter: Tensor  # which the weight is a part of
-    version: int  # of both, whose values the logits are to come from
+    parameter: Tensor  # the weight is a shard of it
+    version: int  # of parameter and weight, at the forward; the logits must come from these values
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Whole ones, `[..., vocab_size]`."""
+        """Return full logits, `[..., vocab_size]`."""
         self._refuse_stale()
         part = torch.ops.weft.column_linear(hidden, self.weight, self.bias, group_name=self.group_name)
         return torch.ops.weft.gather_from_group(part, part.dim() - 1, self.group_name, dim_size=self.vocab_size)
 
     def loss(self, hidden: Tensor, target: Tensor, **options: Any) -> Tensor:
-        """The cross-entropy of hidden states `[..., d]` with targets `[...]`."""
+        """Return the cross-entropy of hidden states `[..., d]` with targets `[...]`."""
         self._refuse_stale()
         options = {"group_name": self.group_name, "vocab_size": self.vocab_size, **options}
         if self.bias is None:
@@ -67,7 +67,7 @@ class Head:
 def head_of(
     parameter: Tensor, weight: Tensor, bias: Tensor | None, vocab_start: int, vocab_size: int, group_name: str
 ) -> Head:
-    """The head with the weight that `parameter` has now."""
+    """Return the head with the current weight of `parameter`."""
     _watch_optimizers()
     parameter.__dict__[_MARK] = True
     return Head(weight, bias, vocab_start, vocab_size, group_name, parameter, version_of(parameter, weight))
@@ -75,7 +75,7 @@ def head_of(
 
 @functools.cache
 def _watch_optimizers() -> None:
-    """torch's fused kernels change parameters without counting it."""
+    """Count the steps of torch's fused optimizers, whose kernels do not increment the version of parameters."""
 
     def count(optimizer: Optimizer, *_: Any) -> None:
         changed = [p for group in optimizer.param_groups for p in group["params"] if _MARK in p.__dict__]
@@ -85,18 +85,18 @@ def _watch_optimizers() -> None:
 
 
 def version_of(*tensors: Tensor) -> int:
-    """How often values were changed through them; inference mode's tensors do not know.
+    """Return how often values were changed through these tensors; 0 for tensors of inference mode.
 
-    A DTensor counts what is done to it, and its local tensor what is done to that, which slices of it see, too.
+    A DTensor counts its own changes, and its local tensor those made to that; slices share the local tensor's count.
     """
     return sum(tensor._version for tensor in tensors if not tensor.is_inference())
 
 
 class VocabParallelLogits(Tensor):
-    """Logits `[..., vocab_size]` that have not been computed: hidden states, and the output layer they are for.
+    """Logits `[..., vocab_size]` that are not computed yet: hidden states and their output layer.
 
-    Views that leave the last dim alone and casts are made of the hidden states. What else is done to the logits is done
-    to whole ones, which all ranks of the group must then ask for.
+    Casts, and views that keep the last dim, are applied to the hidden states. Any other operation is applied to full
+    logits, so all ranks of the group must run it.
     """
 
     _head: Head
@@ -114,7 +114,7 @@ class VocabParallelLogits(Tensor):
         return made
 
     def whole(self) -> Tensor:
-        """The logits as a plain tensor, gathered; collective."""
+        """Return the full logits as a plain tensor, gathered; collective."""
         if self._whole is None or (torch.is_grad_enabled() and not self._whole.requires_grad):
             self._refuse_stale()
             self._whole = self._head.logits(self._hidden).to(self.dtype)
@@ -122,7 +122,7 @@ class VocabParallelLogits(Tensor):
         return self._whole
 
     def _refuse_stale(self) -> None:
-        if self.requires_grad:  # of themselves they are in no graph
+        if self.requires_grad:  # deferred logits themselves are in no graph
             what = "went through an autograd function, such as a reentrant checkpoint, which does not see their origin"
         elif version_of(self._hidden) != self._version_of_hidden:
             what = "were used after the hidden states they come from were changed in place"
@@ -133,7 +133,7 @@ class VocabParallelLogits(Tensor):
         )
 
     def _has_graph(self) -> bool:
-        """Whether whole logits are there, on which a hook may wait for gradients: then all is computed from them."""
+        """Return whether full logits with a graph exist: a hook may wait for gradients, so results must use them."""
         return self._whole is not None and self._whole.requires_grad
 
     def __repr__(self, **_: Any) -> str:
@@ -170,7 +170,7 @@ class VocabParallelLogits(Tensor):
 
 
 def without_waiting(result: Any) -> Any:
-    """With whole logits for those that wait: for what leaves the code that all ranks of a group run; collective."""
+    """Replace deferred logits by full ones, for results that leave code that all ranks of a group run; collective."""
     return tree_map_only(VocabParallelLogits, VocabParallelLogits.whole, result)
 
 
@@ -181,7 +181,7 @@ def _changes_in_place(func: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _as(logits: VocabParallelLogits, dtype: torch.dtype) -> Any:
-    """A cast that a loss does not notice: its statistics are float32 ones at least."""
+    """Cast without an effect on a loss, whose statistics are at least float32."""
     hidden = logits._hidden.dtype
     is_same = dtype == hidden or (dtype == torch.float32 and hidden in (torch.bfloat16, torch.float16))
     return VocabParallelLogits(logits._head, logits._hidden, dtype) if is_same else _GATHER
@@ -239,7 +239,7 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Any:
     is_plain = weight is None and size_average is None and reduce is None and target.dtype in (torch.int64, torch.int32)
-    if not is_plain or logits.dim() > 2:  # the classes are dim 1 then
+    if not is_plain or logits.dim() > 2:  # the classes would be dim 1
         return _GATHER
     logits._refuse_stale()
     options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}

@@ -1,4 +1,4 @@
-"""The memory of this process, counted to the byte and by what it is for.
+"""Counts the memory of this process, exact to the byte, by category.
 
     WEFT_MEMORY=1 python train.py           # or weft.memory.track() before the first tensor
 
@@ -6,8 +6,8 @@
     ...
     weft.memory.peak(), weft.memory.by_category(at="peak")
 
-CPU tensors are counted by an allocator around torch's: the bytes that were asked for, on all threads, temporaries
-inside operators included. A CUDA `device` is answered from the statistics of torch's caching allocator.
+CPU tensors are counted by an allocator that wraps torch's: the requested bytes, on all threads, including temporaries
+inside operators. For a CUDA `device` the figures come from the statistics of torch's caching allocator.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reading and steering the count of `weft.memory`."""
+"""Reads and controls the counter of `weft.memory`."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Phase:
     """A part of a run.
 
     Attributes:
-        name: "forward", "backward", "step", or what `begin_phase` was given.
-        seconds: from the beginning of the count to that of the phase.
-        peak: bytes by category at the moment of the phase at which their sum was largest.
+        name: "forward", "backward", "step", or the name given to `begin_phase`.
+        seconds: from the start of counting to the start of the phase.
+        peak: bytes by category at the moment of the phase when their sum was largest.
     """
 
     name: str
@@ -34,9 +34,9 @@ class Phase:
 
 
 def track(known: Iterable[torch.Tensor] = ()) -> None:
-    """Count the memory of all CPU tensors from now on, until the process ends.
+    """Count the memory of all new CPU tensors from now on, until the process ends.
 
-    Those that exist already are not counted: a warning says how many bytes they hold.
+    Existing tensors are not counted: a warning says how many bytes they hold.
 
     Args:
         known: existing tensors that the warning leaves out, because the caller adds their bytes itself; see
@@ -56,7 +56,7 @@ def track(known: Iterable[torch.Tensor] = ()) -> None:
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Return one tensor of each CPU storage, by the storage's address; of a DTensor, the local shard.
+    """Return one tensor for each CPU storage, by the storage's address; for a DTensor, the local shard.
 
     Tensors without memory (meta, fake, lazy, empty) are left out.
     """
@@ -71,7 +71,7 @@ def storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
 
 
 def track_if_asked() -> None:
-    """`track()` where the environment says WEFT_MEMORY=1."""
+    """Call `track()` if WEFT_MEMORY=1 is set in the environment."""
     asked = os.environ.get("WEFT_MEMORY", "0")
     if asked not in ("", "0", "1"):
         raise ValueError(f"got WEFT_MEMORY={asked}; set it to 1 to count memory, or to 0.")
@@ -80,7 +80,7 @@ def track_if_asked() -> None:
 
 
 def is_tracking() -> bool:
-    """Whether CPU tensors are counted."""
+    """Return whether CPU tensors are counted."""
     return _memory.tracks()
 
 
@@ -100,31 +100,31 @@ def _is_cuda(device: torch.device | str) -> bool:
 
 
 def current(device: torch.device | str = "cpu") -> int:
-    """Bytes in use now."""
+    """Return the bytes in use now."""
     if _is_cuda(device):
         return torch.cuda.memory_allocated(device)
     return sum(by_category().values())
 
 
 def peak(device: torch.device | str = "cpu") -> int:
-    """The most bytes in use at once since the beginning or `reset_peak()`."""
+    """Return the most bytes in use at once since counting began or the last `reset_peak()`."""
     if _is_cuda(device):
         return torch.cuda.max_memory_allocated(device)
     return sum(by_category(at="peak").values())
 
 
 def reserved(device: torch.device | str = "cpu") -> int:
-    """Bytes held now for use: on CUDA the caching allocator's segments; CPU memory is given back at once."""
+    """Return the bytes reserved now: on CUDA the caching allocator's segments; CPU memory is released at once."""
     return torch.cuda.memory_reserved(device) if _is_cuda(device) else current()
 
 
 def peak_reserved(device: torch.device | str = "cpu") -> int:
-    """The most bytes held for use at once since the beginning or `reset_peak()`."""
+    """Return the most bytes reserved at once since counting began or the last `reset_peak()`."""
     return torch.cuda.max_memory_reserved(device) if _is_cuda(device) else peak()
 
 
 def by_category(at: Literal["now", "peak"] = "now") -> dict[str, int]:
-    """Bytes of CPU tensors by category, now or at the moment of the peak: their sum is `current()` or `peak()`."""
+    """Return the bytes of CPU tensors by category, now or at the peak; they sum up to `current()` or `peak()`."""
     _need_count()
     if at not in ("now", "peak"):
         raise ValueError(f"got at={at!r}; pass 'now' or 'peak'.")
@@ -132,7 +132,7 @@ def by_category(at: Literal["now", "peak"] = "now") -> dict[str, int]:
 
 
 def reset_peak(device: torch.device | str = "cpu") -> None:
-    """Begin to look for the peak anew; the timeline of CPU memory begins anew, too."""
+    """Reset the peak; for CPU memory, the timeline too."""
     if _is_cuda(device):
         torch.cuda.reset_peak_memory_stats(device)
     else:
@@ -141,25 +141,25 @@ def reset_peak(device: torch.device | str = "cpu") -> None:
 
 
 def num_allocations() -> int:
-    """How often CPU memory was asked for since the beginning of the count."""
+    """Return the number of CPU allocations since counting began."""
     _need_count()
     return _memory.num_allocations()
 
 
 def timeline() -> list[Phase]:
-    """The phases since the beginning or `reset_peak()`, the present one last; of a long run the newest 4096."""
+    """Return the phases since the start or the last `reset_peak()`, the current one last; at most the newest 4096."""
     _need_count()
     return [Phase(*phase) for phase in _memory.phases()]
 
 
 def begin_phase(name: str, category: str = "other") -> None:
-    """Begin a part of the timeline, in which memory is of `category` until it is tagged."""
+    """Begin a phase of the timeline, in which memory is of `category` until it is tagged."""
     if _memory.tracks():
         _memory.begin_phase(name, category)
 
 
 def tag(tensors: Iterable[torch.Tensor | None], category: str) -> None:
-    """Say what the memory of tensors is for, in hindsight too: a peak that they were part of shows it."""
+    """Set the category of the tensors' memory, also in a recorded peak that they were part of."""
     if not _memory.tracks():
         return
     for tensor in tensors:

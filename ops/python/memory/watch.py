@@ -1,4 +1,4 @@
-"""What the memory of a training loop is for, told to `weft.memory` by hooks."""
+"""Hooks that tag the memory of a training loop for `weft.memory`."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ class Watch:
         self._handles.append(optimizer.register_step_post_hook(self._after_step))
 
     def remove(self) -> None:
-        """Take the hooks away; what is tagged stays so."""
+        """Remove the hooks; tagged memory stays tagged."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def forward_begins(self, inputs: Any = ()) -> None:
-        """Begin the phase "forward", or "inference" where no gradients are recorded.
+        """Begin the phase "forward", or "inference" if gradients are not recorded.
 
-        The tensors in `inputs`, a batch of lists, tuples and dicts, are what the first layers keep for the backward.
+        `inputs`: the tensors, in a batch of lists, tuples and dicts, that the first layers save for the backward.
         """
         if torch.is_grad_enabled():
             tensors = (each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor))
@@ -59,11 +59,11 @@ class Watch:
         self._mark = _memory.mark()
 
     def forward_ends(self) -> None:
-        """Whatever came since the forward began and still lives is kept for the backward."""
+        """Tag the memory allocated since the forward began and still alive as saved for the backward."""
         _memory.set_category_since(self._mark, "scratch", "saved_activations")
 
     def backward_begins(self) -> None:
-        """Begin the phase "backward"; what the loss keeps is saved, too."""
+        """Begin the phase "backward"; tensors that the loss saves count as saved, too."""
         self.forward_ends()
         begin_phase("backward", "scratch")
         self._mark = _memory.mark()
@@ -88,7 +88,7 @@ class Watch:
         begin_phase("between steps")
 
     def _tag_states(self, optimizer: torch.optim.Optimizer) -> None:
-        """Once for each that is there: states come with a parameter's first step."""
+        """Tag each optimizer state once; states are created by a parameter's first step."""
         if len(optimizer.state) == self._num_states[optimizer]:
             return
         self._num_states[optimizer] = len(optimizer.state)
@@ -100,7 +100,7 @@ def tag_parameters(model: torch.nn.Module) -> int:
     """Tag the parameters and buffers of a model as "parameters"; return the bytes of those that are not counted.
 
     Those are CPU storages made before `track()`, or without torch's allocator (shared memory, mapped files).
-    Each storage counts once, tied parameters too; of a DTensor, the local shard.
+    Each storage counts once, tied parameters too; for a DTensor, the local shard counts.
     """
     tensors = storages((*model.parameters(), *model.buffers()))
     return sum(
@@ -116,10 +116,10 @@ def _after_accumulation(parameter: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def saving(inputs: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Inside is the phase "forward", one of several whose backwards are still to come, as a pipeline has them.
+    """Inside is the phase "forward", one of several whose backwards are still to come, as in a pipeline.
 
-    What comes inside and lives on is "saved_activations", as `inputs` are. Without gradients the phase is "inference";
-    where memory is not counted, nothing is done.
+    Memory allocated inside that stays alive is "saved_activations", and so are `inputs`. Without gradients the phase is
+    "inference". Does nothing if memory is not counted.
     """
     if not is_tracking():
         yield
@@ -134,13 +134,13 @@ def saving(inputs: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def watch(model: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> Watch:
-    """Have the memory of `model` and `optimizers` tagged, and the timeline show its forwards, backwards and steps.
+    """Tag the memory of `model` and `optimizers`, and record their forwards, backwards and steps in the timeline.
 
-    Parameters and buffers are "parameters"; what a forward is given and leaves alive is "saved_activations"; gradients
-    are tagged as they are accumulated and optimizer states after the step that makes them. What else operators and
-    optimizers allocate is "scratch", and what is allocated between the steps "other".
+    Parameters and buffers are "parameters"; a forward's inputs, and its allocations that stay alive, are
+    "saved_activations"; gradients are tagged when they are accumulated, optimizer states after the step that creates
+    them. Other allocations of operators and optimizers are "scratch", and allocations between the steps "other".
 
-    Returns a handle whose `remove()` takes the hooks away. Call it once the parameters are where they stay:
-    sharded, on their device.
+    Returns a handle whose `remove()` removes the hooks. Call it when the parameters are final: sharded, on their
+    device.
     """
     return Watch(model, *optimizers)

@@ -1,4 +1,4 @@
-"""ParallelAttention: an attention block whose heads are cut over a group."""
+"""ParallelAttention: an attention block whose heads are sharded over a group."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.nn.shard import group_size_and_rank
 
 
 class _Projection(nn.Module):
-    """A weight `[rows, columns]` and maybe a bias `[rows]`, by which the block multiplies."""
+    """A weight `[rows, columns]` and optionally a bias `[rows]` of one of the block's projections."""
 
     def __init__(
         self, rows: int, columns: int, bias: bool, device: torch.device | None, dtype: torch.dtype | None
@@ -28,31 +28,31 @@ class _Projection(nn.Module):
 class ParallelAttention(nn.Module):
     """Softmax attention over the last dim but one, with this rank's heads: x `[..., S, dim]` -> `[..., S, dim]`.
 
-    One all-reduce forward and one backward; with `sequence_dim` one all-gather and one reduce-scatter forward, two
+    One all-reduce forward and one backward. With `sequence_dim`: one all-gather and one reduce-scatter forward, two
     all-gathers and one reduce-scatter backward.
 
     Args:
         dim: size of the last dim of x and of the result.
-        num_heads: query heads of the whole block; a multiple of the number of ranks.
-        num_kv_heads: key/value heads of the whole block, of which num_heads is a multiple; default num_heads. Cut over
-            the ranks where it is a multiple of their number; a divisor of it is replicated: ranks next to each other
-            hold equal copies of one head, whose gradients are summed over these ranks.
+        num_heads: query heads of the unsharded block; a multiple of the number of ranks.
+        num_kv_heads: key/value heads of the unsharded block; num_heads must be a multiple of it. Default: num_heads. A
+            multiple of the number of ranks is sharded over them. For a divisor of that number the heads are replicated:
+            neighbouring ranks hold equal copies of one head, and the gradients are summed over these ranks.
         group_name: c10d name of the group; "" for a group of one.
-        kv_group_name: of the ranks that share this rank's key/value head, from `weft.nn.kv_groups`; wanted where these
-            heads are replicated, unless there is one for all ranks. Their first values are broadcast in it, so that
-            these ranks make the module together.
+        kv_group_name: of the ranks that hold copies of this rank's key/value head, from `weft.nn.kv_groups`. Required
+            if these heads are replicated, unless all ranks hold the same one. The initial values are broadcast in this
+            group, so its ranks must construct the module together.
         head_dim: default dim / num_heads.
-        fused_qkv: one projection `qkv` instead of `q`, `k` and `v`, whose weights are put together in every forward:
-            a copy that is kept for the backward.
-        bias: of q, k and v, and of the output unless `out_bias` tells otherwise.
-        causal: no query sees later keys, whatever a mask says.
-        sequence_dim: with it x and the result are torch.chunk's parts along this dim, which must be that of S.
+        fused_qkv: one projection `qkv`. False: `q`, `k` and `v`, whose weights are concatenated in every forward; the
+            copy is kept for the backward.
+        bias: of q, k and v, and of the output unless `out_bias` says otherwise.
+        causal: no query attends to later keys, whatever the mask says.
+        sequence_dim: if given, x and the result are sharded by torch.chunk along this dim, which must be that of S.
         device, dtype: of the parameters.
 
-    Parameters, with h of num_heads and kv of num_kv_heads here: `qkv.weight [(h + 2 * kv) * head_dim, dim]`, q|k|v (or
-    `q.weight [h * head_dim, dim]`, `k.weight` and `v.weight [kv * head_dim, dim]`), biases of their rows;
-    `out.weight [dim, h * head_dim]`, torch.chunk's part of the columns, and `out.bias [dim]`, whole on every rank, zero
-    at first and added once. `weft.nn.shard_qkv` cuts the weights of a checkpoint.
+    Parameters, for h query heads and kv key/value heads on this rank: `qkv.weight [(h + 2 * kv) * head_dim, dim]`, in
+    the order q|k|v (or `q.weight [h * head_dim, dim]`, `k.weight` and `v.weight [kv * head_dim, dim]`), and biases of
+    these rows; `out.weight [dim, h * head_dim]`, the columns of these heads; `out.bias [dim]`, replicated on every
+    rank, initialised to zero and added once. `weft.nn.shard_qkv` shards the weights of a checkpoint.
 
     Raises:
         ValueError: head counts that do not fit each other or the ranks; replicated heads without their group.
@@ -117,15 +117,14 @@ class ParallelAttention(nn.Module):
         mask: Tensor | None = None,
         sequence_size: int | None = None,
     ) -> Tensor:
-        """S is the whole sequence in the shapes of cos, sin and mask, with `sequence_dim`, too.
+        """With `sequence_dim`, too, S in the shapes of cos, sin and mask is the length of the unsharded sequence.
 
         Args:
-            x: `[..., S, dim]`, with `sequence_dim` this rank's part.
-            cos, sin: `[S, head_dim]` or `[..., S, head_dim]`; turn queries and keys, (x1, x2) being the halves of a
-                head: (x1, x2) * cos + (-x2, x1) * sin.
-            mask: `[S, S]` or `[..., 1, S, S]`, the same for all heads; bool (True: is attended to) or added to the
-                scores.
-            sequence_size: S; without it every rank must bring as much as the others.
+            x: `[..., S, dim]`, with `sequence_dim` this rank's shard.
+            cos, sin: `[S, head_dim]` or `[..., S, head_dim]`: rotary embedding of queries and keys. With (x1, x2) the
+                halves of a head: (x1, x2) * cos + (-x2, x1) * sin.
+            mask: `[S, S]` or `[..., 1, S, S]`, the same for all heads; bool (True: attend) or added to the scores.
+            sequence_size: S; without it all shards of the sequence must have equal sizes.
         """
         self._check(x, cos, sin, mask, sequence_size)
         if self.qkv is not None:
@@ -164,7 +163,7 @@ class ParallelAttention(nn.Module):
         if mask is not None:
             mask = self._summed_gradient(mask)
             mask = mask if mask.dtype == torch.bool else mask.to(q.dtype)
-            if self.causal:  # SDPA takes one of the two
+            if self.causal:  # SDPA accepts only one of is_causal and a mask
                 later = torch.ones(q.size(-2), q.size(-2), dtype=torch.bool, device=q.device).triu(1)
                 mask = mask.masked_fill(later, 0.0 if mask.dtype == torch.bool else -float("inf"))
         y = F.scaled_dot_product_attention(
@@ -173,11 +172,11 @@ class ParallelAttention(nn.Module):
         return y.transpose(-3, -2).flatten(-2)
 
     def _summed_gradient(self, whole: Tensor) -> Tensor:
-        """What every rank has alike and uses for its own heads."""
+        """Identity forward for a replicated tensor that each rank uses for its own heads; all-reduces its gradient."""
         return torch.ops.weft.copy_to_group(whole, self.group_name) if whole.requires_grad else whole
 
     def _summed_copies(self, rows: Tensor) -> Tensor:
-        """rows, where the gradients of k and v are summed over the ranks that have copies of them."""
+        """Return rows unchanged; the gradients of k and v are summed over the ranks that hold copies of them."""
         if self.kv_group_name == "" or not torch.is_grad_enabled():
             return rows
         q, kv = rows.split([self.num_local_heads * self.head_dim, 2 * self.num_local_kv_heads * self.head_dim])

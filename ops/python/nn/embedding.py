@@ -12,7 +12,7 @@ class VocabParallelEmbedding(nn.Module):
     """Token ids `[...]` (int64 or int32, global) -> `[..., embedding_dim]`.
 
     Args:
-        num_embeddings: rows of the whole table; this rank holds torch.chunk's part of them.
+        num_embeddings: rows of the unsharded table; this rank holds its shard by torch.chunk.
         embedding_dim: size of a row.
         group_name: c10d name of the group; "" for a group of one.
         device, dtype: of the parameter.

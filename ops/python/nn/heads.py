@@ -18,22 +18,23 @@ def shard_qkv(
     *,
     layout: Literal["blocks", "grouped"] = "blocks",
 ) -> Tensor:
-    """A rank's rows of a whole fused weight or bias, laid out q|k|v as `ParallelAttention.qkv` has them; a copy.
+    """Return a rank's rows of an unsharded fused weight or bias, in the order q|k|v of `ParallelAttention.qkv`; a copy.
 
     Args:
         weight: `[(num_heads + 2 * num_kv_heads) * head_dim, ...]`.
-        num_heads, num_kv_heads: of the whole attention.
-        num_ranks, rank: for which part.
-        layout: how the rows are ordered: "blocks" has all of q, then k, then v (q, k and v put together by torch.cat);
-            "grouped" has, for each key/value head, the query heads that attend to it, that key head and that value
-            head (Megatron; GPT-NeoX, whose heads are q, k, v one by one).
+        num_heads, num_kv_heads: of the unsharded attention.
+        num_ranks, rank: the number of ranks, and the rank whose rows are returned.
+        layout: the order of the rows. "blocks": all of q, then k, then v, as torch.cat of q, k and v gives them.
+            "grouped": for each key/value head, the query heads that attend to it, then that key head, then that value
+            head (Megatron; GPT-NeoX, with one query head for each).
 
     Returns:
-        `[(h + 2 * kv) * head_dim, ...]` with the rank's h query heads and kv key/value heads. Where ranks outnumber the
-        key/value heads, kv is 1 and ranks next to each other get the same one.
+        `[(h + 2 * kv) * head_dim, ...]` with the rank's h query heads and kv key/value heads. If there are more ranks
+        than key/value heads, kv is 1 and neighbouring ranks get the same head.
 
     Raises:
-        ValueError: head counts that ParallelAttention refuses, another number of rows, another layout, no such rank.
+        ValueError: head counts that ParallelAttention does not support, a wrong number of rows, an unknown layout or
+            rank.
     """
     heads, kv_heads = local_heads("shard_qkv", num_heads, num_kv_heads, num_ranks, rank)
     num_blocks = num_heads + 2 * num_kv_heads
@@ -56,17 +57,17 @@ def shard_qkv(
 
 
 def kv_groups(num_kv_heads: int, group_name: str) -> str:
-    """Makes the groups of the ranks that share a key/value head; the name of this rank's, for `ParallelAttention`.
+    """Create the groups of ranks that hold the same key/value head; return the name of this rank's, for the attention.
 
-    All ranks of the group call it together, once for all layers with that number of heads. Nothing is made where no
-    head is shared, which gives "", nor where all ranks share the one head: that group is the whole one.
+    Collective over the group; once for all layers with this number of heads. If no head is replicated, no group is
+    created and the result is "". If all ranks hold the same head, the result is `group_name`.
 
     Args:
-        num_kv_heads: of the whole attention.
-        group_name: c10d name of the group over which the heads are cut.
+        num_kv_heads: of the unsharded attention.
+        group_name: c10d name of the group over which the heads are sharded.
 
     Raises:
-        ValueError: key/value heads that can neither be cut nor replicated evenly.
+        ValueError: the key/value heads can neither be sharded nor replicated evenly.
     """
     num_ranks = 1 if not group_name else _resolve(group_name).size()
     num_sharers = ranks_per_kv_head("kv_groups", num_kv_heads, num_ranks)
@@ -75,7 +76,8 @@ def kv_groups(num_kv_heads: int, group_name: str) -> str:
     if num_sharers == num_ranks:
         return group_name
     group = _resolve(group_name)
-    # Only the ranks of each group meet: ranks outside of the group, of other replicas say, need not call this.
+    # Only the ranks of each new group synchronise: ranks outside of `group_name`, such as other replicas, need not
+    # call.
     made = dist.new_group(
         _sharers(group_name, num_sharers), backend=dist.get_backend_config(group), use_local_synchronization=True
     )
@@ -83,7 +85,7 @@ def kv_groups(num_kv_heads: int, group_name: str) -> str:
 
 
 def local_heads(who: str, num_heads: int, num_kv_heads: int, num_ranks: int, rank: int) -> tuple[range, range]:
-    """(query heads, key/value heads) of a rank, or `who`'s refusal of the counts, the same on every rank."""
+    """Return (query heads, key/value heads) of a rank; for invalid counts every rank raises the same error."""
     if num_kv_heads < 1 or num_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(
             f"{who}: got num_heads {num_heads} with num_kv_heads {num_kv_heads}; num_heads must be a multiple of "
@@ -101,7 +103,7 @@ def local_heads(who: str, num_heads: int, num_kv_heads: int, num_ranks: int, ran
 
 
 def ranks_per_kv_head(who: str, num_kv_heads: int, num_ranks: int) -> int:
-    """How many ranks hold the same key/value head; 1 where the heads are cut."""
+    """Return the number of ranks that hold the same key/value head; 1 if the heads are sharded."""
     if num_kv_heads < 1 or (num_kv_heads % num_ranks and num_ranks % num_kv_heads):
         raise ValueError(
             f"{who}: got num_kv_heads {num_kv_heads} on {num_ranks} ranks; one of the two must divide by the other."
@@ -110,7 +112,7 @@ def ranks_per_kv_head(who: str, num_kv_heads: int, num_ranks: int) -> int:
 
 
 def checked_kv_group(who: str, num_kv_heads: int, group_name: str, kv_group_name: str | None) -> str:
-    """The name of the group that shares this rank's key/value head, "" for none; refused where it is another group."""
+    """Return the name of the group that holds this rank's key/value head, "" for none; raises for a wrong group."""
     num_ranks = 1 if not group_name else _resolve(group_name).size()
     num_sharers = ranks_per_kv_head(who, num_kv_heads, num_ranks)
     if num_sharers == 1:
@@ -131,18 +133,18 @@ def checked_kv_group(who: str, num_kv_heads: int, group_name: str, kv_group_name
 
 
 def make_equal(tensor: Tensor, group_name: str) -> None:
-    """The values of the group's first rank on all of them; nothing for a tensor without values."""
+    """Broadcast the values of the group's first rank, in place; does nothing for a tensor without values."""
     if not tensor.is_meta:
         group = _resolve(group_name)
         dist.broadcast(tensor, src=dist.get_process_group_ranks(group)[0], group=group)
 
 
 def _sharers(group_name: str, num_sharers: int) -> list[int]:
-    """The global ranks that hold the same key/value head as this one."""
+    """Return the global ranks that hold the same key/value head as this one."""
     group = _resolve(group_name)
     start = group.rank() // num_sharers * num_sharers
     return dist.get_process_group_ranks(group)[start : start + num_sharers]
 
 
 def _resolve(group_name: str) -> dist.ProcessGroup:
-    return dist.distributed_c10d._resolve_process_group(group_name)  # no public name for it
+    return dist.distributed_c10d._resolve_process_group(group_name)  # there is no public API for this

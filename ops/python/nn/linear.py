@@ -1,4 +1,4 @@
-"""nn.Linear with its rows or columns sharded over a group, for whole inputs or for parts of a sequence."""
+"""nn.Linear with its rows or columns sharded over a group, for full inputs or for shards of a sequence."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.nn.shard import group_size_and_rank, shard_range
 
 
 def _init_like_linear(weight: Tensor, bias: Tensor | None, fan_in: int) -> None:
-    """nn.Linear's distributions; `fan_in` is that of the whole layer, not of the shard."""
+    """Initialise from nn.Linear's distributions; `fan_in` is that of the unsharded layer, not of the shard."""
     bound = 1.0 / math.sqrt(fan_in) if fan_in > 0 else 0.0
     with torch.no_grad():
         weight.uniform_(-bound, bound)
@@ -20,17 +20,17 @@ def _init_like_linear(weight: Tensor, bias: Tensor | None, fan_in: int) -> None:
 
 
 class ColumnLinear(nn.Module):
-    """x -> this rank's part of x Wᵀ + b: `[..., in_features]` -> `[..., out_local]`.
+    """x -> this rank's shard of x Wᵀ + b: `[..., in_features]` -> `[..., out_local]`.
 
     Args:
         in_features: size of the last dim of x.
-        out_features: rows of the whole weight; this rank holds torch.chunk's part of them.
+        out_features: rows of the unsharded weight; this rank holds its shard by torch.chunk.
         bias: with a bias, sharded like the rows.
         group_name: c10d name of the group; "" for a group of one.
         device, dtype: of the parameters.
 
     Parameters `weight [out_local, in_features]`, `bias [out_local]`. Random values differ from those of
-    an unsharded nn.Linear; copy shards of one in to get its numbers.
+    an unsharded nn.Linear; to get equal numbers, copy the shards of its parameters.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class ColumnLinear(nn.Module):
 
 
 class RowLinear(nn.Module):
-    """This rank's part of x -> x Wᵀ summed over the group + b: `[..., in_local]` -> `[..., out_features]`.
+    """This rank's shard of x -> x Wᵀ summed over the group + b: `[..., in_local]` -> `[..., out_features]`.
 
     Args:
-        in_features: columns of the whole weight; this rank holds torch.chunk's part of them.
+        in_features: columns of the unsharded weight; this rank holds its shard by torch.chunk.
         out_features: size of the last dim of the result.
-        bias: with a bias, whole on every rank and added once.
+        bias: with a bias, replicated on every rank and added once.
         group_name: c10d name of the group; "" for a group of one.
         device, dtype: of the parameters.
 
@@ -102,11 +102,11 @@ class RowLinear(nn.Module):
 
 
 class AllGatherLinear(ColumnLinear):
-    """A ColumnLinear whose input is cut along `gather_dim`: `[..., s, ..., in_features]` -> `[..., S, ..., out_local]`.
+    """A ColumnLinear with x sharded along `gather_dim`: `[..., s, ..., in_features]` -> `[..., S, ..., out_local]`.
 
     Args:
-        in_features, out_features, bias, group_name, device, dtype: those of ColumnLinear, and so are the parameters.
-        gather_dim: the dim of x that is cut over the group, the sequence's; any but the last.
+        in_features, out_features, bias, group_name, device, dtype: as in ColumnLinear, with the same parameters.
+        gather_dim: the dim of x that is sharded over the group, that of the sequence; any but the last.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class AllGatherLinear(ColumnLinear):
         self.gather_dim = gather_dim
 
     def forward(self, x: Tensor, dim_size: int | None = None) -> Tensor:
-        """`dim_size`: of all parts together; without it every rank must bring as much as the others."""
+        """`dim_size`: the size of the unsharded `gather_dim`; without it all shards must have equal sizes."""
         return torch.ops.weft.all_gather_linear(
             x, self.weight, self.bias, gather_dim=self.gather_dim, group_name=self.group_name, dim_size=dim_size
         )
@@ -134,11 +134,12 @@ class AllGatherLinear(ColumnLinear):
 
 
 class LinearReduceScatter(RowLinear):
-    """A RowLinear whose result is cut along `scatter_dim`: `[..., S, ..., in_local]` -> `[..., s, ..., out_features]`.
+    """A RowLinear, result sharded along `scatter_dim`: `[..., S, ..., in_local]` -> `[..., s, ..., out_features]`.
 
     Args:
-        in_features, out_features, bias, group_name, device, dtype: those of RowLinear, and so are the parameters.
-        scatter_dim: the dim of which this rank gets torch.chunk's part, the sequence's; any but the last.
+        in_features, out_features, bias, group_name, device, dtype: as in RowLinear, with the same parameters.
+        scatter_dim: the dim along which this rank gets its shard by torch.chunk, that of the sequence; any but the
+            last.
     """
 
     def __init__(
@@ -165,10 +166,10 @@ class LinearReduceScatter(RowLinear):
 
 
 class ShardedLinear(ColumnLinear):
-    """x Wᵀ + b with each rank's own x and a weight that no rank has whole: `[..., in]` -> `[..., out_features]`.
+    """x Wᵀ + b with each rank's own x and a weight sharded over the group: `[..., in]` -> `[..., out_features]`.
 
     Args:
-        in_features, out_features, bias, group_name, device, dtype: those of ColumnLinear, and so are the parameters.
+        in_features, out_features, bias, group_name, device, dtype: as in ColumnLinear, with the same parameters.
 
     The gradients of weight and bias are summed over the group.
     """

@@ -1,4 +1,4 @@
-"""Cross-entropy of classes that are cut over a group, from logits or with the output matrix inside."""
+"""Cross-entropy with the classes sharded over a group, from logits or fused with the output matrix."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from weft.nn.shard import group_size_and_rank, shard_range
 
 
 class VocabParallelCrossEntropy(nn.Module):
-    """This rank's logits `[..., v]` and global classes `[...]` -> what nn.CrossEntropyLoss gives of all logits.
+    """This rank's logits `[..., v]` and global classes `[...]` -> nn.CrossEntropyLoss of the unsharded logits.
 
     Args:
-        vocab_size: classes of all ranks; this rank has torch.chunk's part of them.
+        vocab_size: classes of all ranks; this rank has its shard by torch.chunk.
         group_name: c10d name of the group; "" for a group of one.
         ignore_index, label_smoothing, reduction: those of nn.CrossEntropyLoss.
 
@@ -59,7 +59,7 @@ class VocabParallelCrossEntropy(nn.Module):
 
 
 class VocabParallelLinearCrossEntropy(VocabParallelCrossEntropy):
-    """Hidden states `[..., dim]` and global classes `[...]` -> the loss of their logits, which never exist as a whole.
+    """Hidden states `[..., dim]` and global classes `[...]` -> the loss of their logits, which are never materialized.
 
     Args:
         dim: size of the last dim of the hidden states.

@@ -1,4 +1,4 @@
-"""nn.RMSNorm and nn.LayerNorm over the last dim, for whole inputs or for parts of a sequence."""
+"""nn.RMSNorm and nn.LayerNorm over the last dim, for full inputs or for shards of a sequence."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class RMSNorm(nn.Module):
     Args:
         dim: size of the last dim of x.
         eps: added to the mean.
-        elementwise_affine: with a weight `[dim]`, of ones at first and whole on every rank.
-        group_name: c10d name of the group that the tokens of x are cut over, whose ranks' gradients of the weight are
-            summed; "" where every rank has all tokens.
+        elementwise_affine: with a weight `[dim]`, initialised to ones and replicated on every rank.
+        group_name: c10d name of the group over which the tokens of x are sharded; the gradients of the weight are
+            summed over it. "" if every rank has all tokens.
         device, dtype: of the parameters.
     """
 
@@ -51,7 +51,7 @@ class LayerNorm(nn.Module):
 
     Args:
         dim, eps, elementwise_affine, group_name, device, dtype: those of RMSNorm.
-        bias: with a bias `[dim]`, of zeros at first, where there is a weight.
+        bias: with a bias `[dim]`, initialised to zeros, if there is a weight.
     """
 
     def __init__(

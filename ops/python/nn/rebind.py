@@ -12,11 +12,11 @@ def rebind_group(module: nn.Module | torch.jit.ScriptModule, group_name: str, kv
     Args:
         module: a module, or what torch.jit.load returned.
         group_name: c10d name of this job's group, such as `dist.group.WORLD.group_name`; "" for a group of one.
-        kv_group_name: for attentions whose key/value heads are shared by some of the ranks, from
-            `weft.nn.kv_groups`. Where all ranks share them it is group_name, and need not be told.
+        kv_group_name: from `weft.nn.kv_groups`, for attentions whose key/value heads are replicated on some of the
+            ranks. If all ranks hold the same head, this is group_name and need not be given.
 
     Raises:
-        ValueError: no weft module is inside, or one that wants a kv_group_name.
+        ValueError: no weft module is inside, or one requires a kv_group_name.
     """
     found = [part for part in module.modules() if isinstance(getattr(part, "group_name", None), str)]
     if not found:

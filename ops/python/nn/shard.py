@@ -1,4 +1,4 @@
-"""Which part of a dim a rank holds."""
+"""Which shard of a dim a rank holds."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch.distributed as dist
 
 
 def shard_range(dim_size: int, num_ranks: int, rank: int) -> tuple[int, int]:
-    """(start, length) of a rank's part of a dim: torch.chunk's parts, as DTensor's Shard cuts them.
+    """Return (start, length) of a rank's shard of a dim, divided as by torch.chunk and by DTensor's Shard.
 
-    Parts are ceil(dim_size / num_ranks) long; later ranks get a shorter part or none.
+    Shards are ceil(dim_size / num_ranks) long; later ranks get a shorter shard or an empty one.
     """
     length = -(-dim_size // num_ranks)
     start = min(rank * length, dim_size)
@@ -16,8 +16,8 @@ def shard_range(dim_size: int, num_ranks: int, rank: int) -> tuple[int, int]:
 
 
 def group_size_and_rank(group_name: str) -> tuple[int, int]:
-    """(number of ranks, own rank) of the c10d group of that name; (1, 0) for the group of one, ""."""
+    """Return (number of ranks, own rank) of the c10d group of that name; (1, 0) for the group of one, ""."""
     if not group_name:
         return 1, 0
-    group = dist.distributed_c10d._resolve_process_group(group_name)  # no public name for it
+    group = dist.distributed_c10d._resolve_process_group(group_name)  # there is no public API for this
     return group.size(), group.rank()

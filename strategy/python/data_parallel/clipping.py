@@ -1,4 +1,4 @@
-"""The norm of gradients that are cut in different ways, and clipping by it."""
+"""Clips gradients by a common norm, for gradients that are sharded in different ways."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ def clip_gradients_by_norm(
     stages: dist.ProcessGroup | None = None,
     counted_elsewhere: Collection[Tensor] = (),
 ) -> Tensor:
-    """Scale all gradients so that their common norm is at most `max_norm`; collective over what they are cut over.
+    """Scale all gradients so that their common norm is at most `max_norm`; collective over the axes that shard them.
 
-    As torch's `clip_grad_norm_`, for any mix of plain tensors and of DTensors on any meshes: the norm counts each
-    element of the whole model once. One all-reduce of a few numbers for each axis that something is cut over.
+    Like torch's `clip_grad_norm_`, for any mix of plain tensors and of DTensors on any meshes: the norm counts each
+    element of the unsharded model once. One all-reduce of a few numbers for each axis over which a gradient is sharded.
 
     Args:
-        parameters: those whose gradients count, the same and in the same order on every rank.
+        parameters: those whose gradients count, in the same order on every rank.
         max_norm: infinity clips nothing.
         norm_type: p of the p-norm; infinity for the largest absolute value.
         error_if_nonfinite: raise RuntimeError instead of scaling by a norm that is infinite or nan.
-        stages: the ranks of a pipeline, which have other parameters each; their norms are added, too.
-        counted_elsewhere: parameters that another stage counts, having a copy.
+        stages: the ranks of a pipeline, each with other parameters; their norms are added, too.
+        counted_elsewhere: copies of parameters that another stage counts.
 
     Returns:
-        The norm before, `[]`, float32 (float64 where gradients are, and of stages), on the gradients' device; the same
-        on each rank.
+        The norm before clipping, `[]`, float32 (float64 for float64 gradients, and with stages), on the gradients'
+        device; the same on each rank.
     """
     by_cuts: dict[tuple[_Cut, ...], list[Tensor]] = {}
     elsewhere = {id(parameter) for parameter in counted_elsewhere}
@@ -83,7 +83,7 @@ def clip_gradients_by_norm(
 
 
 def _cuts(grad: Tensor) -> tuple[_Cut, ...]:
-    """The axes, of more than one rank, that a gradient is cut over."""
+    """Return the axes, of more than one rank, over which a gradient is sharded."""
     if not isinstance(grad, DTensor):
         return ()
     mesh = grad.device_mesh
@@ -97,7 +97,7 @@ def _cuts(grad: Tensor) -> tuple[_Cut, ...]:
 
 
 def _power(locals_: list[Tensor], norm_type: float, dtype: torch.dtype) -> Tensor:
-    """The sum of |element|^p, or the largest |element|."""
+    """Return the sum of |element|^p, or the largest |element|."""
     norms = []
     for each in _by_kind([local for local in locals_ if local.numel()]):
         norms += [norm.to(dtype) for norm in torch._foreach_norm(each, norm_type, dtype=_accumulate_in(each[0].dtype))]

@@ -1,4 +1,4 @@
-"""FSDP2 over a model: which modules are gathered together, and freed together."""
+"""FSDP2 for a model: chooses the modules that are gathered and freed as one unit."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def shard_fully(
 ) -> list[str]:
     """Shard a model's parameters over data-parallel ranks by FSDP2, in place, after `parallelize`.
 
-    Each repeated block is a unit: its parameters are gathered when it runs and reduced together. Below a model whose
-    own forward is not what is called (`entry_points`), the modules that it calls are units, too, if they are several
-    or `mp_policy` has their inputs cast. What is in no unit belongs to the model itself: it may be read, and its layers
-    called, anywhere inside. Weights that units share belong to what holds those units. Where `mp_policy` has a dtype, a
-    module whose rule in the plan names another is a unit, too, gathered in that. Applying the same again changes
-    nothing.
+    Each repeated block is a unit: its parameters are gathered when it runs and reduced together. With `entry_points`,
+    callers do not call the model's own forward; then the modules that it calls are units, too, if there are several, or
+    if `mp_policy` casts their inputs. Parameters in no unit belong to the model itself: they may be read, and their
+    layers called, anywhere inside. Weights that units share belong to the module around those units. If `mp_policy` has
+    a dtype, a module whose rule in the plan names another dtype is also a unit, and is gathered in that dtype. Applying
+    the same again changes nothing.
 
     Args:
-        model: plain modules, or such as `parallelize` and `checkpoint_activations` have changed.
+        model: plain modules, or modules that `parallelize` and `checkpoint_activations` have changed.
         mesh: the data-parallel axis, or (replicas, data-parallel) axes, of the mesh that the model is on.
         reshard_after_forward: free each unit after its forward (ZeRO stage 3), or after its backward (2).
-        mp_policy: dtypes of what is gathered and reduced; None: as the parameters are.
+        mp_policy: dtypes of gathered parameters and reduced gradients; None: as the parameters are.
         entry_points: methods of `model` that are called besides its forward; None: none.
-        root_is_called: False: backwards run while one of them does, and so `model` must own no parameters.
+        root_is_called: False: backwards run while a method of the model runs, so `model` must own no parameters.
 
     Returns:
         The names of the units, outermost first; "" is the model.
@@ -65,10 +65,10 @@ def shard_fully(
     blocks = repeated_blocks(model)
     callees = [name for name in names if name not in blocks and name not in own_dtypes]
     if root_is_called and len(callees) == 1 and policy.param_dtype is None:
-        names.remove(callees.pop())  # gathered with the model it is no more, and its other methods work
+        names.remove(callees.pop())  # it is now gathered with the model, and its other methods work
     if not root_is_called:
         _refuse_own_parameters(model, names)
-    # What ends the forward is needed first in the backward: to free it would be to gather it again at once.
+    # The backward needs the last block first: freeing it after the forward would only gather it again at once.
     last = tuple(f"{block}." for block in blocks[-1:])
     kept = _holding_heads(model, names) | {name for name in names if f"{name}.".startswith(last)}
     for name in reversed(names):
@@ -91,14 +91,14 @@ def shard_fully(
 
 
 def _gather_when_needed(model: nn.Module, names: list[str]) -> None:
-    """Without streams nothing travels while something else is computed: a unit gathered ahead only takes memory."""
+    """Disable prefetch: without streams there is no overlap, and a unit gathered ahead only takes memory."""
     for name in names:
         unit = model.get_submodule(name)
-        unit.set_modules_to_backward_prefetch([unit])  # which is there already
+        unit.set_modules_to_backward_prefetch([unit])  # this unit is gathered already
 
 
 def fsdp_roots(model: nn.Module) -> list[FSDPModule]:
-    """The outermost modules that FSDP2 has changed."""
+    """Return the outermost modules that FSDP2 has changed."""
     roots: list[tuple[str, FSDPModule]] = []
     for name, module in model.named_modules():
         is_inside = any(not root or name.startswith(f"{root}.") for root, _ in roots)
@@ -146,7 +146,7 @@ def _refuse_own_parameters(model: nn.Module, names: list[str]) -> None:
 
 
 def _own_dtypes(model: nn.Module, gathered: torch.dtype | None) -> dict[str, torch.dtype]:
-    """The outermost modules with parameters that compute in another dtype than what is gathered, each with that."""
+    """Return the outermost modules with parameters that compute in another dtype than `gathered`, with that dtype."""
     result: dict[str, torch.dtype] = {}
     for name, module in model.named_modules() if gathered is not None else ():
         above = next((other for other in reversed(result) if name.startswith(f"{other}.")), None)
@@ -159,7 +159,7 @@ def _own_dtypes(model: nn.Module, gathered: torch.dtype | None) -> dict[str, tor
 
 
 def _units(model: nn.Module, own_dtypes: Iterable[str], inside: bool) -> list[str]:
-    """The names of the units below the model, outer ones first."""
+    """Return the names of the units below the model, outer ones first."""
     names = {*repeated_blocks(model), *own_dtypes, *(_callees(model) if inside else ())}
     while True:
         candidates = ["", *(name for name, _ in model.named_modules() if name in names)]
@@ -170,7 +170,7 @@ def _units(model: nn.Module, own_dtypes: Iterable[str], inside: bool) -> list[st
 
 
 def _holding_heads(model: nn.Module, names: list[str]) -> set[str]:
-    """The innermost units around layers whose weight is used once more after their forward, by a loss."""
+    """Return the innermost units around layers whose weight a loss uses again after their forward."""
     states = ((name, state_of(module)) for name, module in model.named_modules())
     heads = [name for name, state in states if state is not None and state.style == "vocab_head"]
     holding = ([unit for unit in names if head == unit or head.startswith(f"{unit}.")] for head in heads)
@@ -178,7 +178,7 @@ def _holding_heads(model: nn.Module, names: list[str]) -> set[str]:
 
 
 def _callees(model: nn.Module, prefix: str = "") -> Iterator[str]:
-    """The outermost modules inside that have a forward, and parameters for it."""
+    """Yield the outermost modules inside that have a forward and parameters."""
     for key, child in model.named_children():
         name = f"{prefix}{key}"
         if type(child).forward is nn.Module.forward:
@@ -188,7 +188,7 @@ def _callees(model: nn.Module, prefix: str = "") -> Iterator[str]:
 
 
 def _owners(model: nn.Module, candidates: list[str]) -> dict[str, set[str]]:
-    """The innermost candidates that hold each parameter, by the parameter's first name."""
+    """Return the innermost candidates that hold each parameter, by the parameter's first name."""
     first_names: dict[int, str] = {}
     owners: dict[str, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -199,15 +199,15 @@ def _owners(model: nn.Module, candidates: list[str]) -> dict[str, set[str]]:
 
 
 def set_gradient_sync(model: nn.Module, is_on: bool) -> None:
-    """Whether backwards reduce gradients from now on, or keep whole ones until one does."""
+    """Set whether backwards reduce gradients; if not, they keep unsharded ones until a later backward reduces them."""
     for module in fsdp_roots(model):
         module.set_requires_gradient_sync(is_on)
 
 
 def free_gathered(model: nn.Module) -> None:
-    """Free what a forward has gathered and no backward has freed.
+    """Free parameters that a forward has gathered and no backward has freed.
 
-    After a step it has the values of before, and the `requires_grad` of when it was gathered.
+    After a step they would have stale values, and the `requires_grad` of the time they were gathered.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

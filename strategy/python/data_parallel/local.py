@@ -1,4 +1,4 @@
-"""What a rank itself holds of a tensor."""
+"""The local shard of a tensor."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from weft.strategy._plan import shard_range
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """The storage of this rank, outside of autograd; a plain tensor is all its own."""
+    """Return this rank's storage of a tensor, outside of autograd; a plain tensor is entirely local."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def placed_like(whole: Tensor, like: DTensor) -> DTensor:
-    """This rank's part of a whole value, cut as `like` is; nothing is sent, and the part is a copy."""
+    """Return this rank's shard of a full value, sharded like `like`; a copy, without communication."""
     part = whole
     for axis in _in_order_of_cuts(like.placements):
         placement = like.placements[axis]
@@ -30,6 +30,6 @@ def placed_like(whole: Tensor, like: DTensor) -> DTensor:
 
 
 def _in_order_of_cuts(placements: tuple[Placement, ...]) -> list[int]:
-    """The mesh's axes from the first cut to the last: outer to inner, but FSDP2 cuts what inner axes have cut."""
+    """Return the mesh's axes in the order of sharding: outer to inner, but FSDP2 shards the shards of inner axes."""
     is_strided = [type(placement).__name__ == "_StridedShard" for placement in placements]
     return sorted(range(len(placements)), key=lambda axis: (is_strided[axis], axis))

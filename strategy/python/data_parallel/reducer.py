@@ -1,4 +1,4 @@
-"""Averages the gradients of replicas: buckets are reduced while the backward goes on."""
+"""Averages the gradients of replicas in buckets, which overlaps the reduction with the backward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from weft.strategy.data_parallel.local import local_part
 
 _BUCKET_BYTES = 25 << 20
-_MOST_IN_FLIGHT = 2  # buckets whose copies are alive
+_MOST_IN_FLIGHT = 2  # buckets whose copies exist
 
 
 @dataclasses.dataclass(eq=False)
@@ -35,18 +35,18 @@ class _Reduction:
 class GradientReducer:
     """Averages each parameter's local gradient over the ranks of a group, which hold equal local parameters.
 
-    Works on DTensors as on plain tensors: what is cut or replicated along other axes of a mesh stays so. Gradients
-    are copied into buckets of at most 25 MiB, in reverse order of the parameters, of which two are alive at a time;
-    larger ones are reduced where they are. A parameter without a gradient on some ranks gets the average over all of
-    them, zeros counted; one without any gradient keeps none.
+    Works on DTensors as on plain tensors; sharding and replication along other axes of a mesh do not change. Gradients
+    are copied into buckets of at most 25 MiB, in reverse order of the parameters; at most two buckets exist at a time.
+    Larger gradients are reduced in place. If only some ranks have a gradient of a parameter, the average is over all of
+    them, counting zeros; without any gradient, the parameter keeps none.
 
-    After each backward whose gradients are to be averaged `finish` must be called, on all ranks.
+    Call `finish` on all ranks after each backward whose gradients are to be averaged.
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup, bucket_bytes: int = _BUCKET_BYTES) -> None:
         """
         Raises:
-            ValueError: a module of the model makes sparse gradients.
+            ValueError: a module of the model has sparse gradients.
         """
         for name, module in model.named_modules():
             if getattr(module, "sparse", False) is True:
@@ -67,7 +67,7 @@ class GradientReducer:
         self._adopt(p for p in self._names if p.requires_grad)
 
     def _adopt(self, parameters: Iterable[Tensor]) -> None:
-        """Take in parameters that need gradients, from the start or since they were unfrozen."""
+        """Register parameters that require gradients, from the start or since they were unfrozen."""
         for bucket in _buckets(list(parameters), self._bucket_bytes):
             self._buckets.append(bucket)
             for parameter in bucket.parameters:
@@ -75,14 +75,14 @@ class GradientReducer:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
 
     def remove(self) -> None:
-        """Leave the parameters as they were."""
+        """Remove the hooks from the parameters."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Backwards inside keep their gradients to this rank; the next one outside averages the sum of all."""
+        """Inside, backwards keep their gradients local; the next backward outside averages the sum of all."""
         before, self._is_paused = self._is_paused, True
         try:
             yield
@@ -107,7 +107,7 @@ class GradientReducer:
                 self._land(self._in_flight.popleft(), None)
 
     def finish(self) -> None:
-        """Average what the backward has left; collective, with nothing to do while paused."""
+        """Average the gradients that the backward left pending; collective; does nothing while paused."""
         if self._is_paused:
             return
         self._adopt(p for p in self._names if p.requires_grad and p not in self._bucket_of)
@@ -126,7 +126,7 @@ class GradientReducer:
             bucket.waiting = set(bucket.parameters)
 
     def finish_if_needed(self) -> None:
-        """Before a step: average gradients that a backward has left unfinished."""
+        """Before a step: average gradients that are pending from a backward."""
         if self._has_new:
             self.finish()
 
@@ -162,7 +162,7 @@ class GradientReducer:
 
 
 def average_gradient(parameter: Tensor, group: dist.ProcessGroup) -> None:
-    """Average one complete gradient over `group` now, where it is; collective."""
+    """Average one complete gradient over `group` now, in place; collective."""
     local = local_part(parameter.grad).div_(group.size())
     reduced = local.contiguous()
     dist.all_reduce(reduced, group=group)
@@ -175,7 +175,7 @@ def _split(flat: Tensor, bucket: _Bucket) -> tuple[Tensor, ...]:
 
 
 def _buckets(parameters: list[Tensor], bucket_bytes: int) -> list[_Bucket]:
-    """In about the order in which a backward completes gradients."""
+    """Divide parameters into buckets, roughly in the order in which a backward completes their gradients."""
     buckets: list[_Bucket] = []
     room: dict[tuple[torch.dtype, torch.device], tuple[_Bucket, int]] = {}
     for parameter in reversed(parameters):

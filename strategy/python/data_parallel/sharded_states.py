@@ -1,4 +1,4 @@
-"""ZeRO stage 1: each data-parallel rank steps a slice of every parameter, and keeps the states of that slice."""
+"""ZeRO stage 1: each data-parallel rank steps a slice of every parameter, and holds the states of that slice."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 
 from weft.strategy.data_parallel.local import local_part
 
-# Exactly these: what they do to an element depends on that element's gradients alone.
+# Exactly these classes: they update an element from that element's gradients alone.
 _CLASSES = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop)
 _GATHER_BYTES = 25 << 20
 
@@ -22,28 +22,28 @@ _known: weakref.WeakKeyDictionary[Optimizer, ShardedStates] = weakref.WeakKeyDic
 
 
 def steps_elements_alone(optimizer: Optimizer) -> bool:
-    """Whether an optimizer is known to step each element by that element's gradients alone."""
+    """Return whether an optimizer is known to step each element by that element's gradients alone."""
     return type(optimizer) in _CLASSES
 
 
 def sharded_states_of(optimizer: Optimizer) -> ShardedStates | None:
-    """What shards an optimizer's states; None where nothing does."""
+    """Return the ShardedStates of an optimizer; None: its states are not sharded."""
     return _known.get(optimizer)
 
 
 class ShardedStates:
-    """Has an optimizer step this rank's slice of each parameter, and gathers the slices after the step.
+    """Makes an optimizer step this rank's slice of each parameter, and gathers the slices after the step.
 
-    The ranks of the group hold equal local parameters and equal gradients. A slice is a view of a run of the local
-    parameter's elements, the same number on each rank but the last. The optimizer object stays the user's: while it
-    steps, and while it loads or saves, its groups list the slices; at any other time they list the parameters. Its
-    groups' options are never touched.
+    The ranks of the group hold equal local parameters and equal gradients. A slice is a view of consecutive elements of
+    the local parameter, equally many on each rank except for the last ranks. The optimizer object stays the user's:
+    during a step, a load or a save its groups list the slices; at any other time they list the parameters. The options
+    of its groups are never changed.
     """
 
     def __init__(self, optimizer: Optimizer, group: dist.ProcessGroup, gather_bytes: int = _GATHER_BYTES) -> None:
         """
         Raises:
-            ValueError: an optimizer that is not known to step each element alone.
+            ValueError: the optimizer is not known to step each element alone.
         """
         if not steps_elements_alone(optimizer):
             names = ", ".join(cls.__name__ for cls in _CLASSES)
@@ -54,7 +54,7 @@ class ShardedStates:
         self._group = group
         self._gather_bytes = gather_bytes
         self._slices: dict[Tensor, Tensor] = {}
-        self._lists: list[list[Tensor]] | None = None  # the groups' parameters, while slices take their places
+        self._lists: list[list[Tensor]] | None = None  # the groups' parameters, while slices replace them
         _known[optimizer] = self
         self._cut_states(optimizer)
         optimizer.register_step_pre_hook(self._before_step)
@@ -65,7 +65,7 @@ class ShardedStates:
         optimizer.register_load_state_dict_post_hook(self._show_parameters)
 
     def _cut_states(self, optimizer: Optimizer) -> None:
-        """Those that are there already: Adagrad makes its own at once."""
+        """Shard existing states: Adagrad creates its states at once."""
         for parameter in list(optimizer.state):
             shape = parameter.shape
             values = optimizer.state.pop(parameter)
@@ -75,12 +75,12 @@ class ShardedStates:
             }
 
     def own_slice(self, parameter: Tensor, value: Tensor) -> Tensor:
-        """This rank's elements of a value for the local part of `parameter`; flat, a view where memory allows."""
+        """Return this rank's slice of a value for the local part of `parameter`; flat, a view if possible."""
         start, stop = self._range(parameter, self._group.rank())
         return _flat(_laid_out_like(value, parameter))[start:stop]
 
     def whole(self, parameter: Tensor, slice_: Tensor) -> Tensor:
-        """A tensor like `parameter`, of the slices that the ranks hold of it; collective."""
+        """Return a tensor like `parameter`, gathered from the ranks' slices; collective."""
         local = torch.empty_like(local_part(parameter), dtype=slice_.dtype)
         size = self._chunk(parameter)
         padded = slice_.new_zeros(size)
@@ -113,7 +113,7 @@ class ShardedStates:
             made = torch.nn.Parameter(self.own_slice(parameter, local), requires_grad=parameter.requires_grad)
             if known is None:
                 self._slices[parameter] = known = made
-            known.data = made.data  # the optimizer's states belong to the object
+            known.data = made.data  # the keys of the optimizer's states are these objects
         return known
 
     def _show_slices(self, optimizer: Optimizer) -> None:
@@ -128,7 +128,7 @@ class ShardedStates:
         self._lists = None
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """A closure, which computes gradients, sees parameters still; the step itself sees slices."""
+        """Call a closure, which computes gradients, with the parameters in the groups; the step itself uses slices."""
         _, *rest = args
         closure = rest[0] if rest else kwargs.get("closure")
         if closure is None:
@@ -162,7 +162,7 @@ class ShardedStates:
         return (parameter for parameters in self._lists or () for parameter in parameters)
 
     def _gather(self, parameters: list[Tensor]) -> None:
-        """Every rank gets the slices that the others have stepped: large parameters in place, others together."""
+        """All-gather the stepped slices of all ranks: large parameters in place, others together."""
         together: list[Tensor] = []
         used = 0
         for parameter in parameters:
@@ -195,7 +195,7 @@ class ShardedStates:
 
 
 def is_like(name: str, value: object, shape: torch.Size) -> bool:
-    """Whether a state has an element for each of a parameter of this shape; a count of steps has none."""
+    """Return whether a state has an element for each element of a parameter of this shape; a step count does not."""
     return isinstance(value, Tensor) and value.shape == shape and (value.dim() > 0 or name != "step")
 
 
@@ -204,7 +204,7 @@ def _dtype(parameter: Tensor) -> torch.dtype:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """The elements in the order of memory, of a tensor without gaps."""
+    """Return the elements in memory order, for a tensor without gaps."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 

@@ -1,4 +1,4 @@
-"""Models built without values: `deferred_init`, and what turns them into shards later."""
+"""Builds models without values by `deferred_init`, and materializes their shards later."""
 
 from weft.strategy.deferred.context import deferred_init
 from weft.strategy.deferred.materialize import (

@@ -1,4 +1,4 @@
-"""`deferred_init`: large tensors made inside have no values yet."""
+"""`deferred_init`: large tensors created inside are deferred."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weft.strategy.deferred.tape import Tape
 from weft.strategy.deferred.tensor import DeferredTensor, call, record, record_whole
 from weft.strategy.deferred.unwritten import mark_unwritten
 
-# Smaller ones are made as ever: they cost little, and code that asks for values mostly asks them.
+# Smaller tensors are created as usual: they cost little, and code that asks for values mostly asks for theirs.
 MIN_BYTES = 16 * 1024
 
 aten = torch.ops.aten
@@ -56,7 +56,7 @@ class _Building(TorchDispatchMode):
             with no_dispatch():
                 made = func(*args, **{**kwargs, "device": torch.device("meta")})
         except (NotImplementedError, RuntimeError):
-            return False  # no size without values, or a wrong call: made for real, which says what is wrong
+            return False  # a size that depends on values, or an invalid call: the call on real tensors raises the error
         return isinstance(made, Tensor) and made.numel() * made.element_size() >= self._min_bytes
 
 
@@ -66,24 +66,24 @@ def _argument_names(func: Any) -> set[str]:
 
 @contextmanager
 def deferred_init(min_bytes: int = MIN_BYTES) -> Iterator[None]:
-    """Build a model whose parameters `weft.parallelize` gives values, each rank its shards only.
+    """Build a model with deferred parameters; `weft.parallelize` materializes only the shards of each rank.
 
-    The values are those, to the bit, that the model would have had: what is done to a tensor is recorded in the order
-    of the program, with the state of the random numbers, and the program goes on with the numbers it would have had.
-    Code that asks for values gets them; that tensor is then built whole.
+    The values are bitwise those that the model would have had: calls are recorded in the order of the program, with the
+    state of the random generators, and the generators advance as usual. Code that asks for values gets them; that
+    tensor is then materialized in full.
 
         with weft.strategy.deferred_init():
             model = Model()
         weft.parallelize(model, mesh, plan)
 
     Args:
-        min_bytes: smaller tensors are made as ever.
+        min_bytes: smaller tensors are created as usual.
     """
     tape = Tape()
     own = init._no_grad_trunc_normal_
 
     def trunc_normal(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        # Draws until no value is out of bounds: how often depends on the values.
+        # It draws until no value is out of bounds: the number of draws depends on the values.
         if isinstance(tensor, DeferredTensor):
             return record_whole(own, tensor, args, kwargs)
         return own(tensor, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""From tensors without values to values: a shard, a whole tensor, what is left of a module."""
+"""Materializes deferred tensors: a shard, a full tensor, or the remaining tensors of a module."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _OF_DEFERRED = ("meta", "tape", "_is_param")
 
 
 def is_deferred(value: object) -> bool:
-    """Whether a tensor waits for its values."""
+    """Return whether a tensor is deferred."""
     return isinstance(value, DeferredTensor)
 
 
 def whole_of(tensor: DeferredTensor) -> Tensor:
-    """All values, contiguous, in storage of its own; the deferred tensor stays as it is."""
+    """Return all values, contiguous, in storage of their own; the deferred tensor does not change."""
     storage = storage_of(tensor.meta)
     if storage in tensor.tape.real:
         real = tensor.tape.real[storage]
@@ -34,7 +34,7 @@ def whole_of(tensor: DeferredTensor) -> Tensor:
 
 
 def shard_of(tensor: DeferredTensor, dim: int, start: int, length: int) -> tuple[Tensor, bool]:
-    """`narrow(dim, start, length)` of the values, contiguous, and whether the whole was never there."""
+    """Return `narrow(dim, start, length)` of the values, contiguous, and whether no full tensor was needed for it."""
     if storage_of(tensor.meta) not in tensor.tape.real and tensor.device.type == "cpu":
         with torch.no_grad():
             made = stream.shard(tensor.tape, tensor.meta, dim, start, length)
@@ -44,14 +44,14 @@ def shard_of(tensor: DeferredTensor, dim: int, start: int, length: int) -> tuple
 
 
 def materialize(module: nn.Module) -> list[str]:
-    """Give values to what still waits for them: parameters, buffers, tensors in attributes and in lists there.
+    """Materialize the remaining deferred tensors: parameters, buffers, tensors in attributes and in lists there.
 
     Returns:
-        The names of what was given values.
+        The names of the materialized tensors.
     """
     made: dict[int, Tensor] = {}
     names: list[str] = []
-    inside: set[int] = set()  # containers that are being looked through: one may hold itself
+    inside: set[int] = set()  # containers being searched: one may contain itself
 
     def value(name: str, tensor: DeferredTensor) -> Tensor:
         if id(tensor) not in made:
@@ -79,7 +79,7 @@ def materialize(module: nn.Module) -> list[str]:
                 if is_deferred(item):
                     table[name] = value(prefix + name, item)
                 elif isinstance(item, DTensor) and is_deferred(item._local_tensor):
-                    # Distributed while it was built, by other means than ours.
+                    # Distributed during construction by other code than weft's.
                     item._local_tensor = value(prefix + name, item._local_tensor)
         for name, item in list(owner.__dict__.items()):
             if name not in ("_parameters", "_buffers", "_modules"):
@@ -90,7 +90,7 @@ def materialize(module: nn.Module) -> list[str]:
 
 
 def plain_of(tensor: DeferredTensor, value: Tensor) -> Tensor:
-    """`value` in the place of a deferred tensor: a Parameter for a Parameter, with its attributes."""
+    """Return the replacement of a deferred tensor with `value`: a Parameter for a Parameter, with its attributes."""
     if isinstance(tensor, nn.Parameter):
         value = nn.Parameter(value, requires_grad=tensor.requires_grad)
     value.__dict__.update(attributes_of(tensor))
@@ -98,15 +98,15 @@ def plain_of(tensor: DeferredTensor, value: Tensor) -> Tensor:
 
 
 def attributes_of(tensor: Tensor) -> dict[str, Any]:
-    """What the user has set on a tensor."""
+    """Return the attributes that the user has set on a tensor."""
     return {name: item for name, item in tensor.__dict__.items() if name not in _OF_DEFERRED or not is_deferred(tensor)}
 
 
 def check_written(module: nn.Module) -> None:
-    """Refuse parameters that were made and never written to.
+    """Raise for parameters that were created and never written to.
 
     Raises:
-        ValueError: names them.
+        ValueError: it names them.
     """
     unwritten = [
         name

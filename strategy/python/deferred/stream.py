@@ -1,9 +1,9 @@
-"""Shards of a tensor whose values come from a random stream: drawn piece by piece, the whole is never there.
+"""Materializes shards of a randomly initialised tensor: draws it in chunks, without the full tensor in memory.
 
-Calls that fill a contiguous range element after element draw the same values in pieces, if each piece but the last is
-a multiple of 16 elements long and the last is no shorter (normal_ transforms 16 numbers at once, and draws the last 16
-of a range again). Not with every library: where a kernel seeds a stream of its own in each call, as MKL's bernoulli_ on
-Intel's processors, pieces have other values. So each kind of call is tried before it is relied on.
+A call that fills a contiguous range element by element draws the same values in chunks if each chunk but the last is
+a multiple of 16 elements long and the last has at least 16 (normal_ transforms 16 numbers at once, and draws the last
+16 of a range again). This does not hold for every library: if a kernel seeds its own stream in each call, as MKL's
+bernoulli_ on Intel's processors does, chunks have other values. So each kind of call is tried before use.
 """
 
 from __future__ import annotations
@@ -100,10 +100,10 @@ _tried: dict[tuple[Any, torch.dtype, tuple[Any, ...]], bool] = {}
 
 
 def draws_in_pieces(function: Any, dtype: torch.dtype, args: tuple[Any, ...]) -> bool:
-    """Whether a random call on a contiguous tensor may be made piece by piece: its values, and what is drawn after it.
+    """Return whether drawing a contiguous tensor in chunks gives the same values and generator state.
 
     Args:
-        args: of the call, behind the tensor.
+        args: the arguments of the call after the tensor.
     """
     if function not in _RANDOM:
         return False
@@ -114,7 +114,7 @@ def draws_in_pieces(function: Any, dtype: torch.dtype, args: tuple[Any, ...]) ->
 
 
 def _drawn(function: Any, dtype: torch.dtype, args: tuple[Any, ...], *sizes: int) -> tuple[bytes, ...]:
-    """The bits of a tensor drawn in ranges of these sizes, and the state of the generator after them."""
+    """Return the bits of a tensor drawn in ranges of these sizes, and the generator's state afterwards."""
     generator = torch.Generator("cpu").manual_seed(1)
     whole = torch.empty(sum(sizes), dtype=dtype, device="cpu")
     for part in whole.split(sizes):
@@ -123,7 +123,7 @@ def _drawn(function: Any, dtype: torch.dtype, args: tuple[Any, ...], *sizes: int
 
 
 def pieces(num_elements: int, multiple_of: int = 16) -> Iterator[tuple[int, int]]:
-    """Ranges that a random call can be cut into, their beginnings multiples of `multiple_of`, itself one of 16."""
+    """Yield the ranges of a chunked random call; they begin at multiples of `multiple_of`, itself a multiple of 16."""
     size = max(1, _PIECE // multiple_of) * multiple_of
     first = 0
     while first < num_elements:
@@ -135,16 +135,16 @@ def pieces(num_elements: int, multiple_of: int = 16) -> Iterator[tuple[int, int]
 
 
 def skip(entry_function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: Tensor) -> None:
-    """Move the generator as a random call on a contiguous tensor like this would."""
+    """Advance the generator as a random call on a contiguous tensor like this would."""
     for first, end in pieces(like.numel()):
         entry_function(torch.empty(end - first, dtype=like.dtype), *args, **kwargs)
 
 
 def shard(tape: Tape, meta: Tensor, dim: int, start: int, length: int) -> Tensor | None:
-    """`narrow(dim, start, length)` of what `meta` stands for, contiguous; None where it takes all of it to know.
+    """Return `narrow(dim, start, length)` of the values of `meta`, contiguous; None if that requires the full tensor.
 
     Args:
-        meta: contiguous, and all of its storage.
+        meta: contiguous; it covers all of its storage.
     """
     if not meta.is_contiguous() or meta.untyped_storage().nbytes() != meta.numel() * meta.element_size():
         return None
@@ -169,7 +169,7 @@ def shard(tape: Tape, meta: Tensor, dim: int, start: int, length: int) -> Tensor
 
 
 def _writes(tape: Tape, storage: Storage, meta: Tensor) -> tuple[float | None, list[_Write]] | None:
-    """The value that a storage is made with (None: any) and the calls that write to it; None for others than known."""
+    """Return a storage's initial value (None: any) and the calls that write to it; None if there are unknown calls."""
     initial: float | None = None
     writes: list[_Write] = []
     is_known = True
@@ -206,7 +206,7 @@ def _write(entry: Entry, meta: Tensor) -> _Write | None:
 
 
 def is_written(tape: Tape, meta: Tensor) -> bool:
-    """Whether anything gives a tensor values."""
+    """Return whether any call writes values to a tensor."""
     storage = storage_of(meta)
     functions = (entry.function for entry in tape.entries_of(storage))
     return storage in tape.real or any(function not in EMPTY and function not in _VIEWS for function in functions)
@@ -217,7 +217,7 @@ def _overwrites(function: Any) -> bool:
 
 
 def _fits(write: _Write, outer: int, row: int) -> bool:
-    """Whether a range is made of whole rows, or there is one row: then a shard's part of it is a range again."""
+    """Return whether a range consists of full rows, or there is one row: its part of a shard is then a range."""
     if outer > 1 and (write.first % row or write.end % row):
         return False
     return outer == 1 or write.entry.random is None or math.lcm(row, 16) <= _MOST
@@ -234,7 +234,7 @@ def _apply(write: _Write, result: Tensor, row: int, start: int, inner: int) -> N
 
 
 def _draw(write: _Write, result: Tensor, size: int, start: int, inner: int) -> None:
-    """Draw all of a range, piece by piece, and keep what is the shard's."""
+    """Draw all of a range in chunks, and keep the elements of the shard."""
     num_rows, length, _ = result.shape
     row = size * inner
     multiple = 16 if num_rows == 1 else math.lcm(row, 16)

@@ -1,4 +1,4 @@
-"""What was done to tensors that have no values yet, in the order of the program, so that it can be done later."""
+"""Records the calls on tensors without values, in the order of the program, to replay them later."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Storage = int
 
 
 def storage_of(tensor: Tensor) -> Storage:
-    """The identity of a meta tensor's storage, as long as that lives: a tape keeps it alive."""
+    """Return the identity of a meta tensor's storage, valid while the storage lives: a tape keeps it alive."""
     return tensor.untyped_storage()._cdata
 
 
@@ -28,11 +28,11 @@ class RandomState:
 
 @dataclass(frozen=True)
 class Entry:
-    """One call. Tensors without values stand as the meta tensors that have their shapes.
+    """One call. Meta tensors of the same shapes represent the tensors without values.
 
     Attributes:
-        writes: storages that the call makes or changes.
-        versions: of the tensors with values among the arguments, which must not change until the call is repeated.
+        writes: storages that the call creates or changes.
+        versions: of the arguments with values, which must not change until the call is replayed.
     """
 
     function: Any
@@ -48,7 +48,7 @@ class Entry:
 
 
 def metas(*trees: Any) -> list[Tensor]:
-    """The meta tensors in nested arguments or results."""
+    """Return the meta tensors in nested arguments or results."""
     return [leaf for leaf in tree_leaves(trees) if isinstance(leaf, Tensor) and leaf.is_meta]
 
 
@@ -58,7 +58,7 @@ class Tape:
     def __init__(self) -> None:
         self.entries: list[Entry] = []
         self._entries_of: dict[Storage, list[int]] = {}
-        # Storages whose values were asked for: they are real, and so is all that is done to them from then on.
+        # Storages whose values were asked for: they are real, and all later calls on them are executed.
         self.real: dict[Storage, Tensor] = {}
 
     def record(self, entry: Entry) -> None:
@@ -68,7 +68,7 @@ class Tape:
         self.entries.append(entry)
 
     def entries_of(self, storage: Storage) -> list[Entry]:
-        """The calls that made, changed or viewed a storage."""
+        """Return the calls that created, changed or viewed a storage."""
         return [self.entries[index] for index in self._entries_of.get(storage, ())]
 
     def _needed(self, storages: Iterable[Storage]) -> list[Entry]:
@@ -85,7 +85,7 @@ class Tape:
         return [self.entries[index] for index in sorted(needed)]
 
     def replay(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """The values of meta tensors, in full; those of one storage share one.
+        """Return the values of meta tensors, in full; those of one storage share one storage.
 
         Raises:
             RuntimeError: a tensor with values that a call read has been changed since.
@@ -119,7 +119,7 @@ def _tensors(result: Any, like: Any) -> list[Tensor]:
 
 
 class drawing_from:
-    """Inside, a generator draws as it did from a recorded state; then it goes on where it was."""
+    """Inside, a generator draws from a recorded state; afterwards it continues from its previous state."""
 
     def __init__(self, random: RandomState | None) -> None:
         self._random = random

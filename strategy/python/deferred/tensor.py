@@ -1,4 +1,4 @@
-"""A tensor that knows everything but its values."""
+"""DeferredTensor: a tensor with all properties except values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from weft.strategy.deferred.stream import draws_in_pieces, skip
 from weft.strategy.deferred.tape import Entry, RandomState, Tape, metas, storage_of
 
-# Calls whose result is a Python value: they need the tensor's values.
+# Calls whose result is a Python value, which depends on the tensor's values.
 _QUESTIONS = {
     torch.ops.aten._local_scalar_dense.default,
     torch.ops.aten.equal.default,
@@ -22,14 +22,14 @@ _QUESTIONS = {
 
 
 class _NeedsValuesError(Exception):
-    """The shape of a result depends on values, or the call is wrong: made for real, it says so itself."""
+    """A result's shape depends on values, or the call is invalid: the call on real tensors will raise the error."""
 
 
 class DeferredTensor(Tensor):
-    """Looks like a tensor on its device; calls on it are put on a tape instead of being done.
+    """Looks like a tensor on its device; calls on it are recorded on a tape instead of executed.
 
-    Asking for a value (`item()`, `if tensor.any()`, a shape that depends on values) has it computed, whole, and from
-    then on what is done to that tensor is done at once.
+    Code that asks for a value (`item()`, `if tensor.any()`, a shape that depends on values) materializes the full
+    tensor; from then on, calls on that tensor are executed at once.
     """
 
     meta: Tensor
@@ -58,7 +58,7 @@ class DeferredTensor(Tensor):
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
-        """As ever; what is assigned is what the tensor stands for from then on."""
+        """Return `Tensor.data`; an assigned tensor replaces the one that this tensor stands for."""
         return Tensor.data.__get__(self)
 
     @data.setter
@@ -84,7 +84,7 @@ class DeferredTensor(Tensor):
 
 
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A call with at least one deferred tensor among its arguments."""
+    """Run a call with at least one deferred tensor among its arguments."""
     deferred = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DeferredTensor)]
     tape = deferred[0].tape
     needs_values = (
@@ -105,7 +105,7 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def record(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:
-    """Put a call on the tape; its tensors on the CPU or another `device` that it makes are deferred."""
+    """Record a call on the tape; the tensors that it creates on the CPU or another `device` are deferred."""
     meta_args, meta_kwargs = tree_map(_without_values, (args, kwargs))
     if "device" in kwargs or not any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))):
         meta_kwargs["device"] = torch.device("meta")
@@ -129,7 +129,7 @@ def record(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
     own = {id(leaf.meta): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DeferredTensor)}
     if torch.Tag.inplace_view in func.tags:
         with no_dispatch():
-            func(*args, **kwargs)  # the shape that the tensor shows
+            func(*args, **kwargs)  # updates the shape that the tensor shows
 
     def wrapped(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -140,7 +140,7 @@ def record(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
 
 
 def record_whole(function: Any, tensor: DeferredTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Put on the tape a function that changes one tensor in place, and may look at its values."""
+    """Record a function that changes one tensor in place and may read its values."""
     generator = kwargs.get("generator") or _generator_of(tensor.device)
     random = RandomState(generator, generator.get_state())
     with no_dispatch():
@@ -167,7 +167,7 @@ def _without_values(leaf: Any) -> Any:
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """What stands for the arguments that the schema marks as written."""
+    """Return the stand-ins of the arguments that the schema marks as written."""
     written: list[Any] = []
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -176,7 +176,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[A
 
 
 def _draw(func: Any, args: Any, kwargs: Any, result: Any, device: torch.device) -> RandomState | None:
-    """Move the generator as the call would, so that the program goes on with the numbers it would have had."""
+    """Advance the generator as the call would, so that the program draws the same numbers afterwards."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return None
     generator = kwargs.get("generator") or _generator_of(device)
@@ -200,7 +200,7 @@ def _call_for_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def value_of(tensor: DeferredTensor) -> Tensor:
-    """The whole tensor; the deferred one stands for it from now on."""
+    """Return the full tensor, which the deferred tensor stands for from now on."""
     storage = storage_of(tensor.meta)
     if storage not in tensor.tape.real:
         [whole] = tensor.tape.replay([tensor.meta])

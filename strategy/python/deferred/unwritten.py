@@ -1,4 +1,4 @@
-"""Which small tensors with memory of their own nothing was written to."""
+"""Detects small tensors with memory of their own that were never written to."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 
-_BYTE = 0xFF  # of every element: a NaN with all bits set, which no kernel makes of others
+_BYTE = 0xFF  # in every byte of an element: a NaN with all bits set, which no kernel computes from other values
 _MOST_BYTES = 1 << 20
 
 
 def mark_unwritten(made: Tensor) -> Tensor:
-    """Give a tensor that has any values these; what writes to it in whatever way is seen.
+    """Fill an uninitialised tensor with marker values; any write to it can then be detected.
 
-    Only for small CPU tensors: a large tensor would get pages that may never be used.
+    Only for small CPU tensors: filling a large one would allocate pages that may never be used.
     """
     if _is_plain(made) and made.nbytes <= _MOST_BYTES:
         with no_dispatch():
@@ -22,9 +22,9 @@ def mark_unwritten(made: Tensor) -> Tensor:
 
 
 def is_unwritten(tensor: Tensor) -> bool:
-    """Whether a tensor has the values of `mark_unwritten` still; of floating types only.
+    """Return whether a tensor still has the values of `mark_unwritten`; for floating types only.
 
-    One that was made anew from such a tensor, by a conversion to another dtype say, is not recognised.
+    A new tensor made from such a tensor, for example by a conversion to another dtype, is not recognised.
     """
     if not _is_plain(tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
         return False
@@ -35,7 +35,7 @@ def is_unwritten(tensor: Tensor) -> bool:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """On the CPU, of the usual layout, without pending operations, and no subclass that stands for something else."""
+    """Return whether a tensor is a plain strided CPU tensor without pending operations or a special subclass."""
     return (
         type(tensor) in (Tensor, torch.nn.Parameter)
         and tensor.device.type == "cpu"

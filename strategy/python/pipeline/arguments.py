@@ -1,4 +1,4 @@
-"""What a pipeline is given: whether it fits, and whether all ranks were given the same."""
+"""Checks the arguments of a pipeline: whether they are valid, and whether they are equal on all ranks."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ PIPELINE_AXIS = "pipeline_parallel"
 def shares_of(
     schedule: str | Schedule, num_micro_batches: int | None, shares: Sequence[float] | None, num_ranks: int
 ) -> tuple[float, ...]:
-    """The relative sizes of a step's micro-batches, of what a pipeline is given: their number, these, or neither.
+    """Return the relative sizes of a step's micro-batches, from their number, their shares, or neither.
 
     Raises:
-        ValueError: both, a number below 1, shares that are not above 0.
+        ValueError: both are given, the number is below 1, or a share is not above 0.
     """
     if shares is not None:
         if num_micro_batches is not None:
@@ -46,7 +46,7 @@ def shares_of(
 
 
 def pipeline_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The group of a mesh's pipeline axis, or of its only one."""
+    """Return the group of a mesh's pipeline axis, or of its only axis."""
     if mesh.ndim == 1:
         return mesh.get_group()
     if PIPELINE_AXIS not in (mesh.mesh_dim_names or ()):
@@ -70,7 +70,7 @@ def refuse_sequence_parallel(model: nn.Module) -> None:
 def refuse_other_arguments(
     group: dist.ProcessGroup, cuts: Sequence[str], schedule: str, shares: tuple[float, ...]
 ) -> None:
-    """ValueError where ranks, which may have measured for themselves, were given other ones; collective."""
+    """Raise ValueError if the arguments differ between ranks, for example after separate measurements; collective."""
     if group.size() == 1:
         return
     own = (

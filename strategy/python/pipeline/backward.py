@@ -1,9 +1,9 @@
-"""The backward of one stage for one micro-batch, whole or in two halves.
+"""The backward of one stage for one micro-batch, complete or in two halves.
 
-The halves are those of Qi et al., "Zero Bubble Pipeline Parallelism" (2024): first the gradient of the stage's inputs,
-which the stage before waits for, later those of its weights. Any graph is split, by its structure: the first half runs
-the nodes between outputs and inputs, and notes what gradients came to those from which a weight is reached directly;
-the second half has each of these give its weights' gradients.
+The halves are those of Qi et al., "Zero Bubble Pipeline Parallelism" (2024): first the gradients of the stage's inputs,
+which the previous stage waits for, later those of its weights. Any graph is split by its structure: the first half runs
+the nodes between outputs and inputs, and stores the gradients that arrive at nodes with direct edges to weights; the
+second half runs these edges to compute the weights' gradients.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Edge = tuple[Node, int]
 
 
 def edge_of(output: Tensor) -> GradientEdge | None:
-    """Where an output's gradient goes in; keeps the graph, not the output. None: it needs no gradient."""
+    """Return the edge for an output's gradient; it keeps the graph, not the output. None: no gradient is required."""
     return get_gradient_edge(output) if output.requires_grad else None
 
 
@@ -33,10 +33,11 @@ def backward(outputs: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> No
 def backward_input(
     outputs: Sequence[GradientEdge], gradients: Sequence[Tensor], inputs: Sequence[Tensor], *, may_split: bool = True
 ) -> tuple[list[Tensor | None], WeightHalf]:
-    """The gradients of `inputs` (leaves), and what is left to do; without `may_split`, nothing.
+    """Return the gradients of `inputs` (leaves), and the remaining half; without `may_split`, nothing remains.
 
-    A weight that several nodes between outputs and inputs use directly gets its gradient here, as only a run through
-    all of them adds it up. Where one is also reached through another weight's nodes, all is done here.
+    A weight that several nodes between outputs and inputs use directly gets its gradient here, because only a run
+    through all of them adds it up. If a weight is also reached through another weight's nodes, the full backward runs
+    here.
     """
     graph = _Graph([output.node for output in outputs], inputs)
     if not (may_split and graph.can_be_split):
@@ -74,19 +75,20 @@ def _noting(node: Node, arrived: dict[Node, tuple[Tensor | None, ...]]) -> Any:
 
 
 class _Graph:
-    """What of a graph lies between outputs and inputs, and where it leads to weights.
+    """The nodes of a graph between outputs and inputs, and their edges to weights.
 
-    to_inputs: the nodes from which an input is reached.
-    junctions: of those, each that has edges to nodes that lead to weights alone, with these edges, if no other node has
-        them.
+    to_inputs: the nodes from which an input can be reached.
+    junctions: those of them with edges to nodes that lead only to weights, with these edges, unless another node has
+    the
+        same edges.
     shared: such edges that several nodes have.
-    can_be_split: whether a weight's gradient comes from these edges alone.
+    can_be_split: whether the weights' gradients come only from these edges.
     """
 
     def __init__(self, roots: Sequence[Node], inputs: Sequence[Tensor]) -> None:
         goals = {get_gradient_edge(tensor).node for tensor in inputs}
         self.to_inputs: set[Node] = set()
-        for node in reversed(_topological(roots)):  # each after those it leads to
+        for node in reversed(_topological(roots)):  # each node after those it leads to
             if node in goals or any(following in self.to_inputs for following, _ in node.next_functions):
                 self.to_inputs.add(node)
         parents: dict[Node, set[Node]] = collections.defaultdict(set)
@@ -107,7 +109,7 @@ class _Graph:
 
 
 def _topological(roots: Sequence[Node]) -> list[Node]:
-    """All nodes that are reached from `roots`, each before those it leads to."""
+    """Return all nodes that can be reached from `roots`, each before those it leads to."""
     order: list[Node] = []
     seen: set[Node] = set()
     stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
@@ -123,11 +125,11 @@ def _topological(roots: Sequence[Node]) -> list[Node]:
 
 
 class WeightHalf:
-    """The second half of a backward: keeps the graph until it has run.
+    """The second half of a backward; keeps the graph until it has run.
 
-    junctions: nodes with the edges along which their weights' gradients go.
-    arrived: of those that were reached, the gradients that came.
-    begun: where else to begin, with which gradients.
+    junctions: nodes, with the edges along which their weights' gradients flow.
+    arrived: the gradients that arrived at those that were reached.
+    begun: further edges to start from, with their gradients.
     """
 
     def __init__(
@@ -141,13 +143,13 @@ class WeightHalf:
         self._begun = begun
 
     def run(self) -> None:
-        """Accumulate the weights' gradients; once."""
+        """Accumulate the weights' gradients; call it once."""
         edges = [edge for edge, _ in self._begun]
         gradients = [gradient for _, gradient in self._begun]
         for node, arrived in self._arrived:
             sources = [(GradientEdge(node, i), gradient) for i, gradient in enumerate(arrived) if gradient is not None]
             sides = [GradientEdge(*edge) for edge in self._junctions[node]]
-            # No way but these edges leads there: what else the node leads to is not run.
+            # The weights are reached only along these edges: other successors of the node do not run.
             found = torch.autograd.grad(
                 [source for source, _ in sources],
                 sides,

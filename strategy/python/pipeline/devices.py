@@ -1,4 +1,4 @@
-"""Stages on several devices of one process, one after another: the manual split, without schedules or processes."""
+"""Stages on several devices of one process, run in sequence: a manual split, without schedules or processes."""
 
 from __future__ import annotations
 
@@ -25,22 +25,23 @@ def spread_over_devices(
     *,
     layer_stages: Mapping[str, int] | None = None,
 ) -> nn.Module:
-    """Put the layers of each stage on a device of its own, in place; the model's forward moves what goes between them.
+    """Place the layers of each stage on its own device, in place; the model's forward moves tensors between devices.
 
-    Outputs are on the last stage's device, as a rule; gradients come back the same way. A layer that shares a parameter
-    with an earlier stage is on that one's device. Build optimizers afterwards, and call no `model.to` any more.
+    Outputs are usually on the last stage's device; the backward moves gradients the opposite way. A layer that shares a
+    parameter with an earlier stage is placed on that stage's device. Build optimizers afterwards, and do not call
+    `model.to` any more.
 
     Args:
         model: any module; its forward stays as it is.
         cuts: the names of the first module of each stage but the first, as `Pipeline` takes them.
-        devices: one for each stage; one may come again.
+        devices: one for each stage; a device may occur more than once.
         layer_stages: as in `Pipeline`.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: cuts that do not fit the model, another number of devices, or a model that is in stages already.
+        ValueError: cuts that do not fit the model, a wrong number of devices, or a model that is already in stages.
     """
     if staged_model_of(model) is not None or _KEY in model.__dict__:
         raise ValueError(f"pipeline: this {type(model).__name__} is in stages already; build the model anew.")
@@ -67,14 +68,14 @@ def spread_over_devices(
 
 
 class _Root:
-    """A forward between devices; goes before the model's class."""
+    """The forward of a model on several devices; comes before the model's class among the bases."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return run_in(_Moving(self.__dict__[_KEY]), lambda: super(_Root, self).forward(*args, **kwargs))  # type: ignore[misc]
 
 
 class _Moving(Mode):
-    """Brings what a layer, or a function between layers, is given to one device."""
+    """Moves the arguments of a layer, or of a function between layers, to one device."""
 
     def __init__(self, order: list[torch.device]) -> None:
         super().__init__()
@@ -100,7 +101,7 @@ class _Moving(Mode):
 
 
 def _is_placed(leaf: Any) -> bool:
-    """Whether it matters where a tensor is: numbers in CPU tensors go with any device."""
+    """Return whether a tensor's device matters: a CPU tensor without dims works with any device."""
     return isinstance(leaf, Tensor) and not (leaf.dim() == 0 and leaf.device.type == "cpu")
 
 
@@ -109,14 +110,14 @@ def _moved(tree: Any, device: torch.device) -> Any:
 
 
 def _move_parameter(holder: nn.Module, name: str, device: torch.device) -> None:
-    """One parameter, without those of the modules inside."""
+    """Move one parameter, without those of the modules inside."""
     moved = nn.Module()
     moved.register_parameter(name, holder._parameters[name])
     holder._parameters[name] = moved.to(device)._parameters[name]
 
 
 def _with_tied_together(model: nn.Module, layers: Layers) -> dict[str, int]:
-    """The stage of each layer, where those that share a parameter are on the first one's."""
+    """Return the stage of each layer; layers that share a parameter are on the first of their stages."""
     stage_of = dict(layers.stage_of)
     for tied in tied_parameters(model, layers):
         for stage, name in tied.name_on.items():

@@ -1,4 +1,4 @@
-"""Pictures of schedules and runs: who does what when, and how many micro-batches are in flight."""
+"""Draws schedules and runs: the actions of each rank over time, and the number of micro-batches in flight."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from weft.strategy._plan import Schedule, Simulation, Span
 _COLORS = {"F": "#8ecae6", "B": "#ffb703", "I": "#ffd166", "W": "#b7e4c7"}
 _NAMES = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights"}
 _IDLE = "#eeeeee"
-_LEAST_LABEL = 0.011  # of the whole width: narrower boxes have no text
+_LEAST_LABEL = 0.011  # of the full width: narrower boxes have no text
 _ROW, _FLIGHT = 0.32, 1.3  # inches of a rank's row, and of the chart under a timeline
 
 Runs = Schedule | Simulation | Sequence[Sequence[Span]]
 
 
 def draw(planned: Runs | None, measured: Runs | None = None, *, path: str | Path | None = None) -> str:
-    """Draw a timeline, rank by rank, and under it the micro-batches in flight; planned above measured.
+    """Draw a timeline for each rank and, below it, the micro-batches in flight; planned above measured.
 
-    A box is one computation, labelled by its stage, if a rank has several, and its micro-batch; what is grey is idle.
+    A box is one computation, labelled by its stage (if a rank has several) and its micro-batch; grey is idle time.
 
     Args:
         planned: a schedule (drawn as if each stage took 1 for a forward and 1 for each half of a backward), a
-            simulation, or each rank's spans. None: only what was measured.
-        measured: each rank's spans, as `Pipeline.traces` gives them.
-        path: written to, if given: SVG, or a page with it where the name ends in ".html".
+            simulation, or each rank's spans. None: draw only `measured`.
+        measured: each rank's spans, as `Pipeline.traces` returns them.
+        path: the file to write, if given: SVG, or an HTML page with it if the name ends in ".html".
 
     Returns:
         The SVG.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
-        ValueError: neither is given, or one without any span.
+        ValueError: neither is given, or one has no spans.
     """
     runs = [(title, _spans(run)) for title, run in (("planned", planned), ("measured", measured)) if run is not None]
     if not runs or not all(any(ranks) for _, ranks in runs):
@@ -46,7 +46,7 @@ def draw(planned: Runs | None, measured: Runs | None = None, *, path: str | Path
     from matplotlib.figure import Figure
 
     heights = [height for _, ranks in runs for height in (_ROW * len(ranks) + 0.2, _FLIGHT)]
-    # Equal figures for equal runs; text stays text.
+    # Equal runs give equal files; text is stored as text.
     with matplotlib.rc_context({"svg.hashsalt": "weft", "svg.fonttype": "none", "font.size": 8}):
         figure = Figure(figsize=(12, sum(heights) + 0.6 * len(heights)), layout="constrained")
         axes = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
@@ -104,7 +104,7 @@ def _draw_flight(axes: Any, ranks: Sequence[Sequence[Span]], end: float, unit: s
     for rank, spans in enumerate(ranks):
         times, counts = [0.0], [0]
         for span in spans:
-            if not keeps:  # an evaluation: nothing beyond its own forward
+            if not keeps:  # an evaluation: a micro-batch is in flight only during its forward
                 times += [span.start, span.end]
                 counts += [1, 0]
                 continue

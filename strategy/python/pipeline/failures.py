@@ -1,4 +1,4 @@
-"""Why a rank of a pipeline left a step, told to those that wait for it."""
+"""Tells the other ranks of a pipeline why a rank left a step."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 
-_numbers = itertools.count()  # of this process's pipelines
+_numbers = itertools.count()  # counts this process's pipelines
 
 
 class Failures:
-    """What failed first in a step, in the job's store.
+    """The first failure of a step, published in the job's store.
 
-    The code after the model's call runs on the last stage alone, and so what it raises is raised there. The others find
-    that its process has ended; why, they find here. Every rank makes its pipelines in the same order and takes the same
-    steps; where that is not so, nothing is found.
+    Code after the model's call runs only on the last stage, so only that stage raises its errors. The other stages
+    see that its process has ended, and find the reason here. This requires that every rank creates its pipelines in the
+    same order and takes the same steps; otherwise nothing is found.
     """
 
     def __init__(self) -> None:
@@ -26,8 +26,8 @@ class Failures:
 
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:
-        """What is raised inside, a step, is told to the others; a lost peer's error says what was told."""
-        if self._is_telling:  # by who called this
+        """Publish errors inside, a step, to the other ranks; a lost peer's error quotes the published one."""
+        if self._is_telling:  # a caller is publishing already
             yield
             return
         self._is_telling = True
@@ -51,7 +51,7 @@ class Failures:
 
     def _tell(self, error: Exception) -> None:
         text = f"rank {dist.get_rank()} left the pipeline's step: {type(error).__name__}: {error}"
-        with contextlib.suppress(Exception):  # the store may be gone with its process
+        with contextlib.suppress(Exception):  # the store may have ended with its process
             dist.group.WORLD.get_group_store().compare_set(self._key, "", text)
 
     def _found(self) -> str | None:

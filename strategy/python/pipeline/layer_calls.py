@@ -1,4 +1,4 @@
-"""How the calls of a model's layers, and of torch's functions between them, are seen while a forward runs."""
+"""Intercepts the calls of a model's layers, and of torch's functions between them, while a forward runs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from weft.strategy.absent import running
 
 
 class Mode(TorchFunctionMode, abc.ABC):
-    """Sees what a forward calls between its layers."""
+    """Intercepts what a forward calls between its layers."""
 
     @abc.abstractmethod
     def call_layer(self, layer: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a call of a layer gives."""
+        """Return the result of a layer's call."""
 
     def _outside(self, function: Callable[[], Any]) -> Any:
-        """Call a layer, whose inside is its own affair."""
+        """Call a layer without intercepting the calls inside it."""
         self.__exit__(None, None, None)
         try:
             return function()
@@ -31,7 +31,7 @@ class Mode(TorchFunctionMode, abc.ABC):
 
 
 class LayerCall:
-    """A layer whose calls a forward's mode sees; goes before its class. `install` makes these classes."""
+    """A layer whose calls a mode intercepts; the first base of its class. `install` makes these classes."""
 
     _weft_layer: tuple[str, int]  # its name and stage
 
@@ -55,7 +55,7 @@ _classes: dict[type, type] = {}
 
 
 def install(layer: nn.Module, name: str, stage: int) -> None:
-    """Have a layer's calls seen; its class becomes a subclass of itself with the same name."""
+    """Intercept a layer's calls; its class becomes a subclass of itself with the same name."""
     if not isinstance(layer, LayerCall):
         cls = type(layer)
         if cls not in _classes:
@@ -65,11 +65,11 @@ def install(layer: nn.Module, name: str, stage: int) -> None:
 
 
 def run_in(mode: Mode, forward: Callable[[], Any]) -> Any:
-    """Call a forward whose layers' calls `mode` sees."""
+    """Call a forward; `mode` intercepts the calls of its layers."""
     if running.get() is not None:
         raise RuntimeError("pipeline: a model in stages was called inside of another's forward; call them in turn.")
     token = running.set(mode)
-    # nn.TransformerEncoder takes a fast path for some kinds of inputs, and fake tensors are another kind.
+    # The fast path of nn.TransformerEncoder depends on the kind of its inputs, and fake tensors are another kind.
     has_fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

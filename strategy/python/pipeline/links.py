@@ -1,4 +1,4 @@
-"""Which ranks of a pipeline send to each other, and links between their devices."""
+"""Determines which ranks of a pipeline send to each other, and links their devices."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from weft import pipeline_links
 
 
 def peers_of(rank: int, rank_of: Sequence[int], tied: Iterable[Iterable[int]]) -> list[int]:
-    """The ranks that `rank` exchanges messages with.
+    """Return the ranks that `rank` exchanges messages with.
 
     Args:
         rank_of: the rank of each stage.
-        tied: stages that share a parameter, for each parameter that is shared.
+        tied: the stages that share a parameter, for each shared parameter.
     """
     pairs = set(itertools.pairwise(rank_of))
     for stages in tied:
@@ -28,10 +28,10 @@ def peers_of(rank: int, rank_of: Sequence[int], tied: Iterable[Iterable[int]]) -
 
 
 def are_wanted() -> bool:
-    """What WEFT_PIPELINE_LINKS says: whether stages on CUDA devices are linked by NCCL. Default: never.
+    """Return whether WEFT_PIPELINE_LINKS asks to link stages on CUDA devices by NCCL. Default: never.
 
     Raises:
-        ValueError: it says something else than "always" or "never".
+        ValueError: it is neither "always" nor "never".
     """
     said = os.environ.get("WEFT_PIPELINE_LINKS") or "never"
     if said not in ("always", "never"):
@@ -40,9 +40,9 @@ def are_wanted() -> bool:
 
 
 def link_stages(group: dist.ProcessGroup, peers: Sequence[int], device: torch.device) -> None:
-    """Let messages of tensors on a CUDA device travel by NCCL, if that is wanted; collective over the pairs.
+    """Send messages of tensors on a CUDA device by NCCL, if that is wanted; collective over the pairs.
 
-    Else they stop in host memory, as those between ranks that share a device must.
+    Otherwise they are copied through host memory, as messages between ranks that share a device must be.
     """
     if device.type == "cuda" and are_wanted():
         index = torch.cuda.current_device() if device.index is None else device.index

@@ -1,4 +1,4 @@
-"""How a batch becomes micro-batches."""
+"""Splits a batch into micro-batches."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from weft.strategy._plan import deal_samples
 
 
 def batch_size_of(batch: Any) -> int:
-    """The number of samples: the size along dim 0 that most tensors of a batch have.
+    """Return the number of samples: the size along dim 0 that most tensors of a batch have.
 
     Raises:
-        ValueError: no tensor with a dim, or several sizes that equally many have.
+        ValueError: no tensor has a dim, or several sizes are equally frequent.
     """
     sizes = collections.Counter(tensor.shape[0] for tensor in _tensors(batch) if tensor.dim() > 0)
     if not sizes:
@@ -38,11 +38,11 @@ def batch_size_of(batch: Any) -> int:
 
 
 def split_batch(batch: Any, num_micro_batches: int, shares: Sequence[float] | None = None) -> list[Any]:
-    """Cut every tensor that has the batch's size along dim 0; other values are in every micro-batch.
+    """Split every tensor that has the batch's size along dim 0; other values are in every micro-batch.
 
     Dicts and other mappings (BatchEncoding, too), lists, tuples, named tuples and dataclasses keep their types. Lists
-    and tuples of as many items as there are samples, none of which holds a tensor, are cut as well (names, texts). The
-    parts are views, in proportion to `shares` or as even as can be, the first ones larger.
+    and tuples without tensors, with one item per sample (names, texts), are split as well. The micro-batches are views,
+    in proportion to `shares` or as even as possible, the first ones larger.
 
     Raises:
         ValueError: see `batch_size_of`; fewer samples than micro-batches.
@@ -60,7 +60,7 @@ def split_batch(batch: Any, num_micro_batches: int, shares: Sequence[float] | No
 
 
 def first_samples(batch: Any, num_samples: int) -> Any:
-    """The first samples of a batch, cut as `split_batch` cuts it."""
+    """Return the first samples of a batch, which is divided as by `split_batch`."""
     size = batch_size_of(batch)
     return _map(lambda value: value[:num_samples] if _has_samples(value, size) else value, batch)
 
@@ -83,7 +83,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _map(function: Callable[[Any], Any], value: Any) -> Any:
-    """The same collections with `function` of each tensor, and of each list or tuple without any."""
+    """Return the same collections with `function` of each tensor, and of each list or tuple without tensors."""
     if isinstance(value, Tensor):
         return function(value)
     if type(value) in (list, tuple) and value and not any(isinstance(v, Tensor) for v in pytree.tree_leaves(value)):
@@ -106,9 +106,9 @@ def _map(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def signature(value: Any, *, has_contents: bool = True) -> Any:
-    """What arguments are but for tensors' values: hashable, equal for those that a forward treats alike.
+    """Return a hashable key of arguments without the values of tensors; equal for those that a forward treats alike.
 
-    Without contents numbers and texts are their types alone: what they may lead to shows in a call's arguments.
+    Without contents, numbers and texts count by their types only: their effect shows in the arguments of a call.
     """
     if isinstance(value, Tensor):
         return ("tensor", tuple(value.shape), value.dtype, value.device.type, value.requires_grad)

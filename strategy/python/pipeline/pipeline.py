@@ -1,4 +1,4 @@
-"""A model whose layers are on the stages of a pipeline: training and evaluation steps."""
+"""Pipeline: training and evaluation steps of a model whose layers are split into stages."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from weft.strategy.shards import TENSOR_PARALLEL
 from weft.strategy.verification.evidence import forget_rehearsal, remember_rehearsal
 
 _log = logging.getLogger(__name__)
-_MAX_PATHS = 16  # of one kind of inputs
-_MAX_RECORDED = 256  # kinds of inputs; those of changing lengths are many
+_MAX_PATHS = 16  # recordings of one kind of inputs
+_MAX_RECORDED = 256  # kinds of inputs; inputs of varying lengths have many
 
 Step = Callable[[Any], Any]
 Split = Callable[[Any, int], Sequence[Any]]
@@ -39,22 +39,23 @@ Weight = Callable[[Any], float]
 
 
 class Pipeline:
-    """Takes the layers of other stages out of a model, in place, and runs steps over all of them.
+    """Removes the layers of other stages from a model, in place, and runs steps over all stages.
 
     Args:
-        model: built with the same values on every rank of the pipeline. Its forward stays as it is and runs on every
-            stage, each computing its own layers; names of parameters stay what they were.
-        mesh: a DeviceMesh of one axis, or with an axis named "pipeline_parallel"; its group has a backend for CPU
-            tensors, which messages are announced over.
-        cuts: the names of the first module of each stage but the first; see `stages.find_layers`. As many stages as
-            ranks, or a multiple: stage s is on rank s % ranks. "auto", or an `AutoCuts`: chosen to minimise the time of
-            the slowest stage, the same on every rank of the mesh.
-        schedule: one of `SCHEDULES`, or a `Schedule` of arithmetic alone for these ranks and stages; of its
-            micro-batches a step with fewer has the first ones.
-        num_micro_batches: of a step; a batch with fewer samples has one for each. Default: that of a `Schedule` that
-            is given, else twice the number of ranks.
-        micro_batch_shares: their relative sizes, in place of their number: [1, 2, 1] makes three of which the second
-            has half of the samples. Smaller ones at the ends fill and drain a pipeline sooner; see `tune`.
+        model: built with the same values on every rank of the pipeline. Its forward does not change and runs on every
+            stage, which computes only its own layers; names of parameters do not change.
+        mesh: a DeviceMesh of one axis, or with an axis named "pipeline_parallel"; its group must have a backend for CPU
+            tensors, over which messages are announced.
+        cuts: the names of the first module of each stage but the first; see `stages.find_layers`. The number of stages
+            is that of the ranks, or a multiple of it: stage s is on rank s % ranks. "auto", or an `AutoCuts`: chosen to
+            minimise the time of the slowest stage, the same on every rank of the mesh.
+        schedule: one of `SCHEDULES`, or a `Schedule` without communication for these ranks and stages; a step with
+            fewer micro-batches runs its first ones.
+        num_micro_batches: of a step; a batch with fewer samples has one for each. Default: that of a given `Schedule`,
+            else twice the number of ranks.
+        micro_batch_shares: their relative sizes, in place of their number: for [1, 2, 1] the second of three
+            micro-batches has half of the samples. Smaller micro-batches at the ends shorten the pipeline's warm-up and
+            drain; see `tune`.
         layer_stages: the stages of layers that the model registered in another order than it calls them.
         beside: the names of modules of the model that its forward does not call, such as metrics: every rank keeps
             them in full.
@@ -64,7 +65,7 @@ class Pipeline:
     Build optimizers afterwards: each rank's `model.parameters()` are those of its stages.
 
     Raises:
-        ValueError: cuts that do not fit the model, a model without as many layers as "auto" needs, stages that the
+        ValueError: cuts that do not fit the model, a model with fewer layers than "auto" needs, stages that the
             ranks do not divide, an unknown schedule or one for other ranks or stages.
     """
 
@@ -130,7 +131,7 @@ class Pipeline:
         peers = peers_of(self._group.rank(), rank_of, [tied.name_on for tied in self._staged.tied])
         link_stages(self._group, peers, device or of_parameters)
         self._runner = Runner(self._staged, self._group)
-        # The strategies' steps do more than those here, and tell what fails in it as well.
+        # The strategies' steps do more than those here, and also publish failures of that.
         self.failures = Failures()
         self._recordings: dict[Any, list[Recording]] = {}
         self._watches = False
@@ -148,14 +149,14 @@ class Pipeline:
             forget_rehearsal(model)
 
     def fully_shard(self, mesh: DeviceMesh, *, mp_policy: MixedPrecisionPolicy | None = None) -> None:
-        """Cut the parameters of this rank's layers over data-parallel ranks, by FSDP2, after `parallelize`.
+        """Shard the parameters of this rank's layers over data-parallel ranks, by FSDP2, after `parallelize`.
 
         Gradients are averaged over these ranks at the end of each step. A rank gathers the layers of a stage when the
-        schedule comes to it, of several stages at most two at a time, and keeps whole gradients until the step's end.
+        schedule says so, of at most two stages at a time, and keeps unsharded gradients until the end of the step.
 
         Args:
             mesh: the data-parallel axis, or (replicas, data-parallel) axes, of the mesh that the model is on.
-            mp_policy: dtypes of what is gathered and reduced; None: as the parameters are.
+            mp_policy: dtypes of gathered parameters and reduced gradients; None: as the parameters are.
 
         Raises:
             ValueError: fully_shard was applied already.
@@ -163,11 +164,11 @@ class Pipeline:
         """
         self._runner.sharding = ShardedStages(self._staged, mesh, mp_policy)
         self._lowered.clear()
-        self._recordings.clear()  # which were allowed to read any parameter
+        self._recordings.clear()  # recordings were allowed to read any parameter before
 
     @property
     def num_micro_batches(self) -> int:
-        """The number of micro-batches in a step; setting it makes them equal."""
+        """Return the number of micro-batches in a step; setting it makes their sizes equal."""
         return len(self._shares)
 
     @num_micro_batches.setter
@@ -176,7 +177,7 @@ class Pipeline:
 
     @property
     def micro_batch_shares(self) -> tuple[float, ...]:
-        """The relative sizes of a step's micro-batches."""
+        """Return the relative sizes of a step's micro-batches."""
         return self._shares
 
     @micro_batch_shares.setter
@@ -185,7 +186,7 @@ class Pipeline:
 
     @property
     def model(self) -> nn.Module:
-        """The model, with the layers of this rank's stages alone."""
+        """Return the model, which has only the layers of this rank's stages."""
         return self._staged.model
 
     @property
@@ -195,7 +196,7 @@ class Pipeline:
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """This rank's stages."""
+        """Return this rank's stages."""
         return self._staged.stages
 
     @property
@@ -204,17 +205,17 @@ class Pipeline:
 
     @property
     def last_rank(self) -> int:
-        """The rank, in the pipeline's group, that has the last stage."""
+        """Return the rank, in the pipeline's group, that has the last stage."""
         return self._rank_of[-1]
 
     @property
     def is_recording(self) -> bool:
-        """Whether a step runs only as far as the model's call, to see what it is called with."""
+        """Return whether a step runs only up to the model's call, to record its arguments."""
         return self._staged.is_recording
 
     @property
     def runs_last_stage(self) -> bool:
-        """Whether a step is running that goes on to its end."""
+        """Return whether a step is running that continues after the model's call."""
         return self._staged.running_stage == len(self._rank_of) - 1
 
     @property
@@ -223,13 +224,13 @@ class Pipeline:
 
     @property
     def trace(self) -> list[Span]:
-        """What this rank computed in the last step, in seconds from its beginning."""
+        """Return this rank's computations in the last step, in seconds from its beginning."""
         return self._runner.trace
 
     def traces(self) -> list[list[Span]]:
-        """The traces of all ranks, in seconds from the first one's beginning, as `draw` takes them; collective.
+        """Return the traces of all ranks, in seconds from the earliest beginning, as `draw` takes them; collective.
 
-        Between hosts they are as far apart as the hosts' clocks.
+        Times on different hosts differ by the offset of the hosts' clocks.
         """
         rows = [(str(span.action), span.start, span.end) for span in self.trace]
         gathered: list[Any] = [None] * self._group.size()
@@ -242,16 +243,16 @@ class Pipeline:
 
     @property
     def memory(self) -> list[int]:
-        """The bytes that this process held after each computation of the trace, where memory is counted; else []."""
+        """Return the bytes held by this process after each computation of the trace, if memory is counted; else []."""
         return self._runner.memory
 
     @property
     def memory_before(self) -> int:
-        """The bytes that it held before them."""
+        """Return the bytes that this process held before the trace."""
         return self._runner.memory_before
 
     def schedule(self, num_micro_batches: int, *, forward_only: bool = False) -> Schedule:
-        """The schedule of a step, with its sends and receives."""
+        """Return the schedule of a step, with its sends and receives."""
         key = (num_micro_batches, forward_only)
         if key not in self._lowered:
             schedule = self._schedule
@@ -284,24 +285,24 @@ class Pipeline:
         weight: Weight = batch_size_of,
         scale: float = 1.0,
     ) -> Tensor:
-        """Forward and backward of one batch in micro-batches; gradients are added to those that are there. Collective.
+        """Run forward and backward of one batch in micro-batches; gradients are accumulated. Collective.
 
         Args:
             batch: the same on every rank of the pipeline.
-            loss_fn: given a micro-batch, calls the model once and gives its loss, a scalar. It runs on every stage, up
-                to the model's call on all but the last, once more for the first micro-batch and for new shapes.
-            split: cuts the batch into so many micro-batches, of sizes of its own.
-            weight: what a micro-batch's loss counts for, compared with the others'. Default: its samples, exact for
+            loss_fn: given a micro-batch, calls the model once and returns its loss, a scalar. It runs on every stage,
+                up to the model's call on all but the last, and once more for the first micro-batch and for new shapes.
+            split: splits the batch into the given number of micro-batches, of sizes that it chooses.
+            weight: the relative weight of a micro-batch's loss. Default: the number of its samples, which is exact for
                 losses that are means over samples.
-            scale: what gradients are multiplied by; what is returned is not.
+            scale: a factor for the gradients; the returned loss is not scaled.
 
         Returns:
             The weighted mean of the losses, `[]`, float64, the same on every rank.
 
         Raises:
-            RuntimeError: under `torch.no_grad()`; the model called never or twice, or not as was recorded.
-            TypeError: the step gave no scalar.
-            ValueError: a batch that cannot be cut, weights that do not weigh; a forward that cannot be recorded.
+            RuntimeError: under `torch.no_grad()`; the step does not call the model, calls it twice, or not as recorded.
+            TypeError: the step did not return a scalar.
+            ValueError: a batch that cannot be split, invalid weights, or a forward that cannot be recorded.
         """
         if not torch.is_grad_enabled():
             raise RuntimeError(
@@ -318,7 +319,7 @@ class Pipeline:
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 raise TypeError(f"pipeline: the step gave a {type(loss).__name__} as loss; return one number's tensor.")
             share = loss * (weights[i] / total)
-            # What counts for nothing may be nan, such as a mean over no tokens.
+            # A loss of weight 0 may be NaN, such as a mean over no tokens.
             losses.append(share.detach() if weights[i] > 0 else torch.zeros_like(share))
             return share if scale == 1 else share * scale
 
@@ -331,7 +332,7 @@ class Pipeline:
             return self._from_last(torch.stack(losses).sum() if losses else None)
 
     def evaluate(self, batch: Any, step: Step, *, split: Split = split_batch) -> list[Any]:
-        """Forwards alone: what `step` gave for each micro-batch, without gradients; [] off the last stage's rank."""
+        """Run forwards without gradients; return `step`'s result for each micro-batch, [] off the last stage's rank."""
         with torch.no_grad():
             micro_batches = self.split(batch, split)
             schedule = self.schedule(len(micro_batches), forward_only=True)
@@ -349,8 +350,9 @@ class Pipeline:
     ) -> Tensor:
         """Scale all stages' gradients so that their common norm is at most `max_norm`; collective over the pipeline.
 
-        `parameters`: of this rank's stages, those that count; None: all. Tied parameters count once. As
-        `clip_gradients_by_norm`, which see: DTensors on any meshes are taken.
+        `parameters`: those of this rank's stages that count; None: all. Tied parameters count once. Supports DTensors
+            on
+        any meshes, like `clip_gradients_by_norm`.
 
         Returns:
             The norm before, `[]`, float64, the same on every rank.
@@ -365,7 +367,7 @@ class Pipeline:
         )
 
     def split(self, batch: Any, split: Split | None = None) -> Sequence[Any]:
-        """The micro-batches that a step would make of a batch."""
+        """Return the micro-batches into which a step would split a batch."""
         if not self._watches:
             refuse_sequence_parallel(self.model)
             refuse_other_shards(self._staged, self._group)
@@ -379,14 +381,15 @@ class Pipeline:
         return split_batch(batch, self.num_micro_batches, self._shares)
 
     def _recordings_of(self, micro_batches: Sequence[Any], step: Step) -> list[Recording]:
-        # A step may call the model in other ways than for such a batch before; for one batch it does not change.
+        # A step may call the model in another way than for an earlier batch like this; within one batch it does not
+        # change.
         call = self._staged.call_of(step, micro_batches[0])
         return [self._recording(micro_batch, step, call) for micro_batch in micro_batches]
 
     def _recording(self, micro_batch: Any, step: Step, call: Any) -> Recording:
         key = (signature(micro_batch, has_contents=False), call, torch.is_grad_enabled(), self.model.training)
         recordings = self._recordings.setdefault(key, [])
-        for recording in reversed(recordings):  # the latest is the likeliest
+        for recording in reversed(recordings):  # the latest recording is the likeliest match
             if self._staged.matches(recording, step, micro_batch):
                 recordings.remove(recording)
                 recordings.append(recording)
@@ -400,7 +403,7 @@ class Pipeline:
         return made
 
     def _refuse_reading_shards(self, recording: Recording) -> None:
-        """FSDP2 reduces the gradients of layers that were called."""
+        """Raise if code between layers reads a layer that it never calls: FSDP2 would not reduce its gradients."""
         alone = self._staged.read_alone(recording)
         if self._runner.sharding is not None and alone:
             raise ValueError(

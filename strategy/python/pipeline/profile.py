@@ -1,4 +1,4 @@
-"""What each layer of a model takes, and cuts that balance stages by it."""
+"""Measures the cost of each layer of a model, and balances stages by it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OPENED = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 @dataclasses.dataclass(frozen=True)
 class LayerProfile:
-    """One layer, for one micro-batch: seconds or operations, bytes that autograd keeps of it, and of its parameters."""
+    """The cost of one layer for one micro-batch: seconds or operations, saved bytes, bytes of its parameters."""
 
     name: str
     forward: float
@@ -37,7 +37,7 @@ class LayerProfile:
 
 
 def layer_names(model: nn.Module) -> list[str]:
-    """Where stages may begin: the model's children, with lists and sequences opened, and what leads to its blocks."""
+    """Return where stages may begin: the model's children, with lists, sequences and ancestors of blocks opened."""
     opened = set()
     for block in repeated_blocks(model):
         parts = block.split(".")[:-1]
@@ -57,21 +57,21 @@ def _names(module: nn.Module, prefix: str, opened: set[str]) -> Iterator[str]:
 def profile_layers(
     model: nn.Module, batch: Any, loss_fn: Callable[[Any], Tensor], *, measure: str = TIME, repeats: int = 3
 ) -> list[LayerProfile]:
-    """Measure a whole model's layers on one micro-batch, in the order in which they are called.
+    """Measure an unsharded model's layers on one micro-batch, in the order in which they are called.
 
-    A layer's backward is the time from the gradient of its output to that of the layer before it, so that the model is
-    to be a chain of layers; those without gradients count with the next. Gradients and buffers stay what they were.
+    A layer's backward is the time from the gradient of its output to that of the previous layer's output, so the model
+    should be a chain of layers; layers without gradients count with the next. Gradients and buffers do not change.
 
     Args:
-        model: whole, on its device.
+        model: unsharded, on its device.
         batch: one micro-batch.
         loss_fn: as for `Pipeline.step`.
         measure: "time", or "flops": the floating-point operations of matrix products and convolutions in place of
             seconds, counted on fake tensors, without arithmetic.
-        repeats: passes after a first one; medians are given.
+        repeats: passes after a warm-up pass; the result has their medians.
 
     Raises:
-        ValueError: the step calls none of the layers, or one of them twice; another `measure`.
+        ValueError: the step calls none of the layers, or calls one of them twice; an unknown `measure`.
     """
     if measure not in (TIME, FLOPS):
         raise ValueError(f"profile_layers got measure={measure!r}; pass {TIME!r} or {FLOPS!r}.")
@@ -114,7 +114,7 @@ def _fake_state(model: nn.Module, fake_mode: FakeTensorMode) -> Iterator[None]:
             for name, tensor in places.items():
                 if tensor is not None:
                     real.append((places, name, tensor))
-    on_cpu = torch.device("cpu")  # the device that meta tensors, which have no values yet, are assumed to be on
+    on_cpu = torch.device("cpu")  # the assumed device of meta tensors, which have no values yet
     try:
         for places, name, tensor in real:
             fake = fake_like(tensor, fake_mode, on_cpu if tensor.is_meta else None)
@@ -138,7 +138,7 @@ def _clock_of(model: nn.Module) -> Callable[[], float]:
 
 
 class _Pass:
-    """One forward and backward with a clock read at the layers' ends."""
+    """One forward and backward that reads the clock at the layers' boundaries."""
 
     def __init__(self, model: nn.Module, names: Sequence[str], now: Callable[[], float]) -> None:
         self._model = model
@@ -146,8 +146,8 @@ class _Pass:
         self._now = now
         self._begun: dict[str, float] = {}
         self._rows: list[list[Any]] = []  # name, forward, backward, bytes
-        self._arrivals: list[tuple[float, int]] = []  # when the gradient of a row's output was there
-        self._kept: dict[int, int] = {}  # bytes by storage, of the layer that runs
+        self._arrivals: list[tuple[float, int]] = []  # the time when the gradient of a row's output arrived
+        self._kept: dict[int, int] = {}  # bytes by storage, for the layer that runs
         self._parameters = {p.untyped_storage()._cdata for p in model.parameters()}
 
     def run(self, batch: Any, loss_fn: Callable[[Any], Tensor]) -> list[list[Any]]:
@@ -168,7 +168,7 @@ class _Pass:
                 handle.remove()
         arrivals = [*self._arrivals, (end, -1)]
         for (start, row), (following, _) in itertools.pairwise(arrivals):
-            if row < len(self._rows):  # what comes before is the loss's own
+            if row < len(self._rows):  # the first interval is the backward of the loss itself
                 self._rows[row][2] += following - start
         return self._rows
 
@@ -200,15 +200,15 @@ def balanced_cuts(
     state_factor: float = 4.0,
     memory_weight: float = 0.0,
 ) -> list[str]:
-    """The names at which stages begin such that the slowest is as fast as can be.
+    """Return the names at which stages begin such that the slowest stage is as fast as possible.
 
     Args:
-        profiles: of `profile_layers`.
-        num_stages: how many stages there are to be.
-        schedule: that will be run, for how many micro-batches each stage keeps. Default: one.
-        memory_limit: the most bytes of a stage, parameters with all that goes with them and activations.
-        state_factor: bytes of parameters, gradients and optimizer states for each of parameters; 4 is Adam's.
-        memory_weight: 0 balances time, 1 bytes, between them both.
+        profiles: the result of `profile_layers`.
+        num_stages: the number of stages.
+        schedule: the schedule to be run, which determines how many micro-batches each stage keeps. Default: one.
+        memory_limit: the most bytes of a stage: activations, and parameters with their gradients and optimizer states.
+        state_factor: bytes of parameters, gradients and optimizer states for each byte of parameters; 4 is Adam's.
+        memory_weight: 0 balances time, 1 bytes, values in between both.
 
     Raises:
         ValueError: see `weft.strategy.pipeline.partition`.

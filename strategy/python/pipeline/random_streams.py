@@ -1,4 +1,4 @@
-"""Random numbers of a step whose parts run on several ranks."""
+"""Random numbers of a step that runs on several ranks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 class RandomStreams:
     """A stream of random numbers for each micro-batch of a step: torch's, Python's and numpy's.
 
-    Its seed is drawn from torch's stream outside.
+    Its seed is drawn from torch's outer stream.
 
-    Ranks that drew alike before the step do so after it, whatever their stages draw. For one micro-batch all stages
-    draw the same up to their first layer, as what a step or the code before layers draws is used on several stages;
-    from there each has a stream of its own.
+    Ranks with equal generators before the step have equal ones after it, whatever their stages draw. For one
+    micro-batch all stages draw the same numbers up to their first layer, because several stages use what a step or the
+    code before layers draws; from there on each stage has a stream of its own.
     """
 
     def __init__(self) -> None:
@@ -25,13 +25,13 @@ class RandomStreams:
 
     @contextlib.contextmanager
     def of_step(self) -> Iterator[None]:
-        """A step; afterwards the generators are as they were, but for one number."""
+        """Enclose a step; afterwards the generators are in their former states, except for one drawn number."""
         self._seed = int(torch.randint(1 << 62, ()))
         with keeping_all_random_states():
             yield
 
     def begin(self, micro_batch: int, stage: int = 0) -> None:
-        """Go on with a micro-batch's stream; `stage`: 0 for that before the layers, and that of stage 0."""
+        """Continue a micro-batch's stream; `stage` 0: the stream before the layers, which is also that of stage 0."""
         number = _mixed(self._seed + (stage << 32) + micro_batch)
         torch.default_generator.manual_seed(number)
         if _uses_cuda():
@@ -42,7 +42,7 @@ class RandomStreams:
 
 
 def _mixed(number: int) -> int:
-    """63 bits, each of which depends on all: torch's CPU generator takes 32 of them for its seed.
+    """Return 63 bits that each depend on all bits of the number: torch's CPU generator takes 32 of them for its seed.
 
     The output function of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014).
     """
@@ -54,7 +54,7 @@ def _mixed(number: int) -> int:
 
 
 def keeping_random_state() -> contextlib.AbstractContextManager[None]:
-    """Inside, what is drawn at random changes no generator, of the CPU's and the current device's."""
+    """Inside, random draws do not change the generators of the CPU and of the current device."""
     return torch.random.fork_rng(devices=[torch.cuda.current_device()] if _uses_cuda() else [])
 
 

@@ -1,4 +1,4 @@
-"""What a model's forward does between its layers, recorded once on fake tensors."""
+"""Records once, on fake tensors, what a model's forward computes between its layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.strategy.pipeline.micro_batches import signature
 from weft.strategy.pipeline.random_streams import keeping_random_state
 from weft.strategy.pipeline.stages import ANY_STAGE
 
-# Whose results are Python values that depend on a tensor's.
+# Functions whose results are Python values that depend on a tensor's values.
 QUESTIONS = {
     "__bool__",
     "__int__",
@@ -37,7 +37,7 @@ QUESTIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """What a function of torch, or a layer, gave in a forward; `output` holds fake tensors if it comes from layers."""
+    """The result of a layer or a torch function in a forward; `output` holds fake tensors if it comes from layers."""
 
     name: str
     function: Any
@@ -47,13 +47,13 @@ class Event:
 
 @dataclasses.dataclass
 class Recording:
-    """One forward of a whole model.
+    """One forward of the full model.
 
-    events: what gave tensors, in order, outside of layers.
-    values: what came from layers, by number; each fake tensor once.
+    events: the calls outside of layers that returned tensors, in order.
+    values: the values that come from layers, by number; each fake tensor once.
     crossings: the numbers of the values that cross each boundary, that from stage b to b + 1 at index b.
-    answers: what the code between layers asked for of the inputs' values, and may have chosen its path by.
-    arguments: the signature of what the model was called with.
+    answers: the values of inputs that the code between layers asked for, and on which its path may depend.
+    arguments: the signature of the model's arguments.
     """
 
     num_stages: int
@@ -81,10 +81,10 @@ class _Recorder(Mode):
         super().__init__()
         self._recording = recording
         self._fake_mode = fake_mode
-        self._stage = 0  # how far the forward has come
+        self._stage = 0  # the stage that the forward has reached
         self._produced: dict[int, int] = {}  # the stage that each value comes from, by its number
         self._last_use: dict[int, int] = {}
-        self._versions: list[list[int]] = []  # of all values, when each boundary was crossed
+        self._versions: list[list[int]] = []  # of all values, at the time each boundary was crossed
         self._owners = owners  # the stage of each parameter of the trunk, by the id of its fake tensor
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -115,7 +115,7 @@ class _Recorder(Mode):
                 f"move the cuts, or {remedy}."
             )
         if stage > self._stage:
-            # What crosses has these versions: one that changes later was changed in place.
+            # Values cross with these versions: a value with a later version was changed in place afterwards.
             self._versions += (stage - self._stage) * [[value._version for value in self._recording.values]]
             self._stage = stage
         fakes = self._use((args, kwargs))
@@ -148,7 +148,7 @@ class _Recorder(Mode):
         self._recording.events.append(Event(name, function, output if fakes else None, bool(fakes)))
 
     def finish(self, output: Any) -> None:
-        """What the forward gives is used on the last stage."""
+        """Note that the forward's result is used on the last stage."""
         recording = self._recording
         self._stage = recording.num_stages - 1
         self._use(output)
@@ -160,7 +160,7 @@ class _Recorder(Mode):
         _let_go_of_graphs(recording)
 
     def _refuse_writing(self, func: Any, args: Any, kwargs: Any) -> None:
-        """A real tensor that layers' values are written into would keep its own on the stages that lack them."""
+        """Raise if layers' values are written into a real tensor: stages without them would keep its old values."""
         targets = [kwargs.get("out")]
         if writes_in_place(name_of(func)) and args:
             targets.append(args[0])
@@ -213,7 +213,7 @@ def writes_in_place(name: str) -> bool:
 
 
 def _let_go_of_graphs(recording: Recording) -> None:
-    """The graphs of fake tensors keep the inputs they were recorded with."""
+    """Drop the graphs of fake tensors, which keep the inputs of the recording alive."""
     for value in recording.values:
         if value.grad_fn is not None and not value._is_view():
             value.detach_().requires_grad_()

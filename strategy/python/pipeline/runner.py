@@ -1,4 +1,4 @@
-"""Does what one rank's list of a lowered schedule says: forwards, backwards, sends and receives."""
+"""Executes one rank's list of actions of a lowered schedule: forwards, backwards, sends and receives."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ Key = tuple[int, int]  # stage, micro-batch
 
 @dataclasses.dataclass
 class _Held:
-    """What a stage keeps of a micro-batch between its forward and its backward."""
+    """The state that a stage keeps for a micro-batch between its forward and its backward."""
 
-    inputs: list[Tensor]  # leaves that need gradients, in the order in which they cross
-    outputs: list[GradientEdge | None]  # of what needs gradients, in the order in which it crosses; of a loss, one
+    inputs: list[Tensor]  # leaves that require gradients, in the order in which they cross
+    outputs: list[GradientEdge | None]  # of outputs that require gradients, in the same order; for a loss, one
     seed: Tensor | None = None  # the gradient of the loss
     weight_half: WeightHalf | None = None
 
 
 @dataclasses.dataclass
 class Work:
-    """What a schedule is run on.
+    """The input of a schedule's run.
 
-    micro_batches: as the step's function takes them.
-    recordings: of each micro-batch, the forward.
-    step: called once a stage and micro-batch; gives on the last stage what `root_of` takes.
-    root_of: the weighted loss, a scalar, of a micro-batch's number and what the step gave: where its backward begins.
-        None: there is no backward, and what the step gave is the result.
+    micro_batches: in the form that `step` takes.
+    recordings: the recorded forward of each micro-batch.
+    step: called once for each stage and micro-batch; on the last stage it returns the value that `root_of` takes.
+    root_of: returns the weighted loss, a scalar, from a micro-batch's number and the step's result: the root of its
+        backward. None: there is no backward, and the step's results are the run's.
     """
 
     micro_batches: Sequence[Any]
@@ -58,11 +58,11 @@ class Runner:
 
     staged: this rank's stages.
     group: the ranks of the pipeline, whose ranks are those of the schedules.
-    sharding: how stages are gathered and freed, if they are cut over data-parallel ranks.
-    begun: when the last run began, by the clock.
-    trace: its computations, in seconds from its beginning.
-    memory: the bytes that this process held after each of them, and `memory_before` the first, where memory is counted
-        (`weft.memory.track`); else none.
+    sharding: gathers and frees the layers of stages, if they are sharded over data-parallel ranks.
+    begun: the clock when the last run began.
+    trace: the computations of the last run, in seconds from its beginning.
+    memory: the bytes that this process held after each of them, and `memory_before` those before the first, if memory
+        is counted (`weft.memory.track`); else empty.
     """
 
     def __init__(self, staged: StagedModel, group: dist.ProcessGroup) -> None:
@@ -78,7 +78,7 @@ class Runner:
         self._streams = RandomStreams()
 
     def run(self, schedule: Schedule, work: Work) -> list[Any]:
-        """Do this rank's list; without a `root_of` gives, on the last stage's rank, what the step gave."""
+        """Run this rank's list; without a `root_of`, return the step's results on the rank of the last stage."""
         self.memory_before = memory.current() if memory.is_tracking() else 0
         if self._has_failed:
             raise RuntimeError(
@@ -114,9 +114,9 @@ class _Run:
         self._has_backward = schedule.has_backward
         self._work = work
         self._held: dict[Key, _Held] = {}
-        self._outputs: dict[Key, list[Tensor]] = {}  # computed here, for the stage after
-        self._gradients: dict[Key, list[Tensor]] = {}  # computed here, for the stage before
-        self._tokens: dict[tuple[str, int, int], Tensor] = {}  # of receives that were posted
+        self._outputs: dict[Key, list[Tensor]] = {}  # computed here, for the next stage
+        self._gradients: dict[Key, list[Tensor]] = {}  # computed here, for the previous stage
+        self._tokens: dict[tuple[str, int, int], Tensor] = {}  # of posted receives
         self.begun, self._start = time.time(), time.perf_counter()
         self.trace: list[Span] = []
         self.memory: list[int] = []
@@ -127,7 +127,7 @@ class _Run:
         return [self._results[i] for i in sorted(self._results)]
 
     def do(self, action: Action) -> None:
-        """One action; what computes waits for what it needs first, which is not of its own time."""
+        """Run one action; a computation first waits for its inputs, and this wait does not count as its time."""
         if action.micro_batch is None:
             assert self._sharding is not None
             (self._sharding.unshard if action.kind == "UNSHARD" else self._sharding.reshard)(action.stage)
@@ -144,7 +144,7 @@ class _Run:
             self.memory.append(memory.current())
         self.trace.append(Span(Action(stage, kind, i), start - self._start, time.perf_counter() - self._start))
 
-    # What crosses the boundary before and after a stage: fake tensors, those with gradients among them.
+    # The values that cross the boundaries before and after a stage: fake tensors, of which some require gradients.
 
     def _incoming(self, stage: int, i: int) -> list[Tensor]:
         recording = self._work.recordings[i]
@@ -236,16 +236,16 @@ class _Run:
         del held
         self._traced("W", stage, i, start)
 
-    # Messages. What has no elements at all to carry is not sent: both sides know.
+    # Messages. A message without any elements is not sent: both sides know that it is empty.
 
     def _take_outputs(self, stage: int, i: int) -> list[Tensor]:
-        """What the stage before has computed."""
+        """Return the outputs of the previous stage."""
         if self._rank_of[stage - 1] == self._rank:
             return [value.detach() for value in self._outputs.pop((stage - 1, i))]
         return ops.pipeline_wait(self._tokens.pop(("F", stage, i)))
 
     def _take_gradients(self, stage: int, i: int) -> list[Tensor]:
-        """The gradients of what this stage has given, from the stage after; of the loss, one."""
+        """Return the gradients of this stage's outputs, from the next stage; for the loss, its one gradient."""
         seed = self._held[stage, i].seed
         if stage == self._last_stage:
             return [] if seed is None else [seed]
@@ -278,7 +278,7 @@ class _Run:
             self._tokens["B", stage, i] = ops.pipeline_recv(likes, peer, 2 * (stage + 1) + 1, self._group_name)
 
 
-# On the class, for an object that holds its own methods is freed late.
+# On the class: an object that holds its own methods would be freed late.
 _METHODS = {
     "F": _Run._forward,
     "B": _Run._backward,
@@ -292,7 +292,7 @@ _METHODS = {
 
 
 class _Entry(torch.autograd.Function):
-    """The value of a leaf as a tensor that may be changed in place, as a layer's output may in the unsplit model."""
+    """Copies a leaf into a tensor that may be changed in place, as a layer's output may be in the unsplit model."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
@@ -304,12 +304,12 @@ class _Entry(torch.autograd.Function):
 
 
 def _to_be_sent(value: Tensor) -> Tensor:
-    """A copy of what may change, or be freed, before it has left: buffers, parameters and views of them."""
+    """Return a copy of a tensor that may change or be freed while its send is in flight: buffers, parameters, views."""
     return value.detach().clone() if value.is_leaf or value._is_view() else value.detach()
 
 
 def _strided_like(value: Tensor, fake: Tensor) -> Tensor:
-    """Messages are dense; the code behind the boundary may count on the strides of the unsplit model."""
+    """Restore strides: messages are dense, but code behind the boundary may rely on those of the unsplit model."""
     if value.stride() == fake.stride() or torch.empty_like(fake).stride() != fake.stride():
         return value
     return torch.empty_strided(fake.shape, fake.stride(), dtype=value.dtype, device=value.device).copy_(value)
@@ -322,7 +322,7 @@ def _like(fake: Tensor) -> Tensor:
 def _paired(
     outputs: Sequence[GradientEdge | None], gradients: Sequence[Tensor]
 ) -> tuple[list[GradientEdge], list[Tensor]]:
-    """Outputs that need gradients, with theirs."""
+    """Return the outputs that require gradients, with their gradients."""
     pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o is not None]
     return [output for output, _ in pairs], [gradient for _, gradient in pairs]
 

@@ -1,4 +1,4 @@
-"""Stages whose parameters are cut over data-parallel ranks: gathered while a stage computes, reduced once a step."""
+"""Stages whose parameters are sharded over data-parallel ranks: gathered to compute, reduced once per step."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from weft.strategy.pipeline.stages import ANY_STAGE
 class ShardedStages:
     """This rank's layers as units of FSDP2, after `parallelize`.
 
-    A schedule's UNSHARD gathers all layers of a stage, RESHARD frees them; in between, neither forwards nor backwards
-    do. Micro-batches add to whole gradients, which are reduced after the last of them.
+    A schedule's UNSHARD gathers all layers of a stage, and RESHARD frees them; forwards and backwards in between do
+    neither. Micro-batches accumulate into unsharded gradients, which are reduced after the last of them.
 
     Args:
         staged: the model in stages.
         mesh: the data-parallel axis, or (replicas, data-parallel) axes.
-        mp_policy: dtypes of what is gathered and reduced; None: as the parameters are.
+        mp_policy: dtypes of gathered parameters and reduced gradients; None: as the parameters are.
 
     Raises:
         ValueError: fully_shard was applied already.
@@ -48,7 +48,7 @@ class ShardedStages:
         self._others = [p for p in staged.model.parameters() if id(p) not in of_layers]
 
     def begin(self) -> None:
-        """Before a schedule with backwards: what they compute stays whole."""
+        """Before a schedule with backwards: keep the gradients that they compute unsharded."""
         for unit in self._all():
             unit.set_manual_backward_finalization(True)
             unit.set_requires_gradient_sync(False)
@@ -70,7 +70,7 @@ class ShardedStages:
             unit.set_requires_gradient_sync(True)
             unit.finalize_backward()
             unit.reshard()
-        for parameter in self._others:  # of the trunk: whole on every rank
+        for parameter in self._others:  # of the trunk: unsharded on every rank
             if parameter.grad is not None:
                 for axis in range(self._mesh.ndim):
                     average_gradient(parameter, self._mesh.get_group(axis))
@@ -80,7 +80,7 @@ class ShardedStages:
 
 
 def _units(staged: StagedModel) -> list[tuple[Sequence[int], list[nn.Module]]]:
-    """The layers of this rank, those that share parameters together, with their stages."""
+    """Return the layers of this rank with their stages; layers that share parameters form one unit."""
     units: list[tuple[set[int], list[nn.Module], set[int]]] = []
     for name, stage in staged.layers.stage_of.items():
         if stage == ANY_STAGE or stage not in staged.stages:

@@ -1,4 +1,4 @@
-"""One rank's part of a model in stages, and the skeleton of the whole."""
+"""One rank's part of a model in stages, and the skeleton of the full model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from weft.strategy.pipeline.stages import ANY_STAGE, Layers
 from weft.strategy.pipeline.trunk import Leave, OtherPathError, StageRun
 
 _KEY = "_weft_staged"
-# Attributes that cannot be copied or are large.
+# Attributes that cannot be copied, or are large.
 _SHARED_BY_COPIES = (DeviceMesh, ProcessGroup, Dataset, DataLoader)
 
 
@@ -40,12 +40,12 @@ class TiedParameter:
 
 
 class StagedModel:
-    """Takes the layers of other stages out of a model, in place, and runs the forward that is left stage by stage.
+    """Removes the layers of other stages from a model, in place, and runs the remaining forward stage by stage.
 
-    model: afterwards with the layers of `stages` alone; names stay what they were.
+    model: afterwards it has only the layers of `stages`; names do not change.
     device: where the parameters will be, if they are not there yet.
-    layers: which stage each layer is on.
-    tied: parameters that layers of several stages share; each stage has its own copy from now on.
+    layers: the stage of each layer.
+    tied: parameters that layers of several stages share; from now on each stage has its own copy.
     """
 
     def __init__(
@@ -57,12 +57,12 @@ class StagedModel:
         self.tied = tied_parameters(model, self.layers)
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._skeleton = _skeleton_of(model, self.layers, self._fake_mode, device)
-        # Whose parameters they are: the code between layers may compute with any.
+        # The stage of each parameter: the code between layers may compute with any of them.
         self._owners = {id(p): stage for _, p, stage in _placed_parameters(self._skeleton, self.layers)}
         self._own_parameters = [
             (fake, name) for name, fake, stage in _placed_parameters(self._skeleton, self.layers) if stage in stages
         ]
-        self._own_layers: list[nn.Module] = []  # and what stands for those of others, once calls are watched
+        self._own_layers: list[nn.Module] = []  # and the stand-ins of other stages' layers, once calls are intercepted
         self._task: _Task | None = None
         model.__dict__[_KEY] = self
         _remove_layers(model, self._skeleton, self.layers, stages)
@@ -70,7 +70,7 @@ class StagedModel:
         _watch_calls(self._skeleton, self.layers)
 
     def names_of_copies(self) -> dict[str, str]:
-        """For this rank's copies of tied parameters: the name on the first stage that has one."""
+        """Return, for this rank's copies of tied parameters, the name on the first stage that has one."""
         return {
             tied.name_on[stage]: tied.name_on[min(tied.name_on)]
             for tied in self.tied
@@ -79,7 +79,7 @@ class StagedModel:
         }
 
     def watch_calls(self) -> None:
-        """Have the layers' calls seen; after `parallelize` and `fully_shard`, which look at classes."""
+        """Intercept the layers' calls; after `parallelize` and `fully_shard`, which look at classes."""
         _watch_calls(self.model, self.layers)
         self._own_layers = [self.model.get_submodule(name) for name in self.layers.stage_of]
         if not isinstance(self.model, _Root):
@@ -93,21 +93,21 @@ class StagedModel:
 
     @property
     def is_recording(self) -> bool:
-        """Whether a step is running that ends at the model's call, with nothing computed."""
+        """Return whether a step is running that ends at the model's call, without computing."""
         return self._task is not None and (self._task.run is None or self._task.run.is_probe)
 
     @property
     def running_stage(self) -> int | None:
-        """The stage whose part of a step is running; None: none, or a step that only records."""
+        """Return the stage whose part of a step is running; None: none, or a step that only records."""
         return None if self._task is None or self.is_recording else self._task.run.stage
 
     @property
     def has_checkpoints(self) -> bool:
-        """Whether modules compute activations again in the backward: for each half of one, were it split."""
+        """Return whether modules recompute activations in the backward: a split backward would do so in each half."""
         return any(isinstance(module, CheckpointedModule) for module in self.model.modules())
 
     def record(self, step: Any, micro_batch: Any) -> Recording:
-        """Record the forward that `step(micro_batch)` calls; see `recording.record` for what is refused."""
+        """Record the forward that `step(micro_batch)` calls; see `recording.record` for the errors."""
         task = _Task(self, None)
         self._follow_model()
         with keeping_random_state(), self._keeping_buffers():
@@ -116,11 +116,11 @@ class StagedModel:
         return task.recording
 
     def call_of(self, step: Any, micro_batch: Any) -> Any:
-        """What `step(micro_batch)` calls the model with, autocast and the trunk's flags: hashable; computes nothing."""
+        """Return a hashable key of `step(micro_batch)`'s call: arguments, autocast, trunk's flags; computes nothing."""
         task = _Task(self, None, looks_only=True)
         with keeping_random_state():
             self._run(task, step, micro_batch)
-        # Not by numbers: a recording for each value of a counter would never be used again.
+        # Numbers are left out: a recording for each value of a counter would never be used again.
         modules = [self.model.get_submodule(name) for name in self.layers.trunk]
         flags = [
             (key, value) for module in modules for key, value in _flags(module).items() if type(value) in (bool, str)
@@ -129,7 +129,7 @@ class StagedModel:
         return (task.call, *flags, *modes)
 
     def _follow_model(self) -> None:
-        """The skeleton has the modes of the layers, and its trunk the flags, and the buffers wherever they went."""
+        """Update the skeleton: the modes of the layers, the flags of the trunk, and buffers that have moved."""
         for name in self.layers.stage_of:
             self._skeleton.get_submodule(name).train(self.model.get_submodule(name).training)
         for name in self.layers.trunk:
@@ -139,7 +139,7 @@ class StagedModel:
 
     @contextlib.contextmanager
     def _keeping_buffers(self) -> Iterator[None]:
-        """Afterwards the trunk's buffers are as they were: forwards that are only looked at do not count."""
+        """Restore the trunk's buffers afterwards: forwards for recording or matching must not change them."""
         buffers = {id(b): b for name in self.layers.trunk for b in self.model.get_submodule(name)._buffers.values()}
         before = [(b, b._version, b.clone()) for b in buffers.values() if b is not None]
         try:
@@ -151,7 +151,7 @@ class StagedModel:
                         buffer.copy_(value)
 
     def read_alone(self, recording: Recording) -> list[str]:
-        """The layers, of any stage, whose parameters the code between layers reads and which it never calls."""
+        """Return the layers, of any stage, whose parameters the code between layers reads and which it never calls."""
         called = {event.function for event in recording.events}
         return [
             name
@@ -161,7 +161,7 @@ class StagedModel:
         ]
 
     def matches(self, recording: Recording, step: Any, micro_batch: Any) -> bool:
-        """Whether `step(micro_batch)` would take the recorded path: run without its layers, if values may choose it."""
+        """Return whether `step(micro_batch)` would take the recorded path; runs it without layers if necessary."""
         if not recording.answers:
             return True
         probe = StageRun(recording, self.layers.num_stages, None)
@@ -178,7 +178,7 @@ class StagedModel:
         micro_batch: Any,
         before_layers: Callable[[], None],
     ) -> tuple[Any, list[Tensor] | None]:
-        """One stage's part of `step(micro_batch)`: what it gives on the last stage, and elsewhere what crosses on.
+        """Run one stage's part of `step(micro_batch)`; return its result on the last stage, else what crosses.
 
         `before_layers` is called before the first layer of the stage.
         """
@@ -216,7 +216,7 @@ class StagedModel:
         return result
 
     def call(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a call of the model does."""
+        """Run a call of the model as the current task."""
         task = self._task
         if task is None:
             if self.layers.num_stages == 1:
@@ -256,12 +256,12 @@ class StagedModel:
 
 
 def staged_model_of(model: nn.Module) -> StagedModel | None:
-    """What cut a model into stages; None: it is whole."""
+    """Return the StagedModel of a model; None: the model is not in stages."""
     return model.__dict__.get(_KEY)
 
 
 def find_staged(module: nn.Module) -> tuple[str, StagedModel] | None:
-    """The name of the module in stages that a module is or holds, and what cut it; None: there is none."""
+    """Return the name of the module in stages that a module is or holds, and its StagedModel; None: there is none."""
     for name, inner in module.named_modules():
         if (staged := staged_model_of(inner)) is not None:
             return name, staged
@@ -270,7 +270,7 @@ def find_staged(module: nn.Module) -> tuple[str, StagedModel] | None:
 
 @dataclasses.dataclass
 class _Task:
-    """What a call of the model is to do: to be recorded, or to run one stage."""
+    """The task of a call of the model: to be recorded, or to run one stage."""
 
     staged: StagedModel
     run: StageRun | None
@@ -281,7 +281,7 @@ class _Task:
 
 
 def _flags(module: nn.Module) -> dict[str, Any]:
-    """What a module's forward may choose its path by."""
+    """Return the flags of a module on which the path of its forward may depend."""
     kinds = (bool, int, float, str, torch.device, torch.dtype)
     return {key: value for key, value in vars(module).items() if isinstance(value, kinds)}
 
@@ -291,7 +291,7 @@ def _autocast_dtypes() -> tuple[torch.dtype | None, ...]:
 
 
 class _Root:
-    """The model's forward is its stage's part; goes before its class. Hooks run around it, as they always do."""
+    """Runs a stage's part as the model's forward; the first base of its class. Hooks run around it as usual."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__[_KEY].call(super().forward, args, kwargs)  # type: ignore[misc]
@@ -303,7 +303,7 @@ def _watch_calls(model: nn.Module, layers: Layers) -> None:
 
 
 def _skeleton_of(model: nn.Module, layers: Layers, fake_mode: FakeTensorMode, device: torch.device | None) -> nn.Module:
-    """A copy with fake tensors for parameters and for the layers' buffers; the trunk's buffers are the same tensors."""
+    """Return a copy with fake parameters and fake buffers of layers; the trunk's buffers are the same tensors."""
     of_layers = [buffer for name in layers.stage_of for buffer in model.get_submodule(name).buffers()]
     return fake_copy(model, of_layers, fake_mode, device)
 
@@ -311,7 +311,7 @@ def _skeleton_of(model: nn.Module, layers: Layers, fake_mode: FakeTensorMode, de
 def fake_copy(
     model: nn.Module, buffers: Iterable[Tensor], fake_mode: FakeTensorMode, device: torch.device | None = None
 ) -> nn.Module:
-    """A copy with fake tensors, on `device`, for the parameters and for these buffers; others are the same tensors.
+    """Return a copy with fake tensors, on `device`, for parameters and the given buffers; others are the same tensors.
 
     Raises:
         ValueError: the model cannot be copied.
@@ -331,7 +331,7 @@ def fake_copy(
 
 
 def fake_like(tensor: Tensor, fake_mode: FakeTensorMode, device: torch.device | None = None) -> Tensor:
-    """A fake tensor, or parameter, of the same shape, dtype and, if no other is given, device."""
+    """Return a fake tensor, or parameter, of the same shape, dtype and, if no other is given, device."""
     with fake_mode:
         fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=device or tensor.device)
         is_parameter = isinstance(tensor, nn.Parameter)

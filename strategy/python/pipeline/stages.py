@@ -10,15 +10,15 @@ from torch import nn
 
 from weft.strategy.assignments import join
 
-ANY_STAGE = -1  # of what has no parameters: it runs wherever it is called
+ANY_STAGE = -1  # for layers without parameters, which run wherever they are called
 
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-    """How a model falls into layers, and these into stages.
+    """The layers of a model and their stages.
 
-    trunk: the modules whose forwards call the layers, and the lists and dicts of modules that these hold; they are on
-        every stage, each doing its part.
+    trunk: the modules whose forwards call the layers, and the lists and dicts of modules that these hold; they exist on
+        every stage, and each stage runs its part of them.
     stage_of: the stage of each layer, by its name.
     parameter_stages: the stage of each parameter that a module of the trunk holds itself, by its name.
     """
@@ -119,7 +119,7 @@ def _layers(model: nn.Module, prefix: str, trunk: set[str]) -> Iterator[str]:
         if child is None:
             continue
         full_name = join(prefix, name)
-        # Lists and dicts of modules have no forward: what they hold is called one by one.
+        # Lists and dicts of modules have no forward: the modules that they hold are called one by one.
         if full_name in trunk or isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield from _layers(child, full_name, trunk)
         else:

@@ -1,4 +1,4 @@
-"""What is beside a module in stages, in the module that holds it: on the last stage alone, where its outputs go."""
+"""The modules beside a module in stages, in the module that holds both: they exist only on the last stage."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from weft.strategy.pipeline.staged_model import fake_copy
 
 
 class Surroundings:
-    """Removes the modules around a module in stages from ranks without the last stage, in place.
+    """Removes the modules beside a module in stages from ranks without the last stage, in place.
 
     root: holds the module `name`, which is already in stages; for example a LightningModule. "": `root` itself is in
-        stages, and there are no modules around it.
+        stages, and there are no modules beside it.
     has_last_stage: whether this rank keeps all modules.
     """
 
@@ -33,7 +33,7 @@ class Surroundings:
             for own_name, module in _modules_beside(root, name)
             if any(True for _ in module.parameters())
         }
-        if has_last_stage:  # which has refused what cannot be copied, as the others have
+        if has_last_stage:  # it copies, too, so that all ranks raise if a copy fails
             return
         for own_name, module in absent.items():
             parent, _, child = own_name.rpartition(".")
@@ -46,16 +46,16 @@ class Surroundings:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's, by name, as they are now; on ranks without the last stage there are none."""
+        """Return this rank's current parameters by name; there are none on ranks without the last stage."""
         return dict(_parameters_beside(self._root, self._name))
 
     def unused(self) -> TorchFunctionMode:
-        """A mode in which these parameters must not be used: before the model's call other ranks lack them."""
+        """Return a mode in which using these parameters raises: before the model's call, other ranks lack them."""
         return _Unused(self.parameters, self._name)
 
 
 def refuse_shared(root: nn.Module, name: str) -> None:
-    """Raise ValueError where a parameter is inside of the module to be cut and beside it; before it is cut."""
+    """Raise ValueError for a parameter both inside the module to be split and beside it; call before the split."""
     inside = {id(p): n for n, p in root.get_submodule(name).named_parameters(remove_duplicate=False)}
     for own_name, parameter in _parameters_beside(root, name):
         if id(parameter) in inside:
@@ -66,7 +66,7 @@ def refuse_shared(root: nn.Module, name: str) -> None:
 
 
 class AbsentNeighbour(AbsentLayer):
-    """A module beside the one in stages, on a rank without the last stage."""
+    """Stands for a module beside the one in stages, on a rank without the last stage."""
 
     def __init__(self, name: str, staged_name: str, skeleton: nn.Module) -> None:
         super().__init__(name, -1, skeleton)
@@ -83,7 +83,7 @@ class AbsentNeighbour(AbsentLayer):
 
 
 class AbsentParameter(Tensor):
-    """A parameter beside the module in stages, on a rank without the last stage: whatever asks for it is refused."""
+    """A parameter beside the module in stages, on a rank without the last stage: any use of it raises."""
 
     @staticmethod
     def __new__(cls, name: str, staged_name: str) -> AbsentParameter:
@@ -123,7 +123,7 @@ def _levels(name: str) -> list[str]:
 
 
 def _modules_beside(root: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """The outermost modules that neither hold the named one nor are inside of it."""
+    """Yield the outermost modules that neither hold the named one nor are inside of it."""
     holder, prefix = root, ""
     for part in _levels(name):
         for child_name, child in holder._modules.items():
@@ -133,7 +133,7 @@ def _modules_beside(root: nn.Module, name: str) -> Iterator[tuple[str, nn.Module
 
 
 def _bare_parameters(root: nn.Module, name: str) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of the modules that hold the named one, themselves."""
+    """Yield the parameters that belong directly to the modules that hold the named one."""
     holder, prefix = root, ""
     for part in _levels(name):
         for own_name, parameter in holder._parameters.items():

@@ -1,4 +1,4 @@
-"""Gradients of parameters that layers of several stages share, such as an embedding that is the head's weight, too."""
+"""Sums gradients of parameters that layers of several stages share, such as an embedding tied to the head."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from weft import ops
 from weft.strategy.data_parallel.local import local_part
 from weft.strategy.pipeline.staged_model import StagedModel
 
-_CHANNEL = 0  # below those of the boundaries, which begin at stage 1
+_CHANNEL = 0  # below the boundaries' channels, which begin at stage 1
 
 
 class TiedGradients:
     """The gradients of this rank's copies in one step.
 
-    Made before the step, which sets aside what earlier steps have added up: that is the sum of all stages already.
+    Create it before the step. It sets aside the gradients of earlier steps, which are sums over all stages already.
     """
 
     def __init__(self, staged: StagedModel, rank_of: Sequence[int], group: dist.ProcessGroup) -> None:
@@ -37,7 +37,7 @@ class TiedGradients:
     def add_up(self) -> None:
         """Give every stage's copy the sum of all stages' gradients of this step, added in the stages' order.
 
-        Every rank sends its own to the others that have a copy, so that all add the same numbers.
+        Every rank sends its gradient to the others that have a copy, so that all add the same numbers.
         """
         for parameter, ranks, earlier in self._copies:
             _sum_over(parameter, ranks, self._group)
@@ -49,7 +49,7 @@ class TiedGradients:
 
 
 def refuse_other_shards(staged: StagedModel, group: dist.ProcessGroup) -> None:
-    """Raise ValueError, on all ranks, where stages shard their copies of a parameter differently; collective."""
+    """Raise ValueError, on all ranks, if stages shard their copies of a parameter differently; collective."""
     if not staged.tied:
         return
     own = {}
@@ -72,7 +72,7 @@ def refuse_other_shards(staged: StagedModel, group: dist.ProcessGroup) -> None:
 
 
 def tied_elsewhere(staged: StagedModel) -> list[nn.Parameter]:
-    """This rank's copies of parameters whose first stage is on another rank."""
+    """Return this rank's copies of parameters whose first stage is on another rank."""
     found = []
     for tied in staged.tied:
         own = [stage for stage in staged.stages if stage in tied.name_on]
@@ -82,7 +82,7 @@ def tied_elsewhere(staged: StagedModel) -> list[nn.Parameter]:
 
 
 def _parameter(staged: StagedModel, name: str) -> nn.Parameter:
-    """The parameter itself, also inside `local_parameters`, where attributes are local tensors."""
+    """Return the parameter itself, also inside `local_parameters`, where attributes are local tensors."""
     module, _, attribute = name.rpartition(".")
     parameter = staged.model.get_submodule(module)._parameters[attribute]
     assert parameter is not None
@@ -94,7 +94,7 @@ def _sum_over(parameter: nn.Parameter, ranks: Sequence[int], group: dist.Process
     others = [rank for rank in ranks if rank != group.rank()]
     like = torch.empty((), dtype=own.dtype, device=own.device).expand(own.shape)
     tokens = [ops.pipeline_recv([like], rank, _CHANNEL, group.group_name) for rank in others]
-    copy = own.clone()  # what is sent stays as it is until it has left
+    copy = own.clone()  # a sent tensor must not change while it is in flight
     for rank in others:
         ops.pipeline_send([copy], rank, _CHANNEL, group.group_name)
     by_rank: dict[int, Tensor] = {group.rank(): copy}

@@ -1,17 +1,17 @@
 """Runs one stage's part of a model's own forward.
 
-The forward of a model whose layers are spread over stages runs on every stage as it is written. What differs is what
-its layers do when they are called:
+Every stage runs the unchanged forward of the model, whose layers are distributed over the stages. The stages differ
+only in the results of layer calls:
 
-    layers of earlier stages   give what they gave when the forward was recorded: fake tensors, which only have shapes
-    layers of this stage       compute, with what was received in place of the fake tensors
-    the first of a later stage ends the forward here: by `Leave`, an exception that no `except Exception` catches
+    layers of earlier stages     return what they returned in the recording: fake tensors, which only have shapes
+    layers of this stage         compute, with received tensors in place of the fake tensors
+    first layer of a later stage ends the forward by raising `Leave`, which no `except Exception` catches
 
-What is computed between layers from the model's inputs alone (masks, positions) is computed on every stage; what comes
-from layers crosses the boundaries as far as it is used, so that a skip connection over several stages is passed on by
-each of them. Which values these are, a recording tells: one forward of the whole model on fake tensors, without
-arithmetic or memory, once for each kind of inputs (and, where the code between layers asks for values of the inputs,
-for each kind of answers). All ranks see the same inputs and record the same, so that nothing has to be sent to agree.
+Code between layers that depends only on the model's inputs (masks, positions) runs on every stage. Values that come
+from layers cross a boundary if a later stage uses them, so every stage in between passes on a skip connection. A
+recording determines these values: one forward of the full model on fake tensors, without arithmetic or memory, for
+each kind of inputs (and, if the code between layers asks for values of the inputs, for each kind of answers). All
+ranks see the same inputs and record the same, so they agree without communication.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from weft.strategy.pipeline.stages import ANY_STAGE
 
 
 class OtherPathError(RuntimeError):
-    """A forward did not do what was recorded."""
+    """A forward differed from its recording."""
 
 
 class Leave(BaseException):
-    """Ends a forward, and whatever calls it, at the first layer of a later stage."""
+    """Ends a forward, and the code that calls it, at the first layer of a later stage."""
 
 
 class StageRun(Mode):
     """Runs one stage's part of a forward for one micro-batch.
 
-    stage: of a probe, which runs no layer at all, the number of stages.
-    received: the values that cross the boundary before this stage; None: of a probe.
+    stage: the stage to run; for a probe, which runs no layers, the number of stages.
+    received: the values that cross the boundary before this stage; None for a probe.
     before_layers: called before the first layer of the stage, if any.
-    sent: after the forward, those that cross the one after it.
+    sent: after the forward, the values that cross the boundary after this stage.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class StageRun(Mode):
         self.sent: list[Tensor] | None = None
 
     def add_value(self, fake: FakeTensor, value: Tensor) -> None:
-        """Say what a parameter of the trunk is on its own stage, for it may cross to others."""
+        """Give the value of a parameter of the trunk on its own stage, because it may cross to others."""
         number = self._recording.number_of(fake)
         if number is not None:
             self._values.setdefault(number, value)
@@ -98,7 +98,7 @@ class StageRun(Mode):
         return output
 
     def call_layer(self, layer: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compute it, give what was recorded, or leave."""
+        """Compute the layer, return its recorded result, or leave."""
         name, stage = layer._weft_layer
         if stage > self._target:
             self.sent = [self._values[number] for number in self._recording.crossings[self._target]]
@@ -120,7 +120,7 @@ class StageRun(Mode):
         return output
 
     def with_values(self, tree: Any) -> Any:
-        """The same with what was received, or computed since, in place of fake tensors."""
+        """Return the tree with received and computed values in place of fake tensors."""
         return pytree.tree_map(lambda leaf: self._value_of(leaf) if isinstance(leaf, FakeTensor) else leaf, tree)
 
     def _value_of(self, fake: FakeTensor) -> Tensor:
@@ -134,7 +134,7 @@ class StageRun(Mode):
         return self._values[number]
 
     def _recorded(self, function: Any) -> Event | None:
-        """The next event, if it is one of this function."""
+        """Return the next event, if it is one of this function."""
         events = self._recording.events
         if self._next_event < len(events) and events[self._next_event].function == function:
             self._next_event += 1
@@ -156,7 +156,7 @@ class StageRun(Mode):
 
     @property
     def took_the_same_path(self) -> bool:
-        """After a whole forward: whether all that was recorded came, and for the same answers."""
+        """Return, after a complete forward, whether all recorded events occurred, with the same answers."""
         return self._next_event == len(self._recording.events) and self._answers == self._recording.answers
 
     def _other_path(self, name: str) -> OtherPathError:

@@ -1,4 +1,4 @@
-"""Which schedule, and how many micro-batches: measured stages, simulated, as a table and as a curve."""
+"""Chooses a schedule and a number of micro-batches by simulating measured stages; prints a table, draws a curve."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ def profile_stages(
     state_factor: float = 4.0,
     repeats: int = 3,
 ) -> list[StageProfile]:
-    """What stages take by the samples of a micro-batch, for `tune`: a whole model, measured at several sizes.
+    """Measure an unsharded model at several micro-batch sizes; return the costs of its stages, for `tune`.
 
     Args:
-        model: whole, on its device.
-        batch: of which micro-batches of `sizes` are the first samples.
+        model: unsharded, on its device.
+        batch: its first samples make the micro-batches of `sizes`.
         loss_fn: as for `Pipeline.step`.
         cuts: the names at which stages begin, among those of `profile_layers`.
-        sizes: in samples. Default: an eighth, a quarter, a half and all of the batch. Fewer samples are taken to take
+        sizes: in samples. Default: an eighth, a quarter, a half and all of the batch. Fewer samples are assumed to take
             as long as the smallest size.
-        transfer: of each boundary. Default: no time.
-        state_factor: bytes of parameters, gradients and optimizer states for each of parameters; 4 is Adam's.
+        transfer: the time of each boundary's transfer. Default: no time.
+        state_factor: bytes of parameters, gradients and optimizer states for each byte of parameters; 4 is Adam's.
         repeats: see `profile_layers`.
 
-    The halves of a backward are taken to be equal.
+    The two halves of a backward are assumed to take equal time.
 
     Raises:
-        ValueError: a cut that no layer begins; see `profile_layers`.
+        ValueError: no layer begins at a cut; see `profile_layers`.
     """
     samples = batch_size_of(batch)
     chosen = sorted(set(sizes or (max(1, samples // part) for part in (8, 4, 2, 1))))
@@ -74,7 +74,7 @@ def _sum(layers: Sequence[LayerProfile], what: str) -> float:
 
 
 def tuning_table(points: Sequence[TunePoint]) -> str:
-    """One line for each point, in their order."""
+    """Return one line for each point, in their order."""
     sizes = [_sizes_text(point.micro_batch_sizes) for point in points]
     width = max(map(len, sizes), default=0)
     head = f"{'schedule':<12} {'micro-batches':>13} {'time':>10} {'idle':>6} {'most bytes':>12}"
@@ -87,7 +87,7 @@ def tuning_table(points: Sequence[TunePoint]) -> str:
 
 
 def _sizes_text(sizes: Sequence[int]) -> str:
-    """Sizes in order, those that follow each other counted: "4, 3 x 8, 4"."""
+    """Return the sizes in order, with runs of equal sizes counted: "4, 3 x 8, 4"."""
     runs = [(size, len(list(run))) for size, run in itertools.groupby(sizes)]
     return ", ".join(str(size) if count == 1 else f"{count} x {size}" for size, count in runs)
 
@@ -98,9 +98,9 @@ def _is_tapered(point: TunePoint) -> bool:
 
 
 def draw_tuning(points: Sequence[TunePoint], *, path: str | Path | None = None) -> str:
-    """The curve of a step's time against the number of micro-batches, a line for each schedule, as SVG.
+    """Draw a step's time against the number of micro-batches, a line for each schedule; return SVG.
 
-    Tapered micro-batches make a line of their own, dashed. Points above the limit of memory are hollow.
+    Tapered micro-batches have a separate, dashed line. Points above the memory limit are hollow.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.

@@ -1,9 +1,9 @@
-"""Verifies, before a model is cut, that the stages of a pipeline compute together what the full model computes.
+"""Verifies, before a model is split, that the stages of a pipeline compute together what the full model computes.
 
-Every rank of a pipeline runs the model's whole forward and calls only the layers of its own stages; the outputs of the
-other layers come from their ranks. So a tensor must go from layer to layer as an argument or an output. A layer that
-stores a tensor in an attribute which a layer of another stage reads, or changes its input in place, leaves that stage
-with an old value, and no error is raised.
+Every rank of a pipeline runs the model's complete forward and calls only the layers of its own stages; the outputs of
+other layers come from their ranks. So tensors must go from layer to layer as arguments or outputs. If a layer stores a
+tensor in an attribute that a layer of another stage reads, or changes its input in place, that stage uses an old value,
+and no error is raised.
 
 Reference: one run of the model's own code without weights (`verification.weightless`), in eval mode. Candidate, for
 each stage: the same run, in which layers of other stages return copies of their outputs in the reference. The stage is
