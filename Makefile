@@ -5,9 +5,12 @@ JOBS ?= $(shell nproc)
 # Test files at a time; each may start up to four ranks, most of them waiting.
 TEST_JOBS ?= 2
 
+# For `make wheel` and `make compat`: a minor version of torch, such as 2.13, in place of the locked one.
+TORCH ?=
+
 VENV := .venv
 PY := $(VENV)/bin/python
-COMPAT := .venv-compat
+COMPAT := .venv-compat$(TORCH)
 CPP := $(shell git ls-files --cached --others --exclude-standard '*.h' '*.cpp' '*.cu' '*.cuh')
 
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
@@ -15,7 +18,7 @@ export UV_NO_CONFIG := 1
 export GLOO_SOCKET_IFNAME ?= lo
 export MAX_JOBS ?= $(JOBS)
 
-.PHONY: demo test test-cpp test-python build docs lint format compat bench soak sanitize clean
+.PHONY: demo test test-cpp test-python build docs site lint format compat wheel bench soak sanitize clean
 
 demo: build
 	$(PY) examples/03_train_text.py
@@ -50,6 +53,10 @@ docs: build
 	$(PY) docs/generate_pipeline.py
 	OMP_NUM_THREADS=1 $(PY) docs/generate_verification.py
 
+# The documentation as a website, in build/site; a warning, such as a link to nowhere, is an error.
+site: $(VENV)/.packages
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
+
 lint: $(VENV)/.packages
 	ruff check .
 	ruff format --check .
@@ -60,15 +67,25 @@ format: $(VENV)/.packages
 	ruff format .
 	clang-format -i $(CPP)
 
-# The oldest supported torch in an environment and a build folder of its own, with weft as a wheel from the sdist.
-$(COMPAT)/.packages: requirements/compat.lock requirements/uv.lock
+# The oldest supported torch, or TORCH, in an environment and a build folder of its own, with weft as a wheel from the
+# sdist. Only the oldest one has a lock.
+$(COMPAT)/.packages: requirements/compat.lock requirements/compat.in requirements/uv.lock
 	$(PYTHON) -m venv $(COMPAT)
 	$(COMPAT)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/uv.lock
+ifeq ($(TORCH),)
 	$(COMPAT)/bin/uv pip install --quiet --compile-bytecode --python $(COMPAT)/bin/python --require-hashes -r requirements/compat.lock
+else
+	echo 'torch==$(TORCH).*' > $(COMPAT)/torch.txt
+	$(COMPAT)/bin/uv pip install --quiet --compile-bytecode --python $(COMPAT)/bin/python --override $(COMPAT)/torch.txt -r requirements/compat.in
+endif
 	@touch $@
 
 compat: $(COMPAT)/.packages
 	CMAKE=$(CURDIR)/$(COMPAT)/bin/cmake PYTHON=$(CURDIR)/$(COMPAT)/bin/python sh cmake/compat.sh
+
+# An sdist and a wheel in dist/, installed and tried in an environment of its own.
+wheel: $(if $(TORCH),$(COMPAT),$(VENV))/.packages
+	PYTHON=$(CURDIR)/$(if $(TORCH),$(COMPAT),$(VENV))/bin/python sh cmake/try_wheel.sh
 
 bench: build
 	$(PY) benchmarks/op_overhead.py --ranks 2 --json

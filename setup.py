@@ -1,8 +1,12 @@
-"""Packaging of weft: one build_ext that drives CMake; all metadata is in pyproject.toml."""
+"""Packaging of weft: one build_ext that drives CMake, and the torch that a wheel is for.
+
+The version is that of `weft.__version__`; all other metadata is in pyproject.toml.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -59,4 +63,13 @@ class CMakeBuild(build_ext):
         """CMake has written into the source folders already."""
 
 
-setup(ext_modules=[Extension("weft._cmake", sources=[])], cmdclass={"build_ext": CMakeBuild})
+# The release of torch that a wheel is built against; cmake/build_backend.py sets it.
+torch_release = os.environ.get("WEFT_WHEEL_TORCH")
+version = re.search(r'^__version__ = "(.+)"$', (ROOT / "ops/python/__init__.py").read_text(), re.MULTILINE)[1]
+
+setup(
+    ext_modules=[Extension("weft._cmake", sources=[])],
+    cmdclass={"build_ext": CMakeBuild},
+    version=f"{version}+torch{torch_release}" if torch_release else version,
+    install_requires=[f"torch=={torch_release}" if torch_release else "torch>=2.11", "numpy", "pyyaml"],
+)

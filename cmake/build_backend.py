@@ -1,12 +1,20 @@
-"""In-tree PEP 517 backend: setuptools, after one check that torch is there to build against.
+"""In-tree PEP 517 backend: setuptools, with the torch that is installed as part of a wheel's identity.
 
 weft is compiled against the torch that is installed, so torch is not a build requirement: an isolated
 build would fetch a second torch and produce a library for the wrong one.
+
+A wheel names that torch twice, so that an installer never combines it with another: the local part of its
+version (0.1.0+torch2.15.0) tells wheels in one folder apart, and its requirement is exact (torch==2.15.0).
+An sdist and an editable install have neither: they are built again for the torch that they meet.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from setuptools import build_meta
@@ -22,6 +30,17 @@ def _require_torch() -> None:
         )
 
 
+@contextmanager
+def _for_installed_torch() -> Iterator[None]:
+    """Inside, setup.py makes the metadata of a wheel for the installed release of torch."""
+    _require_torch()
+    os.environ["WEFT_WHEEL_TORCH"] = importlib.metadata.version("torch").split("+", maxsplit=1)[0]
+    try:
+        yield
+    finally:
+        del os.environ["WEFT_WHEEL_TORCH"]
+
+
 def get_requires_for_build_wheel(config_settings=None):
     _require_torch()
     return build_meta.get_requires_for_build_wheel(config_settings)
@@ -33,8 +52,8 @@ def get_requires_for_build_editable(config_settings=None):
 
 
 def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
-    _require_torch()
-    return build_meta.prepare_metadata_for_build_wheel(metadata_directory, config_settings)
+    with _for_installed_torch():
+        return build_meta.prepare_metadata_for_build_wheel(metadata_directory, config_settings)
 
 
 def prepare_metadata_for_build_editable(metadata_directory, config_settings=None):
@@ -49,8 +68,8 @@ def build_sdist(sdist_directory, config_settings=None):
 
 
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
-    _require_torch()
-    return build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)
+    with _for_installed_torch():
+        return build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)
 
 
 def build_editable(wheel_directory, config_settings=None, metadata_directory=None):

@@ -1,27 +1,23 @@
 #!/bin/sh
-# Builds an sdist and, from it alone, a wheel against the torch of another environment; installs the wheel there; then
-# builds the C++ tests in the wheel's build folder and runs them and, with the installed wheel, Python tests: those of
-# the wheel, of the operators, of the strategy those that lean most on torch's inside, and the C++ examples.
+# Builds a wheel from an sdist (wheel.sh) against the torch of another environment and installs it there; then builds
+# the C++ tests in the wheel's build folder and runs them and, with the installed wheel, Python tests: those of the
+# wheel, of the operators, the strategy tests that depend most on torch's internals, and the C++ examples.
 # Environment: PYTHON, CMAKE: the interpreter and the cmake of that environment, which has uv, too.
 set -eu
 cd "$(dirname "$0")/.."
 build="$PWD/build/compat"
-source="$build/source" # the unpacked sdist
-PATH="$(dirname "$PYTHON"):$PATH"
 MAX_JOBS="${MAX_JOBS:-2}"
 WEFT_PRESET=compat
 WEFT_BUILD_DIR="$build/cmake"
-export CMAKE MAX_JOBS PATH WEFT_BUILD_DIR WEFT_PRESET
+PATH="$(dirname "$PYTHON"):$PATH"
+export CMAKE MAX_JOBS PATH PYTHON WEFT_BUILD_DIR WEFT_PRESET
 
-rm -rf "$source" "$build/dist"
-mkdir -p "$source"
-uv build --no-build-logs --no-build-isolation --python "$PYTHON" --sdist --out-dir "$build/dist" .
-tar -xzf "$build"/dist/weft-*.tar.gz -C "$source" --strip-components 1
-uv build --no-build-isolation --python "$PYTHON" --wheel --out-dir "$build/dist" "$source"
+rm -rf "$build/dist"
+sh cmake/wheel.sh "$build/dist" "$build/source"
 uv pip install --python "$PYTHON" --no-deps --reinstall "$build"/dist/weft-*.whl
 
 # The sdist has no tests. The libraries stay as they were built for the wheel.
-ln -s "$PWD/tests" "$source/tests"
+ln -s "$PWD/tests" "$build/source/tests"
 "$CMAKE" -DWEFT_BUILD_TESTS=ON "$WEFT_BUILD_DIR"
 "$CMAKE" --build "$WEFT_BUILD_DIR" --parallel "$MAX_JOBS"
 "$(dirname "$CMAKE")/ctest" --test-dir "$WEFT_BUILD_DIR" --output-on-failure --parallel "$MAX_JOBS"

@@ -47,7 +47,8 @@ class FabricMixin(FabricPipelineMixin, FabricLoadersMixin, StrategyMixin):
         parallelize_fn: as in ModelParallelStrategy, and optional: `(model, device_mesh) -> model`, called before the
             plan is applied.
         plan: as in `weft.parallelize`, applied to the parameters that are not DTensors yet.
-        data_parallel_size, tensor_parallel_size, save_distributed_checkpoint, process_group_backend, timeout,
+        data_parallel_size, tensor_parallel_size, save_distributed_checkpoint: as in the Trainer's strategy.
+        process_group_backend, timeout: as in the Trainer's strategy.
         check_batches, check_batches_every, fused_optimizers: as in the Trainer's strategy.
         empty_init: with a plan, what `fabric.init_module(empty_init=True)` builds gets its values in `fabric.setup`,
             each rank its shards only, and the values are those of an unsharded model. False: as in Fabric's strategy.

@@ -5,11 +5,13 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import zipfile
 from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 
+import weft
 from support.packages import ROOT, SETUPTOOLS, package_files, package_folders
 
 SOURCES = ["kernels", "ops", "strategy", "lightning_plugin", "cmake", "CMakeLists.txt", "CMakePresets.json"]
@@ -64,6 +66,49 @@ def test_an_sdist_configures_without_the_tests(sdist: Path, tmp_path: Path) -> N
     tools = [f"-DPython_EXECUTABLE={sys.executable}", f"-DCMAKE_MAKE_PROGRAM={ninja}", "-DWEFT_WITHOUT_TORCH=ON"]
     _run([cmake, "--preset", "dev", "-B", str(tmp_path), *tools], sdist)
     assert "WEFT_BUILD_TESTS:BOOL=OFF" in (tmp_path / "CMakeCache.txt").read_text()
+
+
+def _metadata_of_wheel(sdist: Path, folder: Path, torch_release: str) -> Path:
+    """Return the .dist-info folder that a build beside this release of torch makes."""
+    folder.mkdir()
+    found = f"import importlib.metadata as m; m.version = lambda name: {torch_release + '+cpu'!r}"
+    build = "import sys; sys.path.insert(0, 'cmake'); import build_backend"
+    _run(
+        [sys.executable, "-c", f"{build}; {found}; build_backend.prepare_metadata_for_build_wheel({str(folder)!r})"],
+        sdist,
+    )
+    [metadata] = folder.glob("*.dist-info")
+    return metadata
+
+
+def _wheel_without_files(metadata: Path, folder: Path) -> None:
+    name = metadata.name.removesuffix(".dist-info")
+    with zipfile.ZipFile(folder / f"{name}-py3-none-any.whl", "w") as wheel:
+        wheel.write(metadata / "METADATA", f"{metadata.name}/METADATA")
+        wheel.writestr(f"{metadata.name}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{metadata.name}/RECORD", "")
+
+
+@pytest.mark.parametrize("installed", ["2.11.0", "2.15.0"])
+def test_an_installer_takes_the_wheel_for_the_installed_torch(sdist: Path, tmp_path: Path, installed: str) -> None:
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    for release in ("2.11.0", "2.12.1", "2.15.0"):
+        metadata = _metadata_of_wheel(sdist, tmp_path / release, release)
+        text = (metadata / "METADATA").read_text()
+        assert f"Version: {weft.__version__}+torch{release}\n" in text and f"Requires-Dist: torch=={release}\n" in text
+        _wheel_without_files(metadata, wheels)
+    uv = str(Path(sys.executable).with_name("uv"))
+    (tmp_path / "in").write_text("weft\n")
+    # Without an index: torch and the rest are wheels without files, too.
+    for name, version in {"torch": installed, "numpy": "2.0.0", "pyyaml": "6.0.0"}.items():
+        package = tmp_path / f"{name}-{version}.dist-info"
+        package.mkdir()
+        (package / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        _wheel_without_files(package, wheels)
+    command = [uv, "pip", "compile", "--quiet", "--no-index", "--find-links", str(wheels), "--no-header", "in"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+    assert f"weft=={weft.__version__}+torch{installed}\n" in run.stdout, run.stdout + run.stderr
 
 
 def test_every_package_folder_is_listed() -> None:
