@@ -2,277 +2,370 @@
 
 // Typed calls of weft's registered operators through the dispatcher. A call made below autograd
 // (under at::AutoDispatchBelowADInplaceOrView) reaches the device kernel, or the tracer where one
-// is active.
+// is active. The meaning of the arguments is with the schemas, in schema.cpp.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <string_view>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 namespace weft::ops::dispatch {
 
+// The qualified name of an operator as a template argument.
+template <std::size_t kSize>
+struct OperatorName {
+  // NOLINTNEXTLINE(google-explicit-constructor): literals convert to it.
+  consteval OperatorName(const char (&literal)[kSize]) { std::copy_n(literal, kSize, text); }
+
+  char text[kSize]{};
+};
+
+// A registered operator, called like a function. Its handle is looked up in the first call.
+template <OperatorName kName, typename Signature>
+class Operator;
+
+template <OperatorName kName, typename Result, typename... Arguments>
+class Operator<kName, Result(Arguments...)> {
+ public:
+  static constexpr const char* name() { return kName.text; }
+
+  Result operator()(Arguments... arguments) const {
+    static const auto handle = c10::Dispatcher::singleton()
+                                   .findSchemaOrThrow(name(), /*overload_name=*/"")
+                                   .template typed<Result(Arguments...)>();
+    return handle.call(std::forward<Arguments>(arguments)...);
+  }
+};
+
 using OptionalTensor = std::optional<at::Tensor>;
+using at::Tensor;
+using at::TensorList;
+using c10::SymInt;
+using std::int64_t;
+using std::optional;
+using std::string_view;
+using std::tuple;
+using std::vector;
 
-at::Tensor column_row_mlp(const at::Tensor& x,
-                          const at::Tensor& w1,
-                          const at::Tensor& w2,
-                          const OptionalTensor& w3,
-                          const OptionalTensor& b1,
-                          const OptionalTensor& b2,
-                          const OptionalTensor& b3,
-                          std::string_view activation,
-                          std::string_view group_name,
-                          bool recompute,
-                          std::optional<std::int64_t> sequence_dim,
-                          std::optional<c10::SymInt> sequence_size);
+inline constexpr Operator<"weft::column_row_mlp",
+                          Tensor(const Tensor& x,
+                                 const Tensor& w1,
+                                 const Tensor& w2,
+                                 const OptionalTensor& w3,
+                                 const OptionalTensor& b1,
+                                 const OptionalTensor& b2,
+                                 const OptionalTensor& b3,
+                                 string_view activation,
+                                 string_view group_name,
+                                 bool recompute,
+                                 optional<int64_t> sequence_dim,
+                                 optional<SymInt> sequence_size)>
+    column_row_mlp;
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> column_row_mlp_saving(
-    const at::Tensor& x,
-    const at::Tensor& w1,
-    const at::Tensor& w2,
-    const OptionalTensor& w3,
-    const OptionalTensor& b1,
-    const OptionalTensor& b2,
-    const OptionalTensor& b3,
-    std::string_view activation,
-    std::string_view group_name,
-    std::optional<std::int64_t> sequence_dim,
-    std::optional<c10::SymInt> sequence_size);
+inline constexpr Operator<"weft::_column_row_mlp_saving",
+                          tuple<Tensor, Tensor, Tensor>(const Tensor& x,
+                                                        const Tensor& w1,
+                                                        const Tensor& w2,
+                                                        const OptionalTensor& w3,
+                                                        const OptionalTensor& b1,
+                                                        const OptionalTensor& b2,
+                                                        const OptionalTensor& b3,
+                                                        string_view activation,
+                                                        string_view group_name,
+                                                        optional<int64_t> sequence_dim,
+                                                        optional<SymInt> sequence_size)>
+    column_row_mlp_saving;
 
-at::Tensor column_linear(const at::Tensor& x,
-                         const at::Tensor& weight,
-                         const OptionalTensor& bias,
-                         std::string_view group_name);
-at::Tensor row_linear(const at::Tensor& x,
-                      const at::Tensor& weight,
-                      const OptionalTensor& bias,
-                      std::string_view group_name);
+inline constexpr Operator<
+    "weft::column_linear",
+    Tensor(
+        const Tensor& x, const Tensor& weight, const OptionalTensor& bias, string_view group_name)>
+    column_linear;
+inline constexpr Operator<
+    "weft::row_linear",
+    Tensor(
+        const Tensor& x, const Tensor& weight, const OptionalTensor& bias, string_view group_name)>
+    row_linear;
 
-at::Tensor all_gather_linear(const at::Tensor& x,
-                             const at::Tensor& weight,
-                             const OptionalTensor& bias,
-                             std::int64_t gather_dim,
-                             std::string_view group_name,
-                             std::optional<c10::SymInt> dim_size);
-at::Tensor linear_reduce_scatter(const at::Tensor& x,
-                                 const at::Tensor& weight,
+inline constexpr Operator<"weft::all_gather_linear",
+                          Tensor(const Tensor& x,
+                                 const Tensor& weight,
                                  const OptionalTensor& bias,
-                                 std::int64_t scatter_dim,
-                                 std::string_view group_name);
-std::tuple<at::Tensor, at::Tensor> all_gather_linear_backward(const at::Tensor& grad_y,
-                                                              const at::Tensor& x,
-                                                              const at::Tensor& weight,
-                                                              std::int64_t dim,
-                                                              std::string_view group_name,
-                                                              bool wants_x,
-                                                              bool wants_weight);
-std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_reduce_scatter_backward(
-    const at::Tensor& grad_y,
-    const at::Tensor& x,
-    const at::Tensor& weight,
-    std::int64_t dim,
-    std::string_view group_name,
-    bool wants_x,
-    bool wants_weight,
-    bool wants_bias);
+                                 int64_t gather_dim,
+                                 string_view group_name,
+                                 optional<SymInt> dim_size)>
+    all_gather_linear;
+inline constexpr Operator<"weft::linear_reduce_scatter",
+                          Tensor(const Tensor& x,
+                                 const Tensor& weight,
+                                 const OptionalTensor& bias,
+                                 int64_t scatter_dim,
+                                 string_view group_name)>
+    linear_reduce_scatter;
+inline constexpr Operator<"weft::_all_gather_linear_backward",
+                          tuple<Tensor, Tensor>(const Tensor& grad_y,
+                                                const Tensor& x,
+                                                const Tensor& weight,
+                                                int64_t dim,
+                                                string_view group_name,
+                                                bool wants_x,
+                                                bool wants_weight)>
+    all_gather_linear_backward;
+inline constexpr Operator<"weft::_linear_reduce_scatter_backward",
+                          tuple<Tensor, Tensor, Tensor>(const Tensor& grad_y,
+                                                        const Tensor& x,
+                                                        const Tensor& weight,
+                                                        int64_t dim,
+                                                        string_view group_name,
+                                                        bool wants_x,
+                                                        bool wants_weight,
+                                                        bool wants_bias)>
+    linear_reduce_scatter_backward;
 
-at::Tensor sharded_linear(const at::Tensor& x,
-                          const at::Tensor& weight,
-                          const OptionalTensor& bias,
-                          std::string_view group_name,
-                          std::optional<c10::SymInt> out_features);
-at::Tensor sharded_linear_input_grad(const at::Tensor& grad_y,
-                                     const at::Tensor& weight,
-                                     std::string_view group_name);
-at::Tensor sharded_linear_shard_grad(const at::Tensor& grad_y,
-                                     const at::Tensor& x,
-                                     std::string_view group_name);
+inline constexpr Operator<"weft::sharded_linear",
+                          Tensor(const Tensor& x,
+                                 const Tensor& weight,
+                                 const OptionalTensor& bias,
+                                 string_view group_name,
+                                 optional<SymInt> out_features)>
+    sharded_linear;
+inline constexpr Operator<"weft::_sharded_linear_input_grad",
+                          Tensor(
+                              const Tensor& grad_y, const Tensor& weight, string_view group_name)>
+    sharded_linear_input_grad;
+inline constexpr Operator<"weft::_sharded_linear_shard_grad",
+                          Tensor(const Tensor& grad_y, const Tensor& x, string_view group_name)>
+    sharded_linear_shard_grad;
 
-at::Tensor vocab_parallel_embedding(const at::Tensor& ids,
-                                    const at::Tensor& weight,
-                                    std::int64_t vocab_start,
-                                    std::string_view group_name,
-                                    std::optional<std::int64_t> vocab_size);
-at::Tensor vocab_embedding_backward(const at::Tensor& grad,
-                                    const at::Tensor& ids,
-                                    c10::SymInt num_rows,
-                                    std::int64_t vocab_start);
+inline constexpr Operator<"weft::vocab_parallel_embedding",
+                          Tensor(const Tensor& ids,
+                                 const Tensor& weight,
+                                 int64_t vocab_start,
+                                 string_view group_name,
+                                 optional<int64_t> vocab_size)>
+    vocab_parallel_embedding;
+inline constexpr Operator<
+    "weft::_vocab_embedding_backward",
+    Tensor(const Tensor& grad, const Tensor& ids, SymInt num_rows, int64_t vocab_start)>
+    vocab_embedding_backward;
 
-at::Tensor vocab_parallel_cross_entropy(const at::Tensor& logits,
-                                        const at::Tensor& target,
-                                        std::int64_t vocab_start,
-                                        std::string_view group_name,
-                                        std::optional<std::int64_t> vocab_size,
-                                        std::int64_t ignore_index,
-                                        double label_smoothing,
-                                        std::string_view reduction);
-at::Tensor vocab_parallel_linear_cross_entropy(const at::Tensor& x,
-                                               const at::Tensor& weight,
-                                               const at::Tensor& target,
-                                               std::int64_t vocab_start,
-                                               std::string_view group_name,
-                                               std::optional<std::int64_t> vocab_size,
-                                               std::int64_t ignore_index,
-                                               double label_smoothing,
-                                               std::string_view reduction);
-std::tuple<at::Tensor, at::Tensor> vocab_cross_entropy(const at::Tensor& logits,
-                                                       const at::Tensor& target,
-                                                       std::int64_t vocab_start,
-                                                       std::string_view group_name,
-                                                       std::optional<std::int64_t> vocab_size,
-                                                       std::int64_t ignore_index,
-                                                       double label_smoothing);
-at::Tensor vocab_cross_entropy_backward(const at::Tensor& grad,
-                                        const at::Tensor& logits,
-                                        const at::Tensor& target,
-                                        const at::Tensor& normalizers,
-                                        std::int64_t vocab_start,
-                                        std::int64_t num_classes,
-                                        std::int64_t ignore_index,
-                                        double label_smoothing);
-std::tuple<at::Tensor, at::Tensor> linear_cross_entropy(const at::Tensor& x,
-                                                        const at::Tensor& weight,
-                                                        const at::Tensor& target,
-                                                        std::int64_t vocab_start,
-                                                        std::string_view group_name,
-                                                        std::optional<std::int64_t> vocab_size,
-                                                        std::int64_t ignore_index,
-                                                        double label_smoothing);
-std::tuple<at::Tensor, at::Tensor> linear_cross_entropy_backward(const at::Tensor& grad,
-                                                                 const at::Tensor& x,
-                                                                 const at::Tensor& weight,
-                                                                 const at::Tensor& target,
-                                                                 const at::Tensor& normalizers,
-                                                                 std::int64_t vocab_start,
-                                                                 std::int64_t num_classes,
-                                                                 std::int64_t ignore_index,
-                                                                 double label_smoothing,
-                                                                 bool wants_x,
-                                                                 bool wants_weight);
+inline constexpr Operator<"weft::vocab_parallel_cross_entropy",
+                          Tensor(const Tensor& logits,
+                                 const Tensor& target,
+                                 int64_t vocab_start,
+                                 string_view group_name,
+                                 optional<int64_t> vocab_size,
+                                 int64_t ignore_index,
+                                 double label_smoothing,
+                                 string_view reduction)>
+    vocab_parallel_cross_entropy;
+inline constexpr Operator<"weft::vocab_parallel_linear_cross_entropy",
+                          Tensor(const Tensor& x,
+                                 const Tensor& weight,
+                                 const Tensor& target,
+                                 int64_t vocab_start,
+                                 string_view group_name,
+                                 optional<int64_t> vocab_size,
+                                 int64_t ignore_index,
+                                 double label_smoothing,
+                                 string_view reduction)>
+    vocab_parallel_linear_cross_entropy;
+inline constexpr Operator<"weft::_vocab_cross_entropy",
+                          tuple<Tensor, Tensor>(const Tensor& logits,
+                                                const Tensor& target,
+                                                int64_t vocab_start,
+                                                string_view group_name,
+                                                optional<int64_t> vocab_size,
+                                                int64_t ignore_index,
+                                                double label_smoothing)>
+    vocab_cross_entropy;
+inline constexpr Operator<"weft::_vocab_cross_entropy_backward",
+                          Tensor(const Tensor& grad,
+                                 const Tensor& logits,
+                                 const Tensor& target,
+                                 const Tensor& normalizers,
+                                 int64_t vocab_start,
+                                 int64_t num_classes,
+                                 int64_t ignore_index,
+                                 double label_smoothing)>
+    vocab_cross_entropy_backward;
+inline constexpr Operator<"weft::_linear_cross_entropy",
+                          tuple<Tensor, Tensor>(const Tensor& x,
+                                                const Tensor& weight,
+                                                const Tensor& target,
+                                                int64_t vocab_start,
+                                                string_view group_name,
+                                                optional<int64_t> vocab_size,
+                                                int64_t ignore_index,
+                                                double label_smoothing)>
+    linear_cross_entropy;
+inline constexpr Operator<"weft::_linear_cross_entropy_backward",
+                          tuple<Tensor, Tensor>(const Tensor& grad,
+                                                const Tensor& x,
+                                                const Tensor& weight,
+                                                const Tensor& target,
+                                                const Tensor& normalizers,
+                                                int64_t vocab_start,
+                                                int64_t num_classes,
+                                                int64_t ignore_index,
+                                                double label_smoothing,
+                                                bool wants_x,
+                                                bool wants_weight)>
+    linear_cross_entropy_backward;
 
-at::Tensor cross_entropy_statistics(const at::Tensor& logits,
-                                    const at::Tensor& target,
-                                    std::int64_t vocab_start,
-                                    std::int64_t ignore_index,
-                                    bool wants_sum);
-void cross_entropy_gradient(const at::Tensor& gradient,
-                            const at::Tensor& grad,
-                            const at::Tensor& logits,
-                            const at::Tensor& target,
-                            const at::Tensor& normalizers,
-                            std::int64_t vocab_start,
-                            std::int64_t num_classes,
-                            std::int64_t ignore_index,
-                            double label_smoothing);
+inline constexpr Operator<"weft::_cross_entropy_statistics",
+                          Tensor(const Tensor& logits,
+                                 const Tensor& target,
+                                 int64_t vocab_start,
+                                 int64_t ignore_index,
+                                 bool wants_sum)>
+    cross_entropy_statistics;
+inline constexpr Operator<"weft::_cross_entropy_gradient",
+                          void(const Tensor& gradient,
+                               const Tensor& grad,
+                               const Tensor& logits,
+                               const Tensor& target,
+                               const Tensor& normalizers,
+                               int64_t vocab_start,
+                               int64_t num_classes,
+                               int64_t ignore_index,
+                               double label_smoothing)>
+    cross_entropy_gradient;
 
-at::Tensor rms_norm(const at::Tensor& x,
-                    const OptionalTensor& weight,
-                    std::string_view group_name,
-                    double eps);
+inline constexpr Operator<
+    "weft::rms_norm",
+    Tensor(const Tensor& x, const OptionalTensor& weight, string_view group_name, double eps)>
+    rms_norm;
 
-at::Tensor layer_norm(const at::Tensor& x,
-                      const OptionalTensor& weight,
-                      const OptionalTensor& bias,
-                      std::string_view group_name,
-                      double eps);
+inline constexpr Operator<"weft::layer_norm",
+                          Tensor(const Tensor& x,
+                                 const OptionalTensor& weight,
+                                 const OptionalTensor& bias,
+                                 string_view group_name,
+                                 double eps)>
+    layer_norm;
 
-std::tuple<at::Tensor, at::Tensor> add_rms_norm(const at::Tensor& x,
-                                                const at::Tensor& residual,
+inline constexpr Operator<"weft::add_rms_norm",
+                          tuple<Tensor, Tensor>(const Tensor& x,
+                                                const Tensor& residual,
                                                 const OptionalTensor& weight,
-                                                std::string_view group_name,
-                                                double eps);
+                                                string_view group_name,
+                                                double eps)>
+    add_rms_norm;
 
-std::tuple<at::Tensor, at::Tensor> add_layer_norm(const at::Tensor& x,
-                                                  const at::Tensor& residual,
-                                                  const OptionalTensor& weight,
-                                                  const OptionalTensor& bias,
-                                                  std::string_view group_name,
-                                                  double eps);
+inline constexpr Operator<"weft::add_layer_norm",
+                          tuple<Tensor, Tensor>(const Tensor& x,
+                                                const Tensor& residual,
+                                                const OptionalTensor& weight,
+                                                const OptionalTensor& bias,
+                                                string_view group_name,
+                                                double eps)>
+    add_layer_norm;
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> norm(const at::Tensor& x,
+inline constexpr Operator<"weft::_norm",
+                          tuple<Tensor, Tensor, Tensor, Tensor>(const Tensor& x,
                                                                 const OptionalTensor& residual,
                                                                 const OptionalTensor& weight,
                                                                 const OptionalTensor& bias,
                                                                 bool centered,
-                                                                double eps);
+                                                                double eps)>
+    norm;
 
-std::tuple<at::Tensor, at::Tensor> norm_backward(const at::Tensor& grad_y,
-                                                 const OptionalTensor& grad_sum,
-                                                 const at::Tensor& v,
-                                                 const OptionalTensor& weight,
-                                                 const at::Tensor& mean,
-                                                 const at::Tensor& rstd,
-                                                 bool centered,
-                                                 bool wants_input,
-                                                 std::int64_t num_params);
+inline constexpr Operator<"weft::_norm_backward",
+                          tuple<Tensor, Tensor>(const Tensor& grad_y,
+                                                const OptionalTensor& grad_sum,
+                                                const Tensor& v,
+                                                const OptionalTensor& weight,
+                                                const Tensor& mean,
+                                                const Tensor& rstd,
+                                                bool centered,
+                                                bool wants_input,
+                                                int64_t num_params)>
+    norm_backward;
 
-at::Tensor pipeline_send(at::TensorList tensors,
-                         std::int64_t peer,
-                         std::int64_t channel,
-                         std::string_view group_name);
+inline constexpr Operator<
+    "weft::pipeline_send",
+    Tensor(TensorList tensors, int64_t peer, int64_t channel, string_view group_name)>
+    pipeline_send;
 
-at::Tensor pipeline_recv(at::TensorList like,
-                         std::int64_t peer,
-                         std::int64_t channel,
-                         std::string_view group_name);
+inline constexpr Operator<
+    "weft::pipeline_recv",
+    Tensor(TensorList like, int64_t peer, int64_t channel, string_view group_name)>
+    pipeline_recv;
 
-std::vector<at::Tensor> pipeline_wait(const at::Tensor& token);
+inline constexpr Operator<"weft::pipeline_wait", vector<Tensor>(const Tensor& token)> pipeline_wait;
 
-void pipeline_flush(std::string_view group_name);
+inline constexpr Operator<"weft::pipeline_flush", void(string_view group_name)> pipeline_flush;
 
-at::Tensor join(const at::Tensor& x, at::TensorList tokens);
+inline constexpr Operator<"weft::join", Tensor(const Tensor& x, TensorList tokens)> join;
 
-at::Tensor dropout(const at::Tensor& x,
-                   const at::Tensor& seed,
-                   double p,
-                   std::string_view group_name,
-                   std::optional<std::int64_t> dim,
-                   std::optional<c10::SymInt> dim_size);
+inline constexpr Operator<"weft::dropout",
+                          Tensor(const Tensor& x,
+                                 const Tensor& seed,
+                                 double p,
+                                 string_view group_name,
+                                 optional<int64_t> dim,
+                                 optional<SymInt> dim_size)>
+    dropout;
 
-at::Tensor dropout_of_part(const at::Tensor& x,
-                           std::int64_t seed,
-                           double p,
-                           std::int64_t inner,
-                           std::int64_t size,
-                           std::int64_t begin,
-                           std::int64_t whole_size);
+inline constexpr Operator<"weft::_dropout_of_part",
+                          Tensor(const Tensor& x,
+                                 int64_t seed,
+                                 double p,
+                                 int64_t inner,
+                                 int64_t size,
+                                 int64_t begin,
+                                 int64_t whole_size)>
+    dropout_of_part;
 
-at::Tensor copy_to_group(const at::Tensor& x, std::string_view group_name);
-at::Tensor reduce_from_group(const at::Tensor& x, std::string_view group_name);
+inline constexpr Operator<"weft::copy_to_group", Tensor(const Tensor& x, string_view group_name)>
+    copy_to_group;
+inline constexpr Operator<"weft::reduce_from_group",
+                          Tensor(const Tensor& x, string_view group_name)>
+    reduce_from_group;
 
-at::Tensor scatter_to_group(const at::Tensor& x, std::int64_t dim, std::string_view group_name);
-at::Tensor gather_from_group(const at::Tensor& x,
-                             std::int64_t dim,
-                             std::string_view group_name,
-                             std::optional<c10::SymInt> dim_size);
-at::Tensor gather_from_sequence(const at::Tensor& x,
-                                std::int64_t dim,
-                                std::string_view group_name,
-                                std::optional<c10::SymInt> dim_size);
-at::Tensor reduce_scatter_to_sequence(const at::Tensor& x,
-                                      std::int64_t dim,
-                                      std::string_view group_name);
-at::Tensor all_to_all(const at::Tensor& x,
-                      std::int64_t split_dim,
-                      std::int64_t cat_dim,
-                      std::string_view group_name,
-                      std::optional<c10::SymInt> cat_size);
+inline constexpr Operator<"weft::scatter_to_group",
+                          Tensor(const Tensor& x, int64_t dim, string_view group_name)>
+    scatter_to_group;
+inline constexpr Operator<
+    "weft::gather_from_group",
+    Tensor(const Tensor& x, int64_t dim, string_view group_name, optional<SymInt> dim_size)>
+    gather_from_group;
+inline constexpr Operator<
+    "weft::gather_from_sequence",
+    Tensor(const Tensor& x, int64_t dim, string_view group_name, optional<SymInt> dim_size)>
+    gather_from_sequence;
+inline constexpr Operator<"weft::reduce_scatter_to_sequence",
+                          Tensor(const Tensor& x, int64_t dim, string_view group_name)>
+    reduce_scatter_to_sequence;
+inline constexpr Operator<"weft::all_to_all",
+                          Tensor(const Tensor& x,
+                                 int64_t split_dim,
+                                 int64_t cat_dim,
+                                 string_view group_name,
+                                 optional<SymInt> cat_size)>
+    all_to_all;
 
-at::Tensor activation(const at::Tensor& x, std::string_view activation);
-std::tuple<at::Tensor, at::Tensor> activation_backward(const at::Tensor& grad,
-                                                       const at::Tensor& x,
-                                                       std::string_view activation);
-at::Tensor gated_activation(const at::Tensor& gate,
-                            const at::Tensor& up,
-                            std::string_view activation);
-std::tuple<at::Tensor, at::Tensor, at::Tensor> gated_activation_backward(
-    const at::Tensor& grad,
-    const at::Tensor& gate,
-    const at::Tensor& up,
-    std::string_view activation);
+inline constexpr Operator<"weft::_activation", Tensor(const Tensor& x, string_view activation)>
+    activation;
+inline constexpr Operator<"weft::_activation_backward",
+                          tuple<Tensor, Tensor>(
+                              const Tensor& grad, const Tensor& x, string_view activation)>
+    activation_backward;
+inline constexpr Operator<"weft::_gated_activation",
+                          Tensor(const Tensor& gate, const Tensor& up, string_view activation)>
+    gated_activation;
+inline constexpr Operator<
+    "weft::_gated_activation_backward",
+    tuple<Tensor, Tensor, Tensor>(
+        const Tensor& grad, const Tensor& gate, const Tensor& up, string_view activation)>
+    gated_activation_backward;
 
 }  // namespace weft::ops::dispatch

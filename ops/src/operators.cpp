@@ -4,14 +4,6 @@
 
 namespace weft::ops {
 
-namespace {
-
-std::optional<c10::SymInt> symbolic(const std::optional<std::int64_t>& size) {
-  return size.has_value() ? std::optional<c10::SymInt>(*size) : std::nullopt;
-}
-
-}  // namespace
-
 at::Tensor column_row_mlp(const at::Tensor& x,
                           const ColumnRowMlpWeights& weights,
                           std::string_view activation,
@@ -30,7 +22,7 @@ at::Tensor column_row_mlp(const at::Tensor& x,
                                   group_name,
                                   recompute,
                                   sequence_dim,
-                                  symbolic(sequence_size));
+                                  sequence_size);
 }
 
 at::Tensor column_linear(const at::Tensor& x,
@@ -53,7 +45,7 @@ at::Tensor all_gather_linear(const at::Tensor& x,
                              std::int64_t gather_dim,
                              std::string_view group_name,
                              std::optional<std::int64_t> dim_size) {
-  return dispatch::all_gather_linear(x, weight, bias, gather_dim, group_name, symbolic(dim_size));
+  return dispatch::all_gather_linear(x, weight, bias, gather_dim, group_name, dim_size);
 }
 
 at::Tensor linear_reduce_scatter(const at::Tensor& x,
@@ -69,7 +61,7 @@ at::Tensor sharded_linear(const at::Tensor& x,
                           const std::optional<at::Tensor>& bias,
                           std::string_view group_name,
                           std::optional<std::int64_t> out_features) {
-  return dispatch::sharded_linear(x, weight, bias, group_name, symbolic(out_features));
+  return dispatch::sharded_linear(x, weight, bias, group_name, out_features);
 }
 
 at::Tensor vocab_parallel_embedding(const at::Tensor& ids,
@@ -150,7 +142,7 @@ at::Tensor dropout(const at::Tensor& x,
                    std::string_view group_name,
                    std::optional<std::int64_t> dim,
                    std::optional<std::int64_t> dim_size) {
-  return dispatch::dropout(x, seed, p, group_name, dim, symbolic(dim_size));
+  return dispatch::dropout(x, seed, p, group_name, dim, dim_size);
 }
 
 at::Tensor pipeline_send(at::TensorList tensors,
@@ -191,14 +183,14 @@ at::Tensor gather_from_group(const at::Tensor& x,
                              std::int64_t dim,
                              std::string_view group_name,
                              std::optional<std::int64_t> dim_size) {
-  return dispatch::gather_from_group(x, dim, group_name, symbolic(dim_size));
+  return dispatch::gather_from_group(x, dim, group_name, dim_size);
 }
 
 at::Tensor gather_from_sequence(const at::Tensor& x,
                                 std::int64_t dim,
                                 std::string_view group_name,
                                 std::optional<std::int64_t> dim_size) {
-  return dispatch::gather_from_sequence(x, dim, group_name, symbolic(dim_size));
+  return dispatch::gather_from_sequence(x, dim, group_name, dim_size);
 }
 
 at::Tensor reduce_scatter_to_sequence(const at::Tensor& x,
@@ -212,7 +204,7 @@ at::Tensor all_to_all(const at::Tensor& x,
                       std::int64_t cat_dim,
                       std::string_view group_name,
                       std::optional<std::int64_t> cat_size) {
-  return dispatch::all_to_all(x, split_dim, cat_dim, group_name, symbolic(cat_size));
+  return dispatch::all_to_all(x, split_dim, cat_dim, group_name, cat_size);
 }
 
 std::string_view built_for_torch() { return WEFT_TORCH_VERSION; }
