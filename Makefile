@@ -1,8 +1,8 @@
-# The two commands of the README are `make demo` and `make test`; each sets up all it needs.
-# PYTHON: the interpreter to make the environment from, Python 3.10 or newer.
+# Start with `make demo` or `make test`; each sets up everything it needs.
+# PYTHON: the interpreter to create the environment with, Python 3.10 or newer.
 PYTHON ?= python3
 JOBS ?= $(shell nproc)
-# Test files at a time; each may start up to four ranks, most of them waiting.
+# Test files run in parallel; each may start up to four ranks, most of which wait.
 TEST_JOBS ?= 2
 
 # For `make wheel` and `make compat`: a minor version of torch, such as 2.13, in place of the locked one.
@@ -28,7 +28,8 @@ test: test-cpp test-python
 test-cpp: build
 	ctest --test-dir build/dev --output-on-failure --parallel $(JOBS)
 
-# In the order of the folders: the long files of benchmarks/ and examples/ first, so that none is left to one worker.
+# In the order of the folders: the long files of benchmarks/ and examples/ start first, so that no worker runs one alone
+# at the end.
 test-python: build
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 
@@ -36,7 +37,7 @@ test-python: build
 build: build/dev/.installed
 	@cmake --build build/dev --parallel $(JOBS)
 
-# Bytecode is compiled once: every rank that is started imports torch and Lightning.
+# --compile-bytecode, because every rank that tests start imports torch and Lightning.
 $(VENV)/.packages: requirements/dev.lock requirements/uv.lock
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/uv.lock
@@ -47,7 +48,7 @@ build/dev/.installed: $(VENV)/.packages pyproject.toml setup.py CMakePresets.jso
 	$(VENV)/bin/uv pip install --quiet --python $(PY) --no-deps --no-build-isolation --editable .
 	@touch $@
 
-# The tables of docs/operators.md and docs/verification.md and the timelines of docs/pipeline.md.
+# Generates the tables of docs/operators.md and docs/verification.md and the timelines of docs/pipeline.md.
 docs: build
 	$(PY) docs/generate_operators.py
 	$(PY) docs/generate_pipeline.py
@@ -99,8 +100,8 @@ bench: build
 	$(PY) benchmarks/overlap.py --ranks 4 --json --check
 	$(PY) benchmarks/memory.py --json
 
-# Not part of `make test`: an hour. Random collectives; every rank killed and stopped in every collective;
-# 10,000 random argument sets for each operator.
+# Takes an hour, so it is not part of `make test`. Random collectives; every rank killed and stopped in every
+# collective; 10,000 random argument sets for each operator.
 soak: build
 	OMP_NUM_THREADS=1 $(PY) tests/soak/collectives.py --seconds 600 --hosts aaaaaaaa
 	OMP_NUM_THREADS=1 $(PY) tests/soak/collectives.py --seconds 120 --hosts aabbbcba
@@ -109,7 +110,7 @@ soak: build
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(PY) tests/soak/operators.py --count 10000
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(PY) tests/soak/layouts.py
 
-# The torch-free part under the thread sanitizer, and under those for addresses and undefined behaviour.
+# The torch-free part under the thread sanitizer, and under the address and undefined-behaviour sanitizers.
 sanitize: $(VENV)/.packages
 	for kind in tsan asan-ubsan-core; do \
 	  cmake --preset $$kind -DPython_EXECUTABLE=$(abspath $(PY)) && cmake --build build/$$kind --parallel $(JOBS) && \

@@ -1,4 +1,4 @@
-"""Packaging of weft: one build_ext that drives CMake, and the torch that a wheel is for.
+"""Packaging of weft: a build_ext that runs CMake, and the torch release that a wheel is built for.
 
 The version is that of `weft.__version__`; all other metadata is in pyproject.toml.
 """
@@ -20,8 +20,9 @@ ROOT = Path(__file__).resolve().parent
 class CMakeBuild(build_ext):
     """Configure and build the CMake project into the package folders (in place for editable installs).
 
-    Environment: WEFT_PRESET, the preset of CMakePresets.json (editable: dev, wheel: release); WEFT_BUILD_DIR, the build
-    folder (editable: build/PRESET, wheel: a folder of setuptools); CMAKE, the cmake; MAX_JOBS, compilers at a time.
+    Environment: WEFT_PRESET, the preset of CMakePresets.json (default: dev if editable, release for a wheel);
+    WEFT_BUILD_DIR, the build folder (default: build/PRESET if editable, setuptools' build folder for a wheel); CMAKE,
+    the cmake command; MAX_JOBS, the number of parallel compilers.
     """
 
     def build_extension(self, ext: Extension) -> None:
@@ -52,7 +53,7 @@ class CMakeBuild(build_ext):
         jobs = os.environ.get("MAX_JOBS", str(os.cpu_count() or 1))
         subprocess.run([cmake, "--build", str(build_dir), "--parallel", jobs], cwd=ROOT, check=True)
         if not (self.editable_mode or self.inplace):
-            # What C++ programs need beside the libraries, which lie there already.
+            # The headers and the CMake package for C++ programs; the libraries are already in place.
             install = [cmake, "--install", str(build_dir), "--prefix", str(package), "--component", "development"]
             subprocess.run(install, cwd=ROOT, check=True)
 
@@ -60,7 +61,7 @@ class CMakeBuild(build_ext):
         return []
 
     def copy_extensions_to_source(self) -> None:
-        """CMake has written into the source folders already."""
+        """Do nothing: CMake has written into the source folders."""
 
 
 # The release of torch that a wheel is built against; cmake/build_backend.py sets it.

@@ -1,4 +1,4 @@
-# Language level, build type, compiler cache and warnings; nothing about torch or CUDA.
+# Language level, build type, compiler cache and warnings; independent of torch and CUDA.
 set(CMAKE_CXX_STANDARD 20)
 set(CMAKE_CXX_STANDARD_REQUIRED ON)
 set(CMAKE_CXX_EXTENSIONS OFF)
@@ -16,14 +16,14 @@ set(WEFT_SANITIZE "" CACHE STRING "Sanitizers for weft's own targets, e.g. addre
 
 find_program(WEFT_CCACHE ccache)
 if(WEFT_CCACHE)
-  # Precompiled headers are only cached with these two relaxations.
+  # ccache caches precompiled headers only with these two relaxations.
   set(WEFT_CCACHE_LAUNCHER
       "${CMAKE_COMMAND};-E;env;CCACHE_SLOPPINESS=pch_defines,time_macros;${WEFT_CCACHE}")
   set(CMAKE_CXX_COMPILER_LAUNCHER "${WEFT_CCACHE_LAUNCHER}")
   set(CMAKE_CUDA_COMPILER_LAUNCHER "${WEFT_CCACHE_LAUNCHER}")
 endif()
 
-# -Wno-restrict: GCC 12 reports std::string concatenation by mistake (GCC bug 105329).
+# -Wno-restrict: GCC 12 has false positives for std::string concatenation (GCC bug 105329).
 add_library(weft_warnings INTERFACE)
 target_compile_options(
   weft_warnings

@@ -5,7 +5,7 @@ if(WEFT_CUDA STREQUAL "OFF")
   return()
 endif()
 
-# On PATH or where the usual variables point, nowhere else: hiding nvcc is enough to do without it.
+# Searched only on PATH and below CUDA_HOME and CUDA_PATH, so that a build without CUDA only has to hide nvcc there.
 find_program(
   WEFT_NVCC nvcc
   HINTS ENV CUDA_HOME ENV CUDA_PATH
@@ -22,7 +22,7 @@ if(NOT WEFT_NVCC OR NOT WEFT_TORCH_CUDA_LIBRARY OR NOT WEFT_C10_CUDA_LIBRARY)
   return()
 endif()
 
-# TORCH_CUDA_ARCH_LIST in torch's own notation: "8.0;9.0+PTX", separated by ; or blanks.
+# TORCH_CUDA_ARCH_LIST in torch's notation: "8.0;9.0+PTX", separated by ; or blanks.
 function(weft_cuda_architectures OUTPUT)
   set(list "$ENV{TORCH_CUDA_ARCH_LIST}")
   if(NOT list)
@@ -61,5 +61,5 @@ target_compile_options(
   weft_torch_cuda
   INTERFACE $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr --extended-lambda
             -Xcompiler=-Wall -Xcudafe=--diag_suppress=20012>)
-# libtorch_cuda.so finds NCCL and others through its own run path, which the linker does not follow.
+# libtorch_cuda.so finds NCCL and others through its run path, which the linker does not follow.
 target_link_options(weft_torch_cuda INTERFACE LINKER:--allow-shlib-undefined)

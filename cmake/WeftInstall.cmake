@@ -1,6 +1,6 @@
-# What `cmake --install` puts under its prefix: the operators' libraries, and for development the headers that C++
-# programs include and the package that find_package(weft) reads. A wheel has the same layout within the Python package
-# `weft`, where the libraries are built in place: it takes the development part alone.
+# `cmake --install` installs two components: the operators' libraries; and for development, the headers that C++
+# programs include and the package that find_package(weft) reads. A wheel has the same layout inside the Python package
+# `weft`. There the libraries are built in place, so only the development component is installed.
 include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 

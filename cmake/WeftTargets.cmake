@@ -1,7 +1,7 @@
 # weft_add_layer(NAME [SHARED] SOURCES ... [LIBRARIES ...] [PRIVATE_LIBRARIES ...])
 #
 # One target per layer: `weft_NAME` with the alias `weft::NAME` and one public include folder,
-# `<folder of the layer>/include`, so that what a layer may include is what it links.
+# `<folder of the layer>/include`, so that a layer can include only the headers of the targets that it links.
 function(weft_add_layer NAME)
   cmake_parse_arguments(LAYER "SHARED" "INCLUDE_DIR" "SOURCES;LIBRARIES;PRIVATE_LIBRARIES" ${ARGN})
   if(LAYER_UNPARSED_ARGUMENTS)

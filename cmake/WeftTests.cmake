@@ -1,6 +1,6 @@
-# weft_add_test(NAME SOURCES ... [LIBRARIES ...] [PRECOMPILED target]): a GoogleTest executable, known to ctest. Its
-# files are compiled as one: most of their time is in what they include. So they share an anonymous namespace.
-# PRECOMPILED names a library whose precompiled header it takes.
+# weft_add_test(NAME SOURCES ... [LIBRARIES ...] [PRECOMPILED target]): a GoogleTest executable, registered with ctest.
+# Its files are compiled as one translation unit, because includes take most of the time; so they share an anonymous
+# namespace. PRECOMPILED names a library whose precompiled header the test reuses.
 find_package(GTest 1.12 QUIET)
 if(NOT GTest_FOUND)
   include(FetchContent)
@@ -18,15 +18,15 @@ function(weft_add_test NAME)
   add_executable(${NAME} ${TEST_SOURCES})
   set_target_properties(${NAME} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 0)
   target_link_libraries(${NAME} PRIVATE weft_warnings ${TEST_LIBRARIES} GTest::gtest_main)
-  # A test runs once for each time it is compiled.
+  # A test usually runs once per compilation, so compile time matters more than speed.
   target_compile_options(${NAME} PRIVATE $<$<CXX_COMPILER_ID:GNU,Clang>:-O1>)
   if(TEST_PRECOMPILED)
-    # As the library is compiled: a precompiled header is good for one kind of position independence.
+    # The same position-independence flags as the library, which a precompiled header requires.
     set_target_properties(${NAME} PROPERTIES POSITION_INDEPENDENT_CODE OFF)
     target_compile_options(${NAME} PRIVATE -fPIC)
     target_precompile_headers(${NAME} REUSE_FROM ${TEST_PRECOMPILED})
   endif()
-  # c10d and libtorch need a fixed thread count: ranks are threads here and the machine may be small.
+  # Ranks are threads here and the machine may be small, so libtorch must not start threads of its own.
   add_test(NAME ${NAME} COMMAND ${NAME} --gtest_brief=1)
   set_tests_properties(${NAME} PROPERTIES ENVIRONMENT "OMP_NUM_THREADS=1" TIMEOUT 300)
 endfunction()

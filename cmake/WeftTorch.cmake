@@ -1,9 +1,9 @@
 # The target weft::torch: headers as SYSTEM, linked to torch_cpu and c10 only. find_package(Torch) is not used: for a
 # CUDA wheel it needs a CUDA toolkit and fails without one.
 #
-# Also installed, for weftConfig.cmake. Which torch: WEFT_TORCH_DIR, the folder with its include/ and lib/, or where that
-# is empty the one of Python_EXECUTABLE, which need not be imported for it. Sets WEFT_TORCH_ROOT and
-# WEFT_TORCH_VERSION, or says in WEFT_TORCH_PROBLEM what is wrong.
+# Also installed, for weftConfig.cmake. Uses the torch in WEFT_TORCH_DIR, the folder with its include/ and lib/; if that
+# is empty, the torch of Python_EXECUTABLE, without importing it. Sets WEFT_TORCH_ROOT and WEFT_TORCH_VERSION, or sets
+# WEFT_TORCH_PROBLEM to an error message.
 set(WEFT_TORCH_DIR "" CACHE PATH "Where torch lies; empty: the torch of the Python interpreter")
 set(WEFT_TORCH_PROBLEM "")
 if(WEFT_TORCH_DIR)
@@ -25,7 +25,7 @@ print(pathlib.Path(spec.origin).parent, end='')"
   endif()
 endif()
 
-# A wheel tells the release to the letter in version.py; libtorch without Python has the header alone.
+# A wheel has the full version in version.py; libtorch without Python has only the header.
 set(torch_version_header "${WEFT_TORCH_ROOT}/include/torch/headeronly/version.h")
 set(torch_version_module "${WEFT_TORCH_ROOT}/version.py")
 if(NOT EXISTS "${torch_version_header}")
@@ -55,7 +55,7 @@ if(NOT EXISTS "${WEFT_TORCH_ROOT}/include/torch/csrc/distributed/c10d/ProcessGro
   return()
 endif()
 
-# Looked up each time: the cache would keep those of another torch.
+# Not cached: a cache entry might belong to another torch.
 foreach(library torch_cpu c10)
   string(TOUPPER "WEFT_${library}_LIBRARY" variable)
   find_library(${variable} ${library} PATHS "${WEFT_TORCH_ROOT}/lib" NO_DEFAULT_PATH NO_CACHE)
@@ -75,8 +75,8 @@ target_include_directories(
   weft_torch SYSTEM INTERFACE "${WEFT_TORCH_ROOT}/include"
                               "${WEFT_TORCH_ROOT}/include/torch/csrc/api/include")
 target_compile_definitions(weft_torch INTERFACE USE_DISTRIBUTED USE_C10D)
-# at::parallel_for is a header template that runs in parallel only where OpenMP is switched on; the
-# libgomp that torch has loaded serves both.
+# at::parallel_for is a header template that runs in parallel only if compiled with OpenMP. It uses the libgomp that
+# torch has loaded.
 target_compile_options(weft_torch INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-fopenmp>)
 target_link_options(weft_torch INTERFACE $<$<LINK_LANGUAGE:CXX>:-fopenmp>)
 target_link_libraries(weft_torch INTERFACE "${WEFT_TORCH_CPU_LIBRARY}" "${WEFT_C10_LIBRARY}")

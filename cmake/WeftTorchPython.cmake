@@ -1,5 +1,5 @@
-# The target weft::torch_python, for Python modules that exchange torch's own types: with the pybind11 that torch was
-# compiled with, which lies among its headers. And the CUDA release of that torch, WEFT_TORCH_CUDA_VERSION ("none").
+# The target weft::torch_python, for Python modules that exchange torch's types: it uses the pybind11 that torch was
+# compiled with, which is among torch's headers. Also sets WEFT_TORCH_CUDA_VERSION, the CUDA release of torch or "none".
 execute_process(
   COMMAND "${Python_EXECUTABLE}" -c
           "import runpy; print(runpy.run_path(r'${WEFT_TORCH_ROOT}/version.py')['cuda'] or 'none', end='')"

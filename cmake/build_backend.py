@@ -1,11 +1,11 @@
-"""In-tree PEP 517 backend: setuptools, with the torch that is installed as part of a wheel's identity.
+"""In-tree PEP 517 backend: setuptools, plus the installed torch as a part of a wheel's identity.
 
 weft is compiled against the torch that is installed, so torch is not a build requirement: an isolated
 build would fetch a second torch and produce a library for the wrong one.
 
 A wheel names that torch twice, so that an installer never combines it with another: the local part of its
 version (0.1.0+torch2.15.0) tells wheels in one folder apart, and its requirement is exact (torch==2.15.0).
-An sdist and an editable install have neither: they are built again for the torch that they meet.
+An sdist and an editable install have neither: they are built for whichever torch is installed.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def prepare_metadata_for_build_editable(metadata_directory, config_settings=None
 
 
 def build_sdist(sdist_directory, config_settings=None):
-    # setuptools adds the files of an earlier list that still exist: MANIFEST.in alone decides.
+    # setuptools adds files from an earlier list; without it, only MANIFEST.in decides.
     Path("weft.egg-info", "SOURCES.txt").unlink(missing_ok=True)
     return build_meta.build_sdist(sdist_directory, config_settings)
 

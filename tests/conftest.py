@@ -1,4 +1,4 @@
-"""Fixtures and markers every Python test has. Where ranks come from: tests/README.md."""
+"""Pytest configuration for all Python tests. tests/README.md explains how tests run on ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _order_by_world_size(items: list[pytest.Item]) -> None:
-    """Within each file: few pools of ranks live at a time, and one that ends is started again."""
+    """Sort each file's tests by world size: few rank pools exist at a time, and restarting a closed one is slow."""
     places: dict[Path, int] = {}
     for item in items:
         places.setdefault(item.path, len(places))
@@ -43,6 +43,6 @@ def _order_by_world_size(items: list[pytest.Item]) -> None:
 
 
 def pytest_unconfigure() -> None:
-    # Only where a test asked for ranks: importing the pools is not free.
+    # Only if a test has used ranks: do not import the pools just to close them.
     if "support.rank_pool" in sys.modules:
         sys.modules["support.rank_pool"].POOLS.close()

@@ -1,4 +1,4 @@
-"""The pools of ranks themselves: a test helper that hides a failure is worse than none."""
+"""Tests of the rank pools: a test helper that hides a failure is worse than no helper."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_eight_ranks(rank: int) -> None:
 
 
 class Point:
-    """A class of a test module, to travel as a parameter and as a result."""
+    """A class of a test module, pickled as a parameter and as a result."""
 
     def __init__(self, x: int) -> None:
         self.x = x

@@ -1,5 +1,5 @@
-// The Python module weft._collectives: makes groups and links between their ranks, and gives
-// failures their Python classes.
+// The Python module weft._collectives: creates backends and pipeline links, and raises their errors
+// as Python classes.
 #include "raise.h"
 
 #include <weft/ops/backend.h>
@@ -19,18 +19,18 @@ namespace {
 
 using collectives::ErrorKind;
 
-// By ErrorKind; never freed, as failures may come until the process ends.
+// Indexed by ErrorKind. Never freed, because errors may be raised until process exit.
 std::array<PyObject*, 5> error_classes{};
 
 void raise_in_python(ErrorKind kind, const std::string& text) {
   if (Py_IsInitialized() == 0) return;
   const py::gil_scoped_acquire gil;
   PyErr_SetString(error_classes.at(static_cast<size_t>(kind)), text.c_str());
-  // Unlike a C++ exception with a translator, this keeps its class through dispatcher and autograd.
+  // Keeps its class through dispatcher and autograd, unlike a C++ exception with a translator.
   throw py::error_already_set();
 }
 
-// Unlike error_already_set, which is spent when Python has taken it once.
+// May be raised several times, unlike error_already_set, which Python consumes.
 class KeptError final : public torch::PyTorchError {
  public:
   KeptError(ErrorKind kind, const std::string& text) : PyTorchError(text), kind_(kind) {}
@@ -71,7 +71,7 @@ c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::St
   options->group_name = group_name;
   options->global_ranks_in_group = global_ranks;
   options->staging_limit_bytes = staging_limit_bytes;
-  // Outlives the call, in the options: held and dropped with the lock.
+  // The options keep the callable after this call, so its deleter must take the GIL.
   const auto callable =
       std::shared_ptr<py::function>(new py::function(make_transport), [](py::function* held) {
         const py::gil_scoped_acquire gil;

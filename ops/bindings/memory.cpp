@@ -1,4 +1,4 @@
-// The Python module weft._memory: <weft/ops/memory.h> with dicts and names.
+// The Python module weft._memory: <weft/ops/memory.h>, with dicts keyed by category name.
 #include <weft/ops/memory.h>
 
 #include <torch/csrc/utils/pybind.h>

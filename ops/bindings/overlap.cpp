@@ -1,4 +1,4 @@
-// The Python module weft._overlap: <weft/ops/overlap.h> with dicts.
+// The Python module weft._overlap: <weft/ops/overlap.h>, with dicts for the entries of the table.
 #include <weft/ops/overlap.h>
 
 #include <torch/csrc/utils/pybind.h>

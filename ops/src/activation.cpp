@@ -1,4 +1,4 @@
-// The activations on the CPU as registered operators; their arithmetic is kernels/cpu's.
+// The activations on the CPU as registered operators; kernels/cpu computes them.
 
 #include "checked_activation.h"
 

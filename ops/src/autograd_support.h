@@ -1,6 +1,6 @@
 #pragma once
 
-// What the autograd formulas of weft's operators share.
+// Helpers of the autograd formulas of weft's operators.
 
 #include "shape.h"
 
@@ -15,22 +15,23 @@ namespace weft::ops {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// The input as a matrix [tokens, features]; a view where the strides allow it.
+// Returns x as a matrix [tokens, features]; a view where the strides allow it.
 at::Tensor as_matrix(const at::Tensor& x);
 
-// grad_outᵀ x over all tokens: the gradient of weight in x weightᵀ, [out, in].
+// Returns grad_outᵀ x over all tokens, [out, in]: the gradient of weight in x weightᵀ.
 at::Tensor weight_grad(const at::Tensor& grad_out, const at::Tensor& x);
 
-// The sum of grad_out over all tokens: the gradient of a bias, [out].
+// Returns the sum of grad_out over all tokens, [out]: the gradient of a bias.
 at::Tensor bias_grad(const at::Tensor& grad_out);
 
-// Refuses a backward with create_graph=True: second derivatives would silently lack this operator.
+// Raises NotImplementedError for a backward with create_graph=True: second derivatives would
+// silently lack this operator.
 void refuse_double_backward(std::string_view op);
 
-// Lets the gradient of `weight` run to its leaf as soon as it is there. The engine runs ready nodes
-// by sequence number, highest first; a weight that enters through views made before the operator
-// (DTensor's to_local, a cast, a slice) would otherwise wait for all of the operator's own nodes.
-// Views that lead straight to one leaf get the priority of the leaf itself less one.
+// Prioritizes the backward nodes between `weight` and its leaf, so that the leaf gets its gradient
+// as soon as it is computed. The engine runs ready nodes by sequence number, highest first; views
+// made before the operator (DTensor's to_local, a cast, a slice) would otherwise wait for all nodes
+// of the operator. Views on the only path to the leaf get the leaf's priority minus one.
 void hurry_to_leaf(const at::Tensor& weight);
 
 inline bool needs_grad(const OptionalTensor& tensor) {

@@ -1,7 +1,6 @@
 #pragma once
 
-// Inline, because the CPU and the CUDA library both need it and neither shows its insides to the
-// other.
+// Inline, because both libweft_ops.so and libweft_ops_cuda.so need it and neither exports it.
 
 #include <weft/kernels/activation_kind.h>
 
@@ -11,7 +10,7 @@
 
 namespace weft::ops {
 
-// The activation of that name, or a refusal that lists the known ones.
+// Returns the activation of this name. Raises ValueError, listing the names, for any other.
 inline kernels::Activation checked_activation(std::string_view op, std::string_view name) {
   const auto activation = kernels::parse_activation(name);
   TORCH_CHECK_VALUE(activation.has_value(),

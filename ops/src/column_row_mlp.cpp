@@ -1,5 +1,6 @@
-// column_row_mlp on a device: local products, one all-reduce, the row bias added after the sum. Of
-// a cut sequence an all-gather before and a reduce-scatter instead.
+// Device kernels of column_row_mlp: local matrix products, one all-reduce, then the row bias. With
+// sequence parallelism, the input is all-gathered and the output is reduce-scattered instead of
+// all-reduced.
 
 #include "column_row_mlp.h"
 
@@ -38,10 +39,10 @@ namespace {
 
 constexpr std::string_view kOp = "weft::column_row_mlp";
 
-// The checked call, less what the halves compute.
+// The checked arguments of a call.
 struct Call {
   ProcessGroupPtr group;             // null for one rank
-  std::optional<Sequence> sequence;  // of a group
+  std::optional<Sequence> sequence;  // unset without a group
   std::string_view activation;
 };
 
@@ -76,10 +77,10 @@ struct Weights {
 
 struct Result {
   at::Tensor y;
-  at::Tensor h1, h3;  // where they were asked for; no h3 without w3
+  at::Tensor h1, h3;  // undefined unless requested; no h3 without w3
 };
 
-// x with all parts of the sequence.
+// Returns x gathered along the sequence.
 at::Tensor whole(const at::Tensor& x, const Call& call) {
   if (!call.sequence.has_value()) {
     return x;
@@ -88,7 +89,7 @@ at::Tensor whole(const at::Tensor& x, const Call& call) {
   return all_gather(kOp, x, dim, size.expect_int(), call.group);
 }
 
-// h w2ᵀ summed over the group, + b2; of a sequence this rank's part.
+// Returns h w2ᵀ summed over the group, + b2; this rank's shard of it with a sequence.
 at::Tensor row_half(const at::Tensor& h,
                     const at::Tensor& w2,
                     const OptionalTensor& b2,
@@ -117,7 +118,7 @@ Result run_whole(const at::Tensor& x, const Weights& w, const Call& call, bool k
   return result;
 }
 
-// Without all of x, of h or of the row half's products at any time.
+// Never holds x, h or the products with w2 for the full sequence; h1 and h3 only if they are kept.
 Result run_in_pieces(const at::Tensor& x,
                      const Weights& w,
                      const Call& call,
@@ -185,7 +186,7 @@ at::Tensor column_row_mlp(const at::Tensor& x,
                           const OptionalTensor& b3,
                           std::string_view activation,
                           std::string_view group_name,
-                          bool /*recompute: nothing is saved here*/,
+                          bool /*recompute: no effect without autograd*/,
                           std::optional<std::int64_t> sequence_dim,
                           std::optional<c10::SymInt> sequence_size) {
   const auto call =
@@ -218,7 +219,7 @@ void register_kernels(torch::Library& m) {
 
 }  // namespace
 
-// Products, activations and collectives dispatch on the device by themselves.
+// The same kernel for all devices: products, activations and collectives dispatch on their own.
 TORCH_LIBRARY_IMPL(weft, CPU, m) { register_kernels(m); }
 TORCH_LIBRARY_IMPL(weft, CUDA, m) { register_kernels(m); }
 

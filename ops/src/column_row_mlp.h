@@ -1,7 +1,7 @@
 #pragma once
 
-// The pieces of column_row_mlp that its device kernels and its autograd formula share. All run
-// below autograd on this rank's tensors alone: nothing here communicates.
+// The computations that column_row_mlp's device kernels and its autograd formula share. They run
+// below autograd and without communication.
 
 #include "shape.h"
 
@@ -13,14 +13,14 @@
 
 namespace weft::ops {
 
-// (h1, h3) = (x w1ᵀ + b1, x w3ᵀ + b3), [..., f]; h3 is undefined without w3.
+// Returns (h1, h3) = (x w1ᵀ + b1, x w3ᵀ + b3), [..., f]; h3 is undefined without w3.
 std::pair<at::Tensor, at::Tensor> column_half(const at::Tensor& x,
                                               const at::Tensor& w1,
                                               const OptionalTensor& w3,
                                               const OptionalTensor& b1,
                                               const OptionalTensor& b3);
 
-// act(h1) [* h3], [..., f]; `h3` may be undefined.
+// Returns act(h1) [* h3], [..., f]; `h3` may be undefined.
 at::Tensor activate(const at::Tensor& h1, const at::Tensor& h3, std::string_view activation);
 
 }  // namespace weft::ops

@@ -1,22 +1,23 @@
-// The gradient of column_row_mlp: a chain of nodes, one for each weight gradient, so that each
-// gradient can be used up (an optimizer step, a reduce-scatter) before the next one exists.
+// The gradient of column_row_mlp: a chain of autograd nodes, one per weight, so that each weight
+// gradient can be consumed (by an optimizer step or a reduce-scatter) before the next one exists.
 //
-//   forward    x -> Enter -> x'      x, w1 -> Column -> h1     x, w3 -> Column -> h3
+//   forward    x -> InputGradient -> x'    x, w1 -> Column -> h1    x, w3 -> Column -> h3
 //              x', h1, h3, w2 -> Row -> y
-//   backward   Row:     grad_h = grad_y w2; through the activation to grad_h1, grad_h3 and h in one
-//                       pass; grad_x = grad_h1 w1 + grad_h3 w3, whose all-reduce starts here;
+//   backward   Row:     grad_h = grad_y w2; grad_h1, grad_h3 and h in one pass through the
+//                       activation; grad_x = grad_h1 w1 + grad_h3 w3, whose all-reduce starts here;
 //                       grad_w2
-//              Column:  grad_w3 (its node is younger, so the engine takes it first), then grad_w1,
+//              Column:  grad_w3 (its node is younger, so the engine runs it first), then grad_w1,
 //                       while the all-reduce is in flight
-//              Enter:   waits for the all-reduce; the oldest node, so the last to run
+//              InputGradient:  waits for the all-reduce; it is the oldest node, so it runs last
 //
-// Saved: x (by both Column nodes), h1 and h3 (by Row). With `recompute` Row saves x in their place.
+// Saved: x (by both Column nodes), h1 and h3 (by Row). With `recompute`, Row saves x instead of h1
+// and h3.
 //
-// With a sharded sequence Row saves this rank's shard of x for all. Its backward first gathers
-// grad_y, then starts to gather x again for the Column nodes, and reduce-scatters grad_x, which
-// Enter waits for. Everything below calls registered operators under autograd, so compile and
-// export see all of it; there the all-reduce is the functional weft::reduce_from_group, in program
-// order.
+// With a sharded sequence, Row saves this rank's shard of x for all nodes. Its backward gathers
+// grad_y, starts to gather x again for the Column nodes, and starts to reduce-scatter grad_x, which
+// InputGradient waits for. When traced, all communication goes through registered operators called
+// below autograd, in program order, so that compile and export see it; the all-reduce is
+// weft::reduce_from_group.
 
 #include "autograd_support.h"
 #include "column_row_mlp.h"
@@ -39,10 +40,10 @@ namespace {
 
 constexpr std::string_view kOp = "weft::column_row_mlp";
 
-// What Row's backward starts and other nodes wait for.
+// The collectives that Row's backward starts and other nodes wait for.
 struct Slot : torch::CustomClassHolder {
   PendingCollective pending;  // the all-reduce of grad_x, in place
-  // With a sharded sequence: grad_x, and x of all ranks for `num_readers` Column nodes.
+  // With a sharded sequence: grad_x, and the gathered x, which is freed after `num_readers` reads.
   std::optional<PendingTensor> grad_x;
   std::optional<PendingTensor> pending_x;
   at::Tensor whole_x;
@@ -89,12 +90,12 @@ class Enter : public torch::autograd::Function<Enter> {
   }
 };
 
-// Tensors that a node only keeps or passes on: no inputs of it, so without gradients.
+// Tensors that a node only saves or returns. They are not its inputs, so they get no gradients.
 struct ColumnValues {
-  at::Tensor x;  // undefined where the slot gives it
-  at::Tensor h;  // x weightᵀ + bias already; the node only adds the gradients of weight and bias
+  at::Tensor x;  // undefined with a sharded sequence: the slot has it
+  at::Tensor h;  // x weightᵀ + bias; the node only computes the gradients of weight and bias
   SlotPtr slot;
-  bool learns;  // whether weight needs a gradient, and so x
+  bool learns;  // weight requires a gradient, so the backward reads x
 };
 
 class Column : public torch::autograd::Function<Column> {
@@ -116,7 +117,7 @@ class Column : public torch::autograd::Function<Column> {
       return variable_list(3);
     }
     auto x = ctx->get_saved_variables()[0];
-    // As Row has counted: by what may need a gradient, not by what this backward is for.
+    // Row counts this read by the weight's requires_grad, whichever gradients this backward needs.
     if (!x.defined() && ctx->saved_data.at("learns").toBool()) {
       x = slot_of(ctx).read_x();
     }
@@ -128,15 +129,15 @@ class Column : public torch::autograd::Function<Column> {
 };
 
 struct RowValues {
-  at::Tensor y;               // complete already
-  at::Tensor part_of_x;       // of a sequence
-  at::Tensor w1, w3, b1, b3;  // undefined where the block has none
+  at::Tensor y;               // the result
+  at::Tensor part_of_x;       // this rank's shard, with a sharded sequence
+  at::Tensor w1, w3, b1, b3;  // undefined if absent
   std::string activation;
   std::string group_name;
   SlotPtr slot;
   bool recompute;
   std::optional<Sequence> sequence;
-  bool w1_learns, w3_learns;  // need a gradient, and so x
+  bool w1_learns, w3_learns;  // require a gradient, so the backward reads x
 };
 
 class Row : public torch::autograd::Function<Row> {
@@ -237,13 +238,13 @@ class Row : public torch::autograd::Function<Row> {
     return all_gather(kOp, part, dim, size.expect_int(), resolve_group(kOp, group_name));
   }
 
-  // For the Column nodes that are about to run, and for hidden().
+  // Starts to gather x for hidden() and for the Column nodes, which run next.
   static void start_gathering_x(AutogradContext* ctx, const at::Tensor& part, bool gated) {
     if (!has_sequence(ctx)) {
       return;
     }
     auto& slot = slot_of(ctx);
-    // A backward that failed may have left something.
+    // A failed backward may have left its state.
     slot.grad_x.reset();
     slot.pending_x.reset();
     slot.whole_x.reset();
@@ -276,8 +277,8 @@ class Row : public torch::autograd::Function<Row> {
     return column_half(x, saved[2], optional(saved[4]), optional(saved[5]), optional(saved[6]));
   }
 
-  // grad_x with its all-reduce: in flight in eager mode, complete when traced (or when anomaly
-  // mode is about to read it).
+  // Returns grad_x; its all-reduce is in flight in eager mode, and complete when traced or in
+  // anomaly mode, which reads it.
   static at::Tensor input_grad(AutogradContext* ctx,
                                const at::Tensor& grad_h1,
                                const at::Tensor& grad_h3,
@@ -301,8 +302,8 @@ class Row : public torch::autograd::Function<Row> {
     return grad_x;
   }
 
-  // This rank's part of the sum of grad_x. In eager mode what is returned has its shape alone: it
-  // is in flight, and Enter puts it in place.
+  // Returns this rank's shard of the sum of grad_x. In eager mode, the reduce-scatter is in flight
+  // and the returned tensor is a placeholder of its shape; InputGradient returns the result.
   static at::Tensor scattered(AutogradContext* ctx, const at::Tensor& grad_x) {
     const auto& group_name = ctx->saved_data.at("group_name").toStringRef();
     const auto dim = sequence_of(ctx).dim;
@@ -322,7 +323,8 @@ at::Tensor detached(const OptionalTensor& tensor) {
   return tensor.has_value() ? tensor->detach() : at::Tensor();
 }
 
-// h1 or h3 with the node that gives weight and bias their gradients, if they need any.
+// Returns h1 or h3 with the node that computes the gradients of weight and bias, if they require
+// any.
 at::Tensor attach(const at::Tensor& x,
                   const at::Tensor& weight,
                   const OptionalTensor& bias,
@@ -365,7 +367,7 @@ at::Tensor column_row_mlp_autograd(const at::Tensor& x,
   }
   const auto slot = c10::make_intrusive<Slot>();
   const auto x_in = x.requires_grad() ? Enter::apply(x, slot) : x;
-  // A part of a sequence is kept by Row.
+  // With a sharded sequence, Row saves x.
   const auto x_value = sequence.has_value() ? at::Tensor() : x.detach();
   const auto h1_in = attach(x_value, w1, b1, h1, slot);
   const auto h3_in =

@@ -1,7 +1,7 @@
 #pragma once
 
-// _cross_entropy_statistics and _cross_entropy_gradient over the kernels of one device. Inline,
-// because the CPU and the CUDA library both need it and neither shows its insides to the other.
+// _cross_entropy_statistics and _cross_entropy_gradient on top of the kernels of one device.
+// Inline, because both libweft_ops.so and libweft_ops_cuda.so need it and neither exports it.
 
 #include <weft/kernels/cross_entropy.h>
 

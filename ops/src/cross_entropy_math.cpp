@@ -38,7 +38,7 @@ TokenLosses combine_statistics(const at::Tensor& statistics,
   const auto largest = statistics.select(2, 0);
   const auto of_all = largest.amax(0);
   const auto log_sum = statistics.select(2, 1).mul(largest.sub(of_all).exp_()).sum(0).log_();
-  // Differences first: the logits may be large where the loss is not.
+  // Subtract first: logits may be large while the loss is small.
   auto losses = of_all.sub(statistics.select(2, 2).sum(0)).add_(log_sum);
   if (const double smoothing = options.label_smoothing; smoothing != 0) {
     const auto mean = statistics.select(2, 3).sum(0).div_(static_cast<double>(options.num_classes));

@@ -1,12 +1,13 @@
 #pragma once
 
-// The local half of a cross-entropy over a vocabulary that is cut over the group: what each rank
-// finds out about its own logits, how that becomes the loss, and the gradient of the logits. All on
-// matrices [tokens, entries] and below autograd, in float32 (float64 for float64 logits); nothing
-// here communicates. The passes over the logits are kernels/'s.
+// The local computations of a cross-entropy over a sharded vocabulary: each rank's statistics of
+// its own logits, the loss from the statistics of all ranks, and the gradient of the logits. All on
+// matrices [tokens, entries] and below autograd, in float32 (float64 for float64 logits), without
+// communication. kernels/ has the passes over the logits.
 //
-// The log-sum-exp over all parts is that of (m, s) per part, m being its largest logit and s the
-// sum of exp(logit - m): Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
+// Each rank has m, its largest logit, and s, the sum of exp(logit - m) over its shard. With M, the
+// largest m, the log-sum-exp over all ranks is M + log(sum of s exp(m - M)): Milakov and
+// Gimelshein, "Online normalizer calculation for softmax", 2018.
 
 #include "shard_shape.h"
 
@@ -20,11 +21,11 @@ namespace weft::ops {
 struct LocalLossOptions {
   std::int64_t vocab_start;   // the class of this rank's first entry
   std::int64_t num_classes;   // of all ranks
-  std::int64_t ignore_index;  // a target without loss and gradient
+  std::int64_t ignore_index;  // targets of this value have no loss or gradient
   double label_smoothing;
 };
 
-// How many classes there are: as many on every rank where that is not told.
+// Returns the number of classes of all ranks; by default, all ranks have num_entries.
 inline std::int64_t classes_of(std::int64_t num_entries,
                                std::optional<std::int64_t> vocab_size,
                                const GroupPlace& place) {
@@ -34,14 +35,14 @@ inline std::int64_t classes_of(std::int64_t num_entries,
 // The dtype in which losses are computed.
 at::ScalarType loss_dtype(const at::Tensor& logits);
 
-// How many tokens to work on at a time, so that their logits take `num_bytes` at most; 1 at least.
+// Returns the chunk size in tokens, at least 1, whose logits take at most `num_bytes`.
 std::int64_t tokens_per_chunk(std::int64_t num_entries,
                               at::ScalarType dtype,
                               std::int64_t num_bytes);
 
-// [tokens, 4] of loss_dtype: largest logit, sum of exp(logit - largest), logit of the target (0
-// where another rank has it), sum of the logits (0 unless it is needed).
-// logits [tokens, v], target [tokens].
+// logits [tokens, v], target [tokens]. Returns [tokens, 4] of loss_dtype: largest logit, sum of
+// exp(logit - largest), logit of the target (0 if another rank has it), sum of the logits (0
+// without label smoothing).
 at::Tensor local_statistics(const at::Tensor& logits,
                             const at::Tensor& target,
                             const LocalLossOptions& options);
@@ -49,17 +50,17 @@ at::Tensor local_statistics(const at::Tensor& logits,
 struct TokenLosses {
   at::Tensor losses;  // [tokens]
   // [2, tokens]: the largest of all logits, and the log of the sum of exp(logit - largest). Kept
-  // apart: their sum would lose the digits of the second.
+  // apart, because rounding of their sum would lose digits of the second.
   at::Tensor normalizers;
 };
 
-// statistics [ranks, tokens, 4].
+// Computes the losses from the statistics of all ranks, [ranks, tokens, 4].
 TokenLosses combine_statistics(const at::Tensor& statistics,
                                const at::Tensor& target,
                                const LocalLossOptions& options);
 
-// Writes the gradient of logits to `gradient`, which is like them and contiguous, and may be them;
-// grad [tokens] is that of the losses.
+// Writes the gradient of logits to `gradient`, a contiguous tensor like logits, or logits itself.
+// grad [tokens] is the gradient of the losses.
 void write_gradient(const at::Tensor& gradient,
                     const at::Tensor& grad,
                     const at::Tensor& logits,

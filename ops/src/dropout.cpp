@@ -1,5 +1,5 @@
-// dropout by place in the whole tensor: ranks that pass the same seed drop the same elements,
-// whatever part of the tensor each of them has. The mask is not kept but made again.
+// Dropout by position in the full tensor: ranks that pass the same seed drop the same elements,
+// however the tensor is sharded. The mask is not saved; the backward generates it again.
 
 #include "autograd_support.h"
 #include "dispatch.h"
@@ -37,7 +37,8 @@ void check_dropout(const at::Tensor& x, const at::Tensor& seed, double p) {
       p >= 0 && p <= 1, kDropout, ": got p ", p, "; pass a probability, from 0 to 1.");
 }
 
-// Checks everything but the seed's device; gives the size of the cut dim, all parts together.
+// Checks all but the seed's device. Returns the full size of the sharded dim, or x's number of
+// elements without a dim.
 c10::SymInt checked_size(const at::Tensor& x,
                          const at::Tensor& seed,
                          double p,
@@ -116,7 +117,7 @@ at::Tensor dropout_of_part_meta(const at::Tensor& x,
   return at::empty_symint(x.sym_sizes(), x.options());
 }
 
-// Linear in x: its derivatives of every order are calls of itself.
+// Linear in x: the backward is the same operator, which supports derivatives of every order.
 class Dropout : public torch::autograd::Function<Dropout> {
  public:
   static at::Tensor forward(AutogradContext* ctx,

@@ -20,8 +20,8 @@ namespace {
 
 constexpr std::string_view kAllReduce = "all-reduce";
 
-// Runs `step` and adds operator and rank to what the backend raises. Exceptions of a backend
-// written in Python pass as they are: they are no std::runtime_error.
+// Runs `step` and adds operator and rank to the errors of the backend. Exceptions of a backend
+// written in Python are not std::runtime_error and pass unchanged.
 template <typename Step>
 auto with_context(std::string_view op, std::string_view what, int rank, Step step) {
   const collectives::RaiseContext context(op, what, rank);
@@ -44,7 +44,8 @@ ProcessGroupPtr resolve_group(std::string_view op, const std::string& group_name
     return {};
   }
   ProcessGroupPtr group;
-  // The registry knows only to throw; c10d::is_process_group_registered is newer than torch 2.11.
+  // The registry throws for unknown names; c10d::is_process_group_registered is newer than torch
+  // 2.11.
   try {
     group = c10d::resolve_process_group(group_name);
   } catch (const c10::Error&) {
@@ -96,7 +97,7 @@ bool PendingCollective::has_failed() const {
 
 namespace {
 
-// `overlaps`: the caller does other things before it waits.
+// `overlaps`: the caller computes before it waits.
 PendingCollective start(std::string_view op,
                         const at::Tensor& tensor,
                         const ProcessGroupPtr& group,

@@ -1,8 +1,8 @@
 #pragma once
 
-// One process group, by name: resolving it and reducing over it. Every Work that starts here is
-// waited for here or by the holder of the returned PendingCollective, messages whose group has
-// ended apart.
+// Resolving one process group by name, and reducing over it. Every Work that is started here is
+// waited for here or by the holder of the returned PendingCollective, except pipeline messages of a
+// group that was destroyed.
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -17,33 +17,34 @@ namespace weft::ops {
 
 using ProcessGroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-// The group named `group_name`; null for a group of one: the name "" or a group with one rank.
-// Errors: one sentence naming the operator `op` where no such group is registered in this process.
+// Returns the group named `group_name`; null for a group of one: the name "" or a group with one
+// rank. Errors: ValueError naming the operator `op` if no such group is registered in this process.
 ProcessGroupPtr resolve_group(std::string_view op, const std::string& group_name);
 
-// Whether the group carries CPU tensors, too. REQUIRES: a group.
+// Whether the group has a backend for CPU tensors. REQUIRES: a group.
 bool has_cpu_backend(const ProcessGroupPtr& group);
 
-// The sum over `group` of what `write` puts into a contiguous tensor of `sizes` that it is given,
-// which need not be the result: a backend may have memory that its peers read. A null group: what
-// was written.
+// Returns the sum over `group` of the tensors that `write` produces. `write` gets a contiguous
+// uninitialized tensor of `sizes` to fill; with weft's backend this may be a staging buffer that
+// the peers read, which saves a copy. For a null group, returns what was written.
 at::Tensor sum_of(std::string_view op,
                   at::IntArrayRef sizes,
                   const at::TensorOptions& options,
                   const ProcessGroupPtr& group,
                   const std::function<void(at::Tensor&)>& write);
 
-// Sums the contiguous `tensor` over `group` in place and waits; nothing for a null group or no
-// elements (shapes are equal on all ranks, so all skip together).
+// Sums the contiguous `tensor` over `group` in place and waits. Does nothing for a null group or an
+// empty tensor (shapes are equal on all ranks, so all ranks skip it).
 void all_reduce_(std::string_view op, const at::Tensor& tensor, const ProcessGroupPtr& group);
 
-// A collective in flight. Move-only; wait() before its result is read. Its tensors stay alive with
-// it.
+// A collective in flight, which keeps its tensors alive. Move-only. Call wait() before its result
+// is read.
 class PendingCollective {
  public:
   PendingCollective() = default;
-  // Starts `what` with asyncOp as `start` is told: not on CPUs, where the wait drives a collective,
-  // and an asynchronous one would mean a thread for it; and not where the caller waits at once.
+  // Calls `start`, with async_op set if `overlaps` (the caller computes before it waits) and the
+  // tensors are not on the CPU: there wait() drives the collective, and an asynchronous one would
+  // need a thread. `what` names the collective in errors.
   PendingCollective(std::string_view op,
                     std::string_view what,
                     const ProcessGroupPtr& group,
@@ -51,11 +52,11 @@ class PendingCollective {
                     bool overlaps,
                     const std::function<c10::intrusive_ptr<c10d::Work>(bool async_op)>& start);
 
-  // Waits until it is done (for CUDA: makes the current stream wait) and forgets the work.
-  // Errors: what the backend raises, with operator and rank added.
+  // Waits until the collective is done (CUDA: makes the current stream wait) and releases it.
+  // Errors: those of the backend, with operator and rank added.
   void wait();
 
-  // Whether wait() would return, or raise, at once; whether it would raise.
+  // Whether wait() would return or raise immediately; whether it would raise.
   bool is_done() const;
   bool has_failed() const;
 
@@ -67,13 +68,12 @@ class PendingCollective {
   int rank_ = 0;
 };
 
-// Starts the sum of the contiguous `tensor` in place; for a null group or no elements it is done at
-// once.
+// Starts to sum the contiguous `tensor` in place. Does nothing for a null group or an empty tensor.
 PendingCollective start_all_reduce(std::string_view op,
                                    const at::Tensor& tensor,
                                    const ProcessGroupPtr& group);
 
-// The same as sum_of, in flight. The first is not to be read before the second was waited for.
+// Starts sum_of. Wait for the second result before reading the first.
 std::pair<at::Tensor, PendingCollective> start_sum_of(
     std::string_view op,
     at::IntArrayRef sizes,
@@ -81,9 +81,9 @@ std::pair<at::Tensor, PendingCollective> start_sum_of(
     const ProcessGroupPtr& group,
     const std::function<void(at::Tensor&)>& write);
 
-// True where `tensor` is being traced (compile, export, fake or meta tensors, a dispatch mode):
-// then communication must go through a registered operator, in program order, or the trace would
-// lose it.
+// Returns whether `tensor` is being traced (compile, export, fake or meta tensors, a dispatch
+// mode). Communication must then use a registered operator, in program order, or the trace would
+// lack it.
 bool is_traced(const at::Tensor& tensor);
 
 }  // namespace weft::ops

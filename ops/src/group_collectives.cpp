@@ -21,8 +21,7 @@ std::int64_t size_on(std::int64_t size, int rank, const ProcessGroupPtr& group) 
   return part_size(size, {group->getSize(), rank}).expect_int();
 }
 
-// x, which starts with the dim in question, with `size` there: followed by zeros, which only
-// a sum reads.
+// Returns x, whose first dim is the sharded one, padded with zeros to `size` rows.
 at::Tensor padded(const at::Tensor& x, std::int64_t size) {
   if (x.size(0) == size) {
     return x.contiguous();
@@ -34,7 +33,7 @@ at::Tensor padded(const at::Tensor& x, std::int64_t size) {
   return result;
 }
 
-// c10d has renamed these calls: newer releases warn of the names that older ones have alone.
+// c10d has renamed these calls; older releases have only the names that newer ones deprecate.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wdeprecated-declarations"
 PendingCollective gather_into(std::string_view op,
@@ -77,7 +76,7 @@ PendingCollective exchange_into(std::string_view op,
 }
 #pragma GCC diagnostic pop
 
-// x starts with the dim in question, and is taken with `num_rows` there.
+// The first dim of x is the sharded one; x is padded to `num_rows`.
 std::pair<at::Tensor, PendingCollective> gather_rows(std::string_view op,
                                                      std::string_view what,
                                                      const at::Tensor& x,
@@ -106,7 +105,7 @@ PendingTensor gather(std::string_view op,
   }
   const auto length = length_of(dim_size, group);
   auto [result, work] = gather_rows(op, "all-gather", x.movedim(dim, 0), length, group, overlaps);
-  // All but the last parts are full: what is padded lies behind the end.
+  // Only the last shards are shorter, so all padding is behind the first dim_size rows.
   return {std::move(work), std::move(result), dim_size, dim};
 }
 
@@ -241,7 +240,7 @@ at::Tensor all_to_all(std::string_view op,
   if (!group) {
     return own_contiguous(x);
   }
-  // With the split dim in front, what goes to a rank and what comes from one is contiguous.
+  // With the split dim in front, the rows for each rank and from each rank are contiguous.
   auto given = x.movedim(split_dim, 0).contiguous();
   const auto cat_place = cat_dim < split_dim ? cat_dim + 1 : cat_dim;
   const auto own_rows = size_on(x.size(split_dim), group->getRank(), group);

@@ -1,6 +1,6 @@
 // The conjugate pair for users' own layers: copy_to_group (identity forward, all-reduce backward)
-// and reduce_from_group (all-reduce forward, identity backward). Below autograd reduce_from_group
-// is also the functional all-reduce of every traced backward.
+// and reduce_from_group (all-reduce forward, identity backward). Traced backwards use
+// reduce_from_group below autograd as their functional all-reduce.
 
 #include "autograd_support.h"
 #include "dispatch.h"
@@ -18,7 +18,7 @@ constexpr std::string_view kCopy = "weft::copy_to_group";
 constexpr std::string_view kReduce = "weft::reduce_from_group";
 
 at::Tensor copy_to_group(const at::Tensor& x, std::string_view group_name) {
-  resolve_group(kCopy, std::string(group_name));  // refused here, not in the backward
+  resolve_group(kCopy, std::string(group_name));  // raises here rather than in the backward
   return x.clone();
 }
 

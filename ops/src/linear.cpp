@@ -1,4 +1,5 @@
-// column_linear and row_linear, the halves of column_row_mlp: kernels and gradients.
+// column_linear and row_linear, the column-parallel and the row-parallel linear layer: kernels and
+// gradients.
 
 #include "autograd_support.h"
 #include "dispatch.h"
@@ -25,7 +26,7 @@ at::Tensor column_linear(const at::Tensor& x,
                          const OptionalTensor& bias,
                          std::string_view group_name) {
   linear_shape(kColumn, x, weight, bias);
-  resolve_group(kColumn, std::string(group_name));  // refused here, not in the backward
+  resolve_group(kColumn, std::string(group_name));  // raises here rather than in the backward
   return at::linear(x, weight, bias);
 }
 
@@ -42,7 +43,7 @@ at::Tensor row_linear(const at::Tensor& x,
   return bias.has_value() ? y.add_(*bias) : y;
 }
 
-// The bias is input 2 where there is one; autograd::Function does not count absent optional inputs.
+// The bias, if present, is input 2; autograd::Function does not count absent optional inputs.
 bool needs_bias_grad(AutogradContext* ctx) {
   return ctx->saved_data.at("has_bias").toBool() && ctx->needs_input_grad(2);
 }

@@ -1,5 +1,5 @@
-// Meta kernels: the shape functions, with an empty tensor in the place of the result. They also
-// serve fake tensors, so compile and export rest on them.
+// Meta kernels: each calls the shape function and returns an empty tensor. Fake tensors use them
+// too, and thus compile and export.
 
 #include "group_collectives.h"
 #include "shape.h"

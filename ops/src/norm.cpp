@@ -1,7 +1,6 @@
 // rms_norm and layer_norm, with and without the addition of a residual: the registered operators
-// and their gradients; the arithmetic is kernels/'s. Each rank norms its own tokens. Weight and
-// bias are whole on every rank and see its tokens alone, so their gradients are summed over the
-// group that the tokens are cut over, in one all-reduce for both.
+// and their gradients; kernels/ computes them. The tokens are sharded over the group, and each rank
+// normalizes its own. Weight and bias are replicated, so one all-reduce sums both their gradients.
 
 #include "autograd_support.h"
 #include "dispatch.h"
@@ -31,7 +30,7 @@ constexpr std::string_view kAddLayerNorm = "weft::add_layer_norm";
 
 using YAndSum = std::tuple<at::Tensor, at::Tensor>;
 
-// The weight or bias of a norm.
+// Checks the weight or bias of a norm.
 void check_norm_params(std::string_view op,
                        const at::Tensor& x,
                        const at::Tensor& params,
@@ -60,7 +59,8 @@ void check_norm_params(std::string_view op,
                     "], the last dim of x; a norm is over that dim alone.");
 }
 
-// residual like x, weight and bias [d] of the dtype of x or both float32 beside half types.
+// Checks residual, of x's shape and dtype, and weight and bias [d], of x's dtype or both float32 if
+// x has a half-precision type.
 void check_norm(std::string_view op,
                 const at::Tensor& x,
                 const OptionalTensor& residual,
@@ -100,7 +100,7 @@ void check_norm(std::string_view op,
   }
 }
 
-// A call of any of the four.
+// A call of any of the four operators.
 struct NormCall {
   std::string_view op;
   bool centered;
@@ -145,8 +145,8 @@ YAndSum meta(const NormCall& call,
   return {empty(), residual.has_value() ? empty() : at::empty({0}, x.options())};
 }
 
-// Inputs: x, residual, weight, bias, of which the last three may be absent, and then are not
-// counted by needs_input_grad. Outputs: y, and with a residual the sum.
+// Inputs: x, residual, weight, bias. The last three are optional, and needs_input_grad does not
+// count absent ones. Outputs: y, and with a residual the sum.
 class NormFunction : public torch::autograd::Function<NormFunction> {
  public:
   static variable_list forward(AutogradContext* ctx,
@@ -196,7 +196,7 @@ class NormFunction : public torch::autograd::Function<NormFunction> {
                                   ctx->saved_data.at("centered").toBool(),
                                   wants_x || wants_residual,
                                   num_params);
-    } else {  // the sum alone was used, or nothing
+    } else {  // only the sum was used, or neither
       grad_v = has_grad_sum ? grads[1] : at::Tensor();
       if (num_params > 0) {
         grad_params = at::zeros_symint({num_params, weight.sym_size(0)}, weight.options());
@@ -238,7 +238,7 @@ using Implementation = YAndSum (*)(const NormCall&,
                                    const OptionalTensor&,
                                    const OptionalTensor&);
 
-// The four operators by one implementation.
+// The four operators on top of one implementation.
 template <Implementation kRun>
 struct Norms {
   static at::Tensor rms_norm(const at::Tensor& x,

@@ -1,7 +1,7 @@
 #pragma once
 
-// _norm and _norm_backward over the kernels of one device. Inline, because the CPU and the CUDA
-// library both need it and neither shows its insides to the other.
+// _norm and _norm_backward on top of the kernels of one device. Inline, because both
+// libweft_ops.so and libweft_ops_cuda.so need it and neither exports it.
 
 #include <weft/kernels/norm.h>
 
@@ -14,7 +14,7 @@
 
 namespace weft::ops {
 
-// An absent result of a registered operator.
+// Registered operators return absent results as [0].
 inline at::Tensor or_empty(at::Tensor tensor, const at::Tensor& like) {
   return tensor.defined() ? std::move(tensor) : like.new_empty({0});
 }

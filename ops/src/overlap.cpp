@@ -22,13 +22,13 @@ namespace weft::ops {
 
 namespace {
 
-// The bytes of a chunk of all ranks: few enough to stay in caches, enough for products at full
-// speed, which need some tokens too. Measured (docs/benchmarks/overlap.md).
+// Bytes of one chunk over all ranks, and its fewest tokens: small enough for the caches, large
+// enough for matrix products at full speed. Measured (docs/benchmarks/overlap.md).
 constexpr std::int64_t kPieceBytes = 2 << 20;
 constexpr std::int64_t kMinTokens = 64;
 constexpr std::int64_t kMaxPiecesOfDevices = 4;
 
-// Pieces must be this much faster, so that noise never chooses them.
+// Largest ratio of chunked to unchunked time that counts as a gain; the margin keeps noise out.
 constexpr double kGain = 0.95;
 
 enum class Mode { kAuto, kAlways, kNever };
@@ -58,7 +58,7 @@ std::atomic<Mode>& current_mode() {
   return mode;
 }
 
-// Shapes that share a choice. Nothing in it differs between ranks.
+// The key of a choice. It must be equal on all ranks of the group.
 struct Kind {
   std::string op;
   std::string dtype;
@@ -76,7 +76,7 @@ std::int64_t rounded_up(std::int64_t value) {
 
 struct Measured {
   Trial trial;
-  std::optional<double> ratio;  // agreed on
+  std::optional<double> ratio;  // set when the ranks have agreed on it
 };
 
 bool gains(double ratio) { return ratio <= kGain; }
@@ -95,8 +95,8 @@ class Table {
     return found == given_.end() ? std::nullopt : std::optional(found->second.in_pieces);
   }
 
-  // The entries of one group: its ranks agree, and those of another may agree on other ones. Lives
-  // as long as the table or its user does.
+  // Measurements are per group: only the ranks of one group agree with each other. The caller
+  // shares ownership, since replace() may drop the entry.
   std::shared_ptr<Measured> measured(const Kind& kind, const ProcessGroupPtr& group) {
     const std::lock_guard lock(mutex_);
     auto& of_group = groups_[group.get()];
@@ -126,7 +126,7 @@ class Table {
         if (!measured->ratio.has_value() || given_.contains(kind)) continue;
         const auto ratio = *measured->ratio;
         const auto [place, is_new] = all.try_emplace(kind, entry(kind, ratio));
-        // The value of two groups that is safe for both.
+        // If two groups disagree, report the entry that chunks less; 0 means no measurement.
         if (!is_new && (place->second.ratio == 0 || !(ratio <= place->second.ratio))) {
           place->second = entry(kind, std::max(ratio, place->second.ratio));
         }
@@ -150,7 +150,8 @@ class Table {
 
  private:
   struct OfGroup {
-    std::optional<c10::weak_intrusive_ptr<c10d::ProcessGroup>> group;  // keeps the address taken
+    // The weak pointer keeps the address, the key of this entry, from being reused.
+    std::optional<c10::weak_intrusive_ptr<c10d::ProcessGroup>> group;
     std::map<Kind, std::shared_ptr<Measured>> kinds;
   };
 
@@ -175,7 +176,7 @@ struct Answers {
   bool somebody_lacks_samples;
 };
 
-// Returns the answers of all ranks; `device` is for groups that carry nothing else.
+// Returns the maximum of the ranks' answers. Groups without a CPU backend reduce it on `device`.
 Answers ask(std::string_view op,
             const Answers& own,
             const ProcessGroupPtr& group,
@@ -202,8 +203,9 @@ Answers ask(std::string_view op,
   return {values[0], values[1] != 0};
 }
 
-// Settles the choice with the other ranks, or finds that more is to be timed. `lock`, of the
-// table, is let go meanwhile: a device may wait for what other threads do.
+// Exchanges results with the other ranks and sets the ratio, unless more calls must be timed.
+// `lock`, the table's, is released while the device or the ranks are waited for: other threads may
+// have to make progress first.
 void agree(Measured& measured,
            std::unique_lock<std::mutex>& lock,
            std::string_view op,
@@ -228,7 +230,7 @@ void agree(Measured& measured,
   }
 }
 
-// Rows that each rank's part is cut by; 0 where there would be one piece.
+// Returns the rows of each rank's shard per chunk; 0 if there would be only one chunk.
 std::int64_t rows_of_pieces(const Travel& travel,
                             int num_ranks,
                             Mode mode,
@@ -236,7 +238,7 @@ std::int64_t rows_of_pieces(const Travel& travel,
   const auto length = part_length(travel.num_rows, num_ranks).expect_int();
   const auto for_bytes = kPieceBytes / (num_ranks * travel.row_bytes);
   const auto for_products = (kMinTokens + travel.row_tokens - 1) / travel.row_tokens;
-  // Elsewhere calls cost more, and caches are not what pieces are for. Not measured.
+  // On other devices, calls cost more and chunks need not fit into caches. Not measured.
   const auto for_calls =
       device.is_cpu() ? 1 : (length + kMaxPiecesOfDevices - 1) / kMaxPiecesOfDevices;
   auto rows = std::max<std::int64_t>({for_bytes, for_products, for_calls, 1});
@@ -285,7 +287,7 @@ OverlapChoice::OverlapChoice(std::string_view op,
     rows_per_piece_ = *given ? rows : 0;
     return;
   }
-  // Times choose here, and so the last digits of the result, which may differ in another run.
+  // A choice by time may differ between runs, and with it the rounding of the result.
   if (at::globalContext().deterministicAlgorithms()) {
     return;
   }

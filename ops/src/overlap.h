@@ -1,6 +1,6 @@
 #pragma once
 
-// Which way a call on a cut sequence goes: see <weft/ops/overlap.h>.
+// The choice between chunked and unchunked communication of one call: see <weft/ops/overlap.h>.
 
 #include "group.h"
 #include "stopwatch.h"
@@ -14,28 +14,28 @@
 
 namespace weft::ops {
 
-// What travels in a call.
+// The communication of one call.
 struct Travel {
-  std::int64_t num_rows;    // of the whole sequence
-  std::int64_t row_bytes;   // of one of them, in the widest tensor that travels
-  std::int64_t row_tokens;  // products are of this many tokens for each row
-  // What else the time depends on and may differ between ranks: features of this rank's weight.
+  std::int64_t num_rows;    // of the full sequence
+  std::int64_t row_bytes;   // of one row, in the widest tensor that is communicated
+  std::int64_t row_tokens;  // tokens per row in the matrix products
+  // Features of this rank's weight. The time depends on them, and they may differ between ranks.
   std::int64_t own_features;
 };
 
-// What travels where the dim `dim` of x, `size` long on all ranks together, does, with `features`
-// for a token; x's own where they are not told.
+// Describes the communication of x's dim `dim`, of full size `size`, with `features` per token
+// (default: those of x).
 Travel travel_of(const at::Tensor& x,
                  std::int64_t dim,
                  std::int64_t size,
                  std::int64_t own_features,
                  std::optional<std::int64_t> features = std::nullopt);
 
-// Chooses when it is made, which may communicate; done() ends the measurement, if this call is one.
-// All ranks of the group make the same ones in the same order.
+// The constructor chooses, and may communicate to do so; done() ends the measurement if this call
+// is timed. All ranks of the group construct the same choices in the same order.
 class OverlapChoice {
  public:
-  // REQUIRES: a group; a sequence with rows of some bytes.
+  // REQUIRES: a group.
   OverlapChoice(std::string_view op,
                 const at::Tensor& like,
                 const Travel& travel,

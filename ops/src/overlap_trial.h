@@ -17,8 +17,12 @@
 
 namespace weft::ops {
 
-// Both ways in turn, first one or the other by chance, so that no period of the caller's layers
-// falls in step with them; timed apart for each size of this rank's weight. All ranks draw alike.
+// Times chunked and unchunked calls of one kind of shape and compares their medians.
+//
+// Calls come in pairs: one chunked, one unchunked, in random order, so that a period in the
+// caller's layers does not coincide with the order. All ranks use the same random sequence, because
+// chunked and unchunked calls issue different collectives. Samples are kept per size of this rank's
+// weight. The first pair is a warm-up.
 class Trial {
  public:
   bool next_in_pieces() {
@@ -27,16 +31,17 @@ class Trial {
     return first_in_pieces_ == (call % 2 == 0);
   }
   bool is_warm() const { return num_calls_ > kNumWarmUps; }
-  // Whether it is time to ask the others; not again before twice as many calls.
+  // Whether this call must exchange results with the other ranks.
   bool asks() const { return num_calls_ == kNumWarmUps + num_to_time_; }
-  // After asking: goes on where a rank lacks samples, unless there were enough calls.
+  // After the exchange: returns true, and doubles the number of calls to time, if a rank lacks
+  // samples and the limit is not reached.
   bool goes_on(bool somebody_lacks) {
     if (!somebody_lacks || num_to_time_ >= kMaxTimed) return false;
     num_to_time_ *= 2;
     return true;
   }
 
-  // A call that has been made; a device may still be at it.
+  // A call that has returned; the device may still be executing it.
   struct Timed {
     std::int64_t own_features;
     bool in_pieces;
@@ -54,7 +59,8 @@ class Trial {
     return std::ranges::any_of(times_, [](const auto& each) { return !is_compared(each.second); });
   }
 
-  // Time in pieces over whole where it is largest; infinite where nothing can be compared.
+  // Largest ratio of chunked to unchunked time over the weight sizes with enough samples; infinity
+  // without any.
   double worst_ratio() const {
     double worst = 0;
     for (const auto& [own_features, times] : times_) {
@@ -66,15 +72,14 @@ class Trial {
   }
 
  private:
-  // A trial: each way once to warm up, then in turn until each weight was timed a few times both
-  // ways, which the ranks ask each other after 32 timed calls, 64, 128 and so on. After 512 what
-  // was timed counts.
+  // The ranks exchange results after 32 timed calls, 64, 128 and so on, until every weight size has
+  // kMinSamples of both ways on every rank. After 512 timed calls they decide with what they have.
   static constexpr int kNumWarmUps = 2;
   static constexpr int kNumTimed = 32;
   static constexpr int kMaxTimed = 512;
   static constexpr std::size_t kMinSamples = 4;
 
-  using Times = std::array<std::vector<double>, 2>;  // whole, in pieces
+  using Times = std::array<std::vector<double>, 2>;  // unchunked, chunked
 
   static bool is_compared(const Times& times) {
     return std::min(times[0].size(), times[1].size()) >= kMinSamples;

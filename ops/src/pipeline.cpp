@@ -1,7 +1,7 @@
-// pipeline_send, pipeline_recv and pipeline_wait: messages between the stages of a pipeline, and
-// join, which ties what was sent to the loss. Their gradients travel the other way:
+// pipeline_send, pipeline_recv and pipeline_wait: messages between the stages of a pipeline; and
+// join, which connects sent tensors to the loss. Gradients are sent in the opposite direction:
 //
-//   sender:    token = pipeline_send(y)      backward of token: waits for the gradient of y
+//   sender:    token = pipeline_send(y)      backward of token: receives the gradient of y
 //   receiver:  x = pipeline_wait(token)      backward of x: sends its gradient
 //
 // A token is a tensor without elements whose storage holds the message.
@@ -56,7 +56,7 @@ MessagePtr message_of(std::string_view op, const at::Tensor& token) {
   return *static_cast<MessagePtr*>(data->get_context());
 }
 
-// The group, and that the arguments are such that its peer can be sent to.
+// Checks the arguments; returns the group, peer and channel.
 PipelineAddress checked_address(std::string_view op,
                                 const at::TensorList& tensors,
                                 std::int64_t peer,
@@ -110,7 +110,7 @@ MessagePtr post(std::string_view op,
   return PipelineMessage::post(side, std::move(address), tensors.vec(), needs);
 }
 
-// Where autograd is left out.
+// Below autograd, no tensor is differentiable.
 at::Tensor pipeline_send(at::TensorList tensors,
                          std::int64_t peer,
                          std::int64_t channel,
@@ -179,7 +179,8 @@ class Send : public torch::autograd::Function<Send> {
   }
 };
 
-// `token` stands for what was received: it needs a gradient where any of that does.
+// `token` is the autograd input for the received tensors: it requires a gradient if any of them
+// does.
 class Wait : public torch::autograd::Function<Wait> {
  public:
   static variable_list forward(AutogradContext* ctx, const at::Tensor& token) {
@@ -269,7 +270,8 @@ at::Tensor join_meta(const at::Tensor& x, at::TensorList /*tokens*/) { return at
 
 }  // namespace
 
-// Also for tensors of other devices and for none, which are refused here.
+// Registered for all devices, so that messages of other devices and empty lists reach the kernels,
+// which check them.
 TORCH_LIBRARY_IMPL(weft, CompositeExplicitAutograd, m) {
   m.impl("pipeline_send", TORCH_FN(pipeline_send));
   m.impl("pipeline_recv", TORCH_FN(pipeline_recv));

@@ -11,12 +11,13 @@ namespace weft::ops {
 
 namespace {
 
-// Smaller ones come from the allocator's own reserves.
+// The allocator itself reuses smaller blocks.
 constexpr std::size_t kMinBytes = 64 << 10;
-// The storages of an address: as many as micro-batches in flight, times the tensors of a message.
+// Limit per address. Needed: the number of micro-batches in flight times the tensors of a message.
 constexpr std::size_t kMaxStorages = 64;
 
-// A weak reference may become a strong one any time; 2: that of all strong ones, and the one here.
+// Weak references count too, as they may become strong at any time. Without others there are 2: one
+// for all strong references together, and the temporary here.
 bool is_free(const c10::Storage& storage) {
   return storage.use_count() == 1 && storage.getWeakStorageImpl().weak_use_count() == 2;
 }
@@ -41,7 +42,7 @@ at::Tensor ReceiveBuffers::take(const PipelineAddress& address,
                                 const at::TensorOptions& options) {
   const auto num_bytes =
       static_cast<std::size_t>(c10::multiply_integers(sizes)) * options.dtype().itemsize();
-  // torch keeps pinned memory for itself.
+  // torch caches pinned memory itself.
   if (num_bytes < kMinBytes || options.pinned_memory()) {
     return at::empty(sizes, options);
   }
@@ -60,7 +61,7 @@ at::Tensor ReceiveBuffers::take(const PipelineAddress& address,
   if (fitting != storages.end()) {
     return on(*fitting, sizes, options);
   }
-  // Layouts have changed, perhaps: what is free now would be for nothing.
+  // No free storage fits, so the layouts may have changed: evict the free ones.
   const auto free = std::ranges::partition(storages, std::not_fn(is_free));
   std::ranges::move(free, std::back_inserter(evicted));
   storages.erase(free.begin(), free.end());

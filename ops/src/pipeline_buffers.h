@@ -1,7 +1,7 @@
 #pragma once
 
-// The memory that messages are received into, reused as soon as no tensor refers to it:
-// fresh memory is mapped page by page while it is written, which takes longer than the copy.
+// Host memory for received messages, reused when no tensor refers to it any more. Fresh memory
+// causes a page fault per page on the first write, which takes longer than the copy.
 
 #include "pipeline_message.h"
 
@@ -21,20 +21,20 @@ class ReceiveBuffers {
  public:
   static ReceiveBuffers& instance();
 
-  // An uninitialised contiguous tensor in host memory, for a message of this address or the answer
-  // to one: in the memory of an earlier one if it fits and only this holds it.
+  // Returns an uninitialised contiguous host tensor for a message of this address, or for its
+  // answer. Reuses the storage of an earlier one of the same size that is free.
   at::Tensor take(const PipelineAddress& address,
                   bool is_answer,
                   at::IntArrayRef sizes,
                   const at::TensorOptions& options);
 
-  // Lets go of all memory of the group's messages; what others hold stays theirs.
+  // Drops the storages of the group's messages; those that tensors refer to stay alive with them.
   void release(const ProcessGroupPtr& group);
 
  private:
   using GroupRef = c10::weak_intrusive_ptr<c10d::ProcessGroup>;
   struct Pool {
-    GroupRef group;  // keeps the address from being taken by another group
+    GroupRef group;  // keeps the address, which is part of the key, from being reused
     std::vector<c10::Storage> storages;
   };
 

@@ -1,6 +1,6 @@
 #pragma once
 
-// What a message of a pipeline says of itself, and what both of its sides compare.
+// The header of a pipeline message. The receiver compares it with the header that it expects.
 
 #include <ATen/core/Tensor.h>
 
@@ -11,14 +11,14 @@
 
 namespace weft::ops {
 
-// A tensor without its values.
+// The metadata of a tensor.
 struct TensorLayout {
   std::vector<std::int64_t> sizes;
   at::TensorOptions options;
   bool differentiable;
 };
 
-// The first 64 bytes of a message, in the form that they are sent in.
+// The first 64 bytes of a message; the wire format.
 struct PipelineHeader {
   enum class Kind : std::uint8_t { kData = 1, kGradients, kRefused };
 
@@ -30,18 +30,18 @@ struct PipelineHeader {
   std::uint32_t channel = 0;
   std::uint32_t num_tensors = 0;
   std::uint64_t sequence = 0;
-  std::uint64_t layout = 0;  // a hash of every dtype, shape, and whether it is differentiable
+  std::uint64_t layout = 0;  // hash of dtype, shape and differentiability of all tensors
   std::array<std::uint32_t, 8> first_sizes = {};
 };
 static_assert(sizeof(PipelineHeader) == 64);
 
-// The header of a message of these tensors.
+// Returns the header of a message of these tensors.
 PipelineHeader header_of(PipelineHeader::Kind kind,
                          std::int64_t channel,
                          std::uint64_t sequence,
                          const std::vector<TensorLayout>& layouts);
 
-// Whether `bytes` that came are a header at all.
+// Whether received `bytes` are a header.
 bool is_header(const PipelineHeader& bytes);
 bool operator==(const PipelineHeader& a, const PipelineHeader& b);
 

@@ -20,12 +20,12 @@ namespace {
 
 using Tensors = std::vector<at::Tensor>;
 
-// In the form that it is sent in.
+// The wire format.
 struct Announcement {
   PipelineHeader header;
   std::uint32_t is_answer = 0;
   std::uint32_t is_direct = 0;
-  std::uint64_t num_numbers = 0;  // of the layouts, which follow where they are new
+  std::uint64_t num_numbers = 0;  // length of the layouts that follow; 0 if they are known
 };
 static_assert(sizeof(Announcement) == 80);
 
@@ -34,7 +34,7 @@ c10::Stream new_stream(const c10::Device& device) {
   return device.is_cpu() ? guard.getStream(device) : guard.getStreamFromGlobalPool(device, true);
 }
 
-// For each tensor its dtype, its number of dims, its sizes.
+// The layouts on the wire: for each tensor its dtype, its number of dims and its sizes.
 at::Tensor numbers_of(const Tensors& tensors) {
   std::vector<std::int64_t> numbers;
   for (const auto& tensor : tensors) {
@@ -66,7 +66,7 @@ void end_quietly(c10d::Backend& backend) {
   }
 }
 
-// Says why nothing more is sent or taken.
+// Raises if an earlier message failed.
 void refuse_after(const PipelineLink::Context& context, const std::optional<std::string>& failure) {
   TORCH_CHECK_WITH(DistBackendError,
                    !failure.has_value(),
@@ -92,7 +92,7 @@ void PipelineLink::open(const ProcessGroupPtr& group) {
       "weft::link_pipeline",
       c10::str("the first message between ranks ", group->getRank(), " and ", peer_)};
   const auto byte = at::zeros({1}, at::TensorOptions(device_).dtype(at::kByte));
-  // NCCL makes the connection of two ranks when both ask for it: one after the other.
+  // NCCL connects two ranks when both call it, so both connect the directions in the same order.
   const bool sends_first = group->getRank() < peer_;
   for (const bool sends : {sends_first, !sends_first}) {
     for (auto& work : carry(context, group, sends, {byte})) {
@@ -107,7 +107,7 @@ void PipelineLink::shut_down(const ProcessGroupPtr& group) {
     const std::scoped_lock locks(sending_, mutex_);
     has_failed = sending_failed_.has_value() || reading_failed_.has_value();
   }
-  // Both ends wait for each other in NCCL's: in one order.
+  // NCCL's shutdown waits for the peer, so both sides use the same order.
   const bool is_low = group->getRank() < peer_;
   for (const auto& backend : {is_low ? incoming_ : outgoing_, is_low ? outgoing_ : incoming_}) {
     has_failed ? backend->abort() : backend->shutdown();
@@ -136,7 +136,7 @@ PipelineLink::Pending PipelineLink::send_now(const Context& context,
                                              bool is_answer,
                                              bool is_direct,
                                              const Tensors& tensors) {
-  // Nothing is announced that a device has not been given.
+  // Submit the tensors first: a message whose submission fails must not be announced.
   auto pending = is_direct ? carry(context, group, true, tensors) : Pending();
   Announcement announcement;
   announcement.header = header;
@@ -276,14 +276,15 @@ PipelineLink::Pending PipelineLink::carry(const Context& context,
     return sends ? backend->send(one, other, 0) : backend->recv(one, other, 0);
   };
   Pending pending;
-  // NCCL has other connections for what is sent alone: one of a message is sent like several.
+  // NCCL uses separate connections for calls outside of a coalesced batch, so a single tensor is
+  // coalesced too.
   if (!parts.empty() && backend->supportsCoalescing()) {
     pending.emplace_back(context.op, context.what, group, parts, true, [&](bool /*async_op*/) {
       backend->startCoalescing();
       try {
         std::ranges::for_each(parts, start);
       } catch (...) {
-        end_quietly(*backend);  // or all that this thread calls would be part of the batch
+        end_quietly(*backend);  // otherwise later calls of this thread would join the batch
         throw;
       }
       return backend->endCoalescing();

@@ -1,15 +1,15 @@
 #pragma once
 
-// A link: two backends between this rank and one other of a group, one for each direction, which
-// carry the tensors of messages from device to device, where they would stop in host memory
-// otherwise. NCCL, which this is for, knows no tags: what is sent first is received first. So the
-// sender announces each message on the host, in the group, and the receiver asks for what was
-// announced, in that order, whichever message it waits for. With one backend for both directions a
-// receive that waits would hold up the sends behind it.
+// A link: two backends between this rank and one peer of a group, one per direction, which carry
+// the tensors of messages from device to device instead of through host memory. The backends are
+// usually NCCL, which has no tags: it matches sends and receives in order. The sender therefore
+// announces each message on the host, over the group's CPU backend, and the receiver posts receives
+// in the order of the announcements, whichever message it waits for. With one backend for both
+// directions, a pending receive would block the sends behind it.
 //
-// An announcement is the message's header, followed by the shapes and dtypes where they are new.
+// An announcement is the message's header, followed by the dtypes and shapes of a new layout.
 //
-// Thread safety: all of it.
+// Thread-safe.
 
 #include "group.h"
 #include "pipeline_header.h"
@@ -39,30 +39,32 @@ class PipelineLink {
   using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
   using Pending = std::vector<PendingCollective>;
 
-  // For errors: the operator, and which message it is about.
+  // For error messages: the operator and the message it handles.
   struct Context {
     std::string_view op;
     std::string what;
   };
   struct Arrival {
     PipelineHeader header;
-    bool is_direct = false;           // or its tensors travel in the group, as without a link
-    std::vector<at::Tensor> tensors;  // not to be read before `on_their_way` was waited for
+    bool is_direct = false;           // false: the tensors come over the group, as without a link
+    std::vector<at::Tensor> tensors;  // wait for `on_their_way` before reading them
     Pending on_their_way;
-    std::optional<c10::Stream> stream;  // that the tensors were made for
+    std::optional<c10::Stream> stream;  // the stream that the tensors were allocated on
   };
 
-  // Both are backends over two ranks, of which the lower one in the group is rank 0.
+  // Both backends are over two ranks, the lower of which in the group is rank 0.
   PipelineLink(int peer, c10::Device device, BackendPtr outgoing, BackendPtr incoming);
 
   const c10::Device& device() const { return device_; }
 
-  // One byte each way, which makes connections. Blocks until the peer has called it.
+  // Sends one byte each way to establish the connections. Blocks until the peer calls it.
   void open(const ProcessGroupPtr& group);
-  // The peer does so, too. After a failure, which the peer may never answer, it aborts.
+  // Must be called on both sides. Aborts the backends after a failure, when the peer may not
+  // respond.
   void shut_down(const ProcessGroupPtr& group);
 
-  // Sends the contiguous tensors of a message, on device() if it `is_direct`, and announces it.
+  // Announces a message and, if it `is_direct`, sends its contiguous tensors, which are on
+  // device().
   Pending send(const Context& context,
                const ProcessGroupPtr& group,
                const PipelineHeader& header,
@@ -70,8 +72,9 @@ class PipelineLink {
                bool is_direct,
                const std::vector<at::Tensor>& tensors);
 
-  // The message of this number, once it was announced. After a failure here nothing that has not
-  // come is taken any more, and after one in send() nothing is sent: it would meet what has failed.
+  // Waits for the announcement of a message and returns it. After a failure in take(), only
+  // messages that were announced before can be taken; after one in send(), none can be sent. A
+  // later message would be matched with the failed one.
   Arrival take(const Context& context,
                const ProcessGroupPtr& group,
                std::int64_t channel,
@@ -110,27 +113,29 @@ class PipelineLink {
   const c10::Device device_;
   const BackendPtr outgoing_;
   const BackendPtr incoming_;
-  // What arrives waits for no computation of this rank: it has a stream of its own. CPUs have none.
+  // Receives have a stream of their own, so that they do not wait for computation. Unused on CPUs.
   const c10::Stream receiving_;
 
-  std::mutex sending_;  // of what is sent and then announced
+  std::mutex sending_;  // makes sending and announcing a message one step
   std::optional<std::string> sending_failed_;
   std::uint64_t next_sent_ = 0;
   std::set<std::uint64_t> told_layouts_;
 
-  std::mutex mutex_;  // of all below
+  std::mutex mutex_;  // guards the members below
   std::condition_variable changed_;
   std::optional<std::string> reading_failed_;
-  bool is_reading_ = false;  // one thread does, without the lock; what it has read is its own then
+  // One thread at a time reads announcements, without the lock; it owns next_read_ and layouts_.
+  bool is_reading_ = false;
   std::uint64_t next_read_ = 0;
   std::map<std::uint64_t, std::vector<Layout>> layouts_;
   std::map<Key, Arrival> arrived_;
 };
 
-// Refuses a `peer` that is no other rank of the group, and a group that says nothing on the host.
+// Raises ValueError for a `peer` that is not another rank of the group, and for a group without a
+// CPU backend.
 void check_peer(std::string_view op, const ProcessGroupPtr& group, std::int64_t peer);
 
-// The link to `peer`; null where there is none.
+// Returns the link to `peer`, or null.
 std::shared_ptr<PipelineLink> link_to(const ProcessGroupPtr& group, int peer);
 
 }  // namespace weft::ops

@@ -1,4 +1,4 @@
-// The links of this process: see <weft/ops/pipeline.h>.
+// The registry of this process's links: see <weft/ops/pipeline.h>.
 
 #include "pipeline_link.h"
 
@@ -47,11 +47,11 @@ class Links {
   using GroupRef = c10::weak_intrusive_ptr<c10d::ProcessGroup>;
   using Key = std::pair<c10d::ProcessGroup*, int>;
   struct Entry {
-    GroupRef group;  // keeps the address from being taken by another group
+    GroupRef group;  // keeps the address, which is part of the key, from being reused
     std::shared_ptr<PipelineLink> link;
   };
 
-  // Given out, for they are to be destroyed without the lock.
+  // Removes and returns entries, so that the caller destroys them without the lock.
   template <typename IsTaken>
   std::vector<std::shared_ptr<PipelineLink>> take(const IsTaken& is_taken) {
     std::vector<std::shared_ptr<PipelineLink>> taken;

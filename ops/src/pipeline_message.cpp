@@ -29,7 +29,7 @@ using MessagePtr = c10::intrusive_ptr<PipelineMessage>;
   collectives::raise(std::make_exception_ptr(collectives::CollectiveMismatchError(text)));
 }
 
-// Whether the operators still find the group; one that was destroyed carries nothing any more.
+// Whether the group is still registered. A destroyed group transmits nothing any more.
 bool is_registered(const ProcessGroupPtr& group) {
   try {
     return c10d::resolve_process_group(group->getGroupName()) == group;
@@ -38,13 +38,13 @@ bool is_registered(const ProcessGroupPtr& group) {
   }
 }
 
-// Whether a receive may be posted before it is known that the sender's message has its size: the
-// backend of weft refuses what does not fit on both sides, others may not.
+// Whether a receive may be posted before the header is checked: weft's backend raises on both sides
+// if the sizes differ, others may not.
 bool refuses_wrong_sizes(const ProcessGroupPtr& group) {
   return group->getBackend(c10::DeviceType::CPU)->getBackendName() == "weft";
 }
 
-// Whether it is torch's fake group, whose other ranks are not there.
+// Whether it is torch's fake group, which has no other ranks.
 bool is_pretended(const ProcessGroupPtr& group) {
   return group->getBackend(c10::DeviceType::CPU)->getBackendName() == "fake";
 }
@@ -67,7 +67,7 @@ MessagePtr PipelineMessage::post(Side side,
     message->layouts_.push_back(
         {tensors[i].sizes().vec(), tensors[i].options(), differentiable.at(i)});
   }
-  // What may fail comes before the number is taken and anything is sent.
+  // May fail, so it comes before the sequence number is taken and anything is sent.
   Outgoing given;
   if (side == Side::kSender) {
     given = message->outgoing(tensors);
@@ -191,7 +191,7 @@ void PipelineMessage::send(const PipelineHeader& header, const Outgoing& message
 
 void PipelineMessage::start_receiving_header(bool is_answer) {
   if (link_) {
-    return;  // it is announced
+    return;  // the announcement contains it
   }
   header_ = at::zeros({sizeof(PipelineHeader)}, at::kByte);
   header_on_its_way_ = start(false, header_, is_answer);
@@ -219,7 +219,7 @@ void PipelineMessage::expect_header(const PipelineHeader& expected) {
     header_on_its_way_.wait();
     std::memcpy(&got, header_.const_data_ptr(), sizeof(got));
     if (is_pretended(address_.group)) {
-      return;  // nothing came, as from all ranks that are not there
+      return;  // a fake group receives nothing
     }
   }
   if (got == expected) {
@@ -279,7 +279,7 @@ Tensors PipelineMessage::received_directly(const Layouts& layouts) {
   for (auto& work : arrival.on_their_way) {
     work.wait();
   }
-  // They were made for the stream that receives.
+  // The tensors were allocated on the receiving stream, not on the current one.
   const auto here = c10::impl::VirtualGuardImpl(link_->device().type()).getStream(link_->device());
   for (std::size_t i = 0; i < arrival.tensors.size(); ++i) {
     auto& tensor = arrival.tensors[i];
@@ -319,7 +319,7 @@ void PipelineMessage::wait_for_exchanges() {
 
 bool PipelineMessage::is_finished() {
   const std::lock_guard lock(mutex_);
-  // What has failed stays for wait() to say so.
+  // Failed transfers stay, so that wait() raises their error.
   std::erase_if(exchanges_, [](const PendingCollective& exchange) {
     return exchange.is_done() && !exchange.has_failed();
   });

@@ -1,16 +1,16 @@
 #pragma once
 
-// Messages between two ranks of a group: lists of tensors on numbered channels, several on their
-// way at a time. They are numbered, by channel and direction, on both sides alike. A message is a
-// header of 64 bytes followed by the tensors; where some are differentiable it is answered by
-// their gradients.
+// Point-to-point messages between two ranks of a group: lists of tensors on numbered channels, with
+// several in flight at a time. Both sides number the messages of a channel and direction from 0. A
+// message is a header of 64 bytes followed by the tensors. If some of them are differentiable, the
+// answer is a message of their gradients.
 //
-// Tensors of other devices travel through host memory, or over a link (pipeline_link.h) where the
-// two ranks have one and all tensors of the message are on its device. Everything here works below
+// Tensors of other devices are copied through host memory, unless the two ranks have a link
+// (pipeline_link.h) and all tensors of the message are on its device. Everything here works below
 // autograd.
 //
-// Thread safety: messages may be posted, waited for and answered on different threads, each of
-// them on one at a time.
+// Thread safety: messages may be posted, waited for and answered on different threads, but each
+// message on one at a time.
 
 #include "group.h"
 #include "pipeline_header.h"
@@ -36,23 +36,23 @@ struct PipelineAddress {
   std::int64_t channel;
 };
 
-// One message and its answer, seen from one side.
-// Errors of what waits: CollectiveMismatchError where the sides do not agree: on the backend of
-// weft, whose group has failed then, on both; on others the sender finds out when it waits for the
-// gradients. ValueError for a second wait or a second backward. Those of the backend.
+// One message and its answer, on one side.
+// Errors when waiting: CollectiveMismatchError if the two sides differ. With weft's backend the
+// group then has failed and both sides raise; with others the sender raises when it waits for the
+// gradients. ValueError for a second wait or a second backward. Errors of the backend.
 class PipelineMessage final : public torch::CustomClassHolder {
  public:
   enum class Side { kSender, kReceiver };
 
-  // Posts the message. `tensors` are sent, or have the shapes, dtypes and devices of what is to be
-  // received. `differentiable`: one flag for each.
+  // Posts the message. The sender sends `tensors`; the receiver takes shapes, dtypes and devices
+  // from them. `differentiable`: one flag per tensor.
   static c10::intrusive_ptr<PipelineMessage> post(Side side,
                                                   PipelineAddress address,
                                                   const std::vector<at::Tensor>& tensors,
                                                   const std::vector<bool>& differentiable);
 
-  // Waits until all that this rank has sent in the group has left; over a link the current stream
-  // does.
+  // Waits until all messages that this rank has sent in the group are transmitted; for messages
+  // over a link, makes the current stream wait.
   static void flush(const ProcessGroupPtr& group);
 
   PipelineMessage(Side side, PipelineAddress address);
@@ -63,13 +63,13 @@ class PipelineMessage final : public torch::CustomClassHolder {
   bool is_differentiable(std::size_t tensor_idx) const;
   bool is_differentiable() const;  // any of them
 
-  // Receiver: the tensors that came; once. Sender: empty, as soon as what was sent may be changed
-  // again; over a link by work on the current stream.
+  // Receiver: returns the received tensors; call it once. Sender: returns an empty list when the
+  // sent tensors may change; over a link, when work on the current stream may change them.
   std::vector<at::Tensor> wait();
 
-  // Receiver: answers with the gradients of the differentiable tensors, in their order; once.
+  // Receiver: answers with the gradients of the differentiable tensors, in order. Call it once.
   void send_gradients(const std::vector<at::Tensor>& gradients);
-  // Sender: that answer; once.
+  // Sender: receives that answer. Call it once.
   std::vector<at::Tensor> receive_gradients();
 
  private:
@@ -79,16 +79,16 @@ class PipelineMessage final : public torch::CustomClassHolder {
   PipelineHeader header_of(const Layouts& layouts, PipelineHeader::Kind kind) const;
 
   struct Outgoing {
-    std::vector<at::Tensor> tensors;  // contiguous, where they are sent from
+    std::vector<at::Tensor> tensors;  // contiguous, on the device that they are sent from
     bool is_direct = false;           // from device to device
   };
   Outgoing outgoing(const std::vector<at::Tensor>& tensors) const;
   void send(const PipelineHeader& header, const Outgoing& message, bool is_answer);
   void start_receiving_header(bool is_answer);
   void start_receiving(const Layouts& layouts, bool is_answer);
-  // Waits for the header and checks it; the peer is told where it is not what is expected.
+  // Waits for the header and compares it. On a mismatch, notifies the peer and raises.
   void expect_header(const PipelineHeader& expected);
-  // The tensors of the message whose header came, on the devices of `layouts`.
+  // Returns the tensors of the message whose header was received, on the devices of `layouts`.
   std::vector<at::Tensor> received(const Layouts& layouts, bool is_answer);
   std::vector<at::Tensor> received_directly(const Layouts& layouts);
 
@@ -96,7 +96,7 @@ class PipelineMessage final : public torch::CustomClassHolder {
   void exchange(bool sends, const at::Tensor& bytes, bool is_answer);
   void check_first_answer();
   void wait_for_exchanges();
-  // Whether no sent tensor is in flight any more; what has left is let go.
+  // Drops completed transfers; returns whether none is in flight.
   bool is_finished();
   std::string name() const;  // "message 3 on channel 0 from rank 0 to rank 1"
 
@@ -108,11 +108,11 @@ class PipelineMessage final : public torch::CustomClassHolder {
   std::string_view op_;
   bool is_received_ = false;
   bool is_answered_ = false;
-  at::Tensor header_;  // [64] bytes, of the message or, on the sender's side, of its answer
+  at::Tensor header_;  // [64] bytes, of the message or, on the sender, of its answer
   PendingCollective header_on_its_way_;
   std::vector<at::Tensor> arriving_;  // on the host
-  PipelineLink::Arrival arrival_;     // where there is a link
-  std::mutex mutex_;                  // of exchanges_
+  PipelineLink::Arrival arrival_;     // with a link
+  std::mutex mutex_;                  // guards exchanges_
   std::vector<PendingCollective> exchanges_;
 };
 

@@ -13,8 +13,8 @@
 
 namespace weft::ops {
 
-// How many messages this process has posted, and those that are still in flight, of all groups.
-// Thread safety: all of it.
+// The sequence numbers of this process's messages, and the messages in flight, for all groups.
+// Thread-safe.
 class Traffic {
  public:
   using Message = c10::intrusive_ptr<PipelineMessage>;
@@ -35,7 +35,7 @@ class Traffic {
     return found->second.next++;
   }
 
-  // Those of `group` that have something to be sent or received.
+  // Returns the messages of `group` that may be in flight.
   std::vector<Message> unfinished(const ProcessGroupPtr& group) {
     const std::lock_guard lock(mutex_);
     std::vector<Message> messages;
@@ -45,7 +45,7 @@ class Traffic {
     return messages;
   }
 
-  // Lets go those that `is_over`.
+  // Drops the messages for which `is_over` returns true.
   template <typename IsOver>
   void release(const IsOver& is_over) {
     std::list<Message> released;  // destroyed without the lock
@@ -67,7 +67,7 @@ class Traffic {
  private:
   using GroupRef = c10::weak_intrusive_ptr<c10d::ProcessGroup>;
   struct Counter {
-    GroupRef group;  // keeps the address from being taken by another group
+    GroupRef group;  // keeps the address, which is part of the key, from being reused
     std::uint64_t next;
   };
 

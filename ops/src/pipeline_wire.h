@@ -1,6 +1,6 @@
 #pragma once
 
-// How what pipelines send in a group is numbered and looks.
+// Tags and wire format of pipeline messages.
 
 #include <ATen/core/Tensor.h>
 
@@ -9,11 +9,11 @@
 namespace weft::ops {
 
 constexpr std::int64_t kMaxChannel = 1022;
-// The channel of announcements: see pipeline_link.h.
+// Channel of the announcements: see pipeline_link.h.
 constexpr std::int64_t kLinkChannel = kMaxChannel + 1;
 
-// Users' own messages have smaller tags than 2^29; the largest here is below what the backend of
-// weft takes.
+// Returns a tag of at least 2^29, within the limit of weft's backend; users' messages have smaller
+// ones.
 inline int tag_of(std::int64_t channel, std::uint64_t sequence, bool is_answer) {
   constexpr int kFirstTag = 1 << 29;
   constexpr int kSequenceBits = 18;
@@ -23,8 +23,8 @@ inline int tag_of(std::int64_t channel, std::uint64_t sequence, bool is_answer) 
          (static_cast<int>(channel) << kSequenceBits) + number;
 }
 
-// The bytes of a contiguous tensor: every backend takes those, whatever the dtype. One of one
-// element may have any stride.
+// Views a contiguous tensor as bytes, which all backends accept. as_strided, because a tensor of
+// one element counts as contiguous with any stride.
 inline at::Tensor bytes_of(const at::Tensor& tensor) {
   return tensor.as_strided({tensor.numel()}, {1}).view(at::kByte);
 }

@@ -1,7 +1,7 @@
 #pragma once
 
-// The heavy headers that nearly every file of this layer and of its tests includes, compiled once.
-// A file still includes what it uses.
+// The large headers that nearly every file of this layer and of its tests includes, precompiled.
+// Files still include what they use.
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/custom_function.h>

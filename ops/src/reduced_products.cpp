@@ -10,7 +10,7 @@ namespace weft::ops {
 
 namespace {
 
-// The size of x with another last dim.
+// The sizes of x with another last dim.
 std::vector<int64_t> with_last(const at::Tensor& x, int64_t size) {
   auto sizes = x.sizes().vec();
   sizes.back() = size;

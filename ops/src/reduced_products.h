@@ -1,8 +1,8 @@
 #pragma once
 
-// Matrix products whose sum over the group is the result: the row half of a layer, and the gradient
-// of the input of its column half. They are computed where the group's peers read them, if it has
-// such memory.
+// Matrix products that are summed over the group: the output of a row-parallel layer, and the
+// input gradient of a column-parallel one. If the backend has a staging buffer that the peers read,
+// the product is written there directly: see sum_of.
 
 #include "group.h"
 
@@ -13,13 +13,13 @@
 
 namespace weft::ops {
 
-// x weightᵀ, [..., out], summed over `group`.
+// Returns x weightᵀ, [..., out], summed over `group`.
 at::Tensor reduced_linear(std::string_view op,
                           const at::Tensor& x,
                           const at::Tensor& weight,
                           const ProcessGroupPtr& group);
 
-// grad weight [+ second_grad second_weight], [..., in], summed over `group`, in flight: see
+// Starts the sum of grad weight [+ second_grad second_weight], [..., in], over `group`: see
 // start_sum_of. The second pair may be undefined.
 std::pair<at::Tensor, PendingCollective> start_reduced_input_product(
     std::string_view op,

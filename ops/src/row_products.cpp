@@ -10,7 +10,7 @@ namespace weft::ops {
 
 namespace {
 
-// What sums of `dtype` are kept in.
+// The accumulation dtype.
 at::ScalarType sum_dtype(at::ScalarType dtype) {
   return at::isReducedFloatingType(dtype) ? at::kFloat : dtype;
 }

@@ -1,7 +1,7 @@
 #pragma once
 
-// Products of some rows of a sequence at a time, for operators that go in pieces. Rows are the
-// first dim; what is summed over them is summed in float32 at least.
+// Matrix products of one chunk of a sequence's rows, for chunked operators. Rows are the first dim;
+// sums over them accumulate in float32, or float64 for float64.
 
 #include "shape.h"
 
@@ -11,20 +11,21 @@
 
 namespace weft::ops {
 
-// The sizes of a row of x with `features` for a token: those of all dims but `dim`.
+// Returns the sizes of x without `dim`, with `features` in the last dim.
 std::vector<std::int64_t> row_sizes(const at::Tensor& x, std::int64_t dim, std::int64_t features);
 
-// [rows, ..., features] as [tokens, features], copied where the strides ask for it.
+// Returns [rows, ..., features] as [tokens, features]; a copy where the strides require one.
 at::Tensor row_matrix(const at::Tensor& rows);
 
-// out = rows matrix, and out = rows weightᵀ + bias; `out` [rows, ..., features] of any strides.
+// Computes out = rows matrix, or out = rows weightᵀ + bias, into `out` [rows, ..., features], of
+// any strides.
 void product_into(const at::Tensor& out, const at::Tensor& rows, const at::Tensor& matrix);
 void linear_into(const at::Tensor& out,
                  const at::Tensor& rows,
                  const at::Tensor& weight,
                  const OptionalTensor& bias = std::nullopt);
 
-// The gradient of a weight [out, in], rows after rows; zero without any.
+// Accumulates the gradient of a weight [out, in] over chunks; zero without any.
 class WeightGradSum {
  public:
   explicit WeightGradSum(const at::Tensor& weight) : weight_(weight) {}
@@ -37,7 +38,7 @@ class WeightGradSum {
   at::Tensor sum_;
 };
 
-// The gradient of a bias [out] of a weight [out, in].
+// Accumulates the gradient of the bias [out] that belongs to a weight [out, in].
 class BiasGradSum {
  public:
   explicit BiasGradSum(const at::Tensor& weight) : weight_(weight) {}

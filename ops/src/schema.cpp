@@ -1,5 +1,5 @@
-// Every operator of weft, declared once. The ones with a leading underscore are the pieces that the
-// autograd formulas are made of: registered, so that compile and export see each of them whole.
+// The schemas of all operators of weft. Those with a leading underscore are the building blocks of
+// the autograd formulas; they are registered so that compile and export see each as one call.
 
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
@@ -14,7 +14,7 @@ void define(torch::Library& m, const char* schema) {
   m.def(torch::schema(schema, c10::AliasAnalysisKind::FROM_SCHEMA), kTags);
 }
 
-// With effects beyond its results: TorchScript neither drops nor merges calls of it.
+// An operator with side effects: TorchScript must neither drop nor merge its calls.
 void define_effect(torch::Library& m, const char* schema) {
   m.def(torch::schema(schema, c10::AliasAnalysisKind::CONSERVATIVE), kTags);
 }
@@ -85,23 +85,23 @@ TORCH_LIBRARY(weft, m) {
   define_effect(m, "pipeline_flush(str group_name) -> ()");
   define(m, "join(Tensor x, Tensor[] tokens) -> Tensor");
 
-  // (y, h1, h3): column_row_mlp with what its backward needs; h3 is empty, [0], without w3.
+  // (y, h1, h3): column_row_mlp and the tensors that its backward needs; h3 is [0] without w3.
   define(m,
          "_column_row_mlp_saving(Tensor x, Tensor w1, Tensor w2, Tensor? w3, Tensor? b1, "
          "Tensor? b2, Tensor? b3, str activation, str group_name, int? sequence_dim, "
          "SymInt? sequence_size) -> (Tensor, Tensor, Tensor)");
-  // (grad_x, grad_weight); empty, [0], where it is not wanted.
+  // (grad_x, grad_weight); [0] if not wanted.
   define(m,
          "_all_gather_linear_backward(Tensor grad_y, Tensor x, Tensor weight, int dim, "
          "str group_name, bool wants_x, bool wants_weight) -> (Tensor, Tensor)");
-  // (grad_x, grad_weight, grad_bias); empty, [0], where it is not wanted.
+  // (grad_x, grad_weight, grad_bias); [0] if not wanted.
   define(m,
          "_linear_reduce_scatter_backward(Tensor grad_y, Tensor x, Tensor weight, int dim, "
          "str group_name, bool wants_x, bool wants_weight, bool wants_bias) -> "
          "(Tensor, Tensor, Tensor)");
   define(m, "_sharded_linear_input_grad(Tensor grad_y, Tensor weight, str group_name) -> Tensor");
   define(m, "_sharded_linear_shard_grad(Tensor grad_y, Tensor x, str group_name) -> Tensor");
-  // (the loss of each target, what their softmax is made of [2, tokens])
+  // (losses of the targets, normalizers [2, tokens] of the softmax)
   define(m,
          "_vocab_cross_entropy(Tensor logits, Tensor target, int vocab_start, str group_name, "
          "int? vocab_size, int ignore_index, float label_smoothing) -> (Tensor, Tensor)");
@@ -113,29 +113,30 @@ TORCH_LIBRARY(weft, m) {
          "_linear_cross_entropy(Tensor x, Tensor weight, Tensor target, int vocab_start, "
          "str group_name, int? vocab_size, int ignore_index, float label_smoothing) -> "
          "(Tensor, Tensor)");
-  // (grad_x of this rank's classes, grad_weight); empty, [0], where it is not wanted.
+  // (grad_x of this rank's classes, grad_weight); [0] if not wanted.
   define(m,
          "_linear_cross_entropy_backward(Tensor grad, Tensor x, Tensor weight, Tensor target, "
          "Tensor normalizers, int vocab_start, int num_classes, int ignore_index, "
          "float label_smoothing, bool wants_x, bool wants_weight) -> (Tensor, Tensor)");
-  // [tokens, 4]: largest, sum of exp(logit - largest), that of the target, sum (0 if not wanted)
+  // [tokens, 4]: largest logit, sum of exp(logit - largest), logit of the target, sum of the logits
+  // (0 if not wanted)
   define(m,
          "_cross_entropy_statistics(Tensor logits, Tensor target, int vocab_start, "
          "int ignore_index, bool wants_sum) -> Tensor");
-  // Writes the gradient of logits, which may be `gradient`.
+  // Writes the gradient of logits into `gradient`, which may be the same tensor.
   define(m,
          "_cross_entropy_gradient(Tensor(a!) gradient, Tensor grad, Tensor logits, Tensor target, "
          "Tensor normalizers, int vocab_start, int num_classes, int ignore_index, "
          "float label_smoothing) -> ()");
-  // x as [outer, size, inner], entries begin to begin + size of whole_size.
+  // x is viewed as [outer, size, inner] and holds [begin, begin + size) of the full whole_size.
   define(m,
          "_dropout_of_part(Tensor x, int seed, float p, int inner, int size, int begin, "
          "int whole_size) -> Tensor");
-  // (y, x + residual, mean, rstd); empty, [0], where there is no residual, and no mean.
+  // (y, x + residual, mean, rstd); the sum is [0] without residual, the mean if not centered.
   define(m,
          "_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, bool centered, "
          "float eps) -> (Tensor, Tensor, Tensor, Tensor)");
-  // (grad of x and of residual, grads of weight and bias [num_params, d]); empty where not wanted.
+  // (grad of x and of residual, grads of weight and bias [num_params, d]); [0] if not wanted.
   define(m,
          "_norm_backward(Tensor grad_y, Tensor? grad_sum, Tensor v, Tensor? weight, Tensor mean, "
          "Tensor rstd, bool centered, bool wants_input, int num_params) -> (Tensor, Tensor)");

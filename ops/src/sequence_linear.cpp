@@ -1,7 +1,7 @@
-// all_gather_linear and linear_reduce_scatter on a device: the column and the row half of a layer
-// whose input and output are cut along another dim than the features, the sequence usually. Each
-// goes whole (a collective, then a product) or in pieces that travel while others are multiplied:
-// see overlap.h.
+// Device kernels of all_gather_linear and linear_reduce_scatter: the column-parallel and the
+// row-parallel half of a layer whose input and output are sharded along a dim other than the
+// features, usually the sequence. Each runs unchunked (a collective and a matrix product) or in
+// chunks whose communication overlaps with the products: see overlap.h.
 //
 //   all_gather_linear      y = gather(x) Wᵀ + b        grad_x = reduce_scatter(grad_y W)
 //   linear_reduce_scatter  y = reduce_scatter(x Wᵀ) + b    grad_x = gather(grad_y) W
@@ -29,7 +29,7 @@ namespace {
 
 constexpr std::string_view kGatherLinear = "weft::all_gather_linear";
 constexpr std::string_view kLinearScatter = "weft::linear_reduce_scatter";
-// They choose for themselves whether to go in pieces.
+// The backward is timed apart from the forward: these names are keys of the overlap table.
 constexpr std::string_view kGatherLinearBackward = "weft::all_gather_linear backward";
 constexpr std::string_view kLinearScatterBackward = "weft::linear_reduce_scatter backward";
 
@@ -98,8 +98,8 @@ at::Tensor linear_reduce_scatter(const at::Tensor& x,
   return bias.has_value() ? y.add_(*bias) : y;
 }
 
-// The saved part is gathered again, while the gradient of the input is computed, whose
-// reduce-scatter is in flight while that of the weight is.
+// Gathers the saved shard of x again. Unchunked, the all-gather overlaps with the computation of
+// x's gradient, and the reduce-scatter of x's gradient with the computation of the weight's.
 std::tuple<at::Tensor, at::Tensor> all_gather_linear_backward(const at::Tensor& grad_y,
                                                               const at::Tensor& x,
                                                               const at::Tensor& weight,
@@ -149,7 +149,8 @@ std::tuple<at::Tensor, at::Tensor> all_gather_linear_backward(const at::Tensor& 
   return {grad_x, grad_weight};
 }
 
-// The bias, whole on every rank, saw this rank's tokens alone: its gradient is over all of them.
+// The bias is replicated but was added to this rank's tokens only; its gradient sums over the
+// tokens of all ranks, which the gathered grad_y contains.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_reduce_scatter_backward(
     const at::Tensor& grad_y,
     const at::Tensor& x,

@@ -1,6 +1,5 @@
-// The gradients of all_gather_linear and linear_reduce_scatter, and what all of it gives without
-// doing it. What was gathered is not kept: each backward is one operator, which gathers the saved
-// part again.
+// Autograd and Meta kernels of all_gather_linear and linear_reduce_scatter. The gathered input is
+// not saved: each backward is one operator that gathers the saved shard again.
 
 #include "autograd_support.h"
 #include "dispatch.h"
@@ -23,8 +22,8 @@ constexpr std::string_view kLinearScatter = "weft::linear_reduce_scatter";
 
 using OptionalSize = std::optional<c10::SymInt>;
 
-// What both backwards keep. The bias is input 2 where there is one; autograd::Function does not
-// count absent optional inputs.
+// Saves the state that both backwards need. The bias, if present, is input 2; autograd::Function
+// does not count absent optional inputs.
 void keep(AutogradContext* ctx,
           const at::Tensor& x,
           const at::Tensor& weight,
@@ -156,7 +155,7 @@ at::Tensor linear_reduce_scatter_meta(const at::Tensor& x,
                           x.options());
 }
 
-// As `tensor` if it is wanted, or empty.
+// An uninitialized tensor like `tensor` if it is wanted, else an empty one.
 at::Tensor like(const at::Tensor& tensor, bool is_wanted) {
   return is_wanted ? at::empty_symint(tensor.sym_sizes(), tensor.options())
                    : at::empty({0}, tensor.options());

@@ -9,13 +9,13 @@ namespace weft::ops {
 
 namespace {
 
-// Where another rank goes whole, sizes differ, and nothing else says why.
+// If another rank does not chunk, the backend reports different sizes; this text names the cause.
 constexpr std::string_view kGathering =
     "all-gather of a piece (WEFT_OVERLAP and its table, the same on all ranks?)";
 constexpr std::string_view kScattering =
     "reduce-scatter of a piece (WEFT_OVERLAP and its table, the same on all ranks?)";
 
-// The shape of x with other first sizes.
+// The sizes of x with `num_rows` in the first dim.
 std::vector<std::int64_t> with_rows(const at::Tensor& x, std::int64_t num_rows) {
   auto sizes = x.sizes().vec();
   sizes[0] = num_rows;
@@ -95,7 +95,8 @@ void Pieces::run(const std::function<void(const PieceRows&)>& step) {
       }
       PieceRows block{part_length_ * rank + first_of(piece), num_rows, {}, {}};
       for (std::size_t i = 0; i < parts_.size(); ++i) {
-        // This rank's own are read where they lie: as likely in its cache, and less of the other.
+        // Read this rank's own rows from its shard, which is as likely to be cached as the gathered
+        // copy and leaves more of the cache to other data.
         block.gathered.push_back(rank == group_->getRank()
                                      ? parts_[i].narrow(0, first_of(piece), num_rows)
                                      : now.whole[i].narrow(0, begin, num_rows));

@@ -55,7 +55,8 @@ constexpr std::string_view kShardedLinear = "weft::sharded_linear";
 constexpr std::string_view kLinearLoss = "weft::vocab_parallel_linear_cross_entropy";
 constexpr std::string_view kEmbedding = "weft::vocab_parallel_embedding";
 
-// `weight` must be a matrix with `num_cols` columns, the last dim of `of`.
+// Checks that `weight` is a matrix with `num_cols` columns; `of` says in the error where that
+// number comes from.
 void check_matrix(std::string_view op,
                   const at::Tensor& weight,
                   std::string_view name,
@@ -110,7 +111,7 @@ c10::SymDimVector with_last_dim(const at::Tensor& x, const c10::SymInt& last) {
   return sizes;
 }
 
-// `dim` counted from 0: any but the last.
+// Returns `dim` counted from 0; it must not be the last.
 std::int64_t checked_token_dim(std::string_view op,
                                const at::Tensor& x,
                                std::int64_t dim,
@@ -284,7 +285,7 @@ void check_classes(std::string_view op,
                    std::int64_t vocab_start,
                    const c10::SymInt& num_entries,
                    std::optional<std::int64_t> vocab_size) {
-  // Not the sum, which may be beyond any number.
+  // vocab_start + num_entries might overflow.
   const auto fits = [&] {
     return *vocab_size >= vocab_start && num_entries <= *vocab_size - vocab_start;
   };

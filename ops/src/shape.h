@@ -1,7 +1,7 @@
 #pragma once
 
-// The shape functions: each checks the whole call of one operator, in one place, and says what
-// comes out. The real kernels, the Meta kernels and the error texts all rest on them.
+// The shape functions: each checks the arguments of one operator and returns the size of its
+// result. Device and Meta kernels call the same function, so their errors are the same.
 
 #include "checked_activation.h"
 #include "shard_shape.h"
@@ -16,14 +16,14 @@ namespace weft::ops {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
-// `other` has the dtype and device of x, the first tensor of the call.
+// Checks that `other` has the dtype and device of x, the first tensor of the call.
 void check_like_x(std::string_view op,
                   const at::Tensor& x,
                   const at::Tensor& other,
                   std::string_view name);
-// One of the dtypes that are computed with.
+// Checks that x has a supported floating dtype.
 void check_floating(std::string_view op, const at::Tensor& x, std::string_view name);
-// x [..., features] of such a dtype.
+// Checks x [..., features], of such a dtype.
 void check_input(std::string_view op, const at::Tensor& x);
 
 // Checks act(x w1ᵀ + b1) [* (x w3ᵀ + b3)] w2ᵀ + b2; returns the size of the output.
@@ -36,14 +36,14 @@ c10::SymDimVector column_row_mlp_shape(const at::Tensor& x,
                                        const OptionalTensor& b3,
                                        std::string_view activation);
 
-// The dim along which x and the result of a call are cut over the group, and how long it is.
+// The dim along which x and the result of a call are sharded over the group, and its full size.
 struct Sequence {
   std::int64_t dim;  // counted from 0
-  c10::SymInt size;  // of all parts together
+  c10::SymInt size;  // of all shards together
 };
 
-// The sequence of a column_row_mlp whose x holds a part along `sequence_dim`, which is not that of
-// the features; nothing where none is told.
+// Returns the sequence of a column_row_mlp whose x is a shard along `sequence_dim`, which must not
+// be the last dim; nothing without a `sequence_dim`.
 std::optional<Sequence> mlp_sequence(const at::Tensor& x,
                                      const std::optional<std::int64_t>& sequence_dim,
                                      const std::optional<c10::SymInt>& sequence_size,
@@ -55,8 +55,8 @@ c10::SymDimVector linear_shape(std::string_view op,
                                const at::Tensor& weight,
                                const OptionalTensor& bias);
 
-// Checks x weightᵀ + bias of which x holds a part along `gather_dim`, which is not that of the
-// features; returns the size of the output.
+// Checks gather(x) weightᵀ + bias, where x is a shard along `gather_dim`, which must not be the
+// last dim; returns the size of the output.
 c10::SymDimVector all_gather_linear_shape(const at::Tensor& x,
                                           const at::Tensor& weight,
                                           const OptionalTensor& bias,
@@ -64,15 +64,15 @@ c10::SymDimVector all_gather_linear_shape(const at::Tensor& x,
                                           const std::optional<c10::SymInt>& dim_size,
                                           const GroupPlace& place);
 
-// Checks x weightᵀ + bias whose part along `scatter_dim` comes out, which is not that of the
-// features; returns the size of the output.
+// Checks x weightᵀ + bias, of which a shard along `scatter_dim` is returned, which must not be the
+// last dim; returns the size of the output.
 c10::SymDimVector linear_reduce_scatter_shape(const at::Tensor& x,
                                               const at::Tensor& weight,
                                               const OptionalTensor& bias,
                                               std::int64_t scatter_dim,
                                               const GroupPlace& place);
 
-// Checks x weightᵀ + bias where weight and bias are this rank's part of `out_features` rows;
+// Checks x weightᵀ + bias, where weight and bias are this rank's shard of `out_features` rows;
 // returns the size of the output, which has all of them.
 c10::SymDimVector sharded_linear_shape(const at::Tensor& x,
                                        const at::Tensor& weight,
@@ -89,13 +89,13 @@ c10::SymDimVector cross_entropy_shape(std::string_view op,
                                       double label_smoothing,
                                       std::string_view reduction);
 
-// That this rank's `num_entries` classes from vocab_start on are some of `vocab_size`, where told.
+// Checks that this rank's `num_entries` classes from vocab_start on are below `vocab_size`, if set.
 void check_classes(std::string_view op,
                    std::int64_t vocab_start,
                    const c10::SymInt& num_entries,
                    std::optional<std::int64_t> vocab_size);
 
-// The same for x [..., d] and this rank's rows of the output matrix, [v, d].
+// Like cross_entropy_shape, for x [..., d] and this rank's rows of the output matrix, [v, d].
 c10::SymDimVector linear_cross_entropy_shape(const at::Tensor& x,
                                              const at::Tensor& weight,
                                              const at::Tensor& target,

@@ -1,7 +1,8 @@
-// The conjugate pairs that cut a tensor over the group or put it together again. Each is the
-// gradient of its partner, except that a tensor which every rank uses in whole may come with
-// gradients that are equal on all ranks (gather_from_group: each keeps its part) or with each
-// rank's own (gather_from_sequence: they are summed).
+// The conjugate pairs that shard and gather tensors: the backward of each operator is its partner.
+//
+//   scatter_to_group            gather_from_group       gradients are equal on all ranks
+//   reduce_scatter_to_sequence  gather_from_sequence    gradients differ and are summed
+//   all_to_all                  all_to_all
 
 #include "autograd_support.h"
 #include "dispatch.h"
@@ -83,7 +84,7 @@ at::Tensor exchange(const at::Tensor& x,
                     group);
 }
 
-// What the backward needs: the dims, the group, and how long x was along the dim that was cut.
+// State for the backward: the dims, the group, and the full size of the dim that was sharded.
 void keep(AutogradContext* ctx, std::int64_t dim, const std::string& group_name) {
   ctx->saved_data["dim"] = dim;
   ctx->saved_data["group_name"] = group_name;
@@ -235,7 +236,7 @@ at::Tensor all_to_all_autograd(const at::Tensor& x,
   return AllToAll::apply(x, split_dim, cat_dim, std::string(group_name), cat_size);
 }
 
-// A meta tensor of that shape.
+// A meta tensor of this shape.
 at::Tensor empty(const c10::SymDimVector& sizes, const at::Tensor& like) {
   return at::empty_symint(sizes, like.options());
 }

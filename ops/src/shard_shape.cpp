@@ -6,8 +6,8 @@ namespace weft::ops {
 
 namespace {
 
-// Where that is known of a symbolic size, the general formulas would only hide it: an exported
-// program could not tell that its parts are never empty.
+// With symbolic sizes, the general formulas would hide from an exported program that no shard is
+// empty.
 bool is_cut_evenly(const c10::SymInt& size, std::int64_t num_ranks) {
   return TORCH_STATICALLY_KNOWN_TRUE((size % num_ranks).sym_eq(0));
 }

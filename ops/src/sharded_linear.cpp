@@ -1,8 +1,7 @@
-// sharded_linear: a linear layer whose weight is cut by rows over the group, as fully sharded data
-// parallelism has it, while every rank has an input of its own. No rank ever has the whole weight:
-// shard by shard it is broadcast by its owner, multiplied and dropped, the next one being on its
-// way meanwhile. The backward does the same for grad_x, and sums the weight's gradient shard by
-// shard on its owner.
+// sharded_linear: a linear layer whose weight is sharded by rows over the group, as in FSDP; every
+// rank has its own input. No rank materializes the full weight: each shard in turn is broadcast by
+// its owner, multiplied and dropped, while the next broadcast is in flight. The backward does the
+// same for grad_x, and reduces each shard's gradient to its owner.
 //
 //   y = [x W0ᵀ, x W1ᵀ, ...] + b    grad_x = Σ grad_y_r W_r    grad_W_r = Σ over ranks grad_y_rᵀ x
 
@@ -31,13 +30,13 @@ constexpr std::string_view kSharded = "weft::sharded_linear";
 
 using OptionalSize = std::optional<c10::SymInt>;
 
-// The rows of the whole weight, shard by shard.
+// Iterates over the shards of the weight, broadcasting them.
 class Shards {
  public:
   Shards(ProcessGroupPtr group, std::int64_t num_rows)
       : group_(std::move(group)), num_rows_(num_rows) {}
 
-  // Calls visit(shard, first_row) for each shard that has rows, with the next one in flight.
+  // Calls visit(shard, first_row) for each shard with rows, while the next broadcast is in flight.
   template <typename Visit>
   void for_each(const at::Tensor& own, const Visit& visit) const {
     auto next = fetch(0, own);
@@ -96,7 +95,7 @@ at::Tensor sharded_linear(const at::Tensor& x,
   return y.view(C10_AS_INTARRAYREF_SLOW(shape));
 }
 
-// grad_y times the whole weight.
+// Returns grad_y times the full weight.
 at::Tensor input_grad(const at::Tensor& grad_y,
                       const at::Tensor& weight,
                       std::string_view group_name) {
@@ -116,7 +115,7 @@ at::Tensor input_grad(const at::Tensor& grad_y,
   return grad_x;
 }
 
-// This rank's rows of grad_yᵀ x, summed over the group.
+// Returns this rank's rows of grad_yᵀ x, summed over the group.
 at::Tensor shard_grad(const at::Tensor& grad_y, const at::Tensor& x, std::string_view group_name) {
   const auto group = resolve_group(kSharded, std::string(group_name));
   if (!group) {
@@ -129,7 +128,7 @@ at::Tensor shard_grad(const at::Tensor& grad_y, const at::Tensor& x, std::string
   PendingCollective work;
   for (int rank = 0; rank < group->getSize(); ++rank) {
     auto part = at::mm(grads.narrow(1, shards.first_row(rank), shards.size_of(rank)).t(), tokens);
-    work.wait();  // of the shard before
+    work.wait();  // the reduce of the previous shard overlapped with this product
     work = start_reduce(kSharded, part, rank, group);
     if (rank == group->getRank()) {
       own = std::move(part);

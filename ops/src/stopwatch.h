@@ -1,6 +1,6 @@
 #pragma once
 
-// How long a device takes for what it is given between start and stop.
+// Times the work that is submitted to a device between start and stop.
 
 #include <weft/ops/export.h>
 
@@ -14,20 +14,20 @@ class Stopwatch {
  public:
   virtual ~Stopwatch() = default;
   virtual void stop() = 0;
-  // Waits until the device has come to the stop.
+  // Waits until the device has reached the stop.
   virtual double seconds() const = 0;
 };
 
-// Not on a device that no stopwatch is known for, nor while its work is captured to be run later.
+// Returns whether `device` has a stopwatch and its current stream is not being captured.
 bool can_time(const c10::Device& device);
-// On the current stream. REQUIRES: can_time(device).
+// Starts a stopwatch on the current stream. REQUIRES: can_time(device).
 std::unique_ptr<Stopwatch> start_stopwatch(const c10::Device& device);
 
 struct StopwatchMaker {
   bool (*can_time)(const c10::Device& device);
   std::unique_ptr<Stopwatch> (*start)(const c10::Device& device);
 };
-// How that is done on CUDA devices; once, while the library of their operators is loaded.
+// Registers the CUDA implementation. Called once, when libweft_ops_cuda.so is loaded.
 WEFT_OPS_API void set_cuda_stopwatch(const StopwatchMaker& maker);
 
 }  // namespace weft::ops

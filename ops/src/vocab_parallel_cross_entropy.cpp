@@ -1,10 +1,9 @@
-// The losses of classes that are cut over the group, and their gradients, on a device: from this
-// rank's logits or from hidden states and its rows of the output matrix.
+// Device kernels of the vocabulary-parallel cross-entropy and its gradients: from this rank's
+// logits, or from hidden states and this rank's rows of the output matrix.
 //
-// Tokens are worked on in chunks where logits are computed, or copied for the kernels: beside its
-// inputs and results a rank holds the logits of one chunk. The ranks tell each other four numbers a
-// token, in one all-gather. The backward computes what it needs of the logits again; what is kept
-// is two numbers a token.
+// Logits that must be computed, or copied for the kernels, are processed in chunks of tokens:
+// beside its inputs and results, a rank holds the logits of one chunk. One all-gather exchanges
+// four numbers per token. Two numbers per token are saved; the backward recomputes the rest.
 
 #include "autograd_support.h"
 #include "cross_entropy_math.h"
@@ -28,13 +27,14 @@ namespace {
 constexpr std::string_view kLoss = "weft::vocab_parallel_cross_entropy";
 constexpr std::string_view kLinearLoss = "weft::vocab_parallel_linear_cross_entropy";
 
-// The logits of a chunk: small ones stay in the caches, larger ones make better products.
+// Bytes of the logits of a chunk: copies should stay in the caches; matrix products are faster in
+// larger chunks.
 constexpr std::int64_t kLogitsChunkBytes = std::int64_t{4} << 20;
 constexpr std::int64_t kProductChunkBytes = std::int64_t{32} << 20;
 
 using Losses = std::tuple<at::Tensor, at::Tensor>;
 
-// NOTE: on CUDA a check would wait for the device.
+// NOTE: not checked on CUDA, where that would synchronize with the device.
 void check_targets(std::string_view op,
                    const at::Tensor& target,
                    std::optional<std::int64_t> vocab_size,
@@ -68,8 +68,8 @@ void for_each_chunk(std::int64_t num_tokens, std::int64_t chunk, const Visit& vi
   }
 }
 
-// How many tokens of a matrix of logits to work on at a time. All, unless the kernels, which want
-// contiguous rows, would take a copy.
+// Returns the chunk size in tokens for a matrix of logits: all of them, unless the kernels, which
+// need contiguous rows, would copy it.
 std::int64_t tokens_at_a_time(const at::Tensor& logits) {
   const bool as_it_is = logits.size(1) <= 1 || logits.stride(1) == 1;
   return as_it_is ? std::max<std::int64_t>(1, logits.size(0))
@@ -175,8 +175,8 @@ Losses linear_cross_entropy(const at::Tensor& x,
                    });
 }
 
-// grad_x of this rank's classes, to be summed over the group, and grad_weight; empty, [0], where it
-// is not wanted.
+// Returns grad_x of this rank's classes, which the caller sums over the group, and grad_weight; [0]
+// if not wanted.
 std::tuple<at::Tensor, at::Tensor> linear_cross_entropy_backward(const at::Tensor& grad,
                                                                  const at::Tensor& x,
                                                                  const at::Tensor& weight,

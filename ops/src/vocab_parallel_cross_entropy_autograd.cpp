@@ -1,6 +1,5 @@
 // vocab_parallel_cross_entropy and vocab_parallel_linear_cross_entropy: the registered operators,
-// their gradients and their Meta kernels. What they are made of is in
-// vocab_parallel_cross_entropy.cpp.
+// their gradients and their Meta kernels. vocab_parallel_cross_entropy.cpp has the device kernels.
 
 #include "autograd_support.h"
 #include "cross_entropy_math.h"
@@ -25,7 +24,7 @@ constexpr std::string_view kLinearLossOp = "weft::vocab_parallel_linear_cross_en
 
 using LossesAndNormalizers = std::tuple<at::Tensor, at::Tensor>;
 
-// The mean is over the tokens that are not ignored, as torch's is.
+// The mean is over the tokens that are not ignored, as in torch.
 at::Tensor reduced(const at::Tensor& losses,
                    const at::Tensor& target,
                    std::int64_t ignore_index,
@@ -232,7 +231,7 @@ at::Tensor vocab_parallel_linear_cross_entropy_autograd(const at::Tensor& x,
       LinearCrossEntropy::apply(x, weight, target, call), target, ignore_index, reduction);
 }
 
-// Losses and normalizers, without storage.
+// Meta losses and normalizers.
 LossesAndNormalizers losses_meta(const at::Tensor& target, const at::Tensor& logits) {
   const auto options = logits.options().dtype(loss_dtype(logits));
   return {at::empty_symint(target.sym_sizes(), options),

@@ -1,5 +1,5 @@
-// vocab_parallel_embedding: each rank looks up the ids in its own rows, the others give zeros, one
-// all-reduce adds them up. The gradient of a rank's rows is local.
+// vocab_parallel_embedding: each rank looks up the ids of its own rows and uses zeros for all other
+// ids; one all-reduce sums the results. The gradient of a rank's rows needs no communication.
 
 #include "autograd_support.h"
 #include "dispatch.h"
@@ -19,7 +19,7 @@ namespace {
 
 constexpr std::string_view kOp = "weft::vocab_parallel_embedding";
 
-// (row index within the shard, mask of the ids that other ranks hold); masked ids point at row 0.
+// Returns (row indices within the shard, mask of the ids outside of it); masked indices are 0.
 std::pair<at::Tensor, at::Tensor> local_rows(const at::Tensor& ids,
                                              std::int64_t vocab_start,
                                              std::int64_t num_rows) {
@@ -89,7 +89,7 @@ class VocabParallelEmbedding : public torch::autograd::Function<VocabParallelEmb
     ctx->save_for_backward({ids});
     const at::AutoDispatchBelowADInplaceOrView below;
     auto y = dispatch::vocab_parallel_embedding(ids, weight, vocab_start, group_name, vocab_size);
-    ctx->saved_data["num_rows"] = weight.sym_size(0);  // a table without dims was refused above
+    ctx->saved_data["num_rows"] = weight.sym_size(0);  // the call above checks the dims
     ctx->saved_data["vocab_start"] = vocab_start;
     return y;
   }

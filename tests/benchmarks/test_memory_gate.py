@@ -1,4 +1,4 @@
-"""Training takes the memory that the golden file says, to the byte; and the gate sees a single element more."""
+"""Training uses exactly the bytes recorded in the golden file, and the gate detects one additional element."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_rank_among_pretended_ones_allocates_what_it_would_among_real_ones() -
     for n, column in ((1, "weft"), (2, "weft_in_backward"), (8, "weft_checkpointed")):
         golden = GOLDEN["rows"][f"language_model, {column}, {n} ranks"]
         alone = rows[str(n)]
-        assert alone["communication"] == 0  # shared memory, which pretended ranks have none of
+        assert alone["communication"] == 0  # shared memory, which simulated ranks do not use
         assert {**alone, "communication": golden["communication"]} == {name: golden[name] for name in alone}
 
 
@@ -95,7 +95,7 @@ def test_one_cuda_device_shows_a_rank_of_many() -> None:
         for phase in ("startup", "training"):
             assert 0 < row[phase]["allocated"] <= row[phase]["reserved"], name
     weights = 3 * 8192 * 8192 * 4
-    workspaces = 2 * 64 << 20  # at most, of the forward's thread and of the backward's
+    workspaces = 2 * 64 << 20  # an upper bound: one for the forward thread, one for the backward thread
     assert 5 * weights <= rows["feed_forward, stock, 1"]["training"]["allocated"] <= 5 * weights + workspaces
     assert 4 * weights / 8 <= rows["feed_forward, weft, 8"]["training"]["allocated"] <= 4.1 * weights / 8 + workspaces
     assert rows["feed_forward, weft, 8"]["startup"]["allocated"] <= 1.05 * weights / 8
@@ -147,7 +147,7 @@ print(row["peak_bytes"], row["resident_bytes"])
 
 
 def test_linux_sees_what_is_counted() -> None:
-    """The growth of the resident peak, of the documented model on 2 ranks: what is not counted is below 5 %."""
+    """On 2 ranks, the documented model's peak resident memory grows by at most 5 % more than the counted bytes."""
     result = run_process([sys.executable, "-c", RESIDENT], env=ENVIRONMENT, timeout=200)
     assert result.returncode == 0, result.stderr
     counted, resident = map(int, result.stdout.splitlines()[-1].split())

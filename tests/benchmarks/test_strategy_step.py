@@ -1,4 +1,4 @@
-"""The benchmark of whole steps runs, its sides agree, and its bars see what they are for."""
+"""The benchmark of full training steps runs, its candidates agree, and its limits detect regressions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_small_row(layout: str) -> None:
         parts = row["peak_by_category"]
         assert row["peak_bytes_without_communication"] == sum(parts.values()) - parts["communication"]
         assert parts["optimizer_state"] >= 2 * parts["gradients"]
-    # The moment of stock's peak varies: gloo's threads free what a reduction read when they get to it.
+    # The time of stock's peak varies: gloo's threads free the input of a reduction asynchronously.
     assert ours["peak_by_category"]["gradients"] > 0 < stock["peak_by_category"]["optimizer_state"]
 
 

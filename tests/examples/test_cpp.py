@@ -1,4 +1,4 @@
-"""The C++ examples, built against an installed weft and run as N processes: the numbers are those of Python."""
+"""The C++ examples, built against an installed weft and run on NUM_RANKS processes, give the numbers of Python."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.example_modules import EXAMPLES
 from support.installed import BUILD, build_project, install
 from support.processes import ProcessResult, ProcessTree, run_script
 
-# float32: what is compared went through the same kernels, or through those of another compiler.
+# float32: the compared results come from the same kernels, or from kernels of another compiler.
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 NUM_RANKS = 2
 ENV = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -23,7 +23,7 @@ Numbers = dict[tuple[int, str], torch.Tensor]
 
 
 def read_numbers(stdout: str) -> Numbers:
-    """(rank, name) -> the numbers of a line "rank 0 name: 1.5 2"."""
+    """Return {(rank, name): numbers} of the lines like "rank 0 name: 1.5 2"."""
     lines = re.findall(r"^rank (\d+) ([\w ]+): (.*)$", stdout, re.MULTILINE)
     return {(int(rank), name): torch.tensor([float(text) for text in line.split()]) for rank, name, line in lines}
 
@@ -50,7 +50,7 @@ def assert_same(got: Numbers, expected: Numbers, names: set[str]) -> None:
 
 @pytest.fixture(scope="module")
 def programs() -> Path:
-    """The folder of the built programs; kept from run to run, so that only what has changed is compiled."""
+    """Return the folder of the built programs. It is kept between runs, so that only changes are compiled."""
     prefix = install(BUILD / "installed" / "examples")
     build = BUILD / "installed" / "examples_build"
     build_project(EXAMPLES / "cpp", build, prefix, "-DCMAKE_BUILD_TYPE=Debug")
@@ -59,9 +59,9 @@ def programs() -> Path:
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Numbers]:
-    """The folder with the models, and what they compute in Python."""
+    """Return the folder with the exported models, and their results in Python."""
     folder = tmp_path_factory.mktemp("exported")
-    # What the compiler makes of equal sources is kept, too; one thread, because a pool of them takes longer to start.
+    # Inductor's cache is kept between runs, too. One compile thread, because a pool takes longer to start.
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(BUILD / "installed" / "inductor"), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     env = {**ENV, **cache}
     result = run_script(
@@ -91,7 +91,7 @@ def test_a_compiled_model_computes_what_python_does(
 def test_the_comparison_fails_where_one_shard_is_wrong(
     programs: Path, exported: tuple[Path, Numbers], tmp_path: Path
 ) -> None:
-    """Rank 1 with the shards of rank 0: every process ends well, and with other numbers."""
+    """Rank 1 loads the shards of rank 0: all processes exit with 0, but with other numbers."""
     models, expected = exported
     for name in ("mlp", "language_model"):
         for rank in range(2):
@@ -110,7 +110,7 @@ def test_training_follows_the_unsharded_model_and_python(programs: Path, tmp_pat
 
 
 def train_in_python() -> torch.Tensor:
-    """What examples/cpp/train.cpp does, with torch alone."""
+    """Return the losses of examples/cpp/train.cpp, computed with torch only."""
     torch.manual_seed(0)
     shapes = {"embedding": (50, 16), "w1": (40, 16), "w3": (40, 16), "w2": (16, 40), "output": (50, 16)}
     weights = {name: torch.randn(shape, dtype=torch.float64) / shape[1] ** 0.5 for name, shape in shapes.items()}

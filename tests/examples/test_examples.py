@@ -1,4 +1,4 @@
-"""The examples as a user runs them: exit status, figures and what they leave behind."""
+"""The examples as a user runs them: exit status, printed figures, leftover files and processes."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ ENV = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET
 
 
 def run_example(name: str, *arguments: str, cwd: Path, timeout: float = 240.0, warm_ranks: int = 0) -> str:
-    """Run it to its end and return its stdout; nothing may be left running.
+    """Run an example to completion and return its stdout; fail if a process of it is still running.
 
-    warm_ranks: run it on so many ranks that have imported torch and Lightning, as torchrun would, and return the stdout
-        of rank 0. Each example is started as a command once at least.
+    warm_ranks: run it, as torchrun would, on this many ranks that have already imported torch and Lightning, and return
+        the stdout of rank 0. At least one run of each example starts it as a command.
     """
     if warm_ranks:
         case = {"path": str(EXAMPLES / name), "arguments": list(arguments), "cwd": str(cwd)}
@@ -146,7 +146,7 @@ def test_the_written_plan_says_what_auto_does(rank: int) -> None:
         whole = nn.ModuleDict({"model": model.Transformer(model.ModelArgs(n_layers=2))})
         weft.parallelize(whole, mesh, plan)
         rows.append(weft.strategy.report(whole).rows)
-        # A rule's own count is divided for good, and that of "auto" inside the forward alone.
+        # A rule divides the head count permanently, "auto" only during the forward.
         assert whole["model"].layers[1].attention.n_heads == (4 if plan == "auto" else 2)
     assert [dataclasses.replace(row, rule="") for row in rows[0]] == [
         dataclasses.replace(row, rule="") for row in rows[1]
@@ -260,7 +260,7 @@ def test_terminating_the_comparison_leaves_nothing(tmp_path: Path) -> None:
         assert len(children_left(tree.pgid)) >= 3, "the comparison and two ranks"
         tree.send_signal(signal.SIGTERM)
         assert tree.wait(30.0).returncode == 128 + signal.SIGTERM
-        # A rank that was still importing torch notices only afterwards that its launcher is gone.
+        # A rank that is still importing torch detects only afterwards that its launcher is gone.
         deadline = time.monotonic() + 60.0
         while children_left(tree.pgid) and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""The pieces of the demo: its data, its model, and the bars it holds itself to."""
+"""Unit tests of the demo: its data, its model, and the criteria of its comparison."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_the_model_sees_no_future_and_knows_positions() -> None:
     logits, after = net(tokens), net(changed_tail)
     torch.testing.assert_close(logits[:, :10], after[:, :10])
     assert not torch.allclose(logits[:, 10:], after[:, 10:])
-    # The same two tokens before it in another order: without positions attention could not tell.
+    # Swap the two preceding tokens: attention without positions could not tell them apart.
     a, b = net(torch.tensor([[1, 2, 3]])), net(torch.tensor([[2, 1, 3]]))
     assert not torch.allclose(a[:, 2], b[:, 2])
 

@@ -1,4 +1,4 @@
-"""Which process group the strategies make, and a user's own FSDP2 on the weft backend."""
+"""The process group's backend that the strategies choose, and a user's own FSDP2 on the weft backend."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from weft.lightning.fabric import WeftModelParallelStrategy as FabricStrategy
     ],
 )
 def test_default_and_choice(tmp_path: Path, chosen: str | None, num_nodes: int, expected: str) -> None:
-    """Ours between CPU ranks, on however many nodes; what the user says everywhere."""
+    """CPU ranks use weft's backend, on any number of nodes; a user's choice is always respected."""
     strategy = WeftModelParallelStrategy(process_group_backend=chosen)
     trainer(2, strategy, tmp_path, num_nodes=num_nodes)
     assert strategy._get_process_group_backend() == expected
@@ -42,7 +42,7 @@ def test_default_and_choice(tmp_path: Path, chosen: str | None, num_nodes: int, 
 def test_stages_on_devices_speak_on_the_host_too(
     monkeypatch: pytest.MonkeyPatch, strategy_class: type, options: dict[str, str]
 ) -> None:
-    """Their messages are announced between CPUs; without stages there is the stock default alone."""
+    """Messages between stages are announced between CPUs; without stages the stock default is used."""
     monkeypatch.setattr(strategy_class, "root_device", torch.device("cuda:0"))
     assert strategy_class()._get_process_group_backend() == "nccl"
     staged = {"pipeline_parallel_size": 2, "pipeline_cuts": ["layers.2"], **options}
@@ -51,7 +51,7 @@ def test_stages_on_devices_speak_on_the_host_too(
 
 
 class ShardedByUser(Model):
-    """Data parallel with FSDP2 in configure_model, as Lightning documents it; each rank has batches of its own."""
+    """Data parallel with FSDP2 in configure_model, as Lightning documents it; each rank has its own batches."""
 
     def configure_model(self) -> None:
         if isinstance(self, FSDPModule):

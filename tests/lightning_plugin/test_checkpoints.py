@@ -42,7 +42,7 @@ def _save(rank: int, world_size: int, folder: str, optimizer: str, num_steps: in
 
 
 def _resume(rank: int, world_size: int, names: list[str], folder: str, optimizer: str) -> dict[str, Any]:
-    """Resume each checkpoint to the end of the epoch; {name: (steps taken, weights)}."""
+    """Resume each checkpoint to the end of the epoch; return {name: (steps taken, weights)}."""
     on_warm_rank(rank, world_size)
     results = {}
     for name in names:
@@ -97,7 +97,7 @@ def test_loads_without_weft(tmp_path: Path, optimizer: str) -> None:
     run_on_ranks(2, _save, folder=folder, optimizer=optimizer, num_steps=6)
     _, by_function = run_on_ranks(2, _consolidate, folder=folder)
     assert by_function == f"{folder}/directory-2.ckpt.consolidated"
-    with pytest.raises(IsADirectoryError):  # what docs/usage.md says about directories
+    with pytest.raises(IsADirectoryError):  # as docs/usage.md says about directories
         Model.load_from_checkpoint(tmp_path / "directory-2.ckpt")
     consolidated = tmp_path / "consolidated.ckpt"
     subprocess.run(

@@ -1,4 +1,4 @@
-"""LightningCLI: the strategies from YAML, trained on several processes, and a saved configuration read again."""
+"""LightningCLI: strategies from YAML, training on several processes, and a saved configuration that is read again."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def _fresh_ranks_afterwards() -> Iterator[None]:
 
 
 def trained(folder: Path, devices: int, strategy: Any, on_warm_ranks: bool = False) -> list[dict[str, Any]]:
-    """What each rank of the script's `fit` tells; it leaves its configuration as `folder/config.yaml`.
+    """Run the script's `fit` and return the result of each rank; it saves its configuration as `folder/config.yaml`.
 
-    on_warm_ranks: as torchrun starts it, on ranks that have imported Lightning; otherwise the CLI starts the others.
+    on_warm_ranks: as under torchrun, on ranks that have imported Lightning; otherwise the CLI launches the other ranks.
     """
     optimizer = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.01}}
     folder.mkdir()
@@ -59,14 +59,14 @@ def trained(folder: Path, devices: int, strategy: Any, on_warm_ranks: bool = Fal
     results = sorted(map(json.loads, lines), key=lambda result: result["rank"])
     assert [result["rank"] for result in results] == list(range(devices))
     assert all(result["steps"] == 4 for result in results)
-    # The optimizer of the YAML was made with the model, before its parameters were sharded.
+    # The YAML's optimizer is created with the model, before the parameters are sharded.
     assert all(result["moved"] > 0.01 for result in results)
     assert yaml.safe_load((folder / "config.yaml").read_text())["trainer"]["devices"] == devices
     return results
 
 
 def parsed(config: Path, *arguments: str, package: str = "lightning.pytorch") -> Any:
-    """The CLI with its Trainer, in this process and without starting others."""
+    """Return the CLI with its Trainer, in this process, without launching others."""
     model = importlib.import_module(f"{package}.demos.boring_classes").BoringModel
     options = {"run": False, "save_config_callback": None, "args": ["--config", str(config), *arguments]}
     return importlib.import_module(f"{package}.cli").LightningCLI(model, **options)

@@ -113,7 +113,7 @@ def test_a_plan_on_top_of_the_users_own_sharding(rank: int, world_size: int, tmp
 
 
 class MadeBefore(Model):
-    """Its optimizer is made with it, as LightningCLI makes one."""
+    """Its optimizer is created with it, as by LightningCLI."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ def _made_before(rank: int, world_size: int, folder: str, settings: dict | None)
 
 
 def test_an_optimizer_made_before_the_model_was_sharded(tmp_path: Path) -> None:
-    """It would go on to step parameters that the model has no more, and nothing would be trained."""
+    """An optimizer that kept the parameters from before sharding would train nothing: the model has others."""
     [expected] = run_on_ranks(1, _made_before, folder=str(tmp_path), settings=None)
     for settings in ({}, {"layout": "dp2"}, {"layout": "dp2", "zero_stage": 1}):
         for result in run_on_ranks(2, _made_before, folder=str(tmp_path), settings=settings):

@@ -1,4 +1,4 @@
-"""What happens over the data axes beside the numbers of test_meshes: Fabric, manual optimization, precision, saving."""
+"""The data axes, besides the results in test_meshes: Fabric, manual optimization, precision, saving."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def rows(batch: Tensor, data_rank: int, num_data: int) -> Tensor:
 
 
 def _fabric_steps(rank: int, world_size: int, folder: str, layout: str, stage: int | None) -> dict[str, Any]:
-    """Four steps of two micro-batches each, clipped by norm; a checkpoint in between is loaded at the end."""
+    """Train four clipped steps of two micro-batches, save in between, load at the end; return the results."""
     on_warm_rank(rank, world_size)
     strategy = FabricStrategy(plan="auto", layout=layout, zero_stage=stage, save_distributed_checkpoint=stage != 0)
     fabric = Fabric(accelerator="cpu", devices=world_size, strategy=strategy)
@@ -90,7 +90,7 @@ def test_fabric_gives_the_numbers_of_one_device(tmp_path: Path) -> None:
 
 
 class Counted(Model):
-    """Counts what the strategy sends in each training batch."""
+    """Counts the reductions in each training batch."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -105,7 +105,8 @@ class Counted(Model):
 
 
 def _count(module: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("all_reduce", "reduce_scatter_tensor", "reduce_scatter_single"):  # FSDP2's, up to torch 2.11 and since
+    # FSDP2 calls reduce_scatter_tensor up to torch 2.11, and reduce_scatter_single since.
+    for name in ("all_reduce", "reduce_scatter_tensor", "reduce_scatter_single"):
         real = getattr(dist, name, None)
         if real is None:
             continue
@@ -120,7 +121,7 @@ def _count(module: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_accumulation_reduces_once_a_step(rank: int, world_size: int, tmp_path: Path, stage: int) -> None:
-    """Stock reduces after every micro-batch: `block_backward_sync` knows of DistributedDataParallel alone."""
+    """The stock strategy reduces after every micro-batch: `block_backward_sync` is for DistributedDataParallel only."""
     on_warm_rank(rank, world_size)
     strategy = WeftModelParallelStrategy(plan={}, layout="dp2", zero_stage=stage, check_batches=0)
     model = Counted(optimizer="sgd")
@@ -140,7 +141,7 @@ def test_accumulation_reduces_once_a_step(rank: int, world_size: int, tmp_path: 
 
 
 class ScaleBetween(Model):
-    """A parameter between a column and a row layer, whose gradient is a part on each rank."""
+    """A parameter between a column and a row layer, whose gradient is a partial sum on each rank."""
 
     def __init__(self) -> None:
         super().__init__(optimizer="sgd")
@@ -153,7 +154,7 @@ class ScaleBetween(Model):
 
 
 class CallsInside(Model):
-    """Its training step calls layers of a module that is gathered for its own forward alone."""
+    """Its training step calls layers of a module that is gathered only for the module's own forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.feed_forward.w2(self.feed_forward.w1(self.norm(x)))
@@ -181,14 +182,14 @@ def test_layers_inside_of_what_is_gathered(rank: int, world_size: int, tmp_path:
     with pytest.raises(ValueError, match="a Linear was called while its weight is cut over data_parallel and tensor"):
         trainer(world_size, strategy, tmp_path).fit(CallsInside(), loader())
     model = CallsInside()
-    model.norm = nn.Identity()  # one module alone is gathered when the step begins
+    model.norm = nn.Identity()  # if there is only one module, it is gathered when the step begins
     strategy = WeftModelParallelStrategy(plan=CUT, layout="dp2,tp2")
     trainer(world_size, strategy, tmp_path).fit(model, loader())
     assert len(model.losses) == 6
 
 
 class Adversaries(L.LightningModule):
-    """Manual optimization: two modules and optimizers, a step of each in every batch, as a GAN has."""
+    """Manual optimization as in a GAN: two modules and optimizers, a step of each in every batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -296,7 +297,7 @@ class HalfModel(L.LightningModule):
 def test_precision_is_what_is_gathered(
     rank: int, world_size: int, tmp_path: Path, precision: str, stored: torch.dtype, gathered: torch.dtype
 ) -> None:
-    """Stock leaves FSDP2's MixedPrecisionPolicy to the user."""
+    """The stock strategy leaves FSDP2's MixedPrecisionPolicy to the user."""
     on_warm_rank(rank, world_size)
     model = HalfModel()
     strategy = WeftModelParallelStrategy(plan={}, layout="dp2")
@@ -313,7 +314,7 @@ def test_precision_is_what_is_gathered(
 @on_ranks(2)
 @pytest.mark.parametrize("name", ["swa", "ema"])
 def test_averaged_copies_are_refused(rank: int, world_size: int, tmp_path: Path, name: str) -> None:
-    """Stock's guard misses its own model-parallel strategy, and fails or averages shards into a whole copy."""
+    """Lightning's check misses its own model-parallel strategy, and fails or averages shards into a full copy."""
     on_warm_rank(rank, world_size)
     callback = StochasticWeightAveraging(1e-2) if name == "swa" else EMAWeightAveraging()
     run = trainer(world_size, "weft_fsdp", tmp_path, callbacks=[callback])
@@ -340,7 +341,7 @@ def test_clipping_by_value(rank: int, world_size: int, tmp_path: Path, stage: in
 
 
 def _saving(rank: int, world_size: int, folder: str, case: dict[str, Any]) -> dict[str, Any]:
-    """Three steps; with `save`, a checkpoint before the first and one after it."""
+    """Train three steps; `save`: save a checkpoint before the first and one after it. Return the results."""
     on_warm_rank(rank, world_size)
     steps: list[int] = []
 
@@ -373,7 +374,7 @@ def _saving(rank: int, world_size: int, folder: str, case: dict[str, Any]) -> di
 @pytest.mark.parametrize(("layout", "stage"), [("dp2", 1), ("dp2", 3), ("dp2,tp2", 0)])
 @pytest.mark.parametrize("sharded", [True, False], ids=["directory", "file"])
 def test_saving_changes_nothing(tmp_path: Path, optimizer: str, layout: str, stage: int, sharded: bool) -> None:
-    """torch's `get_optimizer_state_dict`, which stock saves with, steps an optimizer that has no state yet."""
+    """torch's `get_optimizer_state_dict`, which the stock strategy uses, steps an optimizer that has no state yet."""
     case = {"layout": layout, "stage": stage, "optimizer": optimizer, "sharded": sharded}
     world_size = 2 * NUM_TENSOR[layout]
     runs = [

@@ -74,7 +74,7 @@ class _Object:
     """Its repr has an address."""
 
 
-# The error of each rank, given its number -> the number of printed tracebacks.
+# Case -> a function that raises the error of a rank, given its number, and the number of printed tracebacks.
 ERRORS: dict[str, tuple[Callable[[int], None], int]] = {
     "the same": (lambda rank: _fails("all have this one"), 1),
     "the same, of objects at other addresses": (lambda rank: _fails(f"{_Object()} and {hex(id(rank) + rank)}"), 1),

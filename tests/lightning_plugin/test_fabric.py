@@ -1,4 +1,4 @@
-"""Fabric with weft: parallelize_fn and plan, the numbers of one device, checkpoints at other sizes."""
+"""Fabric with weft: parallelize_fn and plan, parity with one device, checkpoints at other world sizes."""
 
 from __future__ import annotations
 
@@ -66,7 +66,10 @@ def _steps(fabric: Fabric, model: nn.Module, optimizer: Any, num_steps: int) -> 
 
 
 def _train(rank: int, world_size: int, strategy: Any, order: str) -> tuple[list[float], dict[str, Tensor]]:
-    """`order`: whether the optimizer is set up with the model, after it, or after it but made before it."""
+    """Return the losses and weights after training.
+
+    order: whether the optimizer is set up with the model, after it, or after it but created before it.
+    """
     on_warm_rank(rank, world_size)
     fabric = _fabric(world_size, WeftModelParallelStrategy(plan="auto") if strategy is None else strategy)
     model = Net()

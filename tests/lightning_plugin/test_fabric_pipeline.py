@@ -1,4 +1,4 @@
-"""Fabric with a model in stages: the numbers of one device on every mesh, clipping, checkpoints, refusals."""
+"""Fabric with a model in stages: parity with one device on every mesh, clipping, checkpoints, errors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def set_up(fabric: Fabric, optimizer: str = "SGD") -> tuple[Any, Any]:
 
 
 def train(fabric: Fabric, model: Any, optimizer: Any, batches: list[tuple[Tensor, Tensor]]) -> list[float]:
-    """Clipped steps, each data-parallel rank with its share; the losses of all."""
+    """Train clipped steps, each data-parallel rank on its portion; return the losses averaged over the ranks."""
     losses, axes = [], fabric.strategy.data_axes
     for batch in batches:
         optimizer.zero_grad()
@@ -130,7 +130,7 @@ def test_every_schedule(rank: int, world_size: int, kind: str) -> None:
 
 @on_ranks(4)
 def test_resumes_on_another_number_of_stages(rank: int, world_size: int, tmp_path: Path) -> None:
-    """Saved after two steps on two stages x dp2, resumed on four stages; the numbers are those without a break."""
+    """Save after two steps on two stages x dp2, resume on four stages; results are those of an uninterrupted run."""
     on_warm_rank(rank, world_size)
     fabric = fabric_with(world_size, layout="pp2,dp2")
     model, optimizer = set_up(fabric, "AdamW")
@@ -152,7 +152,7 @@ def test_resumes_on_another_number_of_stages(rank: int, world_size: int, tmp_pat
 
 @on_ranks(2)
 def test_resumes_without_stages(rank: int, world_size: int, tmp_path: Path) -> None:
-    """The tied weight's state is saved under the name that a model in one piece knows it by."""
+    """The tied weight's state is saved under its name in the unsplit model."""
     on_warm_rank(rank, world_size)
     fabric = fabric_with(world_size, layout="pp2")
     model, optimizer = set_up(fabric, "AdamW")
@@ -186,7 +186,7 @@ def test_evaluation_and_bfloat16(rank: int, world_size: int) -> None:
 
     loss = strategy.pipeline_step(torch.ones(4, 4), loss_of)
     assert torch.isfinite(loss) and next(model.parameters()).dtype == torch.float32
-    # Autocast between the stages, and out of Fabric's model what it always gives.
+    # Under autocast, bfloat16 crosses the stages; the output of Fabric's model is float32, as always.
     crossed = {str(value.dtype) for value in crossing_values(strategy)}
     assert crossed == {"torch.bfloat16"} and set(seen) == ({torch.float32} if rank == 1 else set())
     outputs = strategy.pipeline_evaluate(torch.ones(4, 4), lambda m, x: m(x))

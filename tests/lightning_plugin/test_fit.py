@@ -1,4 +1,4 @@
-"""The Trainer with weft on 1, 2 and 4 ranks: the numbers of one device, and objects that stay usable."""
+"""The Trainer with weft on 1, 2 and 4 ranks: parity with one device, and objects that stay usable after a run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SPLIT_PLAN = {"feed_forward.w1": "column", "feed_forward.w3": "column", "feed_fo
 
 
 def _everything(rank: int, world_size: int, folder: str, strategy: Any, clip: float | None) -> dict[str, Any]:
-    """Fit, validate, test, predict, fit again; what one device does too."""
+    """Fit, validate, test, predict and fit again, as one device also does; return the results."""
     on_warm_rank(rank, world_size)
     if isinstance(strategy, dict):
         strategy = WeftModelParallelStrategy(**strategy)
@@ -71,7 +71,7 @@ def test_gives_the_numbers_of_one_device(tmp_path: Path, clip: float | None) -> 
 def test_callbacks_and_logger(rank: int, world_size: int, tmp_path: Path) -> None:
     on_warm_rank(rank, world_size)
     keep_best = ModelCheckpoint(dirpath=tmp_path / "best", monitor="val_loss", save_last=True)
-    stop = EarlyStopping("val_loss", mode="max", patience=1)  # the loss falls: no epoch after the second
+    stop = EarlyStopping("val_loss", mode="max", patience=1)  # stops after the second epoch, as the loss falls
     run = trainer(
         world_size,
         "weft",
@@ -120,7 +120,7 @@ def test_evaluation_never_uses_inference_mode(rank: int, world_size: int, tmp_pa
     seen = []
     model = Model()
     model.predict_step = lambda batch, batch_idx: seen.append(torch.is_inference_mode_enabled())
-    # What a backend of another name than gloo gets: DTensors do not work in inference mode.
+    # Lightning would use inference mode for backends of other names than gloo; DTensors do not support it.
     torch_backend, torch.distributed.get_backend = torch.distributed.get_backend, lambda *_: "cpu:gloo"
     try:
         run.predict(model, loader())

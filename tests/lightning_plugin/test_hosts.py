@@ -18,7 +18,7 @@ from support.ranks import run_on_ranks
 
 SCRIPT = Path(__file__).parent / "scripts" / "hosts.py"
 TESTS = str(Path(__file__).resolve().parents[1])
-PORT = "29475"  # of networks that no other process is in
+PORT = "29475"  # in network namespaces without other processes
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def _torchrun(host: int) -> list[tuple[list[str], dict[str, str]]]:
 
 
 def _slurm(host: int) -> list[tuple[list[str], dict[str, str]]]:
-    """What srun gives each of two tasks on a node."""
+    """Return the command and environment that srun gives each of two tasks on a node."""
     tasks = []
     for local in range(2):
         variables = {"JOB_ID": "17", "JOB_NAME": "train", "NTASKS": "4", "NTASKS_PER_NODE": "2", "NNODES": "2"}

@@ -1,4 +1,4 @@
-"""`optimizer_in_backward` under the Trainer and Fabric: the numbers of the usual step, and what it refuses."""
+"""`optimizer_in_backward` in the Trainer and Fabric: the results of the usual step, and errors."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_rows_are_for_fused_mlps_of_tensor_parallel_ranks(rank: int, world_size:
 
 class AfterBackward(L.Callback):
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        """What it does is not asked: it expects gradients."""
+        """It expects gradients, whatever it does."""
 
 
 class OwnStep(Model):

@@ -21,7 +21,7 @@ def parameters() -> list[nn.Parameter]:
 
 
 def compute(found: list[nn.Parameter]) -> None:
-    """The second one gets none."""
+    """Compute gradients; the second parameter gets none."""
     (COMPUTED * (found[0].sum() + found[2].sum())).backward()
 
 
@@ -39,7 +39,7 @@ def test_a_first_batch_gives_its_own(is_seen: bool, scale: float | None) -> None
         compute(found)
         assert (earlier() is None) == (not is_seen)
     loss = kept.loss_for(torch.tensor(3.0))
-    # As the Trainer does: zero, then a backward of the loss, or of what it made of the loss.
+    # As in the Trainer: zero the gradients, then run the backward of the loss, or of the loss that it has scaled.
     assert values(found) == ([EARLIER, EARLIER, None] if is_seen else [None, None, None])
     for parameter in found:
         parameter.grad = None

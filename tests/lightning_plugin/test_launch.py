@@ -1,4 +1,4 @@
-"""Whole process trees: Lightning's own launcher, torchrun, one device; clean ends and clean stderr."""
+"""Process trees of Lightning's own launcher, of torchrun and of one device: clean exits and clean stderr."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.processes import ProcessResult, run_process, run_script
 
 SCRIPTS = Path(__file__).parent / "scripts"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-# What c10d, gloo and a failing interpreter print; "unwaited collective calls" is what the stock strategy leaves.
+# Words of c10d, gloo and a failing interpreter; the stock strategy causes "unwaited collective calls".
 NOISE = ("ProcessGroup", "c10d", "Traceback", "unwaited", "TCPStore", "destroy_process_group", "Exception", "leaked")
 
 

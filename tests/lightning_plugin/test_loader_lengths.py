@@ -1,4 +1,4 @@
-"""Ranks whose loaders differ in length: one error on all ranks, in every loop; nothing is sent where they agree."""
+"""Loaders of different lengths raise one error on all ranks, in every loop; equal lengths cost one collective."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Stream(IterableDataset):
 
 
 class Claiming(Stream):
-    """Has a length that may be wrong."""
+    """A data set whose length may be wrong."""
 
     def __len__(self) -> int:
         return 5 * BATCH
@@ -138,7 +138,7 @@ def test_data_parallel_ranks(rank: int, world_size: int, tmp_path: Path) -> None
             run.fit(Model(), sized(5 if rank else 3))
         with pytest.raises(ValueError, match=rf"^the training loader {ENDED}, {gradients}"):
             run.fit(Model(), stream(5 if rank else 3))
-        several = {"long": sized(6), "short": stream(5 if rank else 3)}  # the short one begins again
+        several = {"long": sized(6), "short": stream(5 if rank else 3)}  # the short one restarts
         run.fit(model := _OfPairs(), CombinedLoader(several, "max_size_cycle"))
         assert len(model.losses) == 6
     for make, what in ((sized, COUNTED), (stream, ENDED)):
@@ -229,7 +229,7 @@ def test_many_ranks_are_named_briefly() -> None:
     parties = "has 3 batches on ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4 more and has no length on rank 12"
     with pytest.raises(ValueError, match=f"^a loader {parties}, but data-parallel ranks exchange gradients"):
         refuse_differences(readings, "gradients", describe_length, "a loader", "do something")
-    refuse_differences(readings, None, describe_length, "a loader", "do something")  # no two see the same batches
+    refuse_differences(readings, None, describe_length, "a loader", "do something")  # no two ranks get the same batches
 
 
 class Stateful(DataLoader):
@@ -259,7 +259,7 @@ def test_a_stream_stays_the_users_loader(rank: int, world_size: int, tmp_path: P
     used = run.train_dataloader
     assert used.dataset is mine.dataset
     used.num_given += 10
-    assert mine.num_given == 14  # three, and one in advance
+    assert mine.num_given == 14  # three, and one prefetched
     run = trainer(world_size, tensor_parallel(), tmp_path, max_epochs=-1, max_steps=5)
     run.fit(model, used, ckpt_path=tmp_path / "stream.ckpt")
     assert mine.num_given == 4 + 3

@@ -1,4 +1,4 @@
-"""The order of the data: the loader's own with one data replica, that of Lightning's sampler with several."""
+"""The order of the data: the loader's with one data replica, that of Lightning's sampler with several."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BACKWARDS = range(BATCH * NUM_BATCHES - 1, -1, -1)
 
 
 class PairsOfDistance(Sampler):
-    """Batches of a kind that no other sampler can be put into."""
+    """A batch sampler into which Lightning cannot inject another sampler."""
 
     def __init__(self, distance: int) -> None:
         self.distance = distance
@@ -67,7 +67,7 @@ def test_one_replica_keeps_the_loader(rank: int, world_size: int, tmp_path: Path
 def _shuffled(rank: int, world_size: int, folder: str, strategy: str) -> Tensor:
     on_warm_rank(rank, world_size)
     model = Model(dropout=0.5)
-    L.seed_everything(5, verbose=False)  # the seed that strategies of several ranks begin a run with
+    L.seed_everything(5, verbose=False)  # strategies of several ranks begin a run with this seed
     run = trainer(world_size, strategy, folder, max_epochs=2, use_distributed_sampler=True)
     run.fit(model, loader(shuffle=True))
     return torch.cat(model.batches)

@@ -1,4 +1,4 @@
-"""Memory under the strategies, where it is counted: what each byte is for, by rank."""
+"""Memory of each rank under the strategies, by category."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Model(pl.LightningModule):
         self.feed_forward = FeedForward()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        if batch_idx == 0:  # what recognising this small model took is more than what training takes
+        if batch_idx == 0:  # recognising this small model takes more memory than training it
             weft.memory.reset_peak()
         return self.feed_forward(batch).square().mean()
 
@@ -72,7 +72,7 @@ def test_trainer(rank: int, world_size: int, tmp_path: Path) -> None:
         run.fit(model, _batches(), _batches())
         _check(weft.memory.by_category(at="peak"), before, world_size)
         names = [phase.name for phase in weft.memory.timeline()]
-        # The optimizer's step holds the closure: forward and backward come within it.
+        # The optimizer's step calls the closure, so forward and backward are inside it.
         assert names[:6] == ["forward", "backward", "between steps", "step", "forward", "backward"]
         assert "inference" in names
 
@@ -136,7 +136,7 @@ def test_optimizers_are_fused_unless_kept(rank: int, world_size: int, tmp_path: 
 
 @on_ranks(2)
 def test_a_model_built_whole_is_cut_one_by_one_and_the_log_says_so(rank: int, world_size: int, tmp_path: Path) -> None:
-    """Start-up holds the whole model and one more shard at most; the hint names the bytes and the remedy."""
+    """Start-up holds at most the full model and one more shard; the hint names the bytes and the remedy."""
     on_warm_rank(rank, world_size)
     said: list[str] = []
     with counted() as count:
@@ -158,7 +158,7 @@ def test_a_model_built_whole_is_cut_one_by_one_and_the_log_says_so(rank: int, wo
 
 
 class _Configured(Model):
-    """Built where the strategy has told it to wait for its values."""
+    """Built in configure_model, where the strategy defers its values."""
 
     def __init__(self) -> None:
         pl.LightningModule.__init__(self)
@@ -175,7 +175,7 @@ class _Configured(Model):
 
 
 def _losses(rank: int, world_size: int, folder: str, empty_init: bool) -> tuple[list[float], int]:
-    """Also: the start-up peak, less what the model's first forward adds."""
+    """Return the losses, and the start-up peak without the model's first forward."""
     on_warm_rank(rank, world_size)
     torch.manual_seed(21)
     data = torch.utils.data.DataLoader(torch.randn(4 * BATCH, DIM), batch_size=BATCH)
@@ -195,7 +195,7 @@ def test_configure_model_builds_shards_with_the_values_of_one_device(tmp_path: P
         shards = WEIGHTS // world_size
         for losses, peak in run_on_ranks(world_size, _losses, folder=str(tmp_path), empty_init=True):
             torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
-            # A piece of the stream, and what recognising the layers takes.
+            # A chunk of the random stream, and the memory for recognising the layers.
             assert shards <= peak <= shards + 800_000
     for losses, peak in run_on_ranks(2, _losses, folder=str(tmp_path), empty_init=False):
         torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)

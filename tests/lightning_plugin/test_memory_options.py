@@ -1,4 +1,4 @@
-"""What the options that spend less memory do to a run: nothing to its losses, and what they promise to its bytes."""
+"""Options that reduce memory do not change a run's losses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RECOMPUTE = {
     "model.tok_embeddings": "vocab_embedding",
     "model.output": "column_gather_output",
 }
-# Options that only reorder work, or make the same numbers elsewhere: losses are those without, to the bit.
+# Options that only reorder work, or create the same values elsewhere: losses are bitwise equal to those without.
 SAME_BITS: dict[str, dict[str, Any]] = {
     "empty_init": {"empty_init": True},
     "optimizer_in_backward": {"optimizer_in_backward": True},

@@ -1,4 +1,4 @@
-"""Every mesh and ZeRO stage in the Trainer gives the losses, gradients and weights of one device, and resumes so."""
+"""Every mesh and ZeRO stage in the Trainer gives the losses, gradients and weights of one device, also resumed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_every_mesh_and_stage(folder: str, layout: str, stage: int | None) -> No
     assert_like_one_device(folder, layout, stage, "SGD", ACCUMULATE, CLIP)
 
 
-# With the test above, every pair of a mesh and a stage with each value, and every pair of values; `make soak` has all.
+# With the test above: each mesh and stage with each value, and each pair of values; `make soak` runs all of them.
 OTHERS = [
     *((layout, stage, "AdamW", 1, None) for layout, stage in CASES),
     ("dp2,tp2", 3, "AdamW", 2, CLIP),
@@ -103,7 +103,7 @@ def _straight(rank: int, world_size: int, folder: str) -> dict[str, Tensor]:
 
 
 def save_all(folder: str) -> dict[str, Tensor]:
-    """Save one checkpoint of each mesh, as a directory and as a file; return the weights that going on must give."""
+    """Save one checkpoint of each mesh, as a directory and as a file; return the weights that resuming must give."""
     for layout, stage in RESUMED:
         world_size = torch.Size(MESHES[layout]).numel()
         run_on_ranks(world_size, _save, folder=folder, layout=layout, stage=stage)
@@ -113,7 +113,7 @@ def save_all(folder: str) -> dict[str, Tensor]:
 def assert_resumes(
     folder: str, expected: dict[str, Tensor], layout: str, stage: int | None, sources: list[tuple[str, int | None]]
 ) -> None:
-    """Each source is read as a directory or as a file, in turn."""
+    """Resume from each source, alternately a directory and a file, and compare the weights."""
     names = [_name(*saved, is_directory=bool((RESUMED.index(saved) + len(layout)) % 2)) for saved in sources]
     world_size = torch.Size(MESHES[layout]).numel()
     for resumed in run_on_ranks(world_size, _resume, folder=folder, layout=layout, stage=stage, names=names):
@@ -132,7 +132,7 @@ def checkpoints(folder: str) -> dict[str, Tensor]:
 def test_resumes_on_every_mesh_from_every_other(
     folder: str, checkpoints: dict[str, Tensor], layout: str, stage: int | None
 ) -> None:
-    """The stages of a mesh share the sources; `make soak` has each stage with each source."""
+    """The sources are divided among a mesh's ZeRO stages; `make soak` has each stage with each source."""
     stages = [entry for entry in RESUMED if entry[0] == layout]
     sources = RESUMED[stages.index((layout, stage)) :: len(stages)]
     assert_resumes(folder, checkpoints, layout, stage, sources)

@@ -1,4 +1,4 @@
-"""The callbacks: rates by a clock that is set by hand, and memory as `weft.memory` has it."""
+"""The callbacks: rates by a clock that the tests set, and memory as counted by `weft.memory`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAMESPACES = {"weft.lightning": lightning.pytorch, "weft.pytorch_lightning": pyt
 
 
 class Memo(Logger):
-    """Keeps what it is given."""
+    """Stores the metrics that are logged."""
 
     name = version = "memo"
 
@@ -42,13 +42,13 @@ class Memo(Logger):
         pass
 
     def of(self, prefix: str) -> list[tuple[int, dict[str, float]]]:
-        """The rows with these names alone, by step."""
+        """Return the step and metrics of each row, with only the names that begin with `prefix`."""
         chosen = [(step, {n: v for n, v in row.items() if n.startswith(prefix)}) for step, row in self.rows]
         return [(step, row) for step, row in chosen if row]
 
 
 class Timed(Model):
-    """Every training batch takes as long, by the clock of a monitor, and a validation far longer."""
+    """By the monitor's clock, every training batch takes equally long, and a validation far longer."""
 
     def __init__(self, monitor: Any) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def _fit(rank: int, world_size: int, folder: Path, monitor: Any, strategy: Any, 
 @on_ranks(4)
 @pytest.mark.parametrize(("layout", "num_data"), [("dp2,tp2", 2), ("dp4", 4), ("tp4", 1), ("rep2,tp2", 2)])
 def test_each_replica_counts_once(rank: int, world_size: int, tmp_path: Path, layout: str, num_data: int) -> None:
-    """Half of the data ranks have batches of 4 samples, the others of 2; the mesh is told of by its layout."""
+    """Data ranks with even numbers have batches of 4 samples, the others of 2."""
     data_rank = rank // (world_size // num_data)
     sizes = [4 if each % 2 == 0 else 2 for each in range(num_data)]
     monitor = ThroughputMonitor(
@@ -249,7 +249,7 @@ def test_memory_of_other_strategies_has_categories_too(rank: int, world_size: in
 class Unseen(Wide):
     """A model whose layers the count has not seen, as if it was built before the count began.
 
-    The count has seen the scale, which two modules hold, and the offset.
+    The count has seen the scale, which has two names, and the offset.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Steps, hooks and optimizers that compute with all parameters, by the Trainer and Fabric, against one device."""
+"""Steps, hooks and optimizers that compute with all parameters, in the Trainer and Fabric, against one device."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Penalized(L.LightningModule):
 
 
 def _batches(num_replicas: int, replica: int) -> torch.utils.data.DataLoader:
-    """Batches of one row of this replica's part each, which a sampler cannot deal again."""
+    """Return a loader whose items are this replica's rows of each batch, so that no sampler splits them again."""
     rows = slice(replica * ROWS // num_replicas, (replica + 1) * ROWS // num_replicas)
     return torch.utils.data.DataLoader([tuple(each[rows] for each in pair) for pair in token_batches(2, VOCAB)])
 
@@ -92,7 +92,7 @@ LAYOUTS = [("tp2", None), ("dp2", 0), ("dp2", 1), ("dp2,tp2", 3)]
 def test_training_is_that_of_one_device(tmp_path: Path) -> None:
     [expected] = run_on_ranks(1, _fit, layout="", zero_stage=None, cases=CASES, folder=str(tmp_path))
     for layout, zero_stage in LAYOUTS:
-        cases = CASES if zero_stage != 1 else CASES[:1]  # zero_stage=1 refuses the other optimizers
+        cases = CASES if zero_stage != 1 else CASES[:1]  # zero_stage=1 does not support the others
         size = 4 if "," in layout else 2
         for found in run_on_ranks(size, _fit, layout=layout, zero_stage=zero_stage, cases=cases, folder=str(tmp_path)):
             for case, (seen, values), (seen_there, there) in zip(cases, found, expected, strict=False):
@@ -105,7 +105,7 @@ def test_training_is_that_of_one_device(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_anomaly_detection(rank: int, world_size: int, tmp_path: Path) -> None:
-    """It finds a NaN in the gradient of a sharded weight, and nothing where there is none."""
+    """It finds a NaN in the gradient of a sharded weight, and raises nothing without one."""
     on_warm_rank(rank, world_size)
     try:
         for case in ("penalty", "nan"):
@@ -120,7 +120,7 @@ def test_anomaly_detection(rank: int, world_size: int, tmp_path: Path) -> None:
 
 
 class InStages(L.LightningModule):
-    """A step that reads all parameters raises; a hook that does gets those of the rank's stages and a warning."""
+    """A step that reads all parameters raises; a hook gets the parameters of the rank's stages, and a warning."""
 
     def __init__(self, is_penalized: bool) -> None:
         super().__init__()

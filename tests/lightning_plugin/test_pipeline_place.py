@@ -1,4 +1,4 @@
-"""Finds the module to cut and the names of its cuts, with and without a prefix or pipeline_module."""
+"""find_place: the module to cut and the names of its cuts, with and without a prefix or pipeline_module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The classes of every installed namespace, the registered names, and settings refused at once."""
+"""The classes of every installed namespace, the registered names, and settings that raise at once."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_registering_again_changes_nothing() -> None:
 def test_the_error_without_the_import_stands_in_the_documentation(
     registry: dict, made: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And Lightning asks no entry point before it: one that registers the names would be in place of the import."""
+    """Lightning reads no entry point before it raises, so an entry point cannot replace the import."""
     groups: list[str] = []
     monkeypatch.setattr("lightning.fabric.utilities.registry.entry_points", lambda group: groups.append(group) or [])
     monkeypatch.delitem(registry, "weft")

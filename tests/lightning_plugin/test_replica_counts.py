@@ -1,4 +1,4 @@
-"""Samplers, logs, metrics and random numbers over the data axes: each replica counts once, and starts alike."""
+"""Samplers, logs, metrics and random numbers over the data axes: each replica counts once, and all start equal."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Logging(Model):
 
 @on_ranks(4)
 def test_each_replica_counts_once(rank: int, world_size: int, tmp_path: Path) -> None:
-    """Stock sums over all ranks, each tensor-parallel replica too (lightning 2.6.6, `reduce_fx="sum"`)."""
+    """The stock strategy sums over all ranks, tensor-parallel replicas too (lightning 2.6.6, `reduce_fx="sum"`)."""
     on_warm_rank(rank, world_size)
     strategy = WeftModelParallelStrategy(plan="auto", layout="dp2,tp2")
     run = trainer(world_size, strategy, tmp_path)
@@ -137,11 +137,11 @@ class Metrics(Model):
 
 @on_ranks(2, 4)
 def test_torchmetrics_count_each_replica_once(rank: int, world_size: int, tmp_path: Path) -> None:
-    """torchmetrics sums over all ranks, each tensor-parallel replica too, with stock's strategy."""
+    """With the stock strategy, torchmetrics sums over all ranks, tensor-parallel replicas included."""
     on_warm_rank(rank, world_size)
     num_data = world_size // 2
     model = Metrics()
-    for _ in range(2):  # what the first run leaves must not stop the second
+    for _ in range(2):  # state of the first run must not break the second
         strategy = WeftModelParallelStrategy(plan="auto", layout=f"dp{num_data},tp2")
         run = trainer(world_size, strategy, tmp_path)
         [found] = run.validate(model, loader(fixed_data()[:4]), verbose=False)

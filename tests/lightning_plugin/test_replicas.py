@@ -39,7 +39,7 @@ def _on_all_ranks(value: object, world_size: int) -> list[object]:
 
 
 def _seed_differently(rank: int) -> None:
-    """What ranks are like without `seed_everything`."""
+    """Seed each rank differently, as ranks are without `seed_everything`."""
     random.seed(rank)
     numpy.random.seed(rank)
     torch.manual_seed(rank)
@@ -54,7 +54,7 @@ def test_without_seed_everything(rank: int, world_size: int, tmp_path: Path) -> 
     on_warm_rank(rank, world_size)
     _seed_differently(rank)
     model = Model(dropout=0.5, seed=None)
-    expected = model.state_dict()  # of rank 0, before anything is sharded
+    expected = model.state_dict()  # before sharding; rank 0's is broadcast below
     expected = {name: value.clone() for name, value in expected.items()}
     dist.broadcast_object_list(shared := [expected], src=0)
     drawn = {}
@@ -162,7 +162,7 @@ def test_different_seeds_of_seed_everything(rank: int, world_size: int, tmp_path
 
 
 class _ShardedByRank(IterableDataset):
-    """What a user may write for data parallelism, and must not for tensor parallelism."""
+    """A data set that is correct under data parallelism, and wrong under tensor parallelism."""
 
     def __init__(self, num_equal: int = 0) -> None:
         self.num_equal = num_equal
@@ -226,7 +226,7 @@ def test_batch_check_counts_each_stage(rank: int, world_size: int) -> None:
     group = dist.group.WORLD
     equal, different = torch.zeros(2), torch.full((2,), float(rank))
     check.check("training", equal, group, device)
-    check.check("training", different, group, device)  # the second: not compared
+    check.check("training", different, group, device)  # the second batch is not compared
     with pytest.raises(ValueError, match="validation batch 0 differs between rank 0 and rank 1"):
         check.check("validation", different, group, device)
     check.restart()

@@ -1,4 +1,4 @@
-"""Within 10 s of a signal, an exception or a kill nothing of the tree is left, whatever the ranks were doing."""
+"""The whole process tree ends within 10 s of a signal, an exception or a kill, whatever the ranks are doing."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def _signal_all(signum: int) -> Stop:
 
 
 def _nothing(tree: ProcessTree, pids: dict[int, int]) -> None:
-    """A rank raises by itself, a second after it is ready."""
+    """Wait until a rank raises by itself, a second after it is ready."""
     time.sleep(1.0)
 
 
-# What rank 0 and rank 1 do when it happens. The two trees of a pair run side by side: a launch is slow.
+# The actions of rank 0 and rank 1 in each tree. The two trees of a pair run in parallel, as a launch is slow.
 PAIRS = {
     "SIGINT": ([("compute", "compute"), ("wait", "compute")], _signal_root(signal.SIGINT)),
     "Ctrl-C": ([("compute", "compute"), ("wait", "compute")], _signal_all(signal.SIGINT)),
@@ -52,14 +52,14 @@ PAIRS = {
 
 
 def _check(launcher: list[str], actions: tuple[str, str], stop: Stop) -> str:
-    """Run a tree to where it hangs, stop it, and assert that it ends in time; returns its stderr."""
+    """Run a tree until it hangs, stop it, and assert that it ends in time; return its stderr."""
     with ProcessTree([*launcher, str(SCRIPT), *actions], env=ENVIRONMENT) as tree:
         for rank in (0, 1):
             tree.wait_for_text(
                 f"READY {rank}", timeout=240
             )  # a loaded machine imports slowly; the limit below starts after this
         pids = {int(r): int(pid) for r, pid in re.findall(r"READY (\d) (\d+)", tree.stdout)}
-        time.sleep(0.2)  # from the line it printed to where it hangs
+        time.sleep(0.2)  # from the READY line to the hang
         stop(tree, pids)
         start = time.monotonic()
         result = tree.wait(LIMIT_SECONDS)
@@ -94,7 +94,7 @@ def test_an_error_of_all_ranks_has_one_traceback() -> None:
             of_ranks = [line for line in stderr.splitlines() if line.startswith(("[rank0]:", "[rank1]:"))]
             assert [line for line in of_ranks if "Traceback" in line] == of_ranks[:1], stderr
             assert of_ranks[-1].endswith("RuntimeError: this rank fails on purpose"), stderr
-            # Under torchrun the rank that comes second may be ended before its line.
+            # torchrun may end the second rank before it prints its line.
             same = re.findall(r"^weft: rank \d raised the same RuntimeError as rank \d: see", stderr, re.MULTILINE)
             assert len(same) == 1 or ("Sending process" in stderr and not same), stderr
 

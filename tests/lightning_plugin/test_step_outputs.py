@@ -1,4 +1,4 @@
-"""What steps give and log for micro-batches, put together."""
+"""The outputs and logs of steps for micro-batches are joined into one value."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_what_cannot_travel_is_said_before_it_is_sent() -> None:
 @on_ranks(2)
 def test_everything_comes_from_the_last_rank(rank: int, world_size: int) -> None:
     large = torch.arange(9000.0).view(3, 3000)
-    view = large[1]  # small, of something large
+    view = large[1]  # a small view of a large tensor
     sent = {"large": large, "view": view[:2], "text": ["a", None], "number": torch.tensor(3)}
     group = torch.distributed.group.WORLD
     received = share_from(pack(sent) if rank == 1 else None, group, 1, torch.device("cpu"))

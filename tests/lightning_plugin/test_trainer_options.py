@@ -1,4 +1,4 @@
-"""What users do beside a plain fit, on every kind of mesh: plans of their own, schedulers, compiled blocks, float16."""
+"""Uses beyond a plain fit on every kind of mesh: users' own plans, schedulers, compiled blocks, float16."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OWN_PLAN = {
 
 
 class Decoder(L.LightningModule):
-    """A Llama; `beside` a layer of the LightningModule's own, its blocks `compiled`, its rate `scheduled`."""
+    """A Llama, optionally `beside` another layer, with `compiled` blocks, or with a `scheduled` learning rate."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Decoder(L.LightningModule):
         torch.manual_seed(3)
         self.model = Llama(LlamaArgs(dtype=dtype, n_kv_heads=4, hidden_dim=38, vocab_size=VOCAB))
         self.scheduled = scheduled
-        self.beside = nn.Linear(3, 2, dtype=dtype) if beside else None  # then FSDP2 gathers the model apart
+        self.beside = nn.Linear(3, 2, dtype=dtype) if beside else None  # then FSDP2 gathers the model separately
         self.losses: list[float] = []
         if compiled:
             for layer in self.model.layers:
@@ -63,7 +63,7 @@ class Decoder(L.LightningModule):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
         if not self.scheduled:
             return optimizer
-        cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=6)  # momentum, too
+        cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=6)  # also of the momentum
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cycle, "interval": "step"}}
 
 
@@ -83,7 +83,7 @@ def fit(
     module: dict[str, Any] | None = None,
     **options: Any,
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Six steps; "" as a layout: without weft."""
+    """Train six steps and return the losses and weights; layout "": without weft."""
     on_warm_rank(rank, world_size)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -101,7 +101,7 @@ def fit(
 
 
 def assert_like_one_device(folder: Path, layout: str, stage: int | None, **case: Any) -> None:
-    """The weights after six steps; `case`: settings of weft's that one device does not have."""
+    """Compare the weights after six steps; `case`: settings of weft that one device does not have."""
     module = case.pop("module", {})
     [(_, expected)] = run_on_ranks(1, fit, folder=str(folder), layout="", stage=None, module=module)
     num_data, num_tensor = NUM_RANKS[layout]
@@ -116,7 +116,7 @@ def _predict(rank: int, world_size: int, folder: str, layout: str) -> Tensor | N
     strategy: Any = WeftModelParallelStrategy(plan=OWN_PLAN, layout=layout) if layout else "auto"
     num_data, num_tensor = NUM_RANKS[layout]
     [first, *_] = trainer(world_size, strategy, folder).predict(Decoder(), data(num_data, rank // num_tensor))
-    # Code on one rank alone waits for no other rank.
+    # Code that only one rank runs must need no other rank.
     return first.log_softmax(-1).clone() if rank == 0 else None
 
 
@@ -160,7 +160,7 @@ def test_compiled_blocks_by_tokens(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("layout", "stage"), [("tp2", None), ("dp2", 1), ("dp2", 3), ("dp2,tp2", 3)])
 def test_float16(tmp_path: Path, layout: str, stage: int | None) -> None:
-    """Parameters, gradients and what is sent: float16."""
+    """Parameters, gradients and messages are float16."""
     case = {"folder": str(tmp_path), "module": {"dtype": torch.float32}}
     [(losses, expected)] = run_on_ranks(1, fit, layout="", stage=None, **case)
     num_data, num_tensor = NUM_RANKS[layout]
@@ -177,7 +177,7 @@ def test_float16(tmp_path: Path, layout: str, stage: int | None) -> None:
 
 
 class Named(Decoder):
-    """One with a layer of its own beside the model, named `own`."""
+    """A Decoder with another layer beside the model, named `own`."""
 
     def __init__(self, own: str, strict: bool = True) -> None:
         super().__init__()

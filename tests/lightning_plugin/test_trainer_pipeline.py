@@ -1,4 +1,4 @@
-"""The Trainer with a model in stages: the numbers, logs, outputs and checkpoints of one device."""
+"""The Trainer with a model in stages: results, logs, outputs and hooks compared with one device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def everything(
     model_options: dict[str, Any],
     **run_options: Any,
 ) -> dict[str, Any]:
-    """Fit with validation, test, predict; what one device does too, with the strategy "auto"."""
+    """Fit with validation, test and predict; return the results. The layout "auto" is one device without weft."""
     on_warm_rank(rank, world_size)
     strategy: Any = "auto" if layout == "auto" else staged(layout, **options)
     run = trainer(world_size, strategy, folder, max_epochs=2, **run_options)
@@ -86,7 +86,7 @@ def test_gives_the_numbers_of_one_device(tmp_path: Path, model: str) -> None:
 def assert_like_one_device(result: dict[str, Any], expected: dict[str, Any], has_all_data: bool) -> None:
     assert len(result["weights"]) < len(expected["weights"])
     for name, value in result["weights"].items():
-        original = name.replace("output", "tok_embeddings")  # one parameter, of which the last stage has a copy
+        original = name.replace("output", "tok_embeddings")  # tied: the last stage has a copy
         torch.testing.assert_close(value, expected["weights"][original], rtol=1e-10, atol=1e-12, msg=name)
     assert result["steps"] == expected["steps"]
     for name in ("test", "predicted"):
@@ -95,13 +95,13 @@ def assert_like_one_device(result: dict[str, Any], expected: dict[str, Any], has
         torch.testing.assert_close(result["losses"], expected["losses"], rtol=1e-10, atol=0)
         assert result["metrics"].keys() == expected["metrics"].keys()
         for name, value in result["metrics"].items():
-            # MeanMetric rounds what it is given to float32.
+            # MeanMetric rounds its inputs to float32.
             assert value == pytest.approx(expected["metrics"][name], rel=1e-6 if name == "mean" else 1e-10), name
         torch.testing.assert_close(result["outputs"], expected["outputs"], rtol=1e-10, atol=1e-12)
 
 
 class Hooks(Callback):
-    """Notes the hooks of a run, and what is known in them."""
+    """Records the hooks of a run and the values that they see."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
@@ -152,7 +152,7 @@ def test_hooks_come_in_order_and_find_what_they_look_for(tmp_path: Path) -> None
 
 
 class Weighted(Text):
-    """Some targets count for nothing, as padding does; all of one sample's."""
+    """Masks some targets, like padding, and all targets of one sample."""
 
     def loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         logits = self.model(batch["x"])
@@ -198,7 +198,7 @@ def test_a_weight_a_split_and_a_backward_of_the_users_own(tmp_path: Path) -> Non
 
 @on_ranks(2)
 def test_runs_go_on_with_the_model_in_stages(rank: int, world_size: int, tmp_path: Path) -> None:
-    """A second fit, another Trainer's test, and metrics that have the last stage's value in hooks after it, too."""
+    """A second fit, another Trainer's test, and metrics that still return the last stage's value afterwards."""
     on_warm_rank(rank, world_size)
     strategy, model = staged(), Text()
     run = trainer(world_size, strategy, tmp_path)
@@ -219,7 +219,7 @@ def test_runs_go_on_with_the_model_in_stages(rank: int, world_size: int, tmp_pat
 
 
 class Built(Text):
-    """Makes its model where a strategy waits for it."""
+    """Builds its model in configure_model."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What LightningModules do in practice, in two stages against one device."""
+"""Typical LightningModules in two stages, compared with one device."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_half_precisions(rank: int, world_size: int, tmp_path: Path) -> None:
 
 
 class SmallToBe(Small):
-    """Built where the strategy waits for it."""
+    """Builds its model in configure_model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def test_values_to_come_are_made_in_half_precision(rank: int, world_size: int, t
 
 @on_ranks(2)
 def test_one_model_under_several_precisions(rank: int, world_size: int, tmp_path: Path) -> None:
-    """What was recorded under one is not taken for the other's."""
+    """A forward recorded under one precision is not reused under another."""
     on_warm_rank(rank, world_size)
     model, found = Small(), []
     for precision in ("bf16-mixed", "32-true", "bf16-mixed"):
@@ -99,10 +99,10 @@ def test_one_model_under_several_precisions(rank: int, world_size: int, tmp_path
 
 
 class Changing(Text):
-    """Calls its model in another way in each kind of step, and as training goes on."""
+    """Calls its model differently in each kind of step, and from batch to batch."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        length = LENGTH - batch_idx  # the same for a batch of the same shapes
+        length = LENGTH - batch_idx  # the same for all micro-batches of a batch
         loss, _ = self.loss({name: value[:, :length] for name, value in batch.items()})
         self.log("constant", 1.0 + batch_idx, batch_size=1, on_epoch=True)
         self.log("samples", float(batch_idx), batch_size=len(batch["x"]), on_epoch=True)
@@ -141,7 +141,7 @@ def test_steps_may_call_the_model_in_several_ways(tmp_path: Path) -> None:
 
 
 class Frozen(Text):
-    """Trains the second half alone, and counts samples in a buffer that only a step's end changes."""
+    """Trains only the second half, and counts samples in a buffer at the end of a step."""
 
     def __init__(self) -> None:
         super().__init__("adamw")
@@ -186,7 +186,7 @@ def test_a_stage_with_nothing_to_train_resumes(tmp_path: Path) -> None:
 
 
 class Named(Text):
-    """Batches have names; what is logged has an example of the input, for a summary."""
+    """Batches include names; the module has an example of the input, for a summary."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -301,7 +301,7 @@ def test_fakes_stand_on_the_device_that_parameters_will_be_on(rank: int, world_s
 
 
 class Counting(Text):
-    """Counts before the model's call, in a metric, a number, a list and a buffer."""
+    """Counts samples before the model's call, in a metric, a number, a list and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Callbacks that monitor what the last stage knows, and checkpoints that go on with other numbers of stages."""
+"""Callbacks that monitor values of the last stage, and checkpoints that resume on other numbers of stages."""
 
 from __future__ import annotations
 
@@ -65,7 +65,10 @@ def one_device(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 
 def resumed(rank: int, world_size: int, folder: str, layouts: list[str | Path], source: str | None) -> dict[str, Any]:
-    """One epoch in the first layout, unless there is a file of it, and the second one in each of the others."""
+    """Train one epoch in the first layout, and resume for the second epoch in each other layout; return the results.
+
+    source: a checkpoint that replaces the first epoch.
+    """
     on_warm_rank(rank, world_size)
     first, *others = layouts
     path = Path(folder) / (source or f"{first}.ckpt")

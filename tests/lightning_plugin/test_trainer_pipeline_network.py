@@ -1,4 +1,4 @@
-"""A LightningModule that is itself the network in stages, and cuts that the strategy chooses."""
+"""A LightningModule that is itself cut into stages, and cuts that the strategy chooses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weft.strategy.pipeline import AutoCuts, staged_model_of
 
 
 class Counting(Itself):
-    """Keeps a count that only the end of a step changes, its Trainer's epochs, and its own data."""
+    """Counts samples at the end of a step, reads its Trainer's epoch in its forward, and holds its own data."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -37,7 +37,7 @@ class Counting(Itself):
 
 
 def trained(rank: int, world_size: int, folder: str, cases: dict[str, Any]) -> dict[str, Any]:
-    """For each case, by its layout: fit, save, fit on from the checkpoint, test and predict."""
+    """Fit, save, resume from the checkpoint, test and predict; return the results of each case by its layout."""
     on_warm_rank(rank, world_size)
     return {layout: of_case(world_size, Path(folder), layout, options) for layout, options in cases.items()}
 
@@ -80,15 +80,15 @@ def test_a_module_that_is_itself_the_network(tmp_path: Path) -> None:
         for result in results.values():
             assert len(result["weights"]) < len(expected["weights"])
             for name, value in result["weights"].items():
-                original = name.replace("output", "tok_embeddings")  # one parameter, with a copy on the last stage
+                original = name.replace("output", "tok_embeddings")  # tied: the last stage has a copy
                 torch.testing.assert_close(value, expected["weights"][original], rtol=1e-10, atol=1e-12, msg=name)
             for name in ("losses", "outputs", "test", "predicted"):
                 torch.testing.assert_close(result[name], expected[name], rtol=1e-10, atol=1e-12)
-            assert result["metrics"] == pytest.approx(expected["metrics"], rel=1e-6)  # MeanMetric has float32
+            assert result["metrics"] == pytest.approx(expected["metrics"], rel=1e-6)  # MeanMetric computes in float32
 
 
 class Wrapped(Text):
-    """Its forward calls the model of its steps, and counts."""
+    """Its forward calls the model of its steps, and counts its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Wrapped(Text):
 
 @on_ranks(2)
 def test_chosen_cuts_are_logged_once_and_stay(rank: int, world_size: int, tmp_path: Path) -> None:
-    """By the operations of the example; the module that is cut is the one child."""
+    """The cuts balance the operations of the example; the only child is cut."""
     on_warm_rank(rank, world_size)
     model, said = Wrapped(), []
     for _ in range(2):
@@ -126,7 +126,7 @@ class Logging(Itself):
 
 
 class Scaled(Itself):
-    """A parameter of its own, which is on the first stage, is used after the call."""
+    """Uses its own parameter, which is on the first stage, after the model's call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ def test_what_all_ranks_refuse(rank: int, world_size: int, tmp_path: Path) -> No
 
 
 def test_a_parameter_of_the_first_stage_after_the_call(tmp_path: Path) -> None:
-    """The last stage alone can know of it."""
+    """Only the last stage can detect it."""
     with pytest.raises(
         RankFailure, match=r"after the call of the model, with a parameter or a value that is on an earlier"
     ):

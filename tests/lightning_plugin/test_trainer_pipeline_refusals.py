@@ -1,4 +1,4 @@
-"""What the Trainer refuses to do with a model in stages, on every rank where every rank can know."""
+"""Errors of the Trainer with a model in stages, raised on every rank that can detect them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weft.strategy.pipeline import AutoCuts
 
 
 class Refused(Text):
-    """`kind` says what is wrong with its steps."""
+    """`kind` selects the error in its steps."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(has_head=kind in ("module before", "parameter before"))
@@ -96,7 +96,7 @@ def test_what_is_refused_on_all_ranks(rank: int, world_size: int, tmp_path: Path
 
 @pytest.mark.parametrize("kind", ON_THE_LAST)
 def test_what_only_the_last_stage_can_refuse(tmp_path: Path, kind: str) -> None:
-    """The other rank hears of it."""
+    """The other rank quotes the error."""
     error, message = ON_THE_LAST[kind]
     with pytest.raises(RankFailure) as failure:
         run_on_ranks(2, fit_refused, kind=kind, folder=str(tmp_path))

@@ -1,4 +1,4 @@
-"""What each ZeRO stage leaves on a rank, counted: the table of docs/layouts.md."""
+"""The bytes that each ZeRO stage holds on a rank: the table of docs/layouts.md."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Block(nn.Module):
 
 
 class Blocks(L.LightningModule):
-    """Records the bytes of each kind when gradients are complete, and what there is after each batch."""
+    """Records the bytes of each kind when gradients are complete, and all bytes after each batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Blocks(L.LightningModule):
 
 
 def _held(stage: int, num_ranks: int) -> dict[str, int]:
-    """The table: bytes of parameters, gradients and AdamW's states once gradients are complete."""
+    """Return the table's bytes of parameters, gradients and AdamW's states once gradients are complete."""
     is_cut = {"parameters": stage >= 2, "gradients": stage >= 2, "optimizer_state": stage >= 1}
     whole = {"parameters": WEIGHTS, "gradients": WEIGHTS, "optimizer_state": 2 * WEIGHTS}
     return {kind: whole[kind] // num_ranks if is_cut[kind] else whole[kind] for kind in whole}
@@ -83,14 +83,14 @@ def test_bytes_of_each_stage(rank: int, world_size: int, tmp_path: Path, stage: 
         expected["optimizer_state"] += step_counts
         assert complete == expected
         if accumulate == 2:
-            # Between two micro-batches whole gradients wait on every rank, at any stage; nothing else is whole.
+            # Between two micro-batches every rank holds full gradients, at any stage; nothing else exceeds the table.
             start = sum(before.values()) - before["communication"]
             waiting = model.after_batch[2] - start - sum(expected.values()) + expected["gradients"]
             assert WEIGHTS <= waiting <= 1.02 * WEIGHTS
 
 
 class Staged(L.LightningModule):
-    """The blocks in a module of their own; the highest bytes of each batch."""
+    """Holds the blocks in a submodule; records the peak bytes of each batch."""
 
     def __init__(self, has_hook: bool) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Staged(L.LightningModule):
 def test_stages_hold_one_set_of_gradients(
     rank: int, world_size: int, tmp_path: Path, accumulate: int, has_hook: bool
 ) -> None:
-    """The schedule runs before gradients are zeroed, which are freed before it unless a hook looks at them."""
+    """The schedule runs before zero_grad; the old gradients are freed before it, unless a hook reads them."""
     on_warm_rank(rank, world_size)
     strategy = WeftModelParallelStrategy(
         plan={}, layout="pp2", pipeline_module="model", pipeline_cuts=["2"], num_micro_batches=2
@@ -135,5 +135,5 @@ def test_stages_hold_one_set_of_gradients(
     for batch, found in enumerate(sets):
         is_first = batch % accumulate == 0
         expected = 3 if has_hook and is_first else 2  # parameters, and one set of gradients or two
-        # Beside them the gradient of one weight, 1 of 4, before it is added to the micro-batch's before.
+        # Besides, the gradient of one of 4 weights, before it is added to that of the previous micro-batch.
         assert expected + 0.25 <= found <= expected + 0.3, sets

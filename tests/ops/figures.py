@@ -1,6 +1,6 @@
-"""What a call of an operator costs, measured: what its backward keeps, what it sends, how many bytes it takes.
+"""Measures the cost of an operator call: tensors saved for the backward, collectives, and bytes.
 
-A message of a pipeline costs two ranks something: `measure_message`.
+A pipeline message has a cost on two ranks: see `measure_message`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Figures:
     results: tuple[Tensor, ...]
     forward: dict[str, int]
     backward: dict[str, int]
-    keeps: set[str]  # inputs and results that the backward needs
-    saved: int  # bytes that were made for the backward
-    forward_peak: int  # on top of the inputs
-    backward_peak: int  # on top of what was there when it began
+    keeps: set[str]  # inputs and results that are saved for the backward
+    saved: int  # bytes of other tensors saved for the backward
+    forward_peak: int  # beyond the inputs
+    backward_peak: int  # beyond the bytes allocated before it
 
 
 def _collectives(run: Callable[[], object]) -> dict[str, int]:
@@ -39,7 +39,7 @@ def _collectives(run: Callable[[], object]) -> dict[str, int]:
 
 
 def _own(count: Count) -> int:
-    """Peak without the shared memory of the collectives, which stays for the next call."""
+    """Return the peak without the collectives' shared memory, which is kept for later calls."""
     return count.peak() - count.peak("communication")
 
 
@@ -52,7 +52,7 @@ def _named(results: tuple[Tensor, ...]) -> dict[str, Tensor]:
 
 
 def measure(call: Callable[..., Tensor | tuple[Tensor, ...]], make: Callable[[], dict[str, object]]) -> Figures:
-    """Calls `call` and its backward with new arguments from `make`, several times over."""
+    """Run `call` and its backward several times, on arguments from `make`, and return the figures."""
 
     def run(arguments: dict[str, object]) -> tuple[Tensor, ...]:
         results = call(**arguments)
@@ -61,7 +61,7 @@ def measure(call: Callable[..., Tensor | tuple[Tensor, ...]], make: Callable[[],
     arguments = make()
     results = run(arguments)
     grads = tuple(map(torch.ones_like, results))
-    torch.autograd.backward(results, grads)  # the collectives get their memory
+    torch.autograd.backward(results, grads)  # warm up: the collectives allocate their shared memory
 
     kept: list[tuple[Tensor, ...]] = []
     forward = _collectives(lambda: kept.append(run(arguments)))
@@ -91,16 +91,16 @@ def measure(call: Callable[..., Tensor | tuple[Tensor, ...]], make: Callable[[],
 
 
 def measure_message(x: Tensor, rank: int, group: str) -> tuple[Figures, dict[str, int]]:
-    """Return the figures of a message that rank 0 sends to rank 1, and of its answer, and the number of messages.
+    """Return the figures of a message from rank 0 to rank 1 and of its gradients' reply, and the message counts.
 
-    NOTE: what is in flight at the end of a profile is left out of it, so the messages of forward and backward can
-    only be counted together.
+    NOTE: a profile omits messages that are in flight at its end, so those of forward and backward can only be counted
+    together.
     """
     needs_grad = x.requires_grad
     grad = torch.ones_like(x)
 
     def forward() -> list[Tensor]:
-        """Until what was sent has left, or has come."""
+        """Return after the message has been sent, or received."""
         if rank == 0:
             token = weft.ops.pipeline_send([x], 1, 0, group)
             weft.ops.pipeline_wait(token)

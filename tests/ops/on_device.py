@@ -1,9 +1,9 @@
-"""Bodies of this folder's tests on another device, which ranks share; gloo carries its tensors between them.
+"""Runs the bodies of this folder's tests on ranks that share another device; gloo communicates its tensors.
 
     test_mlp = on_device("cuda", test_sharded.test_column_row_mlp)
 
-Tensors that a body makes are on that device unless it asks for another, and what asks for the group of all ranks gets
-one of gloo's. Both hold for the device "cpu" as well: without a GPU everything but the device itself can be tried.
+In a body that device is torch's default device, and the group of all ranks is a gloo group. Both hold for the device
+"cpu" as well, which tests everything but the device itself without a GPU.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import torch.distributed as dist
 from support.ranks import run_on_ranks
 
 NUM_RANKS = 2
-SECONDS = 300  # compilers take their time
+SECONDS = 300  # compilation is slow
 
 
 def on_device(device: str, test: Callable[..., None], num_ranks: int = NUM_RANKS) -> Any:
-    """A test with the body and the parameters of `test`. A body that is not for ranks runs on each by itself."""
+    """Return a test with the body and the parameters of `test`; each rank runs a body without ranks by itself."""
 
     def shared(**arguments: object) -> None:
         where = {"module": test.__module__, "name": test.__qualname__}
@@ -41,7 +41,7 @@ def on_device(device: str, test: Callable[..., None], num_ranks: int = NUM_RANKS
 
 
 def run_body(rank: int, world_size: int, module: str, name: str, device: str, arguments: dict[str, object]) -> None:
-    """What a rank does of `on_device`'s test."""
+    """Run the body of `on_device`'s test on one rank."""
     test = getattr(importlib.import_module(module), name)
     body = getattr(test, "rank_body", test)
     of_rank = {"rank": rank, "world_size": world_size}
@@ -58,6 +58,6 @@ def _world_on_gloo() -> Iterator[None]:
         yield
     finally:
         dist.group.WORLD = world
-    # Ranks are used again: hundreds of such groups would stay, with sockets and threads.
+    # Ranks are reused: otherwise hundreds of these groups would accumulate, with sockets and threads.
     dist.barrier(group=gloo)
     dist.destroy_process_group(gloo)

@@ -35,7 +35,7 @@ def _random(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def sample_calls(group_name: str = "", dtype: torch.dtype = torch.float64) -> list[Call]:
-    """Every public operator, in its main forms; random from the current seed."""
+    """Return calls of every public operator but pipeline messages, in its main forms; random from the current seed."""
 
     def random(*shape: int) -> Tensor:
         return _random(*shape, dtype=dtype)
@@ -94,12 +94,12 @@ def sample_calls(group_name: str = "", dtype: torch.dtype = torch.float64) -> li
 
 
 def autocast(dtype: torch.dtype) -> torch.autocast:
-    """On the device where tensors are made unless they ask for another."""
+    """Return autocast for torch's default device."""
     return torch.autocast(torch.get_default_device().type, dtype=dtype)
 
 
 def chunk(tensor: Tensor, dim: int, world_size: int, rank: int, learns: bool = True) -> Tensor:
-    """This rank's leaf: torch.chunk's part along `dim`, which may be empty."""
+    """Return this rank's torch.chunk shard along `dim`, which may be empty, as a leaf."""
     length = -(-tensor.size(dim) // world_size)
     start = min(rank * length, tensor.size(dim))
     part = tensor.detach().narrow(dim, start, min(start + length, tensor.size(dim)) - start)
@@ -107,7 +107,7 @@ def chunk(tensor: Tensor, dim: int, world_size: int, rank: int, learns: bool = T
 
 
 def mlp_reference(x: Tensor, w: dict[str, Tensor], activation: str) -> Tensor:
-    """The unsharded feed-forward block with weights w1, w2 and optional w3, b1, b2, b3."""
+    """Return the unsharded feed-forward block of x with weights w1, w2 and optional w3, b1, b2, b3."""
     h = ACTIVATIONS[activation](F.linear(x, w["w1"], w.get("b1")))
     if "w3" in w:
         h = h * F.linear(x, w["w3"], w.get("b3"))

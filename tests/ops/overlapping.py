@@ -1,4 +1,4 @@
-"""Operators of a cut sequence in one way or the other."""
+"""Runs sequence-parallel operators in a given overlap mode."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import weft
 
 @contextmanager
 def overlapping(mode: weft.overlap.Mode) -> Iterator[None]:
-    """The mode, on this rank; nothing measured before and after."""
+    """Set the overlap mode on this rank; discard measurements before and after."""
     before = weft.overlap.mode()
     weft.overlap.set_mode(mode)
     weft.overlap.clear()

@@ -1,4 +1,4 @@
-"""Philox4x32-10 in integers, and what weft::dropout keeps by it."""
+"""Philox4x32-10 in Python integers, and the mask of weft::dropout that it defines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _MASK = 0xFFFFFFFF
 
 
 def philox(counter: int, key: int) -> list[int]:
-    """Four random words."""
+    """Return four random 32-bit words."""
     c = [counter & _MASK, counter >> 32, 0, 0]
     k = [key & _MASK, key >> 32 & _MASK]
     for _ in range(10):
@@ -21,7 +21,7 @@ def philox(counter: int, key: int) -> list[int]:
 
 
 def kept(shape: torch.Size, seed: int, p: float) -> Tensor:
-    """Where a whole tensor of that shape is kept."""
+    """Return the mask of weft::dropout for an unsharded tensor of that shape: True for elements that are kept."""
     num_elements = shape.numel()
     words = [word for counter in range(-(-num_elements // 4)) for word in philox(counter, seed & (1 << 64) - 1)]
     return torch.tensor([word >= int(p * 2**32) for word in words[:num_elements]], dtype=torch.bool).reshape(shape)

@@ -1,4 +1,4 @@
-"""ParallelAttention against attention in one piece: values, gradients, steps, communication, refusals, tracing."""
+"""ParallelAttention against unsharded attention: values, gradients, steps, communication, errors, tracing."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ops.collectives.profiled import collectives_of
 from ops.operators import autocast, chunk
 from support.ranks import on_ranks
 
-# Relative to the largest number of a tensor or to 1. The reference is float64 from the same rounded values. Summands
-# are larger than their sum, above all for the bias of k, whose gradient is 0 without rotary; in bfloat16 projections,
-# attention and steps round to 8 bits each.
+# Relative to the largest magnitude in a tensor, at least 1. The reference is float64 from the same rounded values. Sums
+# have cancellation, above all the gradient of k's bias, which is 0 without rotary; in bfloat16, projections, attention
+# and steps round to 8 bits each.
 TOLERANCE = {"float64": 1e-12, "float32": 5e-5, "bfloat16": 6e-2}
 REDUCE, GATHER, SCATTER = ({name: 1} for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"))
 DIM, HEADS, HEAD_DIM, TOKENS, RATE = 10, 12, 4, 7, 0.05
@@ -30,12 +30,12 @@ def _group() -> str:
 
 
 def _kv_counts(world_size: int) -> list[int]:
-    """Cut, replicated on some ranks, and on all."""
+    """Return numbers of key/value heads that are sharded, replicated on some ranks, and replicated on all."""
     return [kv for kv in (12, 4, 3, 2, 1) if kv % world_size == 0 or world_size % kv == 0]
 
 
 def _random(dtype: str, *shape: int) -> Tensor:
-    """Values of that dtype, in float64."""
+    """Return random values that the dtype represents, as float64."""
     return torch.randn(shape).to(getattr(torch, dtype)).double()
 
 
@@ -64,7 +64,7 @@ def _reference(
     mask: Tensor | None = None,
     causal: bool = False,
 ) -> Tensor:
-    """Attention in one piece, of matrix products and a softmax."""
+    """Return unsharded attention, from matrix products and a softmax."""
 
     def heads(name: str, count: int) -> Tensor:
         rows = F.linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
@@ -83,7 +83,7 @@ def _reference(
 
 
 def _shards(w: dict[str, Tensor], kv: int, fused: bool, world_size: int, rank: int) -> dict[str, Tensor]:
-    """This rank's part of every tensor, by the names of the module's parameters."""
+    """Return this rank's shard of every tensor, by the names of the module's parameters."""
     shards = {"out.weight": w["out.weight"].chunk(world_size, 1)[rank]}
     if "out.bias" in w:
         shards["out.bias"] = w["out.bias"]
@@ -124,7 +124,7 @@ def _close(actual: Tensor, expected: Tensor, dtype: str, what: str) -> None:
 def _compare(
     rank: int, world_size: int, dtype: str, kv: int, fused: bool, bias: bool, shape: tuple[int, ...], **options: Any
 ) -> None:
-    """Two steps of SGD on a block and on its reference; every tensor after each."""
+    """Take two SGD steps with a block and its reference, and compare every tensor after each."""
     forward = {name: options.pop(name) for name in ("cos", "sin", "mask") if name in options}
     causal, sequence_dim = options.get("causal", False), options.get("sequence_dim")
     w = _weights(dtype, kv, bias)
@@ -179,7 +179,7 @@ def test_heads_cut_and_replicated(rank: int, world_size: int) -> None:
 
 @on_ranks(1, 2, 3, 4)
 def test_parts_of_a_sequence(rank: int, world_size: int) -> None:
-    """Even, uneven, ranks without tokens, no tokens at all."""
+    """Shards of the sequence: even, uneven, empty on some ranks, empty on all."""
     torch.manual_seed(2)
     shapes = {True: [((2, TOKENS, DIM), 1), ((2, 0, DIM), 1)], False: [((12, DIM), 0), ((2, 1, DIM), -2)]}
     for kv, fused in product(_kv_counts(world_size), (True, False)):
@@ -205,7 +205,7 @@ def test_masks_and_rotary(rank: int, world_size: int) -> None:
     one_for_all = {name: tensor[0] for name, tensor in rotary.items()}
     padding = torch.ones(2, 1, 1, TOKENS, dtype=torch.bool)
     padding[1, :, :, -2:] = False
-    added = torch.randn(TOKENS, TOKENS)  # float32: brought to the dtype of x
+    added = torch.randn(TOKENS, TOKENS)  # float32: cast to the dtype of x
     banded = torch.ones(2, 1, TOKENS, TOKENS).double().tril(2).log()
     forms = [rotary, one_for_all, {"mask": padding}, {"mask": added}, {"mask": banded, **rotary}]
     for kv, form, causal in product((4, 1), forms, (False, True)):
@@ -215,7 +215,7 @@ def test_masks_and_rotary(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_gradients_of_masks_and_rotary(rank: int, world_size: int) -> None:
-    """Each rank has those of its own heads; they come summed."""
+    """Each rank computes those of its own heads; they are summed over the ranks."""
     torch.manual_seed(5)
     w = _weights("float64", 4, bias=False)
     leaves = [torch.randn(TOKENS, size).double().requires_grad_() for size in (HEAD_DIM, HEAD_DIM, TOKENS)]
@@ -282,7 +282,7 @@ def test_refusals_of_inputs() -> None:
 
 @on_ranks(4)
 def test_first_values(rank: int) -> None:
-    """Those of replicated heads are equal, those of others are not; all within nn.Linear's bounds."""
+    """Replicated heads have equal values, other heads different ones; all within nn.Linear's bounds."""
     torch.manual_seed(rank)
     for fused in (True, False):
         kv_group = weft.nn.kv_groups(2, _group())
@@ -307,7 +307,7 @@ def _run(module: nn.Module, x: Tensor, **forward: Tensor) -> list[Tensor]:
 
 
 def _blocks() -> list[tuple[nn.Module, dict[str, Tensor]]]:
-    """Blocks with heads replicated on some of 4 ranks, else cut and on all; what their forward takes beside x."""
+    """Return blocks and their extra forward arguments: heads replicated on some of 4 ranks, else sharded or on all."""
     torch.manual_seed(0)
     blocks = []
     for kv, fused, sequence_dim in [(2, False, 1)] if dist.get_world_size() == 4 else [(4, False, None), (1, True, 1)]:

@@ -1,4 +1,4 @@
-"""Cross-entropy over a cut vocabulary: torch's losses and gradients, communication, memory, refusals."""
+"""Cross-entropy over a sharded vocabulary: torch's losses and gradients, communication, memory, errors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _close(actual: Tensor, expected: Tensor, tolerance: float, what: str) -> Non
 
 
 def _problem(vocab: int, shape: tuple[int, ...], dtype: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Hidden states, the output matrix, logits and targets, equal on all ranks; logits far from 0 as well."""
+    """Return hidden states, output matrix, logits (around 50) and targets, equal on all ranks."""
     torch.manual_seed(3)
     kind = getattr(torch, dtype)
     x, weight = torch.randn(*shape, 4).to(kind), torch.randn(vocab, 4).to(kind)
@@ -109,16 +109,16 @@ def test_number_of_collectives(rank: int) -> None:
 
 @on_ranks(2)
 def test_memory(rank: int) -> None:
-    """Beside inputs and results some numbers a token, and of a product a chunk of logits at a time: 32 MiB."""
+    """Beside inputs and results: some numbers per token, and for the product one chunk of logits, 32 MiB."""
     vocab, tokens = 32768, 1024
     target = torch.randint(0, vocab, (tokens,), generator=torch.Generator().manual_seed(0))
     common = {"group_name": _group(), "vocab_size": vocab}
-    small = 64 * tokens  # some numbers a token
+    small = 64 * tokens  # some numbers per token
     logits = torch.ones(tokens, vocab // 2, requires_grad=True)
     with counted() as count:
         loss = weft.ops.vocab_parallel_cross_entropy(logits, target, rank * vocab // 2, **common)
         staging = count.now("communication")
-        assert count.now() - staging <= 8 * tokens + 64  # two numbers a token
+        assert count.now() - staging <= 8 * tokens + 64  # two numbers per token
         assert count.peak() - staging <= small
         weft.memory.reset_peak()
         loss.backward()
@@ -138,9 +138,9 @@ def test_memory(rank: int) -> None:
 
 @on_ranks(2)
 def test_chunks_add_up(rank: int) -> None:
-    """More tokens than a chunk holds: 40000 classes of this rank take 209 tokens of a product.
+    """There are more tokens than a chunk of logits holds: 209, for 40000 classes on this rank.
 
-    Against float64. The gradient of x alone, sums over all classes that cancel, may be as far off as torch's own.
+    The reference is float64. Only the gradient of x, which has cancellation over all classes, may have torch's error.
     """
     vocab = 80000
     torch.manual_seed(0)
@@ -176,7 +176,7 @@ def test_chunks_add_up(rank: int) -> None:
 
 @on_ranks(2)
 def test_masked_and_large_logits(rank: int) -> None:
-    """A rank whose classes are all masked out counts for nothing; large logits lose no digits."""
+    """A rank whose classes are all masked out contributes nothing; large logits lose no digits."""
     inf = float("inf")
     for dtype, rows in (
         (torch.float32, [[0.5, 1.0, -inf, -inf], [-inf, -inf, 2.0, 2.5], [10000.0, 10000.5, 9999.0, 10000.0]]),
@@ -198,7 +198,7 @@ HALF_OR_NOT = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
 def _views(rank: int, layout: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Logits that are not contiguous, this rank's part of them, the targets, and the part's first class."""
+    """Return logits that are not contiguous, this rank's shard of them, the targets, and the shard's first class."""
     vocab, tokens = 30002, 160
     torch.manual_seed(0)
     stored = torch.randn((tokens, vocab + 2) if layout == "rows apart" else (vocab, tokens)).to(dtype)
@@ -214,7 +214,7 @@ def _views(rank: int, layout: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, 
 @LAYOUTS
 @HALF_OR_NOT
 def test_logits_in_place(rank: int, layout: str, dtype: torch.dtype) -> None:
-    """A view's values are its own."""
+    """Non-contiguous logits give the correct loss and gradient."""
     whole, part, target, start = _views(rank, layout, dtype)
     reference = whole.double().requires_grad_()
     expected = F.cross_entropy(reference, target, label_smoothing=0.1)
@@ -231,7 +231,7 @@ def test_logits_in_place(rank: int, layout: str, dtype: torch.dtype) -> None:
 @LAYOUTS
 @HALF_OR_NOT
 def test_copies_of_logits(rank: int, layout: str, dtype: torch.dtype) -> None:
-    """Rows that lie apart are read where they are, others copied by chunks of 4 MiB."""
+    """Contiguous rows of strided logits are read in place; other logits are copied in chunks of 4 MiB."""
     whole, part, target, start = _views(rank, layout, dtype)
     options = {"group_name": _group(), "vocab_size": whole.size(1), "label_smoothing": 0.1}
     with counted() as count:
@@ -286,7 +286,7 @@ def test_refusals_leave_the_group_usable(rank: int) -> None:
 
 @on_ranks(2)
 def test_targets_are_read_in_advance(rank: int) -> None:
-    """On the CPU alone."""
+    """Only on the CPU."""
     text = "got targets from 0 to 8; pass classes from 0 to vocab_size - 1 = 7"
     _check_refusal(rank, text, {"target": torch.tensor([0, 8])})
     total = torch.ones(1)
@@ -295,7 +295,7 @@ def test_targets_are_read_in_advance(rank: int) -> None:
 
 
 class Model(nn.Module):
-    """Both losses."""
+    """A model with both losses."""
 
     def __init__(self, group_name: str) -> None:
         super().__init__()

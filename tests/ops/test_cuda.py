@@ -30,7 +30,7 @@ def _moved(call: Call, device: str, dtype: torch.dtype) -> Call:
 
 
 def _run(call: Call) -> list[Tensor]:
-    """Results, and gradients for small whole numbers as the results' own: the same in every dtype."""
+    """Return results and gradients; the results' gradients are small integers, exact in every dtype."""
     y = call.op(*call.args, **call.kwargs)
     results = [y] if isinstance(y, Tensor) else list(y)
     leaves = [arg for arg in call.args if isinstance(arg, Tensor) and arg.requires_grad]
@@ -60,7 +60,7 @@ def test_equals_the_cpu(index: int, dtype: torch.dtype) -> None:
 
 @on_ranks(1)
 def test_a_group_of_one_through_nccl() -> None:
-    """The operators find the group, and have nothing to send in it."""
+    """The operators resolve the group, but have nothing to communicate."""
     group = dist.new_group(backend="cpu:weft,cuda:nccl")
     total = torch.ones(1, device="cuda")
     dist.all_reduce(total, group=group)

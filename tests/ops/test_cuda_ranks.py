@@ -1,25 +1,25 @@
 """The operators on ranks that share one GPU: the bodies of this folder's tests, over gloo with CUDA tensors.
 
-They compare with the unsharded computation on the same device. Random arguments are test_fuzz.py's, schemas and
-gradients by differences test_registration.py's. A CPU test has no form here if it
+They compare with the unsharded computation on the same device. Random arguments are in test_fuzz.py, schemas and
+numerical gradients in test_registration.py. A CPU test has no CUDA version here if it
 
-- counts bytes of the host, or uses memory of the group, which the backend weft alone has: test_kept_bytes, test_memory,
+- counts host bytes, or uses staging buffers, which only the backend weft has: test_kept_bytes, test_memory,
   test_collectives_and_bytes, test_two_shards_at_a_time, test_what_is_saved, test_keeps_no_mask, test_copies_of_logits,
   test_memory_of_messages_is_used_again, test_a_flush_lets_memory_go, test_scratch.py;
-- expects ranks that differ, or a time-out. Only the weft backend detects these for collectives, and for messages their
-  headers, which are on the host: test_modes_that_differ_are_named, test_mismatches_raise_on_both_sides,
+- expects a mismatch between ranks, or a time-out. Only the weft backend detects these for collectives; messages detect
+  them by their headers, which are on the host: test_modes_that_differ_are_named, test_mismatches_raise_on_both_sides,
   test_a_refused_message_is_told_by_the_next_call, test_a_message_that_never_comes_ends_in_a_timeout;
-- reads token ids in advance, as is done on the CPU alone: test_token_ids_are_read_in_advance,
+- expects token ids to be checked in advance, which is done only on the CPU: test_token_ids_are_read_in_advance,
   test_targets_are_read_in_advance;
-- asks for deterministic algorithms, which cuBLAS refuses by default: test_what_is_not_measured;
-- makes a mesh of the backend weft: test_groups_measure_apart;
-- links ranks, of which NCCL takes no two on one GPU, and gloo sends what is on the CPU: test_pipeline_links.py;
-- is the same whatever the device: test_known_answers, test_modules_are_traced_for_a_gpu,
+- uses deterministic algorithms, for which cuBLAS raises an error by default: test_what_is_not_measured;
+- creates a mesh of the backend weft: test_groups_measure_apart;
+- links ranks: NCCL does not support two ranks on one GPU, and gloo links send CPU tensors: test_pipeline_links.py;
+- does not depend on the device: test_known_answers, test_modules_are_traced_for_a_gpu,
   test_rebind_group_refuses_a_module_without_weft_modules, the refusals of test_overlap.py and its test_environment,
   test_table_without_dims, test_vocabularies_beyond_int32, test_classes_beyond_int64;
 - has programs of its own for the CPU: test_script_fresh_process.py, test_installed.py.
 
-The backend weft's own tests, collectives/, and those of the memory on the host, memory/, are for the CPU.
+The tests of the backend weft, collectives/, and of host memory, memory/, are for the CPU.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ops import (
 )
 from ops.on_device import on_device
 
-# Without a GPU, too: a linear layer of each kind, an operator without arithmetic, counts of collectives and of
+# Also without a GPU: a linear layer of each kind, an operator without arithmetic, counts of collectives and of
 # messages.
 test_linears_and_embedding_on_cpu = on_device("cpu", test_sharded.test_linears_and_embedding)
 test_all_to_all_on_cpu = on_device("cpu", test_shard_ops.test_all_to_all)
@@ -93,7 +93,7 @@ test_gradients_travel_once = on_device("cuda", test_pipeline.test_gradients_trav
 test_needs_of_gradients_under_no_grad = on_device("cuda", test_pipeline.test_needs_of_gradients_under_no_grad)
 test_script_of_messages = on_device("cuda", test_pipeline.test_script)
 
-# How many collectives there are.
+# Numbers of collectives.
 test_number_of_all_reduces = on_device("cuda", test_sharded.test_number_of_all_reduces)
 test_collectives_of_the_mlp = on_device("cuda", test_sequence_mlp.test_number_of_collectives)
 test_collectives_of_sequence_linears = on_device("cuda", test_sequence_linear.test_number_of_collectives)
@@ -122,7 +122,7 @@ test_script_of_attention = on_device("cuda", test_attention.test_script_save_loa
 test_script_of_shared_heads = on_device("cuda", test_attention.test_script_save_load_rebind, num_ranks=4)
 test_autocast_of_attention = on_device("cuda", test_attention.test_autocast)
 
-# Refused.
+# Errors.
 test_refusals = on_device("cuda", test_sharded.test_refusals_leave_the_group_usable)
 test_refusals_of_the_mlp = on_device("cuda", test_sequence_mlp.test_refusals_leave_the_group_usable)
 test_refusals_of_sequence_linears = on_device("cuda", test_sequence_linear.test_refusals_leave_the_group_usable)
@@ -134,7 +134,7 @@ test_refusals_of_dropout = on_device("cuda", test_dropout.test_refusals)
 test_refusals_of_head_counts = on_device("cuda", test_attention.test_refusals_of_head_counts, num_ranks=4)
 test_refusals_of_messages = on_device("cuda", test_pipeline.test_refusals)
 
-# Ranks of which some share something.
+# Ranks that share key/value heads.
 test_first_values_of_attention = on_device("cuda", test_attention.test_first_values, num_ranks=4)
 test_shared_heads = on_device("cuda", test_attention.test_heads_cut_and_replicated, num_ranks=4)
 test_groups_of_heads = on_device("cuda", test_heads.test_kv_groups, num_ranks=4)

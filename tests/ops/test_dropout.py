@@ -1,4 +1,4 @@
-"""dropout: what is dropped depends on the seed and the place in the whole tensor, however that is cut."""
+"""dropout: the mask depends only on the seed and the index in the unsharded tensor, however that is sharded."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def _dropout(x: Tensor, seed: int, p: float, **options: object) -> Tensor:
 
 
 def test_known_answers() -> None:
-    """Those of the authors' own test vectors for Philox4x32-10."""
+    """A test vector of the authors of Philox4x32-10."""
     assert philox(0, 0) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
 
 
 def test_modules_are_traced_for_a_gpu() -> None:
-    """Where there is none, too. Beside tensors of a GPU, traced code takes those of the CPU without dims: the seed."""
+    """Also without a GPU. Beside CUDA tensors, traced code accepts only CPU tensors without dims: the seed."""
     with FakeTensorMode():
         x = torch.empty(4, 6, device="cuda")
         assert weft.nn.Dropout(0.5, group_name="", dim=None)(x).device == x.device
@@ -75,7 +75,9 @@ def test_probabilities_seeds_and_specials() -> None:
         first, other = _dropout(x, 1, p), _dropout(x, 2, p)
         dropped = (first == 0).double().mean().item()
         assert abs(dropped - p) < 5 * (p * (1 - p) / x.numel()) ** 0.5
-        assert ((first == 0) == (other == 0)).double().mean() < 1 - p * (1 - p)  # seeds do not move together
+        assert ((first == 0) == (other == 0)).double().mean() < 1 - p * (
+            1 - p
+        )  # masks of different seeds are not correlated
     assert torch.equal(_dropout(x, 1, 0.0), x) and _dropout(x, 1, 1.0).count_nonzero() == 0
     specials = _dropout(torch.full((1000,), float("nan")), 1, 0.5)
     assert torch.equal(specials.isnan(), kept(torch.Size([1000]), 1, 0.5)) and specials[~specials.isnan()].eq(0).all()
@@ -121,7 +123,7 @@ def test_refusals(rank: int) -> None:
 
 
 class Block(nn.Module):
-    """A linear layer between dropouts of a part of a sequence and of a whole tensor."""
+    """A linear layer between a dropout of a sequence shard and one of a replicated tensor."""
 
     def __init__(self, group_name: str) -> None:
         super().__init__()

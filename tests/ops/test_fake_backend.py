@@ -1,4 +1,4 @@
-"""Every operator under torch's fake process group, in which one rank pretends all others: for memory and tracing."""
+"""Every operator under torch's fake process group, in which one rank simulates a job: for memory and tracing."""
 
 from __future__ import annotations
 

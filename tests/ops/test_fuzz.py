@@ -1,4 +1,4 @@
-"""Random argument sets for every operator; `make soak` runs 10,000 for each. How they are made: tests/ops/fuzz."""
+"""Random argument sets for every operator, drawn by tests/ops/fuzz; `make soak` runs 10,000 for each."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_random_sets_agree_or_are_refused(operator: str, num_ranks: int, first_s
 
 @pytest.mark.parametrize("operator", ["column_row_mlp", "pipeline_wait"])
 def test_random_sets_over_gloo(operator: str) -> None:
-    """Without a GPU, too: what carries the tensors of a device."""
+    """Tests gloo, which communicates CUDA tensors below, without a GPU."""
     _check_over_gloo(operator, "cpu", 25)
 
 
@@ -123,7 +123,7 @@ class ChangesItsInput(ColumnLinear):
 
 
 def _alone(operator: Operator, is_wanted: Callable[[Call], bool]) -> list[Call]:
-    """The first calls on a group of one that are as wanted."""
+    """Return the first three calls on a group of one that satisfy `is_wanted`."""
     calls = (draw_call(operator, seed, world_size=2) for seed in range(3000))
     return list(islice((call for call in calls if call.group == "" and is_wanted(call)), 3))
 
@@ -169,7 +169,7 @@ def test_a_defect_is_found_and_told(operator: Operator, is_wanted: Callable[[Cal
 
 
 def _altered(**calls: Callable[..., object]) -> SimpleNamespace:
-    """The operators of messages, some of them replaced."""
+    """Return the message operators, some of them replaced."""
     return SimpleNamespace(**{name: getattr(weft.ops, name) for name in messages.NAMES} | calls)
 
 
@@ -196,7 +196,7 @@ MESSAGE_DEFECTS = [
 
 
 def find_message_defect(rank: int, defect: int) -> str:
-    """What this rank says of an exchange of one message."""
+    """Return this rank's error in an exchange of one message with a defect; "" if it finds none."""
     calls, needs_grad, _ = MESSAGE_DEFECTS[defect]
     part = messages.Part((3, 2), torch.float32, needs_grad, True, "contiguous", "full", True, seed=7)
     exchange = messages.Exchange("pipeline_send", 0, 2, "world", 0, 2, joined=part)
@@ -226,6 +226,6 @@ def test_a_defect_of_a_message_is_found_and_told(defect: int) -> None:
 def test_an_accepted_call_is_found_and_told() -> None:
     exchanges = (messages.draw_exchange("pipeline_flush", seed, world_size=2) for seed in range(100))
     wrong = next(exchange for exchange in exchanges if exchange.refusals)
-    wrong.wrong["group"] = ""  # of which there is nothing to refuse
+    wrong.wrong["group"] = ""  # a valid group: the call raises nothing
     with pytest.raises(AssertionError, match="accepted; documented is one of"):
         check_messages.check_exchange(wrong, 0, {})

@@ -1,4 +1,4 @@
-"""column_row_mlp's backward as a chain: each weight gradient is complete before the next exists."""
+"""column_row_mlp's backward is a chain: each weight's gradient is complete before the next one is computed."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def _weights() -> dict[str, Tensor]:
     return {"w1": torch.randn(6, 4), "w3": torch.randn(6, 4), "w2": torch.randn(4, 6)}
 
 
-# In the order of backward: a weight's gradient is computed ("begins") by one node and complete in its leaf.
+# In the order of backward. "begins": the node that computes a weight's gradient runs. "complete": its leaf has it.
 ORDER = ["w2 complete", "w3 begins", "w3 complete", "w1 begins", "w1 complete"]
 
 
 def _watched_backward(
     leaves: dict[str, Tensor], weights: dict[str, Tensor], group_name: str, recompute: bool = False
 ) -> list[str]:
-    """Forward and backward with `weights`, made from `leaves`; returns what happened in which order."""
+    """Run forward and backward with `weights`, derived from `leaves`; return the events in order."""
     x = torch.randn(3, 4, requires_grad=True)
     events: list[str] = []
     for name, leaf in leaves.items():
@@ -57,7 +57,7 @@ def test_plain_weights(world_size: int, recompute: bool) -> None:
 @pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize("order", [("w1", "w2", "w3"), ("w2", "w3", "w1"), ("w3", "w1", "w2")])
 def test_weights_that_enter_through_views_made_before(order: tuple[str, ...], depth: int) -> None:
-    """As DTensor.to_local or a cast does: such nodes are older than the operator's own."""
+    """DTensor.to_local and casts create such views, whose nodes are older than the operator's."""
     leaves = {name: w.requires_grad_() for name, w in _weights().items()}
     views = {name: leaves[name] for name in order}
     for _ in range(depth):

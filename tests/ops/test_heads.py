@@ -1,4 +1,4 @@
-"""Which heads a rank gets of a checkpoint, and the groups of the ranks that share a key/value head."""
+"""The heads of a checkpoint that each rank gets, and the groups of ranks that share a key/value head."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_shard_qkv() -> None:
         num_blocks = args[0] + 2 * args[1]
         return weft.nn.shard_qkv(torch.arange(num_blocks), *args, **layout).tolist()
 
-    # Heads of one row each. In blocks: q0 q1 q2 q3 k0 k1 v0 v1; grouped: q0 q1 k0 v0 q2 q3 k1 v1.
+    # One row per head. Layout "blocks": q0 q1 q2 q3 k0 k1 v0 v1; "grouped": q0 q1 k0 v0 q2 q3 k1 v1.
     assert rows(4, 2, 1, 0) == list(range(8))
     assert rows(4, 2, 1, 0, layout="grouped") == [0, 1, 4, 5, 2, 6, 3, 7]
     assert rows(4, 2, 2, 1) == [2, 3, 5, 7]

@@ -1,4 +1,4 @@
-"""The installed tree: every public header stands alone, a program links and runs, another torch is refused."""
+"""The installed tree: every public header compiles alone, a program links and runs, another torch raises an error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_every_public_header_compiles_alone_and_a_program_runs(prefix: Path) -> 
     headers = sorted(str(path.relative_to(prefix / "include")) for path in (prefix / "include").rglob("*.h"))
     own = {f"weft/ops/{name}.h" for name in ("backend", "export", "memory", "operators", "script")}
     assert own <= set(headers)
-    # Kept from run to run: what has not changed is not compiled again.
+    # Kept between runs, so that only changes are compiled.
     build = BUILD / "installed" / "headers_build"
     build_project(SOURCE, build, prefix, f"-DHEADERS={';'.join(headers)}", "-DCMAKE_BUILD_TYPE=Debug")
     result = run_process([build / "program"])
@@ -48,7 +48,7 @@ def test_torch_is_found_without_python(prefix: Path, tmp_path: Path) -> None:
     no_python = "-DPython_EXECUTABLE=/nowhere"
     result = configure(SOURCE, tmp_path / "by_name", prefix, no_python, f"-DWEFT_TORCH_DIR={TORCH}")
     assert result.returncode == 0, result.stderr
-    # As in site-packages: the folder of the package `weft` is the prefix, and torch's lies beside it.
+    # As in site-packages: the prefix is the folder of the package `weft`, and torch's folder is its sibling.
     (tmp_path / "torch").symlink_to(TORCH)
     beside = install(tmp_path / "weft")
     result = configure(SOURCE, tmp_path / "beside", beside, no_python)

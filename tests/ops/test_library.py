@@ -1,4 +1,4 @@
-"""The loader: a library for another torch is refused with a sentence, not an undefined symbol."""
+"""The loader: a library built for another torch raises a clear ImportError, not an undefined symbol error."""
 
 from __future__ import annotations
 

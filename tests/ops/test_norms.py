@@ -1,4 +1,4 @@
-"""rms_norm, layer_norm and their sums with a residual: torch's values, and gradients summed over the cut tokens."""
+"""rms_norm, layer_norm and their fused residual adds: torch's values; gradients are summed over sharded tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ops.operators import autocast, chunk
 from support.ranks import on_ranks
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 3e-2, "float16": 6e-3}
-# Rows and columns: rows without tokens on some ranks or any, one feature, more than a tile of them, none.
+# (shape, sharded dim): no tokens on some ranks or on all; one feature, more features than a tile has, none.
 SHAPES = [((2, 7, 12), 1), ((3, 1), 0), ((5, 700), 0), ((1, 2, 33), 1), ((0, 4), 0), ((3, 0), 0)]
 
 
@@ -39,7 +39,7 @@ def _reference(norm: str, x: Tensor, weight: Tensor | None, bias: Tensor | None)
 
 
 def _parameters(norm: str, dim: int, kind: torch.dtype) -> list[list[Tensor]]:
-    """None, a weight, and for layer norms weight and bias; values that `kind` holds, in float64."""
+    """Return the parameters to test: none, a weight, for layer norms weight and bias; float64 values of `kind`."""
     weight, bias = ((torch.randn(dim) + 1).to(kind).double() for _ in range(2))
     return [[], [weight], [weight, bias]] if norm == "layer" else [[], [weight]]
 
@@ -53,7 +53,7 @@ def test_values_and_gradients(rank: int, world_size: int, norm: str, dtype: str)
         torch.manual_seed(1)
         for parameters in _parameters(norm, shape[-1], kind):
             whole = [tensor.clone().requires_grad_() for tensor in parameters]
-            # A layer norm of one feature has no variance: what rounds is multiplied by 1 / sqrt(eps).
+            # A layer norm of one feature has no variance: rounding errors are multiplied by 1 / sqrt(eps).
             scale = 1e-5**-0.5 if norm == "layer" and shape[-1] == 1 else 1.0
             x, residual = ((torch.randn(shape) * 2 + 1).to(kind).double().requires_grad_() for _ in range(2))
             grad, grad_sum = (torch.randn(shape).to(kind).double() for _ in range(2))
@@ -68,7 +68,7 @@ def test_values_and_gradients(rank: int, world_size: int, norm: str, dtype: str)
             _close(sum_here, chunk(sum_, dim, world_size, rank), dtype, "sum")
             grads = [chunk(tensor.to(kind), dim, world_size, rank).detach() for tensor in (grad, grad_sum)]
             torch.autograd.backward([y_here, sum_here], grads)
-            if dtype in ("float64", "float32"):  # a half sum is rounded before it is normed
+            if dtype in ("float64", "float32"):  # a sum of half types is rounded before it is normalized
                 _close(y_here, chunk(y, dim, world_size, rank), dtype, "y")
                 for part, tensor in zip(parts, (x, residual), strict=True):
                     _close(part.grad, chunk(tensor.grad, dim, world_size, rank), dtype, "grad of a part", scale)
@@ -108,7 +108,7 @@ def test_float32_parameters_beside_half_types(rank: int, dtype: torch.dtype) -> 
 
 
 def test_large_means_and_strides() -> None:
-    """The variance is that about the mean, and strides are read as they are."""
+    """The variance is computed about the mean, and strided inputs are supported."""
     x = torch.randn(16, 300) + 4096
     expected = F.layer_norm(x.double(), (300,))
     error = (weft.ops.layer_norm(x, group_name="") - expected).abs().max()
@@ -135,7 +135,7 @@ def test_number_of_collectives() -> None:
 
 @on_ranks(2)
 def test_what_is_saved(rank: int) -> None:
-    """One or two numbers a token beside the input; with a residual the sum, which is a result anyway."""
+    """Beside the input, one or two numbers per token are saved; with a residual the sum, which is a result anyway."""
     x, weight = torch.randn(64, 256, requires_grad=True), torch.randn(256, requires_grad=True)
     with counted() as count:
         start = count.now()
@@ -167,7 +167,7 @@ def test_gradient_of_one_result_alone() -> None:
     x = torch.full((1, 3), float("inf"), requires_grad=True)
     _, total = weft.ops.add_rms_norm(x, residual[:1].detach(), weight, group_name="")
     total.sum().backward()
-    assert torch.equal(x.grad, torch.ones(1, 3))  # not what a norm of infinity makes of it
+    assert torch.equal(x.grad, torch.ones(1, 3))  # the norm's gradient at infinity is not added
 
 
 @on_ranks(2)

@@ -1,4 +1,4 @@
-"""docs/operators.md: it is what its generator writes, has every operator, and its figures are measured."""
+"""docs/operators.md equals its generator's output, lists every operator, and its figures are measured."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ops.figures import Figures, measure, measure_message
 from support.ranks import on_ranks, run_on_ranks
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-# As many tokens as a weight has rows and columns, or more. The second differs in every ratio.
+# The first has at least as many tokens as a weight has rows or columns. The second differs in every ratio.
 SHAPES = ({"T": 48, "d": 24, "f": 28, "o": 36, "v": 44}, {"T": 42, "d": 18, "f": 12, "o": 4, "v": 92})
 SIZES_TOLD = ("saved", "forward_peak", "backward_peak")
 SLACK = 64  # bytes: a scalar here and there
@@ -87,7 +87,7 @@ def _check(name: str, form: object, rank: int, world_size: int) -> None:
         assert figures.forward == {key: _value(count, known) for key, count in form.forward.items()}
         assert figures.backward == {key: _value(count, known) for key, count in form.backward.items()}
         sizes_measured = torch.tensor([getattr(figures, what) for what in SIZES_TOLD])
-        dist.all_reduce(sizes_measured, dist.ReduceOp.MAX)  # what is told is the most that any rank takes
+        dist.all_reduce(sizes_measured, dist.ReduceOp.MAX)  # the table states the maximum over the ranks
         _check_sizes(form, figures, sizes_measured.tolist(), known)
 
 
@@ -125,7 +125,7 @@ def test_figures_of_a_message(rank: int, index: int) -> None:
 
 
 def wrong_figures_are_noticed(rank: int, world_size: int) -> list[str]:
-    """What is said of each wrong figure of one form."""
+    """Return the names of the wrong figures of one form that the check does not notice."""
     name, form = FORMS["all_gather_linear-0"]
     larger = TABLE.Size("y + n*x + 32")
     wrong = {"forward": {}, "backward": form.forward, "keeps": ("x",), "saved": larger}

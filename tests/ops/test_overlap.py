@@ -1,4 +1,4 @@
-"""Sequences that travel in pieces: what is sent and held, how that is chosen, and that all ranks choose alike."""
+"""Chunked sequence-parallel operators: communication, memory, and the choice, which all ranks make alike."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ops.overlapping import overlapping
 from support.ranks import on_ranks
 
 GATHERS, SCATTERS = "all_gather_into_tensor", "reduce_scatter_tensor"
-# In pieces of 128 rows of float32 on 2 ranks (2 MiB), or 64 of float64.
+# Chunks have 128 rows of float32 on 2 ranks (2 MiB), or 64 of float64.
 FEATURES = 2048
 
 
@@ -45,7 +45,7 @@ def _column(x: Tensor, weight: Tensor, size: int) -> Tensor:
 @on_ranks(2, 3)
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 def test_many_pieces(rank: int, world_size: int, dtype: str) -> None:
-    """Several pieces, the last one shorter and not on all ranks, give what one gives."""
+    """Several chunks, the last one shorter and not on all ranks, give the unchunked result."""
     kind = getattr(torch, dtype)
     bound = 1e-13 if dtype == "float64" else 8e-3
     torch.manual_seed(0)
@@ -69,7 +69,7 @@ def test_many_pieces(rank: int, world_size: int, dtype: str) -> None:
 
 @on_ranks(2)
 def test_half_types_are_summed_in_float32(rank: int) -> None:
-    """A weight's gradient over 16 blocks of rows has the error of two roundings, not of one each."""
+    """A weight's gradient, summed over 16 blocks of rows, has the error of two roundings, not of one per block."""
     torch.manual_seed(0)
     x = torch.rand(4096, FEATURES).bfloat16()
     weight = torch.zeros(6, FEATURES, dtype=torch.bfloat16, requires_grad=True)
@@ -106,13 +106,13 @@ def test_collectives_and_bytes(rank: int) -> None:
         collectives_of(mlp, expected={GATHERS: 4, SCATTERS: 4})
         with counted() as count:
             z = mlp()
-            hidden = 128 * 8 * 4  # of one rank's rows in a piece: before and after the activation
+            hidden = 128 * 8 * 4  # of one rank's rows in a chunk: before and after the activation
             assert count.peak() - count.now("communication") == z.nbytes + 4 * one_piece + 2 * hidden
 
 
 @on_ranks(2, 3)
 def test_ranks_agree_on_what_they_measured(rank: int, world_size: int) -> None:
-    """While they measure, too, and where parts of the weight differ."""
+    """Results are also correct while measuring, and if the shards of the weight have different sizes."""
     num_rows = 512 * world_size
     torch.manual_seed(0)
     x, weight = torch.randn(num_rows, FEATURES), torch.randn(9 - rank, FEATURES)
@@ -138,7 +138,7 @@ def test_ranks_agree_on_what_they_measured(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_layers_in_step_with_the_turns(rank: int) -> None:
-    """Weights of one kind that come in turn are each timed both ways, however many there are."""
+    """Weights of one kind that are used in turn are each timed chunked and unchunked, however many there are."""
     x = torch.randn(512, FEATURES)
     for num_weights in (3, 12):
         weights = [torch.randn(2 + i, FEATURES) for i in range(num_weights)]
@@ -164,7 +164,7 @@ def test_modes_that_differ_are_named(rank: int) -> None:
 
 @on_ranks(2)
 def test_what_is_not_measured(rank: int) -> None:
-    """Small shapes, and results that must not depend on times."""
+    """Small shapes, and deterministic algorithms, whose results must not depend on timing."""
     small, weight = torch.randn(8, 16), torch.randn(4, 16)
     x, wide = torch.randn(512, FEATURES), torch.randn(4, FEATURES)
     with overlapping("auto"):
@@ -181,7 +181,7 @@ def test_what_is_not_measured(rank: int) -> None:
 
 @on_ranks(4)
 def test_groups_measure_apart(rank: int) -> None:
-    """A rank of two groups of one size keeps to what the ranks of each agreed on; a new group begins anew."""
+    """A rank of two groups of equal size uses the choice of each group; a new group measures again."""
     mesh = dist.init_device_mesh(
         "cpu", (2, 2), mesh_dim_names=("a", "b"), backend_override={0: "cpu:weft", 1: "cpu:weft"}
     )

@@ -1,4 +1,4 @@
-"""pipeline_send, pipeline_recv, pipeline_wait and join: values and gradients of stages against the whole model."""
+"""pipeline_send, pipeline_recv, pipeline_wait and join: values and gradients of stages against the full model."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ OPS = weft.ops
 
 
 def _groups() -> list[str]:
-    """The group of the test, on the weft backend, and one on gloo."""
+    """Return the names of the test's group, on the weft backend, and of one on gloo."""
     return [dist.group.WORLD.group_name, dist.new_group(backend="gloo").group_name]
 
 
 def _like(*shape: int, dtype: torch.dtype = torch.float64, needs_grad: bool = True) -> Tensor:
-    """A template without memory of its own."""
+    """Return a template of that shape that takes memory for one element only."""
     return torch.empty((), dtype=dtype, requires_grad=needs_grad).expand(shape)
 
 
@@ -42,7 +42,7 @@ def test_stages_equal_the_whole_model(rank: int, world_size: int, order: str) ->
 
 
 def check_stages(rank: int, world_size: int, order: str, group: str) -> None:
-    """Micro-batches of different sizes, one of them empty; a skip connection beside the stages' own tensor."""
+    """Compare stages with the full model: micro-batches of different sizes, one empty, and a skip connection."""
     sizes = [4, 1, 0, 3, 5]
     torch.manual_seed(1)
     batches = [torch.randn(size, 6, dtype=torch.float64) for size in sizes]
@@ -80,7 +80,7 @@ def check_stages(rank: int, world_size: int, order: str, group: str) -> None:
 
 @on_ranks(2)
 def test_many_messages_of_all_dtypes_on_two_channels(rank: int) -> None:
-    """Posted before the data is there and waited for in another order; small and large, strided, without elements."""
+    """Receives are posted before the data arrives and awaited in another order; small, large, strided and empty."""
     dtypes = [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
     for group in _groups():
         for shape in [(3, 5), (), (0, 4), (700, 700), (2, 1, 2, 1, 2, 1, 2, 1, 2, 2)]:
@@ -103,7 +103,7 @@ def test_many_messages_of_all_dtypes_on_two_channels(rank: int) -> None:
 
 @on_ranks(2)
 def test_number_of_messages(rank: int) -> None:
-    """A header and each tensor; the answer is a header and each gradient, or nothing."""
+    """A message is a header and each tensor; its reply is a header and each gradient, or nothing."""
     group = dist.group.WORLD.group_name
     x = torch.ones(3, 4, requires_grad=True)
 
@@ -119,7 +119,7 @@ def test_number_of_messages(rank: int) -> None:
         else:
             OPS.join(torch.zeros(()), [OPS.pipeline_send([x], 1, 0, group)]).backward()
 
-    # A profile leaves out messages that are in flight when it ends.
+    # A profile omits messages that are in flight when it ends.
     collectives_of(without_gradients, {"recv": 3} if rank else {"send": 3})
     dist.barrier()
     collectives_of(with_gradients, {"send": 2, "recv": 2})
@@ -131,7 +131,7 @@ def test_number_of_messages(rank: int) -> None:
 
 
 def _send_or_receive(rank: int, group: str, value: float, size: int = 1 << 16) -> Tensor | None:
-    """The rank 1 receives what the rank 0 fills with `value`."""
+    """Send a tensor filled with `value` from rank 0; return it on rank 1."""
     if rank == 0:
         OPS.pipeline_wait(OPS.pipeline_send([torch.full((size,), value)], 1, 0, group))
         return None
@@ -188,7 +188,7 @@ def test_what_a_backward_needs_is_not_overwritten(rank: int) -> None:
 def test_a_flush_lets_memory_go(rank: int) -> None:
     group = dist.group.WORLD.group_name
     with counted() as count:
-        for size in (1 << 16, 1 << 16, 1 << 17):  # the last one evicts what does not fit
+        for size in (1 << 16, 1 << 16, 1 << 17):  # the last size evicts buffers that do not fit
             _send_or_receive(rank, group, 1.0, size)
         held = (4 << 17) + 64 if rank else 0  # and the header of the last message
         assert count.now() - count.now("communication") == held
@@ -224,7 +224,7 @@ def test_mismatches_raise_on_both_sides(rank: int, backend: str, like: list[Tens
     group = dist.new_group(backend=backend, timeout=timedelta(seconds=20))
     if rank == 0:
         x = torch.ones(3, 4, dtype=torch.float64, requires_grad=True)
-        with pytest.raises(CollectiveMismatchError):  # the group may fail before all of it is sent
+        with pytest.raises(CollectiveMismatchError):  # the group may fail before the message is sent completely
             OPS.join(torch.zeros(()), [OPS.pipeline_send([x], 1, 7, group.group_name)]).backward()
         assert x.grad is None
     else:
@@ -237,7 +237,7 @@ def test_mismatches_raise_on_both_sides(rank: int, backend: str, like: list[Tens
 
 @on_ranks(2)
 def test_a_refused_message_is_told_by_the_next_call(rank: int) -> None:
-    """A sender that never waits learns of it when it sends again, or at once if the receiver was first."""
+    """A sender that never waits gets the error when it sends again, or at once if the receiver was first."""
     group = dist.new_group(backend="cpu:weft").group_name
     if rank == 0:
         with pytest.raises(CollectiveMismatchError, match=r"rank 1 expected message 0 on channel 0 .* \[4, 3\]"):
@@ -321,7 +321,7 @@ def test_needs_of_gradients_under_no_grad(rank: int) -> None:
 
 
 class Echo(nn.Module):
-    """Sends twice what it received; its calls have effects, so TorchScript must keep them all, and in order."""
+    """Sends x twice and adds two received tensors; TorchScript must keep all of these calls, in order."""
 
     def __init__(self, peer: int, group_name: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Messages from device to device: gloo in NCCL's place carries them on the CPU, in the order in which they are sent."""
+"""Messages over device links: on the CPU, gloo in place of NCCL sends them in order."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from weft.collectives import BackendOptions, CollectiveMismatchError
 
 OPS = weft.ops
 GLOO = BackendOptions().transport
-BACKENDS = ["cpu:weft", "gloo"]  # of the group, over which messages are announced
+BACKENDS = ["cpu:weft", "gloo"]  # of the group that carries the announcements
 
 
 @contextmanager
 def _linked(backend: str = "cpu:weft", device: str = "cpu", seconds: float = 20) -> Iterator[str]:
-    """The name of a group of all ranks in which each pair has a link."""
+    """Yield the name of a group of all ranks in which each pair has a link."""
     group = dist.new_group(backend=backend, timeout=timedelta(seconds=seconds))
     peers = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
     pipeline_links.link(group, peers, torch.device(device), transport=GLOO)
@@ -40,7 +40,7 @@ def _linked(backend: str = "cpu:weft", device: str = "cpu", seconds: float = 20)
 @on_ranks(2, 3, 4)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_stages_equal_the_whole_model(rank: int, world_size: int, backend: str) -> None:
-    # "cpu:0" is no tensor's device: what was linked for it travels as without a link, but for its announcement.
+    # No tensor is on "cpu:0": messages are announced for that link, but otherwise sent as without one.
     for device in ("cpu", "cpu:0"):
         with _linked(backend, device) as group:
             for order in ("all forward, all backward", "one forward, one backward"):
@@ -50,7 +50,7 @@ def test_stages_equal_the_whole_model(rank: int, world_size: int, backend: str) 
 @on_ranks(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_all_dtypes_in_another_order(rank: int, backend: str) -> None:
-    """Waited for in another order than sent, and layouts that come again are not announced again."""
+    """Messages are awaited in another order than sent, and repeated layouts are not announced again."""
     dtypes = [torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
     with _linked(backend) as group:
         for shape in [(3, 5), (), (0, 4), (700, 700), (3, 5), (2, 1, 2, 1, 2, 1, 2, 1, 2, 2)]:
@@ -73,7 +73,7 @@ def test_all_dtypes_in_another_order(rank: int, backend: str) -> None:
 
 @on_ranks(3)
 def test_all_send_before_anyone_receives(rank: int, world_size: int) -> None:
-    """In a circle, large ones, both ways."""
+    """Large messages around a ring, in both directions."""
     after, before = (rank + 1) % world_size, (rank - 1) % world_size
     with _linked() as group:
         for _ in range(3):
@@ -88,12 +88,12 @@ def test_all_send_before_anyone_receives(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_threads_wait_for_one_link(rank: int) -> None:
-    """What one thread reads while it waits for a later message is another's, at once."""
+    """A message that one thread reads while it waits for a later one is available to other threads at once."""
     with _linked() as group:
         x = torch.arange(4.0)
         if rank == 0:
             OPS.pipeline_send([x], 1, 1, group)
-            OPS.pipeline_wait(OPS.pipeline_recv([x], 1, 2, group))  # which needs the message on channel 1
+            OPS.pipeline_wait(OPS.pipeline_recv([x], 1, 2, group))  # rank 1 sends it after receiving on channel 1
             OPS.pipeline_send([2 * x], 1, 0, group)
         else:
             later: list[Tensor] = []
@@ -117,7 +117,7 @@ def test_threads_wait_for_one_link(rank: int) -> None:
     ],
 )
 def test_mismatches_raise_on_both_sides(rank: int, backend: str, like: list[Tensor], text: str) -> None:
-    """What was announced is received all the same: no rank waits on the device for a tensor that does not come."""
+    """An announced tensor is received in spite of the error: no rank waits on the device for a tensor in vain."""
     with _linked(backend) as group:
         if rank == 0:
             x = torch.ones(3, 4, dtype=torch.float64, requires_grad=True)
@@ -144,7 +144,7 @@ def test_a_message_that_never_comes_ends_in_a_timeout(rank: int) -> None:
 
 @on_ranks(2)
 def test_what_is_announced_and_what_is_carried(rank: int) -> None:
-    """Over the group an announcement, with a layout the first time; over the link each tensor."""
+    """The group carries the announcement, with a layout the first time; the link carries each tensor."""
     x = torch.ones(3, 4)
     with _linked() as group:
 
@@ -166,7 +166,7 @@ def test_what_is_announced_and_what_is_carried(rank: int) -> None:
 def test_a_group_is_linked_again(rank: int) -> None:
     group, x = dist.new_group(backend="cpu:weft"), torch.ones(2)
     for _ in range(2):
-        for _ in range(2):  # the second time all peers have a link
+        for _ in range(2):  # in the second call all peers already have a link
             pipeline_links.link(group, [1 - rank], torch.device("cpu"), transport=GLOO)
         token = OPS.pipeline_recv([x], 1 - rank, 0, group.group_name)
         OPS.pipeline_send([x + rank], 1 - rank, 0, group.group_name)
@@ -207,12 +207,12 @@ def test_refusals(rank: int) -> None:
 
 @on_ranks(3)
 def test_groups_of_some_ranks(rank: int) -> None:
-    """Peers are counted in the group, and several groups may link the same two ranks."""
+    """Peers are group ranks, and several groups may link the same two ranks."""
     x = torch.full((3,), float(rank))
     groups = [dist.new_group([0, 2], backend="cpu:weft"), dist.new_group([2, 0, 1], backend="cpu:weft")]
     for group in groups:
         if not isinstance(group, dist.ProcessGroup):
-            continue  # this rank is none of it
+            continue  # this rank is not in the group
         own, size = group.rank(), group.size()
         pipeline_links.link(group, [(own + 1) % size, (own - 1) % size], torch.device("cpu"), transport=GLOO)
         OPS.pipeline_send([x], (own + 1) % size, 0, group.group_name)
@@ -224,7 +224,7 @@ def test_groups_of_some_ranks(rank: int) -> None:
 
 @on_ranks(2)
 def test_a_link_that_failed_is_made_again(rank: int) -> None:
-    """What the first attempt has left in the store is not read again."""
+    """Store entries of the first attempt are not read again."""
     group, attempts = dist.new_group(backend="cpu:weft"), []
 
     def second_time(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.distributed_c10d.Backend:

@@ -1,4 +1,4 @@
-"""What every operator owes the dispatcher, on a GPU too: schema, fake kernels, autograd, float64 gradients."""
+"""Registration of every operator, on a GPU too: schema, fake kernels, autograd, float64 gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _sample(index: int, device: str = "cpu") -> Call:
     if call.name == "dropout" and device != "cpu":
         x, seed = call.args
         assert isinstance(seed, torch.Tensor)
-        call.args = (x, seed.reshape(()))  # traced, only what has no dims may be on another device than x
+        call.args = (x, seed.reshape(()))  # when traced, only tensors without dims may be on another device than x
     return call
 
 
@@ -90,7 +90,7 @@ def test_opcheck_of_the_pieces(name: str, device: str) -> None:
     assert set(results.values()) == {"SUCCESS"}
 
 
-# The schemas are what saved TorchScript modules and exported programs refer to: a change here breaks them.
+# Saved TorchScript modules and exported programs refer to these schemas: a change breaks them.
 SCHEMAS = """
 weft::column_row_mlp(Tensor x, Tensor w1, Tensor w2, Tensor? w3=None, Tensor? b1=None, Tensor? b2=None, \
 Tensor? b3=None, *, str activation, str group_name, bool recompute=False, int? sequence_dim=None, \

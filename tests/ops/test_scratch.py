@@ -1,4 +1,4 @@
-"""Partial results built in memory of the group: the same values whether or not it has some free."""
+"""Partial results computed in the group's staging buffers: the same values whether or not one is available."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import weft
 from ops.operators import mlp_reference
 from support.ranks import on_ranks
 
-TOKENS, WIDTH, HIDDEN = 300, 64, 48  # 150 KiB of float64: more than is copied without asking, less than a buffer
+TOKENS, WIDTH, HIDDEN = 300, 64, 48  # 150 KiB of float64: above kOneShotBytes, below a staging buffer
 
 
 @on_ranks(2, 3)
 @pytest.mark.parametrize("with_work_under_way", [False, True])
 def test_mlp_and_linears(rank: int, world_size: int, with_work_under_way: bool) -> None:
-    """A collective under way, or one that another thread has asked for, takes the memory away."""
+    """A pending collective of the group makes the staging buffer unavailable."""
     group = dist.new_group(backend="cpu:weft")
     torch.manual_seed(3)
     whole = {name: torch.randn(HIDDEN, WIDTH, dtype=torch.float64) * 0.2 for name in ("w1", "w3")}
@@ -43,7 +43,7 @@ def test_mlp_and_linears(rank: int, world_size: int, with_work_under_way: bool) 
             group_name=group.group_name,
         )
         torch.testing.assert_close(linear, x @ whole["w1"].t(), rtol=1e-12, atol=1e-12)
-        # The result is the caller's: changed at once, while a slow peer may still read its part.
+        # The caller owns the result: overwrite it at once, while a slow peer may still read the staging buffer.
         linear.zero_()
         if pending is not None:
             pending.wait()

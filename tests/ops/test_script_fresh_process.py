@@ -1,4 +1,4 @@
-"""A scripted module saved by one job runs in another: fresh processes, new group names, same numbers."""
+"""A scripted module saved by one job runs in another: fresh processes, new group names, the same results."""
 
 from __future__ import annotations
 

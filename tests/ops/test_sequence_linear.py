@@ -1,4 +1,4 @@
-"""Column and row linears around a cut sequence: values, gradients, communication, what is kept, refusals."""
+"""Column and row linears in sequence parallelism: values, gradients, communication, saved bytes, errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from support.ranks import on_ranks
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3}
 GATHER, SCATTER = {"all_gather_into_tensor": 1}, {"reduce_scatter_tensor": 1}
-# (shape of the whole input, dim of its sequence): even, uneven, ranks without tokens, no tokens at all.
+# (shape of the unsharded input, sequence dim): even, uneven, empty on some ranks, empty on all.
 INPUTS = [((8, 5), 0), ((2, 7, 5), 1), ((7, 2, 5), 0), ((1, 5), -2), ((0, 5), 0)]
 
 
@@ -51,7 +51,7 @@ def _check_values_and_gradients(rank: int, world_size: int, dtype: str) -> None:
         return chunk(tensor.to(kind), dim, world_size, rank)
 
     for shape, dim in INPUTS:
-        for rows in (8, 3):  # 3: uneven, and on 4 ranks one without any
+        for rows in (8, 3):  # 3: uneven, and empty on one of 4 ranks
             torch.manual_seed(1)
             values = (torch.randn(shape), torch.randn(rows, 5) * 0.5, torch.randn(rows))
             x, weight, bias = (tensor.to(kind).double().requires_grad_() for tensor in values)
@@ -66,7 +66,7 @@ def _check_values_and_gradients(rank: int, world_size: int, dtype: str) -> None:
             for leaf, whole, cut in zip(leaves, (x, weight, bias), (dim, 0, 0), strict=True):
                 _close(leaf.grad, chunk(whole.grad, cut, world_size, rank), dtype, f"gathered grad, {leaf.shape}")
 
-            # The features of x are cut: [..., 5] and a weight [rows, 5] by its columns.
+            # The features of x [..., 5] and the columns of the weight [rows, 5] are sharded.
             x.grad = weight.grad = bias.grad = None
             y = F.linear(x, weight, bias)
             y.backward(grad)
@@ -102,7 +102,7 @@ def test_number_of_collectives(rank: int) -> None:
 
 @on_ranks(2)
 def test_kept_bytes(rank: int) -> None:
-    """The gathered input is freed: only the result is kept, and the shard that the caller holds anyway."""
+    """The gathered input is freed: only the result is kept, and the shard of x, which the caller holds anyway."""
     x, weight = torch.randn(64, 32, requires_grad=True), torch.randn(16, 32, requires_grad=True)
     with counted() as count:
         y = weft.ops.all_gather_linear(x, weight, gather_dim=0, group_name=_group())
@@ -130,7 +130,7 @@ def test_refusals_leave_the_group_usable(rank: int) -> None:
 
 
 class Block(nn.Module):
-    """A feed-forward between two norms' places, on a part of the sequence."""
+    """A feed-forward block on a shard of the sequence."""
 
     def __init__(self, group_name: str) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ def _run(module: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 class Everything(nn.Module):
-    """Collectives that do not depend on each other, in the backward above all."""
+    """A model whose collectives do not depend on each other, above all in the backward."""
 
     def __init__(self, group_name: str) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class Everything(nn.Module):
 
 @on_ranks(2, timeout=300)
 def test_inductor_on_uneven_parts(rank: int) -> None:
-    """Ranks with graphs of other sizes call their collectives in one order."""
+    """Ranks with graphs of different sizes call their collectives in the same order."""
     torch.manual_seed(rank)
     model = Everything(_group())
     x = torch.ones(2, 3 - rank, 6)
@@ -180,7 +180,7 @@ def test_inductor_on_uneven_parts(rank: int) -> None:
 
 @on_ranks(2)
 def test_one_rank_under_a_dispatch_mode(rank: int) -> None:
-    """It traces its backward; the other does not."""
+    """One rank traces its backward; the other does not."""
     x, weight = torch.ones(3, 5, requires_grad=True), torch.ones(6, 5, requires_grad=True)
     y = weft.ops.all_gather_linear(x, weight, gather_dim=0, group_name=_group()).sin()
     with FlopCounterMode(display=False) if rank == 0 else nullcontext():

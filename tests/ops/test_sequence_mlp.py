@@ -1,4 +1,4 @@
-"""column_row_mlp on parts of a sequence: values, gradients, communication, what is kept, refusals."""
+"""column_row_mlp in sequence parallelism: values, gradients, communication, saved bytes, errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.ranks import on_ranks
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 3e-2}
 DIMS = {"w1": 0, "w3": 0, "b1": 0, "b3": 0, "w2": 1}
 FORMS = [(True, True, "silu"), (True, False, "gelu"), (False, True, "gelu_tanh"), (False, False, "relu")]
-# (shape of the whole input, dim of its sequence): even, uneven, ranks without tokens.
+# (shape of the unsharded input, sequence dim): even, uneven, empty on some ranks.
 INPUTS = [((8, 2, 6), 0), ((2, 7, 6), 1), ((1, 6), -2)]
 
 
@@ -48,7 +48,7 @@ def _check_values_and_gradients(rank: int, world_size: int, dtype: str, recomput
     for shape, dim in INPUTS:
         for gated, bias, activation in FORMS:
             torch.manual_seed(1)
-            hidden = 5  # uneven, and on 4 ranks one without any
+            hidden = 5  # uneven, and empty on one of 4 ranks
             shapes = {"w1": (hidden, 6), "w2": (4, hidden)}
             shapes |= {"w3": (hidden, 6)} if gated else {}
             shapes |= {"b1": (hidden,), "b2": (4,)} if bias else {}
@@ -111,7 +111,7 @@ def test_number_of_collectives(rank: int, recompute: bool) -> None:
         assert torch.equal(leaf.grad, first[name] * 2), name
     with torch.no_grad():
         collectives_of(lambda: _mlp(leaves, recompute), expected={gather: 1, scatter: 1})
-    # The gradient of the result is needed by all; x by the columns, and to compute their output again.
+    # All need the result's gradient; the column weights also need x, as does recomputing their output.
     for wanted, expected in [
         (["w2"], {gather: 1 + recompute}),
         (["x"], {gather: 1 + recompute, scatter: 1}),
@@ -127,7 +127,7 @@ def test_number_of_collectives(rank: int, recompute: bool) -> None:
     frozen = {name: leaf.detach() for name, leaf in leaves.items()}
     y = _mlp({**frozen, "b1": bias}, recompute)
     collectives_of(y.sum().backward, expected={gather: 1 + recompute})
-    # Nor may it take x from the other column, whose node runs later.
+    # Nor may it use the x gathered for the other column, whose node runs later.
     y = _mlp({**frozen, "w1": leaves["w1"], "b3": bias}, recompute)
     grads = collectives_of(lambda: torch.autograd.grad(y.sum(), [leaves["w1"], bias]), expected={gather: 2})
     torch.testing.assert_close(grads[0], first["w1"])
@@ -138,7 +138,7 @@ def test_number_of_collectives(rank: int, recompute: bool) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_kept_bytes(rank: int, recompute: bool) -> None:
-    """The hidden values of the whole sequence, or nothing, beside the result and this rank's part of x."""
+    """Beside the result and this rank's shard of x: the full sequence's hidden values, or nothing."""
     leaves = _leaves()
     with counted() as count:
         y = _mlp(leaves, recompute)

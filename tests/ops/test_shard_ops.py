@@ -1,4 +1,4 @@
-"""The conjugate pairs that cut tensors over a group: values, gradients, communication, refusals."""
+"""The conjugate pairs that shard tensors over a group: values, gradients, communication, errors."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from support.ranks import on_ranks
 
 DTYPES = ("float64", "float32", "bfloat16")
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 2e-2}
-# (shape of the whole tensor, dim): even, uneven, with ranks that hold nothing, nothing at all.
+# (shape of the unsharded tensor, dim): even, uneven, empty on some ranks, empty on all.
 CUTS = [((12, 3), 0), ((2, 7, 3), 1), ((3, 5), -1), ((1, 4), 0), ((0, 4), 0), ((5, 0), 0)]
 
 
 def _of_rank(rank: int, shape: tuple[int, ...], dtype: str) -> Tensor:
-    """What a rank brings; others know it, too."""
+    """Return a rank's values, which every rank can compute."""
     generator = torch.Generator(torch.get_default_device()).manual_seed(rank)
     values = torch.randn(shape, generator=generator, dtype=torch.float64)
     return values.to(getattr(torch, dtype))
@@ -38,7 +38,7 @@ def _close(actual: Tensor, expected: Tensor, dtype: str) -> None:
 
 
 def _groups() -> list[str]:
-    """weft's, and gloo's, which cannot gather parts of different sizes."""
+    """Return a weft group and a gloo group; gloo cannot gather shards of different sizes."""
     return [dist.group.WORLD.group_name, dist.new_group(backend="gloo").group_name]
 
 
@@ -80,7 +80,7 @@ def test_values_and_gradients(rank: int, world_size: int, dtype: str) -> None:
 @on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_all_to_all(rank: int, world_size: int, dtype: str) -> None:
-    """What is whole along one dim and cut along another comes back the other way round."""
+    """A tensor that is full along one dim and sharded along another is returned with these swapped."""
     for group in _groups():
         for shape, whole_dim, cut_dim in [((6, 5, 2), 0, 1), ((3, 2, 7), -1, 0), ((1, 3), 1, 0), ((4, 0), 0, 1)]:
             tensor = _of_rank(100, shape, dtype)
@@ -145,7 +145,7 @@ def test_refusals_leave_the_group_usable(rank: int) -> None:
 
 
 class Sequence(torch.nn.Module):
-    """All pairs, one after another, on uneven parts."""
+    """All pairs, one after another, on uneven shards."""
 
     def __init__(self, group_name: str) -> None:
         super().__init__()

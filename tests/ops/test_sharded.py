@@ -35,7 +35,7 @@ FORMS = [(True, True, "silu"), (True, False, "gelu"), (False, True, "gelu_tanh")
 def test_column_row_mlp(rank: int, world_size: int, dtype: str) -> None:
     tolerance = TOLERANCE[dtype]
     for gated, bias, activation in FORMS:
-        for hidden in (16, 7, 2):  # even, uneven, and with ranks that hold nothing
+        for hidden in (16, 7, 2):  # even, uneven, and empty on some ranks
             torch.manual_seed(1)
             shapes = {"w1": (hidden, 8), "w2": (6, hidden)}
             shapes |= {"w3": (hidden, 8)} if gated else {}
@@ -148,7 +148,7 @@ def test_refusals_leave_the_group_usable(rank: int) -> None:
 
 @on_ranks(2)
 def test_token_ids_are_read_in_advance(rank: int) -> None:
-    """On the CPU alone."""
+    """Only on the CPU."""
     with pytest.raises(IndexError, match="token ids from 0 to 9"):
         weft.ops.vocab_parallel_embedding(torch.tensor([0, 9]), torch.ones(5, 4), 0, group_name=_group(), vocab_size=5)
     total = torch.ones(1)

@@ -1,4 +1,4 @@
-"""sharded_linear: each rank's own input, a weight that no rank has whole."""
+"""sharded_linear: each rank's own input times a weight that is sharded over the group."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _close(actual: Tensor, expected: Tensor, dtype: str, what: str) -> None:
 def test_values_and_gradients(rank: int, world_size: int, dtype: str) -> None:
     kind = getattr(torch, dtype)
     for group in (_group(), dist.new_group(backend="gloo").group_name):
-        # Rows: even, uneven, ranks without any, none at all; ranks with different numbers of tokens, and none.
+        # Rows: even, uneven, empty on some ranks, empty on all. Tokens: different numbers per rank, and none.
         for rows, shape in [(8, (2, 3 + rank, 5)), (7, (4, 5)), (2, (5,)), (0, (3, 5)), (6, (0, 5)), (6, (2, 0))]:
             torch.manual_seed(1)
             weight, bias = torch.randn(rows, shape[-1]) * 0.5, torch.randn(rows)
@@ -77,7 +77,7 @@ def test_number_of_collectives(rank: int, world_size: int) -> None:
 
 @on_ranks(4)
 def test_two_shards_at_a_time(rank: int, world_size: int) -> None:
-    """Beside this rank's own, forward and backward; nothing but x and the own shard is kept."""
+    """Beside this rank's own, in forward and backward; only x and this rank's shard are saved."""
     x, weight = torch.randn(8, 64, requires_grad=True), torch.randn(32, 64, requires_grad=True)
     shard = weight.nbytes
     with counted() as count:

@@ -1,4 +1,4 @@
-"""The operators under torch.compile, torch.export and torch.jit give the eager numbers, on 2 ranks too."""
+"""The operators under torch.compile, torch.export and torch.jit give the eager results, on 2 ranks too."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.ranks import on_ranks
 
 
 class Block(nn.Module):
-    """Every public operator once: embedding, column, row, the fused block, the conjugate pair."""
+    """Embedding, column and row linear, the fused MLP, and a conjugate pair."""
 
     def __init__(self, group_name: str) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ def _block() -> tuple[Block, Tensor]:
 
 
 def _run(module: nn.Module, ids: Tensor) -> list[Tensor]:
-    """The output and all gradients."""
+    """Return the output and all gradients."""
     module.zero_grad(set_to_none=True)
     y = module(ids)
     y.square().sum().backward()

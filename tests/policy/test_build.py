@@ -1,4 +1,4 @@
-"""The build: CUDA sources only where nvcc is, strategy/ without torch, a clear word where torch is missing."""
+"""The build: CUDA sources only with nvcc, strategy/ without torch, and a clear error if torch is missing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _configure(build: Path, *options: str, env: dict[str, str] | None = None) ->
     defined = [f"-D{name}={value}" for name, value in {"Python_EXECUTABLE": sys.executable, **folders}.items()]
     command = [cmake, "--preset", "release", "-B", str(build), *defined, *options]
     environment = {**os.environ, **(env or {})}
-    # The environment's own cmake and ninja: the system's may be older than the presets.
+    # Use the environment's cmake and ninja: the system's may be too old for the presets.
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300, env=environment)
     return run.stdout + run.stderr if run.returncode == 0 else f"failed: {run.stdout}{run.stderr}"
@@ -51,7 +51,7 @@ def test_an_architecture_list_of_another_form_is_refused(tmp_path: Path, text: s
     assert output.startswith("failed") and f"TORCH_CUDA_ARCH_LIST has '{text}'" in " ".join(output.split())
 
 
-# NOTE: the folder is named after the test, and must not be called after torch.
+# NOTE: tmp_path contains the test's name, which must not contain "torch".
 def test_lower_layers_configure_by_themselves(tmp_path: Path) -> None:
     output = _configure(tmp_path, "-DWEFT_WITHOUT_TORCH=ON")
     assert not output.startswith("failed"), output

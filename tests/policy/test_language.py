@@ -1,4 +1,4 @@
-"""Phrases that CONTRIBUTING.md replaces by the field's terms stay out of documentation and source files."""
+"""Documentation and source files contain no phrase that CONTRIBUTING.md replaces by the field's terms."""
 
 from __future__ import annotations
 

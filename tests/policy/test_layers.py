@@ -1,4 +1,4 @@
-"""A layer uses the ones above it in docs/architecture's table, never one below: checked on the sources."""
+"""Checks on the sources that a layer uses only layers above it in the table of docs/architecture.md."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CPP_LAYERS = {
 
 
 def _imports(tree: ast.AST) -> Iterator[str]:
-    """Modules imported at run time; those under `if TYPE_CHECKING` do not count."""
+    """Yield the modules imported at run time, without those under `if TYPE_CHECKING`."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             continue
@@ -74,6 +74,6 @@ def test_importing_the_strategy_leaves_lightning_out() -> None:
 
 
 def test_folders_of_the_repository_are_not_packages() -> None:
-    """From the root `import ops` must not make a second module object beside `weft`."""
+    """In the root folder, `import ops` must not create a second module object beside `weft`."""
     for folder in ("ops", "strategy", "lightning_plugin", "kernels", "examples", "benchmarks"):
         assert not (ROOT / folder / "__init__.py").exists(), folder

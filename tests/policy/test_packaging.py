@@ -24,13 +24,13 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sdist")
     checkout = folder / "checkout"
     checkout.mkdir()
-    # setuptools writes next to setup.py, where tests that run at the same time list the files.
+    # Build a copy: setuptools writes next to setup.py, where concurrent tests list the files.
     for entry in ROOT.iterdir():
         if entry.is_file():
             shutil.copy2(entry, checkout)
         elif not entry.name.startswith(".") and entry.suffix != ".egg-info":
             (checkout / entry.name).symlink_to(entry)
-    # The list of an earlier build, with a file that exists and belongs to no sdist.
+    # A stale file list from an earlier build: the file exists, but must not be in an sdist.
     (checkout / "weft.egg-info").mkdir()
     (checkout / "weft.egg-info" / "SOURCES.txt").write_text("benchmarks/README.md\n")
     code = f"import sys; sys.path.insert(0, 'cmake'); import build_backend; build_backend.build_sdist({str(folder)!r})"
@@ -60,7 +60,7 @@ def test_an_sdist_holds_what_git_tracks_of_the_sources(sdist: Path) -> None:
 
 
 def test_an_sdist_configures_without_the_tests(sdist: Path, tmp_path: Path) -> None:
-    """With the preset of an editable install, which builds tests where there are any."""
+    """Uses the preset of an editable install, which builds the tests if they exist."""
     assert not (sdist / "tests").exists()
     cmake, ninja = (str(Path(sys.executable).with_name(name)) for name in ("cmake", "ninja"))
     tools = [f"-DPython_EXECUTABLE={sys.executable}", f"-DCMAKE_MAKE_PROGRAM={ninja}", "-DWEFT_WITHOUT_TORCH=ON"]

@@ -1,4 +1,4 @@
-"""House rules on source files that a machine can check."""
+"""House rules on source files that can be checked automatically."""
 
 from __future__ import annotations
 

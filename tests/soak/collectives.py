@@ -1,9 +1,9 @@
-"""Random collectives on random sub-groups with random delays, values checked; then: did anything leak?
+"""Random collectives on random sub-groups with random delays; checks all values, then looks for leaks.
 
     python tests/soak/collectives.py --seconds 600 --hosts aaaaaaaa
 
-Exits with 0 and prints one JSON line where no value was wrong, nothing failed, and neither file descriptors, memory
-nor /dev/shm grew.
+Fails at the first wrong value or failed call. Otherwise prints one JSON line, and exits with 0 if neither file
+descriptors, memory nor /dev/shm have grown.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GROUPS, STEPS_PER_ROUND = 6, 400
 SIZES = (0, 1, 7, 300, 5_000, 70_000, 900_000)
 CALLS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "barrier", "ring")
 CALLS += ("gather", "scatter")
-MAX_GROWTH_MIB = 16.0  # of a rank's own memory after the third round
+MAX_GROWTH_MIB = 16.0  # of a rank's private memory after the third round
 
 
 def value(member: int, step: int) -> float:
@@ -42,7 +42,7 @@ def full(size: int, number: float) -> torch.Tensor:
 
 
 def run_step(call: str, size: int, step: int, group: dist.ProcessGroup, members: list[int], is_async: bool) -> None:
-    """One call on this rank, a member, and the check of what it gave."""
+    """Make one call on this rank, which is one of `members`, and check its results."""
     own = members.index(dist.get_rank())
     mine = full(size, value(own, step))
     values = [value(each, step) for each in range(len(members))]
@@ -95,7 +95,7 @@ def run_step(call: str, size: int, step: int, group: dist.ProcessGroup, members:
 
 
 def facts() -> dict[str, float]:
-    """What this process holds: memory of its own, once the allocator has given back what it only keeps."""
+    """Return this process's file descriptors, weft mappings and private MiB, after freeing the allocator's caches."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
@@ -136,7 +136,7 @@ def run_rank(rank: int, hosts: str, folder: str, seconds: float, seed: int) -> N
             if rank in ranks:
                 dist.barrier(group=group)
                 dist.destroy_process_group(group)
-        del groups, group  # what they hold is not a leak
+        del groups, group  # resources that they hold are not leaked
         num_rounds += 1
         if num_rounds == 3:
             first = facts()

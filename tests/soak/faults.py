@@ -1,11 +1,11 @@
-"""Kills or stops one rank of a group in the middle of a collective and reports what the others saw, as JSON.
+"""Kills or stops one rank of a group in the middle of a collective and reports the survivors' errors as JSON.
 
     python tests/soak/faults.py --signals SIGKILL SIGSTOP --hosts aaa abb --victims 1 --repeats 1 [--check]
 
-One line for each scenario. Ranks are forked from this process, which has imported torch and started nothing. With
---check it says what was wrong and exits with 1: a survivor that did not end, another class of error or another rank
-named; on one host, a killed rank noticed later than NOTICED_WITHIN, or a group that took longer than DESTROYED_WITHIN
-to destroy, in more than one case of twenty.
+Prints one line for each scenario. Ranks are forked from this process, which has only imported torch. With --check it
+prints all problems and exits with 1 if there are any: a survivor that failed to exit, or that got a wrong class of
+error or the name of a wrong rank; on one host, in more than one case of twenty, a killed rank noticed later than
+NOTICED_WITHIN or a group destroyed in more than DESTROYED_WITHIN.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from ops.collectives.calls import MOVES, REDUCTIONS, Call
 
 import weft
 
-STOP_TIMEOUT = timedelta(seconds=1)  # of a group with a stopped rank: it is noticed then
-KILL_TIMEOUT = timedelta(seconds=60)  # no rank may need it
+STOP_TIMEOUT = timedelta(seconds=1)  # of a group with a stopped rank, which is detected by the time-out
+KILL_TIMEOUT = timedelta(seconds=60)  # no rank may reach it
 NOTICED_WITHIN = DESTROYED_WITHIN = 0.1  # seconds
 
 
@@ -39,7 +39,7 @@ def barrier(group: dist.ProcessGroup, rank: int, world_size: int, make: Callable
 
 
 def large_all_reduce(group: dist.ProcessGroup, rank: int, world_size: int, make: Callable[..., torch.Tensor]) -> list:
-    """Many chunks: the others are inside it for some time."""
+    """Reduce many chunks, so that the signal arrives during the collective."""
     dist.all_reduce(torch.ones(4_000_000), group=group)
     return []
 
@@ -61,7 +61,7 @@ CALLS: dict[str, Call] = {
 
 
 def run_rank(folder: Path, call: str, rank: int, world_size: int, host: str, timeout: timedelta) -> None:
-    """Loop over the call until it fails, then say how."""
+    """Repeat the call until it fails, then write the error to `folder`."""
     torch.set_num_threads(1)
     os.environ["WEFT_HOST_ID"] = host
     store = dist.FileStore(str(folder / "store"), world_size)
@@ -99,7 +99,7 @@ def fork_rank(*arguments: object) -> int:
 
 
 def run_scenario(call: str, signal_name: str, hosts: str, victim: int, delay: float) -> dict:
-    """Returns the scenario, and `ranks`: what each survivor saw, `seconds` after the signal."""
+    """Run one scenario. Return it with `ranks`: each survivor's error and its time, `seconds` after the signal."""
     world_size = len(hosts)
     stops = signal_name == "SIGSTOP"
     with tempfile.TemporaryDirectory(prefix="weft-faults-") as name:
@@ -133,7 +133,7 @@ def run_scenario(call: str, signal_name: str, hosts: str, victim: int, delay: fl
 
 
 def names_victim(scenario: dict, text: str) -> bool:
-    """Ranks of its host know its process; those of another, and its own number among those of its host, may not."""
+    """Return whether `text` names the victim. Ranks of another host may know it by another rank or without a pid."""
     victim, pid = scenario["victim"], scenario["victim_pid"]
     if len(set(scenario["hosts"])) == 1:
         return f"rank {victim} (pid {pid})" in text
@@ -149,7 +149,7 @@ def _who_is_late(text: str) -> str:
 
 
 def problems_of(scenario: dict) -> list[str]:
-    """What the survivors of a scenario should not have seen."""
+    """Return the errors that the survivors of a scenario should not have seen."""
     expected = "PeerLostError" if scenario["signal"] == "SIGKILL" else "CollectiveTimeoutError"
     where = f"{scenario['call']} on {scenario['hosts']}, {scenario['signal']} to rank {scenario['victim']}"
     problems = []
@@ -159,14 +159,14 @@ def problems_of(scenario: dict) -> list[str]:
         elif not seen["error"] == seen["again"] == expected:
             problems.append(f"{where}: rank {rank} got {seen['error']}, then {seen['again']}, not {expected}")
         elif expected == "CollectiveTimeoutError" and scenario["call"] == "send_recv":
-            continue  # its text names the peer of the message that came too late
+            continue  # its text names the peer of the late message instead
         elif not names_victim(scenario, _who_is_late(seen["text"]) if expected != "PeerLostError" else seen["text"]):
             problems.append(f"{where}: rank {rank} read no name of it: {seen['text']}")
     return problems
 
 
 def slow_of(scenarios: list[dict]) -> list[str]:
-    """What took too long on one host in more than one case of twenty."""
+    """Return the durations on one host that exceed their limit in more than one case of twenty."""
     seen = [
         (scenario["signal"], each)
         for scenario in scenarios

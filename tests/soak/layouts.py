@@ -1,11 +1,11 @@
-"""Every mesh and ZeRO stage with every optimizer, accumulation and clipping, and resumed from every other one.
+"""Compares training on every mesh and ZeRO stage with training on one device.
 
-Each gives the numbers of one device.
+Varies optimizer, gradient accumulation and clipping; also resumes on each layout from the checkpoint of every layout.
 
     PYTHONPATH=tests python tests/soak/layouts.py
     PYTHONPATH=tests python tests/soak/layouts.py --layout dp2,tp2 --stage 3
 
-Prints one JSON line for each mesh and stage, with what failed. Exits with 0 where nothing failed.
+Prints one JSON line for each mesh and stage, with its failures. Exits with 0 if there are none.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OPTIONS = list(itertools.product(("SGD", "AdamW"), (1, 2), (None, 0.3)))
 
 
 def soak(folder: str, layout: str, stage: int | None) -> list[str]:
-    """What failed of all options on one mesh at one stage, each with its reason."""
+    """Return the options that failed on one mesh at one stage, each with its reason."""
     failed = []
     for optimizer, accumulate, clip in OPTIONS:
         try:
@@ -39,7 +39,7 @@ def soak(folder: str, layout: str, stage: int | None) -> list[str]:
 
 
 def soak_resumes(folder: str, expected: dict[str, Tensor], layout: str, stage: int | None) -> list[str]:
-    """What failed of resuming on one mesh at one stage from each checkpoint, with the reason."""
+    """Return the checkpoints from which resuming on one mesh at one stage failed, each with its reason."""
     failed = []
     for saved in RESUMED:
         try:

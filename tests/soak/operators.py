@@ -1,12 +1,12 @@
-"""Random argument sets for every operator: each agrees with the unsharded computation or is refused as documented.
+"""Random argument sets for every operator: each matches the unsharded computation or raises as documented.
 
     PYTHONPATH=tests python tests/soak/operators.py --count 10000
     PYTHONPATH=tests python tests/soak/operators.py --operator all_to_all --ranks 2 --seed 4711 --count 1
     PYTHONPATH=tests python tests/soak/operators.py --device cuda --ranks 2 --count 1000
 
-On CUDA the ranks share a device, over gloo; a set that failed there is run again with the same options. A fifth of the
-sets run on 3 ranks, the others on 2. Prints one JSON line for each operator, and each set that failed with its seed;
-after a failure it goes on with the next set. Exits with 0 where none failed.
+On CUDA the ranks share a device, over gloo; repeat a failed set with the same options. A fifth of the sets run on 3
+ranks, the others on 2. Prints one JSON line for each operator, and each failed set with its seed; continues with the
+next set after a failure. Exits with 0 if no set failed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from support.rank_pool import POOLS
 from support.ranks import RankFailure, run_on_ranks
 
 SETS_PER_LAUNCH = 1000
-MAX_FAILURES = 20  # of an operator
+MAX_FAILURES = 20  # per operator
 
 
 def soak(
     operator: str, num_ranks: int, first_seed: int, count: int, device: str, backend: str
 ) -> tuple[Counter[str], list[int]]:
-    """How many sets agreed and were refused, and the seeds of those that failed."""
+    """Return the number of sets by outcome, and the seeds of the failed sets."""
     outcomes: Counter[str] = Counter()
     failed: list[int] = []
     seed, end = first_seed, first_seed + count
@@ -47,7 +47,7 @@ def soak(
             if found is None:
                 raise
             failed.append(int(found[1]))
-            # Those before it are run again, to be counted.
+            # The failed launch returned no counts: run the sets before the failed one again.
             outcomes.update(run_on_ranks(num_ranks, run_calls, timeout=600, **call | {"count": failed[-1] - seed})[0])
             seed = failed[-1] + 1
     return outcomes, failed

@@ -31,14 +31,14 @@ from weft.strategy.summary import summary
 WORLD_SIZE = 2
 # Also where a model's own code rounds to float32: both models round the same values.
 TOLERANCE = 1e-9
-NEGLIGIBLE = 1e-3  # gradients below this share of the norm of all are compared with that share
+NEGLIGIBLE = 1e-3  # differences of gradients are relative to at least this share of the norm of all
 
 
 @dataclass
 class Run:
     """Result of an architecture on one rank.
 
-    `sharded`: weft's line on what it sharded how. `share`: the rank's bytes of parameters over all bytes.
+    `sharded`: weft's summary line on the sharded modules. `share`: the rank's bytes of parameters over all bytes.
     `difference`: the largest relative difference of an output or a gradient; the norms are those of the rank's shards.
     """
 
@@ -54,7 +54,7 @@ class Run:
 
 
 def all_runs() -> list[Run]:
-    """Run each architecture on 2 warm ranks: rank 0's run, with the worst result and difference of both ranks."""
+    """Run each architecture on 2 warm ranks; return rank 0's runs, with the worst result and difference of both."""
     ranks = run_on_ranks(WORLD_SIZE, run_on_rank, timeout=280)
     return [_merged(runs) for runs in zip(*ranks, strict=True)]
 
@@ -69,7 +69,7 @@ def _merged(runs: Iterable[Run]) -> Run:
 
 
 def run_on_rank(world_size: int) -> list[Run]:
-    """Run each architecture on this rank. Prints its name first: the output of a rank that hangs ends with it."""
+    """Run each architecture on this rank. Prints its name first, to show the architecture of a rank that hangs."""
     mesh = tensor_parallel(world_size)
     runs = []
     for architecture in ARCHITECTURES:
@@ -112,7 +112,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _outputs_after_backward(model: nn.Module, batch: dict[str, Any]) -> list[Tensor]:
-    """Return the floating-point outputs; the loss weighs each element at random, as norms hide a sum of squares."""
+    """Return the floating-point outputs; the loss has random weights, as a norm's output has a constant square sum."""
     outputs = model(**batch)
     values = [outputs] if isinstance(outputs, Tensor) else list(outputs.values())
     floats = [each for each in values if isinstance(each, Tensor) and each.is_floating_point()]

@@ -1,4 +1,4 @@
-"""Models of MLPs in blocks, and how they are trained, for the tests of steps by rows."""
+"""Models with blocks of MLPs, and functions that train them, for the tests of row-wise optimizer steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import weft
 from support.models import Conv1D
 from weft.strategy import StepInBackward
 
-DIM, HIDDEN = 12, 37  # the parts of 37 differ between ranks
+DIM, HIDDEN = 12, 37  # the shards of 37 features are uneven
 OPTIMIZERS: dict[str, Any] = {
     "adam": lambda p: Adam(p, lr=1e-2, amsgrad=True),
     "adamw": lambda p: AdamW(p, lr=1e-2),
@@ -51,7 +51,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """An embedding, which is not of an MLP, and blocks of which `order` says which run."""
+    """An embedding, which belongs to no MLP, and blocks that run in the given `order`."""
 
     def __init__(self, kind: str = "gated", order: tuple[int, ...] = (0, 1)) -> None:
         super().__init__()
@@ -69,14 +69,14 @@ class Model(nn.Module):
 def by_rows_in_blocks(
     model: nn.Module, optimizer: torch.optim.Optimizer, block_bytes: int = 5 * DIM * 8
 ) -> StepInBackward:
-    """Five rows of most weights at a time."""
+    """Return a stepper with blocks of `block_bytes`: by default five rows of most weights at a time."""
     stepper = StepInBackward(model, optimizer, by_rows=True)
     stepper._rows.block_bytes = block_bytes
     return stepper
 
 
 def record_row_steps(stepper: StepInBackward) -> list[Tensor]:
-    """The list to which each parameter is added that is stepped by rows."""
+    """Return a list to which each parameter that is stepped by rows is appended."""
     stepped: list[Tensor] = []
     step = stepper._rows.step
     stepper._rows.step = lambda parameter, *factors: (stepped.append(parameter), step(parameter, *factors))

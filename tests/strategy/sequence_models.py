@@ -1,4 +1,4 @@
-"""What the tests of plans by tokens train: batches, rules for the Llama of the tests, and its loss."""
+"""Batches, rules and loss of the Llama that the tests of sequence-parallel plans train."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.models import token_batches
 from support.parity import tensor_parallel
 from weft.strategy import Plan
 
-TOKENS = token_batches(10, 37)  # 9 tokens: uneven parts, and an empty one on 8 ranks
+TOKENS = token_batches(10, 37)  # 9 tokens: uneven shards, and empty ones on 8 ranks
 ROWS = {"layers.*.feed_forward.w1": "column", "layers.*.feed_forward.w3": "column", "layers.*.feed_forward.w2": "row"}
 ATTENTION = {
     f"layers.*.attention.w{which}": {"style": "column", "heads": heads}

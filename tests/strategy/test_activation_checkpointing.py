@@ -1,4 +1,4 @@
-"""checkpoint_activations: less is kept, some is computed again, and no number changes."""
+"""checkpoint_activations: fewer saved bytes, recomputation, and unchanged results."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_parity(world_size: int, what: object) -> None:
 
 
 def _gradients(model: nn.Module) -> list[Tensor]:
-    torch.manual_seed(5)  # of dropout
+    torch.manual_seed(5)  # for dropout
     model.train()
     _loss(model, TOKENS[0]).backward()
     gradients = [getattr(p.grad, "_local_tensor", p.grad) for p in model.parameters()]
@@ -69,13 +69,13 @@ def test_dropout_draws_the_same_again(world_size: int, what: str, offload: bool)
 
 @on_ranks(2)
 def test_kept_bytes_and_communication(world_size: int) -> None:
-    """Full checkpointing keeps a block's input and the random state; selective repeats no communication."""
+    """Full checkpointing saves a block's input and the random state; selective repeats no communication."""
     mesh = tensor_parallel(world_size)
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     tokens = TOKENS[0][0].repeat(16, 1)
     kept, sent = {}, {}
     with counted() as count:
-        weft.memory.tag([tokens], "saved_activations")  # as every batch is, from its first forward on
+        weft.memory.tag([tokens], "saved_activations")  # as a batch is from its first forward on
         for what in ("none", "full", "selective"):
             for num_layers in (2, 5):
                 args = LlamaArgs(n_layers=num_layers)
@@ -92,12 +92,12 @@ def test_kept_bytes_and_communication(world_size: int) -> None:
                 del model, y, watch
     of_block = {what: (kept[what, 5] - kept[what, 2]) / 3 for what, _ in kept}
     assert of_block["full"] == tokens.numel() * args.dim * 4 + torch.get_rng_state().nbytes
-    # The input; query, key, value; attention's result and its 2 sums a token; the two all-reduced results; gate and up.
+    # Input; query, key, value; attention's result and its 2 sums per token; the two all-reduced results; gate and up.
     features = args.dim + 4 * (args.dim // 2) + 2 + 2 * args.dim + 2 * (args.hidden_dim // 2)
     assert of_block["selective"] == tokens.numel() * features * 4 + torch.get_rng_state().nbytes
     assert of_block["selective"] < 0.75 * of_block["none"]
     sent_by_block = {what: (sent[what, 5] - sent[what, 2]) / 3 for what, _ in sent}
-    # Backward: query, key, value and MLP; those of the forward, which full repeats: attention and MLP.
+    # Backward: 4, of query, key, value and MLP. Forward, which full checkpointing repeats: 2, of attention and MLP.
     assert sent_by_block == {"none": 4, "selective": 4, "full": 6}
 
 
@@ -183,7 +183,7 @@ def test_plain_layers_keep_their_products(rank: int) -> None:
 
 
 class SequenceBlock(nn.Module):
-    """Sequence-parallel layers and the pairs for users' own."""
+    """Sequence-parallel layers, and the pairs of operators for users' own layers."""
 
     def __init__(self, group_name: str) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ def test_offload_keeps_a_copy_of_the_input(rank: int) -> None:
             y = model[0](x)
             kept[offload] = count.now() - before
             del y
-    assert kept[True] - kept[False] == x.nbytes  # on the CPU it goes from there to there
+    assert kept[True] - kept[False] == x.nbytes  # on the CPU, offload copies within CPU memory
 
 
 def test_a_module_keeps_its_own_keywords() -> None:
@@ -295,7 +295,7 @@ def test_a_layer_of_a_fused_mlp_and_another_checkpoint_are_refused(world_size: i
     with pytest.raises(ValueError, match=r"'layers\.0\.feed_forward\.w1' is a layer of a fused MLP.*name the MLP"):
         checkpoint_activations(model, "layers.0.feed_forward.w1")
     checkpoint_activations(model, "layers.0")
-    assert checkpoint_activations(model, "layers.0") == ["layers.0"]  # again the same: nothing changes
+    assert checkpoint_activations(model, "layers.0") == ["layers.0"]  # repeating a call changes nothing
     assert len([cls for cls in type(model.layers[0]).__mro__ if cls is CheckpointedModule]) == 1
     with pytest.raises(ValueError, match=r"'layers\.0' has a full checkpoint already; give it the same again"):
         checkpoint_activations(model, "selective")
@@ -319,5 +319,5 @@ def test_offloaded_inputs_leave_the_device() -> None:
         held[offload] = torch.cuda.memory_allocated() - before
         (gradients[offload],) = torch.autograd.grad(y.sum(), x)
         del y
-    assert held[False] - held[True] == 3 * x.nbytes  # of the results that are the next block's input
+    assert held[False] - held[True] == 3 * x.nbytes  # the outputs that are the next block's input
     assert torch.equal(gradients[False], gradients[True])

@@ -51,7 +51,7 @@ def test_the_table_of_the_page_is_current() -> None:
 
 @on_ranks(WORLD_SIZE)
 def test_a_wrong_shard_is_found(world_size: int) -> None:
-    """Without verification: Bloom makes the position biases of all heads, a shard of its attention has half of them."""
+    """Without verification, Bloom makes position biases for all heads; a shard of its attention has half of them."""
     (bloom,) = (each for each in ARCHITECTURES if each.name == "Bloom")
     found = run(bloom, tensor_parallel(world_size), Plan("auto", verify="never"))
     assert found.result == "wrong" and found.details[0].startswith("output 0 differs"), found

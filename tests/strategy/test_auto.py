@@ -1,4 +1,4 @@
-"""plan="auto": what it recognises, and what it leaves alone with which reason."""
+"""plan="auto": the modules that it recognises, and those that it leaves unsharded, with its reasons."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def styles(result: Assignments) -> dict[str, str]:
 
 
 class NamedAttention(nn.Module):
-    """Attention with arbitrary names, which counts heads by views by -1 or by an attribute; norms as in Qwen3."""
+    """Attention with arbitrary names; its views use -1 or an attribute as the number of heads; norms as in Qwen3."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class NamedAttention(nn.Module):
 
 
 class Hf(nn.Module):
-    """A block of such an attention and an MLP."""
+    """A block of a NamedAttention and an MLP."""
 
     def __init__(self, num_heads: int = 4, **options: Any) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Hf(nn.Module):
 
 
 class FromConfig(NamedAttention):
-    """Reads its number of heads from a place where weft cannot divide it."""
+    """Reads its number of heads from its config, where weft cannot divide it."""
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
@@ -87,7 +87,7 @@ class Swiglu(nn.Module):
 
 
 class EncoderLike(nn.Module):
-    """Pre-norm layer with linear1/linear2 of its own; `between` puts a parameter among the hidden units."""
+    """Pre-norm layer with its own linear1 and linear2; `between` multiplies the hidden units by a parameter."""
 
     def __init__(self, between: bool = False) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ def test_embeddings_and_output_layers(args: LlamaArgs, reason: str | None) -> No
 
 
 class Several(nn.Module):
-    """An encoder and a decoder with one table and one output layer, and what else has as many rows."""
+    """An encoder and a decoder with one table and one output layer, and other layers with as many rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -236,7 +236,7 @@ def test_tables_and_layers_of_one_weight() -> None:
 
 def test_tables_whose_weight_others_have_stay_whole() -> None:
     model = Several()
-    model.second.register_parameter("table", model.encoder.weight)  # of another name
+    model.second.register_parameter("table", model.encoder.weight)  # under another name
     assert cut(model) == {}
     model = Several()
     model.decoder = nn.Embedding(16, 8, max_norm=1.0)
@@ -246,7 +246,7 @@ def test_tables_whose_weight_others_have_stay_whole() -> None:
 
 
 def test_an_output_layer_whose_bias_others_have_stays_whole() -> None:
-    """No call of these models is known, so code may read the bias; no two of one are cut differently."""
+    """No call of these models is known, so code may read the bias; tied parameters are never sharded differently."""
     model = Several()
     model.register_parameter("bias", model.second.bias)
     assert "second" not in cut(model)
@@ -263,7 +263,7 @@ def test_an_output_layer_follows_the_table_that_it_is_tied_to() -> None:
 
 
 class TiedBias(nn.Module):
-    """As the output layer of BERT: its module holds the bias, too, and tied to the table is the weight."""
+    """An output layer as in BERT: its parent module also holds the bias, and its weight is tied to the table."""
 
     def __init__(self, adds: float | None = None) -> None:
         super().__init__()

@@ -49,7 +49,7 @@ def vectors() -> Tensor:
 
 
 class Inner(nn.Module):
-    """A linear layer each way, and something between them."""
+    """Two linear layers and an operation between them."""
 
     def __init__(self, between: str, hidden_dim: int = 12) -> None:
         super().__init__()
@@ -59,13 +59,13 @@ class Inner(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = F.gelu(self.up(x))
-        if self.between == "width":  # the shard's, where it is sharded
+        if self.between == "width":  # the shard's width if sharded
             h = h / h.shape[-1] ** 0.5
         elif self.between == "parameter":  # replicated, used by each rank for its shard
             h = h * self.scale
         elif self.between == "dropout":
             h = F.dropout(h, 0.5, self.training)
-        elif self.between == "raises" and h.shape[-1] == 2:  # on the last rank alone
+        elif self.between == "raises" and h.shape[-1] == 2:  # only on the last rank
             raise IndexError("nothing left to do")
         return self.down(h)
 
@@ -228,7 +228,7 @@ def test_lightning_modules(world_size: int) -> None:
     found = compare(Module, vectors)
     assert found.agrees and found.setting.endswith("loss: training_step")
     assert found.losses[0].unsharded > 0 and found.parameters[0].parameter.startswith("model.")
-    found = compare(Module, layout="dp2")  # a step of its own for FSDP2
+    found = compare(Module, layout="dp2")  # the loss is of the output for example_input_array
     assert found.agrees and found.setting.endswith("a fixed random projection of the output")
     assert compare(Module, vectors, "dp2").agrees
 
@@ -259,7 +259,7 @@ def test_keeping_the_first_layers() -> None:
     kept = build_model(llama, torch.float64, 1, 0)
     torch.manual_seed(0)
     whole = llama().double()
-    assert len(kept.layers) == 1  # with the values that it has among all
+    assert len(kept.layers) == 1  # with its values in the full model
     assert torch.equal(kept.layers[0].feed_forward.w1.weight, whole.layers[0].feed_forward.w1.weight)
     assert torch.equal(kept.output.weight, whole.output.weight)
 

@@ -1,4 +1,4 @@
-"""Parallelized models with the rest of PyTorch: optimizers, clipping, checkpoints, FSDP2, hooks."""
+"""Parallelized models with other parts of PyTorch: optimizers, clipping, checkpoints, FSDP2, hooks."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_fully_shard_inside_a_fused_mlp_is_refused(world_size: int) -> None:
 
 @on_ranks(1, 2)
 def test_each_weight_gradient_is_complete_before_the_next_begins(world_size: int) -> None:
-    """What a step in the backward needs: w2, then w3, then w1, each gradient freed before the next exists."""
+    """The optimizer's step in the backward needs this order: w2, w3, w1, each gradient freed before the next exists."""
     model = FeedForward(8, 12)
     weft.parallelize(model, tensor_parallel(world_size), {"": "column_row_mlp"})
     events: list[str] = []

@@ -1,4 +1,4 @@
-"""Averaged gradients, cut optimizer states, units and norms over data-parallel ranks, against one device."""
+"""Averaged gradients, sharded optimizer states, FSDP2 units and norms over data-parallel ranks, against one device."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def counting_all_reduces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The bytes of each all-reduce from now on."""
+    """Return a list to which the bytes of each later all-reduce are appended."""
     sent: list[int] = []
     real = dist.all_reduce
 
@@ -92,7 +92,7 @@ def test_accumulation_sends_once(rank: int, world_size: int) -> None:
             with reducer.paused() if step < 2 else contextlib.nullcontext():
                 model(inputs[step, rank]).square().sum().backward()
                 reducer.finish()
-            assert sent == ([] if step < 2 else [(4 * 6 + 6) * 8, 2])  # the gradients, and who has them
+            assert sent == ([] if step < 2 else [(4 * 6 + 6) * 8, 2])  # the gradients, and a flag per parameter
         reference(inputs.flatten(0, 2)).square().sum().div(world_size).backward()
         torch.testing.assert_close(model.weight.grad, reference.weight.grad, rtol=1e-12, atol=0)
 
@@ -107,7 +107,7 @@ def test_two_buckets_are_in_flight(rank: int, world_size: int) -> None:
     land = reducer._land
     reducer._land = lambda *args: (seen.append(len(reducer._in_flight)), land(*args))
     model(torch.randn(2, 8) + rank).sum().backward()
-    assert len(seen) == 4  # the others are to be finished
+    assert len(seen) == 4  # `finish` waits for the others
     assert max(seen) <= 2
     reducer.finish()
     assert len(seen) == 6
@@ -137,7 +137,7 @@ def test_a_layer_unfrozen_later(rank: int, world_size: int) -> None:
     model(x).sum().backward()
     reducer.finish()
     model[0].requires_grad_(True)
-    for _ in range(2):  # found by its gradient, then by its hook
+    for _ in range(2):  # first found by its gradient, then by its hook
         model.zero_grad()
         model(x).sum().backward()
         reducer.finish()
@@ -179,7 +179,7 @@ OPTIMIZERS = {
     ("name", "gather_bytes"), [*((name, 25 << 20) for name in OPTIMIZERS), ("Adam", 1), ("Adam", 99)]
 )
 def test_cut_states_give_the_same_steps(rank: int, world_size: int, name: str, gather_bytes: int) -> None:
-    """Sizes that do not divide, a scalar, an empty slice on the last rank, a transposed parameter."""
+    """Sizes that do not divide, a scalar, an empty shard on the last rank, a transposed parameter."""
     torch.manual_seed(0)
     values = {
         "matrix": torch.randn(5, 7, dtype=torch.float64),
@@ -239,7 +239,7 @@ def test_cut_states_refuse_what_needs_whole_parameters(world_size: int) -> None:
 @on_ranks(4)
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, float("inf")])
 def test_norm_over_mixed_meshes(rank: int, world_size: int, norm_type: float) -> None:
-    """torch refuses DTensors of different meshes, and beside plain tensors (pytorch #180346)."""
+    """torch does not support DTensors of different meshes, nor mixed with plain tensors (pytorch #180346)."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
     torch.manual_seed(0)
     reference = [nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for shape in ((5, 3), (4,), (3, 5), (7, 2), ())]

@@ -1,4 +1,4 @@
-"""Models built without values: the bits that the same program would have given them, shard by shard."""
+"""Deferred initialization: each shard has the bits that the same program computes without it."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _by_hand() -> nn.Module:
 
 
 def _from_one_to_another() -> nn.Module:
-    """With one of the two size limits the bias is real: it is written from a weight that is deferred."""
+    """Return a layer whose bias is written from its weight; under one size limit only the weight is deferred."""
     module = nn.Linear(20, 30)
     module.bias.data.copy_(module.weight[:, 0])
     torch.add(module.weight.data[:, 1], module.bias.data, out=module.bias.data)
@@ -89,7 +89,7 @@ def _tied() -> nn.Module:
 
 def _random_in_between() -> nn.Module:
     first = nn.Linear(20, 30)
-    kept = torch.rand(3, device="cpu")  # small: drawn at once, from the stream that the layer has drawn from
+    kept = torch.rand(3, device="cpu")  # small: drawn at once, from the layer's stream
     second = nn.Linear(30, int(20 + 10 * kept[0].item()))
     dropped = torch.randn(500)
     del dropped
@@ -143,7 +143,7 @@ def test_same_bits(rank: int, name: str, min_bytes: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(1,), (17,), (5, 7), (130, 257), (3, 5, 7, 9), (2, 70_001), (70_001, 2)])
 def test_every_shard_of_a_stream(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Pieces end where the numbers of normal_ are drawn 16 at once: on both sides of it, and below."""
+    """normal_ draws 16 numbers at once, so chunks end at multiples of 16; the sizes are below and beyond such ends."""
 
     def build() -> Tensor:
         tensor = torch.empty(shape, dtype=dtype).normal_(1, 2)
@@ -171,7 +171,7 @@ def test_the_linear_layers_and_norms_are_never_whole(rank: int) -> None:
     with counted() as count:
         with deferred_init():
             layers = [nn.Linear(1000, 2000), nn.Embedding(3000, 500, padding_idx=1), nn.LayerNorm(100_000)]
-        assert count.peak() < 600_000  # a piece, and states of the random numbers
+        assert count.peak() < 600_000  # a chunk, and states of the generator
         weft.memory.reset_peak()
         before = count.now()
         for layer in layers:
@@ -333,7 +333,7 @@ def test_what_is_refused(rank: int, min_bytes: int) -> None:
         model.later = nn.Parameter(torch.empty(2))
     values = model.later.data
     if min_bytes > 0:
-        values.numpy()[:] = 1  # after the model was built, and past torch
+        values.numpy()[:] = 1  # after the model was built, bypassing torch
     else:
         values.fill_(1)
     with pytest.raises(ValueError, match=r"nothing was written to 'extra', 'other' while the model was built"):

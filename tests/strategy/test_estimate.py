@@ -1,4 +1,4 @@
-"""`python -m weft estimate`: what it reads, what it prints, and that it says no in a sentence."""
+"""`python -m weft estimate`: its input, its output, and errors of one sentence."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_plan_and_options_change_what_is_expected(tmp_path: Path) -> None:
     assert mlps["init"]["parameters"] > auto["init"]["parameters"]
     assert of(optimizer="SGD")["step"]["optimizer_state"] == 0
     assert of(optimizer_in_backward=True)["step"]["gradients"] == 0
-    embedding = 128256 // 2 * 8192 * 4  # of the loop over parameters, two temporaries of the largest one's size
+    embedding = 128256 // 2 * 8192 * 4  # the loop over parameters has two temporaries of the largest one's size
     assert 2 * embedding <= of(fused_optimizers=False)["step"]["scratch"] < auto["step"]["parameters"] * 3
     assert of(empty_init=False)["init"]["parameters"] > 1.5 * auto["init"]["parameters"]
 
@@ -91,7 +91,7 @@ def test_steps_by_rows_take_no_whole_gradient(tmp_path: Path) -> None:
         estimate_file(_write(tmp_path, **mlp, optimizer_in_backward=how)).ranks[0].peak_bytes for how in (True, "rows")
     )
     rows = (1 << 20) // (4096 * 4)
-    assert whole - by_rows == (8192 - rows) * (4096 + 16) * 4  # the loss's gradient, too, is made a matrix by parts
+    assert whole - by_rows == (8192 - rows) * (4096 + 16) * 4  # the sum's gradient, too, is expanded by blocks
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`weft estimate` for models that the memory model does not know, and for pipelines, against training ranks."""
+"""`weft estimate` for models unknown to the memory model, and for pipelines, compared with training ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MODELS: dict[str, dict[str, Any]] = {**CONFIGS, "t5": T5, "llama": {**CONFIGS["l
 
 
 def _estimate(rank: int, family: str, **config: Any) -> RankEstimate:
-    """Return the prediction for this rank's kind, by the sizes of the layout's inner axes."""
+    """Return the prediction for this rank, which the estimate makes once for equal ranks."""
     batch = {"sequences": SEQUENCES, "tokens": TOKENS}
     model = {"model_type": family, **MODELS[family]}
     found = estimate_training(read_config({"model": model, "batch": batch, **config}, Path()))
@@ -120,7 +120,7 @@ def _check_pipeline(rank: int, family: str, layout: str, cuts: list[str]) -> Non
     assert step_phase.pop("saved_activations", 0) == 0
     assert step_phase == _held(model, optimizer)
     if family == "llama":
-        # Transformers' blocks keep some small tensors more than those that the memory model is made for.
+        # Transformers' blocks save some small tensors that the memory model does not count.
         assert abs(predicted["schedule"]["saved_activations"] - saved) <= 0.1 * saved
         assert predicted["schedule"] == predicted["step"] | {
             "saved_activations": predicted["schedule"]["saved_activations"]

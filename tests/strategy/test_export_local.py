@@ -1,4 +1,4 @@
-"""export_local: plain local copies that script, and the refusal to script what holds DTensors."""
+"""export_local: plain local copies that can be scripted, and errors for scripting modules with DTensors."""
 
 from __future__ import annotations
 

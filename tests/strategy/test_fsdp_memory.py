@@ -1,4 +1,4 @@
-"""What a rank holds at most under FSDP2 with the step in the backward: its shards, and two units for a moment."""
+"""The peak memory of a rank under FSDP2 with the step in the backward: its shards, and two units at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _bytes(module: nn.Module) -> int:
 
 
 def _trained(mesh, tp_size: int, own_units: bool) -> tuple[nn.Module, StepInBackward, torch.optim.Optimizer, int, int]:
-    """The example's language model, sharded; bytes of all weights and of the largest unit."""
+    """Return the example's sharded model, stepper and optimizer, the bytes of all weights and of the largest unit."""
     example = load_example("model")
     with weft.strategy.deferred_init():
         model = example.Transformer(example.ModelArgs(n_heads=8))
@@ -38,7 +38,7 @@ def _trained(mesh, tp_size: int, own_units: bool) -> tuple[nn.Module, StepInBack
         for unit in units:
             fully_shard(unit, mesh=mesh["data_parallel"])
         for unit in units:
-            unit.set_modules_to_backward_prefetch([unit])  # that is, none: nothing overlaps on the CPU
+            unit.set_modules_to_backward_prefetch([unit])  # no prefetch: nothing overlaps on the CPU
         fully_shard(model, mesh=mesh["data_parallel"])
     else:
         shard_fully(model, mesh["data_parallel"])
@@ -49,9 +49,10 @@ def _trained(mesh, tp_size: int, own_units: bool) -> tuple[nn.Module, StepInBack
 @on_ranks(2, 4)
 @pytest.mark.parametrize("own_units", [True, False])
 def test_peak(world_size: int, own_units: bool) -> None:
-    """3W/n and 2u + 2u/n of a unit's gradients, beside the staging and the activations of two tokens.
+    """The bound is 3W/n + 2u + 2u/n, besides staging and the activations of two tokens.
 
-    As the strategies shard it, what belongs to no block is a unit that stays gathered until the backward has ended.
+    W: the bytes of all weights; n: the number of ranks; u: the bytes of the largest unit. In the strategies' sharding,
+    parameters outside of blocks are one unit, which stays gathered until the end of the backward.
     """
     tp_size = world_size // 2
     names = ("data_parallel", "tensor_parallel")
@@ -70,11 +71,11 @@ def test_peak(world_size: int, own_units: bool) -> None:
         watch.remove()
         stepper.remove()
     step_counts = 4 * len(list(model.parameters()))
-    # Whole over the tensor-parallel axis are the norms and the output layer.
+    # The norms and the output layer are replicated over the tensor-parallel axis.
     whole = (tp_size - 1) * 3 * (_bytes(model.output) + 9 * 128 * 4) // world_size
     of_two_tokens = 2 * 3 * 256 * 4
     bound = 3 * weights / world_size + 2 * unit + 2 * unit / world_size
     root = 0 if own_units else _bytes(model.tok_embeddings) + _bytes(model.output)
     held = sum(peak.values())
     assert held <= bound + root + buffers + step_counts + whole + of_two_tokens, (peak, bound)
-    assert held >= 3 * weights / world_size + unit  # the bound is of what is there
+    assert held >= 3 * weights / world_size + unit  # so the bound is not loose

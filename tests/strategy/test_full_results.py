@@ -1,4 +1,4 @@
-"""Code beside a forward that computes with sharded parameters: values, gradients and writes of one device."""
+"""Code outside a forward that computes with sharded parameters: values, gradients and writes as on one device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _added(model: nn.Module) -> Tensor:
 
 
 def _with_data(model: nn.Module) -> Tensor:
-    """A plain tensor that depends on the model's forward meets a shard, and both get gradients."""
+    """Return a term of a plain tensor, from the model's forward, and a sharded weight; both get gradients."""
     weight = model.layers[0].feed_forward.w1.weight
     hidden = model(TOKENS[0])[..., : weight.shape[1]]
     return F.linear(hidden, weight).square().mean()
@@ -109,7 +109,7 @@ def test_terms_over_parameters_on_two_axes(rank: int, world_size: int) -> None:
 
 
 def _numbers(model: nn.Module) -> list[float]:
-    """Everything that code reads as a number of Python's."""
+    """Return the results of the ways in which code reads Python numbers from tensors."""
     weight = model.layers[0].feed_forward.w1.weight
     return [
         weight.sum().item(),
@@ -159,7 +159,7 @@ def test_refusals(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_forwards_are_not_slowed(rank: int, world_size: int) -> None:
-    """In a parallelized forward the mode is off, and afterwards on again."""
+    """The mode is off inside a parallelized forward, and on again afterwards."""
     from torch.overrides import _get_current_function_mode
 
     seen = []

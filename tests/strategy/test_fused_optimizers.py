@@ -1,4 +1,4 @@
-"""Optimizers of torch as their fused variants: the same losses, less memory, whatever is loaded or added later."""
+"""torch's optimizers with fused kernels: the same losses, less memory, also after a load or with later groups."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _losses(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) 
 @on_ranks(1, 3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_same_losses(rank: int, world_size: int, name: str) -> None:
-    """Sharded too, with shards that are smaller or empty on some ranks."""
+    """This includes weights with uneven shards."""
     expected_model = _model()
     expected = _losses(expected_model, OPTIMIZERS[name](expected_model.parameters()), 20)
     model = _model()
@@ -73,7 +73,7 @@ def test_a_loaded_state_does_not_undo_it(rank: int, name: str) -> None:
     assert [group["fused"] for group in optimizer.param_groups] == [True]
     torch.testing.assert_close(_losses(resumed, optimizer, 3), expected, rtol=1e-5, atol=0)
 
-    # The other way: the state of a fused one in a stock one.
+    # The reverse: a fused optimizer's state loaded into a stock one.
     again = _model()
     other = OPTIMIZERS[name](again.parameters())
     fuse(other)
@@ -136,13 +136,13 @@ def test_a_step_allocates_nothing_once_the_states_are_there(rank: int, name: str
         weft.memory.reset_peak()
         before = weft.memory.current()
         optimizer.step()
-        assert weft.memory.peak() - before <= 64  # numbers, such as a step count
+        assert weft.memory.peak() - before <= 64  # scalars, such as a step count
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_partial_gradients_of_torchs_styles_are_summed(world_size: int, name: str) -> None:
-    """SequenceParallel leaves that of a norm's weight so; optimizers that are not fused sum it themselves."""
+    """SequenceParallel leaves the gradient of a norm's weight partial; optimizers that are not fused sum it."""
     mesh = init_device_mesh("cpu", (world_size,))
     x = torch.linspace(-1, 1, 2 * 4 * 6).view(2, 4, 6)
     weights = []
@@ -155,7 +155,7 @@ def test_partial_gradients_of_torchs_styles_are_summed(world_size: int, name: st
             optimizer.zero_grad()
             norm(x.chunk(2, 1)[torch.distributed.get_rank()] * scale).to_local().square().sum().backward()
             assert norm.weight.grad.placements[0].is_partial()
-            if fused and name == "momentum":  # torch makes its buffer like the gradient
+            if fused and name == "momentum":  # torch creates its buffer like the gradient
                 with pytest.raises(RuntimeError, match="give them the same ones, or pass fused=False"):
                     optimizer.step()
                 return

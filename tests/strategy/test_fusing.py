@@ -1,4 +1,4 @@
-"""When column_row_mlp becomes one operator, when column and row layers, and when it is refused."""
+"""When column_row_mlp becomes one operator, when column and row layers, and when it raises ValueError."""
 
 from __future__ import annotations
 

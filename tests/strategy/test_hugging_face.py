@@ -1,4 +1,4 @@
-"""Models of transformers: plan="auto" and the plans that they bring with them give the numbers of one device."""
+"""Models of transformers: with plan="auto" and with their own plans they train as on one device."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from support.ranks import on_ranks
 from weft.strategy import Plan, report
 from weft.strategy.plan_text import HUGGING_FACE_STYLES
 
-ROUNDED = 1e-5  # the models' own code rounds some of what it computes to float32: logits, norms
+ROUNDED = 1e-5  # the models' own code computes some values in float32: logits, norms
 WITH_PLANS = sorted(set(CONFIGS) - {"gpt2", "opt"})
-# What "auto" leaves whole in a block, beside norms of whole tokens.
+# The styles that shard a matrix of a block.
 SPLIT = {"column", "row", "column_row_mlp", "column_gather_output", "row_split_input"}
 
 
@@ -30,7 +30,7 @@ def batches(count: int = 3) -> list[Tensor]:
 
 
 def causal_loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    """As the model computes it itself; some tokens do not count."""
+    """Return the loss that the model itself computes, with some tokens masked."""
     labels = tokens.clone()
     labels[:, :2] = -100
     return model(input_ids=tokens, labels=labels).loss
@@ -109,7 +109,7 @@ def test_sequence_parallel(world_size: int, family: str) -> None:
 
 
 class Inside(nn.Module):
-    """A model as a LightningModule holds it, beside layers of its own."""
+    """A model beside another layer, as in a LightningModule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ def test_plans_of_models_inside(world_size: int) -> None:
 
 @on_ranks(2)
 def test_a_config_with_a_plan_is_enough(world_size: int) -> None:
-    """As in transformers 4.49, with a rule for what this model of the family does not have."""
+    """As in transformers 4.49; one rule is for a module that this model of the family lacks."""
     model = nn.Module()
     model.model, model.base_model_prefix = Llama(LlamaArgs()), "model"
     names = {"wq": "colwise", "wk": "colwise", "wv": "colwise", "wo": "rowwise", "q_norm": "sequence_parallel_norm"}

@@ -130,7 +130,7 @@ def test_sharded(rank: int, world_size: int, layout: str) -> None:
 
 @on_ranks(1, 2)
 def test_one_gradient_is_alive_at_a_time(rank: int, world_size: int) -> None:
-    """The peak of three equal weights: parameters and two moments of each, and the gradient of one."""
+    """The peak is the parameters and two moments of three equal weights, and the gradient of one."""
 
     class FeedForward(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Layout strings, and what "auto" becomes."""
+"""Layout strings, and the sizes that "auto" resolves to."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.strategy.layout import Sizes
         (Sizes(), 8, 8, (1, 1, 1, 8)),
         (Sizes(), 16, 8, (1, 1, 2, 8)),  # tensor parallel inside a host
         (Sizes(data_parallel=2), 8, 8, (1, 1, 2, 4)),
-        (Sizes(data_parallel=1), 16, 8, (1, 1, 1, 16)),  # nothing else is left to choose
+        (Sizes(data_parallel=1), 16, 8, (1, 1, 1, 16)),  # the tensor-parallel size alone is free
         (Sizes(tensor_parallel=2), 8, 4, (1, 1, 4, 2)),
         (Sizes(tensor_parallel=1), 4, 4, (1, 1, 4, 1)),
         (Sizes(data_replicate=2), 16, 4, (1, 2, 2, 4)),

@@ -18,7 +18,7 @@ from weft.strategy.local_tensor import local_of
 
 
 class Product(nn.Linear):
-    """As Falcon's layers."""
+    """A layer as in Falcon."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = x @ self.weight.T
@@ -50,14 +50,14 @@ class Noisy(nn.Linear):
 
 
 class Viewed(nn.Linear):
-    """Depends on the size of the weight, which is small when the forward is tried."""
+    """Its forward depends on the size of the weight, and weft tries the forward with a small weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.view(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
 
 
 class Sparse(nn.Linear):
-    """Its attribute may get other values."""
+    """Has a tensor as attribute, whose values may change."""
 
     def __init__(self, *sizes: int) -> None:
         super().__init__(*sizes)

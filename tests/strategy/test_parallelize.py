@@ -1,4 +1,4 @@
-"""What parallelize does to a model's parameters, and what it refuses."""
+"""The effect of parallelize on a model's parameters, and its errors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_every_parameter_becomes_a_dtensor_under_its_name(world_size: int) -> No
 
 @on_ranks(4)
 def test_uneven_and_empty_shards(rank: int, world_size: int) -> None:
-    model = FeedForward(8, 5)  # two rows each: 2, 2, 1, 0
+    model = FeedForward(8, 5)  # at most two rows per rank: 2, 2, 1, 0
     x = torch.randn(3, 8)
     expected = model(x).detach()
     weft.parallelize(model, tensor_parallel(world_size), {"": "column_row_mlp"})
@@ -110,7 +110,7 @@ class Scaled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         assert not isinstance(self.scale, DTensor)
-        assert isinstance(self.mlp.w1.weight, DTensor)  # sharded ones never look whole
+        assert isinstance(self.mlp.w1.weight, DTensor)  # a sharded parameter stays a DTensor
         return self.mlp(x) * self.scale * self.bank[1]
 
     def penalty(self) -> Tensor:
@@ -245,7 +245,7 @@ def between(linear: nn.Linear, x: Tensor, scale: Tensor) -> Tensor:
 
 
 class ScaleBetween(nn.Module):
-    """A replicated parameter between a column and a row layer: its gradient is a part on each rank."""
+    """A replicated parameter between a column and a row layer: its gradient is a partial sum on each rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -272,7 +272,7 @@ def test_partial_gradients_of_replicated_parameters_are_found(world_size: int) -
 
 @on_ranks(2)
 def test_parameters_stay_plain_for_fsdp_where_one_rank_has_them(rank: int, world_size: int) -> None:
-    """FSDP2's DTensors are of the data axis alone then; gradients are those of one device, deferred values too."""
+    """FSDP2's DTensors then have only the data axis; values, deferred or not, and gradients are those of one device."""
     mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
 
     def built() -> Llama:

@@ -1,4 +1,4 @@
-"""weft.strategy.Plan: reading, printing, refusing."""
+"""weft.strategy.Plan: parsing, printing and errors."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_a_report_on_a_model_that_is_gone(world_size: int) -> None:
 
 @on_ranks(4)
 def test_the_report_as_data(world_size: int) -> None:
-    """After fully_shard, too: what is cut over which axes, and what each rule is about."""
+    """The report lists the axes that shard each parameter, also after fully_shard, and the parameters of each rule."""
     names = ("data_parallel", "tensor_parallel")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
     plan = Plan({"layers.*.attention.wo": "replicate", "layers.1.feed_forward": "column_row_mlp"})
@@ -204,7 +204,7 @@ def test_the_report_as_data(world_size: int) -> None:
 
 @on_ranks(2)
 def test_the_report_looks_into_a_wrapper(world_size: int) -> None:
-    """As Fabric's: names and notes are those of the model that parallelize was called with."""
+    """For a wrapper such as Fabric's, the report has the names and notes of the parallelized model."""
     model = weft.parallelize(Llama(LlamaArgs()), tensor_parallel(world_size), "auto")
     wrapper = nn.Module()
     wrapper._forward_module = model

@@ -211,7 +211,7 @@ def parameter_names(function: ast.FunctionDef) -> list[str]:
 
 
 def bound_parameter_names(function: object) -> list[str]:
-    """The names in the signature that pybind11 writes as the first line of a docstring."""
+    """Return the names in the signature that pybind11 writes as the first line of a docstring."""
     signature = (inspect.getdoc(function) or "").splitlines()[0]
     signature = signature.partition(" -> ")[0]
     parsed = ast.parse(f"def {signature}: pass").body[0]

@@ -1,4 +1,4 @@
-"""What a column_row_mlp keeps for the backward, by default and with `recompute`, and that nothing else changes."""
+"""The bytes that a column_row_mlp saves for the backward with and without `recompute`, and unchanged results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOKENS, DIM, HIDDEN = 8192, 1024, 4096
 
 
 class _Scaled(nn.Module):
-    """Gives the MLP an input that nothing but the MLP's graph keeps."""
+    """Passes the MLP an input that only the MLP's graph keeps alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ def test_kept_bytes(world_size: int) -> None:
     kept = {}
     with counted() as count:
         x = torch.ones(TOKENS, DIM)
-        weft.memory.tag([x], "saved_activations")  # as every batch is, from its first forward on
+        weft.memory.tag([x], "saved_activations")  # as a batch is from its first forward on
         for recompute in (False, True):
             model = weft.parallelize(_Scaled(), mesh, {"mlp": {**RECOMPUTE, "recompute": recompute}})
             watch = weft.memory.watch(model)

@@ -1,4 +1,4 @@
-"""Where steps by rows give way to whole gradients, or refuse: the numbers stay those of the usual step."""
+"""Cases in which row-wise steps fall back to full gradients or raise; results stay those of the usual step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.strategy.data_parallel import GradientReducer
 
 @on_ranks(2)
 def test_gradients_that_are_sums_stay_whole(rank: int, world_size: int) -> None:
-    """A block that runs twice, weights that are tied, and those whose hooks want to see their gradient."""
+    """A block that runs twice, tied weights, and weights with hooks that read their gradient."""
     mesh = torch.distributed.init_device_mesh("cpu", (world_size,))
     expected = rows.blocks_model(order=(0, 1, 0))
     expected_optimizer = AdamW(expected.parameters(), lr=1e-2)
@@ -66,12 +66,12 @@ def test_a_forward_without_backward_and_gradients_of_inputs_alone(rank: int) -> 
     assert grad.shape == x.shape and stepper.num_stepped == 0
     [grad] = torch.autograd.grad(model.blocks[0](x).sum(), weight)
     assert grad.full_tensor().shape == weight.shape and stepper.num_stepped == 0
-    kept = model.blocks[0](x)  # whose backward never comes
+    kept = model.blocks[0](x)  # its backward never runs
     assert torch.equal(weight.full_tensor(), before)
     other = rows.blocks_model()
     rows.loss_of(other, 0).backward()
     by_rows = rows.record_row_steps(stepper)
-    rows.loss_of(model, 0).backward()  # beside it the gradients of that block come rows.whole
+    rows.loss_of(model, 0).backward()  # while `kept` is alive, its block gets full gradients
     assert {id(parameter) for parameter in by_rows} == {id(layer.weight) for layer in model.blocks[1].mlp.children()}
     updated = other.blocks[0].mlp.up_proj.weight.detach() - 0.1 * other.blocks[0].mlp.up_proj.weight.grad
     torch.testing.assert_close(weight.full_tensor(), updated, rtol=1e-12, atol=1e-14)
@@ -189,7 +189,7 @@ def test_a_graph_that_outlives_its_stepper_has_gradients(rank: int) -> None:
 
 @on_ranks(1)
 def test_states_of_an_older_torch_and_what_is_called_before_a_step(rank: int) -> None:
-    """A momentum that is None begins at the next step; `before_step` sees rows and parameters, nothing else."""
+    """A momentum of None starts at the next step; `before_step` gets rows and parameters, nothing else."""
     mesh = torch.distributed.init_device_mesh("cpu", (1,))
     for name in ("momentum", "adamw"):
         trained = []

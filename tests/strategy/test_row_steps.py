@@ -1,4 +1,4 @@
-"""Fused MLPs that step their own weights by rows: the numbers of the usual step, and no whole gradient of them."""
+"""Fused MLPs that step their own weights by rows: the results of the usual step, without full gradients."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_gives_the_numbers_of_the_usual_step(rank: int, world_size: int, kind: s
         assert_same(model, optimizer, expected, expected_optimizer)
         [name, *_] = stepper.stepped_by_rows
         stepper.remove()
-        stepper.remove()  # nothing is left to do
+        stepper.remove()  # a second call does nothing
         loss_of(model, 9).backward()
         assert model.get_parameter(name).grad is not None
 
@@ -84,7 +84,7 @@ def test_ranks_without_rows_keep_the_same_states(rank: int, world_size: int) -> 
 @on_ranks(2)
 def test_communicates_as_the_operator_does(rank: int, world_size: int) -> None:
     mesh = torch.distributed.init_device_mesh("cpu", (world_size,))
-    of_a_sequence = {"all_gather_into_tensor": 8, "reduce_scatter_tensor": 4, "all_reduce": 4}  # the last of norms
+    of_a_sequence = {"all_gather_into_tensor": 8, "reduce_scatter_tensor": 4, "all_reduce": 4}  # the all-reduces: norms
     for plan, expected in (
         (FUSED, {"all_reduce": 4}),
         (weft.strategy.Plan(FUSED, sequence_parallel=True), of_a_sequence),
@@ -99,7 +99,7 @@ def test_communicates_as_the_operator_does(rank: int, world_size: int) -> None:
 
 @on_ranks(1, 2)
 def test_no_gradient_of_a_weight_is_ever_whole(rank: int, world_size: int) -> None:
-    """Three equal weights: parameters and two moments of each, and some rows."""
+    """The peak is the parameters and two moments of three equal weights, and some rows."""
     weight = 512 * 1024 * 4 // world_size
     mesh = torch.distributed.init_device_mesh("cpu", (world_size,))
 
@@ -110,7 +110,7 @@ def test_no_gradient_of_a_weight_is_ever_whole(rank: int, world_size: int) -> No
         stepper = by_rows_in_blocks(model, optimizer, block_bytes=1 << 16)
         x = torch.randn(2, 512)
         weft.memory.reset_peak()
-        for _ in range(2):  # the first step, which makes the states, too
+        for _ in range(2):  # also in the first step, which creates the states
             model(x).sum().backward()
             assert 9 * weight <= count.peak() <= 9 * weight + (1 << 18)
             optimizer.step()

@@ -1,4 +1,4 @@
-"""recompute and offload of a rule: the same numbers, and less kept."""
+"""`recompute` and `offload` in a rule: the same results, and fewer saved bytes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_what_a_rule_wraps(world_size: int) -> None:
     assert all(layer.checkpoint_mode == ("full", True) for layer in model.layers)
     assert report(model).notes[0] == "layers.*: recompute, offload, of 2 modules"
     model = weft.parallelize(Llama(LlamaArgs()), tensor_parallel(world_size), KEEPING["of the MLP"])
-    assert isinstance(model.layers[0].feed_forward, OffloadedModule)  # the operator itself computes again
+    assert isinstance(model.layers[0].feed_forward, OffloadedModule)  # the operator itself recomputes
     assert not isinstance(model.layers[0].feed_forward, CheckpointedModule)
     assert report(model).notes[0] == "layers.*.feed_forward: offload, of 2 modules"
 
@@ -79,7 +79,7 @@ def test_a_rule_keeps_less(world_size: int) -> None:
 
 
 class Thrice(nn.Module):
-    """A weight, a hidden tensor that three operators keep, and one that is changed in between."""
+    """A weight, and hidden tensors that several operators save; one is changed in place in between."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,12 +99,12 @@ def test_offload_copies_each_tensor_once_and_no_parameter() -> None:
     x = torch.randn(64, 64)
     module.in_place = False
     expected = torch.autograd.grad(module(x), module.weight)
-    module.in_place = True  # of which torch alone refuses the backward
+    module.in_place = True  # without offload, torch raises in the backward
     offload_activations(module)
     with counted() as count:
         before = count.now()
         loss = module(x)
-        # x, hidden and other, and the latter once more after its change; nothing of what they were copied from.
+        # Copies of x, hidden and other, and one more of other after its change; the originals are freed.
         assert count.now() - before == 4 * x.nbytes + loss.nbytes
         gradient = torch.autograd.grad(loss, module.weight)
         del loss
@@ -129,7 +129,7 @@ def test_offload_leaves_evaluation_and_compilers_alone() -> None:
 
 
 def test_offload_refuses_weights_of_another_step() -> None:
-    """torch looks at no version where hooks are, and gradients would be those of the new weight."""
+    """With saved-tensor hooks torch checks no versions, and gradients would be those of the new weight."""
     module, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
     offload_activations(module)
     loss = module(x).sum()
@@ -158,7 +158,7 @@ def test_offload_leaves_sparse_tensors() -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("reshard", [False, True])
 def test_offload_with_weights_that_are_gathered(world_size: int, reshard: bool) -> None:
-    """Freed after the forward and gathered again, which is no change."""
+    """Freeing weights after the forward and gathering them again is no change."""
     mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
     torch.manual_seed(0)
     reference = Llama(LlamaArgs(dtype=torch.float64))
@@ -198,7 +198,7 @@ def test_a_checkpoint_offloads_keywords() -> None:
             kept.append(count.now() - before)
         gradients.append(torch.autograd.grad(output.sum(), (x, y)))
         del output
-    assert kept[1] - kept[0] == x.nbytes + y.nbytes  # copies, as all is on the CPU
+    assert kept[1] - kept[0] == x.nbytes + y.nbytes  # on the CPU, the offloaded tensors are copies
     for plain, offloaded in zip(*gradients, strict=True):
         assert torch.equal(plain, offloaded)
 

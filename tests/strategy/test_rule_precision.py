@@ -1,4 +1,4 @@
-"""precision of a rule: a module and those below compute in it, and nothing else changes its dtype."""
+"""`precision` in a rule: the module and its submodules compute in it, and no other dtype changes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from weft.strategy.data_parallel import shard_fully
 
 
 class Watched(nn.Module):
-    """Says what a layer inside computes in."""
+    """Records the dtypes that its layers compute in."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def test_precision_of_all_below(world_size: int, stored: torch.dtype, precision:
 
 @on_ranks(2)
 def test_precision_under_autocast(world_size: int) -> None:
-    """Inside there is none; the result stays what was computed, since autocast takes any dtype."""
+    """Autocast is off inside the module; the result keeps its dtype, since autocast accepts any dtype."""
     torch.manual_seed(0)
     model = Around()
     x = torch.randn(3, 8, dtype=torch.bfloat16)
@@ -107,7 +107,7 @@ def test_precision_under_autocast(world_size: int) -> None:
 @on_ranks(1, 2)
 @pytest.mark.parametrize("family", [Llama, Gpt2])
 def test_precision_of_every_style_trains(world_size: int, family: type[nn.Module]) -> None:
-    """float32 in a float64 model, Llama by tokens as well: the errors are float32's."""
+    """The rules compute in float32 in a float64 model, so errors are float32's; Llama is sequence-parallel as well."""
     torch.manual_seed(0)
     is_llama = family is Llama
     model = Llama(LlamaArgs(dtype=torch.float64)) if is_llama else Gpt2(dtype=torch.float64)
@@ -147,7 +147,7 @@ def test_precision_of_a_module_without_weights(world_size: int) -> None:
 
 
 class _Dtypes(TorchDispatchMode):
-    """Notes what softmax gets."""
+    """Records the dtype of softmax's input."""
 
     def __init__(self, seen: list[torch.dtype]) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class _Dtypes(TorchDispatchMode):
 
 
 class Exact(RMSNorm):
-    """Says the values of its weight."""
+    """Records the values of its weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.__dict__["seen"] = self.weight.detach().clone()
@@ -176,7 +176,7 @@ def test_fully_sharded_weights_are_gathered_in_their_precision(world_size: int, 
     model = Llama(LlamaArgs())
     for layer in model.layers:
         layer.attention_norm, layer.ffn_norm = Exact(16, torch.float32), Exact(16, torch.float32)
-    values = torch.linspace(1.0, 1.1, 16)  # bfloat16 has none of most
+    values = torch.linspace(1.0, 1.1, 16)  # bfloat16 cannot represent most of them
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "_norm" in name:
@@ -193,7 +193,7 @@ def test_fully_sharded_weights_are_gathered_in_their_precision(world_size: int, 
     for layer in model.layers:
         assert torch.equal(layer.ffn_norm.seen, values), "as they are kept"
         assert torch.equal(layer.attention_norm.seen, values.to(dtype)), "as all others are gathered"
-    # The last block's norm stays gathered, as that block does.
+    # The last block and its norm stay gathered after the forward.
     gathered = {"all_gather_into_tensor": 2} if reshard else {}
     collectives_of(output.float().square().mean().backward, {**gathered, "reduce_scatter_tensor": 5})
     assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())

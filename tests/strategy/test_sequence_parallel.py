@@ -1,4 +1,4 @@
-"""Plans with sequence_parallel: the numbers of one device, and what is kept and sent."""
+"""Plans with sequence_parallel: parity with one device, saved bytes and collectives."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_layers_whose_output_is_gathered(world_size: int) -> None:
 
 
 class BiasedBlock(nn.Module):
-    """Layers with biases, an own scale, a replicated linear layer and norms between an attention and an MLP."""
+    """An attention and an MLP with biases; a scale, a replicated linear layer and norms between them."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ OBJECTS = {
 
 @on_ranks(1, 2, 4)
 def test_a_plan_of_torch(world_size: int) -> None:
-    """As torch's and Lightning's examples have it; those divide the numbers of heads themselves."""
+    """A plan as in torch's and Lightning's examples, which divide the numbers of heads themselves."""
 
     def parallelize(model: nn.Module) -> nn.Module:
         for layer in model.layers:
@@ -153,7 +153,7 @@ def test_a_plan_of_torch(world_size: int) -> None:
 
 
 class Scaling(nn.Module):
-    """Not known by name to treat each token by itself."""
+    """A module that weft does not know by name to compute on each token separately."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ def test_a_rule_vouches_for_a_module(world_size: int, option: bool) -> None:
 
 @on_ranks(2)
 def test_two_lengths_before_their_backwards(world_size: int) -> None:
-    """What a checkpoint computes again is of its own length, not of the last forward's."""
+    """A checkpoint recomputes with its own sequence length, not with that of the last forward."""
     torch.manual_seed(0)
     reference = Llama(LlamaArgs(dtype=torch.float64))
     model = sequence_parallel(copy.deepcopy(reference), world_size)
@@ -221,7 +221,7 @@ class DroppingBlock(nn.Module):
 
 @on_ranks(2)
 def test_dropout_drops_by_place(world_size: int) -> None:
-    """With one seed on all ranks, torch's dropout would drop the same of each rank's tokens."""
+    """With one seed on all ranks, torch's dropout would use the same mask for the tokens of each rank."""
     torch.manual_seed(0)
     model = sequence_parallel(Dropping(), world_size)
     torch.manual_seed(1)
@@ -277,7 +277,7 @@ def test_what_cannot_be_cut_is_refused(world_size: int) -> None:
 
 
 class Whole(nn.Module):
-    """A block whose attention no rule cuts."""
+    """Blocks whose attention no rule shards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -300,7 +300,7 @@ class WholeBlock(nn.Module):
 
 @on_ranks(2)
 def test_less_is_kept(world_size: int) -> None:
-    """Between two blocks' layers each rank keeps its own tokens alone."""
+    """Between the layers of blocks, each rank saves only its own tokens."""
     kept = {}
     for is_on in (False, True):
         torch.manual_seed(0)
@@ -324,9 +324,9 @@ def test_less_is_kept(world_size: int) -> None:
     assert kept[True] <= 0.75 * kept[False]
 
 
-# The collectives of two layers: for each a gather into the attention and one into the MLP; one more after the layers.
+# Two layers: an all-gather before and a reduce-scatter after each attention and MLP; one all-gather at the end.
 FORWARD = {"all_gather_into_tensor": 2 * 2 + 1, "reduce_scatter_tensor": 2 * 2}
-# The gradient of the first scatter is gathered; the fused MLP gathers its input again; two norms a layer.
+# The gradient of the first scatter is gathered; the fused MLP gathers its input again; each layer has two norms.
 BACKWARD = {"all_gather_into_tensor": 2 * 2 + 1 + 2, "reduce_scatter_tensor": 2 * 2, "all_reduce": 2 * 2}
 
 
@@ -348,7 +348,7 @@ def test_messages(world_size: int) -> None:
 
 
 class Crossing(BiasedBlock):
-    """Its attention reads another sequence, too, which is whole on every rank."""
+    """Its attention also reads another sequence, which is unsharded on every rank."""
 
     def forward(self, *, hidden: Tensor, mask: Tensor) -> tuple[Tensor, str]:
         return self.attention(mask=mask.requires_grad_(), x=hidden), "more"

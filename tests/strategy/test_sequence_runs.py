@@ -1,4 +1,4 @@
-"""Which blocks hand each other parts of the tokens, and which get all of them."""
+"""Which blocks exchange shards of the sequence, and which get all tokens."""
 
 from __future__ import annotations
 

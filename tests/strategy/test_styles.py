@@ -1,4 +1,4 @@
-"""The styles that a plan of rules can name beside column and row: exact, counted, and refused where they do not fit."""
+"""The styles besides column and row: parity with the unsharded model, numbers of collectives, and errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def class_dim_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """As with (batch, classes, tokens): the logits are gathered."""
+    """Return the loss of logits of shape (batch, classes, tokens), for which they are gathered."""
     return nn.CrossEntropyLoss(label_smoothing=0.1)(model(batch[0]).transpose(1, 2), batch[1])
 
 
@@ -40,7 +40,7 @@ def class_dim_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 @pytest.mark.parametrize("head", ["vocab_head", "column_gather_output", "gathered by the loss"])
 def test_output_layers(world_size: int, head: str, tied: bool) -> None:
-    """37 classes: uneven parts."""
+    """The shards of 37 classes are uneven."""
     torch.manual_seed(0)
     heads = 6 if world_size == 3 else 4
     loss = class_dim_loss if head == "gathered by the loss" else token_loss
@@ -252,7 +252,7 @@ CHANGES = {
 @on_ranks(2)
 @pytest.mark.parametrize("case", CHANGES)
 def test_changes_in_place_are_refused(world_size: int, case: str) -> None:
-    """A loss of the logits would not see them."""
+    """The loss is computed from the hidden states, so it would miss changes of the logits."""
     model, _ = head_of(world_size)
     logits = model(torch.randn(4, 6, dtype=torch.float64))
     with pytest.raises(ValueError, match="would change logits of a vocab_head in place"):
@@ -292,7 +292,7 @@ def test_half_precision_logits(world_size: int, autocast: bool) -> None:
 
 @on_ranks(2)
 def test_the_loss_needs_no_logits(world_size: int) -> None:
-    """One all-gather of four numbers a token forward, one all-reduce of the input's gradient backward."""
+    """Forward: one all-gather of four numbers per token. Backward: one all-reduce of the input's gradient."""
     model, _ = head_of(world_size)
     x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
     target = torch.tensor([0, 4, 10, 7])

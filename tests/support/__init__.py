@@ -1,1 +1,1 @@
-"""What the tests share: ranks (process groups that stay warm) and processes (fresh process trees)."""
+"""Helpers for tests: ranks (warm process groups) and processes (fresh process trees)."""

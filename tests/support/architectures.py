@@ -1,4 +1,4 @@
-"""Small models of 27 published architectures, from configurations alone: nothing is downloaded.
+"""Small models of 27 published architectures, built from configurations only: nothing is downloaded.
 
 Each has 2 blocks, 4 heads and 32 hidden units, no dropout, and random weights in float64.
 """
@@ -27,7 +27,7 @@ Batch = dict[str, Any]
 
 @dataclass(frozen=True)
 class Architecture:
-    """An architecture: `make` returns the model as its library builds it, `batch` its keyword arguments."""
+    """An architecture: `make` returns the library's model, `batch` the keyword arguments of its forward."""
 
     name: str
     kind: str
@@ -35,11 +35,11 @@ class Architecture:
     batch: Callable[[], Batch]
 
     def build(self) -> nn.Module:
-        """Return the model in float64 and train mode, the same on each call."""
+        """Return the model in float64 and train mode, with the same weights on each call."""
         torch.manual_seed(0)
         model = self.make().to(torch.float64).train()
         with torch.no_grad():
-            for parameter in model.parameters():  # some biases are zeros as they are made
+            for parameter in model.parameters():  # some biases are initialized to zero
                 parameter.add_(WEIGHT_NOISE * torch.randn_like(parameter))
         return model
 
@@ -53,7 +53,7 @@ def _tokens() -> Batch:
 
 
 def _masked_tokens() -> Batch:
-    """The second sequence ends in two padding tokens."""
+    """Return token ids with an attention mask; the second sequence ends in two padding tokens."""
     mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
     mask[1, -2:] = 0
     return {**_tokens(), "attention_mask": mask}
@@ -169,7 +169,7 @@ def _transformers(model_class: str, family: str, **options: Any) -> Callable[[],
             if ("drop" in name or name.endswith("_dropout_prob")) and isinstance(value, float):
                 setattr(config, name, 0.0)
         config.use_cache = False
-        config._experts_implementation = "eager"  # the default multiplies by grouped_mm, which has no float64
+        config._experts_implementation = "eager"  # the default uses grouped_mm, which lacks float64
         return getattr(transformers, model_class)(config)
 
     return make

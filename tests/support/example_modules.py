@@ -1,4 +1,4 @@
-"""The modules of `examples/`, for tests of their parts."""
+"""Loads the modules of `examples/` for unit tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def load_example(name: str) -> ModuleType:
-    """`examples/<name>.py` under a module name of its own: `model` and `text` are anybody's names."""
+    """Return the module `examples/<name>.py`, under a unique module name: `model` and `text` are too common."""
     full_name = f"weft_examples_{name}"
     if full_name not in sys.modules:
         spec = importlib.util.spec_from_file_location(full_name, EXAMPLES / f"{name}.py")

@@ -1,4 +1,4 @@
-"""Language models of Hugging Face's transformers, tiny, from configurations alone: nothing is downloaded."""
+"""Tiny language models of Hugging Face's transformers, built from configurations only: nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def language_model(family: str, dtype: torch.dtype = torch.float64, **changes: Any) -> nn.Module:
-    """A causal language model with random weights and no dropout."""
+    """Return a causal language model with random weights and no dropout."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(family, **{**CONFIGS[family], **changes})
@@ -57,6 +57,6 @@ def language_model(family: str, dtype: torch.dtype = torch.float64, **changes: A
             setattr(config, name, 0.0)
     model: nn.Module = AutoModelForCausalLM.from_config(config).to(dtype)
     for name, parameter in model.named_parameters():
-        if name.endswith("bias"):  # zeros as they are made
+        if name.endswith("bias"):  # initialized to zero
             nn.init.normal_(parameter, std=0.1)
     return model

@@ -1,4 +1,4 @@
-"""weft as `cmake --install` lays it out, and CMake projects of others that find it there."""
+"""Installs weft with `cmake --install` and builds other CMake projects against it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CMAKE = Path(sys.executable).with_name("cmake")
 
 
 def install(prefix: Path) -> Path:
-    """Install what BUILD has built under `prefix`, which is emptied first, and return it."""
+    """Install the build in BUILD under `prefix`, which is emptied first, and return `prefix`."""
     assert (BUILD / "CMakeCache.txt").is_file(), f"{BUILD} is no build folder: run `make build` or set WEFT_BUILD_DIR"
     shutil.rmtree(prefix, ignore_errors=True)
     result = run_process([CMAKE, "--install", BUILD, "--prefix", prefix], timeout=60)
@@ -25,7 +25,7 @@ def install(prefix: Path) -> Path:
 
 
 def configure(source: Path, build: Path, prefix: Path, *options: str) -> ProcessResult:
-    """Configure the project in `source` with the tools that built weft; torch is that of this interpreter."""
+    """Configure the project in `source` with the tools that built weft and this interpreter's torch."""
     tools = [f"-D{name}={_cached(name)}" for name in ("CMAKE_CXX_COMPILER", "CMAKE_MAKE_PROGRAM")]
     places = [f"-DCMAKE_PREFIX_PATH={prefix}", f"-DPython_EXECUTABLE={sys.executable}"]
     command = [CMAKE, "-G", _cached("CMAKE_GENERATOR"), "-S", source, "-B", build, *tools, *places, *options]

@@ -1,4 +1,4 @@
-"""Small reference models with the layer names that plans and plan="auto" meet in practice."""
+"""Small reference models with the layer names that plans and plan="auto" encounter in practice."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ class RMSNorm(nn.Module):
 
 
 def rotary_tables(length: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(cos, sin), each `[length, head_dim / 2]`."""
+    """Return (cos, sin), each `[length, head_dim / 2]`."""
     frequencies = 1.0 / 10_000 ** (torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angles = torch.outer(torch.arange(length, dtype=torch.float64), frequencies)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x `[batch, length, heads, head_dim]`, its halves taken as real and imaginary parts."""
+    """Rotate x `[batch, length, heads, head_dim]`, whose halves are real and imaginary parts."""
     real, imaginary = x.chunk(2, dim=-1)
     cos, sin = cos[: x.shape[1], None], sin[: x.shape[1], None]
     return torch.cat((real * cos - imaginary * sin, real * sin + imaginary * cos), dim=-1)
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions; `n_kv_heads` below `n_heads` shares keys between heads."""
+    """Causal self-attention with rotary positions; grouped-query attention if `n_kv_heads` < `n_heads`."""
 
     def __init__(self, args: LlamaArgs, bias: bool = False) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class Llama(nn.Module):
 
 
 class Conv1D(nn.Module):
-    """A linear layer with the weight `[in, out]`, as GPT-2's checkpoints have it."""
+    """A linear layer with the weight `[in, out]`, the layout of GPT-2's checkpoints."""
 
     def __init__(self, nf: int, nx: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ class EncoderClassifier(nn.Module):
         layer = nn.TransformerEncoderLayer(dim, 4, 3 * dim, dropout=0.0, batch_first=True, dtype=dtype)
         self.encoder = nn.TransformerEncoder(layer, n_layers)
         self.head = nn.Linear(dim, vocab_size, dtype=dtype)
-        for each in self.encoder.layers:  # torch starts these at zero, where a bias that is added twice does not show
+        for each in self.encoder.layers:  # torch initializes these to zero, which would hide a bias added twice
             nn.init.uniform_(each.self_attn.in_proj_bias, -0.3, 0.3)
             nn.init.uniform_(each.self_attn.out_proj.bias, -0.3, 0.3)
 
@@ -226,6 +226,6 @@ def _gpt2_layer(linear: type[nn.Module], dim_in: int, dim_out: int, dtype: torch
 
 
 def token_batches(num: int, vocab_size: int, seed: int = 7) -> list[tuple[Tensor, Tensor]]:
-    """(inputs, targets) of `[4, 9]` token ids, the same on every rank."""
+    """Return `num` pairs (inputs, targets) of `[4, 9]` token ids, the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
     return [tuple(torch.randint(0, vocab_size, (2, 4, 9), generator=generator)) for _ in range(num)]

@@ -1,4 +1,4 @@
-"""Two network namespaces joined by a veth pair: two hosts as far as addresses and identities go."""
+"""Two network namespaces joined by a veth pair, which simulate two hosts with their own addresses and identities."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.processes import ProcessTree, run_process
 
 ADDRESSES = ("10.87.0.1", "10.87.0.2")
 INTERFACES = ("weft0", "weft1")
-# Namespaces and the pair between them live as long as the shell that holds them.
+# The namespaces and the veth pair exist until the shell that runs this ends.
 SETUP = """
 set -e
 ip link set lo up
@@ -34,7 +34,7 @@ wait $other
 
 
 def why_there_are_no_namespaces() -> str:
-    """Return why network namespaces cannot be made on this machine; empty if they can."""
+    """Return why network namespaces cannot be created on this machine; "" if they can."""
     missing = [tool for tool in ("ip", "unshare", "nsenter") if shutil.which(tool) is None]
     if missing:
         return f"no {' and no '.join(missing)}"
@@ -44,7 +44,7 @@ def why_there_are_no_namespaces() -> str:
 
 @contextmanager
 def two_networks() -> Iterator[tuple[str, str]]:
-    """The pids of two processes, each in a network of its own; skips the test where none can be made."""
+    """Yield the pids of two processes in separate network namespaces; skip the test if these cannot be created."""
     if why := why_there_are_no_namespaces():
         pytest.skip(f"needs network namespaces: {why}")
     with ProcessTree(["unshare", "--net", "sh", "-c", SETUP]) as tree:
@@ -53,5 +53,5 @@ def two_networks() -> Iterator[tuple[str, str]]:
 
 
 def inside(pid: str) -> list[str]:
-    """The beginning of a command that runs in the network of a process."""
+    """Return the prefix of a command that runs it in the network namespace of process `pid`."""
     return ["nsenter", f"--net=/proc/{pid}/ns/net"]

@@ -1,4 +1,4 @@
-"""The Python packages of weft as pyproject.toml lists them, and the folders and files they are made of."""
+"""The Python packages of weft that pyproject.toml lists, and their source folders and files."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ else:
 
 ROOT = Path(__file__).resolve().parents[2]
 SETUPTOOLS: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-# The folders whose subfolders are packages; anything else in kernels/, ops/ and strategy/ is C++.
+# The folders whose subfolders are packages; everything else in kernels/, ops/ and strategy/ is C++.
 BASES = {"weft": "ops/python", "weft.strategy": "strategy/python"}
 PLUGINS = "lightning_plugin"
-PLUGIN_NAMES = {"core": "_plugin"}  # where the name of the package is not that of the folder
+PLUGIN_NAMES = {"core": "_plugin"}  # packages whose name differs from their folder's
 
 
 def package_folders() -> dict[str, str]:
-    """Package name -> folder relative to ROOT, for each folder that holds Python sources of weft."""
+    """Return {package name: folder relative to ROOT} for each folder that holds Python sources of weft."""
     bases = dict(BASES)
     for folder in (ROOT / PLUGINS).iterdir():
         if folder.is_dir():
@@ -34,7 +34,7 @@ def package_folders() -> dict[str, str]:
 
 
 def package_files() -> dict[str, Path]:
-    """Path in site-packages -> source, for each file of those folders that an installed weft must have."""
+    """Return {path in site-packages: source} for each file of these folders that an installed weft must have."""
     return {
         f"{name.replace('.', '/')}/{path.name}": path
         for name, folder in package_folders().items()

@@ -1,4 +1,4 @@
-"""Trains a parallelized model and its unsharded twin side by side and compares every tensor."""
+"""Trains a parallelized model and its unsharded copy in lockstep and compares every tensor."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def tensor_parallel(world_size: int) -> DeviceMesh:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The global value of a DTensor, on every rank."""
+    """Return the full tensor of a DTensor on every rank; other tensors are returned unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def own_part(value: Tensor, like: DTensor) -> Tensor:
-    """This rank's part of a whole value, cut as `like` is (by torch.chunk; nothing is sent)."""
+    """Return this rank's shard of a full tensor, placed like `like` (by torch.chunk, without communication)."""
     mesh, placement = like.device_mesh, like.placements[0]
     if placement.is_replicate():
         return value
@@ -35,7 +35,10 @@ def own_part(value: Tensor, like: DTensor) -> Tensor:
 
 
 def assert_close(name: str, ours: Tensor, theirs: Tensor, bound: float) -> None:
-    """Each rank compares its own part, with its share of the bound, so that the whole keeps the bound."""
+    """Assert that the norm of the difference is within `bound`.
+
+    Each rank compares its own shard against bound / sqrt(ranks), so that the full tensor keeps the bound.
+    """
     theirs = theirs.detach()
     if isinstance(ours, DTensor):
         bound /= ours.device_mesh.size() ** 0.5
@@ -47,7 +50,10 @@ def assert_close(name: str, ours: Tensor, theirs: Tensor, bound: float) -> None:
 
 
 def assert_gradients_agree(model: nn.Module, reference: nn.Module, tolerance: float) -> None:
-    """Per tensor, relative to its norm; a gradient that is zero but for rounding, to a thousandth of all."""
+    """Compare each gradient, relative to its norm or, if that is larger, to 1e-3 of the norm of all gradients.
+
+    The second bound is for gradients that are zero up to rounding.
+    """
     theirs = dict(reference.named_parameters())
     total = torch.stack([p.grad.norm() for p in theirs.values() if p.grad is not None]).norm().item()
     for name, parameter in model.named_parameters():
@@ -59,9 +65,10 @@ def assert_gradients_agree(model: nn.Module, reference: nn.Module, tolerance: fl
 
 
 def key_bias_apart(name: str, ours: Tensor, theirs: Tensor) -> list[tuple[Tensor, Tensor, bool]]:
-    """Both in parts, each with whether it is the key third of a joined query-key-value layer's bias.
+    """Return (ours, theirs, is_key_bias), split into two for the bias of a fused query-key-value layer.
 
-    Softmax does not see a key's bias: its true gradient is zero, and what is there is rounding.
+    is_key_bias marks the key third of such a bias. Softmax is invariant to it: its true gradient is zero, and the
+    computed one is rounding.
     """
     ours, theirs = ours.detach(), theirs.detach()
     if not name.endswith(("c_attn.bias", "in_proj_bias")):
@@ -79,7 +86,7 @@ def assert_weights_agree(
     bound_of: Callable[[Tensor], float],
     bound_of_key_bias: Callable[[Tensor], float] | None = None,
 ) -> None:
-    """Each weight within `bound_of` it; a joined key bias within a bound of its own, if one is given."""
+    """Compare each weight w within bound_of(w); with bound_of_key_bias, the key bias of a fused layer within that."""
     theirs = dict(reference.named_parameters())
     for name, parameter in model.named_parameters():
         parts = [(parameter.detach(), theirs[name].detach(), False)]
@@ -100,12 +107,12 @@ def assert_trains_alike(
     tolerance: float | None = None,
     **optimizer_options: Any,
 ) -> nn.Module:
-    """Ten steps or so of both; returns the parallelized model.
+    """Train both models on `batches`, compare them after each step and return the parallelized model.
 
-    Tolerances, if none is given: 1e-10 in float64, 1e-5 in float32, relative for losses, gradients and weights; but
-    for AdamW in float32 lr * steps * 1e-2 in each element, as its first steps are the sign of gradients that may be
-    nothing but rounding. Such a gradient may even differ in sign, and then AdamW moves the two weights apart at full
-    speed, whatever computed them: a key bias is held to the 2 * lr * steps that AdamW can do, there alone.
+    Default tolerances, relative for losses, gradients and weights: 1e-10 in float64, 1e-5 in float32. The exception is
+    the weights after AdamW in float32: lr * steps * 1e-2 for each element, because AdamW's first steps follow the sign
+    of gradients that may be pure rounding. The gradient of a key bias is always rounding and may differ in sign; AdamW
+    then moves the two biases apart by at most 2 * lr * steps, which is their bound.
     """
     reference = copy.deepcopy(model)
     model = parallelize(model)

@@ -1,4 +1,4 @@
-"""Fresh process trees for tests: a time limit, captured output, and proof that nothing survives."""
+"""Fresh process trees for tests: a time limit, captured output, and a check that no process survives."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _PF_EXITING = 0x4
 _TREE_VARIABLE = "WEFT_TEST_TREE"
 _POLL_SECONDS = 0.02
 
-# Becomes the command, after asking the kernel for what `die_with_parent` asks. (A preexec_fn would run Python
-# between fork and exec of a process that has threads.) A shell starts what it runs in the background with SIGINT
-# ignored, and that is inherited: a tree takes signals as if it were started at a terminal.
+# Execs the command after the prctl of `die_with_parent`. (A preexec_fn would run Python between fork and exec of a
+# process that has threads.) Restores SIGINT's default action: a shell starts background jobs with SIGINT ignored,
+# which children inherit, but a tree must handle signals as if it were started at a terminal.
 _LAUNCHER = f"""
 import ctypes, os, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -31,22 +31,22 @@ os.getppid() == int(sys.argv[1]) or os._exit(1)
 os.execvp(sys.argv[2], sys.argv[2:])
 """
 
-# Process group id -> the token every descendant carries in its environment. It finds descendants that
-# made a session of their own, which the process group id alone would miss.
+# Process group id -> the token that every descendant has in its environment. It identifies descendants that
+# have started a session of their own, which the process group id alone would miss.
 _tokens: dict[int, str] = {}
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when the thread that made it ends; `parent_pid` is who made it."""
+    """Have the kernel kill this process when the thread that forked it ends; `parent_pid` is that thread's process."""
     if _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent_pid:  # the parent ended before the request was in force
+    if os.getppid() != parent_pid:  # the parent ended before the prctl took effect
         os._exit(1)
 
 
 @dataclass(frozen=True)
 class ProcessResult:
-    """How a tree ended: the root's exit status (negative: a signal), the tree's output, the time it took."""
+    """The result of a tree: the root's exit status (negative: a signal), the tree's output, its duration."""
 
     returncode: int
     stdout: str
@@ -56,7 +56,7 @@ class ProcessResult:
 
 
 class ProcessTree:
-    """A command running in a process group of its own. Use as a context manager: leaving it kills the tree.
+    """A command running in a process group of its own. Use as a context manager: its exit kills the tree.
 
     Output goes to files, not pipes: a grandchild that outlives the root cannot block the reader.
     """
@@ -93,23 +93,23 @@ class ProcessTree:
 
     @property
     def stdout(self) -> str:
-        """What the tree has written to stdout so far."""
+        """The tree's output on stdout so far."""
         return self._out_path.read_text(errors="replace")
 
     @property
     def stderr(self) -> str:
-        """What the tree has written to stderr so far."""
+        """The tree's output on stderr so far."""
         return self._err_path.read_text(errors="replace")
 
     def send_signal(self, signum: int, *, whole_group: bool = False) -> None:
-        """Signal the root alone, or (as a terminal's Ctrl-C does) the whole process group."""
+        """Signal only the root or, like Ctrl-C in a terminal, the entire process group."""
         if whole_group:
             os.killpg(self.pgid, signum)
         else:
             self._process.send_signal(signum)
 
     def wait_for_text(self, text: str, timeout: float = 60.0) -> str:
-        """Return the tree's stdout as soon as it holds `text`; TimeoutError names the text otherwise."""
+        """Return the tree's stdout as soon as it contains `text`; otherwise raise TimeoutError."""
         deadline = time.monotonic() + timeout
         while text not in (stdout := self.stdout):
             ended = self._process.poll() is not None
@@ -120,9 +120,9 @@ class ProcessTree:
         return stdout
 
     def wait(self, timeout: float = 60.0) -> ProcessResult:
-        """Wait for the root to end. REQUIRES: nothing of the descendants: ask `children_left` about them.
+        """Wait for the root to end and return its result. Descendants may still run: see `children_left`.
 
-        Raises TimeoutError, with the output so far, after killing the whole tree.
+        On a time-out it kills the tree and raises TimeoutError with the output so far.
         """
         try:
             returncode = self._process.wait(timeout)
@@ -133,7 +133,7 @@ class ProcessTree:
         return ProcessResult(returncode, self.stdout, self.stderr, seconds, self.pgid)
 
     def kill(self) -> None:
-        """Kill every process of the tree that is still there, and reap the root."""
+        """Kill all remaining processes of the tree, and reap the root."""
         deadline = time.monotonic() + 10.0
         while left := children_left(self.pgid):
             if time.monotonic() > deadline:
@@ -157,7 +157,7 @@ def run_process(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
 ) -> ProcessResult:
-    """Run `command` in a fresh process tree. What outlives the root is an AssertionError, and is killed."""
+    """Run `command` in a fresh process tree. Processes that outlive the root are killed and raise AssertionError."""
     with ProcessTree(command, env=env, cwd=cwd) as tree:
         result = tree.wait(timeout)
         assert_nothing_left(tree.pgid)
@@ -179,10 +179,10 @@ def assert_nothing_left(pgid: int, *, within: float = 2.0) -> None:
 
 
 def children_left(pgid: int) -> dict[int, str]:
-    """The living processes (pid -> command line) of process group `pgid`, and of the tree started as it.
+    """Return {pid: command line} of the running processes of process group or session `pgid`, and of its tree.
 
-    Zombies do not count: they hold nothing, and the process that adopted them may never reap them. Nor does a process
-    that is being torn down: it has lost its environment, which would make the answer depend on the instant.
+    Zombies do not count: they hold no resources, and the process that adopted them may never reap them. Exiting
+    processes do not count either: they have lost their environment, so the result would depend on timing.
     """
     token = _tokens.get(pgid)
     marker = f"{_TREE_VARIABLE}={token}".encode() if token else None
@@ -201,12 +201,12 @@ def children_left(pgid: int) -> dict[int, str]:
                 command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 left[int(entry.name)] = command.strip()
         except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue  # it ended meanwhile, or belongs to another user
+            continue  # it has ended, or belongs to another user
     return left
 
 
 def forked_text(body: Callable[[], object]) -> str:
-    """What `body` raises in a child forked from this process now, as "Class: text"; "" for nothing."""
+    """Run `body` in a forked child; return its exception as "Class: text", or "" if it raises none."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -225,7 +225,7 @@ def forked_text(body: Callable[[], object]) -> str:
 
 
 def is_running(pid: int) -> bool:
-    """Whether `pid` is a living process; a zombie, or one that is past running any code, is not."""
+    """Return whether process `pid` is running; a zombie or an exiting process is not."""
     try:
         state, *_, flags = _stat(pid)
     except (FileNotFoundError, ProcessLookupError):
@@ -234,5 +234,5 @@ def is_running(pid: int) -> bool:
 
 
 def _stat(pid: int) -> list[str]:
-    # What follows the command in parentheses: state, parent, process group, session, tty, its group, flags.
+    # Fields after the command in parentheses: state, parent, process group, session, tty, tty's group, flags.
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:7]

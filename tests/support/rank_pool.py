@@ -1,4 +1,4 @@
-"""The test process's side of the ranks: the server they are forked from, and pools of them."""
+"""Rank pools, as the test process manages them: the server that forks ranks, and pools of ranks."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from support.rank_process import STACK_SIGNAL
 from support.rank_server import MAX_PACKET_BYTES, MAX_RANKS, PRELOADED_IF_USED
 
 _TESTS_FOLDER = Path(__file__).parents[1]
-_START_SECONDS = 120.0  # a cold disk imports torch and Lightning this slowly
+_START_SECONDS = 120.0  # importing torch and Lightning from a cold disk takes this long
 _RESET_SECONDS = 15.0
-_GRACE_SECONDS = 2.0  # what the other ranks get to fail by themselves once one has failed
+_GRACE_SECONDS = 2.0  # after one rank has failed, the time for other ranks to fail too
 _STACK_SECONDS = 2.0
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 # Taken at import, before any test can change it.
@@ -31,7 +31,7 @@ _ENVIRONMENT = {**os.environ, **_ONE_THREAD, "GLOO_SOCKET_IFNAME": "lo"}
 
 
 class RankFailure(AssertionError):
-    """At least one rank failed, died or ran out of time; the text shows each, the first failure first."""
+    """At least one rank failed, died or timed out; the text describes each, the earliest failure first."""
 
 
 class RanksSkipped(Exception):
@@ -40,18 +40,18 @@ class RanksSkipped(Exception):
 
 @dataclass(frozen=True)
 class Case:
-    """What a rank needs to find and call a function: see `rank_process._run_case`."""
+    """The data with which a rank finds and calls a function: see `rank_process._run_case`."""
 
     path: str
     module: str
     qualname: str
-    arguments: bytes  # a pickled dict, opened once the module is loaded
+    arguments: bytes  # a pickled dict; unpickling needs the module to be loaded
     wanted: tuple[str, ...]  # which of "rank" and "world_size" the function takes
 
 
 @dataclass
 class _Answers:
-    """What the ranks said, rank -> reply; `silent` are those that did not answer in time."""
+    """The ranks' replies by rank; `silent` are the ranks that did not reply in time."""
 
     replies: dict[int, dict] = field(default_factory=dict)
     silent: list[int] = field(default_factory=list)
@@ -62,7 +62,7 @@ class _Answers:
 
 
 class RankServer:
-    """Starts and kills ranks, by way of the process of `rank_server`."""
+    """Starts and kills ranks through the process of `rank_server`."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -80,7 +80,7 @@ class RankServer:
             stderr=self._log,
             env=_ENVIRONMENT,
             pass_fds=[theirs.fileno()],
-            start_new_session=True,  # a Ctrl-C in the terminal is the test process's to handle
+            start_new_session=True,  # the test process handles Ctrl-C in the terminal
         )
         theirs.close()
         ready = self._receive()
@@ -93,7 +93,7 @@ class RankServer:
         return self._process.poll() is None
 
     def start(self, folder: Path, world_size: int) -> tuple[list[int], list[Connection]]:
-        """Fork `world_size` ranks; returns their process ids and the sockets to them, by rank."""
+        """Fork `world_size` ranks; return their process ids and the connections to them, by rank."""
         pairs = [socket.socketpair() for _ in range(world_size)]
         packet = json.dumps({"start": {"folder": str(folder), "world_size": world_size}}).encode()
         socket.send_fds(self._control, [packet], [theirs.fileno() for _, theirs in pairs])
@@ -103,7 +103,7 @@ class RankServer:
         return pids, [Connection(ours.detach()) for ours, _ in pairs]
 
     def kill(self, pids: list[int]) -> dict[int, int]:
-        """Kill the ranks and reap them; returns pid -> exit status, -9 for those killed by this call."""
+        """Kill and reap the ranks; return {pid: exit status}, -9 for those that this call killed."""
         self._control.send(json.dumps({"kill": pids}).encode())
         return {int(pid): status for pid, status in self._receive()["status"].items()}
 
@@ -126,7 +126,7 @@ class RankServer:
 
 
 class RankPool:
-    """`world_size` processes in one group, waiting for cases."""
+    """`world_size` processes of one process group that run cases."""
 
     def __init__(self, server: RankServer, world_size: int) -> None:
         self.world_size = world_size
@@ -140,7 +140,7 @@ class RankPool:
             raise RankFailure(self._stop(answers, "joining the process group", _START_SECONDS))
 
     def run(self, case: Case, timeout: float) -> list[object]:
-        """Run `case` on every rank; returns what the ranks returned. After a failure the pool is gone."""
+        """Run `case` on every rank and return the results by rank. A failure closes the pool."""
         try:
             self._log_starts = [self._log(rank).stat().st_size for rank in range(self.world_size)]
             self._send(pickle.dumps(vars(case)))
@@ -158,12 +158,12 @@ class RankPool:
             return [pickle.loads(answers.replies[rank]["value"]) for rank in range(self.world_size)]
         except RanksSkipped:
             raise
-        except BaseException:  # an interrupt too: the ranks are somewhere inside the case
+        except BaseException:  # including an interrupt: the ranks are still inside the case
             self.close()
             raise
 
     def close(self) -> dict[int, int]:
-        """End the ranks; returns rank -> exit status (empty when it was closed before)."""
+        """Kill the ranks; return {rank: exit status}, empty if the pool was closed already."""
         if not self.is_alive:
             return {}
         self.is_alive = False
@@ -178,7 +178,7 @@ class RankPool:
             try:
                 connection.send_bytes(packet)
             except (BrokenPipeError, ConnectionResetError):
-                continue  # a dead rank: `_collect` finds and reports it
+                continue  # a dead rank: `_collect` detects and reports it
 
     def _collect(self, timeout: float) -> _Answers:
         answers = _Answers()
@@ -193,7 +193,7 @@ class RankPool:
                 try:
                     reply = pickle.loads(connection.recv_bytes())
                 except (EOFError, ConnectionResetError):
-                    # Told later than the connection errors it causes on other ranks, hence first.
+                    # A death is detected after the connection errors that it causes; time 0 reports it first.
                     reply = {"outcome": "died", "time": 0.0, "text": ""}
                 answers.replies[rank] = reply
                 if reply["outcome"] != "passed":
@@ -202,7 +202,7 @@ class RankPool:
         return answers
 
     def _stop(self, answers: _Answers, what: str, timeout: float, place: str = "") -> str:
-        """Kill the ranks and tell what happened to each; `place` says where the first failed, if not in the case."""
+        """Kill the ranks and return a report on each; `place` says where the first failed, if not in the case."""
         stacks = {rank: self._stack(rank) for rank in range(self.world_size)} if answers.silent else {}
         logs = {rank: self._output(rank) for rank in range(self.world_size)}
         statuses = self.close()
@@ -238,7 +238,7 @@ class RankPool:
             return "(it has ended)\n"
         deadline = time.monotonic() + _STACK_SECONDS
         size = -1
-        while time.monotonic() < deadline:  # until the dump is there and grows no more
+        while time.monotonic() < deadline:  # until the dump exists and has stopped growing
             time.sleep(0.05)
             now = path.stat().st_size if path.exists() else 0
             if now > 0 and now == size:
@@ -259,7 +259,7 @@ class RankPool:
 
 
 class RankPools:
-    """One pool per world size, made at first use; the one used longest ago makes room for a third."""
+    """One pool per world size, created at first use. Beyond MAX_POOLS the least recently used one is closed."""
 
     MAX_POOLS = 2
 
@@ -268,7 +268,7 @@ class RankPools:
         self._pools: dict[int, RankPool] = {}  # in order of use
 
     def get(self, world_size: int) -> RankPool:
-        """A living pool of `world_size` ranks."""
+        """Return a running pool of `world_size` ranks."""
         if not 1 <= world_size <= MAX_RANKS:
             raise ValueError(f"a pool has 1 to {MAX_RANKS} ranks, not {world_size}; change the world size")
         pool = self._pools.pop(world_size, None)
@@ -286,7 +286,7 @@ class RankPools:
         return pool
 
     def close(self) -> None:
-        """End every rank and the server. Another `get` starts anew."""
+        """Kill all ranks and the server. The next `get` starts a new server."""
         for pool in self._pools.values():
             pool.close()
         self._pools.clear()

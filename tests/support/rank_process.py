@@ -1,4 +1,4 @@
-"""One rank: joins the process group, then runs the cases it is sent until its socket closes."""
+"""One rank: joins the process group, then runs the cases that it receives until its socket closes."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _modules: dict[str, tuple[int, ModuleType]] = {}
 
 
 def run_rank(fd: int, folder: Path, rank: int, world_size: int) -> None:
-    """Serve cases on the socket `fd`. `folder` takes this rank's log, its stack dumps and the group's store.
+    """Serve cases on the socket `fd`. `folder` holds this rank's log, its stack dumps and the group's store.
 
-    Every request is answered once with {"outcome": "passed" | "failed" | "skipped", "time": monotonic
-    seconds, ...}; the first answer, unasked, says whether the rank has joined the group.
+    Each request gets one reply {"outcome": "passed" | "failed" | "skipped", "time": monotonic seconds, ...}. The
+    first reply comes without a request and says whether the rank has joined the group.
     """
     _redirect_output(folder / f"log-{rank}")
     with (folder / f"stack-{rank}").open("w") as stacks:
@@ -87,11 +87,11 @@ def _answer(connection: Connection, action: Callable[[], object]) -> None:
     except pytest.skip.Exception as skip:
         reply = {"outcome": "skipped", "text": str(skip.msg)}
     except BaseException as error:
-        # NOTE: read the clock first: the order of these times tells the cause from what follows it.
+        # NOTE: read the clock first: failures are reported in the order of these times, the cause first.
         failed_at = time.monotonic()
         trace = error.__traceback__
         while trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
-            trace = trace.tb_next  # the frames of this file say nothing to the reader
+            trace = trace.tb_next  # the reader does not need this file's frames
         text = "".join(traceback.format_exception(type(error), error, trace))
         reply = {"outcome": "failed", "text": text, "time": failed_at}
         # The frames keep tensors and groups alive.
@@ -104,7 +104,7 @@ def _answer(connection: Connection, action: Callable[[], object]) -> None:
 
 
 def _load(path: str, name: str) -> ModuleType:
-    """The test module at `path`, loaded again when the file has changed, registered as `name`."""
+    """Return the test module at `path`, registered as `name` and reloaded if the file has changed."""
     mtime_ns = os.stat(path).st_mtime_ns
     cached = _modules.get(path)
     if cached is not None and cached[0] == mtime_ns and sys.modules.get(name) is cached[1]:
@@ -124,7 +124,7 @@ def _load(path: str, name: str) -> ModuleType:
 
 
 def _compile(path: str) -> object:
-    # pytest's own rewriting, so that a failing assert shows its values on a rank as it does elsewhere.
+    # pytest's assertion rewriting, so that a failing assert on a rank shows its values.
     from _pytest.assertion.rewrite import rewrite_asserts
 
     source = Path(path).read_bytes()
@@ -143,7 +143,7 @@ def _find_body(module: ModuleType, qualname: str) -> Callable[..., object]:
 
 
 def _forget_meshes() -> None:
-    """DTensor remembers results by mesh, and takes a new mesh for an old one of its sizes, whose groups are gone."""
+    """Clear DTensor's caches: they take a new mesh for an earlier one of equal sizes, whose groups are destroyed."""
     from torch.distributed.tensor import _redistribute, debug
 
     debug._clear_sharding_prop_cache()
@@ -151,7 +151,7 @@ def _forget_meshes() -> None:
 
 
 def _reset(environment: dict[str, str]) -> None:
-    """What lies between two cases. The barrier shows that no rank is behind or ahead of the others."""
+    """Reset the rank between two cases. The barriers fail if ranks have not called the same collectives."""
     import torch
     import torch.distributed as dist
 

@@ -1,10 +1,10 @@
 """The process that ranks are forked from.
 
-It imports torch, and what else the tests use, once; it stays single-threaded and initialises nothing, so that
-a fork is safe and takes milliseconds. Requests are JSON packets on a socket, one socket per rank attached:
+It imports torch and the other modules that the tests use once. It stays single-threaded and initialises nothing, so
+that a fork is safe and takes milliseconds. Requests are JSON packets on a socket; a start carries one socket per rank:
     {"start": {"folder": str, "world_size": int}} + fds  -> {"pids": [int]}
     {"kill": [pid]}                                      -> {"status": {pid: exit status, negative: a signal}}
-It ends when the other side of the socket does; the kernel kills the ranks when it ends.
+It ends when the other end of the socket is closed; the kernel kills the ranks when it ends.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from support.processes import die_with_parent
 
 MAX_RANKS = 16
 MAX_PACKET_BYTES = 1 << 16
-# What ranks are likely to import, in this order: modules that the session uses, each with those that it loads at first
-# use. The ranks of a session that uses none of Lightning do not wait for it.
+# The modules that ranks are likely to import, in this order: those that the session uses, each with the modules that it
+# loads at first use. A session that does not use Lightning does not wait for its import.
 PRELOADED_ALWAYS = ("numpy", "torch", "torch.distributed", "torch.testing", "pytest")
 PRELOADED_IF_USED = {
     "torch.distributed.tensor": (),
@@ -43,9 +43,9 @@ PRELOADED_IF_USED = {
 
 
 def serve(fd: int, parent_pid: int, search_path: list[str], used: list[str]) -> None:
-    """Preload, say {"ready": true} or {"error": text}, then answer requests until the socket closes.
+    """Preload, send {"ready": true} or {"error": text}, then answer requests until the socket closes.
 
-    `used` names those of PRELOADED_IF_USED to preload.
+    `used` names the keys of PRELOADED_IF_USED to preload.
     """
     die_with_parent(parent_pid)
     control = socket.socket(fileno=fd)
@@ -55,7 +55,7 @@ def serve(fd: int, parent_pid: int, search_path: list[str], used: list[str]) -> 
     except Exception:
         _reply(control, {"error": traceback.format_exc()})
         return
-    # What exists now is never collected: the collector of a rank does not write to the shared pages.
+    # Exempt all existing objects from collection, so that a rank's collector does not write to the shared pages.
     gc.collect()
     gc.freeze()
     _reply(control, {"ready": True})
@@ -79,7 +79,7 @@ def _preload(names: list[str]) -> None:
         except Exception:
             if name.partition(".")[0] != "weft":
                 raise
-            # A broken build fails in the tests that import weft, with this traceback; others still run.
+            # A broken build fails the tests that import weft, with this traceback; other tests still run.
             for loaded in [key for key in sys.modules if key.partition(".")[0] == "weft"]:
                 del sys.modules[loaded]
         num_threads = len(list(Path("/proc/self/task").iterdir()))
@@ -118,12 +118,12 @@ def _start_ranks(control: socket.socket, fds: list[int], folder: str, world_size
 
 
 def _kill(pid: int) -> int:
-    # The rank is not reaped before this line, so its id cannot belong to anybody else.
+    # The rank has not been reaped yet, so its process id cannot have been reused.
     for target in (os.killpg, os.kill):
         try:
             target(pid, signal.SIGKILL)
         except ProcessLookupError:
-            continue  # it has not become a group leader yet
+            continue  # it is not a group leader yet
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 

@@ -5,7 +5,7 @@
     def test_mlp(rank: int, world_size: int, dtype: str) -> None:
         ...  # runs on every rank; asserts count on every rank
 
-Arguments (parameters, fixtures' values) travel pickled. Fixtures themselves run in the test process.
+Arguments (parameters, values of fixtures) are pickled. Fixtures themselves run in the test process.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _GIVEN_BY_RANK = ("rank", "world_size")
 
 
 def on_ranks(*world_sizes: int, timeout: float = DEFAULT_SECONDS) -> Callable[[Callable[..., None]], Any]:
-    """Make a test of a body that takes `rank` and/or `world_size`, once per world size.
+    """Make a test, once per world size, of a body that takes `rank` and/or `world_size`.
 
-    The test fails when any rank fails, dies, or needs longer than `timeout` seconds; it is skipped when
-    every rank calls pytest.skip. After a failure the next test gets fresh ranks.
+    The test fails if any rank fails, dies, or needs more than `timeout` seconds. It is skipped if every rank calls
+    pytest.skip. After a failure the next test gets fresh ranks.
     """
     if not world_sizes or not all(isinstance(size, int) for size in world_sizes):
         raise TypeError(f"on_ranks takes world sizes, not {world_sizes}; write for example @on_ranks(1, 2)")
@@ -68,11 +68,10 @@ def run_on_ranks(
     timeout: float = DEFAULT_SECONDS,
     **kwargs: object,
 ) -> list[Any]:
-    """Call `function(rank=..., world_size=..., **kwargs)` on every rank; returns the results by rank.
+    """Call `function(rank=..., world_size=..., **kwargs)` on every rank; return the results by rank.
 
-    `function` is a function of a module's top level, or "path/to/file.py::name"; it is given `rank` and
-    `world_size` where it takes them (named by path: always both). Results come back pickled. Raises
-    RankFailure.
+    `function` is a function at a module's top level, which gets `rank` and `world_size` if it takes them, or
+    "path/to/file.py::name", which always gets both. Results are pickled. Raises RankFailure.
     """
     if isinstance(function, str):
         path, separator, name = function.partition("::")

@@ -1,4 +1,4 @@
-"""Plans of a Llama whose rules have options, and what trains it."""
+"""Plans with rule options for the small Llama, its training batches and its loss."""
 
 from __future__ import annotations
 

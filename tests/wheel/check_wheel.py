@@ -1,7 +1,7 @@
-"""An installed wheel: complete, imported from site-packages, and enough to train with.
+"""Checks that an installed wheel is complete, is imported from site-packages, and can train.
 
-`make compat` runs this file by name in an environment whose weft is a wheel. `make test` has an editable install, where
-these tests fail; the name of the file keeps it from being collected there.
+`make compat` runs this file by name in an environment where weft is installed from a wheel. `make test` has an editable
+install, where these tests fail; the file's name keeps pytest from collecting it there.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HEADERS = ["ops/include", "ops/collectives/include", "ops/memory/include"]
 
 
 def _distribution() -> importlib.metadata.Distribution:
-    """Return that of site-packages: a build leaves a weft.egg-info in the checkout, which is on the path here."""
+    """Return the one in site-packages: a build leaves a weft.egg-info in the checkout, which is on the path here."""
     [distribution] = importlib.metadata.distributions(name="weft", path=[str(SITE_PACKAGES)])
     return distribution
 
@@ -79,7 +79,7 @@ def test_two_ranks_train_with_the_wheel(tmp_path: Path) -> None:
 
 
 def _unsharded_losses() -> list[float]:
-    """The losses of the script's model on one process, with torch alone."""
+    """Return the losses of the script's model on one process, computed with torch only."""
     torch.manual_seed(1)
     layers = nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)).double()
     optimizer = torch.optim.SGD(layers.parameters(), lr=0.5)

@@ -1,4 +1,4 @@
-"""A user's script: two steps of Trainer(strategy="weft") on two CPU ranks; each prints a JSON line RESULT {...}."""
+"""A user's script: two steps of Trainer(strategy="weft") on two CPU ranks; each rank prints a line RESULT {json}."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def main() -> None:
         "weft": weft.__file__,
         "plugin": weft.lightning.__file__,
     }
-    # In one write: the ranks share a pipe.
+    # One write: the ranks share a pipe, and lines must not interleave.
     os.write(sys.stdout.fileno(), f"RESULT {json.dumps(result)}\n".encode())
 
 

@@ -16,16 +16,16 @@ namespace {
 
 // NOTE: not FUTEX_PRIVATE_FLAG: the word is shared between processes.
 void futex(std::atomic<uint32_t>* word, int operation, uint32_t value, const timespec* timeout) {
-  // The system call compares the word with `value` itself; every error it can give here (the word
-  // changed, time is up, a signal came) means: look again.
+  // The system call compares the word with `value` atomically. The result is ignored: after any
+  // error possible here (the word changed, time-out, signal) the caller checks its condition again.
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), operation, value, timeout, nullptr, 0);
 }
 
 }  // namespace
 
 void Bell::ring() {
-  // Sequentially consistent, like the stores and loads of the sleeper: either this sees that it is
-  // asleep, or it sees this ring before it sleeps.
+  // Sequentially consistent, like the stores and loads of the owner: either ring() sees that the
+  // owner is asleep, or the owner sees the new count before it sleeps.
   num_rings_.fetch_add(1);
   if (asleep_.load() != 0) futex(&num_rings_, FUTEX_WAKE, INT_MAX, nullptr);
 }

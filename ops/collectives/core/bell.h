@@ -1,6 +1,6 @@
 #pragma once
 
-// How a rank waits for another process: it looks again for a while, then sleeps on its bell.
+// How a rank waits for another process: it polls for a while, then sleeps on its doorbell, a futex.
 
 #include <atomic>
 #include <chrono>
@@ -8,14 +8,14 @@
 
 namespace weft::collectives {
 
-// Lies in shared memory, one per rank. A rank that changes what the owner may be waiting for rings
+// One per rank, in shared memory. A rank that changes something the owner may be waiting for rings
 // afterwards. The owner:
 //
 //   const uint32_t seen = bell.listen();
 //   if (nothing to do) bell.sleep(seen, most);   // returns at once if it was rung since listen()
 //   bell.rise();
 //
-// Thread safety: ring from anywhere; the other three from one thread at a time.
+// Thread safety: ring() from any thread; the other three from one thread at a time.
 class alignas(64) Bell {
  public:
   void ring();
@@ -30,7 +30,7 @@ class alignas(64) Bell {
 };
 static_assert(std::atomic<uint32_t>::is_always_lock_free);
 
-// One turn of a loop that looks again: tells the processor that it is one.
+// Executes the processor's spin-wait hint; call it in each iteration of a polling loop.
 void pause();
 
 }  // namespace weft::collectives

@@ -18,7 +18,7 @@ std::vector<int64_t> counts_of(const List& list) {
   return counts;
 }
 
-// Zero but for `count` at `index`.
+// Returns zeros with `count` at `index`.
 std::vector<int64_t> only_at(int index, int64_t count, size_t num_ranks) {
   std::vector<int64_t> counts(num_ranks, 0);
   counts[static_cast<size_t>(index)] = count;
@@ -33,7 +33,7 @@ int64_t total(const std::vector<int64_t>& counts) {
   return std::accumulate(counts.begin(), counts.end(), int64_t{0});
 }
 
-// Tells lists apart.
+// A hash, by which ranks compare lists.
 int64_t digest(std::span<const int64_t> sizes) {
   uint64_t sum = 0;
   for (const int64_t size : sizes) sum = sum * 0x9E3779B97F4A7C15ULL + static_cast<uint64_t>(size);

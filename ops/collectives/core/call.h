@@ -1,7 +1,7 @@
 #pragma once
 
-// Describes a collective that a rank asks of all ranks of its group. Pointers stay the caller's and
-// must live until the collective is done; counts are in elements.
+// Describes a collective that a rank calls on its group. Memory belongs to the caller and must stay
+// valid until the collective is done; counts are in elements.
 
 #include "signature.h"
 
@@ -22,28 +22,28 @@ struct Output {
   int64_t num_elements = 0;
 };
 
-// What a tensor looks like to the other ranks.
+// The properties of a tensor that ranks compare.
 struct TensorFacts {
   DType dtype = DType::kUInt8;
   std::vector<int64_t> shape;
 };
 
-// Made by the functions below. By operation, what `inputs` and `outputs` hold on a rank:
+// Made by the functions below. The number of `inputs` and `outputs` on a rank, by operation:
 //   all_reduce      one; one, which may be the input
 //   reduce          one; one on the root, which may be the input
-//   reduce_scatter  one for each rank; one
-//   all_gather      one; one for each rank
-//   broadcast       one on the root; one elsewhere
-//   gather          one; one for each rank on the root
-//   scatter         one for each rank on the root; one
-//   all_to_all      one for each rank; one for each rank
+//   reduce_scatter  one per rank; one
+//   all_gather      one; one per rank
+//   broadcast       one on the root; one on the other ranks
+//   gather          one; one per rank on the root
+//   scatter         one per rank on the root; one
+//   all_to_all      one per rank; one per rank
 struct CollectiveCall {
-  SignatureHead head;  // sequence and num_chunks are for the one who carries it out
+  SignatureHead head;  // sequence and num_chunks are set when the collective begins
   std::vector<int64_t> gives;
   std::vector<int64_t> expects;
   std::vector<Input> inputs;
   std::vector<Output> outputs;
-  std::string purpose{};  // for texts, where this is a part of something larger
+  std::string purpose{};  // for error messages: the collective of which this is one step
 
   Signature signature() const { return {head, gives, expects}; }
   size_t bytes_of(int64_t num_elements) const {
@@ -52,25 +52,25 @@ struct CollectiveCall {
 };
 
 CollectiveCall barrier_call();
-// REQUIRES (all that reduce): can_reduce(op, dtype).
+// REQUIRES, for all reductions: can_reduce(op, dtype).
 CollectiveCall all_reduce_call(const TensorFacts& facts, ReduceOp op, Input input, Output output);
-// `output` is ignored but on the root.
+// `output` is used on the root only.
 CollectiveCall reduce_call(
     const TensorFacts& facts, ReduceOp op, Input input, Output output, int root, int rank);
-// inputs[r] is this rank's share of what rank r receives; sizes may differ from r to r.
+// inputs[r] is this rank's contribution to the result of rank r; sizes may differ between ranks.
 CollectiveCall reduce_scatter_call(
     DType dtype, ReduceOp op, std::vector<Input> inputs, Output output, int rank);
-// `tensor` is read on the root, written elsewhere.
+// The root reads `tensor`, the other ranks write it.
 CollectiveCall broadcast_call(const TensorFacts& facts, Output tensor, int root, int rank);
-// outputs[r] takes rank r's input; their sizes may differ.
+// outputs[r] receives the input of rank r; sizes may differ between ranks.
 CollectiveCall all_gather_call(DType dtype, Input input, std::vector<Output> outputs);
-// `outputs` is empty but on the root.
+// `outputs` is empty except on the root.
 CollectiveCall gather_call(
     DType dtype, Input input, std::vector<Output> outputs, int root, int rank, int num_ranks);
-// `inputs` is empty but on the root.
+// `inputs` is empty except on the root.
 CollectiveCall scatter_call(
     DType dtype, std::vector<Input> inputs, Output output, int root, int rank, int num_ranks);
-// inputs[r] goes to rank r, outputs[r] comes from it.
+// inputs[r] is sent to rank r, outputs[r] is received from it.
 CollectiveCall all_to_all_call(DType dtype, std::vector<Input> inputs, std::vector<Output> outputs);
 
 }  // namespace weft::collectives

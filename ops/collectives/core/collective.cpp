@@ -17,7 +17,7 @@ void Operation::finish(std::exception_ptr error) {
     } catch (...) {
       error_ = std::current_exception();
     }
-    on_done = nullptr;  // what it held on to
+    on_done = nullptr;  // releases what it captured
   }
   done_.store(true);
 }
@@ -92,7 +92,7 @@ void Collective::compare(const SharedState& shared) {
   for (int peer = 0; peer < shared.num_ranks(); ++peer) {
     const SignatureHead& head = shared.signature(peer, buffer);
     const std::span<const int64_t> counts = shared.signature_counts(peer, buffer);
-    // Which counts a rank has follows from its operation; one that brought another has others.
+    // By the rank's own operation: a rank that called another one has other counts.
     const size_t num_counts = has_counts(head.op) ? n : 0;
     by_rank.push_back({head, counts.first(num_counts), counts.last(num_counts)});
     num_chunks_ = std::max(num_chunks_, head.num_chunks);

@@ -1,20 +1,22 @@
 #pragma once
 
-// One collective as a machine that never waits: it goes on from where it stands whenever it is
-// called, and stops where other ranks have not come yet.
+// One collective as a non-blocking state machine: advance() makes all possible progress and returns
+// where it needs ranks that have not arrived yet.
 //
-// The tensors travel through the ranks' staging buffers a chunk at a time. Each chunk is
-//   filled: a rank writes its part into its own buffer,
-//   [combined: it reads what all have filled, and writes its share of the result into its own]
-//   drained: it reads the buffers into its result,
-// each after all ranks have arrived at the end of the one before. Several chunks are in flight
-// at once: at step s a rank combines chunk s - 1, fills chunk s, drains the chunk before those, and
-// arrives. So a collective of n chunks waits n times, n + 1 times where it combines.
+// Tensors pass through the staging buffers, which every rank has in shared memory, one chunk at a
+// time. A chunk goes through these stages, with a barrier between two stages:
+//   fill     a rank writes its data into its own buffer,
+//   combine  (some collectives) it reads what all ranks have filled, and writes its segment of the
+//            result into its own buffer,
+//   drain    it reads the buffers of the ranks into its result.
+// Chunks are pipelined: at step s a rank combines chunk s - 1, fills chunk s, drains chunk s - 1,
+// or s - 2 if it combines, and arrives at the barrier. So a collective of n chunks waits n times,
+// and once more if it combines.
 //
-// A rank has two buffers of two halves each, and the chunks take two halves in turn, or three where
-// they are combined, or both buffers in turn: a half is filled again at a step that begins when
-// everybody has drained it. At its last arrival a rank has drained all but the last chunk, so the
-// next collective begins in the buffer where that chunk is not.
+// A rank has two buffers of two halves each. Successive chunks use two halves in turn, or three if
+// they are combined, or the two full buffers: a half is refilled only at a step that begins after
+// all ranks have drained it. At its last arrival a rank has drained all but the last chunk, so the
+// next collective begins in the buffer that does not hold that chunk.
 
 #include "call.h"
 #include "operation.h"
@@ -26,7 +28,7 @@
 
 namespace weft::collectives {
 
-// What a chunk has of the ranks' staging.
+// The range of the staging buffers that a chunk uses.
 class Staging {
  public:
   Staging(const SharedState& shared, int rank, size_t offset, size_t num_bytes)
@@ -45,32 +47,33 @@ class Staging {
   size_t num_bytes_;
 };
 
-// What collectives of a group count together; equal on all ranks at the same point.
+// The position of a rank in its group's sequence of collectives; equal on all ranks at the same
+// point.
 struct CollectiveCursor {
   Phases phases;
   uint64_t sequence = 0;  // collectives begun
-  int buffer = 0;         // where the next one begins, or this one began
+  int buffer = 0;         // where the current or next one begins
 };
 
 class Collective : public Operation {
  public:
   explicit Collective(CollectiveCall call) : call_(std::move(call)) {}
 
-  // Goes on as far as possible; true when the result is there.
-  // Errors: CollectiveMismatchError when the ranks' calls do not belong together.
+  // Makes progress without waiting; returns true when the result is complete.
+  // Errors: CollectiveMismatchError when the ranks' calls do not match.
   bool advance(const SharedState& shared, int rank, CollectiveCursor& cursor);
 
   uint64_t sequence() const { return head().sequence; }
   std::string describe() const override;
 
  protected:
-  // Whether a whole buffer holds all of it: it takes that as one chunk, not half after half. The
-  // same on all ranks whose calls belong together.
+  // Whether all data fits into one buffer of `buffer_bytes`: then it is one chunk, which uses the
+  // full buffer. The same on all ranks whose calls match.
   virtual bool fits(size_t /*buffer_bytes*/) const { return false; }
-  // Whether its chunks take the two buffers in turn, not halves of one: fewer waits, more memory
-  // under way. REQUIRES: not combines(). The same on all ranks whose calls belong together.
+  // Whether chunks use the two full buffers in turn instead of halves: fewer barriers, more memory
+  // in use. REQUIRES: not combines(). The same on all ranks whose calls match.
   virtual bool takes_whole_buffers() const { return false; }
-  // How many chunks of `staging_bytes` this rank needs; the largest of all counts.
+  // Returns how many chunks of `staging_bytes` this rank needs; all ranks run the maximum.
   virtual int64_t num_chunks(size_t staging_bytes, int num_ranks) const = 0;
   virtual bool combines() const { return false; }
   virtual void fill(int64_t chunk, const Staging& staging) = 0;
@@ -88,17 +91,17 @@ class Collective : public Operation {
   void compare(const SharedState& shared);
 
   CollectiveCall call_;
-  int64_t step_ = 0;  // to be taken
+  int64_t step_ = 0;  // the next one
   int64_t num_chunks_ = 0;
   bool is_whole_ = false;  // see fits()
 };
 
 using CollectivePtr = std::shared_ptr<Collective>;
 
-// The text of a CollectiveMismatchError: `what` the ranks of a group brought.
+// Returns the message of a CollectiveMismatchError; `what` lists the ranks' calls.
 std::string calls_misfit(const std::string& group, const std::string& what);
 
-// The machine that carries out `call` on a rank.
+// Returns the collective that carries out `call` on rank `rank`.
 CollectivePtr make_collective(CollectiveCall call, int rank);
 
 }  // namespace weft::collectives

@@ -1,6 +1,6 @@
 #pragma once
 
-// Between an element type and the one that partial sums of it travel in.
+// Converts between an element type and the wider type of its partial sums between hosts.
 
 #include "types.h"
 
@@ -9,7 +9,7 @@
 
 namespace weft::collectives {
 
-// float32 for the half types, complex64 for their pairs, otherwise `dtype` itself.
+// Returns float32 for the half types, complex64 for complex32, otherwise `dtype` itself.
 DType wide_of(DType dtype);
 
 // Element by element; rounds to nearest, ties to even. REQUIRES: wide_of(dtype) != dtype.

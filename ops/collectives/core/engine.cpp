@@ -12,12 +12,13 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// A peer's end is noticed within this time, and twice the time at most.
+// Lost peers and passed deadlines are detected within this time, at most within twice this time.
 constexpr std::chrono::milliseconds kLookInterval{25};
 
-// How the background thread waits for its turn. Most callers come back for their result sooner, and
-// waking a thread for each operation would cost more than a small operation itself: so it looks at
-// intervals while there is work, and is woken only after it found none for some of them.
+// How the background thread waits to drive. Most callers wait for their result sooner than kNap,
+// and waking a thread for each operation would cost more than a small operation: so the thread
+// polls at this interval while there is work, and sleeps until woken after some intervals without
+// work.
 constexpr std::chrono::microseconds kNap{300};
 constexpr int kNapsBeforeSleep = 10;
 
@@ -26,16 +27,16 @@ int num_processors() {
   return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
 }
 
-// Where every rank has a processor, looking again for some microseconds is cheaper than a wake-up;
-// where ranks share processors, the one that is waited for needs this one.
+// If every rank has a processor, spinning for some microseconds is cheaper than a wake-up. If ranks
+// share processors, the rank that is waited for needs this one.
 int spins_for(int num_ranks) { return num_ranks <= num_processors() ? 2000 : 20; }
 
-// Then a rank offers its processor to any other thread, the awaited one perhaps, before it
-// sleeps: waking up from sleep takes longer than most operations. Measured on 2 processors with
+// After spinning, a rank yields its processor, perhaps to the rank it waits for, before it sleeps:
+// waking up takes longer than most operations. Measured on 2 processors with
 // benchmarks/collectives.py: 4 KiB all-reduce on 4 ranks 280 to 430 us without, 75 to 90 with.
 constexpr int kYields = 500;
 
-// The engine that this thread drives: what its operations call when they are done may wait again.
+// The engine that this thread drives: on_done of an operation may call wait() on it again.
 thread_local const Engine* driven_here = nullptr;
 
 class Driving {
@@ -122,13 +123,14 @@ std::byte* Engine::lend_scratch(size_t num_bytes) {
   if (!is_idle || num_bytes > shared_.staging_bytes() || is_left_) return nullptr;
   if (fork_generation() != fork_generation_) return nullptr;
   is_lent_ = true;
-  // No rank reads there since this rank went on from the collective before: see Collective.
+  // No rank reads this buffer any more: this rank has passed the last barrier of the collective
+  // before, see collective.h.
   return shared_.staging(options_.rank, cursor_.buffer);
 }
 
 void Engine::submit_lent(OperationPtr operation) {
   std::unique_lock lock(mutex_);
-  lent_operation_ = operation;  // the driver goes on with it, see take_inbox
+  lent_operation_ = operation;  // the driver takes it first, see take_inbox
   begin(*operation, /*in_background=*/false, lock);
 }
 
@@ -149,7 +151,7 @@ void Engine::wake_background() {
 void Engine::wait(Operation& operation, std::chrono::milliseconds timeout) {
   if (operation.is_done()) return;
   check_not_forked();
-  if (driven_here == this && operation.is_finishing()) return;  // all but its on_done has happened
+  if (driven_here == this && operation.is_finishing()) return;  // all but its on_done is complete
   if (timeout.count() > 0) {  // the driver sees it at its next check
     const auto until = Clock::now() + timeout;
     auto before = operation.deadline.load();
@@ -162,7 +164,7 @@ void Engine::wait(Operation& operation, std::chrono::milliseconds timeout) {
   while (!operation.is_done()) {
     if (is_driven_) {
       ++num_waiting_;
-      shared_.rank(options_.rank).bell.ring();  // a background driver gives way
+      shared_.rank(options_.rank).bell.ring();  // stops a background driver
       changed_.wait(lock, [&] { return !is_driven_ || operation.is_done(); });
       --num_waiting_;
       continue;
@@ -200,14 +202,15 @@ void Engine::run_in_background() {
   }
 }
 
-// Until `until` is done; without one, until nothing is left or a thread wants to drive itself.
+// Drives until `until` is done; if it is null, until nothing is pending, another thread waits, or
+// this rank has left the group.
 void Engine::drive(const Operation* until) {
   Bell& bell = shared_.rank(options_.rank).bell;
   const auto is_over = [&] {
     if (until != nullptr) return until->is_done();
     return num_unfinished_ == 0 || num_waiting_ > 0 || is_left_;
   };
-  // The background thread is in no hurry: it leaves the processor to those that compute.
+  // The background thread does not spin or yield: it leaves the processor to threads that compute.
   const int num_spins = until == nullptr ? 0 : num_spins_;
   const int num_yields = until == nullptr ? 0 : kYields;
   int num_idle = 0;
@@ -221,7 +224,7 @@ void Engine::drive(const Operation* until) {
       pause();
       continue;
     }
-    // Before each yield: on a busy machine one may last as long as a time slice.
+    // Checked before each yield, which may last a time slice on a busy machine.
     if (const auto now = Clock::now(); now >= next_look_) {
       next_look_ = now + kLookInterval;
       look_for_trouble();
@@ -245,7 +248,7 @@ void Engine::take_inbox() {
     taken.swap(inbox_);
     has_inbox_.store(false);
     if (lent_operation_) {
-      // Those that came since have waited for it.
+      // Before the collectives submitted since, which wait for it.
       collectives_.push_front(
           std::dynamic_pointer_cast<Collective>(std::exchange(lent_operation_, nullptr)));
       is_lent_ = false;
@@ -344,7 +347,7 @@ void Engine::leave() {
   if (fork_generation() != fork_generation_ || is_left_.exchange(true)) return;
   shared_.rank(options_.rank).state.store(RankState::kLeft);
   for (int rank = 0; rank < options_.size; ++rank) shared_.rank(rank).bell.ring();
-  poll();  // a thread that drives already was woken, and does the same
+  poll();  // a thread that already drives has been woken and does the same
   const std::lock_guard lock(mutex_);
   changed_.notify_all();
   background_sleeps_ = false;

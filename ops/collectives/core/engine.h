@@ -1,8 +1,8 @@
 #pragma once
 
-// Runs the operations that a rank starts in its group. The engine has no thread of its own at
-// first: the thread that waits for an operation drives all of them, in the order in which they were
-// started. A background thread, started on demand, drives operations while no thread waits.
+// Runs the operations that a rank starts in its group. The driver is the thread that waits for an
+// operation: it makes progress on all of them, on collectives in the order in which they were
+// started. A background thread, started on demand, drives while no other thread waits.
 //
 // Thread-safe.
 
@@ -26,8 +26,8 @@ class Engine final : public Group {
  public:
   // Joins the group: see rendezvous.h.
   Engine(const Store& store, const GroupOptions& options);
-  // Leaves the group; operations that are not done fail. REQUIRES: not in a forked child (which
-  // has neither the memory nor the thread): there an engine is forgotten, see make_engine.
+  // Leaves the group; operations that are not done fail. REQUIRES: not in a forked child, which has
+  // neither the memory nor the thread: see make_engine.
   ~Engine() override;
 
   OperationPtr make(CollectiveCall call) const override {
@@ -48,28 +48,29 @@ class Engine final : public Group {
   size_t resident_bytes() const override { return membership_.segment.resident_bytes(); }
   size_t own_resident_bytes() const override;
 
-  // What submit() would refuse, and the part of it that wait() refuses.
+  // Throw the errors of submit() and of wait().
   void check_usable() const;
   void check_not_forked() const;
-  // The step that this rank waits in, as far as its host knows.
+  // The ranks that have not arrived at the barrier where this rank waits: ranks of this host, and
+  // ranks of other hosts that a rank of this host waits for.
   struct Late {
     std::string text;      // ": not arrived rank 1 (pid 5)", or empty
-    bool is_here = false;  // a rank of this host; of others, only whom one of this host waits for
+    bool is_here = false;  // whether a rank of this host is among them
   };
   Late who_is_late() const;
-  // Fails the group on every rank; returns the failure that counts, which may be an earlier one.
+  // Fails the group on every rank; returns its first failure, which may be an earlier one.
   std::exception_ptr fail(ErrorKind kind, const std::string& text);
-  // What others read of this rank when they find it late: the rank of another host that it waits
-  // for, or kNobody.
+  // Publishes the rank of another host that this rank waits for, or kNobody: the others name it in
+  // the error when they find this rank late.
   void tell_waiting(int remote_rank) {
     shared_.rank(options_.rank).waits_for.store(remote_rank, std::memory_order_relaxed);
   }
-  // Fails the group if the process of a rank has ended without a word, for one who waits for
-  // something else than an operation of this engine: `what`.
+  // Fails the group if the process of a rank has ended without leaving. For a caller that waits for
+  // `what`, which is not an operation of this engine.
   void check_peers(const std::string& what);
 
  private:
-  // The following are the driver's. REQUIRES: is_driven_, set by this thread.
+  // The following run on the driver. REQUIRES: is_driven_, set by this thread.
   bool advance();
   void drive(const Operation* until);
   void take_inbox();
@@ -85,7 +86,7 @@ class Engine final : public Group {
   // REQUIRES: mutex_ held.
   void wake_background();
   void run_in_background();
-  // After it was queued. REQUIRES: `lock` holds mutex_.
+  // Starts an operation that has been queued. REQUIRES: `lock` holds mutex_.
   void begin(Operation& operation, bool in_background, std::unique_lock<std::mutex>& lock);
   // Calls `drive_now` as the driver. REQUIRES: `lock` holds mutex_, and no thread drives.
   template <typename Drive>
@@ -102,24 +103,24 @@ class Engine final : public Group {
   std::condition_variable changed_;
   bool is_driven_ = false;
   std::atomic<bool> is_left_{false};
-  std::atomic<int> num_waiting_{0};  // threads that want to drive or to see an operation done
+  std::atomic<int> num_waiting_{0};  // threads that wait to drive or for an operation
   std::atomic<int> num_unfinished_{0};
   std::vector<OperationPtr> inbox_;
   std::atomic<bool> has_inbox_{false};
-  OperationPtr lent_operation_;       // comes before those in the inbox
-  std::atomic<bool> is_lent_{false};  // the next staging buffer: no collective begins
+  OperationPtr lent_operation_;       // runs before those in the inbox
+  std::atomic<bool> is_lent_{false};  // the next staging buffer is lent: no collective begins
   std::thread background_;
   bool background_sleeps_ = false;
   std::condition_variable background_wakes_;
 
-  // The driver's.
+  // Used by the driver only.
   CollectiveCursor cursor_;
   std::deque<CollectivePtr> collectives_;
   Messages messages_;
   std::chrono::steady_clock::time_point next_look_;
 };
 
-// Owns an engine as a forked child can: there it is not destroyed.
+// Makes an engine that a forked child does not destroy.
 std::shared_ptr<Engine> make_engine(const Store& store, const GroupOptions& options);
 
 }  // namespace weft::collectives

@@ -1,5 +1,4 @@
-// What an engine does when something is wrong: it finds out, tells all ranks, and ends what is
-// left.
+// How an engine detects failures, reports them to all ranks and ends the pending operations.
 #include "engine.h"
 #include "fork_guard.h"
 #include "texts.h"
@@ -23,7 +22,8 @@ std::exception_ptr as_exception(const CollectiveError& error) {
 }  // namespace
 
 std::exception_ptr Engine::failure() const {
-  if (fork_generation() != fork_generation_) return nullptr;  // not to be seen from here
+  if (fork_generation() != fork_generation_)
+    return nullptr;  // a forked child does not have the memory
   const FailureRecord& record = shared_.control().failure;
   if (!record.is_set()) return nullptr;
   return as_exception(record.get());
@@ -52,7 +52,7 @@ std::exception_ptr Engine::fail_lost(int peer, const char* how, const std::strin
                   "; see its own output for why");
 }
 
-// Asked in this order: one that leaves and ends meanwhile has left.
+// Checks in this order: a peer that leaves and ends between the two checks has left.
 bool Engine::has_ended_without_a_word(int peer) const {
   return peers_.has_ended(peer) && shared_.rank(peer).state.load() != RankState::kLeft;
 }
@@ -63,15 +63,15 @@ void Engine::check_peers(const std::string& what) {
   }
 }
 
-// Lost peers and deadlines. A peer that left the group is an error only for those who still need
-// it; one that ended without a word always is.
+// Checks for lost peers and passed deadlines. A peer that left the group is an error only for ranks
+// that still need it; one that ended without leaving always is.
 void Engine::look_for_trouble() {
   if (collectives_.empty() && messages_.is_idle()) return;
   std::vector<bool> has_left;
   for (int peer = 0; peer < options_.size; ++peer) {
     has_left.push_back(shared_.rank(peer).state.load() == RankState::kLeft);
   }
-  advance();  // what they did before they left
+  advance();  // processes what they wrote before they left
   if (collectives_.empty() && messages_.is_idle()) return;
 
   const bool has_collective = !collectives_.empty();

@@ -31,7 +31,8 @@ class Exchange : public Collective {
   bool streams_ = false;
 };
 
-// Every rank that has an input shows it to all: all_gather, gather, broadcast, barrier.
+// A rank that has an input fills its staging buffer with it, and the ranks that want it drain it
+// from there: all_gather, gather, broadcast, barrier.
 class SharedExchange final : public Exchange {
  public:
   // outputs: by rank, null data where this rank does not want that rank's input; may be empty.
@@ -67,7 +68,7 @@ class SharedExchange final : public Exchange {
   }
 };
 
-// A rank's buffer holds a part for each rank: all_to_all, scatter.
+// A rank's staging buffer has a slot for each destination rank: all_to_all, scatter.
 class PersonalExchange final : public Exchange {
  public:
   // inputs: by rank, or empty. outputs: by rank, null data where nothing is wanted.
@@ -113,7 +114,7 @@ class PersonalExchange final : public Exchange {
 CollectivePtr make_exchange(CollectiveCall call) {
   const Op op = call.head.op;
   if ((op == Op::kBroadcast || op == Op::kScatter) && !call.outputs.empty()) {
-    // What comes from the root alone, as one of a list by rank.
+    // Only the root sends: turn the single output into a list by rank.
     const auto root = static_cast<size_t>(call.head.root);
     const Output only = call.outputs.front();
     call.outputs.assign(root + 1, Output{});

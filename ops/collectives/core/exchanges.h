@@ -1,6 +1,6 @@
 #pragma once
 
-// Collectives within a host that move data as it is.
+// Collectives within a host that do not reduce.
 
 #include "collective.h"
 

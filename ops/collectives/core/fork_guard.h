@@ -2,7 +2,8 @@
 
 namespace weft::collectives {
 
-// Counts the forks that led to this process since the first call; cheap enough for every call.
+// Returns the number of forks between the process that called this first and the current one. Cheap
+// enough for every call of an operation.
 unsigned fork_generation();
 
 }  // namespace weft::collectives

@@ -9,7 +9,7 @@ namespace weft::collectives {
 
 namespace {
 
-// A message up to this size comes along with its announcement.
+// Messages up to this size are eager: sent with their announcement.
 constexpr uint64_t kEagerBytes = 4096 - sizeof(FrameHead);
 
 }  // namespace
@@ -148,7 +148,7 @@ bool Messages::write_to(int peer, std::vector<MessagePtr>& ended) {
       queues.announced.emplace(message->id_, message);
     }
   }
-  // Pieces of a quarter of the ring, so that the peer copies one out while the next goes in.
+  // Chunks of a quarter of the ring, so that the peer reads one while this rank writes the next.
   const auto piece = static_cast<int64_t>(shared_.ring_bytes() / 4 - sizeof(FrameHead));
   while (!queues.granted.empty()) {
     const MessagePtr message = queues.granted.front();

@@ -1,10 +1,11 @@
 #pragma once
 
-// Point-to-point messages. A sender announces each message; a small one comes along at once. A
-// larger one waits until the receiver has a place for it, and is then streamed through the ring
-// piece by piece, so that no side ever holds more than a ring of another rank's data, and posts in
-// any order on both sides do not dead-lock. Messages of one sender, receiver and tag keep their
-// order.
+// Point-to-point messages within a host. A sender announces each message through the ring to its
+// receiver. A small message is eager: its data is sent with the announcement, and the receiver
+// keeps it until a receive matches. A larger one waits until a receive matches and the receiver
+// grants it; its data then passes through the ring in chunks to its destination. So a large message
+// needs no memory beyond the ring, and sends and receives in any order on both sides do not
+// deadlock. Messages of one sender, receiver and tag keep their order.
 
 #include "operation.h"
 #include "ring.h"
@@ -23,7 +24,7 @@ constexpr int kAnySource = -1;
 class Message : public Operation {
  public:
   enum class Direction { kSend, kReceive };
-  // data: read by a send, written by a receive; lives until the operation is done.
+  // data: read by a send, written by a receive; must stay valid until the operation is done.
   Message(
       Direction direction, int peer, int tag, DType dtype, int64_t num_elements, std::byte* data);
 
@@ -48,35 +49,35 @@ class Message : public Operation {
 
 using MessagePtr = std::shared_ptr<Message>;
 
-// Errors: CollectiveMismatchError unless what rank `from` sent is what `receive`, of rank `rank`,
-// has a place for.
+// Throws CollectiveMismatchError unless the size and dtype of a message from rank `from` are those
+// of `receive`, which rank `rank` has posted.
 void check_fits(const Message& receive, int from, DType dtype, uint64_t num_bytes, int rank);
 
-// All messages of one rank. One thread at a time (the driver of the engine).
+// All messages of one rank. Thread safety: one thread at a time, the driver of the engine.
 class Messages {
  public:
   Messages(const SharedState& shared, int rank);
 
   void post(MessagePtr message);
   bool is_idle() const { return num_pending_ == 0; }
-  // Moves what can be moved; messages that ended are appended to `ended`. True when anything moved.
-  // Errors: CollectiveMismatchError when a receive meets a message of another size or dtype.
+  // Makes all possible progress and appends the messages that are done to `ended`. Returns whether
+  // there was any progress.
+  // Errors: CollectiveMismatchError when a receive matches a message of another size or dtype.
   bool advance(std::vector<MessagePtr>& ended);
-  // Takes out all that are pending.
+  // Removes and returns all pending messages.
   std::vector<MessagePtr> take_all();
-  // Whether something pending waits for `peer`.
+  // Whether a pending message waits for `peer`.
   bool needs(int peer) const;
-  // Whether a receive from any source is pending: it can do without any of them, but not without
-  // all.
+  // Whether a receive from any source is pending: it needs one of the other ranks, whichever.
   bool needs_anybody() const;
-  // Those whose deadline has passed.
+  // Returns a message whose deadline has passed, or null.
   MessagePtr find_late(std::chrono::steady_clock::time_point now) const;
 
  private:
   struct Announced {
     int from;
     FrameHead head;
-    std::vector<std::byte> payload;  // the message itself, where it came along
+    std::vector<std::byte> payload;  // the data of an eager message
   };
   struct PeerQueues {
     std::deque<MessagePtr> to_announce;
@@ -97,7 +98,7 @@ class Messages {
   int rank_;
   std::vector<PeerQueues> queues_;  // by peer
   std::list<MessagePtr> receives_;  // posted and not matched, in order
-  std::list<Announced> announced_;  // come and not matched, in order
+  std::list<Announced> announced_;  // received and not matched, in order
   size_t num_pending_ = 0;
   bool has_new_match_ = false;
 };

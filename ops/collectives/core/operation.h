@@ -8,8 +8,8 @@
 
 namespace weft::collectives {
 
-// Something that a rank has asked its group for: a collective, a send, a receive. Made by one
-// thread, carried out by whichever thread drives the engine, waited for by any.
+// An asynchronous operation of a rank in its group: a collective, a send or a receive. One thread
+// makes it, a thread of the group carries it out, and any thread may wait for it.
 class Operation {
  public:
   Operation() = default;
@@ -17,25 +17,25 @@ class Operation {
   Operation& operator=(const Operation&) = delete;
   virtual ~Operation() = default;
 
-  // "all_reduce(sum, float32 [4])", for texts.
+  // "all_reduce(sum, float32 [4])", for error messages.
   virtual std::string describe() const = 0;
 
   bool is_done() const { return done_.load(); }
-  // Whether on_done runs now.
+  // Whether on_done has started.
   bool is_finishing() const { return finishing_.load(); }
-  // What it failed with, or null. REQUIRES: is_done().
+  // The error it failed with, or null. REQUIRES: is_done().
   std::exception_ptr error() const { return error_; }
 
-  // Set before it is submitted. Called once, by the driving thread, before it counts as done:
-  // with null or the error. What it throws becomes the error.
+  // Set it before the operation is submitted. Called once, with null or the error, by the thread
+  // that carries the operation out, before is_done(). An exception it throws becomes the error.
   std::function<void(std::exception_ptr)> on_done;
-  // Who waits may bring it forward while another thread drives.
+  // A waiting thread may bring it forward while another thread drives.
   std::atomic<std::chrono::steady_clock::time_point> deadline{
       std::chrono::steady_clock::time_point::max()};
-  std::atomic<std::chrono::milliseconds> timeout{};  // that made the deadline, for texts
-  std::chrono::milliseconds grace{0};  // beyond it, for who is told by others what went wrong
+  std::atomic<std::chrono::milliseconds> timeout{};  // that set the deadline, for error messages
+  std::chrono::milliseconds grace{0};  // added to the deadline, to hear the cause from other ranks
 
-  // For the engine. REQUIRES: not done.
+  // Called by the group. REQUIRES: not done.
   void finish(std::exception_ptr error);
 
  private:

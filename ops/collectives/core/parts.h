@@ -1,6 +1,6 @@
 #pragma once
 
-// How a tensor is cut for buffers smaller than itself.
+// Divides tensors into ranges: chunks for a buffer smaller than the tensor, or segments by rank.
 
 #include <algorithm>
 #include <cstddef>
@@ -9,14 +9,14 @@
 
 namespace weft::collectives {
 
-// [first, first + size), in whatever it was cut in: bytes or elements.
+// The range [first, first + size), in bytes or elements.
 template <typename Count>
 struct Part {
   Count first;
   Count size;
 };
 
-// Part `index` of `whole`, cut every `part_size`; empty beyond the end.
+// Returns range `index` of [0, whole) divided into ranges of `part_size`; empty beyond the end.
 template <typename Count>
 Part<Count> part_of(int64_t index, Count whole, Count part_size) {
   const Count first = std::min(static_cast<Count>(index) * part_size, whole);
@@ -28,7 +28,8 @@ int64_t num_parts(Count whole, Count part_size) {
   return static_cast<int64_t>((whole + part_size - 1) / part_size);
 }
 
-// Bytes of a buffer for each of several ranks: whole cache lines, so that they share none.
+// Returns the size of a slot in a buffer with one slot per rank: a multiple of the cache line, so
+// that slots do not share one.
 inline size_t slot_bytes(size_t buffer_bytes, int num_ranks) {
   return buffer_bytes / static_cast<size_t>(num_ranks) / 64 * 64;
 }

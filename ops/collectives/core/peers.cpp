@@ -13,7 +13,7 @@ namespace weft::collectives {
 namespace {
 
 struct ProcessStatus {
-  char state = 0;  // 0: no such process; '?': not to be found out
+  char state = 0;  // 0: no such process; '?': unknown
   uint64_t start_time = 0;
 };
 
@@ -22,7 +22,7 @@ ProcessStatus status_of(pid_t pid) {
   std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
   std::string line;
   const bool is_read = static_cast<bool>(std::getline(file, line));
-  const size_t name_end = line.rfind(')');  // the name before it may hold anything
+  const size_t name_end = line.rfind(')');  // the process name before it may contain ')'
   if (!is_read || name_end == std::string::npos) {
     return {errno == ENOENT || errno == ESRCH ? '\0' : '?', 0};
   }
@@ -58,7 +58,7 @@ Peers::Peers(const SharedState& shared) : shared_(shared) {
       descriptor = errno == ESRCH ? kEndedBefore : kNone;
     } else if (const uint64_t start_time = process_start_time(block.pid);
                start_time != 0 && block.start_time != 0 && start_time != block.start_time) {
-      close(descriptor);  // the pid is another process's by now
+      close(descriptor);  // the pid has been reused
       descriptor = kEndedBefore;
     }
     descriptors_.push_back(descriptor);

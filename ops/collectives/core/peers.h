@@ -1,6 +1,6 @@
 #pragma once
 
-// Whether the processes of the other ranks still run.
+// Detects whether the processes of the other ranks still run.
 
 #include "shared_state.h"
 
@@ -8,15 +8,15 @@
 
 namespace weft::collectives {
 
-// The start time of a process in clock ticks since the system came up, 0 where there is none or it
-// cannot be found out.
+// Returns the start time of a process in clock ticks since boot, 0 if there is no such process or
+// it cannot be read.
 uint64_t process_start_time(pid_t pid);
 
-// Whether the process that started then (0: whenever) runs no more: it is gone, or its parent has
-// yet to ask for its status. False where that cannot be found out now.
+// Whether the process with this pid and start time (0: any) has ended; a zombie has. False if that
+// cannot be read now.
 bool process_has_ended(pid_t pid, uint64_t start_time);
 
-// Watches the processes that have joined. Ranks of this very process are not watched.
+// Watches the processes of a group's ranks, except this process.
 class Peers {
  public:
   // REQUIRES: all ranks have joined.
@@ -25,13 +25,13 @@ class Peers {
   Peers& operator=(const Peers&) = delete;
   ~Peers();
 
-  // About a microsecond; some tens where the system gives no descriptor of a process.
+  // Takes about a microsecond; some tens if there is no pidfd.
   bool has_ended(int rank) const;
 
  private:
   static constexpr int kThisProcess = -3;
   static constexpr int kEndedBefore = -2;
-  static constexpr int kNone = -1;  // too many files are open, say: /proc tells, too
+  static constexpr int kNone = -1;  // no pidfd, as with too many open files: reads /proc instead
   SharedState shared_;
   std::vector<int> descriptors_;  // pidfds, by rank
 };

@@ -4,18 +4,19 @@
 
 namespace weft::collectives {
 
-// The group's barrier, in two halves. Phases count up from 1 over the life of the group; a rank
-// arrives at phase p+1 only after it saw phase p complete, so one counter serves all of them.
+// The barrier of a group, as two non-blocking calls: arrive() and is_complete(). Its uses are
+// phases, numbered from 1 over the life of the group. A rank arrives at phase p + 1 only after it
+// has seen phase p complete, so one shared counter of arrivals serves all phases.
 class Phases {
  public:
   Phases(const SharedState& shared, int rank) : shared_(shared), rank_(rank) {}
 
-  // What this rank wrote to shared memory before is seen by all who see the phase complete. The
-  // last one to arrive wakes the others.
+  // Arrives at the next phase. Ranks that see it complete see all that this rank wrote to shared
+  // memory before. The last rank to arrive wakes the others.
   void arrive();
-  // Whether all have arrived where this rank did last.
+  // Whether all ranks have arrived at the phase that this rank arrived at last.
   bool is_complete() const;
-  // Whether `rank` has arrived there.
+  // Whether `rank` has arrived at that phase.
   bool has_arrived(int rank) const;
 
  private:

@@ -57,7 +57,7 @@ void reduce(ReduceOp op,
             int64_t num_elements,
             int64_t divisor,
             bool streams) {
-  // A sum of complex numbers is the sums of their parts.
+  // Real and imaginary parts are summed independently.
   if (is_complex(dtype)) {
     num_elements *= 2;
     dtype = part_of_complex(dtype);

@@ -1,7 +1,7 @@
 #pragma once
 
-// out[i] = sources[0][i] op sources[1][i] op ..., in this order whatever the sizes, so that every
-// rank computes the same bits.
+// out[i] = sources[0][i] op sources[1][i] op ..., in this order for every size, so that every rank
+// computes the same bits.
 
 #include "types.h"
 
@@ -11,14 +11,15 @@
 
 namespace weft::collectives {
 
-// Whether `op` is defined on `dtype`: bit operations on integers and bool, an average on anything
-// but bool, sums and averages alone on complex numbers, none at all on float8.
+// Whether `op` is defined for `dtype`: bit operations for integers and bool, average for all but
+// bool; complex numbers have sum and average only, float8 has no reductions.
 bool can_reduce(ReduceOp op, DType dtype);
 
 // Half types accumulate in float32 and round once. Integers wrap; their average truncates. bool:
-// sum is or, product is and. min and max give NaN where any source has one.
-// `out` may be one of the sources. An average is over `divisor`; 0: over the sources. `streams`:
-// `out` past the caches, see streaming.h. REQUIRES: can_reduce(op, dtype); at least one source.
+// sum is or, product is and. min and max propagate NaN.
+// `out` may be one of the sources. An average divides by `divisor`; 0: by the number of sources.
+// `streams`: writes `out` with non-temporal stores, see streaming.h. REQUIRES: can_reduce(op,
+// dtype); at least one source.
 void reduce(ReduceOp op,
             DType dtype,
             std::byte* out,
@@ -46,7 +47,7 @@ void reduce_avx2(const ReduceJob& job);
 void reduce_avx512(const ReduceJob& job);
 
 using ReduceLoops = void (*)(const ReduceJob&);
-// Those that the running processor executes, widest first; never empty.
+// Returns the loops that this processor supports, widest registers first; never empty.
 std::span<const ReduceLoops> supported_reduce_loops();
 
 }  // namespace detail

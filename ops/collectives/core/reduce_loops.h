@@ -1,6 +1,6 @@
-// Included by one file per instruction set. What it calls must be inlined, and it includes no
-// header with code that another file could emit too: a function compiled for a wider instruction
-// set must not be picked by the linker for everybody.
+// Included by one file per instruction set. All functions it calls must be inlined, and it must not
+// include headers with functions that another file could emit too: the linker could pick the copy
+// compiled for a wider instruction set for all callers.
 #include "reduce.h"
 #include "streaming.h"
 
@@ -18,7 +18,7 @@ struct Bool {
   uint8_t value;
 };
 
-// What an element is computed as, and how it comes and goes.
+// The type that an element is computed in, its load and its store.
 template <typename T>
 struct Element {
   using Value = T;
@@ -44,7 +44,7 @@ struct Element<Bool> {
   static void store(Value x, Bool& out) { out.value = x; }
 };
 
-// Signed sums and products wrap: they are computed unsigned.
+// Integer sums and products are computed in an unsigned type, where overflow is defined: it wraps.
 template <typename V>
 struct Unsigned {
   using Type = V;
@@ -88,7 +88,7 @@ struct Product {
     return static_cast<V>(static_cast<U>(a) * static_cast<U>(b));
   }
 };
-// A NaN on either side stays: the comparison fails for it, and it differs from itself.
+// NaN on either side propagates: a comparison with it is false, and it differs from itself.
 struct Min {
   template <typename V>
   static V apply(V a, V b) {
@@ -120,7 +120,7 @@ struct Xor {
   }
 };
 
-// More ranks than an eight-bit integer counts may bring one.
+// Divides in int64_t: the number of ranks may exceed the range of an 8-bit integer.
 template <typename V>
 V average(V sum, int64_t divisor) {
   return static_cast<V>(static_cast<int64_t>(sum) / divisor);
@@ -138,13 +138,13 @@ inline double average(double sum, int64_t divisor) {
   return sum / static_cast<double>(divisor);
 }
 
-// Copies a block to `out`, a cache line at a time where it is streamed.
+// Copies a block to `out`; if it streams, with non-temporal stores of full cache lines.
 template <int64_t kBytes, bool kStreams>
 __attribute__((always_inline)) inline void put_block(std::byte* out, const std::byte* block) {
   if constexpr (kStreams) {
     stream_lines<kBytes>(out, block);
   } else {
-    // By wider registers than memcpy() takes.
+    // Uses wider registers than memcpy().
     constexpr int64_t kWidth = __BIGGEST_ALIGNMENT__;
     typedef uint8_t Register __attribute__((vector_size(kWidth), may_alias, aligned(1)));  // NOLINT
     static_assert(alignof(Register) == 1);
@@ -154,9 +154,9 @@ __attribute__((always_inline)) inline void put_block(std::byte* out, const std::
   }
 }
 
-// One instance of a loop for all numbers of sources: a block's running values stay in registers
-// while its sources are read one after the other. Blocks are small so that the processor sees all
-// sources as streams and fetches them ahead.
+// One loop for any number of sources: the running values of a block stay in registers while its
+// sources are read one after the other. Blocks are small so that the hardware prefetcher sees each
+// source as a stream.
 template <typename T, typename Operation, bool kAverage>
 class Loop {
  public:
@@ -188,15 +188,15 @@ class Loop {
     return reinterpret_cast<const T*>(job_.sources[k]) + first;
   }
 
-  // The lines of a block to come, where the processor's own guess comes late: between the caches of
-  // two processors. Measured with benchmarks/collectives.py.
+  // Prefetches the lines of a later block: the hardware prefetcher is too late between the caches
+  // of two processors. Measured with benchmarks/collectives.py.
   static __attribute__((always_inline)) inline void fetch_ahead(const void* block, int64_t ahead) {
     const auto* bytes = static_cast<const std::byte*>(block) + ahead;
     for (int64_t i = 0; i < kBlockBytes; i += 64) __builtin_prefetch(bytes + i);
   }
   static constexpr int64_t kAhead = 2048;  // bytes, of what is read
   static constexpr int64_t kAheadOfWrites = 1024;
-  // Not past the end: there begins another rank's slice, which that rank is writing.
+  // Not past the end: there begins the segment of another rank, which that rank is writing.
   bool fetches_at(int64_t first) const {
     return first + kBlock + kAhead / static_cast<int64_t>(sizeof(T)) <= job_.num_elements;
   }
@@ -214,7 +214,7 @@ class Loop {
     if (job_.num_sources == 1) {
       for (int64_t i = 0; i < n; ++i) value[i] = E::load(source[i]);
     } else {
-      // Not one after the other: a mere copy would be one by narrower registers.
+      // Both together: a separate copy of the first source would use narrower registers.
       const T* second = source_at(1, first);
       if (fetches) fetch_ahead(second, kAhead);
       for (int64_t i = 0; i < n; ++i) {
@@ -234,7 +234,7 @@ class Loop {
     }
   }
 
-  // The out of a block may be one of the sources: all are read by then.
+  // `out` may be one of the sources: it is written after all sources of the block have been read.
   template <bool kStreams>
   __attribute__((always_inline)) inline void block(int64_t first) const {
     alignas(64) T results[kBlock];
@@ -246,7 +246,7 @@ class Loop {
     if (!kStreams && fetches) fetch_ahead(job_.out + offset, kAheadOfWrites);
   }
 
-  // What no whole block is left for.
+  // The elements before and after the full blocks.
   void part(int64_t first, int64_t n) const {
     T results[kBlock];
     while (n > 0) {
@@ -293,7 +293,8 @@ void run_any(const ReduceJob& job) {
   if constexpr (kInteger) run_bits<T>(job);
 }
 
-// Sums, products and bits of signed integers are those of unsigned ones: half the loops.
+// Sum, product and bit operations give the same bits for signed and unsigned integers: sharing the
+// unsigned loops halves their number.
 template <typename T, typename U>
 void run_signed(const ReduceJob& job) {
   switch (job.op) {

@@ -23,7 +23,8 @@ class Reduction : public Collective {
   int64_t elements_in(size_t num_bytes) const { return static_cast<int64_t>(num_bytes) / size_; }
   size_t bytes_of(int64_t num_elements) const { return static_cast<size_t>(num_elements * size_); }
 
-  // Reduces one range: `own` is this rank's, the others' lie at `offset_of(rank)` of their buffers.
+  // Reduces one range: `own` is this rank's input, the input of any other rank is at
+  // `offset_of(rank)` in its staging.
   template <typename OffsetOf>
   void reduce_into(std::byte* out,
                    const std::byte* own,
@@ -39,7 +40,7 @@ class Reduction : public Collective {
     reduce(head().reduce_op, head().dtype, out, sources_, num_elements, 0, streams);
   }
 
-  // The parts of the tensor that are not cut by rank.
+  // The chunks of a tensor, for collectives whose staging buffers have no slots by rank.
   Range chunk_range(int64_t chunk, const Staging& staging) const {
     return part_of(chunk, num_elements(), elements_in(staging.num_bytes()));
   }
@@ -61,6 +62,10 @@ class Reduction : public Collective {
   std::vector<const std::byte*> sources_;
 };
 
+// One-shot up to kOneShotBytes: every rank fills its staging with its input and reduces all inputs
+// itself. Beyond, a reduce-scatter and an all-gather: a chunk has a segment for each rank; a rank
+// fills all segments but its own, combines its own segment from the staging of all ranks, and
+// drains the other segments from the staging of the ranks that reduced them.
 class AllReduce final : public Reduction {
  public:
   explicit AllReduce(CollectiveCall call)
@@ -79,7 +84,7 @@ class AllReduce final : public Reduction {
     const Range part = chunk_range(chunk, staging);
     if (!in_slices_) return copy_bytes(staging.own(), input_at(part.first), bytes_of(part.size));
     for (int peer = 0; peer < staging.num_ranks(); ++peer) {
-      if (peer == staging.rank()) continue;  // this rank takes its own slice from the input
+      if (peer == staging.rank()) continue;  // combine() takes this rank's segment from the input
       const Range slice = slice_range(peer, part, staging);
       copy_bytes(staging.own() + bytes_of(slice.first),
                  input_at(part.first + slice.first),
@@ -87,11 +92,11 @@ class AllReduce final : public Reduction {
     }
   }
 
-  // Into the output, and from there to the others piece by piece while it is in the nearest cache.
-  // They have read those lines of the staging before: a store to one waits for its owner, the copy
-  // of whole lines does not. Measured with benchmarks/collectives.py, 1 MiB on 2 ranks: 72 us
-  // where stores to both took 163 on processors that share no cache, 44 where they took 41 on such
-  // that do.
+  // Reduces into the output, kPieceBytes at a time, and copies each result from there to the
+  // staging buffer while it is in the nearest cache. The other ranks have read these lines of the
+  // staging buffer before: a store to such a line waits for its owner, a copy of full lines does
+  // not. Measured with benchmarks/collectives.py, 1 MiB on 2 ranks: 72 us instead of 163 with
+  // stores to both on processors that share no cache, 44 instead of 41 on processors that do.
   void combine(int64_t chunk, const Staging& staging) override {
     const Range part = chunk_range(chunk, staging);
     const Range slice = slice_range(staging.rank(), part, staging);
@@ -117,7 +122,7 @@ class AllReduce final : public Reduction {
       return reduce_into(output_at(part.first), input_at(part.first), begin, part.size, staging);
     }
     for (int peer = 0; peer < staging.num_ranks(); ++peer) {
-      if (peer == staging.rank()) continue;  // combine() has put this rank's slice there
+      if (peer == staging.rank()) continue;  // combine() has written this rank's segment
       const Range slice = slice_range(peer, part, staging);
       copy_bytes(output_at(part.first + slice.first),
                  staging.of(peer) + bytes_of(slice.first),
@@ -128,7 +133,7 @@ class AllReduce final : public Reduction {
  private:
   static constexpr size_t kPieceBytes = 16 * 1024;
 
-  // The part of a chunk that `rank` reduces, in whole cache lines.
+  // The segment of a chunk that `rank` reduces: a multiple of the cache line, except the last.
   Range slice_range(int rank, const Range& part, const Staging& staging) const {
     const int64_t line = elements_in(64);
     const int64_t slice =
@@ -139,6 +144,7 @@ class AllReduce final : public Reduction {
   const bool in_slices_;
 };
 
+// All ranks but the root fill, the root drains.
 class Reduce final : public Reduction {
  public:
   explicit Reduce(CollectiveCall call) : Reduction(std::move(call)) {}
@@ -164,6 +170,7 @@ class Reduce final : public Reduction {
   bool is_root() const { return !call().outputs.empty(); }
 };
 
+// The staging buffer of a rank has a slot for each other rank, which drains and reduces it.
 class ReduceScatter final : public Reduction {
  public:
   ReduceScatter(CollectiveCall call, int rank)
@@ -174,7 +181,7 @@ class ReduceScatter final : public Reduction {
   }
 
  protected:
-  // With many ranks a chunk has little for each, and a wait costs more. Measured with
+  // With many ranks a chunk has few elements per rank, and a barrier costs more. Measured with
   // benchmarks/collectives.py: 32 MiB on 8 ranks in 0.93 of the time.
   bool takes_whole_buffers() const override {
     return call().inputs.size() > 4 && bytes_of(head().num_elements) >= 2 * kStreamedBytes;
@@ -207,7 +214,7 @@ class ReduceScatter final : public Reduction {
   }
 
  private:
-  // The size of the largest part, where it fits: untouched pages are not backed by memory.
+  // No larger than the largest segment: untouched pages are not backed by memory.
   int64_t slot_elements(size_t staging_bytes, int num_ranks) const {
     const int64_t line = elements_in(64);
     const int64_t wanted = std::max<int64_t>(1, num_parts(largest_, line)) * line;
@@ -223,7 +230,7 @@ class ReduceScatter final : public Reduction {
   }
 
   const size_t own_;
-  int64_t largest_ = 0;  // part of a rank, the same on all of them
+  int64_t largest_ = 0;  // segment of a rank; the same on all ranks
 };
 
 }  // namespace

@@ -1,6 +1,6 @@
 #pragma once
 
-// Collectives within a host that reduce, in the order of the ranks whatever the algorithm.
+// Collectives within a host that reduce, in rank order for every algorithm.
 
 #include "collective.h"
 
@@ -9,8 +9,8 @@ namespace weft::collectives {
 // REQUIRES: an operation that reduces.
 CollectivePtr make_reduction(CollectiveCall call, int rank);
 
-// Up to this many bytes each rank reduces everything by itself; beyond, each reduces a slice and
-// all fetch the slices: one wait more, and less to read.
+// Up to this size every rank reduces the full tensor; beyond, it reduces one segment and reads the
+// other reduced segments: one barrier more, but less to read.
 constexpr size_t kOneShotBytes = 16 * 1024;
 
 }  // namespace weft::collectives

@@ -20,12 +20,12 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr const char* kSegmentKey = "segment";
-constexpr const char* kNoSegment = "none ";  // and why, where there is none to be opened
+constexpr const char* kNoSegment = "none ";  // followed by the reason, if there is no segment
 
-// While it waits for others a rank asks this often whether they can still come.
+// The interval at which a waiting rank checks whether the others can still join.
 constexpr std::chrono::milliseconds kLookInterval{100};
 
-// Asked for in turns by who has to notice a failure meanwhile.
+// The interval at which a rank polls two keys of the store in turn: a rank's and the failure's.
 constexpr std::chrono::milliseconds kTurn{20};
 
 std::string new_nonce() {
@@ -38,7 +38,7 @@ class Joining {
   Joining(const Store& store, const GroupOptions& options)
       : store_(store), options_(options), deadline_(Clock::now() + options.timeout) {}
 
-  // Three lines: the terms, a nonce, of which rank 0's counts, and the host.
+  // A rank publishes three lines: its group configuration, a nonce (rank 0's is used) and its host.
   Identities exchange_identities(bool has_transport) const {
     Terms own;
     own.staging_limit_bytes = options_.staging_limit_bytes;
@@ -73,7 +73,7 @@ class Joining {
 
   Membership run() {
     const SharedSizes sizes = SharedSizes::within(options_.size, options_.staging_limit_bytes);
-    const uint64_t start_time = process_start_time(getpid());  // while a file can be opened
+    const uint64_t start_time = process_start_time(getpid());  // first, while a file can be opened
     Membership member;
     std::string address;
     if (options_.rank == 0) {
@@ -94,7 +94,7 @@ class Joining {
   }
 
  private:
-  // Rank 0 tells why it has none, to those who wait for its address.
+  // If rank 0 cannot make the segment, it reports the cause to the ranks that wait for the address.
   Segment make_segment(size_t num_bytes) const {
     try {
       return Segment::create(num_bytes);
@@ -112,8 +112,9 @@ class Joining {
     throw GroupAbortedError(told.substr(std::string_view(kNoSegment).size()));
   }
 
-  // A rank that cannot open it tells rank 0, and that all others: through the memory those that
-  // have it, through the store those that come for its address.
+  // A rank that cannot open the segment reports that to rank 0, which reports it to all others:
+  // through the segment to ranks that have opened it, through the store to ranks that read its
+  // address later.
   Segment open_segment(const std::string& address, size_t num_bytes) const {
     check_is_address(address);
     std::string why;
@@ -125,7 +126,7 @@ class Joining {
     } catch (const std::exception& error) {
       why = error.what();
     }
-    check_is_address(get(kSegmentKey, 0));  // rank 0 may have closed it, as another could not
+    check_is_address(get(kSegmentKey, 0));  // rank 0 may have closed it, because another failed
     const std::string text = "weft: rank " + std::to_string(options_.rank) + " of group '" +
                              options_.name + "' could not open the shared memory of rank 0 (" +
                              why + "); let ranks of one host see each other's processes and open " +
@@ -162,7 +163,8 @@ class Joining {
     shared.control().num_joined.fetch_add(1, std::memory_order_acq_rel);
   }
 
-  // Rank 0 cleans the store once no rank reads it any more, and lets all go on.
+  // Rank 0 removes the keys from the store when all ranks have joined and so have read them, then
+  // opens the group.
   void open_group(const SharedState& shared, const std::string& address) const {
     Control& control = shared.control();
     if (options_.rank == 0) {
@@ -198,7 +200,7 @@ class Joining {
     }
   }
 
-  // A rank that could not open the memory, or has ended since it joined.
+  // Returns an error if a rank could not open the segment, or has ended since it joined.
   std::optional<CollectiveError> find_trouble(const SharedState& shared,
                                               const std::string& address) const {
     try {

@@ -1,6 +1,6 @@
 #pragma once
 
-// How the ranks of a group find each other's memory.
+// Rendezvous: how the ranks of a group find each other and map their shared memory.
 
 #include "segment.h"
 #include "shared_state.h"
@@ -13,25 +13,25 @@
 
 namespace weft::collectives {
 
-// A key-value store that all ranks of the group see, and no other process under these keys.
+// A key-value store of all ranks of the group; no other process uses these keys.
 struct Store {
   std::function<void(const std::string& key, const std::string& value)> set;
-  // Waits for the key; throws when it does not come within the timeout.
+  // Waits for the key; throws if it is not set within the timeout.
   std::function<std::string(const std::string& key, std::chrono::milliseconds timeout)> get;
   std::function<void(const std::string& key)> remove;
   std::function<bool(const std::string& key)> has;
-  // The same, for use while another thread waits for a key here.
+  // Returns another client of the same store, for use while a thread waits for a key in this one.
   std::function<Store()> clone;
 };
 
 struct GroupOptions {
-  std::string name;  // for texts
+  std::string name;  // for error messages
   int rank = 0;
   int size = 1;
-  std::vector<int> global_ranks;  // by rank, for texts; empty: the same
-  // The limit for joining, and the default limit for each operation.
+  std::vector<int> global_ranks;  // by rank, for error messages; empty: the same as the ranks
+  // The time-out of joining, and the default time-out of an operation.
   std::chrono::milliseconds timeout{30 * 60 * 1000};
-  size_t staging_limit_bytes = 16 * 1024 * 1024;  // of the group on this host, together
+  size_t staging_limit_bytes = 16 * 1024 * 1024;  // of all ranks of the group on this host together
 };
 
 struct Membership {
@@ -39,37 +39,37 @@ struct Membership {
   SharedState shared;
 };
 
-// Blocks until all ranks are there. A group that was made leaves nothing in the store that a later
-// group with the same keys could read; a group that failed leaves its reasons, for ranks that come
-// late, so the next group needs other keys. REQUIRES: ranks of one host, which have
-// the same terms. Errors: CollectiveTimeoutError naming the ranks that did not come; PeerLostError
-// where a process ended meanwhile; GroupAbortedError where memory cannot be made, or another's not
-// be opened: the ranks that have come as far throw the same.
+// Blocks until all ranks have joined. A group that was made leaves nothing in the store that a
+// later group with the same keys could read; a group that failed leaves the cause, for ranks that
+// are late, so the next group needs other keys. REQUIRES: ranks of one host with the same group
+// configuration. Errors: CollectiveTimeoutError naming the missing ranks; PeerLostError if a
+// process ended meanwhile; GroupAbortedError if the shared memory cannot be made or opened. The
+// other ranks that wait throw the same error.
 Membership join(const Store& store, const GroupOptions& options);
 
 struct Identities {
   std::vector<std::string> hosts;  // by rank
   std::vector<Terms> terms;        // by rank
-  std::string nonce;               // the same on all ranks, and no other group's
+  std::string nonce;               // the same on all ranks, different for each group
 };
 
-// Blocks until all ranks have told who their host is and what they bring, which stays in the store
-// until join() has made them a group on one host, or each rank has called forget_identity().
-// Errors: CollectiveTimeoutError.
+// Blocks until all ranks have published their host and group configuration, and returns these. They
+// stay in the store until join() has made a group on one host, or each rank has called
+// forget_identity(). Errors: CollectiveTimeoutError.
 Identities exchange_identities(const Store& store, const GroupOptions& options, bool has_transport);
 // REQUIRES: all ranks have read it.
 void forget_identity(const Store& store, const GroupOptions& options);
 
-// Blocks until all ranks have called it with this name, which is no other meeting's: a rank that
-// went on could leave before another has come as far. It stays in the store.
-// Errors: CollectiveTimeoutError naming the rank that did not come; what is told under
-// `failure_key`, if that is not empty.
+// Blocks until all ranks have called it with this name: a barrier through the store, so that no
+// rank leaves before another has arrived. The name is used once and stays in the store.
+// Errors: CollectiveTimeoutError naming the missing rank; the failure reported under `failure_key`,
+// if that is not empty.
 void meet(const Store& store,
           const GroupOptions& options,
           const std::string& name,
           const std::string& failure_key = {});
 
-// A failure as ranks tell it through the store, and back: throws what was told.
+// Format a failure for the store, and throw the failure that was read from it.
 std::string format_failure(const CollectiveError& error);
 [[noreturn]] void throw_failure(const std::string& told);
 

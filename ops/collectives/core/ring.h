@@ -7,10 +7,12 @@
 
 namespace weft::collectives {
 
-// What travels through a ring: frames of a head and a payload, each rounded up to whole heads.
-//   kAnnounce  a message is there; small ones come along as the payload
-//   kGrant     the receiver has a place for the announced message: send it
-//   kData      a piece of a granted message
+// A ring is a buffer in shared memory with one writer and one reader. It counts the bytes written
+// and read since the start; a count modulo the size of the buffer is a position in it. It holds
+// frames of a head and a payload, padded to a multiple of the head's size:
+//   kAnnounce  a message was sent; the payload is its data if it is eager
+//   kGrant     a receive matches the announced message: send its data
+//   kData      a chunk of a granted message
 enum class FrameKind : uint8_t { kAnnounce = 1, kGrant, kData };
 
 struct FrameHead {
@@ -24,18 +26,19 @@ struct FrameHead {
 };
 static_assert(sizeof(FrameHead) == 32);
 
-// The writing end of the ring to a peer, or the reading end of the ring from it. One thread.
+// The writing end of the ring to a peer, or the reading end of the ring from it. Thread safety: one
+// thread at a time.
 class RingEnd {
  public:
   RingEnd(const SharedState& shared, int from, int to);
 
-  // Payload bytes that a frame written now can take; negative: not even a head fits.
+  // Returns the payload bytes that a frame written now can hold; negative if no head fits.
   int64_t space() const;
   // REQUIRES: head.payload_bytes <= space().
   void write(const FrameHead& head, const std::byte* payload);
 
   bool is_empty() const;
-  // REQUIRES: not empty. `read_payload`, then `pop`.
+  // The oldest frame. REQUIRES: not empty. Call read_payload(), then pop().
   FrameHead front() const;
   void read_payload(std::byte* out) const;
   void pop();

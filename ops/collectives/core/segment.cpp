@@ -49,7 +49,7 @@ SegmentAddress SegmentAddress::parse(const std::string& text) {
   return address;
 }
 
-// Memory of this process; unmapped by the process that mapped it alone.
+// A mapping into this process. Only the process that made it unmaps it.
 class Segment::Mapping {
  public:
   Mapping(int descriptor, size_t num_bytes) : num_bytes_(num_bytes), owner_(getpid()) {
@@ -61,7 +61,7 @@ class Segment::Mapping {
   Mapping(const Mapping&) = delete;
   Mapping& operator=(const Mapping&) = delete;
   ~Mapping() {
-    // In a forked child something else may lie there.
+    // In a forked child another mapping may be at this address.
     if (owner_ == getpid()) munmap(data_, num_bytes_);
   }
 
@@ -73,7 +73,7 @@ class Segment::Mapping {
     return nonce;
   }
 
-  // The mappings that were made, not opened, in this process.
+  // The mappings of segments that this process created.
   struct Made {
     std::mutex mutex;
     std::map<uint64_t, std::weak_ptr<Mapping>> by_nonce;
@@ -91,7 +91,7 @@ class Segment::Mapping {
 
 Segment Segment::create(size_t num_bytes) {
   Segment segment;
-  // Sealed against shrinking: a page that vanished would kill its readers.
+  // Sealed against shrinking: reading a page beyond the end would kill a rank.
   segment.descriptor_ = memfd_create("weft", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (segment.descriptor_ < 0) throw_errno("cannot make shared memory");
   if (ftruncate(segment.descriptor_, static_cast<off_t>(num_bytes)) != 0) {
@@ -181,11 +181,12 @@ std::string host_identity() {
   std::string boot_id;
   errno = 0;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot_id;
-  // A sandbox may have none; without it a rank that cannot open a file would be another host's.
+  // A sandbox may have no boot id. On other errors throw: without its id, a rank that cannot open a
+  // file now would count as another host.
   if (boot_id.empty() && errno != ENOENT && errno != 0)
     throw_errno("cannot tell the host's identity");
-  // A rank that cannot see another's process could neither open its memory nor notice its end; and
-  // ranks that do not share a network are not meant to be one host.
+  // A rank in another pid namespace could neither open the memory of a process nor detect its end;
+  // ranks in different network namespaces are meant to be on different hosts.
   return boot_id + ' ' + read_link("/proc/self/ns/pid") + ' ' + read_link("/proc/self/ns/net") +
          " uid:" + std::to_string(getuid());
 }

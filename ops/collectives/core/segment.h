@@ -1,7 +1,7 @@
 #pragma once
 
-// Memory that the ranks of a host share, with no name in any file system: it goes when the last
-// process that maps it goes, however that ends, and no limit of /dev/shm applies to it.
+// Memory that the ranks of a host share, with no name in any file system: it is freed when the last
+// process that maps it ends, in whatever way, and no limit of /dev/shm applies to it.
 
 #include <cstddef>
 #include <cstdint>
@@ -11,27 +11,27 @@
 
 namespace weft::collectives {
 
-// Where another process of this host finds a segment.
+// How another process of this host finds a segment.
 struct SegmentAddress {
   pid_t pid = 0;
   int descriptor = -1;
   size_t num_bytes = 0;
-  uint64_t nonce = 0;  // lies in the first eight bytes: proof that this is the segment meant
+  uint64_t nonce = 0;  // also in the segment's first eight bytes: identifies it when it is opened
 
   std::string to_string() const;
-  // Errors: std::invalid_argument for a text that to_string did not make.
+  // Errors: std::invalid_argument for a text that is not from to_string().
   static SegmentAddress parse(const std::string& text);
 };
 
-// Move-only. A forked child does not have the mapping: a data worker neither sees nor keeps it.
+// Move-only. A forked child does not have the mapping, so a data worker does not keep it alive.
 // Ranks that are threads of one process share one mapping.
 class Segment {
  public:
-  // Zeroed memory of `num_bytes`, of which a page counts once it is written.
+  // Returns zeroed memory of `num_bytes`; untouched pages are not backed by memory.
   // Errors: std::system_error.
   static Segment create(size_t num_bytes);
-  // Errors: std::system_error where the process is gone or may not be looked into;
-  // std::runtime_error where that descriptor is something else by now.
+  // Errors: std::system_error if the process has ended or may not be accessed; std::runtime_error
+  // if its descriptor refers to something else by now.
   static Segment open(const SegmentAddress& address);
 
   Segment() = default;
@@ -41,12 +41,12 @@ class Segment {
 
   std::byte* data() const;
   size_t num_bytes() const;
-  // REQUIRES: made with create, and the descriptor not closed yet.
+  // REQUIRES: made with create(), and the descriptor is not closed yet.
   SegmentAddress address() const;
-  // Once every rank has it open; the memory stays.
+  // Call it once every rank has opened the segment; the mapping stays.
   void close_descriptor();
-  // Bytes that the system holds for it now (all ranks' pages, counted once), of all of it or of the
-  // pages that begin in a part.
+  // Return the resident bytes (pages of all ranks, counted once) of the full segment, or of the
+  // pages that begin in a range of it.
   size_t resident_bytes() const { return resident_bytes(0, num_bytes()); }
   size_t resident_bytes(size_t offset, size_t size) const;
 
@@ -57,9 +57,10 @@ class Segment {
   int descriptor_ = -1;
 };
 
-// The identity of what shares memory and sees each other's processes: the running kernel, the
-// process and network namespaces and the user. The environment variable WEFT_HOST_ID replaces it.
-// Errors: std::system_error where it cannot be read now, as no more files can be opened.
+// Returns the identity of a host, a set of processes that share memory and see each other: the
+// running kernel, the process and network namespaces and the user. The environment variable
+// WEFT_HOST_ID replaces it.
+// Errors: std::system_error if it cannot be read now, for example with too many open files.
 std::string host_identity();
 
 }  // namespace weft::collectives

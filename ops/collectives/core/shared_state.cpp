@@ -36,8 +36,8 @@ CollectiveError FailureRecord::leave(ErrorKind kind, const std::string& text) {
     state_.store(kReady, std::memory_order_release);
     return {kind, text};
   }
-  // The other writer is a few instructions from the end, or was killed there: then this rank's own
-  // failure is as good.
+  // Another rank is writing its failure and needs a few more instructions. If it was killed there,
+  // use this rank's own failure.
   const auto give_up = std::chrono::steady_clock::now() + std::chrono::milliseconds(100);
   while (!is_set()) {
     if (std::chrono::steady_clock::now() > give_up) return {kind, text};
@@ -58,9 +58,9 @@ SharedSizes SharedSizes::within(int num_ranks, size_t limit_bytes) {
     return std::clamp(bytes / parts / 128 * 128, least, most);
   };
   // A quarter for the rings of point-to-point messages and half for staging. More was slower from 8
-  // ranks on, where staging no longer stays in the caches; the largest sizes are those beyond which
-  // nothing became faster, measured with benchmarks/collectives.py. However many ranks there are,
-  // half a buffer has a cache line for each.
+  // ranks on, where staging no longer stays in the caches. Beyond the maximum sizes nothing became
+  // faster, measured with benchmarks/collectives.py. For any number of ranks, half a staging buffer
+  // has a cache line for each.
   sizes.ring_bytes = part(limit_bytes / 4, std::max<size_t>(n * (n - 1), 1), kPage, 256 * 1024);
   const size_t least = round_up(2 * 64 * n, kPage);
   sizes.staging_bytes = part(limit_bytes / 2, 2 * n, least, std::max<size_t>(least, 1024 * 1024));
@@ -91,7 +91,8 @@ void SharedState::initialize() const {
     new (&rank(r)) RankBlock{};
     for (int buffer = 0; buffer < 2; ++buffer) new (&signature(r, buffer)) SignatureHead{};
   }
-  // The rings stay untouched: zero is what a header starts with, and a page counts once written.
+  // The rings stay untouched: a zeroed header is valid, and untouched pages are not backed by
+  // memory.
 }
 
 RankBlock& SharedState::rank(int rank) const {

@@ -1,11 +1,12 @@
 #pragma once
 
-// What lies in the shared memory of a group on one host, and where.
+// The layout of the shared memory of a group on one host, for n ranks:
 //
 //   Control | RankBlock x n | signatures x n x 2 | staging x n x 2 | Ring headers and data x n x n
 //
-// Staging and signatures have two buffers: a rank writes the next ones while a slow one still
-// reads. Who may write where and when: see Collective.
+// A rank copies data of collectives through its staging buffers, and data of messages through a
+// ring to each other rank. Staging and signatures have two buffers per rank: a rank writes the next
+// one while a slower rank still reads the last. collective.h says when a rank may write which.
 
 #include "bell.h"
 #include "parts.h"
@@ -24,10 +25,10 @@
 
 namespace weft::collectives {
 
-// The first failure of a group, for all its ranks. Thread and process safety: any.
+// The first failure of a group, for all its ranks. Safe to use from any thread of any process.
 class FailureRecord {
  public:
-  // Leaves `kind` and `text` unless another failure was left before; returns the one that counts.
+  // Records a failure unless one was recorded before; returns the first one.
   CollectiveError leave(ErrorKind kind, const std::string& text);
   bool is_set() const { return state_.load(std::memory_order_acquire) == kReady; }
   // REQUIRES: is_set().
@@ -42,9 +43,9 @@ class FailureRecord {
 };
 
 struct Control {
-  uint64_t nonce;  // the segment's: not ours to write
+  uint64_t nonce;  // written by Segment
   std::atomic<uint32_t> num_joined{0};
-  std::atomic<bool> is_open{false};  // all have joined, and the store is clean again
+  std::atomic<bool> is_open{false};  // all ranks have joined, and the keys are out of the store
   // Arrivals of all ranks at all phases so far: phase p is complete at p * num_ranks.
   alignas(64) std::atomic<uint64_t> num_arrivals{0};
   alignas(64) FailureRecord failure;
@@ -56,14 +57,14 @@ struct RankBlock {
   static constexpr int32_t kNobody = -1;
   alignas(64) std::atomic<RankState> state{RankState::kAbsent};
   pid_t pid = 0;
-  uint64_t start_time = 0;                            // of the process: tells a reused pid
-  int32_t global_rank = 0;                            // for texts
-  std::atomic<int32_t> waits_for{kNobody};            // on another host, for texts
+  uint64_t start_time = 0;                            // of the process: detects a reused pid
+  int32_t global_rank = 0;                            // for error messages
+  std::atomic<int32_t> waits_for{kNobody};            // on another host, for error messages
   alignas(64) std::atomic<uint64_t> num_arrivals{0};  // of this rank
   Bell bell;
 };
 
-// A byte ring from one rank to another; see Channel.
+// A byte ring from one rank to another; see ring.h.
 struct RingHeader {
   alignas(64) std::atomic<uint64_t> num_written{0};
   alignas(64) std::atomic<uint64_t> num_read{0};
@@ -74,19 +75,19 @@ struct SharedSizes {
   size_t staging_bytes = 0;  // per rank and buffer, a multiple of 128
   size_t ring_bytes = 0;     // per ordered pair, a multiple of 64
 
-  // Staging and rings of all ranks together take at most `limit_bytes`, 16 MiB by default, unless
-  // the least of each, a page or a cache line a rank, is more.
+  // Returns sizes such that staging and rings of all ranks together take at most `limit_bytes`,
+  // 16 MiB by default, unless their minimum sizes, a page or a cache line per rank, take more.
   static SharedSizes within(int num_ranks, size_t limit_bytes);
 };
 
-// A view of a mapped segment; holds nothing.
+// A view of a mapped segment, which it does not own.
 class SharedState {
  public:
   static size_t num_bytes(const SharedSizes& sizes);
 
   SharedState() = default;
   SharedState(std::byte* data, const SharedSizes& sizes);
-  // Constructs what lies there. REQUIRES: zeroed memory, and no other rank looks at it yet.
+  // Constructs the objects in it. REQUIRES: zeroed memory that no other rank reads yet.
   void initialize() const;
 
   int num_ranks() const { return sizes_.num_ranks; }
@@ -99,7 +100,7 @@ class SharedState {
   SignatureHead& signature(int rank, int buffer) const;
   std::span<int64_t> signature_counts(int rank, int buffer) const;
   std::byte* staging(int rank, int buffer) const;
-  // Where a rank alone writes: offsets in the segment, of its staging and of the rings from it.
+  // Returns the ranges of the segment that hold data of `rank`: its staging and the rings from it.
   std::array<Part<size_t>, 2> parts_of(int rank) const;
   RingHeader& ring(int from, int to) const;
   std::byte* ring_data(int from, int to) const;

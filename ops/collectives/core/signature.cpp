@@ -8,7 +8,7 @@ namespace weft::collectives {
 
 namespace {
 
-constexpr size_t kMaxListed = 16;  // ranks or counts in a text
+constexpr size_t kMaxListed = 16;  // ranks or counts in an error message
 
 template <typename List>
 void print_list(std::ostream& out, const List& list) {
@@ -33,7 +33,7 @@ bool same_call(const SignatureHead& a, const SignatureHead& b) {
          (a.dtype == b.dtype || a.op == Op::kBarrier);
 }
 
-// Whether what rank `from` gives is what rank `to` expects of it.
+// Whether rank `from` sends to rank `to` as many elements as `to` expects.
 bool fits(const std::vector<Signature>& by_rank, size_t from, size_t to) {
   return by_rank[from].gives[to] == by_rank[to].expects[from];
 }
@@ -124,7 +124,7 @@ std::string describe(const Signature& signature) {
 
 std::optional<std::string> mismatch(const std::vector<Signature>& by_rank) {
   if (belong_together(by_rank)) return std::nullopt;
-  // Ranks that brought the same are told together.
+  // Ranks with the same call are listed together.
   std::vector<std::string> calls;
   std::map<std::string, std::vector<size_t>> ranks_of;
   for (size_t rank = 0; rank < by_rank.size(); ++rank) {

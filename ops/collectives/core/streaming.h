@@ -1,8 +1,8 @@
 #pragma once
 
-// Copies past the caches, for results larger than those: a cache line of the target is neither read
-// first nor kept. Everything here is local to the file that includes it, and inlined: files are
-// compiled for several instruction sets.
+// Copies with non-temporal stores, for results larger than the caches: a cache line of the target
+// is neither read first nor kept in a cache. Everything here is local to the file that includes it,
+// and inlined, because files are compiled for several instruction sets.
 
 #include <cstddef>
 #include <cstdint>
@@ -15,14 +15,14 @@
 namespace weft::collectives {
 namespace {
 
-// A result of at least this many bytes on a rank is streamed when it is moved, and that of a
-// reduce-scatter when at least twice as many go in: what a reader would find in a cache otherwise
-// is little. Measured with benchmarks/collectives.py: all-gather of 32 MiB 0.5 to 0.6 of the time,
-// reduce-scatter about 0.8. Below that, a reduce-scatter of 1 or 4 MiB on 2 ranks takes 0.9 to 0.96
-// of the time, and together with an addition to its result 1.15 to 1.45.
+// The result of a collective that does not reduce is streamed if it has at least this many bytes on
+// a rank, that of a reduce-scatter if its input has at least twice as many: a reader would find
+// little of it in a cache otherwise. Measured with benchmarks/collectives.py: all-gather of 32 MiB
+// 0.5 to 0.6 of the time, reduce-scatter about 0.8. Below that, a reduce-scatter of 1 or 4 MiB on 2
+// ranks takes 0.9 to 0.96 of the time, but together with an addition to its result 1.15 to 1.45.
 constexpr size_t kStreamedBytes = size_t{4} << 20;
 
-// Whole cache lines to where one begins; the data is seen by other threads after
+// Copies full cache lines; `to` is the start of a line. Other threads see the data after
 // finish_streaming().
 template <int64_t kBytes>
 __attribute__((always_inline)) inline void stream_lines(std::byte* to, const std::byte* from) {
@@ -38,7 +38,7 @@ __attribute__((always_inline)) inline void stream_lines(std::byte* to, const std
 #endif
 }
 
-// Like memcpy; the data is seen by other threads after finish_streaming().
+// Copies like memcpy. Other threads see the data after finish_streaming().
 __attribute__((always_inline)) inline void stream_bytes(std::byte* to,
                                                         const std::byte* from,
                                                         size_t num_bytes) {

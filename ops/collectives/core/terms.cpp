@@ -11,11 +11,12 @@ namespace weft::collectives {
 
 namespace {
 
-// Raised whenever shared memory, what lies there, or the sizes at which ranks change their ways
-// become others.
+// Incremented whenever the layout or content of shared memory changes, or a size at which ranks
+// switch between algorithms.
 constexpr int kLayout = 1;
 
-// "rank 1 brought 4096; ranks 0, 2 brought 16384": nothing where all of `ranks` brought the same.
+// Returns "rank 1 brought 4096; ranks 0, 2 brought 16384", or nothing if all of `ranks` brought the
+// same.
 std::optional<std::string> differences(const std::vector<int>& ranks,
                                        const std::function<std::string(int)>& brought) {
   std::map<std::string, std::string> ranks_of;

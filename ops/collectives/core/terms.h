@@ -1,7 +1,8 @@
 #pragma once
 
-// What the ranks of a group must agree on before they share memory. Each tells the others, so all
-// come to the same verdict before any of them makes something.
+// The group configuration, on which the ranks of a group must agree before they share memory. Each
+// rank publishes its own and compares all, so all ranks detect the same mismatch before any of them
+// makes anything.
 
 #include "layout.h"
 
@@ -13,18 +14,18 @@
 namespace weft::collectives {
 
 struct Terms {
-  std::string version = own_version();  // of weft: what lies where may differ from one to another
-  size_t staging_limit_bytes = 0;       // decides what lies where
+  std::string version = own_version();  // of weft: the layout of shared memory may depend on it
+  size_t staging_limit_bytes = 0;       // determines the layout
   bool has_transport = false;
 
   static std::string own_version();
-  // One line of words. What another version wrote parses to that version, and nothing else of it.
+  // One line of words. From a line of another version, parse() takes the version alone.
   std::string to_string() const;
   static Terms parse(const std::string& text);
 };
 
-// A sentence unless the ranks can make group `name` together: one version; one staging limit on
-// each host; a transport on each rank where there are several hosts.
+// Returns nothing if the ranks can make group `name` together, otherwise a sentence. They need one
+// version, one staging limit on each host, and in a multi-host group a transport on each rank.
 std::optional<std::string> misfit(const HostLayout& layout,
                                   const std::vector<Terms>& by_rank,
                                   const std::string& name);

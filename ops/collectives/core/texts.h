@@ -1,6 +1,6 @@
 #pragma once
 
-// Figures as error texts give them.
+// Formats numbers for error messages.
 
 #include <chrono>
 #include <sstream>
@@ -8,7 +8,7 @@
 
 namespace weft::collectives {
 
-// "0.02" for 20 ms.
+// Returns "0.02" for 20 ms.
 inline std::string in_seconds(std::chrono::milliseconds time) {
   std::ostringstream text;
   text << static_cast<double>(time.count()) / 1000.0;

@@ -1,6 +1,6 @@
 #pragma once
 
-// Operations, reductions and element types, as ranks tell each other about them.
+// Operations, reductions and element types, as signatures hold them.
 
 #include <cstddef>
 #include <cstdint>
@@ -24,7 +24,7 @@ std::string_view name_of(Op op);
 enum class ReduceOp : uint8_t { kNone, kSum, kAvg, kProduct, kMin, kMax, kBand, kBor, kBxor };
 std::string_view name_of(ReduceOp op);
 
-// The eight-bit formats are only moved; see can_reduce for the others.
+// The float8 formats cannot be reduced; see can_reduce for the others.
 enum class DType : uint8_t {
   kBool,
   kUInt8,

@@ -1,4 +1,4 @@
-// Life and death of a group: joining, splitting, leaving.
+// Joining, splitting and leaving a group.
 #include "backend.h"
 
 #include "backend_transport.h"
@@ -31,15 +31,15 @@ Store view_of(const c10::intrusive_ptr<c10d::Store>& store) {
             try {
               store->deleteKey(key);
             } catch (const std::exception&) {
-              // A store that cannot delete keeps it, which only a group of the same name would
-              // mind.
+              // A store that cannot delete keeps the key, which matters only to a later group of
+              // the same name.
             }
           },
           [store](const std::string& key) { return store->check({key}); },
           [store] { return view_of(store->clone()); }};
 }
 
-// All groups of this process, for its end.
+// All groups of this process, which it leaves when it exits.
 class LivingGroups {
  public:
   static LivingGroups& instance() {
@@ -122,7 +122,7 @@ WeftBackend::WeftBackend(const c10::intrusive_ptr<c10d::Store>& store,
       options_(std::move(options)),
       group_(join(store, rank, size, *options_)) {}
 
-// Works may keep it; the group is over all the same.
+// Works may keep the group alive; this rank leaves it all the same.
 WeftBackend::~WeftBackend() { group_->leave(); }
 
 void WeftBackend::abort() { group_->abort(""); }
@@ -184,7 +184,8 @@ namespace weft::ops {
 
 namespace {
 
-// The registry knows only to throw; c10d::is_process_group_registered is newer than torch 2.11.
+// The registry can only be asked by a lookup that throws: c10d::is_process_group_registered is
+// newer than torch 2.11.
 bool names_a_group(const std::string& name) {
   try {
     return c10d::resolve_process_group(name).defined();

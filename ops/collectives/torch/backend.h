@@ -15,8 +15,8 @@
 
 namespace weft::collectives {
 
-// c10d's collectives over a Group. Everything that c10d has two names for is overridden under the
-// older one: torch 2.11 knows no other, and newer ones forward to it.
+// c10d's collectives over a Group. Calls for which c10d has two names are overridden under the
+// older one: torch 2.11 has no other, and newer versions forward to it.
 class WeftBackend final : public c10d::Backend {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
@@ -37,7 +37,7 @@ class WeftBackend final : public c10d::Backend {
                                     const std::vector<int>& ranks,
                                     const c10::intrusive_ptr<Options>& opts) override;
   c10d::ErrorType getError() override;
-  // Fails the group on every rank with a CollectiveMismatchError of that text.
+  // Fails the group on every rank with a CollectiveMismatchError whose message is `text`.
   void refuse(const std::string& text) { group_->refuse(text); }
   void abort() override;
   void shutdown() override;
@@ -100,10 +100,10 @@ class WeftBackend final : public c10d::Backend {
     const char* title;  // for the profiler
     std::chrono::milliseconds timeout;
     bool in_background;
-    bool is_in_scratch = false;  // the input of the only step, lent by the group
+    bool is_in_scratch = false;  // the input of the only step is in memory lent by the group
   };
 
-  // One tensor's position in a coalesced call: other ranks bring as many, in the same order.
+  // A tensor's position in a coalesced call: all ranks pass as many tensors in the same order.
   struct Place {
     size_t position = 0;
     size_t num_coalesced = 1;
@@ -130,7 +130,7 @@ class WeftBackend final : public c10d::Backend {
                            const c10d::ReduceOp& op,
                            Place place = {0, 1}) const;
   WorkPtr message(Message::Direction direction, Tensors& tensors, int peer, int tag);
-  // The list for all ranks on the root, none elsewhere.
+  // Returns the list with a tensor per rank on the root, an empty list on other ranks.
   Tensors list_on_root(std::string_view op, const std::vector<Tensors>& lists, int root) const;
   int checked_root(std::string_view op, int64_t root) const;
   void check_peer(std::string_view op, int peer) const;

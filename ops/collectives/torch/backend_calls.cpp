@@ -1,4 +1,4 @@
-// How a call starts; messages and barriers.
+// The start of a call; messages and barriers.
 #include "arguments.h"
 #include "backend.h"
 #include "raise.h"
@@ -54,7 +54,7 @@ WeftBackend::WorkPtr WeftBackend::start(const Call& call,
                                         const std::vector<Step>& steps,
                                         const Tensors& inputs,
                                         Tensors outputs) {
-  // Collectives are compared: all ranks make the same ones.
+  // torch may compare this number between ranks: count collectives only, which all ranks call.
   const bool is_message = call.op_type == OpType::SEND || call.op_type == OpType::RECV ||
                           call.op_type == OpType::RECVANYSOURCE;
   if (!is_message) ++num_calls_;
@@ -88,7 +88,7 @@ WeftBackend::WorkPtr WeftBackend::barrier(const c10d::BarrierOptions& opts) {
                {});
 }
 
-// Every barrier names the late ranks on all others, so there is nothing to add.
+// Every barrier names the late ranks on all others, so this one needs nothing more.
 void WeftBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool /*wait_all_ranks*/) {
   barrier(opts)->wait();
 }

@@ -1,4 +1,4 @@
-// c10d's calls that move data as it is.
+// c10d's calls that do not reduce.
 #include "arguments.h"
 #include "backend.h"
 

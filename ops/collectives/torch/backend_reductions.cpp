@@ -75,7 +75,7 @@ WeftBackend::WorkPtr WeftBackend::allreduce(Tensors& tensors, const c10d::Allred
 }
 
 WeftBackend::WorkPtr WeftBackend::allreduce_written(at::Tensor& result, const Write& write) {
-  // Smaller ones are copied in less time than it takes to ask.
+  // Copying a smaller tensor takes less time than a call of lend_scratch().
   std::byte* const lent =
       result.nbytes() > kOneShotBytes ? group_->lend_scratch(result.nbytes()) : nullptr;
   if (lent == nullptr) {
@@ -189,7 +189,7 @@ WeftBackend::WorkPtr WeftBackend::reduce_scatter_tensor_coalesced(
 c10::intrusive_ptr<c10d::Work> all_reduce_written(c10d::ProcessGroup& group,
                                                   at::Tensor& result,
                                                   const Write& write) {
-  if (!group.hasBackends()) return nullptr;  // it has collectives of its own
+  if (!group.hasBackends()) return nullptr;  // a subclass with collectives of its own
   const auto backend = group.getBackend(at::kCPU);
   auto* const ours = dynamic_cast<WeftBackend*>(backend.get());
   return ours == nullptr ? nullptr : ours->allreduce_written(result, write);

@@ -13,9 +13,10 @@ namespace {
 
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-// Gloo tells all who wait for a connection that it was lost, but not the receive whose bytes were
-// under way: it would last until its timeout. So a byte follows what may be lost half-way, and who
-// receives waits for that byte first: it has come when all before it has.
+// When a connection is lost, gloo ends all waits on it but that of the receive whose bytes were
+// partly in flight, which lasts until its timeout. So a transfer that may arrive in part is
+// followed by one byte, and the receiver waits for that byte first: it arrives after all bytes
+// before it.
 constexpr size_t kArrivesWhole = 16 * 1024;
 
 std::vector<at::Tensor> as_tensors(std::byte* data, size_t num_bytes) {
@@ -44,7 +45,7 @@ class WorkTransfer final : public Transfer {
       try {
         if (work) work->abort();
       } catch (const std::exception&) {
-        // A backend whose works cannot be aborted: the wait ends with its own timeout.
+        // This backend's works cannot be aborted: the wait ends at its own timeout.
       }
     }
   }

@@ -8,7 +8,7 @@
 
 namespace weft::collectives {
 
-// Messages between hosts over the send and recv of another backend, of the same ranks.
+// Returns a transport that uses the send and recv of another backend with the same ranks.
 std::unique_ptr<Transport> transport_over(c10::intrusive_ptr<c10d::Backend> backend);
 
 }  // namespace weft::collectives

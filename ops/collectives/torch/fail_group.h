@@ -6,8 +6,8 @@
 
 namespace weft::collectives {
 
-// Fails the group on every rank, at once, with a CollectiveMismatchError of that text. False, and
-// nothing was done, where the CPU tensors of `group` travel over another backend.
+// Fails the group on every rank, at once, with a CollectiveMismatchError whose message is `text`.
+// Returns false, and does nothing, if `group` uses another backend for CPU tensors.
 bool fail_group(c10d::ProcessGroup& group, const std::string& text);
 
 }  // namespace weft::collectives

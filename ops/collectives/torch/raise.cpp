@@ -12,7 +12,7 @@ namespace {
 std::atomic<decltype(ErrorHooks::raise)> raise_hook{nullptr};
 std::atomic<decltype(ErrorHooks::keep)> keep_hook{nullptr};
 
-// What is being done on this thread, or null.
+// The innermost context of this thread, or null.
 thread_local const RaiseContext* raise_context = nullptr;
 
 std::string with_context(const char* text) {

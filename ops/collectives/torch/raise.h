@@ -1,7 +1,7 @@
 #pragma once
 
-// How a failure of a group reaches the caller: as the C++ class, or as what a language above makes
-// of it.
+// How a failure of a group is raised to the caller: as the C++ class, or as the exception that a
+// language binding makes of it.
 
 #include <weft/collectives/error.h>
 #include <weft/ops/export.h>
@@ -13,18 +13,18 @@
 namespace weft::collectives {
 
 struct ErrorHooks {
-  // Throws its own exception for a failure. Called on the thread that called the operation.
+  // Throws the binding's exception for a failure. Called on the thread that called the operation.
   void (*raise)(ErrorKind kind, const std::string& text) = nullptr;
-  // Makes one that may be thrown many times, on any thread: for a future.
+  // Returns an exception that may be thrown many times, on any thread: for a future.
   std::exception_ptr (*keep)(ErrorKind kind, const std::string& text) = nullptr;
 };
 
-// For all failures from now on; null: the C++ classes.
+// Sets the hooks for all later failures. A null hook leaves the C++ classes.
 WEFT_OPS_API void set_error_hooks(const ErrorHooks& hooks);
 
-// While it lives, what is raised on this thread says first what was being done: "weft::row_linear:
-// the all-reduce failed on rank 1 of its group: ...". For hooks; the C++ classes are left as they
-// are, for who catches them to add to.
+// While it exists, the messages that the raise hook gets on this thread begin with the operation:
+// "weft::row_linear: the all-reduce failed on rank 1 of its group: ...". The messages of the C++
+// classes stay as they are: the code that catches them can add text().
 class RaiseContext {
  public:
   // `op` and `what` outlive this.
@@ -43,9 +43,9 @@ class RaiseContext {
   const RaiseContext* outer_;
 };
 
-// Throws `error` as the caller is to get it.
+// Throws `error`, or what the hook makes of it.
 [[noreturn]] void raise(std::exception_ptr error);
-// The same, to be thrown by others.
+// Returns `error`, or what the hook makes of it, to be thrown later.
 std::exception_ptr kept(std::exception_ptr error);
 
 }  // namespace weft::collectives

@@ -70,9 +70,9 @@ std::vector<Part> parts_of(Byte* data, DType dtype, const std::vector<int64_t>& 
   return parts;
 }
 
-// Tensors that are not contiguous have been copied already: see TensorPack.
+// Tensors that are not contiguous do not count: TensorPack copies them.
 bool overlaps(const at::Tensor& output, const at::Tensor& input, bool may_be_same) {
-  if (!output.defined() || !input.defined()) return false;  // refused later, with a text
+  if (!output.defined() || !input.defined()) return false;  // rejected later, see TensorPack::check
   if (output.layout() != at::kStrided || input.layout() != at::kStrided) return false;
   if (!output.is_contiguous() || !input.is_contiguous()) return false;
   const auto overlap = at::get_overlap_status(output, input);

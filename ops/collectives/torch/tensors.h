@@ -1,6 +1,7 @@
 #pragma once
 
-// Tensors of a call as the core takes them: by pointer, contiguous, alive until the end.
+// The tensors of a call in the form that the core takes: pointers to contiguous memory that stays
+// valid until the call is done.
 
 #include "call.h"
 
@@ -16,7 +17,7 @@ namespace weft::collectives {
 DType dtype_of(std::string_view op, const at::Tensor& tensor);
 
 // Holds the tensors of one operation. A tensor that is not contiguous is sent from a copy, and
-// received into one that is copied back when the operation is done.
+// received into a copy that is written back when the operation is done.
 class TensorPack {
  public:
   explicit TensorPack(std::string_view op) : op_(op) {}
@@ -24,11 +25,11 @@ class TensorPack {
   // Errors: c10::Error unless `tensor` is a dense CPU tensor of the dtype of those before it.
   Input input(const at::Tensor& tensor);
   Output output(const at::Tensor& tensor);
-  // Read and written.
+  // For a tensor that is read and written.
   std::pair<Input, Output> in_place(const at::Tensor& tensor);
 
-  // `tensor` split along its first dim into as many parts as `counts` has elements; empty counts:
-  // `num_parts` equal ones.
+  // Return `num_parts` segments of `tensor`, split along its first dim into `counts` rows each;
+  // empty counts: into equal segments.
   std::vector<Input> input_parts(const at::Tensor& tensor,
                                  const std::vector<int64_t>& counts,
                                  int num_parts);
@@ -36,14 +37,15 @@ class TensorPack {
                                    const std::vector<int64_t>& counts,
                                    int num_parts);
 
-  // `tensor` cut into as many equal parts, whatever its dims. REQUIRES: they divide it.
+  // Return `num_parts` equal segments of `tensor`, regardless of its dims. REQUIRES: `num_parts`
+  // divides its number of elements.
   std::vector<Input> flat_input_parts(const at::Tensor& tensor, int num_parts);
   std::vector<Output> flat_output_parts(const at::Tensor& tensor, int num_parts);
 
   // The dtype of the tensors so far. REQUIRES: at least one.
   DType dtype() const { return dtype_.value(); }
 
-  // To be called when the operation is done: writes results to where they belong.
+  // Call it when the operation is done: copies results back to tensors that are not contiguous.
   void copy_back();
 
  private:
@@ -56,9 +58,9 @@ class TensorPack {
   std::vector<std::pair<at::Tensor, at::Tensor>> copy_backs_;  // to, from
 };
 
-// An output may be written while other parts of an input are read. Copies of those inputs that
-// overlap an output, and the others as they are. The tensor of rank `own` in the list may be the
-// single one itself.
+// Return copies of the inputs that overlap an output, and the other inputs unchanged: an output may
+// be written while other portions of an input are read. The tensor of rank `own` in the list may be
+// the single tensor itself.
 at::Tensor apart_from(const std::vector<at::Tensor>& outputs,
                       const at::Tensor& input,
                       int own = -1);
@@ -69,10 +71,10 @@ std::vector<at::Tensor> all_apart_from(const at::Tensor& output,
 // copies of the inputs that an earlier call writes.
 std::vector<at::Tensor> apart_in_turn(const std::vector<at::Tensor>& outputs,
                                       const std::vector<at::Tensor>& inputs);
-// Whether `part` is where the part of rank `rank` lies in `whole`.
+// Whether `part` is the segment of rank `rank` in `whole`; both must be contiguous.
 bool is_part_of(const at::Tensor& whole, const at::Tensor& part, int rank);
 
-// The shape as other ranks compare it.
+// Returns the dtype and shape, which ranks compare.
 TensorFacts facts_of(std::string_view op, const at::Tensor& tensor);
 
 }  // namespace weft::collectives

@@ -13,10 +13,11 @@ namespace weft::collectives {
 
 namespace {
 
-// What is chained to a future may wait for another one: never on a thread that moves data.
+// A callback chained to a future may wait for another future, so it never runs on a thread that
+// moves data.
 void settle_elsewhere(std::function<void()> settle) {
   static std::mutex mutex;
-  static TaskThreads* threads = nullptr;  // never destroyed: a callback may run at the very end
+  static TaskThreads* threads = nullptr;  // never destroyed: a callback may run at process exit
   static unsigned made_in = 0;
   const std::lock_guard lock(mutex);
   if (threads == nullptr || made_in != fork_generation()) {
@@ -102,7 +103,7 @@ int CollectiveWork::sourceRank() const {
 
 bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
   for (const OperationPtr& operation : operations_) group_->wait(*operation, timeout);
-  // Who waits for the work may ask its future next.
+  // The caller may use the future next.
   c10::intrusive_ptr<c10::ivalue::Future> future;
   {
     const std::lock_guard lock(completion_->mutex);

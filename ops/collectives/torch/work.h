@@ -1,6 +1,6 @@
 #pragma once
 
-// A call in flight, for c10d.
+// c10d's handle of a call in flight.
 
 #include "group.h"
 
@@ -12,10 +12,10 @@
 
 namespace weft::collectives {
 
-// One or several operations of one call. The group carries them out whether or not anybody waits.
+// One or several operations of one call. The group carries them out even if no thread waits.
 class CollectiveWork final : public c10d::Work {
  public:
-  // `title` for the profiler. outputs: what result() and the future give.
+  // title: for the profiler. outputs: the value of result() and of the future.
   CollectiveWork(std::shared_ptr<Group> group,
                  int rank,
                  c10d::OpType op_type,
@@ -23,7 +23,7 @@ class CollectiveWork final : public c10d::Work {
                  const std::vector<at::Tensor>& inputs,
                  std::vector<at::Tensor> outputs);
 
-  // Once for each operation, before any is submitted: adds to what happens when it is done.
+  // Call it once for each operation, before any is submitted: extends the operation's on_done.
   void add(const OperationPtr& operation);
 
   bool isCompleted() override;
@@ -32,13 +32,13 @@ class CollectiveWork final : public c10d::Work {
   int sourceRank() const override;
   std::vector<at::Tensor> result() override { return completion_->outputs; }
   void synchronize() override { wait(kNoTimeout); }
-  // Errors: what the group failed with; see raise.h.
+  // Errors: the failure of the group; see raise.h.
   bool wait(std::chrono::milliseconds timeout) override;
   void abort() override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
  private:
-  // Outlives the work: a call whose work is dropped still ends.
+  // Outlives the work: a call completes even if its work is dropped.
   struct Completion {
     std::mutex mutex;
     size_t num_left = 0;

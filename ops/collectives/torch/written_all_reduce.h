@@ -7,13 +7,13 @@
 
 namespace weft::collectives {
 
-// Puts a rank's part of a sum into the tensor it is given, contiguous and not initialised.
+// Writes a rank's summand into the tensor it is given, which is contiguous and uninitialised.
 using Write = std::function<void(at::Tensor&)>;
 
-// Starts the sum over `group` of what `write` puts into a tensor like `result`, which gets the sum:
-// `write` is given memory of the group where it has some free, so that the part need not be copied
-// there, and `result` itself otherwise. Null, and nothing was written, where the CPU tensors of
-// `group` travel over another backend.
+// Starts an all-reduce over `group`: `result` receives the sum of the tensors that `write` writes,
+// which are like `result`. `write` gets shared memory lent by the group if that is available, which
+// saves a copy, otherwise `result` itself. Returns null, and writes nothing, if `group` uses
+// another backend for CPU tensors.
 // REQUIRES: a contiguous CPU tensor; the caller waits for the work soon.
 c10::intrusive_ptr<c10d::Work> all_reduce_written(c10d::ProcessGroup& group,
                                                   at::Tensor& result,

@@ -49,7 +49,7 @@ void Ledger::change(BlockHead& head, Category category) {
     usage[category] += static_cast<int64_t>(head.num_bytes);
   };
   move(current_);
-  // It lives, so it has been part of every peak since it came.
+  // The block is alive, so it is part of every peak that was reached after its allocation.
   if (head.sequence <= peak_.sequence) move(peak_.usage);
   for (auto phase = phases_.rbegin(); phase != phases_.rend(); ++phase) {
     if (head.sequence > phase->peak.sequence) break;
@@ -119,7 +119,7 @@ void Ledger::reset_peak() {
   phases_.back().peak = now();
 }
 
-// A child is forked by one thread while another may hold the lock.
+// fork() may be called while another thread holds the lock, which would stay locked in the child.
 struct ForkHandlers {
   static void lock() { ledger().mutex_.lock(); }
   static void unlock() { ledger().mutex_.unlock(); }

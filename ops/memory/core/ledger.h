@@ -1,8 +1,9 @@
 #pragma once
 
-// Who holds how many bytes: every block of memory is entered when it is allocated and struck out
-// when it is freed. Thread safety: all of it; a forked child has a ledger of its own that goes on
-// where its parent's was.
+// The ledger of memory: it records every block when it is allocated and removes it when it is
+// freed. It keeps the current bytes per category, and the peak, that is the bytes per category when
+// their sum was largest, overall and for each phase. A phase is a period of the run, such as a
+// forward. Thread-safe. A forked child has a copy of its parent's ledger.
 
 #include <weft/memory/usage.h>
 
@@ -14,10 +15,10 @@
 
 namespace weft::memory {
 
-// Stands in the 64 bytes before a block; the ledger's own.
+// The ledger's record of a block, in the 64 bytes before it.
 struct alignas(64) BlockHead {
-  size_t num_bytes = 0;  // as requested
-  uint64_t sequence = 0;
+  size_t num_bytes = 0;   // as requested
+  uint64_t sequence = 0;  // of the allocation, from 1
   BlockHead* previous = nullptr;
   BlockHead* next = nullptr;
   Category category = Category::kOther;
@@ -30,37 +31,39 @@ class Ledger {
   Ledger(const Ledger&) = delete;
   Ledger& operator=(const Ledger&) = delete;
 
-  // `head.num_bytes` is set; the rest is filled in. The category is the one of this thread, or
-  // else of the phase.
+  // Records a block. REQUIRES: `head.num_bytes` is set. The category is that of this thread's
+  // ScopedCategory, or else that of the phase.
   void add(BlockHead& head);
   void remove(BlockHead& head);
 
-  // A block changes its category in all peaks that it has been part of, too: what is known later of
-  // a block holds for all its life.
+  // Changes the category of a block, also in all peaks that include it, as if it had had the
+  // category from the start.
   void set_category(BlockHead& head, Category category);
-  // The same for all living blocks of `from` that came after the mark().
+  // The same for all live blocks of category `from` that were allocated after mark() returned
+  // `mark`.
   void set_category_since(uint64_t mark, Category from, Category to);
   uint64_t mark() const;
 
-  // Memory for communication that no allocator sees, as a whole. What has been added since the last
-  // call counts as there at the peaks of the phase, too: that is as late as it can have come.
+  // Sets the total of shared memory for communication, which no allocator reports. An increase
+  // since the last call is also added to the peak of the current phase: the memory may have been
+  // there by then.
   void set_shared_memory(int64_t num_bytes);
 
-  // Blocks to come are of `category`.
+  // Begins a phase. Blocks allocated in it get `category` by default.
   void begin_phase(std::string name, Category category);
-  // The oldest first, the present one last; of a long run the newest kMostPhases.
+  // Returns the newest kMostPhases phases, from the oldest to the current one.
   std::vector<Phase> phases() const;
   static constexpr size_t kMostPhases = 4096;
 
   Totals totals() const;
-  // Forgets the peak, and all phases but the present one.
+  // Resets the peak and drops all phases but the current one.
   void reset_peak();
 
  private:
   struct Peak {
     Usage usage;
     int64_t total = 0;
-    uint64_t sequence = 0;  // of the newest block then
+    uint64_t sequence = 0;  // of the newest block at the peak
   };
   struct PhaseRecord {
     std::string name;
@@ -69,13 +72,13 @@ class Ledger {
   };
   friend struct ForkHandlers;
 
-  // REQUIRES, of all: the lock.
+  // REQUIRES, for both: the lock is held.
   void change(BlockHead& head, Category category);
   Peak now() const { return {current_, current_total_, num_allocations_}; }
 
   mutable std::mutex mutex_;
   const std::chrono::steady_clock::time_point start_;
-  BlockHead newest_;  // the anchor of the list of living blocks, the newest first
+  BlockHead newest_;  // head of the circular list of live blocks, newest first
   Usage current_;
   int64_t current_total_ = 0;
   int64_t shared_memory_ = 0;
@@ -86,7 +89,7 @@ class Ledger {
   std::deque<PhaseRecord> phases_;
 };
 
-// Blocks that this thread allocates while it lives are of `category`, whatever the process does.
+// While it exists, blocks that this thread allocates get `category`, whatever the phase.
 class ScopedCategory {
  public:
   explicit ScopedCategory(Category category);
@@ -98,7 +101,7 @@ class ScopedCategory {
   const int previous_;
 };
 
-// The process's. Never destroyed: blocks may be freed at its very end.
+// The ledger of this process. Never destroyed, because blocks may be freed at process exit.
 Ledger& ledger();
 
 }  // namespace weft::memory

@@ -11,7 +11,7 @@ namespace weft::memory {
 
 namespace {
 
-// What is wrapped; null until then. A deleter is a function, and has no other place to look.
+// The wrapped allocator; null before. Global, because a deleter is a function without state.
 std::atomic<c10::Allocator*> wrapped{nullptr};
 
 BlockHead* head_before(void* data) { return static_cast<BlockHead*>(data) - 1; }
@@ -23,8 +23,8 @@ void free_block(void* data) {
   wrapped.load()->raw_deallocate(head);
 }
 
-// oneDNN and others free by raw_deleter() what they find in get(): data and context are the same
-// here, and what is to be known of a block stands before it, not in a context of its own.
+// oneDNN and others pass get() to raw_deleter(), so data and context of a DataPtr must be the same
+// pointer. Hence a block's record is in front of the data rather than in a context.
 class CountingAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t num_bytes) override {
@@ -53,7 +53,7 @@ bool install_counting_allocator() {
               "weft: got a CPU allocator without a raw_deleter, whose memory cannot be counted; "
               "start counting before it is installed");
   wrapped = base;
-  // Never destroyed: storages keep it, and blocks may be freed at the very end of the process.
+  // Never destroyed: storages refer to it, and blocks may be freed at process exit.
   c10::SetCPUAllocator(new CountingAllocator, UINT8_MAX);
   return true;
 }

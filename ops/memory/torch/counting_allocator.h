@@ -1,6 +1,6 @@
 #pragma once
 
-// A c10 allocator that enters what it allocates in the ledger, with the memory of the one it wraps.
+// A c10 allocator that wraps another one and records its allocations in the ledger.
 
 #include "ledger.h"
 
@@ -8,12 +8,12 @@
 
 namespace weft::memory {
 
-// Puts one around torch's CPU allocator, for good. False where one is there already.
+// Wraps torch's CPU allocator; this cannot be undone. Returns false if it was wrapped before.
 // Errors: c10::Error for an allocator without a raw_deleter.
 bool install_counting_allocator();
 bool is_counting();
 
-// The head of a block that the counting allocator made; null for other blocks.
+// Returns the head of a block of the counting allocator; null for other blocks.
 BlockHead* head_of(const c10::DataPtr& data);
 
 }  // namespace weft::memory

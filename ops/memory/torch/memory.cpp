@@ -1,4 +1,4 @@
-// What <weft/ops/memory.h> declares.
+// Implements <weft/ops/memory.h>.
 #include "counting_allocator.h"
 
 #include <weft/ops/backend.h>
@@ -8,7 +8,7 @@ namespace weft::ops {
 
 namespace {
 
-// Shared memory comes with no word of an allocator: it is looked at wherever figures are asked for.
+// Shared memory does not come from the allocator, so its size is read whenever figures are needed.
 memory::Ledger& up_to_date() {
   memory::ledger().set_shared_memory(static_cast<int64_t>(shared_memory_bytes()));
   return memory::ledger();

@@ -14,7 +14,7 @@ from lightning_plugin.scripts.plugin_models import on_warm_rank
 def run_as_main(rank: int, world_size: int, path: str, arguments: list[str], cwd: str) -> str:
     """Run the script at `path` as `__main__` in the folder `cwd` and return its stdout.
 
-    Ranks that ran a script may have other levels of loggers and filters of warnings: end them afterwards.
+    A script may change the levels of loggers and the filters of warnings: end the ranks afterwards.
     """
     on_warm_rank(rank, world_size)
     before, own_argv, own_path, own_cwd = set(sys.modules), sys.argv, list(sys.path), os.getcwd()
@@ -33,7 +33,7 @@ def run_as_main(rank: int, world_size: int, path: str, arguments: list[str], cwd
         os.close(own_stdout)
         os.chdir(own_cwd)
         sys.argv, sys.path[:] = own_argv, own_path
-        for name in set(sys.modules) - before:  # modules beside the script may have anybody's names
+        for name in set(sys.modules) - before:  # modules beside the script may have any name
             if "." not in name and str(getattr(sys.modules[name], "__file__", "")).startswith(folder):
                 del sys.modules[name]
     with stdout:

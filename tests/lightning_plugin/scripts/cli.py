@@ -38,7 +38,7 @@ class Data(L.LightningDataModule):
 
 
 def rules(name: str, module: nn.Module) -> str | None:
-    """A plan by its dotted name."""
+    """Return the style of a module; the configuration names this function as its plan."""
     return "column_row_mlp" if name == "layers" else None
 
 

@@ -1,7 +1,7 @@
-"""A run of two ranks that does not end by itself. Arguments: what rank 0 and rank 1 do in step 1.
+"""A run of two ranks that does not end by itself. Arguments: the actions of rank 0 and rank 1 in step 1.
 
 compute   multiply matrices endlessly
-wait      wait in a collective for a rank that never comes
+wait      hang in a collective that the other rank never enters
 raise     raise an exception after a second
 """
 

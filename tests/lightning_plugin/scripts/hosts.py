@@ -19,7 +19,7 @@ import weft.lightning  # noqa: F401
 
 
 class ShareOfData(Model):
-    """Gets the rows of each batch that are its data rank's."""
+    """Loads its data rank's rows of each batch."""
 
     def train_dataloader(self) -> torch.utils.data.DataLoader:
         axes = self.trainer.strategy.data_axes

@@ -1,4 +1,4 @@
-"""A small Llama under the Trainer on any mesh and ZeRO stage, held against one device."""
+"""Trains a small Llama with the Trainer on any mesh and ZeRO stage, and compares it with one device."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ CASES = [(layout, stage) for layout, sizes in MESHES.items() for stage in ((0, 1
 
 
 def mesh_settings(mesh: str, stage: int | None) -> dict[str, Any]:
-    """What the strategy is given for one of MESHES; "by tokens" means sequence parallelism."""
+    """Return the strategy's arguments for one of MESHES; "by tokens" means sequence parallelism."""
     layout, *words = mesh.split(" ")
     return {"plan": "auto", "layout": layout, "zero_stage": stage, "sequence_parallel": bool(words)}
 
 
 class Tokens(L.LightningModule):
-    """A Llama between an own parameter and the loss; records losses and the gradients of the last step."""
+    """A Llama with scaled logits; records losses, the gradients of the last step and gradient norms."""
 
     def __init__(self, optimizer: str) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Tokens(L.LightningModule):
 
 
 def batches(num_data: int, data_rank: int, accumulate: int) -> list[tuple[Tensor, Tensor]]:
-    """This data rank's rows of the batches that one device would get; `[4 / num_data, 9]` each."""
+    """Return this data rank's rows of the batches that one device would get; `[4 / num_data, 9]` each."""
     rows = 4 // num_data
     return [
         (inputs[data_rank * rows : (data_rank + 1) * rows], targets[data_rank * rows : (data_rank + 1) * rows])
@@ -101,7 +101,7 @@ def fit(
 
 @functools.cache
 def one_device(folder: str, optimizer: str, accumulate: int, clip: float | None) -> dict[str, Any]:
-    """Without weft."""
+    """Return the results of one device without weft."""
     case = {"optimizer": optimizer, "accumulate": accumulate, "clip": clip}
     [result] = run_on_ranks(1, fit, folder=folder, mesh="", stage=None, **case)
     return result
@@ -110,13 +110,13 @@ def one_device(folder: str, optimizer: str, accumulate: int, clip: float | None)
 def assert_like_one_device(
     folder: str, mesh: str, stage: int | None, optimizer: str, accumulate: int, clip: float | None
 ) -> None:
-    """Losses, the last step's gradients and the weights after STEPS steps."""
+    """Compare losses, the last step's gradients and the weights after STEPS steps with one device."""
     expected = one_device(folder, optimizer, accumulate, clip)
     tensor, world_size = MESHES[mesh][2], torch.Size(MESHES[mesh]).numel()
     case = {"optimizer": optimizer, "accumulate": accumulate, "clip": clip}
     results = run_on_ranks(world_size, fit, folder=folder, mesh=mesh, stage=stage, **case)
     losses = torch.tensor([result["losses"] for result in results[::tensor]], dtype=torch.float64).mean(0)
-    # AdamW divides by the size of gradients: where they are small it enlarges their rounding.
+    # AdamW divides by the magnitude of gradients, which amplifies the rounding of small ones.
     tolerance = 1e-10 if optimizer == "SGD" else 1e-8
     torch.testing.assert_close(losses, torch.tensor(expected["losses"], dtype=torch.float64), rtol=tolerance, atol=0)
     for result in results:

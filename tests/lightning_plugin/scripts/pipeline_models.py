@@ -1,4 +1,4 @@
-"""A LightningModule around a small Llama, for pipelines under the Trainer, that logs and gives all kinds of things."""
+"""A LightningModule around a small Llama, for pipelines in the Trainer, that logs and returns many kinds of values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CUTS = {2: ["layers.2"], 4: ["layers.1", "layers.2", "layers.3"]}
 
 
 class Text(L.LightningModule):
-    """Next tokens of a Llama, all in float64."""
+    """Predicts next tokens with a Llama, all in float64."""
 
     def __init__(self, optimizer: str = "sgd", has_head: bool = False) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Text(L.LightningModule):
 
 
 class Itself(Text):
-    """The same without a Llama inside: its own forward has the layers."""
+    """The same without a Llama inside: its own forward calls the layers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -111,7 +111,7 @@ class Itself(Text):
 
 
 def text_loader(num_samples: int = 18, batch_size: int = 6, rank: int = 0, num_ranks: int = 1) -> DataLoader:
-    """Batches of tokens; of `num_ranks` data-parallel ranks one's share of each."""
+    """Return batches of tokens, or one data-parallel rank's portion of each."""
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(ARGS.vocab_size, (num_samples, LENGTH + 1), generator=generator)
     samples = [{"x": each[:-1], "y": each[1:]} for each in tokens]
@@ -123,7 +123,7 @@ def text_loader(num_samples: int = 18, batch_size: int = 6, rank: int = 0, num_r
 
 
 def staged(layout: str = "pp2", **options: Any) -> WeftModelParallelStrategy:
-    """The strategy with the Llama in stages of equal numbers of layers."""
+    """Return the strategy with the Llama in stages of equal numbers of layers."""
     stages = int(layout[2])
     settings = {"plan": "auto", "pipeline_cuts": CUTS[stages], "pipeline_module": "model", "num_micro_batches": 2}
     return WeftModelParallelStrategy(layout=layout, **{**settings, **options})

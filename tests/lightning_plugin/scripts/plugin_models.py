@@ -28,7 +28,7 @@ class FeedForward(nn.Module):
 
 
 class Model(L.LightningModule):
-    """norm -> MLP -> dropout, times a scale that the training step reads itself; records what it sees."""
+    """norm -> MLP -> dropout, times a scale that the training step reads itself; records losses and batches."""
 
     def __init__(self, dropout: float = 0.0, optimizer: str = "adamw", seed: int | None = 0) -> None:
         super().__init__()
@@ -75,18 +75,18 @@ class Model(L.LightningModule):
 
 
 def fixed_data() -> Tensor:
-    """The same samples everywhere, `[BATCH * NUM_BATCHES, DIM]` float64."""
+    """Return the same samples in every process, `[BATCH * NUM_BATCHES, DIM]` float64."""
     generator = torch.Generator().manual_seed(7)
     return torch.randn(BATCH * NUM_BATCHES, DIM, dtype=torch.float64, generator=generator)
 
 
 def loader(data: Any = None, **options: Any) -> DataLoader:
-    """Batches of `data`, or of `fixed_data()`, in order unless `options` say otherwise."""
+    """Return batches of `data`, or of `fixed_data()`, in order unless `options` say otherwise."""
     return DataLoader(fixed_data() if data is None else data, batch_size=BATCH, **options)
 
 
 def trainer(devices: int, strategy: Any, folder: Path | str, **options: Any) -> L.Trainer:
-    """A quiet Trainer on the CPU."""
+    """Return a quiet Trainer on the CPU."""
     settings: dict[str, Any] = {
         "max_epochs": 1,
         "logger": False,
@@ -105,11 +105,11 @@ def on_warm_rank(rank: int, world_size: int) -> None:
     from weft._plugin import meshes
 
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(world_size))
-    meshes._meshes.clear()  # the pool destroys the groups of the case before
+    meshes._meshes.clear()  # the pool destroys the groups of the previous case
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
-    """Every parameter, whole and plain; collective."""
+    """Return every parameter as a full plain tensor; collective."""
     whole = {}
     for name, parameter in module.named_parameters():
         value = parameter.detach()
@@ -118,7 +118,7 @@ def weights(module: nn.Module) -> dict[str, Tensor]:
 
 
 def assert_same_weights(left: dict[str, Tensor], right: dict[str, Tensor], rtol: float = 1e-10) -> None:
-    """Equal up to the order of sums in float64."""
+    """Compare weights, which must be equal up to the order of sums in float64."""
     assert left.keys() == right.keys()
     for name, value in left.items():
         torch.testing.assert_close(value, right[name], rtol=rtol, atol=rtol, msg=lambda m, n=name: f"{n}: {m}")

@@ -1,7 +1,7 @@
-"""Every collective of torch.distributed as a function of a group, for one backend or another to answer.
+"""Every collective of torch.distributed as a function of a group, which may be of any backend.
 
-Each takes (group, rank, world_size, make), where make(key, *shape) gives this rank's input, and returns the
-tensors it leaves.
+Each takes (group, rank, world_size, make), where make(key, *shape) returns this rank's input, and returns the
+resulting tensors.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def scatter(group: dist.ProcessGroup, rank: int, world_size: int, make: Make) ->
 
 
 def all_to_all_single(group: dist.ProcessGroup, rank: int, world_size: int, make: Make) -> list[Tensor]:
-    """Rank a gives rank b as many rows as a + 2 b."""
+    """Rank a sends a + 2 b rows to rank b."""
     gives = [rank + 2 * peer for peer in range(world_size)]
     takes = [peer + 2 * rank for peer in range(world_size)]
     output = torch.zeros_like(make("out", sum(takes), 2))
@@ -94,7 +94,7 @@ def all_to_all_single(group: dist.ProcessGroup, rank: int, world_size: int, make
 
 
 def send_recv(group: dist.ProcessGroup, rank: int, world_size: int, make: Make) -> list[Tensor]:
-    """Around the ring, with two tags received in the other order than sent."""
+    """Send two messages around a ring, with tags that are received in the opposite order."""
     received = [torch.zeros_like(make("out", 4)) for _ in range(2)]
     if world_size == 1:
         return []

@@ -1,4 +1,4 @@
-"""Tests on ranks that believe to run on several hosts."""
+"""Runs tests on ranks that simulate several hosts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 
 
 def across_hosts(*layouts: str) -> Callable[[Callable[..., None]], Any]:
-    """Run a body of `on_ranks` once per layout: a letter for each rank, its host. One letter for all is one host.
+    """Run a body of `on_ranks` once per layout, which has a letter for each rank: its host.
 
-    Groups of the weft backend that the body makes are on those hosts.
+    Equal letters are one host. Groups of the weft backend that the body creates are on these hosts.
     """
 
     def decorate(body: Callable[..., None]) -> Any:

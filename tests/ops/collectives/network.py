@@ -1,6 +1,6 @@
 """One rank of a job over a real network between hosts: `python network.py RANK WORLD_SIZE STORE_ADDRESS INTERFACE`.
 
-Prints a JSON line with what it computed.
+Prints a JSON line with its results.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which collectives a call makes, over the backend weft or gloo's."""
+"""Checks which collectives a call makes, on the backend weft or gloo."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch.profiler import ProfilerActivity, profile
 
 Result = TypeVar("Result")
 
-# What gloo itself records does not tell a reduce-scatter from the all-reduce that carries it out. The dispatcher's
-# operators do; of some collectives the backend weft makes without them.
+# Gloo's own events do not distinguish a reduce-scatter from the all-reduce that implements it; the dispatcher's
+# operators do. The backend weft makes some collectives without these operators.
 _NAMES = {
     "c10d::allreduce_": "all_reduce",
     "c10d::_allgather_base_": "all_gather_into_tensor",
@@ -26,9 +26,9 @@ _NAMES = {
 
 
 def collectives_of(run: Callable[[], Result], expected: dict[str, int]) -> Result:
-    """What `run` gives, with no other collectives than `expected`, by c10d's names.
+    """Return the result of `run`; assert that its collectives, by c10d's names, are exactly `expected`.
 
-    Its groups are of the backend of the group of all ranks.
+    Its groups must have the backend of the group of all ranks.
     """
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         result = run()

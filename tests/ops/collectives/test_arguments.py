@@ -1,4 +1,4 @@
-"""Arguments that are refused: with the class of error that gloo raises, before anything is sent."""
+"""Invalid arguments raise the class of error that gloo raises, before any communication."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.ranks import on_ranks
 
 Call = Callable[[dist.ProcessGroup, int], object]
 
-# Refused by both backends.
+# Calls that raise an error on both backends.
 REFUSED: dict[str, Call] = {
     "too few outputs": lambda group, n: dist.all_gather([torch.ones(2)] * (n - 1), torch.ones(2), group=group),
     "output of a wrong size": lambda group, n: dist.all_gather_into_tensor(
@@ -44,7 +44,7 @@ REFUSED: dict[str, Call] = {
 
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
-REFUSED_BY_NEW_GLOO = {"a dim that ranks do not divide"}  # with torch 2.11 it goes through
+REFUSED_BY_NEW_GLOO = {"a dim that ranks do not divide"}  # gloo of torch 2.11 accepts it
 
 
 @on_ranks(2)
@@ -61,7 +61,7 @@ def test_as_gloo_does(rank: int, world_size: int, case: str) -> None:
             REFUSED[case](group, world_size)
         classes.append(type(caught.value))
         ones = torch.ones(2)
-        dist.all_reduce(ones, group=group)  # the group works on
+        dist.all_reduce(ones, group=group)  # the group remains usable
         assert ones.tolist() == [2.0, 2.0]
     assert classes[0] is classes[1], classes
 

@@ -1,4 +1,4 @@
-"""Ranks that die, stop, fork or share the machine with another job: real processes."""
+"""Ranks that die, stop, fork, or share the machine with another job, in real processes."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def run_faults(*arguments: str) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def scenarios() -> list[dict]:
-    """Each collective once, with rank 1 of 3 killed and stopped in the middle of it; rank 0 once more."""
+    """Return scenarios of each collective with rank 1 of 3 killed or stopped in it, some with rank 0 or two hosts."""
     before = set(os.listdir("/dev/shm"))
     found = run_faults("--victims", "1") + run_faults("--victims", "0", "--calls", "all_reduce", "broadcast")
     found += run_faults("--hosts", "abb", "--calls", "all_reduce", "scatter", "send_recv")
-    # While much is in flight between the hosts: gloo alone did not notice one in four.
+    # With large messages in flight between the hosts: gloo alone did not detect one death in four.
     large = ("--calls", "large_all_reduce", "--signals", "SIGKILL", "--victims", "0", "--repeats", "8")
     found += run_faults("--hosts", "abb", *large)
     assert set(os.listdir("/dev/shm")) == before
@@ -73,7 +73,7 @@ def test_the_soak_tells_what_is_wrong(scenarios: list[dict]) -> None:
 @on_ranks(2)
 @across_hosts("aa", "ab")
 def test_fork_after_init(rank: int, world_size: int) -> None:
-    """A child may not use its parent's group, and neither its work nor its end disturbs the group."""
+    """A child cannot use its parent's group, and neither its work nor its exit disturbs the group."""
     group = dist.new_group(backend="cpu:weft")
     work = dist.all_reduce(torch.ones(10), group=group, async_op=True)  # starts the background thread
     work.wait()
@@ -132,7 +132,7 @@ def test_two_jobs_on_one_machine(tmp_path: Path) -> None:
 @on_ranks(2)
 @across_hosts("aa", "ab")
 def test_abort_and_leaving(rank: int, world_size: int) -> None:
-    """Abort ends what waits at once; so does the end of a group that others still need."""
+    """An abort fails pending calls at once; so does destroying a group that other ranks still use."""
     group = dist.new_group(backend="cpu:weft")
     if rank == 0:
         with pytest.raises(weft.GroupAbortedError, match="rank 1 aborted group"):
@@ -141,7 +141,7 @@ def test_abort_and_leaving(rank: int, world_size: int) -> None:
         group._get_backend(torch.device("cpu")).abort()
     group = dist.new_group(backend="cpu:weft")
     if rank == 0:
-        # On another host it is a connection that was closed.
+        # Between hosts it is detected as a closed connection.
         text = r"rank 1 \(.*\) of group '.*' (left the group|was lost) while rank 0"
         with pytest.raises(weft.PeerLostError, match=text):
             dist.all_reduce(torch.ones(3), group=group)
@@ -159,7 +159,7 @@ def test_a_late_rank_is_named_by_the_timeout_of_the_call(rank: int, world_size: 
         work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
         with pytest.raises(weft.CollectiveTimeoutError, match=r"timed out after 0.2 s on rank 0.*not arrived rank 1"):
             work.wait(timedelta(seconds=0.2))
-    dist.barrier()  # of the other group: the late one comes only now
+    dist.barrier()  # on the default group: the late rank makes its call only after it
     if rank == 1:
         with pytest.raises(weft.CollectiveTimeoutError, match="not arrived rank 1"):
             dist.all_reduce(torch.ones(3), group=group)

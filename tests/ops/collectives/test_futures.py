@@ -1,4 +1,4 @@
-"""Futures of works: what is chained to them may wait for others, and a failure can be read as often as one likes."""
+"""Futures of works: callbacks may wait for other collectives, and an error can be read repeatedly."""
 
 from __future__ import annotations
 

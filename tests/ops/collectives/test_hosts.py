@@ -1,4 +1,4 @@
-"""Groups on several hosts, beyond the values that test_values.py checks there too."""
+"""Multi-host groups, except for their values, which test_values.py checks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ gloo = weft.collectives.BackendOptions().transport
 
 
 def transports_made(rank: int) -> list[tuple[int, int, timedelta]]:
-    """What a group asks of the function that makes its transport."""
+    """Return the arguments with which a group calls the function that makes its transport."""
     made: list[tuple[int, int, timedelta]] = []
 
     def transport(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.distributed_c10d.Backend:
@@ -47,7 +47,7 @@ def test_one_host_needs_no_transport(rank: int, world_size: int) -> None:
 @on_ranks(3)
 @across_hosts("aab")
 def test_transport_of_another_kind(rank: int, world_size: int) -> None:
-    """Over a backend whose works cannot be aborted: the group works, fails and goes all the same."""
+    """With a transport whose works cannot be aborted, the group still works, fails and is destroyed."""
 
     def weft_on_one_host(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.distributed_c10d.Backend:
         own_host = os.environ["WEFT_HOST_ID"]
@@ -72,7 +72,7 @@ def test_transport_of_another_kind(rank: int, world_size: int) -> None:
 @on_ranks(2)
 @across_hosts("ab")
 def test_a_store_can_be_used_again(rank: int, world_size: int) -> None:
-    """Neither the failure of an earlier group nor the addresses of its ranks are in the way."""
+    """Neither the failure of an earlier group nor its ranks' addresses in the store disturb a new one."""
     store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
     for attempt in range(3):
         backend = weft._collectives.make_backend(

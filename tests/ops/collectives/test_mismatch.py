@@ -1,4 +1,4 @@
-"""Calls that do not belong together: the same typed error on every rank, and never a wrong number."""
+"""Mismatched calls: the same typed error on every rank, and never a wrong result."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def split(*sizes: int) -> Body:
     return body
 
 
-# What rank 1 does, what the others do, and what the error tells of both.
+# The call of rank 1, the call of the other ranks, and the text of each in the error.
 CASES: dict[str, tuple[Body, Body, str, str]] = {
     "sizes": (sum_of(200, 256), sum_of(100, 256), "[200, 256]", "[100, 256]"),
     "shapes of one size": (sum_of(3, 4), sum_of(2, 6), "[3, 4]", "[2, 6]"),
@@ -73,7 +73,7 @@ CASES: dict[str, tuple[Body, Body, str, str]] = {
 
 
 def check_failed(group: dist.ProcessGroup, error: type[Exception]) -> None:
-    """A failed group stays failed, with the same error, and ends at once."""
+    """Assert that later calls of a failed group raise the same error; destroy the group."""
     for again in (sum_of(4), barrier, broadcast_from(0)):
         with pytest.raises(error):
             again(group, dist.get_rank())
@@ -88,7 +88,7 @@ def test_same_error_on_every_rank(rank: int, world_size: int, case: str) -> None
     sum_of(4)(group, rank)
     with pytest.raises(weft.CollectiveMismatchError) as caught:
         (other if rank == 1 else usual)(group, rank)
-        dist.barrier(group=group)  # where a rank may be done with its part before the others are
+        dist.barrier(group=group)  # for calls that a rank may complete before the others detect the mismatch
     text = str(caught.value)
     assert isinstance(caught.value, RuntimeError)
     assert "made calls that do not belong together" in text
@@ -111,7 +111,7 @@ def test_splits(rank: int, world_size: int) -> None:
 @on_ranks(2, 3)
 @pytest.mark.parametrize(("sent", "received"), [(10, 4), (4, 10), (4000, 10)])
 def test_messages(rank: int, world_size: int, sent: int, received: int) -> None:
-    """Gloo aborts on the first and leaves stale values behind in the second."""
+    """Gloo aborts in the first case and leaves stale values in the second."""
     group = new_group()
     place = torch.full((received,), 7.0)
     with pytest.raises(weft.CollectiveMismatchError, match=rf"{sent}.*{received}|{received}.*{sent}"):
@@ -140,7 +140,7 @@ def coalesced(group: dist.ProcessGroup, num_tensors: int) -> None:
 @on_ranks(2, 3)
 @across_hosts("aaa", "aba")
 def test_coalesced_calls_of_two_lengths(rank: int, world_size: int) -> None:
-    """Whose next call could fit the tensor that is missing: so the first tensor tells already."""
+    """The lengths are compared with the first tensor: a rank's next call could match the missing one."""
     group = new_group()
     with pytest.raises(weft.CollectiveMismatchError, match=r"float32 \[4\], tensor 1 of 3\).*tensor 1 of 2"):
         coalesced(group, 2 if rank == 1 else 3)
@@ -173,7 +173,7 @@ def test_messages_of_two_dtypes(rank: int, world_size: int) -> None:
 
 @on_ranks(3)
 def test_options_that_make_no_group(rank: int, world_size: int) -> None:
-    """Another limit is another layout of the shared memory."""
+    """A different limit means a different layout of the shared memory."""
     options = weft.collectives.BackendOptions(staging_limit_bytes=2**20 if rank == 2 else 2**24)
     with pytest.raises(weft.CollectiveMismatchError) as caught:
         dist.new_group(backend="cpu:weft", pg_options=options, timeout=timedelta(seconds=20))
@@ -230,7 +230,7 @@ def test_the_error_keeps_its_class(rank: int, world_size: int) -> None:
 
 @on_ranks(2, 4)
 def test_generated(rank: int, world_size: int) -> None:
-    """One rank changes one thing about a call; hypothesis chooses which, the same on every rank."""
+    """One rank changes one property of a call; hypothesis draws the change, the same on every rank."""
     from hypothesis import HealthCheck, given, seed, settings
     from hypothesis import strategies as st
 

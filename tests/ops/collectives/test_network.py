@@ -1,4 +1,4 @@
-"""Ranks in two network namespaces joined by a veth pair: two hosts as far as addresses and identities go."""
+"""Ranks in two network namespaces joined by a veth pair, which simulate two hosts."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ SCRIPT = Path(__file__).with_name("network.py")
 
 @pytest.fixture(scope="module")
 def networks() -> Iterator[tuple[str, str]]:
-    """The pids of two processes, each in a network of its own."""
+    """Yield the pids of two processes in separate network namespaces."""
     with two_networks() as pids:
         yield pids
 
 
 @pytest.mark.parametrize("hosts", ["ab", "aabb"])
 def test_two_networks(networks: tuple[str, str], hosts: str) -> None:
-    environment = {"OMP_NUM_THREADS": "1", "WEFT_HOST_ID": ""}  # the real identity is what tells them apart
+    environment = {"OMP_NUM_THREADS": "1", "WEFT_HOST_ID": ""}  # hosts are distinguished by their real identity
     with contextlib.ExitStack() as ranks:
         jobs = []
         for rank, host in enumerate(hosts):
@@ -39,7 +39,7 @@ def test_two_networks(networks: tuple[str, str], hosts: str) -> None:
             assert result.returncode == 0, result.stderr
             seen.append(json.loads(result.stdout))
     parts = [torch.randn(300_000, generator=torch.Generator().manual_seed(rank)) for rank in range(len(hosts))]
-    # Rank by rank on each host, then host by host.
+    # Summed in rank order on each host, then over the hosts.
     on_first = [part for part, host in zip(parts, hosts, strict=True) if host == "a"]
     on_second = [part for part, host in zip(parts, hosts, strict=True) if host == "b"]
     expected = sum(on_first[1:], on_first[0]) + sum(on_second[1:], on_second[0])

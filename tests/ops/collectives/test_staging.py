@@ -1,4 +1,4 @@
-"""How many pages of shared memory collectives write to."""
+"""The number of shared memory pages that collectives write."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from support.ranks import on_ranks
 
 @on_ranks(2, 3)
 def test_reduce_scatters_use_the_pages_of_all_gathers(world_size: int) -> None:
-    """The parts for the other ranks lie one behind the other, from where a gathered part lies."""
+    """The segments for other ranks are contiguous in the staging buffer, from the offset of an all-gather's segment."""
     group = dist.new_group(backend="cpu:weft")
     part = torch.ones(1 << 15)
     whole = part.new_ones(world_size << 15)
     with counted() as count:
-        for _ in range(2):  # of the two buffers that take turns
+        for _ in range(2):  # once for each of the two alternating buffers
             dist.all_gather_into_tensor(whole, part, group=group)
         gathered = count.now("communication")
         assert gathered == 2 * part.nbytes

@@ -1,4 +1,4 @@
-"""What PyTorch builds on process groups runs on the weft backend unchanged."""
+"""PyTorch features that use process groups run unchanged on the weft backend."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _made = itertools.count()
 
 
 def mesh_of(world_size: int, shape: tuple[int, ...] | None = None) -> DeviceMesh:
-    """A mesh whose groups all run on the weft backend."""
+    """Return a mesh whose groups all run on the weft backend."""
     shape = shape or (world_size,)
     override = dict.fromkeys(range(len(shape)), "cpu:weft")
-    # DTensor remembers meshes, by names too, and the groups of an earlier test are gone.
+    # Unique names: DTensor caches meshes, also by name, and the groups of an earlier test are destroyed.
     names = tuple(f"dim{dim}_of_{next(_made)}" for dim in range(len(shape)))
     return init_device_mesh("cpu", shape, mesh_dim_names=names, backend_override=override)
 
@@ -98,7 +98,7 @@ def test_tensor_parallel_plan(rank: int, world_size: int) -> None:
 @on_ranks(2, 4)
 @across_hosts("aaaa", "aabb")
 def test_fully_sharded(rank: int, world_size: int) -> None:
-    """Data parallel and two-dimensional (replicated over rows, sharded over columns)."""
+    """One-dimensional, and two-dimensional (replicated over rows, sharded over columns)."""
     batches = [[data_of(10 * step + each) for each in range(world_size)] for step in range(4)]
     expected = new_model()
     train(expected, [torch.cat(batch) for batch in batches])
@@ -169,7 +169,7 @@ def test_object_collectives(rank: int, world_size: int) -> None:
 @on_ranks(4)
 @across_hosts("aaaa", "abbc")
 def test_groups_within_groups(rank: int, world_size: int) -> None:
-    """Sub-groups of a mesh, several at once, out of step with each other; and a split group."""
+    """Several sub-groups of a mesh at once, called in different orders; and a split group."""
     mesh = mesh_of(world_size, (2, 2))
     rows, columns = mesh.get_group(0), mesh.get_group(1)
     works, tensors = [], []
@@ -206,7 +206,7 @@ def test_monitored_barrier_and_sequence_numbers(rank: int, world_size: int) -> N
 
 @on_ranks(2)
 def test_messages_do_not_count_as_collectives(rank: int, world_size: int) -> None:
-    """torch's detailed debug mode compares the count between ranks, of which not all take part in a message."""
+    """torch's detailed debug mode compares the count between ranks, but not all of them take part in a message."""
     group = dist.new_group(backend="cpu:weft")
     count = group._get_backend(torch.device("cpu"))._get_sequence_number_for_group
     before = count()

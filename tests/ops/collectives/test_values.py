@@ -1,4 +1,4 @@
-"""Values on the weft backend: those of gloo where gloo takes the dtype, those of plain arithmetic elsewhere."""
+"""Values on the weft backend equal gloo's for dtypes that gloo supports, and plain arithmetic for others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOLERANCE = {"float16": 2e-3, "bfloat16": 2e-2, "float32": 1e-6, "float64": 1e-1
 
 
 def values(rank: int, key: object, shape: tuple[int, ...], dtype: str) -> Tensor:
-    """What rank `rank` brings: small whole numbers, so that halves and products hold them."""
+    """Return the input of rank `rank`: small integers, which are exact in half types and in products."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{rank} {key}".encode()))
     numbers = torch.randint(0, 2 if dtype == "bool" else 4, shape, generator=generator)
     if dtype.startswith("complex"):
@@ -31,7 +31,7 @@ def values(rank: int, key: object, shape: tuple[int, ...], dtype: str) -> Tensor
 
 
 def strided(tensor: Tensor) -> Tensor:
-    """The same values, every second element of a larger storage and the last dim first."""
+    """Return the same values, strided: every second element of a larger storage, the last dim first."""
     wide = torch.zeros((*tensor.shape, 2), dtype=tensor.dtype)
     wide[..., 0] = tensor
     flipped = wide[..., 0]
@@ -73,7 +73,7 @@ def test_equals_gloo_across_hosts(rank: int, world_size: int, dtype: str) -> Non
 
 
 def check_against_gloo(rank: int, world_size: int, dtype: str) -> None:
-    """Gloo has contiguous tensors; ours come in both layouts. AVG of integers is ours alone: it truncates."""
+    """Gloo gets contiguous tensors, weft both layouts. Only weft supports AVG of integers: it truncates."""
     gloo_group, weft_group = dist.new_group(backend="gloo"), dist.new_group(backend="cpu:weft")
     calls = dict(MOVES)
     for name, reduction in REDUCTIONS.items():
@@ -92,7 +92,7 @@ def check_against_gloo(rank: int, world_size: int, dtype: str) -> None:
 @across_hosts("aaaa", "abba")
 @pytest.mark.parametrize("dtype", OTHER_DTYPES)
 def test_dtypes_that_gloo_does_not_take(rank: int, world_size: int, dtype: str) -> None:
-    """Moves equal gloo's moves of the same bytes, sums and averages those of torch."""
+    """Data movement equals gloo's on the same bytes; sums and averages equal torch's."""
     gloo_group, group = dist.new_group(backend="gloo"), dist.new_group(backend="cpu:weft")
     size = torch.empty(0, dtype=getattr(torch, dtype)).element_size()
 
@@ -101,7 +101,7 @@ def test_dtypes_that_gloo_does_not_take(rank: int, world_size: int, dtype: str) 
 
     for name, call in MOVES.items():
         if name == "all_to_all_single":
-            continue  # its split sizes count rows, which bytes have others of
+            continue  # its split sizes count rows, of which the bytes have a different number
         expected = call(gloo_group, rank, world_size, make_bytes)
         actual = call(group, rank, world_size, maker(rank, dtype, torch.clone))
         actual = [tensor.view(torch.uint8).reshape(tensor.shape[0], -1).flatten() for tensor in actual]
@@ -130,7 +130,7 @@ def test_averages_of_integers_truncate(rank: int, world_size: int, dtype: str) -
 @on_ranks(2, 3)
 @across_hosts("aaaa", "abba")
 def test_large_and_uneven(rank: int, world_size: int) -> None:
-    """Larger than the staging buffers, and lists whose parts differ from rank to rank."""
+    """Tensors larger than the staging buffers, and lists whose tensors differ from rank to rank."""
     group = dist.new_group(backend="cpu:weft")
     size = 3_000_001
     tensor = torch.arange(size, dtype=torch.float32) % 1000 + rank
@@ -158,7 +158,7 @@ def test_large_and_uneven(rank: int, world_size: int) -> None:
 @across_hosts("aaa", "aba")
 @pytest.mark.parametrize("size", [6, 600_000])
 def test_inputs_that_are_outputs_of_others(rank: int, world_size: int, size: int) -> None:
-    """An output may be memory that this rank sends from: values are those of copies made before the call."""
+    """An output may overlap memory that this rank sends: the values are those of copies made before the call."""
     group = dist.new_group(backend="cpu:weft")
     values = torch.arange(size, dtype=torch.float64)
 
@@ -194,12 +194,12 @@ def test_inputs_that_are_outputs_of_others(rank: int, world_size: int, size: int
 
 @on_ranks(2)
 def test_no_copies_where_none_are_needed(rank: int, world_size: int) -> None:
-    """In place as FSDP2 gathers and reduces, and into places that are written through a buffer of their own."""
+    """In place, as FSDP2 gathers and reduces, and into strided outputs, which are written through a buffer."""
     group = dist.new_group(backend="cpu:weft")
     size = 100_000
     whole, part = torch.ones(world_size, size), torch.ones(size)
     wide = torch.zeros(world_size, size, 2)[:, :, 0]
-    calls: dict[str, tuple[Callable[[], object], int]] = {  # and the tensors of `size` that it needs
+    calls: dict[str, tuple[Callable[[], object], int]] = {  # and the number of temporary tensors of `size`
         "all_gather in place": (lambda: dist.all_gather_into_tensor(whole, whole[rank], group=group), 0),
         "reduce_scatter in place": (lambda: dist.reduce_scatter_tensor(whole[rank], whole, group=group), 0),
         "all_gather list": (lambda: dist.all_gather(list(whole), part, group=group), 0),
@@ -209,7 +209,7 @@ def test_no_copies_where_none_are_needed(rank: int, world_size: int) -> None:
     }
     for name, (call, num_tensors) in calls.items():
         for _ in range(4):
-            call()  # all pages of shared memory that it writes to are there then
+            call()  # warm up: allocates all shared memory pages that it writes
         with counted() as count:
             before = count.now()
             call()
@@ -247,7 +247,7 @@ def test_coalesced(rank: int, world_size: int) -> None:
 
 @on_ranks(2, 4)
 def test_same_bits_for_every_size_and_run(rank: int, world_size: int) -> None:
-    """One-shot, sliced and chunked all-reduces, reduce-scatter and reduce sum in the order of the ranks."""
+    """One-shot, segmented and chunked all-reduces and reduce-scatters sum in the order of the ranks."""
     group = dist.new_group(backend="cpu:weft")
     scales = [10.0**each for each in range(world_size)]
     parts = [torch.randn(5_000_000, generator=torch.Generator().manual_seed(each)) for each in range(world_size)]
@@ -269,7 +269,7 @@ def test_same_bits_for_every_size_and_run(rank: int, world_size: int) -> None:
 @on_ranks(2, 4)
 @across_hosts("aaaa", "abba")
 def test_any_source_and_any_order(rank: int, world_size: int) -> None:
-    """Everybody posts its sends first, or its receives, in the order of the ranks or against it."""
+    """Ranks post sends in ascending or descending rank order, receives in the opposite one, and wait in either."""
     group = dist.new_group(backend="cpu:weft")
     peers = [each for each in range(world_size) if each != rank]
     for size in (3, 2_000_000):
@@ -321,7 +321,7 @@ def test_asynchronous_works(rank: int, world_size: int) -> None:
     chained.wait()
     assert seen == [total]
     assert all(torch.equal(tensor, torch.full_like(tensor, total)) for tensor in tensors)
-    # No thread waits: the background thread ends it.
+    # No thread waits for the work: the background thread completes it.
     work = dist.all_reduce(tensors[0], group=group, async_op=True)
     future = work.get_future()
     future.wait()

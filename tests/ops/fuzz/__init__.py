@@ -1,5 +1,7 @@
-"""Random argument sets for every public operator. An operator is added by a class of its own and its name below;
-messages between ranks are drawn together, for each of their operators.
+"""Random argument sets for every public operator.
+
+To add an operator, write a class and list it below. The point-to-point operators share messages.py instead, which draws
+exchanges for each of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One random call on this rank: it agrees with the unsharded computation, or is refused with weft's own sentence."""
+"""Checks one random call on this rank: it matches the unsharded computation, or raises one of weft's own errors."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ops.fuzz.operator import NOWHERE, Call
 
 
 def check(call: Call, rank: int, groups: dict[str, str], device: str = "cpu") -> str:
-    """ "agreed", "refused" or "told on the CPU alone"; raises AssertionError with the call in its text.
+    """Return "agreed", "refused" or "told on the CPU alone"; raise AssertionError with the call in its text.
 
-    The last is a call that other devices accept on some rank, as they do not read values.
+    The last is for a call that other devices accept on some rank, because they do not read values.
     """
     place = call.place(rank)
     if device != "cpu" and any(one.reads_values for of_rank in call.refusals for one in of_rank):
@@ -36,7 +36,7 @@ def _run(call: Call, arguments: dict[str, object], groups: dict[str, str]) -> tu
 
 
 def _check_refusal(call: Call, place: Place, groups: dict[str, str], device: str) -> None:
-    where = torch.empty(0, device=device).device  # with its number
+    where = torch.empty(0, device=device).device  # with its index
     expected = [each.on(where) for each in call.refusals[place.rank]]
     try:
         _run(call, call.arguments_of(place, device), groups | {NOWHERE: NOWHERE})
@@ -102,7 +102,7 @@ class _Expected:
         dtype = operator.result_dtype(call.values)
         values = [_map(result, lambda each: draw.values(each.shape, dtype)) for result in self.results]
         if call.grad_layout == "expanded":
-            # NOTE: of the whole; its parts are laid out as they come.
+            # NOTE: applies to the full gradient, so that each of its shards can be laid out with a stride of 0.
             values = [constant_along_first_dim(value) for value in values]
         self._grads = values
 
@@ -171,6 +171,6 @@ def _largest(tensor: Tensor) -> float:
 
 
 def _dtype_of(call: Call) -> torch.dtype:
-    """The floating dtype of the call's tensors, or of the first where they have two."""
+    """Return the floating dtype of the call's tensors; if they have two, the first."""
     dtypes = [one.dtype for value in call.values.values() for one in _listed(value)]
     return next((dtype for dtype in dtypes if dtype in FLOATS), torch.int64)

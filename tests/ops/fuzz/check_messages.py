@@ -1,4 +1,4 @@
-"""One exchange on this rank: what arrives is what was sent, gradients are the receiver's, wrong calls are refused."""
+"""Checks one exchange on this rank: tensors arrive as sent, gradients are the receiver's, invalid calls raise."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OPS = weft.ops
 
 
 def check_exchange(exchange: Exchange, rank: int, groups: dict[str, str], device: str = "cpu") -> str:
-    """ "agreed" or "refused"; raises AssertionError with the exchange in its text."""
+    """Return "agreed" or "refused"; raise AssertionError with the exchange in its text."""
     rank -= exchange.first_rank
     try:
         if rank >= 0:
@@ -29,7 +29,7 @@ def check_exchange(exchange: Exchange, rank: int, groups: dict[str, str], device
 
 
 class _Rank:
-    """What one rank has of an exchange, by message."""
+    """One rank's tensors and tokens of an exchange, by message."""
 
     def __init__(self, exchange: Exchange, rank: int, group: str) -> None:
         self._exchange, self._rank, self._group = exchange, rank, group
@@ -87,7 +87,7 @@ class _Rank:
             assert _same_bits(tensor.detach(), _values(part)), f"message {number}: {tensor}, expected {_values(part)}"
 
     def _ack(self, step: Step) -> None:
-        """What was sent may be changed then."""
+        """Wait for the send, after which the sent tensors may be changed, and overwrite them."""
         number, _ = self._message(step)
         assert OPS.pipeline_wait(self._sends[number]) == []
         self._overwritten.add(number)
@@ -120,7 +120,7 @@ class _Rank:
 
 
 def _used(parts: tuple[Part, ...]) -> list[bool]:
-    """Which of them the receiver's backward begins at: one at least."""
+    """Return at which tensors the receiver's backward starts: one at least."""
     used = [part.needs_grad and part.is_used for part in parts]
     if not any(used):
         used[[part.needs_grad for part in parts].index(True)] = True
@@ -169,7 +169,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _join(part: Part, tokens: list[Tensor]) -> None:
-    """A backward that reaches the tokens."""
+    """Join the tokens to a tensor and run a backward, which reaches them."""
     x = laid_out(_values(part), part.layout)
     if x.dtype not in LEARNING:
         x = x.float()
@@ -182,7 +182,7 @@ def _join(part: Part, tokens: list[Tensor]) -> None:
 
 
 def _check_join(part: Part) -> None:
-    """Without a message: any dtype, and its own memory."""
+    """Check `join` without messages: any dtype, and a result in memory of its own."""
     x = laid_out(_values(part), part.layout).requires_grad_(part.needs_grad)
     y = OPS.join(x, [torch.empty(0)] * (part.seed % 3))
     assert _same_bits(y.detach(), _values(part)) and y.requires_grad == part.needs_grad

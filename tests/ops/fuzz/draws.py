@@ -1,4 +1,4 @@
-"""What random argument sets are made of: sizes, dtypes, values, memory layouts, and who holds which part."""
+"""Random sizes, dtypes, values and memory layouts, and the placement of tensors on ranks."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ LAYOUTS = ("contiguous", "transposed", "strided", "offset", "expanded")
 
 @dataclass(frozen=True)
 class Cut:
-    """Each rank has torch.chunk's part along `dim`."""
+    """Each rank has its torch.chunk shard along `dim`."""
 
     dim: int
 
 
 @dataclass(frozen=True)
 class Whole:
-    """All ranks have the same."""
+    """All ranks have the same full tensor."""
 
 
 @dataclass(frozen=True)
 class Own:
-    """Each rank has something else: a list, one tensor for each rank."""
+    """Each rank has a tensor of its own: the value is a list with one tensor for each rank."""
 
 
 Placement = Cut | Whole | Own
@@ -46,14 +46,14 @@ class Place:
     rank: int
 
     def part_range(self, size: int) -> tuple[int, int]:
-        """First entry and length of this rank's part of `size` entries."""
+        """Return the first entry and the length of this rank's shard of `size` entries."""
         length = -(-size // self.num_ranks)
         start = min(self.rank * length, size)
         return start, min(start + length, size) - start
 
 
 def part(value: Value, placement: Placement, place: Place) -> Tensor | None:
-    """What a rank has of a value. A dim that the value lacks cuts nothing: the operator has to refuse it."""
+    """Return a rank's shard of a value; unsharded if the value lacks the dim, for which the operator must raise."""
     if value is None:
         return None
     if isinstance(value, list):
@@ -86,7 +86,7 @@ class Draw:
         return self.random.choices(FLOATS, (25, 40, 15, 20))[0]
 
     def values(self, shape: Sequence[int], dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-        """Normal numbers; of integers those from -4 to 4. On the CPU: the same whatever the device."""
+        """Return normal numbers, or integers from -4 to 4; drawn on the CPU, so that all devices get the same."""
         if dtype.is_floating_point or dtype.is_complex:
             normal = torch.randn(tuple(shape), generator=self.generator, dtype=torch.float64, device="cpu")
             return (normal * scale).to(dtype)
@@ -99,16 +99,16 @@ class Draw:
         return self.random.choices(LAYOUTS, (60, 12, 12, 10, 6))[0]
 
     def dim_of(self, num_dims: int) -> int:
-        """Any of `num_dims` dims, 1 or more of them, from the front or from the back."""
+        """Return any of `num_dims` >= 1 dims, counted from the front or from the back."""
         return self.random.randrange(-num_dims, num_dims)
 
     def told(self, size: int, share: float = 0.6) -> int | None:
-        """The size of a cut dim; it may only be left out where all parts are equal."""
+        """Return the size of a sharded dim, or, at times, None if all shards have equal sizes."""
         return size if size % self.num_ranks or self.chance(share) else None
 
 
 def constant_along_first_dim(value: Value) -> Value:
-    """A tensor that can be laid out with a stride of 0."""
+    """Return a tensor that is constant along its first dim and can be laid out there with a stride of 0."""
     if isinstance(value, list):
         return [constant_along_first_dim(each) for each in value]
     if value is None or value.dim() == 0 or value.size(0) == 0:
@@ -117,7 +117,7 @@ def constant_along_first_dim(value: Value) -> Value:
 
 
 def laid_out(tensor: Tensor, layout: str) -> Tensor:
-    """The same values in memory of its own, in that layout as far as the shape allows it."""
+    """Return the same values in new memory, in that layout if the shape allows it."""
     if layout == "transposed" and tensor.dim() >= 2:
         return tensor.transpose(0, -1).clone(memory_format=torch.contiguous_format).transpose(0, -1)
     if layout == "strided" and tensor.dim() >= 1:

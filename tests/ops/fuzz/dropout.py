@@ -1,4 +1,4 @@
-"""dropout: of a whole tensor, and of its parts."""
+"""dropout, of replicated and of sharded tensors."""
 
 from __future__ import annotations
 

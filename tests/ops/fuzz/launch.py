@@ -1,4 +1,4 @@
-"""Many random calls of one operator on the ranks of one launch."""
+"""Runs many random calls of one operator on the ranks of one launch."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def run_calls(
     device: str = "cpu",
     backend: str = "cpu:weft",
 ) -> dict[str, int]:
-    """How many calls agreed and how many were refused, as they should; the same on every rank.
+    """Return the number of calls by outcome, the same on every rank.
 
-    Tensors are moved to `device`. All groups are of `backend`: on another device than the CPU gloo.
+    Tensors are moved to `device`. All groups have the backend `backend`, which must be gloo unless `device` is the CPU.
     """
     only_gloo = backend == "gloo"
     alone = [dist.new_group([each], backend=backend) for each in range(world_size)][rank]

@@ -48,7 +48,7 @@ class ColumnRowMLP(Operator):
             "sequence_size": None,
         }
         if options["activation"] == "relu" and dtype in (torch.bfloat16, torch.float16):
-            # Exact in these types, or a pre-activation near 0 gets another sign and the gradient another value.
+            # Make the products exact in these types: rounding could flip a pre-activation's sign, and its gradient.
             for name in ("x", "w1", "b1"):
                 values[name] = None if values[name] is None else values[name].clamp(-1, 1).mul(4).round().div(4)
         if lead and draw.chance(0.5):
@@ -95,7 +95,7 @@ class ColumnRowMLP(Operator):
 
 
 class Linear(Operator):
-    """What the linear layers have in common."""
+    """Common base of the linear layers."""
 
     optional = ("bias",)
 

@@ -1,9 +1,9 @@
 """Random messages between the ranks of a pipeline, for pipeline_send, pipeline_recv, pipeline_wait, join and
 pipeline_flush.
 
-An exchange is drawn as a whole, the same on every rank: its messages, and one order of what all ranks do with them, in
-which nothing waits for what comes later. Each rank runs its own steps of that order, so no rank can hang. Some
-sets hold a wrong call of their operator instead.
+An exchange is drawn alike on every rank: its messages, and one order of all ranks' steps in which no step waits for a
+later one. Each rank runs its own steps in that order, so no rank can hang. Some exchanges are one invalid call of their
+operator instead.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ops.fuzz.draws import Draw
 from ops.fuzz.rules import Refusal
 
 NAMES = ("pipeline_send", "pipeline_recv", "pipeline_wait", "join", "pipeline_flush")
-NOWHERE = "nowhere"  # the name of no group
+NOWHERE = "nowhere"  # not the name of a group
 MAX_CHANNEL = 1022
 LEARNING = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64)
 OTHERS = (
@@ -31,7 +31,7 @@ OTHERS = (
     torch.float8_e4m3fn,
     torch.float8_e5m2,
 )
-# How the receiver tells what is to come.
+# Memory layouts of the receiver's templates.
 TEMPLATES = ("expanded", "full", "transposed")
 
 
@@ -42,10 +42,10 @@ class Part:
     shape: tuple[int, ...]
     dtype: torch.dtype
     needs_grad: bool
-    is_leaf: bool  # on the sender; else something was computed from a leaf
+    is_leaf: bool  # on the sender; otherwise it is computed from a leaf
     layout: str
     template: str
-    is_used: bool  # by what the receiver's backward begins at
+    is_used: bool  # whether the receiver's backward starts at it
     seed: int  # of its values and its gradient
 
     def __str__(self) -> str:
@@ -60,7 +60,7 @@ class Message:
     target: int
     channel: int
     parts: tuple[Part, ...]
-    is_constant: bool  # sent and received without autograd, whatever requires a gradient
+    is_constant: bool  # sent and received under no_grad, even if tensors require gradients
 
     @property
     def has_backward(self) -> bool:
@@ -73,9 +73,9 @@ class Message:
 
 @dataclass(frozen=True)
 class Step:
-    """What one rank does: send, recv, wait, ack, backward (of what was received), gradients (of what was sent), flush.
+    """One rank's step: send, recv, wait, ack, backward (of received tensors), gradients (of sent tensors), or flush.
 
-    The last but flush may be of several messages of one rank at once.
+    backward and gradients may be of several messages of one rank at once.
     """
 
     kind: str
@@ -89,13 +89,13 @@ class Exchange:
     seed: int
     world_size: int
     group: str
-    first_rank: int  # of the world, in the group
+    first_rank: int  # the group's first rank, in the world
     num_ranks: int
     is_on_gloo: bool = False
     messages: list[Message] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
-    joined: Part | None = None  # what the tokens are joined to
-    # The wrong call: its arguments but for tensors, and what is refused for it.
+    joined: Part | None = None  # the tensor that tokens are joined to
+    # The invalid call: its arguments without tensors, and the errors that it may raise.
     wrong: dict[str, object] = field(default_factory=dict)
     refusals: list[Refusal] = field(default_factory=list)
 
@@ -112,8 +112,10 @@ class Exchange:
 
 
 def draw_exchange(operator: str, seed: int, world_size: int, only_gloo: bool = False) -> Exchange:
-    """The exchange of that seed, the same on every rank. A third are wrong calls. With `only_gloo` it is so ordered
-    that any group may be gloo's."""
+    """Return the exchange of that seed, the same on every rank; about a third are invalid calls.
+
+    With `only_gloo` its order allows every group to be a gloo group.
+    """
     draw = Draw(seed * len(NAMES) + NAMES.index(operator))
     group = draw.random.choices(("world", "second", "gloo", "last two"), (50, 15, 20, 15))[0]
     first_rank = world_size - 2 if group == "last two" else 0
@@ -152,7 +154,7 @@ def _draw_part(draw: Draw, learns: bool) -> Part:
 
 
 def _draw_steps(exchange: Exchange, draw: Draw) -> Iterator[Step]:
-    """All steps in a random order of which each waits for earlier ones alone."""
+    """Yield all steps in a random order in which each waits only for earlier ones."""
     done: set[tuple[str, int]] = set()
     acknowledged = 0.9 if exchange.operator == "pipeline_wait" else 0.4
     left = []
@@ -188,20 +190,20 @@ def _rank_of(message: Message, kind: str) -> int:
 
 def _may_follow(exchange: Exchange, kind: str, number: int, done: set[tuple[str, int]]) -> bool:
     message = exchange.messages[number]
-    if kind in ("send", "recv"):  # the n-th send on a channel meets the n-th receive on it
+    if kind in ("send", "recv"):  # the n-th send on a channel matches the n-th receive on it
         earlier = range(number)
         return all((kind, each) in done for each in earlier if exchange.messages[each].lane == message.lane)
     if kind == "wait":
         return {("send", number), ("recv", number)} <= done
     if kind == "ack":
-        # Without gradients the receiver's word is waited for; the backend gloo receives when it is waited for.
+        # Without gradients the sender waits for the receiver's confirmation; on gloo its wait does the receiving.
         needed = "recv" if message.has_backward and not exchange.is_on_gloo else "wait"
         return {("send", number), (needed, number)} <= done
     return ("wait" if kind == "backward" else "backward", number) in done
 
 
 def _may_flush(exchange: Exchange, rank: int, done: set[tuple[str, int]]) -> bool:
-    """Whether all that the rank has sent is waited for, so that it leaves."""
+    """Return whether all messages that the rank has sent are waited for, so that its flush returns."""
     for number, message in enumerate(exchange.messages):
         if message.source == rank and ("send", number) in done and ("wait", number) not in done:
             return False
@@ -211,7 +213,7 @@ def _may_flush(exchange: Exchange, rank: int, done: set[tuple[str, int]]) -> boo
 
 
 def _draw_wrong_call(exchange: Exchange, draw: Draw) -> None:
-    """One wrong argument, or two."""
+    """Draw one or two invalid arguments."""
     choose = draw.random.choice
     if exchange.operator in ("pipeline_send", "pipeline_recv"):
         faults = {

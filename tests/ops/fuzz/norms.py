@@ -1,4 +1,4 @@
-"""rms_norm, layer_norm and their sums with a residual."""
+"""rms_norm, layer_norm and their fused residual adds."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ops.fuzz.rules import Findings, Refusal, Unseen
 
 EPS = (1e-12, 1e-6, 1e-5, 0.02, 0.1, 1.0)
 HALF = (torch.bfloat16, torch.float16)
-# The limit of 1 / std. Beyond it a token's features are so close to each other, or to 0, that a comparison shows how
-# their mean was rounded. An eps of 0.02 or more keeps tokens below it.
+# The limit of 1 / std. Beyond it a token's features are so close to each other, or to 0, that a comparison measures the
+# rounding of their mean. An eps of 0.02 or more keeps tokens below it.
 MAX_RSTD = 10.0
 
 
 class Norm(Operator):
-    """Each rank has tokens of its own: torch.chunk's parts of all tokens, or as many as it likes."""
+    """Each rank has tokens of its own: its torch.chunk shard of all tokens, or an arbitrary number."""
 
     optional = ("weight",)
     wild: ClassVar[Wild] = {"eps": (-1.0, -1e-30, float("nan"), float("inf"), -0.0, 0.0, 1e-300, 1e-3, 7.0, 1e300)}
@@ -71,7 +71,7 @@ class Norm(Operator):
         return (OWN,) * self.num_results
 
     def sums(self, values: SimpleNamespace, dtype: torch.dtype) -> list[Tensor]:
-        """What is normed on each rank: a sum is rounded before."""
+        """Return the tensor that each rank normalizes; a sum is rounded to `dtype` first."""
         if not self.has_residual:
             return values.x
         sums = [x + residual for x, residual in zip(values.x, values.residual, strict=True)]
@@ -114,7 +114,7 @@ class AddLayerNorm(LayerNorm):
 
 
 def _shapes(draw: Draw) -> list[tuple[int, ...]]:
-    """Draw the numbers of the ranks' tokens."""
+    """Draw the shapes of the ranks' tokens."""
     whole = draw.sizes(0, 3)
     if not whole or draw.chance(0.3):
         return [draw.sizes(0, 3) for _ in range(draw.num_ranks)]

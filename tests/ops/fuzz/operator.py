@@ -33,16 +33,16 @@ Values = dict[str, Any]
 Options = dict[str, Any]
 Wild = dict[str, Sequence[object]]  # values of options that are often wrong
 
-NOWHERE = "nowhere"  # the name of no group
+NOWHERE = "nowhere"  # not the name of a group
 MAX_DRAWS = 1000
 
 
 class Operator(ABC):
-    """One operator: how its arguments are drawn, what its documentation refuses, and its reference."""
+    """One operator: draws its arguments, states its documented errors and computes its reference."""
 
     name: ClassVar[str]
     optional: ClassVar[tuple[str, ...]] = ()  # tensors that have a default
-    on_cpu: ClassVar[tuple[str, ...]] = ()  # tensors that stay there, whatever the device
+    on_cpu: ClassVar[tuple[str, ...]] = ()  # tensors that stay on the CPU, whatever the device
     wild: ClassVar[Wild] = {}
     num_results: ClassVar[int] = 1
     tolerances: ClassVar[dict[torch.dtype, float]] = {
@@ -51,38 +51,38 @@ class Operator(ABC):
         torch.bfloat16: 3e-2,
         torch.float16: 4e-3,
     }
-    # The tolerance is that of the result's dtype, not of the call's: nothing is rounded to a narrower one in between.
+    # Use the tolerance of the result's dtype, not of the call's: no intermediate value has a narrower dtype.
     tolerates_by_result: ClassVar[bool] = False
 
     @abstractmethod
     def draw(self, draw: Draw) -> tuple[Values, Options]:
-        """A set that agrees with the documentation: whole tensors, a list of them where each rank has its own."""
+        """Return valid arguments: full tensors, or lists with one tensor per rank if each has its own."""
 
     @abstractmethod
     def placements(self, values: Values, options: Options) -> dict[str, Placement]:
-        """Who has which part of the tensors; WHOLE where nothing is said."""
+        """Return the placements of the tensors; the default is WHOLE."""
 
     def options_of(self, values: Values, options: Options, place: Place) -> Options:
-        """A rank's options, where they are not the same for all."""
+        """Return a rank's options, which may differ between ranks."""
         return options
 
     @abstractmethod
     def findings(self, given: SimpleNamespace, place: Place) -> Findings:
-        """What is wrong with a rank's arguments, `given` by name."""
+        """Yield the errors in a rank's arguments, `given` by name."""
 
     @abstractmethod
     def results(self, values: Values, options: Options) -> tuple[Placement, ...]:
-        """Who has which part of the results."""
+        """Return the placements of the results."""
 
     @abstractmethod
     def reference(self, values: SimpleNamespace, options: SimpleNamespace, places: list[Place]) -> tuple[Value, ...]:
-        """The whole results, differentiable, of the whole tensors in float64; options.dtype is the call's."""
+        """Return the full, differentiable results for the full tensors in float64; options.dtype is the call's."""
 
     def result_dtype(self, values: Values) -> torch.dtype:
         return values["x"].dtype
 
     def run(self, arguments: dict[str, object]) -> tuple[Tensor, ...]:
-        """The call itself, through the typed wrapper."""
+        """Call the operator through the typed wrapper."""
         import weft
 
         result = getattr(weft.ops, self.name)(**arguments)
@@ -119,7 +119,7 @@ class Call:
         return {name: given.get(name, WHOLE) for name in self.values}
 
     def tensors(self) -> list[Tensor]:
-        """All of all ranks."""
+        """Return all tensors of all ranks."""
         present = [value for value in self.values.values() if value is not None]
         return [one for value in present for one in (value if isinstance(value, list) else [value])]
 
@@ -128,7 +128,7 @@ class Call:
         return {name: part(value, placements[name], place) for name, value in self.values.items()}
 
     def arguments_of(self, place: Place, device: str = "cpu") -> dict[str, object]:
-        """A rank's arguments but for the group's name; leaves in memory of their own, on `device` unless on meta."""
+        """Return a rank's arguments without the group's name; leaves in new memory, on `device` unless on meta."""
         arguments: dict[str, object] = {}
         for name, tensor in self.tensors_of(place).items():
             if tensor is None:
@@ -147,7 +147,7 @@ class Call:
         return found
 
     def is_the_same_to_all(self) -> bool:
-        """Whether all ranks refuse the call or none, and none is misled by what it cannot see."""
+        """Return whether all ranks or none raise an error, and no rank is misled by state that it cannot see."""
         if all(one.is_meta for one in self.tensors()):
             return False  # nothing to compute; tests/ops/test_registration.py has the Meta kernels
         found = [self.findings(Place(self.num_ranks, rank)) for rank in range(self.num_ranks)]
@@ -178,7 +178,7 @@ class Call:
 
 
 def draw_call(operator: Operator, seed: int, world_size: int) -> Call:
-    """The call of that seed, the same on every rank. Somewhat more than half of them agree with the documentation."""
+    """Return the call of that seed, the same on every rank; somewhat more than half of the calls are valid."""
     draw = Draw(seed)
     group = draw.random.choices(("world", "second", "", "alone"), (70, 15, 8, 7))[0]
     draw.num_ranks = world_size if group in ("world", "second") else 1
@@ -215,7 +215,7 @@ def _draw_gradients(call: Call, draw: Draw) -> None:
 
 
 def _disturb(call: Call, draw: Draw) -> None:
-    """One random change. It may leave the set as good as it was: the rules tell."""
+    """Make one random change. The arguments may still be valid: the rules decide."""
     operator, values = call.operator, call.values
     present = [name for name, value in values.items() if value is not None]
     kinds = ["dtype", "dtypes", "shape", "shape", "device", "group"]
@@ -257,7 +257,7 @@ def _converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _reshaped(tensor: Tensor, draw: Draw) -> Tensor:
-    """A tensor with a dim that is longer, shorter, empty, new or gone."""
+    """Return a tensor with a dim that is longer, shorter, empty, new or removed."""
     shape = list(tensor.shape)
     change = draw.random.choice(("longer", "shorter", "empty", "new", "gone"))
     place = draw.random.randrange(len(shape)) if shape else 0

@@ -1,4 +1,4 @@
-"""The conjugate pairs."""
+"""The conjugate pairs of communication operators."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ops.fuzz.rules import Findings, Refusal, Unseen
 
 
 class Pair(Operator):
-    """x and no other tensor; any dtype of the backend, of which the reference knows these."""
+    """x is the only tensor. Of the dtypes that the backend supports, the reference covers `known`."""
 
     fewest_dims = 0
     is_own = False  # whether each rank has an x of its own
@@ -62,7 +62,7 @@ class ReduceFromGroup(Pair):
 
 
 class AlongDim(Pair):
-    """Those that cut x along a dim or put it together."""
+    """Operators that shard or gather x along a dim."""
 
     fewest_dims = 1
     wild: ClassVar[Wild] = {"dim": DIMS}
@@ -105,7 +105,7 @@ class GatherFromGroup(AlongDim):
 
 
 class GatherFromSequence(AlongDim):
-    """Each rank uses the result for something else."""
+    """Each rank uses the result differently."""
 
     name = "gather_from_sequence"
     takes_part = True

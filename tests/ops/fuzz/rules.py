@@ -1,7 +1,7 @@
-"""The documented rules of arguments, written down once more: what a rank must refuse, and with which error.
+"""The documented rules of arguments, stated again: the errors that a rank must raise.
 
-Each rule is a generator over what it finds wrong. A set is wrong where a rule yields a Refusal; the operator may
-name any of them.
+Each rule is a generator of its findings. A set is invalid if a rule yields a Refusal; the operator may raise any of
+them.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from ops.fuzz.draws import FLOATS, Place
 
 @dataclass(frozen=True)
 class Refusal:
-    """An error and a part of its sentence."""
+    """An error class and a part of its message."""
 
     error: type[Exception]
     text: str
-    reads_values: bool = False  # of tensors, which operators do on the CPU alone
+    reads_values: bool = False  # of tensors, which operators do only on the CPU
 
     def on(self, device: torch.device) -> Refusal:
-        """What is said where the tensors are there instead of on the CPU."""
+        """Return the error for tensors on `device` instead of the CPU."""
         return replace(self, text=self.text.replace(" on cpu ", f" on {device} "))
 
 
 @dataclass(frozen=True)
 class Same:
-    """What no rank can see of the others: the set is drawn again where the ranks differ in it."""
+    """A property that no rank can compare with the others: the set is drawn again if the ranks differ in it."""
 
     what: str
     value: object
@@ -38,7 +38,7 @@ class Same:
 
 @dataclass(frozen=True)
 class Unseen:
-    """What no rank can see and no caller may do: the set is drawn again."""
+    """An invalid argument that no rank can detect: the set is drawn again."""
 
     what: str
 
@@ -71,7 +71,7 @@ def like(x: Tensor, other: Tensor | None, name: str) -> Findings:
 
 
 def token_matrix(x: Tensor) -> Findings:
-    """x [..., features]."""
+    """Require x [..., features] of a floating dtype."""
     yield from floating(x, "x")
     if x.dim() == 0:
         yield Refusal(ValueError, "got x without dims")
@@ -111,7 +111,7 @@ def token_dim(x: Tensor, dim: int, name: str) -> Findings:
 
 
 def told(x: Tensor, dim: int, size: int | None, place: Place, size_name: str = "dim_size", name: str = "x") -> Findings:
-    """`size` is that of all parts along `dim`; without it every part is as long as the others."""
+    """Require `size` to be the unsharded size along `dim`; without it, all shards to have equal sizes."""
     if not has_dim(x, dim):
         return
     if size is None:

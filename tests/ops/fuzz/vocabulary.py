@@ -1,4 +1,4 @@
-"""The embedding and the losses of a vocabulary that is cut over the group."""
+"""The embedding and the losses of a vocabulary that is sharded over the group."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ops.fuzz.draws import WHOLE, Cut, Draw, Place, Placement, Value
 from ops.fuzz.operator import Operator, Options, Values, Wild
 from ops.fuzz.rules import Findings, Refusal, Same, Unseen
 
-# The first entry of the full vocabulary. Larger vocabularies: test_fuzz.py, test_vocabularies_beyond_int32.
+# First entries of the full vocabulary. For larger ones see test_vocabularies_beyond_int32 in test_fuzz.py.
 STARTS = (-(2**63), -50, -8, -1, 0, 3, 1000, 2**31 - 20, 2**32, 2**62, 2**63 - 100)
 VOCAB_SIZES = (-1, 0, 1, 3, 8, 2**63 - 1, None)
 
 
 def _ids(draw: Draw, shape: tuple[int, ...], vocab: int, is_checked: bool) -> Tensor:
-    """Ids of the vocabulary; where nothing checks them, some that are not."""
+    """Return ids of the vocabulary and, if the operator does not check them, some others."""
     low, high = (0, vocab) if is_checked or draw.chance(0.7) else (-2, vocab + 3)
     dtype = draw.random.choice((torch.int64, torch.int32))
     return torch.randint(low, max(high, low + 1), shape, generator=draw.generator).to(dtype)
@@ -74,7 +74,7 @@ class VocabParallelEmbedding(Operator):
     def reference(self, values: SimpleNamespace, options: SimpleNamespace, places: list[Place]) -> tuple[Value, ...]:
         rows = values.input.long() - options.vocab_start
         is_there = (rows >= 0) & (rows < values.weight.size(0))
-        # One row more, which is zero, for ids that no rank has.
+        # An additional row of zeros, for ids that no rank has.
         table = torch.cat([values.weight, values.weight.new_zeros(1, values.weight.size(1))])
         return (table[rows.masked_fill(~is_there, values.weight.size(0))],)
 
@@ -83,7 +83,7 @@ class VocabParallelEmbedding(Operator):
 
 
 class Loss(Operator):
-    """What both losses have in common: logits of the tokens, the first tensor, and targets."""
+    """Common base of both losses: the first tensor has a row for each token; targets."""
 
     wild: ClassVar[Wild] = {
         "vocab_start": STARTS,
@@ -96,7 +96,7 @@ class Loss(Operator):
 
     @abstractmethod
     def classes(self, values: Values) -> int:
-        """How many of them this rank's part has, or the whole."""
+        """Return the number of classes of this rank's shard, or of the full tensor."""
 
     def targets_and_options(self, draw: Draw, shape: tuple[int, ...], vocab: int) -> tuple[Tensor, Options]:
         is_told = vocab % draw.num_ranks != 0 or draw.chance(0.6)
@@ -119,7 +119,7 @@ class Loss(Operator):
         return options | {"vocab_start": start}
 
     def loss_findings(self, given: SimpleNamespace, rows: Tensor, num_classes: int, place: Place) -> Findings:
-        """`rows` has a row for each token, num_classes are this rank's."""
+        """Yield the errors of a loss; `rows` has a row for each token, num_classes is that of this rank."""
         target, options = given.target, given
         yield from rules.floating(rows, self.tokens)
         yield from rules.integers(target, "target")
@@ -146,7 +146,7 @@ class Loss(Operator):
         return (WHOLE,)
 
     def loss(self, logits: Tensor, target: Tensor, options: SimpleNamespace) -> Tensor:
-        """By the definition, so that targets outside of the vocabulary have a logit of 0."""
+        """Compute the loss by its definition, so that targets outside of the vocabulary have a logit of 0."""
         target = target.long()
         row = target - options.vocab_start
         is_there = (row >= 0) & (row < logits.size(-1))

@@ -1,4 +1,4 @@
-"""Counted memory in tests: exact differences, in processes that hold tensors of other tests."""
+"""Counts the memory of a test, exactly, in processes that hold tensors of other tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import weft
 
 
 class Count:
-    """Bytes since a moment."""
+    """Bytes relative to those when this object was created."""
 
     def __init__(self) -> None:
         self._before = weft.memory.by_category()
@@ -29,7 +29,7 @@ class Count:
 
 @contextmanager
 def counted() -> Iterator[Count]:
-    """Counts what the body allocates."""
+    """Count the memory that the body allocates."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # tensors of earlier tests may exist
         weft.memory.track()

@@ -1,4 +1,4 @@
-"""The allocator counts the bytes that were asked for, whatever torch does with its memory."""
+"""The allocator counts the requested bytes, however torch manages its memory."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def test_storages_that_grow_shrink_and_move(rank: int) -> None:
         other = torch.ones(7)
         tensor.data = other
         assert count.now() == 28
-        tensor.share_memory_()  # its memory is shared memory now
+        tensor.share_memory_()  # its storage is in shared memory now
         assert count.now() == 0
 
 
 @on_ranks(1)
 def test_what_is_not_counted(rank: int) -> None:
-    """As docs/memory.md lists it: a torch that counts it makes the list wrong."""
+    """The list in docs/memory.md: it must change if a version of torch counts one of these."""
     made = torch.ones(100)
     with counted() as count:
         kept = [copy.deepcopy(made), torch.from_numpy(np.ones(100)), torch.frombuffer(bytearray(400), dtype=torch.int8)]
@@ -100,7 +100,7 @@ def _copies() -> list[torch.Tensor]:
 @on_ranks(1)
 @pytest.mark.parametrize("work", [_conv, _bfloat16_product, _lstm, _linear_bfloat16, _attention, _copies])
 def test_libraries_that_allocate_through_torch(rank: int, work: Callable[[], list[torch.Tensor]]) -> None:
-    """oneDNN and others free by the allocator's raw deleter what they find in a storage."""
+    """oneDNN and others free the memory of storages with the allocator's raw deleter."""
     torch.manual_seed(1)
     expected = work()
     with counted() as count:
@@ -182,7 +182,7 @@ print(weft.memory.tag_parameters(model), weft.memory.by_category()["parameters"]
 
 @pytest.mark.parametrize("late", [False, True])
 def test_switches(late: bool) -> None:
-    """On from the first tensor by the environment; later with a warning, and without what was there."""
+    """The environment counts from the first tensor on; `track` later, without existing tensors, and warns."""
     environment = {"WEFT_MEMORY": "0" if late else "1"}
     result = run_process([sys.executable, "-c", SCRIPT.format(late=late)], env=environment)
     assert result.returncode == 0, result.stderr

@@ -1,4 +1,4 @@
-"""What memory is for, by the hooks of `watch`: every byte of a training loop has its category."""
+"""The hooks of `watch` assign every byte of a training loop to a category."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_training_loop(rank: int) -> None:
         x = torch.randn(TOKENS, WIDTH)
 
         output = model(x)
-        # The batch, the input of the second layer, which is the output of the ReLU, and what the model returns.
+        # The batch, the input of the second layer, which is the output of the ReLU, and the model's output.
         assert count.now("saved_activations") == x.nbytes + (TOKENS * HIDDEN + TOKENS * WIDTH) * 4
         assert (count.now("scratch"), count.now("other")) == (0, 0)
         loss = output.square().sum()
@@ -38,7 +38,7 @@ def test_training_loop(rank: int) -> None:
         optimizer.step()
         states = 2 * WEIGHTS + 2 * 4  # and a step count for each parameter
         assert count.now("optimizer_state") == states
-        # The step took one temporary of all weights (foreach), and its sum is what was the most.
+        # The peak is in the step, which allocates one temporary as large as all weights (foreach).
         assert count.peak() == count.peak("parameters") + count.peak("gradients") + count.peak(
             "optimizer_state"
         ) + count.peak("scratch") + count.peak("saved_activations") + count.peak("other")
@@ -64,7 +64,7 @@ def test_training_loop(rank: int) -> None:
 
 @on_ranks(1)
 def test_other_is_what_was_not_of_the_loop(rank: int) -> None:
-    """Accumulation, inference, gradients that were there before: nothing of the loop is "other"."""
+    """Accumulation, inference, gradients from before `watch`: no memory of the loop is "other"."""
     with counted() as count:
         before = weft.memory.by_category()["other"]
         model = _model()

@@ -135,7 +135,7 @@ class FusedSizes(nn.Module):
 
 @cases.variant("grouped: keys of a latent", Keeps.ANY)
 class Latent(nn.Module):
-    """Keys and values of all heads from one narrow layer, as multi-head latent attention has them."""
+    """Keys and values of all heads from one narrow layer, as in multi-head latent attention."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -178,7 +178,7 @@ class TorchCrossAttention(nn.Module):
 class TorchEncoderLayer(nn.TransformerEncoderLayer):
     def __init__(self) -> None:
         super().__init__(D_MODEL, NUM_HEADS, 28, dropout=0.1, batch_first=True)
-        self.dropout.p = 0.0  # it is the MLP's, not the attention's
+        self.dropout.p = 0.0  # of the MLP, not of the attention
 
 
 @cases.variant(

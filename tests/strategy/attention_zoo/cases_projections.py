@@ -1,4 +1,4 @@
-"""Layers that give queries, keys and values: names, containers, fused layouts, biases, tied weights."""
+"""Layers that compute queries, keys and values: names, containers, fused layouts, biases, tied weights."""
 
 from __future__ import annotations
 

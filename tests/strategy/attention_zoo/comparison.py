@@ -49,7 +49,7 @@ class Outcome:
 
 
 def worst(outcomes: Iterable[Outcome]) -> Outcome:
-    """The worst outcome of one case among its ranks."""
+    """Return the worst outcome of one case among its ranks."""
     return max(outcomes, key=lambda outcome: OUTCOMES.index(outcome.result))
 
 
@@ -80,7 +80,7 @@ def compare(case: Case, mesh: DeviceMesh, plan: Any) -> Outcome:
 
 
 def is_clear_error(error: Exception, module_names: Iterable[str]) -> bool:
-    """Whether weft's own Python code raised the error and its text names, in quotes, one of the modules."""
+    """Return whether weft's own Python code raised the error and its text names, in quotes, one of the modules."""
     if type(error) not in (ValueError, TypeError, RuntimeError):
         return False
     frames = traceback.extract_tb(error.__traceback__)
@@ -91,7 +91,7 @@ def is_clear_error(error: Exception, module_names: Iterable[str]) -> bool:
 
 
 def kept(model: nn.Module, reference: nn.Module) -> Keeps:
-    """How this rank holds the weights of a parallelized model's attention."""
+    """Return how this rank holds the weights of a parallelized model's attention."""
     full = {name: tuple(parameter.shape) for name, parameter in reference.named_parameters()}
     rows = [row for row in weft.strategy.report(model).rows if set(_ATTENTIONS) & set(row.parameter.split("."))]
     sharded = [row for row in rows if row.local_shape != full.get(row.parameter, row.local_shape)]
@@ -112,7 +112,7 @@ class _Pair:
         self.reference.train(mode)
 
     def run(self, when: str, length: int, seed: int) -> None:
-        """One forward and backward of both, from the same random state; gradients add up until `step`."""
+        """Run one forward and backward of both from the same random state; gradients accumulate until `step`."""
         ours, theirs = (_forward(each, self._input(length, seed), seed) for each in (self.model, self.reference))
         with self._noted(when):
             assert len(ours) == len(theirs)

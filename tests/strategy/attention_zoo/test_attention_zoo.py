@@ -39,7 +39,7 @@ CASES: dict[str, Case] = {case.name: case for file in FILES for case in file.cas
 
 
 def compare_all(world_size: int, names: list[str], verified: bool) -> list[Outcome]:
-    """Run these cases on one rank. Prints each name first: the output of a rank that hangs ends with it."""
+    """Return the outcomes of these cases on this rank. Prints each name first, to show where a rank hangs."""
     mesh = tensor_parallel(world_size)
     outcomes = []
     for name in names:
@@ -49,7 +49,7 @@ def compare_all(world_size: int, names: list[str], verified: bool) -> list[Outco
 
 
 def on_all_ranks(world_size: int, cases: Iterable[Case], verified: bool = True) -> list[Outcome]:
-    """The outcome of each case that runs on so many ranks."""
+    """Return the worst outcome among the ranks for each case that runs on `world_size` ranks."""
     names = [case.name for case in cases if world_size in case.world_sizes]
     ranks = run_on_ranks(world_size, compare_all, timeout=280, names=names, verified=verified)
     return [worst(of_case) for of_case in zip(*ranks, strict=True)]

@@ -20,7 +20,7 @@ NUM_BLOCKS = 2
 
 
 class Keeps(enum.Enum):
-    """How plan="auto" must at least hold an attention's weights on two ranks, beside computing the same values."""
+    """The least sharding of an attention's weights by plan="auto" on two ranks; results must always be the same."""
 
     HEADS = "sharded by heads"
     SHARDS = "weights sharded"
@@ -215,15 +215,15 @@ def merge_heads(heads: Tensor) -> Tensor:
 
 
 def causal_mask(length: int) -> Tensor:
-    """`[t, t]`, True where a query sees a key."""
+    """Return a mask `[t, t]`, True where a query attends to a key."""
     return torch.ones(length, length, dtype=torch.bool).tril()
 
 
 def causal_weights(scores: Tensor) -> Tensor:
-    """Softmax of scores `[b, h, t, t]` over the keys that each query sees."""
+    """Return the softmax of scores `[b, h, t, t]` over the keys that each query attends to."""
     return scores.masked_fill(~causal_mask(scores.shape[-1]), -torch.inf).softmax(-1)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of `[b, h, t, d]`, written out."""
+    """Return the causal attention of `[b, h, t, d]`, written out."""
     return causal_weights(q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5) @ v

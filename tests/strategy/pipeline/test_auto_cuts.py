@@ -43,7 +43,7 @@ def test_layers_with_parameters_are_where_stages_may_begin() -> None:
 
 
 def test_parameters_are_balanced_but_not_those_that_are_looked_up() -> None:
-    """With the embedding's, the cut would be at layers.1."""
+    """If the embedding's parameters counted, the cut would be at layers.1."""
     model = Llama(LlamaArgs(n_layers=6, vocab_size=600))
     model.output = nn.Linear(16, 4)
     choice = choose_cuts(model, 2)
@@ -59,7 +59,7 @@ def test_parameters_are_balanced_but_not_those_that_are_looked_up() -> None:
 
 
 def convolutions() -> nn.Sequential:
-    """The first has few parameters, and most of the operations."""
+    """Return a model whose first layer has few parameters and most of the operations."""
     layers = [nn.Conv2d(3, 8, 3), nn.AvgPool2d(8), nn.Conv2d(8, 16, 3), nn.Flatten(), nn.Linear(16, 16)]
     return nn.Sequential(*layers)
 
@@ -92,7 +92,7 @@ def test_a_forward_that_cannot_be_counted() -> None:
 
 
 def test_the_limit_of_memory() -> None:
-    """The embedding takes no operations, but memory for all its rows."""
+    """The embedding has no operations, but memory for all its rows."""
     model = Llama(LlamaArgs(n_layers=6, vocab_size=1200))
     model.output = nn.Linear(16, 4)
     block = sum(p.nbytes for p in model.layers[0].parameters())
@@ -106,12 +106,12 @@ def test_the_limit_of_memory() -> None:
 
 
 def test_activations_in_flight_count_where_an_example_shows_them() -> None:
-    """The first of two stages keeps two micro-batches; parameters are few."""
+    """The first of two stages has two micro-batches in flight; there are few parameters."""
     model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(6)))
     rows, options = 1000, {"state_factor": 1.0, "in_flight": [2, 1]}
     forward = lambda: model(torch.ones(rows, 4))  # noqa: E731
     assert choose_cuts(model, 2, forward=forward, **options).cuts == ("3",)
-    limit = 4 * (4 * rows + 16) * 4  # one micro-batch of four layers, two of two
+    limit = 4 * (4 * rows + 16) * 4  # one micro-batch on four layers, or two on two
     assert choose_cuts(model, 2, forward=forward, memory_limit=limit, **options).cuts == ("2",)
 
 
@@ -149,7 +149,7 @@ class Heard(logging.Handler):
 
 @on_ranks(2)
 def test_a_pipeline_chooses_and_trains(rank: int, world_size: int) -> None:
-    """By an example, for the norm that is registered first; only rank 0 decides, and it logs the choice."""
+    """The example shows that the norm, registered first, is called last; only rank 0 decides, and logs the choice."""
     mesh = init_device_mesh("cpu", (world_size,))
     heard, logger = Heard(), logging.getLogger("weft.strategy.pipeline")
     logger.addHandler(heard)
@@ -172,10 +172,10 @@ def test_a_pipeline_chooses_and_trains(rank: int, world_size: int) -> None:
     several = Pipeline(Llama(ARGS), mesh, "auto", schedule="interleaved")
     assert several.cuts == ("layers.1", "layers.3", "layers.5") and several.stages == (rank, rank + 2)
 
-    by_operations = AutoCuts(example=torch.ones(2, 3, 26, 26))  # of rank 1, which would choose "2"
+    by_operations = AutoCuts(example=torch.ones(2, 3, 26, 26))  # only on rank 1, which would choose "2"
     assert Pipeline(convolutions(), mesh, by_operations if rank == 1 else "auto").cuts == ("4",)
 
     with pytest.raises(ValueError, match="finds 1 layers with parameters in a Sequential"):
         Pipeline(nn.Sequential(nn.Linear(2, 2)), mesh, "auto")
-    with pytest.raises(ValueError, match="cannot be run through Sequential on fake tensors"):  # which rank 1 hears
+    with pytest.raises(ValueError, match="cannot be run through Sequential on fake tensors"):  # rank 0's error
         Pipeline(convolutions(), mesh, AutoCuts(example=torch.ones(2, 3 + rank)))

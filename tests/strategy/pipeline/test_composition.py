@@ -1,4 +1,4 @@
-"""Stages cut over tensor-parallel ranks, replicated over data-parallel ranks, and both, against one device."""
+"""Stages with tensor-parallel shards, data-parallel replicas, or both, compared with one device."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PLAN = {
     "layers.*.feed_forward": "column_row_mlp",
     "output": "column_gather_output",
 }
-# As many batches as steps: four sequences of nine tokens, of which each data-parallel rank gets its part.
+# One batch per step: four sequences of nine tokens, divided among the data-parallel ranks.
 BATCHES = token_batches(NUM_STEPS, 37)
 
 
@@ -129,7 +129,7 @@ def test_fully_sharded_stages_cut_over_tensor_parallel_ranks(world_size: int, ki
 
 
 class ReadsItsEmbedding(nn.Module):
-    """Whose head is its embedding's weight, read as a plain attribute."""
+    """Its head is its embedding's weight, read as a plain attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class ReadsItsEmbedding(nn.Module):
 
 
 class WithOffset(nn.Module):
-    """A parameter of the trunk, and two layers."""
+    """A parameter of the trunk (the modules that call the layers), and four layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,13 +177,13 @@ def test_a_table_of_what_each_rank_holds(world_size: int) -> None:
     replicated = sum(parameter.nbytes for name, parameter in model.named_parameters() if "norm" in name)
     totals = [torch.zeros((), dtype=torch.long) for _ in range(world_size)]
     dist.all_gather(totals, torch.tensor(replicated))
-    # Norms are whole on both tensor-parallel ranks of their stage.
+    # Norms are replicated on both tensor-parallel ranks of their stage.
     assert sum(held) - sum(int(total) for total in totals[::2]) == whole
     assert int(lines[1][3].replace(",", "")) == held[0]
 
 
 class WithScale(WithOffset):
-    """Another parameter of the trunk, which the second half uses as well."""
+    """Another parameter of the trunk; the second stage uses both, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ class WithScale(WithOffset):
 
 @on_ranks(2)
 def test_parameters_of_the_trunk_under_a_plan(world_size: int) -> None:
-    """A plan makes DTensors of them; they are read as plain tensors, and cross as such."""
+    """A plan makes them DTensors; the forward reads plain tensors, which cross to other stages."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pipeline_parallel", "tensor_parallel"))
     torch.manual_seed(0)
     reference = WithScale().double()
@@ -220,7 +220,7 @@ def test_parameters_of_the_trunk_under_a_plan(world_size: int) -> None:
 
 @on_ranks(8)
 def test_replicas_of_sharded_stages_and_what_they_send(world_size: int) -> None:
-    """Each layer is gathered once and reduced once in a step, however many micro-batches there are."""
+    """Each layer is gathered once and reduced once per step, for any number of micro-batches."""
     needs_finalization()
     names = ("pipeline_parallel", "data_replicate", "data_parallel")
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=names)
@@ -233,7 +233,7 @@ def test_replicas_of_sharded_stages_and_what_they_send(world_size: int) -> None:
         pipeline.fully_shard(mesh["data_replicate", "data_parallel"])
     batch = torch.randn(16, 4, dtype=torch.float64)
     data_rank = 2 * mesh["data_replicate"].get_local_rank() + mesh["data_parallel"].get_local_rank()
-    # The gradient of the offset, full on the first stage's ranks, is averaged over both axes.
+    # The gradient of the offset, unsharded on the first stage's ranks, is averaged over both axes.
     averaged = 2 if pipeline.stages == (0,) else 0
     messages = {"send": 2 * 4, "recv": 2 * 4}  # a header and its tensor, for each micro-batch
     sums = {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 2, "all_reduce": 2 + averaged}
@@ -254,7 +254,7 @@ def test_replicas_of_sharded_stages_and_what_they_send(world_size: int) -> None:
 
 @on_ranks(4)
 def test_sharded_weights_that_are_read_between_layers(world_size: int) -> None:
-    """They cross as they were when their stage was gathered, which is freed before they have left."""
+    """They cross with the values of the gathered stage, although it is freed before the send completes."""
     needs_finalization()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline_parallel", "data_parallel"))
     torch.manual_seed(0)
@@ -288,7 +288,7 @@ def needs_finalization() -> None:
 @pytest.mark.parametrize("plan", ["auto", "dict"])
 @pytest.mark.parametrize("tie_head", [False, True])
 def test_plans_and_tied_embeddings(world_size: int, plan: str, tie_head: bool) -> None:
-    """The embedding's rows on the first stage and the output layer's on the last are cut alike where they are tied."""
+    """If tied, the rows of the embedding (first stage) and of the output layer (last stage) are sharded alike."""
     rules = "auto" if plan == "auto" else PLAN
     assert_trains_as_one_device(world_size, 1, 2, "1f1b", rules, tie_head, 2)
 
@@ -337,7 +337,7 @@ def test_activation_checkpoints(world_size: int, what: str, kind: str) -> None:
 
 @on_ranks(4)
 def test_checkpoints_are_those_of_the_whole_model(rank: int, world_size: int, tmp_path: Path) -> None:
-    """Saved by torch.distributed.checkpoint in four stages, loaded in two and into the whole model."""
+    """torch.distributed.checkpoint saves four stages, and loads into two stages and into the full model."""
     args = LlamaArgs(n_layers=4, dtype=torch.float64)
     torch.manual_seed(0)
     model, reference = Llama(args), Llama(args)
@@ -361,7 +361,7 @@ def test_checkpoints_are_those_of_the_whole_model(rank: int, world_size: int, tm
 
 @on_ranks(2)
 def test_models_without_values_get_those_of_the_whole_model(world_size: int) -> None:
-    """Built deferred: each rank makes its layers' values alone, the same as those of a model built whole."""
+    """Each rank materializes only its own layers, with the values of a model that is built in full."""
     args = LlamaArgs(n_layers=4)
     torch.manual_seed(0)
     reference = dict(Llama(args).named_parameters())

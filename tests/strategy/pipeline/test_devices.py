@@ -17,7 +17,7 @@ ARGS = LlamaArgs(n_layers=3, tie_head=True, dtype=torch.float64)
 
 
 class Skipping(nn.Module):
-    """A value that skips a stage, one that is written into, a parameter of the trunk and a number."""
+    """A value that skips a stage, one that is changed in place, a parameter of the trunk and a scalar buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def placed(model: nn.Module) -> dict[str, str]:
 
 
 def test_layers_and_what_goes_between_them_are_on_their_devices() -> None:
-    """The meta device is another one, though without values."""
+    """The meta device serves as a second device, although it has no values."""
     model = spread_over_devices(Skipping(), ["b", "c"], ["cpu", "meta", "meta"])
     assert placed(model) == {
         "a.weight": "cpu",
@@ -82,7 +82,7 @@ def test_layers_and_what_goes_between_them_are_on_their_devices() -> None:
     output = model(torch.randn(3, 4))
     assert output.device.type == "meta" and output.shape == (3, 2)
     model = spread_over_devices(Skipping(), ["b"], ["meta", "cpu"])
-    # Values come back from an earlier stage's device, too: torch's own words say that it tried to.
+    # Values also move from the meta device to the CPU: torch's error shows that it tried to copy them.
     with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor; no data"):
         model(torch.randn(3, 4))
 

@@ -19,7 +19,7 @@ from weft.strategy.pipeline import SCHEDULES, Action, Pipeline, Schedule, Span, 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_a_schedules_picture(kind, tmp_path):
-    """One box for each computation, ranks and kinds by name, and the same file each time."""
+    """The picture has a box for each computation and names ranks and kinds; it is the same each time."""
     stages = 2 if kind in ("interleaved", "looped_bfs") else 1
     schedule = Schedule.generate(kind, 3, 5, stages_per_rank=stages)
     svg = draw(schedule, path=tmp_path / "schedule.svg")
@@ -27,7 +27,7 @@ def test_a_schedules_picture(kind, tmp_path):
     texts = [element.text for element in ElementTree.fromstring(svg).iter() if element.tag.endswith("text")]
     for action, color in {"F": "#8ecae6", "B": "#ffb703", "I": "#ffd166", "W": "#b7e4c7"}.items():
         num_boxes = sum(each.kind == action for actions in schedule.ranks for each in actions)
-        assert svg.count(color) == (num_boxes + 2 if num_boxes else 0)  # and the face and edge of the legend's
+        assert svg.count(color) == (num_boxes + 2 if num_boxes else 0)  # the legend adds a face and an edge
     assert {"rank 0", "rank 2", "forward", "idle", "in flight", "1:4" if stages > 1 else "4"} <= set(texts)
     assert ("backward, weights" in texts) == (kind == "zero_bubble")
     share = schedule.simulate().bubble_fraction
@@ -65,7 +65,7 @@ def test_the_figures_of_the_documentation_are_what_is_drawn():
 
 @on_ranks(2)
 def test_the_trace_of_a_run(rank: int, world_size: int) -> None:
-    """Every rank gets all ranks' computations, in the order of their lists."""
+    """Every rank gets the computations of all ranks, in the order of their action lists."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     pipeline = Pipeline(model, init_device_mesh("cpu", (world_size,)), ["1"], num_micro_batches=3)
@@ -75,7 +75,7 @@ def test_the_trace_of_a_run(rank: int, world_size: int) -> None:
     for spans, actions in zip(traces, schedule.ranks, strict=True):
         assert [span.action for span in spans] == [action for action in actions if action.computes]
         assert all(0 <= a.start <= a.end <= b.start for a, b in itertools.pairwise(spans))
-    # A micro-batch's forward on the second stage follows that on the first, on one clock.
+    # The times are on a common clock: a micro-batch's forward on stage 1 follows that on stage 0.
     ends = {str(span.action): span.end for spans in traces for span in spans}
     assert all(ends[f"0F{i}"] < ends[f"1F{i}"] < ends[f"1B{i}"] < ends[f"0B{i}"] for i in range(3))
     durations = [span.end - span.start for span in pipeline.trace]

@@ -1,4 +1,4 @@
-"""A rank that fails in a step, or is gone: what the others are told."""
+"""A rank that fails in a step or is lost: the errors that the other ranks raise."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FINE, BAD = torch.zeros(2, 2), torch.tensor([[0.0, 0.0], [1.0, 0.0]])
 @on_ranks(2)
 @pytest.mark.parametrize("kind", ["training", "evaluation"])
 def test_the_others_hear_why(rank: int, world_size: int, kind: str) -> None:
-    """The last stage's rank leaves its group, as the end of its process would have it do."""
+    """The last stage's rank destroys its group, as at the end of its process."""
     group = dist.new_group(backend="cpu:weft")
     step = Failing(DeviceMesh.from_group(group, "cpu"))
     run = step.pipeline.step if kind == "training" else step.pipeline.evaluate
@@ -53,12 +53,12 @@ def test_the_others_hear_why(rank: int, world_size: int, kind: str) -> None:
         step.pipeline.failures.told(),
     ):
         run(BAD, step)
-        dist.all_reduce(torch.ones(1), group=group)  # in an evaluation the first stage waits for no other
+        dist.all_reduce(torch.ones(1), group=group)  # in an evaluation the first stage receives nothing
 
 
 @on_ranks(2)
 def test_earlier_failures_are_no_reasons(rank: int, world_size: int) -> None:
-    """Neither of another pipeline nor of a step that all have left."""
+    """Failures of another pipeline, or of a step that failed on all ranks, are not quoted."""
     group = dist.new_group(backend="cpu:weft")
     mesh = DeviceMesh.from_group(group, "cpu")
     earlier, step = Failing(mesh), Failing(mesh)
@@ -75,7 +75,7 @@ def test_earlier_failures_are_no_reasons(rank: int, world_size: int) -> None:
 
 
 class Changing(nn.Module):
-    """Returns the value of an attribute that changes after the recording."""
+    """Its output depends on an attribute that changes after the recording."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ CHANGES = {
 @on_ranks(2)
 @pytest.mark.parametrize("what", CHANGES)
 def test_what_crosses_is_what_was_recorded(rank: int, world_size: int, what: str) -> None:
-    """The rank that sends refuses, and the one that waits hears of it."""
+    """The sending rank raises, and the waiting rank quotes its error."""
     group = dist.new_group(backend="cpu:weft")
     layer = Changing()
     layer.what = "frozen" if what == "thawed" else "as recorded"
@@ -144,5 +144,5 @@ def test_a_killed_rank_is_named_at_once(tmp_path: Path) -> None:
     result = run_script(LOST, str(tmp_path / "store"), timeout=100)
     assert result.returncode == 0, result.stderr
     seconds, _, text = result.stdout.partition(" ")
-    assert float(seconds) < 60  # of the group's timeout of half an hour
+    assert float(seconds) < 60  # the group's timeout is half an hour
     assert "rank 1 (pid" in text and "left the pipeline" not in text

@@ -1,4 +1,4 @@
-"""A model's own forward on its stages: what may choose its path, what may be written, and what crosses."""
+"""A model's own forward on its stages: data-dependent paths, writes in place, and values that cross."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.strategy.pipeline import Pipeline
 
 
 class Branching(nn.Module):
-    """Its path depends on values or on chance, or it calls layers in another order."""
+    """Its path depends on values or on random numbers, or it calls layers in another order."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Branching(nn.Module):
 
 
 class CountingTrunk(nn.Module):
-    """Counts its calls between its layers, and scales what comes from the first if it is told to."""
+    """Counts its calls in a buffer, and scales the first layer's output if `is_scaled`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class CountingTrunk(nn.Module):
 
 @on_ranks(2)
 def test_buffers_and_flags_of_the_trunk(rank: int, world_size: int) -> None:
-    """Forwards that are only recorded count for nothing, and a flag that is set later is another path."""
+    """Recording a forward leaves buffers unchanged, and a flag that is set later is another path."""
     torch.manual_seed(0)
     model = CountingTrunk()
     reference = copy.deepcopy(model)
@@ -84,7 +84,7 @@ def test_buffers_and_flags_of_the_trunk(rank: int, world_size: int) -> None:
     ],
 )
 def test_forwards_that_cannot_be_recorded(world_size: int, what: str, error: type[Exception], message: str) -> None:
-    """On every rank, before anything is sent."""
+    """Every rank raises, before anything is sent."""
     model = Branching(what)
     pipeline = Pipeline(model, init_device_mesh("cpu", (world_size,)), ["b"], num_micro_batches=2)
     with pytest.raises(error, match=re.escape(message)):
@@ -119,7 +119,7 @@ def test_a_path_that_chance_chooses(world_size: int) -> None:
 
 
 class Between(nn.Module):
-    """Two layers, and between or around them what `do` does."""
+    """Two layers; `do` is the forward, with code between or around them."""
 
     def __init__(self, do: Callable[[nn.Module, Tensor], Tensor]) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ def test_values_of_layers_are_not_written_into_other_tensors(world_size: int, wr
 
 @on_ranks(2)
 def test_views_of_what_changes_behind_a_boundary(world_size: int) -> None:
-    """What changes before it crosses is right; what changes after, and would not be seen through a view, refused."""
+    """A change before the boundary is correct; a change after it, which a view would miss, raises ValueError."""
     torch.manual_seed(0)
     model = Between(view_of_what_changes).double()
     reference = Between(view_of_what_changes).double()
@@ -191,7 +191,7 @@ def test_views_of_what_changes_behind_a_boundary(world_size: int) -> None:
 
 @on_ranks(1)
 def test_checkpoints_between_layers_are_refused_before_they_go_wrong(world_size: int) -> None:
-    """Two stages on one rank; the second one's recomputation would get what stands for a value."""
+    """Two stages on one rank: the second one's recomputation would get a placeholder instead of a value."""
     model = Between(checkpointed_between)
     pipeline = Pipeline(model, init_device_mesh("cpu", (world_size,)), ["b"], schedule="gpipe", num_micro_batches=1)
     with pytest.raises(RuntimeError, match="was called again outside of the forward"):
@@ -202,7 +202,7 @@ def test_checkpoints_between_layers_are_refused_before_they_go_wrong(world_size:
 
 @on_ranks(2)
 def test_layers_are_what_they_are_while_the_forward_runs(world_size: int) -> None:
-    """isinstance, strides of what crosses, buffers that layers give and change."""
+    """isinstance gives the original class of a layer on another stage."""
 
     def forward(model: nn.Module, x: Tensor) -> Tensor:
         h = x
@@ -223,7 +223,7 @@ def test_layers_are_what_they_are_while_the_forward_runs(world_size: int) -> Non
 
 @on_ranks(2)
 def test_what_crosses_keeps_its_strides(world_size: int) -> None:
-    """The view behind the boundary is one of dense memory, as in the unsplit model."""
+    """The view after the boundary needs dense memory, as in the unsplit model."""
 
     def forward(model: nn.Module, x: Tensor) -> Tensor:
         h = model.a(x).t()
@@ -239,7 +239,7 @@ def test_what_crosses_keeps_its_strides(world_size: int) -> None:
 
 
 class Counting(nn.Module):
-    """Gives its buffer, which it changes at every call."""
+    """Returns its buffer, which it changes at every call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -275,7 +275,7 @@ def test_a_buffer_crosses_as_it_was(world_size: int) -> None:
 
 @on_ranks(1)
 def test_recordings_are_few(world_size: int) -> None:
-    """However many values of the inputs the code between layers asks for."""
+    """Their number is bounded, however many input values the code between layers reads."""
     model = Between(lambda model, x: model.b(model.a(x)) * float(x.sum()))
     pipeline = Pipeline(model, init_device_mesh("cpu", (world_size,)), ["b"][:0], num_micro_batches=1)
     for step in range(40):
@@ -285,7 +285,7 @@ def test_recordings_are_few(world_size: int) -> None:
 
 
 class Aside(nn.Module):
-    """Gives one thing more while it is trained."""
+    """Returns one more tensor in training mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -297,7 +297,7 @@ class Aside(nn.Module):
 
 
 class Inner(nn.Module):
-    """A part of the trunk: drops what is between its layers while it is trained."""
+    """A module of the trunk with dropout between its layers in training mode."""
 
     def __init__(self, p: float) -> None:
         super().__init__()
@@ -311,7 +311,7 @@ class Inner(nn.Module):
 @on_ranks(2)
 @pytest.mark.parametrize(("frozen", "p"), [("inner", 0.5), ("inner.a", 0.0)])
 def test_parts_of_the_model_in_another_mode(world_size: int, frozen: str, p: float) -> None:
-    """From step to step, and as one of them trains alone."""
+    """A submodule changes to eval mode between steps, while the others stay in training mode."""
     torch.manual_seed(0)
     model = nn.Sequential()
     model.add_module("inner", Inner(p))
@@ -331,7 +331,7 @@ def test_parts_of_the_model_in_another_mode(world_size: int, frozen: str, p: flo
 
 @on_ranks(2)
 def test_an_encoder_with_a_fast_path(world_size: int) -> None:
-    """torch's, which takes padded inputs another way where no gradients are asked for; fake tensors never do."""
+    """torch's encoder has a fast path for padded inputs without gradients, which fake tensors never take."""
     torch.manual_seed(0)
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 4).eval()
     x = torch.randn(4, 4, 8)

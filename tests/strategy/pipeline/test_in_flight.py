@@ -1,4 +1,4 @@
-"""What is kept between forwards and backwards, counted to the byte, against what the simulator says."""
+"""Compares the bytes saved between forwards and backwards with the simulator's micro-batches in flight."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from support.ranks import on_ranks
 from weft import memory
 from weft.strategy.pipeline import SCHEDULES, Pipeline
 
-DIM, HIDDEN, ROWS = 8, 16384, 4  # rows of a micro-batch
+DIM, HIDDEN, ROWS = 8, 16384, 4  # ROWS: per micro-batch
 MICRO_BATCHES = 8
-KEPT = ROWS * HIDDEN * 4  # what a stage keeps of a micro-batch, but for a few rows of DIM
+KEPT = ROWS * HIDDEN * 4  # bytes that a stage saves for a micro-batch, besides a few rows of DIM
 SMALL = KEPT // 8
 
 
 def model_of(num_stages: int) -> nn.Sequential:
-    """Each stage keeps one hidden tensor."""
+    """Return a model whose stages each save one hidden tensor per micro-batch."""
     return nn.Sequential(
         *(nn.Sequential(nn.Linear(DIM, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, DIM)) for _ in range(num_stages))
     )
 
 
 def units_after_each_action(pipeline: Pipeline) -> list[int]:
-    """How many hidden tensors the simulated order keeps after each computation of this rank."""
+    """Return the expected number of saved hidden tensors after each of this rank's computations."""
     units, result = 0, []
     for span in pipeline.trace:
         kind, is_first = span.action.kind, span.action.stage == 0
-        # The first half of a split backward keeps what came to the hidden layer for the second; at the first stage,
-        # without an input to find a gradient of, it does nothing.
+        # The first half of a split backward saves the gradients that reach the hidden layer for the second half; on
+        # the first stage, which needs no input gradient, it does nothing.
         units += {"F": 1, "B": -1, "I": 0 if is_first else 1, "W": -1 if is_first else -2}[kind]
         result.append(units)
     return result
@@ -47,7 +47,7 @@ def test_what_is_kept_is_what_is_in_flight(world_size: int, kind: str) -> None:
     pipeline = Pipeline(model, mesh, cuts, schedule=kind, num_micro_batches=MICRO_BATCHES)
     batch = torch.randn(ROWS * MICRO_BATCHES, DIM)
     with counted() as count:
-        for _ in range(3):  # the first one makes the gradients
+        for _ in range(3):  # the first step allocates the gradients
             before = count.now()
             pipeline.step(batch, lambda x: model(x).sum())
         kept = [num_bytes - pipeline.memory_before for num_bytes in pipeline.memory]
@@ -55,7 +55,7 @@ def test_what_is_kept_is_what_is_in_flight(world_size: int, kind: str) -> None:
     units = units_after_each_action(pipeline)
     for span, num_bytes, num in zip(pipeline.trace, kept, units, strict=True):
         assert abs(num_bytes - num * KEPT) < SMALL, (span.action, num_bytes / KEPT, num)
-    # With one stage on a rank, the simulator counts the most of its micro-batches in flight.
+    # With one stage per rank, the simulator gives the maximum of its micro-batches in flight.
     simulated = pipeline.schedule(MICRO_BATCHES).simulate()
     if len(pipeline.stages) == 1 and kind != "zero_bubble":
         assert max(units) == simulated.in_flight[pipeline.stages[0]]
@@ -64,7 +64,7 @@ def test_what_is_kept_is_what_is_in_flight(world_size: int, kind: str) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("kind", ["1f1b", "gpipe"])
 def test_what_is_kept_is_called_so(rank: int, world_size: int, kind: str) -> None:
-    """By the category of the peak, and on a timeline of forwards and backwards."""
+    """The peak has these bytes in their category, and the timeline has forwards and backwards."""
     mesh = init_device_mesh("cpu", (world_size,))
     with counted():
         model = model_of(world_size)
@@ -87,7 +87,7 @@ def test_what_is_kept_is_called_so(rank: int, world_size: int, kind: str) -> Non
 
 @on_ranks(2)
 def test_what_a_stage_is_sent_is_kept_for_it(rank: int, world_size: int) -> None:
-    """The second stage keeps its inputs, which came before its forwards."""
+    """The second stage saves its inputs, which it receives before its forwards."""
     with counted():
         model = nn.Sequential(nn.Linear(DIM, HIDDEN, bias=False), nn.Linear(HIDDEN, DIM, bias=False))
         mesh = init_device_mesh("cpu", (world_size,))

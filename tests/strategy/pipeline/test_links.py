@@ -1,4 +1,4 @@
-"""Stages whose messages go from device to device: which ranks are linked, and the numbers of one device."""
+"""Stages with device-to-device links: which ranks are linked, and parity with one device."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_who_sends_to_whom(rank: int, rank_of: list[int], tied: list[set[int]], 
 @on_ranks(2, 4)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble"])
 def test_steps_over_links_equal_one_device(rank: int, world_size: int, schedule: str) -> None:
-    """With an output layer tied to the embedding, whose ranks send to each other, too."""
+    """The output layer is tied to the embedding, so their ranks also send to each other."""
     cuts = [f"layers.{i}" for i in range(1, 4)] if schedule == "interleaved" or world_size == 4 else ["layers.2"]
     if schedule == "interleaved" and world_size == 4:
         cuts = [f"layers.{i}" for i in range(1, 8)]

@@ -1,4 +1,4 @@
-"""How batches are cut into micro-batches."""
+"""How batches are split into micro-batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models in stages against the same models on one device: losses, gradients and weights, float64, SGD."""
+"""Compares models in stages with the same models on one device: losses, gradients and weights; float64, SGD."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SEVERAL_STAGES = ("interleaved", "looped_bfs")
 
 
 class UNet(nn.Module):
-    """Values that skip one and two boundaries, two at once across another, and a parameter of the trunk."""
+    """Values that skip one and two boundaries, two that cross another at once, and parameters of the trunk."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class UNet(nn.Module):
 
 
 class TwoStreams(nn.Module):
-    """Two tensors from layer to layer, an integer among what crosses, dicts and tuples as arguments."""
+    """Two tensors between layers, integers among the values that cross, dicts and tuples as arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ Case = tuple[Callable[[], nn.Module], dict[int, list[str]], Callable[[], dict[st
 LLAMA = LlamaArgs(n_layers=4, dtype=torch.float64)
 CASES: dict[str, Case] = {
     "chain": (chain, {2: ["8"], 4: ["4", "8", "12"], 8: ["2", "4", "6", "8", "10", "12", "14"]}, features, classify),
-    # The cuts are before a layers without parameters, which change what they are given in place.
+    # Each cut is before a layer without parameters that changes its input in place.
     "in place": (chain, {2: ["9"], 4: ["3", "9", "13"]}, features, classify),
     "skips": (UNet, {2: ["bottom"], 4: ["down.2", "bottom", "up.1"]}, features, classify_masked),
     "streams": (TwoStreams, {2: ["blocks.2"], 4: ["blocks.0", "blocks.2", "blocks.3"]}, lambda: tokens(11), None),
@@ -123,7 +123,7 @@ CASES: dict[str, Case] = {
         tokens,
         next_token,
     ),
-    # The weights of the first stage's embeddings are read as plain attributes, on the last stage, too.
+    # The last stage, too, reads the weights of the first stage's embeddings as plain attributes.
     "read weights": (
         lambda: Gpt2(n_layer=3, dtype=torch.float64),
         {2: ["h.1"], 4: ["h.0", "h.1", "h.2"]},
@@ -166,7 +166,7 @@ def assert_trains_alike(
     num_steps: int = NUM_STEPS,
     tolerance: float = TOLERANCE,
 ) -> None:
-    """Loss and gradients of every step, and the weights after them; each rank compares its own stages."""
+    """Compare the loss and gradients of every step, and the final weights; each rank compares its own stages."""
     ours = torch.optim.SGD(model.parameters(), lr=0.1)
     theirs = torch.optim.SGD(reference.parameters(), lr=0.1)
     expected = dict(reference.named_parameters(remove_duplicate=False))
@@ -179,7 +179,7 @@ def assert_trains_alike(
         whole = loss_fn(reference, batch)
         whole.backward()
         assert abs(loss - whole) <= tolerance * abs(whole)
-        # A key's bias has no gradient but rounding: softmax does not see it.
+        # The gradient of a key's bias is rounding noise, since softmax does not depend on the bias.
         least = 1e-3 * torch.stack([p.grad.norm() for p in reference.parameters()]).norm()
         for name, parameter in model.named_parameters():
             gradient = expected[name].grad
@@ -217,7 +217,7 @@ def test_models_as_they_are(world_size: int, case: str, kind: str) -> None:
 
 @on_ranks(2, 4)
 def test_steps_add_to_gradients_that_are_there(world_size: int) -> None:
-    """Also for tied parameters, whose sum over the stages exists from the step before."""
+    """This includes tied parameters, whose gradients already hold the previous step's sum over the stages."""
     mesh = init_device_mesh("cpu", (world_size,))
     make, cuts, _, _ = CASES["tied"]
     model, reference = built(make), built(make)
@@ -244,7 +244,7 @@ HUGGING_FACE = {
 @on_ranks(2, timeout=300)
 @pytest.mark.parametrize("family", HUGGING_FACE)
 def test_models_of_hugging_face(world_size: int, family: str) -> None:
-    """Unmodified, with the code between their layers: masks, positions, tied heads. Some compute norms in float32."""
+    """Unmodified models with their code between layers: masks, positions, tied heads. Some compute norms in float32."""
     pytest.importorskip("transformers")
     mesh = init_device_mesh("cpu", (world_size,))
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Measured layers, the cuts that balance them, and what tuning makes of measured stages."""
+"""Profiles of layers and stages, the cuts that balance them, and tuning with them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from weft.strategy.pipeline.profile import layer_names
 
 
 class Slow(nn.Module):
-    """Takes so many milliseconds, and twice as many backwards; keeps its input."""
+    """Takes `milliseconds` forward and twice as long backward; saves its input."""
 
     def __init__(self, milliseconds: float) -> None:
         super().__init__()
@@ -75,9 +75,9 @@ def test_layers_are_measured_and_left_as_they_were():
     assert [layer.name for layer in profiles] == ["first", "blocks.0", "blocks.1", "last"]
     for layer, milliseconds in zip(profiles, (10, 10, 40, 10), strict=True):
         assert layer.forward >= milliseconds / 1000
-        # No layer owns the gradient of the model's input.
+        # The gradient of the model's input counts for no layer.
         assert layer.backward >= (0 if layer.name == "first" else 2 * milliseconds / 1000)
-        assert layer.parameter_bytes == 4 and layer.activation_bytes == 2 * 3 * 4  # the product keeps its input
+        assert layer.parameter_bytes == 4 and layer.activation_bytes == 2 * 3 * 4  # the product saves its input
     assert model.first.scale.grad == 7 and model.last.scale.grad is None and model.last.num_calls == 0
     exact = [dataclasses.replace(layer, forward=1.0, backward=2.0) for layer in profiles]
     exact[2] = dataclasses.replace(exact[2], forward=4.0, backward=8.0)
@@ -85,12 +85,12 @@ def test_layers_are_measured_and_left_as_they_were():
 
 
 def test_operations_are_counted_without_doing_them():
-    """Two for each multiplication and addition; of a backward, for the input and the weight."""
+    """A multiply-add counts as two operations; a backward computes the gradients of input and weight."""
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
     profiles = profile_layers(model, torch.ones(16, 8), lambda x: model(x).sum(), measure="flops")
     small, large = 2 * 16 * 32 * 4, 2 * 16 * 8 * 32
     assert [(layer.name, layer.forward, layer.backward) for layer in profiles] == [
-        ("0", large, large),  # no layer owns the gradient of the model's input
+        ("0", large, large),  # the gradient of the model's input counts for no layer
         ("1", 0, 0),
         ("2", small, 2 * small),
     ]
@@ -139,7 +139,7 @@ def test_stages_are_measured_at_several_sizes():
     for stage in stages:
         for time_of in (stage.forward, stage.backward_input, stage.backward_weight):
             assert isinstance(time_of, MeasuredTime)
-            assert time_of.at(1) == time_of.at(2)  # an eighth of the batch is the smallest that was measured
+            assert time_of.at(1) == time_of.at(2)  # the smallest measured size is an eighth of the batch
     assert stages[0].parameter_bytes == 4 * 4 * (8 * 64 + 64)
     assert stages[0].activation_bytes_per_sample == 8 * 4  # the input
     with pytest.raises(ValueError, match="no layer that was measured is '9'"):

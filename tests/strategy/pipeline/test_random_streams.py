@@ -1,4 +1,4 @@
-"""What stages draw at random: alike where they need the same numbers, and each its own inside of its layers."""
+"""Random numbers of stages: equal before the layers, and independent inside the layers of each stage."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.strategy.pipeline import Pipeline
 
 
 class Layer(nn.Module):
-    """Draws as a dropout does."""
+    """Draws a random mask, as dropout does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def test_each_micro_batch_has_a_stream(rank: int, world_size: int, kind: str) ->
         return (model(part) - before[0]).square().mean()
 
     batch = torch.arange(3.0).view(3, 1).expand(3, 2).contiguous()
-    pipeline.step(batch, loss_of)  # records, too, which draws and forgets
+    pipeline.step(batch, loss_of)  # this step also records the forward; its draws are discarded below
     seed()
     for known in (seen, *[{"": layer.drawn} for layer in layers], {"": model.noises}):
         [each.clear() for each in known.values()]
@@ -84,7 +84,7 @@ def test_each_micro_batch_has_a_stream(rank: int, world_size: int, kind: str) ->
     dist.all_gather_object(found, mine)
     for name in ("noises", "steps", "after"):
         assert found[0][name] == found[1][name], name
-    # One number each, on all stages, and another for each micro-batch.
+    # All stages draw the same number for a micro-batch, and micro-batches draw different ones.
     assert [len(each) for each in found[0]["steps"].values()] == [1, 1, 1] and len(noises) == 3
     assert len({each for [each] in found[0]["steps"].values()}) == 3
     masks = [str(mask) for each in found for of_layer in each["drawn"] for mask in of_layer]

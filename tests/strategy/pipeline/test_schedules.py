@@ -1,4 +1,4 @@
-"""Schedules from Python: golden files of every kind, values that print, parse, compare and pickle, refusals."""
+"""Schedules from Python: golden files of every kind; values that print, parse, compare and pickle; errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SEVERAL_STAGES = ("interleaved", "looped_bfs")
 
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_schedules_are_what_they_were(kind):
-    """4 ranks, 6 micro-batches: a file is written anew with `str(...)` of what this builds, when a change is meant."""
+    """4 ranks, 6 micro-batches. After an intended change, write `str(...)` of the schedules built here to the files."""
     schedule = Schedule.generate(kind, 4, 6, stages_per_rank=2 if kind in SEVERAL_STAGES else 1)
     lowered = schedule.merge_backwards().add_communication().add_unshards()
     assert str(schedule) == (GOLDEN / f"{kind}.csv").read_text()
@@ -39,7 +39,7 @@ def test_schedules_are_what_they_were(kind):
 
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_files_of_torch_are_read(kind, tmp_path):
-    """Written action by action with torch.distributed.pipelining's own class and csv, idle cells included."""
+    """The file is written action by action with torch.distributed.pipelining's class and csv, with idle cells."""
     ours = Schedule.generate(kind, 2, 3)
     rows = [[torch_schedules._Action.from_str(str(action)) for action in actions] for actions in ours.ranks]
     path = tmp_path / "schedule.csv"

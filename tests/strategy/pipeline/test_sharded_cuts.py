@@ -1,4 +1,4 @@
-"""Stages that are sharded by plan="auto": evidence from before the cut, parameters between layers, tied parameters."""
+"""Stages sharded by plan="auto": evidence from the full model, parameters between layers, tied parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weft.strategy.verification.evidence import Remembered
 
 
 class Scaled(nn.Module):
-    """A parameter of its own before the layers, of which the second stage has several."""
+    """A parameter of the trunk before the layers; the second stage has several layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def test_stages_equal_the_full_model(rank: int, kind: type[nn.Module], cut: str)
 
 @on_ranks(4)
 def test_copies_of_a_tied_parameter_with_other_shards_are_refused() -> None:
-    """The first stage has the bias beside the layer, which may be read there; the second stage has the layer."""
+    """The first stage has the bias beside the layer, where code may read it; the second stage has the layer."""
     model = TiedBias().double()
     pipeline = in_stages(model, "head.decoder")
     with pytest.raises(ValueError, match=r"'head.bias' and 'head.decoder.bias' are copies of one tied parameter"):

@@ -1,4 +1,4 @@
-"""The two halves of a backward against the whole: gradients, and what each half computes."""
+"""Compares the two halves of a split backward with the full backward: gradients, and the work of each half."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weft.strategy.pipeline.backward import backward, backward_input, edge_of
 
 
 class Counts(TorchDispatchMode):
-    """How often each operator ran."""
+    """Counts the calls of each operator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Counts(TorchDispatchMode):
 
 
 class Shared(nn.Module):
-    """One norm and one layer used twice, once one after the other; a weight read alone; an unused one."""
+    """A norm and a layer that are called twice, a weight that is also read directly, and an unused layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Shared(nn.Module):
 
 
 class Entangled(nn.Module):
-    """A weight that the main path uses, and that another weight of the main path is computed from."""
+    """The main path uses a weight, and a factor that is computed from the same weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,12 +78,12 @@ MODELS = {
     "frozen": (lambda: nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4)), [(3, 4)]),
     "all frozen": (lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh()).requires_grad_(False), [(3, 4)]),
 }
-# A weight that others are computed from, or one used at every step of a loop by nodes of one copy of it.
+# Not split: a factor on the main path is computed from a weight, or all steps of a loop use one copy of a weight.
 IN_ONE_PIECE = ("entangled", "recurrent")
 
 
 def run(name: str, *, halves: bool, inputs_need_gradients: bool = True) -> tuple[list[Tensor | None], Counts, Counts]:
-    """All gradients, of inputs first, and what the halves computed (of a whole backward, all in the first)."""
+    """Return all gradients, inputs first, and the operator counts of both halves (full backward: all in the first)."""
     make, shapes = MODELS[name]
     torch.manual_seed(0)
     model = make().double()
@@ -137,7 +137,7 @@ def test_a_stage_without_inputs_does_all_in_the_second():
 
 @on_ranks(2)
 def test_operators_of_weft_are_split() -> None:
-    """Their weights' gradients are nodes of their own; what travels backwards does so in the first half."""
+    """Their weights' gradients are nodes of their own; the first half does the communication of the backward."""
     group_name = dist.group.WORLD.group_name
     torch.manual_seed(0)
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
@@ -158,5 +158,5 @@ def test_operators_of_weft_are_split() -> None:
     for one, other in zip([found, *(weight.grad for weight in weights)], expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
     assert (first.calls["reduce_from_group"], second.calls["reduce_from_group"]) == (1, 0)
-    # Among the gradients of three layers, that of the hidden values is computed in both halves.
+    # The gradients of three layers are six products; both halves compute one of them, that of the hidden values.
     assert (first.calls["mm"] + first.calls["addmm_"], second.calls["mm"]) == (3, 4)

@@ -1,4 +1,4 @@
-"""How models fall into stages, what stands where layers were, and what steps refuse."""
+"""How a model is cut into stages, the stand-ins for layers of other stages, and errors of steps."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_schedule_of_ones_own_takes_a_short_batch(world_size: int) -> None:
 
 @on_ranks(2)
 def test_own_splits_and_weights(world_size: int) -> None:
-    """Tokens that count, of which the last micro-batch has none: a mean over nothing is nan and counts nothing."""
+    """The weights are counts of targets. The last micro-batch has none: its mean is nan, and has weight zero."""
     model, reference = chain().double(), chain().double()
     pipeline = Pipeline(model, init_device_mesh("cpu", (world_size,)), ["2"], num_micro_batches=3)
     x = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -161,7 +161,7 @@ def test_own_splits_and_weights(world_size: int) -> None:
 
 @on_ranks(2)
 def test_shares_of_a_batch(world_size: int) -> None:
-    """A batch with too few samples for them has one for each micro-batch."""
+    """A batch with too few samples for the shares has one sample per micro-batch."""
     model, reference = chain().double(), chain().double()
     mesh = init_device_mesh("cpu", (world_size,))
     pipeline = Pipeline(model, mesh, ["2"], schedule="zero_bubble", micro_batch_shares=[1, 2.0, 1])

@@ -1,4 +1,4 @@
-"""Cuts that change what a model computes: tensors that reach later layers by another way than arguments and outputs."""
+"""Cuts that change a model's results: tensors that reach later layers other than by arguments and outputs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Block(nn.Module):
 
 
 class StoresGate(Block):
-    """Each block leaves a gate for the next one in an object that all share."""
+    """Each block stores a gate for the next one in a dict that all blocks share."""
 
     def __init__(self, shared: dict[str, Tensor]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-// What all collectives over several hosts have in common, and those that move data as it is.
+// The common steps of multi-host collectives, and the collectives that do not reduce.
 #include "cross_host.h"
 
 #include "convert.h"
@@ -11,9 +11,9 @@ namespace weft::collectives {
 
 namespace {
 
-// The host whose own rank is late finds out which. Leaders wait for other hosts this much longer,
-// to hear of it, ranks that wait for their leader this much again, and those who wait for such a
-// rank of another host once more.
+// The host of a late rank can name it in the error. To receive that error, leaders wait for other
+// hosts longer than the timeout by this time, ranks that wait for their leader by twice this time,
+// and ranks that wait for any rank of another host by three times this time.
 constexpr std::chrono::milliseconds kGrace{500};
 
 }  // namespace
@@ -54,14 +54,14 @@ void CrossHost::run() {
     case Op::kAllToAll:
       return all_to_all();
     case Op::kBarrier:
-      return;  // all have agreed that they are here
+      return;  // agree() has waited for all ranks
   }
 }
 
 void CrossHost::run_here(CollectiveCall step) {
   step.purpose = what_;
   const OperationPtr operation = here_.make(std::move(step));
-  // Once all ranks of a host have come, they wait for their leader, who waits for other hosts.
+  // Once all ranks of a host have arrived, they wait for their leader, which waits for other hosts.
   if (all_have_come_ && !layout_.is_leader()) operation->grace = 2 * kGrace;
   operation->timeout = timeout_;
   here_.submit(operation, false);
@@ -83,12 +83,13 @@ List CrossHost::of_own_ranks(const List& by_rank) const {
   return own;
 }
 
-// Every rank learns what every other brings: its record goes to all ranks of the host, the records
-// of a host from leader to leader, and those of all hosts to all ranks.
+// Compares the calls of all ranks. The record of a rank holds its signature: records are
+// all-gathered within each host, the leaders exchange the records of their hosts, and each leader
+// broadcasts all records within its host.
 void CrossHost::agree() {
   const auto num_ranks = static_cast<size_t>(layout_.num_ranks());
   const size_t record_bytes = sizeof(SignatureHead) + 2 * num_ranks * sizeof(int64_t);
-  std::vector<std::byte> records(num_ranks * record_bytes);  // host by host
+  std::vector<std::byte> records(num_ranks * record_bytes);  // grouped by host
   std::vector<std::byte*> record_of(num_ranks);
   std::byte* next = records.data();
   for (const auto& of_host : layout_.ranks) {

@@ -1,9 +1,9 @@
 #pragma once
 
-// One collective over several hosts, start to end: on each host through its own memory, between
-// hosts by the leaders (or, where each pair of ranks has something of its own to say, by the ranks
-// themselves). Partial results are added in the order of the hosts, on each host in the order of
-// its ranks, so the bits depend on the layout alone.
+// One multi-host collective from start to end. Within each host it runs as collectives of the
+// host's engine; between hosts the host leaders exchange data, or each pair of ranks does (gather,
+// scatter, all_to_all). Partial results are reduced in host order, within a host in rank order, so
+// the bits depend on the layout alone.
 
 #include "engine.h"
 #include "layout.h"
@@ -14,7 +14,7 @@ namespace weft::collectives {
 
 class CrossHost {
  public:
-  // `what` names the collective in texts.
+  // `what` names the collective in error messages.
   CrossHost(Engine& here,
             Remote& remote,
             const HostLayout& layout,
@@ -23,7 +23,7 @@ class CrossHost {
             std::chrono::milliseconds timeout,
             Deadline deadline);
 
-  // Blocks. Errors: CollectiveMismatchError, on every rank, when the calls do not belong together;
+  // Blocks. Errors: CollectiveMismatchError, on every rank, when the calls do not match;
   // TransportError; the failure of `here`.
   void run();
 
@@ -38,23 +38,23 @@ class CrossHost {
   void scatter();
   void all_to_all();
 
-  // Steps of it.
+  // Steps of a collective.
   void run_here(CollectiveCall step);
   void reduce_here(const std::byte* in, std::byte* out, int64_t num_elements);
-  // From the leader, bytes.
+  // Broadcasts bytes from the leader to the ranks of this host.
   void broadcast_here(std::byte* data, size_t num_bytes);
   void reduce_on_leader_of(int host, std::byte* partial, int64_t num_elements);
   void all_reduce_between_leaders(std::byte* partial, int64_t num_elements);
   void all_reduce_in_slices(std::byte* partial, int64_t num_elements);
-  // Where the other hosts' parts of `num_bytes` come to lie, one after another.
+  // Returns a buffer for `num_bytes` from each other host, one after another in host order.
   std::byte* room_for_others(size_t num_bytes);
-  // Reduces what the other hosts have sent, `own` in the place of this one.
+  // Reduces, in host order, what the other hosts have sent and `own`, which is this host's.
   void combine(const std::byte* received,
                const std::byte* own,
                std::byte* out,
                int64_t num_elements) const;
-  // Calls do_chunk(input in the wide dtype, room for the result, number of elements) for the tensor
-  // in pieces; the room is written to the output where `has_result`.
+  // Calls do_chunk(input in the wide dtype, buffer for the result, number of elements) for each
+  // chunk of the tensor; if `has_result`, the result is written to the output.
   template <typename DoChunk>
   void in_chunks(bool has_result, const DoChunk& do_chunk);
 
@@ -64,10 +64,10 @@ class CrossHost {
   Transfers transfers_until(Deadline deadline) {
     return {remote_, deadline, [this](int peer) { here_.tell_waiting(peer); }};
   }
-  // The deadline of transfers between ranks that need not be leaders.
+  // The deadline of transfers between any two ranks, leaders or not.
   Deadline deadline_of_pairs() const;
-  // Lets `exchange(transfers, host, leader)` post what this leader and that of each other host have
-  // for each other, and waits for it.
+  // On a leader: calls `exchange(transfers, host, leader)` for each other host, to post the
+  // transfers with its leader, and waits for all of them.
   template <typename Exchange>
   void with_other_leaders(const Exchange& exchange) {
     auto transfers = transfers_until(deadline_);
@@ -76,7 +76,7 @@ class CrossHost {
     }
     transfers.wait();
   }
-  // Calls visit(rank, its place in the lists of the call) for each rank of another host.
+  // Calls visit(rank, index in the lists of the call) for each rank of another host.
   template <typename Visit>
   void for_ranks_elsewhere(const Visit& visit) const {
     for (int rank = 0; rank < layout_.num_ranks(); ++rank) {
@@ -105,7 +105,7 @@ class CrossHost {
   const std::chrono::milliseconds timeout_;
   const Deadline deadline_;
   const DType wide_;
-  bool all_have_come_ = false;  // the ranks of this host
+  bool all_have_come_ = false;  // all ranks of this host have arrived
   Scratch received_;
 };
 

@@ -1,5 +1,5 @@
-// Collectives over several hosts that reduce. Sums of half types travel as float32 and are rounded
-// once; an average is a sum until the hosts' partial results meet.
+// Multi-host collectives that reduce. Partial sums of half types are communicated in float32 and
+// rounded once; an average is a sum until the partial results of the hosts are combined.
 #include "convert.h"
 #include "cross_host.h"
 #include "parts.h"
@@ -12,19 +12,18 @@ namespace weft::collectives {
 
 namespace {
 
-// A tensor goes from host to host in pieces of this size: a leader holds as many as there are
-// hosts.
+// Tensors are exchanged between hosts in chunks of this size: a leader holds one chunk per host.
 constexpr size_t kChunkBytes = size_t{8} << 20;
 
-// From here on a leader reduces a slice and fetches the others' instead of reducing everything,
-// which would send the whole tensor to each host.
+// From this size on each leader reduces one segment and receives the other reduced segments,
+// because reducing the full tensor on every leader sends it to each host.
 constexpr size_t kSlicedBytes = size_t{64} << 10;
 
 ReduceOp partial_op(ReduceOp op) { return op == ReduceOp::kAvg ? ReduceOp::kSum : op; }
 
 }  // namespace
 
-// On the leader `out` gets the host's partial result.
+// The leader's `out` receives the partial result of the host.
 void CrossHost::reduce_here(const std::byte* in, std::byte* out, int64_t num_elements) {
   run_here(reduce_call({wide_, {num_elements}},
                        partial_op(call_.head.reduce_op),
@@ -85,6 +84,8 @@ void CrossHost::all_reduce_between_leaders(std::byte* partial, int64_t num_eleme
   combine(received, partial, partial, num_elements);
 }
 
+// Segment h of the tensor belongs to the leader of host h. Reduce-scatter: each leader receives its
+// segment of all partial results and reduces it. All-gather: it sends the result to the others.
 void CrossHost::all_reduce_in_slices(std::byte* partial, int64_t num_elements) {
   const auto slice_of = [&](int host) {
     const auto slice =
@@ -116,7 +117,7 @@ void CrossHost::in_chunks(bool has_result, const DoChunk& do_chunk) {
   const auto chunk_elements = static_cast<int64_t>(kChunkBytes / size_of(wide_));
   const size_t room_bytes = wide_bytes(std::min(num_elements, chunk_elements));
   const Scratch wide_input(converts() ? room_bytes : 0);
-  // Without a conversion the result is made in its place.
+  // Without a conversion the result is written to the output directly.
   const bool needs_room = converts() || !has_result;
   const Scratch room(needs_room ? room_bytes : 0);
   for (int64_t chunk = 0; chunk < num_parts(num_elements, chunk_elements); ++chunk) {
@@ -155,7 +156,7 @@ void CrossHost::reduce() {
 }
 
 void CrossHost::reduce_scatter() {
-  // The parts of all ranks, host by host, so that what goes to a host lies together.
+  // The segments of all ranks, ordered by host: the block of segments for a host is contiguous.
   std::vector<int> order;
   std::vector<Part<int64_t>> block_of;  // by host, in elements
   const auto elements_of = [&](int rank) {
@@ -186,7 +187,7 @@ void CrossHost::reduce_scatter() {
     offset += wide_bytes(input.num_elements);
   }
 
-  std::byte* block = nullptr;  // of this host, on its leader
+  std::byte* block = nullptr;  // the block of this host, on its leader only
   if (layout_.is_leader()) {
     const Part<int64_t> own = block_of[static_cast<size_t>(layout_.own_host())];
     block = partial.data() + wide_bytes(own.first);

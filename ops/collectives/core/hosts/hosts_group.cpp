@@ -13,19 +13,20 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Another host's failure, or the end of a process of this one, is noticed within this time.
+// A failure of another host, or the end of a process of this host, is detected within this time.
 constexpr std::chrono::milliseconds kLookInterval{50};
 
-// Who sees a connection go waits for this time for the word of those who know why.
+// After a connection closes, wait this long for another rank to report the cause before raising
+// PeerLostError.
 constexpr std::chrono::milliseconds kWordOfOthers{40};
 
-// Who has waited for another host as long as it was told to waits so much longer for its word.
+// After a wait for another host has timed out, wait this long for that host to name its late rank.
 constexpr std::chrono::milliseconds kWordOfLateHost{300};
 
-// A transport that does not give its transfers up holds a leaving rank for this time.
+// A leaving rank waits at most this long for a transport that does not cancel its transfers.
 constexpr std::chrono::seconds kLeaving{1};
 
-// A rank that is not a leader polls the store once every so many checks.
+// A rank that is not a leader polls the store once in this many checks.
 constexpr unsigned kLooksOfOthers = 8;
 
 // The operations whose on_done runs on this thread, the innermost last.
@@ -41,7 +42,7 @@ Store with_prefix(const Store& store, const std::string& prefix) {
           [=] { return with_prefix(store.clone(), prefix); }};
 }
 
-// The ranks of this host as a group of their own.
+// The options of the group that the ranks of this host form.
 GroupOptions options_here(const GroupOptions& all, const HostLayout& layout) {
   GroupOptions here = all;
   here.name += ", host " + std::to_string(layout.own_host());
@@ -85,7 +86,8 @@ HostsGroup::HostsGroup(const Store& store,
             options_here(options, layout_)),
       remote_(make_transport("transport/" + identities.nonce)),
       messages_(remote_, options.rank, options.size) {
-  // One that leaves at once closes connections that others may be making still.
+  // Wait until all ranks are connected: a rank that left earlier would close connections that
+  // others are still making.
   meet(store, options, "connected/" + nonce_, failure_key_);
   worker_ = std::thread([this] { work(); });
   watcher_ = std::thread([this] { watch(); });
@@ -108,7 +110,7 @@ void HostsGroup::submit(OperationPtr operation, bool /*in_background*/) {
   if (auto message = std::dynamic_pointer_cast<Message>(operation)) return begin(message);
   auto collective = std::dynamic_pointer_cast<CollectiveOperation>(operation);
   const std::lock_guard lock(mutex_);
-  if (is_left_) {  // since it was checked: no thread would run it
+  if (is_left_) {  // after check_usable(): no thread would run the collective
     throw GroupAbortedError("weft: rank " + std::to_string(options_.rank) + " left group '" +
                             options_.name + "' while it asked for " + operation->describe());
   }
@@ -183,13 +185,14 @@ void HostsGroup::finish(Operation& operation, const std::exception_ptr& error) {
 }
 
 void HostsGroup::wait(Operation& operation, std::chrono::milliseconds timeout) {
-  // From its own on_done: all but that has happened.
+  // Called from its own on_done: all but that is complete.
   if (std::ranges::find(finishing_here, &operation) != finishing_here.end()) return;
   here_.check_not_forked();
   const auto until = timeout.count() == 0 ? Deadline::max() : Clock::now() + timeout;
   std::unique_lock lock(mutex_);
   if (is_working_here()) {
-    // From another's on_done: no other thread would run the operations before this one.
+    // Called from the on_done of another operation: no other thread would run the collectives that
+    // are queued before this one.
     while (!operation.is_done() && !queue_.empty()) {
       const auto next = std::move(queue_.front());
       queue_.pop_front();
@@ -201,7 +204,7 @@ void HostsGroup::wait(Operation& operation, std::chrono::milliseconds timeout) {
   const auto is_done = [&] { return operation.is_done(); };
   if (until == Deadline::max()) return changed_.wait(lock, is_done);
   if (changed_.wait_until(lock, until, is_done)) return;
-  // The host whose own rank is late knows which, and tells.
+  // The host of the late rank names it in a failure: wait for that.
   if (!here_.who_is_late().is_here && changed_.wait_for(lock, kWordOfLateHost, is_done)) return;
   lock.unlock();
   fail_late(operation, timeout, here_.who_is_late().text);
@@ -229,8 +232,8 @@ std::exception_ptr HostsGroup::as_failure(const Operation& operation) {
   } catch (const TransportError& error) {
     const std::string peer =
         error.peer < 0 ? "a rank" : "rank " + std::to_string(error.peer) + " (on another host)";
-    // A failure of this host's ranks, or one that the other hosts tell of, comes first: a transport
-    // may end all its connections where one operation was late.
+    // A failure that this or another host has reported takes precedence: a transport may close all
+    // its connections when one operation is late.
     const bool is_late = Clock::now() >= operation.deadline.load();
     const auto until = Clock::now() + (is_late ? std::chrono::milliseconds(0) : kWordOfOthers);
     look_for_trouble(true);
@@ -255,7 +258,7 @@ std::exception_ptr HostsGroup::as_failure(const Operation& operation) {
   } catch (const CollectiveMismatchError& error) {
     fail(ErrorKind::kMismatch, calls_misfit(options_.name, error.what()));
   } catch (const CollectiveError&) {
-    if (failure() != nullptr) tell_failure();  // found by this host's ranks
+    if (failure() != nullptr) tell_failure();  // detected by the engine
   } catch (const std::exception& error) {
     fail(ErrorKind::kAborted,
          "weft: rank " + std::to_string(options_.rank) + " of group '" + options_.name +
@@ -284,7 +287,8 @@ void HostsGroup::watch() {
   for (unsigned num_looks = 0; !is_left_ && !is_told_; ++num_looks) {
     changed_.wait(lock, [&] { return is_left_ || num_unfinished_ > 0; });
     lock.unlock();
-    // A leader has work wherever its host takes part in a collective; the others ask for messages.
+    // A leader has work whenever its host takes part in a collective; other ranks need the store
+    // for their messages only.
     look_for_trouble(layout_.is_leader() || num_looks % kLooksOfOthers == 0);
     remote_.probe();
     lock.lock();
@@ -308,12 +312,12 @@ void HostsGroup::look_for_trouble(bool asks_others) {
       }
     }
   } catch (const std::exception&) {
-    // Without the store the other hosts are silent; the transport and the deadlines remain.
+    // Without the store, the transport and the deadlines still show that another host has failed.
   }
   if (failure() != nullptr) tell_failure();
 }
 
-// Once: to the other hosts, and to those who wait for them here.
+// Ends this rank's waits for other hosts, and reports the failure to the other hosts once.
 void HostsGroup::tell_failure() {
   remote_.give_up();
   if (is_told_.exchange(true)) return;
@@ -323,7 +327,7 @@ void HostsGroup::tell_failure() {
     try {
       if (!store_.has(failure_key_)) store_.set(failure_key_, format_failure(error));
     } catch (const std::exception&) {
-      // They find out by the transport then.
+      // Then the other hosts detect it by the transport.
     }
   }
 }
@@ -350,14 +354,14 @@ void HostsGroup::leave() {
     try {
       store_.set(left_key(options_.rank), "");
     } catch (const std::exception&) {
-      // Then the others see a connection end, and no more.
+      // Then the others only see that a connection closes.
     }
   }
   here_.leave();
   remote_.give_up();
   changed_.notify_all();
-  if (!finishing_here.empty()) return;  // from an on_done: its operation is not over
-  // Every wait of it has ended; who waits for this rank on another host sees the connection go.
+  if (!finishing_here.empty()) return;  // called from an on_done: its operation is not done
+  // Closing the connections ends the waits of other hosts for this rank.
   std::unique_lock lock(mutex_);
   if (changed_.wait_for(lock, kLeaving, [&] { return num_unfinished_ == 0; })) remote_.close();
 }
@@ -369,7 +373,7 @@ std::shared_ptr<Group> join_group(const Store& store,
   const Identities identities = exchange_identities(store, options, make_transport != nullptr);
   const HostLayout layout(identities.hosts, options.rank);
   if (const auto text = misfit(layout, identities.terms, options.name)) {
-    throw CollectiveMismatchError(*text);  // and all others, whenever they come to read it
+    throw CollectiveMismatchError(*text);  // the other ranks come to the same result
   }
   if (layout.num_hosts() == 1) return make_engine(store, options);
   meet(store, options, "read/" + identities.nonce);

@@ -1,9 +1,9 @@
 #pragma once
 
-// A group on several hosts: an Engine for the ranks of each host, and a transport between them. A
-// thread carries out the collectives one after another, a thread each the messages under way, and
-// one more looks for trouble while there is work: a failure on one host reaches the others through
-// the store.
+// A multi-host group: an Engine for the ranks of each host, and a transport between the hosts. On
+// each rank a worker thread runs the collectives in order, each message in flight has a thread, and
+// a watcher thread checks for failures while there is work. Hosts report failures to each other
+// through the store.
 
 #include "cross_host.h"
 #include "remote_messages.h"
@@ -18,7 +18,7 @@ namespace weft::collectives {
 
 class HostsGroup final : public Group {
  public:
-  // Blocks until all ranks are there. Errors: as of Engine; what the transport throws.
+  // Blocks until all ranks have joined. Errors: those of Engine and of the transport.
   HostsGroup(const Store& store,
              const GroupOptions& options,
              const Identities& identities,
@@ -29,7 +29,7 @@ class HostsGroup final : public Group {
   OperationPtr make(CollectiveCall call) const override;
   void submit(OperationPtr operation, bool in_background) override;
   void wait(Operation& operation, std::chrono::milliseconds timeout) override;
-  void poll() override {}  // the threads do what can be done
+  void poll() override {}  // the threads make all progress
   void abort(const std::string& why) override;
   void refuse(const std::string& text) override;
   void leave() override;
@@ -47,17 +47,18 @@ class HostsGroup final : public Group {
   void carry_out(CollectiveOperation& collective);
   void finish(Operation& operation, const std::exception_ptr& error);
   void fail(ErrorKind kind, const std::string& text);
-  // The failure of the group that `operation` met: an exception that is being handled.
+  // Call it in a catch block of `operation`: fails the group if it has not failed yet, and returns
+  // its failure.
   std::exception_ptr as_failure(const Operation& operation);
   void fail_late(const Operation& operation,
                  std::chrono::milliseconds timeout,
                  const std::string& detail);
   void tell_failure();
-  // What a rank leaves in the store when it goes, for those who see a connection end.
+  // The key that a rank sets when it leaves: explains to others why its connections close.
   std::string left_key(int rank) const;
   bool has_left(int rank) const;
   void watch();
-  // `asks_others`: whether another host has failed, too.
+  // `asks_others`: also checks the store for a failure of another host.
   void look_for_trouble(bool asks_others);
   bool is_working_here() const { return worker_.get_id() == std::this_thread::get_id(); }
 
@@ -65,7 +66,7 @@ class HostsGroup final : public Group {
   const HostLayout layout_;
   const Store store_;
   const std::string nonce_;
-  const std::string failure_key_;  // where the hosts tell each other
+  const std::string failure_key_;  // by which hosts report a failure to each other
   const unsigned fork_generation_;
   Engine here_;
   Remote remote_;
@@ -76,18 +77,18 @@ class HostsGroup final : public Group {
   std::deque<CollectiveOperationPtr> queue_;
   uint64_t num_collectives_ = 0;
   int num_unfinished_ = 0;
-  std::string under_way_;  // for texts
+  std::string under_way_;  // the latest collective, for error messages
   std::atomic<bool> is_left_{false};
-  std::atomic<bool> is_told_{false};  // the failure, to the other hosts
+  std::atomic<bool> is_told_{false};  // the failure has been reported to the other hosts
   TaskThreads message_threads_;
   std::thread worker_;
   std::thread watcher_;
 };
 
-// Joins a group wherever its ranks run: on one host an Engine, else a HostsGroup. A forked child
-// forgets it instead of destroying it.
-// Errors: as of both; CollectiveMismatchError, the same on all ranks, where these brought options
-// that do not make a group together: see terms.h.
+// Joins a group and returns it: an Engine if all ranks run on one host, else a MultiHostGroup. A
+// forked child does not destroy it.
+// Errors: those of both; CollectiveMismatchError, the same on all ranks, if the group
+// configurations of the ranks are incompatible: see terms.h.
 std::shared_ptr<Group> join_group(const Store& store,
                                   const GroupOptions& options,
                                   const MakeTransport& make_transport);

@@ -8,7 +8,7 @@
 namespace weft::collectives {
 
 struct HostLayout {
-  // `identities`: of the host of each rank.
+  // `identities`: the host identity of each rank.
   HostLayout(const std::vector<std::string>& identities, int own_rank);
 
   int num_ranks() const { return static_cast<int>(host_of.size()); }
@@ -17,11 +17,11 @@ struct HostLayout {
   int own_host() const { return host_with(rank); }
   const std::vector<int>& ranks_on(int host) const { return ranks[static_cast<size_t>(host)]; }
   const std::vector<int>& own_ranks() const { return ranks_on(own_host()); }
-  // Its lowest rank speaks for a host.
+  // The leader of a host is its lowest rank.
   int leader_of(int host) const { return ranks_on(host).front(); }
   bool is_leader() const { return leader_of(own_host()) == rank; }
   bool is_here(int other) const { return host_with(other) == own_host(); }
-  // Among the ranks of its host.
+  // Returns the index of `other` among the ranks of its host.
   int local_rank_of(int other) const;
 
   int rank;                             // this one

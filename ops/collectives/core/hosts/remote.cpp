@@ -90,7 +90,7 @@ void Remote::probe() {
 bool Remote::takes_more_for(int peer) {
   static std::byte never_written{};
   try {
-    // Over before close() may end the transport.
+    // Posted and destroyed under the lock, before close() can end the transport.
     post(peer, [&] {
       transport_->receive(peer, kProbeTag, &never_written, 1)->give_up();
       return std::unique_ptr<Transfer>();

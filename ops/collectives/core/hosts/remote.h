@@ -1,7 +1,7 @@
 #pragma once
 
-// The transport as the parts of a group share it: from several threads, with deadlines, and given
-// up as a whole.
+// The transport as the threads of a group share it: thread-safe, with deadlines, and with one call
+// that ends all waits.
 
 #include "transport.h"
 
@@ -17,7 +17,7 @@ namespace weft::collectives {
 
 using Deadline = std::chrono::steady_clock::time_point;
 
-// A transfer failed; what the transport said.
+// A transfer failed; the message is the transport's.
 class TransportError : public std::runtime_error {
  public:
   TransportError(int peer_, const std::string& text) : std::runtime_error(text), peer(peer_) {}
@@ -28,22 +28,23 @@ class Remote {
  public:
   explicit Remote(std::unique_ptr<Transport> transport) : transport_(std::move(transport)) {}
 
-  // Errors, of all: TransportError, also after give_up().
+  // Errors of send, receive and the waits: TransportError, also after give_up().
   std::unique_ptr<Transfer> send(int peer, int tag, const std::byte* data, size_t num_bytes);
   std::unique_ptr<Transfer> receive(int peer, int tag, std::byte* data, size_t num_bytes);
   void wait(Transfer& transfer, int peer, Deadline deadline);
-  // The same of a send. A transport may not say that the peer of a send was lost, which gloo does
-  // not where bytes were given to the system; but it takes no more for that peer. See probe().
+  // Waits for a send. A transport may not report that the peer of a send is lost: gloo does not
+  // once the system has accepted the bytes. But it then rejects new transfers: see probe().
   void wait_for_send(Transfer& transfer, int peer, Deadline deadline);
 
-  // Ends the waits for sends to peers that the transport takes nothing for any more. To be called
-  // now and then; asks for each peer at most once in kProbeInterval, as a receive that is given up
-  // may leave some bytes with the transport.
+  // Ends the waits for sends to peers for which the transport rejects new transfers. Call it
+  // periodically; it probes a peer at most once in kProbeInterval, because a cancelled receive may
+  // leave some bytes with the transport.
   void probe();
 
-  // Ends every wait, now and later.
+  // Ends all current and future waits.
   void give_up();
-  // Ends the transport, which tells the other hosts. REQUIRES: given up, and no transfer is left.
+  // Destroys the transport, which the other hosts see. REQUIRES: give_up() was called, and no
+  // transfer is left.
   void close();
 
  private:
@@ -57,15 +58,15 @@ class Remote {
   std::unique_ptr<Transport> transport_;
   std::mutex mutex_;
   std::set<Transfer*> waited_for_;
-  std::map<Transfer*, int> sends_waited_for_;  // and their peers
+  std::map<Transfer*, int> sends_waited_for_;  // with their peers
   std::map<int, Deadline> next_probe_of_;      // by peer
   bool is_given_up_ = false;
 };
 
-// Transfers of one step of a collective, waited for together. Nothing travels for no bytes.
+// The transfers of one step of a collective, waited for together. Empty ones are not posted.
 class Transfers {
  public:
-  // `tell_waiting` is called with the peer of each wait, and with -1 when all are over.
+  // `tell_waiting` is called with the peer before each wait, and with -1 after the last one.
   Transfers(Remote& remote, Deadline deadline, std::function<void(int)> tell_waiting)
       : remote_(remote), deadline_(deadline), tell_waiting_(std::move(tell_waiting)) {}
 

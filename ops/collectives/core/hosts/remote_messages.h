@@ -1,9 +1,9 @@
 #pragma once
 
-// Point-to-point messages in a group of several hosts. A message is a head, which says what comes
-// and brings a small message along, and for a larger one its data under a tag that the head names:
-// the receiver posts that receive once it knows that sizes and dtypes agree. All of them travel
-// over the transport, those within a host too: a receive from any source can look in one place.
+// Point-to-point messages in a multi-host group. A message is a head with its size and dtype, which
+// includes the data if that is small (eager). Larger data follows under a tag that the head names:
+// the receiver posts the receive for it after it has checked size and dtype. All messages use the
+// transport, also within a host, so that a receive from any source waits in one place.
 
 #include "messages.h"
 #include "remote.h"
@@ -21,10 +21,10 @@ class RemoteMessages {
 
   // A message whose transfers have been posted; finish() blocks.
   class Posted;
-  // In the order that the messages are to have. Errors: TransportError; std::invalid_argument for a
-  // tag that cannot travel.
+  // Call it in the order that the messages are to have. Errors: TransportError;
+  // std::invalid_argument for a tag out of range.
   std::shared_ptr<Posted> post(const MessagePtr& message);
-  // Errors: CollectiveMismatchError where a receive meets another message; TransportError.
+  // Errors: CollectiveMismatchError if a receive and its message do not match; TransportError.
   void finish(Posted& posted, Deadline deadline);
 
  private:
@@ -46,7 +46,7 @@ class RemoteMessages::Posted {
 
   MessagePtr message;
   std::array<std::byte, kHeadBytes> head{};
-  // NOTE: dropped before the memory above.
+  // NOTE: declared last, to be destroyed before the memory above.
   std::unique_ptr<Transfer> head_transfer;
   std::unique_ptr<Transfer> data_transfer;
 };

@@ -4,8 +4,8 @@
 
 namespace weft::collectives {
 
-// Memory for a step of a collective, not initialised. Larger ones are mapped: the threads of many
-// groups would each leave what they free in a heap of their own.
+// Uninitialised memory for a step of a collective. Large blocks are mapped: the threads of many
+// groups would otherwise each keep freed memory in a malloc arena of their own.
 class Scratch {
  public:
   Scratch() = default;

@@ -9,14 +9,14 @@
 
 namespace weft::collectives {
 
-// Threads for tasks that block for each other's sake: each task gets one at once, an idle one or a
+// Threads for tasks that may wait for each other: each task starts at once, on an idle thread or a
 // new one.
 class TaskThreads {
  public:
   TaskThreads() = default;
   TaskThreads(const TaskThreads&) = delete;
   TaskThreads& operator=(const TaskThreads&) = delete;
-  // Waits for the tasks that run.
+  // Waits for all tasks.
   ~TaskThreads();
 
   // `task` does not throw.

@@ -1,6 +1,7 @@
 #pragma once
 
-// How bytes get from one host to another: passed by the code that makes the group.
+// The interface through which bytes are sent between hosts. The code that makes the group passes an
+// implementation.
 
 #include <chrono>
 #include <cstddef>
@@ -10,7 +11,7 @@
 
 namespace weft::collectives {
 
-// One message in flight. Dropping it gives it up: nothing is written to its memory any more.
+// One message in flight. Destroying it cancels it: its memory is not written any more.
 class Transfer {
  public:
   Transfer() = default;
@@ -18,17 +19,17 @@ class Transfer {
   Transfer& operator=(const Transfer&) = delete;
   virtual ~Transfer() = default;
 
-  // Until the message has arrived, or left. Errors: std::exception where it did not within
-  // `timeout`, its peer is lost, or it was given up.
+  // Waits until the message has arrived (a receive) or left (a send). Errors: std::exception after
+  // `timeout`, if the peer is lost, or after give_up().
   virtual void wait(std::chrono::milliseconds timeout) = 0;
-  // Makes wait() throw soon. Thread safety: called while another thread waits.
+  // Makes wait() throw soon. Thread safety: may be called while another thread waits.
   virtual void give_up() = 0;
   // The source rank of a completed receive.
   virtual int source() const = 0;
 };
 
-// Between all ranks of a group. Messages of one sender, receiver and tag keep their order, and
-// receiver and sender name the same size. Thread safety: one caller at a time.
+// Connects all ranks of a group. Messages of one sender, receiver and tag keep their order; sender
+// and receiver pass the same size. Thread safety: one caller at a time.
 class Transport {
  public:
   Transport() = default;
@@ -36,7 +37,7 @@ class Transport {
   Transport& operator=(const Transport&) = delete;
   virtual ~Transport() = default;
 
-  // Both return at once; `data` lives until the transfer is done or dropped.
+  // Both return at once; `data` must stay valid until the transfer is done or destroyed.
   virtual std::unique_ptr<Transfer> send(int peer,
                                          int tag,
                                          const std::byte* data,
@@ -48,8 +49,8 @@ class Transport {
                                             size_t num_bytes) = 0;
 };
 
-// Called once the ranks know that they run on several hosts, on all of them, with a name for it
-// that is the same on all ranks and was never used before.
+// Called on all ranks of a multi-host group, with a name for the transport that is the same on all
+// ranks and was never used before.
 using MakeTransport = std::function<std::unique_ptr<Transport>(const std::string& name)>;
 
 }  // namespace weft::collectives

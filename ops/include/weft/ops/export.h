@@ -1,4 +1,4 @@
 #pragma once
 
-// Marks what libweft_ops.so shows to others; everything else in it is hidden.
+// Marks the symbols that libweft_ops.so exports; all others are hidden.
 #define WEFT_OPS_API __attribute__((visibility("default")))

@@ -1,8 +1,8 @@
 #pragma once
 
-// The bytes that this process holds in CPU tensors, counted to the byte by an allocator around
-// torch's. What is not counted: storages made before track_memory(), mapped files, shared memory,
-// and what other libraries allocate for themselves.
+// The bytes that this process holds in CPU tensors, counted exactly by an allocator that wraps
+// torch's, plus the shared memory of weft's groups. Storages made before track_memory(),
+// memory-mapped files, other shared memory, and allocations of other libraries are not counted.
 
 #include <weft/memory/usage.h>
 #include <weft/ops/export.h>
@@ -17,21 +17,21 @@ namespace weft::ops {
 
 using memory::Category;
 
-// Counts from now on; for good. Returns false where it did so before.
+// Starts counting; it cannot be stopped. Returns false if it had been started before.
 WEFT_OPS_API bool track_memory();
 WEFT_OPS_API bool tracks_memory();
 
 WEFT_OPS_API memory::Totals memory_totals();
-// Forgets the peak, and all phases but the present one.
+// Resets the peak and drops all phases but the current one.
 WEFT_OPS_API void reset_memory_peak();
-// The oldest first, the present one last.
+// Returns the phases from the oldest to the current one.
 WEFT_OPS_API std::vector<memory::Phase> memory_phases();
 
-// Begins a phase: memory allocated in it is of `category` until it is told better.
+// Begins a phase. Memory allocated in it has `category` until set_memory_category changes that.
 WEFT_OPS_API void begin_memory_phase(const std::string& name, Category category);
-// Says what the memory of a tensor is for. False for memory that is not counted.
+// Sets the category of a tensor's memory. Returns false for memory that is not counted.
 WEFT_OPS_API bool set_memory_category(const at::Tensor& tensor, Category category);
-// The same for all that came after `mark`, still lives, and is of category `from`.
+// The same for all live memory of category `from` that was allocated after `mark`.
 WEFT_OPS_API void set_memory_category_since(uint64_t mark, Category from, Category to);
 WEFT_OPS_API uint64_t memory_mark();
 

@@ -1,14 +1,15 @@
 #pragma once
 
-// How the operators on a cut sequence communicate: whole (one collective, then one product) or in
-// pieces, of which the next travels while one is multiplied. Both give the same up to rounding.
+// How the operators of sequence parallelism communicate: unchunked (one collective and one matrix
+// product) or chunked (the next chunk is communicated while the current one is multiplied). Both
+// give the same result up to rounding.
 //
-// "auto" measures: the first calls of an operator on a kind of shape take turns, and the ranks of
-// the group then agree on what was faster; whole where pieces gain less than 5 % on the rank and
-// for the weight where they gain least. A table of earlier choices spares the measuring. Times on
-// CUDA are the device's, read when the ranks agree, which waits for it; nothing is measured while a
-// stream is captured. Under deterministic algorithms "auto" takes pieces where a table says so, and
-// whole elsewhere.
+// "auto" measures: for each kind of shape (see OverlapEntry), the first calls of an operator use
+// both ways in turn, and the ranks of the group then agree on the faster one. Chunking is chosen
+// only if it gains at least 5 % on every rank and for every weight. A table of earlier choices
+// replaces the measurement. On CUDA, the device is timed and the times are read when the ranks
+// agree, which synchronizes with it; nothing is measured during stream capture. Under deterministic
+// algorithms, "auto" uses chunks only where the table says so.
 
 #include <weft/ops/export.h>
 
@@ -18,27 +19,27 @@
 
 namespace weft::ops {
 
-// A choice for all shapes that round up to the same powers of two.
+// One choice. It applies to all shapes that round up to the same powers of two.
 struct OverlapEntry {
   std::string op;      // "weft::all_gather_linear"
   std::string dtype;   // "float32"
   std::string device;  // "cpu"
   std::int64_t num_ranks = 0;
-  std::int64_t num_rows = 0;   // of the whole sequence
-  std::int64_t row_bytes = 0;  // of the widest tensor that travels
+  std::int64_t num_rows = 0;   // of the full sequence
+  std::int64_t row_bytes = 0;  // of the widest tensor that is communicated
   bool in_pieces = false;
-  double ratio = 0;  // time in pieces over whole where it was largest; 0 where nothing was compared
+  double ratio = 0;  // largest ratio of chunked to unchunked time; 0 without a measurement
 };
 
-// "auto", "always" (pieces wherever a part has two rows) or "never", which must be the same on all
-// ranks; at first what the environment has as WEFT_OVERLAP, or "auto".
+// Sets the mode, which must be equal on all ranks: "auto", "always" (chunks wherever a shard has at
+// least two rows) or "never". The initial mode is the environment variable WEFT_OVERLAP, or "auto".
 // Errors: ValueError for anything else.
 WEFT_OPS_API void set_overlap(const std::string& mode);
 WEFT_OPS_API std::string overlap();
 
-// What was measured on this rank's groups so far, and what was given.
+// Returns the choices that were measured on this rank's groups and those that were set.
 WEFT_OPS_API std::vector<OverlapEntry> overlap_table();
-// Forgets what was measured, and takes these choices; the same on all ranks.
+// Replaces all choices by `entries`, which must be equal on all ranks.
 WEFT_OPS_API void set_overlap_table(std::vector<OverlapEntry> entries);
 
 }  // namespace weft::ops

@@ -1,7 +1,7 @@
 #pragma once
 
-// Messages of pipeline_send and pipeline_recv from device to device. Without a link they stop in
-// host memory on both sides.
+// Direct device-to-device messages for pipeline_send and pipeline_recv. Without a link, both sides
+// copy messages through host memory.
 
 #include <weft/ops/export.h>
 
@@ -14,31 +14,32 @@
 
 namespace weft::ops {
 
-// Makes a backend over two ranks, NCCL's as a rule, of which this is rank `rank`, for what goes to
-// rank `towards`.
+// Returns a backend over two ranks, usually NCCL, in which this process is rank `rank`. It carries
+// the messages to rank `towards`.
 using MakeLinkBackend = std::function<c10::intrusive_ptr<c10d::Backend>(int rank, int towards)>;
 
-// From now on messages between this rank and `peer` of `group` whose tensors are all on `device`
-// travel over two backends that `make` gives, for rank 0 first; the lower one of the two in the
-// group is rank 0. Others go as before. Both ranks call it before they exchange messages; it blocks
-// until both have, so ranks with several peers take the pairs, of all groups, in one order. Small
-// announcements go over the group's backend for CPU tensors.
+// Links this rank and `peer` of `group`: messages between them whose tensors are all on `device`
+// are sent over two backends, one per direction, that `make` returns; other messages are sent as
+// before. `make` is called for `towards` 0 first; the lower of the two group ranks is rank 0. Both
+// ranks call link_pipeline before they exchange messages. It blocks until both have, so ranks with
+// several peers must link the pairs of all groups in one order. The headers of the messages are
+// sent over the group's backend for CPU tensors.
 //
-// A message that was sent is in flight until the peer waits for a message that was sent later, or
-// for itself: a device synchronisation on both ranks before that deadlocks.
-// Errors: ValueError for a group without one, for a peer that is none, where there is a link
-// already, and for backends of other ranks.
+// A sent message is in flight until the peer waits for it or for a later one: a device
+// synchronisation on both ranks before that deadlocks.
+// Errors: ValueError for a group without a CPU backend, for an invalid peer, for a pair that is
+// linked already, and for backends of other ranks.
 WEFT_OPS_API void link_pipeline(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                                 int peer,
                                 c10::Device device,
                                 const MakeLinkBackend& make);
 
-// What `peer` is linked for; empty where it is not.
+// Returns the device that `peer` is linked for; empty if it is not linked.
 WEFT_OPS_API std::optional<c10::Device> pipeline_link_device(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group, int peer);
 
-// Shuts the backends of all links in the group down, after the last message was waited for; the
-// peers do so, too, as NCCL's wait for what is under way.
+// Shuts down the backends of all links in the group. Call it on all ranks, after the last message
+// was waited for: NCCL's shutdown waits for communication in flight.
 WEFT_OPS_API void unlink_pipeline(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
 }  // namespace weft::ops

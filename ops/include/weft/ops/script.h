@@ -1,7 +1,7 @@
 #pragma once
 
-// Modules that were scripted in Python, for the C++ programs that load them (torch::jit::load). The
-// operators must be there before: a program that links libweft_ops.so has them.
+// Support for C++ programs that load modules scripted in Python (torch::jit::load). The operators
+// must be registered first, which linking libweft_ops.so does.
 
 #include <weft/ops/export.h>
 
@@ -14,8 +14,8 @@ namespace weft::ops {
 
 // Sets `group_name` on every weft module inside `module`, as weft.nn.rebind_group does in Python:
 // the name of a registered group of this process (weft::ops::make_group), or "" for a group of one.
-// Returns how many there were. Errors: c10::ValueError where there is none; in a frozen module the
-// names are constants.
+// Returns the number of weft modules. Errors: c10::ValueError if there are none, which includes
+// frozen modules, where the names are constants.
 WEFT_OPS_API std::int64_t rebind_group(const torch::jit::Module& module,
                                        const std::string& group_name);
 

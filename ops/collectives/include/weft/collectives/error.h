@@ -1,20 +1,20 @@
 #pragma once
 
-// What a group raises. Once one of these was raised the group stays failed, on every rank.
+// The errors of a group. After one has been raised, the group stays failed on every rank.
 
 #include <cstdint>
 #include <stdexcept>
 #include <string>
 
-// Thrown by one library and caught by another.
+// Exported: one library throws these classes and another catches them.
 #define WEFT_COLLECTIVES_API __attribute__((visibility("default")))
 
 namespace weft::collectives {
 
 enum class ErrorKind : uint32_t {
-  kMismatch = 1,  // ranks brought calls that do not belong together
+  kMismatch = 1,  // the ranks' calls do not match
   kPeerLost,      // a rank's process ended, or left the group
-  kTimeout,       // a rank did not come in time
+  kTimeout,       // a rank did not arrive in time
   kAborted,       // a rank aborted the group
 };
 
@@ -51,7 +51,7 @@ class WEFT_COLLECTIVES_API GroupAbortedError final : public CollectiveError {
       : CollectiveError(ErrorKind::kAborted, text) {}
 };
 
-// Throws the class of `kind`.
+// Throws the error class of `kind`.
 [[noreturn]] inline void throw_error(ErrorKind kind, const std::string& text) {
   switch (kind) {
     case ErrorKind::kMismatch:

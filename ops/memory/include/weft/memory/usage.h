@@ -1,6 +1,6 @@
 #pragma once
 
-// What the bytes of a process are for, and how many there are of each kind.
+// The memory of a process by category.
 
 #include <array>
 #include <cstddef>
@@ -14,8 +14,8 @@ enum class Category : uint8_t {
   kParameters,  // and buffers
   kGradients,
   kOptimizerState,
-  kSavedActivations,  // what the forward left alive for the backward
-  kScratch,           // what operators and optimizers need for a moment
+  kSavedActivations,  // tensors that the forward saves for the backward
+  kScratch,           // temporaries of operators and optimizers
   kCommunication,
   kOther,
 };
@@ -48,16 +48,16 @@ class Usage {
 
 struct Totals {
   Usage current;
-  Usage peak;  // at the moment at which the sum was largest
+  Usage peak;  // when the sum was largest
   uint64_t num_allocations = 0;
-  uint64_t num_blocks = 0;  // alive
+  uint64_t num_blocks = 0;  // live
 };
 
-// A part of a run, such as a forward.
+// A period of a run, such as a forward.
 struct Phase {
   std::string name;
-  double seconds = 0;  // from the beginning of the count to that of the phase
-  Usage peak;          // as of the totals, within the phase
+  double seconds = 0;  // start of the phase, relative to the start of the ledger
+  Usage peak;          // when the sum was largest within the phase
 };
 
 }  // namespace weft::memory
