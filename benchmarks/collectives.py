@@ -2,12 +2,12 @@
 
     python benchmarks/collectives.py --ranks 2 4 8 [--json] [--check] [--runs 5]
 
-Each run starts fresh ranks with one thread each, makes a group of either backend, and takes samples of both in turn
-behind a barrier; a sample counts its slowest rank. A run's figure is the median of its samples, the reported one the
-median of the runs. `memcpy` is every rank copying as many bytes as the call has, at the same time: no all-reduce
-can read its input and write its result faster. Ranks that share processors copy many times in a turn of theirs there,
-out of caches that are theirs alone; `memcpy_in_step` has a barrier after each copy, as any collective has. A
-reduce-scatter is compared with our own all-reduce, too, which takes its turns in the same row.
+Each run starts fresh ranks with one thread each, creates a group of each backend, and takes samples of both in turn
+after a barrier; a sample counts its slowest rank. A run's figure is the median of its samples; the median of the runs
+is reported. In `memcpy` all ranks copy as many bytes as the call has, at the same time: no all-reduce can read its
+input and write its result faster. A rank that shares its processor makes many such copies in one time slice, from
+caches that no other rank uses; `memcpy_in_step` has a barrier after each copy, as any collective has. A reduce-scatter
+is also compared with weft's all-reduce, which is sampled in the same row.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ import weft  # noqa: F401  (registers the backend)
 KIB, MIB = 1024, 1024 * 1024
 SIZES = (4 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 32 * MIB)
 CALLS = ("all_reduce", "reduce_scatter", "all_gather", "send_recv")
-# What --check demands of gloo / weft, by ranks: call -> size -> least ratio.
+# The least ratio gloo / weft that --check requires, by ranks: call -> size -> ratio.
 _MANY = {
     "all_reduce": {4 * KIB: 15.0, 256 * KIB: 15.0, 4 * MIB: 4.0},
     "all_gather": {256 * KIB: 5.0},
     "send_recv": {256 * KIB: 5.0},
 }
 BARS = {2: {**_MANY, "all_reduce": {4 * KIB: 20.0, 256 * KIB: 15.0, 4 * MIB: 5.0}}, 4: _MANY, 8: _MANY}
-MAX_REDUCE_SCATTER = {"small": 1.1, "large": 0.8}  # of our own all-reduce; large is from 1 MiB up
-MAX_MEMCPY = 3.0  # of an all-reduce of 4 MiB: of the copy in step, and of the other where each rank has a processor
-_SAMPLE_SECONDS = 0.03  # that a sample takes about
+MAX_REDUCE_SCATTER = {"small": 1.1, "large": 0.8}  # relative to weft's all-reduce; large is from 1 MiB up
+MAX_MEMCPY = 3.0  # an all-reduce of 4 MiB over memcpy_in_step, and over memcpy if each rank has a processor
+_SAMPLE_SECONDS = 0.03  # approximately
 _NUM_SAMPLES = 7
 
 
 def call_of(name: str, num_bytes: int, group: dist.ProcessGroup) -> Callable[[], None]:
-    """A call whose larger tensor, or message, has `num_bytes` of float32."""
+    """Return a call whose larger tensor, or message, has `num_bytes` of float32."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     whole = torch.zeros(num_bytes // 4)
     part = torch.zeros(num_bytes // 4 // num_ranks)
@@ -56,7 +56,7 @@ def call_of(name: str, num_bytes: int, group: dist.ProcessGroup) -> Callable[[],
         return lambda: dist.all_gather_into_tensor(whole, part, group=group)
 
     def ping_pong() -> None:
-        """Between ranks 0 and 1; the time is of both ways."""
+        """Send from rank 0 to rank 1 and back; the time includes both ways."""
         if rank == 0:
             dist.send(whole, 1, group=group)
             dist.recv(whole, 1, group=group)
@@ -73,7 +73,7 @@ def _copy_in_step(target: torch.Tensor, source: torch.Tensor, group: dist.Proces
 
 
 def measure(sizes: list[int]) -> list[dict[str, Any]]:
-    """On every rank: the rows of one run, in seconds per call."""
+    """Return the rows of one run, in seconds per call; collective."""
     groups = {"gloo": dist.group.WORLD, "weft": dist.new_group(backend="cpu:weft")}
     rows = []
     for name in CALLS:
@@ -85,10 +85,10 @@ def measure(sizes: list[int]) -> list[dict[str, Any]]:
                 candidates["memcpy_in_step"] = partial(_copy_in_step, target, source, groups["weft"])
             if name == "reduce_scatter":
                 candidates["all_reduce"] = call_of("all_reduce", num_bytes, groups["weft"])
-            # The ranks leave gloo's barrier up to milliseconds apart, which would count for the shorter calls most.
+            # The ranks leave gloo's barrier up to milliseconds apart, which would distort short calls most.
             timed = partial(interleaved_seconds, candidates, barrier=partial(dist.barrier, group=groups["weft"]))
             trial = timed(num_samples=1, calls_per_sample=5, warm_up=3)
-            # At least five: the ranks do not leave the barrier before a sample at the same time.
+            # At least five calls, because the ranks do not leave the barrier at exactly the same time.
             calls = {side: max(5, min(500, int(_SAMPLE_SECONDS / times[0]))) for side, times in trial.items()}
             seconds = timed(num_samples=_NUM_SAMPLES, calls_per_sample=calls, warm_up=0)
             rows.append({"call": name, "num_bytes": num_bytes})
@@ -97,7 +97,7 @@ def measure(sizes: list[int]) -> list[dict[str, Any]]:
 
 
 def combine(num_ranks: int, runs: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Row by row the medians over the runs, and the ratios."""
+    """Return the medians over the runs, row by row, and the ratios."""
     combined = []
     for same in zip(*runs, strict=True):
         row: dict[str, Any] = {"num_ranks": num_ranks, "call": same[0]["call"], "num_bytes": same[0]["num_bytes"]}
@@ -113,7 +113,7 @@ def combine(num_ranks: int, runs: list[list[dict[str, Any]]]) -> list[dict[str, 
 
 
 def failures(rows: list[dict[str, Any]]) -> list[str]:
-    """The bars that are missed, one sentence each."""
+    """Return the limits that are missed, one sentence each."""
     missed = []
     for row in rows:
         what = f"{row['call']} of {row['num_bytes']} bytes on {row['num_ranks']} ranks"

@@ -1,4 +1,4 @@
-"""What the benchmarks share: a module, ranks as processes, interleaved timing, facts about the machine."""
+"""Shared by the benchmarks: a module, ranks as processes, interleaved timing, facts about the machine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class FeedForward(nn.Module):
 
 
 def machine_facts() -> dict[str, Any]:
-    """What a figure means nothing without: processor, cores, versions, date."""
+    """Return the facts that figures depend on: processor, cores, versions, date."""
     return {
         "cpu": _cpu_name(),
         "cpu_count": os.cpu_count(),
@@ -49,7 +49,7 @@ def machine_facts() -> dict[str, Any]:
 
 
 def cuda_facts() -> dict[str, Any]:
-    """The same of the CUDA device, by a process of its own: this one starts nothing that a fork would share."""
+    """Return facts about the CUDA device, from another process: this one must not use CUDA before it forks."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "--id=0"]
     name, driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().split(", ")
     return {"gpu": name, "driver": driver, "cublas_workspace": os.environ.get("CUBLAS_WORKSPACE_CONFIG")}
@@ -69,7 +69,7 @@ def run_on_ranks(
 ) -> Any:
     """Call `function(*args)` on `num_ranks` fresh processes of one group, each with one thread.
 
-    With the backend "fake" there is rank 0 only; torch's fake process group pretends the others.
+    With the backend "fake" only rank 0 runs; torch's fake process group stands in for the others.
 
     Args:
         function: of a module's top level; its result on rank 0 must fit JSON.
@@ -92,7 +92,7 @@ def run_on_ranks(
             (num_ranks, Path(folder), timeout_seconds, backend, (function, args)),
             1 if backend == "fake" else num_ranks,
             join=False,
-            start_method="fork",  # this process has imported torch and started nothing: no rank imports it again
+            start_method="fork",  # ranks inherit the imported torch; this process has started nothing else
         )
         gc.unfreeze()
         deadline = time.monotonic() + timeout_seconds
@@ -144,11 +144,11 @@ def interleaved_seconds(
     warm_up: int = 5,
     barrier: Callable[[], object] = dist.barrier,
 ) -> dict[str, list[float]]:
-    """Seconds per call of each candidate, sample by sample in turn: noise of the machine hits all alike.
+    """Return seconds per call of each candidate, sampled in turn, so that machine noise affects all equally.
 
-    Every rank of the default group calls this together. A sample starts behind `barrier`, whose ranks should leave
-    it at almost the same time, holds `calls_per_sample` calls (a number for all candidates, or one for each) and
-    counts the slowest rank. Which candidate goes first alternates.
+    Collective over the default group. A sample starts after `barrier`, which should release all ranks at almost the
+    same time; it has `calls_per_sample` calls (a number for all candidates, or one for each) and counts the slowest
+    rank. The order of the candidates alternates.
     """
     for function in candidates.values():
         for _ in range(warm_up):
@@ -170,5 +170,5 @@ def interleaved_seconds(
 
 
 def median_paired_ratio(ours: list[float], stock: list[float]) -> float:
-    """Median over the samples of ours / stock, each pair taken at almost the same moment."""
+    """Return the median over the samples of ours / stock; each pair is measured at almost the same time."""
     return statistics.median(a / b for a, b in zip(ours, stock, strict=True))

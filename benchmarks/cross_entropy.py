@@ -1,12 +1,12 @@
-"""The loss over a large vocabulary on ranks: memory and time of ours, of torch's loss_parallel and of the plain one.
+"""The loss over a large vocabulary: memory and time of weft's losses, of torch's loss_parallel and of an unsharded one.
 
     python benchmarks/cross_entropy.py --ranks 2 [--json] [--check]
 
-Each candidate computes the mean loss of hidden states and an output matrix, forward and backward. `peak` are the bytes
-of CPU tensors of the rank with the most, above what was there before (hidden states, targets and matrix), counted by
-weft.memory; times are medians of samples taken in turn.
+Each candidate computes the mean loss of hidden states and an output matrix, forward and backward. `peak` counts the
+bytes of CPU tensors on the rank with the most, without those that existed before (hidden states, targets and matrix),
+as weft.memory counts them; times are medians of samples taken in turn.
 
-- plain: every rank has the whole matrix and F.cross_entropy of all logits;
+- plain: every rank has the full matrix and F.cross_entropy of all logits;
 - loss_parallel: the matrix sharded as a DTensor, F.cross_entropy in torch's loss_parallel;
 - logits: column_linear and vocab_parallel_cross_entropy;
 - fused: vocab_parallel_linear_cross_entropy.
@@ -36,7 +36,7 @@ CHUNK_BYTES = 32 << 20  # the logits that the fused loss holds at a time
 
 
 def candidates(vocab: int, tokens: int, dim: int) -> dict[str, Callable[[], Tensor]]:
-    """A training step of each, without the optimizer; all on the same numbers."""
+    """Return a training step of each candidate, without the optimizer; all on the same values."""
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     group = mesh.get_group().group_name
@@ -78,19 +78,19 @@ def candidates(vocab: int, tokens: int, dim: int) -> dict[str, Callable[[], Tens
 
 
 def measure(vocab: int, tokens: int, dim: int, num_samples: int) -> dict[str, Any]:
-    """On every rank: loss, extra bytes at the peak and seconds of each candidate; rank 0 has the largest peaks."""
+    """Return each candidate's loss, seconds, and extra bytes at the peak, maxima over the ranks; collective."""
     weft.memory.track()
     steps = candidates(vocab, tokens, dim)
     rows = {}
     matrix = vocab * dim * 4
     for name, step in steps.items():
-        step()  # what is made once
+        step()  # allocates what later steps reuse
         before = weft.memory.current() - weft.memory.by_category()["communication"]
         weft.memory.reset_peak()
         loss = step().item()
         peak = weft.memory.by_category(at="peak")
         extra = sum(peak.values()) - peak["communication"] - before
-        # The gradients of the hidden states and of the matrix, which every implementation makes.
+        # The gradients of the hidden states and of the matrix, which every candidate allocates.
         gradients = tokens * dim * 4 + (matrix if name == "plain" else matrix // dist.get_world_size())
         largest = torch.tensor([extra, extra - gradients])
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
@@ -102,7 +102,7 @@ def measure(vocab: int, tokens: int, dim: int, num_samples: int) -> dict[str, An
 
 
 def failures(rows: dict[str, Any], tokens: int) -> list[str]:
-    """What --check demands: one chunk of logits beside inputs and gradients, and some numbers a token."""
+    """Return the limits that are missed: the fused loss may hold a chunk of logits and some numbers per token."""
     limit = CHUNK_BYTES + 64 * tokens
     extra = rows["fused"]["beside_gradients"]
     missed = [] if extra <= limit else [f"fused: {extra} bytes beside the gradients, wanted at most {limit}."]

@@ -1,11 +1,11 @@
-"""The kernels of one device: bytes a second against a copy, and the fused feed-forward against eager and torch.compile.
+"""The kernels of one device: bandwidth against a copy, and the fused feed-forward against eager and torch.compile.
 
     python benchmarks/kernels_cuda.py [--json] [--check]
     python benchmarks/kernels_cuda.py --device cpu --tokens 256 --models tiny    # the same on a CPU
 
 A kernel's bytes are those that it must read and write once; its bandwidth is divided by that of `copy_` of as many
-bytes, taken in turn with it. The feed-forward is SwiGLU, forward and backward with gradients of input and weights, a
-group of one. Times are medians, of CUDA events on a GPU.
+bytes, measured in turn with it. The feed-forward is SwiGLU, forward and backward with gradients of input and weights,
+on one rank. Times are medians, of CUDA events on a GPU.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ import weft
 
 OPS = torch.ops.weft
 MODELS = {"tiny": (64, 176), "llama-7b": (4096, 11008), "llama-70b": (8192, 28672)}  # model dim, hidden dim
-COPY_SHARE = 0.85  # of a copy's bandwidth, that --check demands of every kernel on CUDA
-COMPILED_SHARE = 1.0  # of the time of torch.compile
+COPY_SHARE = 0.85  # the least share of a copy's bandwidth that --check requires of every kernel
+COMPILED_SHARE = 1.0  # the least ratio of torch.compile's time to weft's that --check requires
 
 
 def kernels(tokens: int, dim: int, hidden: int, options: dict[str, Any]) -> dict[str, tuple[int, Callable[[], object]]]:
-    """(elements read and written, call) of each kernel."""
+    """Return (elements read and written, call) for each kernel."""
     h, g, up = (torch.randn(tokens, hidden, **options) for _ in range(3))
     x, y, z = (torch.randn(tokens, dim, **options) for _ in range(3))
     weight, bias = (torch.randn(dim, **options) for _ in range(2))
@@ -66,7 +66,7 @@ def kernels(tokens: int, dim: int, hidden: int, options: dict[str, Any]) -> dict
 
 
 def feed_forwards(tokens: int, dim: int, hidden: int, options: dict[str, Any]) -> dict[str, Callable[[], object]]:
-    """A forward and backward of each, on the same numbers."""
+    """Return a call that runs forward and backward for each variant, all on the same values."""
     x = torch.randn(tokens, dim, **options).requires_grad_()
     w1, w3 = (torch.randn(hidden, dim, **options).mul_(dim**-0.5).requires_grad_() for _ in range(2))
     w2 = torch.randn(dim, hidden, **options).mul_(hidden**-0.5).requires_grad_()
@@ -106,7 +106,7 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> float:
 
 
 def medians(calls: dict[str, Callable[[], object]], device: torch.device, num_samples: int) -> dict[str, float]:
-    """Seconds of each, in turn, after two calls to warm up."""
+    """Return the median seconds of each call, sampled in turn after two warm-up calls."""
     for call in calls.values():
         call()
         call()
@@ -138,7 +138,7 @@ def measure(model: str, tokens: int, device: torch.device, num_samples: int) -> 
 
 
 def failures(results: dict[str, Any]) -> list[str]:
-    """What --check demands."""
+    """Return the limits that are missed, one sentence each."""
     missed = []
     for model, rows in results.items():
         for name, row in rows["kernels"].items():

@@ -4,13 +4,13 @@
                                 [--report FOLDER] [--simulate [--device cuda]] [--resident]
 
 Every row is a training run on fresh CPU ranks, whose tensors an allocator counts to the byte (docs/memory.md). Start-up
-is all that comes before the first training step, training what follows; the figure is that of the rank with the most.
-Beside it stand what the memory model predicts for it, and the ideal: what one rank would take, divided by the ranks.
-With --simulate rank 0 runs alone, and torch's fake process group pretends the others: what a rank allocates does not
-depend on the values it receives. So one CUDA device shows what each of eight would hold: tensors of the device alone,
-with cuBLAS's workspaces (CUBLAS_WORKSPACE_CONFIG, for all columns the same), which the published figures have, too, but
-not what a rank holds in host memory. Predictions are those of CPU ranks, shared memory included, wherever a row is
-measured. A row that fails is named at the end, and the exit status is 1; the others are reported.
+is the time before the first training step, training is the rest; figures are those of the rank with the most. They are
+reported with the memory model's prediction and the ideal: the prediction for one rank, divided by the number of ranks.
+With --simulate only rank 0 runs, and torch's fake process group stands in for the others: the allocations of a rank do
+not depend on the values it receives. So one CUDA device shows the memory of each of eight: only tensors on the device,
+with cuBLAS's workspaces (CUBLAS_WORKSPACE_CONFIG, the same for all columns), which the published figures include, too,
+but without the host memory of a rank. Predictions are for CPU ranks, including shared memory, even for rows measured on
+other devices. A row that fails is named at the end, and the exit status is 1; the others are reported.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ import weft
 def measure(
     workload: str, column: str, small: bool, device: str, is_alone: bool, resident: bool
 ) -> list[dict[str, Any]]:
-    """On every rank: train, and collect what all ranks have seen."""
+    """Train on this rank; return the peaks of all ranks. Collective."""
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
@@ -46,11 +46,11 @@ def measure(
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(num_ranks))
     if resident:
-        train(workloads(True)[workload], COLUMNS[column], num_ranks)  # all code that a run needs is loaded
+        train(workloads(True)[workload], COLUMNS[column], num_ranks)  # loads all code that a run needs
         gc.collect()
         weft.memory.reset_peak()
         before = resident_bytes("VmRSS") - weft.memory.current()
-        Path("/proc/self/clear_refs").write_text("5")  # the resident peak begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     seen = train(workloads(small)[workload], COLUMNS[column], num_ranks, device, is_alone)
     if resident:
         seen["resident_growth"] = resident_bytes("VmHWM") - before
@@ -76,7 +76,7 @@ def row_of(
     simulate: bool = False,
     resident: bool = False,
 ) -> dict[str, Any]:
-    """One run: bytes of the rank with the most."""
+    """Run one row; return the bytes of the rank with the most, and the predictions."""
     backend = "fake" if simulate else "gloo" if column.startswith("stock") else "cpu:weft"
     ranks = run_on_ranks(measure, num_ranks, workload, column, small, device, simulate, resident, backend=backend)
     startup, training = (max(held(rank[name]) for rank in ranks) for name in ("startup", "training"))
@@ -99,7 +99,7 @@ def row_of(
 
 
 def held(usage: dict[str, int]) -> int:
-    """The bytes of a peak: on CUDA those of tensors."""
+    """Return the bytes of a peak: on CUDA those of tensors."""
     return usage["allocated"] if "allocated" in usage else sum(usage.values())
 
 
@@ -136,7 +136,7 @@ def main() -> int:
     if args.device == "cuda" and args.small:
         parser.error("--small on cuda measures workspaces and rounding: leave it out.")
     if args.device == "cuda":
-        # The workspaces of the A100 that Lightning's page was measured on; newer devices have larger ones by default.
+        # The workspaces of the A100 on which Lightning's page was measured; newer devices have larger ones by default.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8")
     machine = machine_facts() | (cuda_facts() if args.device == "cuda" else {})
     report: dict[str, Any] = {

@@ -1,10 +1,10 @@
-"""Whether training takes the memory it took: the rows of benchmarks/memory.py against a golden file, to the byte.
+"""Compares the memory that training takes, the rows of benchmarks/memory.py, with a golden file, to the byte.
 
-    python benchmarks/memory_gate.py                       # exit status 1 where anything differs, less memory included,
-                                                           # or is not as the memory model predicts it
-    python benchmarks/memory_gate.py --update "REASON"     # take what is measured now; prints old -> new
+    python benchmarks/memory_gate.py                       # exit status 1 if anything differs, even if it is less,
+                                                           # or is not as the memory model predicts
+    python benchmarks/memory_gate.py --update "REASON"     # store the measured figures; prints old -> new
 
-The golden file holds for one version of torch, which it names; another one is refused.
+The golden file is for the version of torch that it names; with another version the exit status is 2.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Rows = dict[str, dict[str, int]]
 
 
 def wanted_rows(full: bool) -> list[tuple[str, str, bool, int]]:
-    """(workload, column, small, ranks) of weft's rows: the small ones, and with `full` some of the real size.
+    """Return (workload, column, small, ranks) of weft's rows: the small ones, and with `full` some of the real size.
 
-    Stock's are left out: when gloo's threads let go of a tensor differs from run to run.
+    Stock's rows are left out, because the time at which gloo's threads release a tensor differs from run to run.
     """
     rows = [
         (name, column, True, n)
@@ -40,14 +40,14 @@ def wanted_rows(full: bool) -> list[tuple[str, str, bool, int]]:
     ]
     if full:
         rows += [("feed_forward", column, False, n) for column in ("weft", "weft_in_backward") for n in RANKS]
-        rows.append(("feed_forward", "weft_by_rows", False, 2))  # only here are the rows fewer than a weight's
+        rows.append(("feed_forward", "weft_by_rows", False, 2))  # smaller weights are stepped in one go
     return rows
 
 
 def measured(wanted: list[tuple[str, str, bool, int]]) -> tuple[Rows, list[str]]:
-    """The figures by name, and a sentence for each that the memory model does not foresee.
+    """Return the figures by name, and a sentence for each that the memory model does not predict.
 
-    A row's figures are those of the rank with the most, before and during training, the latter by category.
+    A row's figures are those of the rank with the most, before and during training, the latter also by category.
     """
     rows: Rows = {}
     misses: list[str] = []
@@ -62,9 +62,9 @@ def measured(wanted: list[tuple[str, str, bool, int]]) -> tuple[Rows, list[str]]
 
 
 def prediction_misses(row: dict[str, Any], most: dict[str, int], small: bool) -> list[str]:
-    """Parameters and optimizer states must be as predicted to the byte, peaks within 2 %.
+    """Return a sentence for each miss: parameters and optimizer states must match to the byte, peaks within 2 %.
 
-    Of a small model the start-up is left out: recognising its layers takes more than its parameters do.
+    The start-up of small models is not checked: recognising their layers takes more memory than their parameters.
     """
     sentences = []
     for figure in ("parameters", "optimizer_state"):
@@ -79,7 +79,7 @@ def prediction_misses(row: dict[str, Any], most: dict[str, int], small: bool) ->
 
 
 def differences(golden: Rows, rows: Rows) -> list[str]:
-    """A sentence for each row that is missing, new, or has another figure."""
+    """Return a sentence for each row that is missing, new, or has another figure."""
     sentences = [f"{name}: the row is missing." for name in golden if name not in rows]
     sentences += [f"{name}: the row is not in the golden file." for name in rows if name not in golden]
     for name in golden.keys() & rows.keys():

@@ -1,4 +1,4 @@
-"""A run of benchmarks/memory.py as files: results.json, a Markdown table and a figure."""
+"""Writes a run of benchmarks/memory.py to files: results.json, a Markdown table and a figure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def write_report(report: dict[str, Any], folder: Path) -> None:
 
 
 def source_of(report: dict[str, Any]) -> str:
-    """Where the figures are from, in a line."""
+    """Return a line on the machine and the conditions of the figures."""
     machine = report["machine"]
     where = machine["cpu"]
     if report["device"] == "cuda":
@@ -27,7 +27,7 @@ def source_of(report: dict[str, Any]) -> str:
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """A table of a row for each run, in GB of 1e9 bytes."""
+    """Return a table with a row for each run, in GB of 1e9 bytes."""
     header = ["workload", "column", "ranks", "start-up", "training", "peak", "predicted", "error", "ideal"]
     is_cuda = report["device"] == "cuda"
     if is_cuda:
@@ -54,11 +54,11 @@ def _gb(num_bytes: int) -> str:
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """For each workload: peak bytes against ranks with the ideal 1/n line, and the categories of weft's ranks."""
+    """Draw, for each workload, peak bytes against ranks with the ideal 1/n line, and the categories of weft's ranks."""
     import matplotlib
 
     matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "weft"  # the same figures give the same file
+    matplotlib.rcParams["svg.hashsalt"] = "weft"  # the same figures produce the same file
     from matplotlib import pyplot
 
     names = list(dict.fromkeys(row["workload"] for row in report["results"]))
@@ -92,7 +92,7 @@ def _draw_categories(axes: Any, rows: list[dict[str, Any]]) -> None:
     usages = [max((rank["training"] for rank in row["ranks"]), key=lambda usage: sum(usage.values())) for row in own]
     labels = [str(row["num_ranks"]) for row in own]
     bottoms = [0.0] * len(own)
-    for category in ["allocated"] if "allocated" in usages[0] else usages[0]:  # reserved bytes hold them, too
+    for category in ["allocated"] if "allocated" in usages[0] else usages[0]:  # reserved bytes include allocated ones
         heights = [usage[category] / 1e9 for usage in usages]
         axes.bar(labels, heights, bottom=bottoms, label=category.replace("_", " "))
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]

@@ -1,4 +1,4 @@
-"""What benchmarks/memory.py trains, and by whom: workloads, and strategies as their documentation writes them."""
+"""The workloads of benchmarks/memory.py, and the strategies, which are used as their documentation shows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import DataLoader, Dataset
 
 import weft
-import weft.strategy.apply  # what strategies load at first use, for the ranks that are forked from this process
+import weft.strategy.apply  # strategies load these modules at first use; forked ranks inherit them
 import weft.strategy.data_parallel
 import weft.strategy.full_results
 import weft.strategy.pipeline
@@ -32,11 +32,11 @@ from weft.strategy.plan_text import from_mapping
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from model import ModelArgs, Transformer
 
-NUM_STEPS = 3  # the first makes the optimizer's states, the others are as all that follow
+NUM_STEPS = 3  # the first creates the optimizer's states, the others are like all later steps
 
 
 class RandomBatches(Dataset):
-    """`[tokens, dim]` normal numbers, or `[sequences, tokens]` token ids, made when they are asked for."""
+    """`[tokens, dim]` normal numbers, or `[sequences, tokens]` token ids, generated on access."""
 
     def __init__(self, shape: tuple[int, ...], vocab_size: int | None) -> None:
         self.shape, self.vocab_size = shape, vocab_size
@@ -56,9 +56,9 @@ class Workload:
     """A model and its batches.
 
     Attributes:
-        build: makes the model.
+        build: builds the model.
         batch: shape of a batch.
-        spec: the model as the memory model knows it.
+        spec: the description of the model for the memory model.
         vocab_size: of a language model; None: the batch is the model's input, and the loss the sum of its output.
     """
 
@@ -72,7 +72,7 @@ class Workload:
         return self.vocab_size is not None
 
     def recomputing_plan(self, of_spec: bool) -> dict[str, Any]:
-        """What "auto" finds, but MLPs keep their input alone; with the module names of the model or of `spec`."""
+        """Return the plan of "auto" with MLPs that save only their input; module names of the model or of `spec`."""
         mlp = {"style": "column_row_mlp", "recompute": True}
         if not self.has_blocks:
             return {"" if of_spec else "model": mlp}
@@ -89,7 +89,7 @@ class Workload:
 
 
 def workloads(small: bool) -> dict[str, Workload]:
-    """By name; the small ones are for a gate that takes seconds."""
+    """Return the workloads by name; the small ones are for a gate that takes seconds."""
     divisor = 32 if small else 1
     args = ModelArgs(dim=64, n_layers=2, n_heads=8, hidden_dim=192) if small else ModelArgs(n_heads=8)
     width, dim, hidden_dim = 8192 // divisor, 1024 // divisor, 4096 // divisor
@@ -118,12 +118,12 @@ def workloads(small: bool) -> dict[str, Workload]:
 
 @dataclass(frozen=True)
 class Meter:
-    """The peak of a kind of device: on the CPU by category, on CUDA as the caching allocator has it."""
+    """Reads the peak of a kind of device: on the CPU by category, on CUDA from the caching allocator."""
 
     device: str  # "cpu" or "cuda"
 
     def take(self) -> dict[str, int]:
-        """Bytes since the beginning or the last call."""
+        """Return the peak in bytes since the start or the last call."""
         if self.device == "cpu":
             peak = weft.memory.by_category(at="peak")
         else:
@@ -133,7 +133,7 @@ class Meter:
 
 
 class Model(L.LightningModule):
-    """As the documentation writes it, with the model made in `configure_model` or before."""
+    """A LightningModule as in the documentation, with the model built in `configure_model` or before."""
 
     def __init__(self, workload: Workload, where: str, own_sharding: bool, num_ranks: int, meter: Meter) -> None:
         super().__init__()
@@ -160,14 +160,14 @@ class Model(L.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         if not self.own_sharding:
             return torch.optim.AdamW(self.model.parameters(), lr=3e-3)
-        # On CUDA torch steps a group of parameters with one call, which takes no DTensors together with others.
+        # On CUDA torch steps a group of parameters with one call, which does not support mixing DTensors with others.
         plain = [each for each in self.model.parameters() if not isinstance(each, DTensor)]
         cut = [each for each in self.model.parameters() if isinstance(each, DTensor)]
         return torch.optim.AdamW([{"params": each} for each in (plain, cut) if each], lr=3e-3)
 
 
 def _parallelize(model: nn.Module, mesh: Any) -> None:
-    """Lightning's documented plan for the feed-forward, in its order, for each that the model has."""
+    """Apply Lightning's documented plan, in its order, to each feed-forward of the model."""
     plan = {"w1": ColwiseParallel(), "w2": RowwiseParallel(), "w3": ColwiseParallel()}
     for module in model.modules():
         if all(isinstance(getattr(module, name, None), nn.Linear) for name in plan):
@@ -176,14 +176,14 @@ def _parallelize(model: nn.Module, mesh: Any) -> None:
 
 @dataclass(frozen=True)
 class Column:
-    """Who trains: how the model is made, and by which strategy.
+    """A column of the table: a strategy, and how the model is built.
 
     Attributes:
         where: "init": in the LightningModule's constructor; "configure": in `configure_model`; "meta": there, too, and
             on the meta device.
-        options: of weft's strategy; None: Lightning's, and `configure_model` shards.
-        recomputes: whether MLPs keep their input alone.
-        wants_blocks: whether it is for models of blocks only.
+        options: arguments of weft's strategy; None: Lightning's strategy, and `configure_model` shards.
+        recomputes: whether MLPs save only their input.
+        wants_blocks: whether it is only for models with blocks.
     """
 
     where: str
@@ -215,10 +215,10 @@ COLUMNS = {
 
 
 def predicted(workload: Workload, column: Column, num_ranks: int) -> dict[str, dict[str, int]]:
-    """By phase and category, of the rank with the most.
+    """Return the predicted bytes by phase and category, of the rank with the most.
 
-    Of Lightning's own strategy, whose DTensors the memory model does not know, it is a guess: its plan and its
-    optimizer, with weft's operators.
+    For Lightning's own strategy it is an estimate, from its plan and optimizer with weft's operators: the memory model
+    does not cover DTensor's operations.
     """
     if workload.has_blocks:
         sequences, tokens = workload.batch[0], workload.batch[1] - 1  # the last one is a target only
@@ -250,9 +250,9 @@ def training_peak(phases: dict[str, dict[str, int]]) -> int:
 def train(
     workload: Workload, column: Column, num_ranks: int, device: str = "cpu", is_alone: bool = False
 ) -> dict[str, Any]:
-    """Train a few steps on this rank; the peaks before and during training.
+    """Train a few steps on this rank; return the peaks before and during training.
 
-    `is_alone`: the other ranks are pretended; each is a host of its own, as there is one device.
+    `is_alone`: the other ranks are simulated; each counts as a separate host, because there is one device.
     """
     torch.manual_seed(1)
     meter = Meter(device)

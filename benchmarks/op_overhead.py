@@ -4,9 +4,9 @@
 
 Both sides are the module a user gets: FeedForward(d, d) with w1, w2, w3 as DTensors over the ranks, one
 through `weft.parallelize`, one through `parallelize_module` with ColwiseParallel w1, w3 and RowwiseParallel
-w2, with the same weights, one thread per rank. The input needs a gradient, as inside a network. The DTensor
-plan runs on gloo, the stock backend of CPUs; ours on the weft backend and, to tell what is the operator's and
-what the backend's, on gloo too.
+w2, with the same weights, one thread per rank. The input requires a gradient, as inside a network. The DTensor
+plan runs on gloo, the stock backend of CPUs; weft's runs on the weft backend and, to separate the effects of the
+operator and of the backend, on gloo too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 @dataclass(frozen=True)
 class Shape:
-    """A feed-forward d -> d -> d on T tokens, and how many calls make one sample long enough to time."""
+    """A feed-forward d -> d -> d on T tokens, and the number of calls that make a sample long enough to time."""
 
     dim: int
     num_tokens: int
@@ -39,8 +39,8 @@ class Shape:
 
 
 SHAPES = (Shape(64, 8, 20, 31), Shape(512, 64, 5, 31), Shape(2048, 64, 1, 21))
-# What --check demands: the median of paired ratios weft / DTensor, everywhere and at the first shape; there with the
-# weft backend by number of ranks.
+# The limits of --check on the median of paired ratios weft / DTensor: for all shapes, for the first shape, and for the
+# first shape with the weft backend, by number of ranks.
 MAX_RATIO = 1.02
 MAX_RATIO_SMALLEST = 1 / 1.8
 MAX_RATIO_WITH_BACKEND = {2: 1 / 10, 4: 1 / 15}
@@ -60,7 +60,7 @@ def with_dtensor(dim: int, mesh: DeviceMesh) -> nn.Module:
 
 
 def forward_backward(module: nn.Module, x: Tensor, grad_y: Tensor) -> Callable[[], Tensor]:
-    """One call: forward, backward, all gradients dropped; returns the gradient of x."""
+    """Return a call that runs forward and backward, drops the parameters' gradients and returns the gradient of x."""
     parameters = list(module.parameters())
 
     def call() -> Tensor:
@@ -74,7 +74,7 @@ def forward_backward(module: nn.Module, x: Tensor, grad_y: Tensor) -> Callable[[
 
 
 def settled(tensor: Tensor | None) -> Tensor:
-    """The tensor once its all-reduce is done, as the next layer would want it: DTensor's outputs are in flight."""
+    """Return the tensor after its all-reduce, as the next layer needs it: DTensor returns outputs in flight."""
     assert tensor is not None
     if isinstance(tensor, AsyncCollectiveTensor):
         tensor.trigger_wait()
@@ -87,7 +87,7 @@ def mesh_on(backend: str) -> DeviceMesh:
 
 
 def measure(shape: Shape) -> dict[str, Any]:
-    """On every rank: both sides agree, then their times in turn."""
+    """Check that all sides agree, then return their times, taken in turn; collective."""
     import weft  # noqa: F401  (registers the backend)
 
     modules = {
@@ -121,7 +121,7 @@ def summarise(shape: Shape, seconds: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def failures(num_ranks: int, results: list[dict[str, Any]]) -> list[str]:
-    """The bars that are missed, one sentence each."""
+    """Return the limits that are missed, one sentence each."""
     missed = []
     for position, result in enumerate(results):
         bars = {"weft_on_gloo": MAX_RATIO_SMALLEST if position == 0 else MAX_RATIO, "weft": MAX_RATIO}

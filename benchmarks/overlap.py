@@ -1,10 +1,10 @@
-"""Sequences that travel in pieces: what WEFT_OVERLAP=auto gains over whole collectives, and that it loses nowhere.
+"""Chunked sequences: the speed of WEFT_OVERLAP=auto over unchunked collectives, which must not be lower for any shape.
 
     python benchmarks/overlap.py --ranks 2 [--json] [--check]
 
-Forward + backward of the operators on a cut sequence, for M tokens of all ranks together, on the weft backend, one
-thread a rank, float32. Each shape begins with an empty table; when its choices are made, whole, auto and whole once
-more (the noise) are timed in turn.
+Forward + backward of the sequence-parallel operators, for M tokens over all ranks, on the weft backend, one thread per
+rank, float32. Each shape starts with an empty table of choices. When the overlap tuner has chosen, unchunked ("whole"),
+auto and unchunked again (the noise) are timed in turn.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NUM_TOKENS = (8, 64, 512, 2048, 8192)
 NUM_SAMPLES, NUM_SHORT_SAMPLES = 15, 41
 SHORT_SECONDS = 0.05
 CALLS_UNTIL_CHOSEN = 35
-# What --check demands of every shape, and of the best one on 2 ranks; whole / auto, as speeds.
+# The speed of auto over whole that --check requires of every shape, and of the best one on 2 ranks.
 MIN_SPEED = 0.98
 MIN_BEST_SPEED = 1.10
 SAMPLE_SECONDS = 0.01
@@ -36,7 +36,7 @@ SAMPLE_SECONDS = 0.01
 
 @dataclass(frozen=True)
 class Layer:
-    """An operator with features of its input and of its output on each rank; of an MLP of the hidden values."""
+    """An operator, with the numbers of features of its input and output on each rank; for an MLP, input and hidden."""
 
     op: str
     num_in: int
@@ -53,7 +53,7 @@ LAYERS = (
 
 
 def _call_of(layer: Layer, num_tokens: int) -> Callable[[], None]:
-    """Forward and backward of the layer on this rank's tokens."""
+    """Return a call that runs forward and backward of the layer on this rank's tokens."""
     torch.manual_seed(0)
     num_ranks = dist.get_world_size()
     group_name = dist.group.WORLD.group_name
@@ -96,7 +96,7 @@ def _in_mode(mode: str, call: Callable[[], None]) -> Callable[[], None]:
 
 
 def measure(layer: Layer, num_tokens: int) -> dict[str, Any]:
-    """On every rank: the choices of one shape, then times in turn."""
+    """Return the choices for one shape, and the times taken in turn after these were made; collective."""
     call = _call_of(layer, num_tokens)
     weft.overlap.clear()
     candidates = {name: _in_mode(mode, call) for name, mode in NAMES.items()}
@@ -130,13 +130,13 @@ def summarise(layer: Layer, num_tokens: int, measured: dict[str, Any]) -> dict[s
 
 
 def noise_of(whole: list[float], auto: list[float]) -> float:
-    """How far the median of the pairs may lie from the truth: half the 95 % interval of McGill, Tukey and Larsen."""
+    """Return the half-width of the 95 % confidence interval of the pairs' median, after McGill, Tukey and Larsen."""
     first, _, third = statistics.quantiles((a / b for a, b in zip(whole, auto, strict=True)), n=4)
     return 1.57 * (third - first) / len(whole) ** 0.5
 
 
 def failures(num_ranks: int, results: list[dict[str, Any]]) -> list[str]:
-    """The bars that are missed beyond noise, one sentence each."""
+    """Return the limits that are missed beyond noise, one sentence each."""
     missed = []
     for result in results:
         noise = max(result["noise"], abs(1 - result["speed_of_whole_again"]))

@@ -3,9 +3,9 @@
     python benchmarks/pipeline_resnet50.py [--samples 7] [--json] [--check] [--curve FILE.svg]
 
 A step is forward, backward and SGD on a batch of 32 images of 128 x 128. In one run and in turn: one process; one
-process that takes micro-batches, too; a naive split; weft's schedules and those of torch.distributed.pipelining (on
-gloo, and on weft's backend), both cut at the same layer, over numbers of micro-batches; and weft's zero-bubble with
-micro-batches that are smaller at the batch's ends.
+process with micro-batches; a naive split; weft's schedules and those of torch.distributed.pipelining (on gloo, and on
+weft's backend), both cut at the same layer, for several numbers of micro-batches; and weft's zero-bubble with smaller
+first and last micro-batches.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def even_sizes(count: int) -> list[int]:
 
 
 def one_process(sizes: Sequence[int]) -> Step:
-    """On rank 0 alone, in micro-batches; the other rank waits."""
+    """Return a step in micro-batches for rank 0, and an empty one for the other rank."""
     if dist.get_rank() != 0:
         return lambda: None
     model = whole_model()
@@ -120,7 +120,7 @@ def theirs(kind: str, cuts: list[str], counts: tuple[int, ...], group: dist.Proc
 
 
 def halves(model: nn.Module, cut: str) -> tuple[nn.Module, nn.Module]:
-    """The layers before and from the cut on, as sequences."""
+    """Return the layers before the cut, and those from the cut on, as nn.Sequential."""
     flat: list[tuple[str, nn.Module]] = []
     for name, child in model.named_children():
         if isinstance(child, nn.Sequential):
@@ -140,7 +140,7 @@ def cuts_of_measured_layers() -> list[str]:
 
 
 def measure(num_samples: int, counts: tuple[int, ...]) -> dict[str, Any]:
-    """On every rank."""
+    """Return the cuts, and the seconds of all candidates, taken in turn; collective."""
     gloo = dist.new_group(backend="gloo")
     chosen = [cuts_of_measured_layers()]
     dist.broadcast_object_list(chosen)
@@ -188,7 +188,7 @@ def summary(measured: dict[str, Any]) -> dict[str, Any]:
 
 
 def draw_curve(result: dict[str, Any], path: Path) -> None:
-    """Speed over one process against the number of micro-batches, a line for each schedule."""
+    """Draw the speed over one process against the number of micro-batches, a line for each schedule."""
     import matplotlib
 
     matplotlib.use("agg")

@@ -1,4 +1,4 @@
-"""Sets of processes that take turns: each is a group of its own, as a job is, and works while the others wait."""
+"""Sets of processes that work in turn: each is a separate process group, like a job; the others wait meanwhile."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TIMEOUT_SECONDS = 300.0
 
 
 class ProcessSet:
-    """`num_ranks` fresh processes of one default group, with one thread each, in which a function talks with us.
+    """`num_ranks` fresh processes of one default group, with one thread each, whose function answers messages.
 
     Args:
         function: of a module's top level; each rank calls `function(connection, *args)`.
@@ -37,11 +37,11 @@ class ProcessSet:
             ([theirs for _, theirs in pairs], Path(self._folder.name, "store"), backend, function, args),
             num_ranks,
             join=False,
-            start_method="fork",  # this process has imported torch and started nothing: no rank imports it again
+            start_method="fork",  # ranks inherit the imported torch; this process has started nothing else
         )
 
     def ask(self, message: Any) -> list[Any]:
-        """Tell every rank, and wait for one answer of each, by rank.
+        """Send a message to every rank, and return one answer from each, by rank.
 
         Raises:
             torch.multiprocessing.ProcessRaisedException: a rank raised; its traceback is in the text.
@@ -62,7 +62,7 @@ class ProcessSet:
         return connection.recv()
 
     def close(self) -> None:
-        """End the processes, whatever they do."""
+        """Kill the processes."""
         for process in self._ranks.processes:
             process.kill()
             process.join()

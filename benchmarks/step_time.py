@@ -4,8 +4,8 @@
     python benchmarks/step_time.py --tracking [--ranks 2] [--json] [--check]
 
 A step is forward, backward and AdamW on a batch of 8. Stock is Lightning's documented DTensor plan on gloo with torch's
-default AdamW. With --tracking: steps of weft, of this model and of the example's language model, in processes that
-count memory against processes that do not, in turn.
+default AdamW. With --tracking: weft's steps of this model and of the examples' language model, in processes that count
+memory against processes that do not, in turn.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _step(optimizer: Optimizer, loss_of: Callable[[], Tensor]) -> Callable[[], N
 
 
 def measure() -> dict[str, list[float]]:
-    """On every rank: the steps of each candidate in turn."""
+    """Return the seconds of each candidate's steps, taken in turn; collective."""
     torch.manual_seed(0)
     x = torch.randn(BATCH, DIM)
     steps: dict[str, Callable[[], None]] = {}
@@ -68,7 +68,7 @@ def measure() -> dict[str, list[float]]:
 
 
 def step_seconds(workload: str, is_tracked: bool) -> float:
-    """On every rank: the median step of weft, with or without the count, as the strategies have it."""
+    """Return the median seconds of weft's step; `is_tracked`: memory is counted, as in the strategies. Collective."""
     if is_tracked:
         weft.memory.track()
     chosen = workloads(False)[workload]

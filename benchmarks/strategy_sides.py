@@ -1,4 +1,4 @@
-"""What benchmarks/strategy_step.py trains, and by whom: a small Llama under the Trainer, step by step as it is told."""
+"""The candidates of benchmarks/strategy_step.py: they train a small Llama under the Trainer, some steps per message."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from model import ModelArgs, Transformer
 
 LAYOUTS = {"tp2": (1, 2), "dp2": (2, 1), "dp2,tp2": (2, 2)}
-NUM_WARM_UP = 2  # the first makes the optimizer's states
+NUM_WARM_UP = 2  # the first creates the optimizer's states
 
 
 @dataclass(frozen=True)
 class Size:
-    """Four layers of a width, a batch of two sequences of all ranks together, and the steps that make a sample."""
+    """A model's layers and width, a batch of two sequences over all ranks, and the number of steps in a sample."""
 
     dim: int
     num_tokens: int
@@ -55,7 +55,7 @@ SIZES = {size.dim: size for size in (Size(128, 256, 10), Size(512, 1024, 1), Siz
 
 @dataclass(frozen=True)
 class Candidate:
-    """Whose strategy trains, on which backend; `options` of weft's, None: Lightning's."""
+    """A strategy and the backend of its group; `options` are arguments of weft's strategy, None: Lightning's."""
 
     backend: str
     options: dict[str, Any] | None
@@ -93,7 +93,7 @@ def shard_as_documented(model: Transformer, mesh: DeviceMesh) -> None:
 
 
 class LanguageModel(L.LightningModule):
-    """Built and, for Lightning's strategy, sharded in `configure_model`."""
+    """Builds the model in `configure_model`, and shards it there for Lightning's strategy."""
 
     def __init__(self, size: Size, layout: str, own_sharding: bool) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class LanguageModel(L.LightningModule):
 
 
 class Turns(L.Callback):
-    """Trains as many steps as it is told, says how long they took and what the losses were, and waits again."""
+    """Waits for a number of steps, trains them, sends their seconds and the losses, and waits again."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -145,7 +145,7 @@ class Turns(L.Callback):
 
 
 class Steps(RandomBatches):
-    """As many batches as are asked for."""
+    """A data set of `num_steps` batches."""
 
     def __init__(self, size: Size, num_steps: int) -> None:
         super().__init__((2, size.args.max_seq_len + 1), size.args.vocab_size)
@@ -156,7 +156,7 @@ class Steps(RandomBatches):
 
 
 def train(connection: Connection, candidate: Candidate, size: Size, layout: str, num_steps: int, counts: bool) -> None:
-    """On every rank: a run of the Trainer; last of all it sends the table of the memory monitor, or None."""
+    """Run the Trainer on this rank; at the end send the table of the memory monitor, or None."""
     warnings.simplefilter("ignore")
     for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -4,14 +4,14 @@
                                        [--check]
 
 Both train examples/model.py with AdamW in `Trainer.fit`, from the same weights on the same batches, to the same losses.
-Stock is ModelParallelStrategy on gloo with what its documentation has `configure_model` do: wq, wk, wv, w1, w3
+Stock is ModelParallelStrategy on gloo with the `configure_model` of its documentation: wq, wk, wv, w1, w3
 ColwiseParallel and wo, w2 RowwiseParallel (the variant without SequenceParallel), then `fully_shard` of the root and of
-each block, of which the last stays gathered until its backward. weft is given plan="auto" and a layout. The default
-group has one backend for all of a process's life, so each candidate is a set of processes of its own, which trains
-while the others wait: samples are taken in turn.
+each block; the last block stays gathered until its backward. weft gets plan="auto" and a layout. The default group of a
+process has one backend, so each candidate is a separate set of processes, which trains while the others wait: samples
+are taken in turn.
 
-Memory comes from runs of their own, counted by weft.memory: the peak of the rank with the most after the first steps,
-with and without "communication", the shared memory of the weft backend. Gloo's buffers are not counted.
+Memory is counted by weft.memory in separate runs: the peak of the rank with the most after the first steps, with and
+without "communication", the shared memory of the weft backend. Gloo's buffers are not counted.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from strategy_sides import CANDIDATES, LAYOUTS, NUM_WARM_UP, SIZES, Size, train
 from torch import Tensor
 
 NUM_COUNTED = 1
-# What --check demands of "weft" beyond noise: the median of paired ratios to stock, at the smallest size and elsewhere.
+# The limits of --check for "weft" beyond noise: the median of paired ratios to stock, at the smallest size and others.
 MAX_RATIO_SMALLEST, MAX_RATIO = 0.5, 1.0
 
 
 def in_turn(size: Size, layout: str, num_samples: int, counts: bool) -> tuple[dict[str, list[float]], dict[str, Any]]:
-    """Seconds of a step of each candidate by sample, of its slowest rank; and its table of memory."""
+    """Return each candidate's seconds per step by sample, of its slowest rank, and its table of memory."""
     num_data, num_tensor = LAYOUTS[layout]
     per_sample = 1 if counts else size.steps_per_sample
     num_steps = NUM_WARM_UP + num_samples * per_sample
@@ -93,7 +93,7 @@ def rows_of(size: Size, layout: str, num_samples: int) -> list[dict[str, Any]]:
 
 
 def failures(rows: list[dict[str, Any]]) -> list[str]:
-    """The bars that are missed, one sentence each: time beyond noise of "weft", memory of every row."""
+    """Return the limits that are missed, one sentence each: time of "weft" beyond noise, memory of every row."""
     missed = []
     stock = {(row["layout"], row["dim"]): row for row in rows if row["candidate"] == "stock"}
     for row in rows:

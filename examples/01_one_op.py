@@ -1,10 +1,10 @@
-"""The operator alone: one feed-forward block over 2 processes, against the same block in one piece.
+"""One operator: a feed-forward block sharded over 2 processes, compared with the unsharded block.
 
     python examples/01_one_op.py
 
-Every rank holds half of the hidden dim. It calls `weft.ops.column_row_mlp` with its halves and gets the whole
-result: one all-reduce forward, one backward. The script starts its ranks itself and exits with 1 where the
-sharded numbers differ from the unsharded ones.
+Every rank holds half of the hidden dim. It calls `weft.ops.column_row_mlp` with its shards and gets the full
+result: one all-reduce forward, one backward. The script starts its ranks itself and exits with 1 if the
+sharded results differ from the unsharded ones.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def run_rank(rank: int, folder: str) -> None:
     group = dist.group.WORLD
     assert group is not None
 
-    # The same seed everywhere, so every rank can build the whole block and keep its part.
+    # All ranks have the same seed: each builds the full block and keeps its shard.
     torch.manual_seed(0)
     x = torch.randn(NUM_TOKENS, DIM, dtype=torch.float64)
     w1, w3 = torch.randn(2, HIDDEN, DIM, dtype=torch.float64) / DIM**0.5

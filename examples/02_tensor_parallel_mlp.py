@@ -2,9 +2,9 @@
 
     python examples/02_tensor_parallel_mlp.py [--devices 2]
 
-The LightningModule knows nothing about weft: no configure_model, no mesh, no plan. strategy="weft" finds the
+The LightningModule has no code for weft: no configure_model, no mesh, no plan. strategy="weft" finds the
 w1/w2/w3 block by itself, shards it over the devices and runs it as one operator. Lightning starts the other
-processes (on CPU a "device" is a process). The last lines say what each rank holds.
+processes (on CPU a "device" is a process). The last lines show how the parameters are sharded.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class RandomVectors(Dataset[Tensor]):
 
 
 class LitFeedForward(L.LightningModule):
-    """Learns to reproduce its input."""
+    """Trains the feed-forward to reproduce its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class LitFeedForward(L.LightningModule):
         return torch.optim.AdamW(self.model.parameters(), lr=3e-3)
 
     def train_dataloader(self) -> DataLoader[Tensor]:
-        # The ranks of a tensor-parallel group work on one batch together, so each loads the same one.
+        # The ranks of a tensor-parallel group compute one batch together, so each loads the same one.
         return DataLoader(RandomVectors(DIM, 64), batch_size=8)
 
 
@@ -88,7 +88,6 @@ def main() -> None:
     module = LitFeedForward()
     trainer.fit(module)
 
-    # On every rank: reading a sharded parameter as a whole communicates.
     num_elements = sum(parameter.numel() for parameter in module.parameters())
     if trainer.is_global_zero:
         print(weft.strategy.report(module))

@@ -4,8 +4,8 @@
     python examples/03_train_text.py --devices 4          # one run
     python examples/03_train_text.py --devices 1 2 4 --size medium --steps 400 --plan examples/plan.yaml
 
-On CPU a device is a process with one thread. Each device count is a process tree of its own, because a
-process group lives as long as its process. Exits with 1 where runs differ or the loss stays above its bar.
+On CPU a device is a process with one thread. Each device count runs in a separate process tree, because a
+process group lives as long as its process. Exits with 1 if runs differ or the loss stays above its limit.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SIZES = {
 
 
 class LitTransformer(L.LightningModule):
-    """Next-byte prediction. An ordinary LightningModule: nothing in it knows that it will be sharded."""
+    """Next-byte prediction. An ordinary LightningModule, without code for sharding."""
 
     def __init__(self, args: ModelArgs, num_steps: int) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class LitTransformer(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def lr_factor(self, step: int) -> float:
-        """Linear warm-up over a tenth of the steps, then a cosine down to a tenth of the rate."""
+        """Return the factor: linear warm-up over a tenth of the steps, then a cosine down to a tenth of the rate."""
         warm_up = max(1, self.num_steps // 10)
         progress = max(0, step - warm_up) / max(1, self.num_steps - warm_up)
         return min((step + 1) / warm_up, 0.55 + 0.45 * math.cos(math.pi * progress))
@@ -80,7 +80,7 @@ class LitTransformer(L.LightningModule):
 
 
 def train(args: argparse.Namespace) -> None:
-    """One run, on every rank: Lightning starts the other processes with the same command line."""
+    """Train on this rank; Lightning starts the other ranks' processes with the same command line."""
     os.environ["OMP_NUM_THREADS"] = "1"  # else Lightning chooses a number by the device count
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
@@ -120,7 +120,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def train_in_processes(args: argparse.Namespace) -> list[Run]:
-    """One process tree per device count, one after the other; results come back as files."""
+    """Run one process tree per device count, one after the other; they write their results to files."""
     runs = []
     with tempfile.TemporaryDirectory(prefix="weft-demo-") as folder:
         for devices in args.devices:
@@ -146,7 +146,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--plan", default="auto", help="'auto', or the path of a YAML or JSON plan")
     parser.add_argument("--size", choices=SIZES, default="small", help="size of the model")
     parser.add_argument("--steps", type=int, default=200, help="optimizer steps")
-    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)  # where a run leaves its figures
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)  # a run writes its figures here
     args = parser.parse_args()
     if min(args.devices) < 1 or args.steps < 1:
         parser.error(f"got --devices {args.devices} --steps {args.steps}; both take numbers from 1 up.")

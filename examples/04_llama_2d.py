@@ -1,13 +1,13 @@
-"""A Llama with the published shapes on a 2-D mesh: fully sharded over some ranks, tensor-parallel over the others.
+"""A Llama with the published shapes on a 2-D mesh: fully sharded over one axis, tensor-parallel over the other.
 
     python examples/04_llama_2d.py                                           # tiny, dp2,tp2, on 4 processes
     python examples/04_llama_2d.py --save /tmp/llama                         # and a checkpoint, each rank its shards
     python examples/04_llama_2d.py --resume /tmp/llama --epochs 2 --devices 2 --layout tp2
     python examples/04_llama_2d.py --size 7b --devices 8 --layout dp2,tp4 --precision bf16-true   # on 8 GPUs
 
-Prints what the plan does, the losses, tokens per second and the peak memory of each rank. The model is built in
-`configure_model`, where each rank makes its own shards alone; the loss is computed from sharded logits. On CPU a device
-is a process with one thread.
+Prints the plan's report, the losses, tokens per second and the peak memory of each rank. The model is built in
+`configure_model`, so that each rank materializes only its shards; the loss is computed from sharded logits. On CPU a
+device is a process with one thread.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PLAN = {
 
 
 class LitLlama(L.LightningModule):
-    """Next-byte prediction. Nothing in it knows how it will be sharded."""
+    """Next-byte prediction, without code for sharding."""
 
     def __init__(self, args: ModelArgs, num_steps: int) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class LitLlama(L.LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         tokens, targets = batch
         loss = F.cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten())
-        self.log("loss", loss, sync_dist=True)  # of all ranks that see other data
+        self.log("loss", loss, sync_dist=True)  # the mean over data-parallel ranks
         return loss
 
     def on_train_batch_end(self, *_: object) -> None:
@@ -64,7 +64,7 @@ class LitLlama(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=3e-3 * 128 / self.args.dim, betas=(0.9, 0.95))
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        """Windows of an epoch, in one order; ranks that see other data share those of a step."""
+        """Return the windows of an epoch, in order; each step's are divided over the data-parallel ranks."""
         shares = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
         num_shares = shares["num_replicas"]
         if BATCH_SIZE % num_shares:
@@ -73,13 +73,13 @@ class LitLlama(L.LightningModule):
             )
         seed = SEED + self.trainer.current_epoch
         windows = Windows(documentation_bytes(), self.num_steps * BATCH_SIZE, SEQ_LEN, seed)
-        # Without a sampler of its own a loader keeps its order on one data replica, and Lightning shuffles for several.
+        # Without this sampler, Lightning would add one that shuffles if there are several data-parallel ranks.
         sampler = DistributedSampler(windows, shuffle=False, **shares)
         return DataLoader(windows, batch_size=BATCH_SIZE // num_shares, sampler=sampler)
 
 
 def memory_table(rows: list[dict[str, int]]) -> str:
-    """Peak bytes of each rank by category, in MB."""
+    """Return a table of each rank's peak bytes by category, in MB."""
     names = [name for name in rows[0] if name != "rank"]
     lines = [["rank", *names]]
     lines += [[str(row["rank"]), *(f"{row[name] / 1e6:.2f}" for name in names)] for row in rows]
@@ -88,7 +88,7 @@ def memory_table(rows: list[dict[str, int]]) -> str:
 
 
 def train(args: argparse.Namespace) -> None:
-    """One run, on every rank: Lightning starts the other processes with the same command line."""
+    """Train on this rank; Lightning starts the other ranks' processes with the same command line."""
     L.seed_everything(SEED, verbose=False)
     module = LitLlama(SIZES[args.size], args.steps)
     memory = MemoryMonitor()

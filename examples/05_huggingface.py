@@ -1,11 +1,11 @@
-"""Trains a language model of Hugging Face's transformers, sharded: its configuration, and strategy="weft".
+"""Trains a language model of Hugging Face's transformers, from its configuration, sharded by strategy="weft".
 
     python examples/05_huggingface.py --devices 2                       # a tiny Llama, on 2 devices
     python examples/05_huggingface.py --devices 2 --config qwen3 --strategy weft_fsdp
     python examples/05_huggingface.py --devices 8 --config a/folder     # with a config.json
 
 Nothing is downloaded: weights are random, the text is Python's documentation, byte by byte. On CPU a device is a
-process with one thread. Under tensor parallelism, which "weft" means here, the losses are those of one device.
+process with one thread. Here "weft" means tensor parallelism, with the losses of one device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-import weft.lightning  # makes strategy="weft" known
+import weft.lightning  # registers the strategy "weft"
 import weft.strategy
 
 SEED, SEQ_LEN, BATCH_SIZE = 0, 128, 8
@@ -39,14 +39,14 @@ TINY = {
 
 
 class LitCausalLM(L.LightningModule):
-    """Next-token prediction with any causal language model. Nothing in it knows that it will be sharded."""
+    """Next-token prediction with any causal language model, without code for sharding."""
 
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__()
         self.config = config
 
     def configure_model(self) -> None:
-        if not hasattr(self, "model"):  # built here, each rank makes its own shards alone
+        if not hasattr(self, "model"):  # built here, so that each rank materializes only its shards
             self.model = AutoModelForCausalLM.from_config(self.config)
 
     def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -60,14 +60,14 @@ class LitCausalLM(L.LightningModule):
 
 
 def config_of(name: str) -> PretrainedConfig:
-    """That of a folder, or a tiny one of a family of models."""
+    """Return the configuration in a folder, or a tiny one of a family of models."""
     if os.path.isdir(name):
         return AutoConfig.from_pretrained(name, local_files_only=True)
     return AutoConfig.for_model(name, **TINY)
 
 
 def train(args: argparse.Namespace) -> None:
-    """One run, on every rank: Lightning starts the other processes with the same command line."""
+    """Train on this rank; Lightning starts the other ranks' processes with the same command line."""
     L.seed_everything(SEED, verbose=False)
     module = LitCausalLM(config_of(args.config))
     windows = Windows(documentation_bytes(), args.steps * BATCH_SIZE, SEQ_LEN, SEED)

@@ -3,8 +3,8 @@
     python examples/06_fabric.py --steps 20 --save /tmp/half                                     # on dp2,tp2
     python examples/06_fabric.py --steps 40 --resume /tmp/half --devices 2 --layout tp2
 
-On CPU a device is a process with one thread. The losses are those of one device whatever the layout is, because
-every step takes the same windows of the text, in shares.
+On CPU a device is a process with one thread. The losses are those of one device for every layout, because every
+step takes the same windows of the text, divided over the data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ SEED, SEQ_LEN, BATCH_SIZE, MAX_NORM = 0, 128, 16, 1.0
 
 
 def train(args: argparse.Namespace) -> None:
-    """One run, on every rank: Fabric starts the other processes with the same command line."""
+    """Train on this rank; Fabric starts the other ranks' processes with the same command line."""
     strategy = WeftModelParallelStrategy(plan="auto", layout=args.layout, zero_stage=args.zero_stage)
     fabric = Fabric(accelerator="cpu", devices=args.devices, strategy=strategy)
     fabric.launch()
     fabric.seed_everything(SEED, verbose=False)
-    with fabric.init_module(empty_init=True):  # fabric.setup gives values, each rank its shards
+    with fabric.init_module(empty_init=True):  # fabric.setup materializes each rank's shards
         model = Transformer(ModelArgs(max_seq_len=SEQ_LEN))
     model = fabric.setup(model)
     optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1))
@@ -40,7 +40,7 @@ def train(args: argparse.Namespace) -> None:
     if args.resume is not None:
         fabric.load(args.resume, state)
 
-    # Fabric's sampler deals the windows of a step to the ranks that see other data.
+    # Fabric's sampler distributes the windows of a step over the data-parallel ranks.
     num_shares = args.accumulate * strategy.data_axes.size
     if BATCH_SIZE % num_shares:
         raise ValueError(
@@ -54,19 +54,19 @@ def train(args: argparse.Namespace) -> None:
         loss = torch.zeros(())
         for idx in range(args.accumulate):
             tokens, targets = next(batches)
-            # Gradients travel with the last micro-batch alone.
+            # Gradients are reduced only with the last micro-batch.
             with fabric.no_backward_sync(model, enabled=idx < args.accumulate - 1):
                 part = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()) / args.accumulate
                 fabric.backward(part)
             loss += part.detach()
-        norm = fabric.clip_gradients(model, optimizer, max_norm=MAX_NORM)  # the norm before
+        norm = fabric.clip_gradients(model, optimizer, max_norm=MAX_NORM)  # the norm before clipping
         optimizer.step()
         optimizer.zero_grad()
         state["step"] = step + 1
         loss = fabric.all_reduce(loss, reduce_op="mean")
         fabric.print(f"step {step}: loss {loss.item():.6f}, gradient norm {norm.item():.6f}")
     if args.save is not None:
-        fabric.save(args.save, state)  # a directory, each rank its shards
+        fabric.save(args.save, state)  # a directory, to which each rank writes its shards
 
 
 def parse_arguments() -> argparse.Namespace:

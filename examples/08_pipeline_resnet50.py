@@ -1,9 +1,9 @@
-"""ResNet-50 in two stages: cut where measured layers balance, pipelined by micro-batches, against one process.
+"""ResNet-50 in two pipeline stages, cut to balance measured layer times; losses are compared with one process.
 
     python examples/08_pipeline_resnet50.py [--schedule zero_bubble] [--micro-batches 4] [--picture timeline.svg]
 
-The model is torchvision's as it is; its own forward runs on both ranks, each with its layers. The images are random, as
-no data set is at hand. Exits with 1 where a loss differs from that of the whole model. Speeds: benchmarks/.
+The model is torchvision's, unchanged; its own forward runs on both ranks, each with its own layers. The images are
+random. Exits with 1 if a loss differs from that of the unsplit model. Speeds: benchmarks/.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torchvision.models import resnet50
 from weft.strategy.pipeline import SCHEDULES, Pipeline, Schedule, balanced_cuts, draw, profile_layers
 
 NUM_STAGES, BATCH, SIZE, NUM_CLASSES, STEPS = 2, 16, 64, 10, 3
-TOLERANCE = 1e-3  # float32, and batch norms that see a micro-batch at a time on both sides
+TOLERANCE = 1e-3  # float32; batch norms see one micro-batch at a time on both sides
 
 
 def main() -> int:
@@ -60,19 +60,19 @@ def run_rank(rank: int, folder: str, arguments: argparse.Namespace) -> None:
         timeout=datetime.timedelta(minutes=5),
     )
     torch.manual_seed(0)
-    # Residual branches that begin as nothing: else batch norms of so few pixels make 3 % of a rounding in one step.
+    # Residual branches start at zero; otherwise batch norms over so few pixels amplify rounding to 3 % in one step.
     model = resnet50(num_classes=NUM_CLASSES, zero_init_residual=True)
     batch = torch.randn(BATCH, 3, SIZE, SIZE), torch.randint(0, NUM_CLASSES, (BATCH,))
     whole = copy.deepcopy(model) if rank == 0 else None
 
-    # All ranks need the same cuts: the first one measures.
+    # All ranks need the same cuts: those that the first rank has measured.
     micro_batch = tuple(part[: BATCH // arguments.micro_batches] for part in batch)
     cuts = [balanced_cuts(profile_layers(model, micro_batch, lambda b: loss_of(model, b)), NUM_STAGES)]
     dist.broadcast_object_list(cuts)
 
     mesh = init_device_mesh("cpu", (NUM_STAGES,), mesh_dim_names=("pipeline_parallel",))
     pipeline = Pipeline(model, mesh, cuts[0], schedule=arguments.schedule, num_micro_batches=arguments.micro_batches)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)  # of this rank's layers
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)  # the parameters of this rank's layers
     losses = []
     for _ in range(STEPS):
         optimizer.zero_grad()
@@ -92,7 +92,7 @@ def run_rank(rank: int, folder: str, arguments: argparse.Namespace) -> None:
 
 
 def train_whole(model: torch.nn.Module, batch: tuple[Tensor, Tensor], num_micro_batches: int) -> list[float]:
-    """The same on one process, a micro-batch at a time, as batch norms see no more in a pipeline."""
+    """Train the unsplit model in one process, a micro-batch at a time, as batch norms see the batch in a pipeline."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     losses = []
     for _ in range(STEPS):

@@ -1,8 +1,8 @@
-"""The small language model on four ranks: two stages, each cut over two tensor-parallel ranks.
+"""The small language model on four ranks: two stages, each sharded over two tensor-parallel ranks.
 
     python examples/09_pipeline_lm.py [--steps 20] [--schedule 1f1b] [--micro-batches 4]
 
-Prints each step's loss, which is that of one device, and at last what each rank holds. Exits with 1 where they differ.
+Prints the losses beside those of one device, and the number of parameters on each rank. Exits with 1 if losses differ.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from weft.strategy.pipeline import Pipeline
 
 STAGES, TENSOR_RANKS = 2, 2
 SEED, SEQ_LEN, BATCH_SIZE = 0, 64, 8
-TOLERANCE = 1e-4  # of a loss, float32
+TOLERANCE = 1e-4  # relative to the loss, float32
 
 
 def main() -> int:
@@ -73,7 +73,7 @@ def run_rank(rank: int, folder: str, arguments: argparse.Namespace) -> None:
     mesh = init_device_mesh("cpu", (STAGES, TENSOR_RANKS), mesh_dim_names=axes)
     middle = f"layers.{len(model.layers) // 2}"
     pipeline = Pipeline(model, mesh, [middle], schedule=arguments.schedule, num_micro_batches=arguments.micro_batches)
-    weft.parallelize(model, mesh, "auto")  # what is left of the model on this rank
+    weft.parallelize(model, mesh, "auto")  # shards the layers of this rank's stage
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
     losses = []

@@ -1,10 +1,10 @@
-"""A small network cut in three: on three GPUs where there are as many, else on three processes of the CPU.
+"""A small network in three stages: on three GPUs if there are as many, else on three CPU processes.
 
     python examples/10_three_gpus.py [--samples 96] [--steps 60]
-    python examples/10_three_gpus.py --one-process          # by hand: one micro-batch in flight at a time
+    python examples/10_three_gpus.py --one-process          # no pipelining: each batch passes the devices in turn
 
-The network learns which of three rings a point of the plane is in. A stage holds a third of its layers; what they
-compute moves from one to the next, six micro-batches at a time. Exits with 1 if it does not learn.
+The network classifies points of the plane by the ring, of three, that they are in. Each stage holds one child module;
+activations are sent from stage to stage in six micro-batches. Exits with 1 if the loss does not fall by half.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Rings(nn.Module):
 
     def forward(self, points: Tensor) -> Tensor:
         hidden = self.inward(points)
-        return self.outward(hidden + self.middle(hidden))  # the sum reaches over two boundaries
+        return self.outward(hidden + self.middle(hidden))  # `hidden` crosses two stage boundaries
 
 
 def main() -> int:
@@ -117,7 +117,7 @@ def run_rank(rank: int, folder: str, arguments: argparse.Namespace) -> None:
         losses.append(loss.item())
         optimizer.step()
 
-    logits = pipeline.evaluate(points, model)  # on the last stage alone
+    logits = pipeline.evaluate(points, model)  # [] except on the last stage
     if pipeline.has_last_stage:
         right = int((torch.cat(logits).argmax(dim=1) == ring).sum())
         devices = "three GPUs" if on_gpus else "three processes"

@@ -1,9 +1,9 @@
-"""A pipeline of two stages by hand: micro-batches as messages, against the same model in one piece.
+"""A pipeline of two stages written with send and receive operators, compared with the unsplit model.
 
     python examples/11_pipeline_messages.py
 
-Rank 0 has the first layers and sends their results, rank 1 has the others and the loss; the gradients come back the
-same way. The script starts its ranks itself and exits with 1 where a gradient differs from that of the whole model.
+Rank 0 has the first layers and sends their results, rank 1 has the others and the loss; the gradients return the
+same way. The script starts its ranks itself and exits with 1 if a gradient differs from that of the unsplit model.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main() -> int:
 
 
 def whole_model() -> nn.Sequential:
-    """The same on every rank; the first two layers are stage 0."""
+    """Return the unsplit model, the same on every rank; the first two layers are stage 0."""
     torch.manual_seed(0)
     layers = (nn.Linear(DIM, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, DIM), nn.Tanh(), nn.Linear(DIM, NUM_CLASSES))
     return nn.Sequential(*layers).double()
@@ -51,18 +51,18 @@ def micro_batches() -> list[tuple[Tensor, Tensor]]:
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """A micro-batch's share of the mean over all."""
+    """Return a micro-batch's share of the mean loss over all samples."""
     return F.cross_entropy(logits, targets, reduction="sum") / sum(BATCH_SIZES)
 
 
 def train_first_stage(stage: nn.Module, group: str) -> None:
     tokens = [weft.ops.pipeline_send([stage(x)], 1, 0, group) for x, _ in micro_batches()]
-    # There is no loss here: a zero stands for it, whose backward waits for the gradients of all that was sent.
+    # This stage has no loss: the backward of a zero waits for the gradients of all sent tensors.
     weft.ops.join(torch.zeros(()), tokens).backward()
 
 
 def train_last_stage(stage: nn.Module, group: str) -> None:
-    # What comes: dtype, shape, and that it needs a gradient. All receives are posted before anything is there.
+    # `like` gives a message's dtype, shape and requires_grad. All receives are posted before any message has arrived.
     like = torch.empty((), dtype=torch.float64, requires_grad=True)
     tokens = [weft.ops.pipeline_recv([like.expand(size, HIDDEN)], 0, 0, group) for size in BATCH_SIZES]
     for token, (_, targets) in zip(tokens, micro_batches(), strict=True):

@@ -4,7 +4,7 @@
     python examples/12_pipeline_trainer.py --epochs 2 --resume /tmp/half --layout pp4
     python examples/12_pipeline_trainer.py --epochs 2 --layout none                             # one device
 
-On CPU a device is a process with one thread. The losses are those of one device, whatever the layout and the schedule.
+On CPU a device is a process with one thread. The losses are those of one device for every layout and schedule.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ ARGS = ModelArgs(max_seq_len=SEQ_LEN)
 
 
 class LitTransformer(L.LightningModule):
-    """Next-byte prediction; nothing in it knows that it will be cut into stages."""
+    """Next-byte prediction, without code for stages."""
 
     def __init__(self) -> None:
         super().__init__()
         self.accuracy = MulticlassAccuracy(ARGS.vocab_size, average="micro")
 
     def configure_model(self) -> None:
-        self.model = Transformer(ARGS)  # each rank makes the values of its layers alone
+        self.model = Transformer(ARGS)  # each rank materializes only its own layers
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         tokens, targets = batch
@@ -67,7 +67,7 @@ class LitTransformer(L.LightningModule):
         )
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=3e-3)  # of this rank's stages
+        optimizer = torch.optim.AdamW(self.parameters(), lr=3e-3)  # the parameters of this rank's stages
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
 
 
@@ -99,7 +99,7 @@ def train(args: argparse.Namespace) -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        # All ranks work on the same batch, in the order of the data; the injected sampler would shuffle.
+        # All ranks compute the same batches, in the order of the data; Lightning's sampler would shuffle them.
         use_distributed_sampler=False,
     )
     L.seed_everything(SEED, verbose=False)
@@ -110,7 +110,7 @@ def train(args: argparse.Namespace) -> None:
     module = LitTransformer()
     trainer.fit(module, DataLoader(training, BATCH_SIZE), DataLoader(validation, BATCH_SIZE), ckpt_path=args.resume)
     if args.save is not None:
-        trainer.save_checkpoint(args.save)  # a directory, each rank its stages
+        trainer.save_checkpoint(args.save)  # a directory, to which each rank writes its stages
     if args.picture is not None and args.layout != "none":
         traces = strategy.pipeline.traces()  # of the last batch, from every rank
         if trainer.is_global_zero:

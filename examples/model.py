@@ -1,4 +1,4 @@
-"""A small Llama-style language model in plain PyTorch: nothing in this file knows about weft or Lightning.
+"""A small Llama-style language model in plain PyTorch, without weft or Lightning.
 
 Shapes: B sequences of T tokens, D model dim, H heads of K = D / H, F hidden dim of the feed-forward, V tokens
 in the vocabulary.
@@ -18,7 +18,7 @@ class ModelArgs:
     """Sizes of a model.
 
     Attributes:
-        dim: D, a multiple of 2 * n_heads (rotary embeddings turn pairs).
+        dim: D, a multiple of 2 * n_heads (rotary embeddings rotate pairs).
         n_layers: number of blocks.
         n_heads: H; tensor parallelism needs a multiple of the ranks.
         hidden_dim: F.
@@ -54,14 +54,14 @@ class RMSNorm(nn.Module):
 
 
 def rotary_tables(seq_len: int, head_dim: int, theta: float = 10_000.0) -> tuple[Tensor, Tensor]:
-    """cos and sin of position * frequency, each `[T, K]`: real numbers, which every precision can hold."""
+    """Return cos and sin of position * frequency, each `[T, K]`: real numbers, which all precisions support."""
     frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angles = torch.outer(torch.arange(seq_len, dtype=torch.float64), frequencies).repeat(1, 2)
     return angles.cos().float(), angles.sin().float()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns the pairs (i, i + K/2) of the last dim by their position's angle: `[B, H, T, K]`."""
+    """Rotate the pairs (i, i + K/2) of the last dim by their position's angle: `[B, H, T, K]`."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
@@ -132,7 +132,7 @@ class Transformer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal weights; the two projections that add to the residual are scaled down with depth."""
+        """Initialize normal weights; the two projections that add to the residual are scaled down with depth."""
         nn.init.normal_(self.tok_embeddings.weight, std=1.0)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2 and name != "tok_embeddings.weight":

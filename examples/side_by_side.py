@@ -1,4 +1,4 @@
-"""Runs of 03_train_text.py on several device counts: the table it prints, the bars it holds itself to."""
+"""The table that 03_train_text.py prints for runs on several device counts, and the limits that it checks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FIRST_STEPS, FIRST_RELATIVE = 20, 1e-4
 LAST_STEPS, LAST_ABSOLUTE = 20, 0.02
 LOSS_BAR, LOSS_SECONDS = 2.6, 180.0
 LOSS_WINDOW = 20
-LOSS_BAR_FROM_STEPS = 150  # a shorter run is a smoke test and promises no loss
+LOSS_BAR_FROM_STEPS = 150  # shorter runs are smoke tests, whose loss is not checked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,8 +18,8 @@ class Run:
     """One training run.
 
     Attributes:
-        devices: ranks it ran on.
-        num_parameters, num_parameters_local: of the whole model, and held by rank 0.
+        devices: the number of ranks.
+        num_parameters, num_parameters_local: those of the model, and those of its shards on rank 0.
         tokens_per_step: batch size times sequence length.
         losses: training loss of each step, nats per byte.
         seconds: training time at the end of each step.
@@ -41,19 +41,19 @@ class Run:
 
     @property
     def final_loss(self) -> float:
-        """Mean of the last steps: single batches are noisy."""
+        """Return the mean loss of the last steps, because single batches are noisy."""
         last = self.losses[-LOSS_WINDOW:]
         return sum(last) / len(last)
 
     @property
     def tokens_per_second(self) -> float:
-        """Without the first step, which also sets things up."""
+        """Return the speed without the first step, which includes setup."""
         if len(self.seconds) < 2:
             return self.tokens_per_step / self.seconds[-1]
         return self.tokens_per_step * (len(self.seconds) - 1) / (self.seconds[-1] - self.seconds[0])
 
     def step_below(self, bar: float) -> int | None:
-        """The first step (from 1) after which the mean of the last LOSS_WINDOW losses is below `bar`."""
+        """Return the first step (from 1) after which the mean of the last LOSS_WINDOW losses is below `bar`."""
         for end in range(LOSS_WINDOW, len(self.losses) + 1):
             if sum(self.losses[end - LOSS_WINDOW : end]) / LOSS_WINDOW < bar:
                 return end
@@ -61,7 +61,7 @@ class Run:
 
 
 def table(runs: list[Run]) -> str:
-    """Device count, parameters per rank, loss, speed; below it the losses side by side."""
+    """Return a table of device count, parameters per rank, loss and speed; below it the losses side by side."""
     lines = [f"{'devices':>8} {'parameters per rank':>20} {'nats per byte':>14} {'tokens/s':>10} {'seconds':>8}"]
     for run in runs:
         lines.append(
@@ -77,7 +77,7 @@ def table(runs: list[Run]) -> str:
 
 
 def verdict(runs: list[Run]) -> tuple[list[str], bool]:
-    """One line for each bar, with its figure, and whether all bars hold. Runs are compared with the first."""
+    """Return a line with the figure for each limit, and whether all limits hold. Runs are compared with the first."""
     lines, good = [], True
     for run in runs:
         if len(run.losses) >= LOSS_BAR_FROM_STEPS:

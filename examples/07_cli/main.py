@@ -1,10 +1,10 @@
-"""The small language model under LightningCLI: how it is sharded stands in a YAML file, not here.
+"""The small language model under LightningCLI: a YAML file, not this script, determines the sharding.
 
     python examples/07_cli/main.py fit --config examples/07_cli/devices_4.yaml
     python examples/07_cli/main.py fit --config examples/07_cli/devices_4.yaml --trainer.strategy.zero_stage 1
 
-The files for 1, 2, 4 and 8 devices differ in two lines, the sizes, and train alike: `batch_size` is that of a step,
-which data-parallel ranks share. It needs `pip install weft[cli]`.
+The files for 1, 2, 4 and 8 devices differ in two lines, the sizes, and train equally: `batch_size` counts the windows
+of a step, which are divided over the data-parallel ranks. It needs `pip install weft[cli]`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from text import Windows, documentation_bytes
 
 
 class LitTransformer(L.LightningModule):
-    """Next-byte prediction. The model is built in `configure_model`, where each rank makes its shards only."""
+    """Next-byte prediction. The model is built in `configure_model`, so that each rank materializes only its shards."""
 
     def __init__(self, args: ModelArgs, optimizer: OptimizerCallable = torch.optim.AdamW) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class LitTransformer(L.LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.optimizer(self.parameters())  # the shards: the CLI would make it before there are any
+        return self.optimizer(self.parameters())  # of the shards; the CLI would build it before sharding
 
     def on_train_end(self) -> None:
         parameters = list(self.parameters())
@@ -75,11 +75,11 @@ class Documentation(L.LightningDataModule):
                 "choose a multiple of their number."
             )
         windows = Windows(documentation_bytes(), self.num_steps * self.batch_size, self.seq_len, seed=0)
-        # Without a sampler of its own a loader keeps its order on one data replica, and Lightning shuffles for several.
+        # Without this sampler, Lightning would add one that shuffles if there are several data-parallel ranks.
         sampler = DistributedSampler(windows, shuffle=False, **shares)
         return DataLoader(windows, batch_size=self.batch_size // num_shares, sampler=sampler)
 
 
 if __name__ == "__main__":
-    # The configuration is not saved: it stands in the file already.
+    # The configuration is not saved, because it is in the file already.
     LightningCLI(LitTransformer, Documentation, save_config_callback=None)

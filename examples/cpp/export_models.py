@@ -1,9 +1,9 @@
-"""Makes what the C++ programs run: a feed-forward and a language model, a file for each rank, and what they compute.
+"""Saves the models that the C++ programs run, a feed-forward and a language model, and prints their results.
 
     python examples/cpp/export_models.py FOLDER [--ranks 2] [--compiled]
 
 Every rank saves `mlp.rank<r>.pt` and `language_model.rank<r>.pt` (TorchScript) and, with `--compiled`,
-`language_model.rank<r>.pt2` (torch.export, compiled by AOTInductor). Each prints its numbers as the programs do.
+`language_model.rank<r>.pt2` (torch.export, compiled by AOTInductor). Each prints its results as the programs do.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def run_rank(rank: int, num_ranks: int, folder: Path, is_compiled: bool, scratch
         init_method=f"file://{scratch}/store",
         rank=rank,
         world_size=num_ranks,
-        timeout=datetime.timedelta(minutes=5),  # of one rank that still compiles when another has finished
+        timeout=datetime.timedelta(minutes=5),  # ranks finish compiling at different times
     )
     mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("tensor_parallel",))
-    torch.manual_seed(0)  # the same whole models everywhere, of which each rank keeps its part
+    torch.manual_seed(0)  # every rank builds the same full models, and keeps its shards
     mlp = weft.parallelize(nn.Sequential(FeedForward(8, 20), nn.LayerNorm(8)), mesh, "auto")
     model = weft.parallelize(Transformer(SIZES), mesh, "auto")
     with torch.no_grad():
@@ -66,7 +66,7 @@ def run_rank(rank: int, num_ranks: int, folder: Path, is_compiled: bool, scratch
 
 
 def compile_package(model: nn.Module, tokens: Tensor, mesh: DeviceMesh, path: Path) -> None:
-    """For inputs of the shape of `tokens`. The group's name is a constant of the program, so it travels along."""
+    """Compile for inputs shaped like `tokens`. The group's name, a constant of the program, is saved as metadata."""
     program = torch.export.export(model, (tokens,))
     options = {"aot_inductor.metadata": {"weft_group": mesh.get_group().group_name}}
     torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
@@ -81,7 +81,7 @@ def prompt() -> Tensor:
 
 
 def continuation(model: nn.Module, tokens: Tensor) -> Tensor:
-    """The eight likeliest tokens after `tokens`, one after the other."""
+    """Return eight greedily decoded tokens after `tokens`."""
     for _ in range(8):
         tokens = torch.cat([tokens, model(tokens)[:, -1].argmax(-1, keepdim=True)], dim=1)
     return tokens[0, -8:]
@@ -89,7 +89,7 @@ def continuation(model: nn.Module, tokens: Tensor) -> Tensor:
 
 def print_numbers(rank: int, name: str, numbers: Tensor) -> None:
     line = f"rank {rank} {name}: " + " ".join(f"{number:.9g}" for number in numbers.flatten().tolist())
-    # In one write, which print does not promise: the ranks share a terminal.
+    # In one write, which print does not guarantee, because the ranks share a terminal.
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 

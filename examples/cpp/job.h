@@ -1,6 +1,6 @@
 #pragma once
 
-// What the three programs share: a place among the ranks of a job, a group, a way to print.
+// Shared by the three programs: a job's ranks, its group, and printing.
 
 #include <weft/ops/backend.h>
 
@@ -16,25 +16,25 @@
 namespace example {
 
 struct Job {
-  std::string store_file;  // that no other job uses; any c10d::Store would do
+  std::string store_file;  // must not be used by another job; any c10d::Store would do
   int rank;
   int size;
 };
 
-// The first three arguments of a program: STORE_FILE RANK SIZE.
+// Parses the first three arguments of a program: STORE_FILE RANK SIZE.
 inline Job job_of(char** arguments) {
   return {arguments[1], std::atoi(arguments[2]), std::atoi(arguments[3])};
 }
 
-// All ranks of the job as a group, which the operators find under `name` while it is held.
+// Returns the group of all ranks of the job; operators find it by `name` while it exists.
 inline c10::intrusive_ptr<c10d::ProcessGroup> make_group(const Job& job, const std::string& name) {
   const auto store = c10::make_intrusive<c10d::FileStore>(job.store_file, job.size);
   auto options = c10::make_intrusive<weft::ops::BackendOptions>();
-  options->timeout = std::chrono::seconds(60);  // of a rank that does not come
+  options->timeout = std::chrono::seconds(60);  // for joining, and for each operation
   return weft::ops::make_group(name, store, job.rank, job.size, options);
 }
 
-// One line, in one write: the ranks share a terminal. Nine digits say which float32 it was.
+// Prints a line in one write, because the ranks share a terminal. Nine digits identify a float32.
 inline void print_numbers(const Job& job, const std::string& name, const at::Tensor& numbers) {
   std::string line = "rank " + std::to_string(job.rank) + " " + name + ":";
   const at::Tensor flat = numbers.detach().to(at::kDouble).flatten();

@@ -1,10 +1,10 @@
 // Runs the language model that `export_models.py --compiled` has exported and compiled, one process
-// a rank:
+// per rank:
 //
 //     run_compiled STORE_FILE RANK SIZE FOLDER
 //
-// The package calls the operators by name, so weft's library has to be there before it runs:
-// linking is enough.
+// The package calls the operators by name, so weft's library must be loaded before it runs: linking
+// it is enough.
 #include "job.h"
 
 #include <ATen/ATen.h>
@@ -21,7 +21,7 @@ namespace {
 void run(const example::Job& job, const std::string& folder) {
   torch::inductor::AOTIModelPackageLoader package(folder + "/language_model.rank" +
                                                   std::to_string(job.rank) + ".pt2");
-  // The group's name is a constant of the compiled program; export_models.py has written it down.
+  // The group's name is a constant of the compiled program; export_models.py saved it as metadata.
   const auto group = example::make_group(job, package.get_metadata().at("weft_group"));
   const c10::InferenceMode no_gradients;
   const at::Tensor tokens = (at::arange(12) * 37 % 64).view({1, 12});

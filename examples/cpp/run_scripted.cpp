@@ -1,4 +1,4 @@
-// Runs what export_models.py has saved, one process a rank, no Python in it:
+// Runs the models that export_models.py has saved, one process per rank, without Python:
 //
 //     run_scripted STORE_FILE RANK SIZE FOLDER
 #include "job.h"
@@ -21,7 +21,7 @@ torch::jit::Module load(const std::string& folder,
                         const example::Job& job) {
   torch::jit::Module module =
       torch::jit::load(folder + "/" + name + ".rank" + std::to_string(job.rank) + ".pt");
-  weft::ops::rebind_group(module, "job");  // it was saved with the name of the group it had there
+  weft::ops::rebind_group(module, "job");  // it was saved with the name of the exporter's group
   return module;
 }
 
@@ -39,7 +39,7 @@ void run(const example::Job& job, const std::string& folder) {
   torch::jit::Module model = load(folder, "language_model", job);
   at::Tensor tokens = (at::arange(12) * 37 % 64).view({1, 12});
   example::print_numbers(job, "logits", call(model, tokens).select(1, -1));
-  // The eight likeliest tokens, one after the other.
+  // Greedy decoding of eight tokens.
   for (int i = 0; i < 8; ++i) {
     const at::Tensor next = call(model, tokens).select(1, -1).argmax(-1, /*keepdim=*/true);
     tokens = at::cat({tokens, next}, 1);

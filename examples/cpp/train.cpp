@@ -1,12 +1,12 @@
 // Trains a small language model that is built from weft's operators, with libtorch's SGD, one
-// process a rank; beside it the same model in one piece:
+// process per rank; then the same model unsharded:
 //
 //     train STORE_FILE RANK SIZE
 //
-// Embedding and classes are cut by rows, the feed-forward by its hidden dim. Prints the losses of
-// both, and fails where they differ.
+// Embedding and output are sharded by rows, the feed-forward by its hidden dim. Prints the losses
+// of both, and fails if they differ.
 //
-// Shapes: N tokens, V in the vocabulary, D model dim, F hidden dim; v and f are this rank's parts.
+// Shapes: N tokens, V in the vocabulary, D model dim, F hidden dim; v and f on this rank.
 #include "job.h"
 
 #include <weft/ops/operators.h>
@@ -33,12 +33,12 @@ struct Model {
   at::Tensor w2;         // [D, f]
   at::Tensor output;     // [v, D]
   std::int64_t vocab_start = 0;
-  std::string group_name;  // "": all of it is here
+  std::string group_name;  // "": unsharded
 
   std::vector<at::Tensor> parameters() const { return {embedding, w1, w3, w2, output}; }
 };
 
-// The same on every rank: torch's generator has the same seed everywhere.
+// Returns the unsharded model, which is the same on every rank: all use the same seed.
 Model whole_model() {
   at::manual_seed(0);
   const auto normal = [](std::int64_t rows, std::int64_t columns) {
@@ -53,7 +53,7 @@ Model whole_model() {
   return model;
 }
 
-// Parts as torch.chunk cuts them: of ceil(size / ranks), later ones shorter or empty.
+// Returns this rank's torch.chunk shard: ceil(size / ranks) entries, later shards shorter or empty.
 at::Tensor part(const at::Tensor& whole, std::int64_t dim, const example::Job& job) {
   const std::int64_t size = whole.size(dim);
   const std::int64_t longest = (size + job.size - 1) / job.size;
@@ -83,14 +83,14 @@ at::Tensor loss_of(const Model& model, const at::Tensor& tokens, const at::Tenso
       hidden, model.output, targets, model.vocab_start, model.group_name, {.vocab_size = kVocab});
 }
 
-// The loss before each step.
+// Returns the loss before each step.
 at::Tensor train(const Model& model) {
   std::vector<at::Tensor> parameters = model.parameters();
   for (at::Tensor& parameter : parameters) {
     parameter.requires_grad_();
   }
   torch::optim::SGD optimizer(parameters, kLearningRate);
-  // Every token is followed by the one three further.
+  // The target of each token is three further in the vocabulary.
   const at::Tensor tokens = at::arange(kNumTokens) * 7 % kVocab;
   const at::Tensor targets = (tokens + 3) % kVocab;
   at::Tensor losses = at::empty({kNumSteps}, at::kDouble);

@@ -1,4 +1,4 @@
-"""Compares the batches of a tensor-parallel group: ranks that see different data train a model that is neither's."""
+"""Compares the batches of a tensor-parallel group: with different data, its partial sums would mix batches."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 
 
 def batch_digest(batch: Any) -> int:
-    """63 bits of a hash over the tensors of a nested batch: their order, shapes, dtypes and bytes.
+    """Return 63 bits of a hash over the tensors of a nested batch: their order, shapes, dtypes and bytes.
 
-    Looks into mappings, sequences, dataclasses and objects that hold tensors as attributes, as Hugging Face's
-    and PyTorch Geometric's batches do. What is no tensor (file names, say) does not count.
+    Finds tensors in mappings, sequences, dataclasses and attributes of objects, such as the batches of Hugging Face and
+    PyTorch Geometric. Other values, such as file names, are ignored.
     """
     digest = hashlib.blake2b(digest_size=8)
     for tensor in _tensors(batch, set()):
@@ -85,10 +85,10 @@ class BatchCheck:
         device: torch.device,
         shared: str = "tensor-parallel group",
     ) -> None:
-        """Count one batch of `stage`, and compare it if its turn has come; `shared` says what its ranks share.
+        """Count one batch of `stage`, and compare it if it is due; `shared`: the name of the group's kind in the error.
 
         Raises:
-            ValueError: on every rank of the group alike, if the ranks hold different batches.
+            ValueError: on every rank of the group, if the ranks hold different batches.
         """
         batch_idx = self._num_seen.get(stage, 0)
         self._num_seen[stage] = batch_idx + 1

@@ -1,11 +1,11 @@
 """Checkpoints of a model whose parameters are DTensors: a directory of shards, or one file like any Trainer's.
 
 The directory is written by torch.distributed.checkpoint with the keys "model" and "optimizer_0", ..., and has a
-`meta.pt` for the rest: what Lightning's `consolidate_checkpoint` turns into one file. (The stock strategy names the
-model "state_dict", which that tool refuses.) An optimizer that has no state goes into meta.pt, because the
-directory's format drops empty dictionaries.
+`meta.pt` for the rest: the format that Lightning's `consolidate_checkpoint` converts to one file. (The stock strategy
+names the model "state_dict", which that tool does not accept.) An optimizer without state goes into meta.pt, because
+the directory's format drops empty dictionaries.
 
-All functions are collective over the world.
+All functions that save or load are collective over the world, except `write_file`.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from torch.optim import Optimizer
 from weft._plugin.optimizer_state import WholeModel, load_named_state, load_sharded_state, named_by_stages
 
 METADATA_FILENAME = "meta.pt"
-# The second is what the stock strategy writes.
+# The second is the key of the stock strategy.
 MODEL_KEYS = ("model", "state_dict")
 
 
 def optimizer_key(idx: int) -> str:
-    """The name of the idx-th optimizer in a directory of shards."""
+    """Return the name of the idx-th optimizer in a directory of shards."""
     return f"optimizer_{idx}"
 
 
 def if_given(**arguments: Any) -> dict[str, Any]:
-    """The arguments that are not None: the stock strategy of Lightning 2.5 does not know `weights_only` yet."""
+    """Return the arguments that are not None: the stock strategy of Lightning 2.5 does not have `weights_only`."""
     return {name: value for name, value in arguments.items() if value is not None}
 
 
 def is_directory(path: Path) -> bool:
-    """Whether `path` is a directory of shards with Lightning's metadata."""
+    """Return whether `path` is a directory of shards with Lightning's metadata."""
     return (path / METADATA_FILENAME).is_file()
 
 
@@ -53,7 +53,7 @@ def save_directory(
 ) -> None:
     """Write a Trainer's `checkpoint` (its keys "state_dict" and "optimizer_states" hold DTensors) as `path`.
 
-    `stages`: the ranks that have the other stages of the model, if it is in stages.
+    `stages`: the ranks with the stages of the model, if it is in stages.
     """
     rest = dict(checkpoint)
     states = rest.pop("optimizer_states", [])
@@ -72,7 +72,7 @@ def write_directory(
 ) -> None:
     """Write state dicts of DTensors, and the rest from the first rank, as the directory `path`.
 
-    Written beside it and renamed when complete: what was there before is kept until then.
+    It is written under another name and renamed when complete; a previous checkpoint is kept until then.
     """
     refuse_other_directory(path)
     partial = path.with_name(f".{path.name}.partial")
@@ -81,7 +81,7 @@ def write_directory(
         partial.mkdir(parents=True)
     barrier()
     have_state = {key for key, state in optimizers.items() if state["state"]}
-    if stages is not None:  # of which some may have no parameter that is trained
+    if stages is not None:  # some stages may have no trainable parameters
         gathered: list[Any] = [None] * stages.size()
         dist.all_gather_object(gathered, have_state, group=stages)
         have_state = set().union(*gathered)
@@ -95,7 +95,7 @@ def write_directory(
         else:
             path.unlink(missing_ok=True)
         partial.rename(path)
-    barrier()  # without it a rank could look for the checkpoint before it is there
+    barrier()  # without it a rank could look for the checkpoint before it exists
 
 
 def write_file(checkpoint: dict[str, Any], path: Path) -> None:
@@ -109,7 +109,7 @@ def write_file(checkpoint: dict[str, Any], path: Path) -> None:
 
 
 def refuse_other_directory(path: Path) -> None:
-    """Raise IsADirectoryError where `path` is a directory that no checkpoint has made."""
+    """Raise IsADirectoryError if `path` is a directory that is not a checkpoint."""
     if path.is_dir() and not is_directory(path):
         raise IsADirectoryError(f"the checkpoint path {str(path)!r} is a directory; pass another path, or remove it.")
 
@@ -122,9 +122,9 @@ def load_directory(
     weights_only: bool | None,
     whole: WholeModel | None = None,
 ) -> dict[str, Any]:
-    """Load a directory of shards, saved by any number of ranks, into the live objects; returns the rest.
+    """Load a directory of shards, saved by any number of ranks, into the live objects; return the rest.
 
-    `whole`: what the model was, if it is in stages.
+    `whole`: the unsplit model, if it is in stages.
     """
     saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     model_key = next((k for k in MODEL_KEYS if any(name.startswith(f"{k}.") for name in saved)), MODEL_KEYS[0])
@@ -143,7 +143,7 @@ def load_directory(
 
 
 def _names_of_all(own: Iterable[str], whole: WholeModel | None) -> set[str]:
-    """The names of all stages' state; collective over them."""
+    """Return the names of the state of all stages; collective over the stages."""
     if whole is None:
         return set(own)
     gathered: list[Any] = [None] * whole.stages.size()
@@ -168,9 +168,9 @@ def _refuse_other_names(path: Path, saved: Iterable[str], wanted: Iterable[str])
 def load_optimizer_of_directory(
     path: Path, key: str, model: torch.nn.Module, optimizer: Optimizer, rest: dict[str, Any]
 ) -> bool:
-    """Load the optimizer saved as `key`, from the shards or, if it had no state, from `rest` (what meta.pt holds).
+    """Load the optimizer saved as `key`, from the shards or, if it had no state, from `rest` (the content of meta.pt).
 
-    Returns whether there is one.
+    Returns whether the checkpoint has it.
     """
     if key in rest:
         load_named_state(model, optimizer, rest.pop(key))
@@ -190,9 +190,9 @@ def load_file(
     weights_only: bool | None,
     whole: WholeModel | None = None,
 ) -> dict[str, Any]:
-    """Load a Trainer's single file, saved by any strategy, into the live objects; returns the rest.
+    """Load a Trainer's single file, saved by any strategy, into the live objects; return the rest.
 
-    Every rank maps the file and reads its own part: nothing is sent, and nothing whole is held.
+    Every rank memory-maps the file and reads only its shards; no tensors are communicated.
     """
     checkpoint = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
     saved = checkpoint.pop("state_dict")
@@ -214,7 +214,7 @@ def load_file(
 
 def _placed_like(value: Any, target: Any) -> Any:
     if not isinstance(target, DTensor) or isinstance(value, DTensor) or value.shape != target.shape:
-        return value  # a wrong shape is load_state_dict's to refuse, with all the others
+        return value  # load_state_dict raises one error for all wrong shapes
     from weft.strategy.data_parallel.local import placed_like
 
     return placed_like(value, target)

@@ -1,4 +1,4 @@
-"""What a strategy does over the axes along which ranks see other data: shard, average, count each replica once."""
+"""The data-parallel axes of a strategy: sharding of parameters and optimizer states, averaging of gradients."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ DATA_AXIS = "data_parallel"
 
 
 class DataAxes:
-    """The axes of one mesh, and the modules and optimizers that were spread over them.
+    """The data axes of one mesh, and the modules that are sharded, or whose gradients are averaged, over them.
 
-    mesh: with the axis data_parallel, and data_replicate outside of it where there are replicas.
-    group: the ranks of all those axes that share this rank's other coordinates; they see other data.
-    zero_stage: 0 to 3; what is cut over data_parallel.
+    mesh: with the axis data_parallel, and data_replicate outside of it if there are replicas.
+    group: the ranks that differ from this one only along those axes; they see other data.
+    zero_stage: 0 to 3; what is sharded over data_parallel.
     """
 
     def __init__(self, mesh: DeviceMesh, group: dist.ProcessGroup, zero_stage: int) -> None:
@@ -44,12 +44,12 @@ class DataAxes:
 
     @property
     def shards_parameters(self) -> bool:
-        """Whether FSDP2 is at work; else each rank has whole gradients of its own, which are averaged."""
+        """Return whether FSDP2 shards parameters; else each rank has unsharded gradients, which are averaged."""
         return self._zero_stage >= 2 and self._data_size > 1
 
     @property
     def sharding_mesh(self) -> DeviceMesh:
-        """What FSDP2 cuts and replicates over."""
+        """Return the mesh over which FSDP2 shards (data_parallel) and replicates (data_replicate)."""
         axes = (REPLICATE_AXIS, DATA_AXIS) if REPLICATE_AXIS in (self.mesh.mesh_dim_names or ()) else (DATA_AXIS,)
         return self.mesh[axes] if len(axes) > 1 else self.mesh[DATA_AXIS]
 
@@ -60,7 +60,7 @@ class DataAxes:
         entry_points: Iterable[str] | None = None,
         root_is_called: bool = True,
     ) -> list[str]:
-        """Shard a module's parameters, if they are to be cut; returns the names of the units, as `shard_fully`."""
+        """Shard a module's parameters if `shards_parameters`; return the names of the units, as `shard_fully`."""
         if not self.shards_parameters:
             return []
         from weft.strategy.data_parallel import shard_fully
@@ -78,12 +78,12 @@ class DataAxes:
         return names
 
     def average_gradients_of(self, module: Module) -> None:
-        """Have a module's whole gradients averaged after backwards, where it has them.
+        """Average a module's gradients in backwards, unless FSDP2 shards its parameters.
 
-        Call it once the parameters are where they stay: moving a DTensor loses its hooks.
+        Call it after the parameters are on their final device: moving a DTensor loses its hooks.
 
         Raises:
-            ValueError: they are cut over these ranks already, by an earlier run or by the user.
+            ValueError: the parameters are already sharded over these ranks, by an earlier run or by the user.
         """
         if self.size == 1 or self.shards_parameters:
             return
@@ -99,7 +99,7 @@ class DataAxes:
         self._reducers[module] = GradientReducer(module, self.group)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Have it step averaged gradients only, and at stage 1 this rank's part of them."""
+        """Make an optimizer step on averaged gradients only and, at zero_stage 1, step this rank's slices only."""
         if not self.shards_parameters and self.size > 1:
             optimizer.register_step_pre_hook(lambda *_: self._average_forgotten())
         if self._sharded:
@@ -110,18 +110,18 @@ class DataAxes:
         if self._zero_stage == 1 and self._data_size > 1:
             from weft.strategy.data_parallel import ShardedStates, sharded_states_of
 
-            if sharded_states_of(optimizer) is None:  # of an optimizer that outlives its run
+            if sharded_states_of(optimizer) is None:  # an optimizer of an earlier run has them already
                 ShardedStates(optimizer, self.mesh[DATA_AXIS].get_group())
 
     def average(self, parameter: Tensor) -> None:
-        """Average one complete gradient now, if that is not FSDP2's to do; collective."""
+        """Average one complete gradient now, unless FSDP2 reduces it; collective."""
         if self.size > 1 and not self.shards_parameters:
             from weft.strategy.data_parallel.reducer import average_gradient
 
             average_gradient(parameter, self.group)
 
     def after_backward(self) -> None:
-        """Average what the backward has left to average."""
+        """Average the gradients that are not yet averaged; wait for reductions in flight."""
         for reducer in self._reducers.values():
             reducer.finish()
 
@@ -131,7 +131,7 @@ class DataAxes:
 
     @contextlib.contextmanager
     def without_sync(self, modules: Iterable[Module] | None = None) -> Iterator[None]:
-        """Backwards inside keep their gradients to this rank. None: of all modules."""
+        """Inside, backwards do not reduce gradients of `modules`; None: of all modules."""
         from weft.strategy.data_parallel.fully_sharded import set_gradient_sync
 
         chosen = None if modules is None else {inner for module in modules for inner in module.modules()}
@@ -146,7 +146,7 @@ class DataAxes:
             yield
 
     def release(self) -> None:
-        """Leave modules as they were, less what stays sharded."""
+        """Stop averaging and forget all modules; sharded parameters stay sharded."""
         for reducer in self._reducers.values():
             reducer.remove()
         self._reducers.clear()
@@ -154,9 +154,9 @@ class DataAxes:
 
 
 def mixed_precision_policy(precision: str) -> MixedPrecisionPolicy | None:
-    """What FSDP2 gathers and reduces under a precision of Lightning's; None: what the parameters are.
+    """Return the dtypes in which FSDP2 gathers and reduces for a precision of Lightning; None: the parameters' dtypes.
 
-    Gradients of half types are reduced in float32 either way: only what is sent grows by it.
+    Gradients of half types are always reduced in float32, which increases only the bytes that are sent.
     """
     half = {"bf16-mixed": torch.bfloat16, "bf16-true": torch.bfloat16, "16-true": torch.float16}.get(precision)
     if half is None:

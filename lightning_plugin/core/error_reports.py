@@ -2,7 +2,7 @@
 
 The ranks of a host that write to one stderr share a log of the errors that have been printed: an unnamed file, which
 one rank makes and the others open through /proc. A rank that fails locks the log (a *turn*), looks for its error, and
-prints either one line that names the rank with the same error, or the traceback, which it enters afterwards. The
+prints either one line that names the rank with the same error, or the traceback, which it then adds to the log. The
 kernel releases the lock of a rank that dies in its turn; the next rank finds no entry and prints. A rank that gets no
 turn within TURN_SECONDS, that has no log, or whose stderr is another file prints its traceback.
 

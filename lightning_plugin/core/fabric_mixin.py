@@ -1,4 +1,4 @@
-"""WeftModelParallelStrategy for Fabric, less its base class."""
+"""The mixin of WeftModelParallelStrategy for Fabric; `factory.py` adds the base class."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _unchanged(model: Module, device_mesh: Any) -> Module:
 
 
 class _WithoutSync:
-    """What `fabric.no_backward_sync` asks for."""
+    """Implements `fabric.no_backward_sync`."""
 
     def __init__(self, strategy: FabricMixin) -> None:
         self._strategy = strategy
@@ -50,23 +50,25 @@ class FabricMixin(FabricPipelineMixin, FabricLoadersMixin, StrategyMixin):
         data_parallel_size, tensor_parallel_size, save_distributed_checkpoint: as in the Trainer's strategy.
         process_group_backend, timeout: as in the Trainer's strategy.
         check_batches, check_batches_every, fused_optimizers: as in the Trainer's strategy.
-        empty_init: with a plan, what `fabric.init_module(empty_init=True)` builds gets its values in `fabric.setup`,
-            each rank its shards only, and the values are those of an unsharded model. False: as in Fabric's strategy.
+        empty_init: with a plan, parameters created in `fabric.init_module(empty_init=True)` are deferred:
+            `fabric.setup` materializes only the shards of each rank, with the values of an unsharded model. False: as
+            in Fabric's strategy.
         optimizer_in_backward: as in the Trainer's strategy; call `step()` after each backward.
         activation_checkpointing, activation_offload, data_replicate_size, zero_stage, layout, sequence_parallel: as in
             the Trainer's strategy. A layout may begin with the ranks of a pipeline, "pp2,dp2,tp2".
         pipeline_cuts: the names of the first module of each stage but the first, in the one model that is set up: it
             is cut into pipeline stages, and `pipeline_step` trains it. "auto": chosen to balance the stages, see
             `weft.strategy.pipeline.AutoCuts`.
-        pipeline_parallel_size: ranks of a pipeline, of which as many cuts make one stage each, or several.
+        pipeline_parallel_size: the number of ranks of a pipeline, each with one stage or, with more cuts, several.
         pipeline_schedule: "1f1b", "gpipe", "zero_bubble", "interleaved", "looped_bfs", "naive", or a
             `weft.strategy.pipeline.Schedule`.
-        num_micro_batches: of a step; None: that of a `Schedule`, else twice the pipeline's ranks.
-        micro_batch_shares: their relative sizes in place of their number, such as [1, 2, 1]; None: as even as can be.
+        num_micro_batches: micro-batches per step; None: the number of a `Schedule`, else twice the pipeline's ranks.
+        micro_batch_shares: the relative sizes of micro-batches instead of their number, such as [1, 2, 1]; None: as
+            even as possible.
         verify: as in the Trainer's strategy.
 
     Raises:
-        ValueError, TypeError: an argument that no number of devices could make work.
+        ValueError, TypeError: an argument that is invalid for any number of devices.
     """
 
     _DEFERRED_PLACE = "fabric.init_module(empty_init=True)"
@@ -141,7 +143,7 @@ class FabricMixin(FabricPipelineMixin, FabricLoadersMixin, StrategyMixin):
         self._gradients_checked = False
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager:
-        """As the stock one; with a plan, what would be without values waits for them instead."""
+        """As the stock one; with a plan, parameters that would be empty are deferred instead (see `empty_init`)."""
         if not empty_init or self._plan is None or not self._empty_init:
             return super().module_init_context(empty_init)
         stack = ExitStack()
@@ -152,12 +154,12 @@ class FabricMixin(FabricPipelineMixin, FabricLoadersMixin, StrategyMixin):
     def _parallelize(self, module: Module, device_mesh: Any) -> Module:
         self._share_values(module)
         module = self._user_parallelize_fn(module, device_mesh)
-        if isinstance(module, Module):  # else the stock strategy says what is wrong
+        if isinstance(module, Module):  # else the stock strategy raises
             self._values_to_come = self._apply_plan(module)
         return module
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """As the stock one, over the data axes by default: each replica counts once, and one alone sends nothing."""
+        """As the stock one, over the data axes by default: replicas count once, and one alone does not communicate."""
         if group is None and self.data_group.size() == 1:
             return tensor
         return super().all_reduce(tensor, group or self.data_group, reduce_op)
@@ -170,7 +172,7 @@ class FabricMixin(FabricPipelineMixin, FabricLoadersMixin, StrategyMixin):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clip by the norm over all ranks' parts, whatever they are cut over; returns the norm before."""
+        """Clip by the norm over all ranks' shards, on any axes; return the norm before clipping."""
         from weft.strategy.data_parallel import clip_gradients_by_norm
 
         self._refuse_clipping_after_steps()
@@ -183,7 +185,7 @@ class FabricMixin(FabricPipelineMixin, FabricLoadersMixin, StrategyMixin):
         return clip_gradients_by_norm(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float) -> None:
-        """As the stock one."""
+        """As the stock one; raises RuntimeError with optimizer_in_backward."""
         self._refuse_clipping_after_steps()
         super().clip_gradients_value(module, optimizer, clip_val)
 
@@ -195,7 +197,7 @@ class FabricMixin(FabricPipelineMixin, FabricLoadersMixin, StrategyMixin):
             )
 
     def setup_module(self, module: Module) -> Module:
-        """Run `parallelize_fn`, then the plan; the ranks of a group start from the first one's values."""
+        """Run `parallelize_fn`, then apply the plan; replicas start from the values of their first rank."""
         before = parameters_of(module)
         module = super().setup_module(module)
         self._replacements.note(before, module)
@@ -210,7 +212,7 @@ class FabricMixin(FabricPipelineMixin, FabricLoadersMixin, StrategyMixin):
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """The optimizer, whose parameters are those of the modules from now on, where it was made before them."""
+        """Return the optimizer; if it was built before its modules were sharded, it now steps their new parameters."""
         if self._optimizer_in_backward and (self._stepper is not None or not self._modules):
             raise ValueError(
                 "optimizer_in_backward takes one optimizer, set up with the model or after it; "
@@ -231,7 +233,7 @@ class FabricMixin(FabricPipelineMixin, FabricLoadersMixin, StrategyMixin):
         self._batch_check.check(stage, args, self.tensor_parallel_group, self.root_device)
 
     def backward(self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
-        """Backward; after the first one replicated parameters must have got equal gradients on all ranks."""
+        """Run the backward and average gradients; after the first, check that those of replicated parameters agree."""
         if isinstance(tensor, DTensor):
             raise ValueError(
                 f"fabric.backward got a DTensor with the placements {tensor.placements} and expects a plain tensor; "
@@ -241,7 +243,7 @@ class FabricMixin(FabricPipelineMixin, FabricLoadersMixin, StrategyMixin):
         self.data_axes.after_backward()
         self._check_first_gradients(self._modules)
 
-    # ---- checkpoints: as the stock strategy's, but no optimizer takes a step to be saved or loaded -----------
+    # ---- checkpoints: as the stock strategy's, but optimizers need not step before they are saved or loaded --
 
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
@@ -285,7 +287,7 @@ class FabricMixin(FabricPipelineMixin, FabricLoadersMixin, StrategyMixin):
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load into the objects of `state` a checkpoint saved at any number of ranks; returns the rest; collective."""
+        """Load a checkpoint, saved at any number of ranks, into the objects of `state`; return the rest; collective."""
         optimizers = {}
         if self._plan is not None and isinstance(state, dict):
             optimizers = {key: value for key, value in state.items() if isinstance(value, Optimizer)}

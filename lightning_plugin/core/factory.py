@@ -1,8 +1,8 @@
-"""Builds one strategy class for each Lightning namespace that is installed, and registers it there; callbacks, too.
+"""Builds and registers one strategy class for each installed Lightning namespace; builds callback classes, too.
 
 A namespace is an import name of the same code: `lightning` has `lightning.pytorch` and `lightning.fabric`;
 `pytorch-lightning` installs `pytorch_lightning` and `lightning_fabric`. Their classes are distinct: a Trainer of one
-refuses a strategy of the other.
+does not accept a strategy of the other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weft._plugin.wrong_arguments import checked_init
 
 CLASS_NAME = "WeftModelParallelStrategy"
 CALLBACKS: dict[str, type] = {"ThroughputMonitor": ThroughputMixin, "MemoryMonitor": MemoryMixin}
-# What a string means: plan="auto", which recognises the model, and these sizes.
+# The sizes for each registered name; the plan is "auto", which recognises the model.
 PRESETS: dict[str, dict[str, Any]] = {
     "weft": {},
     "weft_tp": {"data_parallel_size": 1},
@@ -39,9 +39,9 @@ _DESCRIPTIONS = {
 
 @dataclass(frozen=True)
 class Flavour:
-    """A strategy class to be: what it is added to, and where users import it from."""
+    """The namespace of a strategy class: its base class, registry and mixin, and the module users import it from."""
 
-    distribution: str  # the top-level package, whose presence says whether it is installed
+    distribution: str  # the top-level package; the flavour is installed if this can be imported
     strategies: str  # the module with ModelParallelStrategy and the registry
     registry: str
     fabric: str
@@ -85,7 +85,7 @@ FLAVOURS = (LIGHTNING_TRAINER, LIGHTNING_FABRIC, PYTORCH_LIGHTNING, FABRIC_ALONE
 
 @functools.cache
 def strategy_class(flavour: Flavour) -> type:
-    """The class of a flavour; the same one at every call.
+    """Return the strategy class of a flavour; the same one at every call.
 
     Raises:
         ImportError: the namespace is not installed.
@@ -103,7 +103,7 @@ def strategy_class(flavour: Flavour) -> type:
 
 @functools.cache
 def callback_class(flavour: Flavour, name: str) -> type:
-    """The class `name` of `CALLBACKS` for a Trainer's flavour; the same one at every call.
+    """Return the class `name` of `CALLBACKS` for a Trainer's flavour; the same one at every call.
 
     Raises:
         ImportError: the namespace is not installed.
@@ -131,9 +131,9 @@ def register_installed() -> None:
     """Register the names in every installed namespace's registry; a second call changes nothing.
 
     Raises:
-        ValueError: another strategy has taken a name.
+        ValueError: a name is registered for another strategy.
     """
-    watch_launcher()  # the earliest moment at which a rank can notice that rank 0 has died while it started
+    watch_launcher()  # as early as possible: rank 0 may die while this rank starts
     for flavour in FLAVOURS:
         if not flavour.is_installed:
             continue

@@ -1,16 +1,16 @@
-"""What a Trainer must not ask for when its optimizer steps inside the backward."""
+"""Finds settings of a Trainer that do not work with an optimizer that steps inside the backward."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# Between the backward and the step there is nothing left that these could look at or change.
+# These run between the backward and the step, when all gradients have been used and freed.
 _MODULE_HOOKS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
 _CALLBACK_HOOKS = ("on_after_backward", "on_before_optimizer_step")
 
 
 def refuse_with_optimizer_in_backward(trainer: Any) -> None:
-    """Raise ValueError for what would find gradients used up, or weights half updated; nothing is built yet."""
+    """Raise ValueError for settings that need complete gradients, or weights that are not yet updated."""
     if (reason := _reason(trainer)) is not None:
         raise ValueError(
             f"optimizer_in_backward: {reason}, and gradients are used up as soon as they are complete; "
@@ -43,13 +43,13 @@ def _reason(trainer: Any) -> str | None:
 
 
 def clips_by_norm(trainer: Any) -> bool:
-    """Whether the Trainer's clipping, if there is any, is by norm: its default."""
+    """Return whether the Trainer's clipping, if any, is by norm, which is the default."""
     algorithm = trainer.gradient_clip_algorithm
     return algorithm is None or str(getattr(algorithm, "value", algorithm)) == "norm"
 
 
 def is_overridden(hook: str, instance: Any, base_name: str) -> bool:
-    """Whether a module or a callback has its own method instead of that of Lightning's class `base_name`."""
+    """Return whether a module or a callback overrides the method of Lightning's class `base_name`."""
     if hook in vars(instance):
         return True
     base = next(cls for cls in type(instance).__mro__ if cls.__name__ == base_name)

@@ -1,6 +1,6 @@
-"""Gradients that a training step has computed already, kept out of the way until its backward is asked for.
+"""Keeps the gradients that a pipeline's training step has computed until the Trainer calls the backward.
 
-A Trainer zeroes gradients between `training_step` and the backward, and the schedule of a pipeline has run by then.
+The Trainer zeroes gradients between `training_step`, in which the pipeline's schedule runs, and the backward.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from torch import Tensor, nn
 
 
 class KeptGradients:
-    """Gradients of one step: `computing` around what computes them, then `loss_for` for what is handed to the Trainer.
+    """The gradients of one step: compute them inside `computing`, then give the Trainer the loss of `loss_for`.
 
-    parameters: all that get gradients.
-    is_first: whether gradients are zeroed before the backward; else it adds to those of batches before.
-    is_seen: whether hooks see the gradients that are zeroed, or other code zeroes them.
-    scale: what the gradients are multiplied by already, and the loss will be; None: it is unknown what the loss will be
-        multiplied by, and the gradients will be then.
+    parameters: all parameters that get gradients.
+    is_first: whether gradients are zeroed before the backward; else the backward adds to those of earlier batches.
+    is_seen: whether hooks see the gradients before they are zeroed, or the user's code zeroes them.
+    scale: the factor that the gradients already contain, and by which the Trainer will multiply the loss; None: the
+        factor is unknown before the backward, which then multiplies the gradients by it.
 
-    Gradients that are zeroed unseen are freed before the step. Those of a later batch are added
-    to the earlier ones at once, where their scale is known. So one set is alive, and in other cases two.
+    Earlier gradients that are zeroed unseen are freed before the step. Gradients of a later accumulated batch are added
+    to the earlier ones at once if the scale is known. In both cases one set of gradients is alive, in others two.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], is_first: bool, is_seen: bool, scale: float | None) -> None:
@@ -35,7 +35,7 @@ class KeptGradients:
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """Gradients that are computed inside are kept."""
+        """Inside, computed gradients are kept for `install`, unless they are added at once."""
         if self._adds_at_once:
             yield
             return
@@ -50,11 +50,11 @@ class KeptGradients:
                 parameter.grad = gradient
 
     def loss_for(self, loss: Tensor) -> Tensor:
-        """The loss, `[]`, whose backward gives the parameters what was kept."""
+        """Return the loss, `[]`; its backward calls `install`."""
         return _Loss.apply(loss.detach().requires_grad_(), self)
 
     def install(self, factor: Tensor) -> None:
-        """Add what was kept to the parameters' gradients; `factor`: what the loss was multiplied by."""
+        """Add the kept gradients to those of the parameters; `factor`: the number that the loss was multiplied by."""
         for parameter, gradient in zip(self._parameters, self._kept, strict=True) if self._kept else ():
             if gradient is None:
                 continue

@@ -1,4 +1,4 @@
-"""Lightning's own launcher, with checks before it starts processes and a guard over them after."""
+"""Lightning's own launcher, with checks before it starts processes and a guard that watches them afterwards."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from weft._plugin.process_guard import ERROR_REPORTS_VARIABLE, LAUNCHER_PID_VARI
 
 
 class GuardedLauncherMixin:
-    """Goes before a subprocess launcher of Lightning or Fabric.
+    """A mixin in front of a subprocess launcher of Lightning or Fabric.
 
-    `check_before_launch` is called with nothing when the launcher is about to start processes, and raises
-    to refuse.
+    `check_before_launch` is called without arguments when the launcher is about to start processes; if it raises,
+    none are started.
     """
 
     check_before_launch: Callable[[], None]
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Start the other ranks where that is this launcher's job, then call `function` in this process."""
+        """Start the other ranks if this launcher does so, then call `function` in this process."""
         self.check_before_launch()
         # The kernel's parent-death signal fires when the *thread* that started a child ends.
         if threading.current_thread() is threading.main_thread():
@@ -49,9 +49,9 @@ def _take_out_variables() -> None:
 
 
 def guarded(launcher: Any, check_before_launch: Callable[[], None]) -> Any:
-    """The same launcher with GuardedLauncherMixin in front of its class.
+    """Return the same launcher with GuardedLauncherMixin in front of its class.
 
-    The class of the launcher is not a public name of Lightning, so it is taken from the one that the stock
+    The class of the launcher is not a public name of Lightning, so it is taken from the instance that the stock
     strategy made.
     """
     if isinstance(launcher, GuardedLauncherMixin):

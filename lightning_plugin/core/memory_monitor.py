@@ -1,4 +1,4 @@
-"""The callback that says how much memory a training takes, less its base class."""
+"""The mixin of MemoryMonitor, a callback that logs the memory of training; `factory.py` adds the base class."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from weft._plugin.strategy_mixin import StrategyMixin
 class MemoryMixin:
     """Logs the peak memory of each rank by category, as `weft.memory` counts it.
 
-    In bytes, since the count began or since `weft.memory.reset_peak()`. It logs the maxima over the ranks:
+    Values are bytes, since the count began or since `weft.memory.reset_peak()`. It logs the maxima over the ranks:
     "memory/total" and one for each category, such as "memory/gradients"; on CUDA devices "memory/allocated" and
-    "memory/reserved", of torch's caching allocator. Each time costs one collective. The run starts the count if it is
+    "memory/reserved", of torch's caching allocator. Each log takes one collective. The run starts the count if it is
     off. Parameters and buffers that the count has not seen, such as those of a model built in `__init__`, are added to
     "parameters" by their sizes; other earlier tensors are counted only with WEFT_MEMORY=1.
 
@@ -38,7 +38,7 @@ class MemoryMixin:
         self._step = self._reported_step = -1
 
     def table(self) -> list[dict[str, int]]:
-        """A row for each rank: "rank", "total" and the categories, as they were reported last; on every rank the same.
+        """Return a row for each rank: "rank", "total" and the categories, as last reported; equal on all ranks.
 
         Raises:
             RuntimeError: nothing was reported yet.
@@ -96,7 +96,7 @@ class MemoryMixin:
 
 
 def _peaks_of_all(device: torch.device, uncounted_bytes: int) -> list[dict[str, int]]:
-    """Return the peaks by rank of the world; collective. `uncounted_bytes`: of this rank's parameters on the CPU."""
+    """Return the peaks by rank of the world; collective. `uncounted_bytes`: added to this rank's parameters on CPU."""
     if device.type == "cuda":
         peak = {"allocated": memory.peak(device), "reserved": memory.peak_reserved(device)}
         peak = {"total": peak["allocated"], **peak}

@@ -1,4 +1,4 @@
-"""The meshes of a process's jobs."""
+"""Creates the mesh of a run, or returns that of an earlier run with the same sizes."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ if TYPE_CHECKING:
 TENSOR_AXIS = "tensor_parallel"
 PIPELINE_AXIS = "pipeline_parallel"
 
-# (default group, device type, sizes) -> mesh, and the group of this rank's data axes. What one run made DTensors of
-# must be the mesh of the next, and each new mesh would make process groups that nothing destroys.
+# (default group, device type, sizes) -> mesh, and the group of this rank's data axes. The next run reuses the mesh,
+# because DTensors of this one are on it, and because each new mesh creates process groups that are never destroyed.
 _meshes: dict[tuple[Any, ...], tuple[DeviceMesh, dist.ProcessGroup]] = {}
 
 
 def known_mesh(stock: DeviceMesh, sizes: MeshSizes | None, has_stages: bool) -> tuple[DeviceMesh, dist.ProcessGroup]:
-    """The mesh of these sizes, and the group of its data axes; collective.
+    """Return the mesh with these sizes, and the group of its data axes; collective.
 
     Args:
-        stock: what the stock strategy has made, of data_parallel, which holds all other axes, and tensor_parallel.
-        sizes: None: those of `stock`.
-        has_stages: whether there is a pipeline, of one rank even.
+        stock: the stock strategy's mesh, with the axes data_parallel, which includes all other axes, and
+            tensor_parallel.
+        sizes: None: the sizes of `stock`.
+        has_stages: whether there is a pipeline axis, even with one rank.
     """
     data, tensor = stock.shape
     stages = sizes.pipeline_parallel if sizes is not None else 1
@@ -46,7 +47,7 @@ def known_mesh(stock: DeviceMesh, sizes: MeshSizes | None, has_stages: bool) -> 
 
 
 def _group_of_two_axes(mesh: DeviceMesh, num_stages: int) -> dist.ProcessGroup:
-    """The ranks that differ from this one along data_replicate and data_parallel alone; collective over the world."""
+    """Return the group along the axes data_replicate and data_parallel together; collective over the world."""
     ranks = mesh.mesh.reshape(num_stages, -1, mesh[TENSOR_AXIS].size()).transpose(1, 2).flatten(0, 1).tolist()
     group, _ = dist.new_subgroups_by_enumeration(ranks)
     return group

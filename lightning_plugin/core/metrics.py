@@ -1,4 +1,4 @@
-"""torchmetrics' metrics synchronize by themselves, over all ranks: each tensor-parallel replica would count."""
+"""Makes torchmetrics metrics synchronize over one group; over all ranks each tensor-parallel replica would count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the monitors share: how Lightning counts steps, and where numbers go."""
+"""Helpers of the monitors: the number of steps as Lightning counts them, and logging."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 
 
 def num_steps(trainer: Any, module: Any) -> int:
-    """Batches after which an optimizer stepped, as Lightning numbers what it logs; of all runs that were resumed."""
+    """Return the number of batches after which an optimizer stepped, as in Lightning's logs; resumed runs count on."""
     # With manual optimization the global step counts the steps of every optimizer.
     return trainer.global_step if module.automatic_optimization else trainer.fit_loop.total_batch_idx + 1
 
 
 def log(trainer: Any, metrics: dict[str, float], step: int) -> None:
-    """Give numbers, equal on all ranks, to the loggers and to `callback_metrics`, unrounded."""
+    """Write numbers, which must be equal on all ranks, to the loggers and `callback_metrics`, unrounded."""
     for logger in trainer.loggers:
         logger.log_metrics(metrics, step=step - 1)
     trainer.callback_metrics.update({name: torch.tensor(float(v), dtype=torch.float64) for name, v in metrics.items()})

@@ -1,4 +1,4 @@
-"""Optimizer state in checkpoints, by parameter name, without taking a step to find out what it looks like.
+"""Saves and loads optimizer state by parameter name, without running a step to find its structure.
 
 torch's `get_optimizer_state_dict` runs `optimizer.step()` on an optimizer that has no state yet, and Lightning's
 loading fails on a checkpoint without any (SGD without momentum; anything saved before the first step).
@@ -25,16 +25,16 @@ from torch.optim import Optimizer
 if TYPE_CHECKING:
     from weft.strategy.data_parallel import ShardedStates
 
-# torch.compile and activation checkpointing put these into the names of what they wrap; checkpoints lack them.
+# torch.compile and activation checkpointing add these to the names inside wrapped modules; checkpoints omit them.
 _WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 @dataclasses.dataclass(frozen=True)
 class WholeModel:
-    """What a model was before it was cut into stages.
+    """Describes a model before it was cut into stages.
 
-    parameter_names: as `parameter_names` gives them, in the model's order.
-    stages: the ranks that have its stages, this one among them.
+    parameter_names: as `parameter_names` returns them, in the model's order.
+    stages: the ranks that have its stages, including this rank.
     """
 
     parameter_names: tuple[str, ...]
@@ -42,7 +42,7 @@ class WholeModel:
 
 
 def parameter_names(module: torch.nn.Module) -> dict[Tensor, str]:
-    """Each parameter's name in checkpoints; of tied parameters the first one, be it on another stage."""
+    """Return each parameter's name in checkpoints; for tied parameters the first name, even if on another stage."""
     from weft.strategy.assignments import join
     from weft.strategy.pipeline import find_staged
 
@@ -57,14 +57,14 @@ def parameter_names(module: torch.nn.Module) -> dict[Tensor, str]:
 
 
 def unwrapped(name: str) -> str:
-    """A parameter's name without what is wrapped around modules."""
+    """Return a parameter's name without the prefixes of wrappers."""
     for prefix in _WRAPPER_PREFIXES:
         name = name.replace(prefix, "")
     return name
 
 
 def join_groups(state: dict[str, Any], stages: dist.ProcessGroup) -> None:
-    """Have a named state's parameter groups name the parameters of all stages; collective over them."""
+    """Extend the parameter groups of a named state to the parameters of all stages; collective over the stages."""
     own = [group["params"] for group in state["param_groups"]]
     gathered: list[Any] = [None] * stages.size()
     dist.all_gather_object(gathered, own, group=stages)
@@ -78,12 +78,12 @@ def named_by_stages(
     optimizer: Optimizer,
     whole: WholeModel,
 ) -> Mapping[str, Any]:
-    """A whole model's state that is keyed by number, by the names of the parameters; collective over the stages.
+    """Return an unsplit model's state keyed by parameter names instead of numbers; collective over the stages.
 
-    Groups are taken to list their parameters in the model's order.
+    Groups are assumed to list their parameters in the model's order.
 
     Raises:
-        ValueError: the groups have other numbers of parameters.
+        ValueError: the saved groups have other numbers of parameters than the optimizer's.
     """
     if any(isinstance(key, str) for group in saved["param_groups"] for key in group["params"]):
         return saved
@@ -111,7 +111,7 @@ def _refuse_other_sizes(saved: list[int], present: list[int]) -> None:
 
 
 def named_state(module: torch.nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The optimizer's state by parameter name, DTensors as they are, everything else on the CPU."""
+    """Return the optimizer's state by parameter name; parameters that are DTensors keep DTensors as their state."""
     names = parameter_names(module)
     ordered = [p for group in optimizer.param_groups for p in group["params"]]
     packed = _packed(optimizer, ordered)
@@ -125,14 +125,14 @@ def named_state(module: torch.nn.Module, optimizer: Optimizer) -> dict[str, Any]
 
 
 def full_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
-    """The state with whole tensors on the CPU, keyed as an unsharded optimizer's `state_dict` is: by number.
+    """Return the state with unsharded tensors on the CPU, keyed by number like an unsharded optimizer's `state_dict`.
 
-    Collective. Only where `keep` is true is anything returned, and held; {} elsewhere.
+    Collective. Ranks with `keep` false hold no tensors and get {}.
     """
     packed = _packed(optimizer, [p for group in optimizer.param_groups for p in group["params"]])
     state = {}
     for idx, values in packed["state"].items():
-        # In the same order on every rank: full_tensor gathers.
+        # The order must be the same on every rank: full_tensor is collective.
         whole = {name: _whole(value, keep) for name, value in values.items()}
         if keep:
             state[idx] = whole
@@ -140,9 +140,9 @@ def full_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
 
 
 def _packed(optimizer: Optimizer, ordered: list[Tensor]) -> dict[str, Any]:
-    """`optimizer.state_dict()` with states like the parameters; collective where states are cut by themselves.
+    """Return `optimizer.state_dict()` with states shaped like the parameters; collective at zero_stage 1.
 
-    Those are on the CPU then, as only one of them fits beside the optimizer.
+    The states that zero_stage 1 shards are gathered to the CPU one at a time, to save device memory.
     """
     from weft.strategy.data_parallel import sharded_states_of
 
@@ -169,9 +169,9 @@ def _whole(value: Any, keep: bool) -> Any:
 
 
 def load_named_state(module: torch.nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Load a state keyed by parameter names or by numbers, whole tensors or DTensors placed like the parameters.
+    """Load a state keyed by parameter names or by numbers, of full tensors or DTensors placed like the parameters.
 
-    No communication: each rank takes its part of a whole tensor. A checkpoint without state leaves none.
+    No communication: each rank copies its shard of a full tensor. Loading a checkpoint without state clears the state.
 
     Raises:
         ValueError: the checkpoint's parameter groups do not fit the optimizer's.
@@ -208,7 +208,7 @@ def load_named_state(module: torch.nn.Module, optimizer: Optimizer, saved: Mappi
 def _groups_of_stages(
     module: torch.nn.Module, names: Mapping[Tensor, str], groups: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return the groups with this rank's parameters alone, if the model is in stages."""
+    """Return the groups with only this rank's parameters, if the model is in stages."""
     from weft.strategy.pipeline import find_staged
 
     if find_staged(module) is None:
@@ -222,15 +222,14 @@ def _placed_like(value: Tensor, parameter: Tensor, sharded: ShardedStates | None
 
     if isinstance(parameter, DTensor) and not isinstance(value, DTensor):
         value = placed_like(value, parameter)
-    # A copy: the slice must not keep the rest alive.
+    # A copy, so that the slice does not keep the rest of its storage alive.
     return value if sharded is None else sharded.own_slice(parameter, local_part(value)).clone()
 
 
 def load_sharded_state(folder: Path, key: str, module: torch.nn.Module, optimizer: Optimizer) -> None:
     """Load the optimizer saved as `key` in a directory of torch.distributed.checkpoint; collective.
 
-    What to read is taken from the directory's metadata, where torch would take it from an optimizer that has made
-    a step.
+    The directory's metadata lists the tensors to read; torch would derive them from an optimizer that has made a step.
     """
     metadata = dcp.FileSystemReader(folder).read_metadata()
     by_name = {name: parameter for parameter, name in parameter_names(module).items()}

@@ -1,4 +1,4 @@
-"""What a strategy does where its model is cut into the stages of a pipeline."""
+"""The behaviour of a strategy whose model is cut into the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from weft.strategy.pipeline.choose import Choice
 
 
-_KEY = "_weft_pipeline"  # what a module was cut by, and its pipeline
+_KEY = "_weft_pipeline"  # a module's attribute: the arguments of its cut, and its pipeline
 
 
 class PipelineMixin:
-    """The parts of a strategy that know of stages; `_init_pipeline` comes before all else."""
+    """The methods of a strategy that handle stages; call `_init_pipeline` first."""
 
     def _init_pipeline(self, settings: PlanSettings) -> None:
         self._pipeline_settings = settings if settings.pipeline_cuts is not None else None
@@ -34,12 +34,12 @@ class PipelineMixin:
 
     @property
     def pipeline_group(self) -> dist.ProcessGroup:
-        """The ranks that have the other stages of this one's replica, this one among them."""
+        """Return the group of the ranks with the stages of this rank's replica, including this rank."""
         return self.device_mesh.get_group(PIPELINE_AXIS)
 
     @property
     def pipeline(self) -> Pipeline:
-        """The `weft.strategy.pipeline.Pipeline` of the model, for its trace and its schedule.
+        """Return the `weft.strategy.pipeline.Pipeline` of the model, for its trace and its schedule.
 
         Raises:
             RuntimeError: no model has been set up in stages yet.
@@ -105,7 +105,7 @@ class PipelineMixin:
         )
         if are_wanted():
             group = self.pipeline_group
-            guard().on_clean_exit(lambda: pipeline_links.unlink(group))  # before it is destroyed
+            guard().on_clean_exit(lambda: pipeline_links.unlink(group))  # runs before the group is destroyed
         module.__dict__[_KEY] = ((mesh, cuts, schedule), self._pipeline)
 
     def _choose_cuts(
@@ -134,7 +134,7 @@ class PipelineMixin:
         )
 
     def _check_batch_of_stages(self, kind: str, batch: Any) -> None:
-        """All stages must have got the same batch."""
+        """Raise ValueError if the stages have different batches; see `BatchCheck.check`."""
         self._stages_batch_check.check(kind, batch, self.pipeline_group, self.root_device, shared="pipeline")
 
     def _refuse_scaler(self) -> None:
@@ -147,7 +147,7 @@ class PipelineMixin:
 
 
 class FabricPipelineMixin(PipelineMixin):
-    """Steps of a pipeline under Fabric."""
+    """The methods that train and evaluate a pipeline under Fabric."""
 
     def pipeline_step(
         self,
@@ -157,18 +157,18 @@ class FabricPipelineMixin(PipelineMixin):
         split: Callable[[Any, int], Sequence[Any]] | None = None,
         weight: Callable[[Any], float] | None = None,
     ) -> Tensor:
-        """Forward and backward of one batch in micro-batches, gradients averaged over the data axes. Collective.
+        """Run forward and backward of one batch in micro-batches; average gradients over the data axes. Collective.
 
         Args:
-            batch: the same on every stage of a replica, as Fabric's data loaders give it.
-            loss_fn: given the model and a micro-batch, calls the model once and gives its loss, a scalar.
+            batch: the same on every stage of a replica, as Fabric's data loaders return it.
+            loss_fn: given the model and a micro-batch, calls the model once and returns its loss, a scalar.
             split, weight: as `weft.strategy.pipeline.Pipeline.step` takes them.
 
         Returns:
-            The weighted mean of the losses, the same on every stage; of this rank's share of the data.
+            The weighted mean of the losses over this rank's share of the data, the same on every stage.
 
         Raises:
-            ValueError: the stages have got different batches, or gradients are to be scaled (precision "16-mixed").
+            ValueError: the stages have different batches, or the precision scales gradients ("16-mixed").
         """
         pipeline = self.pipeline
         self._refuse_scaler()
@@ -184,14 +184,14 @@ class FabricPipelineMixin(PipelineMixin):
     def pipeline_evaluate(
         self, batch: Any, step: Callable[[Any, Any], Any], *, split: Callable[[Any, int], Sequence[Any]] | None = None
     ) -> list[Any]:
-        """Forwards alone: what `step`, given the model and a micro-batch, gave for each; [] off the last stage."""
+        """Run forwards only; return `step(model, micro_batch)` for each micro-batch, [] off the last stage."""
         self._check_batch_of_stages("evaluation", batch)
         model = _Precise(self.precision, self.pipeline.model)
         return self.pipeline.evaluate(batch, lambda part: step(model, part), **_given(split=split))
 
 
 class _Precise:
-    """A model that computes in a precision plugin's way, as Fabric's wrapper of it does."""
+    """Calls a model in a precision plugin's context, like Fabric's wrapper of the model."""
 
     def __init__(self, precision: Any, model: torch.nn.Module) -> None:
         self._precision = precision

@@ -1,4 +1,4 @@
-"""The process group's life: made once per process, alive between runs, destroyed once at interpreter exit."""
+"""The lifetime of the process group: created once per process, kept between runs, destroyed at interpreter exit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def refuse_other_world_size(num_processes: int) -> None:
 
 @contextmanager
 def group_made_here() -> Iterator[None]:
-    """Destroy at exit the default group that is made inside the block; a group from before belongs to others."""
+    """Destroy the default group at exit if it is created inside; an earlier group belongs to the code that made it."""
     existed = dist.is_initialized()
     yield
     guard().take_excepthook()
@@ -31,6 +31,6 @@ def group_made_here() -> Iterator[None]:
 
 
 def _destroy(group: object) -> None:
-    # The user may have destroyed it, and made another.
+    # The user may have destroyed it and created another.
     if dist.is_initialized() and dist.group.WORLD is group:
         dist.destroy_process_group()

@@ -1,18 +1,18 @@
-"""Sees to it that a tree of ranks ends together, and soon, whatever ends it.
+"""Ends all ranks of a process tree soon after one of them fails or is stopped.
 
 Terms: the *root* is the process that the user started; Lightning's launcher makes it rank 0 and starts
 the other ranks as its *children*, which run the same script. Under torchrun every rank is a child of
 torchrun, which watches them itself.
 
 A rank blocked in a collective runs no Python in its main thread, so neither signal handlers nor
-exceptions reach it. What works then is used here: a daemon thread (collectives release the GIL), the
+exceptions reach it. The guard uses means that still work then: a daemon thread (collectives release the GIL), the
 wake-up pipe that CPython's C-level signal handler writes to, and the kernel's parent-death signal.
 
     rank 0 is killed          -> the kernel kills the children (PR_SET_PDEATHSIG); off Linux their guard does
     a child dies              -> the guard of rank 0 ends the tree after CHILD_GRACE_SECONDS
     SIGINT or SIGTERM         -> Python's handlers first; after SIGNAL_GRACE_SECONDS the guard ends the tree
     an exception on rank 0    -> the traceback, then the children are ended at exit
-    an exception on a child   -> the child exits without waiting for anybody: see "a child dies"
+    an exception on a child   -> the child exits without waiting for other ranks: see "a child dies"
 
 Ranks that raise the same error print one traceback: see `error_reports.py`.
 """
@@ -73,13 +73,13 @@ class ProcessGuard:
         threading.Thread(target=self._watch, name="weft-process-guard", daemon=True).start()
 
     def watch_children(self, children: Sequence[subprocess.Popen]) -> None:
-        """End this process, and all of `children`, when one of them fails; `children` are waited for at exit."""
+        """End this process and all `children` when one of them fails; wait for `children` at a clean exit."""
         self._children = children
 
     def watch_parent(self, pid: int) -> None:
-        """End this process when its parent, which is `pid`, has ended."""
+        """End this process when its parent, the process `pid`, has ended."""
         if sys.platform == "linux":
-            # The kernel does it at once, and also for a process that is stopped or holds the GIL.
+            # The kernel kills at once, even a process that is stopped or holds the GIL.
             if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
                 raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
         if os.getppid() != pid:  # it ended before the request was in force
@@ -87,9 +87,9 @@ class ProcessGuard:
         self._parent_pid = pid
 
     def watch_signals(self, enabled: bool) -> None:
-        """From now on SIGINT and SIGTERM end the process within SIGNAL_GRACE_SECONDS, or not any more.
+        """Set whether SIGINT and SIGTERM end the process within SIGNAL_GRACE_SECONDS.
 
-        A deadline that runs already is kept: teardown is part of dying.
+        A deadline that is set already stays: a stopped run calls this in its teardown.
         """
         self._watches_signals = enabled
 
@@ -102,16 +102,16 @@ class ProcessGuard:
         self._reports = reports
 
     def take_excepthook(self) -> None:
-        """Install this guard's hook on top of newer ones: it decides whether they print.
+        """Install this guard's hook over newer hooks, so that it decides whether they print.
 
-        Creating a process group installs a hook, which makes earlier hooks print into a buffer.
+        Creating a process group installs a hook that makes earlier hooks print into a buffer.
         """
         if sys.excepthook != self._excepthook:
             self._excepthooks.append(sys.excepthook)
             sys.excepthook = self._excepthook
 
     def on_clean_exit(self, function: Callable[[], None]) -> None:
-        """Call `function` at interpreter exit, unless the process failed: other ranks may be gone then."""
+        """Call `function` at interpreter exit, unless the process failed: other ranks may have exited then."""
         self._on_clean_exit.append(function)
 
     def _watch(self) -> None:
@@ -158,20 +158,20 @@ class ProcessGuard:
         if self._failed:
             self._ending = True
             self._kill_children(after=FAILED_CHILDREN_GRACE_SECONDS)
-            # Destroying the group joins threads that may wait for ranks that are gone, and so may what runs
+            # Destroying the group joins threads that may wait for ranks that have exited; so may code that runs
             # after the exit handlers. The alarm needs neither Python nor this thread.
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGALRM, signal.SIG_DFL)
                 signal.alarm(FAILED_EXIT_SECONDS)
             return
-        with contextlib.ExitStack() as stack:  # the last one first, each of them even if another fails
+        with contextlib.ExitStack() as stack:  # calls the functions in reverse order, all of them even if one fails
             stack.callback(self._wait_for_children)
             for function in self._on_clean_exit:
                 stack.callback(function)
 
     def _wait_for_children(self) -> None:
-        # NOTE: only after the group is destroyed: that is what frees a child from a collective it waits in.
-        # The guard's thread is still there, and ends the tree when a child fails.
+        # NOTE: only after the group is destroyed, which releases children that are blocked in a collective.
+        # The guard's thread still runs, and ends the tree if a child fails.
         for child in self._children:
             child.wait()
         self._ending = True
@@ -186,14 +186,14 @@ class ProcessGuard:
 
     def _end(self, status: int) -> None:
         self._kill_children()
-        # In a thread of its own: the main thread may be blocked inside a write, with the buffer's lock.
+        # In another thread: the main thread may be blocked inside a write while it holds the buffer's lock.
         flusher = threading.Thread(target=_flush, daemon=True)
         flusher.start()
         flusher.join(0.5)
         os._exit(status)
 
     def _forget_in_fork(self) -> None:
-        # A worker's signals are not this process's, and its descriptors are shared with it.
+        # A forked worker shares this process's descriptors, and its signals must not reach this process's pipe.
         self._children = ()
         self._parent_pid = None
         self._reports = None
@@ -214,12 +214,12 @@ _guard_lock = threading.Lock()
 
 
 def guard() -> ProcessGuard:
-    """The guard of this process, made at first use. A rank that a weft launcher started watches its parent."""
+    """Return the guard of this process, made at first use. A rank that a weft launcher started watches its parent."""
     global _guard  # noqa: PLW0603  (a process has one set of signals, one exit and one parent)
     with _guard_lock:
         if _guard is None:
             _guard = ProcessGuard()
-            # Taken out: what this rank starts in turn has another parent.
+            # Removed, because processes that this rank starts have another parent.
             launcher_pid = os.environ.pop(LAUNCHER_PID_VARIABLE, None)
             if launcher_pid is not None:
                 _guard.watch_parent(int(launcher_pid))
@@ -230,6 +230,6 @@ def guard() -> ProcessGuard:
 
 
 def watch_launcher() -> None:
-    """Make the guard if this process was started by a weft launcher; else do nothing."""
+    """Make the guard if a weft launcher started this process; else do nothing."""
     if LAUNCHER_PID_VARIABLE in os.environ:
         guard()

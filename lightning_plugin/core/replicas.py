@@ -1,7 +1,7 @@
-"""Keeps ranks replicas of one another: same values along every axis, and same random numbers for the same data.
+"""Keeps replicas equal: replicated values along every axis, and random numbers of ranks with the same data.
 
-Everything here is collective over a group or a mesh, whose first rank is the one that the others follow. A group of
-one is left alone.
+Functions that share values or states are collective over a group or a mesh, and broadcast from its first rank. With one
+rank they do nothing.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _SEED_VARIABLES = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
 def share_values(
     module: torch.nn.Module, mesh: DeviceMesh, device: torch.device, axes: Iterable[str] | None = None
 ) -> None:
-    """Give every parameter and buffer the value of the first rank of each axis (of `axes`) that it is not cut over.
+    """Broadcast every parameter and buffer from the first rank along each axis (of `axes`) that does not shard it.
 
-    One tensor at a time, through `device`, where the groups' backends work. Left alone: tensors that have no values
-    yet.
+    One tensor at a time, through `device`, because the groups' backends work there. Deferred and meta tensors, which
+    have no values yet, are skipped.
     """
     for axis in (mesh.mesh_dim_names or ()) if axes is None else axes:
         _share_values(module, axis, mesh, device)
@@ -53,7 +53,7 @@ def _share_values(module: torch.nn.Module, axis: str, mesh: DeviceMesh, device: 
 
 
 def _part_replicated_over(axis: str, mesh: DeviceMesh, tensor: Tensor) -> Tensor | None:
-    """What a rank holds of a tensor, if the ranks along `axis` hold the same; None where that is unknown."""
+    """Return the local tensor if the ranks along `axis` hold the same one; None if they do not, or it is unknown."""
     if not isinstance(tensor, DTensor):
         return tensor
     names = tensor.device_mesh.mesh_dim_names or ("",)
@@ -64,12 +64,12 @@ def _part_replicated_over(axis: str, mesh: DeviceMesh, tensor: Tensor) -> Tensor
 
 
 def has_meta_tensors(module: torch.nn.Module) -> bool:
-    """Whether any parameter or buffer still waits for its values."""
+    """Return whether any parameter or buffer is a meta tensor, without values."""
     return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
 
 
 def whole_bytes(module: torch.nn.Module) -> int:
-    """Bytes of the parameters that are here with all their values."""
+    """Return the bytes of the parameters that are materialized in full on this rank."""
     from weft.strategy.deferred import is_deferred
 
     return sum(
@@ -80,10 +80,10 @@ def whole_bytes(module: torch.nn.Module) -> int:
 
 
 def share_random_state(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Continue Python's, numpy's and torch's random numbers on every rank of `group` as on its first one.
+    """Broadcast the states of Python's, numpy's and torch's random generators from the first rank of `group`.
 
-    States are copied, not seeds, so that the first rank draws what it would have drawn alone. `seed_everything`'s
-    environment variables follow: data loaders and samplers read their seeds from them.
+    States are copied, not seeds, so that the first rank draws the same numbers as on its own. `seed_everything`'s
+    environment variables are broadcast, too: data loaders and samplers read their seeds from them.
     """
     if group.size() == 1:
         return
@@ -97,22 +97,22 @@ def share_random_state(group: dist.ProcessGroup, device: torch.device) -> None:
 def random_state_of_first_rank(
     data_group: dist.ProcessGroup, tensor_group: dist.ProcessGroup, device: torch.device
 ) -> Iterator[None]:
-    """Inside, random numbers are those of the job's first rank; afterwards, where they were others, those again.
+    """Inside, random numbers are those of the job's first rank; a generator with another state gets it back afterwards.
 
-    Ranks that see other data draw other numbers for it, unless they were seeded alike.
+    Ranks that see other data draw other numbers for it, unless all ranks have the same seed.
     """
-    share_random_state(tensor_group, device)  # those draw alike afterwards, too
+    share_random_state(tensor_group, device)  # these ranks draw the same numbers afterwards, too
     own = _random_state(device)
     share_random_state(data_group, device)
     shared = _random_state(device)
     yield
-    # Each generator for itself: one may be seeded alike on all ranks, and go on so, and another not.
+    # Decided for each generator: one with the same state on all ranks advances by the numbers drawn inside.
     differing = {name: state for name, state in own.items() if not _is_same(state, shared[name])}
     _set_random_state({**_random_state(device), **differing}, device)
 
 
 def _is_same(left: Any, right: Any) -> bool:
-    """Return whether two states are equal; a tensor's pickle has an id of its own."""
+    """Return whether two states are equal; pickles of equal tensors may differ."""
     return torch.equal(left, right) if isinstance(left, Tensor) else pickle.dumps(left) == pickle.dumps(right)
 
 
@@ -144,10 +144,10 @@ def _set_random_state(state: dict[str, Any], device: torch.device) -> None:
 
 
 def seed_workers_by_data_rank(dataloader: Any, worker_init_function: Any, data_rank: int) -> None:
-    """Make the workers that `seed_everything(workers=True)` seeds draw the same on all ranks of a group.
+    """Seed a loader's workers by data rank if `seed_everything(workers=True)` asks for seeded workers.
 
     Lightning seeds them by global rank, with `worker_init_function` (its `pl_worker_init_function`). A function
-    of the user's own is left alone.
+    that the user has set is kept.
     """
     current = getattr(dataloader, "worker_init_fn", worker_init_function)
     is_lightnings = isinstance(current, partial) and current.func is worker_init_function

@@ -1,4 +1,4 @@
-"""Optimizers that were made before the model was sharded."""
+"""Replaces the parameters of optimizers that were built before the model was sharded."""
 
 from __future__ import annotations
 
@@ -10,16 +10,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 
 class Replacements:
-    """Which parameters of modules have taken the places of others.
-
-    Those others are not kept alive: an optimizer that holds them does so.
-    """
+    """Maps the original parameters of modules to those that replaced them, without keeping the originals alive."""
 
     def __init__(self) -> None:
         self._new = WeakIdKeyDictionary()
 
     def note(self, before: dict[str, weakref.ref[Parameter]], module: Module) -> None:
-        """Compare what `parameters_of` gave with what the module has under the same names now."""
+        """Record parameters that the module has replaced since `parameters_of` returned `before`."""
         now = dict(module.named_parameters(remove_duplicate=False))
         for name, reference in before.items():
             old, new = reference(), now.get(name)
@@ -27,10 +24,10 @@ class Replacements:
                 self._new[old] = new
 
     def repoint(self, optimizer: Optimizer) -> None:
-        """Have an optimizer step the parameters that the modules hold now, with the options of its groups.
+        """Make an optimizer step the modules' current parameters, with the options of its groups.
 
         Raises:
-            RuntimeError: it has stepped already, and its state is of the sizes of then.
+            RuntimeError: it has stepped already, so that its state has the sizes of the original parameters.
         """
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         stale = [parameter for parameter in held if parameter in self._new]
@@ -46,5 +43,5 @@ class Replacements:
 
 
 def parameters_of(module: Module) -> dict[str, weakref.ref[Parameter]]:
-    """The parameters by name, not kept alive."""
+    """Return weak references to the parameters, by name."""
     return {name: weakref.ref(parameter) for name, parameter in module.named_parameters(remove_duplicate=False)}

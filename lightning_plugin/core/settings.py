@@ -1,4 +1,4 @@
-"""The strategy's settings: what is accepted, and what is refused before any process is started."""
+"""The strategy's settings, and their validation before any process is started."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from weft.strategy.pipeline import AutoCuts
 
 ZERO_STAGES = (0, 1, 2, 3)
-_SEVERAL_STAGES = ("interleaved", "looped_bfs")  # on a rank
+_SEVERAL_STAGES = ("interleaved", "looped_bfs")  # schedules with several stages on a rank
 _DEFAULT_SIZES = {
     "data_replicate_size": 1,
     "data_parallel_size": "auto",
@@ -30,25 +30,26 @@ class PlanSettings:
     check_batches: compare this many batches at the start of each stage between the ranks of a tensor-parallel group.
     check_batches_every: compare every N-th batch as well; 0: no others.
     fused_optimizers: whether optimizers of torch become their fused variants.
-    empty_init: whether models built where the strategy knows of it get values as shards only.
-    optimizer_in_backward: whether each parameter is stepped as soon as its gradient is complete; "rows": those of
+    empty_init: whether models built in the strategy's contexts are deferred, and materialized as shards only.
+    optimizer_in_backward: whether each parameter is stepped as soon as its gradient is complete; "rows": weights of
         fused MLPs some rows at a time.
-    activation_checkpointing: which modules compute their activations again, as `checkpoint_activations` takes it.
-    activation_offload: whether what checkpoints keep waits in CPU memory.
+    activation_checkpointing: the modules that recompute their activations, as `checkpoint_activations` takes them.
+    activation_offload: whether the saved inputs of checkpoints are kept in CPU memory.
     data_replicate_size: a number of ranks or "auto".
-    zero_stage: what is cut over the data-parallel axis, 0 to 3; None: 3 with a plan, without one nothing.
+    zero_stage: what is sharded over the data-parallel axis, 0 to 3; None: 3 with a plan, nothing without one.
     layout: the sizes of all axes as text, or None.
-    sequence_parallel: whether the plan cuts activations along the sequence, too.
+    sequence_parallel: whether the plan also shards activations along the sequence.
     pipeline_parallel_size: a number of ranks.
     pipeline_cuts: the names of the first module of each stage but the first; "auto" or an `AutoCuts`: weft chooses
         them; None: no pipeline.
     pipeline_schedule: a name in `weft.strategy.pipeline.SCHEDULES`, or a `Schedule`.
-    num_micro_batches: of a pipeline's step; None: as many as the schedule says, or twice the ranks.
-    micro_batch_shares: their relative sizes in place of their number, or None.
+    num_micro_batches: micro-batches of a pipeline's step; None: the schedule's number, or twice the ranks.
+    micro_batch_shares: the relative sizes of micro-batches instead of their number, or None.
     verify: whether layers that the plan shards by heads are compared with the unsharded module, as in
         `weft.strategy.Plan`; None: the plan's own setting, or "auto".
-    pipeline_module: the name of the module that is cut; None: the one that has the cuts. Fabric cuts the set-up model.
-    split_batch, micro_batch_weight: how batches become micro-batches and what these count for; None: by samples.
+    pipeline_module: the name of the module that is cut; None: the one that contains the cuts. Fabric cuts the model
+        that is set up.
+    split_batch, micro_batch_weight: functions that split a batch, and that weight a micro-batch; None: by samples.
     """
 
     plan: Any
@@ -75,12 +76,12 @@ class PlanSettings:
 
     @property
     def is_stock(self) -> bool:
-        """Whether sizes mean what they mean in ModelParallelStrategy."""
+        """Return whether sizes have the same meaning as in ModelParallelStrategy."""
         sizes_are = self.layout is None and self.data_replicate_size == 1 and self.pipeline_parallel_size == 1
         return self.plan is None and self.zero_stage is None and sizes_are and self.pipeline_cuts is None
 
     def validate(self, owner: str, data_parallel_size: int | str, tensor_parallel_size: int | str) -> Sizes:
-        """The sizes of the axes. ValueError or TypeError for settings that no number of devices could make work."""
+        """Return the sizes of the axes; raise ValueError or TypeError for settings invalid on any number of devices."""
         for name in ("check_batches", "check_batches_every"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
@@ -221,7 +222,7 @@ class PlanSettings:
 
 
 def refuse_rows_of_replicas(owner: str, sizes: MeshSizes) -> None:
-    """Raise ValueError for optimizer_in_backward="rows" where gradients are sums over data-parallel ranks."""
+    """Raise ValueError for optimizer_in_backward="rows" with data-parallel ranks, which reduce full gradients."""
     num_data = sizes.data_replicate * sizes.data_parallel
     if num_data > 1:
         raise ValueError(
@@ -231,10 +232,10 @@ def refuse_rows_of_replicas(owner: str, sizes: MeshSizes) -> None:
 
 
 def resolve_sizes(owner: str, sizes: Sizes, num_processes: int, num_nodes: int) -> MeshSizes:
-    """The mesh's sizes for `num_processes` processes on each of `num_nodes` hosts.
+    """Return the mesh's sizes for `num_processes` processes on each of `num_nodes` hosts.
 
     Raises:
-        RuntimeError: the sizes do not fit; as from the stock strategy, but before anything is launched.
+        RuntimeError: the sizes do not fit. The stock strategy raises the same type, but after launching processes.
     """
     num_ranks = num_processes * num_nodes
     try:

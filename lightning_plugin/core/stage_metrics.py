@@ -1,4 +1,4 @@
-"""torchmetrics' metrics of a LightningModule whose steps end on the last stage: there they are updated."""
+"""torchmetrics metrics of a LightningModule in stages: steps finish, and update metrics, only on the last stage."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StageMetrics:
         self, module: Module, inside: Iterable[Module], of_last_stage: Callable[[Callable[[], Any]], Any]
     ) -> None:
         self._of_last_stage = of_last_stage
-        self._is_inside = False  # of a step, or of another metric's compute
+        self._is_inside = False  # a step, or another metric's compute
         self._own: list[tuple[Module, Any]] = []
         excluded = set(inside)
         for metric in module.modules():
@@ -31,7 +31,7 @@ class StageMetrics:
                 self._watch(metric)
 
     def _watch(self, metric: Any) -> None:
-        own = getattr(metric.compute, "_weft_own", metric.compute)  # where another run's is still there
+        own = getattr(metric.compute, "_weft_own", metric.compute)  # an earlier run's wrapper may still be installed
 
         def compute(*args: Any, **kwargs: Any) -> Any:
             if self._is_inside or not dist.is_initialized():
@@ -45,7 +45,7 @@ class StageMetrics:
 
     @contextlib.contextmanager
     def local(self) -> Iterator[None]:
-        """Inside, metrics are this rank's own: in a step, which not every stage runs to its end."""
+        """Inside, metrics are computed on this rank only: for steps, which not every stage runs to the end."""
         before, self._is_inside = self._is_inside, True
         try:
             yield
@@ -54,7 +54,7 @@ class StageMetrics:
 
     @contextlib.contextmanager
     def muted(self) -> Iterator[None]:
-        """Inside, metrics are not updated: in what runs of a step where it does not count."""
+        """Inside, metrics are not updated: for calls of a step that do not run the last stage."""
         names = ("update", "forward")
         before = [(vars(metric), {n: vars(metric)[n] for n in names if n in vars(metric)}) for metric, _ in self._own]
         for attributes, _ in before:
@@ -68,7 +68,7 @@ class StageMetrics:
                 attributes.update(own)
 
     def remove(self) -> None:
-        """Leave the metrics as they were."""
+        """Restore the metrics' own `compute`."""
         for metric, own in self._own:
             object.__setattr__(metric, "compute", own)
         self._own.clear()

@@ -1,4 +1,4 @@
-"""Handles a LightningModule that is itself in stages: its recorded copy, and the state that each rank saves."""
+"""Handles a LightningModule that is itself in stages: the copy for recording, and the state that each rank saves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def follow_module(module: Any) -> None:
 
 
 def without_steps_state(module: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state dict without the values that steps change after the forward: own buffers and metrics."""
+    """Return a state dict without the module's own buffers and metrics, which steps change after the forward."""
     buffers = {name for name, _ in module.named_buffers(recurse=False)}
     metrics = tuple(f"{name}." for name in names_of_metrics(module))
     return {name: value for name, value in state.items() if name not in buffers and not name.startswith(metrics)}

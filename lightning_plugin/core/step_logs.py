@@ -1,4 +1,4 @@
-"""What a LightningModule logs in a step that runs once for each micro-batch: recorded there, logged once everywhere."""
+"""Records the logs of a step that runs once for each micro-batch, and logs them combined, once, on every stage."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from weft._plugin.step_outputs import weighted_mean
 
 @dataclasses.dataclass
 class Logged:
-    """One call of `log`: its arguments but for the value.
+    """One call of `log`: its arguments, with the value apart.
 
     value: a tensor of one number, or None for a metric.
-    metric: the name of the metric object that was logged, and `value` its value for the step, if it has one.
+    metric: the name of the metric object that was logged; `value` is then its value for the step, if it has one.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Logged:
 
 
 class StepLogs:
-    """Records the calls of a module's `log` while `recording`; `combined` makes one of each micro-batch's.
+    """Records the calls of a module's `log` while `recording`; `combined` merges those of all micro-batches.
 
     module: a LightningModule.
     """
@@ -41,7 +41,7 @@ class StepLogs:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Inside, nothing is logged."""
+        """Inside, calls of `log` are recorded and not logged."""
         self._of_micro_batch.clear()
         before = vars(self._module).get("log")
         object.__setattr__(self._module, "log", self._record)
@@ -53,7 +53,7 @@ class StepLogs:
                 object.__setattr__(self._module, "log", before)
 
     def of_micro_batch(self, number: int, step: Callable[[], Any]) -> Any:
-        """Call a step and keep what it has logged, if it comes to its end."""
+        """Call a step and return its result; keep its logs unless it raises, as it does off the last stage."""
         self._calls = []
         result = step()
         self._of_micro_batch[number] = self._calls
@@ -76,7 +76,7 @@ class StepLogs:
             value = value._forward_cache
             value = value if isinstance(value, Tensor) and value.numel() == 1 else None
         elif not isinstance(value, Tensor):
-            default = torch.get_default_dtype()  # of a half precision's context, perhaps
+            default = torch.get_default_dtype()  # may be a half type, inside a precision plugin's context
             value = torch.tensor(float(value), dtype=default if default.itemsize >= 4 else torch.float32)
         if value is not None and value.numel() != 1:
             raise ValueError(f"pipeline: self.log({name!r}) got {value.numel()} numbers; log one number at a time.")
@@ -94,10 +94,10 @@ class StepLogs:
         )
 
     def combined(self, weights: Sequence[float], sizes: Sequence[int | None]) -> list[Logged]:
-        """For each call that micro-batches made one, in order; `weights`: what each micro-batch counts for.
+        """Return one call for each that the micro-batches made, in order; `weights`: the weight of each micro-batch.
 
         Raises:
-            ValueError: a `reduce_fx` that Lightning does not take.
+            ValueError: an unknown `reduce_fx`.
         """
         found: dict[tuple[Any, ...], list[tuple[Logged, float, int | None]]] = {}
         for number in sorted(self._of_micro_batch):
@@ -108,7 +108,7 @@ class StepLogs:
         return [_combined(calls) for calls in found.values()]
 
     def replay(self, logged: Sequence[Logged]) -> None:
-        """Log these, as the step would have done on one device; each rank of the pipeline the same."""
+        """Log these calls as the step would on one device; every rank of the pipeline logs the same."""
         for call in logged:
             value: Any = None if call.value is None else call.value.to(self._module.device)
             if call.metric is not None:
@@ -123,7 +123,7 @@ def _combined(calls: list[tuple[Logged, float, int | None]]) -> Logged:
     arguments = dict(first.arguments)
     given = [call.arguments.get("batch_size") for call, _, _ in calls]
     if given[0] is not None:
-        # The samples of a micro-batch, or a number that does not change with them.
+        # A number of samples is summed over micro-batches; a constant is kept.
         counts_samples = given == [size for _, _, size in calls] or len(set(given)) > 1
         arguments["batch_size"] = sum(given) if counts_samples else given[0]
     values = [(call.value, weight) for call, weight, _ in calls if call.value is not None]

@@ -1,4 +1,4 @@
-"""What a step gave for each micro-batch, put together and handed from the last stage to all."""
+"""Joins the results of a step for each micro-batch, and broadcasts them from the last stage to all."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-_SENT_WITHIN = 1 << 14  # bytes of a tensor that goes with the rest of the message
+_SENT_WITHIN = 1 << 14  # bytes up to which a CPU tensor is pickled with the rest of the message
 
 
 def join_outputs(outputs: Sequence[Any], sizes: Sequence[int | None], weights: Sequence[float]) -> Any:
-    """One value of those that a step gave for each micro-batch.
+    """Return one value for a batch, from a step's results for each of its micro-batches.
 
-    Dicts, lists and tuples are joined item by item. A tensor with the samples along dim 0 is concatenated, and so is
-    a list of as many items; of numbers and tensors of one number it is the weighted mean; equal values stay one.
+    Dicts, lists and tuples are joined item by item. Tensors with the samples along dim 0 are concatenated, and so are
+    lists with an item for each sample; numbers and tensors of one number become their weighted mean; equal values stay
+    one value.
 
     Args:
-        outputs: of each micro-batch.
-        sizes: its samples; None: not known, and every tensor with a dim has them along dim 0.
-        weights: what it counts for.
+        outputs: the result for each micro-batch.
+        sizes: the number of samples of each micro-batch; None: unknown, and dim 0 of every tensor counts samples.
+        weights: the weight of each micro-batch.
 
     Raises:
-        TypeError: what cannot be joined.
+        TypeError: the results cannot be joined.
     """
     first = outputs[0]
     if len(outputs) == 1 or first is None:
@@ -59,7 +60,7 @@ def join_outputs(outputs: Sequence[Any], sizes: Sequence[int | None], weights: S
 
 
 def weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """`[]`, of the first value's dtype (if that is a floating one), without those that weigh nothing."""
+    """Return the weighted mean, `[]`, in the first value's dtype if that is floating; weights of 0 leave values out."""
     pairs = [(v.detach().double(), w) for v, w in zip(values, weights, strict=True) if w > 0]
     pairs = pairs or [(value.detach().double(), 1.0) for value in values]
     mean = torch.stack([value.reshape(()) * weight for value, weight in pairs]).sum() / sum(w for _, w in pairs)
@@ -76,7 +77,7 @@ def _described(value: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Sent:
-    """A tensor that follows by itself."""
+    """Stands in the pickled message for a tensor that is broadcast after it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -85,7 +86,7 @@ class _Sent:
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """A value that is known to travel; see `pack`."""
+    """A value ready to be broadcast; see `pack`."""
 
     value: Any
     pickled: bytes
@@ -93,10 +94,10 @@ class Packed:
 
 
 def pack(value: Any) -> Packed:
-    """Make a value ready for `share_from`, before any rank waits for it.
+    """Return a value ready for `share_from`; it raises here, before any rank waits for the value.
 
     Raises:
-        TypeError: it holds what cannot be pickled.
+        TypeError: the value contains an object that cannot be pickled.
     """
     tensors: list[Tensor] = []
     try:
@@ -109,9 +110,10 @@ def pack(value: Any) -> Packed:
 
 
 def share_from(packed: Packed | None, group: dist.ProcessGroup, source: int, device: torch.device) -> Any:
-    """Give every rank of a group the value of one, `source`, which alone has packed any; collective.
+    """Return the value of the rank `source` on every rank of a group; collective.
 
-    Tensors come to `device` where they were on such a one, and else to the CPU; the rest is pickled.
+    packed: the value on `source`; None on the other ranks. Tensors arrive on `device` if they were on a device of its
+        type, else on the CPU; the rest is pickled.
     """
     if packed is not None and group.size() == 1:
         return packed.value
@@ -129,7 +131,7 @@ def _announced(leaf: Any, tensors: list[Tensor]) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     if leaf.device.type == "cpu" and leaf.nbytes <= _SENT_WITHIN:
-        return leaf.detach().clone()  # a view would be pickled with all that it is a view of
+        return leaf.detach().clone()  # a view would be pickled with its full storage
     tensors.append(leaf.detach().contiguous())
     return _Sent(tuple(leaf.shape), leaf.dtype, leaf.device.type)
 
@@ -143,7 +145,7 @@ def _received(leaf: Any, group: dist.ProcessGroup, source: int, device: torch.de
 
 
 def sendable(error: Exception) -> Exception:
-    """An error of the same type and text, if it can be pickled; else a RuntimeError of its text."""
+    """Return an error of the same type and text if it can be pickled, else a RuntimeError with its text."""
     try:
         return pickle.loads(pickle.dumps(error))
     except Exception:

@@ -1,4 +1,4 @@
-"""What the strategies for the Trainer and for Fabric have in common.
+"""The methods that the strategies for the Trainer and for Fabric share.
 
 NOTE on names: `_configure_launcher`, `_launcher`, `_device_mesh`, `_data_parallel_size`, `_tensor_parallel_size`,
 `_process_group_backend` and `_get_process_group_backend` are protected members of Lightning's
@@ -49,10 +49,10 @@ _LARGE_BYTES = 10**6
 
 
 class StrategyMixin(StartSummaryMixin):
-    """Goes before a ModelParallelStrategy of Lightning or Fabric. `weft._plugin.factory` sets `fabric_module`."""
+    """A mixin in front of a ModelParallelStrategy of Lightning or Fabric; `factory.py` sets `fabric_module`."""
 
     fabric_module: str  # the name of the namespace's Fabric package
-    _DEFERRED_PLACE: str  # where users build models without values
+    _DEFERRED_PLACE: str  # the place, for messages, where users build models with deferred parameters
 
     def _init_weft(self, settings: PlanSettings) -> None:
         from weft.strategy import Plan
@@ -81,22 +81,22 @@ class StrategyMixin(StartSummaryMixin):
 
     @property
     def plan(self) -> Any:
-        """The `weft.strategy.Plan` that this strategy applies; None: what the user's code applies."""
+        """Return the `weft.strategy.Plan` that this strategy applies; None: the user's code shards the model."""
         return self._plan
 
     @property
     def tensor_parallel_group(self) -> dist.ProcessGroup:
-        """The ranks that hold the shards of one replica, this one among them."""
+        """Return the group of the ranks that hold the shards of one replica, including this rank."""
         return self.device_mesh.get_group(TENSOR_AXIS)
 
     @property
     def data_group(self) -> dist.ProcessGroup:
-        """The ranks that see other data than this one, and hold the same part of the model otherwise."""
+        """Return the group of the ranks that differ from this one only along the data axes; they see other data."""
         return self.data_axes.group
 
     @property
     def data_axes(self) -> DataAxes:
-        """What happens over the axes data_replicate and data_parallel."""
+        """Return the axes data_replicate and data_parallel of the mesh."""
         if self._data_axes is None:
             raise RuntimeError(
                 f"{type(self).__name__} knows its data axes when its processes have met; ask later, in setup or fit."
@@ -110,7 +110,7 @@ class StrategyMixin(StartSummaryMixin):
             self._launcher = guarded(self._launcher, self._check_devices)
 
     def _check_devices(self) -> None:
-        """Refuse the device count, if it must be refused, before anything is launched."""
+        """Raise if the sizes do not fit the number of devices, before any process is launched."""
         refuse_other_world_size(self.num_processes * self.num_nodes)
         if not self._has_stock_sizes:
             sizes = resolve_sizes(type(self).__name__, self._sizes, self.num_processes, self.num_nodes)
@@ -118,7 +118,7 @@ class StrategyMixin(StartSummaryMixin):
                 refuse_rows_of_replicas(type(self).__name__, sizes)
 
     def setup_environment(self) -> None:
-        """Join the process group, build the mesh, and give the ranks of a tensor-parallel group one random state."""
+        """Join the process group, build the mesh, and synchronize the random states of ranks with the same data."""
         self._check_devices()
         self._refuse_offload_on_cpu("activation_offload=True", self._activation_offload)
         guard().mark_failed(False)
@@ -141,7 +141,7 @@ class StrategyMixin(StartSummaryMixin):
         self._stages_batch_check.restart()
 
     def _share_random_state(self) -> None:
-        """Have the ranks that see the same data draw the same numbers."""
+        """Make the ranks that see the same data draw the same random numbers."""
         share_random_state(self.tensor_parallel_group, self.root_device)
         if self._pipeline_settings is not None:
             share_random_state(self.pipeline_group, self.root_device)
@@ -154,7 +154,10 @@ class StrategyMixin(StartSummaryMixin):
             )
 
     def _get_process_group_backend(self) -> str:
-        """The user's choice; else ours between CPU ranks and for what stages say on the host, and the stock default."""
+        """Return the user's choice; by default weft's backend for CPU tensors and the stock backend for the device.
+
+        A pipeline on devices needs both: its stages exchange messages in CPU memory.
+        """
         if self._process_group_backend is None and self.root_device.type == "cpu":
             return "cpu:weft"
         if self._process_group_backend is None and self._pipeline_settings is not None:
@@ -162,7 +165,7 @@ class StrategyMixin(StartSummaryMixin):
         return super()._get_process_group_backend()
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks. The stock barrier names the device of an NCCL group only where that is its only part."""
+        """Wait for all ranks. The stock barrier passes the device only if NCCL is the group's only backend."""
         if not dist.is_initialized():
             return
         on_device = self.root_device.type == "cuda"
@@ -176,7 +179,7 @@ class StrategyMixin(StartSummaryMixin):
         )
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Have the loader's workers seeded alike on the ranks of a tensor-parallel group."""
+        """Seed the loader's workers equally on the ranks of a tensor-parallel group."""
         seed = importlib.import_module(f"{self.fabric_module}.utilities.seed")
         dataloader = super().process_dataloader(dataloader)
         seed_workers_by_data_rank(dataloader, seed.pl_worker_init_function, self.data_axes.rank)
@@ -184,20 +187,20 @@ class StrategyMixin(StartSummaryMixin):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """A share of the data for each coordinate of the data axes."""
+        """Return the arguments of samplers: each data-parallel rank gets a share of the data."""
         return {"num_replicas": self.data_axes.size, "rank": self.data_axes.rank}
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """As the stock one, over the data axes by default: each replica counts once.
 
-        A LightningModule that is given no group asks for all ranks by name, and means the default.
+        A LightningModule passes the world's group if the user gives none, so that group also means the default.
         """
         if group is None or group is dist.group.WORLD:
             group = self.data_group
         return super().all_gather(tensor, group=group, sync_grads=sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks have decided so; with all=False, whether any has."""
+        """Return whether `decision` is true on all ranks; with all=False, whether it is on any."""
         votes = torch.tensor(int(decision), device=self.root_device)
         dist.all_reduce(votes, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
         return bool(votes)
@@ -210,28 +213,28 @@ class StrategyMixin(StartSummaryMixin):
         names = self.device_mesh.mesh_dim_names or ()
         from weft.strategy.pipeline import find_staged
 
-        is_cut = find_staged(module) is not None  # into stages, which have other parameters each
+        is_cut = find_staged(module) is not None  # stages have different parameters
         axes = [name for name in names if name != PIPELINE_AXIS or not is_cut]
         share_values(module, self.device_mesh, self.root_device, axes)
 
     @contextmanager
     def _deferred_init(self) -> Iterator[None]:
-        """What is built inside gets values when the plan is applied, each rank its shards; without a plan, at once."""
+        """With a plan, defer parameters created inside: applying the plan materializes only each rank's shards."""
         if self._plan is None or not self._empty_init:
             yield
             return
         from weft.strategy import deferred_init
 
-        # A hook before may have drawn on some ranks only, and what is built here is not compared later.
+        # An earlier hook may have drawn on some ranks only, and deferred parameters are not synchronized later.
         with contextlib.ExitStack() as stack:
-            if self._data_axes is not None:  # the processes have met, which they have not before `fit`
+            if self._data_axes is not None:  # the process group exists; before `fit` there is none
                 groups = (self.data_group, self.tensor_parallel_group)
                 stack.enter_context(random_state_of_first_rank(*groups, self.root_device))
             stack.enter_context(deferred_init())
             yield
 
     def _fuse(self, optimizer: Optimizer, module: torch.nn.Module | None) -> None:
-        """Fuse an optimizer as the settings say, and say so."""
+        """Fuse an optimizer if the settings ask for it, and log the result."""
         if not self._fused_optimizers:
             return
         from weft.strategy import fuse
@@ -245,7 +248,7 @@ class StrategyMixin(StartSummaryMixin):
             self._log(f"weft has {name} use its fused kernels, without temporaries; fused_optimizers=False keeps it.")
 
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """As the stock one; an optimizer that combines several elements computes with those of all ranks."""
+        """As the stock one; an optimizer that combines elements of a parameter computes with those of all ranks."""
         from weft.strategy import local_parameters
         from weft.strategy.data_parallel import steps_elements_alone
 
@@ -254,7 +257,7 @@ class StrategyMixin(StartSummaryMixin):
             return super().optimizer_step(optimizer, *args, **kwargs)
 
     def _step_in_backward(self, module: torch.nn.Module, optimizer: Optimizer, clip_value: float | None = None) -> None:
-        """Have the optimizer step inside the backward, after what a step's gradients go through."""
+        """Make the optimizer step inside the backward, on gradients that are averaged and clipped one by one."""
         from weft.strategy import StepInBackward, gradient_fingerprint
 
         def before_step(parameter: Tensor) -> None:
@@ -277,7 +280,7 @@ class StrategyMixin(StartSummaryMixin):
         self._stepper = None
 
     def _check_first_gradients(self, modules: list[torch.nn.Module]) -> None:
-        """After a run's first backward: replicated parameters must have got equal gradients on all ranks."""
+        """After a run's first backward, raise unless replicated parameters have equal gradients on all ranks."""
         if self._plan is None or self._gradients_checked:
             return
         if self.tensor_parallel_group.size() == 1:
@@ -288,14 +291,14 @@ class StrategyMixin(StartSummaryMixin):
 
         parameters = (parameter for module in modules for parameter in module.parameters())
         if not self._fingerprints and all(parameter.grad is None for parameter in parameters):
-            return  # FSDP2 keeps them apart while gradients are only accumulated
+            return  # FSDP2 does not set `grad` while gradients are only accumulated
         self._gradients_checked = True
         for module in modules:
             check_replicated_gradients(module, self._fingerprints, self.data_axes.group)
         self._fingerprints.clear()
 
     def _log(self, text: str) -> None:
-        """On the first rank, where Lightning's own messages go."""
+        """Log on the first rank, as Lightning does."""
         importlib.import_module(f"{self.fabric_module}.utilities.rank_zero").rank_zero_info(text)
 
     def _log_once(self, text: str) -> None:
@@ -308,7 +311,7 @@ class StrategyMixin(StartSummaryMixin):
         importlib.import_module(f"{self.fabric_module}.utilities.rank_zero").rank_zero_warn(text)
 
     def _watch_memory(self, module: torch.nn.Module, *optimizers: Optimizer) -> None:
-        """Where memory is counted, have that of the loop tagged."""
+        """If memory is counted, tag the memory of the training loop."""
         self._unwatch_memory()
         if memory.is_tracking():
             self._watch = memory.watch(module, *optimizers)
@@ -319,9 +322,9 @@ class StrategyMixin(StartSummaryMixin):
         self._watch = None
 
     def _apply_plan(self, module: torch.nn.Module, **calls: Any) -> bool:
-        """Make the ranks' values equal, then shard. Returns whether values are still to come (meta tensors).
+        """Make the ranks' values equal, then shard; return whether some tensors have no values yet (meta tensors).
 
-        `calls` says how the module is called, as `DataAxes.shard` takes it.
+        `calls`: how the module is called, as `DataAxes.shard` takes it.
         """
         from weft.strategy import parallelize
         from weft.strategy.verification.evidence import remember_rehearsal
@@ -354,7 +357,7 @@ class StrategyMixin(StartSummaryMixin):
             self.data_axes.average_gradients_of(module)
 
     def _advise_on_building(self, module: torch.nn.Module) -> None:
-        """Say so where every rank has built a whole model, of which it keeps a shard."""
+        """Log advice if every rank has built the full model and keeps only a shard of it."""
         num_bytes = whole_bytes(module)
         is_worth_a_word = num_bytes >= max(_LARGE_BYTES, sum(p.nbytes for p in module.parameters()) // 2)
         num_parts = self.device_mesh.size() if self.data_axes.shards_parameters else self.tensor_parallel_group.size()

@@ -1,4 +1,4 @@
-"""The callback that says how fast a training is, less its base class."""
+"""The mixin of ThroughputMonitor, a callback that logs the speed of training; `factory.py` adds the base class."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weft._plugin.monitors import log, num_steps, refuse_below_one
 
 
 class _Mark(NamedTuple):
-    """What this rank had done at the end of a step, and when."""
+    """The counts of this rank at the end of a step, and the time."""
 
     step: int
     seconds: float
@@ -26,22 +26,22 @@ class _Mark(NamedTuple):
 
 
 class ThroughputMixin:
-    """Samples and tokens per second of training, of all devices and of one, and the share of their arithmetic used.
+    """Logs samples and tokens per second of training, of all devices and per device, and the model FLOPs utilization.
 
-    Ranks that compute on one batch together (a tensor-parallel group) count it once, under any strategy. Logged at
-    every `log_every_n_steps` of the Trainer, without the time that validation took:
+    Ranks that compute one batch together (a tensor-parallel group) count it once, under any strategy. Logged every
+    `log_every_n_steps` of the Trainer, without the time of validation:
 
     - "throughput/samples_per_second", "throughput/tokens_per_second" and "throughput/flops_per_second" over all ranks,
     - "throughput/device/samples_per_second" and so on: these divided by the number of devices,
     - "throughput/mfu": "throughput/device/flops_per_second" / `peak_flops`.
 
     Args:
-        batch_size_fn: from a batch to its number of samples; None: the first dim of the first tensor in it.
-        length_fn: from a batch to its number of tokens, or of what else is to be counted; None: they are not.
-        flops_per_sample: what the model takes for a sample, forward and backward, wherever it is computed; or from a
-            batch to that number. None: not counted.
-        peak_flops: what one device can do in a second; None: no "throughput/mfu".
-        window_size: over how many of the newest steps to average: whole logging intervals, one at least.
+        batch_size_fn: returns a batch's number of samples; None: the first dim of its first tensor.
+        length_fn: returns a batch's number of tokens, or of other units; None: they are not counted.
+        flops_per_sample: the model's floating-point operations per sample, forward and backward, over all ranks; or a
+            function that returns this number for a batch. None: not counted.
+        peak_flops: floating-point operations per second of one device; None: no "throughput/mfu".
+        window_size: the number of newest steps to average over: full logging intervals, at least one.
     """
 
     _clock = staticmethod(time.perf_counter)
@@ -66,7 +66,7 @@ class ThroughputMixin:
         self._flops_per_sample = flops_per_sample
         self._peak_flops = peak_flops
         self._window_size = window_size
-        self._marks: deque[_Mark] = deque()  # one for each time that it logged, the newest last
+        self._marks: deque[_Mark] = deque()  # one at the start and at each log, the newest last
         self._step = 0
         self._samples = self._tokens = self._flops = 0.0  # of this rank since the training began
         self._paused = self._paused_at = 0.0
@@ -87,7 +87,7 @@ class ThroughputMixin:
             self._flops += num_samples * (flops(batch) if callable(flops) else flops)
         before, self._step = self._step, num_steps(trainer, pl_module)
         every = trainer.log_every_n_steps
-        # A batch whose gradients are only accumulated is no step.
+        # A batch whose gradients are only accumulated does not change the step.
         if every and self._step != before and self._step % every == 0:
             self._mark(trainer)
             log(trainer, self._rates(trainer), self._step)
@@ -133,12 +133,12 @@ class ThroughputMixin:
 
 
 def _num_data_ranks(strategy: Any) -> int:
-    """How many ranks see other data than each other: what samplers are told. One device has none to tell."""
+    """Return the number of data-parallel ranks, from the arguments of distributed samplers; 1 without these."""
     return getattr(strategy, "distributed_sampler_kwargs", {"num_replicas": 1})["num_replicas"]
 
 
 def _mean_over_world(values: list[float], strategy: Any) -> list[float]:
-    """Return numbers that are equal on the ranks of a replica, and their means over replicas; equal on all ranks."""
+    """Return the means over all ranks. As the ranks of a replica count the same, these are the means over replicas."""
     group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     tensor = torch.tensor(values, dtype=torch.float64, device=strategy.root_device)
     return strategy.reduce(tensor, group=group, reduce_op="mean").tolist()

@@ -1,4 +1,4 @@
-"""Saves and loads the Trainer's checkpoints: directories of shards, or files like those of any Trainer."""
+"""Saves and loads the Trainer's checkpoints: directories of shards, or files that any Trainer loads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft._plugin.staged_module import without_steps_state
 
 
 class TrainerCheckpointsMixin:
-    """The checkpoint methods of the Trainer's strategy; without a plan those of the stock strategy."""
+    """The checkpoint methods of the Trainer's strategy; without a plan they call the stock ones."""
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the state that this rank saves; only the last stage saves modules outside of the stages."""
@@ -27,7 +27,7 @@ class TrainerCheckpointsMixin:
         return {name: value for name, value in state.items() if name.startswith(f"{self._place.name}.")}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state for `save_checkpoint`; collective."""
+        """Return the optimizer's state for `save_checkpoint`; collective."""
         if self._plan is None:
             return super().optimizer_state(optimizer)
         inner = getattr(optimizer, "optimizer", optimizer)  # LightningOptimizer wraps the user's

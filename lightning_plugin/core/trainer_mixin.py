@@ -1,4 +1,4 @@
-"""WeftModelParallelStrategy for the Trainer, less its base class."""
+"""The mixin of WeftModelParallelStrategy for the Trainer; `factory.py` adds the base class."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from weft._plugin.strategy_mixin import StrategyMixin
 from weft._plugin.trainer_checkpoints import TrainerCheckpointsMixin
 from weft._plugin.trainer_pipeline import STEPS, TrainerPipelineMixin
 
-# The Trainer enters the context without a word there, and init_module says what its caller wants.
+# The default of `empty_init`: the Trainer passes no argument around configure_model, and init_module passes its own.
 _IN_CONFIGURE_MODEL = object()
 
 
@@ -32,7 +32,7 @@ def _overridden_steps(module: Any) -> list[str]:
 
 
 def _refuse_averaged_copies(trainer: Any) -> None:
-    """Raise ValueError for a callback that has copied the model before it was sharded, whole, to average weights."""
+    """Raise ValueError for a callback that averages weights into a copy of the unsharded model."""
     for callback in trainer.callbacks:
         if {"StochasticWeightAveraging", "WeightAveraging"} & {cls.__name__ for cls in type(callback).__mro__}:
             raise ValueError(
@@ -47,60 +47,66 @@ class TrainerMixin(TrainerCheckpointsMixin, TrainerPipelineMixin, TrainerLoaders
     A drop-in for Lightning's ModelParallelStrategy.
 
     Args:
-        data_parallel_size: how many ranks see other data, and share what `zero_stage` says; "auto": what the other
-            sizes leave. Without a plan, as in ModelParallelStrategy.
-        tensor_parallel_size: how many ranks share each layer's arithmetic; "auto": what the other sizes leave, and of
-            that no more than a host has. Without a plan, as in ModelParallelStrategy.
-        save_distributed_checkpoint: True: checkpoints are directories to which each rank writes its part; False: one
+        data_parallel_size: the number of data-parallel ranks, over which `zero_stage` shards; "auto": the ranks that
+            the other sizes leave. Without a plan, as in ModelParallelStrategy.
+        tensor_parallel_size: the number of tensor-parallel ranks; "auto": the ranks that the other sizes leave, at
+            most those of one host. Without a plan, as in ModelParallelStrategy.
+        save_distributed_checkpoint: True: checkpoints are directories to which each rank writes its shards; False: one
             file, assembled on rank 0, that any Trainer loads.
-        process_group_backend: as in ModelParallelStrategy; None on CPUs: "cpu:weft", of one host or several. "gloo" is
+        process_group_backend: as in ModelParallelStrategy; None on CPUs: "cpu:weft", on one host or several. "gloo" is
             the alternative there.
         timeout: as in ModelParallelStrategy.
-        plan: a plan as `weft.parallelize` takes it. `configure_model` is optional then, and runs first where it is
+        plan: a plan as `weft.parallelize` takes it. `configure_model` is optional then, and runs first if it is
             overridden. None: the stock behaviour, in which `configure_model` does all the sharding.
         check_batches: compare the first batches of each stage and of each training epoch between the ranks of a
             tensor-parallel group, and the lengths of loaders; 0, without check_batches_every: no comparison.
         check_batches_every: compare every N-th batch as well; 0: no others.
-        fused_optimizers: have Adam, AdamW, SGD and Adagrad use their fused kernels, which need no temporaries, unless
-            they were told `foreach` or `fused`; what is done stands in the log. False: leave all as they are.
-        empty_init: with a plan, what `configure_model` builds gets its values when the plan is applied, each rank its
-            shards only, and the values are those of an unsharded model; `init_module(empty_init=True)` does so too.
-            False: as in ModelParallelStrategy, where every rank builds the whole model first.
-        optimizer_in_backward: step each parameter as soon as its gradient is complete, and free the gradient: one
-            gradient is alive at a time. For one Adam, AdamW or SGD; not together with what needs all gradients at
-            once, which is refused. "rows": of fused MLPs' weights some rows, with tensor parallelism alone.
-        activation_checkpointing: "none"; "full": each repeated block keeps its inputs alone for the backward, which
-            runs its forward again; "selective": it keeps the results of matrix products, attention and communication,
-            too; or a pattern of module names, a list of them, or a dict from pattern to "full" or "selective".
-        activation_offload: keep those inputs in CPU memory until the backward; on CUDA devices.
+        fused_optimizers: make Adam, AdamW, SGD and Adagrad use their fused kernels, which need no temporaries, unless
+            `foreach` or `fused` was set; changes are logged. False: change no optimizer.
+        empty_init: with a plan, parameters that `configure_model` creates are deferred: applying the plan materializes
+            only the shards of each rank, with the values of an unsharded model; the same holds for
+            `init_module(empty_init=True)`. False: as in ModelParallelStrategy, where every rank first builds the full
+            model.
+        optimizer_in_backward: step each parameter as soon as its gradient is complete, and free the gradient, so that
+            one gradient is alive at a time. For one Adam, AdamW or SGD; features that need all gradients at once raise
+            ValueError. "rows": also step the weights of fused MLPs some rows at a time; not with data parallelism.
+        activation_checkpointing: "none"; "full": each repeated block saves only its inputs for the backward, which
+            recomputes the forward; "selective": it also saves the results of matrix products, attention and
+            communication; or a pattern of module names, a list of them, or a dict from pattern to "full" or
+            "selective".
+        activation_offload: keep those inputs in CPU memory until the backward; only on CUDA devices.
 
-        data_replicate_size: how many replicas there are of what the other axes share; "auto": what they leave.
-        zero_stage: what is cut over the data-parallel axis. 3: parameters, gradients and optimizer states (FSDP2, each
-            unit freed after its forward); 2: the same, freed after its backward; 1: the states alone; 0: nothing.
-            None: 3 with a plan; without one, all sharding is up to `configure_model`.
-        layout: all sizes at once, such as "dp2,tp2" or "rep2,dp4,tp8"; axes that are left out have one rank.
-        sequence_parallel: with a plan, have the ranks of a tensor-parallel group share the tokens between the layers
-            that they share by features: norms, residual sums and dropout, and what is kept of them.
+        data_replicate_size: the number of replicas of the model that the other axes shard; "auto": the ranks that the
+            other sizes leave.
+        zero_stage: what is sharded over the data-parallel axis. 3: parameters, gradients and optimizer states (FSDP2,
+            each unit freed after its forward); 2: the same, freed after its backward; 1: only the states; 0: nothing.
+            None: 3 with a plan; without one, `configure_model` does all the sharding.
+        layout: all sizes at once, such as "dp2,tp2" or "rep2,dp4,tp8"; omitted axes have one rank.
+        sequence_parallel: with a plan, also shard the tokens over the tensor-parallel ranks between the layers that are
+            sharded by features: in norms, residual sums and dropout, and in their saved activations.
         pipeline_cuts: the names of the first module of each stage but the first, in the module that is cut or in the
             LightningModule; or "auto", see `weft.strategy.pipeline.AutoCuts`. The steps run once for each micro-batch,
-            on every stage up to the call of the module that is cut; what they log and give is put together.
-        pipeline_module: the name of the module that is cut, such as "model"; what is beside it is on the last stage.
-            "": the LightningModule itself, whose steps call self(...). None: the child that has the cuts, else "".
-        pipeline_parallel_size: ranks of a pipeline, of which as many cuts make one stage each, or several; in a layout
-            "pp2,dp2,tp2".
+            on every stage up to the call of the module that is cut; their logs and results are combined.
+        pipeline_module: the name of the module that is cut, such as "model"; all modules beside it are on the last
+            stage. "": the LightningModule itself, whose steps call self(...). None: the child that contains the cuts,
+            else "".
+        pipeline_parallel_size: the number of ranks of a pipeline, each with one stage or, with more cuts, several; in a
+            layout "pp2,dp2,tp2".
         pipeline_schedule: "1f1b", "gpipe", "zero_bubble", "interleaved", "looped_bfs", "naive", or a
             `weft.strategy.pipeline.Schedule`.
-        num_micro_batches: of a batch; None: that of a `Schedule`, else twice the pipeline's ranks.
-        micro_batch_shares: their relative sizes in place of their number, such as [1, 2, 1]; None: as even as can be.
-        split_batch: cuts a batch into so many micro-batches; None: along dim 0 of the tensors.
-        micro_batch_weight: what a micro-batch's loss, and what it logs, counts for; None: its samples.
+        num_micro_batches: micro-batches per batch; None: the number of a `Schedule`, else twice the pipeline's ranks.
+        micro_batch_shares: the relative sizes of micro-batches instead of their number, such as [1, 2, 1]; None: as
+            even as possible.
+        split_batch: a function that splits a batch into a number of micro-batches; None: along dim 0 of the tensors.
+        micro_batch_weight: a function that returns the weight of a micro-batch in the loss and in logged values; None:
+            its number of samples.
         verify: "auto": layers that the plan itself shards by heads are first compared with the unsharded module, and
             gathered if they differ; "always": column and row rules are compared as well, and raise if they differ;
             "never": no comparison. The model is called with `example_input_array`, or with inputs that follow from its
             first layer. None: the plan's own setting.
 
     Raises:
-        ValueError, TypeError: an argument that no number of devices could make work.
+        ValueError, TypeError: an argument that is invalid for any number of devices.
     """
 
     _DEFERRED_PLACE = "configure_model"
@@ -170,18 +176,18 @@ class TrainerMixin(TrainerCheckpointsMixin, TrainerPipelineMixin, TrainerLoaders
         self._gradients_checked = False
         self._gradient_norm: Tensor | None = None
 
-    # ---- a run's beginning and end -------------------------------------------------------------------------
+    # ---- start and end of a run ----------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        """See StrategyMixin; the module's `device_mesh` is this process's one mesh."""
+        """See StrategyMixin; sets the module's `device_mesh` to the strategy's mesh."""
         super().setup_environment()
-        # The stock strategy has set the mesh that it made, and LightningModule.device_mesh has no setter.
+        # The stock strategy has set the mesh that it made itself, and LightningModule.device_mesh has no setter.
         self.lightning_module._device_mesh = self._device_mesh
         self._gradients_checked = False
 
     @contextmanager
     def tensor_init_context(self, empty_init: Any = _IN_CONFIGURE_MODEL) -> Iterator[None]:
-        """As the stock one; with a plan, what would be without values waits for them instead (see `empty_init`)."""
+        """As the stock one; with a plan, parameters that would be empty are deferred instead (see `empty_init`)."""
         in_configure_model = empty_init is _IN_CONFIGURE_MODEL
         if self._plan is None or not self._empty_init or not (in_configure_model or empty_init):
             with super().tensor_init_context(**({} if in_configure_model else {"empty_init": empty_init})):
@@ -191,10 +197,10 @@ class TrainerMixin(TrainerCheckpointsMixin, TrainerPipelineMixin, TrainerLoaders
             yield
 
     def setup(self, trainer: Any) -> None:
-        """Apply the plan to what `configure_model` has built, then all that the stock strategy does."""
+        """Apply the plan to the model that `configure_model` has built, then run the stock setup."""
         self._prepare_for_loaders(trainer)
-        # A step may compute with DTensors, which torch.inference_mode breaks. Lightning knows that of gloo groups
-        # (by name) only.
+        # A step may compute with DTensors, which torch.inference_mode breaks. Lightning disables it only for groups
+        # whose backend is named gloo.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False
         self._is_fitting = trainer.state.fn == "fit"
@@ -223,11 +229,11 @@ class TrainerMixin(TrainerCheckpointsMixin, TrainerPipelineMixin, TrainerLoaders
         self._watch_memory(self.model, *self.optimizers)
         if steps_in_backward:
             self._step_in_backward(self.model, self.optimizers[0], trainer.gradient_clip_val)
-            # After the backward there is nothing left to clip, which torch's clipping takes for an error.
+            # No gradients are left after the backward, which torch's clipping reports as an error.
             self.precision_plugin.clip_gradients = lambda *_, **__: None
 
     def _wrap_gradient_hooks(self) -> None:
-        """Have on_after_backward and on_before_optimizer_step, of the module and of callbacks, compute as steps do."""
+        """Run on_after_backward and on_before_optimizer_step of the module and of callbacks in the context of steps."""
         for name in CALL_GRADIENT_HOOKS:
             method = getattr(type(self.precision_plugin), name).__get__(self.precision_plugin)
             setattr(self.precision_plugin, name, computing_with_parameters(method, self._module_in_stages()))
@@ -237,7 +243,7 @@ class TrainerMixin(TrainerCheckpointsMixin, TrainerPipelineMixin, TrainerLoaders
 
     def _shard_model(self) -> bool:
         module = self.lightning_module
-        before = parameters_of(self.model)  # until this returns: torch moves no DTensor that has weak references
+        before = parameters_of(self.model)  # local to this method: torch cannot move a DTensor with weak references
         values_to_come = self._apply_plan(
             self.model, entry_points=_overridden_steps(module), root_is_called=module.automatic_optimization
         )
@@ -245,7 +251,7 @@ class TrainerMixin(TrainerCheckpointsMixin, TrainerPipelineMixin, TrainerLoaders
         return values_to_come
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Make the optimizers, or take those that LightningCLI made with the model; torch's own become fused."""
+        """Build the optimizers, or take those that LightningCLI built with the model; fuse those of torch."""
         with self._empty_groups_allowed():
             super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
@@ -254,7 +260,7 @@ class TrainerMixin(TrainerCheckpointsMixin, TrainerPipelineMixin, TrainerLoaders
             self.data_axes.add_optimizer(optimizer)
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """What the precision plugin does, over all ranks' parts; the norm before is logged as "gradient_norm"."""
+        """Clip by the norm over all ranks' shards; the norm before clipping is logged as "gradient_norm"."""
         from weft.strategy.data_parallel import clip_gradients_by_norm
 
         parameters = self.precision_plugin.main_params(optimizer)
@@ -266,12 +272,12 @@ class TrainerMixin(TrainerCheckpointsMixin, TrainerPipelineMixin, TrainerLoaders
 
     @property
     def gradient_norm(self) -> Tensor | None:
-        """The norm of the gradients before they were last clipped by it; None: they never were."""
+        """Return the gradients' norm before the last clipping by norm; None: there was no such clipping."""
         return self._gradient_norm
 
     @contextmanager
     def _plan_instead_of_configure_model(self) -> Iterator[None]:
-        """Inside, `configure_model` counts as overridden, which the stock `setup` insists on, if there is a plan."""
+        """With a plan, `configure_model` counts as overridden inside, which the stock `setup` requires."""
         module = self.lightning_module
         if self._plan is None or "configure_model" in vars(module):
             yield
@@ -284,12 +290,12 @@ class TrainerMixin(TrainerCheckpointsMixin, TrainerPipelineMixin, TrainerLoaders
             del module.configure_model
 
     def on_train_start(self) -> None:
-        """Continue with one random state: hooks between setup and here may have drawn on some ranks only."""
+        """Synchronize random states again: hooks since setup may have drawn numbers on some ranks only."""
         super().on_train_start()
         self._share_random_state()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Remember that this process is going down, so that its exit waits for no other rank."""
+        """Mark this process as failed, so that its exit does not wait for other ranks."""
         super().on_exception(exception)
         guard().mark_failed(True)
         if self._stepper is not None and self._stepper.num_stepped:
@@ -299,7 +305,7 @@ class TrainerMixin(TrainerCheckpointsMixin, TrainerPipelineMixin, TrainerLoaders
             )
 
     def teardown(self) -> None:
-        """The stock teardown. The process group and the mesh stay: what a run leaves must remain usable."""
+        """Run the stock teardown. The process group and the mesh stay, because the model remains usable after a run."""
         guard().watch_signals(False)
         self._unwatch_memory()
         self._stop_stepping()
@@ -313,19 +319,19 @@ class TrainerMixin(TrainerCheckpointsMixin, TrainerPipelineMixin, TrainerLoaders
     # ---- steps ---------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's `training_step`, which may read replicated parameters as plain tensors."""
+        """Run the module's `training_step`; with a plan it computes with parameters as on one device."""
         return self._step("training", super().training_step, args, kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's `validation_step`; see `training_step`."""
+        """Run the module's `validation_step`; see `training_step`."""
         return self._step("validation", super().validation_step, args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's `test_step`; see `training_step`."""
+        """Run the module's `test_step`; see `training_step`."""
         return self._step("test", super().test_step, args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's `predict_step`; see `training_step`."""
+        """Run the module's `predict_step`; see `training_step`."""
         return self._step("prediction", super().predict_step, args, kwargs)
 
     def _step(self, stage: str, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -343,25 +349,25 @@ class TrainerMixin(TrainerCheckpointsMixin, TrainerPipelineMixin, TrainerLoaders
         return run_step(step, None, *args, **kwargs)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """The stock hook; what the step has left alive is kept for the backward that begins."""
+        """Run the stock hook, and begin the phase "backward" of the memory count."""
         super().pre_backward(closure_loss)
         if self._watch is not None:
             self._watch.backward_begins()
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        """After a run's first backward: replicated parameters must have got equal gradients on all ranks."""
+        """Average gradients; after a run's first backward, check that replicated parameters have equal gradients."""
         super().post_backward(closure_loss)
         self.data_axes.after_backward()
         self._check_first_gradients([self.model])
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Gradients stay this rank's own inside; the stock one knows of DistributedDataParallel alone."""
+        """Inside, gradients are not averaged over ranks; the stock method only supports DistributedDataParallel."""
         with self.data_axes.without_sync():
             yield
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """As the stock one, over the data axes by default: each replica counts once, and one alone sends nothing."""
+        """As the stock one, over the data axes by default: replicas count once, and one alone does not communicate."""
         if group is None and self.data_group.size() == 1:
             return tensor
         return super().reduce(tensor, group or self.data_group, reduce_op)

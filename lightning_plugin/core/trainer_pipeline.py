@@ -1,4 +1,4 @@
-"""A Trainer's steps where the module's model is cut into the stages of a pipeline."""
+"""The Trainer's steps for a LightningModule whose model is cut into the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class TrainerPipelineMixin(PipelineMixin):
-    """The module's own steps, run once for each micro-batch on every stage, up to the model's call on all but the last.
+    """Runs the module's own steps once for each micro-batch on every stage, up to the model's call on all but the last.
 
-    What a step logs and gives is put together on the last stage and handed to all. The schedule, backwards included,
-    runs in `training_step`; the Trainer's backward, after it has zeroed gradients, installs those of the schedule.
+    The last stage combines the logs and results of the micro-batches and broadcasts them to all stages. The schedule
+    runs in `training_step`, including backwards. The Trainer then zeroes gradients and calls its backward, which
+    installs the gradients that the schedule has computed.
     """
 
     def _init_pipeline(self, settings: PlanSettings) -> None:
@@ -114,7 +115,10 @@ class TrainerPipelineMixin(PipelineMixin):
         return call
 
     def _convert_before_cutting(self) -> None:
-        """What other stages know of a layer's dtype is what it is now. Values to come are made in their dtype."""
+        """Convert the model's dtype before the cut, at which other stages record the dtypes of layers.
+
+        Models with deferred or meta parameters are built in their final dtype.
+        """
         from weft.strategy.deferred import is_deferred
 
         if not any(parameter.is_meta or is_deferred(parameter) for parameter in self.model.parameters()):
@@ -122,7 +126,7 @@ class TrainerPipelineMixin(PipelineMixin):
 
     @contextlib.contextmanager
     def _empty_groups_allowed(self) -> Iterator[None]:
-        """Inside, an optimizer may be made of no parameters at all, which a stage may be left with."""
+        """Inside, optimizers accept an empty list of parameters, because a stage may have none."""
         if self._pipeline is None:
             yield
             return
@@ -145,11 +149,14 @@ class TrainerPipelineMixin(PipelineMixin):
                 )
 
     def _setup_steps(self, module: Any) -> None:
-        """Once the module is where it stays; `_end_steps` undoes it, but for metrics, whose values stay known."""
+        """Prepare for steps; call it once the module is on its final device.
+
+        `_end_steps` undoes this, except for metrics, whose values stay available on every stage.
+        """
         self._end_steps()
         if self._stage_metrics is not None:
             self._stage_metrics.remove()
-        if module.example_input_array is not None:  # which summaries would call the model with
+        if module.example_input_array is not None:  # model summaries would call the model with it
             self._example = (module, module.example_input_array)
             module.example_input_array = None
         self._step_logs = StepLogs(module)
@@ -161,7 +168,7 @@ class TrainerPipelineMixin(PipelineMixin):
         if around and self._is_fitting and self.data_axes.shards_parameters:
             from weft.strategy.data_parallel import GradientReducer
 
-            # FSDP2 has the stages alone.
+            # FSDP2 shards only the stages; gradients of the parameters beside them are averaged here.
             self._reducer_around = GradientReducer(torch.nn.ParameterList(around), self.data_group)
 
     def _end_steps(self) -> None:
@@ -172,7 +179,7 @@ class TrainerPipelineMixin(PipelineMixin):
         self._step_logs = self._reducer_around = self._example = self._kept = None
 
     def _run_in_stages(self, kind: str, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One of the module's steps for a batch: what it would have given on one device, on every stage."""
+        """Run one of the module's steps for a batch; return the result that one device would have, on every stage."""
         with self.pipeline.failures.told():
             return self._run_parts(kind, step, args, kwargs)
 
@@ -188,7 +195,7 @@ class TrainerPipelineMixin(PipelineMixin):
             else:
                 run.outputs = dict(enumerate(pipeline.evaluate(parts, run, split=run.split)))
         sizes = [_num_samples(part) for part in parts]
-        # Predictions have no weights; their batches may lack what these are counted by.
+        # Predictions are not weighted: their batches may lack the entries that micro_batch_weight reads.
         weights = run.weights(None if kind == "prediction" else settings.micro_batch_weight, sizes)
         logged, output, dtype = self._of_last_stage(
             lambda: (self._step_logs.combined(weights, sizes), run.joined(sizes, weights), run.loss_dtype)
@@ -202,7 +209,7 @@ class TrainerPipelineMixin(PipelineMixin):
     def _run_schedule(self, run: _StepOfParts) -> Tensor:
         module, pipeline = self.lightning_module, self.pipeline
         trainer = module.trainer
-        # What the Trainer divides the loss by; a user's own backward may do more.
+        # The Trainer divides the loss by this number; the factor of an overridden backward is unknown.
         scale = None if is_overridden("backward", module, "LightningModule") else 1 / trainer.accumulate_grad_batches
         self._kept = KeptGradients(
             (parameter for parameter in module.parameters() if parameter.requires_grad),
@@ -223,7 +230,7 @@ class TrainerPipelineMixin(PipelineMixin):
             return loss
 
     def _of_last_stage(self, compute: Callable[[], Any]) -> Any:
-        """What `compute` gives, or raises, on the last stage, where alone it is called; collective."""
+        """Call `compute` on the last stage only; return its result, or raise its error, on every stage. Collective."""
         packed = None
         if self.pipeline.has_last_stage:
             try:
@@ -266,7 +273,7 @@ class _StepOfParts:
 
     def __init__(self, strategy: Any, parts: Sequence[Any], step: Callable[[Any], Any]) -> None:
         self.parts = parts
-        self.outputs: dict[int, Any] = {}  # what it gave beside losses, on the last stage
+        self.outputs: dict[int, Any] = {}  # the step's results without losses, on the last stage
         self.loss_dtype = torch.get_default_dtype()
         self._strategy = strategy
         self._step = step
@@ -286,7 +293,7 @@ class _StepOfParts:
             return strategy._step_logs.of_micro_batch(number, lambda: self._step(part))
 
     def loss(self, part: Any) -> Any:
-        """The loss alone."""
+        """Run the step; return its loss, and keep the rest of its result in `outputs`."""
         output = self(part)
         if isinstance(output, dict):
             beside = {key: item for key, item in output.items() if key != "loss"}
@@ -301,13 +308,13 @@ class _StepOfParts:
         return output
 
     def weights(self, weight: Callable[[Any], float] | None, sizes: Sequence[int | None]) -> list[float]:
-        """What micro-batches count for in what is logged."""
+        """Return the weight of each micro-batch in logged values."""
         if weight is not None:
             return [float(weight(part)) for part in self.parts]
         return [1.0 if size is None else float(size) for size in sizes]
 
     def joined(self, sizes: Sequence[int | None], weights: Sequence[float]) -> Any:
-        """What the step gave for the batch, beside a loss."""
+        """Return the step's result for the batch, without the loss."""
         if not self.outputs:
             return None
         return join_outputs([self.outputs[number] for number in sorted(self.outputs)], sizes, weights)
@@ -315,7 +322,7 @@ class _StepOfParts:
 
 @contextlib.contextmanager
 def unchanged(module: Any, has_buffers: bool = True) -> Iterator[None]:
-    """Afterwards the module's own numbers, texts, lists and buffers are what they were, if they were plain."""
+    """Restore the module's own numbers, strings, plain lists and buffers afterwards."""
     values = {key: value for key, value in vars(module).items() if isinstance(value, (bool, int, float, str))}
     lists = {key: (value, list(value)) for key, value in vars(module).items() if type(value) is list}
     of_module = module._buffers.items() if has_buffers else ()
@@ -336,7 +343,7 @@ def unchanged(module: Any, has_buffers: bool = True) -> Iterator[None]:
 
 
 def _names_with(module: torch.nn.Module, name: str, inner: Sequence[str]) -> tuple[str, ...]:
-    """A module's parameters in its order, those of the module `name` in it as they were when it was whole."""
+    """Return the names of a module's parameters, in order; `inner`: those in its submodule `name` before the cut."""
     from weft.strategy.assignments import join
 
     names: list[str] = []
@@ -353,12 +360,12 @@ def _num_samples(part: Any) -> int | None:
 
     try:
         return batch_size_of(part)
-    except ValueError:  # only a split of the user's own knows them
+    except ValueError:  # only the user's split_batch knows the samples of such a batch
         return None
 
 
 def _sees_zero_grad(trainer: Any) -> bool:
-    """Whether hooks see the gradients that are about to be zeroed, or other code zeroes them."""
+    """Return whether hooks see the gradients before they are zeroed, or the user's code zeroes them."""
     hooks = ("on_before_zero_grad", "optimizer_zero_grad")
     if any(is_overridden(hook, trainer.lightning_module, "LightningModule") for hook in hooks):
         return True

@@ -1,4 +1,4 @@
-"""weft's strategy for the Trainer of `lightning`, or of `pytorch_lightning` where that alone is installed; callbacks.
+"""weft's strategy and callbacks for the Trainer of `lightning`, or of `pytorch_lightning` if only that is installed.
 
     import weft.lightning
     trainer = Trainer(accelerator="cpu", devices=2, strategy="weft")

@@ -1,4 +1,4 @@
-"""weft's strategy for Fabric: `lightning.fabric`'s, or `lightning_fabric`'s where that alone is installed."""
+"""weft's strategy for `lightning.fabric`, or for `lightning_fabric` if only that is installed."""
 
 from weft._plugin import factory
 

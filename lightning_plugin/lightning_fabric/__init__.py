@@ -1,4 +1,4 @@
-"""weft's strategy for `lightning_fabric`, whatever else is installed; registers the names too."""
+"""weft's strategy for `lightning_fabric`, even if `lightning` is installed; importing registers the names, too."""
 
 from weft._plugin import factory
 

@@ -1,4 +1,7 @@
-"""weft's strategy and callbacks for `pytorch_lightning`, whatever else is installed; registers the names too."""
+"""weft's strategy and callbacks for `pytorch_lightning`, even if `lightning` is installed.
+
+Importing registers the strategy names, too.
+"""
 
 from weft._plugin import factory
 from weft._plugin.consolidate import consolidate_checkpoint
