@@ -2,8 +2,8 @@
 
     make docs
 
-What stands outside of the page's two markers is written by hand. tests/ops/test_operators_page.py holds the page
-against this, and the figures against what is measured.
+The text outside the page's two markers is written by hand. tests/ops/test_operators_page.py compares the page with this
+generator's output, and the figures with measurements.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SHORT = {
 
 
 def public_operators() -> set[str]:
-    """Names of the registered operators that have no underscore."""
+    """Return the names of the registered operators that do not begin with an underscore."""
     names = {schema.name for schema in torch._C._jit_get_all_schemas()}
     names = {name.removeprefix("weft::") for name in names if name.startswith("weft::")}
     return {name for name in names if not name.startswith("_")}
@@ -85,7 +85,7 @@ def _costs(operator: Operator, form: Form) -> str:
 
 
 def tables() -> str:
-    """The generated part of the page."""
+    """Return the generated part of the page."""
     lines = [_row("operator", "computes"), "|---|---|", *map(_facts, OPERATORS), ""]
     heads = "call", "shapes on a rank", "kept for the backward", "collectives or messages, forward + backward"
     lines += [_row(*heads, "peak of the forward", "peak of the backward"), "|---|---|---|---|---|---|"]
@@ -94,7 +94,7 @@ def tables() -> str:
 
 
 def page(text: str) -> str:
-    """The page with what is between its markers written again."""
+    """Return the page with new tables between its markers."""
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)
     return f"{before}{BEGIN}\n\n{tables()}\n\n{END}{after}"

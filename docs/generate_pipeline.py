@@ -16,12 +16,12 @@ SEVERAL_STAGES = ("interleaved", "looped_bfs")
 
 
 def figures() -> dict[str, str]:
-    """The SVG of each kind of schedule."""
+    """Return the SVG of each kind of schedule."""
     result = {}
     for kind in SCHEDULES:
         stages = 2 if kind in SEVERAL_STAGES else 1
         schedule = Schedule.generate(kind, NUM_RANKS, NUM_MICRO_BATCHES, stages).merge_backwards()
-        # Two stages a rank are half as large each.
+        # With two stages per rank, each has half the layers.
         share = 1 / stages
         cost = StageCost(forward=share, backward_input=share, backward_weight=share)
         result[kind] = draw(schedule.simulate([cost]))
@@ -29,7 +29,7 @@ def figures() -> dict[str, str]:
 
 
 def page(text: str) -> str:
-    """The page with its figures' lines."""
+    """Return the page with new links to the figures between its markers."""
     begin, end = text.index(BEGIN) + len(BEGIN), text.index(END)
     lines = "".join(f"`{kind}`\n\n![{kind}](pipeline/{kind}.svg)\n\n" for kind in SCHEDULES)
     return f"{text[:begin]}\n{lines}{text[end:]}"

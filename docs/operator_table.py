@@ -1,15 +1,15 @@
-"""What docs/operators.md says of every public operator; tests/ops/test_operators_page.py measures it.
+"""The rows of the tables of docs/operators.md, for each public operator; tests/ops/test_operators_page.py checks them.
 
 Shapes, counts and sizes are expressions of
 
-    n       ranks of the group
-    rank    this rank's place in it
-    T       tokens of x on this rank: all its dims but the last
-    d       its features
+    n       number of ranks of the group
+    rank    this rank in the group
+    T       tokens of x on this rank: the product of all dims but the last
+    d       features of x
     f, o    rows of this rank's shard of a weight; output features
-    v       this rank's part of the vocabulary
+    v       size of this rank's shard of the vocabulary
 
-and of the number of elements of the tensors: x, w1, weight, ...; y is the first result.
+and of the tensors' numbers of elements: x, w1, weight, ...; y is the first result.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Size:
-    """Elements of the call's dtype, and bytes of something else."""
+    """A size: elements of the call's dtype, plus bytes of other dtypes."""
 
     elements: str = "0"
     num_bytes: str = "0"
@@ -27,17 +27,17 @@ class Size:
 
 @dataclass(frozen=True)
 class Form:
-    """One way to call an operator, and what it costs."""
+    """One way to call an operator, and its memory and communication."""
 
-    tensors: dict[str, str]  # their shapes
-    result: str  # of several results: shape; shape
+    tensors: dict[str, str]  # the shape of each
+    result: str  # for several results: shape; shape
     options: dict[str, object] = field(default_factory=dict)
     computed: dict[str, str] = field(default_factory=dict)  # options that are expressions
-    label: str = ""  # how it differs from the operator's other forms
+    label: str = ""  # difference from the operator's other forms
     forward: dict[str, str] = field(default_factory=dict)  # collectives, by c10d's names
     backward: dict[str, str] = field(default_factory=dict)
-    keeps: tuple[str, ...] = ()  # inputs that the backward needs, and results: y, sum
-    saved: Size = Size()  # and what is made for it
+    keeps: tuple[str, ...] = ()  # inputs kept for the backward, and results: y, sum
+    saved: Size = Size()  # other tensors kept for the backward
     forward_peak: Size = Size("y")
     backward_peak: Size = Size()
 
@@ -49,7 +49,7 @@ class Operator:
     forms: tuple[Form, ...]
 
 
-MESSAGE_SIDES = ("pipeline_send", "pipeline_recv")  # whose forms are of one message: with gradients, and without
+MESSAGE_SIDES = ("pipeline_send", "pipeline_recv")  # their two forms: one message with gradients, one without
 INTEGERS = ("input", "target", "seed")
 GATHER, SCATTER = {"all_gather_into_tensor": "1"}, {"reduce_scatter_tensor": "1"}
 SUM, EXCHANGE, NONE = {"all_reduce": "1"}, {"all_to_all_single": "1"}, {}
@@ -69,7 +69,7 @@ _CLASSES = {"computed": {"vocab_start": "rank*v", "vocab_size": "n*v"}, "result"
 
 
 def _pair(name: str, computes: str, *, result: str, along_other: str, **costs: object) -> Operator:
-    """A pair along the first dim of x, and along another, where copies bring the dim to the front and back."""
+    """Return the operator with a form for the first dim of x, and one for another, which needs transposing copies."""
     other = {key: costs.pop(key) for key in ("other_forward_peak", "other_backward_peak")}
     first = Form({"x": "T, d"}, result, {"dim": 0}, label="`dim` 0", backward_peak=Size("x"), **costs)
     peaks = {key.removeprefix("other_"): Size(value) for key, value in other.items()}
@@ -78,8 +78,11 @@ def _pair(name: str, computes: str, *, result: str, along_other: str, **costs: o
 
 
 def _norm(name: str, computes: str, *, is_layer: bool = False, is_sum: bool = False) -> Operator:
-    """One number a token is made for the backward, two for a layer norm. It sums the parameters' gradients in at most
-    64 blocks of tokens. x and residual get one gradient, of which torch gives the second leaf a copy."""
+    """Return the operator of a norm.
+
+    The forward saves one number per token, two for a layer norm. The backward sums the parameters' gradients in at most
+    64 blocks of tokens. x and residual share one gradient, of which torch gives the second leaf a copy.
+    """
     tensors = {"x": "T, d"} | ({"residual": "T, d"} if is_sum else {}) | {"weight": "d"}
     tensors |= {"bias": "d"} if is_layer else {}
     rows, params = ("2*T", "2*d") if is_layer else ("T", "d")
