@@ -6,6 +6,26 @@ import json
 from pathlib import Path
 from typing import Any
 
+from pictures import DASHES, byte_axis, log_byte_axis, new_pyplot, save_svg
+
+# How pictures call the workloads and the columns of benchmarks/memory.py.
+WORKLOADS = {
+    "feed_forward": "Lightning's FeedForward(8192, 8192)",
+    "activations": "FeedForward(1024, 4096), 8,192 tokens",
+    "language_model": "Language model",
+}
+COLUMNS = {
+    "stock": "Lightning's ModelParallelStrategy",
+    "stock_meta": "the same, model built on meta",
+    "weft": "weft",
+    "weft_in_backward": "weft, optimizer in the backward",
+    "weft_by_rows": "weft, optimizer in the backward by rows",
+    "weft_own_optimizer": "weft, unfused optimizer",
+    "weft_recompute": "weft, operators recompute",
+    "weft_selective": "weft, selective checkpointing",
+    "weft_checkpointed": "weft, full checkpointing",
+}
+
 
 def write_report(report: dict[str, Any], folder: Path) -> None:
     """Write results.json, table.md and memory.svg."""
@@ -55,33 +75,35 @@ def _gb(num_bytes: int) -> str:
 
 def draw(report: dict[str, Any], path: Path) -> None:
     """Draw, for each workload, peak bytes against ranks with the ideal 1/n line, and the categories of weft's ranks."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "weft"  # the same figures produce the same file
-    from matplotlib import pyplot
-
+    pyplot = new_pyplot()
     names = list(dict.fromkeys(row["workload"] for row in report["results"]))
     figure, axes = pyplot.subplots(len(names), 2, figsize=(11, 4 * len(names)), squeeze=False)
     for (curves, bars), name in zip(axes, names, strict=True):
         rows = [row for row in report["results"] if row["workload"] == name]
         _draw_curves(curves, rows)
         _draw_categories(bars, rows)
-        curves.set_title(f"{name}: peak of a rank")
-        bars.set_title(f"{name}: what it is for, weft by default")
+        workload = WORKLOADS.get(name, name)
+        curves.set_title(f"{workload}: peak of a rank")
+        bars.set_title(f"{workload}: categories at the peak of weft")
     figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
+    save_svg(figure, path, "Peak memory of a rank against the number of ranks, and its categories, by workload")
     pyplot.close(figure)
 
 
 def _draw_curves(axes: Any, rows: list[dict[str, Any]]) -> None:
-    for column in dict.fromkeys(row["column"] for row in rows):
+    columns = list(dict.fromkeys(row["column"] for row in rows))
+    for position, column in enumerate(columns):
         own = sorted((row["num_ranks"], row["peak_bytes"]) for row in rows if row["column"] == column)
-        axes.plot([n for n, _ in own], [size / 1e9 for _, size in own], marker="o", label=column)
+        style = {"linestyle": DASHES[position % len(DASHES)], "marker": "o", "markersize": 4}
+        # Wider below: a curve that has the same points as a later one shows at its sides.
+        width = 1.2 + 0.5 * (len(columns) - position)
+        axes.plot(*zip(*own, strict=True), label=COLUMNS.get(column, column), linewidth=width, **style)
     ideal = sorted((row["num_ranks"], row["ideal_bytes"]) for row in rows if row["column"] == "weft")
-    axes.plot([n for n, _ in ideal], [size / 1e9 for _, size in ideal], "k--", label="ideal 1/n of weft")
-    axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="GB")
+    axes.plot(*zip(*ideal, strict=True), "k:", linewidth=1, label="ideal: weft on one rank, divided by the ranks")
+    axes.set(xscale="log", yscale="log", xlabel="ranks")
     axes.set_xticks([n for n, _ in ideal], [str(n) for n, _ in ideal])
+    axes.minorticks_off()
+    log_byte_axis(axes.yaxis)
     axes.legend(fontsize="small")
 
 
@@ -91,10 +113,11 @@ def _draw_categories(axes: Any, rows: list[dict[str, Any]]) -> None:
         return
     usages = [max((rank["training"] for rank in row["ranks"]), key=lambda usage: sum(usage.values())) for row in own]
     labels = [str(row["num_ranks"]) for row in own]
-    bottoms = [0.0] * len(own)
+    bottoms = [0] * len(own)
     for category in ["allocated"] if "allocated" in usages[0] else usages[0]:  # reserved bytes include allocated ones
-        heights = [usage[category] / 1e9 for usage in usages]
+        heights = [usage[category] for usage in usages]
         axes.bar(labels, heights, bottom=bottoms, label=category.replace("_", " "))
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
-    axes.set(xlabel="ranks", ylabel="GB")
+    axes.set(xlabel="ranks")
+    byte_axis(axes.yaxis)
     axes.legend(fontsize="small")
