@@ -9,7 +9,6 @@ themselves on `import weft.lightning`.
 from __future__ import annotations
 
 import importlib
-import re
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -62,18 +61,13 @@ def _load() -> None:
     globals().update({name: getattr(collectives, name) for name in __all__ if name.endswith("Error")})
 
 
-def _is_command() -> bool:
-    """Return whether this process is `python -m weft`, whose estimates run without torch."""
-    if sys.argv[:1] != ["-m"]:  # the placeholder while Python searches for the module of -m
-        return False
-    for position, argument in enumerate(sys.orig_argv):
-        found = re.fullmatch(r"-[bBdEiIOPqRsSuvx]*m(.*)", argument)  # -m weft, -mweft, -um weft
-        if found:
-            return [found[1] or "".join(sys.orig_argv[position + 1 : position + 2])] == ["weft"]
-    return False
+def _is_wanted() -> bool:
+    """Return whether to load torch and the operators; the command `weft estimate` does without them."""
+    command = sys.modules.get("weft_command")
+    return command is None or command.needs_operators
 
 
-if not _is_command():
+if _is_wanted():
     _load()
 
 

@@ -1,75 +1,7 @@
-"""weft's commands: `estimate` predicts the memory of each rank, `compare` compares sharded and unsharded training."""
+"""`python -m weft` is the command `weft`."""
 
-from __future__ import annotations
-
-import argparse
 import importlib
-import json
 import sys
-from typing import Any
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m weft", description="weft's commands")
-    commands = parser.add_subparsers(dest="command", required=True)
-    estimate = commands.add_parser("estimate", help="bytes per rank and phase of a training, from its configuration")
-    estimate.add_argument("--config", required=True, metavar="FILE", help="a YAML file, as docs/memory.md describes it")
-    estimate.add_argument("--layout", metavar="SIZES", help="such as pp2,dp2,tp2; replaces the file's mesh or layout")
-    estimate.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
-    _add_compare(commands)
-    args = parser.parse_args()
-    return _compare(args) if args.command == "compare" else _estimate(args)
-
-
-def _estimate(args: argparse.Namespace) -> int:
-    module = importlib.import_module("weft.strategy.estimate")
-    try:
-        result = module.estimate_file(args.config, layout=args.layout)
-    except ValueError as error:
-        print(f"weft estimate: {error}", file=sys.stderr)
-        return 2
-    print(json.dumps(result.to_dict(), indent=2) if args.json else result)
-    return 0
-
-
-def _add_compare(commands: Any) -> None:
-    compare = commands.add_parser(
-        "compare",
-        help="train a model a few steps sharded and unsharded, and print where they differ",
-        description="Exit status: 0 if they agree, 1 if they differ, 2 if they could not be compared.",
-    )
-    name = "PACKAGE.MODULE:NAME"
-    compare.add_argument("--module", required=True, metavar=name, help="a model, or a function that builds one")
-    compare.add_argument("--batch", metavar=name, help="a batch, or a function that makes one")
-    compare.add_argument("--loss", metavar=name, help="a function (module, batch) -> loss")
-    compare.add_argument("--layout", default="tp2", help="such as tp2 (default), dp2 or dp2,tp2")
-    compare.add_argument("--plan", default="auto", help="auto (default), huggingface, a file, rules as YAML, or a name")
-    compare.add_argument("--steps", type=int, default=3)
-    compare.add_argument("--learning-rate", type=float, default=0.01, help="of SGD")
-    compare.add_argument("--dtype", choices=("float64", "float32", "bfloat16", "float16"), default="float64")
-    compare.add_argument("--tolerance", type=float, help="largest relative difference; default: by dtype")
-    compare.add_argument("--zero-stage", type=int, choices=(0, 1, 2, 3), default=3)
-    compare.add_argument("--sequence-parallel", action="store_true")
-    compare.add_argument("--first-layers", type=int, metavar="K", help="keep K blocks of each list of repeated blocks")
-    compare.add_argument("--mode", choices=("train", "eval"), default="train", help="eval: without dropout")
-    compare.add_argument("--seed", type=int, default=0)
-    compare.add_argument("--timeout", type=float, default=600.0, help="in seconds")
-    compare.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-def _compare(args: argparse.Namespace) -> int:
-    strategy = importlib.import_module("weft.strategy")
-    taken = ("batch", "layout", "plan", "steps", "learning_rate", "tolerance", "zero_stage", "sequence_parallel")
-    options = {name: getattr(args, name) for name in (*taken, "first_layers", "mode", "seed", "timeout")}
-    dtype = getattr(importlib.import_module("torch"), args.dtype)
-    try:
-        result = strategy.compare(args.module, loss_fn=args.loss, dtype=dtype, **options)
-    except (ValueError, RuntimeError, TimeoutError) as error:
-        print(f"weft compare: {str(error).removeprefix('compare: ')}", file=sys.stderr)
-        return 2
-    print(json.dumps(result.to_dict(), indent=2) if args.json else result)
-    return 0 if result.agrees else 1
-
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(importlib.import_module("weft_command").main())

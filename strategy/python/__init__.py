@@ -5,7 +5,7 @@
     print(weft.strategy.report(model))
 
 `Mesh`, the arithmetic of shards, the plan's rules and the memory model are C++ values in `weft.strategy._plan`. Names
-are loaded at their first use, so that `python -m weft estimate` does without torch.
+are loaded at their first use, so that `weft estimate` does without torch.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PYTHON_LAYERS = {
     "ops/python": ("weft.strategy", "weft._plugin", "weft.lightning", "lightning", "pytorch_lightning"),
     "strategy/python": ("weft._plugin", "weft.lightning", "weft.pytorch_lightning", "lightning", "pytorch_lightning"),
+    "strategy/command": ("weft._plugin", "weft.lightning", "weft.pytorch_lightning", "lightning", "pytorch_lightning"),
     "lightning_plugin/core": ("lightning", "pytorch_lightning", "lightning_fabric"),
 }
 

@@ -14,7 +14,7 @@ else:
 ROOT = Path(__file__).resolve().parents[2]
 SETUPTOOLS: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
 # The folders whose subfolders are packages; everything else in kernels/, ops/ and strategy/ is C++.
-BASES = {"weft": "ops/python", "weft.strategy": "strategy/python"}
+BASES = {"weft": "ops/python", "weft.strategy": "strategy/python", "weft_command": "strategy/command"}
 PLUGINS = "lightning_plugin"
 PLUGIN_NAMES = {"core": "_plugin"}  # packages whose name differs from their folder's
 
