@@ -9,7 +9,7 @@
 namespace weft::kernels::cpu {
 namespace {
 
-// Below this a second thread costs more than it saves; the grain of torch's own elementwise loops.
+// Below this size a second thread costs more than it saves; also torch's elementwise grain size.
 constexpr int64_t kElementsPerThread = 32768;
 
 struct CpuDevice {

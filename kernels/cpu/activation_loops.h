@@ -6,13 +6,13 @@
 
 #include <cstdint>
 
-// The loops of an ActivationJob, for the instruction set this file is compiled for. Internal
-// linkage throughout: see polynomial_math.h.
+// Runs an ActivationJob with the instruction set this file is compiled for. Internal linkage
+// throughout: see polynomial_math.h.
 namespace weft::kernels::cpu {
 namespace {
 
-// Not inlined: merged with the code around it, the loop of a long formula is not vectorised (GCC
-// 12), and each is used by several storage types.
+// Not inlined: GCC 12 does not vectorise the loop of a long formula once it is merged with the
+// surrounding code. Each loop also serves several storage types.
 template <typename Scalar, Activation kActivation>
 C10_NOINLINE void forward_tile(const Scalar* __restrict x, Scalar* __restrict h, int64_t size) {
   for (int64_t i = 0; i < size; ++i) {
@@ -135,7 +135,7 @@ void run_activation(const detail::ActivationJob& job, int64_t first, int64_t las
   }
 }
 
-// Elements [first, last) of the job.
+// Runs elements [first, last) of the job.
 void run_activation_loops(const detail::ActivationJob& job, int64_t first, int64_t last) {
   switch (job.type) {
     case detail::StorageType::kFloat32:

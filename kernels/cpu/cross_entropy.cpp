@@ -10,14 +10,14 @@
 namespace weft::kernels::cpu {
 namespace {
 
-constexpr int64_t kElementsPerThread = 32768;  // as for the activations
+constexpr int64_t kElementsPerThread = 32768;  // as in activation.cpp
 
 const Loops& loops() {
   static const Loops widest = supported_instruction_sets().front().loops;
   return widest;
 }
 
-// A row is one thread's: the bits do not depend on the number of threads.
+// Each row is processed by one thread, so results do not depend on the number of threads.
 template <typename Run, typename Job>
 void for_each_row(const Job& job, Run run) {
   const int64_t grain =

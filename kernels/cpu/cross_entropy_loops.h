@@ -7,20 +7,20 @@
 #include <cstdint>
 #include <limits>
 
-// The loops of the cross-entropy, for the instruction set this file is compiled for. Internal
-// linkage throughout: see polynomial_math.h.
+// Runs the cross-entropy jobs with the instruction set this file is compiled for. Internal linkage
+// throughout: see polynomial_math.h.
 //
-// Memory is read once: a tile, in the nearest cache, first for its largest logit and then for its
-// sum of exponentials; where the largest so far grows, what was summed up is scaled down. A tile is
-// folded by halves, in vectors that do not wait for each other, and the tiles of a row are summed
-// in double.
+// The statistics are an online softmax, which reads memory once: a tile is scanned for its largest
+// logit and then, from the cache, for its sum of exponentials. When the running maximum grows, the
+// running sum is scaled down. A tile is reduced by halves, in independent vector operations, and
+// the sums of a row's tiles are added in double.
 namespace weft::kernels::cpu {
 namespace {
 
 template <typename Scalar>
 constexpr Scalar kInfinity = std::numeric_limits<Scalar>::infinity();
 
-// All of kTileSize values into one, by halves: the same order for every instruction set.
+// Reduces kSize values to one by halves, in the same order for every instruction set.
 template <int64_t kSize, typename Scalar, typename Combine>
 C10_ALWAYS_INLINE Scalar folded(Scalar* values, const Combine& combine) {
   if constexpr (kSize == 1) {
@@ -32,7 +32,7 @@ C10_ALWAYS_INLINE Scalar folded(Scalar* values, const Combine& combine) {
   }
 }
 
-// Not inlined, like the tiles of activation_loops.h. Passes over NaN.
+// Ignores NaN. Not inlined, like the tiles of activation_loops.h.
 template <typename Scalar>
 C10_NOINLINE Scalar largest_of_tile(const Scalar* __restrict logits, int64_t size) {
   alignas(64) Scalar values[kTileSize];
@@ -63,7 +63,8 @@ C10_NOINLINE Scalar sum_of_tile(const Scalar* __restrict logits, int64_t size) {
   return folded<kTileSize>(values, [](Scalar a, Scalar b) { return a + b; });
 }
 
-// Where all logits so far are masked out, their sum is 0 and not that of NaN.
+// Returns the number to subtract before exp. While all logits so far are masked out (-infinity),
+// that is 0: their sum must be 0, not NaN.
 template <typename Scalar>
 Scalar shift_of(Scalar largest) {
   return largest == -kInfinity<Scalar> ? Scalar(0) : largest;
@@ -97,7 +98,7 @@ void run_statistics(const detail::CrossEntropyStatisticsJob& job, int64_t first,
       sum += static_cast<double>(exponentials_of_tile(tile, shift_of(largest), count));
       if (job.wants_sum) sum_of_logits += static_cast<double>(sum_of_tile(tile, count));
     });
-    // NaN comes of NaN, and of infinity.
+    // NaN and infinity in the row both make the sum NaN; only NaN makes the maximum NaN.
     if (sum != sum && has_nan(logits + row_begin, job.row_size)) {
       largest = std::numeric_limits<Scalar>::quiet_NaN();
     }
@@ -110,17 +111,18 @@ void run_statistics(const detail::CrossEntropyStatisticsJob& job, int64_t first,
   }
 }
 
-// The gradient of a row: of a logit that is not the target, and how much less the target has.
+// The gradient with respect to one logit of a row. `target_offset` is subtracted for the target
+// only.
 template <typename Scalar>
 struct RowGradient {
-  C10_ALWAYS_INLINE Scalar operator()(Scalar logit, Scalar less = 0) const {
+  C10_ALWAYS_INLINE Scalar operator()(Scalar logit, Scalar target_offset = 0) const {
     const Scalar p = PolynomialMath<Scalar>::exp((logit - largest) - log_sum);
-    return ((p - share) - less) * scale;
+    return ((p - smoothing_per_class) - target_offset) * scale;
   }
 
   Scalar largest;
   Scalar log_sum;
-  Scalar share;
+  Scalar smoothing_per_class;
   Scalar scale;
 };
 
@@ -154,31 +156,33 @@ void run_gradient(const detail::CrossEntropyGradientJob& job, int64_t first, int
       for (int64_t i = 0; i < job.row_size; ++i) gradient[row_begin + i] = Storage{};
       continue;
     }
-    const RowGradient<Scalar> of_row = {.largest = static_cast<const Scalar*>(job.largest)[row],
-                                        .log_sum = static_cast<const Scalar*>(job.log_sum)[row],
-                                        .share = static_cast<Scalar>(job.smoothing_share),
-                                        .scale = static_cast<const Scalar*>(job.grad)[row]};
+    const RowGradient<Scalar> row_gradient = {
+        .largest = static_cast<const Scalar*>(job.largest)[row],
+        .log_sum = static_cast<const Scalar*>(job.log_sum)[row],
+        .smoothing_per_class = static_cast<Scalar>(job.smoothing_per_class),
+        .scale = static_cast<const Scalar*>(job.grad)[row]};
     const int64_t column = job.targets.column(row);
-    // Read before it may be written over.
+    // Read first: an in-place gradient overwrites it.
     const Scalar own = column < 0 ? Scalar(0) : load(logits[row * job.row_stride + column]);
     const int64_t ahead = row * job.row_stride - row_begin;
     for_each_tile(row_begin, row_begin + job.row_size, [&](int64_t begin, int64_t count) {
       const Scalar* tile = reader.read(begin + ahead, count);
       Scalar* out = writer.begin(begin);
       if (tile == out) {
-        gradient_tile_in_place(out, of_row, count);
+        gradient_tile_in_place(out, row_gradient, count);
       } else {
-        gradient_tile(tile, of_row, out, count);
+        gradient_tile(tile, row_gradient, out, count);
       }
       writer.finish(begin, count);
     });
     if (column >= 0) {
-      store(of_row(own, static_cast<Scalar>(1 - job.smoothing)), gradient[row_begin + column]);
+      store(row_gradient(own, static_cast<Scalar>(1 - job.smoothing)),
+            gradient[row_begin + column]);
     }
   }
 }
 
-// Rows [first, last) of the job.
+// Both run rows [first, last) of the job.
 void run_cross_entropy_statistics_loops(const detail::CrossEntropyStatisticsJob& job,
                                         int64_t first,
                                         int64_t last) {

@@ -6,16 +6,16 @@
 
 #include <cstdint>
 
-// The loops of a DropoutJob, for the instruction set this file is compiled for. Internal linkage
+// Runs a DropoutJob with the instruction set this file is compiled for. Internal linkage
 // throughout: see polynomial_math.h.
 namespace weft::kernels::cpu {
 namespace {
 
 constexpr int64_t kWordsPerCounter = 4;
 constexpr int64_t kCountersPerTile =
-    kTileSize / kWordsPerCounter + 1;  // a tile may begin within one
+    kTileSize / kWordsPerCounter + 1;  // a tile may begin between a counter's words
 
-// The words of `count` counters from `first` on, by number of word and counter.
+// Writes word w of counter first + i to words[w][i], for `count` counters.
 C10_NOINLINE void random_words(uint64_t first,
                                uint64_t key,
                                int64_t count,
@@ -50,11 +50,11 @@ void run_dropout(const detail::DropoutJob& job, int64_t first, int64_t last) {
     const int64_t in_run = begin % job.run_size;
     const int64_t run_end = (run + 1) * job.run_size;
     const int64_t end = run_end < last ? run_end : last;
-    const int64_t shift = run * job.whole_run_size + job.run_begin + in_run - begin;
+    const int64_t shift = run * job.full_run_size + job.run_begin + in_run - begin;
     for_each_tile(begin, end, [&](int64_t tile, int64_t size) {
-      const int64_t place = tile + shift;
-      const int64_t counter = place / kWordsPerCounter;
-      const int64_t num_counters = (place + size - 1) / kWordsPerCounter - counter + 1;
+      const int64_t position = tile + shift;
+      const int64_t counter = position / kWordsPerCounter;
+      const int64_t num_counters = (position + size - 1) / kWordsPerCounter - counter + 1;
       random_words(static_cast<uint64_t>(counter), job.seed, num_counters, words);
       for (int64_t i = 0; i < num_counters; ++i) {
         for (int64_t word = 0; word < kWordsPerCounter; ++word) {
@@ -62,7 +62,7 @@ void run_dropout(const detail::DropoutJob& job, int64_t first, int64_t last) {
         }
       }
       dropout_tile<Scalar>(x.read(tile, size),
-                           random + place % kWordsPerCounter,
+                           random + position % kWordsPerCounter,
                            job.threshold,
                            static_cast<Scalar>(job.scale),
                            y.begin(tile),
@@ -73,7 +73,7 @@ void run_dropout(const detail::DropoutJob& job, int64_t first, int64_t last) {
   }
 }
 
-// Elements [first, last) of the job.
+// Runs elements [first, last) of the job.
 void run_dropout_loops(const detail::DropoutJob& job, int64_t first, int64_t last) {
   switch (job.type) {
     case detail::StorageType::kFloat32:

@@ -4,7 +4,7 @@
 
 #include <vector>
 
-// The instruction sets that loops.h is compiled for, as the running processor has them.
+// The variants of loops.h that the running processor supports.
 namespace weft::kernels::cpu {
 
 struct InstructionSet {
@@ -12,7 +12,7 @@ struct InstructionSet {
   Loops loops;
 };
 
-// Those that the running processor executes, widest first; never empty.
+// Returns the instruction sets that the running processor supports, widest first; never empty.
 std::vector<InstructionSet> supported_instruction_sets();
 
 }  // namespace weft::kernels::cpu

@@ -2,7 +2,7 @@
 
 namespace weft::kernels::cpu {
 
-// REQUIRES: the features named here are those that kernels/CMakeLists.txt compiles for.
+// REQUIRES: the features tested here are those that kernels/CMakeLists.txt compiles for.
 std::vector<InstructionSet> supported_instruction_sets() {
   __builtin_cpu_init();
   std::vector<InstructionSet> sets;

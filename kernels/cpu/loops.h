@@ -17,8 +17,8 @@ struct Loops {
   void (*dropout)(const detail::DropoutJob& job, int64_t first, int64_t last);
   // Rows [first, last).
   void (*norm_forward)(const detail::NormForwardJob& job, int64_t first, int64_t last);
-  // Rows [first, last); adds their part of the parameters' gradients to `param_sums`, as
-  // [1 or 2, row_size] of the type computed in, unless that is null.
+  // Rows [first, last). Adds their contribution to the parameters' gradients to `param_sums`,
+  // [1 or 2, row_size] in the compute type, unless that is null.
   void (*norm_backward)(const detail::NormBackwardJob& job,
                         int64_t first,
                         int64_t last,

@@ -12,8 +12,8 @@
 namespace weft::kernels::cpu {
 namespace {
 
-constexpr int64_t kElementsPerThread = 32768;  // as for the activations
-// The parameters' gradients are summed block by block of rows, and then over the blocks: the bits
+constexpr int64_t kElementsPerThread = 32768;  // as in activation.cpp
+// The parameters' gradients are summed within blocks of rows, and then over the blocks, so results
 // do not depend on the number of threads.
 constexpr int64_t kMaxBlocks = 64;
 constexpr int64_t kMinRowsPerBlock = 8;

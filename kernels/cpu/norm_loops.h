@@ -8,12 +8,13 @@
 #include <cstring>
 #include <type_traits>
 
-// The loops of the norms, for the instruction set this file is compiled for. Internal linkage
-// throughout: see polynomial_math.h. Parameters are scalars here (`wide_params`).
+// Runs the norm jobs with the instruction set this file is compiled for. Internal linkage
+// throughout: see polynomial_math.h. Parameters are always scalars here (`params_in_compute_type`).
 //
-// A sum has as many lanes for every instruction set, added up in one order: the same bits on every
-// processor, but for fused multiply-adds. Its lanes are vectors of the compiler's, which an array
-// of scalars would not become: it stays in memory, and each addition waits for the store before it.
+// A sum has the same number of lanes for every instruction set, added in one order: results are
+// bitwise equal on every processor, except for fused multiply-adds. Lanes use the compiler's vector
+// extension. An array of scalars would stay in memory, and each addition would wait for the
+// previous store.
 namespace weft::kernels::cpu {
 namespace {
 
@@ -22,7 +23,7 @@ struct Vector {
   static constexpr int64_t kLanes = 64 / sizeof(Scalar);
   typedef Scalar Lanes __attribute__((vector_size(64)));
 
-  // The first `count` elements of `data`, with zeros behind them.
+  // Loads the first `count` elements of `data`; the other lanes are 0.
   C10_ALWAYS_INLINE explicit Vector(const Scalar* data, int64_t count = kLanes) : lanes{} {
     if (count == kLanes) {
       std::memcpy(&lanes, data, sizeof lanes);
@@ -34,7 +35,7 @@ struct Vector {
   Lanes lanes;
 };
 
-// The first `count` of `lanes`.
+// Stores the first `count` lanes.
 template <typename Scalar>
 C10_ALWAYS_INLINE void store_lanes(const typename Vector<Scalar>::Lanes& lanes,
                                    Scalar* data,
@@ -46,7 +47,7 @@ C10_ALWAYS_INLINE void store_lanes(const typename Vector<Scalar>::Lanes& lanes,
   }
 }
 
-// Two vectors in turn, so that an addition need not wait for the one before.
+// Alternates between two vectors, so that an addition does not depend on the previous one.
 template <typename Scalar>
 struct LaneSum {
   static constexpr int64_t kLanes = Vector<Scalar>::kLanes;
@@ -140,8 +141,8 @@ C10_NOINLINE void normalize_tile(const Scalar* __restrict v,
   }
 }
 
-// Adds up g and g * n, and what the tile adds to the gradients of weight and bias, kNumParams of
-// them.
+// Accumulates the sums of g and g * n, as in norm_job.h, and the tile's contribution to the
+// gradients of kNumParams parameters: none, weight, or weight and bias.
 template <typename Scalar, bool kWeight, int kNumParams>
 C10_NOINLINE void gradient_sums_tile(const Scalar* __restrict grad_y,
                                      const Scalar* __restrict v,
@@ -320,7 +321,7 @@ void run_norm_backward(const detail::NormBackwardJob& job,
   }
 }
 
-// Rows [first, last) of the job.
+// Both run rows [first, last) of the job.
 void run_norm_forward_loops(const detail::NormForwardJob& job, int64_t first, int64_t last) {
   switch (job.type) {
     case detail::StorageType::kFloat32:

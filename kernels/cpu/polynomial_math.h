@@ -21,7 +21,7 @@ struct PolynomialConstants;
 
 template <>
 struct PolynomialConstants<float> {
-  using Bits = int32_t;  // signed: compared without tricks on every instruction set
+  using Bits = int32_t;  // signed: SSE2 and AVX2 have no unsigned comparison
   static constexpr Bits kSignBit = INT32_MIN;
   static constexpr int kMantissaBits = 23;
   static constexpr float kExponentBias = 127.0F;
@@ -105,7 +105,7 @@ C10_ALWAYS_INLINE Scalar polynomial(const Scalar (&coefficients)[kTerms], Scalar
   return horner(coefficients, x, std::make_index_sequence<kTerms - 1>{});
 }
 
-// The `Math` of activation_math.h.
+// Implements the `Math` of activation_math.h.
 template <typename ScalarType>
 struct PolynomialMath {
   using Scalar = ScalarType;
@@ -125,12 +125,12 @@ struct PolynomialMath {
   // Both tails keep their relative accuracy, unlike 1 + erf.
   C10_ALWAYS_INLINE static detail::NormalPoint<Scalar> normal(Scalar x) {
     constexpr Scalar kInverseSqrtTwoPi = Scalar(0.39894228040143267793994605993438);
-    // min(|x|, limit), on the bits: of selections on floating-point numbers the compiler makes
-    // branches and vectorises both sides. NaN becomes the limit; the formulae multiply by x itself.
+    // min(|x|, limit), on the bits: the compiler turns selections on floating-point numbers into
+    // branches. NaN becomes the limit; the formulae multiply by x itself.
     const auto distance = static_cast<Bits>(std::bit_cast<Bits>(x) & ~Constants::kSignBit);
     constexpr auto kLimit = std::bit_cast<Bits>(Constants::kNormalLimit);
     const Scalar a = std::bit_cast<Scalar>(distance < kLimit ? distance : kLimit);
-    // The rounding error of a * a would be magnified by exp: the square in two parts.
+    // exp would magnify the rounding error of a * a, so the square is the sum of two terms.
     const Scalar high =
         std::bit_cast<Scalar>(static_cast<Bits>(std::bit_cast<Bits>(a) & Constants::kHighHalf));
     const Scalar density =
@@ -142,7 +142,7 @@ struct PolynomialMath {
   }
 
  private:
-  // exp(high + low) for |low| much below |high|, or 0.
+  // Returns exp(high + low). `low` is 0 or much smaller than `high` in magnitude.
   // REQUIRES: high within the bounds of exp(), or a little below them, where the result is 0.
   C10_ALWAYS_INLINE static Scalar exp_of_sum(Scalar high, Scalar low) {
     constexpr Scalar kLog2E = Scalar(1.4426950408889634073599246810019);

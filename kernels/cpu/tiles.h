@@ -7,12 +7,13 @@
 #include <cstdint>
 #include <type_traits>
 
-// How the loops read and write arrays, for the instruction set this file is compiled for. Internal
-// linkage throughout: see polynomial_math.h.
+// Reads and writes arrays for the loops, with the instruction set this file is compiled for.
+// Internal linkage throughout: see polynomial_math.h.
 //
-// Work goes tile by tile: operands are converted and biased into small buffers, the formula runs
-// over the buffers, results are rounded into place. Plain float and double operands are read and
-// written where they lie. So one loop per formula serves every storage type, with and without bias.
+// Work proceeds in tiles of up to kTileSize elements: operands are converted into small buffers and
+// their bias is added, the formula runs over the buffers, and results are rounded into the output.
+// float and double arrays without bias are read and written in place. One loop per formula thus
+// serves every storage type, with and without bias.
 namespace weft::kernels::cpu {
 namespace {
 
@@ -21,7 +22,7 @@ constexpr int64_t kTileSize = 512;
 template <typename Storage>
 using ScalarOf = std::conditional_t<std::is_same_v<Storage, double>, double, float>;
 
-// An operand as scalars, its bias added.
+// Reads an operand as scalars and adds its bias.
 template <typename Storage>
 class TileReader {
  public:
@@ -32,7 +33,7 @@ class TileReader {
         bias_(static_cast<const Storage*>(bias)),
         row_size_(row_size) {}
 
-  // Valid until the next call. `begin` indexes the whole array.
+  // Returns elements [begin, begin + size) of the array; valid until the next call.
   const Scalar* read(int64_t begin, int64_t size) {
     const Storage* source = data_ + begin;
     if (bias_ == nullptr) {
@@ -69,7 +70,7 @@ class TileReader {
   alignas(64) Scalar buffer_[kTileSize];
 };
 
-// Where results go: begin() gives the place to write scalars, finish() stores them.
+// Writes results: begin() returns the memory to write scalars to, finish() stores them.
 template <typename Storage>
 class TileWriter {
  public:

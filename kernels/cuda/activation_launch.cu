@@ -15,7 +15,7 @@ using detail::ActivationJob;
 __device__ __forceinline__ float normal_cdf(float x) { return normcdff(x); }
 __device__ __forceinline__ double normal_cdf(double x) { return normcdf(x); }
 
-// The `Math` of activation_math.h.
+// Implements the `Math` of activation_math.h.
 template <typename ScalarType>
 struct DeviceMath {
   using Scalar = ScalarType;
@@ -28,7 +28,7 @@ struct DeviceMath {
   }
 };
 
-// The remainder of a division, in 32 bits where the numbers allow: 64-bit division is slow here.
+// Returns element_idx % row_size, in 32 bits if both fit: 64-bit division is slow on a GPU.
 __device__ __forceinline__ int64_t column_of(int64_t element_idx, int64_t row_size) {
   if (((element_idx | row_size) >> 31) == 0) {
     return static_cast<uint32_t>(element_idx) % static_cast<uint32_t>(row_size);
@@ -36,7 +36,7 @@ __device__ __forceinline__ int64_t column_of(int64_t element_idx, int64_t row_si
   return element_idx % row_size;
 }
 
-// kWidth elements from `begin` on, as scalars, with the bias of their columns.
+// Reads kWidth elements from `begin` on as scalars and adds the bias of their columns.
 template <typename Storage, typename Scalar, int kWidth>
 __device__ __forceinline__ void read(
     const void* data, const void* bias, int64_t row_size, int64_t begin, Scalar (&out)[kWidth]) {
@@ -96,8 +96,8 @@ __device__ __forceinline__ void compute(const ActivationJob& job, int64_t begin)
   store_pack<Storage>(job.h, begin, h);
 }
 
-// The `Operation` of elementwise.cuh. One kernel for the four operations: they differ by branches
-// that every thread takes alike, and the time goes to memory.
+// The `Operation` of elementwise.cuh. One kernel serves the four operations: they differ in
+// branches that are the same for every thread, and memory bandwidth limits the speed.
 template <typename Element, Activation kActivation>
 struct ActivationOperation {
   using Storage = Element;

@@ -6,8 +6,8 @@
 
 namespace weft::kernels::cuda {
 
-// Enqueues the job on the current stream of `device`. Its pointers must stay valid until it ran,
-// which the caching allocator sees to for tensors used on that stream.
+// Enqueues the job on the current stream of `device`. Its pointers must stay valid until it has
+// run; the caching allocator guarantees that for tensors used on that stream.
 // REQUIRES: job.num_elements > 0.
 void launch_activation(const detail::ActivationJob& job, c10::Device device);
 

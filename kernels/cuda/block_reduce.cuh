@@ -1,6 +1,7 @@
 #pragma once
 
-// What all threads of a block have, made one value.
+// Reductions over the threads of a block: shuffles within each warp, then over the warps' results
+// in shared memory.
 namespace weft::kernels::cuda {
 
 inline constexpr int kWarp = 32;
@@ -10,8 +11,9 @@ __device__ __forceinline__ Scalar shuffle_xor(Scalar value, int offset) {
   return __shfl_xor_sync(0xFFFFFFFFU, value, offset);
 }
 
-// combine(combine(...), ...) over the block, on every thread. A `Value` that is no number brings a
-// shuffle_xor() of its own. `shared` has kWarp entries; nothing changes with `identity`.
+// Returns the block's values reduced by `combine`, on every thread. `identity` is neutral for
+// `combine`; `shared` has kWarp entries. A `Value` that is not a number needs an overload of
+// shuffle_xor().
 // REQUIRES: blockDim.x is a multiple of kWarp; all threads call.
 template <typename Value, typename Combine>
 __device__ __forceinline__ Value
@@ -24,7 +26,7 @@ block_reduce(Value value, Value identity, const Combine& combine, Value* shared)
   if (num_warps == 1) return value;
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  __syncthreads();  // the entries of the call before have been read
+  __syncthreads();  // all threads have read the entries of the previous call
   if (lane == 0) shared[warp] = value;
   __syncthreads();
   Value total = lane < num_warps ? shared[lane] : identity;

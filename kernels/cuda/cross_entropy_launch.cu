@@ -20,11 +20,11 @@ using detail::CrossEntropyStatisticsJob;
 constexpr int kMaxStatisticsThreads = 1024;
 constexpr int kThreadsPerMultiprocessor = 2048;
 constexpr int kGradientThreads = 256;
-constexpr int kPacksPerThread = 4;  // where a row has as many
+constexpr int kPacksPerThread = 4;  // if a row has that many
 constexpr int64_t kMaxGridRows = 65535;
 
-// The packs of kWidth elements of a row, whose begin may lie anywhere: single elements up to the
-// first aligned pack, packs, single elements.
+// Divides a row of any alignment into single elements before the first aligned pack, packs of
+// kWidth elements, and the single elements that remain.
 template <typename Storage, int kWidth>
 struct RowPacks {
   __device__ __forceinline__ RowPacks(const Storage* row, int64_t size) {
@@ -35,7 +35,7 @@ struct RowPacks {
     row_end = size;
   }
 
-  // Calls visit.operator()<width>(column) for the share of one of `num_threads` threads.
+  // Calls visit.operator()<width>(column) for the columns of one of `num_threads` threads.
   template <typename Visit>
   __device__ __forceinline__ void for_each(int64_t thread_idx,
                                            int64_t num_threads,
@@ -57,19 +57,20 @@ struct RowPacks {
 template <typename Scalar>
 constexpr Scalar kInfinity = std::numeric_limits<Scalar>::infinity();
 
-// The larger, or NaN.
+// Returns the larger value, or NaN if either is NaN.
 template <typename Scalar>
 __device__ __forceinline__ Scalar larger(Scalar a, Scalar b) {
   return a > b || a != a ? a : b;
 }
 
-// Where all logits so far are masked out, their sum is 0 and not that of NaN.
+// Returns the number to subtract before exp. While all logits so far are masked out (-infinity),
+// that is 0: their sum must be 0, not NaN.
 template <typename Scalar>
 __device__ __forceinline__ Scalar shift_of(Scalar largest) {
   return largest == -kInfinity<Scalar> ? Scalar(0) : largest;
 }
 
-// The largest of some logits, and the sum of exp(logit - largest).
+// The online softmax: the largest of the logits so far, and their sum of exp(logit - largest).
 template <typename Scalar>
 struct OnlineSum {
   Scalar largest = -kInfinity<Scalar>;
@@ -77,11 +78,11 @@ struct OnlineSum {
 
   template <int kWidth>
   __device__ __forceinline__ void add(const Scalar (&logits)[kWidth]) {
-    Scalar of_pack = logits[0];
+    Scalar pack_max = logits[0];
 #pragma unroll
-    for (int i = 1; i < kWidth; ++i) of_pack = larger(of_pack, logits[i]);
-    if (!(of_pack <= largest)) {  // larger, or NaN
-      const Scalar grown = larger(of_pack, largest);
+    for (int i = 1; i < kWidth; ++i) pack_max = larger(pack_max, logits[i]);
+    if (!(pack_max <= largest)) {  // larger, or NaN
+      const Scalar grown = larger(pack_max, largest);
       sum *= ::exp(largest - grown);
       largest = grown;
     }
@@ -107,7 +108,7 @@ struct MergeOnlineSums {
   }
 };
 
-// One block to a row at a time; narrow rows have a block of one warp.
+// Each block processes one row at a time; narrow rows get a block of one warp.
 template <typename Storage>
 __global__ void __launch_bounds__(kMaxStatisticsThreads)
     statistics_kernel(const CrossEntropyStatisticsJob job) {
@@ -141,16 +142,16 @@ __global__ void __launch_bounds__(kMaxStatisticsThreads)
   }
 }
 
-// The blocks of one blockIdx.y share a row at a time. An element is one thread's, which reads it
-// before it writes it: the gradient may lie where the logits do.
+// The blocks of one blockIdx.y divide one row at a time among them. One thread reads an element and
+// then writes it, so the gradient may overwrite the logits.
 template <typename Storage, int kWidth>
 __global__ void __launch_bounds__(kGradientThreads)
     gradient_kernel(const CrossEntropyGradientJob job) {
   using Scalar = ScalarOf<Storage>;
   const int64_t thread_idx = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   const int64_t num_threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  const auto share = static_cast<Scalar>(job.smoothing_share);
-  const auto less = static_cast<Scalar>(1 - job.smoothing);
+  const auto smoothing_per_class = static_cast<Scalar>(job.smoothing_per_class);
+  const auto target_offset = static_cast<Scalar>(1 - job.smoothing);
   for (int64_t row = blockIdx.y; row < job.num_rows; row += gridDim.y) {
     const Storage* logits = static_cast<const Storage*>(job.logits) + row * job.row_stride;
     Storage* gradient = static_cast<Storage*>(job.gradient) + row * job.row_size;
@@ -166,8 +167,8 @@ __global__ void __launch_bounds__(kGradientThreads)
             load_pack<Storage>(logits, column, values);
 #pragma unroll
             for (int i = 0; i < kPack; ++i) {
-              const Scalar p = ::exp((values[i] - largest) - log_sum) - share;
-              values[i] = (column + i == target ? p - less : p) * scale;
+              const Scalar p = ::exp((values[i] - largest) - log_sum) - smoothing_per_class;
+              values[i] = (column + i == target ? p - target_offset : p) * scale;
             }
           }
           store_pack<Storage>(gradient, column, values);
@@ -181,7 +182,7 @@ int64_t packs_of(int64_t row_size) {
   return (row_size + kWidth - 1) / kWidth;
 }
 
-// Whether a row of the logits and its gradient lie alike between multiples of kVectorBytes.
+// Whether every row of the logits and its gradient have the same address modulo kVectorBytes.
 template <typename Storage>
 bool is_packable(const CrossEntropyGradientJob& job) {
   const auto apart =
@@ -195,7 +196,7 @@ void launch(const CrossEntropyStatisticsJob& job, c10::Device device, cudaStream
   const int64_t num_packs = packs_of<Storage>(job.row_size);
   int threads = kWarp;
   while (threads < kMaxStatisticsThreads && threads * kPacksPerThread < num_packs) threads *= 2;
-  // As many as are resident: at most 32 to a multiprocessor.
+  // As many blocks as can be resident: at most 32 per multiprocessor.
   const int64_t num_resident =
       int64_t{num_multiprocessors(device)} * std::min(32, kThreadsPerMultiprocessor / threads);
   const auto num_blocks = static_cast<unsigned>(std::min(job.num_rows, num_resident));

@@ -6,9 +6,9 @@
 
 namespace weft::kernels::cuda {
 
-// Enqueue the job on the current stream of `device`. Pointers must stay valid until it ran, which
-// the caching allocator sees to for tensors used on that stream.
-// REQUIRES: the job has rows, and for the gradient elements.
+// Enqueue the job on the current stream of `device`. Its pointers must stay valid until it has run;
+// the caching allocator guarantees that for tensors used on that stream.
+// REQUIRES: the statistics job has rows, the gradient job has elements.
 void launch_cross_entropy_statistics(const detail::CrossEntropyStatisticsJob& job,
                                      c10::Device device);
 void launch_cross_entropy_gradient(const detail::CrossEntropyGradientJob& job, c10::Device device);

@@ -9,11 +9,11 @@
 #include <algorithm>
 #include <cstdint>
 
-// Jobs whose elements have nothing to do with each other. An `Operation` supplies:
+// Launches jobs whose elements are independent of each other. An `Operation` supplies:
 //
 //   struct Operation {
 //     using Storage = ...;  // of all arrays
-//     // kWidth elements from `begin` on, a multiple of kWidth.
+//     // Processes kWidth elements from `begin` on, a multiple of kWidth.
 //     template <int kWidth>
 //     static __device__ void run(const Job& job, int64_t begin);
 //   };
@@ -50,7 +50,7 @@ void launch_elementwise_width(const Job& job, c10::Device device) {
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-// On the current stream of `device`; `is_packable`: by packs of kVectorBytes.
+// Launches on the current stream of `device`, in packs of kVectorBytes if `is_packable`.
 // REQUIRES: the job has elements, and a CUDAGuard for `device` is held.
 template <typename Operation, typename Job>
 void launch_elementwise(const Job& job, bool is_packable, c10::Device device) {

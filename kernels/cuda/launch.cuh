@@ -11,7 +11,7 @@
 #include <cstdint>
 #include <initializer_list>
 
-// What every launch asks: about the device, the alignment of its arrays, and their type.
+// Helpers of every launch: device attributes, alignment of arrays, and dispatch on their type.
 namespace weft::kernels::cuda {
 
 inline int attribute(cudaDeviceAttr name, c10::Device device) {
@@ -24,7 +24,7 @@ inline int num_multiprocessors(c10::Device device) {
   return attribute(cudaDevAttrMultiProcessorCount, device);
 }
 
-// Whether packs of kVectorBytes may begin at all of them; unused ones are null.
+// Whether all pointers are aligned to kVectorBytes; unused ones are null.
 inline bool is_vector_aligned(std::initializer_list<const void*> pointers) {
   uintptr_t bits = 0;
   for (const void* pointer : pointers) bits |= reinterpret_cast<uintptr_t>(pointer);

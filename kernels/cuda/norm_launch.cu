@@ -17,8 +17,8 @@ using detail::NormBackwardJob;
 using detail::NormForwardJob;
 using detail::StorageType;
 
-// One block to a row at a time. A row is read up to three times, after the first from the caches:
-// a thread reads the packs that it read before.
+// Each block processes one row at a time. A row is read up to three times, from the caches after
+// the first: each thread reads the same packs again.
 template <typename Storage, typename Params, int kWidth>
 __global__ void __launch_bounds__(kMaxThreads, 2) norm_forward_kernel(const NormForwardJob job) {
   using Scalar = ScalarOf<Storage>;
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2) norm_forward_kernel(const Norm
         load_pack<Storage>(job.residual, row_begin + column, residual);
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) {
-          // Rounded, as it is stored and as the backward will read it.
+          // Rounded as it is stored and as the backward will read it.
           v[i] = static_cast<Scalar>(static_cast<Storage>(v[i] + residual[i]));
         }
         store_pack<Storage>(job.sum, row_begin + column, v);
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2) norm_forward_kernel(const Norm
     Scalar mean = 0;
     if (job.centered) {
       mean = block_sum(total, shared) / size;
-      // Again, about the mean: the difference of two sums would cancel.
+      // Squares about the mean: mean(v^2) - mean^2 would cancel.
       squares = 0;
       for (int64_t column = threadIdx.x * int64_t{kWidth}; column < job.row_size; column += step) {
         Scalar v[kWidth];
@@ -81,10 +81,11 @@ __global__ void __launch_bounds__(kMaxThreads, 2) norm_forward_kernel(const Norm
   }
 }
 
-// As above. The parameters' gradients of the rows of a block are added up in shared memory, or,
-// where a row does not fit there, in the block's part of `partial_sums`, to which they go in the
-// end; element i of a pack lies apart from element i + 1, so that neighbouring threads meet
-// neighbouring banks. Every column has one thread: nothing here races.
+// Each block processes one row at a time, as above. It accumulates its rows' parameter gradients in
+// shared memory and stores them to its segment of `partial_sums` at the end; if a row does not fit
+// into shared memory, it accumulates in that segment. In shared memory, the elements of a pack are
+// num_packs apart, so that neighbouring threads access neighbouring banks. A column is accumulated
+// by one thread only, so there are no races.
 template <typename Storage, typename Params, int kWidth>
 __global__ void __launch_bounds__(kMaxThreads, 2) norm_backward_kernel(const NormBackwardJob job,
                                                                        int num_params,
@@ -121,9 +122,9 @@ __global__ void __launch_bounds__(kMaxThreads, 2) norm_backward_kernel(const Nor
         const Scalar n = (v[i] - mean) * rstd;
         sum_g += grad_y[i] * weight[i];
         sum_gn += grad_y[i] * weight[i] * n;
-        const int64_t place = pack * pack_stride + i * stride;
-        if (num_params > 0) sums[place] += grad_y[i] * n;
-        if (num_params > 1) sums[job.row_size + place] += grad_y[i];
+        const int64_t position = pack * pack_stride + i * stride;
+        if (num_params > 0) sums[position] += grad_y[i] * n;
+        if (num_params > 1) sums[job.row_size + position] += grad_y[i];
       }
     }
     if (job.grad_v == nullptr) continue;
@@ -160,8 +161,8 @@ __global__ void __launch_bounds__(kMaxThreads, 2) norm_backward_kernel(const Nor
   }
 }
 
-// sums[column] = the sum over blocks of partial_sums[block][column], always in one order.
-// A block of threads is kWarp columns wide and kWarp / 4 blocks high.
+// sums[column] = the sum over blocks of partial_sums[block][column], in a fixed order. A thread
+// block is kWarp columns wide and kWarp / 4 partial sums high.
 template <typename Scalar>
 __global__ void sum_blocks_kernel(const Scalar* partial_sums,
                                   Scalar* sums,
@@ -208,7 +209,7 @@ void run_backward(const NormBackwardJob& job,
   using Scalar = ScalarOf<Storage>;
   const auto kernel = norm_backward_kernel<Storage, Params, kWidth>;
   const int64_t num_blocks = num_blocks_of(job, device);
-  // Half of what a multiprocessor has, so that two blocks fit.
+  // At most half of a multiprocessor's shared memory, so that two blocks fit.
   const int64_t most_shared =
       std::min(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
                attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device) / 2) -

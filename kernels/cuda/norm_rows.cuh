@@ -12,7 +12,7 @@
 #include <initializer_list>
 #include <type_traits>
 
-// How the rows of the norms are shared out over blocks and threads.
+// How the rows of the norms are distributed over blocks and threads.
 namespace weft::kernels::cuda {
 
 inline constexpr int kMaxThreads = 512;
@@ -42,9 +42,9 @@ inline int64_t bytes_of(detail::StorageType type) {
   }
 }
 
-// Whether rows can be moved by packs of 16 bytes: every row begins on a multiple of them. The
-// parameters' pack of wide scalars is then 32 bytes, which the compiler moves by two instructions
-// and which a row's begin, not a part of an array, satisfies.
+// Whether rows can be accessed in packs of 16 bytes: every row begins at a multiple of that. A pack
+// of float32 parameters beside half types is 32 bytes, which the compiler loads with two
+// instructions, so weight and bias must be aligned to 32 bytes.
 template <typename Job>
 bool is_packable(const Job& job, std::initializer_list<const void*> rows) {
   const int64_t width = kVectorBytes / bytes_of(job.type);
@@ -70,8 +70,9 @@ int threads_of(const Job& job) {
   return threads;
 }
 
-// Half of what fills the device, so that each block may have half of a multiprocessor's shared
-// memory; few where rows are short, because each block's sums are added up in the end.
+// Half as many threads as fill the device, so that each block may use half of a multiprocessor's
+// shared memory; at most 8 blocks per multiprocessor, because all blocks' sums are added at the
+// end.
 template <typename Job>
 int64_t num_blocks_of(const Job& job, c10::Device device) {
   const int64_t per_multiprocessor =
@@ -79,13 +80,13 @@ int64_t num_blocks_of(const Job& job, c10::Device device) {
   return std::min<int64_t>(job.num_rows, num_multiprocessors(device) * per_multiprocessor);
 }
 
-// Calls visit.run<Storage, Params, kWidth>() as the job asks.
+// Calls visit.run<Storage, Params, kWidth>() with the job's types and pack width.
 template <typename Job, typename Visit>
 void visit_types(const Job& job, const Visit& visit) {
   const bool packable = is_packable(job);
   visit_storage(job.type, [&]<typename Storage>() {
     constexpr int kWidth = kVectorBytes / sizeof(Storage);
-    if (job.wide_params || std::is_same_v<Storage, ScalarOf<Storage>>) {
+    if (job.params_in_compute_type || std::is_same_v<Storage, ScalarOf<Storage>>) {
       packable ? visit.template run<Storage, ScalarOf<Storage>, kWidth>()
                : visit.template run<Storage, ScalarOf<Storage>, 1>();
     } else {

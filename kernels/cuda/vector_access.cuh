@@ -3,12 +3,12 @@
 #include <cstdint>
 #include <type_traits>
 
-// Elements of an array by packs of up to 16 bytes, which one instruction moves.
+// Loads and stores of packs of array elements; one instruction moves up to 16 bytes.
 namespace weft::kernels::cuda {
 
 inline constexpr int kVectorBytes = 16;
 
-// The type computed in.
+// The compute type.
 template <typename Storage>
 using ScalarOf = std::conditional_t<std::is_same_v<Storage, double>, double, float>;
 
@@ -17,7 +17,7 @@ struct alignas(sizeof(Storage) * kWidth) Pack {
   Storage values[kWidth];
 };
 
-// REQUIRES: `begin` is a multiple of kWidth of an array that is aligned for it.
+// REQUIRES: the element at `begin` is aligned to a pack.
 template <typename Storage, typename Scalar, int kWidth>
 __device__ __forceinline__ void load_pack(const void* data, int64_t begin, Scalar (&out)[kWidth]) {
   const auto pack =

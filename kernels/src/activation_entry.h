@@ -10,7 +10,7 @@
 #include <optional>
 #include <tuple>
 
-// From tensors to an ActivationJob, once for every device. `Device` supplies:
+// Checks tensors and builds an ActivationJob, for all devices. `Device` supplies:
 //
 //   struct Device {
 //     static constexpr c10::DeviceType kType;
@@ -29,7 +29,7 @@ struct ActivationOperands {
   const at::Tensor* grad_h = nullptr;
 };
 
-// Refuses operands that do not fit together or do not lie on `device`.
+// Throws c10::Error for operands that do not match or are not on `device`.
 void check_operands(const ActivationOperands& operands, c10::DeviceType device);
 
 struct ActivationResults {

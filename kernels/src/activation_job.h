@@ -6,8 +6,8 @@
 
 #include <cstdint>
 
-// One elementwise pass, described by sizes and pointers alone, so that the code that runs it needs
-// no tensor headers. All arrays are contiguous and of one type; pointers are borrowed.
+// Describes one elementwise pass by sizes and pointers only, so that the code that runs it needs no
+// tensor headers. All arrays are contiguous and of one type; pointers are borrowed.
 namespace weft::kernels::detail {
 
 enum class ActivationOp { kForward, kBackward, kGatedForward, kGatedBackward };
@@ -18,7 +18,7 @@ struct ActivationJob {
   Activation activation;
   StorageType type;
   int64_t num_elements;
-  int64_t row_size;  // length of a bias; at least 1 when num_elements is
+  int64_t row_size;  // length of a bias; at least 1 if num_elements is
   const void* grad_h = nullptr;
   const void* x = nullptr;
   const void* x_bias = nullptr;

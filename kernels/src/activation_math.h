@@ -6,7 +6,7 @@
 
 #include <cmath>
 
-// The formulae, once for every device. `Math` supplies the transcendental functions:
+// The formulae, shared by all devices. `Math` supplies the transcendental functions:
 //
 //   struct Math {
 //     using Scalar = float or double;
@@ -31,7 +31,7 @@ struct ActivationGradient {
 };
 
 // sigmoid(x) and its derivative, each to full relative accuracy: 1 - sigmoid(x) would cancel for
-// large x, and exp(-x) overflow for small.
+// large x, and exp(-x) would overflow for large negative x.
 template <typename Scalar>
 struct Logistic {
   Scalar value;
@@ -106,7 +106,7 @@ struct Formula<Math, Activation::kGeluTanh> {
 
  private:
   // The sigmoid has reached 0 or 1 long before 40; the bound keeps y * y finite for finite x.
-  // A NaN leaves the bound but not the results, which multiply by x itself.
+  // The bound drops NaN, but the results keep it: they multiply by x itself.
   C10_HOST_DEVICE C10_ALWAYS_INLINE static Scalar bounded(Scalar x) {
     const Scalar above = x > Scalar(-40) ? x : Scalar(-40);
     return above < Scalar(40) ? above : Scalar(40);
@@ -139,7 +139,7 @@ struct GatedGradient {
   Scalar h;
 };
 
-// h = act(gate) * up, backwards.
+// The gradients of h = act(gate) * up.
 template <typename Math, Activation kActivation>
 C10_HOST_DEVICE C10_ALWAYS_INLINE GatedGradient<typename Math::Scalar> gated_gradient(
     typename Math::Scalar grad_h, typename Math::Scalar gate, typename Math::Scalar up) {

@@ -5,7 +5,7 @@
 
 #include <weft/kernels/cross_entropy.h>
 
-// From tensors to the jobs of the cross-entropy, once for every device. `Device` supplies:
+// Checks tensors and builds the jobs of the cross-entropy, for all devices. `Device` supplies:
 //
 //   struct Device {
 //     static constexpr c10::DeviceType kType;
@@ -14,7 +14,7 @@
 //   };
 namespace weft::kernels::detail {
 
-// Refuse operands that do not fit together or do not lie on `device`.
+// Throw c10::Error for operands that do not match or are not on `device`.
 void check_statistics(const CrossEntropyStatisticsArguments& arguments, c10::DeviceType device);
 void check_gradient(const CrossEntropyGradientArguments& arguments,
                     const at::Tensor& gradient,
@@ -22,10 +22,10 @@ void check_gradient(const CrossEntropyGradientArguments& arguments,
 
 at::Tensor empty_statistics(const at::Tensor& logits);
 
-// The logits as a job reads them: with contiguous rows.
+// Returns the logits with contiguous rows, as a job reads them; a copy if necessary.
 at::Tensor with_contiguous_rows(const at::Tensor& logits);
 
-// Contiguous: of int64, and of the type that the logits are computed in.
+// Return contiguous tensors: of int64, and of the compute type of the logits.
 at::Tensor as_targets(const at::Tensor& target);
 at::Tensor as_scalars(const at::Tensor& values, const at::Tensor& logits);
 
@@ -61,22 +61,23 @@ struct CrossEntropyEntry {
     const at::Tensor largest = as_scalars(arguments.normalizers.select(0, 0), logits);
     const at::Tensor log_sum = as_scalars(arguments.normalizers.select(0, 1), logits);
     const auto num_classes = static_cast<double>(arguments.num_classes);
-    Device::run(CrossEntropyGradientJob{.type = storage_type(logits.scalar_type()),
-                                        .num_rows = logits.size(0),
-                                        .row_size = logits.size(1),
-                                        .row_stride = logits.stride(0),
-                                        .smoothing = arguments.label_smoothing,
-                                        .smoothing_share = arguments.label_smoothing / num_classes,
-                                        .targets = {.target = target.const_data_ptr<int64_t>(),
-                                                    .vocab_start = arguments.vocab_start,
-                                                    .ignore_index = arguments.ignore_index,
-                                                    .row_size = logits.size(1)},
-                                        .logits = logits.const_data_ptr(),
-                                        .grad = grad.const_data_ptr(),
-                                        .largest = largest.const_data_ptr(),
-                                        .log_sum = log_sum.const_data_ptr(),
-                                        .gradient = gradient.mutable_data_ptr()},
-                logits);
+    Device::run(
+        CrossEntropyGradientJob{.type = storage_type(logits.scalar_type()),
+                                .num_rows = logits.size(0),
+                                .row_size = logits.size(1),
+                                .row_stride = logits.stride(0),
+                                .smoothing = arguments.label_smoothing,
+                                .smoothing_per_class = arguments.label_smoothing / num_classes,
+                                .targets = {.target = target.const_data_ptr<int64_t>(),
+                                            .vocab_start = arguments.vocab_start,
+                                            .ignore_index = arguments.ignore_index,
+                                            .row_size = logits.size(1)},
+                                .logits = logits.const_data_ptr(),
+                                .grad = grad.const_data_ptr(),
+                                .largest = largest.const_data_ptr(),
+                                .log_sum = log_sum.const_data_ptr(),
+                                .gradient = gradient.mutable_data_ptr()},
+        logits);
   }
 };
 

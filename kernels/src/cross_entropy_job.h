@@ -6,12 +6,13 @@
 
 #include <cstdint>
 
-// The statistics and the gradient of rows of logits, described by sizes and pointers alone, so that
-// the code that runs them needs no tensor headers. Pointers are borrowed, and arrays contiguous but
-// for the logits, whose rows are. `scalar` is the type computed in: double for float64, else float.
+// Describes the statistics and the gradient of rows of logits by sizes and pointers only, so that
+// the code that runs them needs no tensor headers. Pointers are borrowed. Arrays are contiguous;
+// the rows of the logits may lie apart. `scalar` is the compute type: double for float64, else
+// float.
 namespace weft::kernels::detail {
 
-// The target of a row, and which of its columns that is.
+// The target of each row, and its column in this shard of the classes.
 struct CrossEntropyTargets {
   const int64_t* target = nullptr;
   int64_t vocab_start;
@@ -22,7 +23,7 @@ struct CrossEntropyTargets {
     return target[row] == ignore_index;
   }
 
-  // -1 where there is none.
+  // Returns -1 if the target is ignored or belongs to another shard.
   C10_HOST_DEVICE C10_ALWAYS_INLINE int64_t column(int64_t row) const {
     const int64_t own = target[row];
     const bool is_own = own != ignore_index && own >= vocab_start && own - vocab_start < row_size;
@@ -30,7 +31,8 @@ struct CrossEntropyTargets {
   }
 };
 
-// Four scalars a row: the largest logit m, the sum of exp(logit - m), the target's logit, the sum.
+// Four scalars per row: the largest logit m, the sum of exp(logit - m), the target's logit, the
+// sum of the logits.
 struct CrossEntropyStatisticsJob {
   StorageType type;  // of the logits
   bool wants_sum;
@@ -51,14 +53,14 @@ struct CrossEntropyGradientJob {
   StorageType type;  // of the logits and the gradient
   int64_t num_rows;
   int64_t row_size;
-  int64_t row_stride;      // of the logits, in elements
-  double smoothing;        // label smoothing
-  double smoothing_share;  // of each class: smoothing / num_classes
+  int64_t row_stride;          // of the logits, in elements
+  double smoothing;            // label smoothing
+  double smoothing_per_class;  // smoothing / num_classes
   CrossEntropyTargets targets;
   const void* logits = nullptr;
-  const void* grad = nullptr;     // scalars, one a row
-  const void* largest = nullptr;  // scalars, one a row
-  const void* log_sum = nullptr;  // scalars, one a row
+  const void* grad = nullptr;     // scalars, one per row
+  const void* largest = nullptr;  // scalars, one per row
+  const void* log_sum = nullptr;  // scalars, one per row
   void* gradient = nullptr;       // may be `logits`
 };
 

@@ -7,11 +7,11 @@
 
 #include <algorithm>
 
-// From tensors to a DropoutJob, once for every device. `Device` supplies kType and
+// Checks a tensor and builds a DropoutJob, for all devices. `Device` supplies kType and
 // run(const DropoutJob& job, const at::Tensor& like), for jobs with elements.
 namespace weft::kernels::detail {
 
-// Refuses an x of another dtype or device.
+// Throws c10::Error if the dtype of x is not supported or x is not on `device`.
 void check_dropout(const at::Tensor& x, c10::DeviceType device);
 at::Tensor empty_dropout(const at::Tensor& x);
 
@@ -25,7 +25,7 @@ at::Tensor run_dropout(const at::Tensor& x, double p, uint64_t seed, const Dropo
   Device::run({.type = storage_type(x.scalar_type()),
                .num_elements = x.numel(),
                .run_size = std::max<int64_t>(1, place.size * place.inner),
-               .whole_run_size = place.whole_size * place.inner,
+               .full_run_size = place.whole_size * place.inner,
                .run_begin = place.begin * place.inner,
                .seed = seed,
                .threshold = static_cast<uint64_t>(p * 0x1p32),

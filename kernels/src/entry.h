@@ -6,7 +6,7 @@
 
 #include <optional>
 
-// What every way from tensors to a job needs.
+// Helpers for building jobs from tensors.
 namespace weft::kernels::detail {
 
 // float32, float64, bfloat16 or float16.
@@ -15,7 +15,7 @@ bool is_supported(at::ScalarType type);
 // REQUIRES: is_supported(type).
 StorageType storage_type(at::ScalarType type);
 
-// What is computed in: float64 for float64, else float32.
+// The compute type: float64 for float64, else float32.
 at::ScalarType scalar_type_of(at::ScalarType storage);
 
 inline const at::Tensor* optional_ptr(const std::optional<at::Tensor>& tensor) {

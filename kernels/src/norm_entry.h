@@ -7,26 +7,27 @@
 
 #include <utility>
 
-// From tensors to the jobs of the norms, once for every device. `Device` supplies:
+// Checks tensors and builds the jobs of the norms, for all devices. `Device` supplies:
 //
 //   struct Device {
 //     static constexpr c10::DeviceType kType;
-//     // A weight or bias that is not scalar: as it is, or converted.
+//     // Returns a weight or bias of another type than `scalar`: as it is, or converted.
 //     static at::Tensor params(const at::Tensor& params, at::ScalarType scalar);
 //     static void run(const NormForwardJob& job, const at::Tensor& like);  // has elements
-//     // The sums over rows of the parameters' gradients, [num_params, d] scalars; undefined for 0.
+//     // Returns the parameters' gradients, summed over rows: [num_params, d] scalars; undefined
+//     // if num_params is 0.
 //     static at::Tensor run(const NormBackwardJob& job, int num_params, const at::Tensor& like);
 //   };
 namespace weft::kernels::detail {
 
-// Refuse operands that do not fit together or do not lie on `device`.
+// Throw c10::Error for operands that do not match or are not on `device`.
 void check_norm(const NormArguments& arguments, c10::DeviceType device);
 void check_norm_backward(const at::Tensor& grad_y,
                          const std::optional<at::Tensor>& grad_sum,
                          const NormSaved& saved,
                          c10::DeviceType device);
 
-// A contiguous tensor of x's shape, of its rows' shape.
+// Return a contiguous tensor: one scalar per row of x; the shape and dtype of x.
 at::Tensor empty_norm_rows(const at::Tensor& x);
 at::Tensor empty_norm_values(const at::Tensor& x);
 
@@ -48,7 +49,7 @@ struct NormEntry {
     const ContiguousOperand residual(optional_ptr(arguments.residual));
     Device::run(NormForwardJob{.type = storage_type(x.scalar_type()),
                                .centered = centered,
-                               .wide_params = weight.wide(),
+                               .params_in_compute_type = weight.in_compute_type(),
                                .eps = arguments.eps,
                                .num_rows = x.numel() / x.size(-1),
                                .row_size = x.size(-1),
@@ -86,50 +87,51 @@ struct NormEntry {
     const ContiguousOperand contiguous_v(&v);
     const ContiguousOperand mean(optional_ptr(saved.mean));
     const ContiguousOperand rstd(&saved.rstd);
-    const auto sums = Device::run(NormBackwardJob{.type = storage_type(v.scalar_type()),
-                                                  .centered = saved.mean.has_value(),
-                                                  .wide_params = weight.wide(),
-                                                  .has_bias = num_params == 2,
-                                                  .num_rows = v.numel() / v.size(-1),
-                                                  .row_size = v.size(-1),
-                                                  .grad_y = contiguous_grad_y.data(),
-                                                  .grad_sum = contiguous_grad_sum.data(),
-                                                  .v = contiguous_v.data(),
-                                                  .weight = weight.data(),
-                                                  .mean = mean.data(),
-                                                  .rstd = rstd.data(),
-                                                  .grad_v = writable(gradients.input)},
-                                  num_params,
-                                  v);
+    const auto sums =
+        Device::run(NormBackwardJob{.type = storage_type(v.scalar_type()),
+                                    .centered = saved.mean.has_value(),
+                                    .params_in_compute_type = weight.in_compute_type(),
+                                    .has_bias = num_params == 2,
+                                    .num_rows = v.numel() / v.size(-1),
+                                    .row_size = v.size(-1),
+                                    .grad_y = contiguous_grad_y.data(),
+                                    .grad_sum = contiguous_grad_sum.data(),
+                                    .v = contiguous_v.data(),
+                                    .weight = weight.data(),
+                                    .mean = mean.data(),
+                                    .rstd = rstd.data(),
+                                    .grad_v = writable(gradients.input)},
+                    num_params,
+                    v);
     if (num_params > 0) gradients.params = sums.to(params_type);
     return gradients;
   }
 
  private:
-  // A weight or bias, alive while a job reads it.
+  // Keeps a weight or bias alive while a job reads it.
   class Params {
    public:
     Params(const std::optional<at::Tensor>& params, at::ScalarType storage) {
       if (!params.has_value()) return;
       const auto scalar = scalar_type_of(storage);
       params_ = params->scalar_type() == scalar ? *params : Device::params(*params, scalar);
-      wide_ = params_.scalar_type() == scalar;
+      in_compute_type_ = params_.scalar_type() == scalar;
       params_ = params_.contiguous();
     }
 
-    bool wide() const { return wide_; }
+    bool in_compute_type() const { return in_compute_type_; }
     const void* data() const { return params_.defined() ? params_.const_data_ptr() : nullptr; }
 
    private:
     at::Tensor params_;
-    bool wide_ = true;
+    bool in_compute_type_ = true;
   };
 
   static void* writable(const at::Tensor& tensor) {
     return tensor.defined() ? tensor.mutable_data_ptr() : nullptr;
   }
 
-  // Rows without features have no mean: their values are never read, but must be the same each run.
+  // Rows without features have no mean: these values are never read, but must be deterministic.
   static NormResult zero_rows(NormResult result) {
     result.rstd.zero_();
     if (result.mean.defined()) result.mean.zero_();

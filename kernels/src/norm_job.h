@@ -4,9 +4,9 @@
 
 #include <cstdint>
 
-// RMS and layer norms of the rows of a matrix, described by sizes and pointers alone, so that the
-// code that runs them needs no tensor headers. All arrays are contiguous; pointers are borrowed and
-// null where unused. `scalar` is the type computed in: double for float64, else float.
+// Describes RMS and layer norms of the rows of a matrix by sizes and pointers only, so that the
+// code that runs them needs no tensor headers. All arrays are contiguous; pointers are borrowed,
+// and null if unused. `scalar` is the compute type: double for float64, else float.
 //
 //   rms:    n = v * rstd           rstd = 1 / sqrt(mean(v^2) + eps)
 //   layer:  n = (v - mean) * rstd  rstd = 1 / sqrt(mean((v - mean)^2) + eps)
@@ -14,9 +14,9 @@
 namespace weft::kernels::detail {
 
 struct NormForwardJob {
-  StorageType type;  // of x, residual, sum and y
-  bool centered;     // layer norm
-  bool wide_params;  // weight and bias are scalars, else of `type`
+  StorageType type;             // of x, residual, sum and y
+  bool centered;                // layer norm
+  bool params_in_compute_type;  // weight and bias are scalars, else of `type`
   double eps;
   int64_t num_rows;
   int64_t row_size;
@@ -24,10 +24,10 @@ struct NormForwardJob {
   const void* residual = nullptr;
   const void* weight = nullptr;
   const void* bias = nullptr;
-  void* sum = nullptr;  // v, rounded to `type`, which is what is normed; null without residual
+  void* sum = nullptr;  // v, rounded to `type`: the norm's input; null without residual
   void* y = nullptr;
-  void* mean = nullptr;  // scalar, one a row; null unless centered
-  void* rstd = nullptr;  // scalar, one a row
+  void* mean = nullptr;  // scalars, one per row; null unless centered
+  void* rstd = nullptr;  // scalars, one per row
 };
 
 // With g = grad_y * weight and averages over the row:
@@ -38,7 +38,7 @@ struct NormForwardJob {
 struct NormBackwardJob {
   StorageType type;
   bool centered;
-  bool wide_params;
+  bool params_in_compute_type;
   bool has_bias;
   int64_t num_rows;
   int64_t row_size;

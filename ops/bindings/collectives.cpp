@@ -31,17 +31,17 @@ void raise_in_python(ErrorKind kind, const std::string& text) {
 }
 
 // May be raised several times, unlike error_already_set, which Python consumes.
-class KeptError final : public torch::PyTorchError {
+class StorableError final : public torch::PyTorchError {
  public:
-  KeptError(ErrorKind kind, const std::string& text) : PyTorchError(text), kind_(kind) {}
+  StorableError(ErrorKind kind, const std::string& text) : PyTorchError(text), kind_(kind) {}
   PyObject* python_type() override { return error_classes.at(static_cast<size_t>(kind_)); }
 
  private:
   const ErrorKind kind_;
 };
 
-std::exception_ptr keep_for_python(ErrorKind kind, const std::string& text) {
-  return std::make_exception_ptr(KeptError(kind, text));
+std::exception_ptr make_storable_for_python(ErrorKind kind, const std::string& text) {
+  return std::make_exception_ptr(StorableError(kind, text));
 }
 
 void set_error_classes(const py::object& mismatch,
@@ -55,7 +55,7 @@ void set_error_classes(const py::object& mismatch,
   set(ErrorKind::kPeerLost, peer_lost);
   set(ErrorKind::kTimeout, timeout);
   set(ErrorKind::kAborted, aborted);
-  collectives::set_error_hooks({raise_in_python, keep_for_python});
+  collectives::set_error_hooks({raise_in_python, make_storable_for_python});
 }
 
 c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::Store>& store,

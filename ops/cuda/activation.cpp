@@ -1,4 +1,4 @@
-// The activations on CUDA as registered operators; their arithmetic is kernels/cuda's.
+// The activations on CUDA as registered operators; kernels/cuda computes them.
 
 #include "checked_activation.h"
 

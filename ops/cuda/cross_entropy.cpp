@@ -1,5 +1,4 @@
-// The local half of the cross-entropies on CUDA as registered operators; its arithmetic is
-// kernels/cuda's.
+// The local half of the cross-entropies on CUDA as registered operators; kernels/cuda computes it.
 
 #include "cross_entropy_kernels.h"
 

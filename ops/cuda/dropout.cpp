@@ -1,4 +1,4 @@
-// The dropout on CUDA as a registered operator; its arithmetic is kernels/cuda's.
+// The dropout on CUDA as a registered operator; kernels/cuda computes it.
 
 #include <weft/kernels/dropout.h>
 
@@ -16,9 +16,9 @@ at::Tensor dropout_of_part(const at::Tensor& x,
                            std::int64_t inner,
                            std::int64_t size,
                            std::int64_t begin,
-                           std::int64_t whole_size) {
+                           std::int64_t full_size) {
   return kernels::cuda::dropout(
-      x, p, static_cast<std::uint64_t>(seed), {inner, size, begin, whole_size});
+      x, p, static_cast<std::uint64_t>(seed), {inner, size, begin, full_size});
 }
 
 }  // namespace

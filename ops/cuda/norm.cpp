@@ -1,4 +1,4 @@
-// The norms on CUDA as registered operators; their arithmetic is kernels/cuda's.
+// The norms on CUDA as registered operators; kernels/cuda computes them.
 
 #include "norm_kernels.h"
 

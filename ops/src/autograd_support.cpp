@@ -20,14 +20,14 @@ at::Tensor weight_grad(const at::Tensor& grad_out, const at::Tensor& x) {
 
 at::Tensor bias_grad(const at::Tensor& grad_out) { return as_matrix(grad_out).sum(0); }
 
-void refuse_double_backward(std::string_view op) {
+void forbid_double_backward(std::string_view op) {
   TORCH_CHECK_NOT_IMPLEMENTED(!at::GradMode::is_enabled(),
                               op,
                               ": got a backward with create_graph=True, but this operator has no "
                               "second derivative; call backward without create_graph.");
 }
 
-void hurry_to_leaf(const at::Tensor& weight) {
+void prioritize_leaf_gradient(const at::Tensor& weight) {
   constexpr auto kLeaf = std::numeric_limits<std::uint64_t>::max();
   auto* node = weight.grad_fn().get();
   while (node != nullptr && node->sequence_nr() < kLeaf - 1 && node->num_outputs() == 1) {

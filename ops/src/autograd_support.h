@@ -26,13 +26,13 @@ at::Tensor bias_grad(const at::Tensor& grad_out);
 
 // Raises NotImplementedError for a backward with create_graph=True: second derivatives would
 // silently lack this operator.
-void refuse_double_backward(std::string_view op);
+void forbid_double_backward(std::string_view op);
 
 // Prioritizes the backward nodes between `weight` and its leaf, so that the leaf gets its gradient
 // as soon as it is computed. The engine runs ready nodes by sequence number, highest first; views
 // made before the operator (DTensor's to_local, a cast, a slice) would otherwise wait for all nodes
 // of the operator. Views on the only path to the leaf get the leaf's priority minus one.
-void hurry_to_leaf(const at::Tensor& weight);
+void prioritize_leaf_gradient(const at::Tensor& weight);
 
 inline bool needs_grad(const OptionalTensor& tensor) {
   return tensor.has_value() && tensor->requires_grad();

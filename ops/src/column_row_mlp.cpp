@@ -4,12 +4,12 @@
 
 #include "column_row_mlp.h"
 
+#include "chunked_sequence.h"
 #include "dispatch.h"
 #include "group_collectives.h"
 #include "overlap.h"
 #include "reduced_products.h"
 #include "row_products.h"
-#include "sequence_pieces.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
@@ -59,7 +59,7 @@ Call checked_call(const at::Tensor& x,
                   const std::optional<c10::SymInt>& sequence_size) {
   column_row_mlp_shape(x, w1, w2, w3, b1, b2, b3, activation);
   Call call{resolve_group(kOp, std::string(group_name)), std::nullopt, activation};
-  const auto sequence = mlp_sequence(x, sequence_dim, sequence_size, place_in(call.group));
+  const auto sequence = mlp_sequence(x, sequence_dim, sequence_size, rank_in(call.group));
   if (call.group) {
     call.sequence = sequence;
   }
@@ -81,7 +81,7 @@ struct Result {
 };
 
 // Returns x gathered along the sequence.
-at::Tensor whole(const at::Tensor& x, const Call& call) {
+at::Tensor gathered_input(const at::Tensor& x, const Call& call) {
   if (!call.sequence.has_value()) {
     return x;
   }
@@ -103,11 +103,11 @@ at::Tensor row_half(const at::Tensor& h,
   return b2.has_value() ? y.add_(*b2) : y;
 }
 
-Result run_whole(const at::Tensor& x, const Weights& w, const Call& call, bool keeps_hidden) {
-  auto [h1, h3] = column_half(whole(x, call), w.w1, w.w3, w.b1, w.b3);
+Result run_unchunked(const at::Tensor& x, const Weights& w, const Call& call, bool saves_hidden) {
+  auto [h1, h3] = column_half(gathered_input(x, call), w.w1, w.w3, w.b1, w.b3);
   auto h = activate(h1, h3, call.activation);
   Result result;
-  if (keeps_hidden) {
+  if (saves_hidden) {
     result.h1 = std::move(h1);
     result.h3 = std::move(h3);
   } else {
@@ -118,17 +118,17 @@ Result run_whole(const at::Tensor& x, const Weights& w, const Call& call, bool k
   return result;
 }
 
-// Never holds x, h or the products with w2 for the full sequence; h1 and h3 only if they are kept.
-Result run_in_pieces(const at::Tensor& x,
-                     const Weights& w,
-                     const Call& call,
-                     bool keeps_hidden,
-                     std::int64_t rows_per_piece) {
+// Never holds x, h or the products with w2 for the full sequence; h1 and h3 only if they are saved.
+Result run_chunked(const at::Tensor& x,
+                   const Weights& w,
+                   const Call& call,
+                   bool saves_hidden,
+                   std::int64_t rows_per_chunk) {
   const auto dim = call.sequence->dim;
   const auto size = call.sequence->size.expect_int();
   Result result;
   at::Tensor h1_rows, h3_rows;
-  if (keeps_hidden) {
+  if (saves_hidden) {
     auto sizes = x.sizes().vec();
     sizes[static_cast<std::size_t>(dim)] = size;
     sizes.back() = w.w1.size(0);
@@ -139,13 +139,13 @@ Result run_in_pieces(const at::Tensor& x,
       h3_rows = result.h3.movedim(dim, 0);
     }
   }
-  Pieces pieces(kOp, call.group, size, rows_per_piece);
-  pieces.gather(x.movedim(dim, 0).contiguous());
-  pieces.scatter(row_sizes(x, dim, w.w2.size(0)), x.options());
-  pieces.run([&](const PieceRows& rows) {
+  ChunkedSequence chunks(kOp, call.group, size, rows_per_chunk);
+  chunks.gather(x.movedim(dim, 0).contiguous());
+  chunks.scatter(row_sizes(x, dim, w.w2.size(0)), x.options());
+  chunks.run([&](const ChunkRows& rows) {
     const auto& x_rows = rows.gathered[0];
     at::Tensor h1, h3;
-    if (keeps_hidden) {
+    if (saves_hidden) {
       h1 = h1_rows.narrow(0, rows.first_row, rows.num_rows);
       linear_into(h1, x_rows, w.w1, w.b1);
       if (w.w3.has_value()) {
@@ -155,24 +155,24 @@ Result run_in_pieces(const at::Tensor& x,
     } else {
       std::tie(h1, h3) = column_half(x_rows, w.w1, w.w3, w.b1, w.b3);
     }
-    product_into(rows.to_sum, activate(h1, h3, call.activation), w.w2.t());
+    product_into(rows.output, activate(h1, h3, call.activation), w.w2.t());
   });
-  result.y = pieces.scattered().movedim(0, dim).contiguous();
+  result.y = chunks.scattered().movedim(0, dim).contiguous();
   if (w.b2.has_value()) result.y.add_(*w.b2);
   return result;
 }
 
-Result run(const at::Tensor& x, const Weights& w, const Call& call, bool keeps_hidden) {
+Result run(const at::Tensor& x, const Weights& w, const Call& call, bool saves_hidden) {
   if (!call.sequence.has_value()) {
-    return run_whole(x, w, call, keeps_hidden);
+    return run_unchunked(x, w, call, saves_hidden);
   }
   const auto& [dim, size] = *call.sequence;
   const auto features = std::max(x.size(-1), w.w2.size(0));
   OverlapChoice overlap(
-      kOp, x, travel_of(x, dim, size.expect_int(), w.w1.size(0), features), call.group);
-  auto result = overlap.in_pieces()
-                    ? run_in_pieces(x, w, call, keeps_hidden, overlap.rows_per_piece())
-                    : run_whole(x, w, call, keeps_hidden);
+      kOp, x, communication_of(x, dim, size.expect_int(), w.w1.size(0), features), call.group);
+  auto result = overlap.is_chunked()
+                    ? run_chunked(x, w, call, saves_hidden, overlap.rows_per_chunk())
+                    : run_unchunked(x, w, call, saves_hidden);
   overlap.done();
   return result;
 }
@@ -191,7 +191,7 @@ at::Tensor column_row_mlp(const at::Tensor& x,
                           std::optional<c10::SymInt> sequence_size) {
   const auto call =
       checked_call(x, w1, w2, w3, b1, b2, b3, activation, group_name, sequence_dim, sequence_size);
-  return run(x, {w1, w2, w3, b1, b2, b3}, call, /*keeps_hidden=*/false).y;
+  return run(x, {w1, w2, w3, b1, b2, b3}, call, /*saves_hidden=*/false).y;
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> column_row_mlp_saving(
@@ -208,7 +208,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> column_row_mlp_saving(
     std::optional<c10::SymInt> sequence_size) {
   const auto call =
       checked_call(x, w1, w2, w3, b1, b2, b3, activation, group_name, sequence_dim, sequence_size);
-  const auto [y, h1, h3] = run(x, {w1, w2, w3, b1, b2, b3}, call, /*keeps_hidden=*/true);
+  const auto [y, h1, h3] = run(x, {w1, w2, w3, b1, b2, b3}, call, /*saves_hidden=*/true);
   return {y, h1, h3.defined() ? h3 : at::empty({0}, x.options())};
 }
 

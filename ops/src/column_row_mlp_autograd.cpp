@@ -41,61 +41,63 @@ namespace {
 constexpr std::string_view kOp = "weft::column_row_mlp";
 
 // The collectives that Row's backward starts and other nodes wait for.
-struct Slot : torch::CustomClassHolder {
-  PendingCollective pending;  // the all-reduce of grad_x, in place
+struct PendingCollectives : torch::CustomClassHolder {
+  PendingCollective all_reduce;  // of grad_x, in place
   // With a sharded sequence: grad_x, and the gathered x, which is freed after `num_readers` reads.
   std::optional<PendingTensor> grad_x;
-  std::optional<PendingTensor> pending_x;
-  at::Tensor whole_x;
+  std::optional<PendingTensor> gathered_x;
+  at::Tensor full_x;
   int num_readers = 0;
 
   at::Tensor read_x() {
-    if (pending_x.has_value()) {
-      whole_x = pending_x->get();
-      pending_x.reset();
+    if (gathered_x.has_value()) {
+      full_x = gathered_x->get();
+      gathered_x.reset();
     }
-    const auto x = whole_x;
+    const auto x = full_x;
     if (--num_readers == 0) {
-      whole_x.reset();
+      full_x.reset();
     }
     return x;
   }
 };
-using SlotPtr = c10::intrusive_ptr<Slot>;
+using PendingCollectivesPtr = c10::intrusive_ptr<PendingCollectives>;
 
-c10::IValue to_ivalue(const SlotPtr& slot) {
+c10::IValue to_ivalue(const PendingCollectivesPtr& pending) {
   return c10::IValue::make_capsule(
-      c10::static_intrusive_pointer_cast<torch::CustomClassHolder>(slot));
+      c10::static_intrusive_pointer_cast<torch::CustomClassHolder>(pending));
 }
 
-Slot& slot_of(AutogradContext* ctx) {
-  return static_cast<Slot&>(*ctx->saved_data.at("slot").toCapsule());
+PendingCollectives& pending_of(AutogradContext* ctx) {
+  return static_cast<PendingCollectives&>(*ctx->saved_data.at("pending").toCapsule());
 }
 
-class Enter : public torch::autograd::Function<Enter> {
+class InputGradient : public torch::autograd::Function<InputGradient> {
  public:
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const SlotPtr& slot) {
-    ctx->saved_data["slot"] = to_ivalue(slot);
+  static at::Tensor forward(AutogradContext* ctx,
+                            const at::Tensor& x,
+                            const PendingCollectivesPtr& pending) {
+    ctx->saved_data["pending"] = to_ivalue(pending);
     return x.detach();
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    auto& slot = slot_of(ctx);
-    slot.pending.wait();
-    if (!slot.grad_x.has_value()) {
+    auto& pending = pending_of(ctx);
+    pending.all_reduce.wait();
+    if (!pending.grad_x.has_value()) {
       return {grads[0], at::Tensor()};
     }
-    auto grad_x = slot.grad_x->get();
-    slot.grad_x.reset();
+    auto grad_x = pending.grad_x->get();
+    pending.grad_x.reset();
     return {grad_x, at::Tensor()};
   }
 };
 
 // Tensors that a node only saves or returns. They are not its inputs, so they get no gradients.
 struct ColumnValues {
-  at::Tensor x;  // undefined with a sharded sequence: the slot has it
+  at::Tensor x;  // undefined with a sharded sequence: `pending` has it
   at::Tensor h;  // x weightᵀ + bias; the node only computes the gradients of weight and bias
-  SlotPtr slot;
-  bool learns;  // weight requires a gradient, so the backward reads x
+  PendingCollectivesPtr pending;
+  bool requires_grad;  // weight requires a gradient, so the backward reads x
 };
 
 class Column : public torch::autograd::Function<Column> {
@@ -106,8 +108,8 @@ class Column : public torch::autograd::Function<Column> {
                             const ColumnValues& values) {
     ctx->set_materialize_grads(false);
     ctx->save_for_backward({values.x});
-    ctx->saved_data["slot"] = to_ivalue(values.slot);
-    ctx->saved_data["learns"] = values.learns;
+    ctx->saved_data["pending"] = to_ivalue(values.pending);
+    ctx->saved_data["requires_grad"] = values.requires_grad;
     ctx->saved_data["has_bias"] = bias.has_value();
     return values.h.detach();
   }
@@ -118,8 +120,8 @@ class Column : public torch::autograd::Function<Column> {
     }
     auto x = ctx->get_saved_variables()[0];
     // Row counts this read by the weight's requires_grad, whichever gradients this backward needs.
-    if (!x.defined() && ctx->saved_data.at("learns").toBool()) {
-      x = slot_of(ctx).read_x();
+    if (!x.defined() && ctx->saved_data.at("requires_grad").toBool()) {
+      x = pending_of(ctx).read_x();
     }
     const bool needs_bias = ctx->saved_data.at("has_bias").toBool() && ctx->needs_input_grad(1);
     return {ctx->needs_input_grad(0) ? weight_grad(grad_h, x) : at::Tensor(),
@@ -130,14 +132,14 @@ class Column : public torch::autograd::Function<Column> {
 
 struct RowValues {
   at::Tensor y;               // the result
-  at::Tensor part_of_x;       // this rank's shard, with a sharded sequence
+  at::Tensor x_shard;         // this rank's shard, with a sharded sequence
   at::Tensor w1, w3, b1, b3;  // undefined if absent
   std::string activation;
   std::string group_name;
-  SlotPtr slot;
+  PendingCollectivesPtr pending;
   bool recompute;
   std::optional<Sequence> sequence;
-  bool w1_learns, w3_learns;  // require a gradient, so the backward reads x
+  bool w1_requires_grad, w3_requires_grad;  // require a gradient, so the backward reads x
 };
 
 class Row : public torch::autograd::Function<Row> {
@@ -151,36 +153,36 @@ class Row : public torch::autograd::Function<Row> {
                             const OptionalTensor& b2,
                             const RowValues& values) {
     const at::Tensor none;
-    const auto& part_of_x = values.part_of_x;
+    const auto& x_shard = values.x_shard;
     if (values.recompute) {
-      const auto& whole_x = values.sequence.has_value() ? none : x;
+      const auto& full_x = values.sequence.has_value() ? none : x;
       ctx->save_for_backward(
-          {whole_x, none, values.w1, w2, values.w3, values.b1, values.b3, part_of_x});
+          {full_x, none, values.w1, w2, values.w3, values.b1, values.b3, x_shard});
     } else {
       ctx->save_for_backward(
-          {h1, h3.value_or(none), values.w1, w2, values.w3, none, none, part_of_x});
+          {h1, h3.value_or(none), values.w1, w2, values.w3, none, none, x_shard});
     }
     if (values.sequence.has_value()) {
       ctx->saved_data["sequence_dim"] = values.sequence->dim;
       ctx->saved_data["sequence_size"] = values.sequence->size;
-      ctx->saved_data["w1_learns"] = values.w1_learns;
-      ctx->saved_data["w3_learns"] = values.w3_learns;
+      ctx->saved_data["w1_requires_grad"] = values.w1_requires_grad;
+      ctx->saved_data["w3_requires_grad"] = values.w3_requires_grad;
     }
     ctx->saved_data["activation"] = values.activation;
     ctx->saved_data["group_name"] = values.group_name;
     ctx->saved_data["recompute"] = values.recompute;
     ctx->saved_data["gated"] = h3.has_value();
     ctx->saved_data["has_bias"] = b2.has_value();
-    ctx->saved_data["slot"] = to_ivalue(values.slot);
+    ctx->saved_data["pending"] = to_ivalue(values.pending);
     return values.y.detach();
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward(kOp);
+    forbid_double_backward(kOp);
     const auto saved = ctx->get_saved_variables();
     const auto &w1 = saved[2], &w2 = saved[3], &w3 = saved[4];
     const auto& activation = ctx->saved_data.at("activation").toStringRef();
-    const auto grad_y = whole_sequence(ctx, grads[0]);
+    const auto grad_y = full_sequence(ctx, grads[0]);
     // autograd::Function does not count absent optional inputs.
     const bool gated = ctx->saved_data.at("gated").toBool();
     const bool has_bias = ctx->saved_data.at("has_bias").toBool();
@@ -226,42 +228,43 @@ class Row : public torch::autograd::Function<Row> {
             ctx->saved_data.at("sequence_size").toSymInt()};
   }
 
-  static at::Tensor whole_sequence(AutogradContext* ctx, const at::Tensor& part) {
+  static at::Tensor full_sequence(AutogradContext* ctx, const at::Tensor& shard) {
     if (!has_sequence(ctx)) {
-      return part;
+      return shard;
     }
     const auto& group_name = ctx->saved_data.at("group_name").toStringRef();
     const auto [dim, size] = sequence_of(ctx);
-    if (is_traced(part)) {
-      return dispatch::gather_from_sequence(part, dim, group_name, size);
+    if (is_traced(shard)) {
+      return dispatch::gather_from_sequence(shard, dim, group_name, size);
     }
-    return all_gather(kOp, part, dim, size.expect_int(), resolve_group(kOp, group_name));
+    return all_gather(kOp, shard, dim, size.expect_int(), resolve_group(kOp, group_name));
   }
 
   // Starts to gather x for hidden() and for the Column nodes, which run next.
-  static void start_gathering_x(AutogradContext* ctx, const at::Tensor& part, bool gated) {
+  static void start_gathering_x(AutogradContext* ctx, const at::Tensor& shard, bool gated) {
     if (!has_sequence(ctx)) {
       return;
     }
-    auto& slot = slot_of(ctx);
+    auto& pending = pending_of(ctx);
     // A failed backward may have left its state.
-    slot.grad_x.reset();
-    slot.pending_x.reset();
-    slot.whole_x.reset();
-    const auto reads = [&](std::size_t input, const char* learns) {
-      return ctx->needs_input_grad(input) && ctx->saved_data.at(learns).toBool() ? 1 : 0;
+    pending.grad_x.reset();
+    pending.gathered_x.reset();
+    pending.full_x.reset();
+    const auto reads = [&](std::size_t input, const char* key) {
+      return ctx->needs_input_grad(input) && ctx->saved_data.at(key).toBool() ? 1 : 0;
     };
-    slot.num_readers = reads(kH1, "w1_learns") + (gated ? reads(kH3, "w3_learns") : 0) +
-                       (ctx->saved_data.at("recompute").toBool() ? 1 : 0);
-    if (slot.num_readers == 0) {
+    pending.num_readers = reads(kH1, "w1_requires_grad") +
+                          (gated ? reads(kH3, "w3_requires_grad") : 0) +
+                          (ctx->saved_data.at("recompute").toBool() ? 1 : 0);
+    if (pending.num_readers == 0) {
       return;
     }
     const auto [dim, size] = sequence_of(ctx);
-    if (is_traced(part)) {
-      slot.whole_x = whole_sequence(ctx, part);
+    if (is_traced(shard)) {
+      pending.full_x = full_sequence(ctx, shard);
     } else {
       const auto group = resolve_group(kOp, ctx->saved_data.at("group_name").toStringRef());
-      slot.pending_x = start_all_gather(kOp, part, dim, size.expect_int(), group);
+      pending.gathered_x = start_all_gather(kOp, shard, dim, size.expect_int(), group);
     }
   }
 
@@ -273,7 +276,7 @@ class Row : public torch::autograd::Function<Row> {
     const auto optional = [](const at::Tensor& tensor) {
       return tensor.defined() ? OptionalTensor(tensor) : OptionalTensor();
     };
-    const auto x = has_sequence(ctx) ? slot_of(ctx).read_x() : saved[0];
+    const auto x = has_sequence(ctx) ? pending_of(ctx).read_x() : saved[0];
     return column_half(x, saved[2], optional(saved[4]), optional(saved[5]), optional(saved[6]));
   }
 
@@ -293,12 +296,12 @@ class Row : public torch::autograd::Function<Row> {
       return has_sequence(ctx) ? scattered(ctx, grad_x)
                                : dispatch::reduce_from_group(grad_x, group_name);
     }
-    auto [grad_x, pending] =
+    auto [grad_x, all_reduce] =
         start_reduced_input_product(kOp, resolve_group(kOp, group_name), grad_h1, w1, grad_h3, w3);
     if (torch::autograd::AnomalyMode::is_enabled()) {
-      pending.wait();
+      all_reduce.wait();
     }
-    slot_of(ctx).pending = std::move(pending);
+    pending_of(ctx).all_reduce = std::move(all_reduce);
     return grad_x;
   }
 
@@ -311,10 +314,10 @@ class Row : public torch::autograd::Function<Row> {
       return dispatch::reduce_scatter_to_sequence(grad_x, dim, group_name);
     }
     const auto group = resolve_group(kOp, group_name);
-    slot_of(ctx).grad_x = start_reduce_scatter(kOp, grad_x, dim, group);
+    pending_of(ctx).grad_x = start_reduce_scatter(kOp, grad_x, dim, group);
     auto sizes = grad_x.sizes().vec();
     auto& size = sizes[static_cast<std::size_t>(dim)];
-    size = part_size(size, place_in(group)).expect_int();
+    size = shard_size(size, rank_in(group)).expect_int();
     return at::empty({1}, grad_x.options()).expand(sizes);
   }
 };
@@ -329,12 +332,12 @@ at::Tensor attach(const at::Tensor& x,
                   const at::Tensor& weight,
                   const OptionalTensor& bias,
                   const at::Tensor& h,
-                  const SlotPtr& slot) {
+                  const PendingCollectivesPtr& pending) {
   if (!weight.requires_grad() && !needs_grad(bias)) {
     return h;
   }
-  hurry_to_leaf(weight);
-  return Column::apply(weight, bias, ColumnValues{x, h, slot, weight.requires_grad()});
+  prioritize_leaf_gradient(weight);
+  return Column::apply(weight, bias, ColumnValues{x, h, pending, weight.requires_grad()});
 }
 
 at::Tensor column_row_mlp_autograd(const at::Tensor& x,
@@ -361,18 +364,18 @@ at::Tensor column_row_mlp_autograd(const at::Tensor& x,
         x, w1, w2, w3, b1, b2, b3, activation, group_name, sequence_dim, sequence_size);
   }
   const auto group = resolve_group(kOp, std::string(group_name));
-  auto sequence = mlp_sequence(x, sequence_dim, sequence_size, place_in(group));
+  auto sequence = mlp_sequence(x, sequence_dim, sequence_size, rank_in(group));
   if (!group) {
     sequence.reset();
   }
-  const auto slot = c10::make_intrusive<Slot>();
-  const auto x_in = x.requires_grad() ? Enter::apply(x, slot) : x;
+  const auto pending = c10::make_intrusive<PendingCollectives>();
+  const auto x_in = x.requires_grad() ? InputGradient::apply(x, pending) : x;
   // With a sharded sequence, Row saves x.
   const auto x_value = sequence.has_value() ? at::Tensor() : x.detach();
-  const auto h1_in = attach(x_value, w1, b1, h1, slot);
+  const auto h1_in = attach(x_value, w1, b1, h1, pending);
   const auto h3_in =
-      w3.has_value() ? OptionalTensor(attach(x_value, *w3, b3, h3, slot)) : std::nullopt;
-  hurry_to_leaf(w2);
+      w3.has_value() ? OptionalTensor(attach(x_value, *w3, b3, h3, pending)) : std::nullopt;
+  prioritize_leaf_gradient(w2);
   return Row::apply(x_in,
                     h1_in,
                     w2,
@@ -386,7 +389,7 @@ at::Tensor column_row_mlp_autograd(const at::Tensor& x,
                               detached(b3),
                               std::string(activation),
                               std::string(group_name),
-                              slot,
+                              pending,
                               recompute,
                               sequence,
                               w1.requires_grad(),

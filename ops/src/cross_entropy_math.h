@@ -28,8 +28,8 @@ struct LocalLossOptions {
 // Returns the number of classes of all ranks; by default, all ranks have num_entries.
 inline std::int64_t classes_of(std::int64_t num_entries,
                                std::optional<std::int64_t> vocab_size,
-                               const GroupPlace& place) {
-  return vocab_size.value_or(num_entries * place.num_ranks);
+                               const GroupRank& group_rank) {
+  return vocab_size.value_or(num_entries * group_rank.num_ranks);
 }
 
 // The dtype in which losses are computed.

@@ -44,10 +44,10 @@ c10::SymInt checked_size(const at::Tensor& x,
                          double p,
                          const OptionalDim& dim,
                          const OptionalSize& dim_size,
-                         const GroupPlace& place) {
+                         const GroupRank& group_rank) {
   check_dropout(x, seed, p);
   if (dim.has_value()) {
-    return gathered_size(kDropout, x, checked_dim(kDropout, x, *dim), dim_size, place);
+    return gathered_size(kDropout, x, checked_dim(kDropout, x, *dim), dim_size, group_rank);
   }
   TORCH_CHECK_VALUE(!dim_size.has_value(),
                     kDropout,
@@ -63,8 +63,8 @@ at::Tensor dropout(const at::Tensor& x,
                    std::string_view group_name,
                    OptionalDim dim,
                    OptionalSize dim_size) {
-  const auto place = place_in(kDropout, group_name);
-  const auto whole_size = checked_size(x, seed, p, dim, dim_size, place).expect_int();
+  const auto group_rank = rank_in(kDropout, group_name);
+  const auto full_size = checked_size(x, seed, p, dim, dim_size, group_rank).expect_int();
   TORCH_CHECK_VALUE(seed.is_cpu(),
                     kDropout,
                     ": got seed on ",
@@ -72,13 +72,14 @@ at::Tensor dropout(const at::Tensor& x,
                     "; pass it on the CPU, where it is read without waiting for the device.");
   const auto number = seed.item().toLong();
   if (!dim.has_value()) {
-    return dispatch::dropout_of_part(x, number, p, 1, whole_size, 0, whole_size);
+    return dispatch::dropout_of_part(x, number, p, 1, full_size, 0, full_size);
   }
-  const auto cut = checked_dim(kDropout, x, *dim);
-  const auto begin =
-      std::min(place.rank * part_length(whole_size, place.num_ranks).expect_int(), whole_size);
-  const auto inner = c10::multiply_integers(x.sizes().slice(static_cast<std::size_t>(cut) + 1));
-  return dispatch::dropout_of_part(x, number, p, inner, x.size(cut), begin, whole_size);
+  const auto sharded_dim = checked_dim(kDropout, x, *dim);
+  const auto begin = std::min(
+      group_rank.rank * max_shard_size(full_size, group_rank.num_ranks).expect_int(), full_size);
+  const auto inner =
+      c10::multiply_integers(x.sizes().slice(static_cast<std::size_t>(sharded_dim) + 1));
+  return dispatch::dropout_of_part(x, number, p, inner, x.size(sharded_dim), begin, full_size);
 }
 
 at::Tensor dropout_meta(const at::Tensor& x,
@@ -87,7 +88,7 @@ at::Tensor dropout_meta(const at::Tensor& x,
                         std::string_view group_name,
                         OptionalDim dim,
                         OptionalSize dim_size) {
-  checked_size(x, seed, p, dim, dim_size, place_in(kDropout, group_name));
+  checked_size(x, seed, p, dim, dim_size, rank_in(kDropout, group_name));
   TORCH_CHECK_VALUE(x.is_meta() || !seed.is_meta(),
                     kDropout,
                     ": got seed on meta with x on ",
@@ -102,9 +103,9 @@ at::Tensor dropout_of_part(const at::Tensor& x,
                            std::int64_t inner,
                            std::int64_t size,
                            std::int64_t begin,
-                           std::int64_t whole_size) {
+                           std::int64_t full_size) {
   return kernels::cpu::dropout(
-      x, p, static_cast<std::uint64_t>(seed), {inner, size, begin, whole_size});
+      x, p, static_cast<std::uint64_t>(seed), {inner, size, begin, full_size});
 }
 
 at::Tensor dropout_of_part_meta(const at::Tensor& x,
@@ -113,7 +114,7 @@ at::Tensor dropout_of_part_meta(const at::Tensor& x,
                                 std::int64_t /*inner*/,
                                 std::int64_t /*size*/,
                                 std::int64_t /*begin*/,
-                                std::int64_t /*whole_size*/) {
+                                std::int64_t /*full_size*/) {
   return at::empty_symint(x.sym_sizes(), x.options());
 }
 

@@ -1,7 +1,7 @@
 #include "group.h"
 
+#include "all_reduce_from_writer.h"
 #include "raise.h"
-#include "written_all_reduce.h"
 
 #include <weft/collectives/error.h>
 
@@ -122,7 +122,7 @@ PendingCollective start_all_reduce(std::string_view op,
   return start(op, tensor, group, true);
 }
 
-std::pair<at::Tensor, PendingCollective> start_sum_of(
+std::pair<at::Tensor, PendingCollective> start_all_reduce_from_writer(
     std::string_view op,
     at::IntArrayRef sizes,
     const at::TensorOptions& options,
@@ -132,7 +132,7 @@ std::pair<at::Tensor, PendingCollective> start_sum_of(
   if (group && result.is_cpu() && result.numel() > 0 && !is_traced(result)) {
     c10::intrusive_ptr<c10d::Work> work;
     PendingCollective pending(op, kAllReduce, group, {result}, false, [&](bool /*async_op*/) {
-      return work = collectives::all_reduce_written(*group, result, write);
+      return work = collectives::all_reduce_from_writer(*group, result, write);
     });
     if (work) {
       return {result, std::move(pending)};
@@ -143,12 +143,12 @@ std::pair<at::Tensor, PendingCollective> start_sum_of(
   return {std::move(result), std::move(pending)};
 }
 
-at::Tensor sum_of(std::string_view op,
-                  at::IntArrayRef sizes,
-                  const at::TensorOptions& options,
-                  const ProcessGroupPtr& group,
-                  const std::function<void(at::Tensor&)>& write) {
-  auto [result, pending] = start_sum_of(op, sizes, options, group, write);
+at::Tensor all_reduce_from_writer(std::string_view op,
+                                  at::IntArrayRef sizes,
+                                  const at::TensorOptions& options,
+                                  const ProcessGroupPtr& group,
+                                  const std::function<void(at::Tensor&)>& write) {
+  auto [result, pending] = start_all_reduce_from_writer(op, sizes, options, group, write);
   pending.wait();
   return result;
 }

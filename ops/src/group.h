@@ -27,11 +27,11 @@ bool has_cpu_backend(const ProcessGroupPtr& group);
 // Returns the sum over `group` of the tensors that `write` produces. `write` gets a contiguous
 // uninitialized tensor of `sizes` to fill; with weft's backend this may be a staging buffer that
 // the peers read, which saves a copy. For a null group, returns what was written.
-at::Tensor sum_of(std::string_view op,
-                  at::IntArrayRef sizes,
-                  const at::TensorOptions& options,
-                  const ProcessGroupPtr& group,
-                  const std::function<void(at::Tensor&)>& write);
+at::Tensor all_reduce_from_writer(std::string_view op,
+                                  at::IntArrayRef sizes,
+                                  const at::TensorOptions& options,
+                                  const ProcessGroupPtr& group,
+                                  const std::function<void(at::Tensor&)>& write);
 
 // Sums the contiguous `tensor` over `group` in place and waits. Does nothing for a null group or an
 // empty tensor (shapes are equal on all ranks, so all ranks skip it).
@@ -73,8 +73,8 @@ PendingCollective start_all_reduce(std::string_view op,
                                    const at::Tensor& tensor,
                                    const ProcessGroupPtr& group);
 
-// Starts sum_of. Wait for the second result before reading the first.
-std::pair<at::Tensor, PendingCollective> start_sum_of(
+// Starts all_reduce_from_writer. Wait for the second result before reading the first.
+std::pair<at::Tensor, PendingCollective> start_all_reduce_from_writer(
     std::string_view op,
     at::IntArrayRef sizes,
     const at::TensorOptions& options,

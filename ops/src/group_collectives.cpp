@@ -13,12 +13,12 @@ namespace {
 
 at::Tensor own_contiguous(const at::Tensor& x) { return x.clone(at::MemoryFormat::Contiguous); }
 
-std::int64_t length_of(std::int64_t size, const ProcessGroupPtr& group) {
-  return part_length(size, group->getSize()).expect_int();
+std::int64_t max_shard_size_of(std::int64_t size, const ProcessGroupPtr& group) {
+  return max_shard_size(size, group->getSize()).expect_int();
 }
 
 std::int64_t size_on(std::int64_t size, int rank, const ProcessGroupPtr& group) {
-  return part_size(size, {group->getSize(), rank}).expect_int();
+  return shard_size(size, {group->getSize(), rank}).expect_int();
 }
 
 // Returns x, whose first dim is the sharded one, padded with zeros to `size` rows.
@@ -40,12 +40,12 @@ PendingCollective gather_into(std::string_view op,
                               std::string_view what,
                               const ProcessGroupPtr& group,
                               at::Tensor result,
-                              at::Tensor part,
+                              at::Tensor shard,
                               bool overlaps) {
-  return {op, what, group, {result, part}, overlaps, [&](bool async_op) {
+  return {op, what, group, {result, shard}, overlaps, [&](bool async_op) {
             c10d::AllgatherOptions opts;
             opts.asyncOp = async_op;
-            return group->_allgather_base(result, part, opts);
+            return group->_allgather_base(result, shard, opts);
           }};
 }
 
@@ -53,25 +53,25 @@ PendingCollective reduce_scatter_into(std::string_view op,
                                       std::string_view what,
                                       const ProcessGroupPtr& group,
                                       at::Tensor result,
-                                      at::Tensor whole,
+                                      at::Tensor full,
                                       bool overlaps) {
-  return {op, what, group, {result, whole}, overlaps, [&](bool async_op) {
+  return {op, what, group, {result, full}, overlaps, [&](bool async_op) {
             c10d::ReduceScatterOptions opts;
             opts.asyncOp = async_op;
-            return group->_reduce_scatter_base(result, whole, opts);
+            return group->_reduce_scatter_base(result, full, opts);
           }};
 }
 
 PendingCollective exchange_into(std::string_view op,
                                 const ProcessGroupPtr& group,
                                 at::Tensor result,
-                                at::Tensor given,
+                                at::Tensor input,
                                 std::vector<std::int64_t>& result_sizes,
-                                std::vector<std::int64_t>& given_sizes) {
-  return {op, "all-to-all", group, {result, given}, false, [&](bool async_op) {
+                                std::vector<std::int64_t>& input_sizes) {
+  return {op, "all-to-all", group, {result, input}, false, [&](bool async_op) {
             c10d::AllToAllOptions opts;
             opts.asyncOp = async_op;
-            return group->alltoall_base(result, given, result_sizes, given_sizes, opts);
+            return group->alltoall_base(result, input, result_sizes, input_sizes, opts);
           }};
 }
 #pragma GCC diagnostic pop
@@ -83,13 +83,13 @@ std::pair<at::Tensor, PendingCollective> gather_rows(std::string_view op,
                                                      std::int64_t num_rows,
                                                      const ProcessGroupPtr& group,
                                                      bool overlaps) {
-  auto part = padded(x, num_rows);
-  auto sizes = part.sizes().vec();
+  auto shard = padded(x, num_rows);
+  auto sizes = shard.sizes().vec();
   sizes[0] = num_rows * group->getSize();
   auto result = at::empty(sizes, x.options());
   PendingCollective work;
   if (result.numel() > 0) {
-    work = gather_into(op, what, group, result, std::move(part), overlaps);
+    work = gather_into(op, what, group, result, std::move(shard), overlaps);
   }
   return {std::move(result), std::move(work)};
 }
@@ -103,8 +103,8 @@ PendingTensor gather(std::string_view op,
   if (!group) {
     return PendingTensor(own_contiguous(x));
   }
-  const auto length = length_of(dim_size, group);
-  auto [result, work] = gather_rows(op, "all-gather", x.movedim(dim, 0), length, group, overlaps);
+  const auto max_size = max_shard_size_of(dim_size, group);
+  auto [result, work] = gather_rows(op, "all-gather", x.movedim(dim, 0), max_size, group, overlaps);
   // Only the last shards are shorter, so all padding is behind the first dim_size rows.
   return {std::move(work), std::move(result), dim_size, dim};
 }
@@ -117,26 +117,26 @@ PendingTensor sum_and_scatter(std::string_view op,
   if (!group) {
     return PendingTensor(own_contiguous(x));
   }
-  const auto length = length_of(x.size(dim), group);
-  auto whole = padded(x.movedim(dim, 0), length * group->getSize());
-  auto sizes = whole.sizes().vec();
-  sizes[0] = length;
+  const auto max_size = max_shard_size_of(x.size(dim), group);
+  auto full = padded(x.movedim(dim, 0), max_size * group->getSize());
+  auto sizes = full.sizes().vec();
+  sizes[0] = max_size;
   auto result = at::empty(sizes, x.options());
   PendingCollective work;
   if (result.numel() > 0) {
-    work = reduce_scatter_into(op, "reduce-scatter", group, result, std::move(whole), overlaps);
+    work = reduce_scatter_into(op, "reduce-scatter", group, result, std::move(full), overlaps);
   }
   return {std::move(work), std::move(result), size_on(x.size(dim), group->getRank(), group), dim};
 }
 
 }  // namespace
 
-GroupPlace place_in(const ProcessGroupPtr& group) {
-  return group ? GroupPlace{group->getSize(), group->getRank()} : GroupPlace{};
+GroupRank rank_in(const ProcessGroupPtr& group) {
+  return group ? GroupRank{group->getSize(), group->getRank()} : GroupRank{};
 }
 
-GroupPlace place_in(std::string_view op, std::string_view group_name) {
-  return place_in(resolve_group(op, std::string(group_name)));
+GroupRank rank_in(std::string_view op, std::string_view group_name) {
+  return rank_in(resolve_group(op, std::string(group_name)));
 }
 
 PendingTensor::PendingTensor(at::Tensor result)
@@ -179,10 +179,10 @@ std::pair<at::Tensor, PendingCollective> start_gather_rows(std::string_view op,
 
 PendingCollective start_scatter_rows(std::string_view op,
                                      std::string_view what,
-                                     const at::Tensor& whole,
+                                     const at::Tensor& full,
                                      const at::Tensor& result,
                                      const ProcessGroupPtr& group) {
-  return reduce_scatter_into(op, what, group, result, whole, /*overlaps=*/true);
+  return reduce_scatter_into(op, what, group, result, full, /*overlaps=*/true);
 }
 
 at::Tensor reduce_scatter(std::string_view op,
@@ -241,36 +241,36 @@ at::Tensor all_to_all(std::string_view op,
     return own_contiguous(x);
   }
   // With the split dim in front, the rows for each rank and from each rank are contiguous.
-  auto given = x.movedim(split_dim, 0).contiguous();
-  const auto cat_place = cat_dim < split_dim ? cat_dim + 1 : cat_dim;
+  auto input = x.movedim(split_dim, 0).contiguous();
+  const auto cat_idx = cat_dim < split_dim ? cat_dim + 1 : cat_dim;
   const auto own_rows = size_on(x.size(split_dim), group->getRank(), group);
-  const auto row_numel = [&](std::int64_t cat_part) {
-    std::int64_t numel = cat_part;
-    for (std::int64_t each = 1; each < given.dim(); ++each) {
-      numel *= each == cat_place ? 1 : given.size(each);
+  const auto row_numel = [&](std::int64_t cat_shard_size) {
+    std::int64_t numel = cat_shard_size;
+    for (std::int64_t each = 1; each < input.dim(); ++each) {
+      numel *= each == cat_idx ? 1 : input.size(each);
     }
     return numel;
   };
-  std::vector<std::int64_t> given_sizes, result_sizes;
+  std::vector<std::int64_t> input_sizes, result_sizes;
   for (int rank = 0; rank < group->getSize(); ++rank) {
-    given_sizes.push_back(size_on(x.size(split_dim), rank, group) * row_numel(x.size(cat_dim)));
+    input_sizes.push_back(size_on(x.size(split_dim), rank, group) * row_numel(x.size(cat_dim)));
     result_sizes.push_back(own_rows * row_numel(size_on(cat_size, rank, group)));
   }
   auto flat = at::empty({own_rows * row_numel(cat_size)}, x.options());
   if (x.size(split_dim) * row_numel(cat_size) > 0) {
-    exchange_into(op, group, flat, given.view({-1}), result_sizes, given_sizes).wait();
+    exchange_into(op, group, flat, input.view({-1}), result_sizes, input_sizes).wait();
   }
-  std::vector<at::Tensor> parts;
-  auto sizes = given.sizes().vec();
+  std::vector<at::Tensor> shards;
+  auto sizes = input.sizes().vec();
   sizes[0] = own_rows;
   std::int64_t begin = 0;
   for (int rank = 0; rank < group->getSize(); ++rank) {
     const auto numel = result_sizes[static_cast<std::size_t>(rank)];
-    sizes[static_cast<std::size_t>(cat_place)] = size_on(cat_size, rank, group);
-    parts.push_back(flat.narrow(0, begin, numel).view(sizes));
+    sizes[static_cast<std::size_t>(cat_idx)] = size_on(cat_size, rank, group);
+    shards.push_back(flat.narrow(0, begin, numel).view(sizes));
     begin += numel;
   }
-  return at::cat(parts, cat_place).movedim(0, split_dim).contiguous();
+  return at::cat(shards, cat_idx).movedim(0, split_dim).contiguous();
 }
 
 }  // namespace weft::ops

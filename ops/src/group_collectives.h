@@ -9,9 +9,9 @@
 
 namespace weft::ops {
 
-GroupPlace place_in(const ProcessGroupPtr& group);
+GroupRank rank_in(const ProcessGroupPtr& group);
 // The same by the group's name. Errors: those of resolve_group.
-GroupPlace place_in(std::string_view op, std::string_view group_name);
+GroupRank rank_in(std::string_view op, std::string_view group_name);
 
 // The result of a collective in flight, which keeps the inputs alive. Move-only.
 class PendingTensor {
@@ -51,11 +51,11 @@ std::pair<at::Tensor, PendingCollective> start_gather_rows(std::string_view op,
                                                            std::int64_t num_rows,
                                                            const ProcessGroupPtr& group);
 
-// Reduce-scatters `whole` [ranks * rows, ...] into `result` [rows, ...]; both contiguous and not
+// Reduce-scatters `full` [ranks * rows, ...] into `result` [rows, ...]; both contiguous and not
 // empty. REQUIRES: a group.
 PendingCollective start_scatter_rows(std::string_view op,
                                      std::string_view what,
-                                     const at::Tensor& whole,
+                                     const at::Tensor& full,
                                      const at::Tensor& result,
                                      const ProcessGroupPtr& group);
 

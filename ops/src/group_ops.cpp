@@ -39,7 +39,7 @@ class CopyToGroup : public torch::autograd::Function<CopyToGroup> {
     return dispatch::copy_to_group(x, group_name);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward(kCopy);
+    forbid_double_backward(kCopy);
     return {dispatch::reduce_from_group(grads[0], ctx->saved_data.at("group_name").toStringRef()),
             at::Tensor()};
   }

@@ -64,7 +64,7 @@ class ColumnLinear : public torch::autograd::Function<ColumnLinear> {
 
   // The all-reduce of grad_x is in flight while grad_weight and grad_bias are computed.
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward(kColumn);
+    forbid_double_backward(kColumn);
     const auto& grad_y = grads[0];
     const auto saved = ctx->get_saved_variables();
     const auto& group_name = ctx->saved_data.at("group_name").toStringRef();
@@ -103,7 +103,7 @@ class RowLinear : public torch::autograd::Function<RowLinear> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward(kRow);
+    forbid_double_backward(kRow);
     const auto& grad_y = grads[0];
     const auto saved = ctx->get_saved_variables();
     return {ctx->needs_input_grad(0) ? at::matmul(grad_y, saved[1]) : at::Tensor(),

@@ -27,8 +27,8 @@ std::optional<Sequence> sequence_of(const at::Tensor& x,
                                     std::string_view group_name,
                                     const std::optional<std::int64_t>& sequence_dim,
                                     const std::optional<c10::SymInt>& sequence_size) {
-  const auto place = place_in("weft::column_row_mlp", group_name);
-  return mlp_sequence(x, sequence_dim, sequence_size, place);
+  const auto group_rank = rank_in("weft::column_row_mlp", group_name);
+  return mlp_sequence(x, sequence_dim, sequence_size, group_rank);
 }
 
 at::Tensor column_row_mlp(const at::Tensor& x,

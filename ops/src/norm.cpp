@@ -171,7 +171,7 @@ class NormFunction : public torch::autograd::Function<NormFunction> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward(ctx->saved_data.at("op").toStringRef());
+    forbid_double_backward(ctx->saved_data.at("op").toStringRef());
     const auto saved = ctx->get_saved_variables();
     const auto &v = saved[0], &weight = saved[1];
     const bool has_residual = ctx->saved_data.at("has_residual").toBool();

@@ -15,7 +15,7 @@
 namespace weft::ops {
 
 // Registered operators return absent results as [0].
-inline at::Tensor or_empty(at::Tensor tensor, const at::Tensor& like) {
+inline at::Tensor or_empty_tensor(at::Tensor tensor, const at::Tensor& like) {
   return tensor.defined() ? std::move(tensor) : like.new_empty({0});
 }
 
@@ -33,7 +33,10 @@ struct NormKernels {
     auto result =
         kForward({.x = x, .residual = residual, .weight = weight, .bias = bias, .eps = eps},
                  centered ? kernels::Norm::kLayer : kernels::Norm::kRms);
-    return {result.y, or_empty(result.sum, x), or_empty(result.mean, result.rstd), result.rstd};
+    return {result.y,
+            or_empty_tensor(result.sum, x),
+            or_empty_tensor(result.mean, result.rstd),
+            result.rstd};
   }
 
   static std::tuple<at::Tensor, at::Tensor> backward(const at::Tensor& grad_y,
@@ -51,7 +54,8 @@ struct NormKernels {
                   grad_sum,
                   {.v = v, .weight = weight, .mean = row_mean, .rstd = rstd},
                   {.input = wants_input, .params = num_params > 0, .bias = num_params > 1});
-    return {or_empty(gradients.input, v), or_empty(gradients.params, weight.value_or(v))};
+    return {or_empty_tensor(gradients.input, v),
+            or_empty_tensor(gradients.params, weight.value_or(v))};
   }
 };
 

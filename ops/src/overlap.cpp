@@ -1,6 +1,6 @@
 #include "overlap.h"
 
-#include "overlap_trial.h"
+#include "overlap_tuner.h"
 #include "shard_shape.h"
 
 #include <ATen/Context.h>
@@ -24,9 +24,9 @@ namespace {
 
 // Bytes of one chunk over all ranks, and its fewest tokens: small enough for the caches, large
 // enough for matrix products at full speed. Measured (docs/benchmarks/overlap.md).
-constexpr std::int64_t kPieceBytes = 2 << 20;
+constexpr std::int64_t kChunkBytes = 2 << 20;
 constexpr std::int64_t kMinTokens = 64;
-constexpr std::int64_t kMaxPiecesOfDevices = 4;
+constexpr std::int64_t kMaxDeviceChunks = 4;
 
 // Largest ratio of chunked to unchunked time that counts as a gain; the margin keeps noise out.
 constexpr double kGain = 0.95;
@@ -45,11 +45,11 @@ std::string name_of(Mode mode) {
 }
 
 Mode mode_of_environment() {
-  const char* asked = std::getenv("WEFT_OVERLAP");
-  if (asked == nullptr || *asked == '\0') return Mode::kAuto;
-  const auto mode = mode_named(asked);
+  const char* value = std::getenv("WEFT_OVERLAP");
+  if (value == nullptr || *value == '\0') return Mode::kAuto;
+  const auto mode = mode_named(value);
   TORCH_CHECK_VALUE(
-      mode.has_value(), "weft: got WEFT_OVERLAP=", asked, "; set it to auto, always or never.");
+      mode.has_value(), "weft: got WEFT_OVERLAP=", value, "; set it to auto, always or never.");
   return *mode;
 }
 
@@ -75,7 +75,7 @@ std::int64_t rounded_up(std::int64_t value) {
 }
 
 struct Measured {
-  Trial trial;
+  OverlapTuner tuner;
   std::optional<double> ratio;  // set when the ranks have agreed on it
 };
 
@@ -89,46 +89,46 @@ class Table {
   }
 
   // REQUIRES: mode auto.
-  std::optional<bool> given(const Kind& kind) const {
+  std::optional<bool> preset(const Kind& kind) const {
     const std::lock_guard lock(mutex_);
-    const auto found = given_.find(kind);
-    return found == given_.end() ? std::nullopt : std::optional(found->second.in_pieces);
+    const auto found = presets_.find(kind);
+    return found == presets_.end() ? std::nullopt : std::optional(found->second.in_pieces);
   }
 
   // Measurements are per group: only the ranks of one group agree with each other. The caller
   // shares ownership, since replace() may drop the entry.
   std::shared_ptr<Measured> measured(const Kind& kind, const ProcessGroupPtr& group) {
     const std::lock_guard lock(mutex_);
-    auto& of_group = groups_[group.get()];
-    if (!of_group.group.has_value()) {
+    auto& measurements = groups_[group.get()];
+    if (!measurements.group.has_value()) {
       std::erase_if(groups_, [](const auto& each) {
         return each.second.group.has_value() && each.second.group->expired();
       });
-      of_group.group.emplace(group);
+      measurements.group.emplace(group);
     }
-    auto& result = of_group.kinds[kind];
+    auto& result = measurements.kinds[kind];
     if (!result) result = std::make_shared<Measured>();
     return result;
   }
 
-  void keep(const std::shared_ptr<Measured>& measured, Trial::Timed timed) {
+  void add_timed(const std::shared_ptr<Measured>& measured, OverlapTuner::Timed timed) {
     const std::lock_guard lock(mutex_);
-    measured->trial.keep(std::move(timed));
+    measured->tuner.add(std::move(timed));
   }
 
   std::mutex& mutex() const { return mutex_; }
 
   std::vector<OverlapEntry> entries() const {
     const std::lock_guard lock(mutex_);
-    auto all = given_;
-    for (const auto& [key, of_group] : groups_) {
-      for (const auto& [kind, measured] : of_group.kinds) {
-        if (!measured->ratio.has_value() || given_.contains(kind)) continue;
+    auto all = presets_;
+    for (const auto& [key, measurements] : groups_) {
+      for (const auto& [kind, measured] : measurements.kinds) {
+        if (!measured->ratio.has_value() || presets_.contains(kind)) continue;
         const auto ratio = *measured->ratio;
-        const auto [place, is_new] = all.try_emplace(kind, entry(kind, ratio));
+        const auto [found, is_new] = all.try_emplace(kind, entry(kind, ratio));
         // If two groups disagree, report the entry that chunks less; 0 means no measurement.
-        if (!is_new && (place->second.ratio == 0 || !(ratio <= place->second.ratio))) {
-          place->second = entry(kind, std::max(ratio, place->second.ratio));
+        if (!is_new && (found->second.ratio == 0 || !(ratio <= found->second.ratio))) {
+          found->second = entry(kind, std::max(ratio, found->second.ratio));
         }
       }
     }
@@ -140,16 +140,16 @@ class Table {
   void replace(std::vector<OverlapEntry> entries) {
     const std::lock_guard lock(mutex_);
     groups_.clear();
-    given_.clear();
+    presets_.clear();
     for (auto& each : entries) {
       const Kind kind{
           each.op, each.dtype, each.device, each.num_ranks, each.num_rows, each.row_bytes};
-      given_.insert_or_assign(kind, std::move(each));
+      presets_.insert_or_assign(kind, std::move(each));
     }
   }
 
  private:
-  struct OfGroup {
+  struct GroupMeasurements {
     // The weak pointer keeps the address, the key of this entry, from being reused.
     std::optional<c10::weak_intrusive_ptr<c10d::ProcessGroup>> group;
     std::map<Kind, std::shared_ptr<Measured>> kinds;
@@ -167,23 +167,23 @@ class Table {
   }
 
   mutable std::mutex mutex_;
-  std::map<Kind, OverlapEntry> given_;
-  std::map<const c10d::ProcessGroup*, OfGroup> groups_;
+  std::map<Kind, OverlapEntry> presets_;
+  std::map<const c10d::ProcessGroup*, GroupMeasurements> groups_;
 };
 
-struct Answers {
+struct Votes {
   double worst_ratio;
-  bool somebody_lacks_samples;
+  bool any_rank_lacks_samples;
 };
 
-// Returns the maximum of the ranks' answers. Groups without a CPU backend reduce it on `device`.
-Answers ask(std::string_view op,
-            const Answers& own,
-            const ProcessGroupPtr& group,
-            const c10::Device& device) {
+// Returns the maximum of the ranks' votes. Groups without a CPU backend reduce it on `device`.
+Votes exchange_votes(std::string_view op,
+                     const Votes& own,
+                     const ProcessGroupPtr& group,
+                     const c10::Device& device) {
   const auto on_host = at::empty({2}, at::kDouble);
   on_host.mutable_data_ptr<double>()[0] = own.worst_ratio;
-  on_host.mutable_data_ptr<double>()[1] = own.somebody_lacks_samples ? 1 : 0;
+  on_host.mutable_data_ptr<double>()[1] = own.any_rank_lacks_samples ? 1 : 0;
   const auto tensor = has_cpu_backend(group) ? on_host : on_host.to(device);
   PendingCollective(op,
                     "all-reduce of times for WEFT_OVERLAP=auto",
@@ -198,8 +198,8 @@ Answers ask(std::string_view op,
                       return group->allreduce(tensors, opts);
                     })
       .wait();
-  const auto answers = tensor.cpu();
-  const auto* values = answers.const_data_ptr<double>();
+  const auto votes = tensor.cpu();
+  const auto* values = votes.const_data_ptr<double>();
   return {values[0], values[1] != 0};
 }
 
@@ -211,7 +211,7 @@ void agree(Measured& measured,
            std::string_view op,
            const ProcessGroupPtr& group,
            const c10::Device& device) {
-  const auto timed = measured.trial.take_timed();
+  const auto timed = measured.tuner.take_timed();
   lock.unlock();
   std::vector<double> seconds_per_row;
   for (const auto& each : timed) {
@@ -219,28 +219,27 @@ void agree(Measured& measured,
   }
   lock.lock();
   for (std::size_t i = 0; i < timed.size(); ++i) {
-    measured.trial.record(timed[i].own_features, timed[i].in_pieces, seconds_per_row[i]);
+    measured.tuner.record(timed[i].own_features, timed[i].is_chunked, seconds_per_row[i]);
   }
-  const Answers own{measured.trial.worst_ratio(), measured.trial.lacks_samples()};
+  const Votes own{measured.tuner.worst_ratio(), measured.tuner.lacks_samples()};
   lock.unlock();
-  const auto answers = ask(op, own, group, device);
+  const auto votes = exchange_votes(op, own, group, device);
   lock.lock();
-  if (!measured.trial.goes_on(answers.somebody_lacks_samples)) {
-    measured.ratio = answers.worst_ratio;
+  if (!measured.tuner.continues(votes.any_rank_lacks_samples)) {
+    measured.ratio = votes.worst_ratio;
   }
 }
 
 // Returns the rows of each rank's shard per chunk; 0 if there would be only one chunk.
-std::int64_t rows_of_pieces(const Travel& travel,
-                            int num_ranks,
-                            Mode mode,
-                            const c10::Device& device) {
-  const auto length = part_length(travel.num_rows, num_ranks).expect_int();
-  const auto for_bytes = kPieceBytes / (num_ranks * travel.row_bytes);
-  const auto for_products = (kMinTokens + travel.row_tokens - 1) / travel.row_tokens;
+std::int64_t chunk_rows(const Communication& communication,
+                        int num_ranks,
+                        Mode mode,
+                        const c10::Device& device) {
+  const auto length = max_shard_size(communication.num_rows, num_ranks).expect_int();
+  const auto for_bytes = kChunkBytes / (num_ranks * communication.row_bytes);
+  const auto for_products = (kMinTokens + communication.row_tokens - 1) / communication.row_tokens;
   // On other devices, calls cost more and chunks need not fit into caches. Not measured.
-  const auto for_calls =
-      device.is_cpu() ? 1 : (length + kMaxPiecesOfDevices - 1) / kMaxPiecesOfDevices;
+  const auto for_calls = device.is_cpu() ? 1 : (length + kMaxDeviceChunks - 1) / kMaxDeviceChunks;
   auto rows = std::max<std::int64_t>({for_bytes, for_products, for_calls, 1});
   if (mode == Mode::kAlways) {
     rows = std::min(rows, (length + 1) / 2);
@@ -250,11 +249,11 @@ std::int64_t rows_of_pieces(const Travel& travel,
 
 }  // namespace
 
-Travel travel_of(const at::Tensor& x,
-                 std::int64_t dim,
-                 std::int64_t size,
-                 std::int64_t own_features,
-                 std::optional<std::int64_t> features) {
+Communication communication_of(const at::Tensor& x,
+                               std::int64_t dim,
+                               std::int64_t size,
+                               std::int64_t own_features,
+                               std::optional<std::int64_t> features) {
   std::int64_t row_tokens = 1;
   for (std::int64_t each = 0; each < x.dim() - 1; ++each) {
     row_tokens *= each == dim ? 1 : x.size(each);
@@ -265,26 +264,26 @@ Travel travel_of(const at::Tensor& x,
 
 OverlapChoice::OverlapChoice(std::string_view op,
                              const at::Tensor& like,
-                             const Travel& travel,
+                             const Communication& communication,
                              const ProcessGroupPtr& group) {
   const auto mode = current_mode().load();
-  if (mode == Mode::kNever || travel.num_rows == 0 || travel.row_bytes == 0) {
+  if (mode == Mode::kNever || communication.num_rows == 0 || communication.row_bytes == 0) {
     return;
   }
-  const auto rows = rows_of_pieces(travel, group->getSize(), mode, like.device());
+  const auto rows = chunk_rows(communication, group->getSize(), mode, like.device());
   if (rows == 0 || mode == Mode::kAlways) {
-    rows_per_piece_ = rows;
+    rows_per_chunk_ = rows;
     return;
   }
   const Kind kind{std::string(op),
                   std::string(c10::getDtypeNames(like.scalar_type()).first),
                   like.device().is_cpu() ? "cpu" : c10::DeviceTypeName(like.device().type(), true),
                   group->getSize(),
-                  rounded_up(travel.num_rows),
-                  rounded_up(travel.row_bytes)};
+                  rounded_up(communication.num_rows),
+                  rounded_up(communication.row_bytes)};
   auto& table = Table::instance();
-  if (const auto given = table.given(kind)) {
-    rows_per_piece_ = *given ? rows : 0;
+  if (const auto preset = table.preset(kind)) {
+    rows_per_chunk_ = *preset ? rows : 0;
     return;
   }
   // A choice by time may differ between runs, and with it the rounding of the result.
@@ -296,21 +295,22 @@ OverlapChoice::OverlapChoice(std::string_view op,
   if (!measured->ratio.has_value() && !can_time(like.device())) {
     return;
   }
-  if (!measured->ratio.has_value() && measured->trial.asks()) {
+  if (!measured->ratio.has_value() && measured->tuner.must_exchange()) {
     agree(*measured, lock, op, group, like.device());
   }
   if (measured->ratio.has_value()) {
-    rows_per_piece_ = gains(*measured->ratio) ? rows : 0;
+    rows_per_chunk_ = gains(*measured->ratio) ? rows : 0;
     return;
   }
-  const bool in_pieces = measured->trial.next_in_pieces();
-  rows_per_piece_ = in_pieces ? rows : 0;
-  const bool is_warm = measured->trial.is_warm();
+  const bool is_chunked = measured->tuner.next_is_chunked();
+  rows_per_chunk_ = is_chunked ? rows : 0;
+  const bool is_warm = measured->tuner.is_warm();
   lock.unlock();
   if (is_warm) {
-    record_ = [measured, in_pieces, travel](std::unique_ptr<Stopwatch> stopped) {
-      Table::instance().keep(measured,
-                             {travel.own_features, in_pieces, travel.num_rows, std::move(stopped)});
+    record_ = [measured, is_chunked, communication](std::unique_ptr<Stopwatch> stopped) {
+      Table::instance().add_timed(
+          measured,
+          {communication.own_features, is_chunked, communication.num_rows, std::move(stopped)});
     };
     watch_ = start_stopwatch(like.device());
   }

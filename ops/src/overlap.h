@@ -15,7 +15,7 @@
 namespace weft::ops {
 
 // The communication of one call.
-struct Travel {
+struct Communication {
   std::int64_t num_rows;    // of the full sequence
   std::int64_t row_bytes;   // of one row, in the widest tensor that is communicated
   std::int64_t row_tokens;  // tokens per row in the matrix products
@@ -25,11 +25,11 @@ struct Travel {
 
 // Describes the communication of x's dim `dim`, of full size `size`, with `features` per token
 // (default: those of x).
-Travel travel_of(const at::Tensor& x,
-                 std::int64_t dim,
-                 std::int64_t size,
-                 std::int64_t own_features,
-                 std::optional<std::int64_t> features = std::nullopt);
+Communication communication_of(const at::Tensor& x,
+                               std::int64_t dim,
+                               std::int64_t size,
+                               std::int64_t own_features,
+                               std::optional<std::int64_t> features = std::nullopt);
 
 // The constructor chooses, and may communicate to do so; done() ends the measurement if this call
 // is timed. All ranks of the group construct the same choices in the same order.
@@ -38,15 +38,15 @@ class OverlapChoice {
   // REQUIRES: a group.
   OverlapChoice(std::string_view op,
                 const at::Tensor& like,
-                const Travel& travel,
+                const Communication& communication,
                 const ProcessGroupPtr& group);
 
-  bool in_pieces() const { return rows_per_piece_ > 0; }
-  std::int64_t rows_per_piece() const { return rows_per_piece_; }
+  bool is_chunked() const { return rows_per_chunk_ > 0; }
+  std::int64_t rows_per_chunk() const { return rows_per_chunk_; }
   void done();
 
  private:
-  std::int64_t rows_per_piece_ = 0;
+  std::int64_t rows_per_chunk_ = 0;
   std::unique_ptr<Stopwatch> watch_;  // null where nothing is measured
   std::function<void(std::unique_ptr<Stopwatch>)> record_;
 };

@@ -91,12 +91,12 @@ PipelineAddress checked_address(std::string_view op,
   return {group, static_cast<int>(peer), channel};
 }
 
-std::vector<bool> needs_of(const at::TensorList& tensors) {
-  std::vector<bool> needs;
+std::vector<bool> differentiability_of(const at::TensorList& tensors) {
+  std::vector<bool> differentiable;
   for (const auto& tensor : tensors) {
-    needs.push_back(at::GradMode::is_enabled() && tensor.requires_grad());
+    differentiable.push_back(at::GradMode::is_enabled() && tensor.requires_grad());
   }
-  return needs;
+  return differentiable;
 }
 
 MessagePtr post(std::string_view op,
@@ -105,9 +105,9 @@ MessagePtr post(std::string_view op,
                 std::int64_t peer,
                 std::int64_t channel,
                 std::string_view group_name,
-                const std::vector<bool>& needs) {
+                const std::vector<bool>& differentiable) {
   auto address = checked_address(op, tensors, peer, channel, group_name);
-  return PipelineMessage::post(side, std::move(address), tensors.vec(), needs);
+  return PipelineMessage::post(side, std::move(address), tensors.vec(), differentiable);
 }
 
 // Below autograd, no tensor is differentiable.
@@ -155,15 +155,15 @@ class Send : public torch::autograd::Function<Send> {
                             std::int64_t peer,
                             std::int64_t channel,
                             std::string_view group_name,
-                            const std::vector<bool>& needs) {
+                            const std::vector<bool>& differentiable) {
     const at::AutoDispatchBelowADInplaceOrView below;
-    auto message = post(kSend, Side::kSender, tensors, peer, channel, group_name, needs);
+    auto message = post(kSend, Side::kSender, tensors, peer, channel, group_name, differentiable);
     ctx->saved_data["message"] = c10::IValue::make_capsule(message);
     return token_of(std::move(message));
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& /*grads*/) {
-    refuse_double_backward(kSend);
+    forbid_double_backward(kSend);
     const auto message = c10::static_intrusive_pointer_cast<PipelineMessage>(
         ctx->saved_data.at("message").toCapsule());
     auto gradients = message->receive_gradients();
@@ -199,7 +199,7 @@ class Wait : public torch::autograd::Function<Wait> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward(kWait);
+    forbid_double_backward(kWait);
     const auto message = c10::static_intrusive_pointer_cast<PipelineMessage>(
         ctx->saved_data.at("message").toCapsule());
     variable_list gradients;
@@ -235,16 +235,16 @@ at::Tensor pipeline_send_autograd(at::TensorList tensors,
                                   std::int64_t peer,
                                   std::int64_t channel,
                                   std::string_view group_name) {
-  return Send::apply(tensors, peer, channel, group_name, needs_of(tensors));
+  return Send::apply(tensors, peer, channel, group_name, differentiability_of(tensors));
 }
 
 at::Tensor pipeline_recv_autograd(at::TensorList like,
                                   std::int64_t peer,
                                   std::int64_t channel,
                                   std::string_view group_name) {
-  const auto needs = needs_of(like);
+  const auto differentiable = differentiability_of(like);
   const at::AutoDispatchBelowADInplaceOrView below;
-  auto message = post(kRecv, Side::kReceiver, like, peer, channel, group_name, needs);
+  auto message = post(kRecv, Side::kReceiver, like, peer, channel, group_name, differentiable);
   const bool is_differentiable = message->is_differentiable();
   auto token = token_of(std::move(message));
   return token.set_requires_grad(is_differentiable);

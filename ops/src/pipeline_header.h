@@ -20,7 +20,7 @@ struct TensorLayout {
 
 // The first 64 bytes of a message; the wire format.
 struct PipelineHeader {
-  enum class Kind : std::uint8_t { kData = 1, kGradients, kRefused };
+  enum class Kind : std::uint8_t { kData = 1, kGradients, kMismatch };
 
   std::uint32_t magic = 0;
   Kind kind = Kind::kData;

@@ -67,7 +67,8 @@ void end_quietly(c10d::Backend& backend) {
 }
 
 // Raises if an earlier message failed.
-void refuse_after(const PipelineLink::Context& context, const std::optional<std::string>& failure) {
+void raise_if_failed(const PipelineLink::Context& context,
+                     const std::optional<std::string>& failure) {
   TORCH_CHECK_WITH(DistBackendError,
                    !failure.has_value(),
                    context.op,
@@ -95,7 +96,7 @@ void PipelineLink::open(const ProcessGroupPtr& group) {
   // NCCL connects two ranks when both call it, so both connect the directions in the same order.
   const bool sends_first = group->getRank() < peer_;
   for (const bool sends : {sends_first, !sends_first}) {
-    for (auto& work : carry(context, group, sends, {byte})) {
+    for (auto& work : transfer(context, group, sends, {byte})) {
       work.wait();
     }
   }
@@ -121,7 +122,7 @@ PipelineLink::Pending PipelineLink::send(const Context& context,
                                          bool is_direct,
                                          const Tensors& tensors) {
   const std::lock_guard lock(sending_);
-  refuse_after(context, sending_failed_);
+  raise_if_failed(context, sending_failed_);
   try {
     return send_now(context, group, header, is_answer, is_direct, tensors);
   } catch (...) {
@@ -137,39 +138,40 @@ PipelineLink::Pending PipelineLink::send_now(const Context& context,
                                              bool is_direct,
                                              const Tensors& tensors) {
   // Submit the tensors first: a message whose submission fails must not be announced.
-  auto pending = is_direct ? carry(context, group, true, tensors) : Pending();
+  auto pending = is_direct ? transfer(context, group, true, tensors) : Pending();
   Announcement announcement;
   announcement.header = header;
   announcement.is_answer = is_answer ? 1 : 0;
   announcement.is_direct = is_direct ? 1 : 0;
   at::Tensor numbers;
-  if (is_direct && told_layouts_.insert(header.layout).second) {
+  if (is_direct && sent_layouts_.insert(header.layout).second) {
     numbers = numbers_of(tensors);
     announcement.num_numbers = static_cast<std::uint64_t>(numbers.numel());
   }
   auto bytes = at::empty({sizeof(announcement)}, at::kByte);
   std::memcpy(bytes.mutable_data_ptr(), &announcement, sizeof(announcement));
   const auto number = next_sent_++;
-  pending.push_back(tell(context, group, true, bytes, tag_of(kLinkChannel, number, false)));
+  pending.push_back(
+      exchange_bytes(context, group, true, bytes, tag_of(kLinkChannel, number, false)));
   if (numbers.defined()) {
-    pending.push_back(
-        tell(context, group, true, bytes_of(numbers), tag_of(kLinkChannel, number, true)));
+    pending.push_back(exchange_bytes(
+        context, group, true, bytes_of(numbers), tag_of(kLinkChannel, number, true)));
   }
   return pending;
 }
 
-PipelineLink::Arrival PipelineLink::take(const Context& context,
-                                         const ProcessGroupPtr& group,
-                                         std::int64_t channel,
-                                         std::uint64_t sequence,
-                                         bool is_answer) {
+PipelineLink::ReceivedMessage PipelineLink::take(const Context& context,
+                                                 const ProcessGroupPtr& group,
+                                                 std::int64_t channel,
+                                                 std::uint64_t sequence,
+                                                 bool is_answer) {
   const Key key(channel, sequence, is_answer);
   std::unique_lock lock(mutex_);
   while (true) {
-    if (auto found = arrived_.extract(key)) {
+    if (auto found = received_.extract(key)) {
       return std::move(found.mapped());
     }
-    refuse_after(context, reading_failed_);
+    raise_if_failed(context, reading_failed_);
     if (is_reading_) {
       changed_.wait(lock);
       continue;
@@ -177,9 +179,9 @@ PipelineLink::Arrival PipelineLink::take(const Context& context,
     is_reading_ = true;
     lock.unlock();
     try {
-      auto next = next_arrival(context, group);
+      auto next = receive_next(context, group);
       lock.lock();
-      arrived_.insert_or_assign(next.first, std::move(next.second));
+      received_.insert_or_assign(next.first, std::move(next.second));
     } catch (...) {
       const auto text = text_of_current_exception();
       lock.lock();
@@ -193,11 +195,11 @@ PipelineLink::Arrival PipelineLink::take(const Context& context,
   }
 }
 
-std::pair<PipelineLink::Key, PipelineLink::Arrival> PipelineLink::next_arrival(
+std::pair<PipelineLink::Key, PipelineLink::ReceivedMessage> PipelineLink::receive_next(
     const Context& context, const ProcessGroupPtr& group) {
   Announcement announcement;
   auto bytes = at::empty({sizeof(announcement)}, at::kByte);
-  tell(context, group, false, bytes, tag_of(kLinkChannel, next_read_, false)).wait();
+  exchange_bytes(context, group, false, bytes, tag_of(kLinkChannel, next_read_, false)).wait();
   std::memcpy(&announcement, bytes.const_data_ptr(), sizeof(announcement));
   const auto& header = announcement.header;
   TORCH_CHECK_WITH(DistBackendError,
@@ -212,20 +214,20 @@ std::pair<PipelineLink::Key, PipelineLink::Arrival> PipelineLink::next_arrival(
     read_layouts(context, group, header.layout, announcement.num_numbers);
   }
   ++next_read_;
-  Arrival arrival;
-  arrival.header = header;
-  arrival.is_direct = announcement.is_direct != 0;
-  if (arrival.is_direct) {
-    arrival.stream = receiving_;
+  ReceivedMessage message;
+  message.header = header;
+  message.is_direct = announcement.is_direct != 0;
+  if (message.is_direct) {
+    message.stream = receiving_;
     const c10::StreamGuard stream(receiving_);
     for (const auto& layout : layouts_.at(header.layout)) {
-      arrival.tensors.push_back(
+      message.tensors.push_back(
           at::empty(layout.sizes, at::TensorOptions(device_).dtype(layout.dtype)));
     }
-    arrival.on_their_way = carry(context, group, false, arrival.tensors);
+    message.pending = transfer(context, group, false, message.tensors);
   }
   const Key key(header.channel, header.sequence, announcement.is_answer != 0);
-  return {key, std::move(arrival)};
+  return {key, std::move(message)};
 }
 
 void PipelineLink::read_layouts(const Context& context,
@@ -233,7 +235,8 @@ void PipelineLink::read_layouts(const Context& context,
                                 std::uint64_t layout,
                                 std::uint64_t num_numbers) {
   auto numbers = at::empty({static_cast<std::int64_t>(num_numbers)}, at::kLong);
-  tell(context, group, false, bytes_of(numbers), tag_of(kLinkChannel, next_read_, true)).wait();
+  exchange_bytes(context, group, false, bytes_of(numbers), tag_of(kLinkChannel, next_read_, true))
+      .wait();
   const auto* next = numbers.const_data_ptr<std::int64_t>();
   const auto* const end = next + numbers.numel();
   auto& layouts = layouts_[layout];
@@ -247,42 +250,42 @@ void PipelineLink::read_layouts(const Context& context,
   }
 }
 
-PendingCollective PipelineLink::tell(const Context& context,
-                                     const ProcessGroupPtr& group,
-                                     bool sends,
-                                     const at::Tensor& bytes,
-                                     int tag) const {
+PendingCollective PipelineLink::exchange_bytes(const Context& context,
+                                               const ProcessGroupPtr& group,
+                                               bool sends,
+                                               const at::Tensor& bytes,
+                                               int tag) const {
   return {context.op, context.what, group, {bytes}, true, [&](bool /*async_op*/) {
             Tensors tensors{bytes};
             return sends ? group->send(tensors, peer_, tag) : group->recv(tensors, peer_, tag);
           }};
 }
 
-PipelineLink::Pending PipelineLink::carry(const Context& context,
-                                          const ProcessGroupPtr& group,
-                                          bool sends,
-                                          const Tensors& tensors) const {
+PipelineLink::Pending PipelineLink::transfer(const Context& context,
+                                             const ProcessGroupPtr& group,
+                                             bool sends,
+                                             const Tensors& tensors) const {
   const c10::DeviceGuard guard(device_);
   const auto& backend = sends ? outgoing_ : incoming_;
   const int other = group->getRank() < peer_ ? 1 : 0;
-  Tensors parts;
+  Tensors byte_views;
   for (const auto& tensor : tensors) {
     if (tensor.numel() > 0) {
-      parts.push_back(bytes_of(tensor));
+      byte_views.push_back(bytes_of(tensor));
     }
   }
-  const auto start = [&](const at::Tensor& part) {
-    Tensors one{part};
+  const auto start = [&](const at::Tensor& bytes) {
+    Tensors one{bytes};
     return sends ? backend->send(one, other, 0) : backend->recv(one, other, 0);
   };
   Pending pending;
   // NCCL uses separate connections for calls outside of a coalesced batch, so a single tensor is
   // coalesced too.
-  if (!parts.empty() && backend->supportsCoalescing()) {
-    pending.emplace_back(context.op, context.what, group, parts, true, [&](bool /*async_op*/) {
+  if (!byte_views.empty() && backend->supportsCoalescing()) {
+    pending.emplace_back(context.op, context.what, group, byte_views, true, [&](bool /*async_op*/) {
       backend->startCoalescing();
       try {
-        std::ranges::for_each(parts, start);
+        std::ranges::for_each(byte_views, start);
       } catch (...) {
         end_quietly(*backend);  // otherwise later calls of this thread would join the batch
         throw;
@@ -291,10 +294,10 @@ PipelineLink::Pending PipelineLink::carry(const Context& context,
     });
     return pending;
   }
-  for (const auto& part : parts) {
+  for (const auto& bytes : byte_views) {
     pending.emplace_back(
-        context.op, context.what, group, Tensors{part}, true, [&](bool /*async_op*/) {
-          return start(part);
+        context.op, context.what, group, Tensors{bytes}, true, [&](bool /*async_op*/) {
+          return start(bytes);
         });
   }
   return pending;

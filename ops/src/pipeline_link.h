@@ -44,11 +44,11 @@ class PipelineLink {
     std::string_view op;
     std::string what;
   };
-  struct Arrival {
+  struct ReceivedMessage {
     PipelineHeader header;
     bool is_direct = false;           // false: the tensors come over the group, as without a link
-    std::vector<at::Tensor> tensors;  // wait for `on_their_way` before reading them
-    Pending on_their_way;
+    std::vector<at::Tensor> tensors;  // wait for `pending` before reading them
+    Pending pending;
     std::optional<c10::Stream> stream;  // the stream that the tensors were allocated on
   };
 
@@ -75,11 +75,11 @@ class PipelineLink {
   // Waits for the announcement of a message and returns it. After a failure in take(), only
   // messages that were announced before can be taken; after one in send(), none can be sent. A
   // later message would be matched with the failed one.
-  Arrival take(const Context& context,
-               const ProcessGroupPtr& group,
-               std::int64_t channel,
-               std::uint64_t sequence,
-               bool is_answer);
+  ReceivedMessage take(const Context& context,
+                       const ProcessGroupPtr& group,
+                       std::int64_t channel,
+                       std::uint64_t sequence,
+                       bool is_answer);
 
  private:
   using Key = std::tuple<std::int64_t, std::uint64_t, bool>;  // channel, sequence, is an answer
@@ -94,20 +94,21 @@ class PipelineLink {
                    bool is_answer,
                    bool is_direct,
                    const std::vector<at::Tensor>& tensors);
-  std::pair<Key, Arrival> next_arrival(const Context& context, const ProcessGroupPtr& group);
+  std::pair<Key, ReceivedMessage> receive_next(const Context& context,
+                                               const ProcessGroupPtr& group);
   void read_layouts(const Context& context,
                     const ProcessGroupPtr& group,
                     std::uint64_t layout,
                     std::uint64_t num_numbers);
-  PendingCollective tell(const Context& context,
-                         const ProcessGroupPtr& group,
-                         bool sends,
-                         const at::Tensor& bytes,
-                         int tag) const;
-  Pending carry(const Context& context,
-                const ProcessGroupPtr& group,
-                bool sends,
-                const std::vector<at::Tensor>& tensors) const;
+  PendingCollective exchange_bytes(const Context& context,
+                                   const ProcessGroupPtr& group,
+                                   bool sends,
+                                   const at::Tensor& bytes,
+                                   int tag) const;
+  Pending transfer(const Context& context,
+                   const ProcessGroupPtr& group,
+                   bool sends,
+                   const std::vector<at::Tensor>& tensors) const;
 
   const int peer_;
   const c10::Device device_;
@@ -119,7 +120,7 @@ class PipelineLink {
   std::mutex sending_;  // makes sending and announcing a message one step
   std::optional<std::string> sending_failed_;
   std::uint64_t next_sent_ = 0;
-  std::set<std::uint64_t> told_layouts_;
+  std::set<std::uint64_t> sent_layouts_;
 
   std::mutex mutex_;  // guards the members below
   std::condition_variable changed_;
@@ -128,7 +129,7 @@ class PipelineLink {
   bool is_reading_ = false;
   std::uint64_t next_read_ = 0;
   std::map<std::uint64_t, std::vector<Layout>> layouts_;
-  std::map<Key, Arrival> arrived_;
+  std::map<Key, ReceivedMessage> received_;
 };
 
 // Raises ValueError for a `peer` that is not another rank of the group, and for a group without a

@@ -40,12 +40,12 @@ bool is_registered(const ProcessGroupPtr& group) {
 
 // Whether a receive may be posted before the header is checked: weft's backend raises on both sides
 // if the sizes differ, others may not.
-bool refuses_wrong_sizes(const ProcessGroupPtr& group) {
+bool checks_sizes(const ProcessGroupPtr& group) {
   return group->getBackend(c10::DeviceType::CPU)->getBackendName() == "weft";
 }
 
 // Whether it is torch's fake group, which has no other ranks.
-bool is_pretended(const ProcessGroupPtr& group) {
+bool is_fake_group(const ProcessGroupPtr& group) {
   return group->getBackend(c10::DeviceType::CPU)->getBackendName() == "fake";
 }
 
@@ -68,22 +68,22 @@ MessagePtr PipelineMessage::post(Side side,
         {tensors[i].sizes().vec(), tensors[i].options(), differentiable.at(i)});
   }
   // May fail, so it comes before the sequence number is taken and anything is sent.
-  Outgoing given;
+  Outgoing contents;
   if (side == Side::kSender) {
-    given = message->outgoing(tensors);
+    contents = message->outgoing(tensors);
   }
   message->sequence_ = traffic.next_sequence(message->address_, side);
   if (side == Side::kSender) {
     message->op_ = "weft::pipeline_send";
-    message->send(message->header_of(message->layouts_, Kind::kData), given, false);
+    message->send(message->header_of(message->layouts_, Kind::kData), contents, false);
   } else {
     message->op_ = "weft::pipeline_recv";
     message->start_receiving_header(false);
-    if (!message->link_ && refuses_wrong_sizes(message->address_.group)) {
+    if (!message->link_ && checks_sizes(message->address_.group)) {
       message->start_receiving(message->layouts_, false);
     }
   }
-  traffic.keep(message);
+  traffic.add(message);
   return message;
 }
 
@@ -124,7 +124,7 @@ void PipelineMessage::send_gradients(const Tensors& gradients) {
   op_ = "the backward of weft::pipeline_wait";
   check_first_answer();
   send(header_of(gradient_layouts(), Kind::kGradients), outgoing(gradients), true);
-  Traffic::instance().keep(MessagePtr::reclaim_copy(this));
+  Traffic::instance().add(MessagePtr::reclaim_copy(this));
 }
 
 Tensors PipelineMessage::receive_gradients() {
@@ -194,17 +194,18 @@ void PipelineMessage::start_receiving_header(bool is_answer) {
     return;  // the announcement contains it
   }
   header_ = at::zeros({sizeof(PipelineHeader)}, at::kByte);
-  header_on_its_way_ = start(false, header_, is_answer);
+  pending_header_ = start(false, header_, is_answer);
 }
 
 void PipelineMessage::start_receiving(const Layouts& layouts, bool is_answer) {
-  arriving_.clear();
+  host_buffers_.clear();
   for (const auto& layout : layouts) {
     const bool is_pinned = layout.options.device().is_cuda();
     const auto host = layout.options.device(at::kCPU).pinned_memory(is_pinned);
-    arriving_.push_back(ReceiveBuffers::instance().take(address_, is_answer, layout.sizes, host));
-    if (arriving_.back().numel() > 0) {
-      exchange(false, bytes_of(arriving_.back()), is_answer);
+    host_buffers_.push_back(
+        ReceiveBuffers::instance().take(address_, is_answer, layout.sizes, host));
+    if (host_buffers_.back().numel() > 0) {
+      exchange(false, bytes_of(host_buffers_.back()), is_answer);
     }
   }
 }
@@ -213,12 +214,13 @@ void PipelineMessage::expect_header(const PipelineHeader& expected) {
   PipelineHeader got;
   if (link_) {
     const bool is_answer = expected.kind == Kind::kGradients;
-    arrival_ = link_->take({op_, name()}, address_.group, address_.channel, sequence_, is_answer);
-    got = arrival_.header;
+    link_message_ =
+        link_->take({op_, name()}, address_.group, address_.channel, sequence_, is_answer);
+    got = link_message_.header;
   } else {
-    header_on_its_way_.wait();
+    pending_header_.wait();
     std::memcpy(&got, header_.const_data_ptr(), sizeof(got));
-    if (is_pretended(address_.group)) {
+    if (is_fake_group(address_.group)) {
       return;  // a fake group receives nothing
     }
   }
@@ -226,7 +228,7 @@ void PipelineMessage::expect_header(const PipelineHeader& expected) {
     return;
   }
   const int rank = address_.group->getRank();
-  if (is_header(got) && got.kind == Kind::kRefused) {
+  if (is_header(got) && got.kind == Kind::kMismatch) {
     throw_mismatch(c10::str(op_,
                             ": rank ",
                             address_.peer,
@@ -253,21 +255,21 @@ void PipelineMessage::expect_header(const PipelineHeader& expected) {
                              looks_alike ? " with others behind the first" : "",
                              "; bring both sides in line.");
   if (!collectives::fail_group(*address_.group, text) && side_ == Side::kReceiver) {
-    send(header_of(layouts_, Kind::kRefused), {}, true);
-    Traffic::instance().keep(MessagePtr::reclaim_copy(this));
+    send(header_of(layouts_, Kind::kMismatch), {}, true);
+    Traffic::instance().add(MessagePtr::reclaim_copy(this));
   }
   throw_mismatch(text);
 }
 
 Tensors PipelineMessage::received(const Layouts& layouts, bool is_answer) {
-  if (arrival_.is_direct) {
+  if (link_message_.is_direct) {
     return received_directly(layouts);
   }
-  if (arriving_.empty()) {
+  if (host_buffers_.empty()) {
     start_receiving(layouts, is_answer);
   }
   wait_for_exchanges();
-  auto tensors = std::exchange(arriving_, {});
+  auto tensors = std::exchange(host_buffers_, {});
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     tensors[i] = tensors[i].to(layouts[i].options.device());
   }
@@ -275,20 +277,21 @@ Tensors PipelineMessage::received(const Layouts& layouts, bool is_answer) {
 }
 
 Tensors PipelineMessage::received_directly(const Layouts& layouts) {
-  auto arrival = std::exchange(arrival_, {});
-  for (auto& work : arrival.on_their_way) {
+  auto message = std::exchange(link_message_, {});
+  for (auto& work : message.pending) {
     work.wait();
   }
   // The tensors were allocated on the receiving stream, not on the current one.
-  const auto here = c10::impl::VirtualGuardImpl(link_->device().type()).getStream(link_->device());
-  for (std::size_t i = 0; i < arrival.tensors.size(); ++i) {
-    auto& tensor = arrival.tensors[i];
-    if (here != *arrival.stream) {
-      tensor.record_stream(here);
+  const auto current_stream =
+      c10::impl::VirtualGuardImpl(link_->device().type()).getStream(link_->device());
+  for (std::size_t i = 0; i < message.tensors.size(); ++i) {
+    auto& tensor = message.tensors[i];
+    if (current_stream != *message.stream) {
+      tensor.record_stream(current_stream);
     }
     tensor = tensor.to(layouts[i].options.device());
   }
-  return std::move(arrival.tensors);
+  return std::move(message.tensors);
 }
 
 PendingCollective PipelineMessage::start(bool sends, const at::Tensor& bytes, bool is_answer) {

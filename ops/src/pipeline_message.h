@@ -109,10 +109,10 @@ class PipelineMessage final : public torch::CustomClassHolder {
   bool is_received_ = false;
   bool is_answered_ = false;
   at::Tensor header_;  // [64] bytes, of the message or, on the sender, of its answer
-  PendingCollective header_on_its_way_;
-  std::vector<at::Tensor> arriving_;  // on the host
-  PipelineLink::Arrival arrival_;     // with a link
-  std::mutex mutex_;                  // guards exchanges_
+  PendingCollective pending_header_;
+  std::vector<at::Tensor> host_buffers_;        // of tensors that come over the group
+  PipelineLink::ReceivedMessage link_message_;  // with a link
+  std::mutex mutex_;                            // guards exchanges_
   std::vector<PendingCollective> exchanges_;
 };
 

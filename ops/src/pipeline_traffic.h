@@ -59,7 +59,7 @@ class Traffic {
     }
   }
 
-  void keep(const Message& message) {
+  void add(const Message& message) {
     const std::lock_guard lock(mutex_);
     unfinished_.push_back(message);
   }

@@ -25,12 +25,13 @@ at::Tensor reduced_linear(std::string_view op,
                           const at::Tensor& x,
                           const at::Tensor& weight,
                           const ProcessGroupPtr& group) {
-  return sum_of(op, with_last(x, weight.size(0)), x.options(), group, [&](at::Tensor& out) {
-    if (out.numel() > 0) {
-      auto matrix = matrix_of(out);
-      at::mm_out(matrix, as_matrix(x), weight.t());
-    }
-  });
+  return all_reduce_from_writer(
+      op, with_last(x, weight.size(0)), x.options(), group, [&](at::Tensor& out) {
+        if (out.numel() > 0) {
+          auto matrix = matrix_of(out);
+          at::mm_out(matrix, as_matrix(x), weight.t());
+        }
+      });
 }
 
 std::pair<at::Tensor, PendingCollective> start_reduced_input_product(
@@ -40,7 +41,7 @@ std::pair<at::Tensor, PendingCollective> start_reduced_input_product(
     const at::Tensor& weight,
     const at::Tensor& second_grad,
     const at::Tensor& second_weight) {
-  return start_sum_of(
+  return start_all_reduce_from_writer(
       op, with_last(grad, weight.size(1)), grad.options(), group, [&](at::Tensor& out) {
         if (out.numel() == 0) {
           return;

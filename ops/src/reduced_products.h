@@ -2,7 +2,7 @@
 
 // Matrix products that are summed over the group: the output of a row-parallel layer, and the
 // input gradient of a column-parallel one. If the backend has a staging buffer that the peers read,
-// the product is written there directly: see sum_of.
+// the product is written there directly: see all_reduce_from_writer.
 
 #include "group.h"
 
@@ -20,7 +20,7 @@ at::Tensor reduced_linear(std::string_view op,
                           const ProcessGroupPtr& group);
 
 // Starts the sum of grad weight [+ second_grad second_weight], [..., in], over `group`: see
-// start_sum_of. The second pair may be undefined.
+// start_all_reduce_from_writer. The second pair may be undefined.
 std::pair<at::Tensor, PendingCollective> start_reduced_input_product(
     std::string_view op,
     const ProcessGroupPtr& group,

@@ -6,9 +6,9 @@ namespace weft::ops {
 
 std::int64_t rebind_group(const torch::jit::Module& module, const std::string& group_name) {
   std::int64_t num_found = 0;
-  for (const torch::jit::Module& part : module.modules()) {
-    if (part.hasattr("group_name") && part.attr("group_name").isString()) {
-      part._ivalue()->setAttr("group_name", group_name);
+  for (const torch::jit::Module& submodule : module.modules()) {
+    if (submodule.hasattr("group_name") && submodule.attr("group_name").isString()) {
+      submodule._ivalue()->setAttr("group_name", group_name);
       ++num_found;
     }
   }

@@ -7,11 +7,11 @@
 //   linear_reduce_scatter  y = reduce_scatter(x Wᵀ) + b    grad_x = gather(grad_y) W
 
 #include "autograd_support.h"
+#include "chunked_sequence.h"
 #include "dispatch.h"
 #include "group_collectives.h"
 #include "overlap.h"
 #include "row_products.h"
-#include "sequence_pieces.h"
 #include "shape.h"
 
 #include <ATen/ops/empty.h>
@@ -35,7 +35,7 @@ constexpr std::string_view kLinearScatterBackward = "weft::linear_reduce_scatter
 
 using OptionalSize = std::optional<c10::SymInt>;
 
-at::Tensor nothing_of(const at::Tensor& like) { return at::empty({0}, like.options()); }
+at::Tensor empty_result(const at::Tensor& like) { return at::empty({0}, like.options()); }
 
 at::Tensor all_gather_linear(const at::Tensor& x,
                              const at::Tensor& weight,
@@ -44,21 +44,20 @@ at::Tensor all_gather_linear(const at::Tensor& x,
                              std::string_view group_name,
                              OptionalSize dim_size) {
   const auto group = resolve_group(kGatherLinear, std::string(group_name));
-  const auto shape =
-      all_gather_linear_shape(x, weight, bias, gather_dim, dim_size, place_in(group));
+  const auto shape = all_gather_linear_shape(x, weight, bias, gather_dim, dim_size, rank_in(group));
   if (!group) {
     return at::linear(x, weight, bias);
   }
   const auto dim = checked_dim(kGatherLinear, x, gather_dim);
   const auto size = shape[static_cast<std::size_t>(dim)].expect_int();
-  OverlapChoice overlap(kGatherLinear, x, travel_of(x, dim, size, weight.size(0)), group);
+  OverlapChoice overlap(kGatherLinear, x, communication_of(x, dim, size, weight.size(0)), group);
   at::Tensor y;
-  if (overlap.in_pieces()) {
+  if (overlap.is_chunked()) {
     y = at::empty(C10_AS_INTARRAYREF_SLOW(shape), x.options());
     const auto y_rows = y.movedim(dim, 0);
-    Pieces pieces(kGatherLinear, group, size, overlap.rows_per_piece());
-    pieces.gather(x.movedim(dim, 0).contiguous());
-    pieces.run([&](const PieceRows& rows) {
+    ChunkedSequence chunks(kGatherLinear, group, size, overlap.rows_per_chunk());
+    chunks.gather(x.movedim(dim, 0).contiguous());
+    chunks.run([&](const ChunkRows& rows) {
       linear_into(y_rows.narrow(0, rows.first_row, rows.num_rows), rows.gathered[0], weight, bias);
     });
   } else {
@@ -74,23 +73,23 @@ at::Tensor linear_reduce_scatter(const at::Tensor& x,
                                  std::int64_t scatter_dim,
                                  std::string_view group_name) {
   const auto group = resolve_group(kLinearScatter, std::string(group_name));
-  linear_reduce_scatter_shape(x, weight, bias, scatter_dim, place_in(group));
+  linear_reduce_scatter_shape(x, weight, bias, scatter_dim, rank_in(group));
   if (!group) {
     return at::linear(x, weight, bias);
   }
   const auto dim = checked_dim(kLinearScatter, x, scatter_dim);
   const auto size = x.size(dim);
   OverlapChoice overlap(
-      kLinearScatter, x, travel_of(x, dim, size, weight.size(1), weight.size(0)), group);
+      kLinearScatter, x, communication_of(x, dim, size, weight.size(1), weight.size(0)), group);
   at::Tensor y;
-  if (overlap.in_pieces()) {
+  if (overlap.is_chunked()) {
     const auto x_rows = x.movedim(dim, 0);
-    Pieces pieces(kLinearScatter, group, size, overlap.rows_per_piece());
-    pieces.scatter(row_sizes(x, dim, weight.size(0)), x.options());
-    pieces.run([&](const PieceRows& rows) {
-      linear_into(rows.to_sum, x_rows.narrow(0, rows.first_row, rows.num_rows), weight);
+    ChunkedSequence chunks(kLinearScatter, group, size, overlap.rows_per_chunk());
+    chunks.scatter(row_sizes(x, dim, weight.size(0)), x.options());
+    chunks.run([&](const ChunkRows& rows) {
+      linear_into(rows.output, x_rows.narrow(0, rows.first_row, rows.num_rows), weight);
     });
-    y = pieces.scattered().movedim(0, dim).contiguous();
+    y = chunks.scattered().movedim(0, dim).contiguous();
   } else {
     y = reduce_scatter(kLinearScatter, at::linear(x, weight), dim, group);
   }
@@ -107,8 +106,8 @@ std::tuple<at::Tensor, at::Tensor> all_gather_linear_backward(const at::Tensor& 
                                                               std::string_view group_name,
                                                               bool wants_x,
                                                               bool wants_weight) {
-  auto grad_x = nothing_of(x);
-  auto grad_weight = nothing_of(weight);
+  auto grad_x = empty_result(x);
+  auto grad_weight = empty_result(weight);
   const auto group = resolve_group(kGatherLinear, std::string(group_name));
   if (!group) {
     if (wants_x) grad_x = at::matmul(grad_y, weight);
@@ -116,30 +115,31 @@ std::tuple<at::Tensor, at::Tensor> all_gather_linear_backward(const at::Tensor& 
     return {grad_x, grad_weight};
   }
   const auto size = grad_y.size(dim);
-  OverlapChoice overlap(kGatherLinearBackward, x, travel_of(x, dim, size, weight.size(0)), group);
-  if (overlap.in_pieces()) {
+  OverlapChoice overlap(
+      kGatherLinearBackward, x, communication_of(x, dim, size, weight.size(0)), group);
+  if (overlap.is_chunked()) {
     const auto grad_rows = grad_y.movedim(dim, 0);
     WeightGradSum weight_sum(weight);
-    Pieces pieces(kGatherLinear, group, size, overlap.rows_per_piece());
-    if (wants_weight) pieces.gather(x.movedim(dim, 0).contiguous());
-    if (wants_x) pieces.scatter(row_sizes(x, dim, weight.size(1)), x.options());
-    pieces.run([&](const PieceRows& rows) {
+    ChunkedSequence chunks(kGatherLinear, group, size, overlap.rows_per_chunk());
+    if (wants_weight) chunks.gather(x.movedim(dim, 0).contiguous());
+    if (wants_x) chunks.scatter(row_sizes(x, dim, weight.size(1)), x.options());
+    chunks.run([&](const ChunkRows& rows) {
       const auto grads = row_matrix(grad_rows.narrow(0, rows.first_row, rows.num_rows));
-      if (wants_x) product_into(rows.to_sum, grads, weight);
+      if (wants_x) product_into(rows.output, grads, weight);
       if (wants_weight) weight_sum.add(grads, row_matrix(rows.gathered[0]));
     });
-    if (wants_x) grad_x = pieces.scattered().movedim(0, dim).contiguous();
+    if (wants_x) grad_x = chunks.scattered().movedim(0, dim).contiguous();
     if (wants_weight) grad_weight = weight_sum.get();
   } else {
-    std::optional<PendingTensor> whole_x, pending_grad_x;
+    std::optional<PendingTensor> full_x, pending_grad_x;
     if (wants_weight) {
-      whole_x = start_all_gather(kGatherLinear, x, dim, size, group);
+      full_x = start_all_gather(kGatherLinear, x, dim, size, group);
     }
     if (wants_x) {
       pending_grad_x = start_reduce_scatter(kGatherLinear, at::matmul(grad_y, weight), dim, group);
     }
     if (wants_weight) {
-      grad_weight = weight_grad(grad_y, whole_x->get());
+      grad_weight = weight_grad(grad_y, full_x->get());
     }
     if (wants_x) {
       grad_x = pending_grad_x->get();
@@ -160,40 +160,42 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_reduce_scatter_backward(
     bool wants_x,
     bool wants_weight,
     bool wants_bias) {
-  auto grad_x = nothing_of(x);
-  auto grad_weight = nothing_of(weight);
-  auto grad_bias = nothing_of(weight);
+  auto grad_x = empty_result(x);
+  auto grad_weight = empty_result(weight);
+  auto grad_bias = empty_result(weight);
   const auto group = resolve_group(kLinearScatter, std::string(group_name));
   const auto size = x.size(dim);
   std::optional<OverlapChoice> overlap;
   if (group) {
-    overlap.emplace(
-        kLinearScatterBackward, x, travel_of(x, dim, size, weight.size(1), weight.size(0)), group);
+    overlap.emplace(kLinearScatterBackward,
+                    x,
+                    communication_of(x, dim, size, weight.size(1), weight.size(0)),
+                    group);
   }
-  if (overlap.has_value() && overlap->in_pieces()) {
+  if (overlap.has_value() && overlap->is_chunked()) {
     const auto x_rows = x.movedim(dim, 0);
     if (wants_x) grad_x = at::empty(x.sizes(), x.options());
     const auto grad_x_rows = wants_x ? grad_x.movedim(dim, 0) : grad_x;
     WeightGradSum weight_sum(weight);
     BiasGradSum bias_sum(weight);
-    Pieces pieces(kLinearScatter, group, size, overlap->rows_per_piece());
-    pieces.gather(grad_y.movedim(dim, 0).contiguous());
-    pieces.run([&](const PieceRows& rows) {
+    ChunkedSequence chunks(kLinearScatter, group, size, overlap->rows_per_chunk());
+    chunks.gather(grad_y.movedim(dim, 0).contiguous());
+    chunks.run([&](const ChunkRows& rows) {
       const auto grads = row_matrix(rows.gathered[0]);
-      const auto narrowed = [&](const at::Tensor& all) {
+      const auto rows_of = [&](const at::Tensor& all) {
         return all.narrow(0, rows.first_row, rows.num_rows);
       };
-      if (wants_x) product_into(narrowed(grad_x_rows), grads, weight);
-      if (wants_weight) weight_sum.add(grads, row_matrix(narrowed(x_rows)));
+      if (wants_x) product_into(rows_of(grad_x_rows), grads, weight);
+      if (wants_weight) weight_sum.add(grads, row_matrix(rows_of(x_rows)));
       if (wants_bias) bias_sum.add(grads);
     });
     if (wants_weight) grad_weight = weight_sum.get();
     if (wants_bias) grad_bias = bias_sum.get();
   } else {
-    const auto whole = group ? all_gather(kLinearScatter, grad_y, dim, size, group) : grad_y;
-    if (wants_x) grad_x = at::matmul(whole, weight);
-    if (wants_weight) grad_weight = weight_grad(whole, x);
-    if (wants_bias) grad_bias = bias_grad(whole);
+    const auto full_grad_y = group ? all_gather(kLinearScatter, grad_y, dim, size, group) : grad_y;
+    if (wants_x) grad_x = at::matmul(full_grad_y, weight);
+    if (wants_weight) grad_weight = weight_grad(full_grad_y, x);
+    if (wants_bias) grad_bias = bias_grad(full_grad_y);
   }
   if (overlap.has_value()) overlap->done();
   return {grad_x, grad_weight, grad_bias};

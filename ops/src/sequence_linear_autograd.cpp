@@ -24,7 +24,7 @@ using OptionalSize = std::optional<c10::SymInt>;
 
 // Saves the state that both backwards need. The bias, if present, is input 2; autograd::Function
 // does not count absent optional inputs.
-void keep(AutogradContext* ctx,
+void save(AutogradContext* ctx,
           const at::Tensor& x,
           const at::Tensor& weight,
           const OptionalTensor& bias,
@@ -54,13 +54,13 @@ class AllGatherLinear : public torch::autograd::Function<AllGatherLinear> {
                             std::int64_t gather_dim,
                             const std::string& group_name,
                             const OptionalSize& dim_size) {
-    keep(ctx, x, weight, bias, gather_dim, group_name);
+    save(ctx, x, weight, bias, gather_dim, group_name);
     const at::AutoDispatchBelowADInplaceOrView below;
     return dispatch::all_gather_linear(x, weight, bias, gather_dim, group_name, dim_size);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward(kGatherLinear);
+    forbid_double_backward(kGatherLinear);
     const auto saved = ctx->get_saved_variables();
     const bool wants_x = ctx->needs_input_grad(0);
     const bool wants_weight = ctx->needs_input_grad(1);
@@ -89,13 +89,13 @@ class LinearReduceScatter : public torch::autograd::Function<LinearReduceScatter
                             const OptionalTensor& bias,
                             std::int64_t scatter_dim,
                             const std::string& group_name) {
-    keep(ctx, x, weight, bias, scatter_dim, group_name);
+    save(ctx, x, weight, bias, scatter_dim, group_name);
     const at::AutoDispatchBelowADInplaceOrView below;
     return dispatch::linear_reduce_scatter(x, weight, bias, scatter_dim, group_name);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward(kLinearScatter);
+    forbid_double_backward(kLinearScatter);
     const auto saved = ctx->get_saved_variables();
     const bool wants_x = ctx->needs_input_grad(0);
     const bool wants_weight = ctx->needs_input_grad(1);
@@ -140,9 +140,9 @@ at::Tensor all_gather_linear_meta(const at::Tensor& x,
                                   std::int64_t gather_dim,
                                   std::string_view group_name,
                                   OptionalSize dim_size) {
-  const auto place = place_in(kGatherLinear, group_name);
-  return at::empty_symint(all_gather_linear_shape(x, weight, bias, gather_dim, dim_size, place),
-                          x.options());
+  const auto group_rank = rank_in(kGatherLinear, group_name);
+  return at::empty_symint(
+      all_gather_linear_shape(x, weight, bias, gather_dim, dim_size, group_rank), x.options());
 }
 
 at::Tensor linear_reduce_scatter_meta(const at::Tensor& x,
@@ -150,8 +150,8 @@ at::Tensor linear_reduce_scatter_meta(const at::Tensor& x,
                                       const OptionalTensor& bias,
                                       std::int64_t scatter_dim,
                                       std::string_view group_name) {
-  const auto place = place_in(kLinearScatter, group_name);
-  return at::empty_symint(linear_reduce_scatter_shape(x, weight, bias, scatter_dim, place),
+  const auto group_rank = rank_in(kLinearScatter, group_name);
+  return at::empty_symint(linear_reduce_scatter_shape(x, weight, bias, scatter_dim, group_rank),
                           x.options());
 }
 

@@ -170,7 +170,7 @@ c10::SymDimVector column_row_mlp_shape(const at::Tensor& x,
 std::optional<Sequence> mlp_sequence(const at::Tensor& x,
                                      const std::optional<std::int64_t>& sequence_dim,
                                      const std::optional<c10::SymInt>& sequence_size,
-                                     const GroupPlace& place) {
+                                     const GroupRank& group_rank) {
   if (!sequence_dim.has_value()) {
     TORCH_CHECK_VALUE(!sequence_size.has_value(),
                       kMlp,
@@ -181,7 +181,7 @@ std::optional<Sequence> mlp_sequence(const at::Tensor& x,
     return std::nullopt;
   }
   const auto dim = checked_token_dim(kMlp, x, *sequence_dim, "sequence_dim");
-  return Sequence{dim, gathered_size(kMlp, x, dim, sequence_size, place, "sequence_size")};
+  return Sequence{dim, gathered_size(kMlp, x, dim, sequence_size, group_rank, "sequence_size")};
 }
 
 c10::SymDimVector linear_shape(std::string_view op,
@@ -200,10 +200,10 @@ c10::SymDimVector all_gather_linear_shape(const at::Tensor& x,
                                           const OptionalTensor& bias,
                                           std::int64_t gather_dim,
                                           const std::optional<c10::SymInt>& dim_size,
-                                          const GroupPlace& place) {
+                                          const GroupRank& group_rank) {
   auto sizes = linear_shape(kGatherLinear, x, weight, bias);
   const auto dim = checked_token_dim(kGatherLinear, x, gather_dim, "gather_dim");
-  sizes[static_cast<std::size_t>(dim)] = gathered_size(kGatherLinear, x, dim, dim_size, place);
+  sizes[static_cast<std::size_t>(dim)] = gathered_size(kGatherLinear, x, dim, dim_size, group_rank);
   return sizes;
 }
 
@@ -211,10 +211,10 @@ c10::SymDimVector linear_reduce_scatter_shape(const at::Tensor& x,
                                               const at::Tensor& weight,
                                               const OptionalTensor& bias,
                                               std::int64_t scatter_dim,
-                                              const GroupPlace& place) {
+                                              const GroupRank& group_rank) {
   auto sizes = linear_shape(kLinearScatter, x, weight, bias);
   const auto dim = checked_token_dim(kLinearScatter, x, scatter_dim, "scatter_dim");
-  sizes[static_cast<std::size_t>(dim)] = part_size(x.sym_size(dim), place);
+  sizes[static_cast<std::size_t>(dim)] = shard_size(x.sym_size(dim), group_rank);
   return sizes;
 }
 
@@ -222,10 +222,10 @@ c10::SymDimVector sharded_linear_shape(const at::Tensor& x,
                                        const at::Tensor& weight,
                                        const OptionalTensor& bias,
                                        const std::optional<c10::SymInt>& out_features,
-                                       const GroupPlace& place) {
+                                       const GroupRank& group_rank) {
   auto sizes = linear_shape(kShardedLinear, x, weight, bias);
   sizes.back() =
-      gathered_size(kShardedLinear, weight, 0, out_features, place, "out_features", "weight");
+      gathered_size(kShardedLinear, weight, 0, out_features, group_rank, "out_features", "weight");
   return sizes;
 }
 

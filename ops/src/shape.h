@@ -47,7 +47,7 @@ struct Sequence {
 std::optional<Sequence> mlp_sequence(const at::Tensor& x,
                                      const std::optional<std::int64_t>& sequence_dim,
                                      const std::optional<c10::SymInt>& sequence_size,
-                                     const GroupPlace& place);
+                                     const GroupRank& group_rank);
 
 // Checks x weightᵀ + bias for the operator `op`; returns the size of the output.
 c10::SymDimVector linear_shape(std::string_view op,
@@ -62,7 +62,7 @@ c10::SymDimVector all_gather_linear_shape(const at::Tensor& x,
                                           const OptionalTensor& bias,
                                           std::int64_t gather_dim,
                                           const std::optional<c10::SymInt>& dim_size,
-                                          const GroupPlace& place);
+                                          const GroupRank& group_rank);
 
 // Checks x weightᵀ + bias, of which a shard along `scatter_dim` is returned, which must not be the
 // last dim; returns the size of the output.
@@ -70,7 +70,7 @@ c10::SymDimVector linear_reduce_scatter_shape(const at::Tensor& x,
                                               const at::Tensor& weight,
                                               const OptionalTensor& bias,
                                               std::int64_t scatter_dim,
-                                              const GroupPlace& place);
+                                              const GroupRank& group_rank);
 
 // Checks x weightᵀ + bias, where weight and bias are this rank's shard of `out_features` rows;
 // returns the size of the output, which has all of them.
@@ -78,7 +78,7 @@ c10::SymDimVector sharded_linear_shape(const at::Tensor& x,
                                        const at::Tensor& weight,
                                        const OptionalTensor& bias,
                                        const std::optional<c10::SymInt>& out_features,
-                                       const GroupPlace& place);
+                                       const GroupRank& group_rank);
 
 // Checks this rank's logits [..., v] and targets [...] for the operator `op`, and that `reduction`
 // is one of "none", "mean", "sum"; returns the size of the output.

@@ -28,11 +28,14 @@ constexpr std::string_view kAllToAll = "weft::all_to_all";
 using OptionalSize = std::optional<c10::SymInt>;
 
 at::Tensor scatter_to_group(const at::Tensor& x, std::int64_t dim, std::string_view group_name) {
-  const auto place = place_in(kScatter, group_name);
+  const auto group_rank = rank_in(kScatter, group_name);
   dim = checked_dim(kScatter, x, dim);
   const auto size = x.size(dim);
-  const auto length = part_length(size, place.num_ranks).expect_int();
-  return x.narrow(dim, std::min(length * place.rank, size), part_size(size, place).expect_int())
+  const auto max_size = max_shard_size(size, group_rank.num_ranks).expect_int();
+  return x
+      .narrow(dim,
+              std::min(max_size * group_rank.rank, size),
+              shard_size(size, group_rank).expect_int())
       .clone(at::MemoryFormat::Contiguous);
 }
 
@@ -44,7 +47,7 @@ at::Tensor gather(std::string_view op,
   const auto group = resolve_group(op, std::string(group_name));
   dim = checked_dim(op, x, dim);
   return all_gather(
-      op, x, dim, gathered_size(op, x, dim, dim_size, place_in(group)).expect_int(), group);
+      op, x, dim, gathered_size(op, x, dim, dim_size, rank_in(group)).expect_int(), group);
 }
 
 at::Tensor gather_from_group(const at::Tensor& x,
@@ -74,7 +77,7 @@ at::Tensor exchange(const at::Tensor& x,
                     std::string_view group_name,
                     OptionalSize cat_size) {
   const auto group = resolve_group(kAllToAll, std::string(group_name));
-  const auto shape = exchanged_shape(kAllToAll, x, split_dim, cat_dim, cat_size, place_in(group));
+  const auto shape = exchanged_shape(kAllToAll, x, split_dim, cat_dim, cat_size, rank_in(group));
   cat_dim = checked_dim(kAllToAll, x, cat_dim, "cat_dim");
   return all_to_all(kAllToAll,
                     x,
@@ -85,15 +88,15 @@ at::Tensor exchange(const at::Tensor& x,
 }
 
 // State for the backward: the dims, the group, and the full size of the dim that was sharded.
-void keep(AutogradContext* ctx, std::int64_t dim, const std::string& group_name) {
+void save(AutogradContext* ctx, std::int64_t dim, const std::string& group_name) {
   ctx->saved_data["dim"] = dim;
   ctx->saved_data["group_name"] = group_name;
 }
-std::int64_t kept_dim(AutogradContext* ctx) { return ctx->saved_data.at("dim").toInt(); }
-const std::string& kept_group(AutogradContext* ctx) {
+std::int64_t saved_dim(AutogradContext* ctx) { return ctx->saved_data.at("dim").toInt(); }
+const std::string& saved_group(AutogradContext* ctx) {
   return ctx->saved_data.at("group_name").toStringRef();
 }
-c10::SymInt kept_size(AutogradContext* ctx) { return ctx->saved_data.at("size").toSymInt(); }
+c10::SymInt saved_size(AutogradContext* ctx) { return ctx->saved_data.at("size").toSymInt(); }
 
 class ScatterToGroup : public torch::autograd::Function<ScatterToGroup> {
  public:
@@ -102,15 +105,16 @@ class ScatterToGroup : public torch::autograd::Function<ScatterToGroup> {
                             std::int64_t dim,
                             const std::string& group_name) {
     ctx->saved_data["size"] = x.sym_size(checked_dim(kScatter, x, dim));
-    keep(ctx, dim, group_name);
+    save(ctx, dim, group_name);
     const at::AutoDispatchBelowADInplaceOrView below;
     return dispatch::scatter_to_group(x, dim, group_name);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward(kScatter);
-    return {dispatch::gather_from_group(grads[0], kept_dim(ctx), kept_group(ctx), kept_size(ctx)),
-            at::Tensor(),
-            at::Tensor()};
+    forbid_double_backward(kScatter);
+    return {
+        dispatch::gather_from_group(grads[0], saved_dim(ctx), saved_group(ctx), saved_size(ctx)),
+        at::Tensor(),
+        at::Tensor()};
   }
 };
 
@@ -121,13 +125,13 @@ class GatherFromGroup : public torch::autograd::Function<GatherFromGroup> {
                             std::int64_t dim,
                             const std::string& group_name,
                             const OptionalSize& dim_size) {
-    keep(ctx, dim, group_name);
+    save(ctx, dim, group_name);
     const at::AutoDispatchBelowADInplaceOrView below;
     return dispatch::gather_from_group(x, dim, group_name, dim_size);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward(kGather);
-    return {dispatch::scatter_to_group(grads[0], kept_dim(ctx), kept_group(ctx)),
+    forbid_double_backward(kGather);
+    return {dispatch::scatter_to_group(grads[0], saved_dim(ctx), saved_group(ctx)),
             at::Tensor(),
             at::Tensor(),
             at::Tensor()};
@@ -141,13 +145,13 @@ class GatherFromSequence : public torch::autograd::Function<GatherFromSequence> 
                             std::int64_t dim,
                             const std::string& group_name,
                             const OptionalSize& dim_size) {
-    keep(ctx, dim, group_name);
+    save(ctx, dim, group_name);
     const at::AutoDispatchBelowADInplaceOrView below;
     return dispatch::gather_from_sequence(x, dim, group_name, dim_size);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward(kGatherSequence);
-    return {dispatch::reduce_scatter_to_sequence(grads[0], kept_dim(ctx), kept_group(ctx)),
+    forbid_double_backward(kGatherSequence);
+    return {dispatch::reduce_scatter_to_sequence(grads[0], saved_dim(ctx), saved_group(ctx)),
             at::Tensor(),
             at::Tensor(),
             at::Tensor()};
@@ -161,14 +165,14 @@ class ReduceScatterToSequence : public torch::autograd::Function<ReduceScatterTo
                             std::int64_t dim,
                             const std::string& group_name) {
     ctx->saved_data["size"] = x.sym_size(checked_dim(kReduceScatter, x, dim));
-    keep(ctx, dim, group_name);
+    save(ctx, dim, group_name);
     const at::AutoDispatchBelowADInplaceOrView below;
     return dispatch::reduce_scatter_to_sequence(x, dim, group_name);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward(kReduceScatter);
+    forbid_double_backward(kReduceScatter);
     return {
-        dispatch::gather_from_sequence(grads[0], kept_dim(ctx), kept_group(ctx), kept_size(ctx)),
+        dispatch::gather_from_sequence(grads[0], saved_dim(ctx), saved_group(ctx), saved_size(ctx)),
         at::Tensor(),
         at::Tensor()};
   }
@@ -184,17 +188,17 @@ class AllToAll : public torch::autograd::Function<AllToAll> {
                             const OptionalSize& cat_size) {
     ctx->saved_data["size"] = x.sym_size(checked_dim(kAllToAll, x, split_dim, "split_dim"));
     ctx->saved_data["cat_dim"] = cat_dim;
-    keep(ctx, split_dim, group_name);
+    save(ctx, split_dim, group_name);
     const at::AutoDispatchBelowADInplaceOrView below;
     return dispatch::all_to_all(x, split_dim, cat_dim, group_name, cat_size);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward(kAllToAll);
+    forbid_double_backward(kAllToAll);
     return {dispatch::all_to_all(grads[0],
                                  ctx->saved_data.at("cat_dim").toInt(),
-                                 kept_dim(ctx),
-                                 kept_group(ctx),
-                                 kept_size(ctx)),
+                                 saved_dim(ctx),
+                                 saved_group(ctx),
+                                 saved_size(ctx)),
             at::Tensor(),
             at::Tensor(),
             at::Tensor(),
@@ -244,29 +248,29 @@ at::Tensor empty(const c10::SymDimVector& sizes, const at::Tensor& like) {
 at::Tensor scatter_to_group_meta(const at::Tensor& x,
                                  std::int64_t dim,
                                  std::string_view group_name) {
-  return empty(scattered_shape(kScatter, x, dim, place_in(kScatter, group_name)), x);
+  return empty(scattered_shape(kScatter, x, dim, rank_in(kScatter, group_name)), x);
 }
 
 at::Tensor gather_from_group_meta(const at::Tensor& x,
                                   std::int64_t dim,
                                   std::string_view group_name,
                                   OptionalSize dim_size) {
-  return empty(gathered_shape(kGather, x, dim, dim_size, place_in(kGather, group_name)), x);
+  return empty(gathered_shape(kGather, x, dim, dim_size, rank_in(kGather, group_name)), x);
 }
 
 at::Tensor gather_from_sequence_meta(const at::Tensor& x,
                                      std::int64_t dim,
                                      std::string_view group_name,
                                      OptionalSize dim_size) {
-  const auto here = place_in(kGatherSequence, group_name);
-  return empty(gathered_shape(kGatherSequence, x, dim, dim_size, here), x);
+  const auto group_rank = rank_in(kGatherSequence, group_name);
+  return empty(gathered_shape(kGatherSequence, x, dim, dim_size, group_rank), x);
 }
 
 at::Tensor reduce_scatter_to_sequence_meta(const at::Tensor& x,
                                            std::int64_t dim,
                                            std::string_view group_name) {
-  const auto here = place_in(kReduceScatter, group_name);
-  return empty(scattered_shape(kReduceScatter, x, dim, here), x);
+  const auto group_rank = rank_in(kReduceScatter, group_name);
+  return empty(scattered_shape(kReduceScatter, x, dim, group_rank), x);
 }
 
 at::Tensor all_to_all_meta(const at::Tensor& x,
@@ -274,8 +278,8 @@ at::Tensor all_to_all_meta(const at::Tensor& x,
                            std::int64_t cat_dim,
                            std::string_view group_name,
                            OptionalSize cat_size) {
-  const auto here = place_in(kAllToAll, group_name);
-  return empty(exchanged_shape(kAllToAll, x, split_dim, cat_dim, cat_size, here), x);
+  const auto group_rank = rank_in(kAllToAll, group_name);
+  return empty(exchanged_shape(kAllToAll, x, split_dim, cat_dim, cat_size, group_rank), x);
 }
 
 void register_shard_kernels(torch::Library& m) {

@@ -8,22 +8,22 @@ namespace {
 
 // With symbolic sizes, the general formulas would hide from an exported program that no shard is
 // empty.
-bool is_cut_evenly(const c10::SymInt& size, std::int64_t num_ranks) {
+bool is_even(const c10::SymInt& size, std::int64_t num_ranks) {
   return TORCH_STATICALLY_KNOWN_TRUE((size % num_ranks).sym_eq(0));
 }
 
 }  // namespace
 
-c10::SymInt part_length(const c10::SymInt& size, std::int64_t num_ranks) {
-  return is_cut_evenly(size, num_ranks) ? size / num_ranks : (size + (num_ranks - 1)) / num_ranks;
+c10::SymInt max_shard_size(const c10::SymInt& size, std::int64_t num_ranks) {
+  return is_even(size, num_ranks) ? size / num_ranks : (size + (num_ranks - 1)) / num_ranks;
 }
 
-c10::SymInt part_size(const c10::SymInt& size, const GroupPlace& place) {
-  const auto length = part_length(size, place.num_ranks);
-  if (is_cut_evenly(size, place.num_ranks)) {
-    return length;
+c10::SymInt shard_size(const c10::SymInt& size, const GroupRank& group_rank) {
+  const auto max_size = max_shard_size(size, group_rank.num_ranks);
+  if (is_even(size, group_rank.num_ranks)) {
+    return max_size;
   }
-  return size.min(length * (place.rank + 1)) - size.min(length * place.rank);
+  return size.min(max_size * (group_rank.rank + 1)) - size.min(max_size * group_rank.rank);
 }
 
 std::int64_t checked_dim(std::string_view op,
@@ -50,23 +50,23 @@ c10::SymInt gathered_size(std::string_view op,
                           const at::Tensor& x,
                           std::int64_t dim,
                           const std::optional<c10::SymInt>& dim_size,
-                          const GroupPlace& place,
+                          const GroupRank& group_rank,
                           std::string_view size_name,
                           std::string_view name) {
-  const auto here = x.sym_size(dim);
+  const auto own_size = x.sym_size(dim);
   if (!dim_size.has_value()) {
-    return here * place.num_ranks;
+    return own_size * group_rank.num_ranks;
   }
-  TORCH_CHECK_VALUE(*dim_size >= 0 && here == part_size(*dim_size, place),
+  TORCH_CHECK_VALUE(*dim_size >= 0 && own_size == shard_size(*dim_size, group_rank),
                     op,
                     ": got ",
                     name,
                     " of shape ",
                     x.sym_sizes(),
                     " on rank ",
-                    place.rank,
+                    group_rank.rank,
                     " of ",
-                    place.num_ranks,
+                    group_rank.num_ranks,
                     " with ",
                     size_name,
                     " ",
@@ -86,18 +86,18 @@ c10::SymDimVector with_size(const at::Tensor& x, std::int64_t dim, const c10::Sy
 c10::SymDimVector scattered_shape(std::string_view op,
                                   const at::Tensor& x,
                                   std::int64_t dim,
-                                  const GroupPlace& place) {
+                                  const GroupRank& group_rank) {
   dim = checked_dim(op, x, dim);
-  return with_size(x, dim, part_size(x.sym_size(dim), place));
+  return with_size(x, dim, shard_size(x.sym_size(dim), group_rank));
 }
 
 c10::SymDimVector gathered_shape(std::string_view op,
                                  const at::Tensor& x,
                                  std::int64_t dim,
                                  const std::optional<c10::SymInt>& dim_size,
-                                 const GroupPlace& place) {
+                                 const GroupRank& group_rank) {
   dim = checked_dim(op, x, dim);
-  return with_size(x, dim, gathered_size(op, x, dim, dim_size, place));
+  return with_size(x, dim, gathered_size(op, x, dim, dim_size, group_rank));
 }
 
 c10::SymDimVector exchanged_shape(std::string_view op,
@@ -105,7 +105,7 @@ c10::SymDimVector exchanged_shape(std::string_view op,
                                   std::int64_t split_dim,
                                   std::int64_t cat_dim,
                                   const std::optional<c10::SymInt>& cat_size,
-                                  const GroupPlace& place) {
+                                  const GroupRank& group_rank) {
   split_dim = checked_dim(op, x, split_dim, "split_dim");
   cat_dim = checked_dim(op, x, cat_dim, "cat_dim");
   TORCH_CHECK_VALUE(split_dim != cat_dim,
@@ -114,9 +114,9 @@ c10::SymDimVector exchanged_shape(std::string_view op,
                     split_dim,
                     " as split_dim and as cat_dim; pass two dims, or exchange rows with "
                     "torch.distributed.all_to_all_single.");
-  auto sizes = with_size(x, split_dim, part_size(x.sym_size(split_dim), place));
+  auto sizes = with_size(x, split_dim, shard_size(x.sym_size(split_dim), group_rank));
   sizes[static_cast<std::size_t>(cat_dim)] =
-      gathered_size(op, x, cat_dim, cat_size, place, "cat_size");
+      gathered_size(op, x, cat_dim, cat_size, group_rank, "cat_size");
   return sizes;
 }
 

@@ -15,15 +15,15 @@
 namespace weft::ops {
 
 // A rank of a group; {1, 0} is the group of one.
-struct GroupPlace {
+struct GroupRank {
   std::int64_t num_ranks = 1;
   std::int64_t rank = 0;
 };
 
 // Returns the size of the largest shard.
-c10::SymInt part_length(const c10::SymInt& size, std::int64_t num_ranks);
+c10::SymInt max_shard_size(const c10::SymInt& size, std::int64_t num_ranks);
 // Returns the size of a rank's shard.
-c10::SymInt part_size(const c10::SymInt& size, const GroupPlace& place);
+c10::SymInt shard_size(const c10::SymInt& size, const GroupRank& group_rank);
 
 // Returns `dim` counted from 0. Errors: IndexError if x has no such dim.
 std::int64_t checked_dim(std::string_view op,
@@ -37,7 +37,7 @@ c10::SymInt gathered_size(std::string_view op,
                           const at::Tensor& x,
                           std::int64_t dim,
                           const std::optional<c10::SymInt>& dim_size,
-                          const GroupPlace& place,
+                          const GroupRank& group_rank,
                           std::string_view size_name = "dim_size",
                           std::string_view name = "x");
 
@@ -48,14 +48,14 @@ c10::SymDimVector with_size(const at::Tensor& x, std::int64_t dim, const c10::Sy
 c10::SymDimVector scattered_shape(std::string_view op,
                                   const at::Tensor& x,
                                   std::int64_t dim,
-                                  const GroupPlace& place);
+                                  const GroupRank& group_rank);
 
 // Returns the full shape along `dim` of which x is a shard.
 c10::SymDimVector gathered_shape(std::string_view op,
                                  const at::Tensor& x,
                                  std::int64_t dim,
                                  const std::optional<c10::SymInt>& dim_size,
-                                 const GroupPlace& place);
+                                 const GroupRank& group_rank);
 
 // Returns the shape of x sharded along `split_dim` and full along `cat_dim`.
 c10::SymDimVector exchanged_shape(std::string_view op,
@@ -63,6 +63,6 @@ c10::SymDimVector exchanged_shape(std::string_view op,
                                   std::int64_t split_dim,
                                   std::int64_t cat_dim,
                                   const std::optional<c10::SymInt>& cat_size,
-                                  const GroupPlace& place);
+                                  const GroupRank& group_rank);
 
 }  // namespace weft::ops

@@ -39,11 +39,11 @@ class Shards {
   // Calls visit(shard, first_row) for each shard with rows, while the next broadcast is in flight.
   template <typename Visit>
   void for_each(const at::Tensor& own, const Visit& visit) const {
-    auto next = fetch(0, own);
+    auto next = broadcast_from(0, own);
     for (int rank = 0; rank < group_->getSize(); ++rank) {
       auto [shard, work] = std::move(next);
       if (rank + 1 < group_->getSize()) {
-        next = fetch(rank + 1, own);
+        next = broadcast_from(rank + 1, own);
       }
       work.wait();
       if (shard.size(0) > 0) {
@@ -53,15 +53,15 @@ class Shards {
   }
 
   std::int64_t first_row(int rank) const {
-    return std::min(part_length(num_rows_, group_->getSize()).expect_int() * rank, num_rows_);
+    return std::min(max_shard_size(num_rows_, group_->getSize()).expect_int() * rank, num_rows_);
   }
   std::int64_t size_of(int rank) const {
-    return part_size(num_rows_, {group_->getSize(), rank}).expect_int();
+    return shard_size(num_rows_, {group_->getSize(), rank}).expect_int();
   }
   const ProcessGroupPtr& group() const { return group_; }
 
  private:
-  std::pair<at::Tensor, PendingCollective> fetch(int rank, const at::Tensor& own) const {
+  std::pair<at::Tensor, PendingCollective> broadcast_from(int rank, const at::Tensor& own) const {
     auto shard = rank == group_->getRank() ? own.contiguous()
                                            : at::empty({size_of(rank), own.size(1)}, own.options());
     auto work = start_broadcast(kSharded, shard, rank, group_);
@@ -78,7 +78,7 @@ at::Tensor sharded_linear(const at::Tensor& x,
                           std::string_view group_name,
                           OptionalSize out_features) {
   const auto group = resolve_group(kSharded, std::string(group_name));
-  const auto shape = sharded_linear_shape(x, weight, bias, out_features, place_in(group));
+  const auto shape = sharded_linear_shape(x, weight, bias, out_features, rank_in(group));
   if (!group) {
     return at::linear(x, weight, bias);
   }
@@ -127,11 +127,12 @@ at::Tensor shard_grad(const at::Tensor& grad_y, const at::Tensor& x, std::string
   at::Tensor own;
   PendingCollective work;
   for (int rank = 0; rank < group->getSize(); ++rank) {
-    auto part = at::mm(grads.narrow(1, shards.first_row(rank), shards.size_of(rank)).t(), tokens);
+    auto grad_shard =
+        at::mm(grads.narrow(1, shards.first_row(rank), shards.size_of(rank)).t(), tokens);
     work.wait();  // the reduce of the previous shard overlapped with this product
-    work = start_reduce(kSharded, part, rank, group);
+    work = start_reduce(kSharded, grad_shard, rank, group);
     if (rank == group->getRank()) {
-      own = std::move(part);
+      own = std::move(grad_shard);
     }
   }
   work.wait();
@@ -154,7 +155,7 @@ class ShardedLinear : public torch::autograd::Function<ShardedLinear> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward(kSharded);
+    forbid_double_backward(kSharded);
     const auto& grad_y = grads[0];
     const auto saved = ctx->get_saved_variables();
     const auto& group_name = ctx->saved_data.at("group_name").toStringRef();
@@ -187,7 +188,7 @@ at::Tensor sharded_linear_meta(const at::Tensor& x,
                                std::string_view group_name,
                                OptionalSize out_features) {
   return at::empty_symint(
-      sharded_linear_shape(x, weight, bias, out_features, place_in(kSharded, group_name)),
+      sharded_linear_shape(x, weight, bias, out_features, rank_in(kSharded, group_name)),
       x.options());
 }
 
@@ -203,7 +204,7 @@ at::Tensor shard_grad_meta(const at::Tensor& grad_y,
                            const at::Tensor& x,
                            std::string_view group_name) {
   return at::empty_symint(
-      {part_size(grad_y.sym_size(-1), place_in(kSharded, group_name)), x.sym_size(-1)},
+      {shard_size(grad_y.sym_size(-1), rank_in(kSharded, group_name)), x.sym_size(-1)},
       x.options());
 }
 

@@ -70,10 +70,11 @@ void for_each_chunk(std::int64_t num_tokens, std::int64_t chunk, const Visit& vi
 
 // Returns the chunk size in tokens for a matrix of logits: all of them, unless the kernels, which
 // need contiguous rows, would copy it.
-std::int64_t tokens_at_a_time(const at::Tensor& logits) {
-  const bool as_it_is = logits.size(1) <= 1 || logits.stride(1) == 1;
-  return as_it_is ? std::max<std::int64_t>(1, logits.size(0))
-                  : tokens_per_chunk(logits.size(1), logits.scalar_type(), kLogitsChunkBytes);
+std::int64_t chunk_tokens(const at::Tensor& logits) {
+  const bool has_contiguous_rows = logits.size(1) <= 1 || logits.stride(1) == 1;
+  return has_contiguous_rows
+             ? std::max<std::int64_t>(1, logits.size(0))
+             : tokens_per_chunk(logits.size(1), logits.scalar_type(), kLogitsChunkBytes);
 }
 
 // Returns the losses of the tokens of all chunks; `logits_of(first, size)` returns the logits.
@@ -97,7 +98,7 @@ Losses losses_of(std::string_view op,
           .copy_(local_statistics(logits_of(first, size), targets.narrow(0, first, size), options));
     });
   }
-  const auto num_ranks = place_in(group).num_ranks;
+  const auto num_ranks = rank_in(group).num_ranks;
   if (group) {
     statistics = all_gather(op, statistics, 0, num_tokens * num_ranks, group);
   }
@@ -115,14 +116,14 @@ Losses cross_entropy(const at::Tensor& logits,
                      double label_smoothing) {
   const auto group = resolve_group(kLoss, std::string(group_name));
   check_targets(kLoss, target, vocab_size, ignore_index);
-  const auto num_classes = classes_of(logits.size(-1), vocab_size, place_in(group));
+  const auto num_classes = classes_of(logits.size(-1), vocab_size, rank_in(group));
   const auto matrix = as_matrix(logits);
   return losses_of(
       kLoss,
       target,
       group,
       logits.options().dtype(loss_dtype(logits)),
-      tokens_at_a_time(matrix),
+      chunk_tokens(matrix),
       {vocab_start, num_classes, ignore_index, label_smoothing},
       [&](std::int64_t first, std::int64_t size) { return matrix.narrow(0, first, size); });
 }
@@ -140,15 +141,14 @@ at::Tensor cross_entropy_backward(const at::Tensor& grad,
   const auto grads = grad.reshape({-1});
   const auto targets = target.reshape({-1});
   auto result = at::empty(matrix.sizes(), logits.options());
-  for_each_chunk(
-      matrix.size(0), tokens_at_a_time(matrix), [&](std::int64_t first, std::int64_t size) {
-        write_gradient(result.narrow(0, first, size),
-                       grads.narrow(0, first, size),
-                       matrix.narrow(0, first, size),
-                       targets.narrow(0, first, size),
-                       normalizers.narrow(1, first, size),
-                       options);
-      });
+  for_each_chunk(matrix.size(0), chunk_tokens(matrix), [&](std::int64_t first, std::int64_t size) {
+    write_gradient(result.narrow(0, first, size),
+                   grads.narrow(0, first, size),
+                   matrix.narrow(0, first, size),
+                   targets.narrow(0, first, size),
+                   normalizers.narrow(1, first, size),
+                   options);
+  });
   return result.view(logits.sizes());
 }
 
@@ -162,7 +162,7 @@ Losses linear_cross_entropy(const at::Tensor& x,
                             double label_smoothing) {
   const auto group = resolve_group(kLinearLoss, std::string(group_name));
   check_targets(kLinearLoss, target, vocab_size, ignore_index);
-  const auto num_classes = classes_of(weight.size(0), vocab_size, place_in(group));
+  const auto num_classes = classes_of(weight.size(0), vocab_size, rank_in(group));
   const auto tokens = as_matrix(x);
   return losses_of(kLinearLoss,
                    target,
@@ -199,8 +199,8 @@ std::tuple<at::Tensor, at::Tensor> linear_cross_entropy_backward(const at::Tenso
                                   : at::empty({0}, x.options());
   const auto chunk = tokens_per_chunk(weight.size(0), x.scalar_type(), kProductChunkBytes);
   for_each_chunk(tokens.size(0), chunk, [&](std::int64_t first, std::int64_t size) {
-    const auto part = tokens.narrow(0, first, size);
-    const auto logits = at::mm(part, weight.t());
+    const auto x_chunk = tokens.narrow(0, first, size);
+    const auto logits = at::mm(x_chunk, weight.t());
     write_gradient(logits,  // in place
                    grads.narrow(0, first, size),
                    logits,
@@ -208,19 +208,19 @@ std::tuple<at::Tensor, at::Tensor> linear_cross_entropy_backward(const at::Tenso
                    normalizers.narrow(1, first, size),
                    options);
     if (wants_x) {
-      auto rows = grad_x.narrow(0, first, size);
-      at::mm_out(rows, logits, weight);
+      auto grad_x_chunk = grad_x.narrow(0, first, size);
+      at::mm_out(grad_x_chunk, logits, weight);
     }
     if (wants_weight && dtype == x.scalar_type()) {
-      grad_weight.addmm_(logits.t(), part);
+      grad_weight.addmm_(logits.t(), x_chunk);
     } else if (wants_weight) {
-      grad_weight.add_(at::mm(logits.t(), part));
+      grad_weight.add_(at::mm(logits.t(), x_chunk));
     }
   });
   return {wants_x ? grad_x.view(x.sizes()) : grad_x, grad_weight.to(weight.scalar_type())};
 }
 
-void register_loss_pieces(torch::Library& m) {
+void register_local_loss_kernels(torch::Library& m) {
   m.impl("_vocab_cross_entropy", TORCH_FN(cross_entropy));
   m.impl("_vocab_cross_entropy_backward", TORCH_FN(cross_entropy_backward));
   m.impl("_linear_cross_entropy", TORCH_FN(linear_cross_entropy));
@@ -229,7 +229,7 @@ void register_loss_pieces(torch::Library& m) {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(weft, CPU, m) { register_loss_pieces(m); }
-TORCH_LIBRARY_IMPL(weft, CUDA, m) { register_loss_pieces(m); }
+TORCH_LIBRARY_IMPL(weft, CPU, m) { register_local_loss_kernels(m); }
+TORCH_LIBRARY_IMPL(weft, CUDA, m) { register_local_loss_kernels(m); }
 
 }  // namespace weft::ops

@@ -46,14 +46,14 @@ struct LossCall {
   double label_smoothing;
 };
 
-void keep(AutogradContext* ctx, const LossCall& call) {
+void save(AutogradContext* ctx, const LossCall& call) {
   ctx->saved_data["vocab_start"] = call.vocab_start;
   ctx->saved_data["group_name"] = call.group_name;
   ctx->saved_data["num_classes"] = call.num_classes;
   ctx->saved_data["ignore_index"] = call.ignore_index;
   ctx->saved_data["label_smoothing"] = call.label_smoothing;
 }
-LossCall kept_call(AutogradContext* ctx) {
+LossCall saved_call(AutogradContext* ctx) {
   return {ctx->saved_data.at("vocab_start").toInt(),
           ctx->saved_data.at("group_name").toStringRef(),
           std::nullopt,
@@ -77,13 +77,13 @@ class CrossEntropy : public torch::autograd::Function<CrossEntropy> {
                                                                      call.ignore_index,
                                                                      call.label_smoothing);
     ctx->save_for_backward({logits, target, normalizers});
-    keep(ctx, call);
+    save(ctx, call);
     return losses;
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward(kLossOp);
+    forbid_double_backward(kLossOp);
     const auto saved = ctx->get_saved_variables();
-    const auto call = kept_call(ctx);
+    const auto call = saved_call(ctx);
     return {dispatch::vocab_cross_entropy_backward(grads[0],
                                                    saved[0],
                                                    saved[1],
@@ -114,13 +114,13 @@ class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> 
                                                                       call.ignore_index,
                                                                       call.label_smoothing);
     ctx->save_for_backward({x, weight, target, normalizers});
-    keep(ctx, call);
+    save(ctx, call);
     return losses;
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward(kLinearLossOp);
+    forbid_double_backward(kLinearLossOp);
     const auto saved = ctx->get_saved_variables();
-    const auto call = kept_call(ctx);
+    const auto call = saved_call(ctx);
     const bool wants_x = ctx->needs_input_grad(0);
     const bool wants_weight = ctx->needs_input_grad(1);
     auto [grad_x, grad_weight] = dispatch::linear_cross_entropy_backward(grads[0],
@@ -153,7 +153,7 @@ LossCall call_of(std::string_view op,
                  std::optional<std::int64_t> vocab_size,
                  std::int64_t ignore_index,
                  double label_smoothing) {
-  const auto num_classes = classes_of(num_entries, vocab_size, place_in(op, group_name));
+  const auto num_classes = classes_of(num_entries, vocab_size, rank_in(op, group_name));
   return {
       vocab_start, std::string(group_name), vocab_size, num_classes, ignore_index, label_smoothing};
 }

@@ -24,9 +24,9 @@ std::pair<at::Tensor, at::Tensor> local_rows(const at::Tensor& ids,
                                              std::int64_t vocab_start,
                                              std::int64_t num_rows) {
   auto rows = ids.to(at::kLong).sub(vocab_start);  // int32 would wrap round
-  auto elsewhere = rows.lt(0).logical_or_(rows.ge(num_rows));
-  rows.masked_fill_(elsewhere, 0);
-  return {rows, elsewhere};
+  auto is_elsewhere = rows.lt(0).logical_or_(rows.ge(num_rows));
+  rows.masked_fill_(is_elsewhere, 0);
+  return {rows, is_elsewhere};
 }
 
 void check_ids(const at::Tensor& ids, std::optional<std::int64_t> vocab_size) {
@@ -57,8 +57,8 @@ at::Tensor vocab_parallel_embedding(const at::Tensor& ids,
   if (weight.size(0) == 0) {
     y = at::zeros_symint(sizes, weight.options());
   } else {
-    const auto [rows, elsewhere] = local_rows(ids, vocab_start, weight.size(0));
-    y = at::embedding(weight, rows).masked_fill_(elsewhere.unsqueeze(-1), 0);
+    const auto [rows, is_elsewhere] = local_rows(ids, vocab_start, weight.size(0));
+    y = at::embedding(weight, rows).masked_fill_(is_elsewhere.unsqueeze(-1), 0);
   }
   all_reduce_(kOp, y, group);
   return y;
@@ -68,14 +68,14 @@ at::Tensor vocab_embedding_backward(const at::Tensor& grad,
                                     const at::Tensor& ids,
                                     c10::SymInt num_rows,
                                     std::int64_t vocab_start) {
-  const auto rows_here = num_rows.expect_int();
-  if (rows_here == 0) {
+  const auto num_local_rows = num_rows.expect_int();
+  if (num_local_rows == 0) {
     return at::zeros({0, grad.size(-1)}, grad.options());
   }
-  const auto [rows, elsewhere] = local_rows(ids, vocab_start, rows_here);
-  const auto kept = grad.masked_fill(elsewhere.unsqueeze(-1), 0);
+  const auto [rows, is_elsewhere] = local_rows(ids, vocab_start, num_local_rows);
+  const auto own_grad = grad.masked_fill(is_elsewhere.unsqueeze(-1), 0);
   return at::embedding_dense_backward(
-      kept, rows, rows_here, /*padding_idx=*/-1, /*scale_grad_by_freq=*/false);
+      own_grad, rows, num_local_rows, /*padding_idx=*/-1, /*scale_grad_by_freq=*/false);
 }
 
 class VocabParallelEmbedding : public torch::autograd::Function<VocabParallelEmbedding> {
@@ -95,7 +95,7 @@ class VocabParallelEmbedding : public torch::autograd::Function<VocabParallelEmb
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward(kOp);
+    forbid_double_backward(kOp);
     const auto ids = ctx->get_saved_variables()[0];
     return {at::Tensor(),
             dispatch::vocab_embedding_backward(grads[0],

@@ -6,10 +6,12 @@
 
 namespace weft::strategy::detail {
 
-// The levels of a dotted name or pattern: "" has none, "a.b" two. The views borrow from `text`.
+// Returns the levels of a dotted name or pattern: "" has none, "a.b" two. The views borrow from
+// `text`.
 std::vector<std::string_view> split_levels(std::string_view text);
 
-// Whether one level fits one level of a pattern: `*` is any run of characters.
+// Returns whether one level of a pattern matches one level of a name; `*` matches any run of
+// characters.
 bool level_matches(std::string_view pattern, std::string_view level);
 
 bool levels_match(std::span<const std::string_view> pattern,

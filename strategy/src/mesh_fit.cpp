@@ -9,8 +9,8 @@ namespace weft::strategy::detail {
 
 namespace {
 
-// Enough for every world size up to 10,000 over three axes; a number with very many divisors has
-// more, and then the search has met the sizes that were asked for first.
+// Enough for every world size up to 10,000 over three axes. For a number with more candidates the
+// search stops early; it tries the requested sizes first.
 constexpr size_t kMaxCandidates = 10'000;
 
 using Sizes = std::vector<int64_t>;
@@ -30,8 +30,8 @@ Sizes divisors(int64_t number) {
   return small;
 }
 
-// Adds to `found` every way to write `rest` as sizes of the axes from `chosen.size()` on. Each axis
-// tries the size it was asked for first. `sizes` are the divisors of the whole product.
+// Adds to `found` every factorization of `rest` into sizes of the axes from `chosen.size()` on.
+// Each axis tries its requested size first. `sizes` are the divisors of the world size.
 void extend(const std::vector<Axis>& axes,
             const Sizes& sizes,
             int64_t rest,
@@ -40,7 +40,7 @@ void extend(const std::vector<Axis>& axes,
   if (found.size() >= kMaxCandidates) {
     return;
   }
-  const int64_t asked = axes[chosen.size()].size;
+  const int64_t requested = axes[chosen.size()].size;
   if (chosen.size() + 1 == axes.size()) {
     found.push_back(chosen);
     found.back().push_back(rest);
@@ -51,17 +51,17 @@ void extend(const std::vector<Axis>& axes,
     extend(axes, sizes, rest / size, chosen, found);
     chosen.pop_back();
   };
-  if (rest % asked == 0) {
-    choose(asked);
+  if (rest % requested == 0) {
+    choose(requested);
   }
   for (const int64_t size : sizes) {
-    if (size != asked && rest % size == 0) {
+    if (size != requested && rest % size == 0) {
       choose(size);
     }
   }
 }
 
-// Smaller is nearer: how many sizes changed, by how much, then the sizes themselves.
+// Smaller is nearer: the number of changed sizes, the sum of changes, then the sizes themselves.
 using Distance = std::tuple<size_t, int64_t, Sizes>;
 
 Distance distance(const std::vector<Axis>& axes, const Sizes& sizes) {

@@ -8,8 +8,8 @@
 
 namespace weft::strategy::detail {
 
-// The given axes with other sizes, whose product is `world_size`: at most `max_choices` of them,
-// those that keep the most sizes first, then those that change the rest least.
+// Returns the given axes with other sizes, whose product is `world_size`: at most `max_choices`
+// alternatives, those that keep the most sizes first, then those that change the rest least.
 // REQUIRES: at least one axis, 1 <= world_size <= Mesh::kMaxSize.
 std::vector<std::vector<Axis>> nearest_axes(const std::vector<Axis>& axes,
                                             int64_t world_size,

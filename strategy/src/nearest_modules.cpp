@@ -15,12 +15,12 @@ constexpr size_t kMaxNames = 3;
 
 using Levels = std::vector<std::string_view>;
 
-// Edits that make a level fit one of a pattern.
+// The number of edits that make a level match a level of a pattern.
 size_t level_distance(std::string_view pattern, std::string_view level) {
   return level_matches(pattern, level) ? 0 : edit_distance(pattern, level);
 }
 
-// edit_distance with levels for characters: leaving one out costs its length.
+// edit_distance over levels instead of characters; inserting or removing a level costs its length.
 size_t distance(const Levels& pattern, const Levels& name) {
   std::vector<size_t> row(name.size() + 1, 0);
   for (size_t j = 0; j < name.size(); ++j) {
@@ -38,7 +38,7 @@ size_t distance(const Levels& pattern, const Levels& name) {
   return row.back();
 }
 
-// The name with every level that is a number replaced by "0".
+// Returns the name with every level that is a number replaced by "0".
 std::string without_numbers(const Levels& name) {
   std::string result;
   for (const std::string_view level : name) {

@@ -7,9 +7,9 @@
 
 namespace weft::strategy::detail {
 
-// Up to three names that a pattern matching none of them may have meant, the nearest first. Names
-// that differ in numbers only ("layers.0.wq", "layers.1.wq") count as one, the first. The views
-// borrow from `module_names`.
+// Returns up to three names that are nearest to a pattern that matches none, the nearest first.
+// Names that differ only in numbers ("layers.0.wq", "layers.1.wq") count as one, the first. The
+// views borrow from `module_names`.
 std::vector<std::string_view> nearest_modules(std::string_view pattern,
                                               std::span<const std::string> module_names);
 

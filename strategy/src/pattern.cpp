@@ -16,8 +16,8 @@ std::vector<std::string_view> split_levels(std::string_view text) {
 }
 
 bool level_matches(std::string_view pattern, std::string_view level) {
-  // Greedy with one point of return: when the text after a `*` does not fit, that `*` takes one
-  // character more. An earlier `*` never has to be revisited.
+  // Greedy with one backtracking point: if the text after the last `*` does not match, that `*`
+  // takes one more character. An earlier `*` never has to be revisited.
   size_t p = 0;
   size_t star = std::string_view::npos;  // the last `*` met
   size_t resume = 0;                     // where in `level` the text after it is tried next

@@ -15,7 +15,7 @@ namespace {
 using detail::quote;
 using detail::quote_module;
 
-// A module and the rules whose patterns it fits, at least one, in the plan's order.
+// A module and the rules whose patterns match it, at least one, in the plan's order.
 struct Match {
   const std::string* module;
   std::vector<const Rule*> rules;
@@ -27,7 +27,7 @@ struct PatternLevels {
   bool is_used = false;
 };
 
-[[noreturn]] void refuse_unmatched(const Rule& rule, std::span<const std::string> module_names) {
+[[noreturn]] void throw_unmatched(const Rule& rule, std::span<const std::string> module_names) {
   std::string text = "plan: pattern " + quote(rule.pattern) + " matches no module; ";
   std::vector<std::string> near;
   for (const std::string_view name : detail::nearest_modules(rule.pattern, module_names)) {
@@ -39,7 +39,7 @@ struct PatternLevels {
 
 std::vector<Match> find_matches(const std::vector<Rule>& rules,
                                 std::span<const std::string> module_names) {
-  // A pattern fits only names with as many levels as it has: patterns are kept by that number.
+  // A pattern matches only names with the same number of levels, so patterns are grouped by it.
   std::vector<PatternLevels> patterns;
   std::vector<std::vector<size_t>> by_num_levels;
   for (const Rule& rule : rules) {
@@ -68,13 +68,14 @@ std::vector<Match> find_matches(const std::vector<Rule>& rules,
   }
   for (const PatternLevels& pattern : patterns) {
     if (!pattern.is_used) {
-      refuse_unmatched(*pattern.rule, module_names);
+      throw_unmatched(*pattern.rule, module_names);
     }
   }
   return matches;
 }
 
-// The first two rules that name values of their own, as `value_of` says them, must name the same.
+// Throws unless the rules of a match agree on a value. `value_of` returns a rule's value as text,
+// empty if the rule has none.
 template <typename ValueOf>
 void check_agreement(const Match& match, ValueOf value_of) {
   const Rule* first = nullptr;
@@ -93,7 +94,7 @@ void check_agreement(const Match& match, ValueOf value_of) {
   }
 }
 
-// The one rule that several agreeing rules amount to.
+// Merges the rules of a match, which must agree, into one.
 Rule merge(const Match& match) {
   check_agreement(match, [](const Rule& r) { return "style " + quote(to_string(r.style)); });
   check_agreement(
@@ -119,10 +120,10 @@ bool has_options_of(const Rule& rule, const Rule& other) {
   return same == other;
 }
 
-// Modules that own those below them, each with its rule.
+// Modules that own the modules below them, each with its rule.
 using Owners = std::unordered_map<std::string_view, const Rule*>;
 
-// The nearest owner above `module`, if any.
+// Returns the nearest owner above `module`, if any.
 std::optional<Owners::value_type> find_owner(std::string_view module, const Owners& owners) {
   while (!module.empty()) {
     const size_t dot = module.rfind('.');
@@ -134,9 +135,9 @@ std::optional<Owners::value_type> find_owner(std::string_view module, const Owne
   return std::nullopt;
 }
 
-[[noreturn]] void refuse_below_owner(std::string_view module,
-                                     const Rule& rule,
-                                     const Owners::value_type& owner) {
+[[noreturn]] void throw_below_owner(std::string_view module,
+                                    const Rule& rule,
+                                    const Owners::value_type& owner) {
   const auto& [owner_module, owner_rule] = owner;
   throw std::invalid_argument("plan: module " + quote_module(module) + " gets " + describe(rule) +
                               " from pattern " + quote(rule.pattern) + " but lies inside " +
@@ -167,7 +168,7 @@ std::vector<Assignment> Plan::resolve(std::span<const std::string> module_names)
     } else if (const Rule& above = *owner->second;
                assignment.rule.style != above.style ||
                (has_options(assignment.rule) && !has_options_of(assignment.rule, above))) {
-      refuse_below_owner(assignment.module, assignment.rule, *owner);
+      throw_below_owner(assignment.module, assignment.rule, *owner);
     }
   }
   return result;

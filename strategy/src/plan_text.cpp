@@ -1,4 +1,4 @@
-// The text forms of a plan. The YAML written and read here is a small subset: one rule a line,
+// The text forms of a plan. The YAML written and read here is a small subset: one rule per line,
 // plain scalars that YAML reads as strings, and double-quoted ones.
 
 #include "text.h"
@@ -24,7 +24,7 @@ bool is_plain_char(char c) {
   return is_alpha(c) || (c >= '0' && c <= '9') || c == '.' || c == '*' || c == '-';
 }
 
-// Whether YAML reads the bare word as this very string: not as an alias, a number, a boolean, ...
+// Whether YAML reads the unquoted word as this string, not as an alias, a number, a boolean, ...
 bool is_plain(std::string_view text) {
   constexpr std::array<std::string_view, 9> kOtherTypes = {
       "null", "true", "false", "yes", "no", "on", "off", "y", "n"};
@@ -68,7 +68,7 @@ class LineParser {
     }
     const size_t end = position_;
     if (const char c = next(); c != '\0' && (c != '#' || position_ == end)) {
-      refuse("text after the rule");
+      throw_invalid("text after the rule");
     }
     return rule;
   }
@@ -83,17 +83,17 @@ class LineParser {
       const std::string key = scalar("a key");
       expect_colon();
       if (!keys.insert(key).second || !parse_value(rule, key)) {
-        refuse("key " + quote(key) + " is unknown or repeated");
+        throw_invalid("key " + quote(key) + " is unknown or repeated");
       }
       is_last = next() != ',';
       expect(is_last ? '}' : ',');
     }
     if (!keys.contains("style")) {
-      refuse("no style");
+      throw_invalid("no style");
     }
   }
 
-  // False for a key that there is not.
+  // Returns false for an unknown key.
   bool parse_value(Rule& rule, std::string_view key) {
     if (key == "style") {
       rule.style = style();
@@ -121,16 +121,16 @@ class LineParser {
 
   void expect(char c) {
     if (next() != c) {
-      refuse(std::string("no '") + c + "' at column " + std::to_string(position_ + 1));
+      throw_invalid(std::string("no '") + c + "' at column " + std::to_string(position_ + 1));
     }
     ++position_;
   }
 
-  // YAML takes "a:row" for a single word.
+  // YAML reads "a:row" as a single word.
   void expect_colon() {
     expect(':');
     if (const size_t end = position_; next() != '\0' && position_ == end) {
-      refuse("no blank after ':' at column " + std::to_string(position_));
+      throw_invalid("no blank after ':' at column " + std::to_string(position_));
     }
   }
 
@@ -141,9 +141,9 @@ class LineParser {
     const size_t end = std::min(line_.find_first_of(" \t:,{}", position_), line_.size());
     const std::string_view word = line_.substr(position_, end - position_);
     if (!is_plain(word)) {
-      refuse(word.empty() ? "no " + std::string(what.substr(what.find(' ') + 1)) + " at column " +
-                                std::to_string(position_ + 1)
-                          : quote(word) + " needs double quotes");
+      throw_invalid(word.empty() ? "no " + std::string(what.substr(what.find(' ') + 1)) +
+                                       " at column " + std::to_string(position_ + 1)
+                                 : quote(word) + " needs double quotes");
     }
     position_ = end;
     return std::string(word);
@@ -160,12 +160,12 @@ class LineParser {
       if (c == '\\') {
         c = position_ + 1 < line_.size() ? line_[++position_] : '\0';
         if (c != '"' && c != '\\') {
-          refuse(R"(an escape other than \" and \\)");
+          throw_invalid(R"(an escape other than \" and \\)");
         }
       }
       result += c;
     }
-    refuse("a quote that does not end");
+    throw_invalid("a quote that does not end");
   }
 
   bool boolean() {
@@ -173,7 +173,7 @@ class LineParser {
     const size_t end = std::min(line_.find_first_of(" \t,}", position_), line_.size());
     const std::string_view word = line_.substr(position_, end - position_);
     if (word != "true" && word != "false") {
-      refuse(quote(word) + " is neither true nor false");
+      throw_invalid(quote(word) + " is neither true nor false");
     }
     position_ = end;
     return word == "true";
@@ -191,7 +191,7 @@ class LineParser {
     }
   }
 
-  [[noreturn]] void refuse(const std::string& problem) const {
+  [[noreturn]] void throw_invalid(const std::string& problem) const {
     throw std::invalid_argument("plan, line " + std::to_string(number_) + ": " + problem + " in " +
                                 quote(line_) +
                                 "; write 'pattern: style' or "

@@ -18,7 +18,7 @@ using detail::quote;
 // Indexed by the enumerator.
 constexpr std::array<std::string_view, 3> kDtypeNames = {"float32", "bfloat16", "float16"};
 
-// Python's attribute names, letters beyond ASCII taken on trust.
+// Whether `text` is a Python attribute name; any non-ASCII character counts as a letter.
 bool is_attribute_name(std::string_view text) {
   const auto is_letter = [](char c) {
     return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_' ||
@@ -30,7 +30,9 @@ bool is_attribute_name(std::string_view text) {
          });
 }
 
-[[noreturn]] void refuse_option(const Rule& rule, const std::string& option, const char* remedy) {
+[[noreturn]] void throw_unsupported_option(const Rule& rule,
+                                           const std::string& option,
+                                           const char* remedy) {
   const std::string name = option.substr(0, option.find(' '));
   throw std::invalid_argument("plan: pattern " + quote(rule.pattern) + ": " + option +
                               " means nothing to style " + quote(to_string(rule.style)) +
@@ -42,7 +44,7 @@ void check_heads(const Rule& rule) {
     return;
   }
   if (rule.style != Style::kColumn && rule.style != Style::kRow) {
-    refuse_option(rule, "heads = " + quote(*rule.heads), "style 'column' or 'row'");
+    throw_unsupported_option(rule, "heads = " + quote(*rule.heads), "style 'column' or 'row'");
   }
   if (!is_attribute_name(*rule.heads)) {
     throw std::invalid_argument("plan: pattern " + quote(rule.pattern) +
@@ -52,7 +54,7 @@ void check_heads(const Rule& rule) {
   }
 }
 
-// A layer alone keeps its input anyway.
+// Styles of single layers do not support recompute: a layer saves only its input anyway.
 bool may_recompute(Style style) {
   switch (style) {
     case Style::kColumnRowMlp:
@@ -108,14 +110,15 @@ void check_rule(const Rule& rule) {
   check_pattern(rule.pattern);
   check_heads(rule);
   if (rule.recompute && !may_recompute(rule.style)) {
-    refuse_option(rule, "recompute", "style 'column_row_mlp'");
+    throw_unsupported_option(rule, "recompute", "style 'column_row_mlp'");
   }
   const bool takes_none = rule.style == Style::kVocabHead || rule.style == Style::kIgnore;
   if (rule.offload && takes_none) {
-    refuse_option(rule, "offload", "another style");
+    throw_unsupported_option(rule, "offload", "another style");
   }
   if (rule.precision && takes_none) {
-    refuse_option(rule, "precision = " + quote(to_string(*rule.precision)), "another style");
+    throw_unsupported_option(
+        rule, "precision = " + quote(to_string(*rule.precision)), "another style");
   }
 }
 

@@ -13,13 +13,13 @@ ShardRange shard_range(int64_t dim_size, int64_t num_ranks, int64_t rank) {
         std::to_string(rank) + " of " + std::to_string(num_ranks) +
         "; give a size of at least 0, at least 1 rank and a rank below their number");
   }
-  const int64_t chunk = dim_size / num_ranks + (dim_size % num_ranks != 0 ? 1 : 0);
-  // Compared by division: rank * chunk may not fit where the shard is empty.
-  if (chunk == 0 || rank > dim_size / chunk) {
+  const int64_t shard_size = dim_size / num_ranks + (dim_size % num_ranks != 0 ? 1 : 0);
+  // Compared by division: rank * shard_size may overflow if the shard is empty.
+  if (shard_size == 0 || rank > dim_size / shard_size) {
     return {.start = dim_size, .length = 0};
   }
-  const int64_t start = rank * chunk;
-  return {.start = start, .length = std::min(chunk, dim_size - start)};
+  const int64_t start = rank * shard_size;
+  return {.start = start, .length = std::min(shard_size, dim_size - start)};
 }
 
 void check_heads(std::string_view module,

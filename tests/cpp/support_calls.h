@@ -1,4 +1,4 @@
-// Short calls for the tests of the ranks-as-threads.
+// Short forms of calls, for the tests of support/.
 #pragma once
 
 #include "support/thread_ranks.h"

@@ -1,4 +1,4 @@
-// What a test of ranks as threads gets to read when ranks fail, disagree, end early or never come.
+// The errors of run_ranks when ranks fail, make different calls, end early or are missing.
 #include "support_calls.h"
 
 #include <atomic>
@@ -9,7 +9,7 @@
 namespace weft::testing {
 namespace {
 
-// The message of what `body` makes run_ranks throw; fails the test when it throws nothing.
+// Returns the message of the error that run_ranks throws; fails the test if it throws none.
 std::string failure_of(int num_ranks,
                        const std::function<void(RankContext&)>& body,
                        const RankOptions& options = {}) {
@@ -54,7 +54,7 @@ TEST(FailingRanks, AMissingRankTimesOutByName) {
   run_ranks(
       3,
       [&](RankContext& ctx) {
-        if (ctx.group_rank == 1) {  // alive, but elsewhere
+        if (ctx.group_rank == 1) {  // alive, but does not call the collective
           seen.get_future().wait();
           return;
         }
@@ -115,7 +115,7 @@ TEST(FailingRanks, DifferentCallsFailOnEveryRank) {
   EXPECT_EQ(num_seen, 2);
 }
 
-TEST(FailingRanks, AWorkNobodyWaitsForIsAFailure) {
+TEST(FailingRanks, AWorkWithoutAWaitIsAFailure) {
   const auto body = [](RankContext& ctx) {
     const auto work = all_reduce(ctx, filled(1));
     if (ctx.group_rank == 0) {

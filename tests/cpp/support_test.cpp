@@ -1,4 +1,4 @@
-// The ranks-as-threads themselves: every collective and the counters.
+// Tests support/thread_ranks.h itself: every collective and the counters.
 #include "support_calls.h"
 
 #include <torch/csrc/autograd/custom_function.h>
@@ -75,7 +75,7 @@ TEST_P(CollectiveTest, AllGather) {
 TEST_P(CollectiveTest, ReduceScatter) {
   const int n = num_ranks();
   run_ranks(n, [&](RankContext& ctx) {
-    // Rank r puts 10 r + k in for rank k.
+    // Rank r's input for rank k is 10 r + k.
     std::vector<Tensors> inputs(1);
     for (int to = 0; to < n; ++to) {
       inputs[0].push_back(filled(10 * ctx.group_rank + to, dtype()));
@@ -143,7 +143,7 @@ TEST(ThreadRanks, SendsMeetReceivesByPeerAndTag) {
       Tensors got_first{filled(-1)};
       Tensors got_second{filled(-1)};
       auto& group = *ctx.process_group;
-      // Received in the other order: only the tags tell them apart.
+      // Received in the opposite order: only the tags distinguish them.
       std::vector<c10::intrusive_ptr<c10d::Work>> works = {group.send(first, next, 1),
                                                            group.send(second, next, 2),
                                                            group.recv(got_second, previous, 2),
@@ -192,7 +192,7 @@ TEST(ThreadRanks, GroupNameResolvesToTheOwnRank) {
   EXPECT_THROW(c10d::resolve_process_group("some_group"), c10::Error);
 }
 
-// Sums over the group in backward: the shape of a column-parallel layer's input.
+// Sums over the group in the backward, like the input gradient of a column-parallel layer.
 struct CopyToGroup : torch::autograd::Function<CopyToGroup> {
   static at::Tensor forward(torch::autograd::AutogradContext* /*ctx*/, const at::Tensor& x) {
     return x.clone();
@@ -252,7 +252,7 @@ TEST(DelayedAllReduce, ReadsItsInputWhenItCompletes) {
       [](RankContext& ctx) {
         const at::Tensor x = filled(1);
         const auto work = all_reduce(ctx, x);
-        x.fill_(7);  // the bug that this option shows
+        x.fill_(7);  // the bug that this option reveals
         work->wait();
         EXPECT_TRUE(at::equal(x, filled(14)));
       },

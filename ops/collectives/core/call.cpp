@@ -55,9 +55,9 @@ SignatureHead head_of(Op op, const TensorFacts& facts, int root = -1) {
   SignatureHead head = head_of(op, facts.dtype, num_elements, root);
   head.num_dims = static_cast<uint8_t>(facts.shape.size());
   const bool has_rest = facts.shape.size() > SignatureHead::kMaxDims;
-  const size_t num_told = has_rest ? SignatureHead::kMaxDims - 1 : facts.shape.size();
-  std::copy_n(facts.shape.begin(), num_told, head.shape.begin());
-  if (has_rest) head.shape.back() = digest(std::span(facts.shape).subspan(num_told));
+  const size_t num_listed = has_rest ? SignatureHead::kMaxDims - 1 : facts.shape.size();
+  std::copy_n(facts.shape.begin(), num_listed, head.shape.begin());
+  if (has_rest) head.shape.back() = digest(std::span(facts.shape).subspan(num_listed));
   return head;
 }
 
@@ -83,10 +83,14 @@ CollectiveCall reduce_call(
 
 CollectiveCall reduce_scatter_call(
     DType dtype, ReduceOp op, std::vector<Input> inputs, Output output, int rank) {
-  auto gives = counts_of(inputs);
-  auto expects = only_at(rank, output.num_elements, inputs.size());
-  const SignatureHead head = head_of(Op::kReduceScatter, dtype, total(gives));
-  return {with(op, head), std::move(gives), std::move(expects), std::move(inputs), {output}};
+  auto send_counts = counts_of(inputs);
+  auto receive_counts = only_at(rank, output.num_elements, inputs.size());
+  const SignatureHead head = head_of(Op::kReduceScatter, dtype, total(send_counts));
+  return {with(op, head),
+          std::move(send_counts),
+          std::move(receive_counts),
+          std::move(inputs),
+          {output}};
 }
 
 CollectiveCall broadcast_call(const TensorFacts& facts, Output tensor, int root, int rank) {
@@ -100,41 +104,45 @@ CollectiveCall broadcast_call(const TensorFacts& facts, Output tensor, int root,
 }
 
 CollectiveCall all_gather_call(DType dtype, Input input, std::vector<Output> outputs) {
-  std::vector<int64_t> gives(outputs.size(), input.num_elements);
-  auto expects = counts_of(outputs);
+  std::vector<int64_t> send_counts(outputs.size(), input.num_elements);
+  auto receive_counts = counts_of(outputs);
   return {head_of(Op::kAllGather, dtype, input.num_elements),
-          std::move(gives),
-          std::move(expects),
+          std::move(send_counts),
+          std::move(receive_counts),
           {input},
           std::move(outputs)};
 }
 
 CollectiveCall gather_call(
     DType dtype, Input input, std::vector<Output> outputs, int root, int rank, int num_ranks) {
-  auto gives = only_at(root, input.num_elements, static_cast<size_t>(num_ranks));
-  auto expects = rank == root ? counts_of(outputs) : zeros(num_ranks);
+  auto send_counts = only_at(root, input.num_elements, static_cast<size_t>(num_ranks));
+  auto receive_counts = rank == root ? counts_of(outputs) : zeros(num_ranks);
   return {head_of(Op::kGather, dtype, input.num_elements, root),
-          std::move(gives),
-          std::move(expects),
+          std::move(send_counts),
+          std::move(receive_counts),
           {input},
           std::move(outputs)};
 }
 
 CollectiveCall scatter_call(
     DType dtype, std::vector<Input> inputs, Output output, int root, int rank, int num_ranks) {
-  auto gives = rank == root ? counts_of(inputs) : zeros(num_ranks);
-  auto expects = only_at(root, output.num_elements, static_cast<size_t>(num_ranks));
-  const SignatureHead head = head_of(Op::kScatter, dtype, total(gives), root);
-  return {head, std::move(gives), std::move(expects), std::move(inputs), {output}};
+  auto send_counts = rank == root ? counts_of(inputs) : zeros(num_ranks);
+  auto receive_counts = only_at(root, output.num_elements, static_cast<size_t>(num_ranks));
+  const SignatureHead head = head_of(Op::kScatter, dtype, total(send_counts), root);
+  return {head, std::move(send_counts), std::move(receive_counts), std::move(inputs), {output}};
 }
 
 CollectiveCall all_to_all_call(DType dtype,
                                std::vector<Input> inputs,
                                std::vector<Output> outputs) {
-  auto gives = counts_of(inputs);
-  auto expects = counts_of(outputs);
-  const SignatureHead head = head_of(Op::kAllToAll, dtype, total(gives));
-  return {head, std::move(gives), std::move(expects), std::move(inputs), std::move(outputs)};
+  auto send_counts = counts_of(inputs);
+  auto receive_counts = counts_of(outputs);
+  const SignatureHead head = head_of(Op::kAllToAll, dtype, total(send_counts));
+  return {head,
+          std::move(send_counts),
+          std::move(receive_counts),
+          std::move(inputs),
+          std::move(outputs)};
 }
 
 }  // namespace weft::collectives

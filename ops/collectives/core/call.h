@@ -39,13 +39,13 @@ struct TensorFacts {
 //   all_to_all      one per rank; one per rank
 struct CollectiveCall {
   SignatureHead head;  // sequence and num_chunks are set when the collective begins
-  std::vector<int64_t> gives;
-  std::vector<int64_t> expects;
+  std::vector<int64_t> send_counts;
+  std::vector<int64_t> receive_counts;
   std::vector<Input> inputs;
   std::vector<Output> outputs;
   std::string purpose{};  // for error messages: the collective of which this is one step
 
-  Signature signature() const { return {head, gives, expects}; }
+  Signature signature() const { return {head, send_counts, receive_counts}; }
   size_t bytes_of(int64_t num_elements) const {
     return static_cast<size_t>(num_elements) * size_of(head.dtype);
   }

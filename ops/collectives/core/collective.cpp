@@ -33,7 +33,7 @@ bool Collective::advance(const SharedState& shared, int rank, CollectiveCursor& 
   for (;; ++step_) {
     if (step_ == 0) {
       begin(shared, rank, cursor);
-    } else if (!cursor.phases.is_complete()) {
+    } else if (!cursor.barrier.is_complete()) {
       return false;
     }
     if (step_ == 1) compare(shared);
@@ -44,7 +44,7 @@ bool Collective::advance(const SharedState& shared, int rank, CollectiveCursor& 
     if (step_ < num_chunks_) fill(step_, staging(step_));
     if (to_drain >= 0) drain(to_drain, staging(to_drain));
     if (step_ <= last_arrival) {
-      cursor.phases.arrive();
+      cursor.barrier.arrive();
       continue;
     }
     cursor.buffer = 1 - half_of(num_chunks_ - 1, cursor.buffer) / 2;
@@ -54,7 +54,7 @@ bool Collective::advance(const SharedState& shared, int rank, CollectiveCursor& 
 
 void Collective::begin(const SharedState& shared, int rank, CollectiveCursor& cursor) {
   call_.head.sequence = ++cursor.sequence;
-  is_whole_ = fits(shared.staging_bytes()) || takes_whole_buffers();
+  uses_full_buffer_ = fits(shared.staging_bytes()) || alternates_full_buffers();
   const Staging first = staging_of(0, shared, rank, cursor.buffer);
   num_chunks_ = num_chunks(first.num_bytes(), shared.num_ranks());
   call_.head.num_chunks = num_chunks_;
@@ -62,7 +62,7 @@ void Collective::begin(const SharedState& shared, int rank, CollectiveCursor& cu
 }
 
 int Collective::half_of(int64_t chunk, int first_buffer) const {
-  if (takes_whole_buffers()) return static_cast<int>(2 * ((first_buffer + chunk) % 2));
+  if (alternates_full_buffers()) return static_cast<int>(2 * ((first_buffer + chunk) % 2));
   const int64_t num_halves = combines() ? 3 : 2;
   return static_cast<int>((2 * first_buffer + chunk % num_halves) % 4);
 }
@@ -73,15 +73,15 @@ Staging Collective::staging_of(int64_t chunk,
                                int first_buffer) const {
   const size_t half_bytes = shared.staging_bytes() / 2;
   const auto offset = static_cast<size_t>(half_of(chunk, first_buffer)) * half_bytes;
-  return {shared, rank, offset, is_whole_ ? shared.staging_bytes() : half_bytes};
+  return {shared, rank, offset, uses_full_buffer_ ? shared.staging_bytes() : half_bytes};
 }
 
 void Collective::publish(const SharedState& shared, int rank) const {
   const int buffer = static_cast<int>(head().sequence % 2);
   shared.signature(rank, buffer) = head();
   auto counts = shared.signature_counts(rank, buffer);
-  std::ranges::copy(call_.gives, counts.begin());
-  std::ranges::copy(call_.expects, counts.begin() + shared.num_ranks());
+  std::ranges::copy(call_.send_counts, counts.begin());
+  std::ranges::copy(call_.receive_counts, counts.begin() + shared.num_ranks());
 }
 
 void Collective::compare(const SharedState& shared) {
@@ -103,7 +103,7 @@ void Collective::compare(const SharedState& shared) {
   }
 }
 
-std::string calls_misfit(const std::string& group, const std::string& what) {
+std::string mismatch_message(const std::string& group, const std::string& what) {
   return "weft: the ranks of group '" + group +
          "' made calls that do not belong together: " + what +
          "; make every rank call the same operations in the same order with fitting arguments";

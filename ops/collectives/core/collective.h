@@ -18,9 +18,9 @@
 // all ranks have drained it. At its last arrival a rank has drained all but the last chunk, so the
 // next collective begins in the buffer that does not hold that chunk.
 
+#include "barrier.h"
 #include "call.h"
 #include "operation.h"
-#include "phases.h"
 #include "shared_state.h"
 
 #include <memory>
@@ -50,7 +50,7 @@ class Staging {
 // The position of a rank in its group's sequence of collectives; equal on all ranks at the same
 // point.
 struct CollectiveCursor {
-  Phases phases;
+  Barrier barrier;
   uint64_t sequence = 0;  // collectives begun
   int buffer = 0;         // where the current or next one begins
 };
@@ -70,9 +70,9 @@ class Collective : public Operation {
   // Whether all data fits into one buffer of `buffer_bytes`: then it is one chunk, which uses the
   // full buffer. The same on all ranks whose calls match.
   virtual bool fits(size_t /*buffer_bytes*/) const { return false; }
-  // Whether chunks use the two full buffers in turn instead of halves: fewer barriers, more memory
-  // in use. REQUIRES: not combines(). The same on all ranks whose calls match.
-  virtual bool takes_whole_buffers() const { return false; }
+  // Whether chunks alternate between the two full buffers instead of halves: fewer barriers, more
+  // memory in use. REQUIRES: not combines(). The same on all ranks whose calls match.
+  virtual bool alternates_full_buffers() const { return false; }
   // Returns how many chunks of `staging_bytes` this rank needs; all ranks run the maximum.
   virtual int64_t num_chunks(size_t staging_bytes, int num_ranks) const = 0;
   virtual bool combines() const { return false; }
@@ -93,13 +93,13 @@ class Collective : public Operation {
   CollectiveCall call_;
   int64_t step_ = 0;  // the next one
   int64_t num_chunks_ = 0;
-  bool is_whole_ = false;  // see fits()
+  bool uses_full_buffer_ = false;  // a chunk, see fits()
 };
 
 using CollectivePtr = std::shared_ptr<Collective>;
 
 // Returns the message of a CollectiveMismatchError; `what` lists the ranks' calls.
-std::string calls_misfit(const std::string& group, const std::string& what);
+std::string mismatch_message(const std::string& group, const std::string& what);
 
 // Returns the collective that carries out `call` on rank `rank`.
 CollectivePtr make_collective(CollectiveCall call, int rank);

@@ -13,14 +13,14 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 // Lost peers and passed deadlines are detected within this time, at most within twice this time.
-constexpr std::chrono::milliseconds kLookInterval{25};
+constexpr std::chrono::milliseconds kCheckInterval{25};
 
-// How the background thread waits to drive. Most callers wait for their result sooner than kNap,
-// and waking a thread for each operation would cost more than a small operation: so the thread
-// polls at this interval while there is work, and sleeps until woken after some intervals without
-// work.
-constexpr std::chrono::microseconds kNap{300};
-constexpr int kNapsBeforeSleep = 10;
+// How the background thread waits to drive. Most callers wait for their result sooner than
+// kBackgroundPollInterval, and waking a thread for each operation would cost more than a small
+// operation: so the thread polls at this interval while there is work, and sleeps until woken after
+// some intervals without work.
+constexpr std::chrono::microseconds kBackgroundPollInterval{300};
+constexpr int kIdlePollsBeforeSleep = 10;
 
 int num_processors() {
   cpu_set_t set;
@@ -37,14 +37,14 @@ int spins_for(int num_ranks) { return num_ranks <= num_processors() ? 2000 : 20;
 constexpr int kYields = 500;
 
 // The engine that this thread drives: on_done of an operation may call wait() on it again.
-thread_local const Engine* driven_here = nullptr;
+thread_local const Engine* driven_engine = nullptr;
 
 class Driving {
  public:
-  explicit Driving(const Engine* engine) : outer_(std::exchange(driven_here, engine)) {}
+  explicit Driving(const Engine* engine) : outer_(std::exchange(driven_engine, engine)) {}
   Driving(const Driving&) = delete;
   Driving& operator=(const Driving&) = delete;
-  ~Driving() { driven_here = outer_; }
+  ~Driving() { driven_engine = outer_; }
 
  private:
   const Engine* const outer_;
@@ -59,7 +59,7 @@ Engine::Engine(const Store& store, const GroupOptions& options)
       peers_(shared_),
       fork_generation_(fork_generation()),
       num_spins_(spins_for(options.size)),
-      cursor_{Phases(shared_, options.rank), 0, 0},
+      cursor_{Barrier(shared_, options.rank), 0, 0},
       messages_(shared_, options.rank) {}
 
 Engine::~Engine() {
@@ -111,35 +111,35 @@ void Engine::begin(Operation& operation, bool in_background, std::unique_lock<st
   if (in_background) wake_background();
   if (is_driven_) {
     lock.unlock();
-    shared_.rank(options_.rank).bell.ring();
+    shared_.rank(options_.rank).doorbell.ring();
     return;
   }
   drive_unlocked(lock, [this] { advance(); });
 }
 
-std::byte* Engine::lend_scratch(size_t num_bytes) {
+std::byte* Engine::acquire_scratch(size_t num_bytes) {
   const std::lock_guard lock(mutex_);
-  const bool is_idle = !is_driven_ && num_unfinished_ == 0 && !is_lent_;
+  const bool is_idle = !is_driven_ && num_unfinished_ == 0 && !is_scratch_acquired_;
   if (!is_idle || num_bytes > shared_.staging_bytes() || is_left_) return nullptr;
   if (fork_generation() != fork_generation_) return nullptr;
-  is_lent_ = true;
+  is_scratch_acquired_ = true;
   // No rank reads this buffer any more: this rank has passed the last barrier of the collective
   // before, see collective.h.
   return shared_.staging(options_.rank, cursor_.buffer);
 }
 
-void Engine::submit_lent(OperationPtr operation) {
+void Engine::submit_scratch(OperationPtr operation) {
   std::unique_lock lock(mutex_);
-  lent_operation_ = operation;  // the driver takes it first, see take_inbox
+  scratch_operation_ = operation;  // the driver takes it first, see take_inbox
   begin(*operation, /*in_background=*/false, lock);
 }
 
-void Engine::give_back_scratch() {
+void Engine::release_scratch() {
   std::unique_lock lock(mutex_);
-  is_lent_ = false;
+  is_scratch_acquired_ = false;
   if (num_unfinished_ == 0) return;
   lock.unlock();
-  shared_.rank(options_.rank).bell.ring();
+  shared_.rank(options_.rank).doorbell.ring();
   poll();
 }
 
@@ -151,7 +151,7 @@ void Engine::wake_background() {
 void Engine::wait(Operation& operation, std::chrono::milliseconds timeout) {
   if (operation.is_done()) return;
   check_not_forked();
-  if (driven_here == this && operation.is_finishing()) return;  // all but its on_done is complete
+  if (driven_engine == this && operation.is_finishing()) return;  // all but its on_done is complete
   if (timeout.count() > 0) {  // the driver sees it at its next check
     const auto until = Clock::now() + timeout;
     auto before = operation.deadline.load();
@@ -159,12 +159,12 @@ void Engine::wait(Operation& operation, std::chrono::milliseconds timeout) {
     }
     if (until < before) operation.timeout = timeout;
   }
-  if (driven_here == this) return drive(&operation);
+  if (driven_engine == this) return drive(&operation);
   std::unique_lock lock(mutex_);
   while (!operation.is_done()) {
     if (is_driven_) {
       ++num_waiting_;
-      shared_.rank(options_.rank).bell.ring();  // stops a background driver
+      shared_.rank(options_.rank).doorbell.ring();  // stops a background driver
       changed_.wait(lock, [&] { return !is_driven_ || operation.is_done(); });
       --num_waiting_;
       continue;
@@ -175,8 +175,8 @@ void Engine::wait(Operation& operation, std::chrono::milliseconds timeout) {
 
 size_t Engine::own_resident_bytes() const {
   size_t num_bytes = 0;
-  for (const auto& part : shared_.parts_of(options_.rank)) {
-    num_bytes += membership_.segment.resident_bytes(part.first, part.size);
+  for (const auto& range : shared_.ranges_written_by(options_.rank)) {
+    num_bytes += membership_.segment.resident_bytes(range.first, range.size);
   }
   return num_bytes;
 }
@@ -189,14 +189,14 @@ void Engine::poll() {
 
 void Engine::run_in_background() {
   std::unique_lock lock(mutex_);
-  int num_idle_naps = 0;
+  int num_idle_polls = 0;
   while (!is_left_) {
-    num_idle_naps = num_unfinished_ == 0 ? num_idle_naps + 1 : 0;
-    if (num_idle_naps > kNapsBeforeSleep) {
+    num_idle_polls = num_unfinished_ == 0 ? num_idle_polls + 1 : 0;
+    if (num_idle_polls > kIdlePollsBeforeSleep) {
       background_sleeps_ = true;
       background_wakes_.wait(lock, [&] { return !background_sleeps_; });
     }
-    background_wakes_.wait_for(lock, kNap);
+    background_wakes_.wait_for(lock, kBackgroundPollInterval);
     if (is_left_ || is_driven_ || num_unfinished_ == 0 || num_waiting_ > 0) continue;
     drive_unlocked(lock, [this] { drive(nullptr); });
   }
@@ -205,7 +205,7 @@ void Engine::run_in_background() {
 // Drives until `until` is done; if it is null, until nothing is pending, another thread waits, or
 // this rank has left the group.
 void Engine::drive(const Operation* until) {
-  Bell& bell = shared_.rank(options_.rank).bell;
+  Doorbell& doorbell = shared_.rank(options_.rank).doorbell;
   const auto is_over = [&] {
     if (until != nullptr) return until->is_done();
     return num_unfinished_ == 0 || num_waiting_ > 0 || is_left_;
@@ -214,7 +214,7 @@ void Engine::drive(const Operation* until) {
   const int num_spins = until == nullptr ? 0 : num_spins_;
   const int num_yields = until == nullptr ? 0 : kYields;
   int num_idle = 0;
-  next_look_ = Clock::now() + kLookInterval;
+  next_check_ = Clock::now() + kCheckInterval;
   while (!is_over()) {
     if (advance()) {
       num_idle = 0;
@@ -225,18 +225,18 @@ void Engine::drive(const Operation* until) {
       continue;
     }
     // Checked before each yield, which may last a time slice on a busy machine.
-    if (const auto now = Clock::now(); now >= next_look_) {
-      next_look_ = now + kLookInterval;
-      look_for_trouble();
+    if (const auto now = Clock::now(); now >= next_check_) {
+      next_check_ = now + kCheckInterval;
+      check_health();
       continue;
     }
     if (num_idle < num_spins + num_yields) {
       sched_yield();
       continue;
     }
-    const uint32_t seen = bell.listen();
-    if (!advance() && !is_over()) bell.sleep(seen, kLookInterval);
-    bell.rise();
+    const uint32_t seen = doorbell.start_listening();
+    if (!advance() && !is_over()) doorbell.sleep(seen, kCheckInterval);
+    doorbell.stop_listening();
   }
 }
 
@@ -247,11 +247,11 @@ void Engine::take_inbox() {
     const std::lock_guard lock(mutex_);
     taken.swap(inbox_);
     has_inbox_.store(false);
-    if (lent_operation_) {
+    if (scratch_operation_) {
       // Before the collectives submitted since, which wait for it.
       collectives_.push_front(
-          std::dynamic_pointer_cast<Collective>(std::exchange(lent_operation_, nullptr)));
-      is_lent_ = false;
+          std::dynamic_pointer_cast<Collective>(std::exchange(scratch_operation_, nullptr)));
+      is_scratch_acquired_ = false;
     }
   }
   for (OperationPtr& operation : taken) {
@@ -270,7 +270,7 @@ void Engine::finish(Operation& operation, const std::exception_ptr& error) {
 
 bool Engine::advance_collectives() {
   bool moved = false;
-  while (!collectives_.empty() && !is_lent_) {
+  while (!collectives_.empty() && !is_scratch_acquired_) {
     const CollectivePtr first = collectives_.front();
     if (!first->advance(shared_, options_.rank, cursor_)) break;
     collectives_.pop_front();
@@ -308,7 +308,7 @@ bool Engine::advance() {
     moved = advance_collectives();
     moved |= advance_messages();
   } catch (const CollectiveMismatchError& error) {
-    fail_all(fail(ErrorKind::kMismatch, calls_misfit(options_.name, error.what())));
+    fail_all(fail(ErrorKind::kMismatch, mismatch_message(options_.name, error.what())));
     moved = true;
   } catch (const std::exception& error) {
     fail_all(fail(ErrorKind::kAborted,
@@ -337,7 +337,7 @@ void Engine::abort(const std::string& why) {
   poll();
 }
 
-void Engine::refuse(const std::string& text) {
+void Engine::fail_with_mismatch(const std::string& text) {
   if (fork_generation() != fork_generation_) return;
   fail(ErrorKind::kMismatch, text);
   poll();
@@ -346,7 +346,7 @@ void Engine::refuse(const std::string& text) {
 void Engine::leave() {
   if (fork_generation() != fork_generation_ || is_left_.exchange(true)) return;
   shared_.rank(options_.rank).state.store(RankState::kLeft);
-  for (int rank = 0; rank < options_.size; ++rank) shared_.rank(rank).bell.ring();
+  for (int rank = 0; rank < options_.size; ++rank) shared_.rank(rank).doorbell.ring();
   poll();  // a thread that already drives has been woken and does the same
   const std::lock_guard lock(mutex_);
   changed_.notify_all();

@@ -37,11 +37,11 @@ class Engine final : public Group {
   void submit(OperationPtr operation, bool in_background) override;
   void wait(Operation& operation, std::chrono::milliseconds timeout) override;
   void poll() override;
-  std::byte* lend_scratch(size_t num_bytes) override;
-  void submit_lent(OperationPtr operation) override;
-  void give_back_scratch() override;
+  std::byte* acquire_scratch(size_t num_bytes) override;
+  void submit_scratch(OperationPtr operation) override;
+  void release_scratch() override;
   void abort(const std::string& why) override;
-  void refuse(const std::string& text) override;
+  void fail_with_mismatch(const std::string& text) override;
   void leave() override;
   std::exception_ptr failure() const override;
   const GroupOptions& options() const override { return options_; }
@@ -53,16 +53,16 @@ class Engine final : public Group {
   void check_not_forked() const;
   // The ranks that have not arrived at the barrier where this rank waits: ranks of this host, and
   // ranks of other hosts that a rank of this host waits for.
-  struct Late {
-    std::string text;      // ": not arrived rank 1 (pid 5)", or empty
-    bool is_here = false;  // whether a rank of this host is among them
+  struct LateRanks {
+    std::string text;        // ": not arrived rank 1 (pid 5)", or empty
+    bool has_local = false;  // whether a rank of this host is among them
   };
-  Late who_is_late() const;
+  LateRanks late_ranks() const;
   // Fails the group on every rank; returns its first failure, which may be an earlier one.
   std::exception_ptr fail(ErrorKind kind, const std::string& text);
-  // Publishes the rank of another host that this rank waits for, or kNobody: the others name it in
+  // Publishes the rank of another host that this rank waits for, or kNoRank: the others name it in
   // the error when they find this rank late.
-  void tell_waiting(int remote_rank) {
+  void publish_waiting(int remote_rank) {
     shared_.rank(options_.rank).waits_for.store(remote_rank, std::memory_order_relaxed);
   }
   // Fails the group if the process of a rank has ended without leaving. For a caller that waits for
@@ -78,9 +78,9 @@ class Engine final : public Group {
   bool advance_collectives();
   bool advance_messages();
   void fail_all(const std::exception_ptr& error);
-  void look_for_trouble();
+  void check_health();
   void fail_late(const Operation& operation);
-  bool has_ended_without_a_word(int peer) const;
+  bool ended_without_leaving(int peer) const;
   std::exception_ptr fail_lost(int peer, const char* how, const std::string& what);
 
   // REQUIRES: mutex_ held.
@@ -107,8 +107,8 @@ class Engine final : public Group {
   std::atomic<int> num_unfinished_{0};
   std::vector<OperationPtr> inbox_;
   std::atomic<bool> has_inbox_{false};
-  OperationPtr lent_operation_;       // runs before those in the inbox
-  std::atomic<bool> is_lent_{false};  // the next staging buffer is lent: no collective begins
+  OperationPtr scratch_operation_;                // runs before those in the inbox
+  std::atomic<bool> is_scratch_acquired_{false};  // by the caller: no collective begins
   std::thread background_;
   bool background_sleeps_ = false;
   std::condition_variable background_wakes_;
@@ -117,7 +117,7 @@ class Engine final : public Group {
   CollectiveCursor cursor_;
   std::deque<CollectivePtr> collectives_;
   Messages messages_;
-  std::chrono::steady_clock::time_point next_look_;
+  std::chrono::steady_clock::time_point next_check_;
 };
 
 // Makes an engine that a forked child does not destroy.

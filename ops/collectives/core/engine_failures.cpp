@@ -1,7 +1,7 @@
 // How an engine detects failures, reports them to all ranks and ends the pending operations.
 #include "engine.h"
 #include "fork_guard.h"
-#include "texts.h"
+#include "format.h"
 
 #include <algorithm>
 #include <sstream>
@@ -30,8 +30,8 @@ std::exception_ptr Engine::failure() const {
 }
 
 std::exception_ptr Engine::fail(ErrorKind kind, const std::string& text) {
-  const CollectiveError error = shared_.control().failure.leave(kind, text);
-  for (int rank = 0; rank < options_.size; ++rank) shared_.rank(rank).bell.ring();
+  const CollectiveError error = shared_.control().failure.record(kind, text);
+  for (int rank = 0; rank < options_.size; ++rank) shared_.rank(rank).doorbell.ring();
   return as_exception(error);
 }
 
@@ -53,19 +53,19 @@ std::exception_ptr Engine::fail_lost(int peer, const char* how, const std::strin
 }
 
 // Checks in this order: a peer that leaves and ends between the two checks has left.
-bool Engine::has_ended_without_a_word(int peer) const {
+bool Engine::ended_without_leaving(int peer) const {
   return peers_.has_ended(peer) && shared_.rank(peer).state.load() != RankState::kLeft;
 }
 
 void Engine::check_peers(const std::string& what) {
   for (int peer = 0; peer < options_.size; ++peer) {
-    if (peer != options_.rank && has_ended_without_a_word(peer)) fail_lost(peer, "ended", what);
+    if (peer != options_.rank && ended_without_leaving(peer)) fail_lost(peer, "ended", what);
   }
 }
 
 // Checks for lost peers and passed deadlines. A peer that left the group is an error only for ranks
 // that still need it; one that ended without leaving always is.
-void Engine::look_for_trouble() {
+void Engine::check_health() {
   if (collectives_.empty() && messages_.is_idle()) return;
   std::vector<bool> has_left;
   for (int peer = 0; peer < options_.size; ++peer) {
@@ -78,15 +78,15 @@ void Engine::look_for_trouble() {
   const std::string what = has_collective ? collectives_.front()->describe() + " (collective " +
                                                 std::to_string(cursor_.sequence) + " of the group)"
                                           : "point-to-point messages";
-  const bool are_all_gone = std::ranges::count(has_left, true) >= options_.size - 1;
+  const bool have_all_left = std::ranges::count(has_left, true) >= options_.size - 1;
   const auto needs = [&](int peer) {
-    return (has_collective && !cursor_.phases.has_arrived(peer)) || messages_.needs(peer) ||
-           (are_all_gone && messages_.needs_anybody());
+    return (has_collective && !cursor_.barrier.has_arrived(peer)) || messages_.needs(peer) ||
+           (have_all_left && messages_.needs_any_source());
   };
   for (int peer = 0; peer < options_.size; ++peer) {
     if (peer == options_.rank) continue;
     const bool left = has_left[static_cast<size_t>(peer)];
-    if (left ? !needs(peer) : !has_ended_without_a_word(peer)) continue;
+    if (left ? !needs(peer) : !ended_without_leaving(peer)) continue;
     return fail_all(fail_lost(peer, left ? "left the group" : "ended", what));
   }
   const auto now = std::chrono::steady_clock::now();
@@ -96,8 +96,8 @@ void Engine::look_for_trouble() {
   if (const MessagePtr message = messages_.find_late(now)) fail_late(*message);
 }
 
-Engine::Late Engine::who_is_late() const {
-  Late late;
+Engine::LateRanks Engine::late_ranks() const {
+  LateRanks late;
   const auto add = [&](const std::string& name) {
     late.text += (late.text.empty() ? ": not arrived " : ", ") + name;
   };
@@ -105,11 +105,11 @@ Engine::Late Engine::who_is_late() const {
   for (int rank = 0; rank < options_.size; ++rank) {
     const RankBlock& block = shared_.rank(rank);
     const int remote = block.waits_for.load(std::memory_order_relaxed);
-    if (remote != RankBlock::kNobody) {
+    if (remote != RankBlock::kNoRank) {
       add("rank " + std::to_string(remote) + " (on another host)");
     } else if (block.num_arrivals.load(std::memory_order_acquire) < own) {
       add(name_of_rank(shared_, rank));
-      late.is_here = true;
+      late.has_local = true;
     }
   }
   return late;
@@ -126,10 +126,10 @@ void Engine::fail_late(const Operation& operation) {
     for (const bool has_arrived : {true, false}) {
       std::string ranks;
       for (int rank = 0; rank < options_.size; ++rank) {
-        if (cursor_.phases.has_arrived(rank) == has_arrived) {
+        if (cursor_.barrier.has_arrived(rank) == has_arrived) {
           ranks += (ranks.empty() ? "" : ", ") + name_of_rank(shared_, rank);
           const int remote = shared_.rank(rank).waits_for.load(std::memory_order_relaxed);
-          if (!has_arrived && remote != RankBlock::kNobody) {
+          if (!has_arrived && remote != RankBlock::kNoRank) {
             ranks += ", which waits for rank " + std::to_string(remote) + " (on another host)";
           }
         }

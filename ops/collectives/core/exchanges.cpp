@@ -1,6 +1,6 @@
 #include "exchanges.h"
 
-#include "parts.h"
+#include "ranges.h"
 #include "streaming.h"
 
 #include <algorithm>
@@ -40,25 +40,25 @@ class SharedExchange final : public Exchange {
 
  protected:
   int64_t num_chunks(size_t staging_bytes, int /*num_ranks*/) const override {
-    return std::max<int64_t>(1, num_parts(input_bytes(), staging_bytes));
+    return std::max<int64_t>(1, num_ranges(input_bytes(), staging_bytes));
   }
 
   void fill(int64_t chunk, const Staging& staging) override {
     if (call().inputs.empty()) return;
-    const auto part = part_of(chunk, input_bytes(), staging.num_bytes());
-    copy_bytes(staging.own(), call().inputs.front().data + part.first, part.size);
+    const auto range = range_at(chunk, input_bytes(), staging.num_bytes());
+    copy_bytes(staging.own(), call().inputs.front().data + range.first, range.size);
   }
 
   void drain(int64_t chunk, const Staging& staging) override {
     for (size_t peer = 0; peer < call().outputs.size(); ++peer) {
       const Output& output = call().outputs[peer];
       if (output.data == nullptr) continue;
-      const auto part = part_of(chunk, call().bytes_of(output.num_elements), staging.num_bytes());
+      const auto range = range_at(chunk, call().bytes_of(output.num_elements), staging.num_bytes());
       const auto rank = static_cast<int>(peer);
       const bool is_own = rank == staging.rank() && !call().inputs.empty();
-      copy_result(output.data + part.first,
-                  is_own ? call().inputs.front().data + part.first : staging.of(rank),
-                  part.size);
+      copy_result(output.data + range.first,
+                  is_own ? call().inputs.front().data + range.first : staging.of(rank),
+                  range.size);
     }
   }
 
@@ -80,7 +80,7 @@ class PersonalExchange final : public Exchange {
     for (const Input& input : call().inputs) {
       most = std::max(
           most,
-          num_parts(call().bytes_of(input.num_elements), slot_bytes(staging_bytes, num_ranks)));
+          num_ranges(call().bytes_of(input.num_elements), slot_bytes(staging_bytes, num_ranks)));
     }
     return most;
   }
@@ -90,8 +90,8 @@ class PersonalExchange final : public Exchange {
     for (size_t peer = 0; peer < call().inputs.size(); ++peer) {
       if (static_cast<int>(peer) == staging.rank()) continue;
       const Input& input = call().inputs[peer];
-      const auto part = part_of(chunk, call().bytes_of(input.num_elements), slot);
-      copy_bytes(staging.own() + peer * slot, input.data + part.first, part.size);
+      const auto range = range_at(chunk, call().bytes_of(input.num_elements), slot);
+      copy_bytes(staging.own() + peer * slot, input.data + range.first, range.size);
     }
   }
 
@@ -101,10 +101,10 @@ class PersonalExchange final : public Exchange {
     for (size_t peer = 0; peer < call().outputs.size(); ++peer) {
       const Output& output = call().outputs[peer];
       if (output.data == nullptr) continue;
-      const auto part = part_of(chunk, call().bytes_of(output.num_elements), slot);
-      const std::byte* from = peer == own ? call().inputs[own].data + part.first
+      const auto range = range_at(chunk, call().bytes_of(output.num_elements), slot);
+      const std::byte* from = peer == own ? call().inputs[own].data + range.first
                                           : staging.of(static_cast<int>(peer)) + own * slot;
-      copy_result(output.data + part.first, from, part.size);
+      copy_result(output.data + range.first, from, range.size);
     }
   }
 };

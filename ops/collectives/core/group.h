@@ -35,17 +35,17 @@ class Group {
 
   // Returns memory of the group in which the caller may build the input of an all-reduce, which
   // saves copying it there; null if none is available. Other collectives of this rank wait until
-  // submit_lent() or give_back_scratch().
-  virtual std::byte* lend_scratch(size_t /*num_bytes*/) { return nullptr; }
+  // submit_scratch() or release_scratch().
+  virtual std::byte* acquire_scratch(size_t /*num_bytes*/) { return nullptr; }
   // Starts the all-reduce whose input was built there; the caller waits for it. If the group has
   // failed in the meantime, the operation fails.
-  virtual void submit_lent(OperationPtr /*operation*/) {}
-  virtual void give_back_scratch() {}
+  virtual void submit_scratch(OperationPtr /*operation*/) {}
+  virtual void release_scratch() {}
 
   // Fails the group on every rank, at once.
   virtual void abort(const std::string& why) = 0;
   // Does the same with a CollectiveMismatchError whose message is `text`.
-  virtual void refuse(const std::string& text) = 0;
+  virtual void fail_with_mismatch(const std::string& text) = 0;
   // Announces that this rank takes no further part, and fails operations that cannot finish at
   // once.
   virtual void leave() = 0;

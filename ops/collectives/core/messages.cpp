@@ -42,7 +42,7 @@ std::string Message::describe() const {
   return text.str();
 }
 
-void check_fits(const Message& receive, int from, DType dtype, uint64_t num_bytes, int rank) {
+void check_matches(const Message& receive, int from, DType dtype, uint64_t num_bytes, int rank) {
   if (num_bytes == receive.num_bytes() && dtype == receive.dtype) return;
   std::ostringstream text;
   text << "rank " << from << " sent " << name_of(dtype) << ' ' << num_bytes / size_of(dtype)
@@ -113,7 +113,7 @@ bool Messages::read_from(int peer, std::vector<MessagePtr>& ended) {
     }
     ring.pop();
   } while (!ring.is_empty());
-  shared_.rank(peer).bell.ring();  // there is space again
+  shared_.rank(peer).doorbell.ring();  // there is space again
   return true;
 }
 
@@ -149,11 +149,11 @@ bool Messages::write_to(int peer, std::vector<MessagePtr>& ended) {
     }
   }
   // Chunks of a quarter of the ring, so that the peer reads one while this rank writes the next.
-  const auto piece = static_cast<int64_t>(shared_.ring_bytes() / 4 - sizeof(FrameHead));
+  const auto chunk_bytes = static_cast<int64_t>(shared_.ring_bytes() / 4 - sizeof(FrameHead));
   while (!queues.granted.empty()) {
     const MessagePtr message = queues.granted.front();
     const auto left = static_cast<int64_t>(message->num_bytes() - message->num_moved_);
-    const int64_t payload = std::min(left, piece);
+    const int64_t payload = std::min(left, chunk_bytes);
     if (ring.space() < payload) break;
     ring.write({FrameKind::kData,
                 message->dtype,
@@ -163,7 +163,7 @@ bool Messages::write_to(int peer, std::vector<MessagePtr>& ended) {
                 message->num_bytes(),
                 static_cast<uint64_t>(payload)},
                message->data + message->num_moved_);
-    shared_.rank(peer).bell.ring();
+    shared_.rank(peer).doorbell.ring();
     message->num_moved_ += static_cast<uint64_t>(payload);
     wrote = true;
     if (payload == left) {
@@ -171,7 +171,7 @@ bool Messages::write_to(int peer, std::vector<MessagePtr>& ended) {
       end(message, ended);
     }
   }
-  if (wrote) shared_.rank(peer).bell.ring();
+  if (wrote) shared_.rank(peer).doorbell.ring();
   return wrote;
 }
 
@@ -195,7 +195,7 @@ void Messages::accept(const MessagePtr& receive,
                       Announced& message,
                       std::vector<MessagePtr>& ended) {
   const FrameHead& head = message.head;
-  check_fits(*receive, message.from, head.dtype, head.message_bytes, rank_);
+  check_matches(*receive, message.from, head.dtype, head.message_bytes, rank_);
   receive->peer = message.from;
   if (message.payload.size() == head.message_bytes) {
     if (!message.payload.empty()) {
@@ -239,7 +239,7 @@ bool Messages::needs(int peer) const {
                              [&](const MessagePtr& receive) { return receive->peer == peer; });
 }
 
-bool Messages::needs_anybody() const {
+bool Messages::needs_any_source() const {
   return std::ranges::any_of(
       receives_, [&](const MessagePtr& receive) { return receive->peer == kAnySource; });
 }

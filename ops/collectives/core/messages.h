@@ -51,7 +51,7 @@ using MessagePtr = std::shared_ptr<Message>;
 
 // Throws CollectiveMismatchError unless the size and dtype of a message from rank `from` are those
 // of `receive`, which rank `rank` has posted.
-void check_fits(const Message& receive, int from, DType dtype, uint64_t num_bytes, int rank);
+void check_matches(const Message& receive, int from, DType dtype, uint64_t num_bytes, int rank);
 
 // All messages of one rank. Thread safety: one thread at a time, the driver of the engine.
 class Messages {
@@ -69,7 +69,7 @@ class Messages {
   // Whether a pending message waits for `peer`.
   bool needs(int peer) const;
   // Whether a receive from any source is pending: it needs one of the other ranks, whichever.
-  bool needs_anybody() const;
+  bool needs_any_source() const;
   // Returns a message whose deadline has passed, or null.
   MessagePtr find_late(std::chrono::steady_clock::time_point now) const;
 

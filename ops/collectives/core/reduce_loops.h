@@ -169,12 +169,12 @@ class Loop {
       const auto past_line = reinterpret_cast<uintptr_t>(job_.out) % 64;
       const auto to_line = static_cast<int64_t>((64 - past_line) % 64 / sizeof(T));
       first = to_line < job_.num_elements ? to_line : job_.num_elements;
-      part(0, first);
+      partial_blocks(0, first);
       for (; first + kBlock <= job_.num_elements; first += kBlock) block<true>(first);
     } else {
       for (; first + kBlock <= job_.num_elements; first += kBlock) block<false>(first);
     }
-    part(first, job_.num_elements - first);
+    partial_blocks(first, job_.num_elements - first);
     if (streams) finish_streaming();
   }
 
@@ -247,7 +247,7 @@ class Loop {
   }
 
   // The elements before and after the full blocks.
-  void part(int64_t first, int64_t n) const {
+  void partial_blocks(int64_t first, int64_t n) const {
     T results[kBlock];
     while (n > 0) {
       const int64_t now = n < kBlock ? n : kBlock;

@@ -1,6 +1,6 @@
 #include "reductions.h"
 
-#include "parts.h"
+#include "ranges.h"
 #include "reduce.h"
 #include "streaming.h"
 
@@ -12,7 +12,7 @@ namespace weft::collectives {
 namespace {
 
 // A range of elements.
-using Range = Part<int64_t>;
+using ElementRange = Range<int64_t>;
 
 class Reduction : public Collective {
  public:
@@ -41,11 +41,11 @@ class Reduction : public Collective {
   }
 
   // The chunks of a tensor, for collectives whose staging buffers have no slots by rank.
-  Range chunk_range(int64_t chunk, const Staging& staging) const {
-    return part_of(chunk, num_elements(), elements_in(staging.num_bytes()));
+  ElementRange chunk_range(int64_t chunk, const Staging& staging) const {
+    return range_at(chunk, num_elements(), elements_in(staging.num_bytes()));
   }
   int64_t chunks_of_tensor(size_t staging_bytes) const {
-    return std::max<int64_t>(1, num_parts(num_elements(), elements_in(staging_bytes)));
+    return std::max<int64_t>(1, num_ranges(num_elements(), elements_in(staging_bytes)));
   }
   static size_t begin(int /*peer*/) { return 0; }
   const std::byte* input_at(int64_t element) const {
@@ -69,79 +69,81 @@ class Reduction : public Collective {
 class AllReduce final : public Reduction {
  public:
   explicit AllReduce(CollectiveCall call)
-      : Reduction(std::move(call)), in_slices_(bytes_of(head().num_elements) > kOneShotBytes) {}
+      : Reduction(std::move(call)), in_segments_(bytes_of(head().num_elements) > kOneShotBytes) {}
 
  protected:
   int64_t num_chunks(size_t staging_bytes, int /*num_ranks*/) const override {
     return chunks_of_tensor(staging_bytes);
   }
-  bool combines() const override { return in_slices_; }
+  bool combines() const override { return in_segments_; }
   bool fits(size_t buffer_bytes) const override {
     return bytes_of(head().num_elements) <= buffer_bytes;
   }
 
   void fill(int64_t chunk, const Staging& staging) override {
-    const Range part = chunk_range(chunk, staging);
-    if (!in_slices_) return copy_bytes(staging.own(), input_at(part.first), bytes_of(part.size));
+    const ElementRange range = chunk_range(chunk, staging);
+    if (!in_segments_) {
+      return copy_bytes(staging.own(), input_at(range.first), bytes_of(range.size));
+    }
     for (int peer = 0; peer < staging.num_ranks(); ++peer) {
       if (peer == staging.rank()) continue;  // combine() takes this rank's segment from the input
-      const Range slice = slice_range(peer, part, staging);
-      copy_bytes(staging.own() + bytes_of(slice.first),
-                 input_at(part.first + slice.first),
-                 bytes_of(slice.size));
+      const ElementRange segment = segment_range(peer, range, staging);
+      copy_bytes(staging.own() + bytes_of(segment.first),
+                 input_at(range.first + segment.first),
+                 bytes_of(segment.size));
     }
   }
 
-  // Reduces into the output, kPieceBytes at a time, and copies each result from there to the
+  // Reduces into the output, kBlockBytes at a time, and copies each result from there to the
   // staging buffer while it is in the nearest cache. The other ranks have read these lines of the
   // staging buffer before: a store to such a line waits for its owner, a copy of full lines does
   // not. Measured with benchmarks/collectives.py, 1 MiB on 2 ranks: 72 us instead of 163 with
   // stores to both on processors that share no cache, 44 instead of 41 on processors that do.
   void combine(int64_t chunk, const Staging& staging) override {
-    const Range part = chunk_range(chunk, staging);
-    const Range slice = slice_range(staging.rank(), part, staging);
-    const int64_t piece_size = elements_in(kPieceBytes);
-    for (int64_t i = 0; i < num_parts(slice.size, piece_size); ++i) {
-      const Range piece = part_of(i, slice.size, piece_size);
-      const int64_t first = slice.first + piece.first;
+    const ElementRange range = chunk_range(chunk, staging);
+    const ElementRange segment = segment_range(staging.rank(), range, staging);
+    const int64_t block_size = elements_in(kBlockBytes);
+    for (int64_t i = 0; i < num_ranges(segment.size, block_size); ++i) {
+      const ElementRange block = range_at(i, segment.size, block_size);
+      const int64_t first = segment.first + block.first;
       const size_t offset = bytes_of(first);
-      std::byte* const out = output_at(part.first + first);
+      std::byte* const out = output_at(range.first + first);
       reduce_into(
           out,
-          input_at(part.first + first),
+          input_at(range.first + first),
           [&](int /*peer*/) { return offset; },
-          piece.size,
+          block.size,
           staging);
-      copy_bytes(staging.own() + offset, out, bytes_of(piece.size));
+      copy_bytes(staging.own() + offset, out, bytes_of(block.size));
     }
   }
 
   void drain(int64_t chunk, const Staging& staging) override {
-    const Range part = chunk_range(chunk, staging);
-    if (!in_slices_) {
-      return reduce_into(output_at(part.first), input_at(part.first), begin, part.size, staging);
+    const ElementRange range = chunk_range(chunk, staging);
+    if (!in_segments_) {
+      return reduce_into(output_at(range.first), input_at(range.first), begin, range.size, staging);
     }
     for (int peer = 0; peer < staging.num_ranks(); ++peer) {
       if (peer == staging.rank()) continue;  // combine() has written this rank's segment
-      const Range slice = slice_range(peer, part, staging);
-      copy_bytes(output_at(part.first + slice.first),
-                 staging.of(peer) + bytes_of(slice.first),
-                 bytes_of(slice.size));
+      const ElementRange segment = segment_range(peer, range, staging);
+      copy_bytes(output_at(range.first + segment.first),
+                 staging.of(peer) + bytes_of(segment.first),
+                 bytes_of(segment.size));
     }
   }
 
  private:
-  static constexpr size_t kPieceBytes = 16 * 1024;
+  static constexpr size_t kBlockBytes = 16 * 1024;
 
   // The segment of a chunk that `rank` reduces: a multiple of the cache line, except the last.
-  Range slice_range(int rank, const Range& part, const Staging& staging) const {
+  ElementRange segment_range(int rank, const ElementRange& range, const Staging& staging) const {
     const int64_t line = elements_in(64);
-    const int64_t slice =
-        num_parts<int64_t>(num_parts<int64_t>(part.size, staging.num_ranks()), line) * line;
-    return part_of(rank, part.size, slice);
+    const int64_t segment_size =
+        num_ranges<int64_t>(num_ranges<int64_t>(range.size, staging.num_ranks()), line) * line;
+    return range_at(rank, range.size, segment_size);
   }
 
-  const bool in_slices_;
+  const bool in_segments_;
 };
 
 // All ranks but the root fill, the root drains.
@@ -156,14 +158,14 @@ class Reduce final : public Reduction {
 
   void fill(int64_t chunk, const Staging& staging) override {
     if (is_root()) return;
-    const Range part = chunk_range(chunk, staging);
-    copy_bytes(staging.own(), input_at(part.first), bytes_of(part.size));
+    const ElementRange range = chunk_range(chunk, staging);
+    copy_bytes(staging.own(), input_at(range.first), bytes_of(range.size));
   }
 
   void drain(int64_t chunk, const Staging& staging) override {
     if (!is_root()) return;
-    const Range part = chunk_range(chunk, staging);
-    reduce_into(output_at(part.first), input_at(part.first), begin, part.size, staging);
+    const ElementRange range = chunk_range(chunk, staging);
+    reduce_into(output_at(range.first), input_at(range.first), begin, range.size, staging);
   }
 
  private:
@@ -183,32 +185,32 @@ class ReduceScatter final : public Reduction {
  protected:
   // With many ranks a chunk has few elements per rank, and a barrier costs more. Measured with
   // benchmarks/collectives.py: 32 MiB on 8 ranks in 0.93 of the time.
-  bool takes_whole_buffers() const override {
+  bool alternates_full_buffers() const override {
     return call().inputs.size() > 4 && bytes_of(head().num_elements) >= 2 * kStreamedBytes;
   }
   int64_t num_chunks(size_t staging_bytes, int num_ranks) const override {
-    return std::max<int64_t>(1, num_parts(largest_, slot_elements(staging_bytes, num_ranks)));
+    return std::max<int64_t>(1, num_ranges(largest_, slot_elements(staging_bytes, num_ranks)));
   }
 
   void fill(int64_t chunk, const Staging& staging) override {
     for (size_t peer = 0; peer < call().inputs.size(); ++peer) {
       if (peer == own_) continue;
-      const Range part = range_in(chunk, call().inputs[peer].num_elements, staging);
+      const ElementRange range = range_in(chunk, call().inputs[peer].num_elements, staging);
       copy_bytes(staging.own() + slot_offset(peer, own_, staging),
-                 call().inputs[peer].data + bytes_of(part.first),
-                 bytes_of(part.size));
+                 call().inputs[peer].data + bytes_of(range.first),
+                 bytes_of(range.size));
     }
   }
 
   void drain(int64_t chunk, const Staging& staging) override {
     const Output& output = call().outputs.front();
-    const Range part = range_in(chunk, output.num_elements, staging);
-    const size_t first = bytes_of(part.first);
+    const ElementRange range = range_in(chunk, output.num_elements, staging);
+    const size_t first = bytes_of(range.first);
     reduce_into(
         output.data + first,
         call().inputs[own_].data + first,
         [&](int peer) { return slot_offset(own_, static_cast<size_t>(peer), staging); },
-        part.size,
+        range.size,
         staging,
         bytes_of(head().num_elements) >= 2 * kStreamedBytes);
   }
@@ -217,7 +219,7 @@ class ReduceScatter final : public Reduction {
   // No larger than the largest segment: untouched pages are not backed by memory.
   int64_t slot_elements(size_t staging_bytes, int num_ranks) const {
     const int64_t line = elements_in(64);
-    const int64_t wanted = std::max<int64_t>(1, num_parts(largest_, line)) * line;
+    const int64_t wanted = std::max<int64_t>(1, num_ranges(largest_, line)) * line;
     return std::min(wanted, elements_in(slot_bytes(staging_bytes, num_ranks)));
   }
   // The offset of the slot for `rank` in the buffer of `from`, which has no slot for itself.
@@ -225,8 +227,8 @@ class ReduceScatter final : public Reduction {
     const size_t place = rank < from ? rank : rank - 1;
     return place * bytes_of(slot_elements(staging.num_bytes(), staging.num_ranks()));
   }
-  Range range_in(int64_t chunk, int64_t num_elements, const Staging& staging) const {
-    return part_of(chunk, num_elements, slot_elements(staging.num_bytes(), staging.num_ranks()));
+  ElementRange range_in(int64_t chunk, int64_t num_elements, const Staging& staging) const {
+    return range_at(chunk, num_elements, slot_elements(staging.num_bytes(), staging.num_ranks()));
   }
 
   const size_t own_;

@@ -1,7 +1,7 @@
 #include "rendezvous.h"
 
+#include "format.h"
 #include "peers.h"
-#include "texts.h"
 
 #include <weft/collectives/error.h>
 
@@ -23,10 +23,10 @@ constexpr const char* kSegmentKey = "segment";
 constexpr const char* kNoSegment = "none ";  // followed by the reason, if there is no segment
 
 // The interval at which a waiting rank checks whether the others can still join.
-constexpr std::chrono::milliseconds kLookInterval{100};
+constexpr std::chrono::milliseconds kCheckInterval{100};
 
 // The interval at which a rank polls two keys of the store in turn: a rank's and the failure's.
-constexpr std::chrono::milliseconds kTurn{20};
+constexpr std::chrono::milliseconds kPollInterval{20};
 
 std::string new_nonce() {
   std::random_device random;
@@ -40,32 +40,32 @@ class Joining {
 
   // A rank publishes three lines: its group configuration, a nonce (rank 0's is used) and its host.
   Identities exchange_identities(bool has_transport) const {
-    Terms own;
+    GroupConfig own;
     own.staging_limit_bytes = options_.staging_limit_bytes;
     own.has_transport = has_transport;
     store_.set(identity_key(options_.rank),
                own.to_string() + '\n' + new_nonce() + '\n' + host_identity());
     Identities identities;
     for (int rank = 0; rank < options_.size; ++rank) {
-      std::istringstream told(get(identity_key(rank), rank));
-      std::string terms, nonce, host;
-      std::getline(told, terms);
-      std::getline(told, nonce);
-      std::getline(told, host, '\0');
-      identities.terms.push_back(Terms::parse(terms));
+      std::istringstream published(get(identity_key(rank), rank));
+      std::string config, nonce, host;
+      std::getline(published, config);
+      std::getline(published, nonce);
+      std::getline(published, host, '\0');
+      identities.configs.push_back(GroupConfig::parse(config));
       identities.hosts.push_back(host);
       if (rank == 0) identities.nonce = nonce;
     }
     return identities;
   }
 
-  void meet(const std::string& name, const std::string& failure_key) const {
+  void store_barrier(const std::string& name, const std::string& failure_key) const {
     const auto key = [&](int rank) { return name + "/" + std::to_string(rank); };
     store_.set(key(options_.rank), "here");
     for (int rank = 0; rank < options_.size; ++rank) {
       while (!failure_key.empty() && !store_.has(key(rank)) && Clock::now() < deadline_) {
-        if (store_.has(failure_key)) throw_failure(store_.get(failure_key, kTurn));
-        std::this_thread::sleep_for(kTurn);
+        if (store_.has(failure_key)) throw_failure(store_.get(failure_key, kPollInterval));
+        std::this_thread::sleep_for(kPollInterval);
       }
       get(key(rank), rank);
     }
@@ -87,8 +87,8 @@ class Joining {
       member.segment = open_segment(address, SharedState::num_bytes(sizes));
       member.shared = SharedState(member.segment.data(), sizes);
     }
-    enter(member.shared, start_time);
-    open_group(member.shared, address);
+    publish_rank(member.shared, start_time);
+    finish_joining(member.shared, address);
     member.segment.close_descriptor();
     return member;
   }
@@ -107,9 +107,9 @@ class Joining {
     }
   }
 
-  static void check_is_address(const std::string& told) {
-    if (!told.starts_with(kNoSegment)) return;
-    throw GroupAbortedError(told.substr(std::string_view(kNoSegment).size()));
+  static void check_is_address(const std::string& value) {
+    if (!value.starts_with(kNoSegment)) return;
+    throw GroupAbortedError(value.substr(std::string_view(kNoSegment).size()));
   }
 
   // A rank that cannot open the segment reports that to rank 0, which reports it to all others:
@@ -152,7 +152,7 @@ class Joining {
     }
   }
 
-  void enter(const SharedState& shared, uint64_t start_time) const {
+  void publish_rank(const SharedState& shared, uint64_t start_time) const {
     RankBlock& own = shared.rank(options_.rank);
     own.pid = getpid();
     own.start_time = start_time;
@@ -165,7 +165,7 @@ class Joining {
 
   // Rank 0 removes the keys from the store when all ranks have joined and so have read them, then
   // opens the group.
-  void open_group(const SharedState& shared, const std::string& address) const {
+  void finish_joining(const SharedState& shared, const std::string& address) const {
     Control& control = shared.control();
     if (options_.rank == 0) {
       wait_for_all(shared, address, [&] {
@@ -183,15 +183,15 @@ class Joining {
                     const std::string& address,
                     const std::function<bool()>& is_over) const {
     FailureRecord& failure = shared.control().failure;
-    auto next_look = Clock::now() + kLookInterval;
+    auto next_check = Clock::now() + kCheckInterval;
     while (!is_over()) {
-      if (Clock::now() > next_look) {
-        next_look = Clock::now() + kLookInterval;
-        const auto trouble = find_trouble(shared, address);
+      if (Clock::now() > next_check) {
+        next_check = Clock::now() + kCheckInterval;
+        const auto found = find_failure(shared, address);
         if (is_over()) return;
-        if (trouble) failure.leave(trouble->kind(), trouble->what());
+        if (found) failure.record(found->kind(), found->what());
       }
-      if (Clock::now() > deadline_) failure.leave(ErrorKind::kTimeout, late_text(shared));
+      if (Clock::now() > deadline_) failure.record(ErrorKind::kTimeout, late_text(shared));
       if (failure.is_set()) {
         const CollectiveError first = failure.get();
         throw_error(first.kind(), first.what());
@@ -201,7 +201,7 @@ class Joining {
   }
 
   // Returns an error if a rank could not open the segment, or has ended since it joined.
-  std::optional<CollectiveError> find_trouble(const SharedState& shared,
+  std::optional<CollectiveError> find_failure(const SharedState& shared,
                                               const std::string& address) const {
     try {
       if (options_.rank == 0 && store_.has(unopened_key(address))) {
@@ -228,13 +228,13 @@ class Joining {
     std::ostringstream text;
     text << "weft: joining group '" << options_.name << "' timed out after "
          << in_seconds(options_.timeout) << " s: without";
-    bool is_somebody_absent = false;
+    bool is_any_absent = false;
     for (int rank = 0; rank < options_.size; ++rank) {
       if (shared.rank(rank).state.load() != RankState::kAbsent) continue;
       text << " rank " << rank;
-      is_somebody_absent = true;
+      is_any_absent = true;
     }
-    if (!is_somebody_absent) text << " a word of rank 0, which lets all go on";
+    if (!is_any_absent) text << " a word of rank 0, which lets all go on";
     return text.str();
   }
 
@@ -259,20 +259,20 @@ void forget_identity(const Store& store, const GroupOptions& options) {
   store.remove("host/" + std::to_string(options.rank));
 }
 
-void meet(const Store& store,
-          const GroupOptions& options,
-          const std::string& name,
-          const std::string& failure_key) {
-  Joining(store, options).meet(name, failure_key);
+void store_barrier(const Store& store,
+                   const GroupOptions& options,
+                   const std::string& name,
+                   const std::string& failure_key) {
+  Joining(store, options).store_barrier(name, failure_key);
 }
 
 std::string format_failure(const CollectiveError& error) {
   return std::to_string(static_cast<int>(error.kind())) + ' ' + error.what();
 }
 
-void throw_failure(const std::string& told) {
-  const size_t space = told.find(' ');
-  throw_error(static_cast<ErrorKind>(std::stoi(told.substr(0, space))), told.substr(space + 1));
+void throw_failure(const std::string& text) {
+  const size_t space = text.find(' ');
+  throw_error(static_cast<ErrorKind>(std::stoi(text.substr(0, space))), text.substr(space + 1));
 }
 
 std::string name_of_rank(const SharedState& shared, int rank) {

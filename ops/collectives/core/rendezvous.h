@@ -2,9 +2,9 @@
 
 // Rendezvous: how the ranks of a group find each other and map their shared memory.
 
+#include "group_config.h"
 #include "segment.h"
 #include "shared_state.h"
-#include "terms.h"
 
 #include <chrono>
 #include <functional>
@@ -48,9 +48,9 @@ struct Membership {
 Membership join(const Store& store, const GroupOptions& options);
 
 struct Identities {
-  std::vector<std::string> hosts;  // by rank
-  std::vector<Terms> terms;        // by rank
-  std::string nonce;               // the same on all ranks, different for each group
+  std::vector<std::string> hosts;    // by rank
+  std::vector<GroupConfig> configs;  // by rank
+  std::string nonce;                 // the same on all ranks, different for each group
 };
 
 // Blocks until all ranks have published their host and group configuration, and returns these. They
@@ -64,14 +64,14 @@ void forget_identity(const Store& store, const GroupOptions& options);
 // rank leaves before another has arrived. The name is used once and stays in the store.
 // Errors: CollectiveTimeoutError naming the missing rank; the failure reported under `failure_key`,
 // if that is not empty.
-void meet(const Store& store,
-          const GroupOptions& options,
-          const std::string& name,
-          const std::string& failure_key = {});
+void store_barrier(const Store& store,
+                   const GroupOptions& options,
+                   const std::string& name,
+                   const std::string& failure_key = {});
 
 // Format a failure for the store, and throw the failure that was read from it.
 std::string format_failure(const CollectiveError& error);
-[[noreturn]] void throw_failure(const std::string& told);
+[[noreturn]] void throw_failure(const std::string& text);
 
 // "rank 1 (pid 4711)", "rank 1 (global rank 5, pid 4711)".
 std::string name_of_rank(const SharedState& shared, int rank);

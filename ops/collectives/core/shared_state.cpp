@@ -27,7 +27,7 @@ size_t index(int rank, int buffer) {
 
 }  // namespace
 
-CollectiveError FailureRecord::leave(ErrorKind kind, const std::string& text) {
+CollectiveError FailureRecord::record(ErrorKind kind, const std::string& text) {
   uint32_t expected = kEmpty;
   if (state_.compare_exchange_strong(expected, kWriting)) {
     kind_ = static_cast<uint32_t>(kind);
@@ -54,16 +54,17 @@ SharedSizes SharedSizes::within(int num_ranks, size_t limit_bytes) {
   const auto n = static_cast<size_t>(num_ranks);
   SharedSizes sizes;
   sizes.num_ranks = num_ranks;
-  const auto part = [](size_t bytes, size_t parts, size_t least, size_t most) {
-    return std::clamp(bytes / parts / 128 * 128, least, most);
+  const auto bytes_each = [](size_t total, size_t num_buffers, size_t min, size_t max) {
+    return std::clamp(total / num_buffers / 128 * 128, min, max);
   };
   // A quarter for the rings of point-to-point messages and half for staging. More was slower from 8
   // ranks on, where staging no longer stays in the caches. Beyond the maximum sizes nothing became
   // faster, measured with benchmarks/collectives.py. For any number of ranks, half a staging buffer
   // has a cache line for each.
-  sizes.ring_bytes = part(limit_bytes / 4, std::max<size_t>(n * (n - 1), 1), kPage, 256 * 1024);
-  const size_t least = round_up(2 * 64 * n, kPage);
-  sizes.staging_bytes = part(limit_bytes / 2, 2 * n, least, std::max<size_t>(least, 1024 * 1024));
+  sizes.ring_bytes =
+      bytes_each(limit_bytes / 4, std::max<size_t>(n * (n - 1), 1), kPage, 256 * 1024);
+  const size_t min = round_up(2 * 64 * n, kPage);
+  sizes.staging_bytes = bytes_each(limit_bytes / 2, 2 * n, min, std::max<size_t>(min, 1024 * 1024));
   return sizes;
 }
 
@@ -114,7 +115,7 @@ std::byte* SharedState::staging(int rank, int buffer) const {
   return data_ + staging_ + index(rank, buffer) * staging_bytes();
 }
 
-std::array<Part<size_t>, 2> SharedState::parts_of(int rank) const {
+std::array<Range<size_t>, 2> SharedState::ranges_written_by(int rank) const {
   const size_t rings = static_cast<size_t>(num_ranks()) * ring_stride(sizes_);
   return {{{staging_ + index(rank, 0) * staging_bytes(), 2 * staging_bytes()},
            {rings_ + static_cast<size_t>(rank) * rings, rings}}};

@@ -8,8 +8,8 @@
 // ring to each other rank. Staging and signatures have two buffers per rank: a rank writes the next
 // one while a slower rank still reads the last. collective.h says when a rank may write which.
 
-#include "bell.h"
-#include "parts.h"
+#include "doorbell.h"
+#include "ranges.h"
 #include "signature.h"
 
 #include <weft/collectives/error.h>
@@ -29,7 +29,7 @@ namespace weft::collectives {
 class FailureRecord {
  public:
   // Records a failure unless one was recorded before; returns the first one.
-  CollectiveError leave(ErrorKind kind, const std::string& text);
+  CollectiveError record(ErrorKind kind, const std::string& text);
   bool is_set() const { return state_.load(std::memory_order_acquire) == kReady; }
   // REQUIRES: is_set().
   CollectiveError get() const;
@@ -54,14 +54,14 @@ struct Control {
 enum class RankState : uint32_t { kAbsent = 0, kJoined, kLeft };
 
 struct RankBlock {
-  static constexpr int32_t kNobody = -1;
+  static constexpr int32_t kNoRank = -1;
   alignas(64) std::atomic<RankState> state{RankState::kAbsent};
   pid_t pid = 0;
   uint64_t start_time = 0;                            // of the process: detects a reused pid
   int32_t global_rank = 0;                            // for error messages
-  std::atomic<int32_t> waits_for{kNobody};            // on another host, for error messages
+  std::atomic<int32_t> waits_for{kNoRank};            // on another host, for error messages
   alignas(64) std::atomic<uint64_t> num_arrivals{0};  // of this rank
-  Bell bell;
+  Doorbell doorbell;
 };
 
 // A byte ring from one rank to another; see ring.h.
@@ -96,12 +96,12 @@ class SharedState {
 
   Control& control() const { return *reinterpret_cast<Control*>(data_); }
   RankBlock& rank(int rank) const;
-  // The head and the counts (gives, then expects; num_ranks each) of a rank's signature.
+  // The head and the counts (send, then receive; num_ranks each) of a rank's signature.
   SignatureHead& signature(int rank, int buffer) const;
   std::span<int64_t> signature_counts(int rank, int buffer) const;
   std::byte* staging(int rank, int buffer) const;
-  // Returns the ranges of the segment that hold data of `rank`: its staging and the rings from it.
-  std::array<Part<size_t>, 2> parts_of(int rank) const;
+  // Returns the ranges of the segment that `rank` writes: its staging and the rings from it.
+  std::array<Range<size_t>, 2> ranges_written_by(int rank) const;
   RingHeader& ring(int from, int to) const;
   std::byte* ring_data(int from, int to) const;
 

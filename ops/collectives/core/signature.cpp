@@ -34,11 +34,11 @@ bool same_call(const SignatureHead& a, const SignatureHead& b) {
 }
 
 // Whether rank `from` sends to rank `to` as many elements as `to` expects.
-bool fits(const std::vector<Signature>& by_rank, size_t from, size_t to) {
-  return by_rank[from].gives[to] == by_rank[to].expects[from];
+bool counts_match(const std::vector<Signature>& by_rank, size_t from, size_t to) {
+  return by_rank[from].send_counts[to] == by_rank[to].receive_counts[from];
 }
 
-bool belong_together(const std::vector<Signature>& by_rank) {
+bool calls_match(const std::vector<Signature>& by_rank) {
   const SignatureHead& first = by_rank.front().head;
   const size_t num_ranks = by_rank.size();
   for (const Signature& other : by_rank) {
@@ -54,19 +54,19 @@ bool belong_together(const std::vector<Signature>& by_rank) {
         if (!same_shape(first, mine.head)) return false;
         break;
       case Op::kReduceScatter:
-        if (!std::ranges::equal(mine.gives, by_rank.front().gives)) return false;
-        if (mine.expects[rank] != mine.gives[rank]) return false;
+        if (!std::ranges::equal(mine.send_counts, by_rank.front().send_counts)) return false;
+        if (mine.receive_counts[rank] != mine.send_counts[rank]) return false;
         break;
       case Op::kGather:
-        if (!fits(by_rank, rank, root)) return false;
+        if (!counts_match(by_rank, rank, root)) return false;
         break;
       case Op::kScatter:
-        if (!fits(by_rank, root, rank)) return false;
+        if (!counts_match(by_rank, root, rank)) return false;
         break;
       case Op::kAllGather:
       case Op::kAllToAll:
         for (size_t peer = 0; peer < num_ranks; ++peer) {
-          if (!fits(by_rank, rank, peer)) return false;
+          if (!counts_match(by_rank, rank, peer)) return false;
         }
         break;
       case Op::kBarrier:
@@ -107,13 +107,13 @@ std::string describe(const Signature& signature) {
     }
   }
   if (head.root >= 0) field("root ") << head.root;
-  if (!signature.gives.empty()) {
+  if (!signature.send_counts.empty()) {
     field("gives ");
-    print_list(text, signature.gives);
+    print_list(text, signature.send_counts);
   }
-  if (!signature.expects.empty()) {
+  if (!signature.receive_counts.empty()) {
     field("expects ");
-    print_list(text, signature.expects);
+    print_list(text, signature.receive_counts);
   }
   if (head.num_coalesced > 1) {
     field("tensor ") << head.position + 1 << " of " << head.num_coalesced;
@@ -123,7 +123,7 @@ std::string describe(const Signature& signature) {
 }
 
 std::optional<std::string> mismatch(const std::vector<Signature>& by_rank) {
-  if (belong_together(by_rank)) return std::nullopt;
+  if (calls_match(by_rank)) return std::nullopt;
   // Ranks with the same call are listed together.
   std::vector<std::string> calls;
   std::map<std::string, std::vector<size_t>> ranks_of;

@@ -36,8 +36,8 @@ struct Signature {
   SignatureHead head;
   // By peer: the number of elements that this rank sends to it and expects from it. Empty unless
   // has_counts().
-  std::span<const int64_t> gives;
-  std::span<const int64_t> expects;
+  std::span<const int64_t> send_counts;
+  std::span<const int64_t> receive_counts;
 };
 
 // Whether signatures of `op` have counts by peer.

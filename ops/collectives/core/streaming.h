@@ -53,10 +53,10 @@ __attribute__((always_inline)) inline void stream_bytes(std::byte* to,
   std::memcpy(to, from, head);
   size_t done = head;
   for (; done + kLine <= num_bytes; done += kLine) {
-    __m128i part[4];
-    std::memcpy(part, from + done, kLine);
+    __m128i line[4];
+    std::memcpy(line, from + done, kLine);
     for (int i = 0; i < 4; ++i) {
-      _mm_stream_si128(reinterpret_cast<__m128i*>(to + done) + i, part[i]);
+      _mm_stream_si128(reinterpret_cast<__m128i*>(to + done) + i, line[i]);
     }
   }
   std::memcpy(to + done, from + done, num_bytes - done);

@@ -22,14 +22,14 @@ const std::vector<at::Tensor>& list_for_all(std::string_view op,
   return lists.front();
 }
 
-void check_flat(std::string_view op, int64_t whole, int64_t part, int num_ranks) {
-  TORCH_CHECK(whole == part * num_ranks,
+void check_flat(std::string_view op, int64_t full, int64_t segment, int num_ranks) {
+  TORCH_CHECK(full == segment * num_ranks,
               "weft: ",
               op,
               " got a tensor of ",
-              whole,
+              full,
               " elements for parts of ",
-              part,
+              segment,
               " in a group of ",
               num_ranks,
               "; make it hold one part for each rank");

@@ -20,8 +20,8 @@ const at::Tensor& only_one(std::string_view op, const std::vector<at::Tensor>& t
 const std::vector<at::Tensor>& list_for_all(std::string_view op,
                                             const std::vector<std::vector<at::Tensor>>& lists,
                                             int num_ranks);
-// Checks that a tensor of `whole` elements holds a segment of `part` elements for each rank.
-void check_flat(std::string_view op, int64_t whole, int64_t part, int num_ranks);
+// Checks that a tensor of `full` elements holds a segment of `segment` elements for each rank.
+void check_flat(std::string_view op, int64_t full, int64_t segment, int num_ranks);
 void check_pairs(std::string_view op, size_t num_outputs, size_t num_inputs);
 
 std::shared_ptr<TensorPack> new_pack(std::string_view op);

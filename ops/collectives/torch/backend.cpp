@@ -3,7 +3,7 @@
 
 #include "backend_transport.h"
 #include "fail_group.h"
-#include "hosts_group.h"
+#include "multi_host_group.h"
 #include "raise.h"
 
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
@@ -40,11 +40,11 @@ Store view_of(const c10::intrusive_ptr<c10d::Store>& store) {
 }
 
 // All groups of this process, which it leaves when it exits.
-class LivingGroups {
+class LiveGroups {
  public:
-  static LivingGroups& instance() {
+  static LiveGroups& instance() {
     // NOTE: never destroyed: a group may outlive the statics.
-    static auto* const groups = new LivingGroups;
+    static auto* const groups = new LiveGroups;
     return *groups;
   }
 
@@ -55,18 +55,18 @@ class LivingGroups {
   }
 
   void leave_all() {
-    const auto groups = living();
+    const auto groups = live_groups();
     for (const auto& group : groups) group->leave();
   }
 
   size_t own_resident_bytes() {
     size_t num_bytes = 0;
-    for (const auto& group : living()) num_bytes += group->own_resident_bytes();
+    for (const auto& group : live_groups()) num_bytes += group->own_resident_bytes();
     return num_bytes;
   }
 
  private:
-  std::vector<std::shared_ptr<Group>> living() {
+  std::vector<std::shared_ptr<Group>> live_groups() {
     const std::lock_guard lock(mutex_);
     std::vector<std::shared_ptr<Group>> groups;
     for (const auto& each : groups_) {
@@ -101,7 +101,7 @@ std::shared_ptr<Group> join(const c10::intrusive_ptr<c10d::Store>& store,
   }
   try {
     auto joined = collectives::join_group(view_of(store), group, make_transport);
-    LivingGroups::instance().add(joined);
+    LiveGroups::instance().add(joined);
     return joined;
   } catch (const CollectiveError&) {
     raise(std::current_exception());
@@ -174,7 +174,7 @@ bool fail_group(c10d::ProcessGroup& group, const std::string& text) {
   const auto backend = group.getBackend(at::kCPU);
   auto* const ours = dynamic_cast<WeftBackend*>(backend.get());
   if (ours == nullptr) return false;
-  ours->refuse(text);
+  ours->fail_with_mismatch(text);
   return true;
 }
 
@@ -234,9 +234,9 @@ c10::intrusive_ptr<c10d::ProcessGroup> make_group(const std::string& name,
 }
 
 std::size_t shared_memory_bytes() {
-  return collectives::LivingGroups::instance().own_resident_bytes();
+  return collectives::LiveGroups::instance().own_resident_bytes();
 }
 
-void leave_all_groups() { collectives::LivingGroups::instance().leave_all(); }
+void leave_all_groups() { collectives::LiveGroups::instance().leave_all(); }
 
 }  // namespace weft::ops

@@ -1,9 +1,9 @@
 #pragma once
 
+#include "all_reduce_from_writer.h"
 #include "group.h"
 #include "messages.h"
 #include "tensors.h"
-#include "written_all_reduce.h"
 
 #include <weft/ops/backend.h>
 
@@ -38,7 +38,7 @@ class WeftBackend final : public c10d::Backend {
                                     const c10::intrusive_ptr<Options>& opts) override;
   c10d::ErrorType getError() override;
   // Fails the group on every rank with a CollectiveMismatchError whose message is `text`.
-  void refuse(const std::string& text) { group_->refuse(text); }
+  void fail_with_mismatch(const std::string& text) { group_->fail_with_mismatch(text); }
   void abort() override;
   void shutdown() override;
 
@@ -86,8 +86,8 @@ class WeftBackend final : public c10d::Backend {
   WorkPtr recv(Tensors& tensors, int peer, int tag) override;
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
 
-  // See written_all_reduce.h.
-  WorkPtr allreduce_written(at::Tensor& result, const Write& write);
+  // See all_reduce_from_writer.h.
+  WorkPtr allreduce_from_writer(at::Tensor& result, const WriteInput& write_input);
 
  private:
   // An operation and the tensors it works on.
@@ -100,7 +100,8 @@ class WeftBackend final : public c10d::Backend {
     const char* title;  // for the profiler
     std::chrono::milliseconds timeout;
     bool in_background;
-    bool is_in_scratch = false;  // the input of the only step is in memory lent by the group
+    bool is_in_scratch =
+        false;  // the input of the only step was written to acquired scratch memory
   };
 
   // A tensor's position in a coalesced call: all ranks pass as many tensors in the same order.

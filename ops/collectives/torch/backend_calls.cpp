@@ -70,7 +70,7 @@ WeftBackend::WorkPtr WeftBackend::start(const Call& call,
   try {
     for (const Step& step : steps) {
       if (call.is_in_scratch) {
-        group_->submit_lent(step.operation);
+        group_->submit_scratch(step.operation);
       } else {
         group_->submit(step.operation, call.in_background);
       }

@@ -21,7 +21,7 @@ WeftBackend::Step WeftBackend::all_gather_step(const at::Tensor& input,
                                                const Tensors& outputs,
                                                Place place) const {
   const auto pack = new_pack("all_gather");
-  const Input data = pack->input(apart_from(outputs, input, getRank()));
+  const Input data = pack->input(copy_if_overlapping(outputs, input, getRank()));
   auto places = outputs_of(*pack, outputs);
   return step(all_gather_call(pack->dtype(), data, std::move(places)), pack, place);
 }
@@ -31,9 +31,9 @@ WeftBackend::Step WeftBackend::all_gather_step(const at::Tensor& input,
                                                Place place) const {
   check_flat("all_gather_into_tensor", output.numel(), input.numel(), getSize());
   const auto pack = new_pack("all_gather_into_tensor");
-  const Input data =
-      pack->input(is_part_of(output, input, getRank()) ? input : apart_from({output}, input));
-  auto places = pack->flat_output_parts(output, getSize());
+  const Input data = pack->input(
+      is_segment_of(output, input, getRank()) ? input : copy_if_overlapping({output}, input));
+  auto places = pack->flat_output_segments(output, getSize());
   return step(all_gather_call(pack->dtype(), data, std::move(places)), pack, place);
 }
 
@@ -82,7 +82,7 @@ WeftBackend::WorkPtr WeftBackend::allgather_coalesced(std::vector<Tensors>& outp
 WeftBackend::WorkPtr WeftBackend::allgather_into_tensor_coalesced(
     Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
   check_pairs("all_gather_into_tensor_coalesced", outputs.size(), inputs.size());
-  const Tensors sources = apart_in_turn(outputs, inputs);
+  const Tensors sources = copy_if_written_earlier(outputs, inputs);
   std::vector<Step> steps;
   for (size_t i = 0; i < inputs.size(); ++i) {
     steps.push_back(all_gather_step(sources[i], outputs[i], {i, inputs.size()}));
@@ -103,7 +103,7 @@ WeftBackend::WorkPtr WeftBackend::gather(std::vector<Tensors>& outputs,
   const int root = checked_root("gather", opts.rootRank);
   const auto pack = new_pack("gather");
   const Tensors list = list_on_root("gather", outputs, root);
-  const Input data = pack->input(apart_from(list, input, getRank()));
+  const Input data = pack->input(copy_if_overlapping(list, input, getRank()));
   auto places = outputs_of(*pack, list);
   return start(
       {OpType::GATHER, "weft:gather", opts.timeout, opts.asyncOp},
@@ -120,7 +120,7 @@ WeftBackend::WorkPtr WeftBackend::scatter(Tensors& outputs,
   const auto pack = new_pack("scatter");
   const Output place = pack->output(output);
   const Tensors list = list_on_root("scatter", inputs, root);
-  auto data = inputs_of(*pack, all_apart_from(output, list, root));
+  auto data = inputs_of(*pack, copy_overlapping(output, list, root));
   return start(
       {OpType::SCATTER, "weft:scatter", opts.timeout, opts.asyncOp},
       {step(scatter_call(pack->dtype(), std::move(data), place, root, getRank(), getSize()), pack)},
@@ -134,10 +134,11 @@ WeftBackend::WorkPtr WeftBackend::alltoall_base(at::Tensor& output,
                                                 std::vector<int64_t>& input_splits,
                                                 const c10d::AllToAllOptions& opts) {
   const auto pack = new_pack("all_to_all_single");
-  auto parts = pack->input_parts(apart_from({output}, input), input_splits, getSize());
-  auto places = pack->output_parts(output, output_splits, getSize());
+  auto segments =
+      pack->input_segments(copy_if_overlapping({output}, input), input_splits, getSize());
+  auto places = pack->output_segments(output, output_splits, getSize());
   return start({OpType::ALLTOALL_BASE, "weft:all_to_all_single", opts.timeout, opts.asyncOp},
-               {step(all_to_all_call(pack->dtype(), std::move(parts), std::move(places)), pack)},
+               {step(all_to_all_call(pack->dtype(), std::move(segments), std::move(places)), pack)},
                {input},
                {output});
 }
@@ -150,11 +151,11 @@ WeftBackend::WorkPtr WeftBackend::alltoall(Tensors& outputs,
   check_pairs("all_to_all", num_ranks, inputs.size());
   const auto pack = new_pack("all_to_all");
   Tensors sources;
-  for (const at::Tensor& input : inputs) sources.push_back(apart_from(outputs, input));
-  auto parts = inputs_of(*pack, sources);
+  for (const at::Tensor& input : inputs) sources.push_back(copy_if_overlapping(outputs, input));
+  auto segments = inputs_of(*pack, sources);
   auto places = outputs_of(*pack, outputs);
   return start({OpType::ALLTOALL, "weft:all_to_all", opts.timeout, opts.asyncOp},
-               {step(all_to_all_call(pack->dtype(), std::move(parts), std::move(places)), pack)},
+               {step(all_to_all_call(pack->dtype(), std::move(segments), std::move(places)), pack)},
                inputs,
                outputs);
 }

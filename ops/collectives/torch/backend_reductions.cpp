@@ -74,12 +74,13 @@ WeftBackend::WorkPtr WeftBackend::allreduce(Tensors& tensors, const c10d::Allred
                tensors);
 }
 
-WeftBackend::WorkPtr WeftBackend::allreduce_written(at::Tensor& result, const Write& write) {
-  // Copying a smaller tensor takes less time than a call of lend_scratch().
-  std::byte* const lent =
-      result.nbytes() > kOneShotBytes ? group_->lend_scratch(result.nbytes()) : nullptr;
-  if (lent == nullptr) {
-    write(result);
+WeftBackend::WorkPtr WeftBackend::allreduce_from_writer(at::Tensor& result,
+                                                        const WriteInput& write_input) {
+  // Copying a smaller tensor takes less time than a call of acquire_scratch().
+  std::byte* const scratch =
+      result.nbytes() > kOneShotBytes ? group_->acquire_scratch(result.nbytes()) : nullptr;
+  if (scratch == nullptr) {
+    write_input(result);
     Tensors tensors{result};
     return allreduce(tensors, {});
   }
@@ -87,14 +88,14 @@ WeftBackend::WorkPtr WeftBackend::allreduce_written(at::Tensor& result, const Wr
   Output sum;
   try {
     sum = pack->output(result);
-    auto scratch = at::from_blob(lent, result.sizes(), result.options());
-    write(scratch);
+    auto input = at::from_blob(scratch, result.sizes(), result.options());
+    write_input(input);
   } catch (...) {
-    group_->give_back_scratch();
+    group_->release_scratch();
     throw;
   }
-  auto call =
-      all_reduce_call(facts_of("all_reduce", result), ReduceOp::kSum, {lent, result.numel()}, sum);
+  auto call = all_reduce_call(
+      facts_of("all_reduce", result), ReduceOp::kSum, {scratch, result.numel()}, sum);
   return start({OpType::ALLREDUCE, "weft:all_reduce", kUnset, false, true},
                {step(std::move(call), pack)},
                {result},
@@ -137,7 +138,7 @@ WeftBackend::WorkPtr WeftBackend::reduce_scatter(Tensors& outputs,
   const Tensors& list = list_for_all("reduce_scatter", inputs, getSize());
   const auto pack = new_pack("reduce_scatter");
   const Output place = pack->output(output);
-  auto data = inputs_of(*pack, all_apart_from(output, list, getRank()));
+  auto data = inputs_of(*pack, copy_overlapping(output, list, getRank()));
   const ReduceOp reduce_op = reduce_op_of("reduce_scatter", opts.reduceOp, pack->dtype());
   return start(
       {OpType::REDUCE_SCATTER, "weft:reduce_scatter", opts.timeout, opts.asyncOp},
@@ -154,11 +155,13 @@ WeftBackend::Step WeftBackend::reduce_scatter_step(const at::Tensor& output,
   check_flat("reduce_scatter_tensor", input.numel(), output.numel(), getSize());
   const auto pack = new_pack("reduce_scatter_tensor");
   const Output sum = pack->output(output);
-  const bool in_place = is_part_of(input, output, getRank());
-  auto parts = pack->flat_input_parts(in_place ? input : apart_from({output}, input), getSize());
+  const bool in_place = is_segment_of(input, output, getRank());
+  auto segments =
+      pack->flat_input_segments(in_place ? input : copy_if_overlapping({output}, input), getSize());
   const ReduceOp reduce_op = reduce_op_of("reduce_scatter_tensor", op, pack->dtype());
-  return step(
-      reduce_scatter_call(pack->dtype(), reduce_op, std::move(parts), sum, getRank()), pack, place);
+  return step(reduce_scatter_call(pack->dtype(), reduce_op, std::move(segments), sum, getRank()),
+              pack,
+              place);
 }
 
 WeftBackend::WorkPtr WeftBackend::_reduce_scatter_base(at::Tensor& output,
@@ -174,7 +177,7 @@ WeftBackend::WorkPtr WeftBackend::_reduce_scatter_base(at::Tensor& output,
 WeftBackend::WorkPtr WeftBackend::reduce_scatter_tensor_coalesced(
     Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& opts) {
   check_pairs("reduce_scatter_tensor_coalesced", outputs.size(), inputs.size());
-  const Tensors sources = apart_in_turn(outputs, inputs);
+  const Tensors sources = copy_if_written_earlier(outputs, inputs);
   std::vector<Step> steps;
   for (size_t i = 0; i < inputs.size(); ++i) {
     steps.push_back(reduce_scatter_step(outputs[i], sources[i], opts.reduceOp, {i, inputs.size()}));
@@ -186,13 +189,13 @@ WeftBackend::WorkPtr WeftBackend::reduce_scatter_tensor_coalesced(
       outputs);
 }
 
-c10::intrusive_ptr<c10d::Work> all_reduce_written(c10d::ProcessGroup& group,
-                                                  at::Tensor& result,
-                                                  const Write& write) {
+c10::intrusive_ptr<c10d::Work> all_reduce_from_writer(c10d::ProcessGroup& group,
+                                                      at::Tensor& result,
+                                                      const WriteInput& write_input) {
   if (!group.hasBackends()) return nullptr;  // a subclass with collectives of its own
   const auto backend = group.getBackend(at::kCPU);
   auto* const ours = dynamic_cast<WeftBackend*>(backend.get());
-  return ours == nullptr ? nullptr : ours->allreduce_written(result, write);
+  return ours == nullptr ? nullptr : ours->allreduce_from_writer(result, write_input);
 }
 
 }  // namespace weft::collectives

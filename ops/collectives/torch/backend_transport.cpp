@@ -17,7 +17,7 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 // partly in flight, which lasts until its timeout. So a transfer that may arrive in part is
 // followed by one byte, and the receiver waits for that byte first: it arrives after all bytes
 // before it.
-constexpr size_t kArrivesWhole = 16 * 1024;
+constexpr size_t kMaxUnsplitBytes = 16 * 1024;
 
 std::vector<at::Tensor> as_tensors(std::byte* data, size_t num_bytes) {
   return {at::from_blob(data, {static_cast<int64_t>(num_bytes)}, at::kByte)};
@@ -30,7 +30,7 @@ class WorkTransfer final : public Transfer {
   WorkTransfer(std::byte* data, size_t num_bytes, const Post& post) {
     auto tensors = as_tensors(data, num_bytes);
     work_ = post(tensors);
-    if (num_bytes <= kArrivesWhole) return;
+    if (num_bytes <= kMaxUnsplitBytes) return;
     auto last = as_tensors(&last_byte_, 1);
     last_work_ = post(last);
   }
@@ -73,7 +73,7 @@ class BackendTransport final : public Transport {
   }
 
   std::unique_ptr<Transfer> receive(int peer, int tag, std::byte* data, size_t num_bytes) override {
-    if (peer == kAnySource && num_bytes > kArrivesWhole) {
+    if (peer == kAnySource && num_bytes > kMaxUnsplitBytes) {
       throw std::invalid_argument("a message from any rank has to be small");
     }
     return std::make_unique<WorkTransfer>(data, num_bytes, [&](std::vector<at::Tensor>& tensors) {

@@ -10,7 +10,7 @@ namespace weft::collectives {
 namespace {
 
 std::atomic<decltype(ErrorHooks::raise)> raise_hook{nullptr};
-std::atomic<decltype(ErrorHooks::keep)> keep_hook{nullptr};
+std::atomic<decltype(ErrorHooks::make_storable)> storable_hook{nullptr};
 
 // The innermost context of this thread, or null.
 thread_local const RaiseContext* raise_context = nullptr;
@@ -32,7 +32,7 @@ std::string RaiseContext::text() const {
 
 void set_error_hooks(const ErrorHooks& hooks) {
   raise_hook.store(hooks.raise);
-  keep_hook.store(hooks.keep);
+  storable_hook.store(hooks.make_storable);
 }
 
 void raise(std::exception_ptr error) {
@@ -44,12 +44,12 @@ void raise(std::exception_ptr error) {
   }
 }
 
-std::exception_ptr kept(std::exception_ptr error) {
+std::exception_ptr storable(std::exception_ptr error) {
   if (error == nullptr) return nullptr;
   try {
     std::rethrow_exception(error);
   } catch (const CollectiveError& failure) {
-    const auto hook = keep_hook.load();
+    const auto hook = storable_hook.load();
     return hook ? hook(failure.kind(), failure.what()) : error;
   } catch (...) {
     return error;

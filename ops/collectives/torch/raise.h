@@ -16,7 +16,7 @@ struct ErrorHooks {
   // Throws the binding's exception for a failure. Called on the thread that called the operation.
   void (*raise)(ErrorKind kind, const std::string& text) = nullptr;
   // Returns an exception that may be thrown many times, on any thread: for a future.
-  std::exception_ptr (*keep)(ErrorKind kind, const std::string& text) = nullptr;
+  std::exception_ptr (*make_storable)(ErrorKind kind, const std::string& text) = nullptr;
 };
 
 // Sets the hooks for all later failures. A null hook leaves the C++ classes.
@@ -46,6 +46,6 @@ class RaiseContext {
 // Throws `error`, or what the hook makes of it.
 [[noreturn]] void raise(std::exception_ptr error);
 // Returns `error`, or what the hook makes of it, to be thrown later.
-std::exception_ptr kept(std::exception_ptr error);
+std::exception_ptr storable(std::exception_ptr error);
 
 }  // namespace weft::collectives

@@ -13,35 +13,35 @@ namespace weft::collectives {
 
 namespace {
 
-std::vector<int64_t> equal_sizes(int64_t num_elements, int num_parts) {
-  return std::vector<int64_t>(static_cast<size_t>(num_parts), num_elements / num_parts);
+std::vector<int64_t> equal_sizes(int64_t num_elements, int num_segments) {
+  return std::vector<int64_t>(static_cast<size_t>(num_segments), num_elements / num_segments);
 }
 
-std::vector<int64_t> part_sizes(std::string_view op,
-                                const at::Tensor& tensor,
-                                const std::vector<int64_t>& counts,
-                                int num_parts) {
-  const auto num_ranks = static_cast<size_t>(num_parts);
+std::vector<int64_t> segment_sizes(std::string_view op,
+                                   const at::Tensor& tensor,
+                                   const std::vector<int64_t>& counts,
+                                   int num_segments) {
+  const auto num_ranks = static_cast<size_t>(num_segments);
   TORCH_CHECK(counts.empty() || counts.size() == num_ranks,
               "weft: ",
               op,
               " got ",
               counts.size(),
               " split sizes in a group of ",
-              num_parts,
+              num_segments,
               "; pass one for each rank, or none");
   const int64_t num_rows = tensor.dim() == 0 ? tensor.numel() : tensor.size(0);
   const int64_t row_size = num_rows == 0 ? 0 : tensor.numel() / num_rows;
   if (counts.empty()) {
-    TORCH_CHECK(num_rows % num_parts == 0,
+    TORCH_CHECK(num_rows % num_segments == 0,
                 "weft: ",
                 op,
                 " got a first dim of ",
                 num_rows,
                 ", which ",
-                num_parts,
+                num_segments,
                 " ranks do not divide; pass split sizes");
-    return equal_sizes(tensor.numel(), num_parts);
+    return equal_sizes(tensor.numel(), num_segments);
   }
   std::vector<int64_t> sizes;
   for (const int64_t count : counts) {
@@ -60,14 +60,14 @@ std::vector<int64_t> part_sizes(std::string_view op,
   return sizes;
 }
 
-template <typename Part, typename Byte>
-std::vector<Part> parts_of(Byte* data, DType dtype, const std::vector<int64_t>& sizes) {
-  std::vector<Part> parts;
+template <typename InputOrOutput, typename Byte>
+std::vector<InputOrOutput> segments_of(Byte* data, DType dtype, const std::vector<int64_t>& sizes) {
+  std::vector<InputOrOutput> segments;
   for (const int64_t size : sizes) {
-    parts.push_back({data, size});
+    segments.push_back({data, size});
     data += static_cast<size_t>(size) * size_of(dtype);
   }
-  return parts;
+  return segments;
 }
 
 // Tensors that are not contiguous do not count: TensorPack copies them.
@@ -146,16 +146,18 @@ TensorFacts facts_of(std::string_view op, const at::Tensor& tensor) {
   return {dtype_of(op, tensor), tensor.sizes().vec()};
 }
 
-at::Tensor apart_from(const std::vector<at::Tensor>& outputs, const at::Tensor& input, int own) {
+at::Tensor copy_if_overlapping(const std::vector<at::Tensor>& outputs,
+                               const at::Tensor& input,
+                               int own) {
   for (size_t i = 0; i < outputs.size(); ++i) {
     if (overlaps(outputs[i], input, static_cast<int>(i) == own)) return copy_of(input);
   }
   return input;
 }
 
-std::vector<at::Tensor> all_apart_from(const at::Tensor& output,
-                                       const std::vector<at::Tensor>& inputs,
-                                       int own) {
+std::vector<at::Tensor> copy_overlapping(const at::Tensor& output,
+                                         const std::vector<at::Tensor>& inputs,
+                                         int own) {
   std::vector<at::Tensor> apart = inputs;
   for (size_t i = 0; i < inputs.size(); ++i) {
     if (overlaps(output, inputs[i], static_cast<int>(i) == own)) apart[i] = copy_of(inputs[i]);
@@ -163,8 +165,8 @@ std::vector<at::Tensor> all_apart_from(const at::Tensor& output,
   return apart;
 }
 
-std::vector<at::Tensor> apart_in_turn(const std::vector<at::Tensor>& outputs,
-                                      const std::vector<at::Tensor>& inputs) {
+std::vector<at::Tensor> copy_if_written_earlier(const std::vector<at::Tensor>& outputs,
+                                                const std::vector<at::Tensor>& inputs) {
   std::vector<at::Tensor> apart = inputs;
   for (size_t i = 1; i < inputs.size(); ++i) {
     const auto before = std::span(outputs).first(std::min(i, outputs.size()));
@@ -176,14 +178,14 @@ std::vector<at::Tensor> apart_in_turn(const std::vector<at::Tensor>& outputs,
   return apart;
 }
 
-bool is_part_of(const at::Tensor& whole, const at::Tensor& part, int rank) {
+bool is_segment_of(const at::Tensor& full, const at::Tensor& segment, int rank) {
   const auto is_dense = [](const at::Tensor& each) {
     return each.defined() && each.layout() == at::kStrided && each.is_contiguous();
   };
-  if (!is_dense(whole) || !is_dense(part)) return false;
-  const auto* const begin = static_cast<const std::byte*>(whole.const_data_ptr()) +
-                            part.nbytes() * static_cast<size_t>(rank);
-  return part.const_data_ptr() == begin;
+  if (!is_dense(full) || !is_dense(segment)) return false;
+  const auto* const begin = static_cast<const std::byte*>(full.const_data_ptr()) +
+                            segment.nbytes() * static_cast<size_t>(rank);
+  return segment.const_data_ptr() == begin;
 }
 
 void TensorPack::check(const at::Tensor& tensor) {
@@ -236,28 +238,28 @@ std::pair<Input, Output> TensorPack::in_place(const at::Tensor& tensor) {
   return {input(tensor), to};
 }
 
-std::vector<Input> TensorPack::input_parts(const at::Tensor& tensor,
-                                           const std::vector<int64_t>& counts,
-                                           int num_parts) {
-  const Input whole = input(tensor);
-  return parts_of<Input>(whole.data, dtype(), part_sizes(op_, tensor, counts, num_parts));
+std::vector<Input> TensorPack::input_segments(const at::Tensor& tensor,
+                                              const std::vector<int64_t>& counts,
+                                              int num_segments) {
+  const Input full = input(tensor);
+  return segments_of<Input>(full.data, dtype(), segment_sizes(op_, tensor, counts, num_segments));
 }
 
-std::vector<Output> TensorPack::output_parts(const at::Tensor& tensor,
-                                             const std::vector<int64_t>& counts,
-                                             int num_parts) {
-  const Output whole = output(tensor);
-  return parts_of<Output>(whole.data, dtype(), part_sizes(op_, tensor, counts, num_parts));
+std::vector<Output> TensorPack::output_segments(const at::Tensor& tensor,
+                                                const std::vector<int64_t>& counts,
+                                                int num_segments) {
+  const Output full = output(tensor);
+  return segments_of<Output>(full.data, dtype(), segment_sizes(op_, tensor, counts, num_segments));
 }
 
-std::vector<Input> TensorPack::flat_input_parts(const at::Tensor& tensor, int num_parts) {
-  const Input whole = input(tensor);
-  return parts_of<Input>(whole.data, dtype(), equal_sizes(whole.num_elements, num_parts));
+std::vector<Input> TensorPack::flat_input_segments(const at::Tensor& tensor, int num_segments) {
+  const Input full = input(tensor);
+  return segments_of<Input>(full.data, dtype(), equal_sizes(full.num_elements, num_segments));
 }
 
-std::vector<Output> TensorPack::flat_output_parts(const at::Tensor& tensor, int num_parts) {
-  const Output whole = output(tensor);
-  return parts_of<Output>(whole.data, dtype(), equal_sizes(whole.num_elements, num_parts));
+std::vector<Output> TensorPack::flat_output_segments(const at::Tensor& tensor, int num_segments) {
+  const Output full = output(tensor);
+  return segments_of<Output>(full.data, dtype(), equal_sizes(full.num_elements, num_segments));
 }
 
 void TensorPack::copy_back() {

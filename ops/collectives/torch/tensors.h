@@ -28,19 +28,19 @@ class TensorPack {
   // For a tensor that is read and written.
   std::pair<Input, Output> in_place(const at::Tensor& tensor);
 
-  // Return `num_parts` segments of `tensor`, split along its first dim into `counts` rows each;
+  // Return `num_segments` segments of `tensor`, split along its first dim into `counts` rows each;
   // empty counts: into equal segments.
-  std::vector<Input> input_parts(const at::Tensor& tensor,
-                                 const std::vector<int64_t>& counts,
-                                 int num_parts);
-  std::vector<Output> output_parts(const at::Tensor& tensor,
-                                   const std::vector<int64_t>& counts,
-                                   int num_parts);
+  std::vector<Input> input_segments(const at::Tensor& tensor,
+                                    const std::vector<int64_t>& counts,
+                                    int num_segments);
+  std::vector<Output> output_segments(const at::Tensor& tensor,
+                                      const std::vector<int64_t>& counts,
+                                      int num_segments);
 
-  // Return `num_parts` equal segments of `tensor`, regardless of its dims. REQUIRES: `num_parts`
-  // divides its number of elements.
-  std::vector<Input> flat_input_parts(const at::Tensor& tensor, int num_parts);
-  std::vector<Output> flat_output_parts(const at::Tensor& tensor, int num_parts);
+  // Return `num_segments` equal segments of `tensor`, regardless of its dims. REQUIRES:
+  // `num_segments` divides its number of elements.
+  std::vector<Input> flat_input_segments(const at::Tensor& tensor, int num_segments);
+  std::vector<Output> flat_output_segments(const at::Tensor& tensor, int num_segments);
 
   // The dtype of the tensors so far. REQUIRES: at least one.
   DType dtype() const { return dtype_.value(); }
@@ -61,18 +61,18 @@ class TensorPack {
 // Return copies of the inputs that overlap an output, and the other inputs unchanged: an output may
 // be written while other portions of an input are read. The tensor of rank `own` in the list may be
 // the single tensor itself.
-at::Tensor apart_from(const std::vector<at::Tensor>& outputs,
-                      const at::Tensor& input,
-                      int own = -1);
-std::vector<at::Tensor> all_apart_from(const at::Tensor& output,
-                                       const std::vector<at::Tensor>& inputs,
-                                       int own);
+at::Tensor copy_if_overlapping(const std::vector<at::Tensor>& outputs,
+                               const at::Tensor& input,
+                               int own = -1);
+std::vector<at::Tensor> copy_overlapping(const at::Tensor& output,
+                                         const std::vector<at::Tensor>& inputs,
+                                         int own);
 // Returns the inputs of calls that are made one after another, outputs[i] from inputs[i], with
 // copies of the inputs that an earlier call writes.
-std::vector<at::Tensor> apart_in_turn(const std::vector<at::Tensor>& outputs,
-                                      const std::vector<at::Tensor>& inputs);
-// Whether `part` is the segment of rank `rank` in `whole`; both must be contiguous.
-bool is_part_of(const at::Tensor& whole, const at::Tensor& part, int rank);
+std::vector<at::Tensor> copy_if_written_earlier(const std::vector<at::Tensor>& outputs,
+                                                const std::vector<at::Tensor>& inputs);
+// Whether `segment` is the segment of rank `rank` in `full`; both must be contiguous.
+bool is_segment_of(const at::Tensor& full, const at::Tensor& segment, int rank);
 
 // Returns the dtype and shape, which ranks compare.
 TensorFacts facts_of(std::string_view op, const at::Tensor& tensor);

@@ -15,7 +15,7 @@ namespace {
 
 // A callback chained to a future may wait for another future, so it never runs on a thread that
 // moves data.
-void settle_elsewhere(std::function<void()> settle) {
+void complete_on_task_thread(std::function<void()> complete) {
   static std::mutex mutex;
   static TaskThreads* threads = nullptr;  // never destroyed: a callback may run at process exit
   static unsigned made_in = 0;
@@ -24,7 +24,7 @@ void settle_elsewhere(std::function<void()> settle) {
     threads = new TaskThreads;
     made_in = fork_generation();
   }
-  threads->run(std::move(settle));
+  threads->run(std::move(complete));
 }
 
 }  // namespace
@@ -64,14 +64,15 @@ void CollectiveWork::one_done(const std::shared_ptr<Completion>& completion,
   if (--completion->num_left > 0) return;
   if (completion->end_of_profile) std::exchange(completion->end_of_profile, nullptr)();
   if (!completion->future) return;
-  settle_elsewhere([completion, future = completion->future] { completion->settle(*future); });
+  complete_on_task_thread(
+      [completion, future = completion->future] { completion->complete(*future); });
 }
 
-void CollectiveWork::Completion::settle(c10::ivalue::Future& to_settle) const {
+void CollectiveWork::Completion::complete(c10::ivalue::Future& to_complete) const {
   if (error != nullptr) {
-    to_settle.setError(kept(error));
+    to_complete.setError(storable(error));
   } else {
-    to_settle.markCompleted(c10::IValue(outputs));
+    to_complete.markCompleted(c10::IValue(outputs));
   }
 }
 
@@ -93,7 +94,7 @@ bool CollectiveWork::isCompleted() {
 
 bool CollectiveWork::isSuccess() const { return is_done() && first_error() == nullptr; }
 
-std::exception_ptr CollectiveWork::exception() const { return kept(first_error()); }
+std::exception_ptr CollectiveWork::exception() const { return storable(first_error()); }
 
 int CollectiveWork::sourceRank() const {
   const auto* message = dynamic_cast<const Message*>(operations_.at(0).get());
@@ -121,7 +122,7 @@ c10::intrusive_ptr<c10::ivalue::Future> CollectiveWork::getFuture() {
   if (!completion_->future) {
     completion_->future =
         c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-    if (completion_->num_left == 0) completion_->settle(*completion_->future);
+    if (completion_->num_left == 0) completion_->complete(*completion_->future);
   }
   return completion_->future;
 }

@@ -48,7 +48,7 @@ class CollectiveWork final : public c10d::Work {
     std::function<void()> end_of_profile;
 
     // REQUIRES: num_left == 0.
-    void settle(c10::ivalue::Future& to_settle) const;
+    void complete(c10::ivalue::Future& to_complete) const;
   };
 
   static void one_done(const std::shared_ptr<Completion>& completion,

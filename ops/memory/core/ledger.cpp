@@ -8,7 +8,7 @@ namespace weft::memory {
 namespace {
 
 constexpr int kNone = -1;
-thread_local int category_here = kNone;
+thread_local int thread_category = kNone;
 
 }  // namespace
 
@@ -17,57 +17,57 @@ Ledger::Ledger() : start_(std::chrono::steady_clock::now()) {
   phases_.push_back({"start", start_, {}});
 }
 
-void Ledger::add(BlockHead& head) {
+void Ledger::add(BlockHeader& header) {
   const std::lock_guard lock(mutex_);
-  head.category = category_here == kNone ? default_ : static_cast<Category>(category_here);
-  head.sequence = ++num_allocations_;
-  head.next = newest_.next;
-  head.previous = &newest_;
-  head.next->previous = &head;
-  newest_.next = &head;
+  header.category = thread_category == kNone ? default_ : static_cast<Category>(thread_category);
+  header.sequence = ++num_allocations_;
+  header.next = newest_.next;
+  header.previous = &newest_;
+  header.next->previous = &header;
+  newest_.next = &header;
   ++num_blocks_;
-  const auto num_bytes = static_cast<int64_t>(head.num_bytes);
-  current_[head.category] += num_bytes;
+  const auto num_bytes = static_cast<int64_t>(header.num_bytes);
+  current_[header.category] += num_bytes;
   current_total_ += num_bytes;
   if (current_total_ > peak_.total) peak_ = now();
-  if (Peak& of_phase = phases_.back().peak; current_total_ > of_phase.total) of_phase = now();
+  if (Peak& phase_peak = phases_.back().peak; current_total_ > phase_peak.total) phase_peak = now();
 }
 
-void Ledger::remove(BlockHead& head) {
+void Ledger::remove(BlockHeader& header) {
   const std::lock_guard lock(mutex_);
-  head.previous->next = head.next;
-  head.next->previous = head.previous;
+  header.previous->next = header.next;
+  header.next->previous = header.previous;
   --num_blocks_;
-  const auto num_bytes = static_cast<int64_t>(head.num_bytes);
-  current_[head.category] -= num_bytes;
+  const auto num_bytes = static_cast<int64_t>(header.num_bytes);
+  current_[header.category] -= num_bytes;
   current_total_ -= num_bytes;
 }
 
-void Ledger::change(BlockHead& head, Category category) {
+void Ledger::change(BlockHeader& header, Category category) {
   const auto move = [&](Usage& usage) {
-    usage[head.category] -= static_cast<int64_t>(head.num_bytes);
-    usage[category] += static_cast<int64_t>(head.num_bytes);
+    usage[header.category] -= static_cast<int64_t>(header.num_bytes);
+    usage[category] += static_cast<int64_t>(header.num_bytes);
   };
   move(current_);
   // The block is alive, so it is part of every peak that was reached after its allocation.
-  if (head.sequence <= peak_.sequence) move(peak_.usage);
+  if (header.sequence <= peak_.sequence) move(peak_.usage);
   for (auto phase = phases_.rbegin(); phase != phases_.rend(); ++phase) {
-    if (head.sequence > phase->peak.sequence) break;
+    if (header.sequence > phase->peak.sequence) break;
     move(phase->peak.usage);
   }
-  head.category = category;
+  header.category = category;
 }
 
-void Ledger::set_category(BlockHead& head, Category category) {
+void Ledger::set_category(BlockHeader& header, Category category) {
   const std::lock_guard lock(mutex_);
-  change(head, category);
+  change(header, category);
 }
 
 void Ledger::set_category_since(uint64_t mark, Category from, Category to) {
   const std::lock_guard lock(mutex_);
-  for (BlockHead* head = newest_.next; head != &newest_ && head->sequence > mark;
-       head = head->next) {
-    if (head->category == from) change(*head, to);
+  for (BlockHeader* header = newest_.next; header != &newest_ && header->sequence > mark;
+       header = header->next) {
+    if (header->category == from) change(*header, to);
   }
 }
 
@@ -77,11 +77,11 @@ void Ledger::set_shared_memory(int64_t num_bytes) {
   current_[Category::kCommunication] += added;
   current_total_ += added;
   if (added <= 0) return;
-  Peak& of_phase = phases_.back().peak;
-  const bool is_overall = of_phase.sequence == peak_.sequence && of_phase.total == peak_.total;
-  of_phase.usage[Category::kCommunication] += added;
-  of_phase.total += added;
-  if (is_overall || of_phase.total > peak_.total) peak_ = of_phase;
+  Peak& phase_peak = phases_.back().peak;
+  const bool is_overall = phase_peak.sequence == peak_.sequence && phase_peak.total == peak_.total;
+  phase_peak.usage[Category::kCommunication] += added;
+  phase_peak.total += added;
+  if (is_overall || phase_peak.total > peak_.total) peak_ = phase_peak;
 }
 
 uint64_t Ledger::mark() const {
@@ -93,7 +93,7 @@ void Ledger::begin_phase(std::string name, Category category) {
   const std::lock_guard lock(mutex_);
   default_ = category;
   phases_.push_back({std::move(name), std::chrono::steady_clock::now(), now()});
-  if (phases_.size() > kMostPhases) phases_.pop_front();
+  if (phases_.size() > kMaxPhases) phases_.pop_front();
 }
 
 std::vector<Phase> Ledger::phases() const {
@@ -135,8 +135,8 @@ Ledger& ledger() {
 }
 
 ScopedCategory::ScopedCategory(Category category)
-    : previous_(std::exchange(category_here, static_cast<int>(category))) {}
+    : previous_(std::exchange(thread_category, static_cast<int>(category))) {}
 
-ScopedCategory::~ScopedCategory() { category_here = previous_; }
+ScopedCategory::~ScopedCategory() { thread_category = previous_; }
 
 }  // namespace weft::memory

@@ -16,14 +16,14 @@
 namespace weft::memory {
 
 // The ledger's record of a block, in the 64 bytes before it.
-struct alignas(64) BlockHead {
+struct alignas(64) BlockHeader {
   size_t num_bytes = 0;   // as requested
   uint64_t sequence = 0;  // of the allocation, from 1
-  BlockHead* previous = nullptr;
-  BlockHead* next = nullptr;
+  BlockHeader* previous = nullptr;
+  BlockHeader* next = nullptr;
   Category category = Category::kOther;
 };
-static_assert(sizeof(BlockHead) == 64);
+static_assert(sizeof(BlockHeader) == 64);
 
 class Ledger {
  public:
@@ -31,14 +31,14 @@ class Ledger {
   Ledger(const Ledger&) = delete;
   Ledger& operator=(const Ledger&) = delete;
 
-  // Records a block. REQUIRES: `head.num_bytes` is set. The category is that of this thread's
+  // Records a block. REQUIRES: `header.num_bytes` is set. The category is that of this thread's
   // ScopedCategory, or else that of the phase.
-  void add(BlockHead& head);
-  void remove(BlockHead& head);
+  void add(BlockHeader& header);
+  void remove(BlockHeader& header);
 
   // Changes the category of a block, also in all peaks that include it, as if it had had the
   // category from the start.
-  void set_category(BlockHead& head, Category category);
+  void set_category(BlockHeader& header, Category category);
   // The same for all live blocks of category `from` that were allocated after mark() returned
   // `mark`.
   void set_category_since(uint64_t mark, Category from, Category to);
@@ -51,9 +51,9 @@ class Ledger {
 
   // Begins a phase. Blocks allocated in it get `category` by default.
   void begin_phase(std::string name, Category category);
-  // Returns the newest kMostPhases phases, from the oldest to the current one.
+  // Returns the newest kMaxPhases phases, from the oldest to the current one.
   std::vector<Phase> phases() const;
-  static constexpr size_t kMostPhases = 4096;
+  static constexpr size_t kMaxPhases = 4096;
 
   Totals totals() const;
   // Resets the peak and drops all phases but the current one.
@@ -73,12 +73,12 @@ class Ledger {
   friend struct ForkHandlers;
 
   // REQUIRES, for both: the lock is held.
-  void change(BlockHead& head, Category category);
+  void change(BlockHeader& header, Category category);
   Peak now() const { return {current_, current_total_, num_allocations_}; }
 
   mutable std::mutex mutex_;
   const std::chrono::steady_clock::time_point start_;
-  BlockHead newest_;  // head of the circular list of live blocks, newest first
+  BlockHeader newest_;  // head of the circular list of live blocks, newest first
   Usage current_;
   int64_t current_total_ = 0;
   int64_t shared_memory_ = 0;

@@ -14,13 +14,13 @@ namespace {
 // The wrapped allocator; null before. Global, because a deleter is a function without state.
 std::atomic<c10::Allocator*> wrapped{nullptr};
 
-BlockHead* head_before(void* data) { return static_cast<BlockHead*>(data) - 1; }
+BlockHeader* header_before(void* data) { return static_cast<BlockHeader*>(data) - 1; }
 
 void free_block(void* data) {
   if (data == nullptr) return;
-  BlockHead* const head = head_before(data);
-  ledger().remove(*head);
-  wrapped.load()->raw_deallocate(head);
+  BlockHeader* const header = header_before(data);
+  ledger().remove(*header);
+  wrapped.load()->raw_deallocate(header);
 }
 
 // oneDNN and others pass get() to raw_deleter(), so data and context of a DataPtr must be the same
@@ -30,10 +30,11 @@ class CountingAllocator final : public c10::Allocator {
   c10::DataPtr allocate(size_t num_bytes) override {
     const c10::Device cpu(c10::kCPU);
     if (num_bytes == 0) return {nullptr, nullptr, &free_block, cpu};
-    auto* const head = new (wrapped.load()->raw_allocate(sizeof(BlockHead) + num_bytes)) BlockHead;
-    head->num_bytes = num_bytes;
-    ledger().add(*head);
-    void* const data = head + 1;
+    auto* const header =
+        new (wrapped.load()->raw_allocate(sizeof(BlockHeader) + num_bytes)) BlockHeader;
+    header->num_bytes = num_bytes;
+    ledger().add(*header);
+    void* const data = header + 1;
     return {data, data, &free_block, cpu};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &free_block; }
@@ -60,9 +61,9 @@ bool install_counting_allocator() {
 
 bool is_counting() { return wrapped.load() != nullptr; }
 
-BlockHead* head_of(const c10::DataPtr& data) {
+BlockHeader* header_of(const c10::DataPtr& data) {
   const bool is_ours = data.get_deleter() == &free_block && data.get() != nullptr;
-  return is_ours ? head_before(data.get()) : nullptr;
+  return is_ours ? header_before(data.get()) : nullptr;
 }
 
 }  // namespace weft::memory

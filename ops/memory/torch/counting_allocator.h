@@ -13,7 +13,7 @@ namespace weft::memory {
 bool install_counting_allocator();
 bool is_counting();
 
-// Returns the head of a block of the counting allocator; null for other blocks.
-BlockHead* head_of(const c10::DataPtr& data);
+// Returns the header of a block of the counting allocator; null for other blocks.
+BlockHeader* header_of(const c10::DataPtr& data);
 
 }  // namespace weft::memory

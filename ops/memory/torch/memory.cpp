@@ -29,9 +29,9 @@ void begin_memory_phase(const std::string& name, Category category) {
 
 bool set_memory_category(const at::Tensor& tensor, Category category) {
   if (!tensor.defined() || !tensor.has_storage()) return false;
-  memory::BlockHead* const head = memory::head_of(tensor.storage().data_ptr());
-  if (head == nullptr) return false;
-  memory::ledger().set_category(*head, category);
+  memory::BlockHeader* const header = memory::header_of(tensor.storage().data_ptr());
+  if (header == nullptr) return false;
+  memory::ledger().set_category(*header, category);
   return true;
 }
 

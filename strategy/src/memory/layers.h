@@ -1,25 +1,25 @@
 #pragma once
 
-#include "machine.h"
+#include "rank_memory.h"
 
 #include <string>
 #include <vector>
 
 namespace weft::strategy::detail {
 
-// Layers as they run on a rank: a forward holds what autograd keeps, its backward lets go of it.
-// Every `rows` of an activation is a token; what a layer is given is held by its caller, too.
+// The memory of layers as they run on a rank, by torch's eager kernels, operator by operator. A
+// forward holds the tensors that autograd saves, its backward releases them; temporaries are held
+// while they live. Temporaries smaller than a row of a hidden size are left out.
 //
-// Eager kernels, operator by operator; temporaries smaller than a row of a hidden size are left
-// out.
+// `rows` is the number of tokens of an activation. The caller of a layer holds its input, too.
 
-// An MLP: one column_row_mlp, or its layers by themselves.
+// An MLP: one fused column_row_mlp, or separate layers.
 class Mlp {
  public:
   // Names of the layers: gate, up and down, or up and down.
-  Mlp(Machine& machine, std::vector<std::string> layers);
+  Mlp(RankMemory& memory, std::vector<std::string> layers);
 
-  // `x` is held by this where the backward needs it. `needs_input_grad`: not for a batch.
+  // Holds `x` until the backward. `needs_input_grad` is false if `x` is the batch.
   Buffer forward(int64_t rows, const Buffer& x);
   Buffer backward(int64_t rows, const Buffer& grad_y, bool needs_input_grad);
 
@@ -27,7 +27,7 @@ class Mlp {
   Buffer fused_backward(int64_t rows, const Buffer& grad_y, bool needs_input_grad);
   Buffer layered_backward(int64_t rows, const Buffer& grad_y, bool needs_input_grad);
 
-  Machine* machine_;
+  RankMemory* memory_;
   std::vector<std::string> layers_;
   bool is_gated_;
   bool recompute_;
@@ -36,37 +36,37 @@ class Mlp {
   int64_t dim_;
   int64_t hidden_;
   Buffer x_, gate_, up_;
-  Buffer activated_, product_;  // of layers by themselves
+  Buffer activated_, product_;  // of separate layers
 };
 
-// x / rms(x) * weight, in the steps that torch takes on the CPU.
+// x / rms(x) * weight, in torch's steps on the CPU.
 class RmsNorm {
  public:
-  RmsNorm(Machine& machine, std::string name, int64_t dim);
+  RmsNorm(RankMemory& memory, std::string name, int64_t dim);
 
-  // `x` is kept.
+  // Holds `x` until the backward.
   Buffer forward(int64_t rows, const Buffer& x);
   Buffer backward(int64_t rows, const Buffer& grad_y);
 
  private:
-  Machine* machine_;
+  RankMemory* memory_;
   std::string name_;
   int64_t dim_;
   Buffer x_, normed_, scale_;
 };
 
-// Causal attention with rotary positions by scaled_dot_product_attention.
+// Causal attention with rotary positions, computed by scaled_dot_product_attention.
 class Attention {
  public:
-  Attention(Machine& machine, const std::string& name, const DecoderModel& model);
+  Attention(RankMemory& memory, const std::string& name, const DecoderModel& model);
 
   Buffer forward(int64_t rows, const Buffer& x);
   Buffer backward(int64_t rows, const Buffer& grad_y);
 
  private:
-  Buffer rotated(int64_t num);
+  Buffer apply_rotary(int64_t num);
 
-  Machine* machine_;
+  RankMemory* memory_;
   std::string name_;
   int64_t dim_;
   int64_t query_dim_;
@@ -78,33 +78,33 @@ class Attention {
 
 class Block {
  public:
-  Block(Machine& machine, const DecoderModel& model, int64_t layer, Checkpointing checkpointing);
+  Block(RankMemory& memory, const DecoderModel& model, int64_t layer, Checkpointing checkpointing);
 
-  // `x` is kept; the result counts as saved.
+  // Holds `x` until the backward; the result counts as saved.
   Buffer forward(int64_t rows, const Buffer& x);
   Buffer backward(int64_t rows, const Buffer& grad_y);
 
  private:
-  // The layers, with what they hold.
-  struct Parts {
-    Parts(Machine& machine, const DecoderModel& model, const std::string& name);
+  // The layers with the buffers that they hold.
+  struct Layers {
+    Layers(RankMemory& memory, const DecoderModel& model, const std::string& name);
 
     RmsNorm attention_norm, mlp_norm;
     Attention attention;
     Mlp mlp;
-    Buffer middle;  // between attention and MLP
+    Buffer residual;  // stream between attention and MLP
   };
 
-  // The forward; `is_kept`: with all that autograd saves.
-  Buffer run(int64_t rows, const Buffer& x, bool is_kept);
+  // Runs the forward. If `saves_activations`, the layers keep holding what autograd saves.
+  Buffer run(int64_t rows, const Buffer& x, bool saves_activations);
 
-  Machine* machine_;
+  RankMemory* memory_;
   int64_t dim_;
   Checkpointing checkpointing_;
-  Parts parts_;
-  Parts empty_;  // as before any forward
+  Layers layers_;
+  Layers empty_;  // the layers before any forward, holding nothing
   Buffer x_, random_state_;
-  Machine::Tape tape_;  // what a selective checkpoint keeps
+  RankMemory::Tape tape_;  // the tensors that a selective checkpoint keeps
 };
 
 }  // namespace weft::strategy::detail

@@ -56,7 +56,7 @@ namespace detail {
 
 namespace {
 
-// What plan="auto" finds in a model.
+// Return the styles that plan="auto" gives a model.
 Styles auto_styles(const FeedForwardModel& /*model*/) { return {{"", {Style::kColumnRowMlp}}}; }
 
 Styles auto_styles(const DecoderModel& model) {
@@ -74,7 +74,7 @@ Styles auto_styles(const DecoderModel& model) {
   return styles;
 }
 
-// The layers of a fused MLP, by column and by row.
+// Add the styles of the layers of a fused MLP, by column and by row.
 void add_layers(Styles& styles, const std::string& mlp, const FeedForwardModel& model) {
   const ModuleStyle own = styles.at(mlp);
   styles["w1"] = {Style::kColumn, own.recompute, true};
@@ -97,8 +97,10 @@ bool is_mlp(const std::string& module, const ModelSpec& model) {
                                                          : module.ends_with(".mlp");
 }
 
-// What a style wants to be given to, in words; empty where it may be given to the module.
-std::string_view why_no_fit(const std::string& module, Style style, const ModelSpec& model) {
+// Returns the reason why a module may not get a style; empty if it may.
+std::string_view unsupported_reason(const std::string& module,
+                                    Style style,
+                                    const ModelSpec& model) {
   const auto* decoder = std::get_if<DecoderModel>(&model);
   const bool is_embedding = module == "model.embed_tokens";
   const bool is_linear =
@@ -127,7 +129,7 @@ std::string_view why_no_fit(const std::string& module, Style style, const ModelS
   return "";
 }
 
-// The dim of a weight [out, in] along which a style cuts it.
+// Returns the dim of a weight [out, in] along which a style shards it.
 std::optional<std::size_t> weight_dim(Style style) {
   switch (style) {
     case Style::kColumn:
@@ -205,7 +207,7 @@ void collect(Collector& collector, const DecoderModel& model) {
   }
 }
 
-// Two layers with one weight cut it alike.
+// Throws unless both layers of a tied weight shard it along the same dim.
 void check_tied(const Styles& styles, const ModelSpec& model) {
   const auto* decoder = std::get_if<DecoderModel>(&model);
   const Collector collector(styles);
@@ -218,7 +220,7 @@ void check_tied(const Styles& styles, const ModelSpec& model) {
   }
 }
 
-void refuse_options(const Assignment& assignment) {
+void check_options(const Assignment& assignment) {
   const Rule& rule = assignment.rule;
   std::string_view option;
   if (rule.recompute && rule.style != Style::kColumnRowMlp) {
@@ -242,7 +244,7 @@ Styles resolve_styles(const TrainingSpec& spec) {
   Styles styles;
   if (spec.plan) {
     for (const Assignment& assignment : spec.plan->resolve(module_names(spec.model))) {
-      refuse_options(assignment);
+      check_options(assignment);
       styles[assignment.module] = {assignment.rule.style, assignment.rule.recompute};
     }
   } else {
@@ -251,7 +253,7 @@ Styles resolve_styles(const TrainingSpec& spec) {
   check_tied(styles, spec.model);
   std::vector<std::string> mlps;
   for (const auto& [module, style] : styles) {
-    if (const auto reason = why_no_fit(module, style.style, spec.model); !reason.empty()) {
+    if (const auto reason = unsupported_reason(module, style.style, spec.model); !reason.empty()) {
       throw std::invalid_argument("memory: the plan gives " + quote_module(module) + " the style " +
                                   quote(to_string(style.style)) + ", but " + std::string(reason));
     }

@@ -10,7 +10,7 @@ namespace weft::strategy::detail {
 
 class Timeline;
 
-// Bytes that are held as long as a copy of this lives; an empty one holds nothing.
+// Holds bytes as long as a copy of it lives; an empty one holds nothing.
 using Buffer = std::shared_ptr<const void>;
 
 // Counts bytes by category, and remembers the peak of each phase. Must outlive its buffers.
@@ -23,10 +23,10 @@ class Timeline {
   Timeline& operator=(Timeline&&) = delete;
   ~Timeline() = default;
 
-  // Holds `num_bytes` until the last copy of the result is gone.
+  // Holds `num_bytes` until the last copy of the result is destroyed.
   Buffer hold(MemoryCategory category, int64_t num_bytes);
 
-  // Ends the phase before; peaks begin at what is held.
+  // Ends the previous phase. The new phase's peak starts at the bytes held now.
   void begin_phase(std::string name);
 
   [[nodiscard]] const std::vector<PhaseMemory>& phases() const { return phases_; }

@@ -1,4 +1,4 @@
-// The phases of a training step, and which ranks differ in them.
+// Simulates the phases of a training step, and finds the ranks that differ in them.
 
 #include "../text.h"
 #include "layers.h"
@@ -15,7 +15,7 @@ namespace weft::strategy {
 namespace {
 
 using detail::Buffer;
-using detail::Machine;
+using detail::RankMemory;
 
 constexpr int64_t kTokenIdBytes = 8;
 
@@ -36,26 +36,26 @@ class Run {
 // The loss is the sum of the output.
 class FeedForwardRun : public Run {
  public:
-  FeedForwardRun(Machine& machine, const FeedForwardModel& model, int64_t rows)
-      : machine_(machine),
-        mlp_(machine,
+  FeedForwardRun(RankMemory& memory, const FeedForwardModel& model, int64_t rows)
+      : memory_(memory),
+        mlp_(memory,
              model.is_gated ? std::vector<std::string>{"w1", "w3", "w2"}
                             : std::vector<std::string>{"w1", "w2"}),
         rows_(rows),
-        batch_(machine.hold_bytes(MemoryCategory::kSavedActivations, rows * model.dim * 4)) {}
+        batch_(memory.hold_bytes(MemoryCategory::kSavedActivations, rows * model.dim * 4)) {}
 
   void forward() override {
-    machine_.gather(0);
+    memory_.unshard(0);
     mlp_.forward(rows_, batch_);
   }
 
   void backward() override {
     mlp_.backward(rows_, {}, false);
-    machine_.reduce_gradients(0);
+    memory_.reduce_gradients(0);
   }
 
  private:
-  Machine& machine_;
+  RankMemory& memory_;
   detail::Mlp mlp_;
   int64_t rows_;
   Buffer batch_;
@@ -64,110 +64,111 @@ class FeedForwardRun : public Run {
 // The loss is the cross-entropy of the next tokens.
 class DecoderRun : public Run {
  public:
-  DecoderRun(Machine& machine, const DecoderModel& model, const TrainingSpec& spec)
-      : machine_(machine),
+  DecoderRun(RankMemory& memory, const DecoderModel& model, const TrainingSpec& spec)
+      : memory_(memory),
         model_(model),
-        norm_(machine, "model.norm", model.dim),
+        norm_(memory, "model.norm", model.dim),
         rows_(spec.sequences * spec.tokens),
-        batch_(machine.hold_bytes(MemoryCategory::kSavedActivations,
-                                  spec.sequences * (spec.tokens + 1) * kTokenIdBytes)) {
+        batch_(memory.hold_bytes(MemoryCategory::kSavedActivations,
+                                 spec.sequences * (spec.tokens + 1) * kTokenIdBytes)) {
     for (int64_t layer = 0; layer < model.num_layers; ++layer) {
-      blocks_.emplace_back(machine, model, layer, spec.checkpointing);
+      blocks_.emplace_back(memory, model, layer, spec.checkpointing);
     }
-    const Style embedding = machine.style("model.embed_tokens").style;
-    own_vocabulary_ = machine.weight_dim(model.is_tied ? "model.embed_tokens" : "lm_head", 0);
-    gathers_logits_ = machine.style("lm_head").style == Style::kColumnGatherOutput &&
+    const Style embedding = memory.style("model.embed_tokens").style;
+    own_vocabulary_ = memory.weight_dim(model.is_tied ? "model.embed_tokens" : "lm_head", 0);
+    gathers_logits_ = memory.style("lm_head").style == Style::kColumnGatherOutput &&
                       own_vocabulary_ < model.vocab_size;
     vocabulary_ = gathers_logits_ ? model.vocab_size : own_vocabulary_;
     has_embedding_sum_ = embedding == Style::kVocabEmbedding;
   }
 
   void forward() override {
-    machine_.gather(0);
-    Buffer x = machine_.saved_wide(rows_ * model_.dim);
+    memory_.unshard(0);
+    Buffer x = memory_.saved_wide(rows_ * model_.dim);
     if (has_embedding_sum_) {
-      machine_.communicate(rows_ * model_.dim * 4);
+      memory_.communicate(rows_ * model_.dim * 4);
     }
     for (std::size_t i = 0; i < blocks_.size(); ++i) {
       const int64_t unit = static_cast<int64_t>(i) + 1;
-      machine_.gather(unit);
+      memory_.unshard(unit);
       x = blocks_[i].forward(rows_, x);
-      machine_.release(unit);
+      memory_.reshard(unit);
     }
     normed_ = norm_.forward(rows_, x);
     x.reset();
     const Buffer logits = logits_forward();
-    targets_ = machine_.hold_bytes(MemoryCategory::kSavedActivations, rows_ * kTokenIdBytes);
-    log_probabilities_ = machine_.saved_wide(rows_ * vocabulary_);
+    targets_ = memory_.hold_bytes(MemoryCategory::kSavedActivations, rows_ * kTokenIdBytes);
+    log_probabilities_ = memory_.saved_wide(rows_ * vocabulary_);
   }
 
   void backward() override {
     Buffer grad_logits;
     {
-      const Buffer grad = machine_.scratch(rows_ * vocabulary_);
+      const Buffer grad = memory_.scratch(rows_ * vocabulary_);
       targets_.reset();
-      grad_logits = machine_.scratch(rows_ * vocabulary_);
+      grad_logits = memory_.scratch(rows_ * vocabulary_);
     }
     log_probabilities_.reset();
     if (gathers_logits_) {
-      grad_logits = machine_.scratch(rows_ * own_vocabulary_);
+      grad_logits = memory_.scratch(rows_ * own_vocabulary_);
     }
-    Buffer grad = machine_.scratch(rows_ * model_.dim);
+    Buffer grad = memory_.scratch(rows_ * model_.dim);
     if (gathers_logits_) {
-      machine_.communicate(rows_ * model_.dim * 4);
+      memory_.communicate(rows_ * model_.dim * 4);
     }
     if (!model_.is_tied) {
-      machine_.make_gradients("lm_head");
+      memory_.make_gradients("lm_head");
     }
-    const Buffer of_tied = model_.is_tied ? machine_.weight_sized("model.embed_tokens") : Buffer();
+    const Buffer tied_gradient =
+        model_.is_tied ? memory_.weight_sized("model.embed_tokens") : Buffer();
     grad_logits.reset();
     normed_.reset();
     grad = norm_.backward(rows_, grad);
     for (std::size_t i = blocks_.size(); i-- > 0;) {
       const int64_t unit = static_cast<int64_t>(i) + 1;
-      machine_.gather(unit);
+      memory_.unshard(unit);
       if (i > 0) {
-        machine_.gather(unit - 1);  // while this one computes
+        memory_.unshard(unit - 1);  // prefetched while this unit computes
       }
       grad = blocks_[i].backward(rows_, grad);
-      machine_.reduce_gradients(unit);
+      memory_.reduce_gradients(unit);
     }
-    machine_.make_gradients("model.embed_tokens");
-    machine_.reduce_gradients(0);
+    memory_.make_gradients("model.embed_tokens");
+    memory_.reduce_gradients(0);
   }
 
  private:
-  // Parts are gathered by rank, and put in the order of the classes.
+  // The all-gather orders logits by rank; a copy puts them in the order of the classes.
   Buffer logits_forward() {
-    Buffer part = machine_.scratch(rows_ * own_vocabulary_);
+    Buffer logits_shard = memory_.scratch(rows_ * own_vocabulary_);
     if (!gathers_logits_) {
-      return part;
+      return logits_shard;
     }
-    machine_.communicate_once(rows_ * own_vocabulary_ * 4);
-    const Buffer by_rank = machine_.scratch(rows_ * vocabulary_);
-    return machine_.scratch(rows_ * vocabulary_);
+    memory_.communicate_once(rows_ * own_vocabulary_ * 4);
+    const Buffer by_rank = memory_.scratch(rows_ * vocabulary_);
+    return memory_.scratch(rows_ * vocabulary_);
   }
 
-  Machine& machine_;
+  RankMemory& memory_;
   DecoderModel model_;
   std::vector<detail::Block> blocks_;
   detail::RmsNorm norm_;
   int64_t rows_;
   int64_t vocabulary_ = 0;
-  int64_t own_vocabulary_ = 0;  // the classes of this rank's part of the output layer
+  int64_t own_vocabulary_ = 0;  // the classes of this rank's shard of the output layer
   bool has_embedding_sum_ = false;
   bool gathers_logits_ = false;
   Buffer batch_, normed_, log_probabilities_, targets_;
 };
 
-std::unique_ptr<Run> make_run(Machine& machine, const TrainingSpec& spec) {
+std::unique_ptr<Run> make_run(RankMemory& memory, const TrainingSpec& spec) {
   if (const auto* model = std::get_if<FeedForwardModel>(&spec.model)) {
-    return std::make_unique<FeedForwardRun>(machine, *model, spec.sequences * spec.tokens);
+    return std::make_unique<FeedForwardRun>(memory, *model, spec.sequences * spec.tokens);
   }
-  return std::make_unique<DecoderRun>(machine, std::get<DecoderModel>(spec.model), spec);
+  return std::make_unique<DecoderRun>(memory, std::get<DecoderModel>(spec.model), spec);
 }
 
-// Below it no sum of bytes overflows.
+// Below these sizes, no sum of bytes overflows.
 constexpr int64_t kMaxSize = int64_t{1} << 22;
 constexpr int64_t kMaxLayers = int64_t{1} << 12;
 
@@ -269,23 +270,23 @@ std::vector<PhaseMemory> predict_memory(const TrainingSpec& spec, int64_t global
   check(spec);
   detail::Timeline timeline;
   timeline.begin_phase("init");
-  Machine machine(spec, global_rank, timeline);
-  machine.initialize();
+  RankMemory memory(spec, global_rank, timeline);
+  memory.initialize();
   timeline.begin_phase("forward");
-  machine.make_optimizer_state();
+  memory.make_optimizer_state();
   if (!spec.steps_in_backward) {
-    machine.make_all_gradients();
+    memory.hold_gradients_of_previous_step();
   }
-  const auto run = make_run(machine, spec);
-  machine.copy_weights();
+  const auto run = make_run(memory, spec);
+  memory.copy_weights();
   run->forward();
-  machine.drop_gradients();
+  memory.drop_gradients();
   timeline.begin_phase("backward");
-  machine.copy_gradients();
+  memory.copy_gradients();
   run->backward();
-  machine.drop_copies();
+  memory.drop_copies();
   timeline.begin_phase("step");
-  machine.step();
+  memory.step();
   return timeline.phases();
 }
 
@@ -294,7 +295,7 @@ std::vector<RankClass> distinct_ranks(const TrainingSpec& spec) {
   const int64_t tp_size = detail::axis_size(spec.mesh, "tensor_parallel");
   const auto parameters = detail::parameters_of(spec.model, detail::resolve_styles(spec));
   std::map<std::vector<int64_t>, RankClass> classes;  // by the local shapes
-  // Ranks that differ in other coordinates hold equally much: FSDP2 pads its shards.
+  // Ranks that differ only in other coordinates hold the same bytes, as FSDP2 pads its shards.
   const std::vector<int64_t> group = spec.mesh.has_axis("tensor_parallel")
                                          ? spec.mesh.group("tensor_parallel", 0)
                                          : std::vector<int64_t>{0};

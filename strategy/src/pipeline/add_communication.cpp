@@ -1,6 +1,6 @@
-// The arithmetic is played through with the sends in their places, and each rank's new list is
-// written on the way: a receive goes in front of what needs it, or, where that would leave ranks
-// waiting for each other, to where its rank stands when they do.
+// Simulates the schedule with the sends in their places and writes each rank's new list in the
+// process. A receive is posted before the action that needs it, or, if the ranks would deadlock,
+// at the position that its rank has reached by then.
 
 #include "../text.h"
 #include "traversal.h"
@@ -23,14 +23,14 @@ namespace {
 struct Channel {
   size_t receiver = 0;  // rank
   std::vector<int32_t> order;
-  std::vector<size_t> place;  // of each micro-batch in `order`
+  std::vector<size_t> positions;  // of each micro-batch in `order`
   size_t num_sent = 0;
   size_t num_posted = 0;
 };
 
-class Writer {
+class CommunicationPass {
  public:
-  Writer(const Schedule& schedule, const CommunicationOptions& options)
+  CommunicationPass(const Schedule& schedule, const CommunicationOptions& options)
       : schedule_(schedule),
         options_(options),
         channels_(2 * static_cast<size_t>(schedule.num_stages())),
@@ -41,8 +41,8 @@ class Writer {
       for (const Action& action : actions) {
         if (const auto idx = output_channel(action)) {
           Channel& channel = channels_[*idx];
-          channel.place.resize(static_cast<size_t>(schedule.num_micro_batches()));
-          channel.place[static_cast<size_t>(action.micro_batch)] = channel.order.size();
+          channel.positions.resize(static_cast<size_t>(schedule.num_micro_batches()));
+          channel.positions[static_cast<size_t>(action.micro_batch)] = channel.order.size();
           channel.order.push_back(action.micro_batch);
         }
         if (const auto idx = input_channel(action)) {
@@ -52,7 +52,7 @@ class Writer {
     }
   }
 
-  Schedule write() {
+  Schedule run() {
     for (;;) {
       bool moved = false;
       for (size_t rank = 0; rank < lists_.size(); ++rank) {
@@ -68,7 +68,7 @@ class Writer {
       if (blocked == unsent_.end()) {
         return Schedule(std::move(lists_));
       }
-      // All ranks are blocked, as this send has no receive: its receiver posts it here and now.
+      // All ranks are blocked, and this send has no receive: post one where its receiver is now.
       const size_t idx = *output_channel(**blocked);
       post(idx, channels_[idx].num_posted + 1);
     }
@@ -79,7 +79,8 @@ class Writer {
     return static_cast<size_t>(schedule_.rank_of()[static_cast<size_t>(stage)]);
   }
 
-  // The channel to or from `neighbour`, by the stage that receives: forwards first.
+  // Returns the index of the channel to or from `neighbour`: that of the stage that receives, with
+  // all forward channels before the backward ones; nullopt if no message crosses ranks.
   [[nodiscard]] std::optional<size_t> channel(int64_t stage,
                                               int64_t neighbour,
                                               int64_t receiver,
@@ -91,7 +92,7 @@ class Writer {
     return static_cast<size_t>(receiver + (is_forward ? 0 : schedule_.num_stages()));
   }
 
-  // Where what an action computes goes to, and where what it needs comes from.
+  // The channels of an action's output and input.
   [[nodiscard]] std::optional<size_t> output_channel(const Action& action) const {
     const int64_t stage = action.stage;
     switch (action.kind) {
@@ -120,7 +121,7 @@ class Writer {
     }
   }
 
-  // Posts receives until `count` of the channel are.
+  // Posts receives until `count` receives of the channel are posted.
   void post(size_t idx, size_t count) {
     Channel& channel = channels_[idx];
     const auto num_stages = static_cast<size_t>(schedule_.num_stages());
@@ -133,25 +134,26 @@ class Writer {
     }
   }
 
-  // Posts what `action` receives, with all that is sent before it. Whether it receives at all.
+  // Posts the receive that `action` needs, and those of earlier messages on its channel. Returns
+  // whether it needs one.
   bool post_input(const Action& action) {
     const auto idx = input_channel(action);
     if (idx) {
       const Channel& channel = channels_[*idx];
-      post(*idx, channel.place[static_cast<size_t>(action.micro_batch)] + 1);
+      post(*idx, channel.positions[static_cast<size_t>(action.micro_batch)] + 1);
     }
     return idx.has_value();
   }
 
-  // Whether the inputs of an action on other ranks have been sent. What is on its own rank comes
-  // before it in the list, as check() has seen.
+  // Whether an action's input from another rank has been sent. Inputs from its own rank precede it
+  // in the list, as check() has verified.
   [[nodiscard]] bool has_input(const Action& action) const {
     const auto idx = input_channel(action);
     return !idx || channels_[*idx].num_sent >
-                       channels_[*idx].place[static_cast<size_t>(action.micro_batch)];
+                       channels_[*idx].positions[static_cast<size_t>(action.micro_batch)];
   }
 
-  // Takes a rank one action further; false where it has to wait or is done.
+  // Advances a rank by one action; returns false if it is blocked or done.
   bool step(size_t rank) {
     if (unsent_[rank]) {
       return send(rank);
@@ -196,9 +198,9 @@ class Writer {
   const Schedule& schedule_;
   const CommunicationOptions& options_;
   std::vector<Channel> channels_;
-  std::vector<std::vector<Action>> lists_;     // what is written
-  std::vector<size_t> positions_;              // of the next action to be read, by rank
-  std::vector<std::optional<Action>> unsent_;  // the send that a rank is at
+  std::vector<std::vector<Action>> lists_;     // the new lists, by rank
+  std::vector<size_t> positions_;              // of the next action to read, by rank
+  std::vector<std::optional<Action>> unsent_;  // the send that comes next, by rank
 };
 
 }  // namespace
@@ -214,7 +216,7 @@ Schedule add_communication(const Schedule& schedule, const CommunicationOptions&
         "schedule: it has sends or receives already; pass one of arithmetic alone");
   }
   check(schedule);
-  return Writer(schedule, options).write();
+  return CommunicationPass(schedule, options).run();
 }
 
 }  // namespace weft::strategy

@@ -1,5 +1,5 @@
-// Every rank's list is woven from two sequences, its forwards and its backwards, in an order that
-// all ranks share: what one rank sends n-th, its neighbour receives n-th.
+// Every rank's list interleaves two sequences, its forwards and its backwards. All ranks have the
+// same order within a sequence, so a rank's n-th send is its neighbour's n-th receive.
 
 #include "weft/strategy/pipeline/generate.h"
 
@@ -35,8 +35,8 @@ struct Sequences {
   Actions backwards;
 };
 
-// Micro-batches go through a rank's stages in rounds of `round_size`: the whole round through the
-// first stage, then through the second... The backwards visit the stages from the last on.
+// Micro-batches pass through a rank's stages in rounds of `round_size`: all of a round through the
+// first stage, then through the second, ... The backwards visit the stages in reverse order.
 Sequences in_rounds(const GenerateOptions& options, int64_t rank, int64_t round_size) {
   Sequences result;
   const int64_t num_actions = options.stages_per_rank * options.num_micro_batches;
@@ -44,10 +44,10 @@ Sequences in_rounds(const GenerateOptions& options, int64_t rank, int64_t round_
   result.backwards.reserve(static_cast<size_t>(num_actions));
   for (int64_t begin = 0; begin < options.num_micro_batches; begin += round_size) {
     const int64_t end = std::min(begin + round_size, options.num_micro_batches);
-    for (int64_t chunk = 0; chunk < options.stages_per_rank; ++chunk) {
-      const auto first = static_cast<int32_t>(chunk * options.num_ranks + rank);
-      const auto last =
-          static_cast<int32_t>((options.stages_per_rank - 1 - chunk) * options.num_ranks + rank);
+    for (int64_t model_chunk = 0; model_chunk < options.stages_per_rank; ++model_chunk) {
+      const auto first = static_cast<int32_t>(model_chunk * options.num_ranks + rank);
+      const auto last = static_cast<int32_t>(
+          (options.stages_per_rank - 1 - model_chunk) * options.num_ranks + rank);
       for (auto i = static_cast<int32_t>(begin); i < end; ++i) {
         result.forwards.push_back({first, i, ActionKind::kForward});
         result.backwards.push_back({last, i, ActionKind::kBackward});
@@ -73,8 +73,9 @@ Actions round_by_round(const Sequences& sequences, int64_t round_size, int64_t s
   return result;
 }
 
-// `warm_up` forwards, then a backward and a forward in turn, then the backwards that are left.
-Actions one_and_one(const Sequences& sequences, int64_t warm_up) {
+// `warm_up` forwards, then alternating backwards and forwards (the steady state), then the
+// remaining backwards.
+Actions one_forward_one_backward(const Sequences& sequences, int64_t warm_up) {
   Actions result;
   result.reserve(2 * sequences.forwards.size());
   const size_t count = sequences.forwards.size();
@@ -91,24 +92,24 @@ Actions one_and_one(const Sequences& sequences, int64_t warm_up) {
   return result;
 }
 
-// ZB-H1: of a 1F1B list the backwards are split, and each weight half waits for a gap: until a
-// forward would put more than `num_ranks` micro-batches in flight, and, once there are no forwards
-// left, until after the next input half.
+// ZB-H1: splits the backwards of a 1F1B list and delays each weight half to fill the bubble: until
+// a forward would put more than `num_ranks` micro-batches in flight, and, once there are no
+// forwards left, until after the next input half.
 Actions split_backwards(const Actions& one_f_one_b, int64_t num_ranks) {
   Actions result;
   result.reserve(one_f_one_b.size() / 2 * 3);
-  Actions waiting;  // weight halves, the first `next` of which are done
+  Actions delayed;  // weight halves, the first `next` of which are done
   size_t next = 0;
   int64_t in_flight = 0;
   auto num_forwards = static_cast<int64_t>(one_f_one_b.size() / 2);
-  const auto do_one = [&] {
-    result.push_back(waiting[next++]);
+  const auto add_weight_half = [&] {
+    result.push_back(delayed[next++]);
     --in_flight;
   };
   for (const Action& action : one_f_one_b) {
     if (action.kind == ActionKind::kForward) {
       while (in_flight >= num_ranks) {
-        do_one();
+        add_weight_half();
       }
       result.push_back(action);
       ++in_flight;
@@ -116,28 +117,28 @@ Actions split_backwards(const Actions& one_f_one_b, int64_t num_ranks) {
       continue;
     }
     result.push_back({action.stage, action.micro_batch, ActionKind::kBackwardInput});
-    waiting.push_back({action.stage, action.micro_batch, ActionKind::kBackwardWeight});
+    delayed.push_back({action.stage, action.micro_batch, ActionKind::kBackwardWeight});
     if (num_forwards == 0) {
-      do_one();
+      add_weight_half();
     }
   }
-  while (next < waiting.size()) {
-    do_one();
+  while (next < delayed.size()) {
+    add_weight_half();
   }
   return result;
 }
 
-// The published order, which wants whole rounds: two forwards more of warm-up for each rank that
-// follows, as a gradient comes back through all of them. The micro-batches that a last, short round
-// lacks are left out of the whole one's order. (With an order of its own, a short round has
-// forwards wait for backwards that wait for them: found by check().)
+// The published order, which needs full rounds of one micro-batch per rank. Warm-up has two more
+// forwards for each later rank, because a gradient returns through all of them. A short last round
+// takes the order of a full one, without the missing micro-batches. (An order for the short round
+// itself deadlocks: forwards wait for backwards that wait for them, as check() finds.)
 Actions interleaved(GenerateOptions options, int64_t rank) {
   const int64_t p = options.num_ranks;
   const int64_t m = options.num_micro_batches;
   const int64_t v = options.stages_per_rank;
   options.num_micro_batches = (m + p - 1) / p * p;
-  Actions result = one_and_one(in_rounds(options, rank, p),
-                               v == 1 ? p - rank : 2 * (p - 1 - rank) + (v - 1) * p + 1);
+  Actions result = one_forward_one_backward(
+      in_rounds(options, rank, p), v == 1 ? p - rank : 2 * (p - 1 - rank) + (v - 1) * p + 1);
   std::erase_if(result, [&](const Action& action) { return action.micro_batch >= m; });
   return result;
 }
@@ -153,11 +154,11 @@ Actions actions_of(ScheduleKind kind, const GenerateOptions& options, int64_t ra
     case ScheduleKind::kLoopedBfs:
       return round_by_round(in_rounds(options, rank, m), m, v);
     case ScheduleKind::kOneForwardOneBackward:
-      return one_and_one(in_rounds(options, rank, m), p - rank);
+      return one_forward_one_backward(in_rounds(options, rank, m), p - rank);
     case ScheduleKind::kInterleaved:
       return interleaved(options, rank);
     case ScheduleKind::kZeroBubble:
-      return split_backwards(one_and_one(in_rounds(options, rank, m), p - rank), p);
+      return split_backwards(one_forward_one_backward(in_rounds(options, rank, m), p - rank), p);
   }
   throw std::logic_error("generate: a kind without a case");
 }

@@ -12,7 +12,7 @@ namespace weft::strategy {
 
 namespace {
 
-[[noreturn]] void refuse(const std::string& text) {
+[[noreturn]] void throw_invalid(const std::string& text) {
   throw std::invalid_argument("micro-batches: " + text);
 }
 
@@ -21,13 +21,13 @@ namespace {
 std::vector<int64_t> deal_samples(int64_t batch_size, std::span<const double> shares) {
   const auto count = static_cast<int64_t>(shares.size());
   if (count < 1 || batch_size < count) {
-    refuse(std::to_string(count) + " micro-batches of a batch of " + std::to_string(batch_size) +
-           "; pass 1 to as many as there are samples");
+    throw_invalid(std::to_string(count) + " micro-batches of a batch of " +
+                  std::to_string(batch_size) + "; pass 1 to as many as there are samples");
   }
   double total = 0;
   for (const double share : shares) {
     if (!std::isfinite(share) || share <= 0) {
-      refuse("a micro-batch's share is " + std::to_string(share) + "; pass numbers above 0");
+      throw_invalid("a micro-batch's share is " + std::to_string(share) + "; pass numbers above 0");
     }
     total += share;
   }
@@ -39,7 +39,8 @@ std::vector<int64_t> deal_samples(int64_t batch_size, std::span<const double> sh
     sizes.push_back(std::max<int64_t>(1, static_cast<int64_t>(wanted.back())));
     left -= sizes.back();
   }
-  // What is left goes to those that lack most, what is too much comes from those that have most.
+  // Give the samples that are left to the sizes that lack most, and take an excess from the sizes
+  // that exceed their share most.
   for (; left != 0; left -= left > 0 ? 1 : -1) {
     size_t chosen = 0;
     double most = -std::numeric_limits<double>::infinity();
@@ -48,7 +49,7 @@ std::vector<int64_t> deal_samples(int64_t batch_size, std::span<const double> sh
       const double key = left > 0       ? lack
                          : sizes[i] > 1 ? -lack
                                         : -std::numeric_limits<double>::infinity();
-      // Equal but for rounding: the first.
+      // The first of those that are equal except for rounding.
       if (key > most + 1e-9) {
         chosen = i;
         most = key;

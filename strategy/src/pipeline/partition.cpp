@@ -14,31 +14,33 @@ constexpr double kImpossible = std::numeric_limits<double>::infinity();
 constexpr double kMaxBytes = 4e18;  // below 2^62
 
 void check_arguments(std::span<const LayerCost> layers, const PartitionOptions& options) {
-  const auto refuse = [](const std::string& text) {
+  const auto throw_invalid = [](const std::string& text) {
     throw std::invalid_argument("partition: " + text);
   };
   if (options.num_stages < 1) {
-    refuse("num_stages is " + std::to_string(options.num_stages) + "; pass 1 or more");
+    throw_invalid("num_stages is " + std::to_string(options.num_stages) + "; pass 1 or more");
   }
   if (layers.size() < static_cast<size_t>(options.num_stages)) {
-    refuse(std::to_string(options.num_stages) + " stages of " + std::to_string(layers.size()) +
-           " layers would leave some without any; pass at most as many stages as layers");
+    throw_invalid(std::to_string(options.num_stages) + " stages of " +
+                  std::to_string(layers.size()) +
+                  " layers would leave some without any; pass at most as many stages as layers");
   }
   if (!options.in_flight.empty() &&
       options.in_flight.size() != static_cast<size_t>(options.num_stages)) {
-    refuse(std::to_string(options.in_flight.size()) + " numbers in flight for " +
-           std::to_string(options.num_stages) + " stages; pass one for each");
+    throw_invalid(std::to_string(options.in_flight.size()) + " numbers in flight for " +
+                  std::to_string(options.num_stages) + " stages; pass one for each");
   }
   if (std::any_of(
           options.in_flight.begin(), options.in_flight.end(), [](int64_t n) { return n < 0; })) {
-    refuse("a number of micro-batches in flight is negative; pass 0 or more");
+    throw_invalid("a number of micro-batches in flight is negative; pass 0 or more");
   }
   if (!(options.memory_weight >= 0 && options.memory_weight <= 1)) {
-    refuse("memory_weight is " + std::to_string(options.memory_weight) +
-           "; pass a number from 0 (time) to 1 (memory)");
+    throw_invalid("memory_weight is " + std::to_string(options.memory_weight) +
+                  "; pass a number from 0 (time) to 1 (memory)");
   }
   if (options.memory_limit && *options.memory_limit < 0) {
-    refuse("memory_limit is " + std::to_string(*options.memory_limit) + "; pass bytes from 0 on");
+    throw_invalid("memory_limit is " + std::to_string(*options.memory_limit) +
+                  "; pass bytes from 0 on");
   }
   double time = 0;
   double bytes = 0;
@@ -51,18 +53,19 @@ void check_arguments(std::span<const LayerCost> layers, const PartitionOptions& 
     bytes += static_cast<double>(layer.activation_bytes);
   }
   if (std::isinf(time) || bytes > kMaxBytes) {
-    refuse("the layers' times or bytes add up to more than can be counted; pass smaller ones");
+    throw_invalid(
+        "the layers' times or bytes add up to more than can be counted; pass smaller ones");
   }
   for (size_t i = 0; i < layers.size(); ++i) {
     if (!std::isfinite(layers[i].time) || layers[i].time < 0 || layers[i].activation_bytes < 0 ||
         layers[i].parameter_bytes < 0) {
-      refuse("layer " + std::to_string(i) +
-             " has a cost that is negative or no number; pass costs from 0 on");
+      throw_invalid("layer " + std::to_string(i) +
+                    " has a cost that is negative or no number; pass costs from 0 on");
     }
   }
 }
 
-// Sums over runs of layers, each from two prefix sums.
+// Sums over ranges of layers, each the difference of two prefix sums.
 class Sums {
  public:
   Sums(std::span<const LayerCost> layers, const PartitionOptions& options) : options_(options) {
@@ -86,21 +89,21 @@ class Sums {
            in_flight * (activations_[end] - activations_[begin]);
   }
 
-  // What is to be small, kImpossible above the limit.
+  // The cost to minimize; kImpossible above the memory limit.
   [[nodiscard]] double cost(size_t stage, size_t begin, size_t end, double memory_weight) const {
-    const int64_t held = bytes(stage, begin, end);
-    if (options_.memory_limit && held > *options_.memory_limit) {
+    const int64_t stage_bytes = bytes(stage, begin, end);
+    if (options_.memory_limit && stage_bytes > *options_.memory_limit) {
       return kImpossible;
     }
     const auto share = [](double part, double all) { return all > 0 ? part / all : 0; };
     const auto all_bytes = static_cast<double>(parameters_.back() + activations_.back());
     return (1 - memory_weight) * share(time(begin, end), times_.back()) +
-           memory_weight * share(static_cast<double>(held), all_bytes);
+           memory_weight * share(static_cast<double>(stage_bytes), all_bytes);
   }
 
  private:
   const PartitionOptions& options_;
-  // Entry i: of the first i layers.
+  // Entry i: the sum over the first i layers.
   std::vector<double> times_;
   std::vector<int64_t> activations_;
   std::vector<int64_t> parameters_;
@@ -111,11 +114,12 @@ struct Cut {
   std::vector<size_t> begins;  // of each stage
 };
 
-// The best cut into `num_stages`, where `cost` of (stage, begin, end) is one stage's and `add`
-// takes the value of the stages before and one cost more.
+// Returns the cut into `num_stages` with the least value, by dynamic programming over stages.
+// cost(stage, begin, end) is the cost of one stage of layers [begin, end); add(value, cost) adds
+// it to the value of the stages before.
 template <typename Cost, typename Add>
 Cut best_cut(size_t num_layers, size_t num_stages, Cost cost, Add add) {
-  // By the end of the last stage so far: the best value, and where its last stage begins.
+  // Indexed by the end of the last stage so far: the best value, and where that stage begins.
   std::vector<double> values(num_layers + 1, kImpossible);
   values[0] = 0;
   std::vector<std::vector<size_t>> begins(num_stages, std::vector<size_t>(num_layers + 1));
@@ -151,7 +155,7 @@ Cut least_worst(const Sums& sums, size_t num_stages, double memory_weight) {
       [](double before, double cost) { return std::max(before, cost); });
 }
 
-[[noreturn]] void refuse_limit(std::span<const LayerCost> layers, PartitionOptions options) {
+[[noreturn]] void throw_limit_too_low(std::span<const LayerCost> layers, PartitionOptions options) {
   const int64_t limit = *options.memory_limit;
   options.memory_limit.reset();
   const Sums sums(layers, options);
@@ -176,7 +180,7 @@ Partition partition(std::span<const LayerCost> layers, const PartitionOptions& o
   const auto num_stages = static_cast<size_t>(options.num_stages);
   const double worst = least_worst(sums, num_stages, options.memory_weight).value;
   if (worst == kImpossible) {
-    refuse_limit(layers, options);
+    throw_limit_too_low(layers, options);
   }
   // Sums of the same layers in another order differ in their last bits.
   const double allowed = worst * (1 + 1e-12);

@@ -17,7 +17,7 @@ namespace {
 
 using Actions = std::vector<Action>;
 
-// Which stages a rank's arithmetic needs from each position on.
+// The positions at which a rank's compute actions need each stage.
 class StageUses {
  public:
   explicit StageUses(const Actions& actions) {
@@ -28,7 +28,7 @@ class StageUses {
     }
   }
 
-  // The first position from `position` on that needs the stage; past all positions where none does.
+  // Returns the first position from `position` on that needs the stage, or kNever.
   [[nodiscard]] size_t next(int32_t stage, size_t position) const {
     const auto& uses = uses_.at(stage);
     const auto found = std::lower_bound(uses.begin(), uses.end(), position);
@@ -41,21 +41,21 @@ class StageUses {
   std::map<int32_t, std::vector<size_t>> uses_;
 };
 
-// One rank's list with its UNSHARD and RESHARD.
+// Returns one rank's list with UNSHARD and RESHARD added.
 Actions with_unshards(const Actions& actions, size_t max_unsharded) {
   const StageUses uses(actions);
   Actions result;
-  std::vector<int32_t> held;
-  const auto holds = [&](int32_t stage) {
-    return std::find(held.begin(), held.end(), stage) != held.end();
+  std::vector<int32_t> unsharded;
+  const auto is_unsharded = [&](int32_t stage) {
+    return std::find(unsharded.begin(), unsharded.end(), stage) != unsharded.end();
   };
-  const auto gather = [&](int32_t stage) {
+  const auto unshard = [&](int32_t stage) {
     result.push_back({stage, Action::kNoMicroBatch, ActionKind::kUnshard});
-    held.push_back(stage);
+    unsharded.push_back(stage);
   };
-  const auto free = [&](std::vector<int32_t>::iterator stage) {
+  const auto reshard = [&](std::vector<int32_t>::iterator stage) {
     result.push_back({*stage, Action::kNoMicroBatch, ActionKind::kReshard});
-    held.erase(stage);
+    unsharded.erase(stage);
   };
   for (size_t i = 0; i < actions.size(); ++i) {
     const int32_t stage = actions[i].stage;
@@ -63,29 +63,30 @@ Actions with_unshards(const Actions& actions, size_t max_unsharded) {
       result.push_back(actions[i]);
       continue;
     }
-    if (!holds(stage)) {
-      if (held.size() == max_unsharded) {
-        free(std::max_element(held.begin(), held.end(), [&](int32_t a, int32_t b) {
+    if (!is_unsharded(stage)) {
+      if (unsharded.size() == max_unsharded) {
+        reshard(std::max_element(unsharded.begin(), unsharded.end(), [&](int32_t a, int32_t b) {
           return uses.next(a, i) < uses.next(b, i);
         }));
       }
-      gather(stage);
+      unshard(stage);
     }
     const auto following = std::find_if(actions.begin() + static_cast<ptrdiff_t>(i) + 1,
                                         actions.end(),
                                         [](const Action& a) { return is_compute(a.kind); });
-    if (following != actions.end() && !holds(following->stage) && held.size() < max_unsharded) {
-      gather(following->stage);
+    if (following != actions.end() && !is_unsharded(following->stage) &&
+        unsharded.size() < max_unsharded) {
+      unshard(following->stage);
     }
     result.push_back(actions[i]);
     if (uses.next(stage, i + 1) == StageUses::kNever) {
-      free(std::find(held.begin(), held.end(), stage));
+      reshard(std::find(unsharded.begin(), unsharded.end(), stage));
     }
   }
   return result;
 }
 
-// The schedule whose lists are those of `schedule`, each given to `change`.
+// Returns the schedule with `change` applied to each rank's list.
 template <typename Change>
 Schedule change_ranks(const Schedule& schedule, Change change) {
   std::vector<Actions> ranks;
@@ -96,7 +97,8 @@ Schedule change_ranks(const Schedule& schedule, Change change) {
   return Schedule(std::move(ranks));
 }
 
-// The arithmetic of `schedule` that `keeps` is true of, in its order.
+// Returns the compute actions of `schedule` for which `keeps` is true, in the same order. Throws if
+// it has other actions.
 template <typename Keeps>
 Schedule keep_if(const Schedule& schedule, Keeps keeps) {
   if (schedule.has_communication()) {
@@ -143,7 +145,7 @@ Schedule add_unshards(const Schedule& schedule, int64_t max_unsharded) {
 Schedule merge_backwards(const Schedule& schedule) {
   check(schedule);
   const auto rank_of = schedule.rank_of();
-  // Whether another rank waits for the gradient that the first half gives.
+  // Whether the gradient that the first half computes is sent to another rank.
   const auto sends = [&](int32_t stage) {
     const auto at = static_cast<size_t>(stage);
     return stage > 0 && rank_of[at - 1] != rank_of[at];

@@ -9,17 +9,20 @@ namespace weft::strategy {
 
 namespace {
 
-[[noreturn]] void refuse(const std::string& text) { throw std::invalid_argument("tune: " + text); }
+[[noreturn]] void throw_invalid(const std::string& text) {
+  throw std::invalid_argument("tune: " + text);
+}
 
 void check_measurements(std::span<const int64_t> num_samples, std::span<const double> times) {
   if (num_samples.empty() || num_samples.size() != times.size()) {
-    refuse(std::to_string(times.size()) + " times of " + std::to_string(num_samples.size()) +
-           " sizes; pass one or more of each, as many times as sizes");
+    throw_invalid(std::to_string(times.size()) + " times of " + std::to_string(num_samples.size()) +
+                  " sizes; pass one or more of each, as many times as sizes");
   }
   for (size_t i = 0; i < times.size(); ++i) {
     if (num_samples[i] < 1 || !std::isfinite(times[i]) || times[i] < 0) {
-      refuse("a time of " + std::to_string(times[i]) + " for " + std::to_string(num_samples[i]) +
-             " samples; pass times from 0 on, for 1 sample or more");
+      throw_invalid("a time of " + std::to_string(times[i]) + " for " +
+                    std::to_string(num_samples[i]) +
+                    " samples; pass times from 0 on, for 1 sample or more");
     }
   }
 }
@@ -64,8 +67,8 @@ MeasuredTime::MeasuredTime(std::span<const int64_t> num_samples, std::span<const
   check_measurements(num_samples, times);
   for (size_t i = 0; i < times.size(); ++i) {
     if (i > 0 && num_samples[i] <= num_samples[i - 1]) {
-      refuse("measured " + std::to_string(num_samples[i]) + " samples after " +
-             std::to_string(num_samples[i - 1]) + "; pass sizes in ascending order");
+      throw_invalid("measured " + std::to_string(num_samples[i]) + " samples after " +
+                    std::to_string(num_samples[i - 1]) + "; pass sizes in ascending order");
     }
     points_.emplace_back(static_cast<double>(num_samples[i]), times[i]);
   }
@@ -85,7 +88,7 @@ double MeasuredTime::at(double num_samples) const {
   const auto [size, time] = *above;
   const auto [size_before, time_before] = *(above - 1);
   const double slope = (time - time_before) / (size - size_before);
-  // Noise may have the last two fall, which is not to go on.
+  // Noise may make the last slope negative, which must not be extrapolated.
   return num_samples > size ? time + std::max(slope, 0.0) * (num_samples - size)
                             : time_before + slope * (num_samples - size_before);
 }

@@ -25,7 +25,7 @@ Schedule::Schedule(std::vector<std::vector<Action>> ranks) : ranks_(std::move(ra
                                     "from 0");
       }
       const auto stage = static_cast<size_t>(action.stage);
-      // A number far too high would be answered with as much memory.
+      // Limited, as a far too high number would allocate as much memory.
       if (stage >= rank_of_.size() && stage < (size_t{1} << 24)) {
         rank_of_.resize(stage + 1, kNowhere);
       }

@@ -14,18 +14,18 @@ namespace weft::strategy {
 
 namespace {
 
-// One for all, one for each stage, or one for each stage's every micro-batch.
+// Costs for all stages, for each stage, or for each stage and micro-batch.
 class Costs {
  public:
   Costs(const Schedule& schedule, std::span<const StageCost> costs)
       : costs_(costs),
         num_stages_(static_cast<size_t>(schedule.num_stages())),
         num_micro_batches_(static_cast<size_t>(schedule.num_micro_batches())),
-        of_micro_batches_(costs.size() == num_stages_ * num_micro_batches_) {
+        is_per_micro_batch_(costs.size() == num_stages_ * num_micro_batches_) {
     if (num_stages_ == 0) {
       throw std::invalid_argument("simulate: the schedule has no actions; pass one that has");
     }
-    if (costs.size() != 1 && costs.size() != num_stages_ && !of_micro_batches_) {
+    if (costs.size() != 1 && costs.size() != num_stages_ && !is_per_micro_batch_) {
       throw std::invalid_argument(
           "simulate: " + std::to_string(costs.size()) + " costs for " +
           std::to_string(num_stages_) + " stages and " + std::to_string(num_micro_batches_) +
@@ -33,13 +33,13 @@ class Costs {
           "micro-batch");
     }
     for (size_t i = 0; i < costs.size(); ++i) {
-      check(costs[i], costs.size() == 1 ? 0 : of_micro_batches_ ? i / num_micro_batches_ : i);
+      check(costs[i], costs.size() == 1 ? 0 : is_per_micro_batch_ ? i / num_micro_batches_ : i);
     }
     check_sum();
   }
 
   [[nodiscard]] const StageCost& at(size_t stage, size_t micro_batch) const {
-    if (of_micro_batches_) {
+    if (is_per_micro_batch_) {
       return costs_[stage * num_micro_batches_ + micro_batch];
     }
     return costs_[costs_.size() == 1 ? 0 : stage];
@@ -80,7 +80,7 @@ class Costs {
   std::span<const StageCost> costs_;
   size_t num_stages_;
   size_t num_micro_batches_;
-  bool of_micro_batches_;
+  bool is_per_micro_batch_;
 };
 
 double duration(const Action& action, const StageCost& cost) {
@@ -102,7 +102,8 @@ bool ends_backward(ActionKind kind) {
   return kind == ActionKind::kBackward || kind == ActionKind::kBackwardWeight;
 }
 
-// Counts what is held, which the order of a rank's own list alone decides.
+// Counts the micro-batches and bytes that are held. Only the order of each rank's own list decides
+// these.
 class Holdings {
  public:
   Holdings(const Schedule& schedule, const Costs& costs, Simulation& result)
@@ -124,7 +125,7 @@ class Holdings {
       bytes_[rank] += costs_.at(action).activation_bytes;
       result_.peak_bytes[rank] = std::max(result_.peak_bytes[rank], bytes_[rank]);
     }
-    // Without backwards nothing is kept beyond the forward.
+    // Without backwards, nothing is kept after the forward.
     if (ends_backward(action.kind) || (!keeps_ && action.kind == ActionKind::kForward)) {
       --counts_[stage];
       bytes_[rank] -= costs_.at(action).activation_bytes;
@@ -139,7 +140,7 @@ class Holdings {
   bool keeps_ = true;
 };
 
-// The times at which results are on their consumers' ranks, by stage and micro-batch.
+// The times at which results arrive on their consumers' ranks, by stage and micro-batch.
 class Arrivals {
  public:
   explicit Arrivals(const Schedule& schedule)
@@ -148,7 +149,7 @@ class Arrivals {
         outputs_(static_cast<size_t>(schedule.num_stages()) * num_micro_batches_),
         gradients_(outputs_.size()) {}
 
-  // When the input of an action from another stage is there.
+  // Returns when an action's input from another stage arrives; 0 if it has none.
   [[nodiscard]] double input(const Action& action) const {
     const int64_t stage = action.stage;
     if (action.kind == ActionKind::kForward && stage > 0) {

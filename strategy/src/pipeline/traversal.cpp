@@ -121,19 +121,19 @@ bool Traversal::run(const Visit& visit) {
       [](size_t position, const auto& actions) { return position == actions.size(); });
 }
 
-std::string Traversal::stuck() const {
-  std::vector<std::string> places;
+std::string Traversal::describe_deadlock() const {
+  std::vector<std::string> blocked_ranks;
   for (size_t rank = 0; rank < positions_.size(); ++rank) {
     if (positions_[rank] < schedule_.ranks()[rank].size()) {
-      if (places.size() == 4) {
-        places.emplace_back("...");
+      if (blocked_ranks.size() == 4) {
+        blocked_ranks.emplace_back("...");
         break;
       }
-      places.push_back("rank " + std::to_string(rank) + " at " +
-                       strategy::to_string(schedule_.ranks()[rank][positions_[rank]]));
+      blocked_ranks.push_back("rank " + std::to_string(rank) + " at " +
+                              strategy::to_string(schedule_.ranks()[rank][positions_[rank]]));
     }
   }
-  return join(places, ", ");
+  return join(blocked_ranks, ", ");
 }
 
 }  // namespace weft::strategy::detail

@@ -14,7 +14,9 @@ namespace weft::strategy {
 
 namespace {
 
-[[noreturn]] void refuse(const std::string& text) { throw std::invalid_argument("tune: " + text); }
+[[noreturn]] void throw_invalid(const std::string& text) {
+  throw std::invalid_argument("tune: " + text);
+}
 
 // The cost of each stage and micro-batch, stage by stage.
 std::vector<StageCost> costs_of(std::span<const StageProfile> stages,
@@ -53,7 +55,7 @@ TunePoint point_of(const Schedule& schedule,
 }
 
 // Fastest first, those that do not fit last.
-auto order_of(const TunePoint& point) {
+auto ranking_key(const TunePoint& point) {
   return std::tuple(!point.fits, point.makespan, point.peak_bytes, point.micro_batch_sizes.size());
 }
 
@@ -68,7 +70,7 @@ std::vector<ScheduleKind> kinds_for(int64_t stages_per_rank) {
 }
 
 // Powers of two and the numbers half-way between them.
-std::vector<int64_t> usual_counts(int64_t most) {
+std::vector<int64_t> default_counts(int64_t most) {
   std::vector<int64_t> result;
   for (int64_t n = 1;; n *= 2) {
     result.push_back(n);
@@ -86,21 +88,22 @@ std::vector<int64_t> usual_counts(int64_t most) {
 std::vector<TunePoint> tune(std::span<const StageProfile> stages, const TuneOptions& options) {
   const auto num_stages = static_cast<int64_t>(stages.size());
   if (options.num_ranks < 1 || num_stages == 0 || num_stages % options.num_ranks != 0) {
-    refuse(std::to_string(num_stages) + " stages on " + std::to_string(options.num_ranks) +
-           " ranks; pass a multiple of the ranks, at least one stage for each");
+    throw_invalid(std::to_string(num_stages) + " stages on " + std::to_string(options.num_ranks) +
+                  " ranks; pass a multiple of the ranks, at least one stage for each");
   }
   if (options.batch_size < 1) {
-    refuse("batch_size is " + std::to_string(options.batch_size) + "; pass 1 or more");
+    throw_invalid("batch_size is " + std::to_string(options.batch_size) + "; pass 1 or more");
   }
   const int64_t stages_per_rank = num_stages / options.num_ranks;
   const auto kinds = options.kinds.empty() ? kinds_for(stages_per_rank) : options.kinds;
-  const auto counts = options.micro_batch_counts.empty() ? usual_counts(options.batch_size)
+  const auto counts = options.micro_batch_counts.empty() ? default_counts(options.batch_size)
                                                          : options.micro_batch_counts;
   std::vector<TunePoint> points;
   for (const int64_t count : counts) {
     if (count < 1 || count > options.batch_size) {
-      refuse(std::to_string(count) + " micro-batches of a batch of " +
-             std::to_string(options.batch_size) + "; pass 1 to as many as there are samples");
+      throw_invalid(std::to_string(count) + " micro-batches of a batch of " +
+                    std::to_string(options.batch_size) +
+                    "; pass 1 to as many as there are samples");
     }
     const auto even =
         deal_samples(options.batch_size, std::vector<double>(static_cast<size_t>(count), 1.0));
@@ -117,18 +120,18 @@ std::vector<TunePoint> tune(std::span<const StageProfile> stages, const TuneOpti
         return point_of(schedule, kind, stages, sizes, options.memory_limit);
       };
       points.push_back(at(even));
-      if (kind == ScheduleKind::kNaive) {  // one micro-batch at a time fills nothing
+      if (kind == ScheduleKind::kNaive) {  // does not overlap micro-batches: tapering gains nothing
         continue;
       }
       std::optional<TunePoint> best;
       for (const auto& sizes : tapered) {
         TunePoint point = at(sizes);
-        if (!best || order_of(point) < order_of(*best)) {
+        if (!best || ranking_key(point) < ranking_key(*best)) {
           best = std::move(point);
         }
       }
       const TunePoint& other = points.back();
-      // By more than rounding.
+      // Faster by more than rounding.
       if (best && std::tuple(!best->fits, best->makespan) <
                       std::tuple(!other.fits, other.makespan * (1 - 1e-6))) {
         points.push_back(*std::move(best));
@@ -136,7 +139,7 @@ std::vector<TunePoint> tune(std::span<const StageProfile> stages, const TuneOpti
     }
   }
   std::stable_sort(points.begin(), points.end(), [](const TunePoint& a, const TunePoint& b) {
-    return order_of(a) < order_of(b);
+    return ranking_key(a) < ranking_key(b);
   });
   return points;
 }

@@ -1,5 +1,5 @@
-// Every collective against what it should give, on 1 to 5 ranks of 1 to 3 hosts, from nothing to
-// many chunks.
+// Compares every collective with its expected result, on 1 to 5 ranks of 1 to 3 hosts, from empty
+// tensors to many chunks.
 #include "ranks.h"
 #include "values.h"
 
@@ -18,7 +18,7 @@ class Exchange : public ::testing::TestWithParam<std::tuple<std::string, int64_t
   int64_t size() const { return std::get<1>(GetParam()); }
   int root() const { return num_ranks() / 2; }
 
-  // Staging of a page or so: sizes above make many chunks.
+  // Small staging buffers, so that larger tensors take many chunks.
   static constexpr size_t kStagingLimit = size_t{128} * 1024;
   template <typename Body>
   void run(const Body& body) {
@@ -59,12 +59,14 @@ TEST_P(Exchange, Reduce) {
   });
 }
 
-TEST_P(Exchange, ReduceScatterOfUnevenShares) {
+TEST_P(Exchange, ReduceScatterOfUnevenSegments) {
   run([&](Group& group, int rank) {
-    std::vector<Values> shares;
+    std::vector<Values> segments;
     std::vector<Input> inputs;
-    for (int peer = 0; peer < num_ranks(); ++peer) shares.push_back(values_of(rank, size() + peer));
-    for (Values& share : shares) inputs.push_back(input(share));
+    for (int peer = 0; peer < num_ranks(); ++peer) {
+      segments.push_back(values_of(rank, size() + peer));
+    }
+    for (Values& segment : segments) inputs.push_back(input(segment));
     Values result(static_cast<size_t>(size() + rank));
     complete(group,
              reduce_scatter_call(DType::kFloat32, ReduceOp::kSum, inputs, output(result), rank));
@@ -72,24 +74,25 @@ TEST_P(Exchange, ReduceScatterOfUnevenShares) {
   });
 }
 
-// The largest first or in the middle, some empty, in turn with even ones: slots of other sizes.
-TEST_P(Exchange, ReduceScatterOfAnyShares) {
-  const auto share_of = [&](int peer, int round) -> int64_t {
+// The largest segment is the first or a middle one and some are empty; rounds with equal segments
+// in between change the slot size.
+TEST_P(Exchange, ReduceScatterOfAnySegments) {
+  const auto segment_size = [&](int peer, int round) -> int64_t {
     if (round == 1) return size();
     return peer == round / 2 ? 3 * size() + 1 : (peer % 2) * (peer + 7);
   };
   run([&](Group& group, int rank) {
     for (int round = 0; round < 4; ++round) {
-      std::vector<Values> shares;
+      std::vector<Values> segments;
       std::vector<Input> inputs;
       for (int peer = 0; peer < num_ranks(); ++peer) {
-        shares.push_back(values_of(rank, share_of(peer, round)));
+        segments.push_back(values_of(rank, segment_size(peer, round)));
       }
-      for (Values& share : shares) inputs.push_back(input(share));
-      Values result(static_cast<size_t>(share_of(rank, round)));
+      for (Values& segment : segments) inputs.push_back(input(segment));
+      Values result(static_cast<size_t>(segment_size(rank, round)));
       complete(group,
                reduce_scatter_call(DType::kFloat32, ReduceOp::kSum, inputs, output(result), rank));
-      EXPECT_EQ(result, sum_over(num_ranks(), share_of(rank, round))) << "round " << round;
+      EXPECT_EQ(result, sum_over(num_ranks(), segment_size(rank, round))) << "round " << round;
     }
   });
 }
@@ -142,25 +145,25 @@ TEST_P(Exchange, GatherAndScatter) {
 
 TEST_P(Exchange, AllToAllWithSplits) {
   run([&](Group& group, int rank) {
-    std::vector<Values> given;
-    std::vector<Values> taken;
+    std::vector<Values> sent;
+    std::vector<Values> received;
     std::vector<Input> inputs;
     std::vector<Output> outputs;
     for (int peer = 0; peer < num_ranks(); ++peer) {
-      given.push_back(values_of(10 * rank + peer, size() + 2 * rank + peer));
-      taken.emplace_back(static_cast<size_t>(size() + 2 * peer + rank));
+      sent.push_back(values_of(10 * rank + peer, size() + 2 * rank + peer));
+      received.emplace_back(static_cast<size_t>(size() + 2 * peer + rank));
     }
-    for (Values& each : given) inputs.push_back(input(each));
-    for (Values& each : taken) outputs.push_back(output(each));
+    for (Values& each : sent) inputs.push_back(input(each));
+    for (Values& each : received) outputs.push_back(output(each));
     complete(group, all_to_all_call(DType::kFloat32, inputs, outputs));
     for (int peer = 0; peer < num_ranks(); ++peer) {
-      EXPECT_EQ(taken[static_cast<size_t>(peer)],
+      EXPECT_EQ(received[static_cast<size_t>(peer)],
                 values_of(10 * peer + rank, size() + 2 * peer + rank));
     }
   });
 }
 
-TEST_P(Exchange, ManyAtOnceKeepTheirOrder) {
+TEST_P(Exchange, CollectivesInFlightKeepTheirOrder) {
   run([&](Group& group, int rank) {
     std::vector<Values> values(20, values_of(rank, size()));
     std::vector<OperationPtr> pending;
@@ -185,44 +188,44 @@ INSTANTIATE_TEST_SUITE_P(
         ::testing::Values("a", "aa", "aaa", "aaaa", "aaaaa", "ab", "abc", "aab", "abab", "abbca"),
         ::testing::Values(0, 1, 7, 4096, 50001)));
 
-// Sums what a rank has built in the group's own memory; 50001 floats are more than that holds.
-TEST_P(Exchange, AllReduceOfLentScratch) {
+// The input is built in staging memory acquired from the group; 50001 floats do not fit there.
+TEST_P(Exchange, AllReduceFromScratch) {
   run([&](Group& group, int rank) {
-    int num_lent = 0;
+    int num_acquired = 0;
     for (int repeat = 0; repeat < 5; ++repeat) {
       const Values values = values_of(rank, size());
       Values result(values.size());
-      std::byte* const lent = group.lend_scratch(values.size() * sizeof(float));
-      num_lent += lent != nullptr ? 1 : 0;
-      if (lent == nullptr) {
+      std::byte* const scratch = group.acquire_scratch(values.size() * sizeof(float));
+      num_acquired += scratch != nullptr ? 1 : 0;
+      if (scratch == nullptr) {
         result = values;
         complete(group,
                  all_reduce_call(
                      {DType::kFloat32, {size()}}, ReduceOp::kSum, input(result), output(result)));
       } else {
-        EXPECT_EQ(group.lend_scratch(1), nullptr) << "twice";
+        EXPECT_EQ(group.acquire_scratch(1), nullptr) << "twice";
         if (repeat == 3) {
-          group.give_back_scratch();
+          group.release_scratch();
           continue;
         }
-        std::ranges::copy(values, reinterpret_cast<float*>(lent));
+        std::ranges::copy(values, reinterpret_cast<float*>(scratch));
         const auto operation = group.make(all_reduce_call(
-            {DType::kFloat32, {size()}}, ReduceOp::kSum, {lent, size()}, output(result)));
-        group.submit_lent(operation);
+            {DType::kFloat32, {size()}}, ReduceOp::kSum, {scratch, size()}, output(result)));
+        group.submit_scratch(operation);
         group.wait(*operation, milliseconds(0));
       }
       EXPECT_EQ(result, sum_over(num_ranks(), size()));
     }
     const bool is_one_host = hosts().find_first_not_of('a') == std::string::npos;
     const size_t staging_bytes = SharedSizes::within(num_ranks(), kStagingLimit).staging_bytes;
-    const bool is_lent =
+    const bool is_acquired =
         is_one_host && static_cast<size_t>(size()) * sizeof(float) <= staging_bytes;
-    EXPECT_EQ(num_lent, is_lent ? 5 : 0);
+    EXPECT_EQ(num_acquired, is_acquired ? 5 : 0);
     complete(group, barrier_call());
   });
 }
 
-// Results that are written past the caches, from places and to places off the lines of those.
+// Results large enough for streaming stores, with sources and targets not aligned to cache lines.
 TEST(StreamedResults, AreTheSame) {
   constexpr size_t kSize = 700001;
   run_threads(3, [](Engine& engine, int rank) {
@@ -232,11 +235,11 @@ TEST(StreamedResults, AreTheSame) {
     const auto element = [](int source, size_t i) {
       return static_cast<float>((static_cast<size_t>(source) + 1) * (i % 97));
     };
-    Values whole(3 * kSize);
+    Values full(3 * kSize);
     std::vector<Input> inputs;
-    for (size_t part = 0; part < 3; ++part) {
-      float* const data = whole.data() + part * kSize + 1;
-      for (size_t i = 0; i < kSize - 1; ++i) data[i] = element(rank, i + part);
+    for (size_t segment = 0; segment < 3; ++segment) {
+      float* const data = full.data() + segment * kSize + 1;
+      for (size_t i = 0; i < kSize - 1; ++i) data[i] = element(rank, i + segment);
       inputs.push_back({as_bytes(data), kElements});
     }
     Values result(kSize);
@@ -268,7 +271,7 @@ TEST(StreamedResults, AreTheSame) {
 class ExchangeTest : public ::testing::TestWithParam<std::string> {};
 INSTANTIATE_TEST_SUITE_P(Hosts, ExchangeTest, ::testing::Values("aa", "ab"));
 
-TEST_P(ExchangeTest, WhatNobodyWaitsForIsDoneInTheBackground) {
+TEST_P(ExchangeTest, AnOperationCompletesInTheBackgroundWithoutAWait) {
   run_on_hosts(GetParam(), [](Group& group, int rank) {
     Values values = values_of(rank, 100000);
     const auto pending = group.make(all_reduce_call(
@@ -285,7 +288,7 @@ TEST_P(ExchangeTest, WhatNobodyWaitsForIsDoneInTheBackground) {
   });
 }
 
-TEST_P(ExchangeTest, WhatIsCalledAtTheEndMayWaitForMore) {
+TEST_P(ExchangeTest, OnDoneMayRunAnotherCollective) {
   run_on_hosts(GetParam(), [](Group& group, int rank) {
     Values first = values_of(rank, 10);
     Values second = values_of(rank, 10);
@@ -302,28 +305,28 @@ TEST_P(ExchangeTest, WhatIsCalledAtTheEndMayWaitForMore) {
   });
 }
 
-TEST(LentScratch, OthersWaitUntilItsOperationHasBegun) {
+TEST(Scratch, OtherCollectivesWaitUntilItIsSubmittedOrReleased) {
   run_threads(2, [](Engine& engine, int rank) {
-    for (const bool gives_back : {false, true}) {
+    for (const bool releases : {false, true}) {
       Values first = values_of(rank, 5000);
       Values second = values_of(rank + 1, 5000);
       Values result(5000);
-      std::byte* const lent = engine.lend_scratch(5000 * sizeof(float));
-      ASSERT_NE(lent, nullptr);
-      // Another thread of this rank asks for something meanwhile, and waits for it.
+      std::byte* const scratch = engine.acquire_scratch(5000 * sizeof(float));
+      ASSERT_NE(scratch, nullptr);
+      // Another thread of this rank submits a collective in the meantime and waits for it.
       std::thread other([&] {
         complete(engine,
                  all_reduce_call(
                      {DType::kFloat32, {5000}}, ReduceOp::kSum, input(second), output(second)));
       });
       std::this_thread::sleep_for(milliseconds(20));
-      std::memcpy(lent, first.data(), 5000 * sizeof(float));
-      if (gives_back) {
-        engine.give_back_scratch();
+      std::memcpy(scratch, first.data(), 5000 * sizeof(float));
+      if (releases) {
+        engine.release_scratch();
       } else {
         const auto operation = engine.make(all_reduce_call(
-            {DType::kFloat32, {5000}}, ReduceOp::kSum, {lent, 5000}, output(result)));
-        engine.submit_lent(operation);
+            {DType::kFloat32, {5000}}, ReduceOp::kSum, {scratch, 5000}, output(result)));
+        engine.submit_scratch(operation);
         engine.wait(*operation, milliseconds(0));
         EXPECT_FALSE(operation->error());
         EXPECT_EQ(result, sum_over(2, 5000));

@@ -1,4 +1,4 @@
-// Calls that do not belong together, ranks that come late or leave: what every rank gets to read.
+// The errors that every rank gets when calls do not match, or when ranks are late or leave.
 #include "ranks.h"
 #include "reductions.h"
 
@@ -13,19 +13,20 @@ using ::testing::HasSubstr;
 using Values = std::vector<float>;
 using MakeCall = std::function<CollectiveCall(int rank, Values& values)>;
 
-// What each rank reads when it makes its call; all must be of class Error and the same text.
+// Returns the text of the errors that the ranks' calls throw. All must be of class Error and have
+// the same text.
 template <typename Error>
 std::string common_text(int num_ranks, const MakeCall& make_call) {
   std::mutex mutex;
   std::vector<std::string> texts;
   run_threads(num_ranks, [&](Engine& engine, int rank) {
     Values values(256, 1.F);
-    std::string text = text_of<Error>([&] { complete(engine, make_call(rank, values)); });
+    std::string text = error_text<Error>([&] { complete(engine, make_call(rank, values)); });
     {
       const std::lock_guard lock(mutex);
       texts.push_back(text);
     }
-    EXPECT_EQ(text_of<Error>([&] { complete(engine, barrier_call()); }), text)
+    EXPECT_EQ(error_text<Error>([&] { complete(engine, barrier_call()); }), text)
         << "the group stays failed";
   });
   for (const std::string& text : texts) EXPECT_EQ(text, texts.front());
@@ -75,9 +76,9 @@ TEST(Mismatch, Root) {
   EXPECT_THAT(text, HasSubstr("root 1"));
 }
 
-TEST(Mismatch, WhatAnotherExpects) {
+TEST(Mismatch, ReceiveCounts) {
   const auto text = common_text<CollectiveMismatchError>(2, [](int rank, Values& values) {
-    // Rank 1 gives 6 elements where rank 0 has place for 4.
+    // Rank 1 sends 6 elements, but rank 0 receives 4.
     const int64_t own = rank == 0 ? 4 : 6;
     return all_gather_call(DType::kFloat32,
                            {bytes(values), own},
@@ -87,7 +88,7 @@ TEST(Mismatch, WhatAnotherExpects) {
 }
 
 TEST(Mismatch, TensorsOfACoalescedCall) {
-  // Two of three on rank 1, and then something of the same shape.
+  // Tensor 3 of a coalesced call on rank 0 meets a single call of the same shape on rank 1.
   const auto text = common_text<CollectiveMismatchError>(2, [](int rank, Values& values) {
     CollectiveCall call = sum({4}, DType::kFloat32, values);
     call.head.position = rank == 0 ? 2 : 0;
@@ -124,8 +125,8 @@ TEST(Mismatch, DTypeOfAMessage) {
     const auto direction = rank == 0 ? Message::Direction::kSend : Message::Direction::kReceive;
     const auto call = std::make_shared<Message>(
         direction, 1 - rank, 0, rank == 0 ? DType::kFloat32 : DType::kInt32, 4, bytes(values));
-    // A small one is sent before it is looked at.
-    const auto text = text_of<CollectiveMismatchError>([&] {
+    // A small message is sent before the receiver checks it.
+    const auto text = error_text<CollectiveMismatchError>([&] {
       complete(engine, call);
       complete(engine, barrier_call());
     });
@@ -140,14 +141,14 @@ TEST(Mismatch, SizeOfAMessage) {
     const auto direction = rank == 0 ? Message::Direction::kSend : Message::Direction::kReceive;
     const auto call = std::make_shared<Message>(
         direction, 1 - rank, 0, DType::kFloat32, rank == 0 ? 100000 : 4, bytes(values));
-    const auto text = text_of<CollectiveMismatchError>([&] { complete(engine, call); });
+    const auto text = error_text<CollectiveMismatchError>([&] { complete(engine, call); });
     EXPECT_THAT(text,
                 HasSubstr("rank 0 sent float32 100000 elements with tag 0 where rank 1 called "
                           "recv(float32 4 elements from rank 0, tag 0)"));
   });
 }
 
-TEST(Late, TheErrorTellsWhoCameAndWhoDidNot) {
+TEST(Timeout, TheErrorListsArrivedAndMissingRanks) {
   std::atomic<bool> is_over{false};
   run_threads(
       3,
@@ -155,10 +156,11 @@ TEST(Late, TheErrorTellsWhoCameAndWhoDidNot) {
         Values values(4);
         if (rank == 2) {
           while (!is_over) std::this_thread::sleep_for(milliseconds(1));
-          EXPECT_NE(text_of<CollectiveTimeoutError>([&] { complete(engine, barrier_call()); }), "");
+          EXPECT_NE(error_text<CollectiveTimeoutError>([&] { complete(engine, barrier_call()); }),
+                    "");
           return;
         }
-        const auto text = text_of<CollectiveTimeoutError>(
+        const auto text = error_text<CollectiveTimeoutError>(
             [&] { complete(engine, sum({4}, DType::kFloat32, values)); });
         EXPECT_THAT(text, HasSubstr("all_reduce(sum, float32 [4]) of group 'test' timed out"));
         EXPECT_THAT(text, HasSubstr("not arrived rank 2"));
@@ -167,8 +169,9 @@ TEST(Late, TheErrorTellsWhoCameAndWhoDidNot) {
       group_of(1, 0, milliseconds(300)));
 }
 
-// One that waits behind another has its own time, whichever thread drives.
-TEST(Late, EveryWaitHasItsOwnTimeout) {
+// An operation that is queued behind another has its own timeout, whichever thread drives the
+// group.
+TEST(Timeout, EveryWaitHasItsOwnTimeout) {
   for (const bool is_driven_elsewhere : {false, true}) {
     std::atomic<bool> is_over{false};
     run_threads(2, [&](Engine& engine, int rank) {
@@ -186,7 +189,7 @@ TEST(Late, EveryWaitHasItsOwnTimeout) {
         driver = std::thread([&] { engine.wait(*first, milliseconds(0)); });
         std::this_thread::sleep_for(milliseconds(50));
       }
-      const auto text = text_of<CollectiveTimeoutError>([&] {
+      const auto text = error_text<CollectiveTimeoutError>([&] {
         engine.wait(*second, milliseconds(200));
         std::rethrow_exception(second->error());
       });
@@ -201,8 +204,8 @@ TEST(Late, EveryWaitHasItsOwnTimeout) {
   }
 }
 
-// A rank that waits offers its processor to others, who may keep it for a time slice each time.
-TEST(Late, ABusyMachineDoesNotPutOffTheTimeout) {
+// A waiting rank yields its processor; another thread may then keep it for a full time slice.
+TEST(Timeout, ABusyMachineDoesNotDelayTheTimeout) {
   std::atomic<bool> is_over{false};
   std::vector<std::thread> busy;
   for (unsigned i = 0; i < 2 * std::thread::hardware_concurrency(); ++i) {
@@ -219,7 +222,8 @@ TEST(Late, ABusyMachineDoesNotPutOffTheTimeout) {
                std::chrono::steady_clock::now() - start < milliseconds(1000)) {
           std::this_thread::sleep_for(milliseconds(1));
         }
-        EXPECT_NE(text_of<CollectiveTimeoutError>([&] { complete(engine, barrier_call()); }), "");
+        EXPECT_NE(error_text<CollectiveTimeoutError>([&] { complete(engine, barrier_call()); }),
+                  "");
         ++num_seen;
       },
       group_of(1, 0, milliseconds(100)));
@@ -227,25 +231,25 @@ TEST(Late, ABusyMachineDoesNotPutOffTheTimeout) {
   for (std::thread& thread : busy) thread.join();
 }
 
-TEST(Late, ARankThatNeverJoinsIsNamed) {
+TEST(Timeout, ARankThatNeverJoinsIsNamed) {
   MemoryStore store;
   GroupOptions options = group_of(2, 0, milliseconds(200));
-  EXPECT_THAT(text_of<CollectiveTimeoutError>([&] { join_group(store.view(), options, {}); }),
+  EXPECT_THAT(error_text<CollectiveTimeoutError>([&] { join_group(store.view(), options, {}); }),
               HasSubstr("rank 1 did not join group 'test' within 0.2 s"));
 }
 
-TEST(Leave, WhoStillNeedsTheRankIsTold) {
+TEST(Leave, PeersThatNeedTheRankRaisePeerLostError) {
   run_threads(2, [](Engine& engine, int rank) {
     complete(engine, barrier_call());
     if (rank == 1) return;  // leaves
-    const auto text = text_of<PeerLostError>([&] { complete(engine, barrier_call()); });
+    const auto text = error_text<PeerLostError>([&] { complete(engine, barrier_call()); });
     EXPECT_THAT(text, HasSubstr("rank 1"));
     EXPECT_THAT(text, HasSubstr("left the group"));
   });
 }
 
-// Workers go when their work is done; who asks any of them goes on while one is there.
-TEST(Leave, AReceiveFromAnyRankNeedsOneOfThem) {
+// Ranks may leave when they are done; a receive from any source works as long as one peer is left.
+TEST(Leave, AReceiveFromAnySourceNeedsOneRemainingPeer) {
   std::atomic<int> num_received{0};
   run_threads(3, [&](Engine& engine, int rank) {
     Values values(100, static_cast<float>(rank));
@@ -258,7 +262,7 @@ TEST(Leave, AReceiveFromAnyRankNeedsOneOfThem) {
     };
     if (rank != 0) {
       while (rank == 2 && num_received < 1) std::this_thread::sleep_for(milliseconds(1));
-      if (rank == 2) std::this_thread::sleep_for(milliseconds(200));  // rank 1 has left long since
+      if (rank == 2) std::this_thread::sleep_for(milliseconds(200));  // until rank 1 has left
       const auto send = std::make_shared<Message>(
           Message::Direction::kSend, 0, 0, DType::kFloat32, 100, bytes(values));
       return complete(engine, send);
@@ -266,7 +270,7 @@ TEST(Leave, AReceiveFromAnyRankNeedsOneOfThem) {
     EXPECT_EQ(receive(), 1);
     EXPECT_EQ(receive(), 2);
     EXPECT_EQ(values.front(), 2.F);
-    EXPECT_THAT(text_of<PeerLostError>(receive), HasSubstr("left the group"));
+    EXPECT_THAT(error_text<PeerLostError>(receive), HasSubstr("left the group"));
   });
 }
 
@@ -278,12 +282,12 @@ TEST(Leave, PendingOperationsFail) {
           Message::Direction::kReceive, 1, 0, DType::kFloat32, 4, bytes(values));
       engine.submit(pending, true);
       engine.leave();
-      EXPECT_NE(text_of<GroupAbortedError>([&] {
+      EXPECT_NE(error_text<GroupAbortedError>([&] {
                   engine.wait(*pending, milliseconds(0));
                   std::rethrow_exception(pending->error());
                 }),
                 "");
-      EXPECT_THAT(text_of<GroupAbortedError>([&] { complete(engine, barrier_call()); }),
+      EXPECT_THAT(error_text<GroupAbortedError>([&] { complete(engine, barrier_call()); }),
                   HasSubstr("which this rank has left"));
     }
   });
@@ -292,7 +296,7 @@ TEST(Leave, PendingOperationsFail) {
 TEST(Abort, ReachesAllRanks) {
   run_threads(3, [](Engine& engine, int rank) {
     if (rank == 0) engine.abort("enough");
-    EXPECT_THAT(text_of<GroupAbortedError>([&] { complete(engine, barrier_call()); }),
+    EXPECT_THAT(error_text<GroupAbortedError>([&] { complete(engine, barrier_call()); }),
                 HasSubstr("rank 0 aborted group 'test': enough"));
   });
 }

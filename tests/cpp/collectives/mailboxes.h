@@ -1,4 +1,4 @@
-// A transport between threads: what a test of several hosts needs of a network.
+// A transport between threads, which stands for the network in multi-host tests.
 #pragma once
 
 #include "messages.h"
@@ -15,19 +15,19 @@
 
 namespace weft::collectives::testing {
 
-// All letters in flight between the ranks of a group.
+// All messages in flight between the ranks of a group.
 class Mailboxes {
  public:
-  struct Letter {
+  struct Envelope {
     int from;
     int to;
     int tag;
-    std::vector<std::byte> text;
+    std::vector<std::byte> data;
   };
 
   std::mutex mutex;
   std::condition_variable changed;
-  std::list<Letter> letters;
+  std::list<Envelope> envelopes;
   std::set<int> closed;  // ranks that send no more
 };
 
@@ -45,7 +45,7 @@ class MailboxTransport final : public Transport {
                                  const std::byte* data,
                                  size_t num_bytes) override {
     const std::lock_guard lock(mailboxes_.mutex);
-    mailboxes_.letters.push_back({rank_, peer, tag, {data, data + num_bytes}});
+    mailboxes_.envelopes.push_back({rank_, peer, tag, {data, data + num_bytes}});
     mailboxes_.changed.notify_all();
     return std::make_unique<Sent>();
   }
@@ -70,30 +70,31 @@ class MailboxTransport final : public Transport {
     int source() const override { return -1; }
   };
 
-  // NOTE: matched when waited for: the tests wait for receives of one tag in their order.
+  // NOTE: Matched in wait(), so tests must wait for receives of one tag in the order of posting.
   class Received final : public Transfer {
    public:
     Received(Mailboxes& mailboxes, const Place& place) : mailboxes_(mailboxes), place_(place) {}
 
     void wait(std::chrono::milliseconds timeout) override {
       std::unique_lock lock(mailboxes_.mutex);
-      auto found = mailboxes_.letters.end();
-      const bool came = mailboxes_.changed.wait_for(lock, timeout, [&] {
-        found = std::ranges::find_if(mailboxes_.letters, [&](const Mailboxes::Letter& letter) {
-          return letter.to == place_.to && letter.tag == place_.tag &&
-                 (place_.from == kAnySource || place_.from == letter.from);
-        });
-        return is_given_up_ || found != mailboxes_.letters.end() ||
+      auto found = mailboxes_.envelopes.end();
+      const bool is_ready = mailboxes_.changed.wait_for(lock, timeout, [&] {
+        found =
+            std::ranges::find_if(mailboxes_.envelopes, [&](const Mailboxes::Envelope& envelope) {
+              return envelope.to == place_.to && envelope.tag == place_.tag &&
+                     (place_.from == kAnySource || place_.from == envelope.from);
+            });
+        return is_given_up_ || found != mailboxes_.envelopes.end() ||
                mailboxes_.closed.contains(place_.from);
       });
-      if (!came || is_given_up_ || found == mailboxes_.letters.end()) {
+      if (!is_ready || is_given_up_ || found == mailboxes_.envelopes.end()) {
         throw std::runtime_error("no letter");
       }
-      if (found->text.size() != place_.num_bytes)
+      if (found->data.size() != place_.num_bytes)
         throw std::runtime_error("a letter of another size");
-      std::ranges::copy(found->text, place_.data);
+      std::ranges::copy(found->data, place_.data);
       source_ = found->from;
-      mailboxes_.letters.erase(found);
+      mailboxes_.envelopes.erase(found);
     }
     void give_up() override {
       const std::lock_guard lock(mailboxes_.mutex);

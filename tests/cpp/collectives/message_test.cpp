@@ -1,4 +1,4 @@
-// Point-to-point messages: any order, any size, both ways at once.
+// Point-to-point messages in any order, of any size, in both directions at once.
 #include "ranks.h"
 
 #include <algorithm>
@@ -45,7 +45,7 @@ TEST_P(MessageSizes, BothWaysAtOnceWithoutDeadlock) {
   });
 }
 
-TEST_P(MessageSizes, ReceivedInTheOtherOrder) {
+TEST_P(MessageSizes, ReceivedInReverseOrder) {
   run_on_hosts(hosts(), [&](Group& group, int rank) {
     std::vector<Ints> values;
     for (int tag = 0; tag < 5; ++tag) {
@@ -94,7 +94,7 @@ TEST_P(MessageTest, OneTagKeepsItsOrder) {
   });
 }
 
-TEST_P(MessageTest, FromAnyRankTellsWhich) {
+TEST_P(MessageTest, AReceiveFromAnySourceReturnsItsSource) {
   run_on_hosts(first(4), [](Group& group, int rank) {
     if (rank == 0) {
       std::vector<int> sources;
@@ -115,8 +115,8 @@ TEST_P(MessageTest, FromAnyRankTellsWhich) {
   });
 }
 
-// A collective that comes between does not hold up a message that the other side needs first.
-TEST_P(MessageTest, ASendGoesOnWhileItsRankWaitsInACollective) {
+// A collective in between does not block a message that the peer needs first.
+TEST_P(MessageTest, ASendProgressesWhileItsRankWaitsInACollective) {
   run_on_hosts(first(2), [](Group& group, int rank) {
     Ints values = rank == 0 ? pattern(5, 500000) : Ints(500000);
     if (rank == 0) {

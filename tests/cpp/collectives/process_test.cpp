@@ -1,4 +1,4 @@
-// Ranks that are processes: one is killed, one is forked from another; nothing stays behind.
+// Ranks that are processes: one is killed, one forks; no resources are left behind.
 #include "ranks.h"
 #include "reductions.h"
 
@@ -18,11 +18,11 @@ namespace fs = std::filesystem;
 using ::testing::HasSubstr;
 using Clock = std::chrono::steady_clock;
 
-// A store of files, which appear whole.
+// A store with a file per key, written atomically.
 class FolderStore {
  public:
   FolderStore() {
-    // mkdtemp wants these six letters and replaces them.
+    // mkdtemp requires these six letters and replaces them.
     std::string name = (fs::temp_directory_path() / "weft-store-XXXXXX").string();
     folder_ = mkdtemp(name.data());
   }
@@ -58,7 +58,8 @@ class FolderStore {
   fs::path folder_;
 };
 
-// Forks a process per rank, which ends with what `body(engine, rank)` returns; gives their pids.
+// Forks a process per rank, whose exit status is the result of `body(engine, rank)`. Returns the
+// pids.
 template <typename Body>
 std::vector<pid_t> fork_ranks(int num_ranks, const FolderStore& store, const Body& body) {
   std::vector<pid_t> pids;
@@ -99,13 +100,13 @@ TEST(Processes, ReduceOverSharedMemory) {
   store.remove();
 }
 
-TEST(Processes, TheEndOfARankIsNoticedAndNamed) {
+TEST(Processes, TheEndOfARankIsDetectedAndNamed) {
   for (int victim = 0; victim < 3; ++victim) {
     const FolderStore store;
     const auto pids = fork_ranks(3, store, [&](Engine& engine, int rank) {
       complete(engine, barrier_call());
       if (rank == victim) {
-        // It dies in the collective: all but rank (victim + 1) % 3 wait in it.
+        // Killed in the barrier, where all but rank (victim + 1) % 3 wait.
         std::thread([] {
           std::this_thread::sleep_for(milliseconds(50));
           kill(getpid(), SIGKILL);
@@ -113,7 +114,7 @@ TEST(Processes, TheEndOfARankIsNoticedAndNamed) {
       }
       if (rank == (victim + 1) % 3) std::this_thread::sleep_for(milliseconds(400));
       const auto start = Clock::now();
-      const auto text = text_of<PeerLostError>([&] { complete(engine, barrier_call()); });
+      const auto text = error_text<PeerLostError>([&] { complete(engine, barrier_call()); });
       const auto waited = std::chrono::duration_cast<milliseconds>(Clock::now() - start);
       const bool is_named =
           text.find("rank " + std::to_string(victim) + " (pid ") != std::string::npos;
@@ -127,7 +128,7 @@ TEST(Processes, TheEndOfARankIsNoticedAndNamed) {
   }
 }
 
-TEST(Processes, TheEndOfARankIsNamedWhileAllMoveMuch) {
+TEST(Processes, TheEndOfARankIsNamedDuringLargeCollectives) {
   constexpr int64_t kSize = 3000000;
   for (int victim = 0; victim < 3; ++victim) {
     const FolderStore store;
@@ -145,7 +146,7 @@ TEST(Processes, TheEndOfARankIsNamedWhileAllMoveMuch) {
           kill(getpid(), SIGKILL);
         }).detach();
       }
-      const auto text = text_of<PeerLostError>([&] {
+      const auto text = error_text<PeerLostError>([&] {
         for (;;) reduce();
       });
       const bool is_named =
@@ -160,14 +161,14 @@ TEST(Processes, TheEndOfARankIsNamedWhileAllMoveMuch) {
   }
 }
 
-TEST(Processes, AForkedChildIsRefusedAndHarmsNothing) {
+TEST(Processes, AForkedChildGetsAnErrorAndHarmsNothing) {
   const FolderStore store;
   const auto pids = fork_ranks(2, store, [](Engine& engine, int rank) {
     complete(engine, barrier_call());
     if (rank == 0) {
       const pid_t child = fork();
       if (child == 0) {
-        const auto text = text_of<std::runtime_error>([&] { complete(engine, barrier_call()); });
+        const auto text = error_text<std::runtime_error>([&] { complete(engine, barrier_call()); });
         _exit(text.find("in a process forked after the group was made") == std::string::npos);
       }
       if (exit_status(child) != 0) return 1;

@@ -1,10 +1,10 @@
-// Ranks of one group of the torch-free core: threads that share one mapping, or forked processes.
+// Runs the ranks of one group of the torch-free core as threads that share one mapping.
 #pragma once
 
 #include "engine.h"
-#include "hosts_group.h"
 #include "mailboxes.h"
 #include "messages.h"
+#include "multi_host_group.h"
 
 #include <gtest/gtest.h>
 
@@ -66,8 +66,8 @@ inline GroupOptions group_of(int size, int rank, milliseconds timeout = millisec
   return options;
 }
 
-// Runs `body(group, rank)` on a thread per rank, with what `make_group(store, options)` points to;
-// an exception on any fails the test.
+// Runs `body(group, rank)` on a thread per rank, with the group that `make_group(store, options)`
+// returns a pointer to. An exception on any thread fails the test.
 template <typename MakeGroup, typename Body>
 void run_groups(int num_ranks,
                 const MakeGroup& make_group,
@@ -91,7 +91,7 @@ void run_groups(int num_ranks,
   for (std::thread& thread : threads) thread.join();
 }
 
-// `body(engine, rank)` for ranks on one host.
+// Runs `body(engine, rank)` for ranks on one host.
 template <typename Body>
 void run_threads(int num_ranks, const Body& body, const GroupOptions& like = group_of(1, 0)) {
   run_groups(
@@ -101,8 +101,8 @@ void run_threads(int num_ranks, const Body& body, const GroupOptions& like = gro
       like);
 }
 
-// The same for ranks on several hosts, which are told by a letter for each rank: "aab". One letter
-// for all is one host.
+// Runs `body(group, rank)` for ranks on several hosts, given as a letter for each rank: "aab". If
+// all letters are equal, the ranks are on one host.
 template <typename Body>
 void run_on_hosts(const std::string& hosts,
                   const Body& body,
@@ -117,7 +117,7 @@ void run_on_hosts(const std::string& hosts,
   run_groups(
       num_ranks,
       [&](const Store& store, const GroupOptions& options) {
-        return std::make_unique<HostsGroup>(
+        return std::make_unique<MultiHostGroup>(
             store, options, identities, [&, rank = options.rank](const std::string& /*name*/) {
               return std::make_unique<MailboxTransport>(mailboxes, rank);
             });
@@ -126,7 +126,7 @@ void run_on_hosts(const std::string& hosts,
       like);
 }
 
-// Submits, waits, throws what it failed with.
+// Submits an operation, waits for it, and throws its error if it failed.
 inline void complete(Group& group, const OperationPtr& operation, bool in_background = false) {
   group.submit(operation, in_background);
   group.wait(*operation, milliseconds(0));
@@ -136,9 +136,9 @@ inline void complete(Group& group, CollectiveCall call, bool in_background = fal
   complete(group, group.make(std::move(call)), in_background);
 }
 
-// What `body` throws, as text; empty if it throws nothing of this class.
+// Returns the text of the Error that `body` throws; empty if it throws nothing.
 template <typename Error, typename Body>
-std::string text_of(const Body& body) {
+std::string error_text(const Body& body) {
   try {
     body();
   } catch (const Error& error) {

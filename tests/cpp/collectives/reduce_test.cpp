@@ -1,4 +1,4 @@
-// Reductions in double precision (or 64-bit integers) against every instruction set that runs here.
+// Compares the reductions of every supported instruction set with references in double precision.
 #include "reduce.h"
 
 #include <weft/kernels/half_types.h>
@@ -92,7 +92,7 @@ std::vector<std::pair<detail::ReduceLoops, bool>> every_way() {
   return ways;
 }
 
-// Values of 0 to 4: products of three and sums fit every type, and halves hold them exactly.
+// Values of 0 to 4: products of three and sums fit every type, and are exact in half types.
 template <typename T>
 void check(DType dtype) {
   std::mt19937 random(17);
@@ -112,7 +112,7 @@ void check(DType dtype) {
           auto copies = sources;
           std::vector<const std::byte*> data;
           for (auto& source : copies) data.push_back(reinterpret_cast<std::byte*>(source.data()));
-          // Into the last source: as a rank in place does.
+          // Into the last source, as a rank does in place.
           auto& out = copies.back();
           loops({op,
                  dtype,
@@ -155,8 +155,8 @@ TEST(Reduce, EveryTypeAndOperation) {
   check<double>(DType::kFloat64);
 }
 
-// Every number of sources and of elements around whole blocks and cache lines, also past the
-// caches, off the lines of those.
+// Every number of sources, and sizes around full blocks and cache lines, with and without streaming
+// stores and alignment to cache lines.
 TEST(Reduce, EveryLength) {
   for (const detail::ReduceLoops loops : detail::supported_reduce_loops()) {
     for (const size_t num_sources : {1, 2, 3, 5, 8}) {
@@ -194,7 +194,7 @@ TEST(Reduce, EveryLength) {
   }
 }
 
-// (((a + b) + c) + d), to the bit, on every instruction set: what makes all ranks agree.
+// Bitwise (((a + b) + c) + d) with every instruction set, so that all ranks get the same result.
 TEST(Reduce, KeepsTheOrder) {
   std::mt19937 random(3);
   std::uniform_real_distribution<float> uniform(-1e6F, 1e6F);
@@ -220,7 +220,7 @@ TEST(Reduce, KeepsTheOrder) {
   }
 }
 
-// Results that are not even where their own type would be.
+// Results at addresses that are not aligned even to their own type.
 TEST(Reduce, OddAddresses) {
   constexpr size_t kSize = 1000;
   std::vector<BFloat16> ones(kSize, BFloat16{0x3F80});
@@ -239,7 +239,7 @@ TEST(Reduce, OddAddresses) {
   }
 }
 
-// In place, as a rank of an all-reduce does.
+// In place, as in an all-reduce.
 TEST(Reduce, TheResultMayBeASource) {
   constexpr size_t kSize = 1001;
   for (const auto loops : detail::supported_reduce_loops()) {
@@ -277,7 +277,7 @@ TEST(Reduce, IntegersWrap) {
   EXPECT_EQ(out, std::numeric_limits<int32_t>::min());
 }
 
-TEST(Reduce, NaNStaysWhicheverSideBringsIt) {
+TEST(Reduce, NaNPropagatesFromEitherSide) {
   const float nan = std::numeric_limits<float>::quiet_NaN();
   for (const bool nan_first : {true, false}) {
     std::array<float, 2> values{nan_first ? nan : 1.F, nan_first ? 1.F : nan};
@@ -307,7 +307,7 @@ TEST(Reduce, BoolIsLogic) {
   EXPECT_EQ(result(ReduceOp::kBxor), 1);
 }
 
-TEST(Reduce, WhatHasNoMeaningIsNotReduced) {
+TEST(Reduce, UndefinedReductionsAreNotSupported) {
   EXPECT_FALSE(can_reduce(ReduceOp::kBand, DType::kFloat32));
   EXPECT_FALSE(can_reduce(ReduceOp::kAvg, DType::kBool));
   EXPECT_FALSE(can_reduce(ReduceOp::kSum, DType::kFloat8E4M3FN));

@@ -1,7 +1,7 @@
-// How a group is made, and what all its ranks read where it cannot be.
+// How a group is made, and the errors that all its ranks get if it cannot be made.
+#include "group_config.h"
 #include "peers.h"
 #include "ranks.h"
-#include "terms.h"
 
 #include <gmock/gmock.h>
 
@@ -18,9 +18,9 @@ using ::testing::HasSubstr;
 using Clock = std::chrono::steady_clock;
 using Change = std::function<void(GroupOptions& options)>;
 
-// What each rank reads when it makes a group; "" where it made one. Every rank has the view of the
-// store that `view` gives it.
-std::vector<std::string> texts_of(
+// Returns the error text of each rank that makes a group; "" if it succeeds. `view` returns each
+// rank's view of the store.
+std::vector<std::string> error_texts(
     MemoryStore& store,
     int num_ranks,
     const Change& change,
@@ -33,7 +33,7 @@ std::vector<std::string> texts_of(
     threads.emplace_back([&, rank] {
       GroupOptions options = group_of(num_ranks, rank);
       change(options);
-      texts[static_cast<size_t>(rank)] = text_of<CollectiveError>([&] {
+      texts[static_cast<size_t>(rank)] = error_text<CollectiveError>([&] {
         const auto group = join_group(view(rank, store.view()), options, {});
         complete(*group, barrier_call());
       });
@@ -43,10 +43,10 @@ std::vector<std::string> texts_of(
   return texts;
 }
 
-TEST(Terms, OtherLimitsOfStagingAreRefusedByAllRanks) {
+TEST(GroupConfig, DifferentStagingLimitsFailOnAllRanks) {
   MemoryStore store;
   const auto start = Clock::now();
-  const auto texts = texts_of(store, 3, [](GroupOptions& options) {
+  const auto texts = error_texts(store, 3, [](GroupOptions& options) {
     if (options.rank == 1) options.staging_limit_bytes = 4 << 20;
   });
   EXPECT_LT(Clock::now() - start, std::chrono::seconds(2)) << "a rank waited for the timeout";
@@ -57,13 +57,13 @@ TEST(Terms, OtherLimitsOfStagingAreRefusedByAllRanks) {
             "same on every rank of a host");
 }
 
-// Groups one after another over one store; a slow rank is still about to go on from one when
+// Groups are made one after another over one store; a slow rank may still be finishing one while
 // others make the next.
-TEST(Joining, NothingStaysOfAGroupThatWasMade) {
+TEST(Joining, ASuccessfulJoinLeavesNoKeys) {
   MemoryStore store;
   for (const size_t limit : {1, 1 << 20, 1 << 24}) {
     for (const int num_ranks : {3, 2}) {
-      const auto texts = texts_of(
+      const auto texts = error_texts(
           store, num_ranks, [&](GroupOptions& options) { options.staging_limit_bytes = limit; });
       EXPECT_EQ(texts, std::vector<std::string>(texts.size()));
     }
@@ -71,51 +71,51 @@ TEST(Joining, NothingStaysOfAGroupThatWasMade) {
   EXPECT_EQ(store.num_keys(), 0U);
 }
 
-TEST(Terms, HostsHaveLimitsOfTheirOwn) {
+TEST(GroupConfig, StagingLimitsMayDifferBetweenHosts) {
   const HostLayout layout({"a", "a", "b"}, 0);
-  std::vector<Terms> terms(3);
-  for (Terms& each : terms) each.has_transport = true;
-  terms[2].staging_limit_bytes = 1;
-  EXPECT_EQ(misfit(layout, terms, "g"), std::nullopt);
-  terms[1].staging_limit_bytes = 1;
-  EXPECT_THAT(misfit(layout, terms, "g").value_or(""),
+  std::vector<GroupConfig> configs(3);
+  for (GroupConfig& each : configs) each.has_transport = true;
+  configs[2].staging_limit_bytes = 1;
+  EXPECT_EQ(config_mismatch(layout, configs, "g"), std::nullopt);
+  configs[1].staging_limit_bytes = 1;
+  EXPECT_THAT(config_mismatch(layout, configs, "g").value_or(""),
               HasSubstr("rank 0 brought 0; rank 1 brought 1"));
 }
 
-TEST(Terms, SeveralHostsWantATransportOnAllRanks) {
+TEST(GroupConfig, MultiHostGroupsNeedATransportOnAllRanks) {
   const HostLayout layout({"a", "b", "a"}, 1);
-  std::vector<Terms> terms(3);
-  terms[1].has_transport = true;
-  EXPECT_THAT(misfit(layout, terms, "g").value_or(""),
+  std::vector<GroupConfig> configs(3);
+  configs[1].has_transport = true;
+  EXPECT_THAT(config_mismatch(layout, configs, "g").value_or(""),
               HasSubstr("on 2 hosts and no transport between them on rank 0, 2;"));
-  EXPECT_EQ(misfit(HostLayout({"a", "a", "a"}, 1), terms, "g"), std::nullopt);
+  EXPECT_EQ(config_mismatch(HostLayout({"a", "a", "a"}, 1), configs, "g"), std::nullopt);
 }
 
-TEST(Terms, AnotherVersionIsNamedAndNotRead) {
+TEST(GroupConfig, AnotherVersionIsNamedAndNotParsed) {
   const HostLayout layout({"a", "a"}, 0);
-  Terms own;
+  GroupConfig own;
   own.staging_limit_bytes = 7;
   own.has_transport = true;
-  const Terms same = Terms::parse(own.to_string());
+  const GroupConfig same = GroupConfig::parse(own.to_string());
   EXPECT_EQ(same.staging_limit_bytes, 7U);
   EXPECT_TRUE(same.has_transport);
-  const Terms other = Terms::parse("99.0 something else");
+  const GroupConfig other = GroupConfig::parse("99.0 something else");
   EXPECT_EQ(other.staging_limit_bytes, 0U);
-  EXPECT_THAT(
-      misfit(layout, {own, other}, "g").value_or(""),
-      HasSubstr("rank 0 brought weft " + Terms::own_version() + "; rank 1 brought weft 99.0"));
+  EXPECT_THAT(config_mismatch(layout, {own, other}, "g").value_or(""),
+              HasSubstr("rank 0 brought weft " + GroupConfig::own_version() +
+                        "; rank 1 brought weft 99.0"));
 }
 
-TEST(Joining, MemoryThatOneRankCannotOpenIsRefusedByAll) {
+TEST(Joining, AllRanksFailIfOneCannotOpenTheMemory) {
   MemoryStore store;
   const auto start = Clock::now();
-  const auto texts = texts_of(
+  const auto texts = error_texts(
       store,
       3,
       [](GroupOptions&) {},
       [](int rank, Store view) {
         if (rank != 1) return view;
-        // As if rank 0's process were not to be seen from here.
+        // Simulates that this rank cannot see the process of rank 0.
         view.get = [get = view.get](const std::string& key, milliseconds timeout) {
           const std::string value = get(key, timeout);
           return key == "segment" && !value.starts_with("none ")
@@ -144,7 +144,7 @@ class Child {
   ~Child() { end(); }
 
   pid_t pid() const { return pid_; }
-  // Its status stays to be asked for.
+  // Kills the process and leaves a zombie, whose status has not been collected.
   void kill() const {
     ::kill(pid_, SIGKILL);
     siginfo_t info{};
@@ -164,35 +164,35 @@ class Child {
   pid_t pid_;
 };
 
-// A limit of this process, 0 for as long as it lives: of open files, or of the size of a file.
-class NoMore {
+// Sets a limit of this process, on open files or on file size, to 0 while it exists.
+class ZeroLimit {
  public:
-  explicit NoMore(decltype(RLIMIT_NOFILE) resource) : resource_(resource) {
+  explicit ZeroLimit(decltype(RLIMIT_NOFILE) resource) : resource_(resource) {
     getrlimit(resource_, &before_);
     rlimit none = before_;
     none.rlim_cur = 0;
     setrlimit(resource_, &none);
   }
-  NoMore(const NoMore&) = delete;
-  NoMore& operator=(const NoMore&) = delete;
-  ~NoMore() { setrlimit(resource_, &before_); }
+  ZeroLimit(const ZeroLimit&) = delete;
+  ZeroLimit& operator=(const ZeroLimit&) = delete;
+  ~ZeroLimit() { setrlimit(resource_, &before_); }
 
  private:
   const decltype(RLIMIT_NOFILE) resource_;
   rlimit before_{};
 };
 
-TEST(Joining, MemoryThatCannotBeMadeIsRefusedByAll) {
+TEST(Joining, AllRanksFailIfTheMemoryCannotBeMade) {
   MemoryStore store;
   std::vector<std::string> texts(3);
   std::vector<std::thread> threads;
   std::signal(SIGXFSZ, SIG_IGN);
   {
-    const NoMore size(RLIMIT_FSIZE);
+    const ZeroLimit size(RLIMIT_FSIZE);
     for (int rank = 0; rank < 3; ++rank) {
       threads.emplace_back([&, rank] {
         texts[static_cast<size_t>(rank)] =
-            text_of<GroupAbortedError>([&] { make_engine(store.view(), group_of(3, rank)); });
+            error_text<GroupAbortedError>([&] { make_engine(store.view(), group_of(3, rank)); });
       });
     }
     for (std::thread& thread : threads) thread.join();
@@ -201,11 +201,11 @@ TEST(Joining, MemoryThatCannotBeMadeIsRefusedByAll) {
   EXPECT_THAT(texts.front(), HasSubstr("rank 0 of group 'test' could not make shared memory"));
 }
 
-// It would be taken for one of another host.
-TEST(Joining, AHostThatCannotBeToldIsNoOtherHost) {
+// Otherwise the rank would be taken for one on another host.
+TEST(Joining, AnUnreadableHostIdentityThrows) {
   const std::string usual = host_identity();
   {
-    const NoMore files(RLIMIT_NOFILE);
+    const ZeroLimit files(RLIMIT_NOFILE);
     EXPECT_THROW(host_identity(), std::system_error);
   }
   EXPECT_EQ(host_identity(), usual);
@@ -215,7 +215,7 @@ TEST(Joining, ARankThatEndsMeanwhileIsNamed) {
   const Child child;
   MemoryStore store;
   std::thread ending([&] {
-    // As if rank 1 were that process, which has joined and ends before the last rank comes.
+    // Simulates rank 1 as that process, which has joined and ends before the last rank joins.
     Store view = store.view();
     const auto address = SegmentAddress::parse(view.get("segment", milliseconds(5000)));
     const Segment segment = Segment::open(address);
@@ -228,13 +228,13 @@ TEST(Joining, ARankThatEndsMeanwhileIsNamed) {
     std::this_thread::sleep_for(milliseconds(150));
     child.kill();
   });
-  const auto text = text_of<PeerLostError>([&] { make_engine(store.view(), group_of(3, 0)); });
+  const auto text = error_text<PeerLostError>([&] { make_engine(store.view(), group_of(3, 0)); });
   EXPECT_THAT(text, HasSubstr("rank 1 (pid " + std::to_string(child.pid())));
   EXPECT_THAT(text, HasSubstr("ended while the group was made"));
   ending.join();
 }
 
-TEST(Peers, AProcessHasEndedWhenItRunsNoMore) {
+TEST(Peers, AZombieHasEnded) {
   Child child;
   const pid_t pid = child.pid();
   const uint64_t start_time = process_start_time(pid);
@@ -243,7 +243,7 @@ TEST(Peers, AProcessHasEndedWhenItRunsNoMore) {
   EXPECT_TRUE(process_has_ended(pid, start_time - 1)) << "that was another one";
   EXPECT_FALSE(process_has_ended(pid, 0)) << "whenever it started";
   {
-    const NoMore files(RLIMIT_NOFILE);
+    const ZeroLimit files(RLIMIT_NOFILE);
     EXPECT_FALSE(process_has_ended(pid, start_time)) << "not to be found out is not an end";
   }
   child.kill();
@@ -252,7 +252,7 @@ TEST(Peers, AProcessHasEndedWhenItRunsNoMore) {
   EXPECT_TRUE(process_has_ended(pid, start_time));
 }
 
-// Too many open files, or a sandbox: no descriptor of a process is to be had.
+// With too many open files, or in a sandbox, no process descriptor can be opened.
 TEST(Peers, AreWatchedWithoutDescriptors) {
   const SharedSizes sizes = SharedSizes::within(2, 1);
   const Segment segment = Segment::create(SharedState::num_bytes(sizes));
@@ -263,7 +263,7 @@ TEST(Peers, AreWatchedWithoutDescriptors) {
   shared.rank(1).pid = child.pid();
   shared.rank(1).start_time = process_start_time(child.pid());
   const auto blind = [&] {
-    const NoMore files(RLIMIT_NOFILE);
+    const ZeroLimit files(RLIMIT_NOFILE);
     return std::make_unique<Peers>(shared);
   }();
   const Peers usual(shared);

@@ -1,5 +1,5 @@
-// The ranks' staging buffers: who may fill what, and how large they are.
-#include "parts.h"
+// The ranks' staging buffers: when they may be overwritten, and their sizes.
+#include "ranges.h"
 #include "ranks.h"
 #include "values.h"
 
@@ -12,12 +12,12 @@ namespace {
 
 class StagingTest : public ::testing::TestWithParam<size_t> {};
 
-// With the larger, what two halves hold is combined as one chunk.
+// With the larger limit, an all-reduce that fills both halves of a buffer is combined as one chunk.
 INSTANTIATE_TEST_SUITE_P(Limits, StagingTest, ::testing::Values(128 * 1024, 1024 * 1024));
 
-// Collectives of every number of chunks one after another, of which some ranks are late at some:
-// no rank may overwrite the buffers of one before all ranks have read them.
-TEST_P(StagingTest, IsFilledAgainWhenAllHaveReadIt) {
+// Consecutive collectives with various numbers of chunks and random delays on each rank: no rank
+// may overwrite a buffer before all ranks have read it.
+TEST_P(StagingTest, IsRefilledOnlyAfterAllRanksReadIt) {
   constexpr int kRanks = 3;
   GroupOptions options = group_of(1, 0);
   options.staging_limit_bytes = GetParam();
@@ -28,8 +28,8 @@ TEST_P(StagingTest, IsFilledAgainWhenAllHaveReadIt) {
   run_on_hosts(
       "aaa",
       [&](Group& group, int rank) {
-        std::mt19937 same(7);          // on all ranks
-        std::mt19937 own(100 + rank);  // of this one
+        std::mt19937 same(7);          // the same on all ranks
+        std::mt19937 own(100 + rank);  // differs between ranks
         for (int repeat = 0; repeat < 300; ++repeat) {
           const int64_t size = sizes[same() % sizes.size()];
           const TensorFacts facts{DType::kFloat32, {size}};
@@ -52,13 +52,13 @@ TEST_P(StagingTest, IsFilledAgainWhenAllHaveReadIt) {
               break;
             }
             case 2: {
-              std::byte* const lent = group.lend_scratch(values.size() * sizeof(float));
-              ASSERT_EQ(lent != nullptr, values.size() * sizeof(float) <= buffer) << repeat;
-              if (lent == nullptr) break;
-              std::ranges::copy(values, reinterpret_cast<float*>(lent));
-              const auto sum =
-                  group.make(all_reduce_call(facts, ReduceOp::kSum, {lent, size}, output(values)));
-              group.submit_lent(sum);
+              std::byte* const scratch = group.acquire_scratch(values.size() * sizeof(float));
+              ASSERT_EQ(scratch != nullptr, values.size() * sizeof(float) <= buffer) << repeat;
+              if (scratch == nullptr) break;
+              std::ranges::copy(values, reinterpret_cast<float*>(scratch));
+              const auto sum = group.make(
+                  all_reduce_call(facts, ReduceOp::kSum, {scratch, size}, output(values)));
+              group.submit_scratch(sum);
               group.wait(*sum, milliseconds(0));
               ASSERT_EQ(values, sum_over(kRanks, size)) << repeat;
               break;
@@ -70,11 +70,11 @@ TEST_P(StagingTest, IsFilledAgainWhenAllHaveReadIt) {
               break;
             }
             default: {
-              std::vector<Input> parts(kRanks, input(values));
+              std::vector<Input> inputs(kRanks, input(values));
               Values result(values.size());
               complete(group,
                        reduce_scatter_call(
-                           DType::kFloat32, ReduceOp::kSum, parts, output(result), rank));
+                           DType::kFloat32, ReduceOp::kSum, inputs, output(result), rank));
               ASSERT_EQ(result, sum_over(kRanks, size)) << repeat;
             }
           }
@@ -83,8 +83,9 @@ TEST_P(StagingTest, IsFilledAgainWhenAllHaveReadIt) {
       options);
 }
 
-// Large reduce-scatters of many ranks take both buffers in turn; others come before and after.
-TEST(Staging, OfLargeReduceScattersIsFilledAgainWhenAllHaveReadIt) {
+// Large reduce-scatters of many ranks alternate between both buffers; other collectives run before
+// and after them.
+TEST(Staging, OfLargeReduceScattersIsRefilledOnlyAfterAllRanksReadIt) {
   constexpr int kRanks = 5;
   GroupOptions options = group_of(1, 0);
   options.staging_limit_bytes = 1 << 20;
@@ -97,12 +98,12 @@ TEST(Staging, OfLargeReduceScattersIsFilledAgainWhenAllHaveReadIt) {
           const int64_t size =
               (int64_t{2} << 20) / kRanks + 1000 + static_cast<int64_t>(same() % 40000);
           Values values = values_of(rank, size);
-          std::vector<Input> parts(kRanks, input(values));
+          std::vector<Input> inputs(kRanks, input(values));
           Values result(values.size());
           if (own() % 2 == 0) std::this_thread::sleep_for(std::chrono::microseconds(own() % 900));
           complete(
               group,
-              reduce_scatter_call(DType::kFloat32, ReduceOp::kSum, parts, output(result), rank));
+              reduce_scatter_call(DType::kFloat32, ReduceOp::kSum, inputs, output(result), rank));
           ASSERT_EQ(result, sum_over(kRanks, size)) << repeat;
           Values small = values_of(rank, 1 + static_cast<int64_t>(same() % 60000));
           const auto small_size = static_cast<int64_t>(small.size());
@@ -116,7 +117,7 @@ TEST(Staging, OfLargeReduceScattersIsFilledAgainWhenAllHaveReadIt) {
       options);
 }
 
-TEST(Staging, HasRoomForEveryRank) {
+TEST(Staging, HasASlotForEveryRank) {
   for (const int num_ranks : {1, 2, 8, 128, 256, 1024}) {
     const size_t half = SharedSizes::within(num_ranks, size_t{16} << 20).staging_bytes / 2;
     EXPECT_GE(slot_bytes(half, num_ranks), 64) << num_ranks;

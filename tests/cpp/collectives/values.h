@@ -1,4 +1,4 @@
-// What ranks bring to a collective, and what it should give.
+// Inputs of the ranks to a collective, and its expected result.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@ namespace weft::collectives::testing {
 
 using Values = std::vector<float>;
 
-// Rank r's element i: small integers, so that every order of adding gives the same.
+// Small integers, so that the sum does not depend on the order of the additions.
 inline Values values_of(int rank, int64_t size) {
   Values values(static_cast<size_t>(size));
   for (size_t i = 0; i < values.size(); ++i) {

@@ -44,7 +44,8 @@ TEST(Swiglu, IsTheGatedKernelWithSilu) {
   EXPECT_TRUE(at::allclose(grad_gate, at::silu_backward(grad_h * up, gate), 1e-5, 1e-6));
 }
 
-// The suite runs the widest instruction set of this processor; here the narrower ones follow.
+// The suite runs the widest instruction set of this processor; this test compares the narrower
+// ones with it.
 TEST(InstructionSets, AgreeWithEachOther) {
   const auto sets = cpu::supported_instruction_sets();
   ASSERT_STREQ(sets.back().name, "baseline");
@@ -72,7 +73,7 @@ TEST(InstructionSets, AgreeWithEachOther) {
                                          .h = out,
                                          .grad_x = out + gate.numel(),
                                          .grad_up = out + 2 * gate.numel()};
-      // In two ranges that meet in the middle of a row, as two threads would.
+      // In two ranges that meet in the middle of a row, as with two threads.
       set.loops.activation(job, 0, 1000);
       set.loops.activation(job, 1000, job.num_elements);
       EXPECT_TRUE(at::allclose(actual, at::stack({h, grad_gate, grad_up}), 1e-6, 1e-6));

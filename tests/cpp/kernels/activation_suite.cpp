@@ -61,7 +61,7 @@ at::Tensor random(const Case& c) {
   switch (c.layout) {
     case Layout::kTransposed:
       return finish(at::randn({shape[1], shape[0]}, at::kDouble)).t();
-    case Layout::kSliced:  // starts one element into its rows: not aligned for vector loads either
+    case Layout::kSliced:  // starts one element into its rows, so vector loads are not aligned
       return finish(at::randn({shape[0], shape[1] + 2}, at::kDouble)).narrow(1, 1, shape[1]);
     case Layout::kContiguous:
       break;
@@ -74,7 +74,7 @@ OptionalTensor random_bias(const Case& c) {
   return at::randn({c.shape.back()}, at::kDouble).to(c.type).to(kernels_under_test().device);
 }
 
-// The operand as the kernels see it: in double, its bias added in the type they compute in.
+// Returns the operand as the kernels see it, with its bias added in their compute type, in double.
 std::vector<double> biased(const at::Tensor& tensor, const OptionalTensor& bias) {
   const auto compute_type = tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   at::Tensor sum = tensor.cpu().to(compute_type);
@@ -86,7 +86,7 @@ std::vector<double> biased(const at::Tensor& tensor, const OptionalTensor& bias)
 
 std::vector<double> values_of(const at::Tensor& tensor) { return biased(tensor, std::nullopt); }
 
-// float and double: some units in the last place. Half types: half a unit, the one rounding.
+// float and double: some units in the last place. Half types: half a unit, for one rounding.
 double relative_tolerance(at::ScalarType type) {
   switch (type) {
     case at::kFloat:
@@ -100,8 +100,8 @@ double relative_tolerance(at::ScalarType type) {
   }
 }
 
-// `magnitude` is the product of the factors' absolute values: where sums cancel (near a zero of
-// act', in the tails of the textbook formulae) the error is relative to a tenth of that.
+// `magnitude` is the product of the factors' absolute values. Where sums cancel (near a zero of
+// act', in the tails of the textbook formulae), the error is relative to a tenth of it.
 void expect_close(const std::string& what,
                   const at::Tensor& actual,
                   const std::function<double(std::size_t)>& expected,
@@ -243,14 +243,14 @@ void expect_same_specials(const at::Tensor& actual, const at::Tensor& expected, 
 
 TEST_F(ActivationKernels, NanAndInfinityAreAsInTorch) {
   const double inf = std::numeric_limits<double>::infinity();
-  // Repeated, so that the vector body and the remainder of the loops both see every value.
+  // Repeated, so that both the vector body and the remainder of the loops process every value.
   const at::Tensor specials =
       at::tensor({std::nan(""), inf, -inf, 0.0, -0.0, 1000.0, -1000.0}, at::kDouble).repeat({13});
   for (const auto type : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf}) {
     const at::Tensor x = on_device(specials.to(type));
     const at::Tensor ones = at::ones_like(x);
-    // torch in float64 on the CPU: its vectorised float32 gelu(inf) is NaN, the others are
-    // infinite.
+    // The reference is torch in float64 on the CPU: its vectorised float32 gelu(inf) is NaN, the
+    // others are infinite.
     const at::Tensor x64 = x.cpu().to(at::kDouble);
     const at::Tensor ones64 = at::ones_like(x64);
     const auto check = [&](Activation activation, const at::Tensor& h, const at::Tensor& grad) {
@@ -270,7 +270,7 @@ TEST_F(ActivationKernels, NanAndInfinityAreAsInTorch) {
   }
 }
 
-// relu(1) * up is up itself, so every bit pattern must come back; NaNs may change their payload.
+// relu(1) * up is up, so every bit pattern must be preserved; NaNs may change their payload.
 TEST_F(ActivationKernels, EveryHalfValueSurvives) {
   const at::Tensor patterns = at::arange(-32768, 32768, at::kInt).to(at::kShort);
   for (const auto type : {at::kBFloat16, at::kHalf}) {
@@ -299,16 +299,16 @@ TEST_F(ActivationKernels, HalfResultsRoundToNearestEven) {
   }
 }
 
-void expect_refusal(const std::function<void()>& call, const std::string& sentence) {
+void expect_error(const std::function<void()>& call, const std::string& sentence) {
   try {
     call();
-    FAIL() << "expected a refusal: " << sentence;
+    FAIL() << "expected an error: " << sentence;
   } catch (const c10::Error& error) {
     EXPECT_EQ(error.what_without_backtrace(), sentence);
   }
 }
 
-TEST_F(ActivationKernels, RefusesOperandsThatDoNotFit) {
+TEST_F(ActivationKernels, RejectsMismatchedOperands) {
   const at::Tensor x = on_device(at::zeros({2, 3}));
   const auto forward = [&](const at::Tensor& input, const OptionalTensor& bias) {
     kernels_.activation_forward(input, bias, Activation::kSilu);
@@ -316,35 +316,34 @@ TEST_F(ActivationKernels, RefusesOperandsThatDoNotFit) {
   const auto gated = [&](const at::Tensor& up, const OptionalTensor& up_bias) {
     kernels_.gated_forward(x, up, std::nullopt, up_bias, Activation::kSilu);
   };
-  expect_refusal(
+  expect_error(
       [&] {
         gated(on_device(at::zeros({2, 4})), std::nullopt);
       },
       "gated_forward got up of shape [2, 4] but gate of shape [2, 3]; pass tensors of "
       "one shape.");
-  expect_refusal(
-      [&] { gated(x.to(at::kDouble), std::nullopt); },
-      "gated_forward got up of dtype Double but gate of dtype Float; convert both to one "
-      "dtype.");
-  expect_refusal([&] { gated(x, on_device(at::zeros({2}))); },
-                 "gated_forward got up_bias of shape [2] for up of shape [2, 3]; pass a bias with "
-                 "one dim, as long as the last dim of up.");
-  expect_refusal(
+  expect_error([&] { gated(x.to(at::kDouble), std::nullopt); },
+               "gated_forward got up of dtype Double but gate of dtype Float; convert both to one "
+               "dtype.");
+  expect_error([&] { gated(x, on_device(at::zeros({2}))); },
+               "gated_forward got up_bias of shape [2] for up of shape [2, 3]; pass a bias with "
+               "one dim, as long as the last dim of up.");
+  expect_error(
       [&] {
         forward(x, on_device(at::zeros({1, 3})));
       },
       "activation_forward got bias of shape [1, 3] for x of shape [2, 3]; pass a bias "
       "with one dim, as long as the last dim of x.");
-  expect_refusal([&] { forward(x.to(at::kLong), std::nullopt); },
-                 "activation_forward got x of dtype Long; convert to float32, float64, bfloat16 or "
-                 "float16.");
-  expect_refusal([&] { forward(at::Tensor(), std::nullopt); },
-                 "activation_forward got an undefined tensor as x; pass a tensor.");
-  expect_refusal([&] { forward(x.to(at::kMeta), std::nullopt); },
-                 "activation_forward got x on meta in the kernel for " +
-                     c10::DeviceTypeName(kernels_.device, /*lower_case=*/true) +
-                     "; call the kernel of the tensor's own device.");
-  expect_refusal(
+  expect_error([&] { forward(x.to(at::kLong), std::nullopt); },
+               "activation_forward got x of dtype Long; convert to float32, float64, bfloat16 or "
+               "float16.");
+  expect_error([&] { forward(at::Tensor(), std::nullopt); },
+               "activation_forward got an undefined tensor as x; pass a tensor.");
+  expect_error([&] { forward(x.to(at::kMeta), std::nullopt); },
+               "activation_forward got x on meta in the kernel for " +
+                   c10::DeviceTypeName(kernels_.device, /*lower_case=*/true) +
+                   "; call the kernel of the tensor's own device.");
+  expect_error(
       [&] {
         kernels_.activation_backward(
             on_device(at::zeros({3, 2})), x, std::nullopt, Activation::kRelu);

@@ -5,8 +5,8 @@
 #include <optional>
 #include <tuple>
 
-// activation_suite.cpp runs against the kernels of one device. Each test executable links it and
-// says which.
+// activation_suite.cpp tests the kernels of one device. Each test executable links it and defines
+// kernels_under_test().
 namespace weft::kernels::testing {
 
 using OptionalTensor = std::optional<at::Tensor>;

@@ -1,5 +1,5 @@
-// The cross-entropy's kernels on the CPU: the suite, every instruction set and number of threads,
-// and refusals.
+// The cross-entropy's kernels on the CPU: the suite, every instruction set, several numbers of
+// threads, and errors.
 #include "cross_entropy_job.h"
 #include "cross_entropy_suite.h"
 #include "instruction_sets.h"
@@ -24,7 +24,7 @@ KernelsUnderTest kernels_under_test() {
 namespace {
 
 constexpr int64_t kRows = 67;
-constexpr int64_t kSize = 1100;  // two tiles and a part of one
+constexpr int64_t kSize = 1100;  // two tiles and a partial one
 
 struct Inputs {
   at::Tensor logits = at::randn({kRows, kSize}) * 3;
@@ -111,26 +111,26 @@ TEST(CrossEntropyInstructionSets, AgreeWithEachOther) {
         .row_size = kSize,
         .row_stride = kSize,
         .smoothing = 0.1,
-        .smoothing_share = 0.1 / kSize,
+        .smoothing_per_class = 0.1 / kSize,
         .targets = targets,
         .logits = in.logits.const_data_ptr(),
         .grad = in.grad.const_data_ptr(),
         .largest = expected.normalizers[0].const_data_ptr(),
         .log_sum = expected.normalizers[1].const_data_ptr(),
         .gradient = gradient.mutable_data_ptr()};
-    // In two ranges, as two threads would.
+    // In two ranges, as with two threads.
     set.loops.cross_entropy_statistics(forward, 0, 20);
     set.loops.cross_entropy_statistics(forward, 20, kRows);
     set.loops.cross_entropy_gradient(backward, 0, 11);
     set.loops.cross_entropy_gradient(backward, 11, kRows);
-    // 1e-4: of a sum about 0.
+    // 1e-4: for the sum of logits, which is near 0.
     EXPECT_TRUE(at::allclose(statistics, expected.statistics, 1e-6, 1e-4, /*equal_nan=*/true));
     EXPECT_TRUE(at::allclose(gradient, expected.gradient, 1e-5, 1e-7, /*equal_nan=*/true));
   }
 }
 
-TEST(CrossEntropyRefusals, NameWhatDoesNotFit) {
-  const auto refusal = [](const at::Tensor& logits, const at::Tensor& target) {
+TEST(CrossEntropyErrors, NameTheMismatch) {
+  const auto error_of = [](const at::Tensor& logits, const at::Tensor& target) {
     try {
       cpu::cross_entropy_statistics({.logits = logits,
                                      .target = target,
@@ -144,18 +144,18 @@ TEST(CrossEntropyRefusals, NameWhatDoesNotFit) {
   };
   const at::Tensor logits = at::ones({2, 5});
   const at::Tensor target = at::zeros({2}, at::kLong);
-  EXPECT_EQ(refusal(logits, target), "none");
-  EXPECT_EQ(refusal(logits, at::zeros({3}, at::kLong)),
+  EXPECT_EQ(error_of(logits, target), "none");
+  EXPECT_EQ(error_of(logits, at::zeros({3}, at::kLong)),
             "cross_entropy got target of shape [3] for logits of shape [2, 5]; pass one for each "
             "row.");
-  EXPECT_EQ(refusal(logits, at::zeros({2})),
+  EXPECT_EQ(error_of(logits, at::zeros({2})),
             "cross_entropy got target of Float [2]; pass one dim of int64 or int32.");
-  EXPECT_EQ(refusal(at::ones({5}), target),
+  EXPECT_EQ(error_of(at::ones({5}), target),
             "cross_entropy got logits of shape [5]; pass a matrix, a row for each token.");
-  EXPECT_EQ(refusal(logits.to(at::kLong), target),
+  EXPECT_EQ(error_of(logits.to(at::kLong), target),
             "cross_entropy got logits of dtype Long; convert to float32, float64, bfloat16 or "
             "float16.");
-  EXPECT_EQ(refusal(logits.to(at::kMeta), target),
+  EXPECT_EQ(error_of(logits.to(at::kMeta), target),
             "cross_entropy got logits on meta in the kernel for cpu; call the kernel of the "
             "tensor's own device.");
   const at::Tensor normalizers = at::zeros({2, 2});

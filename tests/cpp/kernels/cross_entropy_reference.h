@@ -16,7 +16,7 @@ struct Statistics {
   double total;
 };
 
-// `column`: of the target, or -1.
+// `column`: that of the target, or -1.
 inline Statistics statistics(const std::vector<double>& logits, int64_t column) {
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
   Statistics result{-kInfinity, 0, 0, 0};
@@ -39,8 +39,8 @@ struct Normalizers {
   double log_sum;
 };
 
-inline double probability(double logit, Normalizers of_row) {
-  return std::exp(logit - of_row.largest - of_row.log_sum);
+inline double probability(double logit, Normalizers normalizers) {
+  return std::exp(logit - normalizers.largest - normalizers.log_sum);
 }
 
 // The gradient of a row that is not ignored.

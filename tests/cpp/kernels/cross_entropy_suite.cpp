@@ -55,10 +55,10 @@ at::ScalarType scalar_of(at::ScalarType type) {
   return type == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-// Some units in the last place of what is computed in; in double, of the reference's plain sums.
+// Some units in the last place of the compute type; in double, of the reference's plain sums.
 double tolerance_of(at::ScalarType type) { return type == at::kDouble ? 1e-12 : 2e-6; }
 
-// Half types: half a unit, the one rounding.
+// Half types: half a unit, for one rounding.
 double rounding_of(at::ScalarType type) {
   return type == at::kBFloat16 ? 0.00390625 * 1.001 : type == at::kHalf ? 0.00048828125 * 1.001 : 0;
 }
@@ -112,7 +112,7 @@ class CrossEntropyKernels : public ::testing::Test {
                       gradient);
   }
 
-  // One row of each kind: the first and the last column, another rank's classes, none.
+  // Targets in the first and the last column, in other shards' classes, ignored, and again first.
   static at::Tensor targets(int64_t size) {
     return at::tensor({kStart, kStart + size - 1, kStart - 1, kStart + size, kIgnored, kStart});
   }
@@ -152,21 +152,22 @@ class CrossEntropyKernels : public ::testing::Test {
     for (int64_t row = 0; row < logits.size(0); ++row) {
       const auto values = row_of(logits, row);
       const auto found = row_of(actual, row);
-      const double of_loss = grad[row].item<double>();
-      const reference::Normalizers of_row = {normalizers[0][row].item<double>(),
-                                             normalizers[1][row].item<double>()};
+      const double grad_loss = grad[row].item<double>();
+      const reference::Normalizers normalizers_of_row = {normalizers[0][row].item<double>(),
+                                                         normalizers[1][row].item<double>()};
       const bool is_ignored = target[row].item<int64_t>() == kIgnored;
       const int64_t column = column_of(target, row, logits.size(1));
       for (std::size_t i = 0; i < values.size(); ++i) {
-        const double p = reference::probability(values[i], of_row);
-        const double distance = std::isinf(values[i]) ? 0 : std::abs(values[i] - of_row.largest);
+        const double p = reference::probability(values[i], normalizers_of_row);
+        const double distance =
+            std::isinf(values[i]) ? 0 : std::abs(values[i] - normalizers_of_row.largest);
         const bool is_target = static_cast<int64_t>(i) == column;
         const double expected =
-            is_ignored ? 0 : reference::gradient(of_loss, p, is_target, smoothing, kNumClasses);
-        // The exponent has the rounding errors of its terms; at the target the sum cancels.
-        const double exponent = 1 + distance + std::abs(of_row.log_sum);
+            is_ignored ? 0 : reference::gradient(grad_loss, p, is_target, smoothing, kNumClasses);
+        // The rounding errors of the exponent's terms add up; at the target, the sum cancels.
+        const double exponent = 1 + distance + std::abs(normalizers_of_row.log_sum);
         const double terms = p * exponent + smoothing / kNumClasses + (is_target ? 0.1 : 0);
-        const double allowed = tolerance_of(type) * std::abs(of_loss) * terms +
+        const double allowed = tolerance_of(type) * std::abs(grad_loss) * terms +
                                rounding_of(type) * std::abs(expected) +
                                (type == at::kHalf ? 3.0e-8 : 1e-38);  // half a subnormal
         expect_near(found[i],
@@ -192,7 +193,7 @@ class CrossEntropyCases : public CrossEntropyKernels, public ::testing::WithPara
     switch (c.layout) {
       case Layout::kTransposed:
         return finish(at::randn({c.size, rows}, at::kDouble)).t();
-      case Layout::kSliced:  // rows lie apart, and begin off the alignment of vector loads
+      case Layout::kSliced:  // rows lie apart and are not aligned for vector loads
         return finish(at::randn({rows, c.size + 2}, at::kDouble)).narrow(1, 1, c.size);
       case Layout::kContiguous:
         break;
@@ -200,7 +201,7 @@ class CrossEntropyCases : public CrossEntropyKernels, public ::testing::WithPara
     return finish(at::randn({rows, c.size}, at::kDouble));
   }
 
-  // Normalizers of rows whose other shard has three times as much, and in one row a larger logit.
+  // Normalizers as if another shard had three times the sum and, in row 2, a larger logit.
   static at::Tensor normalizers_of(const at::Tensor& logits) {
     at::Tensor result = at::empty({2, logits.size(0)}, at::kDouble);
     for (int64_t row = 0; row < logits.size(0); ++row) {
@@ -228,7 +229,7 @@ TEST_P(CrossEntropyCases, GradientMatchesReference) {
   write_gradient(gradient, grad, logits, target, normalizers, c.smoothing);
   expect_gradient(gradient, logits, grad, target, normalizers, c.smoothing);
 
-  // One element into its memory, and in place: the same bits.
+  // At an unaligned address and in place: bitwise equal.
   const at::Tensor unaligned =
       at::empty({logits.numel() + 1}, logits.options()).narrow(0, 1, logits.numel());
   write_gradient(unaligned.view(logits.sizes()), grad, logits, target, normalizers, c.smoothing);
@@ -240,7 +241,7 @@ TEST_P(CrossEntropyCases, GradientMatchesReference) {
 
 INSTANTIATE_TEST_SUITE_P(All, CrossEntropyCases, ::testing::ValuesIn(all_cases()), case_name);
 
-// Rows whose values are special in one place, and ordinary or masked out elsewhere.
+// Rows with special values in one place, and ordinary or masked-out logits elsewhere.
 TEST_F(CrossEntropyKernels, SpecialValuesAreThoseOfTheReference) {
   const std::vector<std::vector<double>> specials = {{kNaN},
                                                      {kInfinity},
@@ -254,14 +255,16 @@ TEST_F(CrossEntropyKernels, SpecialValuesAreThoseOfTheReference) {
   for (const auto type : {at::kFloat, at::kDouble, at::kBFloat16}) {
     for (const double elsewhere : {0.5, -kInfinity}) {
       for (const auto& special : specials) {
-        for (const int64_t place : {0, 3, 1500}) {
+        for (const int64_t position : {0, 3, 1500}) {
           const auto count = static_cast<int64_t>(special.size());
-          at::Tensor logits = at::full({3, place + count + place / 2}, elsewhere, at::kDouble);
-          logits.narrow(1, place, count).copy_(at::tensor(special, at::kDouble));
-          const at::Tensor target = at::tensor({kStart + place, kStart + place + count, kIgnored});
+          at::Tensor logits =
+              at::full({3, position + count + position / 2}, elsewhere, at::kDouble);
+          logits.narrow(1, position, count).copy_(at::tensor(special, at::kDouble));
+          const at::Tensor target =
+              at::tensor({kStart + position, kStart + position + count, kIgnored});
           logits = on_device(logits.to(type));
           SCOPED_TRACE(std::string(c10::toString(type)) + ", " + std::to_string(special[0]) +
-                       " at " + std::to_string(place) + " of " + std::to_string(elsewhere));
+                       " at " + std::to_string(position) + " of " + std::to_string(elsewhere));
           expect_statistics(logits, target, /*with_sum=*/false);
 
           const at::Tensor grad = at::ones({3});

@@ -2,8 +2,8 @@
 
 #include <weft/kernels/cross_entropy.h>
 
-// cross_entropy_suite.cpp runs against the kernels of one device. Each test executable links it and
-// says which.
+// cross_entropy_suite.cpp tests the kernels of one device. Each test executable links it and
+// defines kernels_under_test().
 namespace weft::kernels::testing::cross_entropy {
 
 struct KernelsUnderTest {

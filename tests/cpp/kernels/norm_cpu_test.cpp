@@ -1,5 +1,5 @@
-// The norms' kernels on the CPU: every instruction set and every number of threads, and refusals.
-// Values and gradients against torch are in tests/ops/test_norms.py.
+// The norms' kernels on the CPU: every instruction set, several numbers of threads, and errors.
+// tests/ops/test_norms.py compares values and gradients with torch.
 #include "instruction_sets.h"
 #include "norm_job.h"
 
@@ -15,7 +15,7 @@ namespace weft::kernels::testing {
 namespace {
 
 constexpr int64_t kRows = 37;
-constexpr int64_t kSize = 1100;  // two tiles and a part of one
+constexpr int64_t kSize = 1100;  // two tiles and a partial one
 
 struct NormInputs {
   at::Tensor x = at::randn({kRows, kSize}) + 3;
@@ -25,7 +25,7 @@ struct NormInputs {
   at::Tensor grad_y = at::randn({kRows, kSize});
 };
 
-// Everything that a forward and a backward give.
+// Returns all results of a forward and a backward.
 std::vector<at::Tensor> run(const NormInputs& in, Norm norm) {
   const auto forward = cpu::norm_forward(
       {.x = in.x, .residual = in.residual, .weight = in.weight, .bias = in.bias, .eps = 1e-5},
@@ -66,7 +66,7 @@ TEST(NormInstructionSets, AgreeWithEachOther) {
     at::Tensor params = at::zeros({2, kSize});
     const detail::NormForwardJob forward = {.type = detail::StorageType::kFloat32,
                                             .centered = true,
-                                            .wide_params = true,
+                                            .params_in_compute_type = true,
                                             .eps = 1e-5,
                                             .num_rows = kRows,
                                             .row_size = kSize,
@@ -80,7 +80,7 @@ TEST(NormInstructionSets, AgreeWithEachOther) {
                                             .rstd = rstd.mutable_data_ptr()};
     const detail::NormBackwardJob backward = {.type = detail::StorageType::kFloat32,
                                               .centered = true,
-                                              .wide_params = true,
+                                              .params_in_compute_type = true,
                                               .has_bias = true,
                                               .num_rows = kRows,
                                               .row_size = kSize,
@@ -91,7 +91,7 @@ TEST(NormInstructionSets, AgreeWithEachOther) {
                                               .mean = mean.const_data_ptr(),
                                               .rstd = rstd.const_data_ptr(),
                                               .grad_v = grad.mutable_data_ptr()};
-    // In two ranges, as two threads would.
+    // In two ranges, as with two threads.
     set.loops.norm_forward(forward, 0, 20);
     set.loops.norm_forward(forward, 20, kRows);
     set.loops.norm_backward(backward, 0, 11, params.mutable_data_ptr());
@@ -104,9 +104,9 @@ TEST(NormInstructionSets, AgreeWithEachOther) {
   }
 }
 
-TEST(NormKernels, RefuseOperandsThatDoNotFit) {
+TEST(NormKernels, RejectMismatchedOperands) {
   const NormInputs in;
-  const auto refusal = [&](const at::Tensor& x, const std::optional<at::Tensor>& weight) {
+  const auto error_of = [&](const at::Tensor& x, const std::optional<at::Tensor>& weight) {
     try {
       cpu::norm_forward({.x = x, .residual = {}, .weight = weight, .bias = {}, .eps = 1e-5},
                         Norm::kRms);
@@ -115,15 +115,15 @@ TEST(NormKernels, RefuseOperandsThatDoNotFit) {
     }
     return std::string("none");
   };
-  EXPECT_EQ(refusal(in.x, in.weight.slice(0, 0, 3)),
+  EXPECT_EQ(error_of(in.x, in.weight.slice(0, 0, 3)),
             "norm got weight of shape [3] for x of shape [37, 1100]; pass one dim, as long as the "
             "last dim of x.");
-  EXPECT_EQ(refusal(in.x, in.weight.to(at::kDouble)),
+  EXPECT_EQ(error_of(in.x, in.weight.to(at::kDouble)),
             "norm got weight of dtype Double with x of dtype Float; pass the dtype of x, or "
             "float32 beside half types.");
-  EXPECT_EQ(refusal(in.x.to(at::kLong), {}),
+  EXPECT_EQ(error_of(in.x.to(at::kLong), {}),
             "norm got x of dtype Long; convert to float32, float64, bfloat16 or float16.");
-  EXPECT_EQ(refusal(in.x.to(at::kMeta), {}),
+  EXPECT_EQ(error_of(in.x.to(at::kMeta), {}),
             "norm got x on meta in the kernel for cpu; call the kernel of the tensor's own "
             "device.");
 }

@@ -12,31 +12,31 @@
 namespace weft::memory {
 namespace {
 
-// Stands for an allocation.
+// Stands in for an allocator.
 class Blocks {
  public:
   explicit Blocks(Ledger& ledger) : ledger_(ledger) {}
-  BlockHead& add(size_t num_bytes) {
-    BlockHead& head = heads_.emplace_back();
-    head.num_bytes = num_bytes;
-    ledger_.add(head);
-    return head;
+  BlockHeader& add(size_t num_bytes) {
+    BlockHeader& header = headers_.emplace_back();
+    header.num_bytes = num_bytes;
+    ledger_.add(header);
+    return header;
   }
 
  private:
   Ledger& ledger_;
-  std::deque<BlockHead> heads_;
+  std::deque<BlockHeader> headers_;
 };
 
-TEST(Ledger, ThePeakIsTheLargestSumNotTheLargestParts) {
+TEST(Ledger, ThePeakIsTheLargestTotal) {
   Ledger ledger;
   Blocks blocks(ledger);
   ledger.begin_phase("forward", Category::kScratch);
-  BlockHead& large = blocks.add(100);
+  BlockHeader& large = blocks.add(100);
   ledger.begin_phase("backward", Category::kGradients);
-  BlockHead& small = blocks.add(10);
+  BlockHeader& small = blocks.add(10);
   ledger.remove(large);
-  BlockHead& middle = blocks.add(60);
+  BlockHeader& middle = blocks.add(60);
 
   const Totals totals = ledger.totals();
   EXPECT_EQ(totals.current[Category::kGradients], 70);
@@ -55,16 +55,16 @@ TEST(Ledger, ThePeakIsTheLargestSumNotTheLargestParts) {
   EXPECT_EQ(ledger.totals().current, Usage());
 }
 
-TEST(Ledger, WhatIsKnownLaterHoldsForThePeaksThatTheBlockWasPartOf) {
+TEST(Ledger, ACategorySetLaterAppliesToThePeaksThatIncludeTheBlock) {
   Ledger ledger;
   Blocks blocks(ledger);
-  BlockHead& before = blocks.add(1);
-  BlockHead& at_peak = blocks.add(20);
-  BlockHead& gone = blocks.add(100);
+  BlockHeader& before = blocks.add(1);
+  BlockHeader& at_peak = blocks.add(20);
+  BlockHeader& gone = blocks.add(100);
   ledger.remove(gone);
-  BlockHead& after = blocks.add(3);
-  for (BlockHead* head : {&before, &at_peak, &after}) {
-    ledger.set_category(*head, Category::kParameters);
+  BlockHeader& after = blocks.add(3);
+  for (BlockHeader* header : {&before, &at_peak, &after}) {
+    ledger.set_category(*header, Category::kParameters);
   }
   const Totals totals = ledger.totals();
   EXPECT_EQ(totals.current[Category::kParameters], 24);
@@ -78,7 +78,7 @@ TEST(Ledger, PhasesHavePeaksOfTheirOwn) {
   Blocks blocks(ledger);
   blocks.add(5);
   ledger.begin_phase("forward", Category::kScratch);
-  BlockHead& saved = blocks.add(7);
+  BlockHeader& saved = blocks.add(7);
   ledger.remove(blocks.add(50));
   ledger.begin_phase("backward", Category::kScratch);
   ledger.set_category(saved, Category::kSavedActivations);
@@ -102,7 +102,7 @@ TEST(Ledger, PhasesHavePeaksOfTheirOwn) {
   EXPECT_EQ(ledger.phases()[0].name, "step");
 }
 
-TEST(Ledger, SharedMemoryCountsFromThePhaseInWhichItCame) {
+TEST(Ledger, SharedMemoryCountsFromThePhaseThatAllocatesIt) {
   Ledger ledger;
   Blocks blocks(ledger);
   ledger.remove(blocks.add(100));
@@ -122,13 +122,13 @@ TEST(Ledger, SharedMemoryCountsFromThePhaseInWhichItCame) {
   EXPECT_EQ(ledger.totals().peak.total(), 125);
 }
 
-TEST(Ledger, OfALongRunTheNewestPhasesStay) {
+TEST(Ledger, KeepsTheNewestPhases) {
   Ledger ledger;
-  for (size_t i = 0; i < Ledger::kMostPhases + 3; ++i) {
+  for (size_t i = 0; i < Ledger::kMaxPhases + 3; ++i) {
     ledger.begin_phase(std::to_string(i), Category::kOther);
   }
   const auto phases = ledger.phases();
-  ASSERT_EQ(phases.size(), Ledger::kMostPhases);
+  ASSERT_EQ(phases.size(), Ledger::kMaxPhases);
   EXPECT_EQ(phases.front().name, "3");
 }
 
@@ -173,22 +173,22 @@ TEST(Ledger, ThreadsAndForksAtOnce) {
   for (int i = 0; i < kThreads; ++i) {
     threads.emplace_back([&] {
       while (!is_over) {
-        BlockHead head;
-        head.num_bytes = 3;
-        ledger().add(head);
-        ledger().set_category(head, Category::kScratch);
-        ledger().remove(head);
+        BlockHeader header;
+        header.num_bytes = 3;
+        ledger().add(header);
+        ledger().set_category(header, Category::kScratch);
+        ledger().remove(header);
       }
     });
   }
   for (int i = 0; i < 20; ++i) {
     const pid_t child = fork();
     if (child == 0) {
-      alarm(20);  // a lock that no thread will release
-      BlockHead head;
-      head.num_bytes = 5;
-      ledger().add(head);
-      ledger().remove(head);
+      alarm(20);  // ends the child if it inherits a lock that no thread will release
+      BlockHeader header;
+      header.num_bytes = 5;
+      ledger().add(header);
+      ledger().remove(header);
       _exit(0);
     }
     int status = -1;

@@ -1,4 +1,4 @@
-// The backend from C++ alone: a store, a rank, a size and no Python. Ranks are threads.
+// The backend from C++, without Python: a store, a rank and a size. Ranks are threads.
 #include <weft/ops/backend.h>
 #include <weft/ops/operators.h>
 
@@ -74,7 +74,7 @@ TEST(BackendFromCpp, ServesTheOperators) {
     c10d::register_process_group(name, group);
     const at::Tensor sum = ops::reduce_from_group(at::full({3}, rank + 1.0), name);
     EXPECT_TRUE(at::equal(sum, at::full({3}, 3.0)));
-    // The class of the error comes through the operator.
+    // The operator preserves the class of the error.
     try {
       ops::reduce_from_group(at::ones({2 + rank}), name);
       ADD_FAILURE() << "nothing was thrown";
@@ -128,11 +128,11 @@ TEST(BackendFromCpp, ThrowsTheClassesOfTheCore) {
                c10::ValueError);
 }
 
-TEST(BackendFromCpp, RefusesSeveralHostsWithoutATransport) {
-  // A rank on another host tells the same but for the last line, which is its host.
+TEST(BackendFromCpp, RejectsSeveralHostsWithoutATransport) {
+  // A rank on another host publishes the same text except for the last line, which is its host.
   const auto store = c10::make_intrusive<c10d::HashStore>();
   const auto options = c10::make_intrusive<ops::BackendOptions>();
-  options->timeout = std::chrono::milliseconds(100);  // for the rank that is not there
+  options->timeout = std::chrono::milliseconds(100);  // for the missing rank
   std::thread elsewhere([&] {
     const std::vector<uint8_t> told = store->get("host/0");
     std::string other(told.begin(), told.end());

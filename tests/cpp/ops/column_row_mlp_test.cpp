@@ -1,5 +1,5 @@
-// column_row_mlp against the unsharded block, ranks as threads: values, gradients, communication,
-// order of the weight gradients, what is saved, refusals.
+// Compares column_row_mlp with the unsharded block, ranks as threads: values, gradients,
+// communication, shapes, errors.
 #include "reference.h"
 #include "support/thread_ranks.h"
 
@@ -17,7 +17,7 @@ namespace weft::testing {
 namespace {
 
 struct Block {
-  at::Tensor w1, w2, w3, b1, b2, b3;  // undefined where the block has none
+  at::Tensor w1, w2, w3, b1, b2, b3;  // undefined if the block has none
 
   static Block random(bool gated, bool bias, int64_t dim, int64_t hidden, at::ScalarType dtype) {
     const auto options = at::TensorOptions(dtype);
@@ -33,15 +33,15 @@ struct Block {
   }
 
   Block sharded(int num_ranks, int rank) const {
-    const auto part = [&](const at::Tensor& whole, int64_t dim) {
-      return whole.defined() ? shard(whole, dim, num_ranks, rank) : at::Tensor();
+    const auto shard_of = [&](const at::Tensor& full, int64_t dim) {
+      return full.defined() ? shard(full, dim, num_ranks, rank) : at::Tensor();
     };
-    return {part(w1, 0),
-            part(w2, 1),
-            part(w3, 0),
-            part(b1, 0),
+    return {shard_of(w1, 0),
+            shard_of(w2, 1),
+            shard_of(w3, 0),
+            shard_of(b1, 0),
             b2.defined() ? b2.detach().clone().requires_grad_() : at::Tensor(),
-            part(b3, 0)};
+            shard_of(b3, 0)};
   }
 
   ops::ColumnRowMlpWeights weights() const {
@@ -51,7 +51,7 @@ struct Block {
     return {w1, w2, optional(w3), optional(b1), optional(b2), optional(b3)};
   }
 
-  at::Tensor unsharded(const at::Tensor& x, const std::string& activation) const {
+  at::Tensor forward(const at::Tensor& x, const std::string& activation) const {
     auto h = apply_activation(at::linear(x, w1, b1), activation);
     if (w3.defined()) h = h * at::linear(x, w3, b3);
     return at::linear(h, w2, b2);
@@ -59,13 +59,13 @@ struct Block {
 };
 
 void expect_shard_grad(const at::Tensor& local,
-                       const at::Tensor& whole,
+                       const at::Tensor& full,
                        int64_t dim,
                        const RankContext& ctx,
                        const std::string& what) {
-  if (!whole.defined()) return;
-  const auto [start, length] = shard_range(whole.size(dim), ctx.group_size, ctx.group_rank);
-  expect_close(local.grad(), whole.grad().narrow(dim, start, length), 1e-12, what);
+  if (!full.defined()) return;
+  const auto [start, length] = shard_range(full.size(dim), ctx.group_size, ctx.group_rank);
+  expect_close(local.grad(), full.grad().narrow(dim, start, length), 1e-12, what);
 }
 
 using Case =
@@ -76,30 +76,30 @@ class ColumnRowMlp : public ::testing::TestWithParam<Case> {};
 TEST_P(ColumnRowMlp, EqualsTheUnshardedBlock) {
   const auto& [num_ranks, gated, bias, activation, recompute] = GetParam();
   at::manual_seed(7);
-  const auto whole = Block::random(gated, bias, 5, 7, at::kDouble);  // 7 is uneven on 2, 3, 4 ranks
+  const auto full = Block::random(gated, bias, 5, 7, at::kDouble);  // 7: uneven on 2, 3, 4 ranks
   const auto x = at::randn({2, 3, 5}, at::kDouble).requires_grad_();
   const auto grad_y = at::randn({2, 3, 5}, at::kDouble);
-  const auto y = whole.unsharded(x, activation);
+  const auto y = full.forward(x, activation);
   y.backward(grad_y);
 
   run_ranks(num_ranks, [&](RankContext& ctx) {
-    const auto local = whole.sharded(ctx.group_size, ctx.group_rank);
-    const auto x_here = x.detach().clone().requires_grad_();
+    const auto local = full.sharded(ctx.group_size, ctx.group_rank);
+    const auto x_local = x.detach().clone().requires_grad_();
     const auto out =
-        ops::column_row_mlp(x_here, local.weights(), activation, ctx.group_name, recompute);
+        ops::column_row_mlp(x_local, local.weights(), activation, ctx.group_name, recompute);
     expect_close(out, y, 1e-12, "y");
     const int64_t forward = ctx.group_size > 1 ? 1 : 0;
     EXPECT_EQ(ctx.backend->count(Collective::kAllReduce).num_calls, forward);
     EXPECT_EQ(ctx.backend->count(Collective::kAllReduce).num_bytes, forward * y.nbytes());
     out.backward(grad_y);
     EXPECT_EQ(ctx.backend->num_calls(), 2 * forward);
-    expect_close(x_here.grad(), x.grad(), 1e-12, "grad x");
-    expect_shard_grad(local.w1, whole.w1, 0, ctx, "grad w1");
-    expect_shard_grad(local.w2, whole.w2, 1, ctx, "grad w2");
-    expect_shard_grad(local.w3, whole.w3, 0, ctx, "grad w3");
-    expect_shard_grad(local.b1, whole.b1, 0, ctx, "grad b1");
-    expect_shard_grad(local.b3, whole.b3, 0, ctx, "grad b3");
-    if (bias) expect_close(local.b2.grad(), whole.b2.grad(), 1e-12, "grad b2");
+    expect_close(x_local.grad(), x.grad(), 1e-12, "grad x");
+    expect_shard_grad(local.w1, full.w1, 0, ctx, "grad w1");
+    expect_shard_grad(local.w2, full.w2, 1, ctx, "grad w2");
+    expect_shard_grad(local.w3, full.w3, 0, ctx, "grad w3");
+    expect_shard_grad(local.b1, full.b1, 0, ctx, "grad b1");
+    expect_shard_grad(local.b3, full.b3, 0, ctx, "grad b3");
+    if (bias) expect_close(local.b2.grad(), full.b2.grad(), 1e-12, "grad b2");
   });
 }
 
@@ -119,9 +119,9 @@ INSTANTIATE_TEST_SUITE_P(All,
                          mlp_case_name);
 
 TEST(ColumnRowMlpCommunication, NoBackwardAllReduceForAnInputWithoutGradient) {
-  const auto whole = Block::random(true, false, 4, 6, at::kDouble);
+  const auto full = Block::random(true, false, 4, 6, at::kDouble);
   run_ranks(2, [&](RankContext& ctx) {
-    const auto local = whole.sharded(2, ctx.group_rank);
+    const auto local = full.sharded(2, ctx.group_rank);
     ops::column_row_mlp(at::ones({3, 4}, at::kDouble), local.weights(), "silu", ctx.group_name)
         .sum()
         .backward();
@@ -131,9 +131,9 @@ TEST(ColumnRowMlpCommunication, NoBackwardAllReduceForAnInputWithoutGradient) {
 }
 
 TEST(ColumnRowMlpCommunication, FrozenWeightsGetNoGradient) {
-  const auto whole = Block::random(true, true, 4, 6, at::kDouble);
+  const auto full = Block::random(true, true, 4, 6, at::kDouble);
   run_ranks(2, [&](RankContext& ctx) {
-    const auto local = whole.sharded(2, ctx.group_rank);
+    const auto local = full.sharded(2, ctx.group_rank);
     for (const auto& frozen : {local.w1, local.w2, local.b3}) frozen.requires_grad_(false);
     const auto x = at::ones({3, 4}, at::kDouble).requires_grad_();
     ops::column_row_mlp(x, local.weights(), "gelu", ctx.group_name).sum().backward();
@@ -144,29 +144,29 @@ TEST(ColumnRowMlpCommunication, FrozenWeightsGetNoGradient) {
   });
 }
 
-// A backend that is late with its all-reduce: the input gradient must still be waited for.
+// The backward must wait for the all-reduce of the input gradient, even if it completes late.
 TEST(ColumnRowMlpCommunication, WaitsForALateAllReduce) {
   at::manual_seed(3);
-  const auto whole = Block::random(true, false, 4, 6, at::kDouble);
+  const auto full = Block::random(true, false, 4, 6, at::kDouble);
   const auto x = at::randn({3, 4}, at::kDouble).requires_grad_();
-  whole.unsharded(x, "silu").sum().backward();
+  full.forward(x, "silu").sum().backward();
   RankOptions options;
   options.group.all_reduce_delay = std::chrono::milliseconds(50);
   run_ranks(
       2,
       [&](RankContext& ctx) {
-        const auto local = whole.sharded(2, ctx.group_rank);
-        const auto x_here = x.detach().clone().requires_grad_();
-        ops::column_row_mlp(x_here, local.weights(), "silu", ctx.group_name).sum().backward();
-        expect_close(x_here.grad(), x.grad(), 1e-12, "grad x");
+        const auto local = full.sharded(2, ctx.group_rank);
+        const auto x_local = x.detach().clone().requires_grad_();
+        ops::column_row_mlp(x_local, local.weights(), "silu", ctx.group_name).sum().backward();
+        expect_close(x_local.grad(), x.grad(), 1e-12, "grad x");
       },
       options);
 }
 
 TEST(ColumnRowMlpShapes, NonContiguousVectorAndEmptyInputs) {
-  const auto whole = Block::random(true, true, 4, 6, at::kDouble);
+  const auto full = Block::random(true, true, 4, 6, at::kDouble);
   run_ranks(2, [&](RankContext& ctx) {
-    const auto local = whole.sharded(2, ctx.group_rank);
+    const auto local = full.sharded(2, ctx.group_rank);
     const std::vector<at::Tensor> inputs = {
         at::arange(24, at::kDouble).reshape({4, 3, 2}).div(24).permute({2, 1, 0}),
         at::arange(4, at::kDouble),
@@ -176,7 +176,7 @@ TEST(ColumnRowMlpShapes, NonContiguousVectorAndEmptyInputs) {
       const auto x = input.detach().requires_grad_();
       const auto reference = x.detach().clone().requires_grad_();
       const auto y = ops::column_row_mlp(x, local.weights(), "silu", ctx.group_name);
-      const auto expected = whole.unsharded(reference, "silu");
+      const auto expected = full.forward(reference, "silu");
       expect_close(y, expected, 1e-12, "y");
       y.sum().backward();
       const auto grad = torch::autograd::grad({expected.sum()}, {reference})[0];
@@ -185,67 +185,67 @@ TEST(ColumnRowMlpShapes, NonContiguousVectorAndEmptyInputs) {
   });
 }
 
-TEST(ColumnRowMlpRefusals, OneSentenceBeforeAnyCommunication) {
+TEST(ColumnRowMlpErrors, OneSentenceBeforeAnyCommunication) {
   run_ranks(2, [](RankContext& ctx) {
     const auto x = at::ones({3, 4});
     const auto w = at::ones({6, 4});
     const auto w2 = at::ones({4, 6});
-    const auto refused = [&](const at::Tensor& input,
-                             const ops::ColumnRowMlpWeights& weights,
-                             const std::string& activation = "silu",
-                             const std::string& group = "tensor_parallel") {
-      return refusal_of([&] { ops::column_row_mlp(input, weights, activation, group); });
+    const auto error = [&](const at::Tensor& input,
+                           const ops::ColumnRowMlpWeights& weights,
+                           const std::string& activation = "silu",
+                           const std::string& group = "tensor_parallel") {
+      return error_of([&] { ops::column_row_mlp(input, weights, activation, group); });
     };
     EXPECT_EQ(
-        refused(x, {at::ones({6, 5}), w2}),
+        error(x, {at::ones({6, 5}), w2}),
         "weft::column_row_mlp: got w1 of shape [6, 5], whose second dim must be 4, the last dim "
         "of x; pass this rank's shard in nn.Linear's layout [out, in].");
     EXPECT_EQ(
-        refused(x, {w, at::ones({4, 5})}),
+        error(x, {w, at::ones({4, 5})}),
         "weft::column_row_mlp: got w2 of shape [4, 5], whose second dim must be 6, the number of "
         "rows of w1; pass this rank's shard in nn.Linear's layout [out, in].");
     EXPECT_EQ(
-        refused(x, {w, w2, at::ones({5, 4})}),
+        error(x, {w, w2, at::ones({5, 4})}),
         "weft::column_row_mlp: got w3 of shape [5, 4], which must be w1's, [6, 4]; shard w1 and w3 "
         "alike.");
     EXPECT_EQ(
-        refused(x, {w, w2, {}, at::ones({5})}),
+        error(x, {w, w2, {}, at::ones({5})}),
         "weft::column_row_mlp: got b1 of shape [5], which must be [6], one entry for each row of "
         "w1; shard bias and weight alike.");
     EXPECT_EQ(
-        refused(x, {w, w2, {}, {}, {}, at::ones({6})}),
+        error(x, {w, w2, {}, {}, {}, at::ones({6})}),
         "weft::column_row_mlp: got b3 without w3, the half that it is the bias of; pass w3 too, or "
         "leave b3 out.");
     EXPECT_EQ(
-        refused(x, {w, w2}, "swish"),
+        error(x, {w, w2}, "swish"),
         "weft::column_row_mlp: got activation 'swish'; pass one of 'silu', 'gelu', 'gelu_tanh', "
         "'relu'.");
     EXPECT_EQ(
-        refused(x, {w.to(at::kDouble), w2}),
+        error(x, {w.to(at::kDouble), w2}),
         "weft::column_row_mlp: got w1 of dtype Double with x of dtype Float; convert one of them, "
         "or run under torch.autocast.");
     EXPECT_EQ(
-        refused(x.to(at::kInt), {w.to(at::kInt), w2.to(at::kInt)}),
+        error(x.to(at::kInt), {w.to(at::kInt), w2.to(at::kInt)}),
         "weft::column_row_mlp: got x of dtype Int; pass float32, float64, bfloat16 or float16.");
-    EXPECT_EQ(refused(x, {at::ones({6, 4}, at::kMeta), w2}),
+    EXPECT_EQ(error(x, {at::ones({6, 4}, at::kMeta), w2}),
               "weft::column_row_mlp: got w1 on meta with x on cpu; move them to one device.");
     EXPECT_EQ(
-        refused(x, {w, w2}, "silu", "nowhere"),
+        error(x, {w, w2}, "silu", "nowhere"),
         "weft::column_row_mlp: got group_name 'nowhere', which is no process group of this "
         "process; pass the group_name of a group made with torch.distributed or DeviceMesh (rebind "
         "a loaded module with weft.nn.rebind_group), or '' for a group of one.");
     EXPECT_EQ(
-        refused(at::ones({}), {w, w2}),
+        error(at::ones({}), {w, w2}),
         "weft::column_row_mlp: got x without dims; pass at least one dim, x [..., features].");
     EXPECT_EQ(ctx.backend->num_calls(), 0);
   });
 }
 
-TEST(ColumnRowMlpRefusals, SecondDerivatives) {
+TEST(ColumnRowMlpErrors, SecondDerivatives) {
   const auto block = Block::random(true, false, 4, 6, at::kDouble);
   const auto x = at::ones({3, 4}, at::kDouble).requires_grad_();
   const auto y = ops::column_row_mlp(x, block.weights(), "silu", "");
-  EXPECT_EQ(refusal_of([&] {
+  EXPECT_EQ(error_of([&] {
               torch::autograd::grad(
                   {y.sum()}, {x}, {}, /*retain_graph=*/true, /*create_graph=*/true);
             }),
@@ -257,16 +257,16 @@ TEST(ColumnRowMlpRefusals, SecondDerivatives) {
 TEST(ColumnRowMlpHalfTypes, CloseToDouble) {
   run_ranks(2, [](RankContext& ctx) {
     for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf}) {
-      // Not from the generator, which the ranks of this process share.
+      // Not from the random generator, which the ranks of this process share.
       const auto options = at::TensorOptions(at::kDouble);
       const auto draw = [&](at::IntArrayRef shape, int64_t offset) {
         const auto count = c10::multiply_integers(shape);
         return at::sin(at::arange(offset, offset + count, options) * 1.7).reshape(shape) * 0.5;
       };
-      const Block whole = {draw({10, 8}, 0), draw({8, 10}, 100), draw({10, 8}, 200), {}, {}, {}};
+      const Block full = {draw({10, 8}, 0), draw({8, 10}, 100), draw({10, 8}, 200), {}, {}, {}};
       const auto x = draw({4, 8}, 300);
-      const auto y = whole.unsharded(x, "silu");
-      const auto local = whole.sharded(2, ctx.group_rank);
+      const auto y = full.forward(x, "silu");
+      const auto local = full.sharded(2, ctx.group_rank);
       const ops::ColumnRowMlpWeights weights = {
           local.w1.detach().to(dtype), local.w2.detach().to(dtype), local.w3.detach().to(dtype)};
       const auto out = ops::column_row_mlp(x.to(dtype), weights, "silu", ctx.group_name);

@@ -1,4 +1,4 @@
-// copy_to_group, reduce_from_group, the group of one, and the build's own facts.
+// The operators on groups, the group of one, and the torch version of the build.
 #include "reference.h"
 #include "support/thread_ranks.h"
 
@@ -29,38 +29,38 @@ TEST(GroupOperators, ReduceIsSumForwardAndIdentityBackward) {
     const auto x = at::full({2, 2}, ctx.group_rank + 1.0, at::kDouble).requires_grad_();
     const auto y = ops::reduce_from_group(x.t(), ctx.group_name);
     EXPECT_TRUE(at::equal(y, at::full({2, 2}, 6, at::kDouble)));
-    EXPECT_EQ(x[0][0].item<double>(), ctx.group_rank + 1.0);  // the input is left as it was
+    EXPECT_EQ(x[0][0].item<double>(), ctx.group_rank + 1.0);  // the input is unchanged
     (y * 2).sum().backward();
     EXPECT_EQ(ctx.backend->num_calls(), 1);
     EXPECT_TRUE(at::equal(x.grad(), at::full({2, 2}, 2, at::kDouble)));
   });
 }
 
-TEST(GroupOperators, ASequenceIsGatheredAndSummedBack) {
+TEST(GroupOperators, SequencesAreGatheredAndReduceScattered) {
   run_ranks(3, [](RankContext& ctx) {
-    // Parts of 2, 2 and 1 of 5.
-    const auto whole = at::arange(5, at::kDouble);
-    const auto part = whole.chunk(3)[ctx.group_rank].clone().requires_grad_();
-    const auto y = ops::gather_from_sequence(part, 0, ctx.group_name, 5);
-    EXPECT_TRUE(at::equal(y, whole));
+    // Shards of 2, 2 and 1 of 5 tokens.
+    const auto full = at::arange(5, at::kDouble);
+    const auto local = full.chunk(3)[ctx.group_rank].clone().requires_grad_();
+    const auto y = ops::gather_from_sequence(local, 0, ctx.group_name, 5);
+    EXPECT_TRUE(at::equal(y, full));
     const auto z = ops::reduce_scatter_to_sequence(y * (ctx.group_rank + 1), -1, ctx.group_name);
-    EXPECT_TRUE(at::equal(z, (whole * 6).chunk(3)[ctx.group_rank]));
+    EXPECT_TRUE(at::equal(z, (full * 6).chunk(3)[ctx.group_rank]));
     EXPECT_EQ(ctx.backend->count(Collective::kAllGather).num_calls, 1);
     EXPECT_EQ(ctx.backend->count(Collective::kReduceScatter).num_calls, 1);
     z.sum().backward();
     EXPECT_EQ(ctx.backend->num_calls(), 4);
-    EXPECT_TRUE(at::equal(part.grad(), at::full_like(part, 6)));
+    EXPECT_TRUE(at::equal(local.grad(), at::full_like(local, 6)));
   });
 }
 
-TEST(GroupOperators, APartOfWhatAllHaveIsTakenAndPutBack) {
+TEST(GroupOperators, ReplicatedTensorsAreScatteredAndGathered) {
   run_ranks(2, [](RankContext& ctx) {
     const auto x = at::arange(6, at::kDouble).view({2, 3}).requires_grad_();
-    const auto part = ops::scatter_to_group(x, 1, ctx.group_name);
-    EXPECT_TRUE(at::equal(part, x.chunk(2, 1)[ctx.group_rank]));
+    const auto local = ops::scatter_to_group(x, 1, ctx.group_name);
+    EXPECT_TRUE(at::equal(local, x.chunk(2, 1)[ctx.group_rank]));
     EXPECT_EQ(ctx.backend->num_calls(), 0);
-    EXPECT_TRUE(at::equal(ops::gather_from_group(part, 1, ctx.group_name, 3), x));
-    (part * 3).sum().backward();
+    EXPECT_TRUE(at::equal(ops::gather_from_group(local, 1, ctx.group_name, 3), x));
+    (local * 3).sum().backward();
     EXPECT_EQ(ctx.backend->count(Collective::kAllGather).num_calls, 2);
     EXPECT_TRUE(at::equal(x.grad(), at::full({2, 3}, 3, at::kDouble)));
   });
@@ -72,7 +72,7 @@ TEST(GroupOperators, AFailedReductionNamesOperatorAndRank) {
   run_ranks(
       2,
       [](RankContext& ctx) {
-        if (ctx.group_rank == 1) return;  // never comes to the all-reduce
+        if (ctx.group_rank == 1) return;  // never calls the all-reduce
         const auto x = at::ones({2});
         std::string text;
         try {

@@ -1,4 +1,4 @@
-// column_linear and row_linear against the unsharded layer, ranks as threads.
+// Compares column_linear and row_linear with the unsharded layer, ranks as threads.
 #include "reference.h"
 #include "support/thread_ranks.h"
 
@@ -28,9 +28,9 @@ struct Layer {
   }
 };
 
-at::Tensor narrow_to_rank(const at::Tensor& whole, int64_t dim, const RankContext& ctx) {
-  const auto [start, length] = shard_range(whole.size(dim), ctx.group_size, ctx.group_rank);
-  return whole.narrow(dim, start, length);
+at::Tensor narrow_to_rank(const at::Tensor& full, int64_t dim, const RankContext& ctx) {
+  const auto [start, length] = shard_range(full.size(dim), ctx.group_size, ctx.group_rank);
+  return full.narrow(dim, start, length);
 }
 
 std::optional<at::Tensor> optional(const at::Tensor& tensor) {
@@ -39,41 +39,41 @@ std::optional<at::Tensor> optional(const at::Tensor& tensor) {
 
 class Linear : public ::testing::TestWithParam<std::tuple<int, bool>> {};
 
-TEST_P(Linear, ColumnEqualsItsRowsOfTheWholeLayer) {
+TEST_P(Linear, ColumnEqualsItsRowsOfTheUnshardedLayer) {
   const auto [num_ranks, with_bias] = GetParam();
-  const auto whole = Layer::random(with_bias);
+  const auto full = Layer::random(with_bias);
   run_ranks(num_ranks, [&](RankContext& ctx) {
-    const auto x = whole.x.detach().clone().requires_grad_();
-    const auto weight = shard(whole.weight, 0, ctx.group_size, ctx.group_rank);
+    const auto x = full.x.detach().clone().requires_grad_();
+    const auto weight = shard(full.weight, 0, ctx.group_size, ctx.group_rank);
     const auto bias =
-        with_bias ? shard(whole.bias, 0, ctx.group_size, ctx.group_rank) : at::Tensor();
+        with_bias ? shard(full.bias, 0, ctx.group_size, ctx.group_rank) : at::Tensor();
     const auto y = ops::column_linear(x, weight, optional(bias), ctx.group_name);
-    expect_close(y, narrow_to_rank(whole.y, -1, ctx), 1e-12, "y");
+    expect_close(y, narrow_to_rank(full.y, -1, ctx), 1e-12, "y");
     EXPECT_EQ(ctx.backend->num_calls(), 0);
-    y.backward(narrow_to_rank(whole.grad_y, -1, ctx));
+    y.backward(narrow_to_rank(full.grad_y, -1, ctx));
     EXPECT_EQ(ctx.backend->count(Collective::kAllReduce).num_calls, ctx.group_size > 1 ? 1 : 0);
-    expect_close(x.grad(), whole.x.grad(), 1e-12, "grad x");
-    expect_close(weight.grad(), narrow_to_rank(whole.weight.grad(), 0, ctx), 1e-12, "grad weight");
+    expect_close(x.grad(), full.x.grad(), 1e-12, "grad x");
+    expect_close(weight.grad(), narrow_to_rank(full.weight.grad(), 0, ctx), 1e-12, "grad weight");
     if (with_bias) {
-      expect_close(bias.grad(), narrow_to_rank(whole.bias.grad(), 0, ctx), 1e-12, "grad bias");
+      expect_close(bias.grad(), narrow_to_rank(full.bias.grad(), 0, ctx), 1e-12, "grad bias");
     }
   });
 }
 
-TEST_P(Linear, RowEqualsTheWholeLayerWithItsBiasOnce) {
+TEST_P(Linear, RowEqualsTheUnshardedLayerWithItsBiasOnce) {
   const auto [num_ranks, with_bias] = GetParam();
-  const auto whole = Layer::random(with_bias);
+  const auto full = Layer::random(with_bias);
   run_ranks(num_ranks, [&](RankContext& ctx) {
-    const auto x = shard(whole.x, -1, ctx.group_size, ctx.group_rank);
-    const auto weight = shard(whole.weight, 1, ctx.group_size, ctx.group_rank);
-    const auto bias = with_bias ? whole.bias.detach().clone().requires_grad_() : at::Tensor();
+    const auto x = shard(full.x, -1, ctx.group_size, ctx.group_rank);
+    const auto weight = shard(full.weight, 1, ctx.group_size, ctx.group_rank);
+    const auto bias = with_bias ? full.bias.detach().clone().requires_grad_() : at::Tensor();
     const auto y = ops::row_linear(x, weight, optional(bias), ctx.group_name);
-    expect_close(y, whole.y, 1e-12, "y");
-    y.backward(whole.grad_y);
+    expect_close(y, full.y, 1e-12, "y");
+    y.backward(full.grad_y);
     EXPECT_EQ(ctx.backend->num_calls(), ctx.group_size > 1 ? 1 : 0);
-    expect_close(x.grad(), narrow_to_rank(whole.x.grad(), -1, ctx), 1e-12, "grad x");
-    expect_close(weight.grad(), narrow_to_rank(whole.weight.grad(), 1, ctx), 1e-12, "grad weight");
-    if (with_bias) expect_close(bias.grad(), whole.bias.grad(), 1e-12, "grad bias");
+    expect_close(x.grad(), narrow_to_rank(full.x.grad(), -1, ctx), 1e-12, "grad x");
+    expect_close(weight.grad(), narrow_to_rank(full.weight.grad(), 1, ctx), 1e-12, "grad weight");
+    if (with_bias) expect_close(bias.grad(), full.bias.grad(), 1e-12, "grad bias");
   });
 }
 
@@ -97,29 +97,29 @@ TEST(LinearCommunication, ColumnWithoutInputGradientSendsNothing) {
 }
 
 TEST(LinearCommunication, ColumnWaitsForALateAllReduce) {
-  const auto whole = Layer::random(false);
+  const auto full = Layer::random(false);
   RankOptions options;
   options.group.all_reduce_delay = std::chrono::milliseconds(50);
   run_ranks(
       2,
       [&](RankContext& ctx) {
-        const auto x = whole.x.detach().clone().requires_grad_();
-        const auto weight = shard(whole.weight, 0, 2, ctx.group_rank);
+        const auto x = full.x.detach().clone().requires_grad_();
+        const auto weight = shard(full.weight, 0, 2, ctx.group_rank);
         ops::column_linear(x, weight, {}, ctx.group_name)
-            .backward(narrow_to_rank(whole.grad_y, -1, ctx));
-        expect_close(x.grad(), whole.x.grad(), 1e-12, "grad x");
+            .backward(narrow_to_rank(full.grad_y, -1, ctx));
+        expect_close(x.grad(), full.x.grad(), 1e-12, "grad x");
       },
       options);
 }
 
-TEST(LinearRefusals, OneSentenceBeforeAnyCommunication) {
+TEST(LinearErrors, OneSentenceBeforeAnyCommunication) {
   run_ranks(2, [](RankContext& ctx) {
     const auto x = at::ones({2, 4});
     const auto column = [&](const at::Tensor& weight, const std::string& group) {
-      return refusal_of([&] { ops::column_linear(x, weight, {}, group); });
+      return error_of([&] { ops::column_linear(x, weight, {}, group); });
     };
     const auto row = [&](const at::Tensor& weight, const at::Tensor& bias) {
-      return refusal_of([&] { ops::row_linear(x, weight, bias, ctx.group_name); });
+      return error_of([&] { ops::row_linear(x, weight, bias, ctx.group_name); });
     };
     EXPECT_EQ(
         column(at::ones({3, 5}), ctx.group_name),

@@ -1,4 +1,4 @@
-// The choice between whole and in pieces, from C++; ranks as threads.
+// The choice between unchunked and chunked communication, from C++; ranks as threads.
 #include "reference.h"
 #include "support/thread_ranks.h"
 
@@ -19,7 +19,8 @@ class Overlap : public ::testing::Test {
   }
 };
 
-// Runs the layer on a part of `num_rows` rows; returns how often each rank gathered in the forward.
+// Runs the layer on shards of `num_rows` rows; returns the number of all-gathers of a rank in the
+// forward.
 int64_t num_gathers(int num_ranks, int64_t num_rows, int64_t num_features) {
   const auto x = at::randn({num_rows, num_features}, at::kDouble);
   const auto weight = at::randn({3, num_features}, at::kDouble);
@@ -40,26 +41,26 @@ TEST_F(Overlap, ModesChoose) {
   ops::set_overlap("always");
   EXPECT_EQ(ops::overlap(), "always");
   EXPECT_EQ(num_gathers(3, 7, 5), 2);
-  EXPECT_EQ(num_gathers(3, 2, 5), 1);  // one row a part
+  EXPECT_EQ(num_gathers(3, 2, 5), 1);  // shards of at most one row are not chunked
   ops::set_overlap("never");
   EXPECT_EQ(num_gathers(2, 512, 2048), 1);
   EXPECT_THROW(ops::set_overlap("maybe"), c10::ValueError);
   EXPECT_EQ(ops::overlap(), "never");
 }
 
-TEST_F(Overlap, GivenChoicesHoldForWhatRoundsUpToThem) {
+TEST_F(Overlap, PresetChoicesApplyToShapesThatRoundUpToThem) {
   const ops::OverlapEntry entry{
       "weft::all_gather_linear", "float64", "cpu", 2, 512, 2048 * 8, true, 0.5};
-  auto longer = entry, of_more_ranks = entry;
+  auto longer = entry, more_ranks = entry;
   longer.num_rows = 1024;
-  of_more_ranks.num_ranks = 4;
-  longer.in_pieces = of_more_ranks.in_pieces = false;
-  ops::set_overlap_table({entry, longer, of_more_ranks});
+  more_ranks.num_ranks = 4;
+  longer.in_pieces = more_ranks.in_pieces = false;
+  ops::set_overlap_table({entry, longer, more_ranks});
   const auto table = ops::overlap_table();
   ASSERT_EQ(table.size(), 3);
   EXPECT_EQ(table[0].op, entry.op);
   EXPECT_TRUE(table[0].in_pieces);
-  // Pieces of 2 MiB: 64 rows of each rank.
+  // Chunks of 2 MiB: 64 rows of each rank.
   EXPECT_EQ(num_gathers(2, 512, 2048), 4);
   EXPECT_EQ(num_gathers(2, 400, 2000), 4);
   EXPECT_EQ(num_gathers(2, 600, 2048), 1);

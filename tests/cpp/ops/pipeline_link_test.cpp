@@ -1,5 +1,5 @@
-// Messages over links of backends that are like NCCL's: no tags, whole batches in the order of
-// their sending, nothing outside of a batch. Ranks as threads.
+// Messages over links whose backends behave like NCCL: no tags, batches are matched in the order of
+// sending, and nothing is sent outside of a batch. Ranks as threads.
 #include "reference.h"
 #include "support/thread_ranks.h"
 
@@ -26,25 +26,25 @@ class BatchWork final : public c10d::Work {
   void end(std::exception_ptr failure = nullptr) { finish(std::move(failure)); }
 };
 
-// What both ends of one direction share.
+// The state that both ends of one direction share.
 class Wire {
  public:
   using WorkPtr = c10::intrusive_ptr<BatchWork>;
   using Tensors = std::vector<at::Tensor>;
 
-  WorkPtr put(bool sends, Tensors tensors) {
+  WorkPtr submit(bool sends, Tensors tensors) {
     auto work = c10::make_intrusive<BatchWork>();
     const std::lock_guard lock(mutex_);
     (sends ? sent_ : awaited_).emplace_back(std::move(tensors), work);
     num_batches_ += sends ? 1 : 0;
     while (!sent_.empty() && !awaited_.empty()) {
-      meet(sent_.front(), awaited_.front());
+      match(sent_.front(), awaited_.front());
       sent_.pop_front();
       awaited_.pop_front();
     }
     return work;
   }
-  // The `nth` of the sends or receives to come fails, once.
+  // Makes the `nth` send or receive from now on fail, once.
   void break_nth(bool of_sends, int nth) { (of_sends ? breaks_send_ : breaks_recv_) = nth; }
   bool breaks(bool of_sends) {
     auto& left = of_sends ? breaks_send_ : breaks_recv_;
@@ -58,7 +58,7 @@ class Wire {
  private:
   using Batch = std::pair<Tensors, WorkPtr>;
 
-  static void meet(const Batch& sent, const Batch& awaited) {
+  static void match(const Batch& sent, const Batch& awaited) {
     std::exception_ptr failure;
     try {
       TORCH_CHECK(sent.first.size() == awaited.first.size(), "batches of other sizes meet");
@@ -79,11 +79,11 @@ class Wire {
   int breaks_send_ = 0, breaks_recv_ = 0;
 };
 
-class LikeNccl final : public c10d::Backend {
+class FakeNcclBackend final : public c10d::Backend {
  public:
   using Ended = std::function<void(const std::string& how)>;
 
-  LikeNccl(
+  FakeNcclBackend(
       int rank, std::shared_ptr<Wire> wire, Ended ended = [](const std::string& /*how*/) {})
       : Backend(rank, 2), wire_(std::move(wire)), ended_(std::move(ended)) {}
 
@@ -99,7 +99,7 @@ class LikeNccl final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> endCoalescing() override {
     TORCH_CHECK(std::exchange(is_batching_, false), "the end of no batch");
     if (batch_.empty()) return {};
-    return wire_->put(sends_, std::exchange(batch_, {}));
+    return wire_->submit(sends_, std::exchange(batch_, {}));
   }
   c10::intrusive_ptr<c10d::Work> send(Wire::Tensors& tensors, int to, int tag) override {
     return add(true, tensors, to, tag);
@@ -142,10 +142,11 @@ class Wires {
         const bool is_outgoing = towards != rank;
         auto wire = is_outgoing ? get(own, peer) : get(peer, own);
         const int to = is_outgoing ? peer : own;
-        auto backend = c10::make_intrusive<LikeNccl>(rank, std::move(wire), [=, this](auto how) {
-          const std::lock_guard lock(mutex_);
-          ends_[own].push_back("to " + std::to_string(to) + " " + how);
-        });
+        auto backend =
+            c10::make_intrusive<FakeNcclBackend>(rank, std::move(wire), [=, this](auto how) {
+              const std::lock_guard lock(mutex_);
+              ends_[own].push_back("to " + std::to_string(to) + " " + how);
+            });
         const std::lock_guard lock(mutex_);
         backends_[{own, to}] = backend;
         return backend;
@@ -153,12 +154,12 @@ class Wires {
     }
   }
 
-  // On this rank, what goes to `to`.
-  c10::intrusive_ptr<LikeNccl> backend(int rank, int to) {
+  // Returns the backend on `rank` for messages to `to`.
+  c10::intrusive_ptr<FakeNcclBackend> backend(int rank, int to) {
     const std::lock_guard lock(mutex_);
     return backends_.at({rank, to});
   }
-  // How backends ended on a rank, in this order.
+  // Returns how backends ended on a rank, in order.
   std::vector<std::string> ends(int rank) {
     const std::lock_guard lock(mutex_);
     return ends_[rank];
@@ -167,7 +168,7 @@ class Wires {
  private:
   std::mutex mutex_;
   std::map<std::pair<int, int>, std::shared_ptr<Wire>> wires_;
-  std::map<std::pair<int, int>, c10::intrusive_ptr<LikeNccl>> backends_;
+  std::map<std::pair<int, int>, c10::intrusive_ptr<FakeNcclBackend>> backends_;
   std::map<int, std::vector<std::string>> ends_;
 };
 
@@ -178,7 +179,7 @@ class PipelineLink : public ::testing::TestWithParam<int> {
 
 INSTANTIATE_TEST_SUITE_P(Ranks, PipelineLink, ::testing::Values(2, 3));
 
-TEST_P(PipelineLink, StagesEqualTheWholeModel) {
+TEST_P(PipelineLink, StagesEqualTheFullModel) {
   constexpr int kNumBatches = 3;
   const auto x = at::randn({4, 6}, at::kDouble);
   std::vector<at::Tensor> weights;
@@ -219,12 +220,12 @@ TEST_P(PipelineLink, StagesEqualTheWholeModel) {
         weight.grad(), weights.at(static_cast<std::size_t>(rank)).grad(), 1e-12, "grad weight");
     ops::unlink_pipeline(c10d::resolve_process_group(ctx.group_name));
   });
-  // Each message is one batch, and its answer another, beside the first of a link.
+  // Each message is one batch and its gradient another, in addition to a link's first batch.
   for (int rank = 0; rank + 1 < GetParam(); ++rank) {
     EXPECT_EQ(wires.get(rank, rank + 1)->num_batches(), 1 + kNumBatches);
     EXPECT_EQ(wires.get(rank + 1, rank)->num_batches(), 1 + kNumBatches);
   }
-  // Ends that wait for each other do so in one order.
+  // Shutdowns wait for the peer, so both ranks must use the same order.
   if (GetParam() == 2) {
     const std::vector<std::string> in_order{"to 0 shut down", "to 1 shut down"};
     EXPECT_EQ(wires.ends(0), in_order);
@@ -232,7 +233,7 @@ TEST_P(PipelineLink, StagesEqualTheWholeModel) {
   }
 }
 
-// A message that could not be received is not taken for the next one, and no batch stays open.
+// After a failed receive, later messages fail instead of being mismatched, and no batch stays open.
 TEST(PipelineLinks, ABrokenReceiveIsTheLast) {
   Wires wires;
   run_ranks(2, [&](RankContext& ctx) {
@@ -256,7 +257,7 @@ TEST(PipelineLinks, ABrokenReceiveIsTheLast) {
     EXPECT_THROW(receive(), c10::DistBackendError);
     ops::unlink_pipeline(group);
     EXPECT_EQ(wires.ends(1), (std::vector<std::string>{"to 0 aborted", "to 1 aborted"}));
-    wire->put(/*sends=*/false, {at::empty({12}, at::kByte)});  // so that the sender can end
+    wire->submit(/*sends=*/false, {at::empty({12}, at::kByte)});  // lets the sender complete
   });
 }
 
@@ -280,15 +281,15 @@ TEST(PipelineLinks, ABrokenSendIsTheLast) {
   });
 }
 
-TEST(PipelineLinks, RefusesBackendsOfOthersAndASecondLink) {
+TEST(PipelineLinks, RejectsBackendsOfOtherRanksAndASecondLink) {
   Wires wires;
   run_ranks(2, [&](RankContext& ctx) {
     const auto group = c10d::resolve_process_group(ctx.group_name);
     const int peer = 1 - ctx.group_rank;
-    const auto of_others = [&](int rank, int /*towards*/) {
-      return c10::make_intrusive<LikeNccl>(1 - rank, std::make_shared<Wire>());
+    const auto other_ranks_backend = [&](int rank, int /*towards*/) {
+      return c10::make_intrusive<FakeNcclBackend>(1 - rank, std::make_shared<Wire>());
     };
-    EXPECT_THROW(ops::link_pipeline(group, peer, at::kCPU, of_others), c10::ValueError);
+    EXPECT_THROW(ops::link_pipeline(group, peer, at::kCPU, other_ranks_backend), c10::ValueError);
     wires.link_all(ctx);
     EXPECT_THROW(wires.link_all(ctx), c10::ValueError);
     ops::unlink_pipeline(group);

@@ -1,4 +1,4 @@
-// The messages of a pipeline from C++: stages against the whole model; ranks as threads.
+// Pipeline messages from C++: compares stages with the full model; ranks as threads.
 #include "reference.h"
 #include "support/thread_ranks.h"
 
@@ -18,7 +18,7 @@ class Pipeline : public ::testing::TestWithParam<int> {
 
 INSTANTIATE_TEST_SUITE_P(Ranks, Pipeline, ::testing::Values(2, 3, 4));
 
-TEST_P(Pipeline, StagesEqualTheWholeModel) {
+TEST_P(Pipeline, StagesEqualTheFullModel) {
   const auto x = at::randn({4, 6}, at::kDouble);
   std::vector<at::Tensor> weights;
   auto y = x;

@@ -1,4 +1,4 @@
-// Unsharded references in plain ATen and the shards that a rank gets of them.
+// Unsharded references in plain ATen, and a rank's shards of tensors.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -16,17 +16,17 @@ struct Range {
   int64_t length;
 };
 
-// torch.chunk's parts: ceil-sized, later ones shorter or empty.
+// Returns the shard of a dim as torch.chunk does: of ceil size, later ones shorter or empty.
 inline Range shard_range(int64_t dim_size, int64_t num_ranks, int64_t rank) {
   const int64_t length = (dim_size + num_ranks - 1) / num_ranks;
   const int64_t start = std::min(rank * length, dim_size);
   return {start, std::min(start + length, dim_size) - start};
 }
 
-// This rank's part of `whole` along `dim`, as a leaf that requires a gradient.
-inline at::Tensor shard(const at::Tensor& whole, int64_t dim, int num_ranks, int rank) {
-  const auto [start, length] = shard_range(whole.size(dim), num_ranks, rank);
-  return whole.detach().narrow(dim, start, length).clone().requires_grad_();
+// Returns this rank's shard of `full` along `dim`, as a leaf that requires a gradient.
+inline at::Tensor shard(const at::Tensor& full, int64_t dim, int num_ranks, int rank) {
+  const auto [start, length] = shard_range(full.size(dim), num_ranks, rank);
+  return full.detach().narrow(dim, start, length).clone().requires_grad_();
 }
 
 inline at::Tensor apply_activation(const at::Tensor& x, const std::string& name) {
@@ -47,10 +47,9 @@ inline void expect_close(const at::Tensor& a,
   EXPECT_LE((a - b).abs().max().item<double>(), bound) << what;
 }
 
-// The sentence of the c10::Error that `call` throws, up to its first line end; "" if it throws
-// none.
+// Returns the first line of the c10::Error that `call` throws; "" if it throws none.
 template <typename Call>
-std::string refusal_of(Call call) {
+std::string error_of(Call call) {
   try {
     call();
   } catch (const c10::Error& error) {

@@ -27,7 +27,7 @@ TEST(RebindGroup, ReachesEveryModuleInside) {
   EXPECT_FALSE(plain.hasattr("group_name"));
 }
 
-TEST(RebindGroup, RefusesAModuleWithoutAny) {
+TEST(RebindGroup, RejectsAModuleWithoutAny) {
   const torch::jit::Module plain("of.mine");
   try {
     ops::rebind_group(plain, "job");

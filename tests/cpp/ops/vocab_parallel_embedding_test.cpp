@@ -1,4 +1,4 @@
-// vocab_parallel_embedding against the whole table, ranks as threads.
+// Compares vocab_parallel_embedding with the unsharded table, ranks as threads.
 #include "reference.h"
 #include "support/thread_ranks.h"
 
@@ -13,8 +13,8 @@ namespace {
 
 class VocabParallelEmbedding : public ::testing::TestWithParam<int> {};
 
-// 5 rows: uneven on 2 and 3 ranks, and the fourth of 4 ranks holds none.
-TEST_P(VocabParallelEmbedding, EqualsTheWholeTable) {
+// 5 rows: uneven on 2 and 3 ranks, and the last of 4 ranks holds none.
+TEST_P(VocabParallelEmbedding, EqualsTheUnshardedTable) {
   at::manual_seed(2);
   const auto table = at::randn({5, 3}, at::kDouble).requires_grad_();
   const auto ids = at::tensor({0, 4, 4, 1, 2, 3}, at::kLong).reshape({2, 3});
@@ -38,23 +38,22 @@ TEST_P(VocabParallelEmbedding, EqualsTheWholeTable) {
 
 INSTANTIATE_TEST_SUITE_P(Ranks, VocabParallelEmbedding, ::testing::Values(1, 2, 3, 4));
 
-TEST(VocabParallelEmbeddingRefusals, OneSentenceBeforeAnyCommunication) {
+TEST(VocabParallelEmbeddingErrors, OneSentenceBeforeAnyCommunication) {
   run_ranks(2, [](RankContext& ctx) {
     const auto rows = at::ones({3, 2});
-    const auto refused = [&](const at::Tensor& ids, int64_t start = 0) {
-      return refusal_of(
-          [&] { ops::vocab_parallel_embedding(ids, rows, start, ctx.group_name, 6); });
+    const auto error = [&](const at::Tensor& ids, int64_t start = 0) {
+      return error_of([&] { ops::vocab_parallel_embedding(ids, rows, start, ctx.group_name, 6); });
     };
     EXPECT_EQ(
-        refused(at::ones({2})),
+        error(at::ones({2})),
         "weft::vocab_parallel_embedding: got input of dtype Float; pass token ids as int64 or "
         "int32.");
     EXPECT_EQ(
-        refused(at::tensor({1, 6}, at::kLong)),
+        error(at::tensor({1, 6}, at::kLong)),
         "weft::vocab_parallel_embedding: got token ids from 1 to 6; pass ids from 0 to vocab_size "
         "- 1 = 5.");
     EXPECT_EQ(
-        refused(at::tensor({1}, at::kLong), -1),
+        error(at::tensor({1}, at::kLong), -1),
         "weft::vocab_parallel_embedding: got vocab_start -1; pass the index of this rank's first "
         "row, 0 or more.");
     EXPECT_EQ(ctx.backend->num_calls(), 0);

@@ -1,9 +1,9 @@
-// Predictions against what is known in closed form; against measured bytes they are held by
-// benchmarks/memory_gate.py.
+// Compares predictions with closed forms. benchmarks/memory_gate.py compares them with measured
+// bytes.
 
 #include "weft/strategy/memory_model.h"
 
-#include "refusal.h"
+#include "error_of.h"
 
 #include <gtest/gtest.h>
 
@@ -74,24 +74,24 @@ TEST(MemoryModel, StateOfTheDocumentedFeedForward) {
   }
 }
 
-TEST(MemoryModel, OptionsThatSpendLess) {
+TEST(MemoryModel, OptionsThatSaveMemory) {
   TrainingSpec spec = documented(2);
   const int64_t by_default = peak(spec);
   spec.has_fused_optimizer = false;
-  // The loop over parameters: two for one of them, and what is left of the one before.
+  // The loop over parameters: two temporaries of one parameter, and one left of the previous one.
   EXPECT_EQ(phase(spec, "step")[kScratch], 3 * kWeight / 2);
   spec.has_fused_optimizer = true;
   spec.steps_in_backward = true;
   EXPECT_EQ(phase(spec, "backward")[kGradients], kWeight / 2);
   EXPECT_NEAR(static_cast<double>(by_default - peak(spec)), kWeight, 0.01 * kWeight);
-  const int64_t whole = peak(spec);
+  const int64_t without_rows = peak(spec);
   spec.steps_by_rows = true;
   EXPECT_EQ(phase(spec, "backward")[kGradients], 0);
-  // Some rows instead of a gradient; of the loss's, one number, the columns that belong to them.
+  // Only some rows of a weight's gradient, and of the expanded gradient of y only their columns.
   constexpr int64_t kNumRows = (1 << 20) / (4096 * 4);
-  EXPECT_EQ(whole - peak(spec), (8192 - kNumRows) * (4096 + 8) * 4);
+  EXPECT_EQ(without_rows - peak(spec), (8192 - kNumRows) * (4096 + 8) * 4);
   spec.has_deferred_init = false;
-  // The whole model, and a first shard before the first whole weight goes.
+  // The unsharded model, and the first shard before the first unsharded weight is freed.
   EXPECT_EQ(phase(spec, "init")[kParameters], 3 * kWeight + kWeight / 2);
 }
 
@@ -111,7 +111,7 @@ TEST(MemoryModel, UnevenShardsAreThoseOfEachRank) {
   TrainingSpec spec{.model = FeedForwardModel{.dim = 4, .hidden_dim = 5, .has_bias = true},
                     .mesh = Mesh({{"tensor_parallel", 4}}),
                     .plan = {}};
-  // Hidden units 2, 2, 1 and none; w1 and w3 with biases by column, w2's bias whole.
+  // The ranks have 2, 2, 1 and 0 hidden units; w1 and w3 with biases by column, w2's bias full.
   const std::vector<int64_t> hidden = {2, 2, 1, 0};
   for (int64_t rank = 0; rank < 4; ++rank) {
     EXPECT_EQ(phase(spec, "init", rank)[kParameters], (hidden[rank] * (3 * 4 + 2) + 4) * 4);
@@ -135,26 +135,26 @@ TEST(MemoryModel, MixedPrecisionAdamTakesTwentyBytesAParameter) {
   EXPECT_EQ(parameter_cost(spec).bytes_per_element, 4);
 }
 
-TEST(MemoryModel, FullyShardedStateIsAPartOfTheWhole) {
+TEST(MemoryModel, FullyShardedStateIsDividedByTheNumberOfRanks) {
   TrainingSpec spec{.model = llama_70b(),
                     .mesh = Mesh({{"data_parallel", 32}, {"tensor_parallel", 8}}),
                     .plan = {}};
   const MemoryUsage step = phase(spec, "step", 255);
-  // The norms are whole over the tensor-parallel axis.
-  const int64_t whole = (2 * 80 + 1) * 8192;
-  const int64_t cut = 70'553'706'496 - whole;
-  EXPECT_EQ(step[kParameters], (whole + cut / 8) / 32 * 4);
+  // The norms are replicated over the tensor-parallel axis.
+  const int64_t replicated = (2 * 80 + 1) * 8192;
+  const int64_t sharded = 70'553'706'496 - replicated;
+  EXPECT_EQ(step[kParameters], (replicated + sharded / 8) / 32 * 4);
   EXPECT_EQ(step[kGradients], step[kParameters]);
   ASSERT_EQ(distinct_ranks(spec).size(), 1U);
   EXPECT_EQ(distinct_ranks(spec).front().num_ranks, 256);
 }
 
-TEST(MemoryModel, CheckpointedBlocksKeepTheirInputs) {
+TEST(MemoryModel, CheckpointedBlocksSaveTheirInputs) {
   TrainingSpec spec{.model = small_decoder(), .mesh = Mesh(), .plan = {}, .tokens = 4096};
   spec.checkpointing = Checkpointing::kFull;
   const int64_t full = phase(spec, "backward")[kSavedActivations];
   std::get<DecoderModel>(spec.model).num_layers += 2;
-  // The backward's peak is in the last block: all inputs are held.
+  // The backward's peak is in the last block, when all inputs are held.
   const int64_t more = phase(spec, "backward")[kSavedActivations] - full;
   EXPECT_EQ(more, 2 * (4096 * 64 * 4 + 5056));
   const int64_t selective = [&] {
@@ -183,7 +183,7 @@ TEST(MemoryModel, ModuleNamesAreThoseThatPlansMatch) {
   EXPECT_EQ(phase(spec, "init")[kParameters], (parameter_cost(spec).num_elements - mlps / 2) * 4);
 }
 
-TEST(MemoryModel, LayersByThemselvesKeepTheActivationAndTheProductToo) {
+TEST(MemoryModel, SeparateLayersSaveTheActivationAndTheProductToo) {
   TrainingSpec spec{
       .model = FeedForwardModel{.dim = 64, .hidden_dim = 96},
       .mesh = Mesh({{"tensor_parallel", 2}}),
@@ -201,41 +201,41 @@ TEST(MemoryModel, ReplicatedParametersAreNotCopiedAtStartUp) {
   EXPECT_EQ(phase(spec, "init")[kParameters], parameter_cost(spec).num_elements * 4);
 }
 
-TEST(MemoryModelRefusals, Sentences) {
+TEST(MemoryModelErrors, Sentences) {
   TrainingSpec spec{.model = small_decoder(), .mesh = Mesh({{"tensor_parallel", 8}}), .plan = {}};
-  EXPECT_EQ(refusal([&] { return predict_memory(spec, 0).size(); }),
+  EXPECT_EQ(error_of([&] { return predict_memory(spec, 0).size(); }),
             "model.layers.0.self_attn.k_proj: num_kv_heads = 4 heads do not divide over 8 "
             "tensor-parallel ranks; use a tensor-parallel size that divides 4 or style "
             "'replicate'");
   spec.mesh = Mesh({{"pipeline_parallel", 2}});
-  EXPECT_EQ(refusal([&] { return predict_memory(spec, 0).size(); }),
+  EXPECT_EQ(error_of([&] { return predict_memory(spec, 0).size(); }),
             "memory: the mesh 'pipeline_parallel=2' has the axis 'pipeline_parallel', for which "
             "there is no prediction; use data_replicate, data_parallel and tensor_parallel");
   spec.mesh = Mesh();
   spec.tokens = 0;
-  EXPECT_EQ(refusal([&] { return predict_memory(spec, 0).size(); }),
+  EXPECT_EQ(error_of([&] { return predict_memory(spec, 0).size(); }),
             "memory: got tokens = 0; give a number from 1 to 4194304");
   spec.tokens = 1;
-  EXPECT_EQ(refusal([&] { return predict_memory(spec, 1).size(); }),
-            refusal([] { return Mesh().coordinates(1).size(); }));
-  const auto refused = [&](Rule rule) {
+  EXPECT_EQ(error_of([&] { return predict_memory(spec, 1).size(); }),
+            error_of([] { return Mesh().coordinates(1).size(); }));
+  const auto plan_error = [&](Rule rule) {
     spec.plan = Plan({std::move(rule)});
-    return refusal([&] { return predict_memory(spec, 0).size(); });
+    return error_of([&] { return predict_memory(spec, 0).size(); });
   };
-  EXPECT_EQ(refused({"model.layers.0", Style::kColumnRowMlp, {}}),
+  EXPECT_EQ(plan_error({"model.layers.0", Style::kColumnRowMlp, {}}),
             "memory: the plan gives 'model.layers.0' the style 'column_row_mlp', but it is no MLP; "
             "use column and row rules for its layers");
-  EXPECT_EQ(refused({"model.norm", Style::kColumn, {}}),
+  EXPECT_EQ(plan_error({"model.norm", Style::kColumn, {}}),
             "memory: the plan gives 'model.norm' the style 'column', but it is no linear layer; "
             "name the linear layers themselves");
-  EXPECT_EQ(refused({"lm_head", Style::kVocabHead, {}}),
+  EXPECT_EQ(plan_error({"lm_head", Style::kVocabHead, {}}),
             "memory: the plan gives 'lm_head' the style 'vocab_head', but there is no prediction "
             "for it; leave its rule out for an upper bound");
   std::get<DecoderModel>(spec.model).is_tied = true;
-  EXPECT_EQ(refused({"model.embed_tokens", Style::kVocabEmbedding, {}}),
+  EXPECT_EQ(plan_error({"model.embed_tokens", Style::kVocabEmbedding, {}}),
             "memory: the plan cuts one of 'model.embed_tokens' and 'lm_head', whose weights are "
             "tied; give them 'vocab_embedding' and 'column_gather_output', or no rules");
-  EXPECT_EQ(refused({"model.layers.0.mlp.up_proj", Style::kColumnGatherOutput, {}}),
+  EXPECT_EQ(plan_error({"model.layers.0.mlp.up_proj", Style::kColumnGatherOutput, {}}),
             "memory: the plan gives 'model.layers.0.mlp.up_proj' the style 'column_gather_output', "
             "but there is a prediction for 'lm_head' alone; leave its rule out");
   for (const auto& [option, rule] : std::vector<std::pair<std::string, Rule>>{
@@ -243,30 +243,30 @@ TEST(MemoryModelRefusals, Sentences) {
            {"offload", {"model.norm", Style::kReplicate, {}, false, true}},
            {"precision",
             {"model.norm", Style::kReplicate, {}, false, false, ComputeDtype::kFloat32}}}) {
-    EXPECT_EQ(refused(rule),
+    EXPECT_EQ(plan_error(rule),
               "memory: the plan gives 'model.norm' the option '" + option +
                   "', but there is no prediction for it; leave it out for an estimate without it");
   }
   spec.plan = Plan({{"model.layers.*.mlp", Style::kColumnRowMlp, {}, true}});
   spec.checkpointing = Checkpointing::kSelective;
-  EXPECT_EQ(refusal([&] { return predict_memory(spec, 0).size(); }),
+  EXPECT_EQ(error_of([&] { return predict_memory(spec, 0).size(); }),
             "memory: a selective checkpoint would keep what the rule of 'model.layers.0.mlp' lets "
             "go of by recompute; leave out one of the two");
   spec.plan.reset();
   spec.optimizer = OptimizerKind::kAdagrad;
   spec.steps_in_backward = true;
-  EXPECT_EQ(refusal([&] { return predict_memory(spec, 0).size(); }),
+  EXPECT_EQ(error_of([&] { return predict_memory(spec, 0).size(); }),
             "memory: Adagrad does not step inside the backward; use SGD, Adam or AdamW, or step "
             "after it");
   TrainingSpec by_rows = documented(2);
   by_rows.steps_in_backward = by_rows.steps_by_rows = true;
   by_rows.plan = Plan({{"w1", Style::kColumn}, {"w3", Style::kColumn}, {"w2", Style::kRow}});
-  EXPECT_EQ(refusal([&] { return predict_memory(by_rows, 0).size(); }),
+  EXPECT_EQ(error_of([&] { return predict_memory(by_rows, 0).size(); }),
             "memory: there is no fused MLP whose weights could be stepped by rows; name one by "
             "column_row_mlp in the plan, or step whole weights");
   TrainingSpec mlp = documented(1);
   mlp.checkpointing = Checkpointing::kFull;
-  EXPECT_EQ(refusal([&] { return predict_memory(mlp, 0).size(); }),
+  EXPECT_EQ(error_of([&] { return predict_memory(mlp, 0).size(); }),
             "memory: one MLP has no blocks to checkpoint; leave checkpointing out, or give the "
             "plan's rule recompute");
 }

@@ -1,6 +1,6 @@
 #include "weft/strategy/mesh.h"
 
-#include "refusal.h"
+#include "error_of.h"
 
 #include <gtest/gtest.h>
 
@@ -10,7 +10,7 @@
 namespace weft::strategy {
 namespace {
 
-// Every mesh with `num_axes` axes and `world_size` ranks.
+// Adds every mesh with `num_axes` axes and `world_size` ranks.
 void add_meshes(size_t num_axes,
                 int64_t world_size,
                 std::vector<Axis> axes,
@@ -30,7 +30,7 @@ void add_meshes(size_t num_axes,
   }
 }
 
-// Every mesh of 1 to 4 axes with up to 64 ranks.
+// Returns every mesh of 1 to 4 axes with up to 64 ranks.
 const std::vector<Mesh>& small_meshes() {
   static const std::vector<Mesh> meshes = [] {
     std::vector<Mesh> result;
@@ -54,7 +54,7 @@ TEST(Mesh, CountsItsRanksAndAxes) {
   EXPECT_EQ(mesh.axes(), (std::vector<Axis>{{"data_parallel", 2}, {"tensor_parallel", 4}}));
 }
 
-TEST(Mesh, LastAxisRunsFastest) {
+TEST(Mesh, LastAxisVariesFastest) {
   const Mesh mesh = Mesh::parse("data_parallel=2,tensor_parallel=4");
   EXPECT_EQ(mesh.coordinates(0), (std::vector<int64_t>{0, 0}));
   EXPECT_EQ(mesh.coordinates(1), (std::vector<int64_t>{0, 1}));
@@ -146,34 +146,34 @@ TEST(Mesh, ParseAllowsBlanks) {
             "data_parallel=2,tensor_parallel=4");
 }
 
-TEST(MeshRefusals, Names) {
-  EXPECT_EQ(refusal([] {
+TEST(MeshErrors, Names) {
+  EXPECT_EQ(error_of([] {
               return Mesh({{"tensor_paralel", 2}});
             }),
             "mesh: unknown axis 'tensor_paralel': use one of pipeline_parallel, data_replicate, "
             "data_parallel, context_parallel, tensor_parallel; the nearest is 'tensor_parallel'");
-  EXPECT_EQ(refusal([] {
+  EXPECT_EQ(error_of([] {
               return Mesh({{"data_parallel", 2}, {"data_parallel", 2}});
             }),
             "mesh: axis 'data_parallel' is given twice; give each axis once");
 }
 
-TEST(MeshRefusals, Sizes) {
-  EXPECT_EQ(refusal([] {
+TEST(MeshErrors, Sizes) {
+  EXPECT_EQ(error_of([] {
               return Mesh({{"tensor_parallel", 0}});
             }),
             "mesh: axis 'tensor_parallel' has size 0; give a size of at least 1, or leave the axis "
             "out");
   EXPECT_EQ(
-      refusal([] { return Mesh::parse("data_parallel=65536,tensor_parallel=65536"); }),
+      error_of([] { return Mesh::parse("data_parallel=65536,tensor_parallel=65536"); }),
       "mesh: 'data_parallel=65536,tensor_parallel=65536' has more than 2147483647 ranks; give "
       "smaller sizes");
   EXPECT_EQ(Mesh({{"tensor_parallel", Mesh::kMaxSize}}).size(), Mesh::kMaxSize);
 }
 
-TEST(MeshRefusals, Text) {
+TEST(MeshErrors, Text) {
   const std::string remedy = "; write axis=size pairs such as 'data_parallel=2,tensor_parallel=4'";
-  EXPECT_EQ(refusal([] { return Mesh::parse("tensor_parallel"); }),
+  EXPECT_EQ(error_of([] { return Mesh::parse("tensor_parallel"); }),
             "mesh: cannot read 'tensor_parallel' in 'tensor_parallel'" + remedy);
   for (const char* part : {"tensor_parallel=",
                            "tensor_parallel=2x",
@@ -184,36 +184,36 @@ TEST(MeshRefusals, Text) {
     const std::string text = std::string("data_parallel=2,") + part;
     std::string expected = "mesh: cannot read '";
     expected.append(part).append("' in '").append(text).append("'").append(remedy);
-    EXPECT_EQ(refusal([&] { return Mesh::parse(text); }), expected);
+    EXPECT_EQ(error_of([&] { return Mesh::parse(text); }), expected);
   }
 }
 
-TEST(MeshRefusals, RanksCoordinatesAndAxesOutsideTheMesh) {
+TEST(MeshErrors, RanksCoordinatesAndAxesOutsideTheMesh) {
   const Mesh mesh = Mesh::parse("data_parallel=2,tensor_parallel=4");
   const std::string name = "mesh 'data_parallel=2,tensor_parallel=4': ";
   for (const int64_t outside : {-1, 8}) {
     const std::string expected =
         name + "rank " + std::to_string(outside) + " lies outside; use 0 to 7";
-    EXPECT_EQ(refusal([&] { return mesh.coordinates(outside); }), expected);
-    EXPECT_EQ(refusal([&] { return mesh.group("data_parallel", outside); }), expected);
+    EXPECT_EQ(error_of([&] { return mesh.coordinates(outside); }), expected);
+    EXPECT_EQ(error_of([&] { return mesh.group("data_parallel", outside); }), expected);
   }
-  EXPECT_EQ(refusal([&] { return mesh.rank(std::vector<int64_t>{1}); }),
+  EXPECT_EQ(error_of([&] { return mesh.rank(std::vector<int64_t>{1}); }),
             name + "got 1 coordinates; give 2, one per axis");
-  EXPECT_EQ(refusal([&] {
+  EXPECT_EQ(error_of([&] {
               return mesh.rank(std::vector<int64_t>{1, 4});
             }),
             name + "coordinate 4 along 'tensor_parallel' lies outside; use 0 to 3");
   const std::string no_axis =
       name + "no axis 'pipeline_parallel'; use one of data_parallel, tensor_parallel";
-  EXPECT_EQ(refusal([&] { return mesh.size("pipeline_parallel"); }), no_axis);
-  EXPECT_EQ(refusal([&] { return mesh.group("pipeline_parallel", 0); }), no_axis);
-  EXPECT_EQ(refusal([&] { return mesh.groups("pipeline_parallel"); }), no_axis);
-  EXPECT_EQ(refusal([] { return Mesh().size("data_parallel"); }),
+  EXPECT_EQ(error_of([&] { return mesh.size("pipeline_parallel"); }), no_axis);
+  EXPECT_EQ(error_of([&] { return mesh.group("pipeline_parallel", 0); }), no_axis);
+  EXPECT_EQ(error_of([&] { return mesh.groups("pipeline_parallel"); }), no_axis);
+  EXPECT_EQ(error_of([] { return Mesh().size("data_parallel"); }),
             "mesh '': no axis 'data_parallel'; it has none");
 }
 
-std::string world_size_refusal(const std::string& mesh, int64_t world_size) {
-  return refusal([&] {
+std::string world_size_error(const std::string& mesh, int64_t world_size) {
+  return error_of([&] {
     Mesh::parse(mesh).check_world_size(world_size);
     return 0;
   });
@@ -225,40 +225,40 @@ TEST(MeshWorldSize, TheProductFits) {
   }
 }
 
-TEST(MeshWorldSize, RefusalNamesTheNearestSizesThatFit) {
-  EXPECT_EQ(world_size_refusal("data_parallel=2,tensor_parallel=4", 6),
+TEST(MeshWorldSize, ErrorNamesTheNearestSizesThatFit) {
+  EXPECT_EQ(world_size_error("data_parallel=2,tensor_parallel=4", 6),
             "mesh 'data_parallel=2,tensor_parallel=4' has 8 ranks, but the job has 6; use sizes "
             "whose product is 6, such as 'data_parallel=2,tensor_parallel=3', "
             "'data_parallel=1,tensor_parallel=6', 'data_parallel=3,tensor_parallel=2', "
             "'data_parallel=6,tensor_parallel=1'");
-  EXPECT_EQ(world_size_refusal("data_parallel=2,tensor_parallel=4", 7),
+  EXPECT_EQ(world_size_error("data_parallel=2,tensor_parallel=4", 7),
             "mesh 'data_parallel=2,tensor_parallel=4' has 8 ranks, but the job has 7; use sizes "
             "whose product is 7, such as 'data_parallel=1,tensor_parallel=7', "
             "'data_parallel=7,tensor_parallel=1'");
   EXPECT_EQ(
-      world_size_refusal("tensor_parallel=4", 2),
+      world_size_error("tensor_parallel=4", 2),
       "mesh 'tensor_parallel=4' has 4 ranks, but the job has 2; use sizes whose product is 2, "
       "such as 'tensor_parallel=2'");
 }
 
-// data_parallel=4,tensor_parallel=21 is nearer by its numbers, but changes both.
-TEST(MeshWorldSize, RefusalPrefersToKeepASize) {
-  EXPECT_EQ(world_size_refusal("data_parallel=3,tensor_parallel=20", 84),
+// data_parallel=4,tensor_parallel=21 has the smaller total change, but changes both sizes.
+TEST(MeshWorldSize, ErrorPrefersToKeepASize) {
+  EXPECT_EQ(world_size_error("data_parallel=3,tensor_parallel=20", 84),
             "mesh 'data_parallel=3,tensor_parallel=20' has 60 ranks, but the job has 84; use sizes "
             "whose product is 84, such as 'data_parallel=3,tensor_parallel=28', "
             "'data_parallel=4,tensor_parallel=21', 'data_parallel=6,tensor_parallel=14', "
             "'data_parallel=7,tensor_parallel=12'");
 }
 
-TEST(MeshWorldSize, RefusalOfAJobThatNoMeshFits) {
-  EXPECT_EQ(world_size_refusal("tensor_parallel=4", 0),
+TEST(MeshWorldSize, ErrorForAJobThatNoMeshFits) {
+  EXPECT_EQ(world_size_error("tensor_parallel=4", 0),
             "mesh 'tensor_parallel=4' has 4 ranks, but the job has 0; a job has 1 to 2147483647");
-  EXPECT_EQ(world_size_refusal("", 3),
+  EXPECT_EQ(world_size_error("", 3),
             "mesh '' has 1 rank, but the job has 3; give an axis, such as 'tensor_parallel=3'");
 }
 
 TEST(MeshWorldSize, ListStaysShortForANumberWithManyDivisors) {
-  const std::string text = world_size_refusal(
+  const std::string text = world_size_error(
       "pipeline_parallel=2,data_replicate=2,data_parallel=2,context_parallel=2,tensor_parallel=2",
       2095133040);
   size_t num_choices = 0;

@@ -1,6 +1,6 @@
 #include "weft/strategy/pattern.h"
 
-#include "refusal.h"
+#include "error_of.h"
 
 #include <gtest/gtest.h>
 
@@ -51,7 +51,7 @@ TEST(Matches, EmptyPatternIsTheModelItself) {
   EXPECT_FALSE(matches("*", ""));
 }
 
-// The definition of a glob, in exponential time.
+// The definition of a glob, which takes exponential time.
 bool slow_matches(std::string_view pattern, std::string_view level) {
   if (pattern.empty()) {
     return level.empty();
@@ -64,7 +64,7 @@ bool slow_matches(std::string_view pattern, std::string_view level) {
          slow_matches(pattern.substr(1), level.substr(1));
 }
 
-// The texts of up to six characters of an alphabet; number 0 is the empty one.
+// Enumerates the texts over an alphabet by length; number 0 is the empty one.
 std::string text_of(uint64_t number, std::string_view alphabet) {
   std::string text;
   for (; number > 0; number = (number - 1) / alphabet.size()) {
@@ -98,26 +98,26 @@ TEST(Matches, ManyStarsTakeNoExponentialTime) {
   EXPECT_FALSE(matches(pattern + "b", std::string(5000, 'a')));
 }
 
-std::string pattern_refusal(std::string_view pattern) {
-  return refusal([&] {
+std::string pattern_error(std::string_view pattern) {
+  return error_of([&] {
     check_pattern(pattern);
     return 0;
   });
 }
 
-TEST(CheckPattern, Refusals) {
+TEST(CheckPattern, Errors) {
   for (const std::string pattern : {"a..b", ".a", "a.", "."}) {
     const std::string expected =
         "pattern '" + pattern + "': a level between dots is empty; write a name or '*' there";
-    EXPECT_EQ(pattern_refusal(pattern), expected);
-    EXPECT_EQ(refusal([&] { return matches(pattern, "a"); }), expected);
+    EXPECT_EQ(pattern_error(pattern), expected);
+    EXPECT_EQ(error_of([&] { return matches(pattern, "a"); }), expected);
   }
-  EXPECT_EQ(pattern_refusal("layers.**"),
+  EXPECT_EQ(pattern_error("layers.**"),
             "pattern 'layers.**': '**' would cross levels, and no pattern does; write one '*' for "
             "each level");
-  EXPECT_EQ(pattern_refusal("a\nb"),
+  EXPECT_EQ(pattern_error("a\nb"),
             "pattern 'a?b': it holds a control character (shown as ?); remove it");
-  EXPECT_EQ(pattern_refusal("a b.\xc3\xa9.*"), "accepted");
+  EXPECT_EQ(pattern_error("a b.\xc3\xa9.*"), "accepted");
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-#include "refusal.h"
+#include "error_of.h"
 #include "weft/strategy/plan.h"
 
 #include <gtest/gtest.h>
@@ -32,8 +32,8 @@ Names llama_modules(int num_layers) {
   return names;
 }
 
-std::string resolve_refusal(const Plan& plan, const Names& names) {
-  return refusal([&] { return plan.resolve(names); });
+std::string resolve_error(const Plan& plan, const Names& names) {
+  return error_of([&] { return plan.resolve(names); });
 }
 
 TEST(PlanResolve, RulesThatAgreeCountAsTheOneThatNamesAnOption) {
@@ -96,51 +96,50 @@ TEST(Resolve, OwnersDoNotReachTheirNeighbours) {
   EXPECT_EQ(plan.resolve(Names{"", "mlp", "mlp.w1", "mlp2", "mlp2.w1"}).size(), 2U);
 }
 
-TEST(ResolveRefusals, PatternThatMatchesNothing) {
-  EXPECT_EQ(resolve_refusal(Plan({{"layers.*.attn.wq", Style::kColumn, {}}}), llama_modules(3)),
+TEST(ResolveErrors, PatternThatMatchesNothing) {
+  EXPECT_EQ(resolve_error(Plan({{"layers.*.attn.wq", Style::kColumn, {}}}), llama_modules(3)),
             "plan: pattern 'layers.*.attn.wq' matches no module; nearest: "
             "'layers.0.attention.wq', 'layers.0', 'layers.0.attention.wk'; correct the pattern or "
             "remove the rule");
-  EXPECT_EQ(
-      resolve_refusal(Plan({{"layers.2.attention.wd", Style::kColumn, {}}}), llama_modules(3)),
-      "plan: pattern 'layers.2.attention.wd' matches no module; nearest: "
-      "'layers.2.attention.wq', 'layers.2.attention.wk', 'layers.2.attention.wv'; correct "
-      "the pattern or remove the rule");
-  EXPECT_EQ(resolve_refusal(Plan({{"a", Style::kColumn, {}}}), {""}),
+  EXPECT_EQ(resolve_error(Plan({{"layers.2.attention.wd", Style::kColumn, {}}}), llama_modules(3)),
+            "plan: pattern 'layers.2.attention.wd' matches no module; nearest: "
+            "'layers.2.attention.wq', 'layers.2.attention.wk', 'layers.2.attention.wv'; correct "
+            "the pattern or remove the rule");
+  EXPECT_EQ(resolve_error(Plan({{"a", Style::kColumn, {}}}), {""}),
             "plan: pattern 'a' matches no module; nearest: '' (the model itself); correct "
             "the pattern or remove the rule");
-  EXPECT_EQ(resolve_refusal(Plan({{"a", Style::kColumn, {}}}), {}),
+  EXPECT_EQ(resolve_error(Plan({{"a", Style::kColumn, {}}}), {}),
             "plan: pattern 'a' matches no module; the model has no modules; correct the pattern or "
             "remove the rule");
 }
 
-TEST(ResolveRefusals, PatternThatMatchesNothingBesideOthersThatDo) {
+TEST(ResolveErrors, OneOfSeveralPatternsMatchesNothing) {
   EXPECT_EQ(
-      resolve_refusal(
+      resolve_error(
           Plan({{"wq", Style::kColumn, {}}, {"wk", Style::kColumn, {}}, {"wo", Style::kRow, {}}}),
           {"", "wq", "wo"}),
       "plan: pattern 'wk' matches no module; nearest: 'wq', 'wo', '' (the model itself); correct "
       "the pattern or remove the rule");
 }
 
-TEST(ResolveRefusals, TwoStylesForOneModuleWhicheverIsMoreSpecific) {
+TEST(ResolveErrors, TwoStylesForOneModuleWhicheverIsMoreSpecific) {
   const Rule all = {"layers.*.attention.w*", Style::kColumn, {}};
   const Rule exact = {"layers.1.attention.wo", Style::kRow, {}};
-  EXPECT_EQ(resolve_refusal(Plan({all, exact}), llama_modules(2)),
+  EXPECT_EQ(resolve_error(Plan({all, exact}), llama_modules(2)),
             "plan: module 'layers.1.attention.wo' gets style 'column' from pattern "
             "'layers.*.attention.w*' and style 'row' from pattern 'layers.1.attention.wo'; change "
             "the patterns so that the rules agree");
-  EXPECT_EQ(resolve_refusal(Plan({exact, all}), llama_modules(2)),
+  EXPECT_EQ(resolve_error(Plan({exact, all}), llama_modules(2)),
             "plan: module 'layers.1.attention.wo' gets style 'row' from pattern "
             "'layers.1.attention.wo' and style 'column' from pattern 'layers.*.attention.w*'; "
             "change the patterns so that the rules agree");
 }
 
-TEST(ResolveRefusals, TwoHeadCountsForOneModule) {
-  EXPECT_EQ(resolve_refusal(Plan({{"*.0.*.wk", Style::kColumn, {}},
-                                  {"*.*.*.wk", Style::kColumn, "n_heads"},
-                                  {"layers.0.attention.wk", Style::kColumn, "n_kv_heads"}}),
-                            llama_modules(1)),
+TEST(ResolveErrors, TwoHeadCountsForOneModule) {
+  EXPECT_EQ(resolve_error(Plan({{"*.0.*.wk", Style::kColumn, {}},
+                                {"*.*.*.wk", Style::kColumn, "n_heads"},
+                                {"layers.0.attention.wk", Style::kColumn, "n_kv_heads"}}),
+                          llama_modules(1)),
             "plan: module 'layers.0.attention.wk' gets heads 'n_heads' from pattern '*.*.*.wk' and "
             "heads 'n_kv_heads' from pattern 'layers.0.attention.wk'; change the patterns so that "
             "the rules agree");
@@ -158,11 +157,11 @@ TEST(Resolve, OptionsOfSeveralRulesAddUp) {
                 {"ab", {"a*", Style::kReplicate, {}, true, true, ComputeDtype::kFloat16}}}));
 }
 
-TEST(ResolveRefusals, OptionsBelowAnOwnerThatHasOthers) {
+TEST(ResolveErrors, OptionsBelowAnOwnerThatHasOthers) {
   const std::vector<std::string> names = {"a", "a.b"};
   const Rule owner{"a", Style::kAttention, {}, false, true};
   const Plan plan({owner, {"a.*", Style::kAttention, {}, false, true, ComputeDtype::kFloat32}});
-  EXPECT_EQ(refusal([&] { return plan.resolve(names); }),
+  EXPECT_EQ(error_of([&] { return plan.resolve(names); }),
             "plan: module 'a.b' gets style 'attention' with offload, precision 'float32' from "
             "pattern 'a.*' but lies inside 'a', to which pattern 'a' gives style 'attention' with "
             "offload as a whole; remove one of the two rules");
@@ -170,38 +169,38 @@ TEST(ResolveRefusals, OptionsBelowAnOwnerThatHasOthers) {
   EXPECT_EQ(alike.resolve(names), (std::vector<Assignment>{{"a", owner}}));
 }
 
-TEST(ResolveRefusals, TwoPrecisionsForOneModule) {
+TEST(ResolveErrors, TwoPrecisionsForOneModule) {
   const Plan plan({{"*", Style::kRow, {}, false, false, ComputeDtype::kFloat16},
                    {"a", Style::kRow, {}, false, true},
                    {"a*", Style::kRow, {}, false, false, ComputeDtype::kFloat32}});
   const std::vector<std::string> names = {"a"};
-  EXPECT_EQ(refusal([&] { return plan.resolve(names); }),
+  EXPECT_EQ(error_of([&] { return plan.resolve(names); }),
             "plan: module 'a' gets precision 'float16' from pattern '*' and precision 'float32' "
             "from pattern 'a*'; change the patterns so that the rules agree");
 }
 
-TEST(ResolveRefusals, AnotherStyleBelowAnMlp) {
-  EXPECT_EQ(resolve_refusal(Plan({{"layers.1.feed_forward.w1", Style::kColumn, {}},
-                                  {"layers.*.feed_forward", Style::kColumnRowMlp, {}}}),
-                            llama_modules(2)),
+TEST(ResolveErrors, AnotherStyleBelowAnMlp) {
+  EXPECT_EQ(resolve_error(Plan({{"layers.1.feed_forward.w1", Style::kColumn, {}},
+                                {"layers.*.feed_forward", Style::kColumnRowMlp, {}}}),
+                          llama_modules(2)),
             "plan: module 'layers.1.feed_forward.w1' gets style 'column' from pattern "
             "'layers.1.feed_forward.w1' but lies inside 'layers.1.feed_forward', to which pattern "
             "'layers.*.feed_forward' gives style 'column_row_mlp' as a whole; remove one of the "
             "two rules");
-  EXPECT_EQ(resolve_refusal(Plan({{"", Style::kColumnRowMlp, {}}, {"a.b", Style::kReplicate, {}}}),
-                            {"", "a", "a.b"}),
+  EXPECT_EQ(resolve_error(Plan({{"", Style::kColumnRowMlp, {}}, {"a.b", Style::kReplicate, {}}}),
+                          {"", "a", "a.b"}),
             "plan: module 'a.b' gets style 'replicate' from pattern 'a.b' but lies inside '' (the "
             "model itself), to which pattern '' gives style 'column_row_mlp' as a whole; remove "
             "one of the two rules");
 }
 
-TEST(Resolve, AttentionAndIgnoreOwnWhatIsBelow) {
+TEST(Resolve, AttentionAndIgnoreOwnTheModulesBelow) {
   const Names names = {"", "a", "a.b", "a.b.c"};
   for (const Style style : {Style::kAttention, Style::kIgnore}) {
     const auto resolved = Plan({{"a", style, {}}, {"a.*.c", style, {}}}).resolve(names);
     ASSERT_EQ(resolved.size(), 1U);
     EXPECT_EQ(resolved[0].module, "a");
-    EXPECT_EQ(resolve_refusal(Plan({{"a", style, {}}, {"a.b", Style::kColumnRowMlp, {}}}), names),
+    EXPECT_EQ(resolve_error(Plan({{"a", style, {}}, {"a.b", Style::kColumnRowMlp, {}}}), names),
               "plan: module 'a.b' gets style 'column_row_mlp' from pattern 'a.b' but lies inside "
               "'a', to which pattern 'a' gives style '" +
                   std::string(to_string(style)) + "' as a whole; remove one of the two rules");
@@ -227,8 +226,8 @@ TEST(ResolveProperties, AgreesWithMatchingEveryPairOfRuleAndModule) {
   EXPECT_GT(expected.size(), 20U);
 }
 
-// Far above the ten or twenty milliseconds this takes, far below what a slip to quadratic time or
-// to matching by backtracking would.
+// The limit is far above the ten or twenty milliseconds that this takes, and far below the time of
+// a quadratic algorithm or of matching by backtracking.
 TEST(ResolveSpeed, TenThousandModulesAndFiftyRules) {
   const Names names = llama_modules(1000);
   std::vector<Rule> rules;

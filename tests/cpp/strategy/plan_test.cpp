@@ -1,8 +1,8 @@
-// Plans as values and as text; what they make of a model's modules is in plan_resolve_test.cpp.
+// Plans as values and as text; plan_resolve_test.cpp tests how they resolve a model's modules.
 
 #include "weft/strategy/plan.h"
 
-#include "refusal.h"
+#include "error_of.h"
 
 #include <gtest/gtest.h>
 
@@ -34,21 +34,22 @@ TEST(Style, ParseReadsWhatToStringPrints) {
                                            "ignore"}));
 }
 
-// In refusals.
+// As listed in error messages.
 constexpr std::string_view kStyleNames =
     "column, column_gather_output, row, row_split_input, column_row_mlp, attention, "
     "vocab_embedding, vocab_head, sequence_parallel, replicate, replicate_sum_gradients, ignore";
 
-TEST(Style, RefusalNamesTheValidOnesAndTheNearest) {
+TEST(Style, ErrorNamesTheValidOnesAndTheNearest) {
   const auto expected = [](const std::string& text, const std::string& nearest) {
     return "unknown style '" + text + "': use one of " + std::string(kStyleNames) +
            "; the nearest is '" + nearest + "'";
   };
-  EXPECT_EQ(refusal([] { return parse_style("colunm"); }), expected("colunm", "column"));
-  EXPECT_EQ(refusal([] { return parse_style("colwise"); }), expected("colwise", "column"));
-  EXPECT_EQ(refusal([] { return parse_style("rowwise"); }), expected("rowwise", "row"));
-  EXPECT_EQ(refusal([] { return parse_style("Replicated"); }), expected("Replicated", "replicate"));
-  EXPECT_EQ(refusal([] { return parse_style("embedding"); }),
+  EXPECT_EQ(error_of([] { return parse_style("colunm"); }), expected("colunm", "column"));
+  EXPECT_EQ(error_of([] { return parse_style("colwise"); }), expected("colwise", "column"));
+  EXPECT_EQ(error_of([] { return parse_style("rowwise"); }), expected("rowwise", "row"));
+  EXPECT_EQ(error_of([] { return parse_style("Replicated"); }),
+            expected("Replicated", "replicate"));
+  EXPECT_EQ(error_of([] { return parse_style("embedding"); }),
             expected("embedding", "vocab_embedding"));
 }
 
@@ -175,26 +176,26 @@ TEST(Plan, RepeatedRuleIsKeptOnce) {
             Plan({{"a", Style::kRow, "h"}, {"b", Style::kRow, {}}}));
 }
 
-TEST(PlanRefusals, OnePatternWithTwoValues) {
-  EXPECT_EQ(refusal([] {
+TEST(PlanErrors, OnePatternWithTwoValues) {
+  EXPECT_EQ(error_of([] {
               return Plan({{"a", Style::kRow, {}}, {"a", Style::kColumn, {}}});
             }),
             "plan: pattern 'a' is given both style 'row' and style 'column'; keep one of the two "
             "rules");
-  EXPECT_EQ(refusal([] { return Plan::parse("a: row\na: {style: row, heads: h}"); }),
+  EXPECT_EQ(error_of([] { return Plan::parse("a: row\na: {style: row, heads: h}"); }),
             "plan: pattern 'a' is given both style 'row' and style 'row' with heads 'h'; keep one "
             "of the two rules");
 }
 
-TEST(PlanRefusals, Heads) {
+TEST(PlanErrors, Heads) {
   EXPECT_EQ(
-      refusal([] {
+      error_of([] {
         return Plan({{"a", Style::kReplicate, "h"}});
       }),
       "plan: pattern 'a': heads = 'h' means nothing to style 'replicate'; remove heads or use "
       "style 'column' or 'row'");
   for (const std::string heads : {"", "n heads", "3", "a.b"}) {
-    EXPECT_EQ(refusal([&] {
+    EXPECT_EQ(error_of([&] {
                 return Plan({{"a", Style::kRow, heads}});
               }),
               "plan: pattern 'a': heads = '" + heads +
@@ -203,22 +204,22 @@ TEST(PlanRefusals, Heads) {
   }
 }
 
-TEST(PlanRefusals, Recompute) {
-  EXPECT_EQ(refusal([] {
+TEST(PlanErrors, Recompute) {
+  EXPECT_EQ(error_of([] {
               return Plan({{"a", Style::kRow, {}, true}});
             }),
             "plan: pattern 'a': recompute means nothing to style 'row'; remove recompute or use "
             "style 'column_row_mlp'");
-  EXPECT_EQ(refusal([] {
+  EXPECT_EQ(error_of([] {
               return Plan::parse("a: column_row_mlp\na: {style: column_row_mlp, recompute: true}");
             }),
             "plan: pattern 'a' is given both style 'column_row_mlp' and style 'column_row_mlp' "
             "with recompute; keep one of the two rules");
 }
 
-TEST(PlanRefusals, Options) {
+TEST(PlanErrors, Options) {
   const auto check = [](const std::string& value, const std::string& expected) {
-    EXPECT_EQ(refusal([&] { return Plan::parse("a: " + value); }), expected);
+    EXPECT_EQ(error_of([&] { return Plan::parse("a: " + value); }), expected);
   };
   check("{style: vocab_head, offload: true}",
         "plan: pattern 'a': offload means nothing to style 'vocab_head'; remove offload or use "
@@ -231,7 +232,7 @@ TEST(PlanRefusals, Options) {
         "or use style 'column_row_mlp'");
   check("{style: row, precision: double}",
         "plan, line 1: unknown precision 'double': use one of float32, bfloat16, float16");
-  EXPECT_EQ(refusal([] {
+  EXPECT_EQ(error_of([] {
               return Plan::parse(
                   "a: {style: row, offload: true}\n"
                   "a: {style: row, offload: true, precision: bfloat16}");
@@ -240,16 +241,16 @@ TEST(PlanRefusals, Options) {
             "offload, precision 'bfloat16'; keep one of the two rules");
 }
 
-TEST(PlanRefusals, Patterns) {
-  EXPECT_EQ(refusal([] {
+TEST(PlanErrors, Patterns) {
+  EXPECT_EQ(error_of([] {
               return Plan({{"a..b", Style::kRow, {}}});
             }),
             "pattern 'a..b': a level between dots is empty; write a name or '*' there");
 }
 
-TEST(PlanRefusals, Text) {
+TEST(PlanErrors, Text) {
   const auto check = [](const std::string& line, const std::string& problem) {
-    EXPECT_EQ(refusal([&] { return Plan::parse("# first\n" + line); }),
+    EXPECT_EQ(error_of([&] { return Plan::parse("# first\n" + line); }),
               "plan, line 2: " + problem + " in '" + line +
                   "'; write 'pattern: style' or 'pattern: {style: column, heads: n_heads}'");
   };
@@ -276,13 +277,13 @@ TEST(PlanRefusals, Text) {
   check("wq: {style: row", "no '}' at column 16");
   check("wq: {style: row,}", "no key at column 17");
   check("wq: {}", "no key at column 6");
-  EXPECT_EQ(refusal([] { return Plan::parse("wq:\n  style: row"); }),
+  EXPECT_EQ(error_of([] { return Plan::parse("wq:\n  style: row"); }),
             "plan, line 1: no style at column 4 in 'wq:'; write 'pattern: style' or 'pattern: "
             "{style: column, heads: n_heads}'");
-  EXPECT_EQ(refusal([] { return Plan::parse("wq: row\n  wk: row"); }),
+  EXPECT_EQ(error_of([] { return Plan::parse("wq: row\n  wk: row"); }),
             "plan, line 2: 'wk: row' is indented; write every rule on one line, without blanks "
             "before it");
-  EXPECT_EQ(refusal([] { return Plan::parse("wq: row\nwk: colunm"); }),
+  EXPECT_EQ(error_of([] { return Plan::parse("wq: row\nwk: colunm"); }),
             "plan, line 2: unknown style 'colunm': use one of " + std::string(kStyleNames) +
                 "; the nearest is 'column'");
 }

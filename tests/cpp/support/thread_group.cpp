@@ -10,27 +10,27 @@
 namespace weft::testing {
 namespace {
 
-at::Tensor reduced(const std::vector<at::Tensor>& parts, c10d::ReduceOp::RedOpType reduce_op) {
-  // Half precision is summed in float32 and rounded once, so that a result does not depend on rank
-  // order.
-  const bool is_half = at::isReducedFloatingType(parts[0].scalar_type());
-  const auto dtype = is_half ? at::kFloat : parts[0].scalar_type();
-  at::Tensor result = parts[0].to(dtype, /*non_blocking=*/false, /*copy=*/true);
-  for (size_t rank = 1; rank < parts.size(); ++rank) {
-    const at::Tensor part = parts[rank].to(dtype);
+at::Tensor reduced(const std::vector<at::Tensor>& inputs, c10d::ReduceOp::RedOpType reduce_op) {
+  // Half types are summed in float32 and rounded once, so that results do not depend on the order
+  // of the ranks.
+  const bool is_half = at::isReducedFloatingType(inputs[0].scalar_type());
+  const auto dtype = is_half ? at::kFloat : inputs[0].scalar_type();
+  at::Tensor result = inputs[0].to(dtype, /*non_blocking=*/false, /*copy=*/true);
+  for (size_t rank = 1; rank < inputs.size(); ++rank) {
+    const at::Tensor input = inputs[rank].to(dtype);
     switch (reduce_op) {
       case c10d::ReduceOp::SUM:
       case c10d::ReduceOp::AVG:
-        result.add_(part);
+        result.add_(input);
         break;
       case c10d::ReduceOp::PRODUCT:
-        result.mul_(part);
+        result.mul_(input);
         break;
       case c10d::ReduceOp::MIN:
-        result = at::minimum(result, part);
+        result = at::minimum(result, input);
         break;
       case c10d::ReduceOp::MAX:
-        result = at::maximum(result, part);
+        result = at::maximum(result, input);
         break;
       default:
         TORCH_INTERNAL_ASSERT(
@@ -38,23 +38,23 @@ at::Tensor reduced(const std::vector<at::Tensor>& parts, c10d::ReduceOp::RedOpTy
     }
   }
   if (reduce_op == c10d::ReduceOp::AVG) {
-    result.div_(static_cast<int64_t>(parts.size()));
+    result.div_(static_cast<int64_t>(inputs.size()));
   }
   return result;
 }
 
-void carry_out(const std::vector<std::optional<Call>>& calls) {
-  // Below ADInplaceOrView: like a real backend's, these writes bump no version counter.
+void execute(const std::vector<std::optional<Call>>& calls) {
+  // Below ADInplaceOrView: as in a real backend, these writes bump no version counter.
   at::AutoDispatchBelowADInplaceOrView guard;
   const size_t num_ranks = calls.size();
   const Call& first = *calls[0];
   switch (first.collective) {
     case Collective::kAllReduce: {
-      std::vector<at::Tensor> parts;
+      std::vector<at::Tensor> inputs;
       for (const auto& call : calls) {
-        parts.push_back(call->inputs[0]);
+        inputs.push_back(call->inputs[0]);
       }
-      const at::Tensor result = reduced(parts, first.reduce_op);
+      const at::Tensor result = reduced(inputs, first.reduce_op);
       for (const auto& call : calls) {
         call->outputs[0].copy_(result);
       }
@@ -74,11 +74,11 @@ void carry_out(const std::vector<std::optional<Call>>& calls) {
       break;
     case Collective::kReduceScatter:
       for (size_t to = 0; to < num_ranks; ++to) {
-        std::vector<at::Tensor> parts;
+        std::vector<at::Tensor> inputs;
         for (const auto& call : calls) {
-          parts.push_back(call->inputs[to]);
+          inputs.push_back(call->inputs[to]);
         }
-        calls[to]->outputs[0].copy_(reduced(parts, first.reduce_op));
+        calls[to]->outputs[0].copy_(reduced(inputs, first.reduce_op));
       }
       break;
     case Collective::kBarrier:
@@ -129,7 +129,7 @@ bool ThreadWork::wait(std::chrono::milliseconds timeout) {
       return true;
     }
   }
-  // Without this work's lock: the group's comes first.
+  // Without this work's lock, as missing() takes the group's, which comes first.
   TORCH_CHECK(false,
               title_,
               ": not complete after ",
@@ -216,9 +216,9 @@ void ThreadGroup::finish(const Operation& operation) {
   std::exception_ptr error;
   if (mismatch.empty()) {
     try {
-      carry_out(operation.calls);
+      execute(operation.calls);
     } catch (...) {
-      error = std::current_exception();  // handed to every rank that waits
+      error = std::current_exception();  // rethrown on every rank that waits
     }
   }
   for (const auto& work : operation.works) {
@@ -234,7 +234,7 @@ void ThreadGroup::finish_delayed(const std::stop_token& stop) {
   std::unique_lock lock(mutex_);
   while (delayed_changed_.wait(lock, stop, [this] { return !delayed_.empty(); })) {
     const auto due = delayed_.front().first;
-    // A group that stops has no owner, so no thread waits for what is left.
+    // A group that stops has no owner, so no thread waits for the remaining operations.
     if (delayed_changed_.wait_until(lock, stop, due, [due] { return Clock::now() >= due; })) {
       const Operation operation = std::move(delayed_.front().second);
       delayed_.pop_front();
@@ -337,7 +337,7 @@ void ThreadGroup::leave(int group_rank, const std::string& reason) {
     it = open_.erase(it);
   }
   for (auto& [key, channel] : channels_) {
-    // What the rank itself has sent or posted stays: it can still be met.
+    // The rank's own sends and receives stay, as a peer can still match them.
     const auto& [from, to, tag] = key;
     auto& widowed = from == group_rank ? channel.recvs : channel.sends;
     if (from == group_rank || to == group_rank) {

@@ -1,10 +1,10 @@
-// Matches the collective calls of ranks that are threads of one process, and carries them out.
+// Matches the collective calls of ranks that are threads of one process, and executes them.
 //
-// A *call* is one rank's part in an *operation*. The n-th collective call of a rank belongs to
-// operation n; an operation runs once every rank has called it, on the thread of the last one (or,
-// delayed, on a helper thread). Nothing is read or written before that moment, so a result used too
-// early is the unreduced input and an input changed too early changes the result. As with gloo,
-// operations in flight at the same time may end in any order.
+// An *operation* consists of one *call* from each rank; the n-th collective call of a rank belongs
+// to operation n. An operation runs once every rank has called it, on the thread of the last one
+// (or, delayed, on a helper thread). Nothing is read or written before that moment, so a result
+// used too early is the unreduced input, and an input changed too early changes the result. As with
+// gloo, operations in flight at the same time may end in any order.
 //
 // Lock order: ThreadGroup's mutex, then a work's.
 #pragma once
@@ -42,15 +42,15 @@ std::string to_string(Collective collective);
 
 class ThreadGroup;
 
-// One rank's handle on one operation.
+// One rank's handle to one operation.
 class ThreadWork final : public c10d::Work {
  public:
   // `title` names call and rank in errors: "all_reduce(sum, Float[4]), operation 3, on rank 0 of
   // 2".
   ThreadWork(int group_rank, c10d::OpType op_type, std::string title);
 
-  // Returns true, or throws what the operation failed with. kNoTimeout means the group's timeout;
-  // after it throws c10::Error saying which ranks have not made their call.
+  // Returns true, or throws the operation's error. kNoTimeout means the group's timeout. After a
+  // timeout, throws c10::Error that names the ranks that have not made their call.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   bool isCompleted() override;
 
@@ -62,13 +62,13 @@ class ThreadWork final : public c10d::Work {
 
   const std::string title_;
   std::weak_ptr<ThreadGroup> group_;  // set by ThreadGroup, which holds unfinished works
-  int64_t operation_idx_ = -1;        // -1: point to point
+  int64_t operation_idx_ = -1;        // -1: point-to-point
   bool was_waited_for_ = false;       // guarded by mutex_
 };
 
 struct Call {
   Collective collective;
-  // What must be equal on every rank, readable: "all_reduce(sum, Float[4])".
+  // A readable description that must be equal on every rank: "all_reduce(sum, Float[4])".
   std::string signature;
   std::vector<at::Tensor> inputs;   // contiguous
   std::vector<at::Tensor> outputs;  // contiguous; may be the inputs
@@ -78,7 +78,7 @@ struct Call {
 
 struct GroupOptions {
   std::chrono::milliseconds timeout{20'000};
-  // How long after the last call an all-reduce completes, on another thread. Default: at once.
+  // How long after its last call an all-reduce completes, on another thread. Default: at once.
   std::chrono::milliseconds all_reduce_delay{0};
 };
 
@@ -87,16 +87,16 @@ class ThreadGroup : public std::enable_shared_from_this<ThreadGroup> {
   ThreadGroup(int group_size, GroupOptions options);
   ~ThreadGroup();
 
-  // Takes this rank's part in its next operation. Thread-safe.
+  // Adds a rank's call to its next operation. Thread-safe.
   c10::intrusive_ptr<ThreadWork> enter(int group_rank, c10d::OpType op_type, Call call);
 
-  // The k-th send to a rank with a tag meets the k-th receive there with that tag; both end when
-  // they meet.
+  // The k-th send to a rank with a tag matches the k-th receive there with that tag; both complete
+  // when both have been called.
   c10::intrusive_ptr<ThreadWork> send(int group_rank, int to_rank, int tag, at::Tensor tensor);
   c10::intrusive_ptr<ThreadWork> recv(int group_rank, int from_rank, int tag, at::Tensor tensor);
 
-  // Says that `group_rank` makes no more calls ("has ended", "failed: ..."): everything that needs
-  // one more of its calls fails now, instead of at its timeout.
+  // Announces that `group_rank` makes no more calls, with a reason ("has ended", "failed: ...").
+  // Operations and messages that need another of its calls fail now, instead of at their timeout.
   void leave(int group_rank, const std::string& reason);
 
   int size() const { return group_size_; }

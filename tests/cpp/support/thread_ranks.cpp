@@ -43,12 +43,14 @@ int64_t total_bytes(const std::vector<at::Tensor>& tensors) {
   return num_bytes;
 }
 
-// `whole` as `num_parts` consecutive pieces, each of the shape of `part`.
-std::vector<at::Tensor> pieces(const at::Tensor& whole, const at::Tensor& part, int num_parts) {
+// Returns views of `num_segments` consecutive segments of `buffer`, each of the shape of `segment`.
+std::vector<at::Tensor> segments(const at::Tensor& buffer,
+                                 const at::Tensor& segment,
+                                 int num_segments) {
   std::vector<at::Tensor> result;
-  const at::Tensor flat = whole.detach().view(-1);
-  for (int64_t idx = 0; idx < num_parts; ++idx) {
-    result.push_back(flat.narrow(0, idx * part.numel(), part.numel()).view(part.sizes()));
+  const at::Tensor flat = buffer.detach().view(-1);
+  for (int64_t idx = 0; idx < num_segments; ++idx) {
+    result.push_back(flat.narrow(0, idx * segment.numel(), segment.numel()).view(segment.sizes()));
   }
   return result;
 }
@@ -132,7 +134,7 @@ c10::intrusive_ptr<c10d::Work> ThreadBackend::_allgather_base(
                {Collective::kAllGather,
                 "all_gather(" + describe(input) + ")",
                 {input},
-                pieces(output, input, getSize())});
+                segments(output, input, getSize())});
 }
 
 c10::intrusive_ptr<c10d::Work> ThreadBackend::reduce_scatter(
@@ -185,7 +187,7 @@ c10::intrusive_ptr<c10d::Work> ThreadBackend::_reduce_scatter_base(
   return issue(c10d::OpType::_REDUCE_SCATTER_BASE,
                {Collective::kReduceScatter,
                 signature,
-                pieces(input, output, getSize()),
+                segments(input, output, getSize()),
                 {output},
                 reduce_op});
 }
@@ -306,7 +308,7 @@ void ThreadBackend::check_reduction(Collective collective,
 
 namespace {
 
-// Each thread its own registry of group names, for as long as this lives.
+// Gives each thread its own registry of group names, while it exists.
 class IsolationMode {
  public:
   IsolationMode() { c10d::set_thread_isolation_mode(true); }
@@ -328,7 +330,7 @@ RankContext join_group(const std::shared_ptr<ThreadGroup>& group,
   return {group_rank, group->size(), group_name, process_group, backend};
 }
 
-// Empty when `body` succeeds on this rank, else what went wrong.
+// Returns nullopt if `body` succeeds on this rank, else the text of its error.
 std::optional<std::string> run_rank(RankContext& context,
                                     const std::function<void(RankContext&)>& body,
                                     bool require_waits) {
@@ -373,7 +375,7 @@ void run_ranks(int num_ranks,
                             std::to_string(num_ranks) + " failed: " + *failure;
           }
         }
-        // After the failure is on record, so that those it makes fail come second.
+        // After the failure is recorded, so that the failures it causes on other ranks come second.
         group->leave(group_rank, failure ? "failed: " + *failure : "has ended");
         c10d::unregister_process_group(options.group_name);
       });

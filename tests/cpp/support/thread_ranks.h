@@ -1,4 +1,4 @@
-// Ranks as threads: GoogleTests of distributed code without processes.
+// Runs ranks as threads, for GoogleTests of distributed code without processes.
 //
 //   run_ranks(2, [](RankContext& ctx) {
 //     at::Tensor x = at::ones({4});
@@ -25,15 +25,15 @@ namespace weft::testing {
 
 struct CallCount {
   int64_t num_calls = 0;
-  int64_t num_bytes = 0;  // of the tensors that this rank put in (received, for recv)
+  int64_t num_bytes = 0;  // of this rank's inputs (for recv, of the tensors received)
 
   bool operator==(const CallCount&) const = default;
 };
 
-// One rank's c10d backend, for contiguous CPU tensors. all_reduce and reduce_scatter take SUM, AVG
-// (floating point only), PRODUCT, MIN, MAX; the other collectives any dtype. Every list holds one
-// tensor. Calls that differ between ranks fail on all of them; a tensor that no backend could take
-// is refused at once.
+// One rank's c10d backend, for contiguous CPU tensors. all_reduce and reduce_scatter support SUM,
+// AVG (floating point only), PRODUCT, MIN, MAX; the other collectives any dtype. Every list holds
+// one tensor. Calls that differ between ranks fail on all of them; a tensor that is not supported
+// raises c10::Error at once.
 class ThreadBackend final : public c10d::Backend {
  public:
   ThreadBackend(std::shared_ptr<ThreadGroup> group, int group_rank);
@@ -50,8 +50,8 @@ class ThreadBackend final : public c10d::Backend {
       std::vector<std::vector<at::Tensor>>& output_lists,
       std::vector<at::Tensor>& inputs,
       const c10d::AllgatherOptions& opts = c10d::AllgatherOptions()) override;
-  // NOTE: newer c10d calls this all_gather_single, and the next but one reduce_scatter_single;
-  // there each name forwards to the one that is overridden.
+  // NOTE: newer c10d calls this all_gather_single, and _reduce_scatter_base below
+  // reduce_scatter_single; there each name forwards to the one that is overridden.
   c10::intrusive_ptr<c10d::Work> _allgather_base(
       at::Tensor& output,
       at::Tensor& input,
@@ -78,7 +78,7 @@ class ThreadBackend final : public c10d::Backend {
   int64_t num_calls() const;  // of any kind
   void reset_counts();
 
-  // The titles of works without a wait.
+  // Returns the titles of works that were not waited for.
   std::vector<std::string> unwaited() const;
 
  private:
@@ -109,15 +109,15 @@ struct RankContext {
 struct RankOptions {
   GroupOptions group;
   std::string group_name = "tensor_parallel";
-  // Whether a rank that ends with a collective without a wait is a failure.
+  // Whether a rank fails if it ends without having waited for one of its collectives.
   bool require_waits = true;
 };
 
 // Runs `body` on `num_ranks` threads, each a rank of one group that c10d resolves by name, with
-// c10d's thread isolation mode on. Returns when all have ended. Throws std::runtime_error naming
-// the rank that failed first, with its message; ranks that wait for one that has ended or failed
-// fail at once. GoogleTest's EXPECT_ macros work in the body; ASSERT_ ends the body of its own rank
-// only. Threads that a body starts do not belong to its rank.
+// c10d's thread isolation mode on. Returns when all have ended. Throws std::runtime_error that
+// names the rank that failed first, with its message; ranks that wait for a rank that has ended or
+// failed fail at once. GoogleTest's EXPECT_ macros work in the body; ASSERT_ ends the body of its
+// own rank only. Threads that a body starts do not belong to its rank.
 void run_ranks(int num_ranks,
                const std::function<void(RankContext&)>& body,
                const RankOptions& options = {});

@@ -7,7 +7,7 @@
 #include <optional>
 #include <tuple>
 
-// Elementwise halves of an MLP, each one pass over memory.
+// The elementwise operations of an MLP, each one pass over memory.
 //
 // Shapes: x, gate, up, grad_h are [..., f], all of one shape; a bias is [f] and is added over the
 // last dim. Any strides are read; results are contiguous, in the shape and dtype of the input.
@@ -15,9 +15,9 @@
 // in float32 per element and rounded once.
 // Errors: c10::Error when shapes, dtypes or devices disagree, before anything is allocated.
 //
-// NaN and infinity give what torch's own operators give in float64. The gradient of a bias is the
-// sum of the returned gradient over rows, which is left to the caller. Nothing here records
-// autograd history.
+// Results for NaN and infinity are those of torch's operators in float64. The gradient of a bias is
+// the sum of the returned gradient over rows; the caller computes it. Nothing here records autograd
+// history.
 
 namespace weft::kernels::cpu {
 
@@ -26,7 +26,7 @@ at::Tensor activation_forward(const at::Tensor& x,
                               const std::optional<at::Tensor>& bias,
                               Activation activation);
 
-// -> (grad_x, h), with h = act(x + bias) computed again, so that it need not be saved.
+// -> (grad_x, h), with h = act(x + bias) recomputed, so that it need not be saved.
 std::tuple<at::Tensor, at::Tensor> activation_backward(const at::Tensor& grad_h,
                                                        const at::Tensor& x,
                                                        const std::optional<at::Tensor>& bias,
@@ -39,7 +39,7 @@ at::Tensor gated_forward(const at::Tensor& gate,
                          const std::optional<at::Tensor>& up_bias,
                          Activation activation);
 
-// -> (grad_gate, grad_up, h), with h computed again.
+// -> (grad_gate, grad_up, h), with h recomputed.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> gated_backward(
     const at::Tensor& grad_h,
     const at::Tensor& gate,

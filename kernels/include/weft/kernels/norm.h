@@ -4,12 +4,12 @@
 
 #include <optional>
 
-// RMS and layer norms over the last dim, with the addition of a residual before them.
+// RMS and layer norms over the last dim, optionally of the sum with a residual.
 //
 // Shapes: x, residual and gradients [..., d], all of one shape; weight and bias [d]; mean and rstd
 // [...], whose elements are the rows. Any strides are read; results are contiguous.
-// Dtypes: float32, float64, bfloat16, float16 for x; weight and bias have that of x, or are both
-// float32 beside half types. Half types are computed in float32 and rounded once; mean and rstd
+// Dtypes: float32, float64, bfloat16, float16 for x; weight and bias have the dtype of x, or both
+// float32 if x is a half type. Half types are computed in float32 and rounded once; mean and rstd
 // are float32, or float64 for float64.
 // Errors: c10::Error when shapes, dtypes or devices disagree, before anything is allocated.
 //
@@ -28,13 +28,13 @@ struct NormArguments {
 
 struct NormResult {
   at::Tensor y;     // norm(x + residual) * weight + bias
-  at::Tensor sum;   // x + residual, rounded, which is what is normed; undefined without residual
+  at::Tensor sum;   // x + residual, rounded: the norm's input; undefined without residual
   at::Tensor mean;  // undefined for kRms
   at::Tensor rstd;
 };
 
 struct NormSaved {
-  const at::Tensor& v;  // what was normed
+  const at::Tensor& v;  // the norm's input: NormResult::sum, or x without residual
   const std::optional<at::Tensor>& weight;
   const std::optional<at::Tensor>& mean;  // absent for kRms
   const at::Tensor& rstd;
@@ -47,7 +47,7 @@ struct NormWanted {
 };
 
 struct NormGradients {
-  at::Tensor input;   // of x and of residual alike; undefined where not wanted
+  at::Tensor input;   // of x and of residual, which are equal; undefined unless wanted
   at::Tensor params;  // [1, d]: of weight; [2, d]: of weight and bias; in the dtype of weight
 };
 
@@ -55,7 +55,7 @@ namespace cpu {
 
 NormResult norm_forward(const NormArguments& arguments, Norm norm);
 
-// `grad_sum` is the gradient of NormResult::sum, and is added to that of the input.
+// `grad_sum` is the gradient of NormResult::sum; it is added to the input's gradient.
 NormGradients norm_backward(const at::Tensor& grad_y,
                             const std::optional<at::Tensor>& grad_sum,
                             const NormSaved& saved,

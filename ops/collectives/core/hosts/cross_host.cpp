@@ -2,7 +2,7 @@
 #include "cross_host.h"
 
 #include "convert.h"
-#include "parts.h"
+#include "ranges.h"
 
 #include <algorithm>
 #include <utility>
@@ -18,15 +18,15 @@ constexpr std::chrono::milliseconds kGrace{500};
 
 }  // namespace
 
-CrossHost::CrossHost(Engine& here,
-                     Remote& remote,
+CrossHost::CrossHost(Engine& local_group,
+                     ThreadSafeTransport& transport,
                      const HostLayout& layout,
                      const CollectiveCall& call,
                      std::string what,
                      std::chrono::milliseconds timeout,
                      Deadline deadline)
-    : here_(here),
-      remote_(remote),
+    : local_group_(local_group),
+      transport_(transport),
       layout_(layout),
       call_(call),
       what_(std::move(what)),
@@ -35,7 +35,7 @@ CrossHost::CrossHost(Engine& here,
       wide_(wide_of(call.head.dtype)) {}
 
 void CrossHost::run() {
-  agree();
+  compare_signatures();
   switch (call_.head.op) {
     case Op::kAllReduce:
       return all_reduce();
@@ -54,26 +54,26 @@ void CrossHost::run() {
     case Op::kAllToAll:
       return all_to_all();
     case Op::kBarrier:
-      return;  // agree() has waited for all ranks
+      return;  // compare_signatures() has waited for all ranks
   }
 }
 
-void CrossHost::run_here(CollectiveCall step) {
+void CrossHost::run_on_host(CollectiveCall step) {
   step.purpose = what_;
-  const OperationPtr operation = here_.make(std::move(step));
+  const OperationPtr operation = local_group_.make(std::move(step));
   // Once all ranks of a host have arrived, they wait for their leader, which waits for other hosts.
-  if (all_have_come_ && !layout_.is_leader()) operation->grace = 2 * kGrace;
+  if (all_arrived_ && !layout_.is_leader()) operation->grace = 2 * kGrace;
   operation->timeout = timeout_;
-  here_.submit(operation, false);
-  here_.wait(*operation, std::chrono::milliseconds(0));
+  local_group_.submit(operation, false);
+  local_group_.wait(*operation, std::chrono::milliseconds(0));
   if (operation->error()) std::rethrow_exception(operation->error());
 }
 
-Deadline CrossHost::deadline_of_pairs() const { return deadline_ + 2 * kGrace; }
+Deadline CrossHost::point_to_point_deadline() const { return deadline_ + 2 * kGrace; }
 
-void CrossHost::broadcast_here(std::byte* data, size_t num_bytes) {
+void CrossHost::broadcast_on_host(std::byte* data, size_t num_bytes) {
   const auto size = static_cast<int64_t>(num_bytes);
-  run_here(broadcast_call({DType::kUInt8, {size}}, {data, size}, 0, local_rank()));
+  run_on_host(broadcast_call({DType::kUInt8, {size}}, {data, size}, 0, local_rank()));
 }
 
 template <typename List>
@@ -86,7 +86,7 @@ List CrossHost::of_own_ranks(const List& by_rank) const {
 // Compares the calls of all ranks. The record of a rank holds its signature: records are
 // all-gathered within each host, the leaders exchange the records of their hosts, and each leader
 // broadcasts all records within its host.
-void CrossHost::agree() {
+void CrossHost::compare_signatures() {
   const auto num_ranks = static_cast<size_t>(layout_.num_ranks());
   const size_t record_bytes = sizeof(SignatureHead) + 2 * num_ranks * sizeof(int64_t);
   std::vector<std::byte> records(num_ranks * record_bytes);  // grouped by host
@@ -102,25 +102,25 @@ void CrossHost::agree() {
   std::byte* const own = record_of[static_cast<size_t>(layout_.rank)];
   std::memcpy(own, &call_.head, sizeof call_.head);
   auto* const counts = reinterpret_cast<int64_t*>(own + sizeof call_.head);
-  std::ranges::copy(call_.gives, counts);
-  std::ranges::copy(call_.expects, counts + num_ranks);
+  std::ranges::copy(call_.send_counts, counts);
+  std::ranges::copy(call_.receive_counts, counts + num_ranks);
 
   const auto size = static_cast<int64_t>(record_bytes);
   std::vector<Output> places;
   for (const int rank : layout_.own_ranks()) {
     places.push_back({record_of[static_cast<size_t>(rank)], size});
   }
-  run_here(all_gather_call(DType::kUInt8, {own, size}, std::move(places)));
-  all_have_come_ = true;
+  run_on_host(all_gather_call(DType::kUInt8, {own, size}, std::move(places)));
+  all_arrived_ = true;
   if (layout_.is_leader()) {
-    with_other_leaders([&](Transfers& transfers, int host, int leader) {
+    exchange_with_leaders([&](TransferSet& transfers, int host, int leader) {
       transfers.receive(leader,
                         record_of[static_cast<size_t>(leader)],
                         layout_.ranks_on(host).size() * record_bytes);
       transfers.send(leader, own, layout_.own_ranks().size() * record_bytes);
     });
   }
-  broadcast_here(records.data(), records.size());
+  broadcast_on_host(records.data(), records.size());
 
   std::vector<Signature> by_rank;
   for (const std::byte* record : record_of) {
@@ -128,8 +128,8 @@ void CrossHost::agree() {
     std::memcpy(&signature.head, record, sizeof signature.head);
     const auto* numbers = reinterpret_cast<const int64_t*>(record + sizeof signature.head);
     const size_t num_counts = has_counts(signature.head.op) ? num_ranks : 0;
-    signature.gives = {numbers, num_counts};
-    signature.expects = {numbers + num_ranks, num_counts};
+    signature.send_counts = {numbers, num_counts};
+    signature.receive_counts = {numbers + num_ranks, num_counts};
     by_rank.push_back(signature);
   }
   if (auto text = mismatch(by_rank)) throw CollectiveMismatchError("in " + what_ + ", " + *text);
@@ -143,22 +143,22 @@ void CrossHost::broadcast() {
   const int root_host = layout_.host_with(root());
   if (root_host == layout_.own_host()) {
     const auto size = static_cast<int64_t>(num_bytes);
-    run_here(broadcast_call(
+    run_on_host(broadcast_call(
         {DType::kUInt8, {size}}, {data, size}, layout_.local_rank_of(root()), local_rank()));
   }
   if (layout_.is_leader()) {
-    with_other_leaders([&](Transfers& transfers, int host, int leader) {
+    exchange_with_leaders([&](TransferSet& transfers, int host, int leader) {
       if (root_host == layout_.own_host()) transfers.send(leader, data, num_bytes);
       if (root_host == host) transfers.receive(leader, data, num_bytes);
     });
   }
-  if (root_host != layout_.own_host()) broadcast_here(data, num_bytes);
+  if (root_host != layout_.own_host()) broadcast_on_host(data, num_bytes);
 }
 
 void CrossHost::all_gather() {
-  run_here(all_gather_call(call_.head.dtype, input(), of_own_ranks(call_.outputs)));
+  run_on_host(all_gather_call(call_.head.dtype, input(), of_own_ranks(call_.outputs)));
   if (layout_.is_leader()) {
-    with_other_leaders([&](Transfers& transfers, int host, int leader) {
+    exchange_with_leaders([&](TransferSet& transfers, int host, int leader) {
       for (const int rank : layout_.ranks_on(host)) {
         receive_from(transfers, leader, call_.outputs[static_cast<size_t>(rank)]);
       }
@@ -168,59 +168,59 @@ void CrossHost::all_gather() {
       }
     });
   }
-  for_ranks_elsewhere([&](int /*rank*/, size_t index) {
+  for_remote_ranks([&](int /*rank*/, size_t index) {
     const Output& place = call_.outputs[index];
-    broadcast_here(place.data, call_.bytes_of(place.num_elements));
+    broadcast_on_host(place.data, call_.bytes_of(place.num_elements));
   });
 }
 
 void CrossHost::gather() {
   const bool is_root = root() == layout_.rank;
-  auto transfers = transfers_until(deadline_of_pairs());
-  if (!layout_.is_here(root())) {
+  auto transfers = transfers_until(point_to_point_deadline());
+  if (!layout_.is_local(root())) {
     send_to(transfers, root(), input());
     return transfers.wait();
   }
   if (is_root) {
-    for_ranks_elsewhere(
+    for_remote_ranks(
         [&](int rank, size_t index) { receive_from(transfers, rank, call_.outputs[index]); });
   }
-  run_here(gather_call(call_.head.dtype,
-                       input(),
-                       is_root ? of_own_ranks(call_.outputs) : std::vector<Output>(),
-                       layout_.local_rank_of(root()),
-                       local_rank(),
-                       here_.options().size));
+  run_on_host(gather_call(call_.head.dtype,
+                          input(),
+                          is_root ? of_own_ranks(call_.outputs) : std::vector<Output>(),
+                          layout_.local_rank_of(root()),
+                          local_rank(),
+                          local_group_.options().size));
   transfers.wait();
 }
 
 void CrossHost::scatter() {
   const bool is_root = root() == layout_.rank;
-  auto transfers = transfers_until(deadline_of_pairs());
-  if (!layout_.is_here(root())) {
+  auto transfers = transfers_until(point_to_point_deadline());
+  if (!layout_.is_local(root())) {
     receive_from(transfers, root(), output());
     return transfers.wait();
   }
   if (is_root) {
-    for_ranks_elsewhere(
+    for_remote_ranks(
         [&](int rank, size_t index) { send_to(transfers, rank, call_.inputs[index]); });
   }
-  run_here(scatter_call(call_.head.dtype,
-                        is_root ? of_own_ranks(call_.inputs) : std::vector<Input>(),
-                        output(),
-                        layout_.local_rank_of(root()),
-                        local_rank(),
-                        here_.options().size));
+  run_on_host(scatter_call(call_.head.dtype,
+                           is_root ? of_own_ranks(call_.inputs) : std::vector<Input>(),
+                           output(),
+                           layout_.local_rank_of(root()),
+                           local_rank(),
+                           local_group_.options().size));
   transfers.wait();
 }
 
 void CrossHost::all_to_all() {
-  auto transfers = transfers_until(deadline_of_pairs());
-  for_ranks_elsewhere([&](int rank, size_t index) {
+  auto transfers = transfers_until(point_to_point_deadline());
+  for_remote_ranks([&](int rank, size_t index) {
     receive_from(transfers, rank, call_.outputs[index]);
     send_to(transfers, rank, call_.inputs[index]);
   });
-  run_here(
+  run_on_host(
       all_to_all_call(call_.head.dtype, of_own_ranks(call_.inputs), of_own_ranks(call_.outputs)));
   transfers.wait();
 }

@@ -7,16 +7,16 @@
 
 #include "engine.h"
 #include "layout.h"
-#include "remote.h"
 #include "scratch.h"
+#include "thread_safe_transport.h"
 
 namespace weft::collectives {
 
 class CrossHost {
  public:
   // `what` names the collective in error messages.
-  CrossHost(Engine& here,
-            Remote& remote,
+  CrossHost(Engine& local_group,
+            ThreadSafeTransport& transport,
             const HostLayout& layout,
             const CollectiveCall& call,
             std::string what,
@@ -24,11 +24,11 @@ class CrossHost {
             Deadline deadline);
 
   // Blocks. Errors: CollectiveMismatchError, on every rank, when the calls do not match;
-  // TransportError; the failure of `here`.
+  // TransportError; the failure of `local_group`.
   void run();
 
  private:
-  void agree();
+  void compare_signatures();
   void broadcast();
   void all_reduce();
   void reduce();
@@ -39,15 +39,15 @@ class CrossHost {
   void all_to_all();
 
   // Steps of a collective.
-  void run_here(CollectiveCall step);
-  void reduce_here(const std::byte* in, std::byte* out, int64_t num_elements);
+  void run_on_host(CollectiveCall step);
+  void reduce_on_host(const std::byte* in, std::byte* out, int64_t num_elements);
   // Broadcasts bytes from the leader to the ranks of this host.
-  void broadcast_here(std::byte* data, size_t num_bytes);
+  void broadcast_on_host(std::byte* data, size_t num_bytes);
   void reduce_on_leader_of(int host, std::byte* partial, int64_t num_elements);
   void all_reduce_between_leaders(std::byte* partial, int64_t num_elements);
-  void all_reduce_in_slices(std::byte* partial, int64_t num_elements);
+  void all_reduce_in_segments(std::byte* partial, int64_t num_elements);
   // Returns a buffer for `num_bytes` from each other host, one after another in host order.
-  std::byte* room_for_others(size_t num_bytes);
+  std::byte* receive_buffer(size_t num_bytes);
   // Reduces, in host order, what the other hosts have sent and `own`, which is this host's.
   void combine(const std::byte* received,
                const std::byte* own,
@@ -61,15 +61,15 @@ class CrossHost {
   size_t wide_bytes(int64_t num_elements) const {
     return static_cast<size_t>(num_elements) * size_of(wide_);
   }
-  Transfers transfers_until(Deadline deadline) {
-    return {remote_, deadline, [this](int peer) { here_.tell_waiting(peer); }};
+  TransferSet transfers_until(Deadline deadline) {
+    return {transport_, deadline, [this](int peer) { local_group_.publish_waiting(peer); }};
   }
   // The deadline of transfers between any two ranks, leaders or not.
-  Deadline deadline_of_pairs() const;
+  Deadline point_to_point_deadline() const;
   // On a leader: calls `exchange(transfers, host, leader)` for each other host, to post the
   // transfers with its leader, and waits for all of them.
   template <typename Exchange>
-  void with_other_leaders(const Exchange& exchange) {
+  void exchange_with_leaders(const Exchange& exchange) {
     auto transfers = transfers_until(deadline_);
     for (int host = 0; host < layout_.num_hosts(); ++host) {
       if (host != layout_.own_host()) exchange(transfers, host, layout_.leader_of(host));
@@ -78,16 +78,16 @@ class CrossHost {
   }
   // Calls visit(rank, index in the lists of the call) for each rank of another host.
   template <typename Visit>
-  void for_ranks_elsewhere(const Visit& visit) const {
+  void for_remote_ranks(const Visit& visit) const {
     for (int rank = 0; rank < layout_.num_ranks(); ++rank) {
-      if (!layout_.is_here(rank)) visit(rank, static_cast<size_t>(rank));
+      if (!layout_.is_local(rank)) visit(rank, static_cast<size_t>(rank));
     }
   }
-  void send_to(Transfers& transfers, int peer, const Input& part) const {
-    transfers.send(peer, part.data, call_.bytes_of(part.num_elements));
+  void send_to(TransferSet& transfers, int peer, const Input& source) const {
+    transfers.send(peer, source.data, call_.bytes_of(source.num_elements));
   }
-  void receive_from(Transfers& transfers, int peer, const Output& place) const {
-    transfers.receive(peer, place.data, call_.bytes_of(place.num_elements));
+  void receive_from(TransferSet& transfers, int peer, const Output& target) const {
+    transfers.receive(peer, target.data, call_.bytes_of(target.num_elements));
   }
   bool converts() const { return wide_ != call_.head.dtype; }
   template <typename List>
@@ -95,17 +95,17 @@ class CrossHost {
   Input input() const { return call_.inputs.front(); }
   Output output() const { return call_.outputs.front(); }
   int root() const { return call_.head.root; }
-  int local_rank() const { return here_.options().rank; }
+  int local_rank() const { return local_group_.options().rank; }
 
-  Engine& here_;
-  Remote& remote_;
+  Engine& local_group_;
+  ThreadSafeTransport& transport_;
   const HostLayout& layout_;
   const CollectiveCall& call_;
   const std::string what_;
   const std::chrono::milliseconds timeout_;
   const Deadline deadline_;
   const DType wide_;
-  bool all_have_come_ = false;  // all ranks of this host have arrived
+  bool all_arrived_ = false;  // all ranks of this host have arrived
   Scratch received_;
 };
 

@@ -2,7 +2,7 @@
 // rounded once; an average is a sum until the partial results of the hosts are combined.
 #include "convert.h"
 #include "cross_host.h"
-#include "parts.h"
+#include "ranges.h"
 #include "reduce.h"
 
 #include <algorithm>
@@ -17,23 +17,23 @@ constexpr size_t kChunkBytes = size_t{8} << 20;
 
 // From this size on each leader reduces one segment and receives the other reduced segments,
 // because reducing the full tensor on every leader sends it to each host.
-constexpr size_t kSlicedBytes = size_t{64} << 10;
+constexpr size_t kSegmentedBytes = size_t{64} << 10;
 
 ReduceOp partial_op(ReduceOp op) { return op == ReduceOp::kAvg ? ReduceOp::kSum : op; }
 
 }  // namespace
 
 // The leader's `out` receives the partial result of the host.
-void CrossHost::reduce_here(const std::byte* in, std::byte* out, int64_t num_elements) {
-  run_here(reduce_call({wide_, {num_elements}},
-                       partial_op(call_.head.reduce_op),
-                       {in, num_elements},
-                       {out, num_elements},
-                       0,
-                       local_rank()));
+void CrossHost::reduce_on_host(const std::byte* in, std::byte* out, int64_t num_elements) {
+  run_on_host(reduce_call({wide_, {num_elements}},
+                          partial_op(call_.head.reduce_op),
+                          {in, num_elements},
+                          {out, num_elements},
+                          0,
+                          local_rank()));
 }
 
-std::byte* CrossHost::room_for_others(size_t num_bytes) {
+std::byte* CrossHost::receive_buffer(size_t num_bytes) {
   const size_t needed = static_cast<size_t>(layout_.num_hosts() - 1) * num_bytes;
   if (received_.num_bytes() < needed) received_ = Scratch(needed);
   return received_.data();
@@ -57,26 +57,26 @@ void CrossHost::combine(const std::byte* received,
 
 void CrossHost::reduce_on_leader_of(int host, std::byte* partial, int64_t num_elements) {
   const size_t num_bytes = wide_bytes(num_elements);
-  const bool gets_it = host == layout_.own_host();
-  std::byte* const received = gets_it ? room_for_others(num_bytes) : nullptr;
+  const bool is_receiver = host == layout_.own_host();
+  std::byte* const received = is_receiver ? receive_buffer(num_bytes) : nullptr;
   std::byte* next = received;
-  with_other_leaders([&](Transfers& transfers, int other, int leader) {
+  exchange_with_leaders([&](TransferSet& transfers, int other, int leader) {
     if (other == host) transfers.send(leader, partial, num_bytes);
-    if (!gets_it) return;
+    if (!is_receiver) return;
     transfers.receive(leader, next, num_bytes);
     next += num_bytes;
   });
-  if (gets_it) combine(received, partial, partial, num_elements);
+  if (is_receiver) combine(received, partial, partial, num_elements);
 }
 
 void CrossHost::all_reduce_between_leaders(std::byte* partial, int64_t num_elements) {
   const size_t num_bytes = wide_bytes(num_elements);
-  if (layout_.num_hosts() > 2 && num_bytes >= kSlicedBytes) {
-    return all_reduce_in_slices(partial, num_elements);
+  if (layout_.num_hosts() > 2 && num_bytes >= kSegmentedBytes) {
+    return all_reduce_in_segments(partial, num_elements);
   }
-  std::byte* const received = room_for_others(num_bytes);
+  std::byte* const received = receive_buffer(num_bytes);
   std::byte* next = received;
-  with_other_leaders([&](Transfers& transfers, int /*host*/, int leader) {
+  exchange_with_leaders([&](TransferSet& transfers, int /*host*/, int leader) {
     transfers.receive(leader, next, num_bytes);
     transfers.send(leader, partial, num_bytes);
     next += num_bytes;
@@ -86,26 +86,26 @@ void CrossHost::all_reduce_between_leaders(std::byte* partial, int64_t num_eleme
 
 // Segment h of the tensor belongs to the leader of host h. Reduce-scatter: each leader receives its
 // segment of all partial results and reduces it. All-gather: it sends the result to the others.
-void CrossHost::all_reduce_in_slices(std::byte* partial, int64_t num_elements) {
-  const auto slice_of = [&](int host) {
-    const auto slice =
-        part_of<int64_t>(host, num_elements, num_parts<int64_t>(num_elements, layout_.num_hosts()));
-    return Output{partial + wide_bytes(slice.first), slice.size};
+void CrossHost::all_reduce_in_segments(std::byte* partial, int64_t num_elements) {
+  const auto segment_of = [&](int host) {
+    const auto segment = range_at<int64_t>(
+        host, num_elements, num_ranges<int64_t>(num_elements, layout_.num_hosts()));
+    return Output{partial + wide_bytes(segment.first), segment.size};
   };
-  const Output own = slice_of(layout_.own_host());
+  const Output own = segment_of(layout_.own_host());
   const size_t own_bytes = wide_bytes(own.num_elements);
-  std::byte* const received = room_for_others(own_bytes);
+  std::byte* const received = receive_buffer(own_bytes);
   std::byte* next = received;
-  with_other_leaders([&](Transfers& transfers, int host, int leader) {
-    const Output slice = slice_of(host);
+  exchange_with_leaders([&](TransferSet& transfers, int host, int leader) {
+    const Output segment = segment_of(host);
     transfers.receive(leader, next, own_bytes);
-    transfers.send(leader, slice.data, wide_bytes(slice.num_elements));
+    transfers.send(leader, segment.data, wide_bytes(segment.num_elements));
     next += own_bytes;
   });
   combine(received, own.data, own.data, own.num_elements);
-  with_other_leaders([&](Transfers& transfers, int host, int leader) {
-    const Output slice = slice_of(host);
-    transfers.receive(leader, slice.data, wide_bytes(slice.num_elements));
+  exchange_with_leaders([&](TransferSet& transfers, int host, int leader) {
+    const Output segment = segment_of(host);
+    transfers.receive(leader, segment.data, wide_bytes(segment.num_elements));
     transfers.send(leader, own.data, own_bytes);
   });
 }
@@ -115,30 +115,30 @@ void CrossHost::in_chunks(bool has_result, const DoChunk& do_chunk) {
   const DType dtype = call_.head.dtype;
   const int64_t num_elements = input().num_elements;
   const auto chunk_elements = static_cast<int64_t>(kChunkBytes / size_of(wide_));
-  const size_t room_bytes = wide_bytes(std::min(num_elements, chunk_elements));
-  const Scratch wide_input(converts() ? room_bytes : 0);
+  const size_t buffer_bytes = wide_bytes(std::min(num_elements, chunk_elements));
+  const Scratch wide_input(converts() ? buffer_bytes : 0);
   // Without a conversion the result is written to the output directly.
-  const bool needs_room = converts() || !has_result;
-  const Scratch room(needs_room ? room_bytes : 0);
-  for (int64_t chunk = 0; chunk < num_parts(num_elements, chunk_elements); ++chunk) {
-    const auto part = part_of(chunk, num_elements, chunk_elements);
-    const std::byte* in = input().data + call_.bytes_of(part.first);
+  const bool needs_buffer = converts() || !has_result;
+  const Scratch buffer(needs_buffer ? buffer_bytes : 0);
+  for (int64_t chunk = 0; chunk < num_ranges(num_elements, chunk_elements); ++chunk) {
+    const auto range = range_at(chunk, num_elements, chunk_elements);
+    const std::byte* in = input().data + call_.bytes_of(range.first);
     if (converts()) {
-      widen(dtype, in, wide_input.data(), part.size);
+      widen(dtype, in, wide_input.data(), range.size);
       in = wide_input.data();
     }
-    std::byte* const place = has_result ? output().data + call_.bytes_of(part.first) : nullptr;
-    std::byte* const out = needs_room ? room.data() : place;
-    do_chunk(in, out, part.size);
-    if (has_result && converts()) narrow(dtype, out, place, part.size);
+    std::byte* const place = has_result ? output().data + call_.bytes_of(range.first) : nullptr;
+    std::byte* const out = needs_buffer ? buffer.data() : place;
+    do_chunk(in, out, range.size);
+    if (has_result && converts()) narrow(dtype, out, place, range.size);
   }
 }
 
 void CrossHost::all_reduce() {
   in_chunks(true, [&](const std::byte* in, std::byte* out, int64_t num_elements) {
-    reduce_here(in, out, num_elements);
+    reduce_on_host(in, out, num_elements);
     if (layout_.is_leader()) all_reduce_between_leaders(out, num_elements);
-    broadcast_here(out, wide_bytes(num_elements));
+    broadcast_on_host(out, wide_bytes(num_elements));
   });
 }
 
@@ -146,19 +146,19 @@ void CrossHost::reduce() {
   const int root_host = layout_.host_with(root());
   const bool is_root = root() == layout_.rank;
   in_chunks(is_root, [&](const std::byte* in, std::byte* out, int64_t num_elements) {
-    reduce_here(in, out, num_elements);
+    reduce_on_host(in, out, num_elements);
     if (layout_.is_leader()) reduce_on_leader_of(root_host, out, num_elements);
-    const bool is_with_root = root_host == layout_.own_host();
-    if (is_with_root && layout_.leader_of(root_host) != root()) {
-      broadcast_here(out, wide_bytes(num_elements));
+    const bool is_on_root_host = root_host == layout_.own_host();
+    if (is_on_root_host && layout_.leader_of(root_host) != root()) {
+      broadcast_on_host(out, wide_bytes(num_elements));
     }
   });
 }
 
 void CrossHost::reduce_scatter() {
-  // The segments of all ranks, ordered by host: the block of segments for a host is contiguous.
+  // The segments of all ranks, ordered by host: the segments of a host are contiguous.
   std::vector<int> order;
-  std::vector<Part<int64_t>> block_of;  // by host, in elements
+  std::vector<Range<int64_t>> segments_on;  // by host, in elements
   const auto elements_of = [&](int rank) {
     return call_.inputs[static_cast<size_t>(rank)].num_elements;
   };
@@ -169,7 +169,7 @@ void CrossHost::reduce_scatter() {
       order.push_back(rank);
       num_elements += elements_of(rank);
     }
-    block_of.push_back({first, num_elements - first});
+    segments_on.push_back({first, num_elements - first});
   }
   const Scratch partial(layout_.is_leader() ? wide_bytes(num_elements) : 0);
   Scratch wide_input;
@@ -183,41 +183,41 @@ void CrossHost::reduce_scatter() {
       widen(call_.head.dtype, in, wide_input.data(), input.num_elements);
       in = wide_input.data();
     }
-    reduce_here(in, partial.data() + (layout_.is_leader() ? offset : 0), input.num_elements);
+    reduce_on_host(in, partial.data() + (layout_.is_leader() ? offset : 0), input.num_elements);
     offset += wide_bytes(input.num_elements);
   }
 
-  std::byte* block = nullptr;  // the block of this host, on its leader only
+  std::byte* own_segments = nullptr;  // of the ranks of this host, on its leader only
   if (layout_.is_leader()) {
-    const Part<int64_t> own = block_of[static_cast<size_t>(layout_.own_host())];
-    block = partial.data() + wide_bytes(own.first);
-    std::byte* const received = room_for_others(wide_bytes(own.size));
+    const Range<int64_t> own = segments_on[static_cast<size_t>(layout_.own_host())];
+    own_segments = partial.data() + wide_bytes(own.first);
+    std::byte* const received = receive_buffer(wide_bytes(own.size));
     std::byte* next = received;
-    with_other_leaders([&](Transfers& transfers, int host, int leader) {
-      const Part<int64_t> theirs = block_of[static_cast<size_t>(host)];
+    exchange_with_leaders([&](TransferSet& transfers, int host, int leader) {
+      const Range<int64_t> theirs = segments_on[static_cast<size_t>(host)];
       transfers.receive(leader, next, wide_bytes(own.size));
       transfers.send(leader, partial.data() + wide_bytes(theirs.first), wide_bytes(theirs.size));
       next += wide_bytes(own.size);
     });
-    combine(received, block, block, own.size);
+    combine(received, own_segments, own_segments, own.size);
   }
 
-  std::vector<Input> parts;
+  std::vector<Input> inputs;
   if (layout_.is_leader()) {
     for (const int rank : layout_.own_ranks()) {
-      parts.push_back({block, elements_of(rank)});
-      block += wide_bytes(elements_of(rank));
+      inputs.push_back({own_segments, elements_of(rank)});
+      own_segments += wide_bytes(elements_of(rank));
     }
   }
   const Output result = output();
   const Scratch wide_result(converts() ? wide_bytes(result.num_elements) : 0);
   std::byte* const place = converts() ? wide_result.data() : result.data;
-  run_here(scatter_call(wide_,
-                        std::move(parts),
-                        {place, result.num_elements},
-                        0,
-                        local_rank(),
-                        here_.options().size));
+  run_on_host(scatter_call(wide_,
+                           std::move(inputs),
+                           {place, result.num_elements},
+                           0,
+                           local_rank(),
+                           local_group_.options().size));
   if (converts()) narrow(call_.head.dtype, place, result.data, result.num_elements);
 }
 

@@ -16,8 +16,8 @@ HostLayout::HostLayout(const std::vector<std::string>& identities, int own_rank)
 }
 
 int HostLayout::local_rank_of(int other) const {
-  const std::vector<int>& here = ranks_on(host_with(other));
-  return static_cast<int>(std::ranges::find(here, other) - here.begin());
+  const std::vector<int>& local_ranks = ranks_on(host_with(other));
+  return static_cast<int>(std::ranges::find(local_ranks, other) - local_ranks.begin());
 }
 
 }  // namespace weft::collectives

@@ -20,7 +20,7 @@ struct HostLayout {
   // The leader of a host is its lowest rank.
   int leader_of(int host) const { return ranks_on(host).front(); }
   bool is_leader() const { return leader_of(own_host()) == rank; }
-  bool is_here(int other) const { return host_with(other) == own_host(); }
+  bool is_local(int other) const { return host_with(other) == own_host(); }
   // Returns the index of `other` among the ranks of its host.
   int local_rank_of(int other) const;
 

@@ -18,7 +18,7 @@ std::shared_ptr<RemoteMessages::Posted> RemoteMessages::post(const MessagePtr& m
   const int tag = head_tag(message->tag);
   if (message->direction == Message::Direction::kReceive) {
     posted->head_transfer =
-        remote_.receive(message->peer, tag, posted->head.data(), Posted::kHeadBytes);
+        transport_.receive(message->peer, tag, posted->head.data(), Posted::kHeadBytes);
     return posted;
   }
   const uint64_t num_bytes = message->num_bytes();
@@ -29,9 +29,10 @@ std::shared_ptr<RemoteMessages::Posted> RemoteMessages::post(const MessagePtr& m
   if (is_eager && num_bytes > 0) {
     std::memcpy(posted->head.data() + sizeof head, message->data, num_bytes);
   }
-  posted->head_transfer = remote_.send(message->peer, tag, posted->head.data(), Posted::kHeadBytes);
+  posted->head_transfer =
+      transport_.send(message->peer, tag, posted->head.data(), Posted::kHeadBytes);
   if (!is_eager) {
-    posted->data_transfer = remote_.send(message->peer, tag_of_data, message->data, num_bytes);
+    posted->data_transfer = transport_.send(message->peer, tag_of_data, message->data, num_bytes);
   }
   return posted;
 }
@@ -41,9 +42,9 @@ void RemoteMessages::finish(Posted& posted, Deadline deadline) {
   const bool is_send = message.direction == Message::Direction::kSend;
   const auto wait = [&](Transfer& transfer) {
     if (is_send) {
-      remote_.wait_for_send(transfer, message.peer, deadline);
+      transport_.wait_for_send(transfer, message.peer, deadline);
     } else {
-      remote_.wait(transfer, message.peer, deadline);
+      transport_.wait(transfer, message.peer, deadline);
     }
   };
   wait(*posted.head_transfer);
@@ -51,10 +52,11 @@ void RemoteMessages::finish(Posted& posted, Deadline deadline) {
     const int source = posted.head_transfer->source();
     MessageHead head;
     std::memcpy(&head, posted.head.data(), sizeof head);
-    check_fits(message, source, head.dtype, head.num_bytes, rank_);
+    check_matches(message, source, head.dtype, head.num_bytes, rank_);
     message.peer = source;
     if (head.num_bytes > Posted::kEagerBytes) {
-      posted.data_transfer = remote_.receive(source, head.data_tag, message.data, head.num_bytes);
+      posted.data_transfer =
+          transport_.receive(source, head.data_tag, message.data, head.num_bytes);
     } else if (head.num_bytes > 0) {
       std::memcpy(message.data, posted.head.data() + sizeof head, head.num_bytes);
     }

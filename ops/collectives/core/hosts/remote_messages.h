@@ -6,7 +6,7 @@
 // transport, also within a host, so that a receive from any source waits in one place.
 
 #include "messages.h"
-#include "remote.h"
+#include "thread_safe_transport.h"
 
 #include <array>
 #include <atomic>
@@ -16,8 +16,8 @@ namespace weft::collectives {
 
 class RemoteMessages {
  public:
-  RemoteMessages(Remote& remote, int rank, int num_ranks)
-      : remote_(remote), rank_(rank), num_sent_(static_cast<size_t>(num_ranks)) {}
+  RemoteMessages(ThreadSafeTransport& transport, int rank, int num_ranks)
+      : transport_(transport), rank_(rank), num_sent_(static_cast<size_t>(num_ranks)) {}
 
   // A message whose transfers have been posted; finish() blocks.
   class Posted;
@@ -28,7 +28,7 @@ class RemoteMessages {
   void finish(Posted& posted, Deadline deadline);
 
  private:
-  Remote& remote_;
+  ThreadSafeTransport& transport_;
   const int rank_;
   std::vector<std::atomic<uint64_t>> num_sent_;  // by peer
 };

@@ -8,15 +8,15 @@
 
 namespace weft::strategy {
 
-// What a rank's bytes are for; the categories of `weft.memory`, in its order.
+// What a rank's bytes are used for: the categories of `weft.memory`, in its order.
 enum class MemoryCategory {
   kParameters,        // parameters and buffers
   kGradients,         // complete gradients of parameters
   kOptimizerState,    // what an optimizer keeps between its steps
-  kSavedActivations,  // the batch, and what the forward leaves alive for the backward
+  kSavedActivations,  // the batch, and what the forward saves for the backward
   kScratch,           // everything else that the forward, the backward and the step allocate
   kCommunication,     // shared memory of the collectives
-  kOther,             // nothing of a training step
+  kOther,             // outside a training step
 };
 
 constexpr std::size_t kNumMemoryCategories = 7;

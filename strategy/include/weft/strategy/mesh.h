@@ -10,8 +10,8 @@
 
 namespace weft::strategy {
 
-// The names an axis may have, outer to inner: pipeline_parallel, data_replicate, data_parallel,
-// context_parallel, tensor_parallel.
+// Returns the names an axis may have, outer to inner: pipeline_parallel, data_replicate,
+// data_parallel, context_parallel, tensor_parallel.
 std::span<const std::string_view> axis_names();
 
 struct Axis {
@@ -21,7 +21,7 @@ struct Axis {
   bool operator==(const Axis&) const = default;
 };
 
-// The ranks of a job laid out along named axes, the last axis running fastest, as in torch's
+// The ranks of a job laid out along named axes; the last axis varies fastest, as in torch's
 // DeviceMesh: in "data_parallel=2,tensor_parallel=4" the ranks 0..3 are one tensor-parallel group.
 //
 // An immutable value: cheap to copy, comparable, hashable, safe to read from any thread. A
@@ -47,7 +47,7 @@ class Mesh {
   [[nodiscard]] const std::vector<Axis>& axes() const { return axes_; }
   [[nodiscard]] bool has_axis(std::string_view axis) const;
 
-  // The number of ranks, in all or along one axis.
+  // The number of ranks, in total or along one axis.
   [[nodiscard]] int64_t size() const { return size_; }
   [[nodiscard]] int64_t size(std::string_view axis) const;
 
@@ -55,11 +55,11 @@ class Mesh {
   [[nodiscard]] std::vector<int64_t> coordinates(int64_t global_rank) const;
   [[nodiscard]] int64_t rank(std::span<const int64_t> coordinates) const;
 
-  // The global ranks, ascending, whose coordinates differ from `global_rank`'s along `axis` only;
-  // `global_rank` is one of them.
+  // Returns the global ranks, ascending, whose coordinates differ from those of `global_rank` along
+  // `axis` only, including `global_rank`.
   [[nodiscard]] std::vector<int64_t> group(std::string_view axis, int64_t global_rank) const;
 
-  // All groups along `axis`, ordered by their first rank. Every rank is in exactly one of them.
+  // Returns all groups along `axis`, ordered by first rank. Every rank is in exactly one of them.
   [[nodiscard]] std::vector<std::vector<int64_t>> groups(std::string_view axis) const;
 
   // Throws std::invalid_argument, naming a few sizes that would fit, unless size() == world_size.

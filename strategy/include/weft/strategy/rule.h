@@ -10,7 +10,7 @@
 
 namespace weft::strategy {
 
-// A floating dtype that a module computes in.
+// The floating-point dtype that a module computes in.
 enum class ComputeDtype { kFloat32, kBFloat16, kFloat16 };
 
 // torch's names: "float32", "bfloat16", "float16".
@@ -22,10 +22,10 @@ ComputeDtype parse_compute_dtype(std::string_view text);
 // Modules whose names match `pattern` get `style`, and these options:
 // - heads, for kColumn and kRow: the attribute of the parent module that counts the heads in the
 //   layer's output (kRow: input);
-// - recompute, for styles that modules with layers inside take: the forward keeps the input alone,
-//   and the backward computes the rest again;
-// - offload: what is kept for the backward waits in CPU memory;
-// - precision: what the module and those below compute in.
+// - recompute, for styles of modules that contain layers: the forward saves only the input, and the
+//   backward recomputes the rest;
+// - offload: tensors saved for the backward are kept in CPU memory;
+// - precision: the dtype that the module and the modules below it compute in.
 // kVocabHead and kIgnore take no options.
 struct Rule {
   std::string pattern;
@@ -38,14 +38,14 @@ struct Rule {
   bool operator==(const Rule&) const = default;
 };
 
-// Whether a rule has any option.
+// Returns whether a rule has any option.
 bool has_options(const Rule& rule);
 
-// "style 'row' with heads 'n_heads'", for messages.
+// Returns "style 'row' with heads 'n_heads'", for messages.
 std::string describe(const Rule& rule);
 
-// Throws std::invalid_argument for a malformed pattern (see check_pattern), for `heads` that is no
-// attribute name and for an option that means nothing to the style.
+// Throws std::invalid_argument for a malformed pattern (see check_pattern), for `heads` that is not
+// an attribute name and for an option that the style does not support.
 void check_rule(const Rule& rule);
 
 }  // namespace weft::strategy

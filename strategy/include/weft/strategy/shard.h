@@ -13,14 +13,15 @@ struct ShardRange {
   bool operator==(const ShardRange&) const = default;
 };
 
-// The part of a dim that `rank` of a group of `num_ranks` holds, cut as torch.chunk and DTensor's
-// Shard cut it: chunks of ceil(dim_size / num_ranks), later ones smaller or empty. An empty shard
-// starts at dim_size. Throws std::invalid_argument for dim_size < 0, num_ranks < 1 and a rank
-// outside the group.
+// Returns the shard of a dim that `rank` of a group of `num_ranks` holds, as in torch.chunk and
+// DTensor's Shard: ceil(dim_size / num_ranks) indices per rank, fewer or none on the last ranks. An
+// empty shard starts at dim_size. Throws std::invalid_argument for dim_size < 0, num_ranks < 1 and
+// a rank outside the group.
 ShardRange shard_range(int64_t dim_size, int64_t num_ranks, int64_t rank);
 
-// Attention heads are never cut: throws std::invalid_argument unless `num_heads`, the value of
-// `attribute` read for `module`, divides by `tp_size`. The names only serve the error's text.
+// Throws std::invalid_argument unless `num_heads`, the value of `attribute` read for `module`, is
+// divisible by `tp_size`: attention heads are never split across ranks. The names only serve the
+// error's text.
 void check_heads(std::string_view module,
                  std::string_view attribute,
                  int64_t num_heads,

@@ -7,24 +7,25 @@ namespace weft::strategy {
 
 // How one module is sharded over the tensor-parallel axis.
 enum class Style {
-  kColumn,                 // a linear layer's output features; its input is whole on every rank
-  kColumnGatherOutput,     // as kColumn, and the output is gathered
-  kRow,                    // a linear layer's input features; its output is summed over the ranks
-  kRowSplitInput,          // as kRow, of an input that is whole on every rank
-  kColumnRowMlp,           // an MLP, gated or plain: outer layers by column, the inner one by row
-  kAttention,              // its query, key and value by column, its output by row, by heads
+  kColumn,                 // a linear layer's output features; every rank has the full input
+  kColumnGatherOutput,     // as kColumn, and the output is all-gathered
+  kRow,                    // a linear layer's input features; the output is summed over the ranks
+  kRowSplitInput,          // as kRow, for an input that is full on every rank
+  kColumnRowMlp,           // an MLP, gated or plain: gate and up by column, down by row
+  kAttention,              // by heads: query, key and value by column, output by row
   kVocabEmbedding,         // an embedding's rows, that is, its vocabulary
   kVocabHead,              // an output layer's rows; the loss is computed from sharded logits
-  kSequenceParallel,       // whole, and computes on this rank's tokens; gradients are summed
-  kReplicate,              // not sharded: whole on every rank
-  kReplicateSumGradients,  // whole, where each rank uses it for a part: gradients are summed
-  kIgnore,                 // left as it is, with everything below
+  kSequenceParallel,       // replicated, computes on this rank's tokens; gradients are summed
+  kReplicate,              // replicated on every rank
+  kReplicateSumGradients,  // replicated, with partial gradients on each rank that are summed
+  kIgnore,                 // left unchanged, with everything below
 };
 
-// All styles, in the order above.
+// Returns all styles, in the order above.
 std::span<const Style> all_styles();
 
-// Whether a module of this style owns everything below it.
+// Returns whether a module of this style owns the modules below it, which then may not get another
+// style.
 bool owns_modules_below(Style style);
 
 // The enumerators' names in snake case: "column", "column_gather_output", ...

@@ -1,6 +1,6 @@
 #include "weft/strategy/pipeline/generate.h"
 
-#include "../refusal.h"
+#include "../error_of.h"
 #include "schedules.h"
 #include "weft/strategy/pipeline/check.h"
 
@@ -19,7 +19,8 @@ TEST(Generate, EveryScheduleIsComplete) {
     ASSERT_NO_THROW(check(schedule)) << schedule.to_string();
     ++num_schedules;
   });
-  // Four kinds with each divisor of 1 to 16 as stages a rank, 50 in all, and two with 16.
+  // Four kinds with each divisor of 1 to 16 stages as stages per rank, 50 in total; two kinds with
+  // one stage per rank, 16 each.
   EXPECT_EQ(num_schedules, 64 * (4 * 50 + 2 * 16));
 }
 
@@ -41,18 +42,18 @@ TEST(Generate, KindsPrintAndParse) {
   for (const ScheduleKind kind : all_schedule_kinds()) {
     EXPECT_EQ(parse_schedule_kind(to_string(kind)), kind);
   }
-  EXPECT_EQ(refusal([] { parse_schedule_kind("1f1"); }),
+  EXPECT_EQ(error_of([] { parse_schedule_kind("1f1"); }),
             "unknown schedule '1f1': use one of naive, gpipe, 1f1b, interleaved, zero_bubble, "
             "looped_bfs; the nearest is '1f1b'");
 }
 
-TEST(Generate, RefusesNumbersThatMakeNoSchedule) {
-  EXPECT_THAT(refusal([] { make(ScheduleKind::kGpipe, 0, 1); }), HasSubstr("num_ranks is 0"));
-  EXPECT_THAT(refusal([] { make(ScheduleKind::kGpipe, 1, -1); }),
+TEST(Generate, RejectsNumbersThatMakeNoSchedule) {
+  EXPECT_THAT(error_of([] { make(ScheduleKind::kGpipe, 0, 1); }), HasSubstr("num_ranks is 0"));
+  EXPECT_THAT(error_of([] { make(ScheduleKind::kGpipe, 1, -1); }),
               HasSubstr("num_micro_batches is -1"));
-  EXPECT_THAT(refusal([] { make(ScheduleKind::kLoopedBfs, 1, 1, 0); }),
+  EXPECT_THAT(error_of([] { make(ScheduleKind::kLoopedBfs, 1, 1, 0); }),
               HasSubstr("stages_per_rank is 0"));
-  EXPECT_EQ(refusal([] { make(ScheduleKind::kZeroBubble, 2, 2, 2); }),
+  EXPECT_EQ(error_of([] { make(ScheduleKind::kZeroBubble, 2, 2, 2); }),
             "schedule 'zero_bubble' has one stage on each rank and got 2; use 'interleaved' or "
             "'looped_bfs'");
 }

@@ -1,6 +1,6 @@
 #include "weft/strategy/pipeline/micro_batches.h"
 
-#include "../refusal.h"
+#include "../error_of.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -26,9 +26,9 @@ TEST(DealSamples, ByShares) {
   EXPECT_THAT(deal(3, {1, 100, 1}), ElementsAre(1, 1, 1));
   EXPECT_THAT(deal(5, {1, 100, 1}), ElementsAre(1, 3, 1));
   EXPECT_THAT(deal(6, {1, 1, 100, 100}), ElementsAre(1, 1, 2, 2));
-  EXPECT_THAT(refusal([&] { deal(2, {1, 1, 1}); }), HasSubstr("3 micro-batches of a batch of 2"));
-  EXPECT_THAT(refusal([&] { deal(2, {}); }), HasSubstr("0 micro-batches of a batch of 2"));
-  EXPECT_THAT(refusal([&] { deal(2, {1, 0}); }), HasSubstr("share is 0"));
+  EXPECT_THAT(error_of([&] { deal(2, {1, 1, 1}); }), HasSubstr("3 micro-batches of a batch of 2"));
+  EXPECT_THAT(error_of([&] { deal(2, {}); }), HasSubstr("0 micro-batches of a batch of 2"));
+  EXPECT_THAT(error_of([&] { deal(2, {1, 0}); }), HasSubstr("share is 0"));
 }
 
 TEST(TaperedSizes, GrowFromEitherEndOrBoth) {
@@ -41,7 +41,7 @@ TEST(TaperedSizes, GrowFromEitherEndOrBoth) {
     EXPECT_LE(each.back(), each[2] + 1);
   }
   EXPECT_THAT(sizes, testing::Contains(ElementsAre(4, 8, 8, 8, 4)));
-  EXPECT_THAT(sizes, testing::Contains(ElementsAre(4, 7, 7, 7, 7)));  // the first alone, by a half
+  EXPECT_THAT(sizes, testing::Contains(ElementsAre(4, 7, 7, 7, 7)));  // only the first, halved
   EXPECT_TRUE(tapered_sizes(32, 2, 2).empty());
   EXPECT_TRUE(tapered_sizes(4, 4, 4).empty());  // all even
 }

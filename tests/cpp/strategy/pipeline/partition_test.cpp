@@ -1,6 +1,6 @@
 #include "weft/strategy/pipeline/partition.h"
 
-#include "../refusal.h"
+#include "../error_of.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -34,13 +34,13 @@ TEST(Partition, MakesTheSlowestStageFast) {
   EXPECT_THAT(partition(layers, {.num_stages = 7}).begins, ElementsAre(0, 1, 2, 3, 4, 5, 6));
 }
 
-TEST(Partition, OfEquallyFastCutsTheStagesMostAlike) {
-  // The last layer alone takes 6: the others need not be as slow.
+TEST(Partition, BalancesTheOtherStagesToo) {
+  // The last layer takes 6, so other cuts are as fast; the other stages are balanced, too.
   EXPECT_THAT(partition(with_times({2, 2, 2, 2, 6}), {.num_stages = 3}).begins,
               ElementsAre(0, 2, 4));
 }
 
-TEST(Partition, KeepsTheLimitWithWhatIsInFlight) {
+TEST(Partition, RespectsTheLimitWithMicroBatchesInFlight) {
   const std::vector<LayerCost> layers(4, {.time = 1, .activation_bytes = 10, .parameter_bytes = 5});
   // 1F1B keeps two micro-batches on the first of two stages, one on the second.
   const PartitionOptions options{.num_stages = 2, .in_flight = {2, 1}};
@@ -53,12 +53,12 @@ TEST(Partition, KeepsTheLimitWithWhatIsInFlight) {
   EXPECT_THAT(result.begins, ElementsAre(0, 1));
   EXPECT_THAT(result.bytes, ElementsAre(25, 45));
   limited.memory_limit = 44;
-  EXPECT_EQ(refusal([&] { partition(layers, limited); }),
+  EXPECT_EQ(error_of([&] { partition(layers, limited); }),
             "partition: no cut of 4 layers into 2 stages keeps each below 44 bytes; allow 45, or "
             "use more stages");
 }
 
-TEST(Partition, TheSliderGoesFromTimeToMemory) {
+TEST(Partition, MemoryWeightTradesTimeForMemory) {
   const std::vector<LayerCost> layers = {{.time = 6, .activation_bytes = 0, .parameter_bytes = 1},
                                          {.time = 1, .activation_bytes = 0, .parameter_bytes = 1},
                                          {.time = 1, .activation_bytes = 0, .parameter_bytes = 1},
@@ -71,7 +71,7 @@ TEST(Partition, TheSliderGoesFromTimeToMemory) {
   EXPECT_THAT(begins(1), ElementsAre(0, 3));
 }
 
-// Against all cuts, tried one by one.
+// Compares with a search over all cuts.
 TEST(Partition, IsTheBestOfAllCuts) {
   std::mt19937 random(11);
   std::uniform_int_distribution<int64_t> small(0, 9);
@@ -112,7 +112,7 @@ TEST(Partition, IsTheBestOfAllCuts) {
       best = std::min(best, worst);
     }
     if (best == std::numeric_limits<double>::infinity()) {
-      EXPECT_THAT(refusal([&] { partition(layers, options); }), HasSubstr("no cut of"));
+      EXPECT_THAT(error_of([&] { partition(layers, options); }), HasSubstr("no cut of"));
       continue;
     }
     const Partition result = partition(layers, options);
@@ -121,31 +121,32 @@ TEST(Partition, IsTheBestOfAllCuts) {
   }
 }
 
-TEST(Partition, RefusesSumsThatCannotBeCounted) {
-  EXPECT_THAT(refusal([] {
+TEST(Partition, RejectsSumsThatCannotBeCounted) {
+  EXPECT_THAT(error_of([] {
                 partition(with_times({1e308, 1e308}), {});
               }),
               HasSubstr("add up to more than can be counted"));
   const LayerCost large{.time = 1, .activation_bytes = int64_t{1} << 61, .parameter_bytes = 0};
-  EXPECT_THAT(refusal([&] { partition(std::vector<LayerCost>(3, large), {}); }),
+  EXPECT_THAT(error_of([&] { partition(std::vector<LayerCost>(3, large), {}); }),
               HasSubstr("add up to more than can be counted"));
 }
 
-TEST(Partition, RefusesNumbersOutOfRange) {
+TEST(Partition, RejectsNumbersOutOfRange) {
   const auto layers = with_times({1, 1});
-  EXPECT_EQ(refusal([&] { partition(layers, {.num_stages = 3}); }),
+  EXPECT_EQ(error_of([&] { partition(layers, {.num_stages = 3}); }),
             "partition: 3 stages of 2 layers would leave some without any; pass at most as many "
             "stages as layers");
-  EXPECT_THAT(refusal([&] { partition(layers, {.num_stages = 0}); }), HasSubstr("num_stages is 0"));
-  EXPECT_THAT(refusal([&] { partition(layers, {.num_stages = 2, .in_flight = {1}}); }),
+  EXPECT_THAT(error_of([&] { partition(layers, {.num_stages = 0}); }),
+              HasSubstr("num_stages is 0"));
+  EXPECT_THAT(error_of([&] { partition(layers, {.num_stages = 2, .in_flight = {1}}); }),
               HasSubstr("1 numbers in flight for 2 stages"));
-  EXPECT_THAT(refusal([&] { partition(layers, {.num_stages = 1, .in_flight = {-1}}); }),
+  EXPECT_THAT(error_of([&] { partition(layers, {.num_stages = 1, .in_flight = {-1}}); }),
               HasSubstr("negative"));
-  EXPECT_THAT(refusal([&] { partition(layers, {.memory_weight = 1.5}); }),
+  EXPECT_THAT(error_of([&] { partition(layers, {.memory_weight = 1.5}); }),
               HasSubstr("memory_weight is 1.5"));
-  EXPECT_THAT(refusal([&] { partition(layers, {.memory_limit = -1}); }),
+  EXPECT_THAT(error_of([&] { partition(layers, {.memory_limit = -1}); }),
               HasSubstr("memory_limit is -1"));
-  EXPECT_THAT(refusal([&] {
+  EXPECT_THAT(error_of([&] {
                 partition(with_times({1, -1}), {});
               }),
               HasSubstr("layer 1 has a cost"));

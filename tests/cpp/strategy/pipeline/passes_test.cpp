@@ -1,6 +1,6 @@
 #include "weft/strategy/pipeline/passes.h"
 
-#include "../refusal.h"
+#include "../error_of.h"
 #include "schedules.h"
 #include "weft/strategy/pipeline/check.h"
 
@@ -17,14 +17,14 @@ namespace {
 
 using testing::HasSubstr;
 
-// The arithmetic of a lowered schedule.
+// Returns the compute actions of a lowered schedule.
 Schedule without_communication(const Schedule& schedule) {
   std::vector<std::vector<Action>> ranks;
   for (const auto& actions : schedule.ranks()) {
-    auto& kept = ranks.emplace_back();
+    auto& compute_actions = ranks.emplace_back();
     for (const Action& action : actions) {
       if (is_compute(action.kind)) {
-        kept.push_back(action);
+        compute_actions.push_back(action);
       }
     }
   }
@@ -49,7 +49,8 @@ TEST(AddCommunication, PutsReceivesWhereTheyAreNeeded) {
   EXPECT_EQ(add_communication(schedule, {.channel_capacity = 1, .prefetch = 0}).to_string(),
             "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"
             "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1\n");
-  // Where a send waits for its receive, the receive comes before what would wait in a circle.
+  // If a send blocks until its receive is posted, 1RECV_F1 must precede 1SEND_B0 to avoid a
+  // deadlock.
   EXPECT_EQ(add_communication(schedule, {.channel_capacity = 0, .prefetch = 0}).to_string(),
             "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"
             "1RECV_F0,1F0,1B0,1RECV_F1,1SEND_B0,1F1,1B1,1SEND_B1\n");
@@ -65,15 +66,15 @@ TEST(AddCommunication, StagesOfOneRankSendNothing) {
             "1RECV_F0,1F0,2F0,2SEND_F0,2RECV_B0,2B0,1B0,1SEND_B0\n");
 }
 
-// Orders that no generator makes: any order that check() accepts has to come out safe.
-TEST(AddCommunication, TakesRandomOrders) {
+// Orders that no generator produces: the result must be free of deadlocks for every valid order.
+TEST(AddCommunication, AcceptsRandomOrders) {
   std::mt19937 random(7);
   int64_t num_accepted = 0;
   for (int trial = 0; trial < 3000; ++trial) {
     const auto num_ranks = std::uniform_int_distribution<int32_t>(1, 4)(random);
     const auto v = std::uniform_int_distribution<int32_t>(1, 2)(random);
     const auto m = std::uniform_int_distribution<int32_t>(1, 4)(random);
-    // A random order of all actions in which each comes after what it waits for, dealt to ranks.
+    // A random order of all actions that respects their dependencies, distributed to the ranks.
     std::vector<std::vector<Action>> ranks(static_cast<size_t>(num_ranks));
     std::vector<Action> ready;
     for (int32_t i = 0; i < m; ++i) {
@@ -106,27 +107,28 @@ TEST(AddCommunication, TakesRandomOrders) {
   EXPECT_EQ(num_accepted, 3000);
 }
 
-TEST(AddCommunication, RefusesWhatHasIt) {
+TEST(AddCommunication, RejectsSchedulesWithCommunication) {
   const Schedule schedule = make(ScheduleKind::kGpipe, 2, 1);
   const Schedule lowered = add_communication(schedule);
-  EXPECT_THAT(refusal([&] { add_communication(lowered); }), HasSubstr("sends or receives already"));
-  EXPECT_THAT(refusal([&] { forward_only(lowered); }), HasSubstr("sends or receives already"));
-  EXPECT_THAT(refusal([&] { add_communication(schedule, {.channel_capacity = -1}); }),
+  EXPECT_THAT(error_of([&] { add_communication(lowered); }),
+              HasSubstr("sends or receives already"));
+  EXPECT_THAT(error_of([&] { forward_only(lowered); }), HasSubstr("sends or receives already"));
+  EXPECT_THAT(error_of([&] { add_communication(schedule, {.channel_capacity = -1}); }),
               HasSubstr("to be 0 or more"));
 }
 
 TEST(AddUnshards, NeverHoldsMoreThanAllowed) {
   for_schedules(9, 11, [](const Schedule& schedule) {
     const Schedule lowered = add_communication(schedule);
-    for (const int64_t most : {1, 2, 3}) {
-      const Schedule sharded = add_unshards(lowered, most);
+    for (const int64_t max_unsharded : {1, 2, 3}) {
+      const Schedule sharded = add_unshards(lowered, max_unsharded);
       ASSERT_NO_THROW(check(sharded)) << sharded.to_string();
       for (const auto& actions : sharded.ranks()) {
-        int64_t held = 0;
+        int64_t num_unsharded = 0;
         for (const Action& action : actions) {
-          held += action.kind == ActionKind::kUnshard ? 1 : 0;
-          held -= action.kind == ActionKind::kReshard ? 1 : 0;
-          ASSERT_LE(held, most);
+          num_unsharded += action.kind == ActionKind::kUnshard ? 1 : 0;
+          num_unsharded -= action.kind == ActionKind::kReshard ? 1 : 0;
+          ASSERT_LE(num_unsharded, max_unsharded);
         }
       }
     }
@@ -141,8 +143,8 @@ TEST(AddUnshards, GathersTheNextStageEarly) {
   EXPECT_EQ(add_unshards(schedule, 2).to_string(),
             "0UNSHARD,1UNSHARD,0F0,1F0,0RESHARD,2UNSHARD,2F0,2B0,2RESHARD,0UNSHARD,1B0,1RESHARD,"
             "0B0,0RESHARD\n");
-  EXPECT_THAT(refusal([&] { add_unshards(schedule, 0); }), HasSubstr("max_unsharded is 0"));
-  EXPECT_THAT(refusal([&] { add_unshards(add_unshards(schedule)); }),
+  EXPECT_THAT(error_of([&] { add_unshards(schedule, 0); }), HasSubstr("max_unsharded is 0"));
+  EXPECT_THAT(error_of([&] { add_unshards(add_unshards(schedule)); }),
               HasSubstr("0UNSHARD is there already"));
 }
 
@@ -150,7 +152,7 @@ TEST(MergeBackwards, JoinsNeighboursAlone) {
   const Schedule schedule = make(ScheduleKind::kZeroBubble, 2, 3);
   EXPECT_EQ(merge_backwards(schedule).to_string(),
             "0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1I0,1F1,1I1,1W0,1F2,1I2,1W1,1W2\n");
-  // The stage before, on another rank, would wait for the weights' half as well.
+  // Merged, the previous stage on another rank would also wait for the weight half.
   EXPECT_EQ(merge_backwards(make(ScheduleKind::kZeroBubble, 2, 1)).to_string(),
             "0F0,0B0\n1F0,1I0,1W0\n");
   EXPECT_EQ(merge_backwards(Schedule::parse("0F0,1F0,1I0,1W0,0I0,0W0\n")).to_string(),
@@ -168,15 +170,16 @@ TEST(FirstMicroBatches, KeepTheirOrder) {
   const Schedule schedule = make(ScheduleKind::kOneForwardOneBackward, 2, 4);
   EXPECT_EQ(first_micro_batches(schedule, 2).to_string(), "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n");
   EXPECT_EQ(first_micro_batches(schedule, 4), schedule);
-  EXPECT_THAT(refusal([&] { first_micro_batches(schedule, 5); }), HasSubstr("5 of its 4"));
-  EXPECT_THAT(refusal([&] { first_micro_batches(schedule, 0); }), HasSubstr("0 of its 4"));
-  EXPECT_THAT(refusal([&] { first_micro_batches(add_communication(schedule), 2); }),
+  EXPECT_THAT(error_of([&] { first_micro_batches(schedule, 5); }), HasSubstr("5 of its 4"));
+  EXPECT_THAT(error_of([&] { first_micro_batches(schedule, 0); }), HasSubstr("0 of its 4"));
+  EXPECT_THAT(error_of([&] { first_micro_batches(add_communication(schedule), 2); }),
               HasSubstr("sends or receives already"));
-  EXPECT_THAT(refusal([&] { first_micro_batches(add_unshards(schedule), 2); }),
+  EXPECT_THAT(error_of([&] { first_micro_batches(add_unshards(schedule), 2); }),
               HasSubstr("0UNSHARD is there already"));
-  for_schedules(9, 11, [](const Schedule& whole) {
-    for (const int64_t n : {int64_t{1}, (whole.num_micro_batches() + 1) / 2}) {
-      ASSERT_NO_THROW(check(add_communication(first_micro_batches(whole, n)))) << whole.to_string();
+  for_schedules(9, 11, [](const Schedule& complete) {
+    for (const int64_t n : {int64_t{1}, (complete.num_micro_batches() + 1) / 2}) {
+      ASSERT_NO_THROW(check(add_communication(first_micro_batches(complete, n))))
+          << complete.to_string();
     }
   });
 }

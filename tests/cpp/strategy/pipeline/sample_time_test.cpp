@@ -1,6 +1,6 @@
 #include "weft/strategy/pipeline/sample_time.h"
 
-#include "../refusal.h"
+#include "../error_of.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -13,7 +13,7 @@ namespace {
 
 using testing::HasSubstr;
 
-TEST(FitTime, IsTheLineOfLeastSquares) {
+TEST(FitTime, FitsALeastSquaresLine) {
   const auto fit = [](std::vector<int64_t> sizes, std::vector<double> times) {
     return fit_time(sizes, times);
   };
@@ -27,12 +27,12 @@ TEST(FitTime, IsTheLineOfLeastSquares) {
   EXPECT_NEAR(fit({1, 2}, {1, 4}).per_sample, 9.0 / 5.0, 1e-12);
   EXPECT_EQ(fit({1, 2}, {4, 1}).per_sample, 0);
   EXPECT_EQ(fit({1, 2}, {4, 1}).fixed, 2.5);
-  EXPECT_THAT(refusal([&] { fit({}, {}); }), HasSubstr("0 times of 0 sizes"));
-  EXPECT_THAT(refusal([&] { fit({0}, {1}); }), HasSubstr("for 0 samples"));
-  EXPECT_THAT(refusal([&] { fit({1}, {-1}); }), HasSubstr("a time of -1"));
+  EXPECT_THAT(error_of([&] { fit({}, {}); }), HasSubstr("0 times of 0 sizes"));
+  EXPECT_THAT(error_of([&] { fit({0}, {1}); }), HasSubstr("for 0 samples"));
+  EXPECT_THAT(error_of([&] { fit({1}, {-1}); }), HasSubstr("a time of -1"));
 }
 
-TEST(MeasuredTime, IsStraightBetweenTheSizes) {
+TEST(MeasuredTime, InterpolatesLinearly) {
   const auto measured = [](std::vector<int64_t> sizes, std::vector<double> times) {
     return MeasuredTime(sizes, times);
   };
@@ -44,9 +44,9 @@ TEST(MeasuredTime, IsStraightBetweenTheSizes) {
   }
   EXPECT_EQ(measured({4}, {8}).at(2), 4);
   EXPECT_EQ(measured({4, 8}, {8, 6}).at(100), 6);
-  EXPECT_THAT(refusal([&] { measured({4, 4}, {1, 1}); }), HasSubstr("4 samples after 4"));
-  EXPECT_THAT(refusal([&] { measured({}, {}); }), HasSubstr("0 times of 0 sizes"));
-  EXPECT_THAT(refusal([&] { measured({1}, {-1}); }), HasSubstr("a time of -1"));
+  EXPECT_THAT(error_of([&] { measured({4, 4}, {1, 1}); }), HasSubstr("4 samples after 4"));
+  EXPECT_THAT(error_of([&] { measured({}, {}); }), HasSubstr("0 times of 0 sizes"));
+  EXPECT_THAT(error_of([&] { measured({1}, {-1}); }), HasSubstr("a time of -1"));
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
 #include "weft/strategy/pipeline/schedule.h"
 
-#include "../refusal.h"
+#include "../error_of.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -29,7 +29,7 @@ TEST(Action, PrintsAndParsesEveryKind) {
             (Action{.stage = 12, .micro_batch = 34, .kind = ActionKind::kSendForward}));
 }
 
-TEST(Action, RefusesOtherTexts) {
+TEST(Action, RejectsOtherTexts) {
   for (const char* text : {"",
                            "F",
                            "1F",
@@ -45,7 +45,7 @@ TEST(Action, RefusesOtherTexts) {
                            "12",
                            "1F99999999999",
                            "99999999999F1"}) {
-    EXPECT_THAT(refusal([&] { parse_action(text); }), HasSubstr("cannot read the action")) << text;
+    EXPECT_THAT(error_of([&] { parse_action(text); }), HasSubstr("cannot read the action")) << text;
   }
 }
 
@@ -69,18 +69,18 @@ TEST(Schedule, RanksMayHaveSeveralStagesInAnyOrder) {
   EXPECT_FALSE(schedule.has_backward());
 }
 
-TEST(Schedule, RefusesListsThatAreNone) {
-  EXPECT_EQ(refusal([] { Schedule::parse("0F0\n0F1\n"); }),
+TEST(Schedule, RejectsInvalidLists) {
+  EXPECT_EQ(error_of([] { Schedule::parse("0F0\n0F1\n"); }),
             "schedule: stage 0 is on rank 0 and on rank 1; give it to one of them");
-  EXPECT_EQ(refusal([] { Schedule::parse("0F0\n2F0\n"); }),
+  EXPECT_EQ(error_of([] { Schedule::parse("0F0\n2F0\n"); }),
             "schedule: no rank has stage 1 of 3; number the stages from 0 without a gap");
-  EXPECT_EQ(refusal([] { Schedule::parse("0F0\n\n1F0\n"); }),
+  EXPECT_EQ(error_of([] { Schedule::parse("0F0\n\n1F0\n"); }),
             "schedule: rank 1 computes nothing; give each rank a stage, or use fewer ranks");
-  EXPECT_THAT(refusal([] { Schedule::parse("0F0\n1X0\n"); }),
+  EXPECT_THAT(error_of([] { Schedule::parse("0F0\n1X0\n"); }),
               HasSubstr("schedule, line 2: cannot read the action '1X0'"));
-  EXPECT_THAT(refusal([] { Schedule::parse("0F0\n999999999F0\n"); }),
+  EXPECT_THAT(error_of([] { Schedule::parse("0F0\n999999999F0\n"); }),
               HasSubstr("has a stage above 16777215"));
-  EXPECT_THAT(refusal([] {
+  EXPECT_THAT(error_of([] {
                 Schedule({{Action{-1, 0, ActionKind::kForward}}});
               }),
               HasSubstr("-1F0 on rank 0 has a negative number"));

@@ -1,6 +1,6 @@
 #include "weft/strategy/pipeline/simulate.h"
 
-#include "../refusal.h"
+#include "../error_of.h"
 #include "schedules.h"
 #include "weft/strategy/pipeline/passes.h"
 
@@ -44,7 +44,8 @@ TEST(Simulate, EqualStagesFollowTheFormulas) {
   }
 }
 
-// By hand: stage 0 waits for the gradients of the larger one from 7 to 10, and of the last to 14.
+// Computed by hand: stage 0 waits for the gradient of the larger micro-batch from 7 to 10, and for
+// that of the last one until 14.
 TEST(Simulate, MicroBatchesOfOtherSizes) {
   std::vector<StageCost> costs;
   for (int stage = 0; stage < 2; ++stage) {
@@ -59,7 +60,7 @@ TEST(Simulate, MicroBatchesOfOtherSizes) {
   }
   const Simulation result = simulate(make(ScheduleKind::kOneForwardOneBackward, 2, 3), costs);
   EXPECT_EQ(result.makespan, 16);
-  EXPECT_EQ(result.ranks[0][4].start, 10);  // the backward of the larger one
+  EXPECT_EQ(result.ranks[0][4].start, 10);  // the backward of the larger micro-batch
   EXPECT_THAT(result.peak_bytes, ElementsAre(35, 25));
   EXPECT_NEAR(result.bubble_fraction, 1 - 24.0 / 32, kTolerance);
   for (StageCost& cost : costs) {
@@ -83,7 +84,7 @@ TEST(Simulate, InterleavedStagesFollowTheFormula) {
   }
 }
 
-// 1F1B waits p - 1 times forward + backward; the split reduces that to p - 1 times F + I - W.
+// 1F1B is idle for p - 1 times forward + backward; the split reduces that to p - 1 times F + I - W.
 TEST(Simulate, ZeroBubbleFollowsTheFormula) {
   for (int64_t p = 1; p <= 8; ++p) {
     for (int64_t m = p; m <= 2 * p + 3; ++m) {
@@ -136,21 +137,22 @@ TEST(Simulate, CountsBytes) {
   EXPECT_THAT(forwards.in_flight, Each(1));
 }
 
-TEST(Simulate, RefusesCostsThatDoNotFit) {
+TEST(Simulate, RejectsMismatchedCosts) {
   const Schedule schedule = make(ScheduleKind::kGpipe, 3, 1);
-  const auto refused = [&](const std::vector<StageCost>& costs) {
-    return refusal([&] { simulate(schedule, costs); });
+  const auto simulate_error = [&](const std::vector<StageCost>& costs) {
+    return error_of([&] { simulate(schedule, costs); });
   };
-  EXPECT_EQ(refused({{}, {}}),
+  EXPECT_EQ(simulate_error({{}, {}}),
             "simulate: 2 costs for 3 stages and 1 micro-batches; pass one for all, one for each "
             "stage, or "
             "one for each stage's every micro-batch");
-  EXPECT_THAT(refused({{.forward = -1}}), HasSubstr("a time of stage 0 is -1"));
-  EXPECT_THAT(refused({{.transfer = std::numeric_limits<double>::quiet_NaN()}}),
+  EXPECT_THAT(simulate_error({{.forward = -1}}), HasSubstr("a time of stage 0 is -1"));
+  EXPECT_THAT(simulate_error({{.transfer = std::numeric_limits<double>::quiet_NaN()}}),
               HasSubstr("a time of stage 0 is nan"));
-  EXPECT_THAT(refused({{.activation_bytes = -1}}), HasSubstr("bytes of stage 0 are negative"));
-  EXPECT_THAT(refusal([] { run(Schedule()); }), HasSubstr("has no actions"));
-  EXPECT_THAT(refused({{.activation_bytes = int64_t{1} << 61}}),
+  EXPECT_THAT(simulate_error({{.activation_bytes = -1}}),
+              HasSubstr("bytes of stage 0 are negative"));
+  EXPECT_THAT(error_of([] { run(Schedule()); }), HasSubstr("has no actions"));
+  EXPECT_THAT(simulate_error({{.activation_bytes = int64_t{1} << 61}}),
               HasSubstr("add up to more than can be counted"));
 }
 

@@ -1,6 +1,6 @@
 #include "weft/strategy/pipeline/tune.h"
 
-#include "../refusal.h"
+#include "../error_of.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -48,7 +48,7 @@ TEST(Tune, MoreMicroBatchesUntilTheirFixedTimeCosts) {
       points.begin(), points.end(), [](auto& a, auto& b) { return a.makespan < b.makespan; }));
 }
 
-TEST(Tune, PrefersWhatFits) {
+TEST(Tune, PrefersPointsThatFit) {
   const std::vector<TunePoint> points =
       tune(stages(2, 0), {.batch_size = 8, .num_ranks = 2, .memory_limit = 140, .tapers = false});
   EXPECT_EQ(points.size(), 6U * 4U);
@@ -62,8 +62,8 @@ TEST(Tune, PrefersWhatFits) {
   EXPECT_LT(at(ScheduleKind::kOneForwardOneBackward), at(ScheduleKind::kGpipe));
 }
 
-TEST(Tune, TakesABatchThatDoesNotDivide) {
-  // Seven samples in four micro-batches are 2, 2, 2 and 1.
+TEST(Tune, AcceptsABatchThatDoesNotDivide) {
+  // Seven samples are split into micro-batches of 2, 2, 2 and 1.
   const std::vector<TunePoint> points = tune(
       stages(1, 0), {.batch_size = 7, .kinds = {ScheduleKind::kGpipe}, .micro_batch_counts = {4}});
   EXPECT_EQ(points[0].peak_bytes, 100 + 7 * 10);
@@ -77,7 +77,7 @@ TEST(Tune, SmallerMicroBatchesAtTheEnds) {
                             .kinds = {ScheduleKind::kZeroBubble},
                             .micro_batch_counts = {2, 3}};
   const std::vector<TunePoint> points = tune(measured, options);
-  ASSERT_EQ(points.size(), 3U);  // two are never tapered
+  ASSERT_EQ(points.size(), 3U);  // two micro-batches are never tapered
   EXPECT_THAT(find(points, ScheduleKind::kZeroBubble, 2).micro_batch_sizes, ElementsAre(16, 16));
   const std::vector<int64_t>& sizes = points.front().micro_batch_sizes;
   ASSERT_EQ(sizes.size(), 3U);
@@ -93,11 +93,11 @@ TEST(Tune, SmallerMicroBatchesAtTheEnds) {
   const Schedule schedule =
       generate(ScheduleKind::kZeroBubble, {.num_ranks = 2, .num_micro_batches = 3});
   EXPECT_NEAR(points.front().makespan, simulate(schedule, costs).makespan, 1e-9);
-  // Where a time is all fixed, sizes change nothing.
+  // If all times are fixed, sizes change nothing.
   StageProfile fixed;
   fixed.forward = fixed.backward_input = fixed.backward_weight = LinearTime{.fixed = 1.0 / 3};
   EXPECT_EQ(tune(std::vector(2, fixed), options).size(), 2U);
-  // Nor do they for one micro-batch at a time, or one rank, but for rounding.
+  // Nor do they, except for rounding, for one micro-batch at a time or one rank.
   StageProfile odd;
   odd.forward = LinearTime{.fixed = 0.003, .per_sample = 0.0017};
   odd.backward_input = odd.backward_weight = odd.forward;
@@ -117,9 +117,9 @@ TEST(Tune, SmallerMicroBatchesAtTheEnds) {
   EXPECT_GT(num_tapered, 0U);
 }
 
-TEST(Tune, TriesNothingSmallerThanWasMeasuredForItsTime) {
+TEST(Tune, DoesNotGoBelowTheSmallestMeasuredSize) {
   const std::vector<int64_t> sizes = {8, 16, 32};
-  const std::vector<double> times = {8, 14, 32};  // caches like 16
+  const std::vector<double> times = {8, 14, 32};  // 16 samples fit the caches best
   StageProfile stage;
   stage.forward = stage.backward_input = stage.backward_weight = MeasuredTime(sizes, times);
   const std::vector<TunePoint> points =
@@ -136,15 +136,16 @@ TEST(Tune, SeveralStagesARank) {
   EXPECT_NEAR(find(points, ScheduleKind::kInterleaved, 4).bubble_fraction, 1.0 / 9.0, 1e-12);
 }
 
-TEST(Tune, RefusesNumbersOutOfRange) {
-  EXPECT_THAT(refusal([] { tune(stages(3, 0), {.num_ranks = 2}); }),
+TEST(Tune, RejectsNumbersOutOfRange) {
+  EXPECT_THAT(error_of([] { tune(stages(3, 0), {.num_ranks = 2}); }),
               HasSubstr("3 stages on 2 ranks"));
-  EXPECT_THAT(refusal([] { tune({}, {}); }), HasSubstr("0 stages on 1 ranks"));
-  EXPECT_THAT(refusal([] { tune(stages(1, 0), {.batch_size = 0}); }), HasSubstr("batch_size is 0"));
-  EXPECT_THAT(refusal([] { tune(stages(1, 0), {.batch_size = 2, .micro_batch_counts = {4}}); }),
+  EXPECT_THAT(error_of([] { tune({}, {}); }), HasSubstr("0 stages on 1 ranks"));
+  EXPECT_THAT(error_of([] { tune(stages(1, 0), {.batch_size = 0}); }),
+              HasSubstr("batch_size is 0"));
+  EXPECT_THAT(error_of([] { tune(stages(1, 0), {.batch_size = 2, .micro_batch_counts = {4}}); }),
               HasSubstr("tune: 4 micro-batches of a batch of 2"));
-  constexpr int64_t kMany = int64_t{1} << 60;  // refused before anything is that long
-  EXPECT_THAT(refusal([] { tune(stages(1, 0), {.micro_batch_counts = {kMany}}); }),
+  constexpr int64_t kMany = int64_t{1} << 60;  // rejected before anything of that size is allocated
+  EXPECT_THAT(error_of([] { tune(stages(1, 0), {.micro_batch_counts = {kMany}}); }),
               HasSubstr("micro-batches of a batch of 1"));
 }
 

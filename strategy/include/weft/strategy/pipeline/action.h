@@ -6,7 +6,7 @@
 
 namespace weft::strategy {
 
-// What a rank does at one point of a pipeline's schedule.
+// What a rank does at one point of a pipeline schedule.
 enum class ActionKind : uint8_t {
   kForward,
   kBackward,        // gradients of the stage's input and of its weights
@@ -16,11 +16,11 @@ enum class ActionKind : uint8_t {
   kRecvForward,     // posts the receive of the previous stage's output
   kSendBackward,    // the gradient of the stage's input to the previous stage
   kRecvBackward,    // posts the receive of that gradient from the next stage
-  kUnshard,         // gathers the stage's parameters, where they are fully sharded
-  kReshard,         // frees what kUnshard gathered
+  kUnshard,         // all-gathers the stage's fully sharded parameters
+  kReshard,         // frees the parameters that kUnshard gathered
 };
 
-// One entry of a schedule, about one stage and, but for kUnshard and kReshard, one micro-batch.
+// One entry of a schedule, for one stage and, except for kUnshard and kReshard, one micro-batch.
 //
 // The text forms are those of torch.distributed.pipelining: "2F0" is stage 2, forward,
 // micro-batch 0; "0B3", "0I3", "0W3", "1SEND_F0", "1RECV_F0", "1SEND_B0", "1RECV_B0", "1UNSHARD",
@@ -43,10 +43,10 @@ std::string to_string(const Action& action);
 // The inverse of to_string. Throws std::invalid_argument for anything else.
 Action parse_action(std::string_view text);
 
-// Whether an action computes: a forward, or any part of a backward.
+// Returns whether an action computes: a forward, a backward or half of a backward.
 bool is_compute(ActionKind kind);
 
-// Whether it sends, or posts a receive.
+// Returns whether an action sends, or posts a receive.
 bool is_communication(ActionKind kind);
 
 }  // namespace weft::strategy

@@ -8,15 +8,15 @@
 
 namespace weft::strategy {
 
-// How a schedule is made. With p ranks, m micro-batches and v stages a rank, all stages taking
-// equal time; "bubble" is the part of the time in which ranks wait.
+// The kinds of schedules. The figures are for p ranks, m micro-batches and v stages per rank, if
+// all stages take equal time; the bubble is the fraction of time in which ranks are idle.
 enum class ScheduleKind {
   kNaive,                  // one micro-batch at a time: one rank works while the others wait
   kGpipe,                  // all forwards, then all backwards; bubble (p-1)/(m+p-1), m in flight
-  kOneForwardOneBackward,  // backwards as early as can be: the same bubble, min(p, m) in flight
-  kInterleaved,  // the same over v stages a rank: bubble (p-1)/(v*m+p-1) where p divides m
-  kZeroBubble,   // ZB-H1: 1F1B with split backwards, whose weight halves fill the bubble
-  kLoopedBfs,    // v stages a rank, breadth first: all micro-batches through one, then the next
+  kOneForwardOneBackward,  // backwards as early as possible: same bubble, min(p, m) in flight
+  kInterleaved,            // 1F1B over v stages per rank: bubble (p-1)/(v*m+p-1) if p divides m
+  kZeroBubble,             // ZB-H1: 1F1B with split backwards, whose weight halves fill the bubble
+  kLoopedBfs,  // v stages per rank, breadth first: all micro-batches through one, then the next
 };
 
 // "naive", "gpipe", "1f1b", "interleaved", "zero_bubble", "looped_bfs".
@@ -30,17 +30,17 @@ std::span<const ScheduleKind> all_schedule_kinds();
 struct GenerateOptions {
   int64_t num_ranks = 1;
   int64_t num_micro_batches = 1;  // any number from 1 on
-  // Stage s is on rank s % num_ranks. Default: 1, the only number for k1F1B's kind and
-  // kZeroBubble.
+  // Stage s is on rank s % num_ranks. kOneForwardOneBackward and kZeroBubble support only 1.
   int64_t stages_per_rank = 1;
 };
 
-// A schedule of arithmetic alone, which check() accepts.
+// Returns a schedule of compute actions only, which check() accepts.
 //
 // Sources: GPipe: Huang et al. 2019. 1F1B: Narayanan et al. 2019 (PipeDream-Flush). Interleaved:
 // Narayanan et al. 2021, section 2.2. Looped BFS: Lamy-Poirier 2023. ZB-H1: Qi et al. 2024.
 //
-// Throws std::invalid_argument for numbers below 1 and for more stages a rank than a kind has.
+// Throws std::invalid_argument for numbers below 1 and for more stages per rank than the kind
+// supports.
 Schedule generate(ScheduleKind kind, const GenerateOptions& options);
 
 }  // namespace weft::strategy

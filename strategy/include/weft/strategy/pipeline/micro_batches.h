@@ -6,14 +6,15 @@
 
 namespace weft::strategy {
 
-// The samples of each micro-batch, at least one, in proportion to `shares` as nearly as can be; of
-// equal shares the first ones are larger.
+// Returns the number of samples of each micro-batch: at least one, and as nearly proportional to
+// `shares` as possible. Among equal shares, the first ones are larger.
 // Throws std::invalid_argument for fewer samples than shares and for shares that are not above 0.
 std::vector<int64_t> deal_samples(int64_t batch_size, std::span<const double> shares);
 
-// Ways to cut a batch into `count` micro-batches that are smaller towards its ends, which fill and
-// drain a pipeline sooner: the first ones, the last ones or both, 1, 2 or 4 of them but no more
-// than `longest`, grow in even steps from a part of the size of those between. None of them even.
+// Returns ways to split a batch into `count` micro-batches that are smaller towards its ends, which
+// shortens a pipeline's warm-up and cool-down. The first ones, the last ones or both grow in even
+// steps from a fraction of the size of the others; 1, 2 or 4 of them grow, at most `longest`. The
+// even split is not included.
 std::vector<std::vector<int64_t>> tapered_sizes(int64_t batch_size, int64_t count, int64_t longest);
 
 }  // namespace weft::strategy

@@ -7,7 +7,7 @@
 
 namespace weft::strategy {
 
-// What one layer of a trunk takes for one micro-batch; embeddings and heads are layers, too.
+// The cost of one layer of a model for one micro-batch; embeddings and heads are layers, too.
 struct LayerCost {
   double time = 0;               // forward and backward, in any one unit
   int64_t activation_bytes = 0;  // kept between them
@@ -20,24 +20,24 @@ struct PartitionOptions {
   // to be used. Default: one each.
   std::vector<int64_t> in_flight = {};
   std::optional<int64_t> memory_limit = {};  // bytes of a stage
-  // What is made small: 0, the time of the slowest stage; 1, the bytes of the largest; between
-  // them, the largest sum of a stage's shares in the time and the bytes of all, so weighted.
+  // The quantity to minimize. 0: the time of the slowest stage. 1: the bytes of the largest stage.
+  // Between: the largest weighted sum of a stage's fractions of the total time and total bytes.
   double memory_weight = 0;
 };
 
 struct Partition {
-  std::vector<int64_t> begins;  // of each stage, its first layer
+  std::vector<int64_t> begins;  // the first layer of each stage
   std::vector<double> times;    // of each stage, for one micro-batch
   std::vector<int64_t> bytes;   // of each stage, with its micro-batches in flight
 };
 
-// Cuts a chain of layers into stages that follow each other, none of them empty. Among the
-// cuts with the least worst stage, takes the one with the least sum of squares over stages.
+// Cuts a chain of layers into consecutive, non-empty stages. Returns the cut whose worst stage
+// costs least and, among those, the one with the smallest sum of squared costs.
 //
 // Dynamic programming, num_stages * layers^2 steps.
 //
-// Throws std::invalid_argument for fewer layers than stages, for numbers out of range and where no
-// cut keeps the limit, with the least limit that would do.
+// Throws std::invalid_argument for fewer layers than stages, for numbers out of range and, naming
+// the smallest limit that would suffice, if no cut stays within the memory limit.
 Partition partition(std::span<const LayerCost> layers, const PartitionOptions& options);
 
 }  // namespace weft::strategy

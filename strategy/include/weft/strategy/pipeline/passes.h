@@ -6,40 +6,43 @@
 
 namespace weft::strategy {
 
-// Functions from schedule to schedule. A generated or hand-written schedule of arithmetic alone
-// becomes one that a rank can run: merge_backwards, then add_communication, then add_unshards.
-// All throw std::invalid_argument where check() refuses their input.
+// Passes that transform schedules. merge_backwards, then add_communication, then add_unshards turn
+// a generated or hand-written schedule of compute actions into one that ranks can execute. All
+// throw std::invalid_argument if check() rejects their input.
 
 struct CommunicationOptions {
   // Messages of a channel (one boundary, one direction) that may be sent before their receives are
-  // posted. The result never dead-locks with channels that hold as many, or more. 0: none may.
+  // posted; with 0, a send blocks until its receive is posted. The result does not deadlock on
+  // channels of this capacity or more.
   int64_t channel_capacity = 0;
-  // By how many steps of arithmetic a receive is posted ahead of the one that needs it: with 1,
-  // the message travels while the rank computes, and one more message waits in memory.
+  // By how many compute actions a receive is posted ahead of the one that needs it. With 1, the
+  // message is in flight while the rank computes, at the cost of one more message in memory.
   int64_t prefetch = 1;
 };
 
-// Adds the sends, each right after what it sends, and the receives. Receives are posted early
-// where a sender would deadlock.
+// Adds the receives, and the sends, each right after the action that computes its tensor. Receives
+// are posted early if a sender would deadlock.
 // REQUIRES: no communication yet.
 Schedule add_communication(const Schedule& schedule, const CommunicationOptions& options = {});
 
-// Adds UNSHARD before a stage's arithmetic and RESHARD after it, such that a rank never holds
-// more than `max_unsharded` stages' parameters at once. The next stage is gathered one step of
-// arithmetic early where that leaves room; freed is what is needed again last.
-// REQUIRES: none yet; max_unsharded >= 1.
+// Adds UNSHARD before a stage's compute actions and RESHARD after them, such that a rank never
+// holds the unsharded parameters of more than `max_unsharded` stages at once. If there is room, the
+// next stage is unsharded one compute action early. If there is none, the stage that is needed
+// again last is resharded.
+// REQUIRES: no UNSHARD yet; max_unsharded >= 1.
 Schedule add_unshards(const Schedule& schedule, int64_t max_unsharded = 2);
 
-// Makes one whole backward of two halves that follow each other directly, where the gradient
-// between them is sent to no other rank: nothing is gained by splitting those.
+// Merges the halves of a split backward into a full backward if they are adjacent and the gradient
+// of the input is not sent to another rank: such a split gains nothing.
 Schedule merge_backwards(const Schedule& schedule);
 
-// The forwards alone, for an evaluation.
-// REQUIRES: arithmetic alone.
+// Returns the forwards only, for an evaluation.
+// REQUIRES: compute actions only.
 Schedule forward_only(const Schedule& schedule);
 
-// The same order for the first `num_micro_batches` alone: a batch may have samples for fewer.
-// REQUIRES: arithmetic alone; 1 to as many as there are.
+// Returns the actions of the first `num_micro_batches` only, in the same order, for a batch that
+// has samples for fewer micro-batches.
+// REQUIRES: compute actions only; 1 <= num_micro_batches <= those of the schedule.
 Schedule first_micro_batches(const Schedule& schedule, int64_t num_micro_batches);
 
 }  // namespace weft::strategy

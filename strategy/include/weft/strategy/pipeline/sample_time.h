@@ -8,7 +8,7 @@
 
 namespace weft::strategy {
 
-// A time that grows with the samples of a micro-batch: fixed + per_sample * samples.
+// A time that is linear in the samples of a micro-batch: fixed + per_sample * samples.
 struct LinearTime {
   double fixed = 0;
   double per_sample = 0;
@@ -16,17 +16,18 @@ struct LinearTime {
   [[nodiscard]] double at(double num_samples) const { return fixed + per_sample * num_samples; }
 };
 
-// The line through measured times, by least squares, neither part below 0. With one measurement,
-// or several at one size, all time is per sample.
-// Throws std::invalid_argument without any, for sizes below 1 and for times that are negative.
+// Fits a line to measured times by least squares, with neither coefficient below 0. With one
+// measurement, or several at one size, the time is proportional to the samples.
+// Throws std::invalid_argument without measurements, for sizes below 1 and for negative times.
 LinearTime fit_time(std::span<const int64_t> num_samples, std::span<const double> times);
 
-// Times as they were measured, which caches bend: straight between the sizes, beyond the largest on
-// as between the last two. Fewer samples than were measured are not claimed to take less
-// time. With one measured size, time is in proportion.
+// Interpolates measured times, which caches make non-linear: linearly between the measured sizes,
+// beyond the largest with the slope between the last two, if that is not negative. Below the
+// smallest size, the time is that of the smallest. With one measured size, the time is proportional
+// to the samples.
 class MeasuredTime {
  public:
-  // Throws std::invalid_argument as fit_time does, and for sizes that do not ascend.
+  // Throws std::invalid_argument if fit_time would, and for sizes that do not ascend.
   MeasuredTime(std::span<const int64_t> num_samples, std::span<const double> times);
 
   [[nodiscard]] double at(double num_samples) const;

@@ -10,21 +10,21 @@
 
 namespace weft::strategy {
 
-// What each rank of a pipeline does, in order: one list of actions for each pipeline rank.
+// A pipeline schedule: for each pipeline rank, the list of its actions in order.
 //
-// An immutable value. A rank may have several stages, a stage is on one rank. What the lists must
-// obey beyond that, check() in pipeline/check.h says. A schedule without sends and receives is one
-// of arithmetic alone; add_communication() in pipeline/passes.h adds them.
+// An immutable value. A rank may have several stages, a stage is on one rank. check() in
+// pipeline/check.h verifies what else a schedule must satisfy. add_communication() in
+// pipeline/passes.h adds sends and receives to a schedule of compute actions.
 class Schedule {
  public:
   Schedule() = default;
 
-  // Throws std::invalid_argument for a list without any arithmetic, for negative numbers, for a
-  // stage on two ranks and where one of the stages from 0 to the highest is missing.
+  // Throws std::invalid_argument for a list without compute actions, for negative numbers, for a
+  // stage on two ranks and if one of the stages from 0 to the highest is missing.
   explicit Schedule(std::vector<std::vector<Action>> ranks);
 
-  // Reads CSV: a line for each rank, actions separated by commas. Blanks and empty cells are
-  // skipped, so that files of torch.distributed.pipelining are read, too.
+  // Reads CSV: one line per rank, actions separated by commas. Blanks and empty cells are skipped,
+  // so files of torch.distributed.pipelining can be read, too.
   static Schedule parse(std::string_view csv);
   [[nodiscard]] std::string to_string() const;
 
@@ -39,7 +39,7 @@ class Schedule {
   // Whether there is a send or a receive.
   [[nodiscard]] bool has_communication() const { return has_communication_; }
 
-  // Whether there is a backward, whole or split; a schedule of an evaluation has none.
+  // Whether there is a backward, full or split; a schedule for an evaluation has none.
   [[nodiscard]] bool has_backward() const { return has_backward_; }
 
   bool operator==(const Schedule& other) const { return ranks_ == other.ranks_; }

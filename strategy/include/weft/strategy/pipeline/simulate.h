@@ -8,16 +8,17 @@
 
 namespace weft::strategy {
 
-// What one stage takes for one micro-batch. Times are in any one unit.
+// The cost of one stage for one micro-batch. All times are in one unit, whichever it is.
 struct StageCost {
   double forward = 1;
   double backward_input = 1;
-  double backward_weight = 1;  // a whole backward takes the sum of its halves
-  // From the end of a forward until its result has reached the next stage, and as long for the
-  // gradient that comes back; nothing between stages of one rank, and no time of the sender.
+  double backward_weight = 1;  // a full backward takes the sum of its halves
+  // From the end of a forward until its output arrives at the next stage, and the same for the
+  // gradient sent back. Stages of one rank transfer nothing; a transfer takes no time of the
+  // sender.
   double transfer = 0;
   int64_t activation_bytes = 0;  // kept from a forward until the end of its backward
-  int64_t parameter_bytes = 0;   // there all the time: parameters, gradients, optimizer states
+  int64_t parameter_bytes = 0;   // always held: parameters, gradients, optimizer states
 };
 
 // One computation of a simulated or recorded run.
@@ -30,24 +31,25 @@ struct Span {
 };
 
 struct Simulation {
-  double makespan = 0;                   // the time of the last end
-  double bubble_fraction = 0;            // of all ranks' time, the part in which they wait
-  std::vector<std::vector<Span>> ranks;  // computations alone, in order
-  // By stage: the most micro-batches whose forward has been done and whose backward has not ended.
+  double makespan = 0;                   // the end of the last computation
+  double bubble_fraction = 0;            // the fraction of all ranks' time in which they are idle
+  std::vector<std::vector<Span>> ranks;  // computations only, in order
+  // By stage: the most micro-batches at once whose forward is done and whose backward is not.
   std::vector<int64_t> in_flight;
   // By rank: the most bytes of parameters and activations at once.
   std::vector<int64_t> peak_bytes;
 };
 
-// Runs a schedule that check() accepts, with one cost for all, one for each stage, or one for each
-// stage's every micro-batch, stage by stage; bytes of parameters are those of its first.
+// Simulates a schedule that check() accepts. `stage_costs` has one cost for all stages, one for
+// each stage, or one for each stage and micro-batch, stage by stage; the parameter bytes of a stage
+// are then those of its first micro-batch.
 //
-// Each rank does its actions in order, each as soon as its inputs are there. Sends and receives
-// take none of a rank's time; without them in the schedule, messages leave as soon as they are
-// computed.
+// Each rank executes its actions in order, each as soon as its inputs have arrived. Sends and
+// receives take no time of a rank; in a schedule without them, messages are sent as soon as they
+// are computed.
 //
 // Throws std::invalid_argument for another number of costs, for negative ones, for a schedule
-// without any action, and where check() does.
+// without any action, and if check() throws.
 Simulation simulate(const Schedule& schedule, std::span<const StageCost> stage_costs);
 
 }  // namespace weft::strategy

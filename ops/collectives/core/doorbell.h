@@ -11,22 +11,22 @@ namespace weft::collectives {
 // One per rank, in shared memory. A rank that changes something the owner may be waiting for rings
 // afterwards. The owner:
 //
-//   const uint32_t seen = bell.listen();
-//   if (nothing to do) bell.sleep(seen, most);   // returns at once if it was rung since listen()
-//   bell.rise();
+//   const uint32_t seen = doorbell.start_listening();
+//   if (nothing to do) doorbell.sleep(seen, max_time);  // returns at once if rung since `seen`
+//   doorbell.stop_listening();
 //
 // Thread safety: ring() from any thread; the other three from one thread at a time.
-class alignas(64) Bell {
+class alignas(64) Doorbell {
  public:
   void ring();
 
-  uint32_t listen();
-  void sleep(uint32_t seen, std::chrono::microseconds most);
-  void rise();
+  uint32_t start_listening();
+  void sleep(uint32_t seen, std::chrono::microseconds max_time);
+  void stop_listening();
 
  private:
   std::atomic<uint32_t> num_rings_{0};
-  std::atomic<uint32_t> asleep_{0};
+  std::atomic<uint32_t> is_listening_{0};
 };
 static_assert(std::atomic<uint32_t>::is_always_lock_free);
 

@@ -1,4 +1,4 @@
-#include "terms.h"
+#include "group_config.h"
 
 #include "ring.h"
 #include "shared_state.h"
@@ -18,48 +18,50 @@ constexpr int kLayout = 1;
 // Returns "rank 1 brought 4096; ranks 0, 2 brought 16384", or nothing if all of `ranks` brought the
 // same.
 std::optional<std::string> differences(const std::vector<int>& ranks,
-                                       const std::function<std::string(int)>& brought) {
+                                       const std::function<std::string(int)>& value_of) {
   std::map<std::string, std::string> ranks_of;
   for (const int rank : ranks) {
-    std::string& list = ranks_of[brought(rank)];
+    std::string& list = ranks_of[value_of(rank)];
     list += (list.empty() ? "" : ", ") + std::to_string(rank);
   }
   if (ranks_of.size() < 2) return std::nullopt;
   std::string text;
-  for (const auto& [what, list] : ranks_of) {
+  for (const auto& [value, list] : ranks_of) {
     const bool is_one = list.find(',') == std::string::npos;
     text += (text.empty() ? "" : "; ") + std::string(is_one ? "rank " : "ranks ") + list +
-            " brought " + what;
+            " brought " + value;
   }
   return text;
 }
 
 }  // namespace
 
-std::string Terms::own_version() {
+std::string GroupConfig::own_version() {
   constexpr size_t kSizes = sizeof(Control) + sizeof(RankBlock) + sizeof(SignatureHead) +
                             sizeof(RingHeader) + sizeof(FrameHead);
   return std::string(WEFT_VERSION) + "+" + std::to_string(kLayout) + "." + std::to_string(kSizes);
 }
 
-std::string Terms::to_string() const {
+std::string GroupConfig::to_string() const {
   std::ostringstream text;
   text << version << ' ' << staging_limit_bytes << ' ' << (has_transport ? 1 : 0);
   return text.str();
 }
 
-Terms Terms::parse(const std::string& text) {
+GroupConfig GroupConfig::parse(const std::string& text) {
   std::istringstream words(text);
-  Terms terms;
-  words >> terms.version;
-  if (terms.version == own_version()) words >> terms.staging_limit_bytes >> terms.has_transport;
-  return terms;
+  GroupConfig config;
+  words >> config.version;
+  if (config.version == own_version()) words >> config.staging_limit_bytes >> config.has_transport;
+  return config;
 }
 
-std::optional<std::string> misfit(const HostLayout& layout,
-                                  const std::vector<Terms>& by_rank,
-                                  const std::string& name) {
-  const auto of = [&](int rank) -> const Terms& { return by_rank[static_cast<size_t>(rank)]; };
+std::optional<std::string> config_mismatch(const HostLayout& layout,
+                                           const std::vector<GroupConfig>& by_rank,
+                                           const std::string& name) {
+  const auto of = [&](int rank) -> const GroupConfig& {
+    return by_rank[static_cast<size_t>(rank)];
+  };
   std::vector<int> all;
   std::string without_transport;
   for (int rank = 0; rank < layout.num_ranks(); ++rank) {

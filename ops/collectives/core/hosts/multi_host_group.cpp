@@ -1,7 +1,7 @@
-#include "hosts_group.h"
+#include "multi_host_group.h"
 
 #include "fork_guard.h"
-#include "texts.h"
+#include "format.h"
 
 #include <algorithm>
 #include <utility>
@@ -14,23 +14,23 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 // A failure of another host, or the end of a process of this host, is detected within this time.
-constexpr std::chrono::milliseconds kLookInterval{50};
+constexpr std::chrono::milliseconds kCheckInterval{50};
 
 // After a connection closes, wait this long for another rank to report the cause before raising
 // PeerLostError.
-constexpr std::chrono::milliseconds kWordOfOthers{40};
+constexpr std::chrono::milliseconds kCauseTimeout{40};
 
 // After a wait for another host has timed out, wait this long for that host to name its late rank.
-constexpr std::chrono::milliseconds kWordOfLateHost{300};
+constexpr std::chrono::milliseconds kLateHostTimeout{300};
 
 // A leaving rank waits at most this long for a transport that does not cancel its transfers.
-constexpr std::chrono::seconds kLeaving{1};
+constexpr std::chrono::seconds kLeaveTimeout{1};
 
 // A rank that is not a leader polls the store once in this many checks.
-constexpr unsigned kLooksOfOthers = 8;
+constexpr unsigned kChecksPerStorePoll = 8;
 
 // The operations whose on_done runs on this thread, the innermost last.
-thread_local std::vector<const Operation*> finishing_here;
+thread_local std::vector<const Operation*> finishing_operations;
 
 Store with_prefix(const Store& store, const std::string& prefix) {
   return {[=](const std::string& key, const std::string& value) { store.set(prefix + key, value); },
@@ -43,24 +43,24 @@ Store with_prefix(const Store& store, const std::string& prefix) {
 }
 
 // The options of the group that the ranks of this host form.
-GroupOptions options_here(const GroupOptions& all, const HostLayout& layout) {
-  GroupOptions here = all;
-  here.name += ", host " + std::to_string(layout.own_host());
-  here.size = static_cast<int>(layout.own_ranks().size());
-  here.rank = layout.local_rank_of(layout.rank);
-  here.global_ranks.clear();
+GroupOptions local_options(const GroupOptions& all, const HostLayout& layout) {
+  GroupOptions local = all;
+  local.name += ", host " + std::to_string(layout.own_host());
+  local.size = static_cast<int>(layout.own_ranks().size());
+  local.rank = layout.local_rank_of(layout.rank);
+  local.global_ranks.clear();
   for (const int rank : layout.own_ranks()) {
-    here.global_ranks.push_back(
+    local.global_ranks.push_back(
         all.global_ranks.empty() ? rank : all.global_ranks[static_cast<size_t>(rank)]);
   }
-  return here;
+  return local;
 }
 
 std::string failure_key_of(const Identities& identities) { return "failure/" + identities.nonce; }
 
 }  // namespace
 
-class HostsGroup::CollectiveOperation final : public Operation {
+class MultiHostGroup::CollectiveOperation final : public Operation {
  public:
   explicit CollectiveOperation(CollectiveCall call_) : call(std::move(call_)) {}
   std::string describe() const override {
@@ -72,39 +72,39 @@ class HostsGroup::CollectiveOperation final : public Operation {
   uint64_t sequence = 0;  // in the group, once submitted
 };
 
-HostsGroup::HostsGroup(const Store& store,
-                       const GroupOptions& options,
-                       const Identities& identities,
-                       const MakeTransport& make_transport)
+MultiHostGroup::MultiHostGroup(const Store& store,
+                               const GroupOptions& options,
+                               const Identities& identities,
+                               const MakeTransport& make_transport)
     : options_(options),
       layout_(identities.hosts, options.rank),
       store_(store.clone()),
       nonce_(identities.nonce),
       failure_key_(failure_key_of(identities)),
       fork_generation_(fork_generation()),
-      here_(with_prefix(store, "host/" + std::to_string(layout_.own_host()) + "/"),
-            options_here(options, layout_)),
-      remote_(make_transport("transport/" + identities.nonce)),
-      messages_(remote_, options.rank, options.size) {
+      local_group_(with_prefix(store, "host/" + std::to_string(layout_.own_host()) + "/"),
+                   local_options(options, layout_)),
+      transport_(make_transport("transport/" + identities.nonce)),
+      messages_(transport_, options.rank, options.size) {
   // Wait until all ranks are connected: a rank that left earlier would close connections that
   // others are still making.
-  meet(store, options, "connected/" + nonce_, failure_key_);
+  store_barrier(store, options, "connected/" + nonce_, failure_key_);
   worker_ = std::thread([this] { work(); });
   watcher_ = std::thread([this] { watch(); });
 }
 
-HostsGroup::~HostsGroup() {
+MultiHostGroup::~MultiHostGroup() {
   leave();
   worker_.join();
   watcher_.join();
 }
 
-OperationPtr HostsGroup::make(CollectiveCall call) const {
+OperationPtr MultiHostGroup::make(CollectiveCall call) const {
   return std::make_shared<CollectiveOperation>(std::move(call));
 }
 
-void HostsGroup::submit(OperationPtr operation, bool /*in_background*/) {
-  here_.check_usable();
+void MultiHostGroup::submit(OperationPtr operation, bool /*in_background*/) {
+  local_group_.check_usable();
   if (operation->timeout.load().count() == 0) operation->timeout = options_.timeout;
   operation->deadline = Clock::now() + operation->timeout.load();
   if (auto message = std::dynamic_pointer_cast<Message>(operation)) return begin(message);
@@ -120,7 +120,7 @@ void HostsGroup::submit(OperationPtr operation, bool /*in_background*/) {
   changed_.notify_all();
 }
 
-void HostsGroup::begin(const MessagePtr& message) {
+void MultiHostGroup::begin(const MessagePtr& message) {
   std::shared_ptr<RemoteMessages::Posted> posted;
   try {
     posted = messages_.post(message);
@@ -144,7 +144,7 @@ void HostsGroup::begin(const MessagePtr& message) {
   });
 }
 
-void HostsGroup::work() {
+void MultiHostGroup::work() {
   std::unique_lock lock(mutex_);
   for (;;) {
     changed_.wait(lock, [&] { return is_left_ || !queue_.empty(); });
@@ -157,17 +157,22 @@ void HostsGroup::work() {
   }
 }
 
-void HostsGroup::carry_out(CollectiveOperation& collective) {
+void MultiHostGroup::carry_out(CollectiveOperation& collective) {
   std::exception_ptr error;
   try {
     const std::string what = collective.describe();
     {
       const std::lock_guard lock(mutex_);
-      under_way_ = what;
+      current_call_ = what;
     }
-    here_.check_usable();
-    CrossHost(
-        here_, remote_, layout_, collective.call, what, collective.timeout, collective.deadline)
+    local_group_.check_usable();
+    CrossHost(local_group_,
+              transport_,
+              layout_,
+              collective.call,
+              what,
+              collective.timeout,
+              collective.deadline)
         .run();
   } catch (...) {
     error = as_failure(collective);
@@ -175,22 +180,22 @@ void HostsGroup::carry_out(CollectiveOperation& collective) {
   finish(collective, error);
 }
 
-void HostsGroup::finish(Operation& operation, const std::exception_ptr& error) {
-  finishing_here.push_back(&operation);
+void MultiHostGroup::finish(Operation& operation, const std::exception_ptr& error) {
+  finishing_operations.push_back(&operation);
   operation.finish(error);
-  finishing_here.pop_back();
+  finishing_operations.pop_back();
   const std::lock_guard lock(mutex_);
   --num_unfinished_;
   changed_.notify_all();
 }
 
-void HostsGroup::wait(Operation& operation, std::chrono::milliseconds timeout) {
+void MultiHostGroup::wait(Operation& operation, std::chrono::milliseconds timeout) {
   // Called from its own on_done: all but that is complete.
-  if (std::ranges::find(finishing_here, &operation) != finishing_here.end()) return;
-  here_.check_not_forked();
+  if (std::ranges::find(finishing_operations, &operation) != finishing_operations.end()) return;
+  local_group_.check_not_forked();
   const auto until = timeout.count() == 0 ? Deadline::max() : Clock::now() + timeout;
   std::unique_lock lock(mutex_);
-  if (is_working_here()) {
+  if (is_worker_thread()) {
     // Called from the on_done of another operation: no other thread would run the collectives that
     // are queued before this one.
     while (!operation.is_done() && !queue_.empty()) {
@@ -205,28 +210,29 @@ void HostsGroup::wait(Operation& operation, std::chrono::milliseconds timeout) {
   if (until == Deadline::max()) return changed_.wait(lock, is_done);
   if (changed_.wait_until(lock, until, is_done)) return;
   // The host of the late rank names it in a failure: wait for that.
-  if (!here_.who_is_late().is_here && changed_.wait_for(lock, kWordOfLateHost, is_done)) return;
+  if (!local_group_.late_ranks().has_local && changed_.wait_for(lock, kLateHostTimeout, is_done))
+    return;
   lock.unlock();
-  fail_late(operation, timeout, here_.who_is_late().text);
+  fail_late(operation, timeout, local_group_.late_ranks().text);
   lock.lock();
   changed_.wait(lock, is_done);
 }
 
-void HostsGroup::fail(ErrorKind kind, const std::string& text) {
-  here_.fail(kind, text);
-  tell_failure();
+void MultiHostGroup::fail(ErrorKind kind, const std::string& text) {
+  local_group_.fail(kind, text);
+  report_failure();
 }
 
-void HostsGroup::fail_late(const Operation& operation,
-                           std::chrono::milliseconds timeout,
-                           const std::string& detail) {
+void MultiHostGroup::fail_late(const Operation& operation,
+                               std::chrono::milliseconds timeout,
+                               const std::string& detail) {
   fail(ErrorKind::kTimeout,
        "weft: " + operation.describe() + " of group '" + options_.name + "' timed out after " +
            in_seconds(timeout) + " s on rank " + std::to_string(options_.rank) + detail +
            "; see what the late ranks do, or raise the timeout");
 }
 
-std::exception_ptr HostsGroup::as_failure(const Operation& operation) {
+std::exception_ptr MultiHostGroup::as_failure(const Operation& operation) {
   try {
     throw;
   } catch (const TransportError& error) {
@@ -235,11 +241,11 @@ std::exception_ptr HostsGroup::as_failure(const Operation& operation) {
     // A failure that this or another host has reported takes precedence: a transport may close all
     // its connections when one operation is late.
     const bool is_late = Clock::now() >= operation.deadline.load();
-    const auto until = Clock::now() + (is_late ? std::chrono::milliseconds(0) : kWordOfOthers);
-    look_for_trouble(true);
+    const auto until = Clock::now() + (is_late ? std::chrono::milliseconds(0) : kCauseTimeout);
+    check_health(true);
     while (failure() == nullptr && !is_left_ && Clock::now() < until) {
-      std::this_thread::sleep_for(kWordOfOthers / 8);
-      look_for_trouble(true);
+      std::this_thread::sleep_for(kCauseTimeout / 8);
+      check_health(true);
     }
     const bool is_new = failure() == nullptr && !is_left_;
     if (is_new && is_late) {
@@ -256,9 +262,9 @@ std::exception_ptr HostsGroup::as_failure(const Operation& operation) {
                error.what() + "); see its own output for why");
     }
   } catch (const CollectiveMismatchError& error) {
-    fail(ErrorKind::kMismatch, calls_misfit(options_.name, error.what()));
+    fail(ErrorKind::kMismatch, mismatch_message(options_.name, error.what()));
   } catch (const CollectiveError&) {
-    if (failure() != nullptr) tell_failure();  // detected by the engine
+    if (failure() != nullptr) report_failure();  // detected by the engine
   } catch (const std::exception& error) {
     fail(ErrorKind::kAborted,
          "weft: rank " + std::to_string(options_.rank) + " of group '" + options_.name +
@@ -270,11 +276,11 @@ std::exception_ptr HostsGroup::as_failure(const Operation& operation) {
                                                    "' before this operation was done"));
 }
 
-std::string HostsGroup::left_key(int rank) const {
+std::string MultiHostGroup::left_key(int rank) const {
   return "left/" + nonce_ + "/" + std::to_string(rank);
 }
 
-bool HostsGroup::has_left(int rank) const {
+bool MultiHostGroup::has_left(int rank) const {
   try {
     return rank >= 0 && store_.has(left_key(rank));
   } catch (const std::exception&) {
@@ -282,45 +288,46 @@ bool HostsGroup::has_left(int rank) const {
   }
 }
 
-void HostsGroup::watch() {
+void MultiHostGroup::watch() {
   std::unique_lock lock(mutex_);
-  for (unsigned num_looks = 0; !is_left_ && !is_told_; ++num_looks) {
+  for (unsigned num_checks = 0; !is_left_ && !is_reported_; ++num_checks) {
     changed_.wait(lock, [&] { return is_left_ || num_unfinished_ > 0; });
     lock.unlock();
     // A leader has work whenever its host takes part in a collective; other ranks need the store
     // for their messages only.
-    look_for_trouble(layout_.is_leader() || num_looks % kLooksOfOthers == 0);
-    remote_.probe();
+    check_health(layout_.is_leader() || num_checks % kChecksPerStorePoll == 0);
+    transport_.probe();
     lock.lock();
-    changed_.wait_for(lock, kLookInterval, [&] { return is_left_.load(); });
+    changed_.wait_for(lock, kCheckInterval, [&] { return is_left_.load(); });
   }
 }
 
-void HostsGroup::look_for_trouble(bool asks_others) {
+void MultiHostGroup::check_health(bool polls_store) {
   std::string what;
   {
     const std::lock_guard lock(mutex_);
-    what = under_way_;
+    what = current_call_;
   }
-  if (failure() == nullptr) here_.check_peers(what.empty() ? "point-to-point messages" : what);
+  if (failure() == nullptr)
+    local_group_.check_peers(what.empty() ? "point-to-point messages" : what);
   try {
-    if (asks_others && failure() == nullptr && store_.has(failure_key_)) {
+    if (polls_store && failure() == nullptr && store_.has(failure_key_)) {
       try {
-        throw_failure(store_.get(failure_key_, kLookInterval));
-      } catch (const CollectiveError& told) {
-        here_.fail(told.kind(), told.what());
+        throw_failure(store_.get(failure_key_, kCheckInterval));
+      } catch (const CollectiveError& reported) {
+        local_group_.fail(reported.kind(), reported.what());
       }
     }
   } catch (const std::exception&) {
     // Without the store, the transport and the deadlines still show that another host has failed.
   }
-  if (failure() != nullptr) tell_failure();
+  if (failure() != nullptr) report_failure();
 }
 
 // Ends this rank's waits for other hosts, and reports the failure to the other hosts once.
-void HostsGroup::tell_failure() {
-  remote_.give_up();
-  if (is_told_.exchange(true)) return;
+void MultiHostGroup::report_failure() {
+  transport_.give_up();
+  if (is_reported_.exchange(true)) return;
   try {
     std::rethrow_exception(failure());
   } catch (const CollectiveError& error) {
@@ -332,19 +339,19 @@ void HostsGroup::tell_failure() {
   }
 }
 
-void HostsGroup::abort(const std::string& why) {
+void MultiHostGroup::abort(const std::string& why) {
   if (fork_generation() != fork_generation_) return;
   fail(ErrorKind::kAborted,
        "weft: rank " + std::to_string(options_.rank) + " aborted group '" + options_.name + "'" +
            (why.empty() ? "" : ": " + why));
 }
 
-void HostsGroup::refuse(const std::string& text) {
+void MultiHostGroup::fail_with_mismatch(const std::string& text) {
   if (fork_generation() != fork_generation_) return;
   fail(ErrorKind::kMismatch, text);
 }
 
-void HostsGroup::leave() {
+void MultiHostGroup::leave() {
   if (fork_generation() != fork_generation_) return;
   {
     const std::lock_guard lock(mutex_);
@@ -357,13 +364,14 @@ void HostsGroup::leave() {
       // Then the others only see that a connection closes.
     }
   }
-  here_.leave();
-  remote_.give_up();
+  local_group_.leave();
+  transport_.give_up();
   changed_.notify_all();
-  if (!finishing_here.empty()) return;  // called from an on_done: its operation is not done
+  if (!finishing_operations.empty()) return;  // called from an on_done: its operation is not done
   // Closing the connections ends the waits of other hosts for this rank.
   std::unique_lock lock(mutex_);
-  if (changed_.wait_for(lock, kLeaving, [&] { return num_unfinished_ == 0; })) remote_.close();
+  if (changed_.wait_for(lock, kLeaveTimeout, [&] { return num_unfinished_ == 0; }))
+    transport_.close();
 }
 
 std::shared_ptr<Group> join_group(const Store& store,
@@ -372,26 +380,26 @@ std::shared_ptr<Group> join_group(const Store& store,
   const unsigned made_in = fork_generation();
   const Identities identities = exchange_identities(store, options, make_transport != nullptr);
   const HostLayout layout(identities.hosts, options.rank);
-  if (const auto text = misfit(layout, identities.terms, options.name)) {
+  if (const auto text = config_mismatch(layout, identities.configs, options.name)) {
     throw CollectiveMismatchError(*text);  // the other ranks come to the same result
   }
   if (layout.num_hosts() == 1) return make_engine(store, options);
-  meet(store, options, "read/" + identities.nonce);
+  store_barrier(store, options, "read/" + identities.nonce);
   forget_identity(store, options);
   try {
-    return {new HostsGroup(store, options, identities, make_transport),
-            [made_in](HostsGroup* joined) {
+    return {new MultiHostGroup(store, options, identities, make_transport),
+            [made_in](MultiHostGroup* joined) {
               if (fork_generation() == made_in) delete joined;
             }};
   } catch (const CollectiveError& error) {
     store.set(failure_key_of(identities), format_failure(error));
     throw;
   } catch (const std::exception& error) {
-    const GroupAbortedError told("weft: rank " + std::to_string(options.rank) + " of group '" +
-                                 options.name + "' could not make a transport (" + error.what() +
-                                 "); see its own output for why");
-    store.set(failure_key_of(identities), format_failure(told));
-    throw told;
+    const GroupAbortedError failure("weft: rank " + std::to_string(options.rank) + " of group '" +
+                                    options.name + "' could not make a transport (" + error.what() +
+                                    "); see its own output for why");
+    store.set(failure_key_of(identities), format_failure(failure));
+    throw failure;
   }
 }
 

@@ -1,5 +1,5 @@
-// What ranks on several hosts have beyond those on one; see exchange_test.cpp and message_test.cpp
-// for the values.
+// Behaviour that is specific to multi-host groups. The results of collectives and messages are
+// tested in exchange_test.cpp and message_test.cpp.
 #include "convert.h"
 #include "ranks.h"
 
@@ -30,11 +30,11 @@ TEST(HostLayoutTest, HostsAreInTheOrderOfTheirLowestRanks) {
   EXPECT_EQ(layout.leader_of(2), 3);
   EXPECT_EQ(layout.local_rank_of(4), 1);
   EXPECT_FALSE(layout.is_leader());
-  EXPECT_TRUE(layout.is_here(1));
-  EXPECT_FALSE(layout.is_here(0));
+  EXPECT_TRUE(layout.is_local(1));
+  EXPECT_FALSE(layout.is_local(0));
 }
 
-// Fractions whose sum depends on the order in which it is made.
+// Values whose sum depends on the order of the additions.
 Values fractions(int rank, size_t size) {
   Values values(size);
   for (size_t i = 0; i < size; ++i) {
@@ -45,10 +45,10 @@ Values fractions(int rank, size_t size) {
 }
 
 class Bits : public ::testing::TestWithParam<size_t> {};
-// One message, slices, and several pieces of a tensor.
+// Sizes that take one message, one segment per leader, and several chunks.
 INSTANTIATE_TEST_SUITE_P(Sizes, Bits, ::testing::Values(5, 40000, 2200000));
 
-TEST_P(Bits, AreThoseOfAddingHostByHost) {
+TEST_P(Bits, AreThoseOfSummingInHostOrder) {
   const size_t size = GetParam();
   const std::string hosts = "abcab";
   Values expected(size, 0.F);
@@ -68,7 +68,7 @@ TEST_P(Bits, AreThoseOfAddingHostByHost) {
   });
 }
 
-// 256 + 1 is 256 in bfloat16, so partial sums of that type would lose the ones.
+// 256 + 1 is 256 in bfloat16, so partial sums in that type would lose the ones.
 TEST(Halves, AreRoundedOnce) {
   run_on_hosts("abb", [](Group& group, int rank) {
     const Values wide(3, rank == 0 ? 256.F : 1.F);
@@ -82,13 +82,13 @@ TEST(Halves, AreRoundedOnce) {
     EXPECT_EQ(result, Values(3, 258.F));
 
     std::vector<uint16_t> mine(1);
-    std::vector<Input> parts;
+    std::vector<Input> inputs;
     narrow(DType::kBFloat16, reinterpret_cast<const std::byte*>(wide.data()), bytes(values), 3);
     for (size_t i = 0; i < 3; ++i) {
-      parts.push_back({reinterpret_cast<const std::byte*>(&values[i]), 1});
+      inputs.push_back({reinterpret_cast<const std::byte*>(&values[i]), 1});
     }
     complete(group,
-             reduce_scatter_call(DType::kBFloat16, ReduceOp::kAvg, parts, output(mine), rank));
+             reduce_scatter_call(DType::kBFloat16, ReduceOp::kAvg, inputs, output(mine), rank));
     widen(DType::kBFloat16, bytes(mine), bytes(result), 1);
     EXPECT_EQ(result[0], 86.F);
   });
@@ -112,7 +112,7 @@ TEST(Integers, AverageOverAllRanksAndTruncate) {
 class OnDone : public ::testing::TestWithParam<const char*> {};
 INSTANTIATE_TEST_SUITE_P(Hosts, OnDone, ::testing::Values("aa", "ab"));
 
-// A wait for what is being finished on this thread would never end.
+// Waiting for the operation whose on_done runs on this thread must not deadlock.
 TEST_P(OnDone, MayWaitForItsOwnOperationAndOthers) {
   run_on_hosts(GetParam(), [](Group& group, int rank) {
     Values values(3, static_cast<float>(rank));
@@ -142,7 +142,7 @@ TEST_P(OnDone, MayWaitForItsOwnOperationAndOthers) {
     EXPECT_TRUE(sum_is_over);
     EXPECT_EQ(values, Values(3, 3.F));
 
-    // From a message's on_done, for a collective that the group's own thread carries out.
+    // A message's on_done waits for a collective that the group's own thread executes.
     const auto later = group.make(sum(values));
     bool later_was_done = false;
     const auto message = std::make_shared<Message>(
@@ -164,13 +164,13 @@ TEST_P(OnDone, MayWaitForItsOwnOperationAndOthers) {
   });
 }
 
-TEST(HostsFailure, AMismatchIsTheSameErrorEverywhere) {
+TEST(MultiHostFailure, AMismatchIsTheSameErrorEverywhere) {
   std::mutex mutex;
   std::vector<std::string> texts;
   run_on_hosts("aabb", [&](Group& group, int rank) {
     Values values(rank == 3 ? 6U : 4U);
-    const auto text = text_of<CollectiveMismatchError>([&] { complete(group, sum(values)); });
-    EXPECT_EQ(text_of<CollectiveMismatchError>([&] { complete(group, barrier_call()); }), text);
+    const auto text = error_text<CollectiveMismatchError>([&] { complete(group, sum(values)); });
+    EXPECT_EQ(error_text<CollectiveMismatchError>([&] { complete(group, barrier_call()); }), text);
     const std::lock_guard lock(mutex);
     texts.push_back(text);
   });
@@ -183,7 +183,7 @@ TEST(HostsFailure, AMismatchIsTheSameErrorEverywhere) {
   }
 }
 
-TEST(HostsFailure, AMessageOfAnotherSizeFailsBothSides) {
+TEST(MultiHostFailure, AMessageOfAnotherSizeFailsBothSides) {
   run_on_hosts("ab", [](Group& group, int rank) {
     Values values(rank == 0 ? 4U : 5U);
     const auto message = std::make_shared<Message>(
@@ -193,51 +193,51 @@ TEST(HostsFailure, AMessageOfAnotherSizeFailsBothSides) {
         DType::kFloat32,
         static_cast<int64_t>(values.size()),
         bytes(values));
-    // The sender may be done with its part before the receiver knows.
-    const auto text = text_of<CollectiveMismatchError>([&] {
+    // The send may complete before the receiver finds the mismatch.
+    const auto text = error_text<CollectiveMismatchError>([&] {
       complete(group, message);
       if (rank == 0) complete(group, barrier_call());
     });
     EXPECT_THAT(text,
                 HasSubstr("rank 0 sent float32 4 elements with tag 7 where rank 1 called "
                           "recv(float32 5 elements"));
-    EXPECT_EQ(text_of<CollectiveMismatchError>([&] { complete(group, barrier_call()); }), text);
+    EXPECT_EQ(error_text<CollectiveMismatchError>([&] { complete(group, barrier_call()); }), text);
   });
 }
 
-TEST(HostsFailure, ALateRankIsNamedOnTheOtherHostsToo) {
-  std::atomic<int> num_told{0};
+TEST(MultiHostFailure, ALateRankIsNamedOnTheOtherHostsToo) {
+  std::atomic<int> num_failed{0};
   run_on_hosts(
       "aabb",
       [&](Group& group, int rank) {
         const auto start = std::chrono::steady_clock::now();
-        while (rank == 3 && num_told < 3 &&
+        while (rank == 3 && num_failed < 3 &&
                std::chrono::steady_clock::now() - start < milliseconds(10000)) {
           std::this_thread::sleep_for(milliseconds(1));
         }
         Values values(4);
-        const auto text = text_of<CollectiveTimeoutError>([&] { complete(group, sum(values)); });
+        const auto text = error_text<CollectiveTimeoutError>([&] { complete(group, sum(values)); });
         EXPECT_THAT(text, HasSubstr("all_reduce(sum, float32 [4]), collective 1"));
         EXPECT_THAT(text, HasSubstr("not arrived rank 1 (global rank 3"));
-        ++num_told;
+        ++num_failed;
       },
       group_of(1, 0, milliseconds(300)));
 }
 
-TEST(HostsFailure, AnAbortReachesWhoWaitsOnAnotherHost) {
+TEST(MultiHostFailure, AnAbortReachesRanksWaitingOnOtherHosts) {
   run_on_hosts("ab", [](Group& group, int rank) {
     if (rank == 0) {
       std::this_thread::sleep_for(milliseconds(50));
       group.abort("enough");
     }
     const auto start = std::chrono::steady_clock::now();
-    EXPECT_THAT(text_of<GroupAbortedError>([&] { complete(group, barrier_call()); }),
+    EXPECT_THAT(error_text<GroupAbortedError>([&] { complete(group, barrier_call()); }),
                 HasSubstr("rank 0 aborted group 'test': enough"));
     EXPECT_LT(std::chrono::steady_clock::now() - start, milliseconds(5000));
   });
 }
 
-TEST(HostsFailure, AWaitOfItsOwnLengthEndsInTime) {
+TEST(MultiHostFailure, AWaitOfItsOwnLengthEndsInTime) {
   run_on_hosts("ab", [](Group& group, int rank) {
     const auto operation = group.make(barrier_call());
     if (rank == 1) std::this_thread::sleep_for(milliseconds(1000));
@@ -246,7 +246,7 @@ TEST(HostsFailure, AWaitOfItsOwnLengthEndsInTime) {
       group.wait(*operation, milliseconds(20));
       EXPECT_THROW(std::rethrow_exception(operation->error()), CollectiveTimeoutError);
     } else {
-      // The other has arrived there; what comes next does not begin.
+      // The late rank may complete this barrier, as all have arrived; the next one must fail.
       EXPECT_THROW(
           {
             complete(group, operation);
@@ -257,8 +257,7 @@ TEST(HostsFailure, AWaitOfItsOwnLengthEndsInTime) {
   });
 }
 
-// A transport may need its peer until all of it is made.
-// As gloo's: a send to a peer that was lost goes on, and only a new receive from it fails.
+// Like gloo's transport: a send to a lost peer stays pending, and only a new receive from it fails.
 class SilentTransport final : public Transport {
  public:
   struct State {
@@ -302,26 +301,26 @@ class SilentTransport final : public Transport {
   State& state_;
 };
 
-TEST(RemoteTest, ASendToAPeerThatTakesNoMoreIsGivenUp) {
+TEST(ThreadSafeTransportTest, ASendToAPeerThatRejectsTransfersIsCancelled) {
   SilentTransport::State state;
-  Remote remote(std::make_unique<SilentTransport>(state));
+  ThreadSafeTransport transport(std::make_unique<SilentTransport>(state));
   std::atomic<bool> is_over{false};
   std::string text;
   std::thread waiting([&] {
-    const auto transfer = remote.send(1, 0, nullptr, 0);
-    text = text_of<TransportError>([&] {
-      remote.wait_for_send(*transfer, 1, std::chrono::steady_clock::now() + milliseconds(20000));
+    const auto transfer = transport.send(1, 0, nullptr, 0);
+    text = error_text<TransportError>([&] {
+      transport.wait_for_send(*transfer, 1, std::chrono::steady_clock::now() + milliseconds(20000));
     });
     is_over = true;
   });
   const auto probe_until = [&](const std::function<bool()>& is_enough) {
     while (!is_over && !is_enough()) {
-      remote.probe();
+      transport.probe();
       std::this_thread::sleep_for(milliseconds(10));
     }
   };
   probe_until([&] { return state.num_receives > 0; });
-  for (int i = 0; i < 100; ++i) remote.probe();
+  for (int i = 0; i < 100; ++i) transport.probe();
   EXPECT_LE(state.num_receives, 3) << "it is asked for once in a second at most";
   EXPECT_FALSE(is_over) << "the peer is there";
   {
@@ -333,14 +332,15 @@ TEST(RemoteTest, ASendToAPeerThatTakesNoMoreIsGivenUp) {
   EXPECT_EQ(text, "given up");
 }
 
-TEST(HostsGroupTest, NoRankGoesOnBeforeAllAreConnected) {
+// A transport may need its peer until all connections are made.
+TEST(MultiHostGroupTest, NoRankReturnsBeforeAllAreConnected) {
   MemoryStore store;
   Mailboxes mailboxes;
   Identities identities;
   identities.hosts = {"a", "b"};
   std::atomic<bool> is_connected{false};
   const auto join_as = [&](int rank) {
-    const HostsGroup group(
+    const MultiHostGroup group(
         store.view(), group_of(2, rank), identities, [&, rank](const std::string& /*name*/) {
           if (rank == 1) {
             std::this_thread::sleep_for(milliseconds(100));
@@ -355,16 +355,16 @@ TEST(HostsGroupTest, NoRankGoesOnBeforeAllAreConnected) {
   other.join();
 }
 
-TEST(HostsFailure, WhoStillNeedsARankThatLeftIsTold) {
+TEST(MultiHostFailure, PeersThatNeedARankThatLeftRaisePeerLostError) {
   run_on_hosts("ab", [](Group& group, int rank) {
     complete(group, barrier_call());
     if (rank == 1) return group.leave();
-    EXPECT_THAT(text_of<PeerLostError>([&] { complete(group, barrier_call()); }),
+    EXPECT_THAT(error_text<PeerLostError>([&] { complete(group, barrier_call()); }),
                 HasSubstr("rank 1 (on another host) of group 'test' left the group while rank 0"));
   });
 }
 
-TEST(HostsFailure, LeavingEndsWhatIsUnderWay) {
+TEST(MultiHostFailure, LeavingFailsPendingOperations) {
   std::atomic<bool> is_over{false};
   run_on_hosts("ab", [&](Group& group, int rank) {
     while (rank == 1 && !is_over) std::this_thread::sleep_for(milliseconds(1));

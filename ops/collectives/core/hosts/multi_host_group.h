@@ -16,27 +16,27 @@
 
 namespace weft::collectives {
 
-class HostsGroup final : public Group {
+class MultiHostGroup final : public Group {
  public:
   // Blocks until all ranks have joined. Errors: those of Engine and of the transport.
-  HostsGroup(const Store& store,
-             const GroupOptions& options,
-             const Identities& identities,
-             const MakeTransport& make_transport);
+  MultiHostGroup(const Store& store,
+                 const GroupOptions& options,
+                 const Identities& identities,
+                 const MakeTransport& make_transport);
   // Leaves the group. REQUIRES: not in a forked child.
-  ~HostsGroup() override;
+  ~MultiHostGroup() override;
 
   OperationPtr make(CollectiveCall call) const override;
   void submit(OperationPtr operation, bool in_background) override;
   void wait(Operation& operation, std::chrono::milliseconds timeout) override;
   void poll() override {}  // the threads make all progress
   void abort(const std::string& why) override;
-  void refuse(const std::string& text) override;
+  void fail_with_mismatch(const std::string& text) override;
   void leave() override;
-  std::exception_ptr failure() const override { return here_.failure(); }
+  std::exception_ptr failure() const override { return local_group_.failure(); }
   const GroupOptions& options() const override { return options_; }
-  size_t resident_bytes() const override { return here_.resident_bytes(); }
-  size_t own_resident_bytes() const override { return here_.own_resident_bytes(); }
+  size_t resident_bytes() const override { return local_group_.resident_bytes(); }
+  size_t own_resident_bytes() const override { return local_group_.own_resident_bytes(); }
 
  private:
   class CollectiveOperation;
@@ -53,14 +53,14 @@ class HostsGroup final : public Group {
   void fail_late(const Operation& operation,
                  std::chrono::milliseconds timeout,
                  const std::string& detail);
-  void tell_failure();
+  void report_failure();
   // The key that a rank sets when it leaves: explains to others why its connections close.
   std::string left_key(int rank) const;
   bool has_left(int rank) const;
   void watch();
-  // `asks_others`: also checks the store for a failure of another host.
-  void look_for_trouble(bool asks_others);
-  bool is_working_here() const { return worker_.get_id() == std::this_thread::get_id(); }
+  // `polls_store`: also checks the store for a failure of another host.
+  void check_health(bool polls_store);
+  bool is_worker_thread() const { return worker_.get_id() == std::this_thread::get_id(); }
 
   const GroupOptions options_;
   const HostLayout layout_;
@@ -68,8 +68,8 @@ class HostsGroup final : public Group {
   const std::string nonce_;
   const std::string failure_key_;  // by which hosts report a failure to each other
   const unsigned fork_generation_;
-  Engine here_;
-  Remote remote_;
+  Engine local_group_;
+  ThreadSafeTransport transport_;
   RemoteMessages messages_;
 
   mutable std::mutex mutex_;
@@ -77,9 +77,9 @@ class HostsGroup final : public Group {
   std::deque<CollectiveOperationPtr> queue_;
   uint64_t num_collectives_ = 0;
   int num_unfinished_ = 0;
-  std::string under_way_;  // the latest collective, for error messages
+  std::string current_call_;  // the latest collective, for error messages
   std::atomic<bool> is_left_{false};
-  std::atomic<bool> is_told_{false};  // the failure has been reported to the other hosts
+  std::atomic<bool> is_reported_{false};  // the failure has been reported to the other hosts
   TaskThreads message_threads_;
   std::thread worker_;
   std::thread watcher_;
@@ -88,7 +88,7 @@ class HostsGroup final : public Group {
 // Joins a group and returns it: an Engine if all ranks run on one host, else a MultiHostGroup. A
 // forked child does not destroy it.
 // Errors: those of both; CollectiveMismatchError, the same on all ranks, if the group
-// configurations of the ranks are incompatible: see terms.h.
+// configurations of the ranks are incompatible: see group_config.h.
 std::shared_ptr<Group> join_group(const Store& store,
                                   const GroupOptions& options,
                                   const MakeTransport& make_transport);

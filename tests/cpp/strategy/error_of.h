@@ -5,9 +5,10 @@
 
 namespace weft::strategy {
 
-// The text of the std::invalid_argument that `function` throws; "accepted" when it throws none.
+// Returns the text of the std::invalid_argument that `function` throws; "accepted" if it throws
+// none.
 template <typename Function>
-std::string refusal(const Function& function) {
+std::string error_of(const Function& function) {
   try {
     static_cast<void>(function());
   } catch (const std::invalid_argument& error) {

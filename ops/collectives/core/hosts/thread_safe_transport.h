@@ -24,9 +24,10 @@ class TransportError : public std::runtime_error {
   const int peer;  // kAnySource where it is not known
 };
 
-class Remote {
+class ThreadSafeTransport {
  public:
-  explicit Remote(std::unique_ptr<Transport> transport) : transport_(std::move(transport)) {}
+  explicit ThreadSafeTransport(std::unique_ptr<Transport> transport)
+      : transport_(std::move(transport)) {}
 
   // Errors of send, receive and the waits: TransportError, also after give_up().
   std::unique_ptr<Transfer> send(int peer, int tag, const std::byte* data, size_t num_bytes);
@@ -52,7 +53,7 @@ class Remote {
 
   template <typename Post>
   std::unique_ptr<Transfer> post(int peer, const Post& post_it);
-  bool takes_more_for(int peer);
+  bool accepts_transfers(int peer);
 
   std::mutex posting_;
   std::unique_ptr<Transport> transport_;
@@ -64,11 +65,13 @@ class Remote {
 };
 
 // The transfers of one step of a collective, waited for together. Empty ones are not posted.
-class Transfers {
+class TransferSet {
  public:
-  // `tell_waiting` is called with the peer before each wait, and with -1 after the last one.
-  Transfers(Remote& remote, Deadline deadline, std::function<void(int)> tell_waiting)
-      : remote_(remote), deadline_(deadline), tell_waiting_(std::move(tell_waiting)) {}
+  // `publish_waiting` is called with the peer before each wait, and with -1 after the last one.
+  TransferSet(ThreadSafeTransport& transport,
+              Deadline deadline,
+              std::function<void(int)> publish_waiting)
+      : transport_(transport), deadline_(deadline), publish_waiting_(std::move(publish_waiting)) {}
 
   void send(int peer, const std::byte* data, size_t num_bytes);
   void receive(int peer, std::byte* data, size_t num_bytes);
@@ -81,9 +84,9 @@ class Transfers {
     bool is_send;
   };
 
-  Remote& remote_;
+  ThreadSafeTransport& transport_;
   const Deadline deadline_;
-  const std::function<void(int)> tell_waiting_;
+  const std::function<void(int)> publish_waiting_;
   std::vector<Posted> posted_;
 };
 

@@ -12,25 +12,25 @@
 
 namespace weft::strategy::detail {
 
-// One rank's memory while a model trains: its parameters, gradients and states, and what layers
-// ask for. Sizes are in elements unless they say bytes.
-class Machine {
+// One rank's memory while a model trains: its parameters, gradients and optimizer states, and the
+// buffers of its layers. Sizes are in elements unless they say bytes.
+class RankMemory {
  public:
-  Machine(const TrainingSpec& spec, int64_t global_rank, Timeline& timeline);
+  RankMemory(const TrainingSpec& spec, int64_t global_rank, Timeline& timeline);
 
-  // Activations of a half type have 2 bytes an element, others 4.
+  // Activations have 2 bytes per element in a half type, else 4.
   Buffer saved(int64_t num) { return hold_bytes(saved_category(), num * activation_bytes_); }
   Buffer scratch(int64_t num) {
     return hold_bytes(MemoryCategory::kScratch, num * activation_bytes_);
   }
-  // Saves what autocast leaves in float32: the stream between layers, norms and the loss.
+  // Saves tensors that autocast leaves in float32: the residual stream, norms and the loss.
   Buffer saved_wide(int64_t num) { return hold_bytes(saved_category(), num * wide_bytes_); }
   Buffer hold_bytes(MemoryCategory category, int64_t num_bytes) {
     return timeline_.hold(category, num_bytes);
   }
 
-  // The result of a matrix product, of attention or of communication, of `category` where there is
-  // no tape.
+  // Holds the result of a matrix product, of attention or of communication. `category` applies
+  // unless a tape is recorded or replayed.
   Buffer product(MemoryCategory category, int64_t num_bytes);
   Buffer saved_product(int64_t num) {
     return product(MemoryCategory::kSavedActivations, num * activation_bytes_);
@@ -39,54 +39,59 @@ class Machine {
     return product(MemoryCategory::kScratch, num * activation_bytes_);
   }
 
-  // Until end_recording(), products are saved, and kept on the tape, too.
+  // A selective checkpoint: until end_recording(), products count as saved and are also held by the
+  // tape.
   using Tape = std::deque<Buffer>;
   void begin_recording(Tape& tape) { recorded_ = &tape; }
   void end_recording() { recorded_ = nullptr; }
 
-  // Until end_recomputation(), what a forward saves is scratch of the backward, and products are
-  // taken from the tape as long as it has any.
+  // Until end_recomputation(), tensors that a forward saves count as scratch of the backward, and
+  // products are taken from the tape until it is empty.
   void begin_recomputation(Tape& tape) { replayed_ = &tape; }
   void end_recomputation() { replayed_ = nullptr; }
 
-  // This rank's tensor-parallel part of dim `dim` of the weight of a layer.
+  // Returns the size of dim `dim` of this rank's tensor-parallel shard of a layer's weight.
   [[nodiscard]] int64_t weight_dim(const std::string& module, std::size_t dim) const;
   [[nodiscard]] const ModuleStyle& style(const std::string& module) const;
 
-  // Parameters come to be: as shards, or whole first.
+  // Allocates the parameters: as shards, or full first if initialization is not deferred.
   void initialize();
   void make_optimizer_state();
 
-  // Complete gradients of all of a module's parameters, and the step where it is in the backward.
+  // Allocates the gradients of a module's parameters, and steps if the step is in the backward.
+  // With data parallelism, both complete in reduce_gradients().
   void make_gradients(const std::string& module);
-  // The same of a layer of a fused MLP, whose weight may be stepped some rows at a time.
+  // The same for a layer of a fused MLP, whose weight may be stepped some rows at a time.
   void make_mlp_gradients(const std::string& module);
-  // Rows of the gradient of a layer's weight that are multiplied out at a time.
+  // Returns the number of rows of a layer's weight gradient that are computed at a time.
   [[nodiscard]] int64_t rows_at_once(const std::string& module) const;
-  // As much as a module's parameters on this rank, for a moment of the caller's choice.
+  // Holds as many bytes as a module's parameters, unsharded over data-parallel ranks, until the
+  // caller drops the result.
   Buffer weight_sized(const std::string& module);
-  // Every parameter has a gradient, of an earlier step.
-  void make_all_gradients();
+  // Allocates a gradient of every parameter, as an earlier step leaves them.
+  void hold_gradients_of_previous_step();
   void drop_gradients();
   void step();
 
-  // Fully sharded units around their forward and backward. Nothing without a data-parallel axis.
-  void gather(int64_t unit);
-  void release(int64_t unit);
+  // All-gather and release the parameters of a fully sharded unit, and reduce-scatter its
+  // gradients. Do nothing without a data-parallel axis.
+  void unshard(int64_t unit);
+  void reshard(int64_t unit);
   void reduce_gradients(int64_t unit);
 
-  // The shared memory through which messages of `num_bytes` go: two buffers in turn. One message a
-  // step touches one of them, as a step's messages are even in number.
+  // Grow the staging buffers, which collectives use in turn, to hold messages of `num_bytes`. A
+  // message that is sent once in a step touches only one of the two buffers, because the number of
+  // messages in a step is even.
   void communicate(int64_t num_bytes);
   void communicate_once(int64_t num_bytes);
 
-  // Half-precision copies of all weights, where precision is mixed, and of their gradients.
+  // Half-precision copies of all weights, and of their gradients, if precision is mixed.
   void copy_weights();
   void copy_gradients();
   void drop_copies();
 
  private:
-  struct Held {
+  struct ParameterBuffers {
     Buffer parameter;
     Buffer gradient;
     Buffer state;
@@ -100,8 +105,8 @@ class Machine {
   [[nodiscard]] int64_t unsharded_bytes(std::size_t idx) const;  // of all data-parallel shards
   [[nodiscard]] int64_t unit_bytes(int64_t unit) const;
   [[nodiscard]] int64_t all_local_bytes() const;
-  // What torch's loop makes for one parameter's step; what it still holds when the next one's
-  // begins.
+  // Allocates the temporaries of torch's loop for one parameter's step. Returns those that it still
+  // holds when the next parameter's step begins.
   Buffer step_temporaries(int64_t parameter_bytes);
   void complete(std::size_t idx);
   void step_by_rows(std::size_t idx);
@@ -111,11 +116,11 @@ class Machine {
   Timeline& timeline_;
   Styles styles_;
   std::vector<Parameter> parameters_;
-  std::vector<std::vector<int64_t>> shapes_;  // tensor-parallel parts
-  std::vector<Held> held_;
+  std::vector<std::vector<int64_t>> shapes_;  // of tensor-parallel shards
+  std::vector<ParameterBuffers> parameter_buffers_;
   std::unordered_map<std::string, std::vector<std::size_t>> by_module_;
-  std::vector<Buffer> unsharded_;  // by unit
-  Buffer buffers_;
+  std::vector<Buffer> unsharded_units_;  // by unit
+  Buffer model_buffers_;
   Buffer staging_;
   Buffer weight_copies_;
   Buffer gradient_copies_;
@@ -129,10 +134,11 @@ class Machine {
   int64_t parameter_bytes_ = 4;
 };
 
-// Sizes of the tensor-parallel and the data-parallel axis; 1 where the mesh has none.
+// Returns the size of an axis, 1 if the mesh does not have it.
 int64_t axis_size(const Mesh& mesh, std::string_view axis);
 
-// Tensors of a parameter's size that an optimizer keeps, and bytes that it keeps beside them.
+// Return the number of tensors of a parameter's size that an optimizer keeps for it, and the bytes
+// that it keeps beside them.
 int64_t num_moments(OptimizerKind optimizer);
 int64_t step_count_bytes(OptimizerKind optimizer);
 

@@ -23,20 +23,20 @@ namespace weft::ops {
 // caller's layers does not coincide with the order. All ranks use the same random sequence, because
 // chunked and unchunked calls issue different collectives. Samples are kept per size of this rank's
 // weight. The first pair is a warm-up.
-class Trial {
+class OverlapTuner {
  public:
-  bool next_in_pieces() {
+  bool next_is_chunked() {
     const auto call = num_calls_++;
-    if (call % 2 == 0) first_in_pieces_ = (random_() & 1) != 0;
-    return first_in_pieces_ == (call % 2 == 0);
+    if (call % 2 == 0) first_is_chunked_ = (random_() & 1) != 0;
+    return first_is_chunked_ == (call % 2 == 0);
   }
   bool is_warm() const { return num_calls_ > kNumWarmUps; }
   // Whether this call must exchange results with the other ranks.
-  bool asks() const { return num_calls_ == kNumWarmUps + num_to_time_; }
+  bool must_exchange() const { return num_calls_ == kNumWarmUps + num_to_time_; }
   // After the exchange: returns true, and doubles the number of calls to time, if a rank lacks
   // samples and the limit is not reached.
-  bool goes_on(bool somebody_lacks) {
-    if (!somebody_lacks || num_to_time_ >= kMaxTimed) return false;
+  bool continues(bool any_rank_lacks) {
+    if (!any_rank_lacks || num_to_time_ >= kMaxTimed) return false;
     num_to_time_ *= 2;
     return true;
   }
@@ -44,15 +44,15 @@ class Trial {
   // A call that has returned; the device may still be executing it.
   struct Timed {
     std::int64_t own_features;
-    bool in_pieces;
+    bool is_chunked;
     std::int64_t num_rows;
     std::unique_ptr<Stopwatch> watch;
   };
-  void keep(Timed timed) { timed_.push_back(std::move(timed)); }
+  void add(Timed timed) { timed_.push_back(std::move(timed)); }
   std::vector<Timed> take_timed() { return std::exchange(timed_, {}); }
 
-  void record(std::int64_t own_features, bool in_pieces, double seconds_per_row) {
-    times_[own_features].at(in_pieces ? 1 : 0).push_back(seconds_per_row);
+  void record(std::int64_t own_features, bool is_chunked, double seconds_per_row) {
+    times_[own_features].at(is_chunked ? 1 : 0).push_back(seconds_per_row);
   }
 
   bool lacks_samples() const {
@@ -92,7 +92,7 @@ class Trial {
   }
 
   std::minstd_rand random_;
-  bool first_in_pieces_ = false;
+  bool first_is_chunked_ = false;
   int num_calls_ = 0;
   int num_to_time_ = kNumTimed;
   std::vector<Timed> timed_;

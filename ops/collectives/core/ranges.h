@@ -11,21 +11,21 @@ namespace weft::collectives {
 
 // The range [first, first + size), in bytes or elements.
 template <typename Count>
-struct Part {
+struct Range {
   Count first;
   Count size;
 };
 
-// Returns range `index` of [0, whole) divided into ranges of `part_size`; empty beyond the end.
+// Returns range `index` of [0, total) divided into ranges of `range_size`; empty beyond the end.
 template <typename Count>
-Part<Count> part_of(int64_t index, Count whole, Count part_size) {
-  const Count first = std::min(static_cast<Count>(index) * part_size, whole);
-  return {first, std::min(part_size, whole - first)};
+Range<Count> range_at(int64_t index, Count total, Count range_size) {
+  const Count first = std::min(static_cast<Count>(index) * range_size, total);
+  return {first, std::min(range_size, total - first)};
 }
 
 template <typename Count>
-int64_t num_parts(Count whole, Count part_size) {
-  return static_cast<int64_t>((whole + part_size - 1) / part_size);
+int64_t num_ranges(Count total, Count range_size) {
+  return static_cast<int64_t>((total + range_size - 1) / range_size);
 }
 
 // Returns the size of a slot in a buffer with one slot per rank: a multiple of the cache line, so

@@ -13,7 +13,7 @@
 
 namespace weft::collectives {
 
-struct Terms {
+struct GroupConfig {
   std::string version = own_version();  // of weft: the layout of shared memory may depend on it
   size_t staging_limit_bytes = 0;       // determines the layout
   bool has_transport = false;
@@ -21,13 +21,13 @@ struct Terms {
   static std::string own_version();
   // One line of words. From a line of another version, parse() takes the version alone.
   std::string to_string() const;
-  static Terms parse(const std::string& text);
+  static GroupConfig parse(const std::string& text);
 };
 
 // Returns nothing if the ranks can make group `name` together, otherwise a sentence. They need one
 // version, one staging limit on each host, and in a multi-host group a transport on each rank.
-std::optional<std::string> misfit(const HostLayout& layout,
-                                  const std::vector<Terms>& by_rank,
-                                  const std::string& name);
+std::optional<std::string> config_mismatch(const HostLayout& layout,
+                                           const std::vector<GroupConfig>& by_rank,
+                                           const std::string& name);
 
 }  // namespace weft::collectives

@@ -1,4 +1,4 @@
-#include "remote.h"
+#include "thread_safe_transport.h"
 
 #include "tags.h"
 
@@ -7,7 +7,7 @@
 namespace weft::collectives {
 
 template <typename Post>
-std::unique_ptr<Transfer> Remote::post(int peer, const Post& post_it) {
+std::unique_ptr<Transfer> ThreadSafeTransport::post(int peer, const Post& post_it) {
   const std::lock_guard lock(posting_);
   {
     const std::lock_guard state(mutex_);
@@ -20,15 +20,21 @@ std::unique_ptr<Transfer> Remote::post(int peer, const Post& post_it) {
   }
 }
 
-std::unique_ptr<Transfer> Remote::send(int peer, int tag, const std::byte* data, size_t num_bytes) {
+std::unique_ptr<Transfer> ThreadSafeTransport::send(int peer,
+                                                    int tag,
+                                                    const std::byte* data,
+                                                    size_t num_bytes) {
   return post(peer, [&] { return transport_->send(peer, tag, data, num_bytes); });
 }
 
-std::unique_ptr<Transfer> Remote::receive(int peer, int tag, std::byte* data, size_t num_bytes) {
+std::unique_ptr<Transfer> ThreadSafeTransport::receive(int peer,
+                                                       int tag,
+                                                       std::byte* data,
+                                                       size_t num_bytes) {
   return post(peer, [&] { return transport_->receive(peer, tag, data, num_bytes); });
 }
 
-void Remote::wait(Transfer& transfer, int peer, Deadline deadline) {
+void ThreadSafeTransport::wait(Transfer& transfer, int peer, Deadline deadline) {
   {
     const std::lock_guard lock(mutex_);
     if (is_given_up_) throw TransportError(peer, "the group is over");
@@ -49,7 +55,7 @@ void Remote::wait(Transfer& transfer, int peer, Deadline deadline) {
   forget();
 }
 
-void Remote::wait_for_send(Transfer& transfer, int peer, Deadline deadline) {
+void ThreadSafeTransport::wait_for_send(Transfer& transfer, int peer, Deadline deadline) {
   {
     const std::lock_guard lock(mutex_);
     sends_waited_for_.emplace(&transfer, peer);
@@ -68,7 +74,7 @@ void Remote::wait_for_send(Transfer& transfer, int peer, Deadline deadline) {
   forget();
 }
 
-void Remote::probe() {
+void ThreadSafeTransport::probe() {
   std::set<int> due;
   {
     const std::lock_guard lock(mutex_);
@@ -79,7 +85,7 @@ void Remote::probe() {
     for (const int peer : due) next_probe_of_.at(peer) = now + kProbeInterval;
   }
   for (const int peer : due) {
-    if (takes_more_for(peer)) continue;
+    if (accepts_transfers(peer)) continue;
     const std::lock_guard lock(mutex_);
     for (const auto& [transfer, to] : sends_waited_for_) {
       if (to == peer) transfer->give_up();
@@ -87,7 +93,7 @@ void Remote::probe() {
   }
 }
 
-bool Remote::takes_more_for(int peer) {
+bool ThreadSafeTransport::accepts_transfers(int peer) {
   static std::byte never_written{};
   try {
     // Posted and destroyed under the lock, before close() can end the transport.
@@ -101,38 +107,38 @@ bool Remote::takes_more_for(int peer) {
   }
 }
 
-void Remote::give_up() {
+void ThreadSafeTransport::give_up() {
   const std::lock_guard lock(mutex_);
   is_given_up_ = true;
   for (Transfer* transfer : waited_for_) transfer->give_up();
 }
 
-void Remote::close() {
+void ThreadSafeTransport::close() {
   const std::lock_guard lock(posting_);
   transport_.reset();
 }
 
-void Transfers::send(int peer, const std::byte* data, size_t num_bytes) {
+void TransferSet::send(int peer, const std::byte* data, size_t num_bytes) {
   if (num_bytes == 0) return;
-  posted_.push_back({peer, remote_.send(peer, kCollectiveTag, data, num_bytes), true});
+  posted_.push_back({peer, transport_.send(peer, kCollectiveTag, data, num_bytes), true});
 }
 
-void Transfers::receive(int peer, std::byte* data, size_t num_bytes) {
+void TransferSet::receive(int peer, std::byte* data, size_t num_bytes) {
   if (num_bytes == 0) return;
-  posted_.push_back({peer, remote_.receive(peer, kCollectiveTag, data, num_bytes), false});
+  posted_.push_back({peer, transport_.receive(peer, kCollectiveTag, data, num_bytes), false});
 }
 
-void Transfers::wait() {
+void TransferSet::wait() {
   for (const Posted& each : posted_) {
-    tell_waiting_(each.peer);
+    publish_waiting_(each.peer);
     if (each.is_send) {
-      remote_.wait_for_send(*each.transfer, each.peer, deadline_);
+      transport_.wait_for_send(*each.transfer, each.peer, deadline_);
     } else {
-      remote_.wait(*each.transfer, each.peer, deadline_);
+      transport_.wait(*each.transfer, each.peer, deadline_);
     }
   }
   posted_.clear();
-  tell_waiting_(-1);
+  publish_waiting_(-1);
 }
 
 }  // namespace weft::collectives

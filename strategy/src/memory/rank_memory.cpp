@@ -1,4 +1,4 @@
-#include "machine.h"
+#include "rank_memory.h"
 
 #include <algorithm>
 #include <numeric>
@@ -8,11 +8,11 @@ namespace weft::strategy::detail {
 
 namespace {
 
-// The shared-memory backend uses two chunks of at most this size, and two pages at least.
-constexpr int64_t kMaxPieceBytes = int64_t{1} << 20;
+// The most bytes of each of a rank's two staging buffers in the shared-memory backend.
+constexpr int64_t kMaxStagingBytes = int64_t{1} << 20;
 constexpr int64_t kPageBytes = 4096;
 
-// The bytes of a gradient that exist at a time if weights are stepped by rows (row_steps.py).
+// Bytes of a weight's gradient that exist at a time if weights are stepped by rows (row_steps.py).
 constexpr int64_t kRowsBytes = int64_t{1} << 20;
 
 int64_t to_pages(int64_t num_bytes) {
@@ -56,12 +56,12 @@ int64_t step_count_bytes(OptimizerKind optimizer) {
   return has_momentum_only ? 0 : 4;
 }
 
-Machine::Machine(const TrainingSpec& spec, int64_t global_rank, Timeline& timeline)
+RankMemory::RankMemory(const TrainingSpec& spec, int64_t global_rank, Timeline& timeline)
     : spec_(spec),
       timeline_(timeline),
       styles_(resolve_styles(spec)),
       parameters_(parameters_of(spec.model, styles_)),
-      held_(parameters_.size()),
+      parameter_buffers_(parameters_.size()),
       tp_size_(axis_size(spec.mesh, "tensor_parallel")),
       dp_size_(axis_size(spec.mesh, "data_parallel")),
       activation_bytes_(spec.precision == Precision::k32True ? 4 : 2),
@@ -74,14 +74,14 @@ Machine::Machine(const TrainingSpec& spec, int64_t global_rank, Timeline& timeli
     by_module_[parameters_[i].module].push_back(i);
     num_units = std::max(num_units, parameters_[i].unit + 1);
   }
-  unsharded_.resize(static_cast<std::size_t>(num_units));
+  unsharded_units_.resize(static_cast<std::size_t>(num_units));
 }
 
-Buffer Machine::product(MemoryCategory category, int64_t num_bytes) {
+Buffer RankMemory::product(MemoryCategory category, int64_t num_bytes) {
   if (replayed_ != nullptr && !replayed_->empty()) {
-    Buffer kept = std::move(replayed_->front());
+    Buffer recorded = std::move(replayed_->front());
     replayed_->pop_front();
-    return kept;
+    return recorded;
   }
   if (recorded_ != nullptr) {
     recorded_->push_back(hold_bytes(MemoryCategory::kSavedActivations, num_bytes));
@@ -90,18 +90,18 @@ Buffer Machine::product(MemoryCategory category, int64_t num_bytes) {
   return hold_bytes(replayed_ != nullptr ? MemoryCategory::kScratch : category, num_bytes);
 }
 
-int64_t Machine::weight_dim(const std::string& module, std::size_t dim) const {
+int64_t RankMemory::weight_dim(const std::string& module, std::size_t dim) const {
   return shapes_[by_module_.at(module).front()].at(dim);
 }
 
-const ModuleStyle& Machine::style(const std::string& module) const {
+const ModuleStyle& RankMemory::style(const std::string& module) const {
   static const ModuleStyle kNone;
   const auto found = styles_.find(module);
   return found == styles_.end() ? kNone : found->second;
 }
 
-// FSDP2 pads every rank's rows to those of the first.
-int64_t Machine::local_bytes(std::size_t idx) const {
+// FSDP2 pads every rank's shard to the number of rows of the first.
+int64_t RankMemory::local_bytes(std::size_t idx) const {
   const auto& shape = shapes_[idx];
   if (dp_size_ == 1) {
     return num_elements(shape) * parameter_bytes_;
@@ -110,11 +110,11 @@ int64_t Machine::local_bytes(std::size_t idx) const {
   return shape.front() == 0 ? 0 : num_elements(shape) / shape.front() * rows * parameter_bytes_;
 }
 
-int64_t Machine::unsharded_bytes(std::size_t idx) const {
+int64_t RankMemory::unsharded_bytes(std::size_t idx) const {
   return num_elements(shapes_[idx]) * parameter_bytes_;
 }
 
-int64_t Machine::unit_bytes(int64_t unit) const {
+int64_t RankMemory::unit_bytes(int64_t unit) const {
   int64_t num_bytes = 0;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     num_bytes += parameters_[i].unit == unit ? unsharded_bytes(i) : 0;
@@ -122,7 +122,7 @@ int64_t Machine::unit_bytes(int64_t unit) const {
   return num_bytes;
 }
 
-int64_t Machine::all_local_bytes() const {
+int64_t RankMemory::all_local_bytes() const {
   int64_t num_bytes = 0;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     num_bytes += local_bytes(i);
@@ -130,49 +130,51 @@ int64_t Machine::all_local_bytes() const {
   return num_bytes;
 }
 
-void Machine::initialize() {
-  buffers_ = hold_bytes(MemoryCategory::kParameters, num_buffer_elements(spec_.model) * 4);
+void RankMemory::initialize() {
+  model_buffers_ = hold_bytes(MemoryCategory::kParameters, num_buffer_elements(spec_.model) * 4);
   communicate(0);
-  std::vector<Buffer> whole(parameters_.size());
+  std::vector<Buffer> unsharded(parameters_.size());
   if (!spec_.has_deferred_init) {
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
-      whole[i] = hold_bytes(MemoryCategory::kParameters,
-                            num_elements(parameters_[i].shape) * parameter_bytes_);
+      unsharded[i] = hold_bytes(MemoryCategory::kParameters,
+                                num_elements(parameters_[i].shape) * parameter_bytes_);
     }
     if (tp_size_ * dp_size_ == 1) {
       for (std::size_t i = 0; i < parameters_.size(); ++i) {
-        held_[i].parameter = std::move(whole[i]);
+        parameter_buffers_[i].parameter = std::move(unsharded[i]);
       }
       return;
     }
   }
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    const bool is_cut = dp_size_ > 1 || (tp_size_ > 1 && parameters_[i].shard_dim);
-    held_[i].parameter =
-        whole[i] && !is_cut ? whole[i] : hold_bytes(MemoryCategory::kParameters, local_bytes(i));
-    whole[i].reset();
+    const bool is_sharded = dp_size_ > 1 || (tp_size_ > 1 && parameters_[i].shard_dim);
+    parameter_buffers_[i].parameter = unsharded[i] && !is_sharded
+                                          ? unsharded[i]
+                                          : hold_bytes(MemoryCategory::kParameters, local_bytes(i));
+    unsharded[i].reset();
   }
 }
 
-void Machine::make_optimizer_state() {
+void RankMemory::make_optimizer_state() {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    held_[i].state = hold_bytes(
+    parameter_buffers_[i].state = hold_bytes(
         MemoryCategory::kOptimizerState,
         num_moments(spec_.optimizer) * local_bytes(i) + step_count_bytes(spec_.optimizer));
   }
 }
 
-void Machine::make_gradients(const std::string& module) {
+void RankMemory::make_gradients(const std::string& module) {
   for (const std::size_t idx : by_module_.at(module)) {
     if (dp_size_ > 1) {
-      held_[idx].unsharded_gradient = hold_bytes(MemoryCategory::kScratch, unsharded_bytes(idx));
+      parameter_buffers_[idx].unsharded_gradient =
+          hold_bytes(MemoryCategory::kScratch, unsharded_bytes(idx));
     } else {
       complete(idx);
     }
   }
 }
 
-void Machine::make_mlp_gradients(const std::string& module) {
+void RankMemory::make_mlp_gradients(const std::string& module) {
   if (!spec_.steps_by_rows) {
     make_gradients(module);
     return;
@@ -182,7 +184,7 @@ void Machine::make_mlp_gradients(const std::string& module) {
   }
 }
 
-int64_t Machine::rows_at_once(const std::string& module) const {
+int64_t RankMemory::rows_at_once(const std::string& module) const {
   const auto& shape = shapes_[by_module_.at(module).front()];
   if (!spec_.steps_by_rows) {
     return shape[0];
@@ -191,7 +193,7 @@ int64_t Machine::rows_at_once(const std::string& module) const {
   return std::min(shape[0], std::max<int64_t>(1, kRowsBytes / row_bytes));
 }
 
-void Machine::step_by_rows(std::size_t idx) {
+void RankMemory::step_by_rows(std::size_t idx) {
   const int64_t num = rows_at_once(parameters_[idx].module) * shapes_[idx][1];
   const Buffer product = scratch(num);
   const bool is_cast = activation_bytes_ != parameter_bytes_;
@@ -200,7 +202,7 @@ void Machine::step_by_rows(std::size_t idx) {
   step_temporaries(num * parameter_bytes_);
 }
 
-Buffer Machine::weight_sized(const std::string& module) {
+Buffer RankMemory::weight_sized(const std::string& module) {
   int64_t num_bytes = 0;
   for (const std::size_t idx : by_module_.at(module)) {
     num_bytes += unsharded_bytes(idx);
@@ -208,27 +210,27 @@ Buffer Machine::weight_sized(const std::string& module) {
   return hold_bytes(MemoryCategory::kScratch, num_bytes);
 }
 
-void Machine::complete(std::size_t idx) {
-  held_[idx].gradient = hold_bytes(MemoryCategory::kGradients, local_bytes(idx));
+void RankMemory::complete(std::size_t idx) {
+  parameter_buffers_[idx].gradient = hold_bytes(MemoryCategory::kGradients, local_bytes(idx));
   if (spec_.steps_in_backward) {
     step_temporaries(local_bytes(idx));
-    held_[idx].gradient.reset();
+    parameter_buffers_[idx].gradient.reset();
   }
 }
 
-void Machine::make_all_gradients() {
+void RankMemory::hold_gradients_of_previous_step() {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    held_[i].gradient = hold_bytes(MemoryCategory::kGradients, local_bytes(i));
+    parameter_buffers_[i].gradient = hold_bytes(MemoryCategory::kGradients, local_bytes(i));
   }
 }
 
-void Machine::drop_gradients() {
-  for (Held& held : held_) {
-    held.gradient.reset();
+void RankMemory::drop_gradients() {
+  for (ParameterBuffers& buffers : parameter_buffers_) {
+    buffers.gradient.reset();
   }
 }
 
-Buffer Machine::step_temporaries(int64_t parameter_bytes) {
+Buffer RankMemory::step_temporaries(int64_t parameter_bytes) {
   if (spec_.has_fused_optimizer || num_moments(spec_.optimizer) == 0 ||
       spec_.optimizer == OptimizerKind::kSgdMomentum) {
     return {};
@@ -237,50 +239,53 @@ Buffer Machine::step_temporaries(int64_t parameter_bytes) {
   if (spec_.optimizer == OptimizerKind::kAdagrad) {
     return root;
   }
-  return hold_bytes(MemoryCategory::kScratch, parameter_bytes);  // the root, corrected
+  return hold_bytes(MemoryCategory::kScratch, parameter_bytes);  // the root, bias-corrected
 }
 
-void Machine::step() {
+void RankMemory::step() {
   if (spec_.steps_in_backward) {
     return;
   }
-  Buffer divisor;  // of the parameter before, until that of the next is there
+  Buffer divisor;  // the previous parameter's lives until the next one's is computed
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     divisor = step_temporaries(local_bytes(i));
   }
 }
 
-// The gathered buffer and the parameters copied out of it, together for a moment.
-void Machine::gather(int64_t unit) {
-  if (dp_size_ == 1 || unsharded_.at(static_cast<std::size_t>(unit))) {
+// The all-gathered buffer and the parameters that are copied out of it are held together.
+void RankMemory::unshard(int64_t unit) {
+  if (dp_size_ == 1 || unsharded_units_.at(static_cast<std::size_t>(unit))) {
     return;
   }
   const int64_t num_bytes = unit_bytes(unit);
   const Buffer input = hold_bytes(MemoryCategory::kScratch, num_bytes / dp_size_);
   const Buffer gathered = hold_bytes(MemoryCategory::kScratch, num_bytes);
   communicate(num_bytes / dp_size_);
-  unsharded_.at(static_cast<std::size_t>(unit)) = hold_bytes(MemoryCategory::kScratch, num_bytes);
+  unsharded_units_.at(static_cast<std::size_t>(unit)) =
+      hold_bytes(MemoryCategory::kScratch, num_bytes);
 }
 
-void Machine::release(int64_t unit) { unsharded_.at(static_cast<std::size_t>(unit)).reset(); }
+void RankMemory::reshard(int64_t unit) {
+  unsharded_units_.at(static_cast<std::size_t>(unit)).reset();
+}
 
-void Machine::reduce_gradients(int64_t unit) {
+void RankMemory::reduce_gradients(int64_t unit) {
   if (dp_size_ == 1) {
     return;
   }
-  release(unit);
+  reshard(unit);
   const int64_t num_bytes = unit_bytes(unit);
   {
     const Buffer input = hold_bytes(MemoryCategory::kScratch, num_bytes);
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
       if (parameters_[i].unit == unit) {
-        held_[i].unsharded_gradient.reset();
+        parameter_buffers_[i].unsharded_gradient.reset();
       }
     }
     const Buffer output = hold_bytes(MemoryCategory::kScratch, num_bytes / dp_size_);
-    // What goes to the other ranks, in whole cache lines.
-    const int64_t part = (std::min(num_bytes, kMaxPieceBytes) / dp_size_ + 63) / 64 * 64;
-    communicate(part * (dp_size_ - 1));
+    // The segments for the other ranks, each rounded up to cache lines.
+    const int64_t segment_bytes = (std::min(num_bytes, kMaxStagingBytes) / dp_size_ + 63) / 64 * 64;
+    communicate(segment_bytes * (dp_size_ - 1));
   }
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     if (parameters_[i].unit == unit) {
@@ -289,18 +294,18 @@ void Machine::reduce_gradients(int64_t unit) {
   }
 }
 
-void Machine::communicate(int64_t num_bytes) {
-  const int64_t piece = to_pages(std::min(num_bytes, kMaxPieceBytes));
-  hold_staging(piece, piece);
+void RankMemory::communicate(int64_t num_bytes) {
+  const int64_t staging_bytes = to_pages(std::min(num_bytes, kMaxStagingBytes));
+  hold_staging(staging_bytes, staging_bytes);
 }
 
-void Machine::communicate_once(int64_t num_bytes) {
-  hold_staging(to_pages(std::min(num_bytes, kMaxPieceBytes)), 0);
+void RankMemory::communicate_once(int64_t num_bytes) {
+  hold_staging(to_pages(std::min(num_bytes, kMaxStagingBytes)), 0);
 }
 
-void Machine::hold_staging(int64_t first_bytes, int64_t second_bytes) {
+void RankMemory::hold_staging(int64_t first_bytes, int64_t second_bytes) {
   const int64_t least = (spec_.mesh.size() == 1 ? 1 : 3) * kPageBytes;
-  const int64_t most = spec_.mesh.size() == 1 ? least : kMaxPieceBytes;
+  const int64_t most = spec_.mesh.size() == 1 ? least : kMaxStagingBytes;
   const std::array<int64_t, 2> wanted = {
       std::clamp(first_bytes, std::max(least, staging_bytes_[0]), most),
       std::clamp(second_bytes, std::max(least, staging_bytes_[1]), most)};
@@ -311,19 +316,19 @@ void Machine::hold_staging(int64_t first_bytes, int64_t second_bytes) {
   }
 }
 
-void Machine::copy_weights() {
+void RankMemory::copy_weights() {
   if (spec_.precision == Precision::kHalfMixed) {
     weight_copies_ = hold_bytes(MemoryCategory::kScratch, all_local_bytes() / 2);
   }
 }
 
-void Machine::copy_gradients() {
+void RankMemory::copy_gradients() {
   if (spec_.precision == Precision::kHalfMixed) {
     gradient_copies_ = hold_bytes(MemoryCategory::kScratch, all_local_bytes() / 2);
   }
 }
 
-void Machine::drop_copies() {
+void RankMemory::drop_copies() {
   weight_copies_.reset();
   gradient_copies_.reset();
 }

@@ -1,4 +1,4 @@
-#include "bell.h"
+#include "doorbell.h"
 
 #include <climits>
 #include <ctime>
@@ -23,25 +23,25 @@ void futex(std::atomic<uint32_t>* word, int operation, uint32_t value, const tim
 
 }  // namespace
 
-void Bell::ring() {
+void Doorbell::ring() {
   // Sequentially consistent, like the stores and loads of the owner: either ring() sees that the
-  // owner is asleep, or the owner sees the new count before it sleeps.
+  // owner is listening, or the owner sees the new count before it sleeps.
   num_rings_.fetch_add(1);
-  if (asleep_.load() != 0) futex(&num_rings_, FUTEX_WAKE, INT_MAX, nullptr);
+  if (is_listening_.load() != 0) futex(&num_rings_, FUTEX_WAKE, INT_MAX, nullptr);
 }
 
-uint32_t Bell::listen() {
-  asleep_.store(1);
+uint32_t Doorbell::start_listening() {
+  is_listening_.store(1);
   return num_rings_.load();
 }
 
-void Bell::sleep(uint32_t seen, std::chrono::microseconds most) {
-  const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(most);
-  const timespec timeout{seconds.count(), (most - seconds).count() * 1000};
+void Doorbell::sleep(uint32_t seen, std::chrono::microseconds max_time) {
+  const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(max_time);
+  const timespec timeout{seconds.count(), (max_time - seconds).count() * 1000};
   futex(&num_rings_, FUTEX_WAIT, seen, &timeout);
 }
 
-void Bell::rise() { asleep_.store(0, std::memory_order_relaxed); }
+void Doorbell::stop_listening() { is_listening_.store(0, std::memory_order_relaxed); }
 
 void pause() {
 #if defined(__x86_64__)

@@ -1,0 +1,123 @@
+#include "chunked_sequence.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace weft::ops {
+
+namespace {
+
+// If another rank does not chunk, the backend reports different sizes; this text names the cause.
+constexpr std::string_view kGathering =
+    "all-gather of a piece (WEFT_OVERLAP and its table, the same on all ranks?)";
+constexpr std::string_view kScattering =
+    "reduce-scatter of a piece (WEFT_OVERLAP and its table, the same on all ranks?)";
+
+// The sizes of x with `num_rows` in the first dim.
+std::vector<std::int64_t> with_rows(const at::Tensor& x, std::int64_t num_rows) {
+  auto sizes = x.sizes().vec();
+  sizes[0] = num_rows;
+  return sizes;
+}
+
+}  // namespace
+
+ChunkedSequence::ChunkedSequence(std::string_view op,
+                                 ProcessGroupPtr group,
+                                 std::int64_t dim_size,
+                                 std::int64_t rows_per_chunk)
+    : op_(op),
+      group_(std::move(group)),
+      dim_size_(dim_size),
+      max_shard_size_(max_shard_size(dim_size, group_->getSize()).expect_int()),
+      rows_per_chunk_(std::min(rows_per_chunk, max_shard_size_)) {}
+
+void ChunkedSequence::gather(at::Tensor shard) { shards_.push_back(std::move(shard)); }
+
+void ChunkedSequence::scatter(at::IntArrayRef row_sizes, const at::TensorOptions& options) {
+  auto sizes = row_sizes.vec();
+  sizes.insert(sizes.begin(), max_shard_size_);
+  sum_ = at::empty(sizes, options);
+}
+
+std::int64_t ChunkedSequence::num_chunks() const {
+  return (max_shard_size_ + rows_per_chunk_ - 1) / rows_per_chunk_;
+}
+
+std::int64_t ChunkedSequence::rows_of(std::int64_t chunk) const {
+  return std::min(rows_per_chunk_, max_shard_size_ - first_of(chunk));
+}
+
+std::int64_t ChunkedSequence::rows_on(int rank, std::int64_t chunk) const {
+  const auto own = shard_size(dim_size_, {group_->getSize(), rank}).expect_int();
+  return std::clamp<std::int64_t>(own - first_of(chunk), 0, rows_of(chunk));
+}
+
+ChunkedSequence::Gathered ChunkedSequence::start_gather(std::int64_t chunk) const {
+  Gathered result;
+  const auto rows = rows_of(chunk);
+  const auto own_rows = rows_on(group_->getRank(), chunk);
+  for (const auto& shard : shards_) {
+    auto own = own_rows > 0 ? shard.narrow(0, first_of(chunk), own_rows) : shard.narrow(0, 0, 0);
+    auto [full, work] = start_gather_rows(op_, kGathering, own, rows, group_);
+    result.full.push_back(std::move(full));
+    result.works.push_back(std::move(work));
+  }
+  return result;
+}
+
+at::Tensor ChunkedSequence::output_buffer(std::int64_t chunk) const {
+  return at::empty(with_rows(sum_, rows_of(chunk) * group_->getSize()), sum_.options());
+}
+
+void ChunkedSequence::run(const std::function<void(const ChunkRows&)>& step) {
+  const auto num_ranks = group_->getSize();
+  PendingCollective scattering;
+  auto next = start_gather(0);
+  for (std::int64_t chunk = 0; chunk < num_chunks(); ++chunk) {
+    auto now = std::move(next);
+    next = chunk + 1 < num_chunks() ? start_gather(chunk + 1) : Gathered();
+    for (auto& work : now.works) {
+      work.wait();
+    }
+    const auto rows = rows_of(chunk);
+    const auto output = sum_.defined() ? output_buffer(chunk) : at::Tensor();
+    for (int rank = 0; rank < num_ranks; ++rank) {
+      const auto num_rows = rows_on(rank, chunk);
+      const auto begin = rank * rows;
+      if (output.defined() && num_rows < rows) {
+        output.narrow(0, begin + num_rows, rows - num_rows).zero_();
+      }
+      if (num_rows == 0) {
+        continue;
+      }
+      ChunkRows rank_rows{max_shard_size_ * rank + first_of(chunk), num_rows, {}, {}};
+      for (std::size_t i = 0; i < shards_.size(); ++i) {
+        // Read this rank's own rows from its shard, which is as likely to be cached as the gathered
+        // copy and leaves more of the cache to other data.
+        rank_rows.gathered.push_back(rank == group_->getRank()
+                                         ? shards_[i].narrow(0, first_of(chunk), num_rows)
+                                         : now.full[i].narrow(0, begin, num_rows));
+      }
+      if (output.defined()) {
+        rank_rows.output = output.narrow(0, begin, num_rows);
+      }
+      step(rank_rows);
+    }
+    if (output.defined()) {
+      scattering.wait();
+      scattering = start_scatter_rows(
+          op_, kScattering, output, sum_.narrow(0, first_of(chunk), rows), group_);
+    }
+  }
+  scattering.wait();
+}
+
+at::Tensor ChunkedSequence::scattered() {
+  const auto own = shard_size(dim_size_, rank_in(group_)).expect_int();
+  return std::exchange(sum_, {}).narrow(0, 0, own);
+}
+
+}  // namespace weft::ops

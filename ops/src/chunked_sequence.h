@@ -1,0 +1,75 @@
+#pragma once
+
+// Overlaps the communication of a sequence with computation. The sequence is sharded over the group
+// along its first dim; chunk i consists of rows [i * rows_per_chunk, (i + 1) * rows_per_chunk) of
+// every rank's shard. While chunk i is computed, the all-gather of the inputs of chunk i + 1 and
+// the reduce-scatter of the outputs of chunk i - 1 are in flight. A rank never holds the full
+// sequence: at most two chunks of each tensor that is gathered or scattered.
+//
+//   ChunkedSequence chunks(op, group, dim_size, rows_per_chunk);
+//   chunks.gather(x);
+//   chunks.scatter({features}, options);
+//   chunks.run([&](const ChunkRows& rows) { at::mm_out(rows.output, rows.gathered[0], w); });
+//   return chunks.scattered();
+
+#include "group_collectives.h"
+
+#include <functional>
+#include <string_view>
+#include <vector>
+
+namespace weft::ops {
+
+// The rows that one rank contributes to one chunk.
+struct ChunkRows {
+  std::int64_t first_row;            // in the full sequence
+  std::int64_t num_rows;             // at least 1
+  std::vector<at::Tensor> gathered;  // [num_rows, ...], contiguous, in the order of gather()
+  at::Tensor output;                 // [num_rows, ...], to fill; undefined without scatter()
+};
+
+// The sequence is the first dim of all tensors. dim_size and rows_per_chunk determine the order of
+// the collectives and must be equal on all ranks.
+class ChunkedSequence {
+ public:
+  // REQUIRES: a group, dim_size > 0, rows_per_chunk > 0.
+  ChunkedSequence(std::string_view op,
+                  ProcessGroupPtr group,
+                  std::int64_t dim_size,
+                  std::int64_t rows_per_chunk);
+
+  // Adds an input: `shard` is this rank's shard of it, [own rows, ...], contiguous.
+  void gather(at::Tensor shard);
+  // Adds the output, which is summed over the ranks; its rows have `row_sizes`. At most once.
+  void scatter(at::IntArrayRef row_sizes, const at::TensorOptions& options);
+
+  // Calls `step` for each chunk and each rank that has rows in it.
+  void run(const std::function<void(const ChunkRows&)>& step);
+
+  // Returns this rank's shard of the sum, [own rows, ...], contiguous. Call it once, after run().
+  at::Tensor scattered();
+
+ private:
+  struct Gathered {
+    std::vector<at::Tensor> full;  // [ranks * rows, ...] of each input
+    std::vector<PendingCollective> works;
+  };
+
+  std::int64_t num_chunks() const;
+  std::int64_t first_of(std::int64_t chunk) const { return chunk * rows_per_chunk_; }
+  std::int64_t rows_of(std::int64_t chunk) const;
+  // The number of rows of `chunk` on `rank`; fewer than rows_of(chunk) where its shard ends.
+  std::int64_t rows_on(int rank, std::int64_t chunk) const;
+  Gathered start_gather(std::int64_t chunk) const;
+  at::Tensor output_buffer(std::int64_t chunk) const;
+
+  const std::string_view op_;
+  const ProcessGroupPtr group_;
+  const std::int64_t dim_size_;
+  const std::int64_t max_shard_size_;
+  const std::int64_t rows_per_chunk_;
+  std::vector<at::Tensor> shards_;
+  at::Tensor sum_;  // [max_shard_size_, ...]; undefined without scatter()
+};
+
+}  // namespace weft::ops
