@@ -31,12 +31,16 @@ KIB, MIB = 1024, 1024 * 1024
 SIZES = (4 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 32 * MIB)
 CALLS = ("all_reduce", "reduce_scatter", "all_gather", "send_recv")
 # The least ratio gloo / weft that --check requires, by ranks: call -> size -> ratio.
-_MANY = {
+_MIN_RATIOS_OF_MANY = {
     "all_reduce": {4 * KIB: 15.0, 256 * KIB: 15.0, 4 * MIB: 4.0},
     "all_gather": {256 * KIB: 5.0},
     "send_recv": {256 * KIB: 5.0},
 }
-BARS = {2: {**_MANY, "all_reduce": {4 * KIB: 20.0, 256 * KIB: 15.0, 4 * MIB: 5.0}}, 4: _MANY, 8: _MANY}
+MIN_RATIOS = {
+    2: {**_MIN_RATIOS_OF_MANY, "all_reduce": {4 * KIB: 20.0, 256 * KIB: 15.0, 4 * MIB: 5.0}},
+    4: _MIN_RATIOS_OF_MANY,
+    8: _MIN_RATIOS_OF_MANY,
+}
 MAX_REDUCE_SCATTER = {"small": 1.1, "large": 0.8}  # relative to weft's all-reduce; large is from 1 MiB up
 MAX_MEMCPY = 3.0  # an all-reduce of 4 MiB over memcpy_in_step, and over memcpy if each rank has a processor
 _SAMPLE_SECONDS = 0.03  # approximately
@@ -46,23 +50,23 @@ _NUM_SAMPLES = 7
 def call_of(name: str, num_bytes: int, group: dist.ProcessGroup) -> Callable[[], None]:
     """Return a call whose larger tensor, or message, has `num_bytes` of float32."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    whole = torch.zeros(num_bytes // 4)
-    part = torch.zeros(num_bytes // 4 // num_ranks)
+    full = torch.zeros(num_bytes // 4)
+    shard = torch.zeros(num_bytes // 4 // num_ranks)
     if name == "all_reduce":
-        return lambda: dist.all_reduce(whole, group=group)
+        return lambda: dist.all_reduce(full, group=group)
     if name == "reduce_scatter":
-        return lambda: dist.reduce_scatter_tensor(part, whole, group=group)
+        return lambda: dist.reduce_scatter_tensor(shard, full, group=group)
     if name == "all_gather":
-        return lambda: dist.all_gather_into_tensor(whole, part, group=group)
+        return lambda: dist.all_gather_into_tensor(full, shard, group=group)
 
     def ping_pong() -> None:
         """Send from rank 0 to rank 1 and back; the time includes both ways."""
         if rank == 0:
-            dist.send(whole, 1, group=group)
-            dist.recv(whole, 1, group=group)
+            dist.send(full, 1, group=group)
+            dist.recv(full, 1, group=group)
         elif rank == 1:
-            dist.recv(whole, 0, group=group)
-            dist.send(whole, 0, group=group)
+            dist.recv(full, 0, group=group)
+            dist.send(full, 0, group=group)
 
     return ping_pong
 
@@ -114,22 +118,22 @@ def combine(num_ranks: int, runs: list[list[dict[str, Any]]]) -> list[dict[str, 
 
 def failures(rows: list[dict[str, Any]]) -> list[str]:
     """Return the limits that are missed, one sentence each."""
-    missed = []
+    violations = []
     for row in rows:
         what = f"{row['call']} of {row['num_bytes']} bytes on {row['num_ranks']} ranks"
-        bar = BARS.get(row["num_ranks"], {}).get(row["call"], {}).get(row["num_bytes"], 0.0)
-        if row["gloo_over_weft"] < bar:
-            missed.append(f"{what}: gloo / weft is {row['gloo_over_weft']}, wanted at least {bar:g}.")
+        min_ratio = MIN_RATIOS.get(row["num_ranks"], {}).get(row["call"], {}).get(row["num_bytes"], 0.0)
+        if row["gloo_over_weft"] < min_ratio:
+            violations.append(f"{what}: gloo / weft is {row['gloo_over_weft']}, wanted at least {min_ratio:g}.")
         limit = MAX_REDUCE_SCATTER["large" if row["num_bytes"] >= MIB else "small"]
         if row.get("over_all_reduce", 0.0) > limit:
-            missed.append(f"{what}: {row['over_all_reduce']} of our all-reduce, wanted at most {limit:g}.")
-        bounds = {"memcpy_in_step": "a memcpy in step"}
+            violations.append(f"{what}: {row['over_all_reduce']} of our all-reduce, wanted at most {limit:g}.")
+        baselines = {"memcpy_in_step": "a memcpy in step"}
         if row["num_ranks"] <= len(os.sched_getaffinity(0)):
-            bounds["memcpy"] = "a memcpy"  # see docs/decisions/0019-the-bound-is-a-copy-in-step.md
-        for side, bound in bounds.items():
+            baselines["memcpy"] = "a memcpy"  # see docs/decisions/0019-the-bound-is-a-copy-in-step.md
+        for side, baseline in baselines.items():
             if row["num_bytes"] == 4 * MIB and row.get(f"over_{side}", 0.0) > MAX_MEMCPY:
-                missed.append(f"{what}: {row[f'over_{side}']} of {bound}, wanted at most {MAX_MEMCPY:g}.")
-    return missed
+                violations.append(f"{what}: {row[f'over_{side}']} of {baseline}, wanted at most {MAX_MEMCPY:g}.")
+    return violations
 
 
 def print_table(report: dict[str, Any]) -> None:
@@ -166,10 +170,10 @@ def main() -> int:
         print(json.dumps(report, indent=2))
     else:
         print_table(report)
-    missed = failures(report["results"]) if args.check else []
-    for sentence in missed:
+    violations = failures(report["results"]) if args.check else []
+    for sentence in violations:
         print(sentence, file=sys.stderr)
-    return 1 if missed else 0
+    return 1 if violations else 0
 
 
 if __name__ == "__main__":

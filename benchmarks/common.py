@@ -154,7 +154,7 @@ def interleaved_seconds(
         for _ in range(warm_up):
             function()
     order = list(candidates)
-    mine = {name: torch.zeros(num_samples, dtype=torch.float64) for name in order}
+    local_seconds = {name: torch.zeros(num_samples, dtype=torch.float64) for name in order}
     for sample in range(num_samples):
         for name in order if sample % 2 == 0 else order[::-1]:
             function = candidates[name]
@@ -163,12 +163,12 @@ def interleaved_seconds(
             start = time.perf_counter()
             for _ in range(num_calls):
                 function()
-            mine[name][sample] = (time.perf_counter() - start) / num_calls
-    for times in mine.values():
+            local_seconds[name][sample] = (time.perf_counter() - start) / num_calls
+    for times in local_seconds.values():
         dist.all_reduce(times, dist.ReduceOp.MAX)
-    return {name: times.tolist() for name, times in mine.items()}
+    return {name: times.tolist() for name, times in local_seconds.items()}
 
 
-def median_paired_ratio(ours: list[float], stock: list[float]) -> float:
-    """Return the median over the samples of ours / stock; each pair is measured at almost the same time."""
-    return statistics.median(a / b for a, b in zip(ours, stock, strict=True))
+def median_paired_ratio(numerator: list[float], denominator: list[float]) -> float:
+    """Return the median over the samples of numerator / denominator; each pair is measured at almost the same time."""
+    return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))

@@ -42,9 +42,9 @@ def candidates(vocab: int, tokens: int, dim: int) -> dict[str, Callable[[], Tens
     group = mesh.get_group().group_name
     x = torch.randn(tokens, dim, requires_grad=True)
     target = torch.randint(0, vocab, (tokens,))
-    whole = torch.randn(vocab, dim).mul_(0.02).requires_grad_()
+    full = torch.randn(vocab, dim).mul_(0.02).requires_grad_()
     start, rows = weft.nn.shard_range(vocab, dist.get_world_size(), dist.get_rank())
-    shard = whole.detach()[start : start + rows].clone().requires_grad_()
+    shard = full.detach()[start : start + rows].clone().requires_grad_()
     sharded = DTensor.from_local(shard.detach(), mesh, [Shard(0)], shape=(vocab, dim), stride=(dim, 1)).requires_grad_()
 
     def step(leaves: list[Tensor], loss: Callable[[], Tensor]) -> Tensor:
@@ -62,7 +62,7 @@ def candidates(vocab: int, tokens: int, dim: int) -> dict[str, Callable[[], Tens
         x.grad = sharded.grad = None
         return value.detach().full_tensor()
 
-    def ours(fused: bool) -> Tensor:
+    def weft_loss(fused: bool) -> Tensor:
         options = {"group_name": group, "vocab_size": vocab}
         if fused:
             return weft.ops.vocab_parallel_linear_cross_entropy(x, shard, target, start, **options)
@@ -70,10 +70,10 @@ def candidates(vocab: int, tokens: int, dim: int) -> dict[str, Callable[[], Tens
         return weft.ops.vocab_parallel_cross_entropy(logits, target, start, **options)
 
     return {
-        "plain": lambda: step([x, whole], lambda: F.cross_entropy(x @ whole.t(), target)),
+        "plain": lambda: step([x, full], lambda: F.cross_entropy(x @ full.t(), target)),
         "loss_parallel": with_loss_parallel,
-        "logits": lambda: step([x, shard], lambda: ours(fused=False)),
-        "fused": lambda: step([x, shard], lambda: ours(fused=True)),
+        "logits": lambda: step([x, shard], lambda: weft_loss(fused=False)),
+        "fused": lambda: step([x, shard], lambda: weft_loss(fused=True)),
     }
 
 
@@ -105,13 +105,13 @@ def failures(rows: dict[str, Any], tokens: int) -> list[str]:
     """Return the limits that are missed: the fused loss may hold a chunk of logits and some numbers per token."""
     limit = CHUNK_BYTES + 64 * tokens
     extra = rows["fused"]["beside_gradients"]
-    missed = [] if extra <= limit else [f"fused: {extra} bytes beside the gradients, wanted at most {limit}."]
-    missed += [
+    violations = [] if extra <= limit else [f"fused: {extra} bytes beside the gradients, wanted at most {limit}."]
+    violations += [
         f"{name}: loss {row['loss']} instead of {rows['plain']['loss']}."
         for name, row in rows.items()
         if abs(row["loss"] - rows["plain"]["loss"]) > 1e-4
     ]
-    return missed
+    return violations
 
 
 def main() -> int:
@@ -134,10 +134,10 @@ def main() -> int:
         for name, row in rows.items():
             extra = row["peak_bytes"] / 1e6, row["beside_gradients"] / 1e6
             print(f"{name:<14} {extra[0]:>9.1f} {extra[1]:>17.1f} {row['milliseconds']:>8.1f}")
-    missed = failures(rows, args.tokens) if args.check else []
-    for sentence in missed:
+    violations = failures(rows, args.tokens) if args.check else []
+    for sentence in violations:
         print(sentence, file=sys.stderr)
-    return 1 if missed else 0
+    return 1 if violations else 0
 
 
 if __name__ == "__main__":

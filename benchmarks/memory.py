@@ -29,13 +29,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from common import cuda_facts, machine_facts, run_on_ranks
 from memory_report import source_of, write_report
-from memory_workloads import COLUMNS, predicted, train, training_peak, workloads
+from memory_workloads import CONFIGURATIONS, predicted, train, training_peak, workloads
 
 import weft
 
 
 def measure(
-    workload: str, column: str, small: bool, device: str, is_alone: bool, resident: bool
+    workload: str, configuration: str, small: bool, device: str, is_simulated: bool, resident: bool
 ) -> list[dict[str, Any]]:
     """Train on this rank; return the peaks of all ranks. Collective."""
     warnings.simplefilter("ignore")
@@ -46,19 +46,19 @@ def measure(
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(num_ranks))
     if resident:
-        train(workloads(True)[workload], COLUMNS[column], num_ranks)  # loads all code that a run needs
+        train(workloads(True)[workload], CONFIGURATIONS[configuration], num_ranks)  # loads all code that a run needs
         gc.collect()
         weft.memory.reset_peak()
         before = resident_bytes("VmRSS") - weft.memory.current()
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
-    seen = train(workloads(small)[workload], COLUMNS[column], num_ranks, device, is_alone)
+    peaks = train(workloads(small)[workload], CONFIGURATIONS[configuration], num_ranks, device, is_simulated)
     if resident:
-        seen["resident_growth"] = resident_bytes("VmHWM") - before
-    if is_alone:
-        return [seen]
-    everyone: list[Any] = [None] * num_ranks
-    dist.all_gather_object(everyone, seen)
-    return everyone
+        peaks["resident_growth"] = resident_bytes("VmHWM") - before
+    if is_simulated:
+        return [peaks]
+    gathered: list[Any] = [None] * num_ranks
+    dist.all_gather_object(gathered, peaks)
+    return gathered
 
 
 def resident_bytes(field: str) -> int:
@@ -69,7 +69,7 @@ def resident_bytes(field: str) -> int:
 
 def row_of(
     workload: str,
-    column: str,
+    configuration: str,
     small: bool,
     num_ranks: int,
     device: str = "cpu",
@@ -77,14 +77,16 @@ def row_of(
     resident: bool = False,
 ) -> dict[str, Any]:
     """Run one row; return the bytes of the rank with the most, and the predictions."""
-    backend = "fake" if simulate else "gloo" if column.startswith("stock") else "cpu:weft"
-    ranks = run_on_ranks(measure, num_ranks, workload, column, small, device, simulate, resident, backend=backend)
-    startup, training = (max(held(rank[name]) for rank in ranks) for name in ("startup", "training"))
-    model = workloads(small)[workload], COLUMNS[column]
+    backend = "fake" if simulate else "gloo" if configuration.startswith("stock") else "cpu:weft"
+    ranks = run_on_ranks(
+        measure, num_ranks, workload, configuration, small, device, simulate, resident, backend=backend
+    )
+    startup, training = (max(peak_bytes_of(rank[name]) for rank in ranks) for name in ("startup", "training"))
+    model = workloads(small)[workload], CONFIGURATIONS[configuration]
     phases, on_one = predicted(*model, num_ranks), predicted(*model, 1)
     return {
         "workload": workload,
-        "column": column,
+        "column": configuration,
         "num_ranks": num_ranks,
         "startup_bytes": startup,
         "training_bytes": training,
@@ -98,7 +100,7 @@ def row_of(
     }
 
 
-def held(usage: dict[str, int]) -> int:
+def peak_bytes_of(usage: dict[str, int]) -> int:
     """Return the bytes of a peak: on CUDA those of tensors."""
     return usage["allocated"] if "allocated" in usage else sum(usage.values())
 
@@ -109,17 +111,17 @@ def print_table(report: dict[str, Any]) -> None:
     names = " ".join(f"{name.removesuffix('_bytes'):>9}" for name in figures)
     print(f"{'workload':<15} {'column':<20} {'ranks':>5} {names}  at the training peak")
     for row in report["results"]:
-        most = max(row["ranks"], key=lambda rank: held(rank["training"]))["training"]
-        parts = ", ".join(f"{name} {size / 1e9:.4f}" for name, size in most.items() if size)
+        most = max(row["ranks"], key=lambda rank: peak_bytes_of(rank["training"]))["training"]
+        categories = ", ".join(f"{name} {size / 1e9:.4f}" for name, size in most.items() if size)
         values = " ".join(f"{'-' if row[name] is None else f'{row[name] / 1e9:.4f}':>9}" for name in figures)
-        print(f"{row['workload']:<15} {row['column']:<20} {row['num_ranks']:>5} {values}  {parts}")
+        print(f"{row['workload']:<15} {row['column']:<20} {row['num_ranks']:>5} {values}  {categories}")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--workloads", nargs="+", default=list(workloads(True)), choices=list(workloads(True)))
-    parser.add_argument("--columns", nargs="+", default=list(COLUMNS), choices=list(COLUMNS))
+    parser.add_argument("--columns", nargs="+", default=list(CONFIGURATIONS), choices=list(CONFIGURATIONS))
     parser.add_argument("--small", action="store_true", help="sizes for a gate: seconds, not minutes")
     parser.add_argument("--json", action="store_true", help="print one JSON object, not a table")
     parser.add_argument("--report", type=Path, metavar="FOLDER", help="write results.json, table.md and memory.svg")
@@ -148,13 +150,15 @@ def main() -> int:
         "failed": [],
     }
     for workload in args.workloads:
-        for column in args.columns:
-            if not COLUMNS[column].is_for(workloads(args.small)[workload]):
+        for configuration in args.columns:
+            if not CONFIGURATIONS[configuration].is_for(workloads(args.small)[workload]):
                 continue
             for num_ranks in args.ranks:
-                name = f"{workload}, {column}, {num_ranks} ranks"
+                name = f"{workload}, {configuration}, {num_ranks} ranks"
                 try:
-                    row = row_of(workload, column, args.small, num_ranks, args.device, args.simulate, args.resident)
+                    row = row_of(
+                        workload, configuration, args.small, num_ranks, args.device, args.simulate, args.resident
+                    )
                 except (mp.ProcessRaisedException, mp.ProcessExitedException, TimeoutError) as error:
                     report["failed"].append({"row": name, "error": str(error)})
                     print(f"{name}: {error}", file=sys.stderr)

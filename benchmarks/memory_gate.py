@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from memory import row_of
-from memory_workloads import COLUMNS, workloads
+from memory_workloads import CONFIGURATIONS, workloads
 
 GOLDEN = Path(__file__).with_name("memory_golden.json")
 RANKS = (1, 2, 4, 8)
@@ -32,14 +32,16 @@ def wanted_rows(full: bool) -> list[tuple[str, str, bool, int]]:
     Stock's rows are left out, because the time at which gloo's threads release a tensor differs from run to run.
     """
     rows = [
-        (name, column, True, n)
+        (name, configuration, True, n)
         for name, workload in workloads(True).items()
-        for column, settings in COLUMNS.items()
+        for configuration, settings in CONFIGURATIONS.items()
         if settings.options is not None and settings.is_for(workload)
         for n in RANKS
     ]
     if full:
-        rows += [("feed_forward", column, False, n) for column in ("weft", "weft_in_backward") for n in RANKS]
+        rows += [
+            ("feed_forward", configuration, False, n) for configuration in ("weft", "weft_in_backward") for n in RANKS
+        ]
         rows.append(("feed_forward", "weft_by_rows", False, 2))  # smaller weights are stepped in one go
     return rows
 
@@ -51,10 +53,10 @@ def measured(wanted: list[tuple[str, str, bool, int]]) -> tuple[Rows, list[str]]
     """
     rows: Rows = {}
     misses: list[str] = []
-    for workload, column, small, num_ranks in wanted:
-        row = row_of(workload, column, small, num_ranks)
+    for workload, configuration, small, num_ranks in wanted:
+        row = row_of(workload, configuration, small, num_ranks)
         most = max((rank["training"] for rank in row["ranks"]), key=lambda usage: sum(usage.values()))
-        name = f"{workload}{'' if small else ' at real size'}, {column}, {num_ranks} ranks"
+        name = f"{workload}{'' if small else ' at real size'}, {configuration}, {num_ranks} ranks"
         rows[name] = {"startup": row["startup_bytes"], "training": row["training_bytes"], **most}
         misses += [f"{name}: {sentence}" for sentence in prediction_misses(row, most, small)]
         print(f"{name}: {row['training_bytes']}, predicted {row['predicted_bytes']}", file=sys.stderr)

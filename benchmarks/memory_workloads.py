@@ -135,9 +135,9 @@ class Meter:
 class Model(L.LightningModule):
     """A LightningModule as in the documentation, with the model built in `configure_model` or before."""
 
-    def __init__(self, workload: Workload, where: str, own_sharding: bool, num_ranks: int, meter: Meter) -> None:
+    def __init__(self, workload: Workload, where: str, shards_itself: bool, num_ranks: int, meter: Meter) -> None:
         super().__init__()
-        self.workload, self.where, self.own_sharding, self.num_ranks = workload, where, own_sharding, num_ranks
+        self.workload, self.where, self.shards_itself, self.num_ranks = workload, where, shards_itself, num_ranks
         self.meter = meter
         self.model = workload.build() if where == "init" else None
         self.startup: dict[str, int] = {}
@@ -146,7 +146,7 @@ class Model(L.LightningModule):
         if self.model is None:
             with torch.device("meta") if self.where == "meta" else nullcontext():
                 self.model = self.workload.build()
-        if self.own_sharding and self.num_ranks > 1 and not self.startup:
+        if self.shards_itself and self.num_ranks > 1 and not self.startup:
             _parallelize(self.model, self.device_mesh["tensor_parallel"])
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -158,12 +158,12 @@ class Model(L.LightningModule):
         return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        if not self.own_sharding:
+        if not self.shards_itself:
             return torch.optim.AdamW(self.model.parameters(), lr=3e-3)
         # On CUDA torch steps a group of parameters with one call, which does not support mixing DTensors with others.
         plain = [each for each in self.model.parameters() if not isinstance(each, DTensor)]
-        cut = [each for each in self.model.parameters() if isinstance(each, DTensor)]
-        return torch.optim.AdamW([{"params": each} for each in (plain, cut) if each], lr=3e-3)
+        sharded = [each for each in self.model.parameters() if isinstance(each, DTensor)]
+        return torch.optim.AdamW([{"params": each} for each in (plain, sharded) if each], lr=3e-3)
 
 
 def _parallelize(model: nn.Module, mesh: Any) -> None:
@@ -175,7 +175,7 @@ def _parallelize(model: nn.Module, mesh: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Column:
+class Configuration:
     """A column of the table: a strategy, and how the model is built.
 
     Attributes:
@@ -201,20 +201,20 @@ class Column:
         return workload.has_blocks or not self.wants_blocks
 
 
-COLUMNS = {
-    "stock": Column("init", None),
-    "stock_meta": Column("meta", None),
-    "weft": Column("configure", {}),
-    "weft_in_backward": Column("configure", {"optimizer_in_backward": True}),
-    "weft_by_rows": Column("configure", {"optimizer_in_backward": "rows"}),
-    "weft_own_optimizer": Column("configure", {"fused_optimizers": False}),
-    "weft_recompute": Column("configure", {}, recomputes=True),
-    "weft_selective": Column("configure", {"activation_checkpointing": "selective"}, wants_blocks=True),
-    "weft_checkpointed": Column("configure", {"activation_checkpointing": "full"}, wants_blocks=True),
+CONFIGURATIONS = {
+    "stock": Configuration("init", None),
+    "stock_meta": Configuration("meta", None),
+    "weft": Configuration("configure", {}),
+    "weft_in_backward": Configuration("configure", {"optimizer_in_backward": True}),
+    "weft_by_rows": Configuration("configure", {"optimizer_in_backward": "rows"}),
+    "weft_own_optimizer": Configuration("configure", {"fused_optimizers": False}),
+    "weft_recompute": Configuration("configure", {}, recomputes=True),
+    "weft_selective": Configuration("configure", {"activation_checkpointing": "selective"}, wants_blocks=True),
+    "weft_checkpointed": Configuration("configure", {"activation_checkpointing": "full"}, wants_blocks=True),
 }
 
 
-def predicted(workload: Workload, column: Column, num_ranks: int) -> dict[str, dict[str, int]]:
+def predicted(workload: Workload, configuration: Configuration, num_ranks: int) -> dict[str, dict[str, int]]:
     """Return the predicted bytes by phase and category, of the rank with the most.
 
     For Lightning's own strategy it is an estimate, from its plan and optimizer with weft's operators: the memory model
@@ -224,14 +224,14 @@ def predicted(workload: Workload, column: Column, num_ranks: int) -> dict[str, d
         sequences, tokens = workload.batch[0], workload.batch[1] - 1  # the last one is a target only
     else:
         sequences, tokens = workload.batch[0], 1
-    plan, options = None, column.options
-    if column.recomputes:
+    plan, options = None, configuration.options
+    if configuration.recomputes:
         plan = from_mapping(workload.recomputing_plan(of_spec=True))
     if options is None:
         names = ("gate_proj", "up_proj", "down_proj") if workload.has_blocks else ("w1", "w3", "w2")
         prefix = "model.layers.*.mlp." if workload.has_blocks else ""
         plan = from_mapping(dict(zip((prefix + name for name in names), ("column", "column", "row"), strict=True)))
-        options = {"fused_optimizers": False, "empty_init": column.where == "meta"}
+        options = {"fused_optimizers": False, "empty_init": configuration.where == "meta"}
     spec = TrainingSpec(
         workload.spec,
         Mesh([("tensor_parallel", num_ranks)]),
@@ -248,20 +248,20 @@ def training_peak(phases: dict[str, dict[str, int]]) -> int:
 
 
 def train(
-    workload: Workload, column: Column, num_ranks: int, device: str = "cpu", is_alone: bool = False
+    workload: Workload, configuration: Configuration, num_ranks: int, device: str = "cpu", is_simulated: bool = False
 ) -> dict[str, Any]:
     """Train a few steps on this rank; return the peaks before and during training.
 
-    `is_alone`: the other ranks are simulated; each counts as a separate host, because there is one device.
+    `is_simulated`: the other ranks are simulated; each counts as a separate host, because there is one device.
     """
     torch.manual_seed(1)
     meter = Meter(device)
-    model = Model(workload, column.where, column.options is None, num_ranks, meter)
+    model = Model(workload, configuration.where, configuration.options is None, num_ranks, meter)
     trainer = L.Trainer(
         accelerator=device,
-        devices=1 if is_alone else num_ranks,
-        num_nodes=num_ranks if is_alone else 1,
-        strategy=column.strategy(workload, num_ranks),
+        devices=1 if is_simulated else num_ranks,
+        num_nodes=num_ranks if is_simulated else 1,
+        strategy=configuration.strategy(workload, num_ranks),
         max_epochs=1,
         logger=False,
         enable_progress_bar=False,

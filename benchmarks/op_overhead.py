@@ -98,10 +98,10 @@ def measure(shape: Shape) -> dict[str, Any]:
     torch.manual_seed(1)
     x, grad_y = torch.randn(shape.num_tokens, shape.dim), torch.randn(shape.num_tokens, shape.dim)
     calls = {name: forward_backward(module, x, grad_y) for name, module in modules.items()}
-    for ours in ("weft", "weft_on_gloo"):
+    for weft_side in ("weft", "weft_on_gloo"):
         with torch.no_grad():
-            torch.testing.assert_close(modules[ours](x), settled(modules["dtensor"](x)) + 0, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(calls[ours](), calls["dtensor"]() + 0, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(modules[weft_side](x), settled(modules["dtensor"](x)) + 0, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(calls[weft_side](), calls["dtensor"]() + 0, rtol=1e-4, atol=1e-5)
     return interleaved_seconds(calls, num_samples=shape.num_samples, calls_per_sample=shape.calls_per_sample)
 
 
@@ -122,17 +122,17 @@ def summarise(shape: Shape, seconds: dict[str, list[float]]) -> dict[str, Any]:
 
 def failures(num_ranks: int, results: list[dict[str, Any]]) -> list[str]:
     """Return the limits that are missed, one sentence each."""
-    missed = []
+    violations = []
     for position, result in enumerate(results):
-        bars = {"weft_on_gloo": MAX_RATIO_SMALLEST if position == 0 else MAX_RATIO, "weft": MAX_RATIO}
+        limits = {"weft_on_gloo": MAX_RATIO_SMALLEST if position == 0 else MAX_RATIO, "weft": MAX_RATIO}
         if position == 0:
-            bars["weft"] = MAX_RATIO_WITH_BACKEND.get(num_ranks, MAX_RATIO_SMALLEST)
-        for name, bar in bars.items():
+            limits["weft"] = MAX_RATIO_WITH_BACKEND.get(num_ranks, MAX_RATIO_SMALLEST)
+        for name, limit in limits.items():
             ratio = result[f"{name}_over_dtensor"]
-            if ratio > bar:
+            if ratio > limit:
                 shape = f"(d, T) = ({result['dim']}, {result['num_tokens']})"
-                missed.append(f"{shape}: {name} / DTensor is {ratio}, wanted at most {bar:.3f}.")
-    return missed
+                violations.append(f"{shape}: {name} / DTensor is {ratio}, wanted at most {limit:.3f}.")
+    return violations
 
 
 def print_table(report: dict[str, Any]) -> None:
@@ -169,10 +169,10 @@ def main() -> int:
         print(json.dumps(report, indent=2))
     else:
         print_table(report)
-    missed = failures(args.ranks, report["results"]) if args.check else []
-    for sentence in missed:
+    violations = failures(args.ranks, report["results"]) if args.check else []
+    for sentence in violations:
         print(sentence, file=sys.stderr)
-    return 1 if missed else 0
+    return 1 if violations else 0
 
 
 if __name__ == "__main__":

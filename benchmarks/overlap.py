@@ -61,17 +61,17 @@ def _call_of(layer: Layer, num_tokens: int) -> Callable[[], None]:
     def weight(*sizes: int) -> Tensor:
         return (torch.randn(sizes) / sizes[-1] ** 0.5).requires_grad_()
 
-    part = num_tokens // num_ranks
+    shard_size = num_tokens // num_ranks
     if layer.op == "all_gather_linear":
-        leaves = [torch.randn(part, layer.num_in, requires_grad=True), weight(layer.num_out, layer.num_in)]
+        leaves = [torch.randn(shard_size, layer.num_in, requires_grad=True), weight(layer.num_out, layer.num_in)]
         grad = torch.randn(num_tokens, layer.num_out)
     elif layer.op == "linear_reduce_scatter":
         leaves = [torch.randn(num_tokens, layer.num_in, requires_grad=True), weight(layer.num_out, layer.num_in)]
-        grad = torch.randn(part, layer.num_out)
+        grad = torch.randn(shard_size, layer.num_out)
     else:
         sizes = [(layer.num_out, layer.num_in), (layer.num_in, layer.num_out), (layer.num_out, layer.num_in)]
-        leaves = [torch.randn(part, layer.num_in, requires_grad=True), *(weight(*size) for size in sizes)]
-        grad = torch.randn(part, layer.num_in)
+        leaves = [torch.randn(shard_size, layer.num_in, requires_grad=True), *(weight(*size) for size in sizes)]
+        grad = torch.randn(shard_size, layer.num_in)
     options = {
         "all_gather_linear": {"gather_dim": 0},
         "linear_reduce_scatter": {"scatter_dim": 0},
@@ -99,7 +99,7 @@ def measure(layer: Layer, num_tokens: int) -> dict[str, Any]:
     """Return the choices for one shape, and the times taken in turn after these were made; collective."""
     call = _call_of(layer, num_tokens)
     weft.overlap.clear()
-    candidates = {name: _in_mode(mode, call) for name, mode in NAMES.items()}
+    candidates = {name: _in_mode(mode, call) for name, mode in MODES.items()}
     for _ in range(CALLS_UNTIL_CHOSEN):
         candidates["auto"]()
     seconds = interleaved_seconds({"whole": candidates["whole"]}, num_samples=3, calls_per_sample=1)["whole"]
@@ -109,7 +109,7 @@ def measure(layer: Layer, num_tokens: int) -> dict[str, Any]:
     return {"seconds": times, "choices": [asdict(choice) for choice in weft.overlap.table()]}
 
 
-NAMES = {"whole": "never", "auto": "auto", "whole_again": "never"}
+MODES = {"whole": "never", "auto": "auto", "whole_again": "never"}
 
 
 def summarise(layer: Layer, num_tokens: int, measured: dict[str, Any]) -> dict[str, Any]:
@@ -129,26 +129,26 @@ def summarise(layer: Layer, num_tokens: int, measured: dict[str, Any]) -> dict[s
     }
 
 
-def noise_of(whole: list[float], auto: list[float]) -> float:
+def noise_of(unchunked: list[float], auto: list[float]) -> float:
     """Return the half-width of the 95 % confidence interval of the pairs' median, after McGill, Tukey and Larsen."""
-    first, _, third = statistics.quantiles((a / b for a, b in zip(whole, auto, strict=True)), n=4)
-    return 1.57 * (third - first) / len(whole) ** 0.5
+    first, _, third = statistics.quantiles((a / b for a, b in zip(unchunked, auto, strict=True)), n=4)
+    return 1.57 * (third - first) / len(unchunked) ** 0.5
 
 
 def failures(num_ranks: int, results: list[dict[str, Any]]) -> list[str]:
     """Return the limits that are missed beyond noise, one sentence each."""
-    missed = []
+    violations = []
     for result in results:
         noise = max(result["noise"], abs(1 - result["speed_of_whole_again"]))
         if result["speed_of_auto"] < MIN_SPEED - noise:
-            missed.append(
+            violations.append(
                 f"{result['op']} {result['num_in']} -> {result['num_out']}, {result['num_tokens']} tokens: auto has "
                 f"{result['speed_of_auto']} of the speed of whole, wanted {MIN_SPEED} (noise {noise:.3f})."
             )
     best = max(result["speed_of_auto"] for result in results)
     if num_ranks == 2 and best < MIN_BEST_SPEED:
-        missed.append(f"The best speed of auto over whole is {best}, wanted {MIN_BEST_SPEED} somewhere.")
-    return missed
+        violations.append(f"The best speed of auto over whole is {best}, wanted {MIN_BEST_SPEED} somewhere.")
+    return violations
 
 
 def print_table(report: dict[str, Any]) -> None:
@@ -194,10 +194,10 @@ def main() -> int:
         print(json.dumps(report, indent=2))
     else:
         print_table(report)
-    missed = failures(args.ranks, results) if args.check else []
-    for sentence in missed:
+    violations = failures(args.ranks, results) if args.check else []
+    for sentence in violations:
         print(sentence, file=sys.stderr)
-    return 1 if missed else 0
+    return 1 if violations else 0
 
 
 if __name__ == "__main__":

@@ -33,8 +33,8 @@ from weft.strategy.pipeline.micro_batches import split_batch
 BATCH, SIZE, NUM_CLASSES = 32, 128, 1000
 COUNTS = (2, 4, 8, 16)  # of micro-batches
 TAPERED = ((8, 16, 8), (4, 12, 12, 4))  # micro-batches of these sizes
-OURS = ("gpipe", "1f1b", "zero_bubble")
-THEIRS = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+WEFT_SCHEDULES = ("gpipe", "1f1b", "zero_bubble")
+TORCH_SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 MIN_OVER_ONE, MIN_OVER_TORCH, NAIVE_WITHIN = 1.75, 0.98, 0.1
 
 Step = Callable[[], None]
@@ -46,7 +46,7 @@ def images() -> tuple[Tensor, Tensor]:
     return x, torch.randint(0, NUM_CLASSES, (BATCH,), generator=generator)
 
 
-def whole_model() -> nn.Module:
+def full_model() -> nn.Module:
     torch.manual_seed(0)
     return resnet50()
 
@@ -71,14 +71,14 @@ def name_of(sizes: Sequence[int]) -> str:
 
 
 def even_sizes(count: int) -> list[int]:
-    return [len(part) for part in split_batch(torch.empty(BATCH), count)]
+    return [len(micro_batch) for micro_batch in split_batch(torch.empty(BATCH), count)]
 
 
 def one_process(sizes: Sequence[int]) -> Step:
     """Return a step in micro-batches for rank 0, and an empty one for the other rank."""
     if dist.get_rank() != 0:
         return lambda: None
-    model = whole_model()
+    model = full_model()
     x, y = images()
 
     def forward_backward() -> None:
@@ -88,8 +88,10 @@ def one_process(sizes: Sequence[int]) -> Step:
     return stepping(model, forward_backward)
 
 
-def ours(kind: str, cuts: list[str], counts: tuple[int, ...], shares: Sequence[int] | None = None) -> dict[int, Step]:
-    model = whole_model()
+def weft_steps(
+    kind: str, cuts: list[str], counts: tuple[int, ...], shares: Sequence[int] | None = None
+) -> dict[int, Step]:
+    model = full_model()
     mesh = DeviceMesh("cpu", list(range(dist.get_world_size())))
     pipeline = Pipeline(model, mesh, cuts, schedule=kind, micro_batch_shares=shares)
     batch = images()
@@ -102,14 +104,14 @@ def ours(kind: str, cuts: list[str], counts: tuple[int, ...], shares: Sequence[i
     return {count: stepping(model, lambda count=count: forward_backward(count)) for count in counts}
 
 
-def theirs(kind: str, cuts: list[str], counts: tuple[int, ...], group: dist.ProcessGroup) -> dict[int, Step]:
+def torch_steps(kind: str, cuts: list[str], counts: tuple[int, ...], group: dist.ProcessGroup) -> dict[int, Step]:
     rank = dist.get_rank()
-    module = halves(whole_model(), cuts[0])[rank]
+    module = split_at(full_model(), cuts[0])[rank]
     x, y = images()
     steps = {}
     for count in counts:
         stage = PipelineStage(module, rank, 2, torch.device("cpu"), group=group)
-        schedule = THEIRS[kind](stage, n_microbatches=count, loss_fn=F.cross_entropy)
+        schedule = TORCH_SCHEDULES[kind](stage, n_microbatches=count, loss_fn=F.cross_entropy)
         call = (
             (lambda schedule=schedule: schedule.step(x))
             if rank == 0
@@ -119,7 +121,7 @@ def theirs(kind: str, cuts: list[str], counts: tuple[int, ...], group: dist.Proc
     return steps
 
 
-def halves(model: nn.Module, cut: str) -> tuple[nn.Module, nn.Module]:
+def split_at(model: nn.Module, cut: str) -> tuple[nn.Module, nn.Module]:
     """Return the layers before the cut, and those from the cut on, as nn.Sequential."""
     flat: list[tuple[str, nn.Module]] = []
     for name, child in model.named_children():
@@ -134,7 +136,7 @@ def halves(model: nn.Module, cut: str) -> tuple[nn.Module, nn.Module]:
 
 
 def cuts_of_measured_layers() -> list[str]:
-    model, (x, y) = whole_model(), images()
+    model, (x, y) = full_model(), images()
     profiles = profile_layers(model, (x[:4], y[:4]), lambda batch: F.cross_entropy(model(batch[0]), batch[1]))
     return balanced_cuts(profiles, 2)
 
@@ -148,14 +150,14 @@ def measure(num_samples: int, counts: tuple[int, ...]) -> dict[str, Any]:
     steps: dict[str, Step] = {"one process": one_process([BATCH])}
     steps |= {f"one process, {count}": one_process(even_sizes(count)) for count in counts}
     steps |= {f"one process, {name_of(sizes)}": one_process(sizes) for sizes in TAPERED}
-    steps["naive split"] = ours("naive", cuts, (1,))[1]
-    for kind in OURS:
-        steps |= {f"weft {kind}, {count}": step for count, step in ours(kind, cuts, counts).items()}
+    steps["naive split"] = weft_steps("naive", cuts, (1,))[1]
+    for kind in WEFT_SCHEDULES:
+        steps |= {f"weft {kind}, {count}": step for count, step in weft_steps(kind, cuts, counts).items()}
     for sizes in TAPERED:
-        steps[f"weft zero_bubble, {name_of(sizes)}"] = ours("zero_bubble", cuts, (len(sizes),), sizes)[len(sizes)]
-    for kind in THEIRS:
+        steps[f"weft zero_bubble, {name_of(sizes)}"] = weft_steps("zero_bubble", cuts, (len(sizes),), sizes)[len(sizes)]
+    for kind in TORCH_SCHEDULES:
         for backend, group in (("gloo", gloo), ("weft", dist.group.WORLD)):
-            made = theirs(kind, cuts, counts, group)
+            made = torch_steps(kind, cuts, counts, group)
             steps |= {f"torch {kind} on {backend}, {count}": step for count, step in made.items()}
     seconds = interleaved_seconds(steps, num_samples=num_samples, calls_per_sample=1, warm_up=1)
     return {"cuts": cuts, "seconds": seconds}

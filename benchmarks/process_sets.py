@@ -31,10 +31,10 @@ class ProcessSet:
     def __init__(self, function: Callable[..., None], num_ranks: int, backend: str, *args: Any) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="weft-benchmark-")
         pairs = [Pipe() for _ in range(num_ranks)]
-        self._ours = [ours for ours, _ in pairs]
+        self._connections = [parent_end for parent_end, _ in pairs]
         self._ranks = mp.start_processes(
             _rank_main,
-            ([theirs for _, theirs in pairs], Path(self._folder.name, "store"), backend, function, args),
+            ([rank_end for _, rank_end in pairs], Path(self._folder.name, "store"), backend, function, args),
             num_ranks,
             join=False,
             start_method="fork",  # ranks inherit the imported torch; this process has started nothing else
@@ -47,10 +47,10 @@ class ProcessSet:
             torch.multiprocessing.ProcessRaisedException: a rank raised; its traceback is in the text.
             TimeoutError: an answer took too long.
         """
-        for connection in self._ours:
+        for connection in self._connections:
             connection.send(message)
         deadline = time.monotonic() + TIMEOUT_SECONDS
-        return [self._answer(connection, deadline) for connection in self._ours]
+        return [self._answer(connection, deadline) for connection in self._connections]
 
     def _answer(self, connection: Connection, deadline: float) -> Any:
         while not connection.poll(1.0):

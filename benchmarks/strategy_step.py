@@ -27,7 +27,7 @@ import torch
 from common import machine_facts, median_paired_ratio
 from overlap import noise_of
 from process_sets import ProcessSet
-from strategy_sides import CANDIDATES, LAYOUTS, NUM_WARM_UP, SIZES, Size, train
+from strategy_candidates import CANDIDATES, LAYOUTS, NUM_WARM_UP, SIZES, Size, train
 from torch import Tensor
 
 NUM_COUNTED = 1
@@ -35,20 +35,22 @@ NUM_COUNTED = 1
 MAX_RATIO_SMALLEST, MAX_RATIO = 0.5, 1.0
 
 
-def in_turn(size: Size, layout: str, num_samples: int, counts: bool) -> tuple[dict[str, list[float]], dict[str, Any]]:
+def in_turn(
+    size: Size, layout: str, num_samples: int, counts_memory: bool
+) -> tuple[dict[str, list[float]], dict[str, Any]]:
     """Return each candidate's seconds per step by sample, of its slowest rank, and its table of memory."""
     num_data, num_tensor = LAYOUTS[layout]
-    per_sample = 1 if counts else size.steps_per_sample
+    per_sample = 1 if counts_memory else size.steps_per_sample
     num_steps = NUM_WARM_UP + num_samples * per_sample
     sets: dict[str, ProcessSet] = {}
     try:
         for name, candidate in CANDIDATES.items():
             sets[name] = ProcessSet(
-                train, num_data * num_tensor, candidate.backend, candidate, size, layout, num_steps, counts
+                train, num_data * num_tensor, candidate.backend, candidate, size, layout, num_steps, counts_memory
             )
         losses = {name: _losses(each.ask(NUM_WARM_UP)) for name, each in sets.items()}
         for name, values in losses.items():
-            _refuse_other_losses(name, values, losses["stock"])
+            _check_equal_losses(name, values, losses["stock"])
         seconds: dict[str, list[float]] = {name: [] for name in sets}
         for sample in range(num_samples):
             for name in list(sets) if sample % 2 == 0 else list(sets)[::-1]:
@@ -64,13 +66,13 @@ def _losses(answers: Sequence[tuple[float, list[float]]]) -> Tensor:
     return torch.tensor([losses for _, losses in answers], dtype=torch.float64).mean(0)
 
 
-def _refuse_other_losses(name: str, ours: Tensor, stock: Tensor) -> None:
-    torch.testing.assert_close(ours, stock, rtol=1e-4, atol=0, msg=lambda text: f"{name}'s losses: {text}")
+def _check_equal_losses(name: str, losses: Tensor, stock: Tensor) -> None:
+    torch.testing.assert_close(losses, stock, rtol=1e-4, atol=0, msg=lambda text: f"{name}'s losses: {text}")
 
 
 def rows_of(size: Size, layout: str, num_samples: int) -> list[dict[str, Any]]:
-    seconds, _ = in_turn(size, layout, num_samples, counts=False)
-    _, tables = in_turn(size, layout, NUM_COUNTED, counts=True)
+    seconds, _ = in_turn(size, layout, num_samples, counts_memory=False)
+    _, tables = in_turn(size, layout, NUM_COUNTED, counts_memory=True)
     rows = []
     for name, times in seconds.items():
         most = max(tables[name], key=lambda row: row["total"] - row["communication"])
@@ -94,19 +96,21 @@ def rows_of(size: Size, layout: str, num_samples: int) -> list[dict[str, Any]]:
 
 def failures(rows: list[dict[str, Any]]) -> list[str]:
     """Return the limits that are missed, one sentence each: time of "weft" beyond noise, memory of every row."""
-    missed = []
+    violations = []
     stock = {(row["layout"], row["dim"]): row for row in rows if row["candidate"] == "stock"}
     for row in rows:
         if row["candidate"] == "stock":
             continue
         where = f"{row['layout']}, dim {row['dim']}, {row['candidate']}"
-        bar = MAX_RATIO_SMALLEST if row["dim"] == min(SIZES) else MAX_RATIO
-        if row["candidate"] == "weft" and row["ratio"] > bar + row["noise"]:
-            missed.append(f"{where}: {row['ratio']:.3f} of stock's time, wanted {bar} (noise {row['noise']:.3f}).")
-        mine, theirs = row["peak_bytes"], stock[row["layout"], row["dim"]]["peak_bytes"]
-        if mine >= theirs:
-            missed.append(f"{where}: a peak of {mine} bytes, wanted less than stock's {theirs}.")
-    return missed
+        limit = MAX_RATIO_SMALLEST if row["dim"] == min(SIZES) else MAX_RATIO
+        if row["candidate"] == "weft" and row["ratio"] > limit + row["noise"]:
+            violations.append(
+                f"{where}: {row['ratio']:.3f} of stock's time, wanted {limit} (noise {row['noise']:.3f})."
+            )
+        weft_bytes, stock_bytes = row["peak_bytes"], stock[row["layout"], row["dim"]]["peak_bytes"]
+        if weft_bytes >= stock_bytes:
+            violations.append(f"{where}: a peak of {weft_bytes} bytes, wanted less than stock's {stock_bytes}.")
+    return violations
 
 
 def print_table(report: dict[str, Any]) -> None:
@@ -142,10 +146,10 @@ def main() -> int:
         print(json.dumps(report, indent=2))
     else:
         print_table(report)
-    missed = failures(report["results"]) if args.check else []
-    for sentence in missed:
+    violations = failures(report["results"]) if args.check else []
+    for sentence in violations:
         print(sentence, file=sys.stderr)
-    return 1 if missed else 0
+    return 1 if violations else 0
 
 
 if __name__ == "__main__":

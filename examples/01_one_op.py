@@ -55,24 +55,24 @@ def run_rank(rank: int, folder: str) -> None:
     w2 = torch.randn(DIM, HIDDEN, dtype=torch.float64) / HIDDEN**0.5
     grad_y = torch.randn(NUM_TOKENS, DIM, dtype=torch.float64)
 
-    whole = [t.clone().requires_grad_() for t in (x, w1, w2, w3)]
-    part = [
+    full = [t.clone().requires_grad_() for t in (x, w1, w2, w3)]
+    shard = [
         t.clone().requires_grad_()
         for t in (x, w1.chunk(NUM_RANKS)[rank], w2.chunk(NUM_RANKS, dim=1)[rank], w3.chunk(NUM_RANKS)[rank])
     ]
 
-    expected = F.linear(F.silu(F.linear(whole[0], whole[1])) * F.linear(whole[0], whole[3]), whole[2])
-    y = weft.ops.column_row_mlp(*part, activation="silu", group_name=group.group_name)
+    expected = F.linear(F.silu(F.linear(full[0], full[1])) * F.linear(full[0], full[3]), full[2])
+    y = weft.ops.column_row_mlp(*shard, activation="silu", group_name=group.group_name)
     expected.backward(grad_y)
     y.backward(grad_y)
 
-    x_grad, w1_grad, w2_grad, w3_grad = (tensor.grad for tensor in whole)
+    x_grad, w1_grad, w2_grad, w3_grad = (tensor.grad for tensor in full)
     pairs = {
         "y": (y, expected),
-        "grad x": (part[0].grad, x_grad),
-        "grad w1": (part[1].grad, w1_grad.chunk(NUM_RANKS)[rank]),
-        "grad w2": (part[2].grad, w2_grad.chunk(NUM_RANKS, dim=1)[rank]),
-        "grad w3": (part[3].grad, w3_grad.chunk(NUM_RANKS)[rank]),
+        "grad x": (shard[0].grad, x_grad),
+        "grad w1": (shard[1].grad, w1_grad.chunk(NUM_RANKS)[rank]),
+        "grad w2": (shard[2].grad, w2_grad.chunk(NUM_RANKS, dim=1)[rank]),
+        "grad w3": (shard[3].grad, w3_grad.chunk(NUM_RANKS)[rank]),
     }
     worst = torch.stack([(a - b).abs().max() / b.abs().max() for a, b in pairs.values()]).detach()
     dist.all_reduce(worst, dist.ReduceOp.MAX)

@@ -48,17 +48,17 @@ def train(args: argparse.Namespace) -> None:
             f"of {BATCH_SIZE}; choose another --accumulate or --layout."
         )
     windows = Windows(documentation_bytes(), args.steps * BATCH_SIZE, SEQ_LEN, SEED)
-    left = Subset(windows, range(state["step"] * BATCH_SIZE, len(windows)))
-    batches = iter(fabric.setup_dataloaders(DataLoader(left, batch_size=BATCH_SIZE // num_shares)))
+    remaining = Subset(windows, range(state["step"] * BATCH_SIZE, len(windows)))
+    batches = iter(fabric.setup_dataloaders(DataLoader(remaining, batch_size=BATCH_SIZE // num_shares)))
     for step in range(state["step"], args.steps):
         loss = torch.zeros(())
         for idx in range(args.accumulate):
             tokens, targets = next(batches)
             # Gradients are reduced only with the last micro-batch.
             with fabric.no_backward_sync(model, enabled=idx < args.accumulate - 1):
-                part = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()) / args.accumulate
-                fabric.backward(part)
-            loss += part.detach()
+                share = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()) / args.accumulate
+                fabric.backward(share)
+            loss += share.detach()
         norm = fabric.clip_gradients(model, optimizer, max_norm=MAX_NORM)  # the norm before clipping
         optimizer.step()
         optimizer.zero_grad()

@@ -40,8 +40,8 @@ def main() -> int:
         mp.spawn(run_rank, (folder, arguments), NUM_STAGES)
         result = json.loads(Path(folder, "result.json").read_text())
     print(f"stages begin at the first layer and at {', '.join(result['cuts'])}")
-    for step, (ours, whole) in enumerate(zip(result["losses"], result["whole"], strict=True)):
-        print(f"step {step}: loss {ours:.6f} in stages, {whole:.6f} in one process")
+    for step, (pipelined, full) in enumerate(zip(result["losses"], result["whole"], strict=True)):
+        print(f"step {step}: loss {pipelined:.6f} in stages, {full:.6f} in one process")
     agree = all(abs(a - b) <= TOLERANCE * b for a, b in zip(result["losses"], result["whole"], strict=True))
     return 0 if agree else 1
 
@@ -63,10 +63,10 @@ def run_rank(rank: int, folder: str, arguments: argparse.Namespace) -> None:
     # Residual branches start at zero; otherwise batch norms over so few pixels amplify rounding to 3 % in one step.
     model = resnet50(num_classes=NUM_CLASSES, zero_init_residual=True)
     batch = torch.randn(BATCH, 3, SIZE, SIZE), torch.randint(0, NUM_CLASSES, (BATCH,))
-    whole = copy.deepcopy(model) if rank == 0 else None
+    full_model = copy.deepcopy(model) if rank == 0 else None
 
     # All ranks need the same cuts: those that the first rank has measured.
-    micro_batch = tuple(part[: BATCH // arguments.micro_batches] for part in batch)
+    micro_batch = tuple(tensor[: BATCH // arguments.micro_batches] for tensor in batch)
     cuts = [balanced_cuts(profile_layers(model, micro_batch, lambda b: loss_of(model, b)), NUM_STAGES)]
     dist.broadcast_object_list(cuts)
 
@@ -84,21 +84,21 @@ def run_rank(rank: int, folder: str, arguments: argparse.Namespace) -> None:
         if rank == 0:
             planned = Schedule.generate(arguments.schedule, NUM_STAGES, arguments.micro_batches)
             draw(planned, traces, path=arguments.picture)
-    if whole is not None:
-        result = {"cuts": cuts[0], "losses": losses, "whole": train_whole(whole, batch, arguments.micro_batches)}
+    if full_model is not None:
+        result = {"cuts": cuts[0], "losses": losses, "whole": train_unsplit(full_model, batch, arguments.micro_batches)}
         Path(folder, "result.json").write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def train_whole(model: torch.nn.Module, batch: tuple[Tensor, Tensor], num_micro_batches: int) -> list[float]:
+def train_unsplit(model: torch.nn.Module, batch: tuple[Tensor, Tensor], num_micro_batches: int) -> list[float]:
     """Train the unsplit model in one process, a micro-batch at a time, as batch norms see the batch in a pipeline."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     losses = []
     for _ in range(STEPS):
         optimizer.zero_grad()
-        parts = zip(*(part.chunk(num_micro_batches) for part in batch), strict=True)
-        shares = [loss_of(model, part) / num_micro_batches for part in parts]
+        micro_batches = zip(*(tensor.chunk(num_micro_batches) for tensor in batch), strict=True)
+        shares = [loss_of(model, micro_batch) / num_micro_batches for micro_batch in micro_batches]
         torch.stack(shares).sum().backward()
         optimizer.step()
         losses.append(sum(share.item() for share in shares))

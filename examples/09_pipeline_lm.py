@@ -43,8 +43,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="weft-example-") as folder:
         mp.spawn(run_rank, (folder, arguments), STAGES * TENSOR_RANKS)
         result = json.loads(Path(folder, "result.json").read_text())
-    for step, (ours, whole) in enumerate(zip(result["losses"], result["whole"], strict=True)):
-        print(f"step {step}: loss {ours:.6f} on four ranks, {whole:.6f} on one device")
+    for step, (pipelined, full) in enumerate(zip(result["losses"], result["whole"], strict=True)):
+        print(f"step {step}: loss {pipelined:.6f} on four ranks, {full:.6f} on one device")
     print(f"parameters: {', '.join(map(str, result['parameters']))} on the ranks, {result['all']} in all")
     agree = all(abs(a - b) <= TOLERANCE * b for a, b in zip(result["losses"], result["whole"], strict=True))
     return 0 if agree else 1
@@ -66,7 +66,7 @@ def run_rank(rank: int, folder: str, arguments: argparse.Namespace) -> None:
     )
     torch.manual_seed(SEED)
     model = Transformer(ModelArgs(max_seq_len=SEQ_LEN))
-    whole = copy.deepcopy(model) if rank == 0 else None
+    full_model = copy.deepcopy(model) if rank == 0 else None
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
 
     axes = ("pipeline_parallel", "tensor_parallel")
@@ -79,13 +79,13 @@ def run_rank(rank: int, folder: str, arguments: argparse.Namespace) -> None:
     losses = []
     for batch in batches(arguments.steps):
         optimizer.zero_grad()
-        losses.append(pipeline.step(batch, lambda part: next_token_loss(model, part)).item())
+        losses.append(pipeline.step(batch, lambda micro_batch: next_token_loss(model, micro_batch)).item())
         optimizer.step()
 
-    held = [0] * dist.get_world_size()
-    dist.all_gather_object(held, sum(local.numel() for local in map(local_of, model.parameters())))
-    if whole is not None:
-        result = {"losses": losses, "whole": train_whole(whole, arguments.steps), "parameters": held}
+    num_held = [0] * dist.get_world_size()
+    dist.all_gather_object(num_held, sum(local.numel() for local in map(local_of, model.parameters())))
+    if full_model is not None:
+        result = {"losses": losses, "whole": train_unsplit(full_model, arguments.steps), "parameters": num_held}
         Path(folder, "result.json").write_text(json.dumps({**result, "all": num_parameters}))
     dist.barrier()
     dist.destroy_process_group()
@@ -95,7 +95,7 @@ def batches(num_steps: int) -> DataLoader:
     return DataLoader(Windows(documentation_bytes(), num_steps * BATCH_SIZE, SEQ_LEN, SEED), batch_size=BATCH_SIZE)
 
 
-def train_whole(model: nn.Module, num_steps: int) -> list[float]:
+def train_unsplit(model: nn.Module, num_steps: int) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
     for batch in batches(num_steps):

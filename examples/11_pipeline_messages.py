@@ -37,7 +37,7 @@ def main() -> int:
     return 0 if max(result) <= TOLERANCE else 1
 
 
-def whole_model() -> nn.Sequential:
+def full_model() -> nn.Sequential:
     """Return the unsplit model, the same on every rank; the first two layers are stage 0."""
     torch.manual_seed(0)
     layers = (nn.Linear(DIM, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, DIM), nn.Tanh(), nn.Linear(DIM, NUM_CLASSES))
@@ -80,15 +80,17 @@ def run_rank(rank: int, folder: str) -> None:
         timeout=datetime.timedelta(minutes=2),
     )
     group = dist.group.WORLD.group_name
-    stages = whole_model()[:2], whole_model()[2:]
+    stages = full_model()[:2], full_model()[2:]
     (train_last_stage if rank else train_first_stage)(stages[rank], group)
     weft.ops.pipeline_flush(group)
 
-    whole = whole_model()
+    full = full_model()
     for x, targets in micro_batches():
-        loss_of(whole(x), targets).backward()
-    pairs = zip(stages[rank].parameters(), (whole[:2], whole[2:])[rank].parameters(), strict=True)
-    worst = torch.stack([(ours.grad - theirs.grad).abs().max() for ours, theirs in pairs]).max()
+        loss_of(full(x), targets).backward()
+    pairs = zip(stages[rank].parameters(), (full[:2], full[2:])[rank].parameters(), strict=True)
+    worst = torch.stack(
+        [(stage_parameter.grad - full_parameter.grad).abs().max() for stage_parameter, full_parameter in pairs]
+    ).max()
     differences = [torch.empty_like(worst) for _ in range(NUM_STAGES)]
     dist.all_gather(differences, worst)
     if rank == 0:

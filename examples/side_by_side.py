@@ -8,9 +8,9 @@ from pathlib import Path
 
 FIRST_STEPS, FIRST_RELATIVE = 20, 1e-4
 LAST_STEPS, LAST_ABSOLUTE = 20, 0.02
-LOSS_BAR, LOSS_SECONDS = 2.6, 180.0
+LOSS_LIMIT, LOSS_SECONDS = 2.6, 180.0
 LOSS_WINDOW = 20
-LOSS_BAR_FROM_STEPS = 150  # shorter runs are smoke tests, whose loss is not checked
+LOSS_LIMIT_FROM_STEPS = 150  # shorter runs are smoke tests, whose loss is not checked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,10 +52,10 @@ class Run:
             return self.tokens_per_step / self.seconds[-1]
         return self.tokens_per_step * (len(self.seconds) - 1) / (self.seconds[-1] - self.seconds[0])
 
-    def step_below(self, bar: float) -> int | None:
-        """Return the first step (from 1) after which the mean of the last LOSS_WINDOW losses is below `bar`."""
+    def step_below(self, limit: float) -> int | None:
+        """Return the first step (from 1) after which the mean of the last LOSS_WINDOW losses is below `limit`."""
         for end in range(LOSS_WINDOW, len(self.losses) + 1):
-            if sum(self.losses[end - LOSS_WINDOW : end]) / LOSS_WINDOW < bar:
+            if sum(self.losses[end - LOSS_WINDOW : end]) / LOSS_WINDOW < limit:
                 return end
         return None
 
@@ -80,12 +80,12 @@ def verdict(runs: list[Run]) -> tuple[list[str], bool]:
     """Return a line with the figure for each limit, and whether all limits hold. Runs are compared with the first."""
     lines, good = [], True
     for run in runs:
-        if len(run.losses) >= LOSS_BAR_FROM_STEPS:
-            step = run.step_below(LOSS_BAR)
+        if len(run.losses) >= LOSS_LIMIT_FROM_STEPS:
+            step = run.step_below(LOSS_LIMIT)
             took = run.seconds[step - 1] if step is not None else None
             holds = took is not None and took <= LOSS_SECONDS
             when = f"after {step} steps and {took:.0f} s" if step is not None else "never"
-            what = f"mean of {LOSS_WINDOW} losses below {LOSS_BAR}"
+            what = f"mean of {LOSS_WINDOW} losses below {LOSS_LIMIT}"
             lines.append(f"{_mark(holds)} {_devices(run.devices)}: {what} {when} (wanted within {LOSS_SECONDS:.0f} s)")
             good &= holds
     base = runs[0]
@@ -94,12 +94,12 @@ def verdict(runs: list[Run]) -> tuple[list[str], bool]:
         pairs = list(zip(run.losses, base.losses, strict=True))
         first = [abs(a - b) / abs(b) for a, b in pairs[:FIRST_STEPS]]
         last = [abs(a - b) for a, b in pairs[-LAST_STEPS:]]
-        for what, figures, bar in (
+        for what, figures, limit in (
             (f"first {FIRST_STEPS} losses, largest relative difference", first, FIRST_RELATIVE),
             (f"last {LAST_STEPS} losses, largest difference", last, LAST_ABSOLUTE),
         ):
-            holds = all(figure <= bar for figure in figures)  # false for a NaN, which max() may pass over
-            lines.append(f"{_mark(holds)} {pair}: {what} {max(figures):.1e} (wanted at most {bar:g})")
+            holds = all(figure <= limit for figure in figures)  # false for a NaN, which max() may pass over
+            lines.append(f"{_mark(holds)} {pair}: {what} {max(figures):.1e} (wanted at most {limit:g})")
             good &= holds
     return lines, good
 

@@ -117,7 +117,7 @@ def _fail_on(rank: int, bad_rank: int) -> None:
 
 
 @pytest.mark.parametrize("bad_rank", [0, 2])
-def test_a_failing_rank_is_named_first_and_the_next_test_gets_fresh_ranks(bad_rank: int) -> None:
+def test_failing_rank_is_reported_first_and_replaced(bad_rank: int) -> None:
     before = run_on_ranks(3, _pid)
     start = time.monotonic()
     with pytest.raises(RankFailure) as caught:
@@ -141,7 +141,7 @@ def _die(rank: int, how: int) -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGABRT])
-def test_a_dead_rank_is_named_before_its_followers(how: int) -> None:
+def test_dead_rank_is_reported_first(how: int) -> None:
     with pytest.raises(RankFailure) as caught:
         run_on_ranks(2, _die, how=how)
     first, _, followers = str(caught.value).partition("rank 0 of 2")
@@ -155,7 +155,7 @@ def _hang_on_rank_one(rank: int) -> None:
         time.sleep(0.05)
 
 
-def test_time_out_names_the_hung_rank_and_shows_where() -> None:
+def test_time_out_reports_hung_rank_and_stack() -> None:
     start = time.monotonic()
     with pytest.raises(RankFailure) as caught:
         run_on_ranks(2, _hang_on_rank_one, timeout=1.0)
@@ -173,7 +173,7 @@ def _skip(rank: int, only: int | None = None) -> None:
 
 
 @on_ranks(2)
-def test_skip_in_the_body(rank: int) -> None:
+def test_skip_in_body(rank: int) -> None:
     pytest.skip("always skipped: the outcome is asserted below")
 
 
@@ -185,7 +185,7 @@ def test_skips() -> None:
     with pytest.raises(RankFailure, match=r"rank 1 of 2 was skipped \(not today\) while others were not"):
         run_on_ranks(2, _skip, only=1)
     with pytest.raises(pytest.skip.Exception, match="always skipped"):
-        test_skip_in_the_body(world_size=2)
+        test_skip_in_body(world_size=2)
 
 
 def _destroy_the_group(rank: int) -> None:
@@ -198,7 +198,7 @@ def _call_one_collective_too_many(rank: int) -> None:
         dist.all_reduce(torch.zeros(1), async_op=True)
 
 
-def test_a_case_that_leaves_its_ranks_out_of_step_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsynchronized_case_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RankFailure, match="destroyed the default process group"):
         run_on_ranks(2, _destroy_the_group)
     monkeypatch.setattr("support.rank_pool._RESET_SECONDS", 2.0)
@@ -207,7 +207,7 @@ def test_a_case_that_leaves_its_ranks_out_of_step_is_blamed(monkeypatch: pytest.
     assert len(run_on_ranks(2, _pid)) == 2
 
 
-def test_what_ranks_cannot_get_is_refused() -> None:
+def test_invalid_arguments_raise() -> None:
     with pytest.raises(ValueError, match=r"value=.*cannot be sent to ranks"):
         run_on_ranks(1, _skip, value=lambda: 0)
     with pytest.raises(ValueError, match="move it to the top level"):
@@ -222,7 +222,7 @@ def _num_threads_of_server() -> int:
     return len(list(Path(f"/proc/{os.getppid()}/task").iterdir()))
 
 
-def test_the_server_stays_single_threaded() -> None:
+def test_server_is_single_threaded() -> None:
     assert run_on_ranks(1, _num_threads_of_server) == [1]
 
 
@@ -305,14 +305,14 @@ def test_ranks_die_with_the_session(tmp_path: Path, signum: int) -> None:
         assert not any(is_running(pid) for pid in pids)
 
 
-def test_pools_come_back_after_close() -> None:
+def test_pools_restart_after_close() -> None:
     before = run_on_ranks(1, _pid)
     POOLS.close()
     assert not is_running(before[0])
     assert run_on_ranks(1, _pid) != before
 
 
-def test_process_helpers_capture_time_out_and_find_what_is_left(tmp_path: Path) -> None:
+def test_process_helpers_capture_output_and_find_survivors(tmp_path: Path) -> None:
     result = run_script("import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)")
     assert (result.returncode, result.stdout, result.stderr) == (3, "out\n", "err\n")
     with pytest.raises(TimeoutError, match=r"longer than 0.5 s\n--- stdout ---\nbefore"):

@@ -83,9 +83,9 @@ class BatchCheck:
         batch: Any,
         group: dist.ProcessGroup,
         device: torch.device,
-        shared: str = "tensor-parallel group",
+        group_kind: str = "tensor-parallel group",
     ) -> None:
-        """Count one batch of `stage`, and compare it if it is due; `shared`: the name of the group's kind in the error.
+        """Count one batch of `stage`, and compare it if it is due; `group_kind`: the group's name in the error.
 
         Raises:
             ValueError: on every rank of the group, if the ranks hold different batches.
@@ -96,9 +96,9 @@ class BatchCheck:
         self._epoch_begins = False
         if not is_due or group.size() == 1:
             return
-        mine = torch.tensor([batch_digest(batch)], dtype=torch.int64, device=device)
-        gathered = [torch.empty_like(mine) for _ in range(group.size())]
-        dist.all_gather(gathered, mine, group=group)
+        local = torch.tensor([batch_digest(batch)], dtype=torch.int64, device=device)
+        gathered = [torch.empty_like(local) for _ in range(group.size())]
+        dist.all_gather(gathered, local, group=group)
         digests = [int(digest) for digest in gathered]
         if len(set(digests)) == 1:
             return
@@ -108,7 +108,7 @@ class BatchCheck:
             by_digest.setdefault(digest, []).append(rank)
         parties = " and ".join(f"rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}" for r in by_digest.values())
         raise ValueError(
-            f"{stage} batch {batch_idx} differs between {parties}, which share one {shared} and must "
+            f"{stage} batch {batch_idx} differs between {parties}, which share one {group_kind} and must "
             "get the same data: call seed_everything before making random data, shard data sets by the data-parallel "
             "rank instead of the global one, and draw from the default generators only, on every rank alike."
         )

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from weft._plugin.optimizer_state import WholeModel, load_named_state, load_sharded_state, named_by_stages
+from weft._plugin.optimizer_state import UnsplitModel, load_named_state, load_sharded_state, rekey_by_name
 
 METADATA_FILENAME = "meta.pt"
 # The second is the key of the stock strategy.
@@ -34,7 +34,7 @@ def optimizer_key(idx: int) -> str:
     return f"optimizer_{idx}"
 
 
-def if_given(**arguments: Any) -> dict[str, Any]:
+def without_none(**arguments: Any) -> dict[str, Any]:
     """Return the arguments that are not None: the stock strategy of Lightning 2.5 does not have `weights_only`."""
     return {name: value for name, value in arguments.items() if value is not None}
 
@@ -74,7 +74,7 @@ def write_directory(
 
     It is written under another name and renamed when complete; a previous checkpoint is kept until then.
     """
-    refuse_other_directory(path)
+    check_checkpoint_path(path)
     partial = path.with_name(f".{path.name}.partial")
     if is_first_rank:
         shutil.rmtree(partial, ignore_errors=True)
@@ -108,7 +108,7 @@ def write_file(checkpoint: dict[str, Any], path: Path) -> None:
     partial.replace(path)
 
 
-def refuse_other_directory(path: Path) -> None:
+def check_checkpoint_path(path: Path) -> None:
     """Raise IsADirectoryError if `path` is a directory that is not a checkpoint."""
     if path.is_dir() and not is_directory(path):
         raise IsADirectoryError(f"the checkpoint path {str(path)!r} is a directory; pass another path, or remove it.")
@@ -120,11 +120,11 @@ def load_directory(
     optimizers: Sequence[Optimizer],
     strict: bool,
     weights_only: bool | None,
-    whole: WholeModel | None = None,
+    unsplit: UnsplitModel | None = None,
 ) -> dict[str, Any]:
     """Load a directory of shards, saved by any number of ranks, into the live objects; return the rest.
 
-    `whole`: the unsplit model, if it is in stages.
+    `unsplit`: the unsplit model, if it is in stages.
     """
     saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     model_key = next((k for k in MODEL_KEYS if any(name.startswith(f"{k}.") for name in saved)), MODEL_KEYS[0])
@@ -132,7 +132,7 @@ def load_directory(
     if strict:
         prefix = f"{model_key}."
         names = (name.removeprefix(prefix) for name in saved if name.startswith(prefix))
-        _refuse_other_names(path, names, _names_of_all(read[model_key], whole))
+        _check_names(path, names, _names_of_all(read[model_key], unsplit))
     dcp.load(read, checkpoint_id=path, planner=dcp.DefaultLoadPlanner(allow_partial_load=not strict))
     model.load_state_dict(read[model_key], strict=strict)
     rest = torch.load(path / METADATA_FILENAME, map_location="cpu", weights_only=weights_only)
@@ -142,16 +142,16 @@ def load_directory(
     return rest
 
 
-def _names_of_all(own: Iterable[str], whole: WholeModel | None) -> set[str]:
+def _names_of_all(local_names: Iterable[str], unsplit: UnsplitModel | None) -> set[str]:
     """Return the names of the state of all stages; collective over the stages."""
-    if whole is None:
-        return set(own)
-    gathered: list[Any] = [None] * whole.stages.size()
-    dist.all_gather_object(gathered, list(own), group=whole.stages)
+    if unsplit is None:
+        return set(local_names)
+    gathered: list[Any] = [None] * unsplit.stages.size()
+    dist.all_gather_object(gathered, list(local_names), group=unsplit.stages)
     return {name for names in gathered for name in names}
 
 
-def _refuse_other_names(path: Path, saved: Iterable[str], wanted: Iterable[str]) -> None:
+def _check_names(path: Path, saved: Iterable[str], wanted: Iterable[str]) -> None:
     """Raise RuntimeError, as `load_state_dict` does; an entry that is a dict was saved under longer names."""
     saved, wanted = set(saved), set(wanted)
     holders = {name for name in wanted if any(each.startswith(f"{name}.") for each in saved)}
@@ -188,7 +188,7 @@ def load_file(
     optimizers: Sequence[Optimizer],
     strict: bool,
     weights_only: bool | None,
-    whole: WholeModel | None = None,
+    unsplit: UnsplitModel | None = None,
 ) -> dict[str, Any]:
     """Load a Trainer's single file, saved by any strategy, into the live objects; return the rest.
 
@@ -197,27 +197,27 @@ def load_file(
     checkpoint = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
     saved = checkpoint.pop("state_dict")
     target = get_model_state_dict(model)
-    if whole is not None:
+    if unsplit is not None:
         if strict:
-            _refuse_other_names(path, saved, _names_of_all(target, whole))
+            _check_names(path, saved, _names_of_all(target, unsplit))
         saved = {name: value for name, value in saved.items() if name in target}
-    model.load_state_dict({name: _placed_like(value, target.get(name)) for name, value in saved.items()}, strict)
+    model.load_state_dict({name: _shard_like(value, target.get(name)) for name, value in saved.items()}, strict)
     if optimizers:
         states = checkpoint.pop("optimizer_states", [])
         if len(states) < len(optimizers):
             raise KeyError(_no_optimizer(path, len(states)))
         for optimizer, state in zip(optimizers, states, strict=False):
-            by_name = state if whole is None else named_by_stages(state, model, optimizer, whole)
+            by_name = state if unsplit is None else rekey_by_name(state, model, optimizer, unsplit)
             load_named_state(model, optimizer, by_name)
     return checkpoint
 
 
-def _placed_like(value: Any, target: Any) -> Any:
+def _shard_like(value: Any, target: Any) -> Any:
     if not isinstance(target, DTensor) or isinstance(value, DTensor) or value.shape != target.shape:
         return value  # load_state_dict raises one error for all wrong shapes
-    from weft.strategy.data_parallel.local import placed_like
+    from weft.strategy.data_parallel.local import shard_like
 
-    return placed_like(value, target)
+    return shard_like(value, target)
 
 
 def _no_optimizer(path: Path, idx: int) -> str:

@@ -99,9 +99,9 @@ class DataAxes:
         self._reducers[module] = GradientReducer(module, self.group)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Make an optimizer step on averaged gradients only and, at zero_stage 1, step this rank's slices only."""
+        """Make an optimizer step on averaged gradients only and, at zero_stage 1, step this rank's flat shards only."""
         if not self.shards_parameters and self.size > 1:
-            optimizer.register_step_pre_hook(lambda *_: self._average_forgotten())
+            optimizer.register_step_pre_hook(lambda *_: self._average_pending())
         if self._sharded:
             from weft.strategy.data_parallel.fully_sharded import free_gathered
 
@@ -125,7 +125,7 @@ class DataAxes:
         for reducer in self._reducers.values():
             reducer.finish()
 
-    def _average_forgotten(self) -> None:
+    def _average_pending(self) -> None:
         for reducer in self._reducers.values():
             reducer.finish_if_needed()
 

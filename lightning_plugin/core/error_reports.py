@@ -79,7 +79,9 @@ class ErrorReports:
                 has_turn = True
                 other = self._printed().get(key)
                 if other is not None:
-                    _say(f"weft: rank {_rank()} raised the same {kind.__name__} as rank {other}: see its traceback.\n")
+                    _write_stderr(
+                        f"weft: rank {_rank()} raised the same {kind.__name__} as rank {other}: see its traceback.\n"
+                    )
                     return
             show()
             if has_turn:
@@ -129,7 +131,7 @@ def shared_under_torchrun(local_rank: int, node_rank: int) -> ErrorReports | Non
     return None
 
 
-def _say(text: str) -> None:
+def _write_stderr(text: str) -> None:
     sys.stderr.write(text)
     sys.stderr.flush()
 

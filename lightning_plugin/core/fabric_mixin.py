@@ -17,14 +17,14 @@ from torch.optim import Optimizer
 
 from weft._plugin import checkpoint as checkpoints
 from weft._plugin.loaders_mixin import FabricLoadersMixin
-from weft._plugin.optimizer_state import full_state, join_groups, load_named_state, named_state
+from weft._plugin.optimizer_state import full_state, load_named_state, merge_parameter_groups, named_state
+from weft._plugin.parameter_replacements import ParameterReplacements, parameters_of
 from weft._plugin.pipeline_mixin import FabricPipelineMixin
-from weft._plugin.repoint import Replacements, parameters_of
 from weft._plugin.settings import PlanSettings
 from weft._plugin.strategy_mixin import StrategyMixin
 
 
-def _unchanged(model: Module, device_mesh: Any) -> Module:
+def _identity(model: Module, device_mesh: Any) -> Module:
     return model
 
 
@@ -71,7 +71,7 @@ class FabricMixin(FabricPipelineMixin, FabricLoadersMixin, StrategyMixin):
         ValueError, TypeError: an argument that is invalid for any number of devices.
     """
 
-    _DEFERRED_PLACE = "fabric.init_module(empty_init=True)"
+    _DEFERRED_CONTEXT = "fabric.init_module(empty_init=True)"
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class FabricMixin(FabricPipelineMixin, FabricLoadersMixin, StrategyMixin):
                 "pass a function (model, device_mesh) -> model, or a plan as plan=..."
             )
         super().__init__(
-            parallelize_fn=parallelize_fn or _unchanged,
+            parallelize_fn=parallelize_fn or _identity,
             data_parallel_size=data_parallel_size,
             tensor_parallel_size=tensor_parallel_size,
             save_distributed_checkpoint=save_distributed_checkpoint,
@@ -139,7 +139,7 @@ class FabricMixin(FabricPipelineMixin, FabricLoadersMixin, StrategyMixin):
         )
         self._backward_sync_control = _WithoutSync(self)
         self._modules: list[Module] = []
-        self._replacements = Replacements()
+        self._replacements = ParameterReplacements()
         self._gradients_checked = False
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager:
@@ -152,10 +152,10 @@ class FabricMixin(FabricPipelineMixin, FabricLoadersMixin, StrategyMixin):
         return stack
 
     def _parallelize(self, module: Module, device_mesh: Any) -> Module:
-        self._share_values(module)
+        self._broadcast_values(module)
         module = self._user_parallelize_fn(module, device_mesh)
         if isinstance(module, Module):  # else the stock strategy raises
-            self._values_to_come = self._apply_plan(module)
+            self._has_meta_tensors = self._apply_plan(module)
         return module
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -175,7 +175,7 @@ class FabricMixin(FabricPipelineMixin, FabricLoadersMixin, StrategyMixin):
         """Clip by the norm over all ranks' shards, on any axes; return the norm before clipping."""
         from weft.strategy.data_parallel import clip_gradients_by_norm
 
-        self._refuse_clipping_after_steps()
+        self._check_clipping()
         self.precision.unscale_gradients(optimizer)
         parameters = self.precision.main_params(optimizer)
         if self._pipeline is not None:
@@ -186,10 +186,10 @@ class FabricMixin(FabricPipelineMixin, FabricLoadersMixin, StrategyMixin):
 
     def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float) -> None:
         """As the stock one; raises RuntimeError with optimizer_in_backward."""
-        self._refuse_clipping_after_steps()
+        self._check_clipping()
         super().clip_gradients_value(module, optimizer, clip_val)
 
-    def _refuse_clipping_after_steps(self) -> None:
+    def _check_clipping(self) -> None:
         if self._stepper is not None:
             raise RuntimeError(
                 "clip_gradients was called with optimizer_in_backward, which steps every weight in the backward and "
@@ -200,10 +200,10 @@ class FabricMixin(FabricPipelineMixin, FabricLoadersMixin, StrategyMixin):
         """Run `parallelize_fn`, then apply the plan; replicas start from the values of their first rank."""
         before = parameters_of(module)
         module = super().setup_module(module)
-        self._replacements.note(before, module)
-        if self._values_to_come:
-            self._share_values(module)
-        self._share_random_state()
+        self._replacements.record(before, module)
+        if self._has_meta_tensors:
+            self._broadcast_values(module)
+        self._broadcast_random_state()
         module.register_forward_pre_hook(self._check_batch)
         self._modules.append(module)
         self._average_gradients_of(module)
@@ -219,8 +219,8 @@ class FabricMixin(FabricPipelineMixin, FabricLoadersMixin, StrategyMixin):
                 "pass optimizer_in_backward=False for several."
             )
         optimizer = super().setup_optimizer(optimizer)
-        self._replacements.repoint(optimizer)
-        self._fuse(optimizer, self._modules[-1] if self._modules else None)
+        self._replacements.update_optimizer(optimizer)
+        self._fuse_optimizer(optimizer, self._modules[-1] if self._modules else None)
         self.data_axes.add_optimizer(optimizer)
         if self._watch is not None:
             self._watch.add_optimizer(optimizer)
@@ -261,7 +261,7 @@ class FabricMixin(FabricPipelineMixin, FabricLoadersMixin, StrategyMixin):
             if key not in models and key not in optimizers
         }
         target = Path(self.broadcast(path))
-        checkpoints.refuse_other_directory(target)
+        checkpoints.check_checkpoint_path(target)
         sharded = self._save_distributed_checkpoint
         if self._pipeline is not None and not sharded:
             raise ValueError(
@@ -273,15 +273,15 @@ class FabricMixin(FabricPipelineMixin, FabricLoadersMixin, StrategyMixin):
         if sharded:
             states = {key: named_state(model, optimizer) for key, optimizer in optimizers.items()}
             for state_of_optimizer in states.values() if self._pipeline is not None else ():
-                join_groups(state_of_optimizer, self.pipeline_group)
+                merge_parameter_groups(state_of_optimizer, self.pipeline_group)
             stages = None if self._pipeline is None else self.pipeline_group
             checkpoints.write_directory(
                 {model_key: weights}, states, rest, target, self.is_global_zero, self.barrier, stages
             )
             return
-        whole = {key: full_state(optimizer, self.is_global_zero) for key, optimizer in optimizers.items()}
+        full_states = {key: full_state(optimizer, self.is_global_zero) for key, optimizer in optimizers.items()}
         if self.is_global_zero:
-            checkpoints.write_file({model_key: weights, **whole, **rest}, target)
+            checkpoints.write_file({model_key: weights, **full_states, **rest}, target)
         self.barrier()
 
     def load_checkpoint(
@@ -292,9 +292,9 @@ class FabricMixin(FabricPipelineMixin, FabricLoadersMixin, StrategyMixin):
         if self._plan is not None and isinstance(state, dict):
             optimizers = {key: value for key, value in state.items() if isinstance(value, Optimizer)}
         if not optimizers:
-            return super().load_checkpoint(path, state, strict, **checkpoints.if_given(weights_only=weights_only))
+            return super().load_checkpoint(path, state, strict, **checkpoints.without_none(weights_only=weights_only))
         others = {key: value for key, value in state.items() if key not in optimizers}
-        rest = super().load_checkpoint(path, others, strict, **checkpoints.if_given(weights_only=weights_only))
+        rest = super().load_checkpoint(path, others, strict, **checkpoints.without_none(weights_only=weights_only))
         state.update(others)
         [model] = [value for value in others.values() if isinstance(value, Module)]
         source = Path(self.broadcast(path))

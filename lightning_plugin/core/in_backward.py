@@ -9,7 +9,7 @@ _MODULE_HOOKS = ("on_after_backward", "on_before_optimizer_step", "configure_gra
 _CALLBACK_HOOKS = ("on_after_backward", "on_before_optimizer_step")
 
 
-def refuse_with_optimizer_in_backward(trainer: Any) -> None:
+def check_optimizer_in_backward(trainer: Any) -> None:
     """Raise ValueError for settings that need complete gradients, or weights that are not yet updated."""
     if (reason := _reason(trainer)) is not None:
         raise ValueError(

@@ -31,7 +31,7 @@ class GuardedLauncherMixin:
             os.environ[ERROR_REPORTS_VARIABLE] = reports.path
 
         def launched(*args: Any, **kwargs: Any) -> Any:
-            _take_out_variables()
+            _remove_variables()
             guard().print_errors_once(reports)
             guard().watch_children(self.procs)  # type: ignore[attr-defined]
             return function(*args, **kwargs)
@@ -39,10 +39,10 @@ class GuardedLauncherMixin:
         try:
             return super().launch(launched, *args, **kwargs)  # type: ignore[misc]
         finally:
-            _take_out_variables()
+            _remove_variables()
 
 
-def _take_out_variables() -> None:
+def _remove_variables() -> None:
     """Remove the environment variables for the launcher's children, so that other processes do not read them."""
     for variable in (LAUNCHER_PID_VARIABLE, ERROR_REPORTS_VARIABLE):
         os.environ.pop(variable, None)

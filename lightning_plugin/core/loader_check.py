@@ -38,20 +38,22 @@ def has_reliable_length(loader: Any) -> bool:
     return loader_length(loader) != UNKNOWN and not isinstance(getattr(loader, "dataset", None), IterableDataset)
 
 
-def gather(mine: Reading, groups: Iterable[dist.ProcessGroup], device: torch.device) -> list[Reading]:
+def gather(reading: Reading, groups: Iterable[dist.ProcessGroup], device: torch.device) -> list[Reading]:
     """Return the readings of all ranks of the product of `groups`; collective over each of them in turn."""
-    held = torch.tensor([mine.rank, mine.data_rank, mine.stage, *mine.numbers], dtype=torch.int64, device=device)
-    width = held.numel()
+    values = torch.tensor(
+        [reading.rank, reading.data_rank, reading.stage, *reading.numbers], dtype=torch.int64, device=device
+    )
+    width = values.numel()
     for group in groups:
         if group.size() > 1:
-            gathered = held.new_empty(group.size() * held.numel())
-            dist.all_gather_into_tensor(gathered, held, group=group)
-            held = gathered
-    rows = held.view(-1, width).tolist()
+            gathered = values.new_empty(group.size() * values.numel())
+            dist.all_gather_into_tensor(gathered, values, group=group)
+            values = gathered
+    rows = values.view(-1, width).tolist()
     return sorted(Reading(rank, data_rank, stage, tuple(numbers)) for rank, data_rank, stage, *numbers in rows)
 
 
-def refuse_differences(
+def check_equal_readings(
     readings: Sequence[Reading],
     data_ranks_exchange: str | None,
     describe: Callable[[tuple[int, ...]], str],
@@ -139,7 +141,7 @@ class LockstepLoader:
     def __iter__(self) -> Iterator[Any]:
         agree = self._weft_begin()
         batches = iter(self._weft_loader)
-        return batches if agree is None else _agreed(batches, agree)
+        return batches if agree is None else _in_agreement(batches, agree)
 
 
 class _StatefulLockstepLoader(LockstepLoader):
@@ -165,7 +167,7 @@ def without_lockstep(loader: Any) -> Any:
     return loader._weft_loader if isinstance(loader, LockstepLoader) else loader
 
 
-def _agreed(batches: Iterator[Any], agree: Callable[[bool], None]) -> Iterator[Any]:
+def _in_agreement(batches: Iterator[Any], agree: Callable[[bool], None]) -> Iterator[Any]:
     for batch in batches:
         agree(True)
         yield batch

@@ -20,13 +20,13 @@ from weft._plugin.loader_check import (
     UNKNOWN,
     LockstepLoader,
     Reading,
+    check_equal_readings,
     describe_length,
     describe_next,
     gather,
     has_reliable_length,
     in_lockstep,
     loader_length,
-    refuse_differences,
     without_lockstep,
 )
 
@@ -43,16 +43,16 @@ class LoadersMixin:
     def _read(self, *numbers: int, of_all_ranks: bool) -> list[Reading]:
         """Gather numbers from all ranks, or from those that get this rank's batches."""
         has_stages = self._pipeline_settings is not None
-        mine = Reading(
+        reading = Reading(
             dist.get_rank(), self.data_axes.rank, self.pipeline_group.rank() if has_stages else 0, tuple(numbers)
         )
         same_data = [self.tensor_parallel_group, *([self.pipeline_group] if has_stages else [])]
-        return gather(mine, [dist.group.WORLD] if of_all_ranks else same_data, self.root_device)
+        return gather(reading, [dist.group.WORLD] if of_all_ranks else same_data, self.root_device)
 
     def _agree_on_next(self, loader: str, advice: str, data_ranks_exchange: str | None, has_batch: bool) -> None:
         """Raise ValueError on all ranks if some have another batch and others do not; collective."""
         readings = self._read(int(has_batch), of_all_ranks=data_ranks_exchange is not None)
-        refuse_differences(readings, data_ranks_exchange, describe_next, loader, advice)
+        check_equal_readings(readings, data_ranks_exchange, describe_next, loader, advice)
 
 
 class FabricLoadersMixin(LoadersMixin):
@@ -87,7 +87,7 @@ class TrainerLoadersMixin(LoadersMixin):
     """Sets up the loaders of the Trainer's loops."""
 
     _training_lengths_differ = False
-    _has_said_order = False
+    _has_logged_order = False
 
     def _prepare_for_loaders(self, trainer: Any) -> None:
         """Prepare for the loaders of a run, before the Trainer sets them up."""
@@ -101,7 +101,7 @@ class TrainerLoadersMixin(LoadersMixin):
         dataloader = super().process_dataloader(without_lockstep(dataloader))
         trainer = self.lightning_module.trainer
         if trainer.training:
-            self._say_order(dataloader)
+            self._log_order(dataloader)
         if not self._compares_loaders:
             return dataloader
         stage, limit_name = _stage_of(trainer)
@@ -115,7 +115,7 @@ class TrainerLoadersMixin(LoadersMixin):
             # The number of training batches depends on all training loaders and on max_steps.
             return numbers[1] if stage != "training" else (numbers[0] == UNKNOWN, numbers[0] == 0)
 
-        refuse_differences(readings, exchanged, describe_length, loader, advice, same)
+        check_equal_readings(readings, exchanged, describe_length, loader, advice, same)
         if stage == "training":
             self._training_lengths_differ |= len({r.numbers[0] for r in readings}) > 1
         if all(r.numbers[2] for r in readings):
@@ -153,7 +153,7 @@ class TrainerLoadersMixin(LoadersMixin):
         between = trainer.val_check_batch if trainer.enable_validation else None
         validated = int(between) if between is not None and between <= run else 0
         readings = self._read(num_batches, run, validated, of_all_ranks=True)
-        refuse_differences(
+        check_equal_readings(
             readings,
             "gradients",
             describe_length,
@@ -162,10 +162,10 @@ class TrainerLoadersMixin(LoadersMixin):
             key=lambda numbers: numbers[1:],
         )
 
-    def _say_order(self, dataloader: Any) -> None:
+    def _log_order(self, dataloader: Any) -> None:
         sampler = getattr(dataloader, "sampler", None)
-        if isinstance(sampler, DistributedSampler) and sampler.shuffle and not self._has_said_order:
-            self._has_said_order = True
+        if isinstance(sampler, DistributedSampler) and sampler.shuffle and not self._has_logged_order:
+            self._has_logged_order = True
             self._log(
                 f"weft: a distributed sampler splits the training data over {self.data_axes.size} data-parallel ranks "
                 "and shuffles it, which Lightning does even for loaders with shuffle=False; to keep an order, give the "

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft import memory
-from weft._plugin.monitors import log, num_steps, refuse_below_one
+from weft._plugin.monitors import check_at_least_one, log, num_steps
 from weft._plugin.strategy_mixin import StrategyMixin
 
 
@@ -30,7 +30,7 @@ class MemoryMixin:
     def __init__(self, every_n_steps: int | None = None) -> None:
         super().__init__()
         if every_n_steps is not None:
-            refuse_below_one("MemoryMonitor", "every_n_steps", every_n_steps)
+            check_at_least_one("MemoryMonitor", "every_n_steps", every_n_steps)
         self._every_n_steps = every_n_steps
         self._table: list[dict[str, int]] = []
         self._watch: memory.Watch | None = None
@@ -106,7 +106,7 @@ def _peaks_of_all(device: torch.device, uncounted_bytes: int) -> list[dict[str, 
         peak = {"total": sum(peak.values()), **peak}
     if not (dist.is_available() and dist.is_initialized()):
         return [peak]
-    mine = torch.tensor(list(peak.values()), device=device)
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, mine)
-    return [dict(zip(peak, values.tolist(), strict=True)) for values in everyone]
+    local = torch.tensor(list(peak.values()), device=device)
+    gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, local)
+    return [dict(zip(peak, values.tolist(), strict=True)) for values in gathered]

@@ -20,7 +20,7 @@ PIPELINE_AXIS = "pipeline_parallel"
 _meshes: dict[tuple[Any, ...], tuple[DeviceMesh, dist.ProcessGroup]] = {}
 
 
-def known_mesh(stock: DeviceMesh, sizes: MeshSizes | None, has_stages: bool) -> tuple[DeviceMesh, dist.ProcessGroup]:
+def cached_mesh(stock: DeviceMesh, sizes: MeshSizes | None, has_stages: bool) -> tuple[DeviceMesh, dist.ProcessGroup]:
     """Return the mesh with these sizes, and the group of its data axes; collective.
 
     Args:

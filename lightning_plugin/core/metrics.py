@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.nn import Module
 
-_ours: weakref.WeakSet[Any] = weakref.WeakSet()  # metrics whose group was set here
+_configured: weakref.WeakSet[Any] = weakref.WeakSet()  # metrics whose group was set here
 
 
 def synchronize_metrics_over(group: dist.ProcessGroup, module: Module) -> None:
@@ -18,6 +18,6 @@ def synchronize_metrics_over(group: dist.ProcessGroup, module: Module) -> None:
     if torchmetrics is None:  # then the module holds none
         return
     for metric in module.modules():
-        if isinstance(metric, torchmetrics.Metric) and (metric.process_group is None or metric in _ours):
+        if isinstance(metric, torchmetrics.Metric) and (metric.process_group is None or metric in _configured):
             metric.process_group = group
-            _ours.add(metric)
+            _configured.add(metric)

@@ -20,6 +20,6 @@ def log(trainer: Any, metrics: dict[str, float], step: int) -> None:
     trainer.callback_metrics.update({name: torch.tensor(float(v), dtype=torch.float64) for name, v in metrics.items()})
 
 
-def refuse_below_one(who: str, name: str, value: Any) -> None:
+def check_at_least_one(owner: str, name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{who} got {name}={value!r}; pass a number of steps from 1 on.")
+        raise ValueError(f"{owner} got {name}={value!r}; pass a number of steps from 1 on.")

@@ -30,7 +30,7 @@ _WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 @dataclasses.dataclass(frozen=True)
-class WholeModel:
+class UnsplitModel:
     """Describes a model before it was cut into stages.
 
     parameter_names: as `parameter_names` returns them, in the model's order.
@@ -63,20 +63,20 @@ def unwrapped(name: str) -> str:
     return name
 
 
-def join_groups(state: dict[str, Any], stages: dist.ProcessGroup) -> None:
+def merge_parameter_groups(state: dict[str, Any], stages: dist.ProcessGroup) -> None:
     """Extend the parameter groups of a named state to the parameters of all stages; collective over the stages."""
-    own = [group["params"] for group in state["param_groups"]]
+    local_groups = [group["params"] for group in state["param_groups"]]
     gathered: list[Any] = [None] * stages.size()
-    dist.all_gather_object(gathered, own, group=stages)
+    dist.all_gather_object(gathered, local_groups, group=stages)
     for idx, group in enumerate(state["param_groups"]):
         group["params"] = list(dict.fromkeys(name for of_stage in gathered for name in of_stage[idx]))
 
 
-def named_by_stages(
+def rekey_by_name(
     saved: Mapping[str, Any],
     module: torch.nn.Module,
     optimizer: Optimizer,
-    whole: WholeModel,
+    unsplit: UnsplitModel,
 ) -> Mapping[str, Any]:
     """Return an unsplit model's state keyed by parameter names instead of numbers; collective over the stages.
 
@@ -88,12 +88,14 @@ def named_by_stages(
     if any(isinstance(key, str) for group in saved["param_groups"] for key in group["params"]):
         return saved
     names = parameter_names(module)
-    own = {"param_groups": [{"params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]}
-    join_groups(own, whole.stages)
-    position = {name: idx for idx, name in enumerate(whole.parameter_names)}
-    groups = [sorted(group["params"], key=position.__getitem__) for group in own["param_groups"]]
+    local_state = {
+        "param_groups": [{"params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
+    }
+    merge_parameter_groups(local_state, unsplit.stages)
+    position = {name: idx for idx, name in enumerate(unsplit.parameter_names)}
+    groups = [sorted(group["params"], key=position.__getitem__) for group in local_state["param_groups"]]
     saved_groups = saved["param_groups"]
-    _refuse_other_sizes([len(group["params"]) for group in saved_groups], [len(group) for group in groups])
+    _check_group_sizes([len(group["params"]) for group in saved_groups], [len(group) for group in groups])
     numbers = [number for group in saved_groups for number in group["params"]]
     by_number = dict(zip(numbers, (name for group in groups for name in group), strict=True))
     return {
@@ -102,7 +104,7 @@ def named_by_stages(
     }
 
 
-def _refuse_other_sizes(saved: list[int], present: list[int]) -> None:
+def _check_group_sizes(saved: list[int], present: list[int]) -> None:
     if saved != present:
         raise ValueError(
             f"the checkpoint's optimizer has parameter groups of {saved} parameters and this optimizer groups of "
@@ -114,12 +116,12 @@ def named_state(module: torch.nn.Module, optimizer: Optimizer) -> dict[str, Any]
     """Return the optimizer's state by parameter name; parameters that are DTensors keep DTensors as their state."""
     names = parameter_names(module)
     ordered = [p for group in optimizer.param_groups for p in group["params"]]
-    packed = _packed(optimizer, ordered)
+    state_dict = _gathered_state_dict(optimizer, ordered)
     by_id = {idx: names[parameter] for idx, parameter in enumerate(ordered)}
     return {
-        "state": {by_id[idx]: state for idx, state in packed["state"].items()},
+        "state": {by_id[idx]: state for idx, state in state_dict["state"].items()},
         "param_groups": [
-            {**group, "params": [by_id[idx] for idx in group["params"]]} for group in packed["param_groups"]
+            {**group, "params": [by_id[idx] for idx in group["params"]]} for group in state_dict["param_groups"]
         ],
     }
 
@@ -129,39 +131,42 @@ def full_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
 
     Collective. Ranks with `keep` false hold no tensors and get {}.
     """
-    packed = _packed(optimizer, [p for group in optimizer.param_groups for p in group["params"]])
+    state_dict = _gathered_state_dict(optimizer, [p for group in optimizer.param_groups for p in group["params"]])
     state = {}
-    for idx, values in packed["state"].items():
+    for idx, values in state_dict["state"].items():
         # The order must be the same on every rank: full_tensor is collective.
-        whole = {name: _whole(value, keep) for name, value in values.items()}
+        full = {name: _full_tensor(value, keep) for name, value in values.items()}
         if keep:
-            state[idx] = whole
-    return {**packed, "state": state} if keep else {}
+            state[idx] = full
+    return {**state_dict, "state": state} if keep else {}
 
 
-def _packed(optimizer: Optimizer, ordered: list[Tensor]) -> dict[str, Any]:
+def _gathered_state_dict(optimizer: Optimizer, ordered: list[Tensor]) -> dict[str, Any]:
     """Return `optimizer.state_dict()` with states shaped like the parameters; collective at zero_stage 1.
 
     The states that zero_stage 1 shards are gathered to the CPU one at a time, to save device memory.
     """
     from weft.strategy.data_parallel import sharded_states_of
 
-    packed = optimizer.state_dict()
+    state_dict = optimizer.state_dict()
     sharded = sharded_states_of(optimizer)
     if sharded is None:
-        return packed
-    whole = {
-        idx: {name: sharded.whole(ordered[idx], v).cpu() if _is_slice(v) else v for name, v in values.items()}
-        for idx, values in packed["state"].items()
+        return state_dict
+    full = {
+        idx: {
+            name: sharded.gather_full(ordered[idx], v).cpu() if _is_sharded_state(v) else v
+            for name, v in values.items()
+        }
+        for idx, values in state_dict["state"].items()
     }
-    return {**packed, "state": whole}
+    return {**state_dict, "state": full}
 
 
-def _is_slice(value: Any) -> bool:
+def _is_sharded_state(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() == 1
 
 
-def _whole(value: Any, keep: bool) -> Any:
+def _full_tensor(value: Any, keep: bool) -> Any:
     if not isinstance(value, Tensor):
         return value
     gathered = value.full_tensor() if isinstance(value, DTensor) else value
@@ -176,12 +181,12 @@ def load_named_state(module: torch.nn.Module, optimizer: Optimizer, saved: Mappi
     Raises:
         ValueError: the checkpoint's parameter groups do not fit the optimizer's.
     """
-    from weft.strategy.data_parallel.sharded_states import is_like, sharded_states_of
+    from weft.strategy.data_parallel.sharded_states import is_elementwise_state, sharded_states_of
 
     names = parameter_names(module)
     ordered = [p for group in optimizer.param_groups for p in group["params"]]
     saved_groups = _groups_of_stages(module, names, saved["param_groups"])
-    _refuse_other_sizes(
+    _check_group_sizes(
         [len(group["params"]) for group in saved_groups], [len(group["params"]) for group in optimizer.param_groups]
     )
     saved_keys = [key for group in saved_groups for key in group["params"]]
@@ -194,7 +199,9 @@ def load_named_state(module: torch.nn.Module, optimizer: Optimizer, saved: Mappi
             continue
         idx = by_name[key] if isinstance(key, str) else position
         state[idx] = {
-            name: _placed_like(value, ordered[idx], sharded) if is_like(name, value, ordered[idx].shape) else value
+            name: _shard_like(value, ordered[idx], sharded)
+            if is_elementwise_state(name, value, ordered[idx].shape)
+            else value
             for name, value in values.items()
         }
     first_idx, groups = 0, []
@@ -213,17 +220,17 @@ def _groups_of_stages(
 
     if find_staged(module) is None:
         return groups
-    own = set(names.values())
-    return [{**group, "params": [key for key in group["params"] if key in own]} for group in groups]
+    local_names = set(names.values())
+    return [{**group, "params": [key for key in group["params"] if key in local_names]} for group in groups]
 
 
-def _placed_like(value: Tensor, parameter: Tensor, sharded: ShardedStates | None) -> Tensor:
-    from weft.strategy.data_parallel.local import local_part, placed_like
+def _shard_like(value: Tensor, parameter: Tensor, sharded: ShardedStates | None) -> Tensor:
+    from weft.strategy.data_parallel.local import local_shard, shard_like
 
     if isinstance(parameter, DTensor) and not isinstance(value, DTensor):
-        value = placed_like(value, parameter)
-    # A copy, so that the slice does not keep the rest of its storage alive.
-    return value if sharded is None else sharded.own_slice(parameter, local_part(value)).clone()
+        value = shard_like(value, parameter)
+    # A copy, so that the flat shard does not keep the rest of its storage alive.
+    return value if sharded is None else sharded.local_flat_shard(parameter, local_shard(value)).clone()
 
 
 def load_sharded_state(folder: Path, key: str, module: torch.nn.Module, optimizer: Optimizer) -> None:

@@ -23,10 +23,10 @@ def run_step(step: Callable[..., Any], module: nn.Module | None, *args: Any, **k
     """Run one of the module's steps; `module`: the module with stages, whose `parameters()` raise inside, or None."""
     from weft.strategy import local_parameters
     from weft.strategy.sharded_errors import explained
-    from weft.strategy.vocab_head import without_waiting
+    from weft.strategy.vocab_head import materialize_logits
 
-    with explained(), local_parameters(), _watching_parameters(module, _refuse):
-        return without_waiting(step(*args, **kwargs))
+    with explained(), local_parameters(), _watching_parameters(module, _raise_incomplete):
+        return materialize_logits(step(*args, **kwargs))
 
 
 def computing_with_parameters(method: Callable[..., Any], module: nn.Module | None) -> Callable[..., Any]:
@@ -44,7 +44,7 @@ def computing_with_parameters(method: Callable[..., Any], module: nn.Module | No
     return wrapped
 
 
-def _refuse(name: str) -> None:
+def _raise_incomplete(name: str) -> None:
     raise ValueError(
         f"a step asked for the parameters of {_shown(name)}, and with pipeline_cuts a rank has only those of its own "
         "stages; use the optimizer's weight_decay instead of a penalty, or a layout without 'pp'."
@@ -64,8 +64,10 @@ def _shown(name: str) -> str:
 
 
 @contextlib.contextmanager
-def _watching_parameters(module: nn.Module | None, told: Callable[[str], None]) -> Iterator[None]:
-    """Inside, `parameters()` of a module with layers on other stages calls `told` with its name; not in forwards."""
+def _watching_parameters(module: nn.Module | None, on_access: Callable[[str], None]) -> Iterator[None]:
+    """Inside, `parameters()` of a module with layers on other stages calls `on_access` with its name; not in
+    forwards.
+    """
     if module is None:
         yield
         return
@@ -76,7 +78,7 @@ def _watching_parameters(module: nn.Module | None, told: Callable[[str], None]) 
 
     def named_parameters(name: str, each: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         if forward_depth() == depth:
-            told(name)
+            on_access(name)
         return type(each).named_parameters(each, *args, **kwargs)
 
     for name, each in incomplete.items():
@@ -90,12 +92,12 @@ def _watching_parameters(module: nn.Module | None, told: Callable[[str], None]) 
 
 def _incomplete_modules(module: nn.Module) -> dict[str, nn.Module]:
     """Return the layers of other stages, and the modules that contain them, by name."""
-    from weft.strategy.absent import AbsentLayer
+    from weft.strategy.remote_layers import RemoteLayer
 
     modules = dict(module.named_modules())
     found: dict[str, nn.Module] = {}
     for name, each in modules.items():
-        if issubclass(type(each), AbsentLayer):  # isinstance sees the class of the layer itself
+        if issubclass(type(each), RemoteLayer):  # isinstance sees the class of the layer itself
             parts = name.split(".")
             found.update({above: modules[above] for above in (".".join(parts[:end]) for end in range(len(parts) + 1))})
     return found

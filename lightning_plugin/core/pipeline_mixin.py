@@ -51,9 +51,9 @@ class PipelineMixin:
         return self._pipeline
 
     def _cut_into_stages(self, module: torch.nn.Module, settings: PlanSettings) -> None:
-        self._cut(module, settings, settings.pipeline_cuts)
+        self._cut_module(module, settings, settings.pipeline_cuts)
 
-    def _cut(
+    def _cut_module(
         self,
         module: torch.nn.Module,
         settings: PlanSettings,
@@ -66,7 +66,7 @@ class PipelineMixin:
         from weft.strategy.pipeline import Pipeline
         from weft.strategy.pipeline.arguments import shares_of
         from weft.strategy.pipeline.auto_cuts import auto_of
-        from weft.strategy.pipeline.links import are_wanted
+        from weft.strategy.pipeline.links import links_enabled
 
         if self._pipeline is not None and self._pipeline.model is not module:
             raise ValueError(
@@ -103,7 +103,7 @@ class PipelineMixin:
             device=self.root_device,
             verify="auto" if self._plan is None else self._plan.verify,
         )
-        if are_wanted():
+        if links_enabled():
             group = self.pipeline_group
             guard().on_clean_exit(lambda: pipeline_links.unlink(group))  # runs before the group is destroyed
         module.__dict__[_KEY] = ((mesh, cuts, schedule), self._pipeline)
@@ -135,9 +135,9 @@ class PipelineMixin:
 
     def _check_batch_of_stages(self, kind: str, batch: Any) -> None:
         """Raise ValueError if the stages have different batches; see `BatchCheck.check`."""
-        self._stages_batch_check.check(kind, batch, self.pipeline_group, self.root_device, shared="pipeline")
+        self._stages_batch_check.check(kind, batch, self.pipeline_group, self.root_device, group_kind="pipeline")
 
-    def _refuse_scaler(self) -> None:
+    def _check_no_scaler(self) -> None:
         plugin = self.precision_plugin if hasattr(self, "precision_plugin") else self.precision
         if getattr(plugin, "scaler", None) is not None:
             raise ValueError(
@@ -171,12 +171,14 @@ class FabricPipelineMixin(PipelineMixin):
             ValueError: the stages have different batches, or the precision scales gradients ("16-mixed").
         """
         pipeline = self.pipeline
-        self._refuse_scaler()
+        self._check_no_scaler()
         self._check_batch_of_stages("training", batch)
-        model = _Precise(self.precision, pipeline.model)
-        with pipeline.failures.told():
+        model = _PrecisionWrapper(self.precision, pipeline.model)
+        with pipeline.failures.report_failures():
             with self.data_axes.without_sync([pipeline.model]):
-                loss = pipeline.step(batch, lambda part: loss_fn(model, part), **_given(split=split, weight=weight))
+                loss = pipeline.step(
+                    batch, lambda micro_batch: loss_fn(model, micro_batch), **_without_none(split=split, weight=weight)
+                )
             self.data_axes.after_backward()
         self._check_first_gradients([pipeline.model])
         return loss
@@ -186,11 +188,11 @@ class FabricPipelineMixin(PipelineMixin):
     ) -> list[Any]:
         """Run forwards only; return `step(model, micro_batch)` for each micro-batch, [] off the last stage."""
         self._check_batch_of_stages("evaluation", batch)
-        model = _Precise(self.precision, self.pipeline.model)
-        return self.pipeline.evaluate(batch, lambda part: step(model, part), **_given(split=split))
+        model = _PrecisionWrapper(self.precision, self.pipeline.model)
+        return self.pipeline.evaluate(batch, lambda micro_batch: step(model, micro_batch), **_without_none(split=split))
 
 
-class _Precise:
+class _PrecisionWrapper:
     """Calls a model in a precision plugin's context, like Fabric's wrapper of the model."""
 
     def __init__(self, precision: Any, model: torch.nn.Module) -> None:
@@ -204,5 +206,5 @@ class _Precise:
         return self._precision.convert_output(output)
 
 
-def _given(**arguments: Any) -> dict[str, Any]:
+def _without_none(**arguments: Any) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if value is not None}

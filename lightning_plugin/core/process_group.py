@@ -10,7 +10,7 @@ import torch.distributed as dist
 from weft._plugin.process_guard import guard
 
 
-def refuse_other_world_size(num_processes: int) -> None:
+def check_world_size(num_processes: int) -> None:
     """Raise ValueError if this process is already a rank of a group of another size."""
     if dist.is_initialized() and dist.get_world_size() != num_processes:
         raise ValueError(
@@ -20,7 +20,7 @@ def refuse_other_world_size(num_processes: int) -> None:
 
 
 @contextmanager
-def group_made_here() -> Iterator[None]:
+def destroying_group_at_exit() -> Iterator[None]:
     """Destroy the default group at exit if it is created inside; an earlier group belongs to the code that made it."""
     existed = dist.is_initialized()
     yield

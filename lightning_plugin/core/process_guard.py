@@ -127,7 +127,9 @@ class ProcessGuard:
                 self._deadline = time.monotonic() + CHILD_GRACE_SECONDS
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 for child in failed:
-                    _say(f"the rank in process {child.pid} ended with status {child.returncode}; ending all ranks")
+                    _write_stderr(
+                        f"the rank in process {child.pid} ended with status {child.returncode}; ending all ranks"
+                    )
                 self._end(self._status)
 
     def _receive(self, signums: bytes) -> None:
@@ -205,7 +207,7 @@ def _flush() -> None:
     sys.stderr.flush()
 
 
-def _say(text: str) -> None:
+def _write_stderr(text: str) -> None:
     os.write(2, f"weft: {text}\n".encode())
 
 

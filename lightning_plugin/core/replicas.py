@@ -1,6 +1,6 @@
 """Keeps replicas equal: replicated values along every axis, and random numbers of ranks with the same data.
 
-Functions that share values or states are collective over a group or a mesh, and broadcast from its first rank. With one
+Functions that broadcast values or states are collective over a group or a mesh, from its first rank. With one
 rank they do nothing.
 """
 
@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 _SEED_VARIABLES = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
 
 
-def share_values(
+def broadcast_values(
     module: torch.nn.Module, mesh: DeviceMesh, device: torch.device, axes: Iterable[str] | None = None
 ) -> None:
     """Broadcast every parameter and buffer from the first rank along each axis (of `axes`) that does not shard it.
@@ -32,10 +32,10 @@ def share_values(
     have no values yet, are skipped.
     """
     for axis in (mesh.mesh_dim_names or ()) if axes is None else axes:
-        _share_values(module, axis, mesh, device)
+        _broadcast_values(module, axis, mesh, device)
 
 
-def _share_values(module: torch.nn.Module, axis: str, mesh: DeviceMesh, device: torch.device) -> None:
+def _broadcast_values(module: torch.nn.Module, axis: str, mesh: DeviceMesh, device: torch.device) -> None:
     from weft.strategy.deferred import is_deferred
 
     group = mesh.get_group(axis)
@@ -43,7 +43,7 @@ def _share_values(module: torch.nn.Module, axis: str, mesh: DeviceMesh, device: 
         return
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
-            local = None if is_deferred(tensor) else _part_replicated_over(axis, mesh, tensor)
+            local = None if is_deferred(tensor) else _local_if_replicated(axis, mesh, tensor)
             if local is None or local.is_meta or local.numel() == 0:
                 continue
             moved = local.detach().to(device).contiguous()
@@ -52,14 +52,16 @@ def _share_values(module: torch.nn.Module, axis: str, mesh: DeviceMesh, device: 
                 local.copy_(moved)
 
 
-def _part_replicated_over(axis: str, mesh: DeviceMesh, tensor: Tensor) -> Tensor | None:
+def _local_if_replicated(axis: str, mesh: DeviceMesh, tensor: Tensor) -> Tensor | None:
     """Return the local tensor if the ranks along `axis` hold the same one; None if they do not, or it is unknown."""
     if not isinstance(tensor, DTensor):
         return tensor
     names = tensor.device_mesh.mesh_dim_names or ("",)
-    cut_over = [name for name, placement in zip(names, tensor.placements, strict=False) if not placement.is_replicate()]
-    is_ours = set(names) <= set(mesh.mesh_dim_names or ())
-    is_replicated = axis not in cut_over if is_ours else all(p.is_replicate() for p in tensor.placements)
+    sharded_over = [
+        name for name, placement in zip(names, tensor.placements, strict=False) if not placement.is_replicate()
+    ]
+    is_on_mesh = set(names) <= set(mesh.mesh_dim_names or ())
+    is_replicated = axis not in sharded_over if is_on_mesh else all(p.is_replicate() for p in tensor.placements)
     return tensor.to_local() if is_replicated else None
 
 
@@ -68,7 +70,7 @@ def has_meta_tensors(module: torch.nn.Module) -> bool:
     return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
 
 
-def whole_bytes(module: torch.nn.Module) -> int:
+def materialized_bytes(module: torch.nn.Module) -> int:
     """Return the bytes of the parameters that are materialized in full on this rank."""
     from weft.strategy.deferred import is_deferred
 
@@ -79,7 +81,7 @@ def whole_bytes(module: torch.nn.Module) -> int:
     )
 
 
-def share_random_state(group: dist.ProcessGroup, device: torch.device) -> None:
+def broadcast_random_state(group: dist.ProcessGroup, device: torch.device) -> None:
     """Broadcast the states of Python's, numpy's and torch's random generators from the first rank of `group`.
 
     States are copied, not seeds, so that the first rank draws the same numbers as on its own. `seed_everything`'s
@@ -101,13 +103,13 @@ def random_state_of_first_rank(
 
     Ranks that see other data draw other numbers for it, unless all ranks have the same seed.
     """
-    share_random_state(tensor_group, device)  # these ranks draw the same numbers afterwards, too
-    own = _random_state(device)
-    share_random_state(data_group, device)
-    shared = _random_state(device)
+    broadcast_random_state(tensor_group, device)  # these ranks draw the same numbers afterwards, too
+    local_state = _random_state(device)
+    broadcast_random_state(data_group, device)
+    shared_state = _random_state(device)
     yield
     # Decided for each generator: one with the same state on all ranks advances by the numbers drawn inside.
-    differing = {name: state for name, state in own.items() if not _is_same(state, shared[name])}
+    differing = {name: state for name, state in local_state.items() if not _is_same(state, shared_state[name])}
     _set_random_state({**_random_state(device), **differing}, device)
 
 

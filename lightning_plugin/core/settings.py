@@ -101,9 +101,9 @@ class PlanSettings:
             raise ValueError(
                 f"{owner} got optimizer_in_backward='rows' without a plan, whose MLPs it is for; pass plan='auto'."
             )
-        from weft.strategy.activation_checkpointing import refuse_wrong_kind
+        from weft.strategy.activation_checkpointing import check_checkpoint_spec
 
-        refuse_wrong_kind(owner, self.activation_checkpointing)
+        check_checkpoint_spec(owner, self.activation_checkpointing)
         if self.activation_offload and self.activation_checkpointing == "none":
             raise ValueError(
                 f"{owner} got activation_offload=True without checkpoints, whose inputs are what is offloaded; "
@@ -221,7 +221,7 @@ class PlanSettings:
             raise ValueError(f"{owner}: {error}") from None
 
 
-def refuse_rows_of_replicas(owner: str, sizes: MeshSizes) -> None:
+def check_rows_without_replicas(owner: str, sizes: MeshSizes) -> None:
     """Raise ValueError for optimizer_in_backward="rows" with data-parallel ranks, which reduce full gradients."""
     num_data = sizes.data_replicate * sizes.data_parallel
     if num_data > 1:

@@ -16,35 +16,37 @@ class StageMetrics:
     """Makes `compute` of each metric in a module return the last stage's value on every stage.
 
     module: all its metrics are handled, except those `inside` a module in stages.
-    of_last_stage: calls a function on the last stage and returns its result on every stage; collective.
+    broadcast_from_last_stage: calls a function on the last stage and returns its result on every stage; collective.
     """
 
     def __init__(
-        self, module: Module, inside: Iterable[Module], of_last_stage: Callable[[Callable[[], Any]], Any]
+        self, module: Module, inside: Iterable[Module], broadcast_from_last_stage: Callable[[Callable[[], Any]], Any]
     ) -> None:
-        self._of_last_stage = of_last_stage
+        self._broadcast_from_last_stage = broadcast_from_last_stage
         self._is_inside = False  # a step, or another metric's compute
-        self._own: list[tuple[Module, Any]] = []
+        self._original_computes: list[tuple[Module, Any]] = []
         excluded = set(inside)
         for metric in module.modules():
             if _is_metric(metric) and metric not in excluded:
                 self._watch(metric)
 
     def _watch(self, metric: Any) -> None:
-        own = getattr(metric.compute, "_weft_own", metric.compute)  # an earlier run's wrapper may still be installed
+        original = getattr(
+            metric.compute, "_weft_own", metric.compute
+        )  # an earlier run's wrapper may still be installed
 
         def compute(*args: Any, **kwargs: Any) -> Any:
             if self._is_inside or not dist.is_initialized():
-                return own(*args, **kwargs)
-            with self.local():
-                return self._of_last_stage(lambda: own(*args, **kwargs))
+                return original(*args, **kwargs)
+            with self.local_only():
+                return self._broadcast_from_last_stage(lambda: original(*args, **kwargs))
 
-        compute._weft_own = own  # type: ignore[attr-defined]
+        compute._weft_own = original  # type: ignore[attr-defined]
         object.__setattr__(metric, "compute", compute)
-        self._own.append((metric, own))
+        self._original_computes.append((metric, original))
 
     @contextlib.contextmanager
-    def local(self) -> Iterator[None]:
+    def local_only(self) -> Iterator[None]:
         """Inside, metrics are computed on this rank only: for steps, which not every stage runs to the end."""
         before, self._is_inside = self._is_inside, True
         try:
@@ -53,25 +55,28 @@ class StageMetrics:
             self._is_inside = before
 
     @contextlib.contextmanager
-    def muted(self) -> Iterator[None]:
+    def updates_disabled(self) -> Iterator[None]:
         """Inside, metrics are not updated: for calls of a step that do not run the last stage."""
         names = ("update", "forward")
-        before = [(vars(metric), {n: vars(metric)[n] for n in names if n in vars(metric)}) for metric, _ in self._own]
+        before = [
+            (vars(metric), {n: vars(metric)[n] for n in names if n in vars(metric)})
+            for metric, _ in self._original_computes
+        ]
         for attributes, _ in before:
             attributes.update(update=_nothing, forward=_zero)
         try:
             yield
         finally:
-            for attributes, own in before:
+            for attributes, original_attributes in before:
                 for name in names:
                     del attributes[name]
-                attributes.update(own)
+                attributes.update(original_attributes)
 
     def remove(self) -> None:
         """Restore the metrics' own `compute`."""
-        for metric, own in self._own:
-            object.__setattr__(metric, "compute", own)
-        self._own.clear()
+        for metric, original in self._original_computes:
+            object.__setattr__(metric, "compute", original)
+        self._original_computes.clear()
 
 
 def _nothing(*_args: Any, **_kwargs: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 from weft._plugin.stage_metrics import names_of_metrics
 
 
-def follow_module(module: Any) -> None:
+def attach_trainer(module: Any) -> None:
     """Give the copy whose forward is recorded the module's Trainer, and a `log` that raises."""
     from weft.strategy.pipeline import staged_model_of
     from weft.strategy.state import original_class
@@ -23,7 +23,7 @@ def follow_module(module: Any) -> None:
     object.__setattr__(skeleton, "log", log)
 
 
-def without_steps_state(module: Any, state: dict[str, Any]) -> dict[str, Any]:
+def without_step_state(module: Any, state: dict[str, Any]) -> dict[str, Any]:
     """Return a state dict without the module's own buffers and metrics, which steps change after the forward."""
     buffers = {name for name, _ in module.named_buffers(recurse=False)}
     metrics = tuple(f"{name}." for name in names_of_metrics(module))

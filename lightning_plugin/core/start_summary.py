@@ -11,25 +11,25 @@ _OTHERS_SHOWN = 8
 class StartSummaryMixin:
     """For a strategy with a plan and a mesh: logs at most 12 lines on the first rank, each beginning with "weft: "."""
 
-    _described: torch.nn.Module | None
+    _summarized: torch.nn.Module | None
 
-    def _say_what_was_done(self, module: torch.nn.Module) -> None:
+    def _log_start_summary(self, module: torch.nn.Module) -> None:
         """Log the summary, once for a module; collective."""
-        if self._described is module:
+        if self._summarized is module:
             return
-        self._described = module
+        self._summarized = module
         mesh = self.device_mesh
         if mesh.size() == 1:
             self._log("weft: nothing is sharded, as there is one device (on CPU, devices='auto' means 1).")
             return
         sizes = ", ".join(f"{name}={size}" for name, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True))
         stage = f", zero_stage={self._zero_stage}" if self.data_axes.size > 1 else ""
-        lines = [f"layout: {sizes}{stage}; plan: {self._plan.preset or 'rules'}.", *self._how_sharded(module)]
+        lines = [f"layout: {sizes}{stage}; plan: {self._plan.preset or 'rules'}.", *self._sharding_lines(module)]
         lines += self._memory_of_ranks(module)
         self._log("\n".join(f"weft: {line}" for line in lines))
-        self._advise_on_replicated(module)
+        self._warn_on_replicated(module)
 
-    def _how_sharded(self, module: torch.nn.Module) -> list[str]:
+    def _sharding_lines(self, module: torch.nn.Module) -> list[str]:
         from weft.strategy.summary import replicated, summary
 
         if self.tensor_parallel_group.size() > 1:
@@ -42,9 +42,11 @@ class StartSummaryMixin:
         """Return lines on the bytes of parameters on each rank, and of gradients and Adam's states; collective."""
         mesh = self.device_mesh
         parameters = list(module.parameters())
-        learning = [p for p in parameters if p.requires_grad]
-        held, of_learning = (sum(getattr(p, "_local_tensor", p).nbytes for p in ps) for ps in (parameters, learning))
-        sizes = torch.tensor([held, of_learning], device=self.root_device)
+        trainable = [p for p in parameters if p.requires_grad]
+        parameter_bytes, trainable_bytes = (
+            sum(getattr(p, "_local_tensor", p).nbytes for p in ps) for ps in (parameters, trainable)
+        )
+        sizes = torch.tensor([parameter_bytes, trainable_bytes], device=self.root_device)
         full_bytes = sum(p.nbytes for p in parameters)
         groups = [self.tensor_parallel_group, self.data_group]  # innermost first, for the order of the ranks
         if self._pipeline is not None:
@@ -68,15 +70,15 @@ class StartSummaryMixin:
             "with the states of Adam, at most; activations come on top.",
         ]
 
-    def _advise_on_replicated(self, module: torch.nn.Module) -> None:
+    def _warn_on_replicated(self, module: torch.nn.Module) -> None:
         """Warn if every rank holds much of the model in full."""
-        from weft.strategy.summary import REPLICATED_SHARE, replicated_share
+        from weft.strategy.summary import REPLICATED_FRACTION, replicated_fraction
 
-        share = replicated_share(module)
-        if self.tensor_parallel_group.size() == 1 or share <= REPLICATED_SHARE:
+        share = replicated_fraction(module)
+        if self.tensor_parallel_group.size() == 1 or share <= REPLICATED_FRACTION:
             return
-        left = [note for note in self._plan.report().notes if "left replicated" in note]
-        example = f" ({left[0]})" if left else ""
+        replicated_notes = [note for note in self._plan.report().notes if "left replicated" in note]
+        example = f" ({replicated_notes[0]})" if replicated_notes else ""
         self._warn(
             f"weft: every rank holds {100 * share:.0f} % of the parameters' bytes in full{example}: name their modules "
             "in a plan, take strategy='weft_fsdp' or pipeline_cuts, which shard any parameter, or see "

@@ -37,12 +37,12 @@ class StepLogs:
     def __init__(self, module: Any) -> None:
         self._module = module
         self._calls: list[Logged] = []
-        self._of_micro_batch: dict[int, list[Logged]] = {}
+        self._calls_by_micro_batch: dict[int, list[Logged]] = {}
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Inside, calls of `log` are recorded and not logged."""
-        self._of_micro_batch.clear()
+        self._calls_by_micro_batch.clear()
         before = vars(self._module).get("log")
         object.__setattr__(self._module, "log", self._record)
         try:
@@ -52,11 +52,11 @@ class StepLogs:
             if before is not None:
                 object.__setattr__(self._module, "log", before)
 
-    def of_micro_batch(self, number: int, step: Callable[[], Any]) -> Any:
+    def run_micro_batch(self, number: int, step: Callable[[], Any]) -> Any:
         """Call a step and return its result; keep its logs unless it raises, as it does off the last stage."""
         self._calls = []
         result = step()
-        self._of_micro_batch[number] = self._calls
+        self._calls_by_micro_batch[number] = self._calls
         return result
 
     def _record(self, *args: Any, **kwargs: Any) -> None:
@@ -100,9 +100,9 @@ class StepLogs:
             ValueError: an unknown `reduce_fx`.
         """
         found: dict[tuple[Any, ...], list[tuple[Logged, float, int | None]]] = {}
-        for number in sorted(self._of_micro_batch):
+        for number in sorted(self._calls_by_micro_batch):
             seen: dict[str, int] = {}
-            for call in self._of_micro_batch[number]:
+            for call in self._calls_by_micro_batch[number]:
                 seen[call.name] = seen.get(call.name, 0) + 1
                 found.setdefault((call.name, seen[call.name]), []).append((call, weights[number], sizes[number]))
         return [_combined(calls) for calls in found.values()]

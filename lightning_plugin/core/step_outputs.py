@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-_SENT_WITHIN = 1 << 14  # bytes up to which a CPU tensor is pickled with the rest of the message
+_MAX_PICKLED_BYTES = 1 << 14  # bytes up to which a CPU tensor is pickled with the rest of the message
 
 
 def join_outputs(outputs: Sequence[Any], sizes: Sequence[int | None], weights: Sequence[float]) -> Any:
@@ -76,7 +76,7 @@ def _described(value: Any) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Sent:
+class _TensorPlaceholder:
     """Stands in the pickled message for a tensor that is broadcast after it."""
 
     shape: tuple[int, ...]
@@ -85,23 +85,25 @@ class _Sent:
 
 
 @dataclasses.dataclass(frozen=True)
-class Packed:
-    """A value ready to be broadcast; see `pack`."""
+class Serialized:
+    """A value ready to be broadcast; see `serialize`."""
 
     value: Any
     pickled: bytes
     tensors: list[Tensor]
 
 
-def pack(value: Any) -> Packed:
-    """Return a value ready for `share_from`; it raises here, before any rank waits for the value.
+def serialize(value: Any) -> Serialized:
+    """Return a value ready for `broadcast_serialized`; it raises here, before any rank waits for the value.
 
     Raises:
         TypeError: the value contains an object that cannot be pickled.
     """
     tensors: list[Tensor] = []
     try:
-        return Packed(value, pickle.dumps(pytree.tree_map(lambda leaf: _announced(leaf, tensors), value)), tensors)
+        return Serialized(
+            value, pickle.dumps(pytree.tree_map(lambda leaf: _replace_tensor(leaf, tensors), value)), tensors
+        )
     except Exception as error:
         raise TypeError(
             f"pipeline: what a step gave or logged cannot be sent to other stages ({error}); give tensors, numbers, "
@@ -109,42 +111,44 @@ def pack(value: Any) -> Packed:
         ) from error
 
 
-def share_from(packed: Packed | None, group: dist.ProcessGroup, source: int, device: torch.device) -> Any:
+def broadcast_serialized(
+    serialized: Serialized | None, group: dist.ProcessGroup, source: int, device: torch.device
+) -> Any:
     """Return the value of the rank `source` on every rank of a group; collective.
 
     packed: the value on `source`; None on the other ranks. Tensors arrive on `device` if they were on a device of its
         type, else on the CPU; the rest is pickled.
     """
-    if packed is not None and group.size() == 1:
-        return packed.value
-    if packed is not None:
-        dist.broadcast_object_list([packed.pickled], group_src=source, group=group)
-        for tensor in packed.tensors:
+    if serialized is not None and group.size() == 1:
+        return serialized.value
+    if serialized is not None:
+        dist.broadcast_object_list([serialized.pickled], group_src=source, group=group)
+        for tensor in serialized.tensors:
             dist.broadcast(tensor.to(device), group_src=source, group=group)
-        return packed.value
+        return serialized.value
     message: list[Any] = [None]
     dist.broadcast_object_list(message, group_src=source, group=group)
-    return pytree.tree_map(lambda leaf: _received(leaf, group, source, device), pickle.loads(message[0]))
+    return pytree.tree_map(lambda leaf: _receive_tensor(leaf, group, source, device), pickle.loads(message[0]))
 
 
-def _announced(leaf: Any, tensors: list[Tensor]) -> Any:
+def _replace_tensor(leaf: Any, tensors: list[Tensor]) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
-    if leaf.device.type == "cpu" and leaf.nbytes <= _SENT_WITHIN:
+    if leaf.device.type == "cpu" and leaf.nbytes <= _MAX_PICKLED_BYTES:
         return leaf.detach().clone()  # a view would be pickled with its full storage
     tensors.append(leaf.detach().contiguous())
-    return _Sent(tuple(leaf.shape), leaf.dtype, leaf.device.type)
+    return _TensorPlaceholder(tuple(leaf.shape), leaf.dtype, leaf.device.type)
 
 
-def _received(leaf: Any, group: dist.ProcessGroup, source: int, device: torch.device) -> Any:
-    if not isinstance(leaf, _Sent):
+def _receive_tensor(leaf: Any, group: dist.ProcessGroup, source: int, device: torch.device) -> Any:
+    if not isinstance(leaf, _TensorPlaceholder):
         return leaf
     tensor = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
     dist.broadcast(tensor, group_src=source, group=group)
     return tensor.to(leaf.device_type) if leaf.device_type != device.type else tensor
 
 
-def sendable(error: Exception) -> Exception:
+def picklable_error(error: Exception) -> Exception:
     """Return an error of the same type and text if it can be pickled, else a RuntimeError with its text."""
     try:
         return pickle.loads(pickle.dumps(error))

@@ -23,19 +23,19 @@ from weft._plugin.batch_check import BatchCheck
 from weft._plugin.data_axes import DataAxes, mixed_precision_policy
 from weft._plugin.error_reports import shared_under_torchrun
 from weft._plugin.launcher import guarded
-from weft._plugin.meshes import PIPELINE_AXIS, TENSOR_AXIS, known_mesh
+from weft._plugin.meshes import PIPELINE_AXIS, TENSOR_AXIS, cached_mesh
 from weft._plugin.metrics import synchronize_metrics_over
-from weft._plugin.process_group import group_made_here, refuse_other_world_size
+from weft._plugin.process_group import check_world_size, destroying_group_at_exit
 from weft._plugin.process_guard import guard
 from weft._plugin.replicas import (
+    broadcast_random_state,
+    broadcast_values,
     has_meta_tensors,
+    materialized_bytes,
     random_state_of_first_rank,
     seed_workers_by_data_rank,
-    share_random_state,
-    share_values,
-    whole_bytes,
 )
-from weft._plugin.settings import PlanSettings, refuse_rows_of_replicas, resolve_sizes
+from weft._plugin.settings import PlanSettings, check_rows_without_replicas, resolve_sizes
 from weft._plugin.start_summary import StartSummaryMixin
 
 if TYPE_CHECKING:
@@ -52,15 +52,15 @@ class StrategyMixin(StartSummaryMixin):
     """A mixin in front of a ModelParallelStrategy of Lightning or Fabric; `factory.py` sets `fabric_module`."""
 
     fabric_module: str  # the name of the namespace's Fabric package
-    _DEFERRED_PLACE: str  # the place, for messages, where users build models with deferred parameters
+    _DEFERRED_CONTEXT: str  # the place, for messages, where users build models with deferred parameters
 
     def _init_weft(self, settings: PlanSettings) -> None:
         from weft.strategy import Plan
 
         self._sizes = settings.validate(type(self).__name__, self._data_parallel_size, self._tensor_parallel_size)
         self._has_stock_sizes = settings.is_stock
-        is_ours = settings.zero_stage is not None or settings.pipeline_cuts is not None
-        plan = {} if settings.plan is None and is_ours else settings.plan
+        needs_plan = settings.zero_stage is not None or settings.pipeline_cuts is not None
+        plan = {} if settings.plan is None and needs_plan else settings.plan
         if plan is not None:
             plan = Plan(plan, sequence_parallel=settings.sequence_parallel, verify=settings.verify)
         self._plan = plan
@@ -76,7 +76,7 @@ class StrategyMixin(StartSummaryMixin):
         self._fingerprints: dict[Tensor, Tensor] = {}
         self._watch: Watch | None = None
         self._data_axes: DataAxes | None = None
-        self._described: torch.nn.Module | None = None
+        self._summarized: torch.nn.Module | None = None
         self._logged_once: set[str] = set()
 
     @property
@@ -111,16 +111,16 @@ class StrategyMixin(StartSummaryMixin):
 
     def _check_devices(self) -> None:
         """Raise if the sizes do not fit the number of devices, before any process is launched."""
-        refuse_other_world_size(self.num_processes * self.num_nodes)
+        check_world_size(self.num_processes * self.num_nodes)
         if not self._has_stock_sizes:
             sizes = resolve_sizes(type(self).__name__, self._sizes, self.num_processes, self.num_nodes)
             if self._optimizer_in_backward == "rows":
-                refuse_rows_of_replicas(type(self).__name__, sizes)
+                check_rows_without_replicas(type(self).__name__, sizes)
 
     def setup_environment(self) -> None:
         """Join the process group, build the mesh, and synchronize the random states of ranks with the same data."""
         self._check_devices()
-        self._refuse_offload_on_cpu("activation_offload=True", self._activation_offload)
+        self._check_offload_device("activation_offload=True", self._activation_offload)
         guard().mark_failed(False)
         guard().watch_signals(self._owns_process_control())
         sizes = None
@@ -128,25 +128,25 @@ class StrategyMixin(StartSummaryMixin):
             sizes = resolve_sizes(type(self).__name__, self._sizes, self.num_processes, self.num_nodes)
             self._data_parallel_size = sizes.pipeline_parallel * sizes.data_replicate * sizes.data_parallel
             self._tensor_parallel_size = sizes.tensor_parallel
-        with group_made_here():
+        with destroying_group_at_exit():
             super().setup_environment()
         environment = self.cluster_environment
         if type(environment).__name__ == "TorchElasticEnvironment":
             guard().print_errors_once(shared_under_torchrun(environment.local_rank(), environment.node_rank()))
         has_stages = self._pipeline_settings is not None
-        self._device_mesh, group = known_mesh(self._device_mesh, sizes, has_stages)
+        self._device_mesh, group = cached_mesh(self._device_mesh, sizes, has_stages)
         self._data_axes = DataAxes(self._device_mesh, group, self._zero_stage)
-        self._share_random_state()
+        self._broadcast_random_state()
         self._batch_check.restart()
         self._stages_batch_check.restart()
 
-    def _share_random_state(self) -> None:
+    def _broadcast_random_state(self) -> None:
         """Make the ranks that see the same data draw the same random numbers."""
-        share_random_state(self.tensor_parallel_group, self.root_device)
+        broadcast_random_state(self.tensor_parallel_group, self.root_device)
         if self._pipeline_settings is not None:
-            share_random_state(self.pipeline_group, self.root_device)
+            broadcast_random_state(self.pipeline_group, self.root_device)
 
-    def _refuse_offload_on_cpu(self, what: str, is_on: bool) -> None:
+    def _check_offload_device(self, what: str, is_on: bool) -> None:
         if is_on and self.root_device.type == "cpu":
             raise ValueError(
                 f"{type(self).__name__} got {what} on CPU devices, whose memory is where activations would go; leave "
@@ -209,13 +209,13 @@ class StrategyMixin(StartSummaryMixin):
         plugin = self.precision_plugin if hasattr(self, "precision_plugin") else self.precision
         return str(plugin.precision)
 
-    def _share_values(self, module: torch.nn.Module) -> None:
+    def _broadcast_values(self, module: torch.nn.Module) -> None:
         names = self.device_mesh.mesh_dim_names or ()
         from weft.strategy.pipeline import find_staged
 
-        is_cut = find_staged(module) is not None  # stages have different parameters
-        axes = [name for name in names if name != PIPELINE_AXIS or not is_cut]
-        share_values(module, self.device_mesh, self.root_device, axes)
+        is_staged = find_staged(module) is not None  # stages have different parameters
+        axes = [name for name in names if name != PIPELINE_AXIS or not is_staged]
+        broadcast_values(module, self.device_mesh, self.root_device, axes)
 
     @contextmanager
     def _deferred_init(self) -> Iterator[None]:
@@ -233,7 +233,7 @@ class StrategyMixin(StartSummaryMixin):
             stack.enter_context(deferred_init())
             yield
 
-    def _fuse(self, optimizer: Optimizer, module: torch.nn.Module | None) -> None:
+    def _fuse_optimizer(self, optimizer: Optimizer, module: torch.nn.Module | None) -> None:
         """Fuse an optimizer if the settings ask for it, and log the result."""
         if not self._fused_optimizers:
             return
@@ -327,17 +327,17 @@ class StrategyMixin(StartSummaryMixin):
         `calls`: how the module is called, as `DataAxes.shard` takes it.
         """
         from weft.strategy import parallelize
-        from weft.strategy.verification.evidence import remember_rehearsal
+        from weft.strategy.verification.evidence import store_rehearsal
 
         synchronize_metrics_over(self.data_group, module)
-        self._share_values(module)
-        waiting = has_meta_tensors(module)
+        self._broadcast_values(module)
+        has_meta = has_meta_tensors(module)
         if self._plan is not None:
-            self._advise_on_building(module)
-            self._refuse_offload_on_cpu("a rule of its plan with offload", self._plan.offloads(module))
+            self._log_building_advice(module)
+            self._check_offload_device("a rule of its plan with offload", self._plan.offloads(module))
         if self._pipeline_settings is not None:
             if self._plan is not None and self.tensor_parallel_group.size() > 1:
-                remember_rehearsal(module, self._plan.example)  # of the full model: stages cannot be called like it
+                store_rehearsal(module, self._plan.example)  # of the full model: stages cannot be called like it
             self._cut_into_stages(module, self._pipeline_settings)
         if self._plan is not None:
             stays_plain = self.data_axes.shards_parameters and self._pipeline_settings is None
@@ -349,22 +349,22 @@ class StrategyMixin(StartSummaryMixin):
                 self.data_axes.shard(module, policy, **calls)
             elif self.data_axes.shards_parameters and not self._pipeline.is_fully_sharded:
                 self._pipeline.fully_shard(self.data_axes.sharding_mesh, mp_policy=policy)
-            self._say_what_was_done(module)
-        return waiting
+            self._log_start_summary(module)
+        return has_meta
 
     def _average_gradients_of(self, module: torch.nn.Module) -> None:
         if self._plan is not None and not self._optimizer_in_backward:
             self.data_axes.average_gradients_of(module)
 
-    def _advise_on_building(self, module: torch.nn.Module) -> None:
+    def _log_building_advice(self, module: torch.nn.Module) -> None:
         """Log advice if every rank has built the full model and keeps only a shard of it."""
-        num_bytes = whole_bytes(module)
-        is_worth_a_word = num_bytes >= max(_LARGE_BYTES, sum(p.nbytes for p in module.parameters()) // 2)
-        num_parts = self.device_mesh.size() if self.data_axes.shards_parameters else self.tensor_parallel_group.size()
-        if is_worth_a_word and num_parts > 1 and self._empty_init:
+        num_bytes = materialized_bytes(module)
+        is_worth_logging = num_bytes >= max(_LARGE_BYTES, sum(p.nbytes for p in module.parameters()) // 2)
+        num_shards = self.device_mesh.size() if self.data_axes.shards_parameters else self.tensor_parallel_group.size()
+        if is_worth_logging and num_shards > 1 and self._empty_init:
             self._log(
                 f"weft got a model that was built whole, {num_bytes / 1e9:.3f} GB on every rank: build it in "
-                f"{self._DEFERRED_PLACE}, and each rank makes its shards only."
+                f"{self._DEFERRED_CONTEXT}, and each rank makes its shards only."
             )
 
     def _checkpoint_activations(self, module: torch.nn.Module) -> None:

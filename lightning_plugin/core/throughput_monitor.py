@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from weft._plugin.monitors import log, num_steps, refuse_below_one
+from weft._plugin.monitors import check_at_least_one, log, num_steps
 
 
 class _Mark(NamedTuple):
@@ -60,7 +60,7 @@ class ThroughputMixin:
                 f"ThroughputMonitor got peak_flops={peak_flops!r} with flops_per_sample={flops_per_sample!r}; pass the "
                 "positive flops per second of one device together with flops_per_sample."
             )
-        refuse_below_one("ThroughputMonitor", "window_size", window_size)
+        check_at_least_one("ThroughputMonitor", "window_size", window_size)
         self._batch_size_fn = batch_size_fn or _first_dim
         self._length_fn = length_fn
         self._flops_per_sample = flops_per_sample

@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 
 from weft._plugin import checkpoint as checkpoints
 from weft._plugin.consolidate import DIRECTORY_NOTE
-from weft._plugin.optimizer_state import full_state, join_groups, named_state
-from weft._plugin.staged_module import without_steps_state
+from weft._plugin.optimizer_state import full_state, merge_parameter_groups, named_state
+from weft._plugin.staged_module import without_step_state
 
 
 class TrainerCheckpointsMixin:
@@ -22,9 +22,9 @@ class TrainerCheckpointsMixin:
         state = super().lightning_module_state_dict()
         if self._pipeline is None or self._pipeline.has_last_stage:
             return state
-        if self._place.name == "":
-            return without_steps_state(self.lightning_module, state)
-        return {name: value for name, value in state.items() if name.startswith(f"{self._place.name}.")}
+        if self._target.name == "":
+            return without_step_state(self.lightning_module, state)
+        return {name: value for name, value in state.items() if name.startswith(f"{self._target.name}.")}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the optimizer's state for `save_checkpoint`; collective."""
@@ -34,7 +34,7 @@ class TrainerCheckpointsMixin:
         if self._save_distributed_checkpoint:
             state = named_state(self.model, inner)
             if self._pipeline is not None:
-                join_groups(state, self.pipeline_group)
+                merge_parameter_groups(state, self.pipeline_group)
             return state
         return full_state(inner, keep=self.is_global_zero)
 
@@ -51,11 +51,11 @@ class TrainerCheckpointsMixin:
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a directory or a file, saved at any number of ranks, into the live model and optimizers; collective."""
         if self._plan is None:
-            return super().load_checkpoint(checkpoint_path, **checkpoints.if_given(weights_only=weights_only))
+            return super().load_checkpoint(checkpoint_path, **checkpoints.without_none(weights_only=weights_only))
         path = Path(self.broadcast(checkpoint_path))
         load = checkpoints.load_directory if checkpoints.is_directory(path) else checkpoints.load_file
         # A test after a fit still has the optimizers of the fit, which may belong to another model.
         optimizers = self.optimizers if self._is_fitting else []
         with torch.no_grad():
             strict = self.lightning_module.strict_loading
-            return load(path, self.model, optimizers, strict, weights_only, self._whole_model)
+            return load(path, self.model, optimizers, strict, weights_only, self._unsplit_model)

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
-from weft._plugin.in_backward import refuse_with_optimizer_in_backward
+from weft._plugin.in_backward import check_optimizer_in_backward
 from weft._plugin.loaders_mixin import TrainerLoadersMixin
 from weft._plugin.parameter_code import CALL_GRADIENT_HOOKS, computing_with_parameters, run_step
+from weft._plugin.parameter_replacements import ParameterReplacements, parameters_of
 from weft._plugin.process_guard import guard
-from weft._plugin.repoint import Replacements, parameters_of
 from weft._plugin.settings import PlanSettings
 from weft._plugin.strategy_mixin import StrategyMixin
 from weft._plugin.trainer_checkpoints import TrainerCheckpointsMixin
@@ -31,7 +31,7 @@ def _overridden_steps(module: Any) -> list[str]:
     return [name for name in STEPS if name in vars(module) or getattr(type(module), name) is not getattr(base, name)]
 
 
-def _refuse_averaged_copies(trainer: Any) -> None:
+def _check_no_averaging(trainer: Any) -> None:
     """Raise ValueError for a callback that averages weights into a copy of the unsharded model."""
     for callback in trainer.callbacks:
         if {"StochasticWeightAveraging", "WeightAveraging"} & {cls.__name__ for cls in type(callback).__mro__}:
@@ -109,7 +109,7 @@ class TrainerMixin(TrainerCheckpointsMixin, TrainerPipelineMixin, TrainerLoaders
         ValueError, TypeError: an argument that is invalid for any number of devices.
     """
 
-    _DEFERRED_PLACE = "configure_model"
+    _DEFERRED_CONTEXT = "configure_model"
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class TrainerMixin(TrainerCheckpointsMixin, TrainerPipelineMixin, TrainerLoaders
                 verify=verify,
             )
         )
-        self._replacements = Replacements()
+        self._replacements = ParameterReplacements()
         self._gradients_checked = False
         self._gradient_norm: Tensor | None = None
 
@@ -207,21 +207,21 @@ class TrainerMixin(TrainerCheckpointsMixin, TrainerPipelineMixin, TrainerLoaders
         if self._plan is not None:
             self.precision_plugin.clip_grad_by_norm = self._clip_by_norm
         if self._plan is not None and self._is_fitting:
-            _refuse_averaged_copies(trainer)
+            _check_no_averaging(trainer)
         steps_in_backward = self._optimizer_in_backward and self._is_fitting
         if steps_in_backward:
-            refuse_with_optimizer_in_backward(trainer)
+            check_optimizer_in_backward(trainer)
         if self._pipeline_settings is not None:
-            self._refuse_what_stages_cannot(trainer)
+            self._check_stage_support(trainer)
             self._convert_before_cutting()
-        values_to_come = self._shard_model()
+        has_meta_tensors = self._shard_model()
         if self._plan is not None:
             self._wrap_gradient_hooks()
         with self._plan_instead_of_configure_model():
             super().setup(trainer)
-        if values_to_come:
-            self._share_values(self.model)
-        self._share_random_state()
+        if has_meta_tensors:
+            self._broadcast_values(self.model)
+        self._broadcast_random_state()
         if self._pipeline is not None:
             self._setup_steps(self.model)
         if self._is_fitting:
@@ -244,19 +244,19 @@ class TrainerMixin(TrainerCheckpointsMixin, TrainerPipelineMixin, TrainerLoaders
     def _shard_model(self) -> bool:
         module = self.lightning_module
         before = parameters_of(self.model)  # local to this method: torch cannot move a DTensor with weak references
-        values_to_come = self._apply_plan(
+        has_meta_tensors = self._apply_plan(
             self.model, entry_points=_overridden_steps(module), root_is_called=module.automatic_optimization
         )
-        self._replacements.note(before, self.model)
-        return values_to_come
+        self._replacements.record(before, self.model)
+        return has_meta_tensors
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Build the optimizers, or take those that LightningCLI built with the model; fuse those of torch."""
         with self._empty_groups_allowed():
             super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
-            self._replacements.repoint(optimizer)
-            self._fuse(optimizer, self.model)
+            self._replacements.update_optimizer(optimizer)
+            self._fuse_optimizer(optimizer, self.model)
             self.data_axes.add_optimizer(optimizer)
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
@@ -282,8 +282,8 @@ class TrainerMixin(TrainerCheckpointsMixin, TrainerPipelineMixin, TrainerLoaders
         if self._plan is None or "configure_model" in vars(module):
             yield
             return
-        own = module.configure_model
-        module.configure_model = lambda: own()  # noqa: PLW0108  (`own` itself has the code that is not overridden)
+        original = module.configure_model
+        module.configure_model = lambda: original()  # noqa: PLW0108  (`original` itself has the code that is not overridden)
         try:
             yield
         finally:
@@ -292,7 +292,7 @@ class TrainerMixin(TrainerCheckpointsMixin, TrainerPipelineMixin, TrainerLoaders
     def on_train_start(self) -> None:
         """Synchronize random states again: hooks since setup may have drawn numbers on some ranks only."""
         super().on_train_start()
-        self._share_random_state()
+        self._broadcast_random_state()
 
     def on_exception(self, exception: BaseException) -> None:
         """Mark this process as failed, so that its exit does not wait for other ranks."""

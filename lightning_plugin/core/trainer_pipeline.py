@@ -11,24 +11,24 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from weft._plugin.deferred_gradients import DeferredGradients
 from weft._plugin.in_backward import is_overridden
-from weft._plugin.kept_gradients import KeptGradients
 from weft._plugin.meshes import PIPELINE_AXIS
-from weft._plugin.optimizer_state import WholeModel, parameter_names, unwrapped
+from weft._plugin.optimizer_state import UnsplitModel, parameter_names, unwrapped
 from weft._plugin.pipeline_mixin import PipelineMixin
-from weft._plugin.pipeline_place import Place, find_place
+from weft._plugin.pipeline_target import PipelineTarget, find_target
 from weft._plugin.stage_metrics import StageMetrics, names_of_metrics
-from weft._plugin.staged_module import follow_module
+from weft._plugin.staged_module import attach_trainer
 from weft._plugin.step_logs import StepLogs
-from weft._plugin.step_outputs import join_outputs, pack, sendable, share_from
+from weft._plugin.step_outputs import broadcast_serialized, join_outputs, picklable_error, serialize
 
 if TYPE_CHECKING:
     from weft._plugin.settings import PlanSettings
     from weft.strategy.data_parallel import GradientReducer
-    from weft.strategy.pipeline.surroundings import Surroundings
+    from weft.strategy.pipeline.last_stage_modules import LastStageModules
 
-_WHOLE = "_weft_whole_names"
-_OF_STEPS = ("split_batch", "micro_batch_weight")
+_UNSPLIT_NAMES = "_weft_unsplit_names"
+_STEP_SETTINGS = ("split_batch", "micro_batch_weight")
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
@@ -42,24 +42,24 @@ class TrainerPipelineMixin(PipelineMixin):
 
     def _init_pipeline(self, settings: PlanSettings) -> None:
         super()._init_pipeline(settings)
-        self._refuse_settings(settings)
-        self._place: Place | None = None
-        self._surroundings: Surroundings | None = None
-        self._whole_model: WholeModel | None = None
-        self._reducer_around: GradientReducer | None = None
+        self._check_settings(settings)
+        self._target: PipelineTarget | None = None
+        self._last_stage_modules: LastStageModules | None = None
+        self._unsplit_model: UnsplitModel | None = None
+        self._last_stage_reducer: GradientReducer | None = None
         self._step_logs: StepLogs | None = None
-        self._kept: KeptGradients | None = None
+        self._deferred_gradients: DeferredGradients | None = None
         self._example: tuple[Any, Any] | None = None
         self._stage_metrics: StageMetrics | None = None
 
-    def _refuse_settings(self, settings: PlanSettings) -> None:
+    def _check_settings(self, settings: PlanSettings) -> None:
         owner, name = type(self).__name__, settings.pipeline_module
-        for argument in _OF_STEPS:
+        for argument in _STEP_SETTINGS:
             value = getattr(settings, argument)
             if value is not None and not callable(value):
                 raise TypeError(f"{owner} got {argument}={value!r}, which cannot be called; pass a function.")
         if settings.pipeline_cuts is None:
-            given = [n for n in ("pipeline_module", *_OF_STEPS) if getattr(settings, n) is not None]
+            given = [n for n in ("pipeline_module", *_STEP_SETTINGS) if getattr(settings, n) is not None]
             if given:
                 raise ValueError(
                     f"{owner} got {given[0]} without stages; name the first module of each stage but the first in "
@@ -79,27 +79,27 @@ class TrainerPipelineMixin(PipelineMixin):
 
     def _cut_into_stages(self, module: torch.nn.Module, settings: PlanSettings) -> None:
         from weft.strategy.pipeline import find_staged
-        from weft.strategy.pipeline.surroundings import Surroundings, refuse_shared
+        from weft.strategy.pipeline.last_stage_modules import LastStageModules, check_not_shared
 
-        name, cuts = self._place.name, self._place.cuts
+        name, cuts = self._target.name, self._target.cuts
         inner = module.get_submodule(name)
         if find_staged(module) is None:
-            refuse_shared(module, name)
-            inner.__dict__[_WHOLE] = tuple(parameter_names(inner).values())
-        if _WHOLE not in module.__dict__:  # once for each module around the one in stages
-            module.__dict__[_WHOLE] = _names_with(module, name, inner.__dict__[_WHOLE])
-        with unchanged(module, has_buffers=False):
-            self._cut(
+            check_not_shared(module, name)
+            inner.__dict__[_UNSPLIT_NAMES] = tuple(parameter_names(inner).values())
+        if _UNSPLIT_NAMES not in module.__dict__:  # once for each module around the one in stages
+            module.__dict__[_UNSPLIT_NAMES] = _parameter_names_with(module, name, inner.__dict__[_UNSPLIT_NAMES])
+        with restoring_state(module, has_buffers=False):
+            self._cut_module(
                 inner,
                 settings,
                 settings.pipeline_cuts if cuts is None else cuts,
                 beside=names_of_metrics(module) if name == "" else (),
-                forward=self._call_of_example(module, inner),
+                forward=self._example_call(module, inner),
             )
-        self._whole_model = WholeModel(module.__dict__[_WHOLE], self.pipeline_group)
-        self._surroundings = Surroundings(module, name, self._pipeline.has_last_stage)
+        self._unsplit_model = UnsplitModel(module.__dict__[_UNSPLIT_NAMES], self.pipeline_group)
+        self._last_stage_modules = LastStageModules(module, name, self._pipeline.has_last_stage)
 
-    def _call_of_example(self, module: Any, inner: torch.nn.Module) -> Callable[[], Any] | None:
+    def _example_call(self, module: Any, inner: torch.nn.Module) -> Callable[[], Any] | None:
         """Return a function that calls a module with its `example_input_array`; None if it has none."""
         from weft.strategy.pipeline.auto_cuts import call_with
 
@@ -130,17 +130,17 @@ class TrainerPipelineMixin(PipelineMixin):
         if self._pipeline is None:
             yield
             return
-        own = torch.optim.Optimizer.__init__
+        original_init = torch.optim.Optimizer.__init__
 
         def init(optimizer: Any, params: Any, defaults: dict[str, Any]) -> None:
             groups = params if isinstance(params, Tensor) else list(params)
-            own(optimizer, groups if isinstance(groups, Tensor) or groups else [{"params": []}], defaults)
+            original_init(optimizer, groups if isinstance(groups, Tensor) or groups else [{"params": []}], defaults)
 
         torch.optim.Optimizer.__init__ = init  # type: ignore[method-assign]
         try:
             yield
         finally:
-            torch.optim.Optimizer.__init__ = own  # type: ignore[method-assign]
+            torch.optim.Optimizer.__init__ = original_init  # type: ignore[method-assign]
         for optimizer in self.optimizers:
             if any(cls.__name__ == "LBFGS" for cls in type(optimizer).__mro__):
                 raise ValueError(
@@ -161,92 +161,94 @@ class TrainerPipelineMixin(PipelineMixin):
             module.example_input_array = None
         self._step_logs = StepLogs(module)
         inside = [] if self.pipeline.model is module else self.pipeline.model.modules()
-        self._stage_metrics = StageMetrics(module, inside, self._of_last_stage)
+        self._stage_metrics = StageMetrics(module, inside, self._broadcast_from_last_stage)
         if self.pipeline.model is module:
-            follow_module(module)
-        around = list(self._surroundings.parameters.values())
-        if around and self._is_fitting and self.data_axes.shards_parameters:
+            attach_trainer(module)
+        parameters = list(self._last_stage_modules.parameters.values())
+        if parameters and self._is_fitting and self.data_axes.shards_parameters:
             from weft.strategy.data_parallel import GradientReducer
 
             # FSDP2 shards only the stages; gradients of the parameters beside them are averaged here.
-            self._reducer_around = GradientReducer(torch.nn.ParameterList(around), self.data_group)
+            self._last_stage_reducer = GradientReducer(torch.nn.ParameterList(parameters), self.data_group)
 
     def _end_steps(self) -> None:
-        if self._reducer_around is not None:
-            self._reducer_around.remove()
+        if self._last_stage_reducer is not None:
+            self._last_stage_reducer.remove()
         if self._example is not None:
             self._example[0].example_input_array = self._example[1]
-        self._step_logs = self._reducer_around = self._example = self._kept = None
+        self._step_logs = self._last_stage_reducer = self._example = self._deferred_gradients = None
 
     def _run_in_stages(self, kind: str, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one of the module's steps for a batch; return the result that one device would have, on every stage."""
-        with self.pipeline.failures.told():
-            return self._run_parts(kind, step, args, kwargs)
+        with self.pipeline.failures.report_failures():
+            return self._run_micro_batches(kind, step, args, kwargs)
 
-    def _run_parts(self, kind: str, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_micro_batches(
+        self, kind: str, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         self._check_batch_of_stages(kind, args[0])
         settings, pipeline = self._pipeline_settings, self.pipeline
-        parts = pipeline.split(args[0], settings.split_batch)
-        run = _StepOfParts(self, parts, lambda part: step(part, *args[1:], **kwargs))
+        micro_batches = pipeline.split(args[0], settings.split_batch)
+        run = _MicroBatchStep(self, micro_batches, lambda micro_batch: step(micro_batch, *args[1:], **kwargs))
         loss = None
-        with self._step_logs.recording(), self._stage_metrics.local():
+        with self._step_logs.recording(), self._stage_metrics.local_only():
             if kind == "training":
                 loss = self._run_schedule(run)
             else:
-                run.outputs = dict(enumerate(pipeline.evaluate(parts, run, split=run.split)))
-        sizes = [_num_samples(part) for part in parts]
+                run.outputs = dict(enumerate(pipeline.evaluate(micro_batches, run, split=run.split)))
+        sizes = [_num_samples(micro_batch) for micro_batch in micro_batches]
         # Predictions are not weighted: their batches may lack the entries that micro_batch_weight reads.
         weights = run.weights(None if kind == "prediction" else settings.micro_batch_weight, sizes)
-        logged, output, dtype = self._of_last_stage(
+        logged, output, dtype = self._broadcast_from_last_stage(
             lambda: (self._step_logs.combined(weights, sizes), run.joined(sizes, weights), run.loss_dtype)
         )
         self._step_logs.replay(logged)
         if loss is None:
             return output
-        loss = self._kept.loss_for(loss.to(dtype))
+        loss = self._deferred_gradients.attach_to_loss(loss.to(dtype))
         return {"loss": loss, **output} if isinstance(output, dict) else loss
 
-    def _run_schedule(self, run: _StepOfParts) -> Tensor:
+    def _run_schedule(self, run: _MicroBatchStep) -> Tensor:
         module, pipeline = self.lightning_module, self.pipeline
         trainer = module.trainer
         # The Trainer divides the loss by this number; the factor of an overridden backward is unknown.
         scale = None if is_overridden("backward", module, "LightningModule") else 1 / trainer.accumulate_grad_batches
-        self._kept = KeptGradients(
+        self._deferred_gradients = DeferredGradients(
             (parameter for parameter in module.parameters() if parameter.requires_grad),
             is_first=trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0,
-            is_seen=_sees_zero_grad(trainer),
+            zeroing_is_observed=_zeroing_is_observed(trainer),
             scale=scale,
         )
         weight = self._pipeline_settings.micro_batch_weight
         options: dict[str, Any] = {} if weight is None else {"weight": weight}
         if scale is not None:
             options["scale"] = scale
-        with self._kept.computing():
-            reducer = self._reducer_around
+        with self._deferred_gradients.computing():
+            reducer = self._last_stage_reducer
             with self.data_axes.without_sync(), reducer.paused() if reducer is not None else contextlib.nullcontext():
-                loss = pipeline.step(run.parts, run.loss, split=run.split, **options)
+                loss = pipeline.step(run.micro_batches, run.loss, split=run.split, **options)
             if reducer is not None:
                 reducer.finish()
             return loss
 
-    def _of_last_stage(self, compute: Callable[[], Any]) -> Any:
+    def _broadcast_from_last_stage(self, compute: Callable[[], Any]) -> Any:
         """Call `compute` on the last stage only; return its result, or raise its error, on every stage. Collective."""
-        packed = None
+        serialized = None
         if self.pipeline.has_last_stage:
             try:
-                packed = pack((compute(), None))
+                serialized = serialize((compute(), None))
             except Exception as error:
-                packed = pack((None, sendable(error)))
-        value, error = share_from(packed, self.pipeline_group, self.pipeline.last_rank, self.root_device)
+                serialized = serialize((None, picklable_error(error)))
+        value, error = broadcast_serialized(serialized, self.pipeline_group, self.pipeline.last_rank, self.root_device)
         if error is not None:
             raise error
         return value
 
-    def _refuse_what_stages_cannot(self, trainer: Any) -> None:
-        """Raise ValueError for settings that stages do not support, before the cut; find the place to cut."""
+    def _check_stage_support(self, trainer: Any) -> None:
+        """Raise ValueError for settings that stages do not support, before the cut; find the module to cut."""
         from weft.strategy.pipeline.auto_cuts import auto_of, num_stages_of
 
-        self._refuse_scaler()
+        self._check_no_scaler()
         module = trainer.lightning_module
         name = type(module).__name__
         if trainer.state.fn == "fit" and not module.automatic_optimization:
@@ -265,39 +267,39 @@ class TrainerPipelineMixin(PipelineMixin):
         if auto is not None:
             num_stages = num_stages_of(auto, settings.pipeline_schedule, self.device_mesh[PIPELINE_AXIS].size())
         cuts = None if auto is not None else settings.pipeline_cuts
-        self._place = find_place(type(self).__name__, module, settings.pipeline_module, cuts, num_stages)
+        self._target = find_target(type(self).__name__, module, settings.pipeline_module, cuts, num_stages)
 
 
-class _StepOfParts:
+class _MicroBatchStep:
     """A module's step as the pipeline calls it, once or more for each micro-batch and stage."""
 
-    def __init__(self, strategy: Any, parts: Sequence[Any], step: Callable[[Any], Any]) -> None:
-        self.parts = parts
+    def __init__(self, strategy: Any, micro_batches: Sequence[Any], step: Callable[[Any], Any]) -> None:
+        self.micro_batches = micro_batches
         self.outputs: dict[int, Any] = {}  # the step's results without losses, on the last stage
         self.loss_dtype = torch.get_default_dtype()
         self._strategy = strategy
         self._step = step
-        self._numbers = {id(part): number for number, part in enumerate(parts)}
+        self._numbers = {id(micro_batch): number for number, micro_batch in enumerate(micro_batches)}
 
     def split(self, _batch: Any, _count: int) -> Sequence[Any]:
-        return self.parts
+        return self.micro_batches
 
-    def __call__(self, part: Any) -> Any:
-        strategy, number = self._strategy, self._numbers[id(part)]
+    def __call__(self, micro_batch: Any) -> Any:
+        strategy, number = self._strategy, self._numbers[id(micro_batch)]
         with contextlib.ExitStack() as stack:
             if strategy.pipeline.is_recording:
-                stack.enter_context(strategy._surroundings.unused())
-                stack.enter_context(unchanged(strategy.lightning_module))
+                stack.enter_context(strategy._last_stage_modules.forbidding_use())
+                stack.enter_context(restoring_state(strategy.lightning_module))
             if not strategy.pipeline.runs_last_stage:
-                stack.enter_context(strategy._stage_metrics.muted())
-            return strategy._step_logs.of_micro_batch(number, lambda: self._step(part))
+                stack.enter_context(strategy._stage_metrics.updates_disabled())
+            return strategy._step_logs.run_micro_batch(number, lambda: self._step(micro_batch))
 
-    def loss(self, part: Any) -> Any:
+    def loss(self, micro_batch: Any) -> Any:
         """Run the step; return its loss, and keep the rest of its result in `outputs`."""
-        output = self(part)
+        output = self(micro_batch)
         if isinstance(output, dict):
             beside = {key: item for key, item in output.items() if key != "loss"}
-            self.outputs[self._numbers[id(part)]] = pytree.tree_map_only(Tensor, Tensor.detach, beside)
+            self.outputs[self._numbers[id(micro_batch)]] = pytree.tree_map_only(Tensor, Tensor.detach, beside)
             output = output.get("loss")
         if not isinstance(output, Tensor) or output.numel() != 1:
             raise TypeError(
@@ -310,7 +312,7 @@ class _StepOfParts:
     def weights(self, weight: Callable[[Any], float] | None, sizes: Sequence[int | None]) -> list[float]:
         """Return the weight of each micro-batch in logged values."""
         if weight is not None:
-            return [float(weight(part)) for part in self.parts]
+            return [float(weight(micro_batch)) for micro_batch in self.micro_batches]
         return [1.0 if size is None else float(size) for size in sizes]
 
     def joined(self, sizes: Sequence[int | None], weights: Sequence[float]) -> Any:
@@ -321,7 +323,7 @@ class _StepOfParts:
 
 
 @contextlib.contextmanager
-def unchanged(module: Any, has_buffers: bool = True) -> Iterator[None]:
+def restoring_state(module: Any, has_buffers: bool = True) -> Iterator[None]:
     """Restore the module's own numbers, strings, plain lists and buffers afterwards."""
     values = {key: value for key, value in vars(module).items() if isinstance(value, (bool, int, float, str))}
     lists = {key: (value, list(value)) for key, value in vars(module).items() if type(value) is list}
@@ -342,7 +344,7 @@ def unchanged(module: Any, has_buffers: bool = True) -> Iterator[None]:
                     originals[key].copy_(before)
 
 
-def _names_with(module: torch.nn.Module, name: str, inner: Sequence[str]) -> tuple[str, ...]:
+def _parameter_names_with(module: torch.nn.Module, name: str, inner: Sequence[str]) -> tuple[str, ...]:
     """Return the names of a module's parameters, in order; `inner`: those in its submodule `name` before the cut."""
     from weft.strategy.assignments import join
 
@@ -355,16 +357,16 @@ def _names_with(module: torch.nn.Module, name: str, inner: Sequence[str]) -> tup
     return tuple(dict.fromkeys(names))
 
 
-def _num_samples(part: Any) -> int | None:
+def _num_samples(micro_batch: Any) -> int | None:
     from weft.strategy.pipeline.micro_batches import batch_size_of
 
     try:
-        return batch_size_of(part)
+        return batch_size_of(micro_batch)
     except ValueError:  # only the user's split_batch knows the samples of such a batch
         return None
 
 
-def _sees_zero_grad(trainer: Any) -> bool:
+def _zeroing_is_observed(trainer: Any) -> bool:
     """Return whether hooks see the gradients before they are zeroed, or the user's code zeroes them."""
     hooks = ("on_before_zero_grad", "optimizer_zero_grad")
     if any(is_overridden(hook, trainer.lightning_module, "LightningModule") for hook in hooks):

@@ -85,7 +85,7 @@ def _create(opts: dist.distributed_c10d._DistributedBackendOptions, options: obj
     # If a caller passes no options, torch passes its own, or those of another group.
     if options is not None and not isinstance(options, (BackendOptions, Backend.Options)):
         raise TypeError(f"got pg_options={options!r} for the backend weft; pass weft.collectives.BackendOptions(...).")
-    mine = options if isinstance(options, BackendOptions) else BackendOptions()
+    resolved = options if isinstance(options, BackendOptions) else BackendOptions()
     return _collectives.make_backend(
         opts.store,
         opts.group_rank,
@@ -93,8 +93,8 @@ def _create(opts: dist.distributed_c10d._DistributedBackendOptions, options: obj
         opts.timeout,
         opts.group_id,
         opts.global_ranks_in_group,
-        mine.staging_limit_bytes,
-        mine.transport,
+        resolved.staging_limit_bytes,
+        resolved.transport,
     )
 
 

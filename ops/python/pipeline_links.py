@@ -57,7 +57,7 @@ def link(
         ValueError: a group without a backend for CPU tensors, a peer that is not another rank of the group, a device
             without an index, NCCL for tensors of other devices, or another device than a peer is linked for.
     """
-    own, wanted = group.rank(), sorted(set(peers))
+    own_rank, wanted = group.rank(), sorted(set(peers))
     if device.type != "cpu" and device.index is None:
         raise ValueError(f"weft: got the device {device} to link ranks for; pass one with its number: '{device}:0'.")
     if transport is None and device.type != "cuda":
@@ -66,10 +66,10 @@ def link(
     for peer, other in linked.items():
         if other not in (None, device):
             raise ValueError(
-                f"weft: rank {own} is linked to rank {peer} for {other} and got {device}; unlink the group first."
+                f"weft: rank {own_rank} is linked to rank {peer} for {other} and got {device}; unlink the group first."
             )
     # Each pair waits for its two ranks: all ranks link in the same order, so that there are no circular waits.
-    for peer in sorted(wanted, key=lambda peer: (min(own, peer), max(own, peer))):
+    for peer in sorted(wanted, key=lambda peer: (min(own_rank, peer), max(own_rank, peer))):
         if linked[peer] is None:
             _link(group, peer, device, transport, timeout)
 

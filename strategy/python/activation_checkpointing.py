@@ -16,30 +16,30 @@ from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
 from weft.strategy._plan import matches
-from weft.strategy.absent import AbsentLayer
 from weft.strategy.offload import OffloadedModule
+from weft.strategy.remote_layers import RemoteLayer
 from weft.strategy.state import original_class, state_of
 
 FULL, SELECTIVE, NONE = "full", "selective", "none"
-What = str | Sequence[str] | Mapping[str, str]
+CheckpointSpec = str | Sequence[str] | Mapping[str, str]
 
 # The results that a selective checkpoint saves: of matrix products, of attention and of communication.
-_KEPT_ATEN = (
+_SAVED_ATEN = (
     *("mm", "addmm", "bmm", "baddbmm", "convolution"),
     *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
     *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
     *("_scaled_dot_product_fused_attention_overrideable", "_scaled_dot_product_attention_math"),
 )
-_KEPT_WEFT = (
+_SAVED_WEFT = (
     *("column_linear", "row_linear", "_column_row_mlp_saving", "vocab_parallel_embedding"),
     *("all_gather_linear", "linear_reduce_scatter", "sharded_linear"),
     *("_vocab_cross_entropy", "_linear_cross_entropy"),
     *("reduce_from_group", "gather_from_group", "gather_from_sequence", "reduce_scatter_to_sequence", "all_to_all"),
 )
-_KEPT_COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
+_SAVED_COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
 
 
-def checkpoint_activations(model: nn.Module, what: What = FULL, *, offload: bool = False) -> list[str]:
+def checkpoint_activations(model: nn.Module, what: CheckpointSpec = FULL, *, offload: bool = False) -> list[str]:
     """Checkpoint modules of a model, in place, after `parallelize`.
 
     Args:
@@ -60,11 +60,11 @@ def checkpoint_activations(model: nn.Module, what: What = FULL, *, offload: bool
             changed then.
         TypeError: `what` is none of these.
     """
-    refuse_wrong_kind("checkpoint_activations", what)
+    check_checkpoint_spec("checkpoint_activations", what)
     modes = _modes(model, what)
     modules = {name: model.get_submodule(name) for name in modes}
     for name, mode in modes.items():
-        _refuse(name, modules[name], mode, offload)
+        _check_module(name, modules[name], mode, offload)
     for name, mode in modes.items():
         module = modules[name]
         if not isinstance(module, CheckpointedModule):
@@ -72,7 +72,7 @@ def checkpoint_activations(model: nn.Module, what: What = FULL, *, offload: bool
     return list(modes)
 
 
-def _modes(model: nn.Module, what: What) -> dict[str, str]:
+def _modes(model: nn.Module, what: CheckpointSpec) -> dict[str, str]:
     """Return the mode of each module, by name; one module under two names counts once."""
     if what == NONE:
         return {}
@@ -115,9 +115,9 @@ def repeated_blocks(model: nn.Module) -> list[str]:
         is_list = isinstance(module, nn.ModuleList)
         is_numbered = isinstance(module, nn.ModuleDict) and all(key.isdigit() for key in module)
         holds_blocks = is_list or is_numbered or isinstance(module, nn.Sequential)
-        entries = [(key, entry) for key, entry in module.named_children() if not isinstance(entry, AbsentLayer)]
+        entries = [(key, entry) for key, entry in module.named_children() if not isinstance(entry, RemoteLayer)]
         entries = entries if holds_blocks else []
-        alike = len({_own_class(entry) for _, entry in entries}) == 1
+        alike = len({_class_without_checkpoint(entry) for _, entry in entries}) == 1
         if alike and len(entries) >= (2 if isinstance(module, nn.Sequential) else 1):
             prefix = f"{name}." if name else ""
             found += [prefix + key for key, entry in entries if _is_block(entry)]
@@ -128,12 +128,12 @@ def _is_block(entry: nn.Module) -> bool:
     return type(entry).forward is not nn.Module.forward and any(True for _ in entry.children())
 
 
-def _own_class(module: nn.Module) -> type[nn.Module]:
+def _class_without_checkpoint(module: nn.Module) -> type[nn.Module]:
     cls = original_class(module)
     return cls.__mro__[2] if issubclass(cls, CheckpointedModule) else cls
 
 
-def refuse_wrong_kind(owner: str, what: object) -> None:
+def check_checkpoint_spec(owner: str, what: object) -> None:
     """Raise TypeError for a value that cannot choose modules to checkpoint in any model."""
     is_text = isinstance(what, str)
     is_patterns = isinstance(what, (list, tuple, Mapping)) and what and all(isinstance(each, str) for each in what)
@@ -144,7 +144,7 @@ def refuse_wrong_kind(owner: str, what: object) -> None:
         )
 
 
-def _refuse(name: str, module: nn.Module, mode: str, offload: bool) -> None:
+def _check_module(name: str, module: nn.Module, mode: str, offload: bool) -> None:
     shown = f"'{name}'" if name else "the model itself"
     state = state_of(module)
     if state is not None and state.fused:
@@ -211,27 +211,27 @@ def _checkpointed_class(cls: type[nn.Module], mode: str, offload: bool) -> type[
         with torch.autograd.graph.save_on_cpu(pin_memory=True) if offload else contextlib.nullcontext():
             names = [name for name, value in kwargs.items() if offload and isinstance(value, Tensor)]
             others = {name: value for name, value in kwargs.items() if name not in names}
-            args = (self, _lengths(self), others, names, *args, *(kwargs[name] for name in names))
+            args = (self, _lengths_context(self), others, names, *args, *(kwargs[name] for name in names))
             return torch_checkpoint.checkpoint(run, *args, use_reentrant=False, **options)
 
     namespace = {"__module__": cls.__module__, "forward": forward, "checkpoint_mode": (mode, offload)}
     return type(cls.__name__, (CheckpointedModule, cls), namespace)
 
 
-def _lengths(module: nn.Module) -> Any:
+def _lengths_context(module: nn.Module) -> Any:
     """Return a function that restores the sequence lengths, if needed; a list's first block sets them itself."""
     state = state_of(module)
-    if state is None or state.sequence is None or state.sequence.enters:
+    if state is None or state.sequence is None or state.sequence.is_first_block:
         return None
-    return functools.partial(state.sequence.region.of_lengths, state.sequence.region.lengths)
+    return functools.partial(state.sequence.region.with_lengths, state.sequence.region.lengths)
 
 
 def _selective_contexts() -> Any:
-    return torch_checkpoint.create_selective_checkpoint_contexts(list(_kept_operators()))
+    return torch_checkpoint.create_selective_checkpoint_contexts(list(_saved_operators()))
 
 
 @functools.cache
-def _kept_operators() -> tuple[Any, ...]:
+def _saved_operators() -> tuple[Any, ...]:
     def overloads(namespace: Any, names: tuple[str, ...]) -> list[Any]:
         packets = [getattr(namespace, name) for name in names if hasattr(namespace, name)]
         return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
@@ -239,9 +239,9 @@ def _kept_operators() -> tuple[Any, ...]:
     return tuple(
         op
         for namespace, names in (
-            (torch.ops.aten, _KEPT_ATEN),
-            (torch.ops.weft, _KEPT_WEFT),
-            (torch.ops._c10d_functional, _KEPT_COLLECTIVES),
+            (torch.ops.aten, _SAVED_ATEN),
+            (torch.ops.weft, _SAVED_WEFT),
+            (torch.ops._c10d_functional, _SAVED_COLLECTIVES),
         )
         for op in overloads(namespace, names)
         if not op._schema.is_mutable and not op._overloadname.endswith("out")

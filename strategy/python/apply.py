@@ -19,13 +19,13 @@ from weft.strategy.assignments import Assignment, Assignments, join
 from weft.strategy.deferred import check_written, materialize
 from weft.strategy.linears import COLUMN_STYLES, ROW_STYLES, features, is_conv1d, shard_dims
 from weft.strategy.offload import offload_activations
+from weft.strategy.parallel_classes import set_parallel_class
 from weft.strategy.plan import Plan, Rules
-from weft.strategy.roles import take_role
-from weft.strategy.sequence_parallel import sequence_places
-from weft.strategy.sequence_region import Place
+from weft.strategy.sequence_parallel import assign_sequence_roles
+from weft.strategy.sequence_region import SequenceRole
 from weft.strategy.shards import group_name_of, tensor_parallel_mesh, to_dtensor, to_plain
 from weft.strategy.state import ModuleState, set_state, state_of
-from weft.strategy.verification.evidence import forget_rehearsal
+from weft.strategy.verification.evidence import drop_rehearsal
 
 
 def parallelize(
@@ -59,12 +59,12 @@ def parallelize(
         plan._applied_to(model)
         return model
     assignments = plan.assign(model, tp_mesh.size())
-    forget_rehearsal(model)
-    places: dict[int, Place] = {}
-    names_tokens = any(a.style == "sequence_parallel" for a in assignments.styles.values())
-    if (plan.sequence_parallel or names_tokens) and tp_mesh.size() > 1:
-        places = sequence_places(model, assignments, group_name_of(tp_mesh))
-    ignored = _ignored(model, assignments)
+    drop_rehearsal(model)
+    roles: dict[int, SequenceRole] = {}
+    has_sequence_rules = any(a.style == "sequence_parallel" for a in assignments.styles.values())
+    if (plan.sequence_parallel or has_sequence_rules) and tp_mesh.size() > 1:
+        roles = assign_sequence_roles(model, assignments, group_name_of(tp_mesh))
+    ignored = _ignored_modules(model, assignments)
     dims = parameter_dims(model, assignments)
     _check_modules(model)
     check_written(model)
@@ -72,10 +72,10 @@ def parallelize(
     others |= ignored
     stays_plain = keeps_plain_on_one_rank and tp_mesh.size() == 1
     stays_plain = stays_plain and not any(options.precision for options in assignments.options.values())
-    whole = _replace_parameters(model, None if stays_plain else tp_mesh, dims)
+    materialized = _replace_parameters(model, None if stays_plain else tp_mesh, dims)
     materialize(model)
-    _take_roles(model, tp_mesh, assignments, places, others)
-    notes = [*assignments.notes, *_take_options(model, assignments)]
+    _set_parallel_classes(model, tp_mesh, assignments, roles, others)
+    notes = [*assignments.notes, *_apply_options(model, assignments)]
     for (module_name, attribute), count in assignments.heads.items():
         setattr(model.get_submodule(module_name), attribute, count)
     notes += [f"{join(name, attribute)} = {n} on this rank" for (name, attribute), n in assignments.heads.items()]
@@ -85,13 +85,15 @@ def parallelize(
         for attribute, n in counts.items()
     ]
     notes += assignments.warnings()
-    if places:
+    if roles:
         notes.append("activations between the blocks' layers are cut along the sequence")
     if tp_mesh.get_rank() == 0:
         for sentence in assignments.warnings():
             warnings.warn(f"weft: {sentence}", stacklevel=2)
-    if whole:
-        notes.append(f"whole on every rank until they were cut, as their values cannot be drawn in parts: {whole}")
+    if materialized:
+        notes.append(
+            f"whole on every rank until they were cut, as their values cannot be drawn in parts: {materialized}"
+        )
     set_state(model, dataclasses.replace(state_of(model), plan_key=key, plan_notes=tuple(notes)))
     plan._applied_to(model)
     return model
@@ -114,10 +116,10 @@ def _is_applied(model: nn.Module, mesh: DeviceMesh, key: Any) -> bool:
     return True
 
 
-_LEFT = -1  # the dim of a parameter that a rule leaves unchanged
+_UNCHANGED = -1  # the dim of a parameter that a rule leaves unchanged
 
 
-def _ignored(model: nn.Module, assignments: Assignments) -> set[int]:
+def _ignored_modules(model: nn.Module, assignments: Assignments) -> set[int]:
     """Return the ids of the modules that a rule leaves unchanged, and of all modules below them."""
     names = [name for name, a in assignments.styles.items() if a.style == "ignore"]
     return {id(module) for name in names for module in model.get_submodule(name).modules()}
@@ -129,43 +131,43 @@ def parameter_dims(model: nn.Module, assignments: Assignments) -> dict[int, int 
     Raises:
         ValueError: the assignments shard a tied parameter in two ways.
     """
-    ignored = _ignored(model, assignments)
+    ignored = _ignored_modules(model, assignments)
     by_module = {id(model.get_submodule(name)): a for name, a in assignments.styles.items()}
     dims: dict[int, int | None] = {}
     names: dict[int, str] = {}
     for module_name, module in model.named_modules():
-        cuts = shard_dims(module, by_module.get(id(module), Assignment("")).style)
+        module_dims = shard_dims(module, by_module.get(id(module), Assignment("")).style)
         for name, parameter in module._parameters.items():
             if parameter is None or isinstance(parameter, DTensor):
                 continue
-            full_name, dim = join(module_name, name), cuts.get(name)
-            if full_name in assignments.stored:
+            full_name, dim = join(module_name, name), module_dims.get(name)
+            if full_name in assignments.unread_aliases:
                 continue
             other = names.setdefault(id(parameter), full_name)
             if id(module) in ignored:
-                dim = _LEFT
+                dim = _UNCHANGED
             if dims.setdefault(id(parameter), dim) != dim:
                 raise ValueError(
                     f"parallelize: '{other}' and '{full_name}' are one tied parameter, but the plan shards them "
                     "differently; give their modules rules that agree, or none."
                 )
-    return {parameter: dim for parameter, dim in dims.items() if dim != _LEFT}
+    return {parameter: dim for parameter, dim in dims.items() if dim != _UNCHANGED}
 
 
 def _check_modules(model: nn.Module) -> None:
     """Raise for modules that would silently keep using a parameter that is about to be replaced."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for module_name, module in model.named_modules():
-        own = [p for p in module._parameters.values() if p is not None]
+        parameters = [p for p in module._parameters.values() if p is not None]
         if isinstance(module, CheckpointedModule):
             raise ValueError(
                 f"parallelize: '{module_name}' is checkpointed already, which its new forward would not be; call "
                 "checkpoint_activations after parallelize."
             )
         shown = f"'{module_name}'" if module_name else "the model itself"
-        if own and isinstance(module, torch.jit.ScriptModule):
+        if parameters and isinstance(module, torch.jit.ScriptModule):
             raise ValueError(f"parallelize: {shown} is a ScriptModule; parallelize the module before scripting it.")
-        for parameter in own:
+        for parameter in parameters:
             if isinstance(parameter, nn.parameter.UninitializedParameter):
                 raise ValueError(f"parallelize: {shown} is lazy; run a forward once to give its parameters shapes.")
             if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
@@ -208,21 +210,21 @@ def _replace_parameters(model: nn.Module, mesh: DeviceMesh | None, dims: dict[in
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) in dims:
                 owners.setdefault(id(parameter), []).append((module_name, module, name))
-    were_whole: list[str] = []
-    for parameter_id, places in owners.items():
-        module_name, module, name = places[0]
+    materialized: list[str] = []
+    for parameter_id, holders in owners.items():
+        module_name, module, name = holders[0]
         if mesh is None:
-            new, was_whole = to_plain(module._parameters[name]), False
+            new, was_full = to_plain(module._parameters[name]), False
         else:
-            new, was_whole = to_dtensor(module._parameters[name], mesh, dims[parameter_id])
-        were_whole += [join(module_name, name)] if was_whole else []
-        for _, module, name in places:
+            new, was_full = to_dtensor(module._parameters[name], mesh, dims[parameter_id])
+        materialized += [join(module_name, name)] if was_full else []
+        for _, module, name in holders:
             module._parameters[name] = new
-    return ", ".join(were_whole if len(were_whole) <= 6 else [*were_whole[:4], "...", were_whole[-1]])
+    return ", ".join(materialized if len(materialized) <= 6 else [*materialized[:4], "...", materialized[-1]])
 
 
-def _take_roles(
-    model: nn.Module, mesh: DeviceMesh, assignments: Assignments, places: dict[int, Place], others: set[int]
+def _set_parallel_classes(
+    model: nn.Module, mesh: DeviceMesh, assignments: Assignments, roles: dict[int, SequenceRole], others: set[int]
 ) -> None:
     """Give modules the classes of their styles; `others` had DTensors before, and their code supports them."""
     by_module = {id(model.get_submodule(name)): a for name, a in assignments.styles.items()}
@@ -231,12 +233,13 @@ def _take_roles(
     precisions = {id(module): assignments.precision_of(name) for name, module in model.named_modules()}
     named = {id(model.get_submodule(name)) for name, options in assignments.options.items() if options.precision}
     names = {id(module): name for name, module in model.named_modules()}
-    changed = {*places, *counts, *dropouts, *named}
+    changed = {*roles, *counts, *dropouts, *named}
     group_name = group_name_of(mesh)
     for module in reversed(list(model.modules())):  # children first: a fused container records their classes
         assignment = by_module.get(id(module), Assignment(""))
         if state_of(module) is not None or (
-            module is not model and (id(module) in others or not (_needs_role(module) or id(module) in changed))
+            module is not model
+            and (id(module) in others or not (_needs_parallel_class(module) or id(module) in changed))
         ):
             continue
         cls = type(module)
@@ -257,15 +260,15 @@ def _take_roles(
             vocab_start=_vocab_start(module, mesh, assignment.style),
             transposed=assignment.style in (*COLUMN_STYLES, *ROW_STYLES, "vocab_head") and is_conv1d(module),
             fused=assignment.fused_into is not None,
-            sequence=places.get(id(module)),
+            sequence=roles.get(id(module)),
             precision=getattr(torch, precisions[id(module)]) if precisions[id(module)] else None,
             counts=counts.get(id(module), ()),
             dropouts=dropouts.get(id(module), ()),
         )
-        take_role(module, state)
+        set_parallel_class(module, state)
 
 
-def _take_options(model: nn.Module, assignments: Assignments) -> list[str]:
+def _apply_options(model: nn.Module, assignments: Assignments) -> list[str]:
     """Wrap the forwards of modules whose rules say so; returns notes."""
     for name, options in assignments.options.items():
         module = model.get_submodule(name)
@@ -284,7 +287,7 @@ def _vocab_start(module: nn.Module, mesh: DeviceMesh, style: str) -> int:
     return shard_range(num_rows, mesh.size(), mesh.get_local_rank())[0]
 
 
-def _needs_role(module: nn.Module) -> bool:
+def _needs_parallel_class(module: nn.Module) -> bool:
     """Return whether a module holds parameters or calls modules that do; others keep their class."""
     if isinstance(module, torch.jit.ScriptModule):
         return False

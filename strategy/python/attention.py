@@ -54,7 +54,7 @@ def why_no_linears(module: nn.Module, layers: tuple[str, ...]) -> str | None:
     return None
 
 
-def place_attention(
+def assign_attention(
     result: Assignments, name: str, module: nn.Module, projections: tuple[str, str, str, str]
 ) -> str | None:
     """Give the projections column and row styles and divide the head counts; return the reason if that fails."""

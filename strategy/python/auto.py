@@ -15,18 +15,18 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from weft.strategy import attention, mlp_parts, probe
-from weft.strategy.absent import AbsentLayer
+from weft.strategy import attention, mlp_layers, probe
 from weft.strategy.activation_checkpointing import repeated_blocks
-from weft.strategy.assignments import Assignment, Assignments, join, place_fused_mlp, place_mlp
+from weft.strategy.assignments import Assignment, Assignments, assign_fused_mlp, assign_mlp, join
 from weft.strategy.linears import features, is_worth_gathering, why_no_linear, why_no_vocab_embedding
-from weft.strategy.state import MlpParts
+from weft.strategy.remote_layers import RemoteLayer
+from weft.strategy.state import MlpLayers
 from weft.strategy.verification.decide import Decision
-from weft.strategy.verification.evidence import Evidence, gather, place
+from weft.strategy.verification.evidence import Evidence, assign_gathered, assign_group
 
 _MIN_ROWS_PER_RANK = 4
-_MIN_SHARE = 1 / 500  # of all parameters; smaller layers outside of groups stay replicated
-_NO_TOKENS = re.compile(r"pos|wpe|type|segment|bias|relative")
+_MIN_FRACTION = 1 / 500  # of all parameters; smaller layers outside of groups stay replicated
+_NOT_TOKEN_EMBEDDINGS = re.compile(r"pos|wpe|type|segment|bias|relative")
 
 
 def assign_auto(
@@ -43,10 +43,10 @@ def assign_auto(
     """
     result = Assignments(tp_size)
     evidence = Evidence(model, tp_size, verify, example)
-    result.stored = _stored_biases(model, evidence)
-    owners = _owners(model, result.stored)
+    result.unread_aliases = _unread_biases(model, evidence)
+    owners = _owners(model, result.unread_aliases)
     claimed: set[int] = set()
-    unplaced: dict[str, str] = {}
+    unassigned: dict[str, str] = {}
     skipped = 0
     for name, module in model.named_modules():
         if id(module) in claimed:
@@ -55,22 +55,22 @@ def assign_auto(
             skipped += 1
             result.notes.append(f"{name}: skipped: its parameters are DTensors already")
             continue
-        used = _place_mlp(result, name, module, owners, unplaced) or _place_embedding(
+        used = _assign_mlp(result, name, module, owners, unassigned) or _assign_embedding(
             result, model, name, module, owners, evidence
         )
-        claimed.update(id(part) for part in used)
+        claimed.update(id(layer) for layer in used)
     if tp_size > 1:
         claimed.update(id(model.get_submodule(name)) for name in result.styles)
-        _place_groups(result, model, owners, evidence, claimed, for_sequences)
+        _assign_groups(result, model, owners, evidence, claimed, for_sequences)
     else:
-        _place_by_names(result, model, claimed)
-    for name, reason in unplaced.items():
+        _assign_by_names(result, model, claimed)
+    for name, reason in unassigned.items():
         if not any(other == name or other.startswith(f"{name}." if name else "") for other in result.styles):
-            result.leave(name, reason)
-    result.attribute_to("auto")
+            result.keep_replicated(name, reason)
+    result.record_rule("auto")
     if tp_size > 1 and not any(a.style != "replicate" for a in result.styles.values()) and not skipped:
-        if any(isinstance(module, AbsentLayer) for module in model.modules()):  # other stages may have layers to shard
-            result.leave("", "nothing to shard on this pipeline stage")
+        if any(isinstance(module, RemoteLayer) for module in model.modules()):  # other stages may have layers to shard
+            result.keep_replicated("", "nothing to shard on this pipeline stage")
             return result
         reasons = f" ({'; '.join(result.notes)})" if result.notes else ""
         raise ValueError(
@@ -81,7 +81,7 @@ def assign_auto(
     return result
 
 
-def _place_by_names(result: Assignments, model: nn.Module, claimed: set[int]) -> None:
+def _assign_by_names(result: Assignments, model: nn.Module, claimed: set[int]) -> None:
     """Place attention by names on one rank, where every style is exact, so that the report shows the styles."""
     for name, module in model.named_modules():
         names = attention.find_attention(module) or attention.find_fused_attention(module)
@@ -89,13 +89,13 @@ def _place_by_names(result: Assignments, model: nn.Module, claimed: set[int]) ->
         if names is None or any(id(layer) in claimed or _has_dtensors(layer) for layer in layers):
             continue
         if len(names) == 4:
-            attention.place_attention(result, name, module, names)
+            attention.assign_attention(result, name, module, names)
         elif attention.why_no_linears(module, names) is None:
             result.styles[join(name, names[0])] = Assignment("column_gather_output")
             result.styles[join(name, names[1])] = Assignment("row_split_input")
 
 
-def _place_groups(
+def _assign_groups(
     result: Assignments,
     model: nn.Module,
     owners: dict[int, int],
@@ -112,10 +112,10 @@ def _place_groups(
         return id(layer) not in claimed and id(layer) not in beside and not _is_tied(layer, owners)
 
     for decision in evidence.decisions(is_free):
-        used = _fuse(result, model, decision) or place(result, decision)
+        used = _try_to_fuse(result, model, decision) or assign_group(result, decision)
         claimed.update(id(model.get_submodule(name)) for name in used)
     for name, module in model.named_modules():
-        claimed.update(id(layer) for layer in _place_attention(result, name, module, owners, evidence, claimed))
+        claimed.update(id(layer) for layer in _assign_attention(result, name, module, owners, evidence, claimed))
     if for_sequences:  # outside of the groups each rank has other tokens and only partial gradients
         return
     total = sum(p.numel() for p in model.parameters())
@@ -123,21 +123,21 @@ def _place_groups(
         if not is_free(module) or name in result.styles:
             continue
         if why_no_linear(module) is None and evidence.is_called(module) and not evidence.is_read(module):
-            _place_single(result, name, module, total)
+            _assign_single(result, name, module, total)
         elif _is_worth_gathering(module, total) and evidence.is_seen(module):
             result.styles[name] = Assignment("gather_weights", "gathered for its forward")
 
 
-def _fuse(result: Assignments, model: nn.Module, decision: Decision) -> list[str]:
+def _try_to_fuse(result: Assignments, model: nn.Module, decision: Decision) -> list[str]:
     """Place a group as a fused operator and return its layers' names; empty if its forward is not that operator."""
     container, group = model.get_submodule(decision.container), decision.group
     if len(group.sources) > 2 or any("." in layer for layer in (*group.sources, group.sink)):
         return []
     gate = group.sources[0] if len(group.sources) == 2 else None
-    parts = MlpParts(gate, group.sources[-1], group.sink)
-    if probe.why_not_fused(container, parts) is not None:
+    mlp = MlpLayers(gate, group.sources[-1], group.sink)
+    if probe.why_not_fused(container, mlp) is not None:
         return []
-    found = result.find_activation(container, parts)
+    found = result.find_activation(container, mlp)
     if isinstance(found, str):
         return []
     result.fuse(decision.container, *found, False)
@@ -148,13 +148,13 @@ def _is_worth_gathering(module: nn.Module, total: int) -> bool:
     """Return whether a module has large parameters of its own that code reads, such as nn.MultiheadAttention has."""
     own = [p for p in module._parameters.values() if p is not None and is_worth_gathering(p)]
     is_known = isinstance(module, (nn.modules.conv._ConvNd, nn.RNNBase, nn.Embedding))
-    return not is_known and sum(p.numel() for p in own) >= _MIN_SHARE * total
+    return not is_known and sum(p.numel() for p in own) >= _MIN_FRACTION * total
 
 
-def _place_single(result: Assignments, name: str, layer: nn.Module, total: int) -> None:
+def _assign_single(result: Assignments, name: str, layer: nn.Module, total: int) -> None:
     """Shard a layer outside of groups, with a gathered output, if it is large enough."""
     _, out = features(layer)
-    if layer._parameters["weight"].numel() < _MIN_SHARE * total or out < _MIN_ROWS_PER_RANK * result.tp_size:
+    if layer._parameters["weight"].numel() < _MIN_FRACTION * total or out < _MIN_ROWS_PER_RANK * result.tp_size:
         return
     result.styles[name] = Assignment("column_gather_output", "gathered, because the code uses its full output")
 
@@ -169,27 +169,27 @@ def _holders(model: nn.Module) -> dict[int, list[tuple[str, nn.Module]]]:
     return holders
 
 
-def _owners(model: nn.Module, stored: set[str]) -> dict[int, int]:
-    """Return how many (module, name) pairs hold each parameter, by its id, without `stored` names."""
-    return {key: sum(name not in stored for name, _ in places) for key, places in _holders(model).items()}
+def _owners(model: nn.Module, unread: set[str]) -> dict[int, int]:
+    """Return how many (module, name) pairs hold each parameter, by its id, without `unread` names."""
+    return {key: sum(name not in unread for name, _ in holders) for key, holders in _holders(model).items()}
 
 
-def _stored_biases(model: nn.Module, evidence: Evidence) -> set[str]:
+def _unread_biases(model: nn.Module, evidence: Evidence) -> set[str]:
     """Return the names of biases of linear layers that another module also holds and does not read.
 
     BERT's output layer has such a bias. Modules that the rehearsal did not run may read it.
     """
-    stored: set[str] = set()
-    for places in _holders(model).values():
-        layers = [(name, module) for name, module in places if why_no_linear(module) is None]
-        others = [(name, module) for name, module in places if why_no_linear(module) is not None]
+    unread: set[str] = set()
+    for holders in _holders(model).values():
+        layers = [(name, module) for name, module in holders if why_no_linear(module) is None]
+        others = [(name, module) for name, module in holders if why_no_linear(module) is not None]
         if not others or len(layers) != 1 or not layers[0][0].endswith("bias") or evidence.tp_size == 1:
             continue
         layer = layers[0][1]
         is_unread = evidence.is_called(layer) and not evidence.is_read(layer)
         if is_unread and all(evidence.is_seen(module) and not evidence.is_called(module) for _, module in others):
-            stored.update(name for name, _ in others)
-    return stored
+            unread.update(name for name, _ in others)
+    return unread
 
 
 def _is_tied(module: nn.Module, owners: dict[int, int]) -> bool:
@@ -204,29 +204,29 @@ def _layers(module: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
     return [module._modules[name] for name in names]
 
 
-def _place_mlp(
-    result: Assignments, name: str, module: nn.Module, owners: dict[int, int], unplaced: dict[str, str]
+def _assign_mlp(
+    result: Assignments, name: str, module: nn.Module, owners: dict[int, int], unassigned: dict[str, str]
 ) -> list[nn.Module]:
-    parts = mlp_parts.find_by_name(module)
-    fused = mlp_parts.find_fused(module) if parts is None else None
-    if parts is None and fused is None:
+    mlp = mlp_layers.find_by_name(module)
+    fused = mlp_layers.find_fused(module) if mlp is None else None
+    if mlp is None and fused is None:
         return []
-    layers = _layers(module, parts.children if fused is None else fused)
+    layers = _layers(module, mlp.children if fused is None else fused)
     if any(_has_dtensors(layer) for layer in layers):
         return []
     if any(_is_tied(layer, owners) for layer in layers):
-        result.leave(name, "a weight of its MLP is tied to another module's")
+        result.keep_replicated(name, "a weight of its MLP is tied to another module's")
     elif fused is not None:
-        place_fused_mlp(result, name, fused)
+        assign_fused_mlp(result, name, fused)
     else:
-        reason = place_mlp(result, name, module, parts)
+        reason = assign_mlp(result, name, module, mlp)
         if reason is not None:
-            unplaced[name] = reason
-            return []  # the search for groups places them
+            unassigned[name] = reason
+            return []  # the search for groups assigns them
     return layers
 
 
-def _place_attention(
+def _assign_attention(
     result: Assignments,
     name: str,
     module: nn.Module,
@@ -242,28 +242,28 @@ def _place_attention(
     if any(_has_dtensors(layer) or id(layer) in claimed for layer in layers):
         return []
     if any(_is_tied(layer, owners) for layer in layers):
-        result.leave(name, "a weight of its projections is tied to another module's")
+        result.keep_replicated(name, "a weight of its projections is tied to another module's")
     elif any(evidence.is_read(layer) for layer in layers):
-        return []  # each layer is placed by itself, below
+        return []  # each layer is assigned by itself, below
     elif evidence.mode == "never" and len(names) == 4:
-        reason = attention.place_attention(result, name, module, names)
+        reason = attention.assign_attention(result, name, module, names)
         if reason is not None:
-            result.leave(name, reason)
+            result.keep_replicated(name, reason)
     else:
         reason = attention.why_no_linears(module, names)
         if reason is not None and all(evidence.is_seen(layer) for layer in layers):
-            return []  # each layer is placed by itself, below
+            return []  # each layer is assigned by itself, below
         if reason is not None:
-            result.leave(name, reason)
+            result.keep_replicated(name, reason)
             return layers
         is_seen = all(evidence.is_called(layer) for layer in layers)
         reason = "its projections are in no group of layers" if is_seen else evidence.why_unknown(name)
         *sources, sink = (join(name, layer) for layer in names)
-        gather(result, tuple(sources), sink, name, reason)
+        assign_gathered(result, tuple(sources), sink, name, reason)
     return layers
 
 
-def _place_embedding(
+def _assign_embedding(
     result: Assignments,
     model: nn.Module,
     name: str,
@@ -271,11 +271,11 @@ def _place_embedding(
     owners: dict[int, int],
     evidence: Evidence,
 ) -> list[nn.Module]:
-    if not isinstance(module, nn.Embedding) or _NO_TOKENS.search(name.rpartition(".")[2]):
+    if not isinstance(module, nn.Embedding) or _NOT_TOKEN_EMBEDDINGS.search(name.rpartition(".")[2]):
         return []
     rows = module.num_embeddings
     holders = {n: m for n, m in model.named_modules() if m._parameters.get("weight") is module.weight}
-    heads = [n for n in _outside_of_blocks(model) if _gives(model.get_submodule(n), rows, owners)]
+    heads = [n for n in _modules_outside_blocks(model) if _is_output_layer(model.get_submodule(n), rows, owners)]
     reason = why_no_vocab_embedding(module)
     if reason is None and rows < _MIN_ROWS_PER_RANK * result.tp_size:
         reason = f"{rows} rows are too few for {result.tp_size} ranks"
@@ -287,7 +287,7 @@ def _place_embedding(
         if reason is None and holder not in heads and why_no_vocab_embedding(other) is not None:
             reason = f"its weight is tied to that of '{holder}', which cannot be cut in the same way"
     if reason is not None:
-        result.leave(name, reason)
+        result.keep_replicated(name, reason)
         return [module]
     result.styles |= {holder: Assignment("vocab_embedding") for holder in holders if holder not in heads}
     for head in heads:
@@ -301,13 +301,13 @@ def _is_only_called(table: nn.Module, evidence: Evidence) -> bool:
     return evidence.tp_size > 1 and evidence.is_called(table) and not evidence.is_read(table)
 
 
-def _outside_of_blocks(model: nn.Module) -> list[str]:
+def _modules_outside_blocks(model: nn.Module) -> list[str]:
     """Return the modules outside of repeated blocks and of nn.MultiheadAttention, which reads its layers' weights."""
     inside = (*repeated_blocks(model), *(n for n, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)))
     return [n for n, _ in model.named_modules() if not any(n.startswith(f"{each}.") for each in inside)]
 
 
-def _gives(module: nn.Module, rows: int, owners: dict[int, int]) -> bool:
+def _is_output_layer(module: nn.Module, rows: int, owners: dict[int, int]) -> bool:
     """Return whether a layer has plain weights, a bias of its own (if any), and this many output features."""
     if why_no_linear(module) is not None or _has_dtensors(module) or features(module)[1] != rows:
         return False

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
-def _number(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+def _item(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     """Implement `.item()`. It would read a rank's own addend of a partial sum; an all-reduce here could hang.
 
     Raises:
@@ -23,10 +23,12 @@ def _number(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dic
     return func(args[0]._local_tensor)
 
 
-def _any_here(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Tensor:
+def _is_any_true_locally(
+    mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+) -> Tensor:
     """Implement anomaly detection's check of a gradient locally: the rank with a NaN raises, others lose their peer."""
     return func(args[0]._local_tensor)
 
 
-torch.library.register_torch_dispatch("aten::_local_scalar_dense", DTensor, _number)
-torch.library.register_torch_dispatch("aten::_is_any_true", DTensor, _any_here)
+torch.library.register_torch_dispatch("aten::_local_scalar_dense", DTensor, _item)
+torch.library.register_torch_dispatch("aten::_is_any_true", DTensor, _is_any_true_locally)

@@ -64,10 +64,10 @@ class Estimate:
         }
 
     def __str__(self) -> str:
-        whole = self.num_parameters * self.bytes_per_parameter / _GB
+        total_gb = self.num_parameters * self.bytes_per_parameter / _GB
         lines = [
-            f"{self.num_parameters:,} parameters, {self.bytes_per_parameter:g} bytes each in training: {whole:.2f} GB "
-            f"in all; mesh {self.mesh or 'of one rank'}; GB = 1e9 bytes"
+            f"{self.num_parameters:,} parameters, {self.bytes_per_parameter:g} bytes each in training: {total_gb:.2f} "
+            f"GB in all; mesh {self.mesh or 'of one rank'}; GB = 1e9 bytes"
         ]
         lines += ["", self.note] if self.note else []
         for rank in self.ranks:
@@ -99,7 +99,7 @@ def estimate(spec: _plan.TrainingSpec, mesh: _plan.Mesh) -> Estimate:
         ValueError: the parts of the training do not fit together.
     """
     num_parameters, bytes_per_parameter = spec.parameter_cost()
-    ranks = tuple(RankEstimate(rank, alike, spec.predict(rank)) for rank, alike in spec.distinct_ranks())
+    ranks = tuple(RankEstimate(rank, num_alike, spec.predict(rank)) for rank, num_alike in spec.distinct_ranks())
     return Estimate(num_parameters, bytes_per_parameter, str(mesh), ranks)
 
 
@@ -136,23 +136,27 @@ def _estimate_state(training: Training) -> Estimate:
     reason = why_no_activations(training)
     found = _module_with_torch().state_of_ranks(training)
     activations = [] if reason else activations_of_ranks(training, found.stage_of)
-    alike: dict[tuple[int, ...], RankEstimate] = {}
+    by_figures: dict[tuple[int, ...], RankEstimate] = {}
     tp_size = axis_size(training.mesh, "tensor_parallel")
     num_ranks = training.mesh.size() // len(found.usages)
     for i, usage in enumerate(found.usages):
         phases = {"init": {**dict.fromkeys(usage, 0), "parameters": usage["parameters"]}, "step": usage}
         if activations:
-            kept = {"saved_activations": activations[i // tp_size]}
-            none = {"saved_activations": 0}
-            phases = {"init": phases["init"] | none, "schedule": usage | kept, "step": usage | none}
-        place = {PIPELINE_AXIS: i // tp_size, "tensor_parallel": i % tp_size}
-        rank = training.mesh.rank([place.get(axis, 0) for axis, _ in training.mesh.axes])
+            saved_usage = {"saved_activations": activations[i // tp_size]}
+            no_saved_usage = {"saved_activations": 0}
+            phases = {
+                "init": phases["init"] | no_saved_usage,
+                "schedule": usage | saved_usage,
+                "step": usage | no_saved_usage,
+            }
+        coordinates = {PIPELINE_AXIS: i // tp_size, "tensor_parallel": i % tp_size}
+        rank = training.mesh.rank([coordinates.get(axis, 0) for axis, _ in training.mesh.axes])
         key = tuple(size for each in phases.values() for size in each.values())
-        before = alike.setdefault(key, RankEstimate(rank, 0, phases))
-        alike[key] = dataclasses.replace(before, num_ranks=before.num_ranks + num_ranks)
+        before = by_figures.setdefault(key, RankEstimate(rank, 0, phases))
+        by_figures[key] = dataclasses.replace(before, num_ranks=before.num_ranks + num_ranks)
     note = _NO_ACTIVATIONS.format(reason) if reason else _NO_TEMPORARIES
     mesh = str(training.mesh)
-    return Estimate(found.num_parameters, bytes_per_parameter, mesh, tuple(alike.values()), note)
+    return Estimate(found.num_parameters, bytes_per_parameter, mesh, tuple(by_figures.values()), note)
 
 
 def _module_with_torch() -> Any:

@@ -32,7 +32,7 @@ _KEYS = (
 )
 _PIPELINE_KEYS = ("pipeline_cuts", "pipeline_schedule", "num_micro_batches")
 _MAX_MICRO_BATCHES = 4096
-_NO_OPTIONS = ("model", "mesh", "layout", "plan", "batch", *_PIPELINE_KEYS)
+_NOT_OPTIONS = ("model", "mesh", "layout", "plan", "batch", *_PIPELINE_KEYS)
 # Hugging Face architectures that the memory model's decoder describes exactly.
 DECODERS = ("llama", "mistral", "qwen2")
 
@@ -134,7 +134,7 @@ def read_config(config: Any, folder: Path, layout: str | None = None) -> Trainin
     if len(given) > 1:
         raise ValueError("the configuration has both 'mesh' and 'layout'; give one of them.")
     mesh = _mesh(config["mesh"]) if "mesh" in config else _mesh_of_layout(config["layout"])
-    options = {key: value for key, value in config.items() if key not in _NO_OPTIONS}
+    options = {key: value for key, value in config.items() if key not in _NOT_OPTIONS}
     if options.get("optimizer_in_backward") in (True, "rows") and options.get("precision") == "16-mixed":
         raise ValueError(
             "optimizer_in_backward is not supported with precision 16-mixed, whose gradient scaler decides after "
@@ -153,7 +153,7 @@ def read_config(config: Any, folder: Path, layout: str | None = None) -> Trainin
             "optimizer_in_backward is not supported with pipelines, which accumulate gradients over micro-batches; "
             "leave one of the two out."
         )
-    batch = _sizes("batch", config["batch"], ("sequences", "tokens"), is_whole=True)
+    batch = _sizes("batch", config["batch"], ("sequences", "tokens"), needs_all=True)
     return Training(model, hugging_face, mesh, plan, batch, options, pipeline)
 
 
@@ -221,8 +221,8 @@ def _pipeline(config: Mapping[str, Any], mesh: _plan.Mesh) -> PipelineOptions | 
     return PipelineOptions(num_ranks, tuple(cuts), schedule, num_micro_batches)
 
 
-def _sizes(what: str, value: Any, names: tuple[str, ...], is_whole: bool = False) -> dict[str, int]:
-    is_fitting = isinstance(value, Mapping) and (set(value) == set(names) if is_whole else set(value) <= set(names))
+def _sizes(what: str, value: Any, names: tuple[str, ...], needs_all: bool = False) -> dict[str, int]:
+    is_fitting = isinstance(value, Mapping) and (set(value) == set(names) if needs_all else set(value) <= set(names))
     if not is_fitting or not all(_is_size(size) for size in value.values()):
         raise ValueError(f"'{what}' is {value!r}; give whole numbers for {', '.join(names)}.")
     return dict(value)

@@ -60,7 +60,7 @@ def activations_of_ranks(training: Training, stage_of: Mapping[str, int]) -> lis
     saved = {size: _saved(training, size) for size in set(sizes)}
     costs = []
     for stage in range(schedule.num_stages):
-        num_blocks = sum(place == stage for name, place in stage_of.items() if _BLOCK.fullmatch(name))
+        num_blocks = sum(layer_stage == stage for name, layer_stage in stage_of.items() if _BLOCK.fullmatch(name))
         for size in sizes:
             of_block, of_end = saved[size]
             num_bytes = num_blocks * of_block + (of_end if stage == schedule.num_stages - 1 else 0)

@@ -22,7 +22,7 @@ from weft.strategy.estimate_stages import schedule_of
 from weft.strategy.pipeline.staged_model import StagedModel
 from weft.strategy.pipeline.stages import ANY_STAGE, Layers, find_layers
 from weft.strategy.plan import Plan
-from weft.strategy.verification.evidence import remember_rehearsal
+from weft.strategy.verification.evidence import store_rehearsal
 
 _AUTO_MODELS = {
     "MODEL_FOR_CAUSAL_LM_MAPPING": "AutoModelForCausalLM",
@@ -56,18 +56,18 @@ def state_of_ranks(training: Training) -> ModelState:
     """
     assert training.hugging_face is not None
     tp_size, num_pipeline_ranks = axis_size(training.mesh, "tensor_parallel"), axis_size(training.mesh, PIPELINE_AXIS)
-    whole = build_on_meta(training.hugging_face)
-    num_parameters = sum(parameter.numel() for parameter in whole.parameters())
+    full_model = build_on_meta(training.hugging_face)
+    num_parameters = sum(parameter.numel() for parameter in full_model.parameters())
     plan = Plan("auto" if training.plan is None else training.plan)
-    layers = None if training.pipeline is None else find_layers(whole, training.pipeline.cuts)
+    layers = None if training.pipeline is None else find_layers(full_model, training.pipeline.cuts)
     costs = _Costs(training)
     usages = []
     for pipeline_rank in range(num_pipeline_ranks):
-        model = whole if pipeline_rank == 0 else build_on_meta(training.hugging_face)
+        model = full_model if pipeline_rank == 0 else build_on_meta(training.hugging_face)
         of_trunk: set[int] = set()
         if layers is not None:
             if tp_size > 1:
-                remember_rehearsal(model)  # as `Pipeline` does
+                store_rehearsal(model)  # as `Pipeline` does
             of_trunk = _cut_into_stages(model, layers, _stages_of(training, pipeline_rank))
         dims = parameter_dims(model, plan.assign(model, tp_size))
         for tp_rank in range(tp_size):
@@ -125,8 +125,8 @@ def _stages_of(training: Training, pipeline_rank: int) -> list[int]:
 def _cut_into_stages(model: nn.Module, layers: Layers, stages: list[int]) -> set[int]:
     """Remove the layers of other stages in place; return the ids of the parameters that no layer holds."""
     staged = StagedModel(model, layers, stages, torch.device("cpu"))
-    own = [name for name, stage in staged.layers.stage_of.items() if stage == ANY_STAGE or stage in stages]
-    of_layers = {id(parameter) for name in own for parameter in model.get_submodule(name).parameters()}
+    local_layers = [name for name, stage in staged.layers.stage_of.items() if stage == ANY_STAGE or stage in stages]
+    of_layers = {id(parameter) for name in local_layers for parameter in model.get_submodule(name).parameters()}
     return {id(parameter) for parameter in model.parameters()} - of_layers
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from weft.nn import ColumnLinear, RowLinear, VocabParallelEmbedding
 from weft.strategy.export_layers import ColumnLayer, RowLayer
 from weft.strategy.linears import COLUMN_STYLES, ROW_STYLES, features
-from weft.strategy.state import MlpParts, ModuleState, remove_state, state_of
+from weft.strategy.state import MlpLayers, ModuleState, remove_state, state_of
 
 
 def export_local(model: nn.Module) -> nn.Module:
@@ -103,15 +103,15 @@ def _replacement(module: nn.Module, state: ModuleState, full: tuple[int, int] | 
             "cannot do; call eval() before the export, or set its p to 0."
         )
     if state.style == "vocab_embedding":
-        _refuse_other_embedding(module)
-        new = _bare(VocabParallelEmbedding, module)
+        _check_embedding(module)
+        new = _with_parameters_of(VocabParallelEmbedding, module)
         new.num_embeddings, new.embedding_dim = module.num_embeddings, module.embedding_dim
         new.group_name = state.group_name
         new.vocab_start = state.vocab_start
         return new
     if state.style == "column_row_mlp":
         transposed = tuple(state_of(module._modules[name]).transposed for name in state.mlp.children)
-        new = _bare(_fused_class(state.mlp, transposed), module)
+        new = _with_parameters_of(_fused_class(state.mlp, transposed), module)
         new.group_name, new.activation, new.recompute = state.group_name, state.activation, state.recompute
         layers = (name for name in module._modules if name in state.mlp.children)  # in the order of the state dict
         for name in layers:
@@ -121,19 +121,19 @@ def _replacement(module: nn.Module, state: ModuleState, full: tuple[int, int] | 
 
 
 def _linear(module: nn.Module, state: ModuleState, full: tuple[int, int]) -> nn.Module:
-    is_row, is_whole = state.style in ROW_STYLES, state.style not in ("column", "row")
-    if state.transposed or is_whole:
-        new = _bare(RowLayer if is_row else ColumnLayer, module)
-        setattr(new, "splits_input" if is_row else "gathers_output", is_whole)
+    is_row, has_full_activations = state.style in ROW_STYLES, state.style not in ("column", "row")
+    if state.transposed or has_full_activations:
+        new = _with_parameters_of(RowLayer if is_row else ColumnLayer, module)
+        setattr(new, "splits_input" if is_row else "gathers_output", has_full_activations)
         new.transposed = state.transposed
     else:
-        new = _bare(RowLinear if is_row else ColumnLinear, module)
+        new = _with_parameters_of(RowLinear if is_row else ColumnLinear, module)
     new.in_features, new.out_features = full
     new.group_name = state.group_name
     return new
 
 
-def _refuse_other_embedding(module: nn.Module) -> None:
+def _check_embedding(module: nn.Module) -> None:
     """Raise for an embedding that does more than VocabParallelEmbedding; it has its own class again."""
     if type(module).forward is not nn.Embedding.forward:
         raise ValueError(
@@ -147,7 +147,7 @@ def _refuse_other_embedding(module: nn.Module) -> None:
         )
 
 
-def _bare(cls: type[nn.Module], module: nn.Module) -> nn.Module:
+def _with_parameters_of(cls: type[nn.Module], module: nn.Module) -> nn.Module:
     """Return a `cls` around a module's parameters; no other tensor is created."""
     new = cls.__new__(cls)
     nn.Module.__init__(new)
@@ -169,7 +169,7 @@ class FusedMlp(torch.nn.Module):
 
 
 @functools.cache
-def _fused_class(mlp: MlpParts, transposed: tuple[bool, ...]) -> type[nn.Module]:
+def _fused_class(mlp: MlpLayers, transposed: tuple[bool, ...]) -> type[nn.Module]:
     """Return a class whose source TorchScript can read, written for these child names."""
 
     def layer(name: str) -> str:

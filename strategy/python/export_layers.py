@@ -18,10 +18,12 @@ class ColumnLayer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.weight.t() if self.transposed else self.weight
-        part = torch.ops.weft.column_linear(x, weight, self.bias, group_name=self.group_name)
+        output = torch.ops.weft.column_linear(x, weight, self.bias, group_name=self.group_name)
         if self.gathers_output:
-            part = torch.ops.weft.gather_from_group(part, part.dim() - 1, self.group_name, dim_size=self.out_features)
-        return part
+            output = torch.ops.weft.gather_from_group(
+                output, output.dim() - 1, self.group_name, dim_size=self.out_features
+            )
+        return output
 
 
 class RowLayer(nn.Module):

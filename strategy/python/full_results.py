@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from weft.strategy.data_parallel.local import placed_like
+from weft.strategy.data_parallel.local import shard_like
 from weft.strategy.local_tensor import reading_locals
 from weft.strategy.shards import TENSOR_PARALLEL
 
@@ -28,8 +28,14 @@ _READS = {"item", "tolist", "numpy", "tensor", "as_tensor", "__array__", "__form
 _READS |= {f"__{name}__" for name in ("float", "int", "bool", "index", "complex")}
 _VIEWS = {"flatten", "ravel", "reshape", "unflatten", "view"}  # DTensor supports them only for even shards
 # Properties, and functions that need the parameters themselves.
-_OF_OBJECTS = {"__get__", "__set__", "__delete__", "grad", "backward", "requires_grad_", "__hash__", "__repr__"}
-_OF_OBJECTS |= {"register_hook", "register_post_accumulate_grad_hook", "retain_grad", "__deepcopy__", "__reduce_ex__"}
+_PARAMETER_ACCESS = {"__get__", "__set__", "__delete__", "grad", "backward", "requires_grad_", "__hash__", "__repr__"}
+_PARAMETER_ACCESS |= {
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "retain_grad",
+    "__deepcopy__",
+    "__reduce_ex__",
+}
 
 
 class _Full(torch.autograd.Function):
@@ -58,7 +64,7 @@ class _Full(torch.autograd.Function):
         return replicated.redistribute(placements=like.placements)
 
 
-class _Placed(torch.autograd.Function):
+class _RestorePlacements(torch.autograd.Function):
     """The identity of a parameter; its gradient gets the parameter's placements, as FSDP2 and optimizers expect."""
 
     @staticmethod
@@ -117,7 +123,7 @@ class FullResults(TorchFunctionMode):
 
     def _compute(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
-        if name in _OF_OBJECTS:
+        if name in _PARAMETER_ACCESS:
             return func(*args, **kwargs)
         if name in _READS:
             return self._on_full(func, args, kwargs)
@@ -127,7 +133,7 @@ class FullResults(TorchFunctionMode):
         if changed is not None:
             return func(*args, **kwargs)
         if torch.is_grad_enabled():
-            args, kwargs = tree_map_only(DTensor, _with_placed_gradient, (args, kwargs))
+            args, kwargs = tree_map_only(DTensor, _restoring_gradient_placements, (args, kwargs))
         try:
             result = func(*args, **kwargs)
         except RuntimeError:
@@ -146,8 +152,8 @@ class FullResults(TorchFunctionMode):
         [target] = changed if isinstance(changed, (list, tuple)) else [changed]
         if not isinstance(target, DTensor):
             return self._on_full(func, args, kwargs)
-        place = functools.partial(self._placed, name, target)
-        return func(*tree_map_only(Tensor, place, args), **tree_map_only(Tensor, place, kwargs))
+        to_placements = functools.partial(self._with_placements_of, name, target)
+        return func(*tree_map_only(Tensor, to_placements, args), **tree_map_only(Tensor, to_placements, kwargs))
 
     def _one_by_one(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function of lists for each index of the lists."""
@@ -166,7 +172,7 @@ class FullResults(TorchFunctionMode):
         args, kwargs = tree_map_only(DTensor, self.full, (args, kwargs))
         return func(*args, **kwargs)
 
-    def _placed(self, name: str, changed: DTensor, other: Tensor) -> Tensor:
+    def _with_placements_of(self, name: str, changed: DTensor, other: Tensor) -> Tensor:
         """Return a tensor with the placements of the DTensor that a function changes.
 
         Raises:
@@ -180,7 +186,7 @@ class FullResults(TorchFunctionMode):
                 f"{' that requires a gradient' if other.requires_grad else ''}, and takes one of the same shape that "
                 "requires none; expand or detach it first, or compute out of place."
             )
-        return placed_like(self.full(other) if isinstance(other, DTensor) else other, changed)
+        return shard_like(self.full(other) if isinstance(other, DTensor) else other, changed)
 
     def _usable(self, result: DTensor) -> Tensor:
         """Return a result for later functions: full if it is a number, and not partial, for functions in place."""
@@ -232,5 +238,5 @@ def _changed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0] if args and (is_method or is_operator or name == "__setitem__") else None
 
 
-def _with_placed_gradient(tensor: DTensor) -> DTensor:
-    return _Placed.apply(tensor) if tensor.is_leaf and tensor.requires_grad else tensor
+def _restoring_gradient_placements(tensor: DTensor) -> DTensor:
+    return _RestorePlacements.apply(tensor) if tensor.is_leaf and tensor.requires_grad else tensor

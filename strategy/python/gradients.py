@@ -15,7 +15,7 @@ from weft.strategy.state import state_of
 
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
 _HALF_TOLERANCE = 3e-2
-_PIECE = 1 << 16  # elements
+_CHUNK = 1 << 16  # elements
 _FLOOR = 1e-6  # relative to the norm of all gradients; below it a gradient is rounding, as that of a key's bias
 
 
@@ -31,7 +31,7 @@ def check_replicated_gradients(
     all-gather, and an all-reduce over the data-parallel ranks.
 
     Args:
-        model: as `parallelize` left it.
+        model: a parallelized model.
         fingerprints: the results of `gradient_fingerprint` for gradients that have been freed.
         data_group: ranks with other shards of the gradients, or with gradients of other data; None: there are none.
 
@@ -41,16 +41,16 @@ def check_replicated_gradients(
     mesh = _mesh_of(model)
     if mesh is None or mesh.size() == 1:
         return
-    names, dtypes, prints = [], [], []
+    names, dtypes, rows = [], [], []
     for name, parameter in model.named_parameters():
         if _is_replicated(parameter, mesh) and parameter.requires_grad:
             names.append(name)
             dtypes.append(parameter.dtype)
             known = None if fingerprints is None else fingerprints.get(parameter)
-            prints.append(gradient_fingerprint(parameter) if known is None else known)
+            rows.append(gradient_fingerprint(parameter) if known is None else known)
     if not names:
         return
-    stats = torch.stack(prints).to(_device(mesh))
+    stats = torch.stack(rows).to(_device(mesh))
     gathered = stats.new_empty(mesh.size(), *stats.shape)
     dist.all_gather_into_tensor(gathered.view(-1), stats.view(-1), group=mesh.get_group())
     differing = _differing(gathered.cpu(), dtypes).to(stats.device)
@@ -78,11 +78,11 @@ def _is_replicated(parameter: Tensor, mesh: DeviceMesh) -> bool:
     """Return whether a parameter is replicated along the tensor-parallel axis, whatever FSDP2 does along others."""
     if not isinstance(parameter, DTensor):
         return False
-    own = parameter.device_mesh
-    if own.ndim == 1:
-        return own == mesh and parameter.placements[0].is_replicate()
+    parameter_mesh = parameter.device_mesh
+    if parameter_mesh.ndim == 1:
+        return parameter_mesh == mesh and parameter.placements[0].is_replicate()
     axis = (mesh.mesh_dim_names or (TENSOR_PARALLEL,))[0]
-    names = own.mesh_dim_names or ()
+    names = parameter_mesh.mesh_dim_names or ()
     return axis in names and parameter.placements[names.index(axis)].is_replicate()
 
 
@@ -96,8 +96,8 @@ def gradient_fingerprint(parameter: Tensor) -> Tensor:
     grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
     generator = torch.Generator().manual_seed(grad.numel())
     square_sum = signed_sum = torch.zeros((), dtype=torch.float64)
-    for piece in grad.detach().flatten().split(_PIECE):
-        values = piece.cpu().double()
+    for chunk in grad.detach().flatten().split(_CHUNK):
+        values = chunk.cpu().double()
         signs = torch.randint(0, 2, values.shape, generator=generator, dtype=torch.int8).mul_(2).sub_(1)
         square_sum = square_sum + values.square().sum()
         signed_sum = signed_sum + torch.dot(values, signs.double())

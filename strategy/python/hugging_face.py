@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import nn
 
-from weft.strategy import _plan, attention, mlp_parts
-from weft.strategy.assignments import Assignments, join, parent_name, place_mlp, shown
+from weft.strategy import _plan, attention, mlp_layers
+from weft.strategy.assignments import Assignments, assign_mlp, display_name, join, parent_name
 from weft.strategy.linears import why_no_linear
 from weft.strategy.plan_text import HUGGING_FACE_STYLES
 from weft.strategy.rules import assign_rules
-from weft.strategy.verification.evidence import Evidence, gather, place
+from weft.strategy.verification.evidence import Evidence, assign_gathered, assign_group
 
 
 def style_of(pattern: str, value: str) -> str:
@@ -91,76 +91,83 @@ def _assign(result: Assignments, modules: Mapping[str, nn.Module], plan: _plan.P
     done: set[str] = set()
     for container in dict.fromkeys(parent_name(name) for name in resolved):
         styles = {name.rpartition(".")[2]: rule for name, rule in resolved.items() if parent_name(name) == container}
-        done.update(_attributed(result, resolved, _place_mlp(result, container, modules[container], styles)))
+        done.update(_record_rules(result, resolved, _assign_mlp(result, container, modules[container], styles)))
     named = {id(modules[name]): rule.style for name, rule in resolved.items() if name not in done}
     for decision in evidence.decisions(lambda layer: named.get(id(layer)) in ("column", "row")):
         columns = {named[id(modules[name])] for name in decision.sources}
         if columns == {"column"} and named[id(modules[decision.sink])] == "row":
-            _refuse_heads(decision.container, modules[decision.container], evidence.tp_size)
-            done.update(_attributed(result, resolved, place(result, decision)))
+            _check_heads(decision.container, modules[decision.container], evidence.tp_size)
+            done.update(_record_rules(result, resolved, assign_group(result, decision)))
     for container in dict.fromkeys(parent_name(name) for name in resolved):
         styles = {name.rpartition(".")[2]: rule for name, rule in resolved.items() if parent_name(name) == container}
         names = attention.find_attention(modules[container])
-        if names is None or not _are(styles, names, "column", "column", "column", "row"):
+        if names is None or not _have_styles(styles, names, "column", "column", "column", "row"):
             continue
         layers = [join(container, name) for name in names]
         if done.isdisjoint(layers):
             done.update(
-                _attributed(result, resolved, _place_unseen(result, container, modules[container], names, evidence))
+                _record_rules(
+                    result, resolved, _assign_unseen_attention(result, container, modules[container], names, evidence)
+                )
             )
     rest = [(name, rule) for name, rule in resolved.items() if name not in done]
-    assign_rules(result, modules, [(name, _gathered(rule, modules[name], evidence)) for name, rule in rest], evidence)
+    assign_rules(
+        result,
+        modules,
+        [(name, _with_gathered_activations(rule, modules[name], evidence)) for name, rule in rest],
+        evidence,
+    )
 
 
-def _attributed(result: Assignments, resolved: Mapping[str, _plan.Rule], used: Iterable[str]) -> list[str]:
-    """Note the rules by which layers were placed; return the layers that have a rule."""
+def _record_rules(result: Assignments, resolved: Mapping[str, _plan.Rule], used: Iterable[str]) -> list[str]:
+    """Record the rules that assigned layers; return the layers that have a rule."""
     used = list(used)
     patterns = [resolved[name].pattern for name in used if name in resolved]
     for name in used:
         if name in resolved:
             result.styles[name] = dataclasses.replace(result.styles[name], rule=resolved[name].pattern)
-    result.attribute_to(", ".join(dict.fromkeys(patterns)))
+    result.record_rule(", ".join(dict.fromkeys(patterns)))
     return [name for name in used if name in resolved]
 
 
-def _are(styles: Mapping[str, _plan.Rule], layers: tuple[str, ...], *wanted: str) -> bool:
+def _have_styles(styles: Mapping[str, _plan.Rule], layers: tuple[str, ...], *wanted: str) -> bool:
     return [styles[layer].style if layer in styles else "" for layer in layers] == list(wanted)
 
 
-def _place_mlp(result: Assignments, name: str, module: nn.Module, styles: Mapping[str, _plan.Rule]) -> list[str]:
-    """Place a module that is an MLP; return the full names of its layers, empty if it is not placed."""
-    parts = mlp_parts.find_by_name(module)
-    if parts is None or not _are(styles, parts.children, *("column" for _ in parts.columns), "row"):
+def _assign_mlp(result: Assignments, name: str, module: nn.Module, styles: Mapping[str, _plan.Rule]) -> list[str]:
+    """Assign an MLP; return the full names of its layers, empty if the module is not assigned."""
+    mlp = mlp_layers.find_by_name(module)
+    if mlp is None or not _have_styles(styles, mlp.children, *("column" for _ in mlp.columns), "row"):
         return []
-    reason = place_mlp(result, name, module, parts)
-    return [] if reason is not None else [join(name, child) for child in parts.children]
+    reason = assign_mlp(result, name, module, mlp)
+    return [] if reason is not None else [join(name, child) for child in mlp.children]
 
 
-def _place_unseen(
+def _assign_unseen_attention(
     result: Assignments, name: str, module: nn.Module, names: tuple[str, ...], evidence: Evidence
 ) -> list[str]:
     """Place an attention recognised by its names: by heads if verification is off, else with gathered activations."""
-    _refuse_heads(name, module, evidence.tp_size)
+    _check_heads(name, module, evidence.tp_size)
     layers = [join(name, layer) for layer in names]
     if evidence.tp_size == 1 or evidence.mode == "never":
-        reason = attention.place_attention(result, name, module, names)
+        reason = attention.assign_attention(result, name, module, names)
         if reason is None:
             return [*layers, *(n for n in result.styles if parent_name(n) == name and n not in layers)]
-    gather(result, tuple(layers[:-1]), layers[-1], name, evidence.why_unknown(name))
+    assign_gathered(result, tuple(layers[:-1]), layers[-1], name, evidence.why_unknown(name))
     return layers
 
 
-def _refuse_heads(name: str, module: nn.Module, tp_size: int) -> None:
+def _check_heads(name: str, module: nn.Module, tp_size: int) -> None:
     names = attention.find_attention(module)
     reason = None if names is None else attention.why_heads_do_not_divide(module, names, tp_size)
     if reason is not None:
         raise ValueError(
-            f"plan='huggingface' cuts the heads of {shown(name)}, but {reason}; take another tensor-parallel size, "
-            "or pass 'auto', which gathers the activations of heads that do not divide."
+            f"plan='huggingface' cuts the heads of {display_name(name)}, but {reason}; take another tensor-parallel "
+            "size, or pass 'auto', which gathers the activations of heads that do not divide."
         )
 
 
-def _gathered(rule: _plan.Rule, module: nn.Module, evidence: Evidence) -> _plan.Rule:
+def _with_gathered_activations(rule: _plan.Rule, module: nn.Module, evidence: Evidence) -> _plan.Rule:
     """Return a column or row rule that no group confirms with gathered activations, which is exact."""
     style = {"column": "column_gather_output", "row": "row_split_input"}.get(rule.style)
     if style is None or why_no_linear(module) is not None or evidence.mode == "never":

@@ -67,12 +67,14 @@ class StepInBackward:
         self._optimizer = optimizer
         self._before_step = before_step
         # Without the code that runs once a step: hooks of users and profilers, counters of schedulers.
-        self._own_step: Callable[[Optimizer], Any] = type(optimizer).step.__wrapped__
+        self._optimizer_step: Callable[[Optimizer], Any] = type(optimizer).step.__wrapped__
         self._names = {parameter: name for name, parameter in model.named_parameters()}
-        strange = sum(parameter not in self._names for group in optimizer.param_groups for parameter in group["params"])
-        if strange:
+        num_unknown = sum(
+            parameter not in self._names for group in optimizer.param_groups for parameter in group["params"]
+        )
+        if num_unknown:
             raise ValueError(
-                f"optimizer_in_backward: {strange} parameters of the optimizer are not of the model; make the "
+                f"optimizer_in_backward: {num_unknown} parameters of the optimizer are not of the model; make the "
                 "optimizer of the model's parameters, after parallelize."
             )
         self._stepped: list[Tensor] = []
@@ -90,7 +92,7 @@ class StepInBackward:
         self._handles: list[RemovableHandle] = [optimizer.register_step_post_hook(self._end)]
         for parameter in self._groups:
             if parameter.requires_grad:
-                self._handles.append(parameter.register_post_accumulate_grad_hook(self._step_whole))
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._step_full))
 
     @property
     def num_stepped(self) -> int:
@@ -110,7 +112,7 @@ class StepInBackward:
             handle.remove()
         self._handles.clear()
 
-    def _step_whole(self, parameter: Tensor) -> None:
+    def _step_full(self, parameter: Tensor) -> None:
         if parameter.grad is None:  # torch also calls this if nothing was accumulated
             return
         self._check_once(parameter)
@@ -131,7 +133,7 @@ class StepInBackward:
         groups = self._optimizer.param_groups
         self._optimizer.param_groups = [{**groups[self._groups[parameter]], "params": [rows]}]
         try:
-            self._own_step(self._optimizer)
+            self._optimizer_step(self._optimizer)
         finally:
             self._optimizer.param_groups = groups
 

@@ -17,7 +17,7 @@ _SHORT_NAMES = {
     "dp": "data_parallel",
     "tp": "tensor_parallel",
 }
-_PART = re.compile(r"\s*([a-z]+)\s*(\d+|auto)\s*")
+_AXIS_SIZE = re.compile(r"\s*([a-z]+)\s*(\d+|auto)\s*")
 
 
 class MeshSizes(NamedTuple):
@@ -60,12 +60,12 @@ class Sizes:
             ValueError: the text is not a layout, or has an axis twice.
         """
         sizes: dict[str, Size] = {}
-        for part in layout.split(","):
-            match = _PART.fullmatch(part)
+        for item in layout.split(","):
+            match = _AXIS_SIZE.fullmatch(item)
             name = _SHORT_NAMES.get(match[1]) if match else None
             if match is None or name is None or name in sizes:
                 raise ValueError(
-                    f"layout {layout!r} has the part {part.strip()!r}; write each axis once, pp "
+                    f"layout {layout!r} has the part {item.strip()!r}; write each axis once, pp "
                     "(pipeline parallel), rep (replicas), dp (data parallel) or tp (tensor parallel) and its size, as "
                     "in 'rep2,dp4,tp8' or 'dpauto,tp4'."
                 )

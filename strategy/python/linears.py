@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from weft.strategy.own_linear import computes_linear
+from weft.strategy.linear_subclasses import computes_linear
 from weft.strategy.state import original_class, state_of
 
 COLUMN_STYLES = ("column", "column_gather_output")
@@ -49,7 +49,7 @@ def why_no_linear(module: nn.Module) -> str | None:
 
 
 def why_not_fusable(module: nn.Module) -> str | None:
-    """Return why a linear layer cannot become a part of one fused operator; None if it can."""
+    """Return why a linear layer cannot be included in a fused operator; None if it can."""
     cls = original_class(module)
     if cls is not nn.Linear and not is_conv1d(module):
         return f"it is a {cls.__name__}, not an nn.Linear"

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
-from weft.strategy.absent import running
+from weft.strategy.remote_layers import active_mode
 
 
 class _ToLocal(torch.autograd.Function):
@@ -33,7 +33,7 @@ class _ToLocal(torch.autograd.Function):
         local = parameter._local_tensor
         ctx.stride = local.stride()
         ctx.set_materialize_grads(False)
-        if running.get() is not None:  # a pipeline's mode must not intercept this read, which computes nothing
+        if active_mode.get() is not None:  # a pipeline's mode must not intercept this read, which computes nothing
             with torch._C.DisableTorchFunction():
                 return local.view_as(local)
         return local.view_as(local)  # a new object: autograd modifies the returned tensor
@@ -81,7 +81,7 @@ def local_of(parameter: Tensor) -> Tensor:
     return parameter._local_tensor
 
 
-def is_whole(parameter: DTensor) -> bool:
+def is_full(parameter: DTensor) -> bool:
     """Return whether the local tensor is the full parameter: replicated, or on a mesh of one rank."""
     spec = parameter._spec
     return all(
@@ -130,13 +130,13 @@ def reading_locals(mode: TorchFunctionMode | None = None) -> Iterator[None]:
 
 
 def enter_forward() -> None:
-    """`reading_locals` without the context manager's cost; pair with `leave_forward`."""
+    """`reading_locals` without the context manager's cost; pair with `exit_forward`."""
     _THREAD.depth += 1
     if _THREAD.mode is not None and _THREAD.suspended_at == 0:
         _suspend()
 
 
-def leave_forward() -> None:
+def exit_forward() -> None:
     """Leave the forward that `enter_forward` entered."""
     if _THREAD.suspended_at == _THREAD.depth and _THREAD.mode is not None:
         _THREAD.mode.__enter__()
@@ -145,7 +145,7 @@ def leave_forward() -> None:
 
 
 def _suspend() -> None:
-    """Suspend the mode, unless another mode was entered after it, which must be left first."""
+    """Suspend the mode, unless another mode was entered after it, which must be exited first."""
     if not torch.compiler.is_compiling() and _get_current_function_mode() is _THREAD.mode:
         _THREAD.mode.__exit__(None, None, None)
         _THREAD.suspended_at = _THREAD.depth

@@ -59,7 +59,7 @@ class _Copies:
     def __init__(self, module: nn.Module) -> None:
         local = (getattr(parameter, "_local_tensor", parameter) for parameter in module.parameters())
         self._parameters = {parameter.untyped_storage()._cdata for parameter in local}
-        self._made: weakref.WeakValueDictionary[Hashable, _Copy] = weakref.WeakValueDictionary()
+        self._copies: weakref.WeakValueDictionary[Hashable, _Copy] = weakref.WeakValueDictionary()
 
     def pack(self, tensor: Tensor) -> tuple[Tensor, int] | _Copy:
         is_plain = type(tensor) is Tensor and tensor.layout == torch.strided
@@ -68,16 +68,16 @@ class _Copies:
         origin = StorageWeakRef(tensor.untyped_storage())
         layout = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
         key = (origin.cdata, *layout, tensor._version)
-        made = self._made.get(key)
+        made = self._copies.get(key)
         if made is None:
-            made = self._made[key] = _Copy(tensor.detach(), origin)
+            made = self._copies[key] = _Copy(tensor.detach(), origin)
         return made
 
 
-def _unpack(kept: tuple[Tensor, int] | _Copy) -> Tensor:
-    if isinstance(kept, _Copy):
-        return kept.values.to(kept.device, non_blocking=True)
-    tensor, version = kept
+def _unpack(packed: tuple[Tensor, int] | _Copy) -> Tensor:
+    if isinstance(packed, _Copy):
+        return packed.values.to(packed.device, non_blocking=True)
+    tensor, version = packed
     if tensor._version != version:  # autograd does not check versions if there are hooks
         raise RuntimeError(
             f"a parameter of the shape {list(tensor.shape)}, or a part of one, was changed after the forward of a "

@@ -46,9 +46,9 @@ def load(text: str, what: str, *, owner: str = "plan", key: str = "pattern", adv
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-            twice = next((key for idx, key in enumerate(keys) if key in keys[:idx]), None)
-            if twice is not None:
-                raise ValueError(f"{owner}: the {what} gives the {key} '{twice}' twice; keep one of them.")
+            duplicate = next((key for idx, key in enumerate(keys) if key in keys[:idx]), None)
+            if duplicate is not None:
+                raise ValueError(f"{owner}: the {what} gives the {key} '{duplicate}' twice; keep one of them.")
             return super().construct_mapping(node, deep)
 
     try:

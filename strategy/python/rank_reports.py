@@ -49,7 +49,7 @@ def rank_reports(model: nn.Module, group: dist.ProcessGroup | None = None) -> Ra
     from weft.strategy.pipeline import find_staged
 
     found = find_staged(model)
-    mine = (report(model), () if found is None else found[1].stages)
+    local = (report(model), () if found is None else found[1].stages)
     gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, mine, group=group)
+    dist.all_gather_object(gathered, local, group=group)
     return RankReports(tuple(each for each, _ in gathered), tuple(stages for _, stages in gathered))

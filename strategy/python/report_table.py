@@ -151,5 +151,5 @@ def _axes(parameter: nn.Parameter) -> tuple[tuple[str, int], ...]:
         return ()
     mesh = parameter.device_mesh
     names = mesh.mesh_dim_names or tuple(f"axis{axis}" for axis in range(mesh.ndim))
-    cut = zip(names, mesh.shape, parameter.placements, strict=True)
-    return tuple((name, placement.dim) for name, size, placement in cut if size > 1 and not placement.is_replicate())
+    axes = zip(names, mesh.shape, parameter.placements, strict=True)
+    return tuple((name, placement.dim) for name, size, placement in axes if size > 1 and not placement.is_replicate())

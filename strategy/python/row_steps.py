@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
-from weft.strategy.data_parallel.local import local_part
+from weft.strategy.data_parallel.local import local_shard
 
 # The bytes of a gradient that exist at a time. A block of this size stays in the caches until it is used; products of
 # fewer rows are slow.
@@ -50,12 +50,12 @@ class RowSteps:
             left: `[tokens, rows]`.
             right: `[tokens, columns]`.
         """
-        weight = local_part(parameter)
+        weight = local_shard(parameter)
         num_rows, num_columns = weight.shape
         rows_at_once = max(1, self.block_bytes // max(1, num_columns * weight.element_size()))
         buffer = torch.empty(min(rows_at_once, num_rows), num_columns, dtype=left.dtype, device=weight.device)
         before = self._states_before(parameter, weight)
-        after: dict[str, Any] = {name: value for name, value in before.items() if _is_like(value, weight)}
+        after: dict[str, Any] = {name: value for name, value in before.items() if _is_elementwise(value, weight)}
         for first in range(0, max(1, num_rows), rows_at_once):  # a rank without rows also counts its steps
             rows = weight[first : first + rows_at_once]
             gradient = torch.mm(left[:, first : first + len(rows)].t(), right, out=buffer[: len(rows)])
@@ -63,13 +63,13 @@ class RowSteps:
             if self._before_step is not None:
                 self._before_step(rows)
             states = {name: _rows_of(value, weight, first, len(rows)) for name, value in before.items()}
-            for name, value in self._stepped(parameter, rows, states).items():
-                if not _is_like(value, rows):
+            for name, value in self._step_rows(parameter, rows, states).items():
+                if not _is_elementwise(value, rows):
                     after[name] = value
                 elif name not in before:
                     if name not in after:
                         after[name] = torch.zeros_like(parameter)
-                    local_part(after[name])[first : first + len(rows)] = value
+                    local_shard(after[name])[first : first + len(rows)] = value
         if after:
             self._optimizer.state[parameter].update(after)
 
@@ -80,13 +80,13 @@ class RowSteps:
             return states
         number = weight.new_zeros(1, 1)  # stepping it once shows which states the optimizer keeps
         number.grad = torch.zeros_like(number)
-        made = self._stepped(parameter, number, {})
+        made = self._step_rows(parameter, number, {})
         return {
-            name: torch.zeros_like(parameter) if _is_like(value, number) else torch.zeros_like(value)
+            name: torch.zeros_like(parameter) if _is_elementwise(value, number) else torch.zeros_like(value)
             for name, value in made.items()
         }
 
-    def _stepped(self, parameter: Tensor, rows: Tensor, states: dict[str, Any]) -> dict[str, Any]:
+    def _step_rows(self, parameter: Tensor, rows: Tensor, states: dict[str, Any]) -> dict[str, Any]:
         """Step some rows; return their states."""
         if states:
             self._optimizer.state[rows] = states
@@ -97,13 +97,13 @@ class RowSteps:
         return states
 
 
-def _is_like(value: object, weight: Tensor) -> bool:
+def _is_elementwise(value: object, weight: Tensor) -> bool:
     """Return whether a state has an entry for each element of a weight, or of rows of it."""
-    return isinstance(value, Tensor) and local_part(value).shape == weight.shape
+    return isinstance(value, Tensor) and local_shard(value).shape == weight.shape
 
 
 def _rows_of(value: Any, weight: Tensor, first: int, num_rows: int) -> Any:
     """Return the state of some rows: a view if there is an entry for each element, else a copy."""
-    if _is_like(value, weight):
-        return local_part(value)[first : first + num_rows]
+    if _is_elementwise(value, weight):
+        return local_shard(value)[first : first + num_rows]
     return value.clone() if isinstance(value, Tensor) else value

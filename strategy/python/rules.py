@@ -9,13 +9,13 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from weft.strategy import _plan, attention, mlp_parts, probe
-from weft.strategy.absent import AbsentLayer, with_absent_names
+from weft.strategy import _plan, attention, mlp_layers, probe
 from weft.strategy.activation_checkpointing import why_not_wrapped
-from weft.strategy.assignments import Assignment, Assignments, Options, join, parent_name, place_mlp, shown
+from weft.strategy.assignments import Assignment, Assignments, Options, assign_mlp, display_name, join, parent_name
 from weft.strategy.linears import why_no_linear, why_no_vocab_embedding
-from weft.strategy.roles import refuse_fsdp_children
-from weft.strategy.verification.evidence import Evidence, gather, place
+from weft.strategy.parallel_classes import check_no_fsdp_children
+from weft.strategy.remote_layers import RemoteLayer, names_with_remote_layers
+from weft.strategy.verification.evidence import Evidence, assign_gathered, assign_group
 from weft.strategy.verification.fit import check_fit
 
 _CONTAINERS = ("column_row_mlp", "attention", "sequence_parallel")
@@ -36,8 +36,8 @@ def assign_explicit(
     modules = dict(model.named_modules(remove_duplicate=False))
     result = Assignments(tp_size)
     # Names of layers on other stages count too: a rule may match only there.
-    rules = plan.resolve(with_absent_names(model))
-    present = {name for name, module in modules.items() if not isinstance(module, AbsentLayer)}
+    rules = plan.resolve(names_with_remote_layers(model))
+    present = {name for name, module in modules.items() if not isinstance(module, RemoteLayer)}
     evidence = Evidence(model, tp_size, verify, example)
     assign_rules(result, modules, [(name, rule) for name, rule in rules if name in present], evidence)
     check_fit(result, model, evidence)
@@ -50,28 +50,28 @@ def assign_rules(
     """Add the styles of modules by the rule of each; raises ValueError like `assign_explicit`."""
     for name, rule in rules:
         module = modules[name]
-        _refuse_dtensors(name, module, rule.style)
+        _check_no_dtensors(name, module, rule.style)
         if rule.style == "attention":
             _assign_attention(result, name, module, evidence)
         elif rule.style == "column_row_mlp":
             _assign_mlp(result, name, module, rule, evidence)
         else:
             _ASSIGN[rule.style](result, name, module, rule)
-        _note_options(result, name, module, rule)
-        result.attribute_to(rule.pattern or '""')
+        _record_options(result, name, module, rule)
+        result.record_rule(rule.pattern or '""')
         if rule.heads is not None:
-            _divide(result, modules[parent_name(name)], parent_name(name), rule.heads, name)
+            _divide_heads(result, modules[parent_name(name)], parent_name(name), rule.heads, name)
         holder = modules.get(parent_name(name)) if name else None
         if rule.style not in _OWN_FORWARD and isinstance(holder, nn.MultiheadAttention):
             raise ValueError(
                 f"parallelize: '{name}' is a layer of an nn.MultiheadAttention, which reads its weight without calling "
                 "it; leave it out of the plan, or use an attention of separate query, key and value layers."
             )
-    _refuse_two_styles(modules, result)
-    _refuse_offload_inside(result)
+    _check_one_style(modules, result)
+    _check_no_offload_inside(result)
 
 
-def _note_options(result: Assignments, name: str, module: nn.Module, rule: _plan.Rule) -> None:
+def _record_options(result: Assignments, name: str, module: nn.Module, rule: _plan.Rule) -> None:
     fused = result.styles.get(name, Assignment("")).recompute
     options = Options(rule.recompute and not fused, rule.offload, rule.precision or "", rule.pattern)
     if not str(options):
@@ -79,25 +79,25 @@ def _note_options(result: Assignments, name: str, module: nn.Module, rule: _plan
     reason = why_not_wrapped(module)
     if reason is not None:
         raise ValueError(
-            f"parallelize: the rule for {shown(name)} says {options}, but {reason}; name the modules inside it."
+            f"parallelize: the rule for {display_name(name)} says {options}, but {reason}; name the modules inside it."
         )
     result.options[name] = options
 
 
-def _refuse_dtensors(name: str, module: nn.Module, style: str) -> None:
+def _check_no_dtensors(name: str, module: nn.Module, style: str) -> None:
     if style == "ignore":
         return
     if style == "column_row_mlp":
-        refuse_fsdp_children(name, module)
+        check_no_fsdp_children(name, module)
     for parameter_name, parameter in module.named_parameters(recurse=style in _CONTAINERS):
         if isinstance(parameter, DTensor):
             raise ValueError(
-                f"parallelize: the rule for {shown(name)} hits '{join(name, parameter_name)}', which is a DTensor "
-                "already; remove the rule, or parallelize first and shard over other axes afterwards."
+                f"parallelize: the rule for {display_name(name)} hits '{join(name, parameter_name)}', which is a "
+                "DTensor already; remove the rule, or parallelize first and shard over other axes afterwards."
             )
 
 
-def _refuse_two_styles(modules: Mapping[str, nn.Module], result: Assignments) -> None:
+def _check_one_style(modules: Mapping[str, nn.Module], result: Assignments) -> None:
     first: dict[int, str] = {}
     for name, module in modules.items():
         other = first.setdefault(id(module), name)
@@ -119,29 +119,29 @@ def _refuse_two_styles(modules: Mapping[str, nn.Module], result: Assignments) ->
             )
 
 
-def _refuse_offload_inside(result: Assignments) -> None:
+def _check_no_offload_inside(result: Assignments) -> None:
     offloaded = [name for name, options in result.options.items() if options.offload and not options.recompute]
     for name in (name for name, options in result.options.items() if options.recompute):
         inside = next((n for n in offloaded if n.startswith(f"{name}." if name else "")), None)
         if inside is not None:
             raise ValueError(
                 f"parallelize: the rule for '{inside}' says offload, which would keep what the recompute of "
-                f"{shown(name)} lets go of; leave out one of the two."
+                f"{display_name(name)} lets go of; leave out one of the two."
             )
 
 
-def _divide(result: Assignments, parent: nn.Module, module_name: str, attribute: str, layer: str) -> None:
+def _divide_heads(result: Assignments, parent: nn.Module, module_name: str, attribute: str, layer: str) -> None:
     value = getattr(parent, attribute, None)
     if not isinstance(value, int) or isinstance(value, bool):
         found = f"is {value!r}" if hasattr(parent, attribute) else "does not exist"
         raise ValueError(
-            f"parallelize: the rule for '{layer}' counts heads in the attribute '{attribute}' of {shown(module_name)}, "
-            f"which {found}; name an int attribute of that module."
+            f"parallelize: the rule for '{layer}' counts heads in the attribute '{attribute}' of "
+            f"{display_name(module_name)}, which {found}; name an int attribute of that module."
         )
     result.divide_heads(module_name, attribute, value)
 
 
-def _assign_split(result: Assignments, name: str, module: nn.Module, rule: _plan.Rule) -> None:
+def _assign_row_split_input(result: Assignments, name: str, module: nn.Module, rule: _plan.Rule) -> None:
     if isinstance(module, nn.Embedding):  # like torch's RowwiseParallel: it shards the rows of the table
         _assign_embedding(result, name, module, _plan.Rule(rule.pattern, "vocab_embedding"))
     else:
@@ -152,7 +152,7 @@ def _assign_linear(result: Assignments, name: str, module: nn.Module, rule: _pla
     reason = why_no_linear(module)
     if reason is not None:
         raise ValueError(
-            f"parallelize: style '{rule.style}' wants an nn.Linear at {shown(name)}, but {reason}; "
+            f"parallelize: style '{rule.style}' wants an nn.Linear at {display_name(name)}, but {reason}; "
             "use style 'replicate' or name the linear layers themselves."
         )
     result.styles[name] = Assignment(rule.style)
@@ -162,31 +162,31 @@ def _assign_embedding(result: Assignments, name: str, module: nn.Module, rule: _
     reason = why_no_vocab_embedding(module)
     if reason is not None:
         raise ValueError(
-            f"parallelize: style '{rule.style}' wants a plain nn.Embedding at {shown(name)}, but {reason}; "
+            f"parallelize: style '{rule.style}' wants a plain nn.Embedding at {display_name(name)}, but {reason}; "
             "use style 'replicate'."
         )
     result.styles[name] = Assignment(rule.style)
 
 
 def _assign_mlp(result: Assignments, name: str, module: nn.Module, rule: _plan.Rule, evidence: Evidence) -> None:
-    parts = mlp_parts.find(module)
-    if parts is None:
+    mlp = mlp_layers.find(module)
+    if mlp is None:
         children = ", ".join(f"{n} ({type(m).__name__})" for n, m in module.named_children()) or "none"
         raise ValueError(
             f"parallelize: style '{rule.style}' finds no MLP of two or three fitting nn.Linear layers among the "
-            f"children of {shown(name)}, which are {children}; use column and row rules for its layers."
+            f"children of {display_name(name)}, which are {children}; use column and row rules for its layers."
         )
-    reason = place_mlp(result, name, module, parts, rule.recompute)
+    reason = assign_mlp(result, name, module, mlp, rule.recompute)
     if reason is None or evidence.tp_size == 1:
         return
-    layers = {id(module._modules[child]) for child in parts.children}
+    layers = {id(module._modules[child]) for child in mlp.children}
     for decision in evidence.decisions(lambda layer: id(layer) in layers):
         if decision.verdict.is_accepted:
-            place(result, decision, f"not fused: {probe.why_not_fused(module, parts) or reason}")
+            assign_group(result, decision, f"not fused: {probe.why_not_fused(module, mlp) or reason}")
             reason = None
     if reason is not None:
         raise ValueError(
-            f"parallelize: {shown(name)} cannot be sharded by its hidden units: {reason}; use style 'replicate'."
+            f"parallelize: {display_name(name)} cannot be sharded by its hidden units: {reason}; use style 'replicate'."
         )
 
 
@@ -202,20 +202,20 @@ def _assign_attention(result: Assignments, name: str, module: nn.Module, evidenc
         reason = f"its children are {children}, of which none are projections named {attention.NAMES_LOOKED_FOR}"
     if reason is not None:
         raise ValueError(
-            f"parallelize: style 'attention' cannot cut {shown(name)} by heads: {reason}; use column and row rules for "
-            "its layers, or style 'replicate'."
+            f"parallelize: style 'attention' cannot cut {display_name(name)} by heads: {reason}; use column and row "
+            "rules for its layers, or style 'replicate'."
         )
     is_trusted = evidence.mode == "never" or evidence.tp_size == 1
     if is_trusted and names is not None and len(names) == 4 and not decisions:
-        reason = attention.place_attention(result, name, module, names)
+        reason = attention.assign_attention(result, name, module, names)
         if reason is None:
             return
     if decisions:
         for decision in decisions:
-            place(result, decision)
+            assign_group(result, decision)
         return
     *sources, sink = (join(name, layer) for layer in names or ())
-    gather(result, tuple(sources), sink, name, reason or evidence.why_unknown(name))
+    assign_gathered(result, tuple(sources), sink, name, reason or evidence.why_unknown(name))
 
 
 def _assign_own_forward(result: Assignments, name: str, module: nn.Module, rule: _plan.Rule) -> None:
@@ -226,7 +226,7 @@ _ASSIGN: dict[str, Callable[[Assignments, str, nn.Module, _plan.Rule], None]] = 
     "column": _assign_linear,
     "column_gather_output": _assign_linear,
     "row": _assign_linear,
-    "row_split_input": _assign_split,
+    "row_split_input": _assign_row_split_input,
     "vocab_embedding": _assign_embedding,
     "vocab_head": _assign_linear,
     "sequence_parallel": _assign_own_forward,

@@ -9,62 +9,62 @@ from torch import nn
 from weft.strategy.activation_checkpointing import repeated_blocks
 from weft.strategy.assignments import Assignment, Assignments, parent_name
 from weft.strategy.linears import COLUMN_STYLES, ROW_STYLES, features
-from weft.strategy.sequence_region import Place, Region
+from weft.strategy.sequence_region import Region, SequenceRole
 
-_CUT_BY_FEATURES = (*COLUMN_STYLES, *ROW_STYLES)
-_NO_TOKENS = ("BatchNorm", "GroupNorm", "InstanceNorm")  # they compute statistics over tokens
+_SHARDED_BY_FEATURES = (*COLUMN_STYLES, *ROW_STYLES)
+_TOKEN_STATISTICS = ("BatchNorm", "GroupNorm", "InstanceNorm")  # they compute statistics over tokens
 
 
-def sequence_places(model: nn.Module, assignments: Assignments, group_name: str) -> dict[int, Place]:
-    """Return the place of each module, by its id, in the repeated blocks whose sequence the plan shards.
+def assign_sequence_roles(model: nn.Module, assignments: Assignments, group_name: str) -> dict[int, SequenceRole]:
+    """Return the role of each module, by its id, in the repeated blocks whose sequence the plan shards.
 
     Raises:
         ValueError: there is no such block, or one has modules that cannot work on a shard of the tokens.
     """
-    places: dict[int, Place] = {}
+    roles: dict[int, SequenceRole] = {}
     for blocks in _runs(repeated_blocks(model), assignments):
         region = Region(group_name)
-        own: dict[int, Place] = {}
+        block_roles: dict[int, SequenceRole] = {}
         for block in blocks:
-            _place_block(own, model, assignments, block, region)
+            _assign_block_roles(block_roles, model, assignments, block, region)
             is_first, is_last = block == blocks[0], block == blocks[-1]
             dim = _features_into(model, assignments, block)
-            place = Place(region, "block", dim, enters=is_first, leaves=is_last)
-            own[id(model.get_submodule(block))] = place
-        _refuse_placed(own.keys() & places.keys(), model)
-        places |= own
-    if not places:
+            role = SequenceRole(region, "block", dim, is_first_block=is_first, is_last_block=is_last)
+            block_roles[id(model.get_submodule(block))] = role
+        _check_in_one_run(block_roles.keys() & roles.keys(), model)
+        roles |= block_roles
+    if not roles:
         raise ValueError(
             "sequence_parallel=True finds no repeated blocks with layers that the plan cuts, between which activations "
             "would be cut along the sequence; leave it out, or put the blocks into an nn.ModuleList."
         )
-    _refuse_shared(places, model)
-    _check_named(places, model, assignments)
-    return places
+    _check_not_shared(roles, model)
+    _check_named(roles, model, assignments)
+    return roles
 
 
 def _runs(blocks: list[str], assignments: Assignments) -> list[list[str]]:
     """Return runs of adjacent blocks of one list that the plan shards; blocks between two runs get all tokens."""
     runs: list[list[str]] = []
-    goes_on_in = None
+    previous_parent = None
     for block in blocks:
-        if not _is_cut(block, assignments):
-            goes_on_in = None
+        if not _is_sharded(block, assignments):
+            previous_parent = None
             continue
-        if parent_name(block) != goes_on_in:
+        if parent_name(block) != previous_parent:
             runs.append([])
         runs[-1].append(block)
-        goes_on_in = parent_name(block)
+        previous_parent = parent_name(block)
     return runs
 
 
-def _is_cut(block: str, assignments: Assignments) -> bool:
+def _is_sharded(block: str, assignments: Assignments) -> bool:
     if assignments.styles.get(block, Assignment("")).style == "column_row_mlp":
         return False  # the block itself is an MLP, as in a list of experts: there is nothing around its layers
-    return any(a.style in (*_CUT_BY_FEATURES, "column_row_mlp") for a in _inside(assignments, block).values())
+    return any(a.style in (*_SHARDED_BY_FEATURES, "column_row_mlp") for a in _inside(assignments, block).values())
 
 
-def _refuse_placed(modules: set[int], model: nn.Module) -> None:
+def _check_in_one_run(modules: set[int], model: nn.Module) -> None:
     """Raise for a module in two runs: it would know the lengths of only one."""
     name = next((name for name, module in model.named_modules() if id(module) in modules), None)
     if name is not None:
@@ -74,29 +74,29 @@ def _refuse_placed(modules: set[int], model: nn.Module) -> None:
         )
 
 
-def _refuse_shared(places: dict[int, Place], model: nn.Module) -> None:
+def _check_not_shared(roles: dict[int, SequenceRole], model: nn.Module) -> None:
     """Raise for a module that gets all tokens elsewhere: it would sum gradients that are already full."""
-    blocks = _placed_blocks(places, model)
+    blocks = _sharded_blocks(roles, model)
     for name, module in model.named_modules(remove_duplicate=False):
-        if id(module) in places and not f"{name}.".startswith(blocks):
+        if id(module) in roles and not f"{name}.".startswith(blocks):
             raise ValueError(
                 f"sequence_parallel=True: '{name}' is one module with a layer of the repeated blocks, which gets some "
                 "of the tokens there and all of them here; use two modules, or leave sequence parallelism out."
             )
 
 
-def _placed_blocks(places: dict[int, Place], model: nn.Module) -> tuple[str, ...]:
+def _sharded_blocks(roles: dict[int, SequenceRole], model: nn.Module) -> tuple[str, ...]:
     """Return the names of the blocks between which tokens are sharded, each with a dot."""
-    ids = {module for module, place in places.items() if place.kind == "block"}
+    ids = {module for module, role in roles.items() if role.kind == "block"}
     return tuple(f"{name}." for name, module in model.named_modules(remove_duplicate=False) if id(module) in ids)
 
 
-def _check_named(places: dict[int, Place], model: nn.Module, assignments: Assignments) -> None:
+def _check_named(roles: dict[int, SequenceRole], model: nn.Module, assignments: Assignments) -> None:
     """Check modules with the style sequence_parallel: outside of the blocks they get all tokens; in a layer, raise."""
-    blocks = _placed_blocks(places, model)
+    blocks = _sharded_blocks(roles, model)
     for name in (name for name, a in assignments.styles.items() if a.style == "sequence_parallel"):
-        place = places.get(id(model.get_submodule(name)))
-        if place is not None and place.kind in ("cut", "dropout"):
+        role = roles.get(id(model.get_submodule(name)))
+        if role is not None and role.kind in ("sharded", "dropout"):
             continue
         if name.startswith(blocks):
             raise ValueError(
@@ -116,31 +116,35 @@ def _features_into(model: nn.Module, assignments: Assignments, name: str) -> int
     return features(model.get_submodule(next(columns)))[0]
 
 
-def _place_block(
-    places: dict[int, Place], model: nn.Module, assignments: Assignments, block: str, region: Region
+def _assign_block_roles(
+    roles: dict[int, SequenceRole], model: nn.Module, assignments: Assignments, block: str, region: Region
 ) -> None:
     styles = _inside(assignments, block)
-    whole = {parent_name(name) for name, a in styles.items() if a.style in _CUT_BY_FEATURES and a.fused_into is None}
+    gathering = {
+        parent_name(name) for name, a in styles.items() if a.style in _SHARDED_BY_FEATURES and a.fused_into is None
+    }
     fused = {name for name, a in styles.items() if a.style == "column_row_mlp"}
-    for container in whole:
+    for container in gathering:
         kinds = {a.style for name, a in styles.items() if parent_name(name) == container}
         if container == block or kinds.isdisjoint(COLUMN_STYLES) or kinds.isdisjoint(ROW_STYLES):
             raise ValueError(
                 f"sequence_parallel=True: '{container}' has layers that the plan cuts, but is no module of its own "
                 "inside a block with column layers and the row layer after them; leave sequence parallelism out."
             )
-    for name in (*whole, *fused):
-        kind = "gathers" if name in whole else "fused"
-        places[id(model.get_submodule(name))] = Place(region, kind, _features_into(model, assignments, name))
+    for name in (*gathering, *fused):
+        kind = "gathers" if name in gathering else "fused"
+        roles[id(model.get_submodule(name))] = SequenceRole(region, kind, _features_into(model, assignments, name))
     for name, a in styles.items():
-        if a.style in _CUT_BY_FEATURES:
-            places[id(model.get_submodule(name))] = Place(region, "inside" if a.style in COLUMN_STYLES else "scatters")
-    own = {name for name, a in styles.items() if a.style == "sequence_parallel"}
-    _place_others(places, model.get_submodule(block), block, {*whole, *fused}, own, region)
+        if a.style in _SHARDED_BY_FEATURES:
+            roles[id(model.get_submodule(name))] = SequenceRole(
+                region, "inside" if a.style in COLUMN_STYLES else "scatters"
+            )
+    named = {name for name, a in styles.items() if a.style == "sequence_parallel"}
+    _assign_other_roles(roles, model.get_submodule(block), block, {*gathering, *fused}, named, region)
 
 
-def _place_others(
-    places: dict[int, Place],
+def _assign_other_roles(
+    roles: dict[int, SequenceRole],
     parent: nn.Module,
     parent_name: str,
     containers: set[str],
@@ -154,20 +158,20 @@ def _place_others(
             continue
         if name in named:
             for inner in module.modules():
-                places[id(inner)] = Place(region, "dropout" if isinstance(inner, nn.Dropout) else "cut")
+                roles[id(inner)] = SequenceRole(region, "dropout" if isinstance(inner, nn.Dropout) else "sharded")
         elif isinstance(module, nn.Dropout):
-            places[id(module)] = Place(region, "dropout")
-        elif ("Norm" in cls and not any(each in cls for each in _NO_TOKENS)) or isinstance(module, nn.Linear):
-            places[id(module)] = Place(region, "cut")
+            roles[id(module)] = SequenceRole(region, "dropout")
+        elif ("Norm" in cls and not any(each in cls for each in _TOKEN_STATISTICS)) or isinstance(module, nn.Linear):
+            roles[id(module)] = SequenceRole(region, "sharded")
         elif any(container.startswith(f"{name}.") for container in containers):
-            _refuse_parameters(module.parameters(recurse=False), name, cls)
-            _place_others(places, module, name, containers, named, region)
+            _check_no_parameters(module.parameters(recurse=False), name, cls)
+            _assign_other_roles(roles, module, name, containers, named, region)
         else:
-            _refuse_parameters(module.parameters(), name, cls)
-            _place_others(places, module, name, containers, named, region)
+            _check_no_parameters(module.parameters(), name, cls)
+            _assign_other_roles(roles, module, name, containers, named, region)
 
 
-def _refuse_parameters(parameters: Iterable[nn.Parameter], name: str, cls: str) -> None:
+def _check_no_parameters(parameters: Iterable[nn.Parameter], name: str, cls: str) -> None:
     if next(iter(parameters), None) is not None:
         raise ValueError(
             f"sequence_parallel=True: '{name}', a {cls}, is left whole by the plan and may need all tokens, of which "

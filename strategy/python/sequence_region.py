@@ -34,7 +34,7 @@ class Region:
         return None if self.lengths is None else self.lengths[0]
 
     @contextlib.contextmanager
-    def of_lengths(self, lengths: tuple[int, int] | None) -> Iterator[None]:
+    def with_lengths(self, lengths: tuple[int, int] | None) -> Iterator[None]:
         """Inside, use other lengths: a recomputed forward may have other lengths than the last one."""
         before, self.lengths = self.lengths, lengths
         try:
@@ -44,11 +44,11 @@ class Region:
 
     def enter(self, x: Tensor) -> Tensor:
         """Return this rank's shard of the tokens; the backward all-gathers the gradient for the code before."""
-        own = torch.ops.weft.scatter_to_group(x, x.dim() - 2, self.group_name)
-        self.lengths = (x.shape[-2], own.shape[-2])
-        return own
+        shard = torch.ops.weft.scatter_to_group(x, x.dim() - 2, self.group_name)
+        self.lengths = (x.shape[-2], shard.shape[-2])
+        return shard
 
-    def leave(self, x: Tensor) -> Tensor:
+    def exit(self, x: Tensor) -> Tensor:
         """Return all tokens on every rank, for replicated computation; the backward takes this rank's shard."""
         return torch.ops.weft.gather_from_group(x, x.dim() - 2, self.group_name, dim_size=self.length)
 
@@ -58,38 +58,38 @@ class Region:
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class SequenceRole:
     """The role of a module in a region.
 
     kind: "block"; "gathers": its input is gathered for the layers inside; "inside": a column layer there; "scatters": a
-    row layer; "fused": an MLP that gathers and scatters itself; "cut": computes on this rank's tokens; "dropout".
+    row layer; "fused": an MLP that gathers and scatters itself; "sharded": computes on this rank's tokens; "dropout".
     features: of the input tokens; a "block" and a module that "gathers" use them to tell tokens from masks and tables.
-    enters, leaves: whether a block is the first, or the last.
+    is_first_block, is_last_block: whether a block is the first, or the last, of the region.
     """
 
     region: Region
     kind: str
     features: int = 0
-    enters: bool = False
-    leaves: bool = False
+    is_first_block: bool = False
+    is_last_block: bool = False
 
     @property
-    def owns_shared_weights(self) -> bool:
+    def needs_gradient_sum(self) -> bool:
         """Return whether its parameters see only this rank's tokens, so that their gradients must be summed."""
-        return self.kind in ("block", "cut")
+        return self.kind in ("block", "sharded")
 
-    def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def prepare_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return a forward's arguments; the first tensor of tokens with these features is gathered or scattered.
 
         A tensor to be gathered has as many tokens as this rank's shard, unlike a mask beside it.
         """
-        if self.kind == "block" and not self.enters:
-            self._refuse_other_tokens(args, kwargs)
-        if not (self.enters or self.kind == "gathers"):
+        if self.kind == "block" and not self.is_first_block:
+            self._check_tokens(args, kwargs)
+        if not (self.is_first_block or self.kind == "gathers"):
             return args, kwargs
-        change = self.region.enter if self.enters else self.region.gather
+        change = self.region.enter if self.is_first_block else self.region.gather
         if self.kind == "gathers":
-            self._refuse_second(args, kwargs)
+            self._check_single_input(args, kwargs)
         for position, value in enumerate(args):
             if self._is_activation(value):
                 return (*args[:position], change(value), *args[position + 1 :]), kwargs
@@ -101,7 +101,7 @@ class Place:
             "features; leave sequence parallelism out."
         )
 
-    def _refuse_other_tokens(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _check_tokens(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise if a block runs before the first of its list: it would mistake all tokens for this rank's shard."""
         values = (*args, *kwargs.values())
         if self.region.lengths is None or not any(self._is_activation(value) for value in values):
@@ -111,7 +111,7 @@ class Place:
                 "parallelism out."
             )
 
-    def _refuse_second(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _check_single_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise for a second input, such as an encoder's output: if it is full, its gradient would be only a shard."""
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.requires_grad]
         if len(tensors) > 1:
@@ -124,13 +124,13 @@ class Place:
         if not (isinstance(value, Tensor) and value.is_floating_point() and value.dim() >= 2):
             return False
         lengths = self.region.lengths
-        has_tokens = self.enters or lengths is None or value.shape[-2] == lengths[1]
+        has_tokens = self.is_first_block or lengths is None or value.shape[-2] == lengths[1]
         return has_tokens and value.shape[-1] == self.features
 
-    def after(self, output: Any) -> Any:
-        """Return a forward's result, gathered if the module leaves the region; for a tuple, its first item."""
-        if not self.leaves:
+    def finish_output(self, output: Any) -> Any:
+        """Return a forward's result, gathered if the module is the last block; for a tuple, its first item."""
+        if not self.is_last_block:
             return output
         if isinstance(output, tuple):
-            return (self.region.leave(output[0]), *output[1:])
-        return self.region.leave(output)
+            return (self.region.exit(output[0]), *output[1:])
+        return self.region.exit(output)

@@ -23,30 +23,34 @@ class ShardedDim:
     size: int
 
     @classmethod
-    def between(cls, full: Sequence[int], part: Sequence[int], num_ranks: int) -> ShardedDim | None:
+    def between(cls, full: Sequence[int], shard_shape: Sequence[int], num_ranks: int) -> ShardedDim | None:
         """Return the only dim in which a rank's shape differs, by the factor `num_ranks`; None for equal shapes.
 
         Raises:
             ValueError: the shapes differ in another way.
         """
-        differing = [dim for dim, (a, b) in enumerate(zip(full, part, strict=False)) if a != b]
-        if len(full) == len(part) and not differing:
+        differing = [dim for dim, (a, b) in enumerate(zip(full, shard_shape, strict=False)) if a != b]
+        if len(full) == len(shard_shape) and not differing:
             return None
-        if len(full) != len(part) or len(differing) != 1 or full[differing[0]] != num_ranks * part[differing[0]]:
-            raise ValueError(f"a dropout got {list(part)} of {list(full)}, which is not a shard along one dim")
+        if (
+            len(full) != len(shard_shape)
+            or len(differing) != 1
+            or full[differing[0]] != num_ranks * shard_shape[differing[0]]
+        ):
+            raise ValueError(f"a dropout got {list(shard_shape)} of {list(full)}, which is not a shard along one dim")
         return cls(len(full), differing[0], full[differing[0]])
 
-    def is_of(self, part: Tensor, num_ranks: int) -> bool:
+    def matches(self, shard: Tensor, num_ranks: int) -> bool:
         """Return whether a tensor may be one rank's shard."""
-        return part.dim() == self.ndim and part.shape[self.dim] * num_ranks == self.size
+        return shard.dim() == self.ndim and shard.shape[self.dim] * num_ranks == self.size
 
 
-def shard_dropout(part: Tensor, p: float, sharded: ShardedDim, rank: int, num_ranks: int) -> Tensor:
+def shard_dropout(shard: Tensor, p: float, sharded: ShardedDim, rank: int, num_ranks: int) -> Tensor:
     """Return this rank's shard of the result of F.dropout with probability `p` on the full tensor."""
-    length = part.shape[sharded.dim]
+    length = shard.shape[sharded.dim]
     # F.dropout draws in memory order; the full tensor is assumed to have the shard's order of dims in memory.
-    order = sorted(range(part.dim()), key=part.stride, reverse=True)
-    shape = [length * num_ranks if dim == sharded.dim else part.shape[dim] for dim in order]
-    back = [order.index(dim) for dim in range(part.dim())]
-    ones = torch.ones(shape, dtype=part.dtype, device=part.device).permute(back)
-    return part * F.dropout(ones, p, True).narrow(sharded.dim, rank * length, length)
+    order = sorted(range(shard.dim()), key=shard.stride, reverse=True)
+    shape = [length * num_ranks if dim == sharded.dim else shard.shape[dim] for dim in order]
+    inverse_order = [order.index(dim) for dim in range(shard.dim())]
+    ones = torch.ones(shape, dtype=shard.dtype, device=shard.device).permute(inverse_order)
+    return shard * F.dropout(ones, p, True).narrow(sharded.dim, rank * length, length)

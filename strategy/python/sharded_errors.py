@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from weft.strategy.state import ModuleState, state_of
 
-_OF_SHARDS = re.compile(
+_SHARD_ERRORS = re.compile(
     r"shape|size|dimension|dim |DTensor|mat1 and mat2|expected input|not enough values|too many values|^weft::", re.I
 )
 _MAX_SHARDS = 3
@@ -36,11 +36,11 @@ def explained() -> Iterator[None]:
 
 def explanation_of(error: BaseException) -> str | None:
     """Return one sentence on the innermost module in an error's traceback that has sharded layers; None: no module."""
-    if isinstance(error, ShardedModuleError) or not _OF_SHARDS.search(str(error)):
+    if isinstance(error, ShardedModuleError) or not _SHARD_ERRORS.search(str(error)):
         return None
-    on_the_way = list(reversed(_modules_of(error.__traceback__)))
+    traceback_modules = list(reversed(_modules_of(error.__traceback__)))
     # The code that calls a layer causes the error, so modules with children come before layers.
-    for module in sorted(on_the_way, key=lambda each: not each._modules):
+    for module in sorted(traceback_modules, key=lambda each: not each._modules):
         state, shards = state_of(module), _shards_of(module)
         if state is not None and shards:
             return _sentence(state, shards, error)

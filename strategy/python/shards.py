@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from weft.strategy import dtensor_reads  # noqa: F401  (registers)
 from weft.strategy._plan import shard_range
-from weft.strategy.deferred import attributes_of, is_deferred, shard_of, whole_of
+from weft.strategy.deferred import attributes_of, full_value_of, is_deferred, shard_of
 
 TENSOR_PARALLEL = "tensor_parallel"
 
@@ -45,27 +45,27 @@ def group_name_of(mesh: DeviceMesh) -> str:
     return "" if mesh.size() == 1 else mesh.get_group().group_name
 
 
-def _cut(tensor: Tensor, mesh: DeviceMesh, dim: int | None) -> tuple[DTensor, bool]:
+def _shard(tensor: Tensor, mesh: DeviceMesh, dim: int | None) -> tuple[DTensor, bool]:
     """Return this rank's shard of `tensor` along `dim` (None: all of it), in storage of its own.
 
     The second result: whether a deferred tensor had to be materialized in full for it.
     """
     num_ranks = mesh.size()
-    is_cut = dim is not None and num_ranks > 1
-    is_drawn_in_parts = True
-    local = whole_of(tensor) if is_deferred(tensor) and not is_cut else tensor.detach()
-    if is_cut:
+    is_sharded = dim is not None and num_ranks > 1
+    is_drawn_in_chunks = True
+    local = full_value_of(tensor) if is_deferred(tensor) and not is_sharded else tensor.detach()
+    if is_sharded:
         start, length = shard_range(tensor.shape[dim], num_ranks, mesh.get_local_rank())
         if is_deferred(tensor):
-            local, is_drawn_in_parts = shard_of(tensor, dim, start, length)
+            local, is_drawn_in_chunks = shard_of(tensor, dim, start, length)
         else:
             local = local.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
         stride = torch.empty(tensor.shape, device="meta").stride()
     else:
         stride = tensor.stride()
     placement = Replicate() if dim is None else Shard(dim)
-    part = DTensor.from_local(local, mesh, [placement], run_check=False, shape=tensor.shape, stride=stride)
-    return part, not is_drawn_in_parts
+    dtensor = DTensor.from_local(local, mesh, [placement], run_check=False, shape=tensor.shape, stride=stride)
+    return dtensor, not is_drawn_in_chunks
 
 
 def to_dtensor(parameter: nn.Parameter, mesh: DeviceMesh, dim: int | None) -> tuple[nn.Parameter, bool]:
@@ -75,18 +75,18 @@ def to_dtensor(parameter: nn.Parameter, mesh: DeviceMesh, dim: int | None) -> tu
     kept; a meta tensor stays meta. The second result: whether a deferred parameter was materialized in full.
     """
     with torch.no_grad():
-        part, was_whole = _cut(parameter, mesh, dim)
-        result = nn.Parameter(part, requires_grad=parameter.requires_grad)
+        dtensor, was_full = _shard(parameter, mesh, dim)
+        result = nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
         if parameter.grad is not None:
-            result.grad, _ = _cut(parameter.grad, mesh, dim)
+            result.grad, _ = _shard(parameter.grad, mesh, dim)
     result.__dict__.update(attributes_of(parameter))
-    return result, was_whole
+    return result, was_full
 
 
 def to_plain(parameter: nn.Parameter) -> nn.Parameter:
     """Return the parameter itself; a deferred one is materialized in full."""
     if not is_deferred(parameter):
         return parameter
-    result = nn.Parameter(whole_of(parameter), requires_grad=parameter.requires_grad)
+    result = nn.Parameter(full_value_of(parameter), requires_grad=parameter.requires_grad)
     result.__dict__.update(attributes_of(parameter))
     return result

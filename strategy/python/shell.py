@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from weft.strategy.deferred import is_deferred, whole_of
+from weft.strategy.deferred import full_value_of, is_deferred
 from weft.strategy.state import original_class
 
 _HOOK_DICTS = tuple(
@@ -77,7 +77,7 @@ def _without_sharing(value: Any, memo: dict[int, Any]) -> Any:
 def _values_of(tensor: Tensor) -> Tensor:
     """Return the values on the CPU, floating ones in float64; zeros for a meta or fake tensor."""
     if is_deferred(tensor):
-        tensor = whole_of(tensor)
+        tensor = full_value_of(tensor)
     if tensor.is_meta or isinstance(tensor, FakeTensor):
         tensor = torch.zeros(tensor.shape, dtype=tensor.dtype)
     tensor = tensor.detach().cpu()
@@ -102,7 +102,7 @@ def random_like(shape: Any, fan_in: int, seed: int) -> Tensor:
 
 
 @contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
+def isolated_execution() -> Iterator[None]:
     """Inside, gradients are on, autocast is off, new tensors are float64; afterwards restore the random states."""
     state, dtype = random.getstate(), torch.get_default_dtype()
     numpy = sys.modules.get("numpy")

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from weft.strategy.sequence_region import Place
+from weft.strategy.sequence_region import SequenceRole
 from weft.strategy.shard_dropout import ShardedDim
 
 _KEY = "_weft_state"
 
 
 @dataclasses.dataclass(frozen=True)
-class MlpParts:
+class MlpLayers:
     """The names of an MLP's layers among a container's children; `gate` is None for an ungated MLP."""
 
     gate: str | None
@@ -46,14 +46,14 @@ class ModuleState:
     explains: bool = False  # whether it is that model: its forward explains errors of sharded modules
     rule: str = ""  # the pattern that gave the style, or "auto"
     note: str = ""
-    mlp: MlpParts | None = None  # of a fused container, with its activation
+    mlp: MlpLayers | None = None  # of a fused container, with its activation
     activation: str = ""
     recompute: bool = False  # a fused container saves only its input for the backward
     child_classes: tuple[type, ...] = ()
     transposed: bool = False  # the weight is [in, out], as in GPT-2's Conv1D
     vocab_start: int = 0  # for a vocab_embedding or vocab_head: the first row on this rank
     fused: bool = False  # a layer of a fused container
-    sequence: Place | None = None  # its role if activations are sharded along the sequence
+    sequence: SequenceRole | None = None  # its role if activations are sharded along the sequence
     precision: torch.dtype | None = None  # the dtype that it computes in; None: that of the modules around it
     counts: tuple[tuple[str, int], ...] = ()  # attributes and their values on this rank, while the forward runs
     dropouts: tuple[ShardedDim, ...] = ()  # for an nn.Dropout between column and row layers
@@ -76,7 +76,7 @@ def remove_state(module: nn.Module) -> None:
     module.__dict__.pop(_KEY, None)
 
 
-def counted(own_forward: Callable[..., Any]) -> Callable[..., Any]:
+def with_local_counts(own_forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return a forward during which a module's attributes have the values of its state's `counts`."""
 
     @functools.wraps(own_forward)

@@ -25,7 +25,7 @@ StepRows = Callable[[Tensor, Tensor, Tensor], None]
 
 _KEY = "_weft_stepped_mlp"
 # Modules whose hooks do nothing if there is no gradient.
-_OWN_HOOKS = ("weft.strategy.in_backward", "weft.memory")
+_HARMLESS_HOOKS = ("weft.strategy.in_backward", "weft.memory")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,15 +39,15 @@ class Options:
     sequence_size: int | None
 
 
-class _Use:
+class _PendingCall:
     """One call that has not had its backward. With several calls the gradient is a sum, which is stepped only once.
 
-    has_own: which of its weights are the MLP's own, not replacements by torch.func.functional_call.
+    owns_weight: which of its weights are the MLP's own, not replacements by torch.func.functional_call.
     """
 
-    def __init__(self, has_own: tuple[bool, ...]) -> None:
-        self.has_own = has_own
-        self.is_alone = True
+    def __init__(self, owns_weight: tuple[bool, ...]) -> None:
+        self.owns_weight = owns_weight
+        self.is_only_call = True
 
 
 class SteppedMlp:
@@ -64,7 +64,7 @@ class SteppedMlp:
         self._weights = tuple(weights)
         self._transposed = tuple(transposed)
         self._step_rows = step_rows
-        self._uses: weakref.WeakSet[_Use] = weakref.WeakSet()
+        self._pending_calls: weakref.WeakSet[_PendingCall] = weakref.WeakSet()
         self.has_ended = False
 
     def __call__(
@@ -82,30 +82,30 @@ class SteppedMlp:
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         x, *biases = (_autocast(each, dtype) for each in (x, *biases))
-        use = _Use(tuple(a is b for a, b in zip(parameters, self._weights, strict=True)))
-        self._uses.add(use)
-        return _SteppingBackward.apply(self, use, options, dtype, x, *weights, *biases)
+        call = _PendingCall(tuple(a is b for a, b in zip(parameters, self._weights, strict=True)))
+        self._pending_calls.add(call)
+        return _SteppingBackward.apply(self, call, options, dtype, x, *weights, *biases)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None  # a copied module's weights are not the optimizer's
 
-    def is_used_once(self, use: _Use) -> bool:
+    def is_used_once(self, call: _PendingCall) -> bool:
         """Return whether no other call is pending, or was since this one; this one is no longer pending afterwards."""
-        if len(self._uses) > 1:
-            for each in self._uses:
-                each.is_alone = False
-        self._uses.discard(use)
-        return use.is_alone
+        if len(self._pending_calls) > 1:
+            for each in self._pending_calls:
+                each.is_only_call = False
+        self._pending_calls.discard(call)
+        return call.is_only_call
 
-    def steps(self, index: int, use: _Use) -> bool:
+    def can_step(self, index: int, call: _PendingCall) -> bool:
         """Return whether a weight may be stepped by rows now: no gradient to add to, and no hook that needs one."""
         weight = self._weights[index]
-        if weight is None or not use.has_own[index] or self.has_ended:
+        if weight is None or not call.owns_weight[index] or self.has_ended:
             return False
         if weight.grad is not None or weight._backward_hooks:
             return False
         hooks: Iterable[Any] = (getattr(weight, "_post_accumulate_grad_hooks", None) or {}).values()
-        return all((getattr(hook, "__module__", None) or "").startswith(_OWN_HOOKS) for hook in hooks)
+        return all((getattr(hook, "__module__", None) or "").startswith(_HARMLESS_HOOKS) for hook in hooks)
 
     def step(self, index: int, grad: Tensor, x: Tensor) -> None:
         """Step the weight whose gradient is gradᵀ x."""
@@ -118,7 +118,7 @@ class _SteppingBackward(torch.autograd.Function):
     def forward(
         ctx: Any,
         mlp: SteppedMlp,
-        use: _Use,
+        call: _PendingCall,
         options: Options,
         dtype: torch.dtype | None,
         x: Tensor,
@@ -129,7 +129,7 @@ class _SteppingBackward(torch.autograd.Function):
         b2: Tensor | None,
         b3: Tensor | None,
     ) -> Tensor:
-        ctx.mlp, ctx.use, ctx.options, ctx.dtype = mlp, use, options, dtype
+        ctx.mlp, ctx.call, ctx.options, ctx.dtype = mlp, call, options, dtype
         ctx.inputs = [each is not None for each in (x, w1, w2, w3, b1, b2, b3)]
         ctx.set_materialize_grads(False)
         y, h1, h3 = torch.ops.weft._column_row_mlp_saving(
@@ -156,31 +156,31 @@ class _SteppingBackward(torch.autograd.Function):
             )
         mlp, options = ctx.mlp, ctx.options
         x, h1, h3, *parameters, b1, b3 = ctx.saved_tensors  # first: a checkpoint recomputes them by calling this MLP
-        is_alone = mlp.is_used_once(ctx.use)
+        is_only_call = mlp.is_used_once(ctx.call)
         result: list[Tensor | None] = [None] * 11
         if grad_y is None:
             return tuple(result)
-        grads = _Wanted(ctx)
+        grads = _RequiredGradients(ctx)
 
         def weight(index: int) -> Tensor:
             return _autocast(parameters[index], ctx.dtype)
 
-        grad_y, x = (_whole_sequence(each, options) for each in (grad_y, x))
+        grad_y, x = (_gather_sequence(each, options) for each in (grad_y, x))
         if options.recompute:
             h1 = F.linear(x, weight(0), b1)
             h3 = None if parameters[2] is None else F.linear(x, weight(2), b3)
 
-        def finish_weight(index: int, grad: Tensor, of: Tensor) -> None:
-            if not grads.wants(1 + index):
+        def finish_weight(index: int, grad: Tensor, right: Tensor) -> None:
+            if not grads.requires(1 + index):
                 return
-            if is_alone and grads.accumulates(1 + index) and mlp.steps(index, ctx.use):
-                mlp.step(index, grad, of)
+            if is_only_call and grads.accumulates(1 + index) and mlp.can_step(index, ctx.call):
+                mlp.step(index, grad, right)
             else:
-                grad_weight = torch.mm(_matrix(grad).t(), _matrix(of))
+                grad_weight = torch.mm(_matrix(grad).t(), _matrix(right))
                 result[5 + index] = grad_weight.to(parameters[index].dtype)
 
         def finish_bias(index: int, grad: Tensor) -> None:
-            if grads.wants(4 + index):
+            if grads.requires(4 + index):
                 result[8 + index] = _matrix(grad).sum(0)
 
         grad_h = torch.matmul(grad_y, weight(1))
@@ -191,11 +191,11 @@ class _SteppingBackward(torch.autograd.Function):
             grad_h1, grad_h3, h = torch.ops.weft._gated_activation_backward(grad_h, h1, h3, options.activation)
         del grad_h, h1, h3
         pending = None
-        if grads.wants(0):
+        if grads.requires(0):
             grad_x = torch.matmul(grad_h1, weight(0))
             if grad_h3 is not None:
                 _matrix(grad_x).addmm_(_matrix(grad_h3), weight(2))
-            result[4], pending = _start_sum(grad_x, options)
+            result[4], pending = _start_reduction(grad_x, options)
         finish_bias(1, grad_y)
         finish_weight(1, grad_y, h)  # in the operator's order: w2, then w3, then w1, while grad_x is in flight
         del h
@@ -210,7 +210,7 @@ class _SteppingBackward(torch.autograd.Function):
         return tuple(result)
 
 
-class _Wanted:
+class _RequiredGradients:
     """The inputs (x, w1, w2, w3, b1, b2, b3) whose gradients the running backward must compute.
 
     A weight's step cannot be undone, so for weights the autograd engine is asked: `torch.autograd.grad` may leave them
@@ -220,14 +220,14 @@ class _Wanted:
     def __init__(self, ctx: Any) -> None:
         needs = ctx.needs_input_grad[4:]
         edges = iter(ctx.next_functions)
-        self._nodes = [next(edges)[0] if is_there else None for is_there in ctx.inputs]
-        self._wants = [
+        self._nodes = [next(edges)[0] if exists else None for exists in ctx.inputs]
+        self._is_required = [
             need and (index not in (1, 2, 3) or torch._C._will_engine_execute_node(node))
             for index, (need, node) in enumerate(zip(needs, self._nodes, strict=True))
         ]
 
-    def wants(self, index: int) -> bool:
-        return self._wants[index]
+    def requires(self, index: int) -> bool:
+        return self._is_required[index]
 
     def accumulates(self, index: int) -> bool:
         """Return whether the gradient of a weight will be accumulated into its leaf's `.grad`."""
@@ -250,15 +250,15 @@ def _autocast(tensor: Tensor | None, dtype: torch.dtype | None) -> Tensor | None
     return tensor if tensor is None or dtype is None or tensor.dtype == torch.float64 else tensor.to(dtype)
 
 
-def _whole_sequence(part: Tensor, options: Options) -> Tensor:
+def _gather_sequence(shard: Tensor, options: Options) -> Tensor:
     if options.sequence_dim is None:
-        return part
+        return shard
     return torch.ops.weft.gather_from_sequence(
-        part, options.sequence_dim, options.group_name, dim_size=options.sequence_size
+        shard, options.sequence_dim, options.group_name, dim_size=options.sequence_size
     )
 
 
-def _start_sum(grad_x: Tensor, options: Options) -> tuple[Tensor, dist.Work | None]:
+def _start_reduction(grad_x: Tensor, options: Options) -> tuple[Tensor, dist.Work | None]:
     """Start the sum over the group, with sequence parallelism a reduce-scatter; complete when the Work is."""
     if options.sequence_dim is not None:
         return torch.ops.weft.reduce_scatter_to_sequence(grad_x, options.sequence_dim, options.group_name), None
@@ -306,7 +306,7 @@ def step_mlps_by_rows(
             )
         layers = [module._modules[name] for name in (state.mlp.columns[0], state.mlp.down, *state.mlp.columns[1:])]
         weights = [layer._parameters["weight"] for layer in layers]
-        own = [
+        steppable = [
             weight
             if id(weight) in wanted
             and counts[id(weight)] == 1
@@ -315,11 +315,11 @@ def step_mlps_by_rows(
             else None
             for weight in weights
         ]
-        if any(weight is not None for weight in own):
+        if any(weight is not None for weight in steppable):
             missing = 3 - len(layers)
             transposed = [layer._weft_state.transposed for layer in layers] + [False] * missing
-            module.__dict__[_KEY] = SteppedMlp([*own, *[None] * missing], transposed, step_rows)
-            found[module] = [names[id(weight)] for weight in own if weight is not None]
+            module.__dict__[_KEY] = SteppedMlp([*steppable, *[None] * missing], transposed, step_rows)
+            found[module] = [names[id(weight)] for weight in steppable if weight is not None]
     return found
 
 

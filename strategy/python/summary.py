@@ -12,9 +12,9 @@ from weft.strategy.linears import COLUMN_STYLES, ROW_STYLES
 from weft.strategy.state import ModuleState, state_of
 
 MAX_LINES = 12  # of a complete summary, including the lines of callers
-REPLICATED_SHARE = 0.05  # of the bytes; above it, replicated parameters are named
+REPLICATED_FRACTION = 0.05  # of the bytes; above it, replicated parameters are named
 _MAX_KINDS = 5
-_HOW = {
+_STYLE_TEXTS = {
     "column_row_mlp": "fused, by hidden units",
     "vocab_embedding": "by rows",
     "vocab_head": "by classes, logits not gathered",
@@ -36,25 +36,25 @@ def _kinds(model: nn.Module) -> list[str]:
         state = state_of(module)
         if state is None or state.fused:
             continue
-        if state.style in _HOW:
-            counts[_kind(state), _HOW[state.style]] += 1
+        if state.style in _STYLE_TEXTS:
+            counts[_kind(state), _STYLE_TEXTS[state.style]] += 1
         elif state.style in (*COLUMN_STYLES, *ROW_STYLES):
             groups.setdefault(parent_name(name), set()).add(state.style)
     for name, styles in groups.items():
         parent = state_of(modules[name])
         kind = type(modules[name]).__name__ if parent is None else _kind(parent)
-        counts[kind, _how(styles)] += 1
-    parts = [f"{count} {kind} {how}" for (kind, how), count in counts.most_common(_MAX_KINDS)]
+        counts[kind, _group_text(styles)] += 1
+    texts = [f"{count} {kind} {how}" for (kind, how), count in counts.most_common(_MAX_KINDS)]
     rest = sum(count for _, count in counts.most_common()[_MAX_KINDS:])
-    parts += [f"{rest} of other kinds"] if rest else []
-    return [f"sharded: {'; '.join(parts)}."] if parts else []
+    texts += [f"{rest} of other kinds"] if rest else []
+    return [f"sharded: {'; '.join(texts)}."] if texts else []
 
 
 def _kind(state: ModuleState) -> str:
     return state.original_class.__name__
 
 
-def _how(styles: set[str]) -> str:
+def _group_text(styles: set[str]) -> str:
     if styles <= {"column", "row"}:
         return "by heads or hidden units"
     if styles <= {"column_gather_output", "row_split_input"}:
@@ -66,19 +66,21 @@ def replicated(model: nn.Module) -> list[str]:
     """Return a line on the replicated parameters, and one with the three largest if they are over 5 % of the bytes."""
     parameters = list(model.named_parameters())
     full = [(name, p.nbytes) for name, p in parameters if _is_full(p)]
-    total, held = sum(p.nbytes for _, p in parameters), sum(size for _, size in full)
+    total, full_bytes = sum(p.nbytes for _, p in parameters), sum(size for _, size in full)
     if not total:
         return []
-    lines = [f"replicated: {len(full)} of {len(parameters)} parameters, {100 * held / total:.1f} % of their bytes."]
-    if held > REPLICATED_SHARE * total:
+    lines = [
+        f"replicated: {len(full)} of {len(parameters)} parameters, {100 * full_bytes / total:.1f} % of their bytes."
+    ]
+    if full_bytes > REPLICATED_FRACTION * total:
         largest = sorted(full, key=lambda each: -each[1])[:3]
         named = ", ".join(f"'{name}' {size / 1e6:.3f} MB" for name, size in largest)
         lines.append(f"largest replicated: {named}.")
     return lines
 
 
-def replicated_share(model: nn.Module) -> float:
-    """Return the share of a model's bytes that every rank holds in full, 0 to 1."""
+def replicated_fraction(model: nn.Module) -> float:
+    """Return the fraction of a model's bytes that every rank holds in full, 0 to 1."""
     parameters = list(model.parameters())
     return sum(p.nbytes for p in parameters if _is_full(p)) / max(1, sum(p.nbytes for p in parameters))
 

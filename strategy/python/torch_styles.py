@@ -54,8 +54,8 @@ def _style_of(pattern: Any, value: ParallelStyle, by_tokens: bool) -> str:
                 "plan by parallelize_module in configure_model, which weft leaves as it is."
             )
     raise ValueError(
-        f"plan: pattern '{pattern}' has {_shown(value)}, for which weft has no style: pass sequence_parallel=True for "
-        "activations cut along the sequence, or apply torch's plan by parallelize_module in configure_model, which "
+        f"plan: pattern '{pattern}' has {_describe(value)}, for which weft has no style: pass sequence_parallel=True "
+        "for activations cut along the sequence, or apply torch's plan by parallelize_module in configure_model, which "
         "weft leaves as it is."
     )
 
@@ -67,12 +67,12 @@ def _layouts(value: ParallelStyle, name: str, by_tokens: bool) -> tuple[Any, ...
 
 
 def _moves_tokens(value: PrepareModuleInput) -> bool:
-    kept = [*(value.input_layouts or ()), *(value.desired_input_layouts or ())]
-    kept += [*value.input_kwarg_layouts.values(), *value.desired_input_kwarg_layouts.values()]
-    return all(layout is None or layout in (Replicate(), *_TOKENS) for layout in kept)
+    layouts = [*(value.input_layouts or ()), *(value.desired_input_layouts or ())]
+    layouts += [*value.input_kwarg_layouts.values(), *value.desired_input_kwarg_layouts.values()]
+    return all(layout is None or layout in (Replicate(), *_TOKENS) for layout in layouts)
 
 
-def _shown(value: ParallelStyle) -> str:
+def _describe(value: ParallelStyle) -> str:
     layouts = [getattr(value, name, None) for name in ("input_layouts", "output_layouts")]
     if None in layouts:
         return f"a {type(value).__name__}"

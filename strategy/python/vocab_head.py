@@ -36,22 +36,24 @@ class Head:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return full logits, `[..., vocab_size]`."""
-        self._refuse_stale()
-        part = torch.ops.weft.column_linear(hidden, self.weight, self.bias, group_name=self.group_name)
-        return torch.ops.weft.gather_from_group(part, part.dim() - 1, self.group_name, dim_size=self.vocab_size)
+        self._check_not_stale()
+        shard_logits = torch.ops.weft.column_linear(hidden, self.weight, self.bias, group_name=self.group_name)
+        return torch.ops.weft.gather_from_group(
+            shard_logits, shard_logits.dim() - 1, self.group_name, dim_size=self.vocab_size
+        )
 
     def loss(self, hidden: Tensor, target: Tensor, **options: Any) -> Tensor:
         """Return the cross-entropy of hidden states `[..., d]` with targets `[...]`."""
-        self._refuse_stale()
+        self._check_not_stale()
         options = {"group_name": self.group_name, "vocab_size": self.vocab_size, **options}
         if self.bias is None:
             return torch.ops.weft.vocab_parallel_linear_cross_entropy(
                 hidden, self.weight, target, self.vocab_start, **options
             )
-        part = torch.ops.weft.column_linear(hidden, self.weight, self.bias, group_name=self.group_name)
-        return torch.ops.weft.vocab_parallel_cross_entropy(part, target, self.vocab_start, **options)
+        shard_logits = torch.ops.weft.column_linear(hidden, self.weight, self.bias, group_name=self.group_name)
+        return torch.ops.weft.vocab_parallel_cross_entropy(shard_logits, target, self.vocab_start, **options)
 
-    def _refuse_stale(self) -> None:
+    def _check_not_stale(self) -> None:
         if self.weight.untyped_storage().nbytes() == 0 and self.weight.numel() > 0:
             what = "freed, as FSDP2 does after the forward of what it gathers"
         elif version_of(self.parameter, self.weight) != self.version:
@@ -87,7 +89,7 @@ def _watch_optimizers() -> None:
 def version_of(*tensors: Tensor) -> int:
     """Return how often values were changed through these tensors; 0 for tensors of inference mode.
 
-    A DTensor counts its own changes, and its local tensor those made to that; slices share the local tensor's count.
+    A DTensor counts its own changes, and its local tensor those made to that; flat shards count with the latter.
     """
     return sum(tensor._version for tensor in tensors if not tensor.is_inference())
 
@@ -102,26 +104,26 @@ class VocabParallelLogits(Tensor):
     _head: Head
     _hidden: Tensor
     _version_of_hidden: int
-    _whole: Tensor | None
+    _full_logits: Tensor | None
 
     @staticmethod
     def __new__(cls, head: Head, hidden: Tensor, dtype: torch.dtype | None = None) -> VocabParallelLogits:
         shape = (*hidden.shape[:-1], head.vocab_size)
         dtype = dtype or hidden.dtype
         made: VocabParallelLogits = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=hidden.device)
-        made._head, made._hidden, made._whole = head, hidden, None
+        made._head, made._hidden, made._full_logits = head, hidden, None
         made._version_of_hidden = version_of(hidden)
         return made
 
-    def whole(self) -> Tensor:
+    def full_logits(self) -> Tensor:
         """Return the full logits as a plain tensor, gathered; collective."""
-        if self._whole is None or (torch.is_grad_enabled() and not self._whole.requires_grad):
-            self._refuse_stale()
-            self._whole = self._head.logits(self._hidden).to(self.dtype)
-        assert self._whole is not None
-        return self._whole
+        if self._full_logits is None or (torch.is_grad_enabled() and not self._full_logits.requires_grad):
+            self._check_not_stale()
+            self._full_logits = self._head.logits(self._hidden).to(self.dtype)
+        assert self._full_logits is not None
+        return self._full_logits
 
-    def _refuse_stale(self) -> None:
+    def _check_not_stale(self) -> None:
         if self.requires_grad:  # deferred logits themselves are in no graph
             what = "went through an autograd function, such as a reentrant checkpoint, which does not see their origin"
         elif version_of(self._hidden) != self._version_of_hidden:
@@ -134,7 +136,7 @@ class VocabParallelLogits(Tensor):
 
     def _has_graph(self) -> bool:
         """Return whether full logits with a graph exist: a hook may wait for gradients, so results must use them."""
-        return self._whole is not None and self._whole.requires_grad
+        return self._full_logits is not None and self._full_logits.requires_grad
 
     def __repr__(self, **_: Any) -> str:
         return f"VocabParallelLogits({list(self.shape)}, {self.dtype})"
@@ -158,7 +160,7 @@ class VocabParallelLogits(Tensor):
             result = special(*args, **kwargs)
             if result is not _GATHER:
                 return result
-        args, kwargs = tree_map_only(VocabParallelLogits, cls.whole, (args, kwargs))
+        args, kwargs = tree_map_only(VocabParallelLogits, cls.full_logits, (args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
@@ -169,9 +171,9 @@ class VocabParallelLogits(Tensor):
         )
 
 
-def without_waiting(result: Any) -> Any:
+def materialize_logits(result: Any) -> Any:
     """Replace deferred logits by full ones, for results that leave code that all ranks of a group run; collective."""
-    return tree_map_only(VocabParallelLogits, VocabParallelLogits.whole, result)
+    return tree_map_only(VocabParallelLogits, VocabParallelLogits.full_logits, result)
 
 
 def _changes_in_place(func: Any, kwargs: dict[str, Any]) -> bool:
@@ -180,7 +182,7 @@ def _changes_in_place(func: Any, kwargs: dict[str, Any]) -> bool:
     return is_method or name in _OPERATORS_IN_PLACE or kwargs.get("inplace") is True
 
 
-def _as(logits: VocabParallelLogits, dtype: torch.dtype) -> Any:
+def _cast(logits: VocabParallelLogits, dtype: torch.dtype) -> Any:
     """Cast without an effect on a loss, whose statistics are at least float32."""
     hidden = logits._hidden.dtype
     is_same = dtype == hidden or (dtype == torch.float32 and hidden in (torch.bfloat16, torch.float16))
@@ -190,20 +192,20 @@ def _as(logits: VocabParallelLogits, dtype: torch.dtype) -> Any:
 def _to(logits: VocabParallelLogits, *args: Any, **kwargs: Any) -> Any:
     wanted = (*args, *kwargs.values())
     is_dtype = len(wanted) == 1 and isinstance(wanted[0], torch.dtype) and set(kwargs) <= {"dtype"}
-    return _as(logits, wanted[0]) if is_dtype else _GATHER
+    return _cast(logits, wanted[0]) if is_dtype else _GATHER
 
 
 def _reshape(logits: VocabParallelLogits, *shape: Any, **kwargs: Any) -> Any:
     sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
     if kwargs or len(sizes) < 2 or sizes[-1] != logits._head.vocab_size:
         return _GATHER
-    return _with(logits, logits._hidden.reshape(*sizes[:-1], logits._hidden.shape[-1]))
+    return _with_hidden(logits, logits._hidden.reshape(*sizes[:-1], logits._hidden.shape[-1]))
 
 
 def _flatten(logits: VocabParallelLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
     last = logits.dim() - 1
     start, end = (dim % logits.dim() for dim in (start_dim, end_dim))
-    return _with(logits, logits._hidden.flatten(start, end)) if start <= end < last else _GATHER
+    return _with_hidden(logits, logits._hidden.flatten(start, end)) if start <= end < last else _GATHER
 
 
 def _getitem(logits: VocabParallelLogits, index: Any) -> Any:
@@ -215,7 +217,7 @@ def _getitem(logits: VocabParallelLogits, index: Any) -> Any:
     keeps_last = isinstance(items[-1], slice) and items[-1] == slice(None) if items else True
     if items and items[-1] is Ellipsis:
         keeps_last = num_used < logits.dim()
-    return _with(logits, logits._hidden[index]) if keeps_last or not reaches_last else _GATHER
+    return _with_hidden(logits, logits._hidden[index]) if keeps_last or not reaches_last else _GATHER
 
 
 def _num_dims(item: Any) -> int:
@@ -224,7 +226,7 @@ def _num_dims(item: Any) -> int:
     return item.dim() if isinstance(item, Tensor) and item.dtype == torch.bool else 1
 
 
-def _with(logits: VocabParallelLogits, hidden: Tensor) -> VocabParallelLogits:
+def _with_hidden(logits: VocabParallelLogits, hidden: Tensor) -> VocabParallelLogits:
     return VocabParallelLogits(logits._head, hidden, logits.dtype)
 
 
@@ -241,7 +243,7 @@ def _cross_entropy(
     is_plain = weight is None and size_average is None and reduce is None and target.dtype in (torch.int64, torch.int32)
     if not is_plain or logits.dim() > 2:  # the classes would be dim 1
         return _GATHER
-    logits._refuse_stale()
+    logits._check_not_stale()
     options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}
     loss = logits._head.loss(logits._hidden, target, **options)
     return loss if torch.is_autocast_enabled(logits.device.type) else loss.to(logits.dtype)
@@ -261,7 +263,7 @@ _METADATA = {
     *(Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex, Tensor.get_device),
 }
 _SPECIAL: dict[Any, Callable[..., Any]] = {
-    Tensor.float: functools.partial(_as, dtype=torch.float32),
+    Tensor.float: functools.partial(_cast, dtype=torch.float32),
     Tensor.to: _to,
     Tensor.contiguous: lambda logits: logits,
     Tensor.view: _reshape,

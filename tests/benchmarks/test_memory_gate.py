@@ -15,20 +15,20 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(BENCHMARKS)}
 GOLDEN = json.loads((BENCHMARKS / "memory_golden.json").read_text())
 
-of_this_torch = pytest.mark.skipif(
+requires_golden_torch = pytest.mark.skipif(
     torch.__version__ != GOLDEN["torch"], reason=f"the golden file is of torch {GOLDEN['torch']}"
 )
 
 
-@of_this_torch
+@requires_golden_torch
 @pytest.mark.timeout(1200)
-def test_every_row_is_as_it_was() -> None:
+def test_rows_match_golden_file() -> None:
     result = run_process([sys.executable, BENCHMARKS / "memory_gate.py"], env=ENVIRONMENT, timeout=1100)
     assert result.returncode == 0, result.stdout + result.stderr[-3000:]
     assert "rows as they were" in result.stdout and "rows as predicted" in result.stdout
 
 
-ONE_ELEMENT_MORE = """
+EXTRA_ELEMENT = """
 import memory_gate, memory_workloads, torch
 own = memory_workloads.FeedForward.__init__
 
@@ -44,9 +44,9 @@ print(*memory_gate.differences({name: golden[name]}, rows), *misses, sep="\\n")
 """
 
 
-@of_this_torch
-def test_one_element_more_is_seen() -> None:
-    result = run_process([sys.executable, "-c", ONE_ELEMENT_MORE], env=ENVIRONMENT, timeout=100)
+@requires_golden_torch
+def test_extra_element_is_detected() -> None:
+    result = run_process([sys.executable, "-c", EXTRA_ELEMENT], env=ENVIRONMENT, timeout=100)
     assert result.returncode == 0, result.stderr
     old, parameters = (GOLDEN["rows"]["feed_forward, weft, 2 ranks"][figure] for figure in ("training", "parameters"))
     lines = result.stdout.splitlines()
@@ -64,16 +64,16 @@ print(json.dumps(rows))
 """
 
 
-@of_this_torch
-def test_a_rank_among_pretended_ones_allocates_what_it_would_among_real_ones() -> None:
+@requires_golden_torch
+def test_simulated_ranks_match_golden_file() -> None:
     result = run_process([sys.executable, "-c", SIMULATED], env=ENVIRONMENT, timeout=200)
     assert result.returncode == 0, result.stderr
     rows = json.loads(result.stdout.splitlines()[-1])
     for n, column in ((1, "weft"), (2, "weft_in_backward"), (8, "weft_checkpointed")):
         golden = GOLDEN["rows"][f"language_model, {column}, {n} ranks"]
-        alone = rows[str(n)]
-        assert alone["communication"] == 0  # shared memory, which simulated ranks do not use
-        assert {**alone, "communication": golden["communication"]} == {name: golden[name] for name in alone}
+        simulated = rows[str(n)]
+        assert simulated["communication"] == 0  # shared memory, which simulated ranks do not use
+        assert {**simulated, "communication": golden["communication"]} == {name: golden[name] for name in simulated}
 
 
 ON_CUDA = """
@@ -87,7 +87,7 @@ print(json.dumps({name: row["ranks"][0] for name, row in rows.items()}))
 
 
 @pytest.mark.cuda
-def test_one_cuda_device_shows_a_rank_of_many() -> None:
+def test_simulated_ranks_on_one_cuda_device() -> None:
     result = run_process([sys.executable, "-c", ON_CUDA], env=ENVIRONMENT, timeout=300)
     assert result.returncode == 0, result.stderr
     rows = json.loads(result.stdout.splitlines()[-1])
@@ -101,7 +101,7 @@ def test_one_cuda_device_shows_a_rank_of_many() -> None:
     assert rows["feed_forward, weft, 8"]["startup"]["allocated"] <= 1.05 * weights / 8
 
 
-def test_a_report_names_what_failed(tmp_path: Path) -> None:
+def test_report_lists_failed_rows(tmp_path: Path) -> None:
     report = {
         "device": "cuda",
         "simulated": True,
@@ -146,7 +146,7 @@ print(row["peak_bytes"], row["resident_bytes"])
 """
 
 
-def test_linux_sees_what_is_counted() -> None:
+def test_resident_memory_matches_counted_bytes() -> None:
     """On 2 ranks, the documented model's peak resident memory grows by at most 5 % more than the counted bytes."""
     result = run_process([sys.executable, "-c", RESIDENT], env=ENVIRONMENT, timeout=200)
     assert result.returncode == 0, result.stderr
@@ -162,7 +162,7 @@ assert differences(golden, golden) == []
 """
 
 
-def test_less_memory_and_rows_that_come_or_go_are_differences_too() -> None:
+def test_decreases_and_added_or_missing_rows_are_differences() -> None:
     result = run_process([sys.executable, "-c", DIFFERENCES], env=ENVIRONMENT, timeout=100)
     assert result.stdout.splitlines() == [
         "a: peak 10 -> 9 bytes.",
@@ -171,7 +171,7 @@ def test_less_memory_and_rows_that_come_or_go_are_differences_too() -> None:
     ], result.stderr
 
 
-def test_an_update_wants_a_reason() -> None:
+def test_update_requires_reason() -> None:
     before = (BENCHMARKS / "memory_golden.json").read_bytes()
     result = run_process([sys.executable, BENCHMARKS / "memory_gate.py", "--update", "why"], env=ENVIRONMENT)
     assert result.returncode == 2 and "give a reason of a few words to --update" in result.stderr

@@ -25,7 +25,7 @@ print(json.dumps(rows_of(Size(32, 16, 2, num_layers=2), sys.argv[1], 2)))
 
 
 @pytest.mark.parametrize("layout", ["tp2", "dp2"])
-def test_a_small_row(layout: str) -> None:
+def test_small_row(layout: str) -> None:
     result = run_process([sys.executable, "-c", SMALL, layout], env=ENVIRONMENT, timeout=200)
     assert result.returncode == 0, result.stderr[-3000:]
     stock, ours = json.loads(result.stdout.splitlines()[-1])
@@ -33,9 +33,9 @@ def test_a_small_row(layout: str) -> None:
     assert ours["ratio"] > 0 and ours["median_seconds"] > 0
     assert stock["peak_by_category"]["communication"] == 0 < ours["peak_by_category"]["communication"]
     for row in (stock, ours):
-        parts = row["peak_by_category"]
-        assert row["peak_bytes_without_communication"] == sum(parts.values()) - parts["communication"]
-        assert parts["optimizer_state"] >= 2 * parts["gradients"]
+        categories = row["peak_by_category"]
+        assert row["peak_bytes_without_communication"] == sum(categories.values()) - categories["communication"]
+        assert categories["optimizer_state"] >= 2 * categories["gradients"]
     # The time of stock's peak varies: gloo's threads free the input of a reduction asynchronously.
     assert ours["peak_by_category"]["gradients"] > 0 < stock["peak_by_category"]["optimizer_state"]
 
@@ -53,7 +53,7 @@ print(*failures(rows), sep="\\n")
 """
 
 
-def test_bars() -> None:
+def test_failures_below_limits() -> None:
     result = run_process([sys.executable, "-c", FAILURES], env=ENVIRONMENT, timeout=100)
     assert result.stdout.splitlines() == [
         "tp2, dim 128, weft: 0.600 of stock's time, wanted 0.5 (noise 0.050).",

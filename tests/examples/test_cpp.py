@@ -71,26 +71,20 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Numbers]:
     return folder / "models", read_numbers(result.stdout)
 
 
-def test_scripted_models_compute_what_python_does(
-    programs: Path, exported: tuple[Path, Numbers], tmp_path: Path
-) -> None:
+def test_scripted_models_match_python(programs: Path, exported: tuple[Path, Numbers], tmp_path: Path) -> None:
     models, expected = exported
     numbers = numbers_of(programs / "run_scripted", tmp_path / "store", models)
     assert_same(numbers, expected, {"mlp", "logits", "continuation"})
     assert all(len(numbers[rank, "logits"]) == 64 and len(numbers[rank, "continuation"]) == 8 for rank in range(2))
 
 
-def test_a_compiled_model_computes_what_python_does(
-    programs: Path, exported: tuple[Path, Numbers], tmp_path: Path
-) -> None:
+def test_compiled_model_matches_python(programs: Path, exported: tuple[Path, Numbers], tmp_path: Path) -> None:
     models, expected = exported
     numbers = numbers_of(programs / "run_compiled", tmp_path / "store", models)
     assert_same(numbers, expected, {"logits"})
 
 
-def test_the_comparison_fails_where_one_shard_is_wrong(
-    programs: Path, exported: tuple[Path, Numbers], tmp_path: Path
-) -> None:
+def test_comparison_fails_with_wrong_shard(programs: Path, exported: tuple[Path, Numbers], tmp_path: Path) -> None:
     """Rank 1 loads the shards of rank 0: all processes exit with 0, but with other numbers."""
     models, expected = exported
     for name in ("mlp", "language_model"):
@@ -101,7 +95,7 @@ def test_the_comparison_fails_where_one_shard_is_wrong(
         assert_same(numbers, expected, {"mlp", "logits", "continuation"})
 
 
-def test_training_follows_the_unsharded_model_and_python(programs: Path, tmp_path: Path) -> None:
+def test_training_matches_unsharded_model_and_python(programs: Path, tmp_path: Path) -> None:
     numbers = numbers_of(programs / "train", tmp_path / "store")
     losses = train_in_python()
     assert losses[-1] < 0.2 * losses[0]
@@ -129,7 +123,7 @@ def train_in_python() -> torch.Tensor:
     return torch.tensor(losses)
 
 
-def test_a_failing_rank_says_why_and_the_other_follows(
+def test_failing_rank_reports_cause_and_peer_fails(
     programs: Path, exported: tuple[Path, Numbers], tmp_path: Path
 ) -> None:
     models, _ = exported

@@ -49,54 +49,58 @@ def _fresh_ranks_afterwards() -> Iterator[None]:
     POOLS.close()
 
 
-def test_one_op_gives_the_unsharded_numbers(tmp_path: Path) -> None:
+def test_one_op_matches_unsharded(tmp_path: Path) -> None:
     stdout = run_example("01_one_op.py", cwd=tmp_path)
     figures = dict(re.findall(r"^(y|grad \w+) .*: (\S+)$", stdout, re.MULTILINE))
     assert set(figures) == {"y", "grad x", "grad w1", "grad w2", "grad w3"}
     assert all(float(figure) <= 1e-10 for figure in figures.values())
 
 
-def test_pipeline_messages_give_the_whole_models_gradients(tmp_path: Path) -> None:
+def test_pipeline_messages_match_full_model(tmp_path: Path) -> None:
     stdout = run_example("11_pipeline_messages.py", cwd=tmp_path)
     figures = dict(re.findall(r"^stage (\d): .*: (\S+)$", stdout, re.MULTILINE))
     assert set(figures) == {"0", "1"} and all(float(figure) <= 1e-12 for figure in figures.values())
 
 
-def test_resnet_in_two_stages_has_the_losses_of_one_process(tmp_path: Path) -> None:
+def test_resnet_in_two_stages_matches_one_process(tmp_path: Path) -> None:
     picture = tmp_path / "timeline.html"
     stdout = run_example(
         "08_pipeline_resnet50.py", "--schedule", "zero_bubble", "--picture", str(picture), cwd=tmp_path
     )
     losses = re.findall(r"^step \d: loss (\S+) in stages, (\S+) in one process$", stdout, re.MULTILINE)
-    assert len(losses) == 3 and all(float(ours) == pytest.approx(float(whole), rel=1e-3) for ours, whole in losses)
+    assert len(losses) == 3 and all(
+        float(ours) == pytest.approx(float(reference), rel=1e-3) for ours, reference in losses
+    )
     assert re.search(r"^stages begin at the first layer and at layer\d\.\d$", stdout, re.MULTILINE), stdout
     assert "planned" in picture.read_text() and "measured" in picture.read_text()
 
 
-def test_the_language_model_in_stages_has_the_losses_of_one_device(tmp_path: Path) -> None:
+def test_language_model_in_stages_matches_one_device(tmp_path: Path) -> None:
     stdout = run_example("09_pipeline_lm.py", "--steps", "6", cwd=tmp_path)
     losses = re.findall(r"^step \d: loss (\S+) on four ranks, (\S+) on one device$", stdout, re.MULTILINE)
-    assert len(losses) == 6 and all(float(ours) == pytest.approx(float(whole), rel=1e-4) for ours, whole in losses)
+    assert len(losses) == 6 and all(
+        float(ours) == pytest.approx(float(reference), rel=1e-4) for ours, reference in losses
+    )
     line = re.search(r"^parameters: (.*) on the ranks, (\d+) in all$", stdout, re.MULTILINE)
     assert line is not None and all(int(held) < 0.3 * int(line[2]) for held in line[1].split(", "))
 
 
-def test_the_trainer_in_stages_resumes_with_the_numbers_of_one_device(tmp_path: Path) -> None:
+def test_resumed_trainer_in_stages_matches_one_device(tmp_path: Path) -> None:
     def epochs(warm_ranks: int, *arguments: str) -> dict[str, list[float]]:
         stdout = run_example("12_pipeline_trainer.py", *arguments, cwd=tmp_path, warm_ranks=warm_ranks)
         rows = re.findall(r"^epoch (\d): loss (\S+), validation loss (\S+), accuracy (\S+)$", stdout, re.MULTILINE)
         return {epoch: [float(figure) for figure in figures] for epoch, *figures in rows}
 
-    whole = epochs(1, "--layout", "none")
+    expected = epochs(1, "--layout", "none")
     first = epochs(0, "--epochs", "1", "--schedule", "zero_bubble", "--save", "half", "--picture", "timeline.svg")
     rest = epochs(1, "--layout", "pp1", "--resume", "half")
-    assert (list(whole), list(first), list(rest)) == (["0", "1"], ["0"], ["1"])
+    assert (list(expected), list(first), list(rest)) == (["0", "1"], ["0"], ["1"])
     for epoch, figures in {**first, **rest}.items():
-        assert figures == pytest.approx(whole[epoch], rel=1e-3), epoch
+        assert figures == pytest.approx(expected[epoch], rel=1e-3), epoch
     assert "measured" in (tmp_path / "timeline.svg").read_text()
 
 
-def test_a_network_in_three_learns(tmp_path: Path) -> None:
+def test_network_on_three_devices_trains(tmp_path: Path) -> None:
     losses = []
     for options in ([], ["--one-process"]):
         stdout = run_example("10_three_gpus.py", *options, cwd=tmp_path)
@@ -106,7 +110,7 @@ def test_a_network_in_three_learns(tmp_path: Path) -> None:
     assert len(losses[0]) == 1 and losses[0] == losses[1]
 
 
-def test_tensor_parallel_mlp_halves_the_parameters_and_keeps_the_loss(tmp_path: Path) -> None:
+def test_tensor_parallel_mlp_matches_one_device(tmp_path: Path) -> None:
     losses = {}
     for devices, warm_ranks in ((1, 1), (2, 0)):
         options = ["--devices", str(devices), "--epochs", "2"]
@@ -121,7 +125,7 @@ def test_tensor_parallel_mlp_halves_the_parameters_and_keeps_the_loss(tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_training_by_a_written_plan_agrees_on_one_and_two_devices(tmp_path: Path) -> None:
+def test_plan_file_matches_on_one_and_two_devices(tmp_path: Path) -> None:
     plan = str(EXAMPLES / "plan.yaml")
     stdout = run_example("03_train_text.py", "--devices", "1", "2", "--steps", "25", "--plan", plan, cwd=tmp_path)
     assert "FAILED" not in stdout
@@ -132,22 +136,22 @@ def test_training_by_a_written_plan_agrees_on_one_and_two_devices(tmp_path: Path
     assert float(last[1]) <= 0.02
     rows = re.findall(r"^ +(\d) +([\d,]+) +([\d.]+) +[\d,]+ +[\d.]+$", stdout, re.MULTILINE)
     assert [int(row[0]) for row in rows] == [1, 2]
-    whole, half = (int(row[1].replace(",", "")) for row in rows)
-    assert whole / 2 < half < 0.6 * whole, "all but the norms is sharded"
+    full, half = (int(row[1].replace(",", "")) for row in rows)
+    assert full / 2 < half < 0.6 * full, "all but the norms is sharded"
     assert list(tmp_path.iterdir()) == []
 
 
 @on_ranks(2)
-def test_the_written_plan_says_what_auto_does(rank: int) -> None:
+def test_plan_file_equals_auto(rank: int) -> None:
     model = load_example("model")
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor_parallel",))
     rows = []
     for plan in ("auto", EXAMPLES / "plan.yaml"):
-        whole = nn.ModuleDict({"model": model.Transformer(model.ModelArgs(n_layers=2))})
-        weft.parallelize(whole, mesh, plan)
-        rows.append(weft.strategy.report(whole).rows)
+        wrapper = nn.ModuleDict({"model": model.Transformer(model.ModelArgs(n_layers=2))})
+        weft.parallelize(wrapper, mesh, plan)
+        rows.append(weft.strategy.report(wrapper).rows)
         # A rule divides the head count permanently, "auto" only during the forward.
-        assert whole["model"].layers[1].attention.n_heads == (4 if plan == "auto" else 2)
+        assert wrapper["model"].layers[1].attention.n_heads == (4 if plan == "auto" else 2)
     assert [dataclasses.replace(row, rule="") for row in rows[0]] == [
         dataclasses.replace(row, rule="") for row in rows[1]
     ]
@@ -157,55 +161,55 @@ def test_the_written_plan_says_what_auto_does(rank: int) -> None:
     assert {row.style for row in rows[0]} == styles
 
 
-def test_the_llama_resumes_on_another_layout_with_the_numbers_of_one_device(tmp_path: Path) -> None:
+def test_llama_resumed_on_another_layout_matches_one_device(tmp_path: Path) -> None:
     def run(warm_ranks: int, *arguments: str) -> tuple[dict[int, float], str]:
         stdout = run_example("04_llama_2d.py", "--steps", "2", *arguments, cwd=tmp_path, warm_ranks=warm_ranks)
         rows = re.findall(r"^step (\d+): loss (\S+)$", stdout, re.MULTILINE)
         return {int(step): float(loss) for step, loss in rows}, stdout
 
-    whole, _ = run(1, "--epochs", "2", "--devices", "1", "--layout", "tp1")
+    expected, _ = run(1, "--epochs", "2", "--devices", "1", "--layout", "tp1")
     first, stdout = run(4, "--devices", "4", "--layout", "dp2,tp2", "--save", "half")
     rest, _ = run(0, "--epochs", "2", "--devices", "2", "--layout", "tp2", "--sequence-parallel", "--resume", "half")
     assert list(first) == [1, 2] and list(rest) == [3, 4]
-    assert {**first, **rest} == pytest.approx(whole, rel=1e-5)
+    assert {**first, **rest} == pytest.approx(expected, rel=1e-5)
     assert re.search(r"^model.output.weight +model.output +vocab_head +128x128 ", stdout, re.MULTILINE)
     table = re.findall(r"^ +(\d)((?: +\d+\.\d\d){8})$", stdout, re.MULTILINE)
     assert [int(rank) for rank, _ in table] == [0, 1, 2, 3]
     for _, cells in table:
-        total, *parts = (float(cell) for cell in cells.split())
-        assert total == pytest.approx(sum(parts), abs=0.05) and total > 1
+        total, *categories = (float(cell) for cell in cells.split())
+        assert total == pytest.approx(sum(categories), abs=0.05) and total > 1
     assert re.search(r"^[\d,]+ tokens per second$", stdout, re.MULTILINE)
 
 
-def test_a_model_of_hugging_face_agrees_on_one_and_two_devices(tmp_path: Path) -> None:
+def test_hugging_face_model_matches_on_one_and_two_devices(tmp_path: Path) -> None:
     def losses(warm_ranks: int, *arguments: str) -> list[float]:
         options = ["--config", "qwen3", "--steps", "4", *arguments]
         stdout = run_example("05_huggingface.py", *options, cwd=tmp_path, warm_ranks=warm_ranks)
         assert "model.lm_head.weight" in stdout
         return [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)$", stdout, re.MULTILINE)]
 
-    whole, half = losses(1, "--devices", "1"), losses(0, "--devices", "2")
-    assert half == pytest.approx(whole, rel=1e-5)
-    assert len(whole) == 4 and whole[3] < whole[0]
+    one_device, two_devices = losses(1, "--devices", "1"), losses(0, "--devices", "2")
+    assert two_devices == pytest.approx(one_device, rel=1e-5)
+    assert len(one_device) == 4 and one_device[3] < one_device[0]
     assert len(losses(2, "--devices", "2", "--strategy", "weft_fsdp")) == 4
 
 
-def test_fabric_resumes_on_another_layout_with_the_numbers_of_one_device(tmp_path: Path) -> None:
+def test_fabric_resumed_on_another_layout_matches_one_device(tmp_path: Path) -> None:
     def steps(warm_ranks: int, *arguments: str) -> dict[int, list[float]]:
         stdout = run_example("06_fabric.py", *arguments, cwd=tmp_path, warm_ranks=warm_ranks)
         rows = re.findall(r"^step (\d+): loss (\S+), gradient norm (\S+)$", stdout, re.MULTILINE)
         return {int(step): [float(loss), float(norm)] for step, loss, norm in rows}
 
-    whole = steps(1, "--steps", "3", "--devices", "1", "--layout", "tp1", "--accumulate", "1")
+    expected = steps(1, "--steps", "3", "--devices", "1", "--layout", "tp1", "--accumulate", "1")
     first = steps(4, "--steps", "2", "--devices", "4", "--layout", "dp2,tp2", "--accumulate", "2", "--save", "half")
     rest = steps(0, "--steps", "3", "--devices", "2", "--layout", "tp2", "--accumulate", "2", "--resume", "half")
-    assert (list(whole), list(first), list(rest)) == ([0, 1, 2], [0, 1], [2])
+    assert (list(expected), list(first), list(rest)) == ([0, 1, 2], [0, 1], [2])
     for step, figures in {**first, **rest}.items():
-        assert figures == pytest.approx(whole[step], rel=1e-4), step
+        assert figures == pytest.approx(expected[step], rel=1e-4), step
     assert [path.name for path in tmp_path.iterdir()] == ["half"]
 
 
-def test_the_cli_trains_alike_on_all_device_counts(tmp_path: Path) -> None:
+def test_cli_matches_on_all_device_counts(tmp_path: Path) -> None:
     losses = []
     for devices in (1, 2, 4):
         config = EXAMPLES / "07_cli" / f"devices_{devices}.yaml"
@@ -221,7 +225,7 @@ def test_the_cli_trains_alike_on_all_device_counts(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_clis_files_differ_in_their_sizes_alone() -> None:
+def test_cli_configs_differ_only_in_sizes() -> None:
     rest = []
     for devices in (1, 2, 4, 8):
         config = yaml.safe_load((EXAMPLES / "07_cli" / f"devices_{devices}.yaml").read_text())
@@ -232,7 +236,7 @@ def test_the_clis_files_differ_in_their_sizes_alone() -> None:
     assert all(config == rest[0] for config in rest)
 
 
-def test_a_failing_run_fails_the_comparison(tmp_path: Path) -> None:
+def test_failing_run_fails_comparison(tmp_path: Path) -> None:
     result = run_script(
         EXAMPLES / "03_train_text.py",
         "--devices",
@@ -250,7 +254,7 @@ def test_a_failing_run_fails_the_comparison(tmp_path: Path) -> None:
     assert "training on 1 device(s) ended with status 1" in result.stderr
 
 
-def test_terminating_the_comparison_leaves_nothing(tmp_path: Path) -> None:
+def test_terminated_comparison_leaves_no_process(tmp_path: Path) -> None:
     command = [sys.executable, EXAMPLES / "03_train_text.py", "--devices", "2", "1", "--steps", "100000"]
     with ProcessTree(command, cwd=tmp_path, env=ENV) as tree:
         tree.wait_for_text("training on 2 devices")

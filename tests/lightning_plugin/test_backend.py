@@ -26,7 +26,7 @@ from weft.lightning.fabric import WeftModelParallelStrategy as FabricStrategy
         ("cpu:weft,cuda:nccl", 1, "cpu:weft,cuda:nccl"),
     ],
 )
-def test_default_and_choice(tmp_path: Path, chosen: str | None, num_nodes: int, expected: str) -> None:
+def test_default_and_chosen_backend(tmp_path: Path, chosen: str | None, num_nodes: int, expected: str) -> None:
     """CPU ranks use weft's backend, on any number of nodes; a user's choice is always respected."""
     strategy = WeftModelParallelStrategy(process_group_backend=chosen)
     trainer(2, strategy, tmp_path, num_nodes=num_nodes)
@@ -39,7 +39,7 @@ def test_default_and_choice(tmp_path: Path, chosen: str | None, num_nodes: int, 
 @pytest.mark.parametrize(
     ("strategy_class", "options"), [(WeftModelParallelStrategy, {"pipeline_module": "model"}), (FabricStrategy, {})]
 )
-def test_stages_on_devices_speak_on_the_host_too(
+def test_pipeline_on_cuda_adds_cpu_backend(
     monkeypatch: pytest.MonkeyPatch, strategy_class: type, options: dict[str, str]
 ) -> None:
     """Messages between stages are announced between CPUs; without stages the stock default is used."""
@@ -68,7 +68,7 @@ class ShardedByUser(Model):
 
 
 @on_ranks(2)
-def test_fully_sharded_by_the_user(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_user_fsdp(rank: int, world_size: int, tmp_path: Path) -> None:
     on_warm_rank(rank, world_size)
     assert dist.get_backend() == "cpu:weft"
     keep = ModelCheckpoint(dirpath=tmp_path / "best", monitor="val_loss", save_last=True)

@@ -53,7 +53,7 @@ def _resume(rank: int, world_size: int, names: list[str], folder: str, optimizer
     return results
 
 
-def _straight(rank: int, world_size: int, folder: str, optimizer: str) -> dict[str, torch.Tensor]:
+def _train_uninterrupted(rank: int, world_size: int, folder: str, optimizer: str) -> dict[str, torch.Tensor]:
     on_warm_rank(rank, world_size)
     model = Model(optimizer=optimizer)
     trainer(world_size, "auto", folder, max_epochs=2).fit(model, loader())
@@ -61,9 +61,9 @@ def _straight(rank: int, world_size: int, folder: str, optimizer: str) -> dict[s
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_resumes_at_any_size(tmp_path: Path, optimizer: str) -> None:
+def test_resumes_at_any_world_size(tmp_path: Path, optimizer: str) -> None:
     folder = str(tmp_path)
-    [expected] = run_on_ranks(1, _straight, folder=folder, optimizer=optimizer)
+    [expected] = run_on_ranks(1, _train_uninterrupted, folder=folder, optimizer=optimizer)
     for world_size in SIZES:
         run_on_ranks(world_size, _save, folder=folder, optimizer=optimizer, num_steps=6)
     names = [f"{fmt}-{size}.ckpt" for fmt in FORMATS for size in SIZES]
@@ -108,7 +108,7 @@ def test_loads_without_weft(tmp_path: Path, optimizer: str) -> None:
         check=True,
         timeout=60,
     )
-    [expected] = run_on_ranks(1, _straight, folder=folder, optimizer=optimizer)
+    [expected] = run_on_ranks(1, _train_uninterrupted, folder=folder, optimizer=optimizer)
     saved = torch.load(tmp_path / "file-2.ckpt", weights_only=False)["state_dict"]
     files = [str(tmp_path / "file-2.ckpt"), str(consolidated), by_function]
     [results] = run_on_ranks(1, _load_without_weft, files=files, folder=folder, optimizer=optimizer)
@@ -131,7 +131,7 @@ def _save_before_first_step(rank: int, world_size: int, folder: str) -> None:
 def test_saved_before_the_first_step(tmp_path: Path) -> None:
     folder = str(tmp_path)
     run_on_ranks(2, _save_before_first_step, folder=folder)
-    [expected] = run_on_ranks(1, _straight, folder=folder, optimizer="adamw")
+    [expected] = run_on_ranks(1, _train_uninterrupted, folder=folder, optimizer="adamw")
     names = [f"{fmt}-0.ckpt" for fmt in FORMATS]
     for world_size in (1, 2):
         for results in run_on_ranks(world_size, _resume, names=names, folder=folder, optimizer="adamw"):
@@ -142,7 +142,7 @@ def test_saved_before_the_first_step(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_refuses_a_checkpoint_of_weights_only(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_weights_only_checkpoint_raises(rank: int, world_size: int, tmp_path: Path) -> None:
     on_warm_rank(rank, world_size)
     for fmt in FORMATS:
         run = trainer(world_size, _strategy(fmt), tmp_path, max_steps=1)
@@ -156,7 +156,7 @@ def test_refuses_a_checkpoint_of_weights_only(rank: int, world_size: int, tmp_pa
 
 
 @on_ranks(1)
-def test_what_cannot_be_consolidated(tmp_path: Path) -> None:
+def test_consolidate_errors(tmp_path: Path) -> None:
     def write(name: str, models: dict[str, Any]) -> Path:
         checkpoints.write_directory(models, {}, {}, tmp_path / name, is_first_rank=True, barrier=lambda: None)
         return tmp_path / name
@@ -173,19 +173,19 @@ def test_what_cannot_be_consolidated(tmp_path: Path) -> None:
 
 
 @on_ranks(1)
-def test_the_log_says_once_how_directories_are_loaded(rank: int, tmp_path: Path) -> None:
+def test_directory_hint_is_logged_once(rank: int, tmp_path: Path) -> None:
     on_warm_rank(rank, 1)
-    said: list[str] = []
+    log_lines: list[str] = []
     for fmt in FORMATS:
         strategy = _strategy(fmt)
-        strategy._log = said.append
+        strategy._log = log_lines.append
         run = trainer(1, strategy, tmp_path, max_steps=1)
         run.fit(Model(), loader())
         for _ in range(2):
             run.save_checkpoint(tmp_path / f"{fmt}.ckpt")
-    assert ["weft.lightning.consolidate_checkpoint(directory)" in text for text in said if "checkpoint" in text] == [
-        True
-    ]
+    assert [
+        "weft.lightning.consolidate_checkpoint(directory)" in text for text in log_lines if "checkpoint" in text
+    ] == [True]
 
 
 class _Unwritable:
@@ -194,7 +194,7 @@ class _Unwritable:
 
 
 @on_ranks(1)
-def test_a_directory_is_replaced_only_when_complete(tmp_path: Path) -> None:
+def test_failed_save_keeps_previous_directory(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     model = {"weight": torch.ones(2)}
 
@@ -210,4 +210,4 @@ def test_a_directory_is_replaced_only_when_complete(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]
     (tmp_path / "data").mkdir()
     with pytest.raises(IsADirectoryError, match="remove it"):
-        checkpoints.refuse_other_directory(tmp_path / "data")
+        checkpoints.check_checkpoint_path(tmp_path / "data")

@@ -22,7 +22,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 RULES = {"layers": {"style": "column_row_mlp"}}
 
 
-def with_class(package: str = "weft.lightning", **init_args: Any) -> dict[str, Any]:
+def strategy_config(package: str = "weft.lightning", **init_args: Any) -> dict[str, Any]:
     return {"class_path": f"{package}.WeftModelParallelStrategy", "init_args": init_args}
 
 
@@ -39,7 +39,7 @@ def _fresh_ranks_afterwards() -> Iterator[None]:
     POOLS.close()
 
 
-def trained(folder: Path, devices: int, strategy: Any, on_warm_ranks: bool = False) -> list[dict[str, Any]]:
+def train(folder: Path, devices: int, strategy: Any, on_warm_ranks: bool = False) -> list[dict[str, Any]]:
     """Run the script's `fit` and return the result of each rank; it saves its configuration as `folder/config.yaml`.
 
     on_warm_ranks: as under torchrun, on ranks that have imported Lightning; otherwise the CLI launches the other ranks.
@@ -65,58 +65,58 @@ def trained(folder: Path, devices: int, strategy: Any, on_warm_ranks: bool = Fal
     return results
 
 
-def parsed(config: Path, *arguments: str, package: str = "lightning.pytorch") -> Any:
+def parse_cli(config: Path, *arguments: str, package: str = "lightning.pytorch") -> Any:
     """Return the CLI with its Trainer, in this process, without launching others."""
     model = importlib.import_module(f"{package}.demos.boring_classes").BoringModel
     options = {"run": False, "save_config_callback": None, "args": ["--config", str(config), *arguments]}
     return importlib.import_module(f"{package}.cli").LightningCLI(model, **options)
 
 
-def test_two_processes_by_a_mapping_and_by_a_dotted_name(tmp_path: Path) -> None:
-    by_mapping = trained(tmp_path / "mapping", 2, with_class(plan=RULES, layout="tp2"))
-    by_name = trained(tmp_path / "name", 2, with_class(plan="__main__.rules", zero_stage=0), on_warm_ranks=True)
+def test_plan_from_mapping_and_dotted_name(tmp_path: Path) -> None:
+    by_mapping = train(tmp_path / "mapping", 2, strategy_config(plan=RULES, layout="tp2"))
+    by_name = train(tmp_path / "name", 2, strategy_config(plan="__main__.rules", zero_stage=0), on_warm_ranks=True)
     for results in (by_mapping, by_name):
         assert all((result["mesh"], result["local_shape"]) == ([1, 2], [6, 8]) for result in results)
     assert by_mapping == by_name
 
 
-def test_four_processes_by_a_file_and_by_a_string(tmp_path: Path) -> None:
+def test_plan_from_file_and_strategy_from_string(tmp_path: Path) -> None:
     plan = tmp_path / "plan.yaml"
     plan.write_text(yaml.safe_dump(RULES))
-    by_file = trained(tmp_path / "file", 4, with_class(plan=str(plan), layout="dp2,tp2", zero_stage=3))
-    by_string = trained(tmp_path / "string", 4, "weft_2d", on_warm_ranks=True)
+    by_file = train(tmp_path / "file", 4, strategy_config(plan=str(plan), layout="dp2,tp2", zero_stage=3))
+    by_string = train(tmp_path / "string", 4, "weft_2d", on_warm_ranks=True)
     for results in (by_file, by_string):
         assert all((result["mesh"], result["local_shape"]) == ([2, 2], [3, 8]) for result in results)
     assert by_file == by_string, "the string means plan='auto', which finds the same"
-    whole = trained(tmp_path / "whole", 1, with_class(plan=RULES), on_warm_ranks=True)[0]
-    for sharded, unsharded in zip(by_file[0]["weights"], whole["weights"], strict=True):
+    one_device = train(tmp_path / "one_device", 1, strategy_config(plan=RULES), on_warm_ranks=True)[0]
+    for sharded, unsharded in zip(by_file[0]["weights"], one_device["weights"], strict=True):
         assert sharded == pytest.approx(unsharded, rel=1e-4, abs=1e-6)
 
 
-def test_a_saved_configuration_makes_the_same_strategy(tmp_path: Path) -> None:
-    config = config_file(tmp_path / "config.yaml", 4, with_class(plan=RULES, layout="dp2,tp2", zero_stage=2))
-    cli = parsed(config)
+def test_saved_configuration_round_trips(tmp_path: Path) -> None:
+    config = config_file(tmp_path / "config.yaml", 4, strategy_config(plan=RULES, layout="dp2,tp2", zero_stage=2))
+    cli = parse_cli(config)
     saved = tmp_path / "saved.yaml"
     cli.parser.save(cli.config, saved)
-    again = parsed(saved).trainer.strategy
+    again = parse_cli(saved).trainer.strategy
     for name in ("_sizes", "_zero_stage", "_timeout", "_data_parallel_size"):
         assert getattr(again, name) == getattr(cli.trainer.strategy, name), name
     assert again.plan.to_dict() == {"layers": "column_row_mlp"} == cli.trainer.strategy.plan.to_dict()
 
 
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
-def test_all_arguments_in_yaml_and_on_the_command_line(tmp_path: Path, package: str) -> None:
+def test_arguments_from_yaml_and_command_line(tmp_path: Path, package: str) -> None:
     ours = {"lightning.pytorch": "weft.lightning"}.get(package, "weft.pytorch_lightning")
     settings = {"plan": "auto", "data_parallel_size": "auto", "tensor_parallel_size": 2, "timeout": "0:00:40"}
     settings |= {"activation_checkpointing": ["layers.*"], "save_distributed_checkpoint": False}
-    config = config_file(tmp_path / "config.yaml", 4, with_class(ours, **settings))
-    strategy = parsed(config, package=package).trainer.strategy
+    config = config_file(tmp_path / "config.yaml", 4, strategy_config(ours, **settings))
+    strategy = parse_cli(config, package=package).trainer.strategy
     assert type(strategy) is importlib.import_module(ours).WeftModelParallelStrategy
     assert strategy.plan.is_auto and strategy._timeout == timedelta(seconds=40)
     assert (strategy._data_parallel_size, strategy._tensor_parallel_size) == ("auto", 2)
     assert strategy._activation_checkpointing == ["layers.*"]
     more = ["--trainer.strategy.plan", "{layer: column}", "--trainer.strategy.data_replicate_size", "2"]
-    changed = parsed(config, *more, package=package).trainer.strategy
+    changed = parse_cli(config, *more, package=package).trainer.strategy
     assert changed.plan.to_dict() == {"layer": "column"} and changed._sizes.data_replicate == 2
 
 
@@ -128,7 +128,7 @@ def test_all_arguments_in_yaml_and_on_the_command_line(tmp_path: Path, package: 
         (["zero_stage", "4"], "zero_stage=4; pass 0"),
     ],
 )
-def test_a_refusal_is_ours(tmp_path: Path, arguments: list[str], message: str) -> None:
-    config = config_file(tmp_path / "config.yaml", 2, with_class(plan="auto"))
+def test_invalid_arguments_raise_errors_of_weft(tmp_path: Path, arguments: list[str], message: str) -> None:
+    config = config_file(tmp_path / "config.yaml", 2, strategy_config(plan="auto"))
     with pytest.raises(ValueError, match=message):
-        parsed(config, f"--trainer.strategy.{arguments[0]}", arguments[1])
+        parse_cli(config, f"--trainer.strategy.{arguments[0]}", arguments[1])

@@ -55,7 +55,7 @@ class BuildingModel(Model):
 
 
 @on_ranks(2)
-def test_without_a_plan_it_is_the_stock_strategy(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_without_plan_equals_stock_strategy(rank: int, world_size: int, tmp_path: Path) -> None:
     on_warm_rank(rank, world_size)
     trained = {}
     for cls in (ModelParallelStrategy, WeftModelParallelStrategy):
@@ -71,7 +71,7 @@ def test_without_a_plan_it_is_the_stock_strategy(rank: int, world_size: int, tmp
 
 
 @on_ranks(2)
-def test_without_a_plan_data_parallel_sizes_work(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_data_parallel_size_without_plan(rank: int, world_size: int, tmp_path: Path) -> None:
     on_warm_rank(rank, world_size)
     strategy = WeftModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
     run, model = trainer(world_size, strategy, tmp_path, use_distributed_sampler=True), DataParallelModel()
@@ -82,7 +82,7 @@ def test_without_a_plan_data_parallel_sizes_work(rank: int, world_size: int, tmp
 
 
 @on_ranks(2)
-def test_a_model_built_in_configure_model(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_model_built_in_configure_model(rank: int, world_size: int, tmp_path: Path) -> None:
     on_warm_rank(rank, world_size)
     model, run = BuildingModel(), trainer(world_size, "weft", tmp_path)
     run.fit(model, loader())
@@ -105,37 +105,39 @@ def test_a_model_built_in_configure_model(rank: int, world_size: int, tmp_path: 
 
 
 @on_ranks(2)
-def test_a_plan_on_top_of_the_users_own_sharding(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_plan_on_user_sharding_raises(rank: int, world_size: int, tmp_path: Path) -> None:
     on_warm_rank(rank, world_size)
     explicit = WeftModelParallelStrategy(plan={"feed_forward.w1": "column"})
     with pytest.raises(ValueError, match=r"feed_forward\.w1"):
         trainer(world_size, explicit, tmp_path).fit(StockModel(), loader())
 
 
-class MadeBefore(Model):
+class EarlyOptimizer(Model):
     """Its optimizer is created with it, as by LightningCLI."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.made = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        self.early_optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.made
+        return self.early_optimizer
 
 
-def _made_before(rank: int, world_size: int, folder: str, settings: dict | None) -> dict[str, torch.Tensor]:
+def _train_with_early_optimizer(
+    rank: int, world_size: int, folder: str, settings: dict | None
+) -> dict[str, torch.Tensor]:
     on_warm_rank(rank, world_size)
     strategy = "auto" if settings is None else WeftModelParallelStrategy(plan="auto", **settings)
-    model = MadeBefore()
+    model = EarlyOptimizer()
     for _ in range(2):  # the optimizer outlives a run, with its states
         trainer(world_size, strategy, folder).fit(model, loader())
         strategy = "auto" if settings is None else WeftModelParallelStrategy(plan="auto", **settings)
     return weights(model)
 
 
-def test_an_optimizer_made_before_the_model_was_sharded(tmp_path: Path) -> None:
+def test_optimizer_created_before_sharding(tmp_path: Path) -> None:
     """An optimizer that kept the parameters from before sharding would train nothing: the model has others."""
-    [expected] = run_on_ranks(1, _made_before, folder=str(tmp_path), settings=None)
+    [expected] = run_on_ranks(1, _train_with_early_optimizer, folder=str(tmp_path), settings=None)
     for settings in ({}, {"layout": "dp2"}, {"layout": "dp2", "zero_stage": 1}):
-        for result in run_on_ranks(2, _made_before, folder=str(tmp_path), settings=settings):
+        for result in run_on_ranks(2, _train_with_early_optimizer, folder=str(tmp_path), settings=settings):
             assert_same_weights(result, expected)

@@ -76,7 +76,7 @@ def _fabric_steps(rank: int, world_size: int, folder: str, layout: str, stage: i
     return result
 
 
-def test_fabric_gives_the_numbers_of_one_device(tmp_path: Path) -> None:
+def test_fabric_matches_one_device(tmp_path: Path) -> None:
     case: dict[str, Any] = {"folder": str(tmp_path)}
     [expected] = run_on_ranks(1, _fabric_steps, layout="tp1", stage=None, **case)
     assert expected["again"] == expected["losses"][4]
@@ -89,53 +89,53 @@ def test_fabric_gives_the_numbers_of_one_device(tmp_path: Path) -> None:
             assert_same_weights(result["weights"], expected["weights"])
 
 
-class Counted(Model):
+class CountsReductions(Model):
     """Counts the reductions in each training batch."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.sent: list[int] = []
-        self.num_sent = 0
+        self.reductions: list[int] = []
+        self.num_reductions = 0
 
     def on_train_batch_start(self, *_: Any) -> None:
-        self.num_sent = 0
+        self.num_reductions = 0
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.sent.append(self.num_sent)
+        self.reductions.append(self.num_reductions)
 
 
-def _count(module: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+def _count_reductions(module: CountsReductions, monkeypatch: pytest.MonkeyPatch) -> None:
     # FSDP2 calls reduce_scatter_tensor up to torch 2.11, and reduce_scatter_single since.
     for name in ("all_reduce", "reduce_scatter_tensor", "reduce_scatter_single"):
         real = getattr(dist, name, None)
         if real is None:
             continue
 
-        def sending(*args: Any, real: Any = real, **kwargs: Any) -> Any:
-            module.num_sent += 1
+        def counted(*args: Any, real: Any = real, **kwargs: Any) -> Any:
+            module.num_reductions += 1
             return real(*args, **kwargs)
 
-        monkeypatch.setattr(dist, name, sending)
+        monkeypatch.setattr(dist, name, counted)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_accumulation_reduces_once_a_step(rank: int, world_size: int, tmp_path: Path, stage: int) -> None:
+def test_accumulation_reduces_once_per_step(rank: int, world_size: int, tmp_path: Path, stage: int) -> None:
     """The stock strategy reduces after every micro-batch: `block_backward_sync` is for DistributedDataParallel only."""
     on_warm_rank(rank, world_size)
     strategy = WeftModelParallelStrategy(plan={}, layout="dp2", zero_stage=stage, check_batches=0)
-    model = Counted(optimizer="sgd")
+    model = CountsReductions(optimizer="sgd")
     run = trainer(world_size, strategy, tmp_path, accumulate_grad_batches=3)
     hooked: list[Tensor] = []
     on_gradient = GradientReducer._on_gradient
     with pytest.MonkeyPatch.context() as monkeypatch:
-        _count(model, monkeypatch)
+        _count_reductions(model, monkeypatch)
         monkeypatch.setattr(GradientReducer, "_on_gradient", lambda r, p: (hooked.append(p), on_gradient(r, p))[1])
         run.fit(model, loader())
     assert run.global_step == 2
     assert len(hooked) == (6 * len(list(model.parameters())) if stage < 2 else 0), "reduced while the backward goes on"
-    quiet, step = model.sent[0], model.sent[2]
-    assert model.sent == [quiet, quiet, step] * 2
+    quiet, step = model.reductions[0], model.reductions[2]
+    assert model.reductions == [quiet, quiet, step] * 2
     assert quiet == 0
     assert 1 <= step <= 4
 
@@ -153,55 +153,53 @@ class ScaleBetween(Model):
         return mlp.w2(mlp.w1(x) * mlp.between)
 
 
-class CallsInside(Model):
+class CallsInnerLayers(Model):
     """Its training step calls layers of a module that is gathered only for the module's own forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.feed_forward.w2(self.feed_forward.w1(self.norm(x)))
 
 
-CUT = {"feed_forward.w1": "column", "feed_forward.w2": "row", "feed_forward.w3": "replicate"}
+COLUMN_ROW_PLAN = {"feed_forward.w1": "column", "feed_forward.w2": "row", "feed_forward.w3": "replicate"}
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_partial_gradients_are_found_while_they_are_accumulated(
-    rank: int, world_size: int, tmp_path: Path, stage: int
-) -> None:
+def test_partial_gradients_raise_during_accumulation(rank: int, world_size: int, tmp_path: Path, stage: int) -> None:
     on_warm_rank(rank, world_size)
-    strategy = WeftModelParallelStrategy(plan=CUT, layout="dp2,tp2", zero_stage=stage)
+    strategy = WeftModelParallelStrategy(plan=COLUMN_ROW_PLAN, layout="dp2,tp2", zero_stage=stage)
     run = trainer(world_size, strategy, tmp_path, accumulate_grad_batches=2)
     with pytest.raises(ValueError, match=r"replicated parameters '\S*between' differ"):
         run.fit(ScaleBetween(), loader())
 
 
 @on_ranks(4)
-def test_layers_inside_of_what_is_gathered(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_calling_inner_layers_of_sharded_module(rank: int, world_size: int, tmp_path: Path) -> None:
     on_warm_rank(rank, world_size)
-    strategy = WeftModelParallelStrategy(plan=CUT, layout="dp2,tp2")
+    strategy = WeftModelParallelStrategy(plan=COLUMN_ROW_PLAN, layout="dp2,tp2")
     with pytest.raises(ValueError, match="a Linear was called while its weight is cut over data_parallel and tensor"):
-        trainer(world_size, strategy, tmp_path).fit(CallsInside(), loader())
-    model = CallsInside()
+        trainer(world_size, strategy, tmp_path).fit(CallsInnerLayers(), loader())
+    model = CallsInnerLayers()
     model.norm = nn.Identity()  # if there is only one module, it is gathered when the step begins
-    strategy = WeftModelParallelStrategy(plan=CUT, layout="dp2,tp2")
+    strategy = WeftModelParallelStrategy(plan=COLUMN_ROW_PLAN, layout="dp2,tp2")
     trainer(world_size, strategy, tmp_path).fit(model, loader())
     assert len(model.losses) == 6
 
 
-class Adversaries(L.LightningModule):
+class Gan(L.LightningModule):
     """Manual optimization as in a GAN: two modules and optimizers, a step of each in every batch."""
 
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
         torch.manual_seed(1)
-        self.maker = nn.Sequential(nn.Linear(DIM, DIM, dtype=torch.float64), FeedForward())
-        self.judge = FeedForward()
+        self.generator = nn.Sequential(nn.Linear(DIM, DIM, dtype=torch.float64), FeedForward())
+        self.discriminator = FeedForward()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
         for optimizer, sign in zip(self.optimizers(), (1, -1), strict=True):
             self.toggle_optimizer(optimizer)
-            loss = sign * self.judge(self.maker(batch)).tanh().mean()
+            loss = sign * self.discriminator(self.generator(batch)).tanh().mean()
             optimizer.zero_grad()
             self.manual_backward(loss)
             optimizer.step()
@@ -209,15 +207,15 @@ class Adversaries(L.LightningModule):
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
         return [
-            torch.optim.SGD(self.maker.parameters(), lr=0.5, momentum=0.9),
-            torch.optim.AdamW(self.judge.parameters(), lr=1e-2),
+            torch.optim.SGD(self.generator.parameters(), lr=0.5, momentum=0.9),
+            torch.optim.AdamW(self.discriminator.parameters(), lr=1e-2),
         ]
 
 
-def _adversaries(rank: int, world_size: int, folder: str, layout: str, stage: int | None) -> dict[str, Tensor]:
+def _train_gan(rank: int, world_size: int, folder: str, layout: str, stage: int | None) -> dict[str, Tensor]:
     on_warm_rank(rank, world_size)
     strategy = WeftModelParallelStrategy(plan="auto", layout=layout, zero_stage=stage)
-    model = Adversaries()
+    model = Gan()
     tensor = NUM_TENSOR[layout]
     data = [rows(batch, rank // tensor, world_size // tensor) for batch in fixed_data().split(4)]
     trainer(world_size, strategy, folder).fit(model, torch.utils.data.DataLoader(data, batch_size=None))
@@ -225,27 +223,27 @@ def _adversaries(rank: int, world_size: int, folder: str, layout: str, stage: in
 
 
 def test_manual_optimization_with_two_optimizers(tmp_path: Path) -> None:
-    [expected] = run_on_ranks(1, _adversaries, folder=str(tmp_path), layout="tp1", stage=None)
+    [expected] = run_on_ranks(1, _train_gan, folder=str(tmp_path), layout="tp1", stage=None)
     for layout, stage in STAGES:
         case: dict[str, Any] = {"folder": str(tmp_path), "layout": layout, "stage": stage}
-        for result in run_on_ranks(2 * NUM_TENSOR[layout], _adversaries, **case):
+        for result in run_on_ranks(2 * NUM_TENSOR[layout], _train_gan, **case):
             assert_same_weights(result, expected, rtol=1e-9)
 
 
-class OwnParameter(Adversaries):
+class OwnParameter(Gan):
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(DIM))
 
 
 @on_ranks(2)
-def test_manual_optimization_with_parameters_outside_of_modules(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_manual_optimization_with_parameters_outside_modules_raises(rank: int, world_size: int, tmp_path: Path) -> None:
     on_warm_rank(rank, world_size)
     with pytest.raises(ValueError, match=r"OwnParameter cannot gather parameters .* 'scale'; put them into one"):
         trainer(world_size, "weft_fsdp", tmp_path).fit(OwnParameter(), loader())
 
 
-def _in_backward(
+def _train_in_backward(
     rank: int, world_size: int, folder: str, layout: str, stage: int | None, in_backward: bool
 ) -> dict[str, Tensor]:
     on_warm_rank(rank, world_size)
@@ -260,11 +258,11 @@ def _in_backward(
 
 
 def test_optimizer_in_backward(tmp_path: Path) -> None:
-    [expected] = run_on_ranks(1, _in_backward, folder=str(tmp_path), layout="tp1", stage=None, in_backward=False)
+    [expected] = run_on_ranks(1, _train_in_backward, folder=str(tmp_path), layout="tp1", stage=None, in_backward=False)
     for layout, stage in STAGES:
         if stage != 1:
             case: dict[str, Any] = {"folder": str(tmp_path), "layout": layout, "stage": stage, "in_backward": True}
-            for result in run_on_ranks(2 * NUM_TENSOR[layout], _in_backward, **case):
+            for result in run_on_ranks(2 * NUM_TENSOR[layout], _train_in_backward, **case):
                 assert_same_weights(result, expected, rtol=1e-9)
 
 
@@ -294,7 +292,7 @@ class HalfModel(L.LightningModule):
         ("bf16-true", torch.bfloat16, torch.bfloat16),
     ],
 )
-def test_precision_is_what_is_gathered(
+def test_stored_and_gathered_dtypes(
     rank: int, world_size: int, tmp_path: Path, precision: str, stored: torch.dtype, gathered: torch.dtype
 ) -> None:
     """The stock strategy leaves FSDP2's MixedPrecisionPolicy to the user."""
@@ -313,7 +311,7 @@ def test_precision_is_what_is_gathered(
 
 @on_ranks(2)
 @pytest.mark.parametrize("name", ["swa", "ema"])
-def test_averaged_copies_are_refused(rank: int, world_size: int, tmp_path: Path, name: str) -> None:
+def test_weight_averaging_raises(rank: int, world_size: int, tmp_path: Path, name: str) -> None:
     """Lightning's check misses its own model-parallel strategy, and fails or averages shards into a full copy."""
     on_warm_rank(rank, world_size)
     callback = StochasticWeightAveraging(1e-2) if name == "swa" else EMAWeightAveraging()
@@ -340,7 +338,7 @@ def test_clipping_by_value(rank: int, world_size: int, tmp_path: Path, stage: in
     trainer(world_size, strategy, tmp_path, **options).fit(Clipped(), loader())
 
 
-def _saving(rank: int, world_size: int, folder: str, case: dict[str, Any]) -> dict[str, Any]:
+def _train_and_save(rank: int, world_size: int, folder: str, case: dict[str, Any]) -> dict[str, Any]:
     """Train three steps; `save`: save a checkpoint before the first and one after it. Return the results."""
     on_warm_rank(rank, world_size)
     steps: list[int] = []
@@ -373,12 +371,15 @@ def _saving(rank: int, world_size: int, folder: str, case: dict[str, Any]) -> di
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize(("layout", "stage"), [("dp2", 1), ("dp2", 3), ("dp2,tp2", 0)])
 @pytest.mark.parametrize("sharded", [True, False], ids=["directory", "file"])
-def test_saving_changes_nothing(tmp_path: Path, optimizer: str, layout: str, stage: int, sharded: bool) -> None:
+def test_saving_does_not_change_training(
+    tmp_path: Path, optimizer: str, layout: str, stage: int, sharded: bool
+) -> None:
     """torch's `get_optimizer_state_dict`, which the stock strategy uses, steps an optimizer that has no state yet."""
     case = {"layout": layout, "stage": stage, "optimizer": optimizer, "sharded": sharded}
     world_size = 2 * NUM_TENSOR[layout]
     runs = [
-        run_on_ranks(world_size, _saving, folder=str(tmp_path), case={**case, "save": save}) for save in (False, True)
+        run_on_ranks(world_size, _train_and_save, folder=str(tmp_path), case={**case, "save": save})
+        for save in (False, True)
     ]
     for plain, saved in zip(*runs, strict=True):
         assert plain["losses"] == saved["losses"]

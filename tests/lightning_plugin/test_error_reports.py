@@ -66,7 +66,7 @@ def _fails_with_cause(text: str) -> None:
         raise ValueError("all have this one") from error
 
 
-def _fails_alike() -> None:
+def _fails_identically() -> None:
     _fails("all have this one")
 
 
@@ -86,7 +86,7 @@ ERRORS: dict[str, tuple[Callable[[int], None], int]] = {
 
 @on_ranks(2)
 @pytest.mark.parametrize("case", ERRORS)
-def test_what_counts_as_the_same(rank: int, tmp_path: Path, case: str) -> None:
+def test_identical_errors_are_printed_once(rank: int, tmp_path: Path, case: str) -> None:
     fail, num_tracebacks = ERRORS[case]
     log = _shared_log(rank)
     with _stderr(tmp_path / "stderr"):
@@ -99,10 +99,10 @@ def test_what_counts_as_the_same(rank: int, tmp_path: Path, case: str) -> None:
 
 
 @on_ranks(2)
-def test_a_stderr_of_its_own_gets_the_traceback(rank: int, tmp_path: Path) -> None:
+def test_separate_stderr_gets_traceback(rank: int, tmp_path: Path) -> None:
     log = _shared_log(rank)
     with _stderr(tmp_path / f"stderr-{rank}"):
-        _report(log, _fails_alike)
+        _report(log, _fails_identically)
     assert "Traceback" in (tmp_path / f"stderr-{rank}").read_text()
 
 
@@ -112,7 +112,7 @@ def _forked(log: ErrorReports, show: Callable[[], None]) -> int:
     path, pid = log.path, os.fork()
     if pid == 0:
         try:
-            _report(ErrorReports.open(path), _fails_alike, lambda _: (os.write(writer, b"."), show()))
+            _report(ErrorReports.open(path), _fails_identically, lambda _: (os.write(writer, b"."), show()))
         finally:
             os._exit(0)
     assert os.read(reader, 1) == b"."
@@ -127,7 +127,7 @@ def _cannot_print() -> None:
 
 @on_ranks(1)
 @pytest.mark.parametrize("case", ["is killed", "fails to print", "never ends", "prints"])
-def test_the_next_rank_prints_if_the_first_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+def test_next_rank_prints_if_first_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     monkeypatch.setattr(error_reports, "TURN_SECONDS", 5.0 if case == "is killed" else 0.3)
     log = ErrorReports.create()
     shows = {"is killed": signal.pause, "never ends": signal.pause, "fails to print": _cannot_print, "prints": int}
@@ -137,7 +137,7 @@ def test_the_next_rank_prints_if_the_first_does_not(tmp_path: Path, monkeypatch:
             if case == "is killed":
                 os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-        _report(log, _fails_alike)
+        _report(log, _fails_identically)
         if case == "never ends":
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
@@ -145,17 +145,17 @@ def test_the_next_rank_prints_if_the_first_does_not(tmp_path: Path, monkeypatch:
 
 
 @on_ranks(1)
-def test_without_a_stderr_of_the_system() -> None:
+def test_without_system_stderr() -> None:
     """A notebook has no stderr of the system, so there are no files to compare."""
     log, before = ErrorReports.create(), sys.stderr
     for _ in range(2):
         sys.stderr = io.StringIO()
         try:
-            _report(log, _fails_alike)
+            _report(log, _fails_identically)
             assert "Traceback" in sys.stderr.getvalue()
         finally:
             sys.stderr = before
 
 
-def test_a_log_whose_process_is_gone_is_none() -> None:
+def test_open_of_ended_process_returns_none() -> None:
     assert ErrorReports.open("/proc/1/fd/none") is None

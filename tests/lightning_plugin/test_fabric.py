@@ -35,7 +35,7 @@ class Net(nn.Module):
         return self.feed_forward(self.norm(x))
 
 
-def _own_sharding(model: nn.Module, mesh: Any) -> nn.Module:
+def _user_sharding(model: nn.Module, mesh: Any) -> nn.Module:
     plan = {"w1": ColwiseParallel(), "w3": ColwiseParallel(), "w2": RowwiseParallel()}
     parallelize_module(model.feed_forward, mesh["tensor_parallel"], plan)
     return model
@@ -82,7 +82,7 @@ def _train(rank: int, world_size: int, strategy: Any, order: str) -> tuple[list[
     return _steps(fabric, model, optimizer, 6), weights(model.module)
 
 
-def test_gives_the_numbers_of_one_device() -> None:
+def test_matches_one_device() -> None:
     [(losses, expected)] = run_on_ranks(1, _train, strategy="auto", order="together")
     cases = [(1, "weft", "after"), (2, "weft_tp", "after"), (2, None, "after"), (4, "weft", "after")]
     cases += [(2, "weft", "together"), (2, "weft", "made before")]
@@ -93,7 +93,7 @@ def test_gives_the_numbers_of_one_device() -> None:
 
 
 @on_ranks(2)
-def test_an_optimizer_that_has_stepped_cannot_follow(rank: int, world_size: int) -> None:
+def test_stepped_optimizer_raises(rank: int, world_size: int) -> None:
     on_warm_rank(rank, world_size)
     model = Net()
     optimizer = _optimizer(model, "adamw")
@@ -104,9 +104,9 @@ def test_an_optimizer_that_has_stepped_cannot_follow(rank: int, world_size: int)
 
 
 @on_ranks(2)
-def test_parallelize_fn_alone_and_with_a_plan(rank: int, world_size: int) -> None:
+def test_parallelize_fn_with_and_without_plan(rank: int, world_size: int) -> None:
     on_warm_rank(rank, world_size)
-    alone = _fabric(world_size, WeftModelParallelStrategy(_own_sharding)).setup(Net())
+    alone = _fabric(world_size, WeftModelParallelStrategy(_user_sharding)).setup(Net())
     assert isinstance(alone.feed_forward.w1.weight, DTensor)
     assert not isinstance(alone.norm.weight, DTensor)
     neither = _fabric(world_size, WeftModelParallelStrategy()).setup(Net())
@@ -121,7 +121,7 @@ def test_parallelize_fn_alone_and_with_a_plan(rank: int, world_size: int) -> Non
 
 
 @on_ranks(2)
-def test_ranks_are_kept_identical(rank: int, world_size: int) -> None:
+def test_ranks_stay_identical(rank: int, world_size: int) -> None:
     on_warm_rank(rank, world_size)
     fabric = _fabric(world_size, "weft")
     model = fabric.setup(Net(seed=rank))
@@ -161,7 +161,7 @@ def _load(rank: int, world_size: int, folder: str, optimizer: str, names: list[s
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_checkpoints_at_other_sizes(tmp_path: Path, optimizer: str) -> None:
+def test_checkpoints_at_other_world_sizes(tmp_path: Path, optimizer: str) -> None:
     folder = str(tmp_path)
     expected, *_ = [run_on_ranks(size, _save, folder=folder, optimizer=optimizer)[0] for size in (1, 2)]
     names = [f"{sharded}-{size}" for sharded in (True, False) for size in (1, 2)]

@@ -13,7 +13,7 @@ from lightning_plugin.scripts.plugin_models import on_warm_rank
 from torch import Tensor, nn
 
 from support.models import Llama, LlamaArgs, token_batches
-from support.parity import whole
+from support.parity import full
 from support.ranks import on_ranks, run_on_ranks
 from weft.lightning.fabric import WeftModelParallelStrategy
 from weft.strategy.pipeline import SCHEDULES
@@ -48,15 +48,15 @@ def train(fabric: Fabric, model: Any, optimizer: Any, batches: list[tuple[Tensor
     losses, axes = [], fabric.strategy.data_axes
     for batch in batches:
         optimizer.zero_grad()
-        part = tuple(tensor.chunk(axes.size)[axes.rank] for tensor in batch)
-        loss = fabric.strategy.pipeline_step(part, next_token)
+        local_batch = tuple(tensor.chunk(axes.size)[axes.rank] for tensor in batch)
+        loss = fabric.strategy.pipeline_step(local_batch, next_token)
         fabric.clip_gradients(model, optimizer, max_norm=0.5)
         optimizer.step()
         losses.append(fabric.all_reduce(loss, reduce_op="mean").item())
     return losses
 
 
-def train_whole(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any) -> list[float]:
+def train_full(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any) -> list[float]:
     losses = []
     for batch in batches:
         optimizer.zero_grad()
@@ -79,7 +79,7 @@ def assert_same_weights(fabric: Fabric, expected: nn.Module) -> None:
     names = [name for name, _ in model.named_parameters()]
     assert names and set(names) <= set(wanted)
     for name, parameter in model.named_parameters():
-        difference = (whole(parameter) - wanted[name]).norm()
+        difference = (full(parameter) - wanted[name]).norm()
         assert difference <= TOLERANCE * wanted[name].norm(), name
 
 
@@ -92,12 +92,12 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
 @pytest.mark.parametrize(("layout", "zero_stage"), [case for cases in LAYOUTS.values() for case in cases])
-def test_the_numbers_of_one_device(layout: str, zero_stage: int, optimizer: str) -> None:
+def test_matches_one_device(layout: str, zero_stage: int, optimizer: str) -> None:
     world_size = next(size for size, cases in LAYOUTS.items() if (layout, zero_stage) in cases)
-    run_on_ranks(world_size, trains_as_one_device, layout=layout, zero_stage=zero_stage, optimizer=optimizer)
+    run_on_ranks(world_size, check_matches_one_device, layout=layout, zero_stage=zero_stage, optimizer=optimizer)
 
 
-def trains_as_one_device(rank: int, world_size: int, layout: str, zero_stage: int, optimizer: str) -> None:
+def check_matches_one_device(rank: int, world_size: int, layout: str, zero_stage: int, optimizer: str) -> None:
     on_warm_rank(rank, world_size)
     fabric = fabric_with(world_size, layout=layout, zero_stage=zero_stage)
     model, ours = set_up(fabric, optimizer)
@@ -108,7 +108,7 @@ def trains_as_one_device(rank: int, world_size: int, layout: str, zero_stage: in
         else torch.optim.AdamW(expected.parameters())
     )
     losses = train(fabric, model, ours, BATCHES)
-    assert losses == pytest.approx(train_whole(expected, theirs, BATCHES), rel=1e-10)
+    assert losses == pytest.approx(train_full(expected, theirs, BATCHES), rel=1e-10)
     assert_same_weights(fabric, expected)
 
 
@@ -121,7 +121,7 @@ def test_every_schedule(rank: int, world_size: int, kind: str) -> None:
     model, optimizer = set_up(fabric)
     expected = reference()
     theirs = torch.optim.SGD(expected.parameters(), lr=0.1)
-    assert train(fabric, model, optimizer, BATCHES) == pytest.approx(train_whole(expected, theirs, BATCHES), rel=1e-10)
+    assert train(fabric, model, optimizer, BATCHES) == pytest.approx(train_full(expected, theirs, BATCHES), rel=1e-10)
     assert_same_weights(fabric, expected)
     assert {span.action.kind for span in fabric.strategy.pipeline.trace} >= {"F"}
     chosen = ("layers.1", "layers.2", "layers.3")
@@ -146,7 +146,7 @@ def test_resumes_on_another_number_of_stages(rank: int, world_size: int, tmp_pat
     losses += train(fabric, model, optimizer, BATCHES[2:])
     expected = reference()
     theirs = torch.optim.AdamW(expected.parameters())
-    assert losses == pytest.approx(train_whole(expected, theirs, BATCHES), rel=1e-10)
+    assert losses == pytest.approx(train_full(expected, theirs, BATCHES), rel=1e-10)
     assert_same_weights(fabric, expected)
 
 
@@ -163,10 +163,10 @@ def test_resumes_without_stages(rank: int, world_size: int, tmp_path: Path) -> N
     fabric.load(tmp_path / "checkpoint", {"model": model, "optimizer": optimizer})
     expected = reference()
     theirs = torch.optim.AdamW(expected.parameters())
-    train_whole(expected, theirs, BATCHES[:2])
-    for ours, whole_parameter in zip(model.parameters(), expected.parameters(), strict=True):
-        difference = whole(optimizer.state[ours]["exp_avg"]) - theirs.state[whole_parameter]["exp_avg"]
-        assert difference.norm() <= TOLERANCE and torch.allclose(whole(ours), whole_parameter, rtol=1e-10)
+    train_full(expected, theirs, BATCHES[:2])
+    for ours, expected_parameter in zip(model.parameters(), expected.parameters(), strict=True):
+        difference = full(optimizer.state[ours]["exp_avg"]) - theirs.state[expected_parameter]["exp_avg"]
+        assert difference.norm() <= TOLERANCE and torch.allclose(full(ours), expected_parameter, rtol=1e-10)
 
 
 @on_ranks(2)
@@ -187,19 +187,19 @@ def test_evaluation_and_bfloat16(rank: int, world_size: int) -> None:
     loss = strategy.pipeline_step(torch.ones(4, 4), loss_of)
     assert torch.isfinite(loss) and next(model.parameters()).dtype == torch.float32
     # Under autocast, bfloat16 crosses the stages; the output of Fabric's model is float32, as always.
-    crossed = {str(value.dtype) for value in crossing_values(strategy)}
-    assert crossed == {"torch.bfloat16"} and set(seen) == ({torch.float32} if rank == 1 else set())
+    boundary_dtypes = {str(value.dtype) for value in boundary_values(strategy)}
+    assert boundary_dtypes == {"torch.bfloat16"} and set(seen) == ({torch.float32} if rank == 1 else set())
     outputs = strategy.pipeline_evaluate(torch.ones(4, 4), lambda m, x: m(x))
     assert len(outputs) == (2 if rank == 1 else 0)
 
 
-def crossing_values(strategy: Any) -> list[Tensor]:
+def boundary_values(strategy: Any) -> list[Tensor]:
     [recordings] = strategy.pipeline._recordings.values()
     return [recording.values[number] for recording in recordings for number in recording.crossings[0]]
 
 
 @on_ranks(2)
-def test_stages_must_get_the_same_batch(rank: int, world_size: int) -> None:
+def test_different_batches_raise(rank: int, world_size: int) -> None:
     on_warm_rank(rank, world_size)
     fabric = fabric_with(world_size, layout="pp2")
     set_up(fabric)
@@ -210,7 +210,7 @@ def test_stages_must_get_the_same_batch(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_a_second_model_and_whole_checkpoints_are_refused(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_second_model_and_full_checkpoint_raise(rank: int, world_size: int, tmp_path: Path) -> None:
     on_warm_rank(rank, world_size)
     fabric = fabric_with(world_size, layout="pp2", save_distributed_checkpoint=False)
     model, _ = set_up(fabric)
@@ -236,6 +236,6 @@ def test_a_second_model_and_whole_checkpoints_are_refused(rank: int, world_size:
         ({"pipeline_cuts": [], "optimizer_in_backward": True}, ValueError, "optimizer_in_backward=True with"),
     ],
 )
-def test_settings_that_do_not_fit(options: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_invalid_settings_raise(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         WeftModelParallelStrategy(**options)

@@ -25,7 +25,7 @@ from weft.lightning import WeftModelParallelStrategy
 SPLIT_PLAN = {"feed_forward.w1": "column", "feed_forward.w3": "column", "feed_forward.w2": "row"}
 
 
-def _everything(rank: int, world_size: int, folder: str, strategy: Any, clip: float | None) -> dict[str, Any]:
+def _run_all_loops(rank: int, world_size: int, folder: str, strategy: Any, clip: float | None) -> dict[str, Any]:
     """Fit, validate, test, predict and fit again, as one device also does; return the results."""
     on_warm_rank(rank, world_size)
     if isinstance(strategy, dict):
@@ -52,12 +52,12 @@ def _everything(rank: int, world_size: int, folder: str, strategy: Any, clip: fl
 
 
 @pytest.mark.parametrize("clip", [None, 0.05], ids=["unclipped", "clipped"])
-def test_gives_the_numbers_of_one_device(tmp_path: Path, clip: float | None) -> None:
-    [expected] = run_on_ranks(1, _everything, folder=str(tmp_path), strategy="auto", clip=clip)
+def test_matches_one_device(tmp_path: Path, clip: float | None) -> None:
+    [expected] = run_on_ranks(1, _run_all_loops, folder=str(tmp_path), strategy="auto", clip=clip)
     assert not expected["sharded"]
     assert expected["steps"] == 12
     for world_size, strategy in ((1, "weft"), (2, "weft_tp"), (2, {"plan": SPLIT_PLAN}), (4, "weft")):
-        for result in run_on_ranks(world_size, _everything, folder=str(tmp_path), strategy=strategy, clip=clip):
+        for result in run_on_ranks(world_size, _run_all_loops, folder=str(tmp_path), strategy=strategy, clip=clip):
             assert result["sharded"], strategy
             torch.testing.assert_close(result["losses"], expected["losses"], rtol=1e-10, atol=0)
             assert_same_weights(result["fitted"], expected["fitted"])
@@ -92,7 +92,7 @@ def test_callbacks_and_logger(rank: int, world_size: int, tmp_path: Path) -> Non
 
 
 @on_ranks(2)
-def test_group_mesh_and_weights_outlive_the_run(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_group_mesh_and_weights_outlive_run(rank: int, world_size: int, tmp_path: Path) -> None:
     on_warm_rank(rank, world_size)
     strategy = WeftModelParallelStrategy(plan="auto")
     run, model = trainer(world_size, strategy, tmp_path), Model()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from lightning_plugin.scripts.plugin_models import Model, loader, on_warm_rank, trainer, weights
 
-from support.networks import ADDRESSES, INTERFACES, inside, two_networks
+from support.networks import ADDRESSES, INTERFACES, in_network_namespace, two_networks
 from support.processes import ProcessTree
 from support.ranks import run_on_ranks
 
@@ -66,9 +66,9 @@ def test_two_hosts(networks: tuple[str, str], expected: dict[str, float], tmp_pa
         for host in range(2):
             for command, variables in start(host):
                 environment = {"OMP_NUM_THREADS": "1", "WEFT_HOST_ID": "", "GLOO_SOCKET_IFNAME": INTERFACES[host]}
-                whole = [*inside(networks[host]), *command, str(SCRIPT), "2", "2", str(tmp_path)]
+                full_command = [*in_network_namespace(networks[host]), *command, str(SCRIPT), "2", "2", str(tmp_path)]
                 environment |= {"PYTHONPATH": TESTS, **variables}
-                jobs.append(trees.enter_context(ProcessTree(whole, env=environment)))
+                jobs.append(trees.enter_context(ProcessTree(full_command, env=environment)))
         for job in jobs:
             result = job.wait(timeout=180)
             assert result.returncode == 0, result.stderr

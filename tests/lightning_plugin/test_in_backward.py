@@ -52,7 +52,7 @@ def _fit(rank: int, world_size: int, folder: str, in_backward: bool | str, optim
 
 
 @pytest.mark.parametrize(("optimizer", "clip"), [("adamw", None), ("adamw", 0.01), ("sgd", None)])
-def test_gives_the_numbers_of_the_usual_step(tmp_path: Path, optimizer: str, clip: float | None) -> None:
+def test_matches_optimizer_step(tmp_path: Path, optimizer: str, clip: float | None) -> None:
     case = {"folder": str(tmp_path), "optimizer": optimizer, "clip": clip}
     [(losses, expected, steps)] = run_on_ranks(1, _fit, in_backward=False, **case)
     assert steps == 12
@@ -91,13 +91,13 @@ def test_fabric(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_rows_are_for_fused_mlps_of_tensor_parallel_ranks(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_rows_require_fused_tensor_parallel_mlps(rank: int, world_size: int, tmp_path: Path) -> None:
     on_warm_rank(rank, world_size)
-    said: list[str] = []
+    log_lines: list[str] = []
     strategy = WeftModelParallelStrategy(plan="auto", optimizer_in_backward="rows")
-    strategy._log = said.append
+    strategy._log = log_lines.append
     trainer(world_size, strategy, tmp_path, max_epochs=1).fit(Model(), loader())
-    assert [line for line in said if "rows" in line] == [
+    assert [line for line in log_lines if "rows" in line] == [
         "weft steps 3 weights of fused MLPs some rows at a time, from 'feed_forward.w1.weight' on."
     ]
     columns = {"feed_forward.w1": "column", "feed_forward.w3": "column", "feed_forward.w2": "row"}
@@ -142,7 +142,7 @@ class Other(Model):
         (Other, {}, "the optimizer is of class RMSprop"),
     ],
 )
-def test_what_is_refused(rank: int, tmp_path: Path, model: type[Model], settings: dict, reason: str) -> None:
+def test_unsupported_settings_raise(rank: int, tmp_path: Path, model: type[Model], settings: dict, reason: str) -> None:
     on_warm_rank(rank, 1)
     strategy = WeftModelParallelStrategy(plan="auto", optimizer_in_backward=True)
     run = trainer(1, strategy, tmp_path, **settings)
@@ -170,12 +170,12 @@ class Failing(Model):
 
 
 @on_ranks(1)
-def test_an_exception_in_the_middle_says_that_weights_are_partly_updated(rank: int, tmp_path: Path) -> None:
+def test_exception_in_backward_warns_of_partial_update(rank: int, tmp_path: Path) -> None:
     on_warm_rank(rank, 1)
     strategy = WeftModelParallelStrategy(plan="auto", optimizer_in_backward=True)
-    said: list[str] = []
-    strategy._log = said.append
+    log_lines: list[str] = []
+    strategy._log = log_lines.append
     with pytest.raises(RuntimeError, match="in the middle"):
         trainer(1, strategy, tmp_path).fit(Failing(), loader())
-    assert "the run ended within a step, after" in said[-1]
-    assert "go on from a checkpoint" in said[-1]
+    assert "the run ended within a step, after" in log_lines[-1]
+    assert "go on from a checkpoint" in log_lines[-1]

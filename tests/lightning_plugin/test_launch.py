@@ -14,7 +14,16 @@ from support.processes import ProcessResult, run_process, run_script
 SCRIPTS = Path(__file__).parent / "scripts"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 # Words of c10d, gloo and a failing interpreter; the stock strategy causes "unwaited collective calls".
-NOISE = ("ProcessGroup", "c10d", "Traceback", "unwaited", "TCPStore", "destroy_process_group", "Exception", "leaked")
+UNEXPECTED_STDERR = (
+    "ProcessGroup",
+    "c10d",
+    "Traceback",
+    "unwaited",
+    "TCPStore",
+    "destroy_process_group",
+    "Exception",
+    "leaked",
+)
 
 
 def _run(launcher: list[str], devices: int, folder: Path, namespace: str) -> ProcessResult:
@@ -24,13 +33,13 @@ def _run(launcher: list[str], devices: int, folder: Path, namespace: str) -> Pro
 
 def _results(result: ProcessResult) -> list[dict]:
     assert result.returncode == 0, result.stderr
-    noisy = [line for line in result.stderr.splitlines() if any(word in line for word in NOISE)]
-    assert not noisy, result.stderr
+    unexpected = [line for line in result.stderr.splitlines() if any(word in line for word in UNEXPECTED_STDERR)]
+    assert not unexpected, result.stderr
     lines = [line.removeprefix("RESULT ") for line in result.stdout.splitlines() if line.startswith("RESULT ")]
     return sorted(map(json.loads, lines), key=lambda r: r["rank"])
 
 
-def test_trees_of_1_and_2_agree(tmp_path: Path) -> None:
+def test_launchers_match_one_device(tmp_path: Path) -> None:
     python = [sys.executable]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     trees = {
@@ -58,7 +67,7 @@ def test_trees_of_1_and_2_agree(tmp_path: Path) -> None:
     assert list((tmp_path / "launched").rglob("metrics.csv"))
 
 
-def test_a_bad_plan_is_refused_before_anything_is_launched() -> None:
+def test_invalid_sizes_raise_before_launch() -> None:
     source = "\n".join(
         [
             "import weft.lightning, lightning as L, torch.distributed as dist, subprocess",
@@ -74,6 +83,6 @@ def test_a_bad_plan_is_refused_before_anything_is_launched() -> None:
     assert "mesh 'data_parallel=1,tensor_parallel=3' has 3 ranks" in last
 
 
-def test_strategy_layer_leaves_lightning_alone() -> None:
+def test_strategy_layer_does_not_import_lightning() -> None:
     source = "import sys, weft, weft.strategy; assert not [m for m in sys.modules if 'lightning' in m], 'imported'"
     assert run_script(source, timeout=60, env=os.environ).returncode == 0

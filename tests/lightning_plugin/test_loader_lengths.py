@@ -10,14 +10,14 @@ import pytest
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.pytorch.utilities import CombinedLoader
-from lightning_plugin.scripts.pipeline_models import Text, staged, text_loader
+from lightning_plugin.scripts.pipeline_models import Text, pipeline_strategy, text_loader
 from lightning_plugin.scripts.plugin_models import BATCH, FeedForward, Model, fixed_data, loader, on_warm_rank, trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from support.ranks import on_ranks
 from weft._plugin import loaders_mixin
-from weft._plugin.loader_check import UNKNOWN, LockstepLoader, Reading, describe_length, gather, refuse_differences
+from weft._plugin.loader_check import UNKNOWN, LockstepLoader, Reading, check_equal_readings, describe_length, gather
 from weft.lightning import WeftModelParallelStrategy
 from weft.lightning.fabric import WeftModelParallelStrategy as FabricStrategy
 
@@ -61,7 +61,7 @@ def data_parallel(stage: int) -> WeftModelParallelStrategy:
 
 
 @on_ranks(2)
-def test_lengths_of_a_tensor_parallel_group(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_tensor_parallel_lengths(rank: int, world_size: int, tmp_path: Path) -> None:
     on_warm_rank(rank, world_size)
     uneven = sized(5 if rank else 3)
     run = trainer(world_size, tensor_parallel(), tmp_path, max_epochs=2)
@@ -83,7 +83,7 @@ def test_lengths_of_a_tensor_parallel_group(rank: int, world_size: int, tmp_path
 
 @on_ranks(2)
 @pytest.mark.parametrize("kind", [Stream, Claiming])
-def test_streams_of_a_tensor_parallel_group(rank: int, world_size: int, tmp_path: Path, kind: type[Stream]) -> None:
+def test_tensor_parallel_streams(rank: int, world_size: int, tmp_path: Path, kind: type[Stream]) -> None:
     on_warm_rank(rank, world_size)
     uneven = stream(5 if rank else 3, kind)
     run = trainer(world_size, tensor_parallel(), tmp_path, max_epochs=2)
@@ -103,7 +103,7 @@ def test_streams_of_a_tensor_parallel_group(rank: int, world_size: int, tmp_path
 
 @on_ranks(2)
 @pytest.mark.parametrize("make", [sized, stream])
-def test_loops_that_end_before_the_shorter_loader(rank: int, world_size: int, tmp_path: Path, make: Any) -> None:
+def test_loops_ending_before_shorter_loader(rank: int, world_size: int, tmp_path: Path, make: Any) -> None:
     on_warm_rank(rank, world_size)
     uneven = make(5 if rank else 3)
 
@@ -139,24 +139,24 @@ def test_data_parallel_ranks(rank: int, world_size: int, tmp_path: Path) -> None
         with pytest.raises(ValueError, match=rf"^the training loader {ENDED}, {gradients}"):
             run.fit(Model(), stream(5 if rank else 3))
         several = {"long": sized(6), "short": stream(5 if rank else 3)}  # the short one restarts
-        run.fit(model := _OfPairs(), CombinedLoader(several, "max_size_cycle"))
+        run.fit(model := _PairModel(), CombinedLoader(several, "max_size_cycle"))
         assert len(model.losses) == 6
-    for make, what in ((sized, COUNTED), (stream, ENDED)):
+    for make, reason in ((sized, COUNTED), (stream, ENDED)):
         uneven = make(5 if rank else 3)
         run = trainer(world_size, data_parallel(0), tmp_path)
         assert len(run.predict(Model(), uneven)) == (5 if rank else 3)
         run = trainer(world_size, data_parallel(3), tmp_path)
-        with pytest.raises(ValueError, match=rf"{what}, but data-parallel ranks exchange parameters in every batch"):
+        with pytest.raises(ValueError, match=rf"{reason}, but data-parallel ranks exchange parameters in every batch"):
             run.predict(Model(), uneven)
 
 
-class _OfPairs(Model):
+class _PairModel(Model):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         return super().training_step(batch["long"], batch_idx)
 
 
 @on_ranks(4)
-def test_groups_of_a_mesh(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_mesh_groups(rank: int, world_size: int, tmp_path: Path) -> None:
     on_warm_rank(rank, world_size)
     strategy = WeftModelParallelStrategy(plan="auto", layout="dp2,tp2", zero_stage=0)
     run = trainer(world_size, strategy, tmp_path)
@@ -169,19 +169,19 @@ def test_groups_of_a_mesh(rank: int, world_size: int, tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_stages_of_a_pipeline(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_pipeline_stages(rank: int, world_size: int, tmp_path: Path) -> None:
     on_warm_rank(rank, world_size)
     uneven, model = text_loader(30 if rank else 18), Text()
-    run = trainer(world_size, staged(), tmp_path)
-    for data, what in ((uneven, COUNTED), (DataLoader(Stream(uneven.dataset), batch_size=6), ENDED)):
-        with pytest.raises(ValueError, match=rf"^the training loader {what}, but {STAGES}"):
+    run = trainer(world_size, pipeline_strategy(), tmp_path)
+    for data, reason in ((uneven, COUNTED), (DataLoader(Stream(uneven.dataset), batch_size=6), ENDED)):
+        with pytest.raises(ValueError, match=rf"^the training loader {reason}, but {STAGES}"):
             run.fit(model, data)
-        with pytest.raises(ValueError, match=rf"^the validation loader {what}, but {STAGES}"):
+        with pytest.raises(ValueError, match=rf"^the validation loader {reason}, but {STAGES}"):
             run.validate(model, data, verbose=False)
 
 
 @on_ranks(2)
-def test_loops_of_fabric(rank: int, world_size: int) -> None:
+def test_fabric_loops(rank: int, world_size: int) -> None:
     on_warm_rank(rank, world_size)
     fabric = Fabric(accelerator="cpu", devices=world_size, strategy=FabricStrategy(plan="auto"))
     fabric.launch()
@@ -207,29 +207,31 @@ def test_equal_lengths_cost_one_collective(
     rank: int, world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_warm_rank(rank, world_size)
-    sent: list[str] = []
-    monkeypatch.setattr(loaders_mixin, "gather", lambda *a: (sent.append("gathered"), gather(*a))[1])
+    events: list[str] = []
+    monkeypatch.setattr(loaders_mixin, "gather", lambda *a: (events.append("gathered"), gather(*a))[1])
     monkeypatch.setattr(
-        dist, "all_gather", lambda *a, own=dist.all_gather, **k: (sent.append("compared"), own(*a, **k))
+        dist, "all_gather", lambda *a, own=dist.all_gather, **k: (events.append("compared"), own(*a, **k))
     )
     model = Model()
-    model.on_train_batch_start = lambda *_: sent.append("batch")
+    model.on_train_batch_start = lambda *_: events.append("batch")
     run = trainer(world_size, tensor_parallel(), tmp_path, max_epochs=2)
     run.fit(model, sized(3))
-    assert sent == ["gathered", *["batch", "compared"] * 2, "batch", "batch", "compared", "batch", "batch"]
+    assert events == ["gathered", *["batch", "compared"] * 2, "batch", "batch", "compared", "batch", "batch"]
     assert not isinstance(run.train_dataloader, LockstepLoader)
-    sent.clear()
+    events.clear()
     unchecked = tensor_parallel(check_batches=0)
     trainer(world_size, unchecked, tmp_path).fit(model, stream(2))
-    assert sent == ["batch"] * 2
+    assert events == ["batch"] * 2
 
 
-def test_many_ranks_are_named_briefly() -> None:
+def test_long_rank_lists_are_abbreviated() -> None:
     readings = [Reading(rank, rank, 0, (3 if rank < 12 else UNKNOWN,)) for rank in range(13)]
     parties = "has 3 batches on ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4 more and has no length on rank 12"
     with pytest.raises(ValueError, match=f"^a loader {parties}, but data-parallel ranks exchange gradients"):
-        refuse_differences(readings, "gradients", describe_length, "a loader", "do something")
-    refuse_differences(readings, None, describe_length, "a loader", "do something")  # no two ranks get the same batches
+        check_equal_readings(readings, "gradients", describe_length, "a loader", "do something")
+    check_equal_readings(
+        readings, None, describe_length, "a loader", "do something"
+    )  # no two ranks get the same batches
 
 
 class Stateful(DataLoader):
@@ -250,7 +252,7 @@ class Stateful(DataLoader):
 
 
 @on_ranks(2)
-def test_a_stream_stays_the_users_loader(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_wrapped_stream_keeps_state_of_loader(rank: int, world_size: int, tmp_path: Path) -> None:
     on_warm_rank(rank, world_size)
     mine = Stateful(Stream(fixed_data()), batch_size=BATCH)
     run = trainer(world_size, tensor_parallel(), tmp_path, max_epochs=-1, max_steps=3)

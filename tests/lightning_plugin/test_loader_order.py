@@ -53,7 +53,7 @@ def loaders() -> dict[str, DataLoader]:
 
 
 @on_ranks(1, 2)
-def test_one_replica_keeps_the_loader(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_one_replica_keeps_loader(rank: int, world_size: int, tmp_path: Path) -> None:
     on_warm_rank(rank, world_size)
     for name, mine in loaders().items():
         run = trainer(world_size, "weft", tmp_path, use_distributed_sampler=True)
@@ -73,7 +73,7 @@ def _shuffled(rank: int, world_size: int, folder: str, strategy: str) -> Tensor:
     return torch.cat(model.batches)
 
 
-def test_one_replica_shuffles_as_one_device_does(tmp_path: Path) -> None:
+def test_one_replica_shuffles_as_one_device(tmp_path: Path) -> None:
     [expected] = run_on_ranks(1, _shuffled, folder=str(tmp_path), strategy="auto")
     first, second = expected.chunk(2)
     assert not torch.equal(first, second)
@@ -82,7 +82,7 @@ def test_one_replica_shuffles_as_one_device_does(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_an_order_that_ranks_draw_differently_is_named(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_different_shuffles_raise(rank: int, world_size: int, tmp_path: Path) -> None:
     on_warm_rank(rank, world_size)
     model = Model()
     model.on_train_epoch_end = lambda: torch.rand(()) if rank == 0 else None
@@ -103,12 +103,12 @@ def test_an_order_that_ranks_draw_differently_is_named(rank: int, world_size: in
 
 
 @on_ranks(2)
-def test_several_replicas_shuffle_and_say_so(
+def test_several_replicas_shuffle_and_log(
     rank: int, world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_warm_rank(rank, world_size)
-    said: list[str] = []
-    monkeypatch.setattr(WeftModelParallelStrategy, "_log", lambda self, text: said.append(text))
+    log_lines: list[str] = []
+    monkeypatch.setattr(WeftModelParallelStrategy, "_log", lambda self, text: log_lines.append(text))
     run = trainer(world_size, "weft_fsdp", tmp_path, use_distributed_sampler=True)
     for epochs in (1, 2):
         run.fit_loop.max_epochs = epochs
@@ -116,14 +116,14 @@ def test_several_replicas_shuffle_and_say_so(
         seen = torch.cat(model.batches)
         assert len(seen) == BATCH * NUM_BATCHES // 2
         assert not torch.equal(seen, fixed_data()[rank::2])
-    [line] = [text for text in said if "shuffles" in text]
+    [line] = [text for text in log_lines if "shuffles" in text]
     assert "splits the training data over 2 data-parallel ranks" in line
-    said.clear()
-    own = DistributedSampler(fixed_data(), num_replicas=2, rank=rank, shuffle=False)
+    log_lines.clear()
+    sampler = DistributedSampler(fixed_data(), num_replicas=2, rank=rank, shuffle=False)
     run = trainer(world_size, "weft_fsdp", tmp_path, use_distributed_sampler=True)
-    run.fit(model := Model(), loader(sampler=own))
+    run.fit(model := Model(), loader(sampler=sampler))
     assert torch.equal(torch.cat(model.batches), fixed_data()[rank::2])
-    assert not [text for text in said if "shuffles" in text]
+    assert not [text for text in log_lines if "shuffles" in text]
 
 
 @on_ranks(2)

@@ -55,11 +55,11 @@ def _batches() -> torch.utils.data.DataLoader:
     return torch.utils.data.DataLoader(torch.randn(4 * BATCH, DIM), batch_size=BATCH)
 
 
-def _check(peak: dict[str, int], before: dict[str, int], world_size: int) -> None:
-    of_run = {name: peak[name] - before[name] for name in peak}
-    assert of_run["parameters"] == of_run["gradients"] == WEIGHTS // world_size
-    assert of_run["optimizer_state"] == 2 * WEIGHTS // world_size + 3 * 4
-    assert of_run["other"] <= 0.01 * sum(of_run.values())
+def _check_peak(peak: dict[str, int], before: dict[str, int], world_size: int) -> None:
+    growth = {name: peak[name] - before[name] for name in peak}
+    assert growth["parameters"] == growth["gradients"] == WEIGHTS // world_size
+    assert growth["optimizer_state"] == 2 * WEIGHTS // world_size + 3 * 4
+    assert growth["other"] <= 0.01 * sum(growth.values())
 
 
 @on_ranks(1, 2)
@@ -70,7 +70,7 @@ def test_trainer(rank: int, world_size: int, tmp_path: Path) -> None:
         model = Model()
         run = trainer(world_size, WeftModelParallelStrategy(plan="auto"), tmp_path)
         run.fit(model, _batches(), _batches())
-        _check(weft.memory.by_category(at="peak"), before, world_size)
+        _check_peak(weft.memory.by_category(at="peak"), before, world_size)
         names = [phase.name for phase in weft.memory.timeline()]
         # The optimizer's step calls the closure, so forward and backward are inside it.
         assert names[:6] == ["forward", "backward", "between steps", "step", "forward", "backward"]
@@ -91,7 +91,7 @@ def test_fabric(rank: int, world_size: int) -> None:
             fabric.backward(model(batch).square().mean())
             optimizer.step()
             optimizer.zero_grad()
-        _check(weft.memory.by_category(at="peak"), before, world_size)
+        _check_peak(weft.memory.by_category(at="peak"), before, world_size)
         names = [phase.name for phase in weft.memory.timeline()]
         start = names.index("forward")
         assert names[start : start + 4] == ["forward", "backward", "step", "between steps"]
@@ -99,7 +99,7 @@ def test_fabric(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("calls", [1, 2])
 @on_ranks(1)
-def test_a_second_run_leaves_no_hooks_of_the_first(rank: int, tmp_path: Path, calls: int) -> None:
+def test_runs_leave_no_hooks(rank: int, tmp_path: Path, calls: int) -> None:
     on_warm_rank(rank, 1)
     with counted():
         model = Model()
@@ -111,7 +111,7 @@ def test_a_second_run_leaves_no_hooks_of_the_first(rank: int, tmp_path: Path, ca
         assert not getattr(parameter, "_post_accumulate_grad_hooks", None)
 
 
-class _Users(Model):
+class _UserOptimizer(Model):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.RMSprop(self.parameters()) if self.keeps else torch.optim.AdamW(self.parameters())
 
@@ -119,39 +119,39 @@ class _Users(Model):
 @on_ranks(2)
 def test_optimizers_are_fused_unless_kept(rank: int, world_size: int, tmp_path: Path) -> None:
     on_warm_rank(rank, world_size)
-    said: list[str] = []
+    log_lines: list[str] = []
     for keeps, fused_optimizers in ((False, True), (True, True), (False, False)):
-        model = _Users()
+        model = _UserOptimizer()
         model.keeps = keeps
         strategy = WeftModelParallelStrategy(plan="auto", fused_optimizers=fused_optimizers)
-        strategy._log = said.append
+        strategy._log = log_lines.append
         trainer(world_size, strategy, tmp_path).fit(model, _batches())
         [group] = strategy.optimizers[0].param_groups
         assert bool(group.get("fused")) == (fused_optimizers and not keeps)
-    assert [text for text in said if "built whole" not in text and not text.startswith("weft: ")] == [
+    assert [text for text in log_lines if "built whole" not in text and not text.startswith("weft: ")] == [
         "weft has AdamW use its fused kernels, without temporaries; fused_optimizers=False keeps it.",
         "weft leaves RMSprop as it is: RMSprop has no fused variant.",
     ]
 
 
 @on_ranks(2)
-def test_a_model_built_whole_is_cut_one_by_one_and_the_log_says_so(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_full_model_is_sharded_weight_by_weight_with_hint(rank: int, world_size: int, tmp_path: Path) -> None:
     """Start-up holds at most the full model and one more shard; the hint names the bytes and the remedy."""
     on_warm_rank(rank, world_size)
-    said: list[str] = []
+    log_lines: list[str] = []
     with counted() as count:
         model = Model()
         strategy = WeftModelParallelStrategy(plan="auto")
-        strategy._log = said.append
-        strategy._watch_memory = lambda *_: said.append(
+        strategy._log = log_lines.append
+        strategy._watch_memory = lambda *_: log_lines.append(
             f"{count.peak() - count.peak('communication')} {count.now() - count.now('communication')}"
         )
         trainer(world_size, strategy, tmp_path).fit(model, _batches())
-    peak, now = map(int, next(text for text in said if text[0].isdigit()).split())
+    peak, now = map(int, next(text for text in log_lines if text[0].isdigit()).split())
     data = 4 * BATCH * DIM * 4
     assert now <= WEIGHTS // 2 + data + 1024
     assert WEIGHTS < peak <= WEIGHTS + WEIGHTS // 3 // 2 + data + 1024
-    assert said[0] == (
+    assert log_lines[0] == (
         "weft got a model that was built whole, 0.019 GB on every rank: build it in configure_model, and each rank "
         "makes its shards only."
     )
@@ -189,7 +189,7 @@ def _losses(rank: int, world_size: int, folder: str, empty_init: bool) -> tuple[
         return model.losses, peaks[0]
 
 
-def test_configure_model_builds_shards_with_the_values_of_one_device(tmp_path: Path) -> None:
+def test_configure_model_builds_shards_equal_to_one_device(tmp_path: Path) -> None:
     [(expected, _)] = run_on_ranks(1, _losses, folder=str(tmp_path), empty_init=False)
     for world_size in (1, 2, 4):
         shards = WEIGHTS // world_size

@@ -19,7 +19,7 @@ from weft.lightning import WeftModelParallelStrategy
 from weft.lightning.fabric import WeftModelParallelStrategy as FabricStrategy
 
 NUM_STEPS = 20
-WITHOUT = {"plan": "auto", "fused_optimizers": False, "empty_init": False}
+BASELINE = {"plan": "auto", "fused_optimizers": False, "empty_init": False}
 RECOMPUTE = {
     "model.layers.*.feed_forward": {"style": "column_row_mlp", "recompute": True},
     **{f"model.layers.*.attention.w{each}": {"style": "column", "heads": "n_heads"} for each in "q"},
@@ -29,7 +29,7 @@ RECOMPUTE = {
     "model.output": "column_gather_output",
 }
 # Options that only reorder work, or create the same values elsewhere: losses are bitwise equal to those without.
-SAME_BITS: dict[str, dict[str, Any]] = {
+BITWISE_EQUAL: dict[str, dict[str, Any]] = {
     "empty_init": {"empty_init": True},
     "optimizer_in_backward": {"optimizer_in_backward": True},
     "rows": {"optimizer_in_backward": "rows"},
@@ -70,31 +70,31 @@ def _batches() -> torch.utils.data.DataLoader:
 
 def _losses(world_size: int, folder: Path, optimizer: str, **options: Any) -> list[float]:
     model = Model(optimizer)
-    trainer(world_size, WeftModelParallelStrategy(**{**WITHOUT, **options}), folder).fit(model, _batches())
+    trainer(world_size, WeftModelParallelStrategy(**{**BASELINE, **options}), folder).fit(model, _batches())
     assert len(model.losses) == NUM_STEPS and model.losses[-1] < model.losses[0]
     return model.losses
 
 
 @on_ranks(1, 2, timeout=300)
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
-def test_losses_are_those_without(rank: int, world_size: int, tmp_path: Path, optimizer: str) -> None:
+def test_losses_match_baseline(rank: int, world_size: int, tmp_path: Path, optimizer: str) -> None:
     on_warm_rank(rank, world_size)
     expected = _losses(world_size, tmp_path, optimizer)
-    for name, options in SAME_BITS.items():
+    for name, options in BITWISE_EQUAL.items():
         assert _losses(world_size, tmp_path, optimizer, **options) == expected, name
     fused = _losses(world_size, tmp_path, optimizer, fused_optimizers=True)
     assert fused == pytest.approx(expected, rel=1e-6, abs=0)
-    for name, options in SAME_BITS.items():
+    for name, options in BITWISE_EQUAL.items():
         assert _losses(world_size, tmp_path, optimizer, fused_optimizers=True, **options) == fused, name
 
 
 @on_ranks(2)
-def test_fabric_checkpoints(rank: int, world_size: int) -> None:
+def test_fabric_activation_checkpointing(rank: int, world_size: int) -> None:
     on_warm_rank(rank, world_size)
     gradients = []
-    for what in ("none", "selective"):
+    for policy in ("none", "selective"):
         torch.manual_seed(0)
-        strategy = FabricStrategy(plan="auto", activation_checkpointing=what)
+        strategy = FabricStrategy(plan="auto", activation_checkpointing=policy)
         fabric = Fabric(accelerator="cpu", devices=world_size, strategy=strategy)
         fabric.launch()
         model = fabric.setup(Llama(LlamaArgs()))
@@ -106,7 +106,7 @@ def test_fabric_checkpoints(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_offload_on_the_cpu_is_refused(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_offload_on_cpu_raises(rank: int, world_size: int, tmp_path: Path) -> None:
     on_warm_rank(rank, world_size)
     strategy = WeftModelParallelStrategy(plan="auto", activation_checkpointing="full", activation_offload=True)
     with pytest.raises(ValueError, match="activation_offload=True on CPU devices"):

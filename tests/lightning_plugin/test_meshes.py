@@ -6,7 +6,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.fabric import Fabric
-from lightning_plugin.scripts.meshes import CASES, MESHES, Tokens, assert_like_one_device, batches, mesh_settings
+from lightning_plugin.scripts.meshes import CASES, MESHES, Tokens, assert_matches_one_device, batches, mesh_settings
 from lightning_plugin.scripts.plugin_models import FeedForward, on_warm_rank, trainer, weights
 from torch import Tensor
 
@@ -24,11 +24,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize(("layout", "stage"), CASES)
 def test_every_mesh_and_stage(folder: str, layout: str, stage: int | None) -> None:
-    assert_like_one_device(folder, layout, stage, "SGD", ACCUMULATE, CLIP)
+    assert_matches_one_device(folder, layout, stage, "SGD", ACCUMULATE, CLIP)
 
 
 # With the test above: each mesh and stage with each value, and each pair of values; `make soak` runs all of them.
-OTHERS = [
+OTHER_CASES = [
     *((layout, stage, "AdamW", 1, None) for layout, stage in CASES),
     ("dp2,tp2", 3, "AdamW", 2, CLIP),
     ("dp2", 1, "SGD", 1, CLIP),
@@ -36,15 +36,15 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "stage", "optimizer", "accumulate", "clip"), OTHERS)
+@pytest.mark.parametrize(("layout", "stage", "optimizer", "accumulate", "clip"), OTHER_CASES)
 def test_other_optimizers_and_steps(
     folder: str, layout: str, stage: int | None, optimizer: str, accumulate: int, clip: float | None
 ) -> None:
-    assert_like_one_device(folder, layout, stage, optimizer, accumulate, clip)
+    assert_matches_one_device(folder, layout, stage, optimizer, accumulate, clip)
 
 
 # Each mesh once or twice, with another stage each time.
-RESUMED = [
+CHECKPOINTS = [
     ("tp1", None),
     ("tp2", None),
     ("tp4", None),
@@ -96,7 +96,7 @@ def _resume(
     return resumed
 
 
-def _straight(rank: int, world_size: int, folder: str) -> dict[str, Tensor]:
+def _train_uninterrupted(rank: int, world_size: int, folder: str) -> dict[str, Tensor]:
     on_warm_rank(rank, world_size)
     model, _, _ = _run_epochs(rank, world_size, folder, "tp1", None, 2, None)
     return weights(model)
@@ -104,17 +104,17 @@ def _straight(rank: int, world_size: int, folder: str) -> dict[str, Tensor]:
 
 def save_all(folder: str) -> dict[str, Tensor]:
     """Save one checkpoint of each mesh, as a directory and as a file; return the weights that resuming must give."""
-    for layout, stage in RESUMED:
+    for layout, stage in CHECKPOINTS:
         world_size = torch.Size(MESHES[layout]).numel()
         run_on_ranks(world_size, _save, folder=folder, layout=layout, stage=stage)
-    return run_on_ranks(1, _straight, folder=folder)[0]
+    return run_on_ranks(1, _train_uninterrupted, folder=folder)[0]
 
 
 def assert_resumes(
     folder: str, expected: dict[str, Tensor], layout: str, stage: int | None, sources: list[tuple[str, int | None]]
 ) -> None:
     """Resume from each source, alternately a directory and a file, and compare the weights."""
-    names = [_name(*saved, is_directory=bool((RESUMED.index(saved) + len(layout)) % 2)) for saved in sources]
+    names = [_name(*saved, is_directory=bool((CHECKPOINTS.index(saved) + len(layout)) % 2)) for saved in sources]
     world_size = torch.Size(MESHES[layout]).numel()
     for resumed in run_on_ranks(world_size, _resume, folder=folder, layout=layout, stage=stage, names=names):
         for name in names:
@@ -128,21 +128,19 @@ def checkpoints(folder: str) -> dict[str, Tensor]:
     return save_all(folder)
 
 
-@pytest.mark.parametrize(("layout", "stage"), RESUMED)
-def test_resumes_on_every_mesh_from_every_other(
+@pytest.mark.parametrize(("layout", "stage"), CHECKPOINTS)
+def test_checkpoints_resume_on_every_mesh(
     folder: str, checkpoints: dict[str, Tensor], layout: str, stage: int | None
 ) -> None:
     """The sources are divided among a mesh's ZeRO stages; `make soak` has each stage with each source."""
-    stages = [entry for entry in RESUMED if entry[0] == layout]
-    sources = RESUMED[stages.index((layout, stage)) :: len(stages)]
+    stages = [entry for entry in CHECKPOINTS if entry[0] == layout]
+    sources = CHECKPOINTS[stages.index((layout, stage)) :: len(stages)]
     assert_resumes(folder, checkpoints, layout, stage, sources)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize(("stage", "axis"), [(3, "data_parallel"), (2, "data_parallel"), (0, "tensor_parallel")])
-def test_one_tensor_parallel_rank_adds_no_axis_to_what_fsdp_shards(
-    rank: int, world_size: int, stage: int, axis: str
-) -> None:
+def test_one_tensor_parallel_rank_adds_no_mesh_axis(rank: int, world_size: int, stage: int, axis: str) -> None:
     on_warm_rank(rank, world_size)
     strategy = FabricStrategy(plan="auto", layout="dp2", zero_stage=stage)
     fabric = Fabric(accelerator="cpu", devices=world_size, strategy=strategy)

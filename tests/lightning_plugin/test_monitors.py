@@ -26,7 +26,7 @@ STEP_SECONDS = 0.25
 NAMESPACES = {"weft.lightning": lightning.pytorch, "weft.pytorch_lightning": pytorch_lightning}
 
 
-class Memo(Logger):
+class MetricsLogger(Logger):
     """Stores the metrics that are logged."""
 
     name = version = "memo"
@@ -41,7 +41,7 @@ class Memo(Logger):
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def of(self, prefix: str) -> list[tuple[int, dict[str, float]]]:
+    def rows_of(self, prefix: str) -> list[tuple[int, dict[str, float]]]:
         """Return the step and metrics of each row, with only the names that begin with `prefix`."""
         chosen = [(step, {n: v for n, v in row.items() if n.startswith(prefix)}) for step, row in self.rows]
         return [(step, row) for step, row in chosen if row]
@@ -63,13 +63,13 @@ class Timed(Model):
         self.seconds += 1e6
 
 
-def _fit(rank: int, world_size: int, folder: Path, monitor: Any, strategy: Any, **options: Any) -> Memo:
+def _fit(rank: int, world_size: int, folder: Path, monitor: Any, strategy: Any, **options: Any) -> MetricsLogger:
     on_warm_rank(rank, world_size)
-    memo = Memo()
+    logger = MetricsLogger()
     data = options.pop("data", None) or loader()
-    settings = {"logger": memo, "callbacks": [monitor], "log_every_n_steps": 2, "max_epochs": 2, **options}
+    settings = {"logger": logger, "callbacks": [monitor], "log_every_n_steps": 2, "max_epochs": 2, **options}
     trainer(world_size, strategy, folder, **settings).fit(Timed(monitor), data, loader(fixed_data()[:4]))
-    return memo
+    return logger
 
 
 @on_ranks(4)
@@ -83,23 +83,23 @@ def test_each_replica_counts_once(rank: int, world_size: int, tmp_path: Path, la
     )
     data = torch.utils.data.DataLoader(fixed_data(), batch_size=sizes[data_rank])
     strategy = WeftModelParallelStrategy(plan="auto", layout=layout, zero_stage=1, check_batches=0)
-    memo = _fit(rank, world_size, tmp_path, monitor, strategy, data=data, limit_train_batches=6)
+    logger = _fit(rank, world_size, tmp_path, monitor, strategy, data=data, limit_train_batches=6)
     samples = sum(sizes) / STEP_SECONDS
     rates = {"samples": samples, "tokens": DIM * samples, "flops": 5 * DIM * samples}
     expected = {f"throughput/{name}_per_second": rate for name, rate in rates.items()}
     expected |= {f"throughput/device/{name}_per_second": rate / 4 for name, rate in rates.items()}
     expected["throughput/mfu"] = rates["flops"] / 4 / 1000
-    assert memo.of("throughput/") == [(step, expected) for step in (1, 3, 5, 7, 9, 11)]
+    assert logger.rows_of("throughput/") == [(step, expected) for step in (1, 3, 5, 7, 9, 11)]
 
 
 @on_ranks(2)
 def test_other_strategies(rank: int, world_size: int, tmp_path: Path) -> None:
     monitor = ThroughputMonitor(batch_size_fn=len, flops_per_sample=8)
-    memo = _fit(rank, world_size, tmp_path, monitor, DDPStrategy(process_group_backend="cpu:weft"))
+    logger = _fit(rank, world_size, tmp_path, monitor, DDPStrategy(process_group_backend="cpu:weft"))
     rates = {"samples": 2 * BATCH / STEP_SECONDS, "flops": 8 * 2 * BATCH / STEP_SECONDS}
     expected = {f"throughput/{name}_per_second": rate for name, rate in rates.items()}
     expected |= {f"throughput/device/{name}_per_second": rate / 2 for name, rate in rates.items()}
-    assert memo.of("throughput/")[-1] == (11, expected)
+    assert logger.rows_of("throughput/")[-1] == (11, expected)
 
 
 @pytest.mark.parametrize("name", NAMESPACES)
@@ -148,13 +148,13 @@ class Slowing(Timed):
 
 
 @on_ranks(1)
-def test_the_window_rolls_by_logging_intervals(rank: int, tmp_path: Path) -> None:
+def test_window_advances_by_logging_interval(rank: int, tmp_path: Path) -> None:
     on_warm_rank(rank, 1)
     for window_size, starts in ((4, [0, 0, 2]), (3, [0, 0, 2]), (1, [0, 2, 4]), (100, [0, 0, 0])):
-        memo, monitor = Memo(), ThroughputMonitor(window_size=window_size)
-        run = trainer(1, "weft", tmp_path, logger=memo, callbacks=[monitor], log_every_n_steps=2)
+        logger, monitor = MetricsLogger(), ThroughputMonitor(window_size=window_size)
+        run = trainer(1, "weft", tmp_path, logger=logger, callbacks=[monitor], log_every_n_steps=2)
         run.fit(Slowing(monitor), loader())
-        found = [row["throughput/samples_per_second"] for _, row in memo.of("throughput/")]
+        found = [row["throughput/samples_per_second"] for _, row in logger.rows_of("throughput/")]
         ends = [2, 4, 6]
         seconds = [sum(range(start + 1, end + 1)) for start, end in zip(starts, ends, strict=True)]
         steps = [end - start for start, end in zip(starts, ends, strict=True)]
@@ -162,23 +162,23 @@ def test_the_window_rolls_by_logging_intervals(rank: int, tmp_path: Path) -> Non
 
 
 @on_ranks(1)
-def test_a_step_of_accumulated_batches(rank: int, tmp_path: Path) -> None:
+def test_accumulated_batches(rank: int, tmp_path: Path) -> None:
     monitor = ThroughputMonitor()
     options = {"accumulate_grad_batches": 3, "log_every_n_steps": 1, "max_epochs": 1}
-    memo = _fit(rank, 1, tmp_path, monitor, "weft", **options)
+    logger = _fit(rank, 1, tmp_path, monitor, "weft", **options)
     rate = BATCH / STEP_SECONDS
     expected = {"throughput/samples_per_second": rate, "throughput/device/samples_per_second": rate}
-    assert memo.of("throughput/") == [(0, expected), (1, expected)]
-    losses = [step for step, row in memo.rows if "train_loss" in row]
+    assert logger.rows_of("throughput/") == [(0, expected), (1, expected)]
+    losses = [step for step, row in logger.rows if "train_loss" in row]
     assert losses == [0, 1], "where Lightning logs its own"
 
 
 @on_ranks(1)
-def test_batches_of_any_kind(rank: int, tmp_path: Path) -> None:
+def test_batches_of_any_type(rank: int, tmp_path: Path) -> None:
     batches = [{"name": "a", "scale": torch.tensor(2.0), "x": batch} for batch in fixed_data().split(BATCH)]
     data = torch.utils.data.DataLoader(batches, batch_size=None)
-    memo = _fit(rank, 1, tmp_path, ThroughputMonitor(), "weft", data=data)
-    assert memo.of("throughput/")[0][1]["throughput/samples_per_second"] == BATCH / STEP_SECONDS
+    logger = _fit(rank, 1, tmp_path, ThroughputMonitor(), "weft", data=data)
+    assert logger.rows_of("throughput/")[0][1]["throughput/samples_per_second"] == BATCH / STEP_SECONDS
     from weft._plugin.throughput_monitor import _first_dim
 
     with pytest.raises(ValueError, match=r"a batch of type dict and finds no tensor .*; pass batch_size_fn"):
@@ -205,34 +205,34 @@ WIDE_BYTES = 2 * 256 * 512 * 4
 
 @on_ranks(4)
 @pytest.mark.parametrize("every_n_steps", [None, 4])
-def test_memory_is_what_the_count_says(rank: int, world_size: int, tmp_path: Path, every_n_steps: int | None) -> None:
+def test_memory_matches_count(rank: int, world_size: int, tmp_path: Path, every_n_steps: int | None) -> None:
     on_warm_rank(rank, world_size)
-    memo, monitor = Memo(), MemoryMonitor(every_n_steps)
+    logger, monitor = MetricsLogger(), MemoryMonitor(every_n_steps)
     with counted():
-        kept = torch.zeros(1000 * (rank + 1))  # so that the ranks differ
+        padding = torch.zeros(1000 * (rank + 1))  # so that the ranks differ
         strategy = WeftModelParallelStrategy(plan="auto", layout="dp2,tp2")
-        run = trainer(world_size, strategy, tmp_path, logger=memo, callbacks=[monitor], max_epochs=2)
+        run = trainer(world_size, strategy, tmp_path, logger=logger, callbacks=[monitor], max_epochs=2)
         with pytest.raises(RuntimeError, match="no figures yet"):
             monitor.table()
         run.fit(Wide(), loader(torch.randn(24, 256)))
         mine = weft.memory.by_category(at="peak")
-        del kept
+        del padding
     table = monitor.table()
     assert table[rank] == {"rank": rank, "total": sum(mine.values()), **mine}
-    everyone: list[Any] = [None] * world_size
-    dist.all_gather_object(everyone, table)
-    assert all(each == table for each in everyone)
+    tables: list[Any] = [None] * world_size
+    dist.all_gather_object(tables, table)
+    assert all(each == table for each in tables)
     largest = {f"memory/{name}": max(row[name] for row in table) for name in ("total", *mine)}
     assert {name: run.callback_metrics[name].item() for name in largest} == largest
     if rank == 0:
-        assert [step for step, _ in memo.of("memory/")] == ([5, 11] if every_n_steps is None else [3, 7, 11])
-        assert memo.of("memory/")[-1][1] == largest
+        assert [step for step, _ in logger.rows_of("memory/")] == ([5, 11] if every_n_steps is None else [3, 7, 11])
+        assert logger.rows_of("memory/")[-1][1] == largest
     assert len({row["total"] for row in table}) == world_size
     assert table[rank]["optimizer_state"] >= 2 * WIDE_BYTES // world_size
 
 
 @on_ranks(2)
-def test_memory_of_other_strategies_has_categories_too(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_memory_categories_of_other_strategies(rank: int, world_size: int, tmp_path: Path) -> None:
     on_warm_rank(rank, world_size)
     monitor = MemoryMonitor()
     with counted():
@@ -246,7 +246,7 @@ def test_memory_of_other_strategies_has_categories_too(rank: int, world_size: in
     assert not model.layers[0].weight._post_accumulate_grad_hooks
 
 
-class Unseen(Wide):
+class Untracked(Wide):
     """A model whose layers the count has not seen, as if it was built before the count began.
 
     The count has seen the scale, which has two names, and the offset.
@@ -257,33 +257,31 @@ class Unseen(Wide):
         self.layers.share_memory()  # which the allocator does not see
         self.scale = self.tied = nn.Parameter(torch.ones(256))
         self.register_buffer("offset", torch.zeros(256))
-        self.register_buffer("unseen_offset", torch.zeros(256).share_memory_())
+        self.register_buffer("untracked_offset", torch.zeros(256).share_memory_())
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return super().training_step(batch * self.scale + self.offset + self.unseen_offset, batch_idx)
+        return super().training_step(batch * self.scale + self.offset + self.untracked_offset, batch_idx)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("plan", ["auto", "replicate", "ddp"])
-def test_memory_of_parameters_that_the_count_has_not_seen(
-    rank: int, world_size: int, tmp_path: Path, plan: str
-) -> None:
+def test_memory_of_untracked_parameters(rank: int, world_size: int, tmp_path: Path, plan: str) -> None:
     on_warm_rank(rank, world_size)
-    memo, monitor = Memo(), MemoryMonitor()
+    logger, monitor = MetricsLogger(), MemoryMonitor()
     with counted():
         before = weft.memory.by_category()["parameters"]
-        model = Unseen()
-        unseen = [*model.layers.parameters(), model.unseen_offset]
-        assert not any(_memory.set_category(tensor, "parameters") for tensor in unseen)
+        model = Untracked()
+        untracked = [*model.layers.parameters(), model.untracked_offset]
+        assert not any(_memory.set_category(tensor, "parameters") for tensor in untracked)
         strategy: Any = DDPStrategy(process_group_backend="cpu:weft")
         if plan != "ddp":
             strategy = WeftModelParallelStrategy(plan="auto" if plan == "auto" else {"layers": "replicate"})
-        run = trainer(world_size, strategy, tmp_path, logger=memo, callbacks=[monitor])
+        run = trainer(world_size, strategy, tmp_path, logger=logger, callbacks=[monitor])
         run.fit(model, loader(torch.randn(24, 256)))
     expected = WIDE_BYTES // (world_size if plan == "auto" else 1) + 3 * 256 * 4
     assert [row["parameters"] - before for row in monitor.table()] == [expected] * world_size
     if rank == 0:
-        assert memo.of("memory/")[-1][1]["memory/parameters"] - before == expected
+        assert logger.rows_of("memory/")[-1][1]["memory/parameters"] - before == expected
     assert sum(monitor.table()[rank][name] for name in weft.memory.CATEGORIES) == monitor.table()[rank]["total"]
 
 
@@ -297,6 +295,6 @@ def test_memory_of_parameters_that_the_count_has_not_seen(
         (lambda: MemoryMonitor(True), r"every_n_steps=True"),
     ],
 )
-def test_bad_settings(build: Any, message: str) -> None:
+def test_invalid_settings_raise(build: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build()

@@ -89,18 +89,18 @@ CASES = ["penalty", "LBFGS", "Adafactor", "Adafactor foreach"]
 LAYOUTS = [("tp2", None), ("dp2", 0), ("dp2", 1), ("dp2,tp2", 3)]
 
 
-def test_training_is_that_of_one_device(tmp_path: Path) -> None:
+def test_training_matches_one_device(tmp_path: Path) -> None:
     [expected] = run_on_ranks(1, _fit, layout="", zero_stage=None, cases=CASES, folder=str(tmp_path))
     for layout, zero_stage in LAYOUTS:
         cases = CASES if zero_stage != 1 else CASES[:1]  # zero_stage=1 does not support the others
         size = 4 if "," in layout else 2
         for found in run_on_ranks(size, _fit, layout=layout, zero_stage=zero_stage, cases=cases, folder=str(tmp_path)):
-            for case, (seen, values), (seen_there, there) in zip(cases, found, expected, strict=False):
-                assert seen == pytest.approx(seen_there, rel=1e-6), (layout, zero_stage, case)
+            for case, (seen, values), (expected_seen, expected_values) in zip(cases, found, expected, strict=False):
+                assert seen == pytest.approx(expected_seen, rel=1e-6), (layout, zero_stage, case)
                 # Adafactor's and LBFGS's own arithmetic amplifies the rounding of sums in another order.
                 for name, value in values.items():
-                    place = f"{layout}, zero_stage {zero_stage}, {case}: {name}"
-                    torch.testing.assert_close(value, there[name], rtol=1e-7, atol=1e-9, msg=place)
+                    label = f"{layout}, zero_stage {zero_stage}, {case}: {name}"
+                    torch.testing.assert_close(value, expected_values[name], rtol=1e-7, atol=1e-9, msg=label)
 
 
 @on_ranks(2)
@@ -119,7 +119,7 @@ def test_anomaly_detection(rank: int, world_size: int, tmp_path: Path) -> None:
         torch.autograd.set_detect_anomaly(False)
 
 
-class InStages(L.LightningModule):
+class PipelineModule(L.LightningModule):
     """A step that reads all parameters raises; a hook gets the parameters of the rank's stages, and a warning."""
 
     def __init__(self, is_penalized: bool) -> None:
@@ -139,11 +139,11 @@ class InStages(L.LightningModule):
 
 
 @on_ranks(2)
-def test_all_parameters_of_a_model_in_stages(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_all_parameters_with_pipeline(rank: int, world_size: int, tmp_path: Path) -> None:
     on_warm_rank(rank, world_size)
     for is_penalized in (False, True):
         strategy = WeftModelParallelStrategy(plan="auto", layout="pp2", pipeline_cuts=["2"])
-        module, run = InStages(is_penalized), trainer(2, strategy, tmp_path)
+        module, run = PipelineModule(is_penalized), trainer(2, strategy, tmp_path)
         loader = torch.utils.data.DataLoader(torch.ones(4, 4), batch_size=2)
         if is_penalized:  # before the model's call, so that the step fails on every stage
             with pytest.raises(

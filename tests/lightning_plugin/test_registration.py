@@ -36,14 +36,14 @@ def test_class_of_each_namespace(name: str) -> None:
     assert (cls.__module__, cls.__qualname__) == (name, "WeftModelParallelStrategy")
     registry = getattr(strategies, registry_name)
     for registered, (data, tensor) in PRESETS.items():
-        made = registry.get(registered)
-        assert type(made) is cls
-        assert made.plan.is_auto
-        assert (made._data_parallel_size, made._tensor_parallel_size) == (data, tensor)
+        strategy = registry.get(registered)
+        assert type(strategy) is cls
+        assert strategy.plan.is_auto
+        assert (strategy._data_parallel_size, strategy._tensor_parallel_size) == (data, tensor)
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_arguments_are_lightnings_and_ours(name: str) -> None:
+def test_signature_extends_signature_of_lightning(name: str) -> None:
     strategies, _ = PUBLIC[name]
     cls = importlib.import_module(name).WeftModelParallelStrategy
     ours = inspect.signature(cls).parameters
@@ -52,11 +52,17 @@ def test_arguments_are_lightnings_and_ours(name: str) -> None:
             assert ours[argument].default is None
         else:
             assert ours[argument].default == stock.default, argument
-    of_pipelines = ["pipeline_cuts", "pipeline_parallel_size", "pipeline_schedule", "num_micro_batches"]
-    of_pipelines += ["micro_batch_shares"]
+    pipeline_arguments = ["pipeline_cuts", "pipeline_parallel_size", "pipeline_schedule", "num_micro_batches"]
+    pipeline_arguments += ["micro_batch_shares"]
     if name in TRAINER_MODULES:
-        of_pipelines = ["pipeline_cuts", "pipeline_module", *of_pipelines[1:], "split_batch", "micro_batch_weight"]
-    assert list(ours)[-13 - len(of_pipelines) :] == [
+        pipeline_arguments = [
+            "pipeline_cuts",
+            "pipeline_module",
+            *pipeline_arguments[1:],
+            "split_batch",
+            "micro_batch_weight",
+        ]
+    assert list(ours)[-13 - len(pipeline_arguments) :] == [
         "plan",
         "check_batches",
         "check_batches_every",
@@ -69,12 +75,12 @@ def test_arguments_are_lightnings_and_ours(name: str) -> None:
         "zero_stage",
         "layout",
         "sequence_parallel",
-        *of_pipelines,
+        *pipeline_arguments,
         "verify",
     ]
 
 
-def test_registering_again_changes_nothing() -> None:
+def test_registration_is_idempotent() -> None:
     before = dict(lightning.pytorch.strategies.StrategyRegistry)
     factory.register_installed()
     assert dict(lightning.pytorch.strategies.StrategyRegistry) == before
@@ -87,7 +93,7 @@ def test_registering_again_changes_nothing() -> None:
         (lightning.fabric.strategies.STRATEGY_REGISTRY, lightning.fabric.Fabric),
     ],
 )
-def test_the_error_without_the_import_stands_in_the_documentation(
+def test_error_without_import_is_documented(
     registry: dict, made: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lightning reads no entry point before it raises, so an entry point cannot replace the import."""
@@ -105,7 +111,7 @@ def test_the_error_without_the_import_stands_in_the_documentation(
     assert groups, "entry points are asked for callbacks"
 
 
-def test_a_name_that_somebody_else_has_is_left_to_them() -> None:
+def test_foreign_registration_is_not_replaced() -> None:
     registry = lightning.pytorch.strategies.StrategyRegistry
     ours = registry.pop("weft")
     try:
@@ -116,7 +122,7 @@ def test_a_name_that_somebody_else_has_is_left_to_them() -> None:
         registry["weft"] = ours
 
 
-def test_a_namespace_that_is_absent() -> None:
+def test_absent_namespace_raises() -> None:
     absent = factory.Flavour("not_there", "not_there.x", "R", "not_there", object, "weft.not_there")
     with pytest.raises(ImportError, match="run `pip install not-there`"):
         factory.strategy_class(absent)
@@ -157,13 +163,13 @@ def test_a_namespace_that_is_absent() -> None:
         ({"activation_offload": True}, ValueError, "activation_offload=True without checkpoints"),
     ],
 )
-def test_bad_settings(name: str, settings: dict, error: type[Exception], remedy: str) -> None:
+def test_invalid_settings_raise(name: str, settings: dict, error: type[Exception], remedy: str) -> None:
     with pytest.raises(error, match=remedy):
         importlib.import_module(name).WeftModelParallelStrategy(**settings)
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_unknown_arguments_are_named_with_the_class(name: str) -> None:
+def test_unknown_arguments_raise(name: str) -> None:
     cls = importlib.import_module(name).WeftModelParallelStrategy
     with pytest.raises(TypeError) as raised:
         cls(tensor_paralel_size=2)
@@ -181,7 +187,7 @@ def test_unknown_arguments_are_named_with_the_class(name: str) -> None:
     assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in inspect.signature(cls).parameters.values())
 
 
-def test_unknown_arguments_of_callbacks_are_named_with_the_class() -> None:
+def test_unknown_arguments_of_callbacks_raise() -> None:
     from weft.lightning import MemoryMonitor
 
     with pytest.raises(TypeError, match=r"^MemoryMonitor got the unknown argument 'every_steps' .*'every_n_steps'"):
@@ -196,7 +202,7 @@ def test_parallelize_fn_must_be_callable() -> None:
 
 
 @pytest.mark.parametrize("name", TRAINER_MODULES)
-def test_sizes_are_refused_before_anything_is_launched(name: str) -> None:
+def test_invalid_sizes_raise_before_launch(name: str) -> None:
     cls = importlib.import_module(name).WeftModelParallelStrategy
     trainer_class = {"weft.lightning": lightning.pytorch.Trainer}.get(name, pytorch_lightning.Trainer)
     with pytest.raises(

@@ -49,32 +49,32 @@ def test_each_replica_counts_once(rank: int, world_size: int, tmp_path: Path) ->
 
 
 @on_ranks(4)
-def test_the_first_rank_says_who_holds_what(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_first_rank_logs_layout_and_bytes(rank: int, world_size: int, tmp_path: Path) -> None:
     on_warm_rank(rank, world_size)
-    said: list[str] = []
+    log_lines: list[str] = []
     strategy = WeftModelParallelStrategy(plan="auto", layout="dp2,tp2", zero_stage=1)
-    strategy._log = said.append
+    strategy._log = log_lines.append
     run = trainer(world_size, strategy, tmp_path)
     model = Model()
     run.fit(model, loader())
     run.test(model, loader(), verbose=False)
-    [summary] = [text.splitlines() for text in said if text.startswith("weft: layout")]
+    [summary] = [text.splitlines() for text in log_lines if text.startswith("weft: layout")]
     assert len(summary) <= MAX_LINES and all(line.startswith("weft: ") for line in summary)
-    whole, held = (sum(getattr(p, where, p).nbytes for p in model.parameters()) for where in ("data", "_local_tensor"))
+    full_bytes, local_bytes = (
+        sum(getattr(p, where, p).nbytes for p in model.parameters()) for where in ("data", "_local_tensor")
+    )
     assert summary[0] == "weft: layout: data_parallel=2, tensor_parallel=2, zero_stage=1; plan: auto."
     assert summary[1].startswith("weft: sharded: 1 FeedForward fused, by hidden units")
     assert re.fullmatch(r"weft: replicated: \d+ of \d+ parameters, \d+\.\d % of their bytes\.", summary[2])
-    start = f"weft: parameters: {whole / 1e6:.3f} MB in all; MB held by rank 0: {held / 1e6:.3f}, rank 1"
+    start = f"weft: parameters: {full_bytes / 1e6:.3f} MB in all; MB held by rank 0: {local_bytes / 1e6:.3f}, rank 1"
     assert summary[-2].startswith(start)
-    need = f"{2 * held / 1e6:.3f} MB of parameters and gradients, {2 * held / 1e6:.3f} MB more with the states of Adam"
-    assert need in summary[-1]
+    need = f"{2 * local_bytes / 1e6:.3f} MB"
+    assert f"{need} of parameters and gradients, {need} more with the states of Adam" in summary[-1]
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("layout", ["dp4", "dp2,tp2", "rep2,dp2"])
-def test_the_sampler_shares_the_data_between_data_ranks(
-    rank: int, world_size: int, tmp_path: Path, layout: str
-) -> None:
+def test_sampler_shards_data_over_data_ranks(rank: int, world_size: int, tmp_path: Path, layout: str) -> None:
     on_warm_rank(rank, world_size)
     model = Model()
     strategy = WeftModelParallelStrategy(plan="auto", layout=layout)
@@ -83,13 +83,13 @@ def test_the_sampler_shares_the_data_between_data_ranks(
     seen = torch.cat(model.batches)
     gathered = [torch.empty_like(seen) for _ in range(world_size)]
     dist.all_gather(gathered, seen)
-    together = torch.cat(gathered[::tensor])
-    assert sorted(together[:, 0].tolist()) == sorted(fixed_data()[:, 0].tolist())
+    all_samples = torch.cat(gathered[::tensor])
+    assert sorted(all_samples[:, 0].tolist()) == sorted(fixed_data()[:, 0].tolist())
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("where", ["init", "configure_model"])
-def test_unseeded_replicas_start_alike(rank: int, world_size: int, tmp_path: Path, where: str) -> None:
+def test_unseeded_replicas_start_equal(rank: int, world_size: int, tmp_path: Path, where: str) -> None:
     on_warm_rank(rank, world_size)
 
     class Unseeded(Model):
@@ -105,9 +105,9 @@ def test_unseeded_replicas_start_alike(rank: int, world_size: int, tmp_path: Pat
     strategy = WeftModelParallelStrategy(plan="auto", layout="dp2,tp2", zero_stage=0)
     model = Unseeded(seed=None)
     trainer(world_size, strategy, tmp_path).fit(model, loader())
-    everything = torch.cat([*(value.flatten() for value in model.first.values()), model.offset])
-    gathered = [torch.empty_like(everything) for _ in range(world_size)]
-    dist.all_gather(gathered, everything)
+    values = torch.cat([*(value.flatten() for value in model.first.values()), model.offset])
+    gathered = [torch.empty_like(values) for _ in range(world_size)]
+    dist.all_gather(gathered, values)
     assert all(torch.equal(gathered[0], each) for each in gathered)
     draws = [torch.empty(()) for _ in range(world_size)]
     dist.all_gather(draws, model.drawn)

@@ -28,7 +28,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from support.ranks import on_ranks
 from weft._plugin.batch_check import BatchCheck, batch_digest
-from weft._plugin.replicas import random_state_of_first_rank, share_values
+from weft._plugin.replicas import broadcast_values, random_state_of_first_rank
 from weft.lightning import WeftModelParallelStrategy
 
 
@@ -69,7 +69,7 @@ def test_without_seed_everything(rank: int, world_size: int, tmp_path: Path) -> 
 
 
 @on_ranks(2)
-def test_hooks_that_draw_on_one_rank_only(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_rank_local_draws_in_hooks(rank: int, world_size: int, tmp_path: Path) -> None:
     on_warm_rank(rank, world_size)
     model = Model(dropout=0.5)
     model.on_fit_start = lambda: _draw() if rank == 0 else None
@@ -81,21 +81,21 @@ def test_hooks_that_draw_on_one_rank_only(rank: int, world_size: int, tmp_path: 
 @pytest.mark.parametrize("name", ["own", "data_parallel"])
 def test_shards_of_other_meshes_are_kept(rank: int, world_size: int, name: str) -> None:
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("data_parallel",))
-    theirs = init_device_mesh("cpu", (world_size,), mesh_dim_names=(name,))
+    other_mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=(name,))
     model = nn.Module()
-    for key, placement in (("cut", Shard(0)), ("same", Replicate())):
-        value = DTensor.from_local(torch.full((3,), float(rank)), theirs, [placement])
+    for key, placement in (("sharded", Shard(0)), ("replicated", Replicate())):
+        value = DTensor.from_local(torch.full((3,), float(rank)), other_mesh, [placement])
         model.register_parameter(key, nn.Parameter(value))
     model.plain = nn.Parameter(torch.full((3,), float(rank)))
-    share_values(model, mesh, torch.device("cpu"))
-    assert torch.equal(model.cut.to_local(), torch.full((3,), float(rank)))
-    assert torch.equal(model.same.to_local(), torch.zeros(3))
+    broadcast_values(model, mesh, torch.device("cpu"))
+    assert torch.equal(model.sharded.to_local(), torch.full((3,), float(rank)))
+    assert torch.equal(model.replicated.to_local(), torch.zeros(3))
     assert torch.equal(model.plain, torch.zeros(3))
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("seeded", ["torch", "python"])
-def test_each_generator_returns_to_its_own_numbers(rank: int, world_size: int, seeded: str) -> None:
+def test_generator_states_are_restored(rank: int, world_size: int, seeded: str) -> None:
     mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
     random.seed(0 if seeded == "python" else rank)
     torch.manual_seed(0 if seeded == "torch" else rank)
@@ -107,11 +107,11 @@ def test_each_generator_returns_to_its_own_numbers(rank: int, world_size: int, s
     after = _draw()
     left, right = _on_all_ranks(inside, world_size)
     assert left == right
-    alike = [left == right for left, right in zip(*_on_all_ranks(after, world_size), strict=True)]
-    assert alike == [seeded == "python", False, seeded == "torch"]
-    for number, is_alike in enumerate(alike):
+    equal = [left == right for left, right in zip(*_on_all_ranks(after, world_size), strict=True)]
+    assert equal == [seeded == "python", False, seeded == "torch"]
+    for number, is_equal in enumerate(equal):
         assert after[number] != before[number]
-        assert not is_alike or after[number] != inside[number], "drawn once more"
+        assert not is_equal or after[number] != inside[number], "drawn once more"
 
 
 class _RandomStream(IterableDataset):
@@ -174,7 +174,7 @@ class _ShardedByRank(IterableDataset):
 
 
 @on_ranks(2, 4)
-def test_different_batches_are_refused(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_different_batches_raise(rank: int, world_size: int, tmp_path: Path) -> None:
     on_warm_rank(rank, world_size)
     if world_size == 2:
         data = [s + rank for s in fixed_data()]
@@ -189,7 +189,7 @@ def test_different_batches_are_refused(rank: int, world_size: int, tmp_path: Pat
 
 
 @on_ranks(4)
-def test_every_nth_batch_is_compared_on_request(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_every_nth_batch_is_compared(rank: int, world_size: int, tmp_path: Path) -> None:
     on_warm_rank(rank, world_size)
     unchecked = WeftModelParallelStrategy(plan="auto", check_batches=0)
     trainer(world_size, unchecked, tmp_path).predict(Model(), loader(_ShardedByRank()))
@@ -206,7 +206,7 @@ class _Sample:
     name: str
 
 
-def test_digest_sees_every_tensor_of_a_nested_batch() -> None:
+def test_digest_covers_nested_batches() -> None:
     image = torch.arange(6.0).reshape(2, 3)
 
     def digest(value: Tensor) -> int:

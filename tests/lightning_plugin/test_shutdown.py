@@ -31,10 +31,10 @@ def _signal_child(signum: int) -> Stop:
 
 
 def _signal_all(signum: int) -> Stop:
-    return lambda tree, pids: tree.send_signal(signum, whole_group=True)
+    return lambda tree, pids: tree.send_signal(signum, to_group=True)
 
 
-def _nothing(tree: ProcessTree, pids: dict[int, int]) -> None:
+def _wait_for_exception(tree: ProcessTree, pids: dict[int, int]) -> None:
     """Wait until a rank raises by itself, a second after it is ready."""
     time.sleep(1.0)
 
@@ -44,8 +44,8 @@ PAIRS = {
     "SIGINT": ([("compute", "compute"), ("wait", "compute")], _signal_root(signal.SIGINT)),
     "Ctrl-C": ([("compute", "compute"), ("wait", "compute")], _signal_all(signal.SIGINT)),
     "SIGTERM": ([("compute", "compute"), ("wait", "compute")], _signal_root(signal.SIGTERM)),
-    "exception on rank 0": ([("raise", "compute"), ("raise", "wait")], _nothing),
-    "exception on rank 1": ([("compute", "raise"), ("wait", "raise")], _nothing),
+    "exception on rank 0": ([("raise", "compute"), ("raise", "wait")], _wait_for_exception),
+    "exception on rank 1": ([("compute", "raise"), ("wait", "raise")], _wait_for_exception),
     "SIGKILL of rank 0": ([("compute", "compute"), ("compute", "wait")], _signal_root(signal.SIGKILL)),
     "SIGKILL of rank 1": ([("compute", "compute"), ("wait", "compute")], _signal_child(signal.SIGKILL)),
 }
@@ -69,31 +69,31 @@ def _check(launcher: list[str], actions: tuple[str, str], stop: Stop) -> str:
 
 
 @pytest.mark.parametrize("case", PAIRS)
-def test_nothing_is_left(case: str) -> None:
+def test_no_process_is_left(case: str) -> None:
     trees, stop = PAIRS[case]
     with ThreadPoolExecutor(len(trees)) as pool:
         for stderr in pool.map(lambda actions: _check([sys.executable], actions, stop), trees):
-            assert stop is not _nothing or "this rank fails on purpose" in stderr
+            assert stop is not _wait_for_exception or "this rank fails on purpose" in stderr
 
 
-def test_nothing_is_left_under_torchrun() -> None:
+def test_no_process_is_left_under_torchrun() -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     cases = [
-        (("compute", "raise"), _nothing),
+        (("compute", "raise"), _wait_for_exception),
         (("wait", "compute"), lambda tree, pids: tree.send_signal(signal.SIGTERM)),
     ]
     with ThreadPoolExecutor(len(cases)) as pool:
         list(pool.map(lambda case: _check(launcher, *case), cases))
 
 
-def test_an_error_of_all_ranks_has_one_traceback() -> None:
+def test_error_on_all_ranks_has_one_traceback() -> None:
     python = [sys.executable]
     launchers = (python, [*python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"])
     with ThreadPoolExecutor(len(launchers)) as pool:
-        for stderr in pool.map(lambda launcher: _check(launcher, ("raise", "raise"), _nothing), launchers):
-            of_ranks = [line for line in stderr.splitlines() if line.startswith(("[rank0]:", "[rank1]:"))]
-            assert [line for line in of_ranks if "Traceback" in line] == of_ranks[:1], stderr
-            assert of_ranks[-1].endswith("RuntimeError: this rank fails on purpose"), stderr
+        for stderr in pool.map(lambda launcher: _check(launcher, ("raise", "raise"), _wait_for_exception), launchers):
+            rank_lines = [line for line in stderr.splitlines() if line.startswith(("[rank0]:", "[rank1]:"))]
+            assert [line for line in rank_lines if "Traceback" in line] == rank_lines[:1], stderr
+            assert rank_lines[-1].endswith("RuntimeError: this rank fails on purpose"), stderr
             # torchrun may end the second rank before it prints its line.
             same = re.findall(r"^weft: rank \d raised the same RuntimeError as rank \d: see", stderr, re.MULTILINE)
             assert len(same) == 1 or ("Sending process" in stderr and not same), stderr
@@ -111,7 +111,7 @@ guard().on_clean_exit(fails)
 """
 
 
-def test_what_fails_at_a_clean_exit_leaves_the_rest_to_run() -> None:
+def test_failing_exit_hook_does_not_stop_others() -> None:
     result = run_process([sys.executable, "-c", AT_EXIT], timeout=100)
     assert result.stdout.splitlines() == ["the one before it ran"]
     assert "RuntimeError: this one failed" in result.stderr

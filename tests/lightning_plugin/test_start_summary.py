@@ -19,22 +19,22 @@ from weft.strategy.summary import MAX_LINES, replicated, summary
 
 
 @on_ranks(1)
-def test_one_device_says_that_nothing_is_sharded(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_one_device_logs_no_sharding(rank: int, world_size: int, tmp_path: Path) -> None:
     on_warm_rank(rank, world_size)
-    said: list[str] = []
+    log_lines: list[str] = []
     strategy = WeftModelParallelStrategy(plan="auto")
-    strategy._log = said.append
+    strategy._log = log_lines.append
     run = trainer(world_size, strategy, tmp_path)
     model = Model()
     run.fit(model, loader())
     run.test(model, loader(), verbose=False)
-    assert [text for text in said if "nothing is sharded" in text] == [
+    assert [text for text in log_lines if "nothing is sharded" in text] == [
         "weft: nothing is sharded, as there is one device (on CPU, devices='auto' means 1)."
     ]
 
 
 @on_ranks(2)
-def test_a_model_that_stays_replicated_is_warned_of(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_replicated_model_warns(rank: int, world_size: int, tmp_path: Path) -> None:
     on_warm_rank(rank, world_size)
     warned: list[str] = []
     strategy = WeftModelParallelStrategy(plan={"norm": "replicate"})
@@ -73,16 +73,16 @@ def test_layouts_without_tensor_parallelism(
     rank: int, world_size: int, tmp_path: Path, options: dict[str, Any], sentence: str
 ) -> None:
     on_warm_rank(rank, world_size)
-    said: list[str] = []
+    log_lines: list[str] = []
     strategy = WeftModelParallelStrategy(plan="auto", **options)
-    strategy._log = said.append
+    strategy._log = log_lines.append
     trainer(world_size, strategy, tmp_path).fit(Staged(), loader())
-    [lines] = [text.splitlines() for text in said if "layout:" in text]
+    [lines] = [text.splitlines() for text in log_lines if "layout:" in text]
     assert lines[1] == sentence and not any("sharded: " in line for line in lines)
 
 
 @on_ranks(2)
-def test_kinds_of_modules_and_the_largest_replicated_parameters(world_size: int) -> None:
+def test_summary_of_modules_and_largest_replicated_parameters(world_size: int) -> None:
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
     model = nn.ModuleDict({"encoder": nn.TransformerEncoder(layer, 2), "table": nn.Embedding(50, 32)})
     parallelize(model, tensor_parallel(world_size), "auto")
@@ -96,7 +96,7 @@ def test_kinds_of_modules_and_the_largest_replicated_parameters(world_size: int)
     assert replicated(nn.Linear(4, 4))[0] == "replicated: 2 of 2 parameters, 100.0 % of their bytes."
 
 
-def test_verify_is_one_of_three() -> None:
+def test_invalid_verify_raises() -> None:
     with pytest.raises(ValueError, match="got verify='sometimes'; pass 'auto', 'always' or 'never'"):
         WeftModelParallelStrategy(plan="auto", verify="sometimes")
     assert WeftModelParallelStrategy(plan="auto", verify="never").plan.verify == "never"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from support.ranks import on_ranks
-from weft._plugin.step_outputs import join_outputs, pack, share_from, weighted_mean
+from weft._plugin.step_outputs import broadcast_serialized, join_outputs, serialize, weighted_mean
 
 SIZES, WEIGHTS = [2, 1], [2.0, 1.0]
 
@@ -39,19 +39,19 @@ class Named(NamedTuple):
         ([[torch.zeros(2), "a", 0.0], [torch.ones(1), "a", 3.0]], [torch.tensor([0.0, 0.0, 1.0]), "a", 1.0]),
     ],
 )
-def test_joins(outputs: list[Any], expected: Any) -> None:
-    assert same(join_outputs(outputs, SIZES, WEIGHTS), expected)
+def test_join_outputs(outputs: list[Any], expected: Any) -> None:
+    assert is_equal(join_outputs(outputs, SIZES, WEIGHTS), expected)
 
 
-def same(left: Any, right: Any) -> bool:
+def is_equal(left: Any, right: Any) -> bool:
     if type(left) is not type(right):
         return False
     if isinstance(left, torch.Tensor):
         return torch.equal(left, right)
     if isinstance(left, dict):
-        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+        return left.keys() == right.keys() and all(is_equal(left[key], right[key]) for key in left)
     if isinstance(left, (list, tuple)):
-        return len(left) == len(right) and all(map(same, left, right))
+        return len(left) == len(right) and all(map(is_equal, left, right))
     return left == right
 
 
@@ -66,17 +66,17 @@ def same(left: Any, right: Any) -> bool:
         [object(), object()],
     ],
 )
-def test_refuses_what_it_cannot_join(outputs: list[Any]) -> None:
+def test_unjoinable_outputs_raise(outputs: list[Any]) -> None:
     with pytest.raises(TypeError, match="for each micro-batch, which cannot be joined; give tensors with the"):
         join_outputs(outputs, SIZES, WEIGHTS)
 
 
-def test_one_micro_batch_is_what_it_is() -> None:
-    whole = object()
-    assert join_outputs([whole], [3], [3.0]) is whole
+def test_one_micro_batch_is_returned_unchanged() -> None:
+    output = object()
+    assert join_outputs([output], [3], [3.0]) is output
 
 
-def test_a_mean_leaves_out_what_weighs_nothing() -> None:
+def test_mean_ignores_zero_weights() -> None:
     nan = torch.tensor(float("nan"), dtype=torch.float64)
     assert weighted_mean([nan, torch.tensor(2.0)], [0.0, 1.0]).item() == 2
     assert weighted_mean([nan, nan], [0.0, 0.0]).isnan()
@@ -84,19 +84,19 @@ def test_a_mean_leaves_out_what_weighs_nothing() -> None:
     assert weighted_mean([nan, torch.tensor(2.0)], [0.0, 1.0]).dtype == torch.float64
 
 
-def test_what_cannot_travel_is_said_before_it_is_sent() -> None:
+def test_unpicklable_outputs_raise() -> None:
     with pytest.raises(
         TypeError, match=r"what a step gave or logged cannot be sent to other stages \(.*; give tensors"
     ):
-        pack({"f": lambda: None})
+        serialize({"f": lambda: None})
 
 
 @on_ranks(2)
-def test_everything_comes_from_the_last_rank(rank: int, world_size: int) -> None:
+def test_outputs_come_from_last_rank(rank: int, world_size: int) -> None:
     large = torch.arange(9000.0).view(3, 3000)
     view = large[1]  # a small view of a large tensor
     sent = {"large": large, "view": view[:2], "text": ["a", None], "number": torch.tensor(3)}
     group = torch.distributed.group.WORLD
-    received = share_from(pack(sent) if rank == 1 else None, group, 1, torch.device("cpu"))
+    received = broadcast_serialized(serialize(sent) if rank == 1 else None, group, 1, torch.device("cpu"))
     assert torch.equal(received["large"], large) and torch.equal(received["view"], view[:2])
     assert received["text"] == ["a", None] and received["number"] == 3

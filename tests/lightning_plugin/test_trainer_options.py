@@ -20,7 +20,7 @@ from weft.lightning import WeftModelParallelStrategy
 VOCAB = 37
 MESHES = [("tp2", None), ("dp2", 0), ("dp2", 1), ("dp2", 3), ("dp2,tp2", 1), ("dp2,tp2", 2), ("dp2,tp2", 3)]
 NUM_RANKS = {"": (1, 1), "tp2": (1, 2), "dp2": (2, 1), "dp2,tp2": (2, 2)}
-OWN_PLAN = {
+USER_PLAN = {
     "model.tok_embeddings": "vocab_embedding",
     "model.layers.*.attention": "attention",
     "model.layers.*.feed_forward": "column_row_mlp",
@@ -100,7 +100,7 @@ def fit(
     return model.losses, weights(model)
 
 
-def assert_like_one_device(folder: Path, layout: str, stage: int | None, **case: Any) -> None:
+def assert_matches_one_device(folder: Path, layout: str, stage: int | None, **case: Any) -> None:
     """Compare the weights after six steps; `case`: settings of weft that one device does not have."""
     module = case.pop("module", {})
     [(_, expected)] = run_on_ranks(1, fit, folder=str(folder), layout="", stage=None, module=module)
@@ -113,7 +113,7 @@ def assert_like_one_device(folder: Path, layout: str, stage: int | None, **case:
 
 def _predict(rank: int, world_size: int, folder: str, layout: str) -> Tensor | None:
     on_warm_rank(rank, world_size)
-    strategy: Any = WeftModelParallelStrategy(plan=OWN_PLAN, layout=layout) if layout else "auto"
+    strategy: Any = WeftModelParallelStrategy(plan=USER_PLAN, layout=layout) if layout else "auto"
     num_data, num_tensor = NUM_RANKS[layout]
     [first, *_] = trainer(world_size, strategy, folder).predict(Decoder(), data(num_data, rank // num_tensor))
     # Code that only one rank runs must need no other rank.
@@ -121,7 +121,7 @@ def _predict(rank: int, world_size: int, folder: str, layout: str) -> Tensor | N
 
 
 @pytest.mark.parametrize("layout", ["tp2", "dp2,tp2"])
-def test_predictions_are_whole(tmp_path: Path, layout: str) -> None:
+def test_predictions_are_unsharded(tmp_path: Path, layout: str) -> None:
     [expected] = run_on_ranks(1, _predict, folder=str(tmp_path), layout="")
     num_data, num_tensor = NUM_RANKS[layout]
     [first, *_] = run_on_ranks(num_data * num_tensor, _predict, folder=str(tmp_path), layout=layout)
@@ -130,32 +130,32 @@ def test_predictions_are_whole(tmp_path: Path, layout: str) -> None:
 
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside another"])
 @pytest.mark.parametrize(("layout", "stage"), MESHES)
-def test_a_plan_of_every_style(tmp_path: Path, layout: str, stage: int | None, beside: bool) -> None:
-    assert_like_one_device(tmp_path, layout, stage, plan=OWN_PLAN, module={"beside": beside})
+def test_plan_with_every_style(tmp_path: Path, layout: str, stage: int | None, beside: bool) -> None:
+    assert_matches_one_device(tmp_path, layout, stage, plan=USER_PLAN, module={"beside": beside})
 
 
 @pytest.mark.parametrize(("layout", "stage"), MESHES)
-def test_rules_that_recompute(tmp_path: Path, layout: str, stage: int | None) -> None:
+def test_recompute_rules(tmp_path: Path, layout: str, stage: int | None) -> None:
     plan = {
-        **OWN_PLAN,
+        **USER_PLAN,
         "model.layers.*": {"style": "replicate", "recompute": True},
         "model.layers.*.ffn_norm": "sequence_parallel",
     }
-    assert_like_one_device(tmp_path, layout, stage, plan=plan)
+    assert_matches_one_device(tmp_path, layout, stage, plan=plan)
 
 
 @pytest.mark.parametrize(("layout", "stage"), MESHES)
 def test_schedulers(tmp_path: Path, layout: str, stage: int | None) -> None:
-    assert_like_one_device(tmp_path, layout, stage, module={"scheduled": True})
+    assert_matches_one_device(tmp_path, layout, stage, module={"scheduled": True})
 
 
 @pytest.mark.parametrize(("layout", "stage"), MESHES)
 def test_compiled_blocks(tmp_path: Path, layout: str, stage: int | None) -> None:
-    assert_like_one_device(tmp_path, layout, stage, module={"compiled": True})
+    assert_matches_one_device(tmp_path, layout, stage, module={"compiled": True})
 
 
-def test_compiled_blocks_by_tokens(tmp_path: Path) -> None:
-    assert_like_one_device(tmp_path, "tp2", None, module={"compiled": True}, sequence_parallel=True)
+def test_compiled_blocks_with_sequence_parallel(tmp_path: Path) -> None:
+    assert_matches_one_device(tmp_path, "tp2", None, module={"compiled": True}, sequence_parallel=True)
 
 
 @pytest.mark.parametrize(("layout", "stage"), [("tp2", None), ("dp2", 1), ("dp2", 3), ("dp2,tp2", 3)])
@@ -177,11 +177,11 @@ def test_float16(tmp_path: Path, layout: str, stage: int | None) -> None:
 
 
 class Named(Decoder):
-    """A Decoder with another layer beside the model, named `own`."""
+    """A Decoder with another layer beside the model, named `layer_name`."""
 
-    def __init__(self, own: str, strict: bool = True) -> None:
+    def __init__(self, layer_name: str, strict: bool = True) -> None:
         super().__init__()
-        self.add_module(own, nn.Linear(2, 2, dtype=torch.float64))
+        self.add_module(layer_name, nn.Linear(2, 2, dtype=torch.float64))
         self.strict_loading = strict
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
@@ -191,7 +191,7 @@ class Named(Decoder):
 def _save(rank: int, world_size: int, folder: str) -> dict[str, Tensor]:
     on_warm_rank(rank, world_size)
     for is_directory in (False, True):
-        strategy = WeftModelParallelStrategy(plan=OWN_PLAN, layout="dp2,tp2", save_distributed_checkpoint=is_directory)
+        strategy = WeftModelParallelStrategy(plan=USER_PLAN, layout="dp2,tp2", save_distributed_checkpoint=is_directory)
         run = trainer(world_size, strategy, folder)
         model = Named("old")
         run.fit(model, data(2, rank // 2))
@@ -203,7 +203,7 @@ def _validate(
     rank: int, world_size: int, folder: str, layout: str, stage: int | None, is_directory: bool, strict: bool
 ) -> dict[str, Tensor] | str:
     on_warm_rank(rank, world_size)
-    strategy = WeftModelParallelStrategy(plan=OWN_PLAN, layout=layout, zero_stage=stage)
+    strategy = WeftModelParallelStrategy(plan=USER_PLAN, layout=layout, zero_stage=stage)
     model = Named("new", strict)
     run = trainer(world_size, strategy, folder)
     num_data, num_tensor = NUM_RANKS[layout]
@@ -217,7 +217,7 @@ def _validate(
 
 
 @pytest.mark.parametrize("is_directory", [False, True], ids=["file", "directory"])
-def test_a_state_of_another_model_on_another_mesh(tmp_path: Path, is_directory: bool) -> None:
+def test_checkpoint_of_another_model_and_mesh(tmp_path: Path, is_directory: bool) -> None:
     [saved, *_] = run_on_ranks(4, _save, folder=str(tmp_path))
     before = dict(Named("new").named_parameters())
     for layout, stage in [("tp2", None), ("dp2", 0), ("dp2", 3)]:
@@ -225,21 +225,21 @@ def test_a_state_of_another_model_on_another_mesh(tmp_path: Path, is_directory: 
         for loaded in run_on_ranks(2, _validate, strict=False, **case):
             for name, value in loaded.items():
                 assert torch.equal(value, before[name] if name.startswith("new.") else saved[name]), name
-        for refusal in run_on_ranks(2, _validate, strict=True, **case):
-            assert "new.weight" in refusal and "old.weight" in refusal
+        for error_text in run_on_ranks(2, _validate, strict=True, **case):
+            assert "new.weight" in error_text and "old.weight" in error_text
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("stages", [(3, 1), (2, 0), (1, 0)])
-def test_a_second_run_may_not_keep_whole_what_is_cut(
+def test_second_run_with_lower_zero_stage_raises(
     rank: int, world_size: int, tmp_path: Path, stages: tuple[int, int]
 ) -> None:
     on_warm_rank(rank, world_size)
-    model, is_refused = Model(), stages[0] >= 2 > stages[1]
+    model, raises = Model(), stages[0] >= 2 > stages[1]
     for stage in stages:
         strategy = WeftModelParallelStrategy(plan={}, layout="dp2", zero_stage=stage)
         run = trainer(world_size, strategy, tmp_path)
-        if is_refused and stage == stages[1]:
+        if raises and stage == stages[1]:
             with pytest.raises(
                 ValueError, match=f"zero_stage={stage} keeps .* and this .*Model is fully sharded already"
             ):

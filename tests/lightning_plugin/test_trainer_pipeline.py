@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
-from lightning_plugin.scripts.pipeline_models import ARGS, CUTS, Text, staged, text_loader
+from lightning_plugin.scripts.pipeline_models import ARGS, CUTS, Text, pipeline_strategy, text_loader
 from lightning_plugin.scripts.plugin_models import on_warm_rank, trainer, weights
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -19,7 +19,7 @@ from support.models import Llama
 from support.ranks import on_ranks, run_on_ranks
 
 
-def everything(
+def run_all_loops(
     rank: int,
     world_size: int,
     folder: str,
@@ -30,12 +30,12 @@ def everything(
 ) -> dict[str, Any]:
     """Fit with validation, test and predict; return the results. The layout "auto" is one device without weft."""
     on_warm_rank(rank, world_size)
-    strategy: Any = "auto" if layout == "auto" else staged(layout, **options)
+    strategy: Any = "auto" if layout == "auto" else pipeline_strategy(layout, **options)
     run = trainer(world_size, strategy, folder, max_epochs=2, **run_options)
     model = Text(**model_options)
     tensor_ranks, data_ranks = (2 if "tp2" in layout else 1), (2 if "dp2" in layout else 1)
-    share = {"rank": rank // tensor_ranks % data_ranks, "num_ranks": data_ranks}
-    run.fit(model, text_loader(**share), text_loader(7))
+    local = {"rank": rank // tensor_ranks % data_ranks, "num_ranks": data_ranks}
+    run.fit(model, text_loader(**local), text_loader(7))
     metrics = {name: value.item() for name, value in run.callback_metrics.items() if name != "gradient_norm"}
     result = {"losses": model.losses, "metrics": metrics, "weights": weights(model), "outputs": model.outputs}
     result["test"] = run.test(model, text_loader(), verbose=False)
@@ -72,18 +72,18 @@ MODELS = {
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_gives_the_numbers_of_one_device(tmp_path: Path, model: str) -> None:
+def test_matches_one_device(tmp_path: Path, model: str) -> None:
     model_options, run_options = MODELS[model]
     options = {"folder": str(tmp_path), "model_options": model_options, **run_options}
-    [expected] = run_on_ranks(1, everything, layout="auto", options={}, **options)
+    [expected] = run_on_ranks(1, run_all_loops, layout="auto", options={}, **options)
     for world_size, layout, more in LAYOUTS.values():
         if model == "adamw" and "dp2" in layout:
             continue  # each rank lowers its learning rate by its own validation
-        for result in run_on_ranks(world_size, everything, layout=layout, options=more, **options):
-            assert_like_one_device(result, expected, has_all_data="dp2" not in layout)
+        for result in run_on_ranks(world_size, run_all_loops, layout=layout, options=more, **options):
+            assert_matches_one_device(result, expected, has_all_data="dp2" not in layout)
 
 
-def assert_like_one_device(result: dict[str, Any], expected: dict[str, Any], has_all_data: bool) -> None:
+def assert_matches_one_device(result: dict[str, Any], expected: dict[str, Any], has_all_data: bool) -> None:
     assert len(result["weights"]) < len(expected["weights"])
     for name, value in result["weights"].items():
         original = name.replace("output", "tok_embeddings")  # tied: the last stage has a copy
@@ -136,13 +136,13 @@ class Scheduled(Text):
 def hooks_of(rank: int, world_size: int, folder: str, strategy: Any) -> list[Any]:
     on_warm_rank(rank, world_size)
     hooks = Hooks()
-    strategy = staged() if strategy == "staged" else strategy
+    strategy = pipeline_strategy() if strategy == "staged" else strategy
     run = trainer(world_size, strategy, folder, max_epochs=2, accumulate_grad_batches=2, callbacks=[hooks])
     run.fit(Scheduled(), text_loader())
     return hooks.seen
 
 
-def test_hooks_come_in_order_and_find_what_they_look_for(tmp_path: Path) -> None:
+def test_hooks_match_one_device(tmp_path: Path) -> None:
     [expected] = run_on_ranks(1, hooks_of, folder=str(tmp_path), strategy="auto")
     assert ("zero_grad", True, True) in expected
     for seen in run_on_ranks(2, hooks_of, folder=str(tmp_path), strategy="staged"):
@@ -168,27 +168,27 @@ def numbered_loader() -> Any:
     return DataLoader([{**each, "i": i} for i, each in enumerate(data)], batch_size=6)
 
 
-def num_targets(part: dict[str, Tensor]) -> int:
-    return int(((part["y"] % 3 != 0) & (part["i"][:, None] != 4)).sum())
+def num_targets(micro_batch: dict[str, Tensor]) -> int:
+    return int(((micro_batch["y"] % 3 != 0) & (micro_batch["i"][:, None] != 4)).sum())
 
 
 def by_stride(batch: dict[str, Tensor], count: int) -> list[dict[str, Tensor]]:
     return [{name: value[i::count] for name, value in batch.items()} for i in range(count)]
 
 
-def weighted(rank: int, world_size: int, folder: str, options: dict[str, Any] | None) -> dict[str, Any]:
+def train_weighted(rank: int, world_size: int, folder: str, options: dict[str, Any] | None) -> dict[str, Any]:
     on_warm_rank(rank, world_size)
-    strategy: Any = "auto" if options is None else staged(micro_batch_weight=num_targets, **options)
+    strategy: Any = "auto" if options is None else pipeline_strategy(micro_batch_weight=num_targets, **options)
     run = trainer(world_size, strategy, folder, accumulate_grad_batches=2)
     model = Weighted()
     run.fit(model, numbered_loader())
     return {"weights": weights(model), "losses": model.losses, "logged": run.callback_metrics["train_loss_epoch"]}
 
 
-def test_a_weight_a_split_and_a_backward_of_the_users_own(tmp_path: Path) -> None:
-    [expected] = run_on_ranks(1, weighted, folder=str(tmp_path), options=None)
+def test_custom_weight_split_and_backward(tmp_path: Path) -> None:
+    [expected] = run_on_ranks(1, train_weighted, folder=str(tmp_path), options=None)
     for options in ({"num_micro_batches": 6}, {"split_batch": by_stride, "num_micro_batches": 4}):
-        for result in run_on_ranks(2, weighted, folder=str(tmp_path), options=options):
+        for result in run_on_ranks(2, train_weighted, folder=str(tmp_path), options=options):
             torch.testing.assert_close(result["losses"], expected["losses"], rtol=1e-10, atol=0)
             torch.testing.assert_close(result["logged"], expected["logged"], rtol=1e-10, atol=0)
             for name, value in result["weights"].items():
@@ -197,17 +197,17 @@ def test_a_weight_a_split_and_a_backward_of_the_users_own(tmp_path: Path) -> Non
 
 
 @on_ranks(2)
-def test_runs_go_on_with_the_model_in_stages(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_later_runs_reuse_stages(rank: int, world_size: int, tmp_path: Path) -> None:
     """A second fit, another Trainer's test, and metrics that still return the last stage's value afterwards."""
     on_warm_rank(rank, world_size)
-    strategy, model = staged(), Text()
+    strategy, model = pipeline_strategy(), Text()
     run = trainer(world_size, strategy, tmp_path)
     run.fit(model, text_loader())
     weight = next(model.parameters())
     run.fit_loop.max_epochs = 2
     run.fit(model, text_loader())
     assert len(model.losses) == 6 and next(model.parameters()) is weight
-    other = trainer(world_size, staged(num_micro_batches=None, micro_batch_shares=[3, 1]), tmp_path)
+    other = trainer(world_size, pipeline_strategy(num_micro_batches=None, micro_batch_shares=[3, 1]), tmp_path)
     [result] = other.test(model, text_loader(), verbose=False)
     assert other.strategy.pipeline is strategy.pipeline and strategy.pipeline.micro_batch_shares == (3, 1)
     assert result["test_loss"] < model.losses[0] and next(model.parameters()) is weight
@@ -215,7 +215,9 @@ def test_runs_go_on_with_the_model_in_stages(rank: int, world_size: int, tmp_pat
     model.accuracy.update(torch.tensor([rank]), torch.tensor([0]))
     assert model.accuracy.compute() == 0
     with pytest.raises(ValueError, match="in stages already; build the model anew"):
-        trainer(world_size, staged(pipeline_cuts=["layers.1"]), tmp_path).test(model, text_loader(), verbose=False)
+        trainer(world_size, pipeline_strategy(pipeline_cuts=["layers.1"]), tmp_path).test(
+            model, text_loader(), verbose=False
+        )
 
 
 class Built(Text):
@@ -231,11 +233,11 @@ class Built(Text):
 
 
 @on_ranks(2)
-def test_each_rank_makes_the_values_of_its_stage(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_each_rank_materializes_its_stage(rank: int, world_size: int, tmp_path: Path) -> None:
     on_warm_rank(rank, world_size)
-    built, whole = Built(), Text()
-    original = {name: value.detach().clone() for name, value in whole.named_parameters(remove_duplicate=False)}
-    run = trainer(world_size, staged(), tmp_path, max_steps=0, max_epochs=None)
+    built, reference = Built(), Text()
+    original = {name: value.detach().clone() for name, value in reference.named_parameters(remove_duplicate=False)}
+    run = trainer(world_size, pipeline_strategy(), tmp_path, max_steps=0, max_epochs=None)
     run.fit(built, text_loader())
     found = weights(built)
     assert found and all(torch.equal(value, original[name]) for name, value in found.items())
@@ -243,15 +245,17 @@ def test_each_rank_makes_the_values_of_its_stage(rank: int, world_size: int, tmp
 
 
 @on_ranks(2)
-def test_bfloat16_crosses_the_stages(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_bfloat16_stage_boundaries(rank: int, world_size: int, tmp_path: Path) -> None:
     on_warm_rank(rank, world_size)
-    strategy, model = staged(plan={}, pipeline_cuts=["1"]), Small()
+    strategy, model = pipeline_strategy(plan={}, pipeline_cuts=["1"]), Small()
     trainer(world_size, strategy, tmp_path, precision="bf16-mixed").fit(
         model, DataLoader(torch.ones(8, 4), batch_size=4)
     )
     [recordings] = strategy.pipeline._recordings.values()
-    crossed = {recording.values[number].dtype for recording in recordings for number in recording.crossings[0]}
-    assert crossed == {torch.bfloat16} and {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    boundary_dtypes = {recording.values[number].dtype for recording in recordings for number in recording.crossings[0]}
+    assert boundary_dtypes == {torch.bfloat16} and {parameter.dtype for parameter in model.parameters()} == {
+        torch.float32
+    }
     assert set(model.seen) == ({torch.bfloat16} if rank == 1 else set())
 
 

@@ -9,7 +9,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning_plugin.scripts.pipeline_models import LENGTH, Text, staged, text_loader
+from lightning_plugin.scripts.pipeline_models import LENGTH, Text, pipeline_strategy, text_loader
 from lightning_plugin.scripts.plugin_models import on_warm_rank, trainer, weights
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -43,11 +43,11 @@ class Small(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def small(**options: Any) -> Any:
-    return staged(**{"plan": {}, "pipeline_cuts": ["1"], **options})
+def small_strategy(**options: Any) -> Any:
+    return pipeline_strategy(**{"plan": {}, "pipeline_cuts": ["1"], **options})
 
 
-def ones(num: int = 8) -> DataLoader:
+def ones_loader(num: int = 8) -> DataLoader:
     return DataLoader(torch.arange(4.0 * num).view(num, 4) / num, batch_size=4)
 
 
@@ -56,15 +56,15 @@ def test_half_precisions(rank: int, world_size: int, tmp_path: Path) -> None:
     on_warm_rank(rank, world_size)
     for precision in ("bf16-true", "bf16-mixed", "32-true"):
         model = Small()
-        run = trainer(world_size, small(), tmp_path, precision=precision)
-        run.fit(model, ones())
+        run = trainer(world_size, small_strategy(), tmp_path, precision=precision)
+        run.fit(model, ones_loader())
         dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
         assert {parameter.dtype for parameter in model.parameters()} == {dtype}
         assert run.callback_metrics["large"] == 70000 and run.callback_metrics["large"].dtype == torch.float32
         assert all(torch.isfinite(torch.tensor(model.losses)))
 
 
-class SmallToBe(Small):
+class DeferredSmall(Small):
     """Builds its model in configure_model."""
 
     def __init__(self) -> None:
@@ -77,12 +77,12 @@ class SmallToBe(Small):
 
 
 @on_ranks(2)
-def test_values_to_come_are_made_in_half_precision(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_deferred_values_in_half_precision(rank: int, world_size: int, tmp_path: Path) -> None:
     on_warm_rank(rank, world_size)
-    model, built = SmallToBe(), Small()
+    model, built = DeferredSmall(), Small()
     for each in (model, built):
-        run = trainer(world_size, small(), tmp_path, precision="bf16-true")
-        run.fit(each, ones())
+        run = trainer(world_size, small_strategy(), tmp_path, precision="bf16-true")
+        run.fit(each, ones_loader())
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert model.losses[0] == pytest.approx(built.losses[0], rel=0.1)
 
@@ -93,7 +93,9 @@ def test_one_model_under_several_precisions(rank: int, world_size: int, tmp_path
     on_warm_rank(rank, world_size)
     model, found = Small(), []
     for precision in ("bf16-mixed", "32-true", "bf16-mixed"):
-        [result] = trainer(world_size, small(), tmp_path, precision=precision).test(model, ones(), verbose=False)
+        [result] = trainer(world_size, small_strategy(), tmp_path, precision=precision).test(
+            model, ones_loader(), verbose=False
+        )
         found.append(result["loss"])
     assert found[0] == found[2] == pytest.approx(found[1], rel=0.05)
 
@@ -121,9 +123,11 @@ class Changing(Text):
         super().log(f"my_{name}", *args, **kwargs)
 
 
-def changing(rank: int, world_size: int, folder: str, strategy: Any) -> dict[str, Any]:
+def train_changing(rank: int, world_size: int, folder: str, strategy: Any) -> dict[str, Any]:
     on_warm_rank(rank, world_size)
-    strategy = staged(micro_batch_weight=lambda part: part["y"].numel()) if strategy == "staged" else strategy
+    strategy = (
+        pipeline_strategy(micro_batch_weight=lambda part: part["y"].numel()) if strategy == "staged" else strategy
+    )
     run, model = trainer(world_size, strategy, folder, max_epochs=2), Changing()
     run.fit(model, text_loader(16), text_loader(7))
     metrics = {name: value.item() for name, value in run.callback_metrics.items()}
@@ -132,9 +136,9 @@ def changing(rank: int, world_size: int, folder: str, strategy: Any) -> dict[str
     return {"losses": model.losses, "metrics": metrics, "predicted": predicted}
 
 
-def test_steps_may_call_the_model_in_several_ways(tmp_path: Path) -> None:
-    [expected] = run_on_ranks(1, changing, folder=str(tmp_path), strategy="auto")
-    for result in run_on_ranks(2, changing, folder=str(tmp_path), strategy="staged"):
+def test_steps_call_model_in_several_ways(tmp_path: Path) -> None:
+    [expected] = run_on_ranks(1, train_changing, folder=str(tmp_path), strategy="auto")
+    for result in run_on_ranks(2, train_changing, folder=str(tmp_path), strategy="staged"):
         torch.testing.assert_close(result["losses"], expected["losses"], rtol=1e-10, atol=0)
         assert result["metrics"] == pytest.approx(expected["metrics"], rel=1e-10, nan_ok=True)
         torch.testing.assert_close(result["predicted"], expected["predicted"], rtol=1e-10, atol=1e-12)
@@ -161,11 +165,11 @@ class Frozen(Text):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
 
 
-def frozen(rank: int, world_size: int, folder: str, strategy: Any) -> dict[str, Any]:
+def train_frozen(rank: int, world_size: int, folder: str, strategy: Any) -> dict[str, Any]:
     on_warm_rank(rank, world_size)
 
     def run_for(epochs: int, **options: Any) -> Any:
-        run = trainer(world_size, staged() if strategy == "staged" else strategy, folder, max_epochs=epochs)
+        run = trainer(world_size, pipeline_strategy() if strategy == "staged" else strategy, folder, max_epochs=epochs)
         model = Frozen()
         run.fit(model, text_loader(), **options)
         return run, model
@@ -177,9 +181,9 @@ def frozen(rank: int, world_size: int, folder: str, strategy: Any) -> dict[str, 
     return {"losses": first.losses + second.losses, "seen": second.seen.item(), "weights": weights(second)}
 
 
-def test_a_stage_with_nothing_to_train_resumes(tmp_path: Path) -> None:
-    [expected] = run_on_ranks(1, frozen, folder=str(tmp_path), strategy="auto")
-    found = run_on_ranks(2, frozen, folder=str(tmp_path), strategy="staged")
+def test_frozen_stage_resumes(tmp_path: Path) -> None:
+    [expected] = run_on_ranks(1, train_frozen, folder=str(tmp_path), strategy="auto")
+    found = run_on_ranks(2, train_frozen, folder=str(tmp_path), strategy="staged")
     assert expected["seen"] == found[-1]["seen"] == 36
     for result in found:
         torch.testing.assert_close(result["losses"], expected["losses"], rtol=1e-10, atol=0)
@@ -200,9 +204,9 @@ class Named(Text):
         return [f"{name}: {guess}" for name, guess in zip(batch["name"], logits[:, -1].argmax(-1), strict=True)]
 
 
-def named(rank: int, world_size: int, folder: str, strategy: Any) -> Any:
+def train_named(rank: int, world_size: int, folder: str, strategy: Any) -> Any:
     on_warm_rank(rank, world_size)
-    strategy = staged() if strategy == "staged" else strategy
+    strategy = pipeline_strategy() if strategy == "staged" else strategy
     run, model = trainer(world_size, strategy, folder, enable_model_summary=True), Named()
     run.fit(model, text_loader())
     samples = [{**sample, "name": f"sample {i}"} for i, sample in enumerate(text_loader(7).dataset)]
@@ -213,12 +217,12 @@ def named(rank: int, world_size: int, folder: str, strategy: Any) -> Any:
     return predicted
 
 
-def test_texts_are_cut_and_summaries_do_without_an_example(tmp_path: Path) -> None:
-    [expected] = run_on_ranks(1, named, folder=str(tmp_path), strategy="auto")
-    assert run_on_ranks(2, named, folder=str(tmp_path), strategy="staged") == [expected, expected]
+def test_string_batches_and_model_summary(tmp_path: Path) -> None:
+    [expected] = run_on_ranks(1, train_named, folder=str(tmp_path), strategy="auto")
+    assert run_on_ranks(2, train_named, folder=str(tmp_path), strategy="staged") == [expected, expected]
 
 
-class Around(L.LightningModule):
+class Wrapper(L.LightningModule):
     """Another module around a model that is in stages already."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -234,14 +238,14 @@ class Around(L.LightningModule):
 
 
 @on_ranks(2)
-def test_another_module_around_the_one_in_stages(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_module_around_staged_model(rank: int, world_size: int, tmp_path: Path) -> None:
     on_warm_rank(rank, world_size)
     model = Text()
-    trainer(world_size, staged(), tmp_path).fit(model, text_loader())
-    other, strategy = Around(model.model), staged(pipeline_module="net")
+    trainer(world_size, pipeline_strategy(), tmp_path).fit(model, text_loader())
+    other, strategy = Wrapper(model.model), pipeline_strategy(pipeline_module="net")
     run = trainer(world_size, strategy, tmp_path)
     run.fit(other, text_loader())
-    assert strategy._whole_model.parameter_names[:2] == ("bias", "net.tok_embeddings.weight")
+    assert strategy._unsplit_model.parameter_names[:2] == ("bias", "net.tok_embeddings.weight")
     assert [name for name, _ in other.named_parameters() if "." not in name] == ["bias"] * rank
 
 
@@ -279,16 +283,16 @@ class Uncopied(Small):
         (Uncopied, ValueError, "Linear cannot be copied, which other stages need a copy without values of"),
     ],
 )
-def test_refused_on_all_ranks(
+def test_errors_on_all_ranks(
     rank: int, world_size: int, tmp_path: Path, cls: type, error: type[Exception], message: str
 ) -> None:
     on_warm_rank(rank, world_size)
     with pytest.raises(error, match=message):
-        trainer(world_size, small(), tmp_path).fit(cls(), ones())
+        trainer(world_size, small_strategy(), tmp_path).fit(cls(), ones_loader())
 
 
 @on_ranks(2)
-def test_fakes_stand_on_the_device_that_parameters_will_be_on(rank: int, world_size: int) -> None:
+def test_fake_parameters_have_final_device(rank: int, world_size: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     from weft.strategy.pipeline import Pipeline, staged_model_of
@@ -323,11 +327,13 @@ class Counting(Text):
 
 @on_ranks(2)
 @pytest.mark.parametrize("kind", ["1f1b", "interleaved"])
-def test_what_is_counted_before_the_models_call(rank: int, world_size: int, tmp_path: Path, kind: str) -> None:
+def test_counts_before_model_call(rank: int, world_size: int, tmp_path: Path, kind: str) -> None:
     on_warm_rank(rank, world_size)
     cuts = ["layers.1", "layers.2", "layers.3"] if kind == "interleaved" else ["layers.2"]
     model = Counting()
-    trainer(world_size, staged(pipeline_cuts=cuts, pipeline_schedule=kind), tmp_path).fit(model, text_loader(16))
+    trainer(world_size, pipeline_strategy(pipeline_cuts=cuts, pipeline_schedule=kind), tmp_path).fit(
+        model, text_loader(16)
+    )
     assert model.total.compute() == 16
     times = len(cuts) // 2 + 1  # a rank with several stages runs a step for each
     assert (model.count, sum(model.sizes), model.seen.item()) == (16 * times,) * 3

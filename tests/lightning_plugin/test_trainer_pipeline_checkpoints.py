@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from lightning_plugin.scripts.pipeline_models import Text, staged, text_loader
+from lightning_plugin.scripts.pipeline_models import Text, pipeline_strategy, text_loader
 from lightning_plugin.scripts.plugin_models import on_warm_rank, trainer, weights
 from torch import Tensor
 
@@ -23,11 +23,11 @@ class Improving(Text):
         self.log("val_loss", loss * 0 + abs(self.current_epoch - 1.5))
 
 
-def watched(rank: int, world_size: int, folder: str, strategy: Any) -> dict[str, Any]:
+def train_with_callbacks(rank: int, world_size: int, folder: str, strategy: Any) -> dict[str, Any]:
     on_warm_rank(rank, world_size)
     best = ModelCheckpoint(dirpath=Path(folder) / str(world_size), monitor="val_loss", save_last=True)
     stop = EarlyStopping("val_loss", patience=2)
-    strategy = staged() if strategy == "staged" else strategy
+    strategy = pipeline_strategy() if strategy == "staged" else strategy
     run = trainer(
         world_size,
         strategy,
@@ -43,19 +43,19 @@ def watched(rank: int, world_size: int, folder: str, strategy: Any) -> dict[str,
 
 
 def test_callbacks_that_monitor_a_validation_metric(tmp_path: Path) -> None:
-    [expected] = run_on_ranks(1, watched, folder=str(tmp_path), strategy="auto")
+    [expected] = run_on_ranks(1, train_with_callbacks, folder=str(tmp_path), strategy="auto")
     assert expected["epoch"] == 4 and expected["lr"][0] < 1e-2
-    assert run_on_ranks(2, watched, folder=str(tmp_path), strategy="staged") == [expected, expected]
+    assert run_on_ranks(2, train_with_callbacks, folder=str(tmp_path), strategy="staged") == [expected, expected]
 
 
 def fit_two_epochs(world_size: int, folder: Path, layout: str, **options: Any) -> tuple[L.Trainer, Text]:
-    strategy: Any = "auto" if layout == "auto" else staged(layout)
+    strategy: Any = "auto" if layout == "auto" else pipeline_strategy(layout)
     run, model = trainer(world_size, strategy, folder, max_epochs=2), Text("adamw")
     run.fit(model, text_loader(), text_loader(7), **options)
     return run, model
 
 
-def one_device(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+def train_one_device(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     on_warm_rank(rank, world_size)
     run, model = trainer(1, "auto", folder), Text("adamw")
     run.fit(model, text_loader(), text_loader(7))
@@ -64,7 +64,9 @@ def one_device(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     return {"weights": weights(model), "losses": model.losses[3:]}
 
 
-def resumed(rank: int, world_size: int, folder: str, layouts: list[str | Path], source: str | None) -> dict[str, Any]:
+def train_and_resume(
+    rank: int, world_size: int, folder: str, layouts: list[str | Path], source: str | None
+) -> dict[str, Any]:
     """Train one epoch in the first layout, and resume for the second epoch in each other layout; return the results.
 
     source: a checkpoint that replaces the first epoch.
@@ -73,7 +75,7 @@ def resumed(rank: int, world_size: int, folder: str, layouts: list[str | Path], 
     first, *others = layouts
     path = Path(folder) / (source or f"{first}.ckpt")
     if source is None:
-        run, model = trainer(world_size, staged(first), folder), Text("adamw")
+        run, model = trainer(world_size, pipeline_strategy(first), folder), Text("adamw")
         run.fit(model, text_loader(), text_loader(7))
         run.save_checkpoint(path)
     results = {}
@@ -83,10 +85,10 @@ def resumed(rank: int, world_size: int, folder: str, layouts: list[str | Path], 
     return results
 
 
-def test_resumes_on_other_numbers_of_stages(tmp_path: Path) -> None:
-    [expected] = run_on_ranks(1, one_device, folder=str(tmp_path))
-    found = run_on_ranks(4, resumed, folder=str(tmp_path), layouts=["pp2,tp2", "pp4", "pp2,tp2"], source=None)
-    found += run_on_ranks(2, resumed, folder=str(tmp_path), layouts=["", "pp2"], source="one.ckpt")
+def test_resumes_on_other_stage_counts(tmp_path: Path) -> None:
+    [expected] = run_on_ranks(1, train_one_device, folder=str(tmp_path))
+    found = run_on_ranks(4, train_and_resume, folder=str(tmp_path), layouts=["pp2,tp2", "pp4", "pp2,tp2"], source=None)
+    found += run_on_ranks(2, train_and_resume, folder=str(tmp_path), layouts=["", "pp2"], source="one.ckpt")
     for results in found:
         for result in results.values():
             torch.testing.assert_close(result["losses"], expected["losses"], rtol=1e-10, atol=0)

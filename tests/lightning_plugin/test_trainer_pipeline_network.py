@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning_plugin.scripts.pipeline_models import Itself, Text, staged, text_loader
+from lightning_plugin.scripts.pipeline_models import FlatText, Text, pipeline_strategy, text_loader
 from lightning_plugin.scripts.plugin_models import on_warm_rank, trainer, weights
 from torch import Tensor, nn
 
@@ -17,7 +17,7 @@ from support.ranks import on_ranks, run_on_ranks
 from weft.strategy.pipeline import AutoCuts, staged_model_of
 
 
-class Counting(Itself):
+class Counting(FlatText):
     """Counts samples at the end of a step, reads its Trainer's epoch in its forward, and holds its own data."""
 
     def __init__(self, **options: Any) -> None:
@@ -36,15 +36,17 @@ class Counting(Itself):
         return result
 
 
-def trained(rank: int, world_size: int, folder: str, cases: dict[str, Any]) -> dict[str, Any]:
+def train_cases(rank: int, world_size: int, folder: str, cases: dict[str, Any]) -> dict[str, Any]:
     """Fit, save, resume from the checkpoint, test and predict; return the results of each case by its layout."""
     on_warm_rank(rank, world_size)
-    return {layout: of_case(world_size, Path(folder), layout, options) for layout, options in cases.items()}
+    return {layout: train_case(world_size, Path(folder), layout, options) for layout, options in cases.items()}
 
 
-def of_case(world_size: int, folder: Path, layout: str, options: dict[str, Any]) -> dict[str, Any]:
+def train_case(world_size: int, folder: Path, layout: str, options: dict[str, Any]) -> dict[str, Any]:
     def fit(epochs: int, **run_options: Any) -> tuple[Any, Any]:
-        strategy: Any = "auto" if layout == "one" else staged(layout[:3], **{"pipeline_module": None, **options})
+        strategy: Any = (
+            "auto" if layout == "one" else pipeline_strategy(layout[:3], **{"pipeline_module": None, **options})
+        )
         run, model = trainer(world_size, strategy, folder, max_epochs=epochs), Counting()
         run.fit(model, model.data, text_loader(7), **run_options)
         return run, model
@@ -71,10 +73,10 @@ CASES = {
 }
 
 
-def test_a_module_that_is_itself_the_network(tmp_path: Path) -> None:
-    [expected] = run_on_ranks(1, trained, folder=str(tmp_path), cases={"one": {}})
+def test_lightning_module_as_pipeline(tmp_path: Path) -> None:
+    [expected] = run_on_ranks(1, train_cases, folder=str(tmp_path), cases={"one": {}})
     expected = expected["one"]
-    for results in run_on_ranks(2, trained, folder=str(tmp_path), cases=CASES):
+    for results in run_on_ranks(2, train_cases, folder=str(tmp_path), cases=CASES):
         assert results["pp2"]["cuts"] == ("layers.2",)
         assert results["pp2 interleaved"]["cuts"] == ("layers.1", "layers.2", "layers.3")
         for result in results.values():
@@ -101,31 +103,31 @@ class Wrapped(Text):
 
 
 @on_ranks(2)
-def test_chosen_cuts_are_logged_once_and_stay(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_auto_cuts_are_logged_once_and_reused(rank: int, world_size: int, tmp_path: Path) -> None:
     """The cuts balance the operations of the example; the only child is cut."""
     on_warm_rank(rank, world_size)
-    model, said = Wrapped(), []
+    model, log_lines = Wrapped(), []
     for _ in range(2):
-        strategy = staged(pipeline_cuts="auto", pipeline_module=None)
-        strategy._log = said.append
+        strategy = pipeline_strategy(pipeline_cuts="auto", pipeline_module=None)
+        strategy._log = log_lines.append
         trainer(world_size, strategy, tmp_path).test(model, text_loader(), verbose=False)
         assert strategy.pipeline.cuts == ("layers.2",) and strategy.pipeline.model is model.model
-    [text] = [text for text in said if text.startswith("weft cuts")]
+    [text] = [text for text in log_lines if text.startswith("weft cuts")]
     assert "begin at its first layer and at 'layers.2': " in text and "of the floating-point operations." in text
     assert model.num_calls == 0 and model.example_input_array is not None
     cuts = {"pipeline_cuts": AutoCuts(stages_per_rank=4), "pipeline_schedule": "looped_bfs"}
     with pytest.raises(ValueError, match=r"finds 7 layers with parameters in a Llama \(.* for 8 stages; use fewer st"):
-        trainer(world_size, staged(pipeline_module=None, **cuts), tmp_path).test(Wrapped(), text_loader())
+        trainer(world_size, pipeline_strategy(pipeline_module=None, **cuts), tmp_path).test(Wrapped(), text_loader())
 
 
-class Logging(Itself):
+class Logging(FlatText):
     def forward(self, tokens: Tensor) -> Tensor:
         logits = super().forward(tokens)
         self.log("largest", logits.max())
         return logits
 
 
-class Scaled(Itself):
+class Scaled(FlatText):
     """Uses its own parameter, which is on the first stage, after the model's call."""
 
     def __init__(self) -> None:
@@ -136,24 +138,24 @@ class Scaled(Itself):
         return self.loss(batch)[0] * self.factor
 
 
-class WithoutForward(Itself):
+class WithoutForward(FlatText):
     forward = L.LightningModule.forward
 
 
 def fit(rank: int, world_size: int, folder: str, cls: type) -> None:
     on_warm_rank(rank, world_size)
-    trainer(world_size, staged(pipeline_module=""), folder).fit(cls(), text_loader())
+    trainer(world_size, pipeline_strategy(pipeline_module=""), folder).fit(cls(), text_loader())
 
 
 @on_ranks(2)
-def test_what_all_ranks_refuse(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_errors_on_all_ranks(rank: int, world_size: int, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"the forward of Logging logs 'largest', .* log it in a step, after the call"):
         fit(rank, world_size, str(tmp_path), Logging)
     with pytest.raises(ValueError, match=r"to cut WithoutForward itself, which has no forward of its own; write"):
         fit(rank, world_size, str(tmp_path), WithoutForward)
 
 
-def test_a_parameter_of_the_first_stage_after_the_call(tmp_path: Path) -> None:
+def test_first_stage_parameter_after_call_raises(tmp_path: Path) -> None:
     """Only the last stage can detect it."""
     with pytest.raises(
         RankFailure, match=r"after the call of the model, with a parameter or a value that is on an earlier"

@@ -59,11 +59,11 @@ class Blocks(L.LightningModule):
         return torch.optim.AdamW(self.parameters())
 
 
-def _held(stage: int, num_ranks: int) -> dict[str, int]:
+def _expected_bytes(stage: int, num_ranks: int) -> dict[str, int]:
     """Return the table's bytes of parameters, gradients and AdamW's states once gradients are complete."""
-    is_cut = {"parameters": stage >= 2, "gradients": stage >= 2, "optimizer_state": stage >= 1}
-    whole = {"parameters": WEIGHTS, "gradients": WEIGHTS, "optimizer_state": 2 * WEIGHTS}
-    return {kind: whole[kind] // num_ranks if is_cut[kind] else whole[kind] for kind in whole}
+    is_sharded = {"parameters": stage >= 2, "gradients": stage >= 2, "optimizer_state": stage >= 1}
+    full = {"parameters": WEIGHTS, "gradients": WEIGHTS, "optimizer_state": 2 * WEIGHTS}
+    return {kind: full[kind] // num_ranks if is_sharded[kind] else full[kind] for kind in full}
 
 
 @on_ranks(2, 4)
@@ -79,7 +79,7 @@ def test_bytes_of_each_stage(rank: int, world_size: int, tmp_path: Path, stage: 
         run = trainer(world_size, strategy, tmp_path, accumulate_grad_batches=accumulate)
         run.fit(model, torch.utils.data.DataLoader(torch.randn(16, DIM), batch_size=4))
         complete = {kind: model.complete[kind] - before[kind] for kind in KINDS}
-        expected = _held(stage, world_size)
+        expected = _expected_bytes(stage, world_size)
         expected["optimizer_state"] += step_counts
         assert complete == expected
         if accumulate == 2:
@@ -116,7 +116,7 @@ class Staged(L.LightningModule):
 @on_ranks(2)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("has_hook", [False, True])
-def test_stages_hold_one_set_of_gradients(
+def test_pipeline_holds_one_set_of_gradients(
     rank: int, world_size: int, tmp_path: Path, accumulate: int, has_hook: bool
 ) -> None:
     """The schedule runs before zero_grad; the old gradients are freed before it, unless a hook reads them."""
@@ -130,8 +130,8 @@ def test_stages_hold_one_set_of_gradients(
         model = Staged(has_hook)
         run = trainer(world_size, strategy, tmp_path, accumulate_grad_batches=accumulate)
         run.fit(model, torch.utils.data.DataLoader(torch.randn(16, DIM), batch_size=2))
-    of_stage = WEIGHTS / 2
-    sets = [(peak - start) / of_stage for peak in model.peaks[2:]]
+    stage_bytes = WEIGHTS / 2
+    sets = [(peak - start) / stage_bytes for peak in model.peaks[2:]]
     for batch, found in enumerate(sets):
         is_first = batch % accumulate == 0
         expected = 3 if has_hook and is_first else 2  # parameters, and one set of gradients or two

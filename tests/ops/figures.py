@@ -38,7 +38,7 @@ def _collectives(run: Callable[[], object]) -> dict[str, int]:
     return dict(Counter(name.removeprefix("weft:") for name in names if name.startswith("weft:") and "::" not in name))
 
 
-def _own(count: Count) -> int:
+def _peak_without_communication(count: Count) -> int:
     """Return the peak without the collectives' shared memory, which is kept for later calls."""
     return count.peak() - count.peak("communication")
 
@@ -63,17 +63,21 @@ def measure(call: Callable[..., Tensor | tuple[Tensor, ...]], make: Callable[[],
     grads = tuple(map(torch.ones_like, results))
     torch.autograd.backward(results, grads)  # warm up: the collectives allocate their shared memory
 
-    kept: list[tuple[Tensor, ...]] = []
-    forward = _collectives(lambda: kept.append(run(arguments)))
-    backward = _collectives(lambda: torch.autograd.backward(kept[0], grads))
-    kept.clear()
+    retained: list[tuple[Tensor, ...]] = []
+    forward = _collectives(lambda: retained.append(run(arguments)))
+    backward = _collectives(lambda: torch.autograd.backward(retained[0], grads))
+    retained.clear()
 
     saved: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (saved.append(tensor), tensor)[1], lambda kept: kept):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: (saved.append(tensor), tensor)[1], lambda retained: retained
+    ):
         results = run(arguments)
     known = {**arguments, **_named(results)}
     names = {_address(value): name for name, value in known.items() if isinstance(value, Tensor)}
-    made = {_address(tensor): tensor.untyped_storage().nbytes() for tensor in saved if _address(tensor) not in names}
+    new_storages = {
+        _address(tensor): tensor.untyped_storage().nbytes() for tensor in saved if _address(tensor) not in names
+    }
     keeps = {names[_address(tensor)] for tensor in saved if _address(tensor) in names}
     saved.clear()
     del results, known
@@ -81,13 +85,13 @@ def measure(call: Callable[..., Tensor | tuple[Tensor, ...]], make: Callable[[],
     arguments = make()
     with counted() as count:
         results = run(arguments)
-        forward_peak = _own(count)
+        forward_peak = _peak_without_communication(count)
         before = count.now() - count.now("communication")
         weft.memory.reset_peak()
         torch.autograd.backward(results, grads)
-        backward_peak = _own(count) - before
+        backward_peak = _peak_without_communication(count) - before
     shapes = tuple(result.detach() for result in results)
-    return Figures(shapes, forward, backward, keeps, sum(made.values()), forward_peak, backward_peak)
+    return Figures(shapes, forward, backward, keeps, sum(new_storages.values()), forward_peak, backward_peak)
 
 
 def measure_message(x: Tensor, rank: int, group: str) -> tuple[Figures, dict[str, int]]:
@@ -117,11 +121,11 @@ def measure_message(x: Tensor, rank: int, group: str) -> tuple[Figures, dict[str
     x.grad = None
     with counted() as count:
         results = forward()
-        forward_peak = _own(count)
+        forward_peak = _peak_without_communication(count)
         before = count.now() - count.now("communication")
         saved = before - (results[0].nbytes if rank else 0)
         weft.memory.reset_peak()
         backward(results)
-        backward_peak = _own(count) - before
+        backward_peak = _peak_without_communication(count) - before
     dist.barrier()
     return Figures((results[0].detach(),), {}, {}, set(), saved, forward_peak, backward_peak), messages

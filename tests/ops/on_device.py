@@ -27,27 +27,27 @@ SECONDS = 300  # compilation is slow
 def on_device(device: str, test: Callable[..., None], num_ranks: int = NUM_RANKS) -> Any:
     """Return a test with the body and the parameters of `test`; each rank runs a body without ranks by itself."""
 
-    def shared(**arguments: object) -> None:
+    def device_test(**arguments: object) -> None:
         where = {"module": test.__module__, "name": test.__qualname__}
         run_on_ranks(num_ranks, run_body, timeout=SECONDS, **where, device=device, arguments=arguments)
 
     parameters = inspect.signature(test).parameters
-    shared.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    device_test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [parameter for name, parameter in parameters.items() if name != "world_size"]
     )
     marks = [mark for mark in getattr(test, "pytestmark", []) if mark.args[:1] != ("world_size",)]
-    shared.pytestmark = marks if device == "cpu" else [*marks, pytest.mark.cuda.mark]  # type: ignore[attr-defined]
-    return shared
+    device_test.pytestmark = marks if device == "cpu" else [*marks, pytest.mark.cuda.mark]  # type: ignore[attr-defined]
+    return device_test
 
 
 def run_body(rank: int, world_size: int, module: str, name: str, device: str, arguments: dict[str, object]) -> None:
     """Run the body of `on_device`'s test on one rank."""
     test = getattr(importlib.import_module(module), name)
     body = getattr(test, "rank_body", test)
-    of_rank = {"rank": rank, "world_size": world_size}
+    rank_arguments = {"rank": rank, "world_size": world_size}
     wanted = inspect.signature(body).parameters
     with _world_on_gloo(), torch.device(device):
-        body(**arguments, **{name: value for name, value in of_rank.items() if name in wanted})
+        body(**arguments, **{name: value for name, value in rank_arguments.items() if name in wanted})
 
 
 @contextmanager

@@ -98,12 +98,12 @@ def autocast(dtype: torch.dtype) -> torch.autocast:
     return torch.autocast(torch.get_default_device().type, dtype=dtype)
 
 
-def chunk(tensor: Tensor, dim: int, world_size: int, rank: int, learns: bool = True) -> Tensor:
+def chunk(tensor: Tensor, dim: int, world_size: int, rank: int, requires_grad: bool = True) -> Tensor:
     """Return this rank's torch.chunk shard along `dim`, which may be empty, as a leaf."""
     length = -(-tensor.size(dim) // world_size)
     start = min(rank * length, tensor.size(dim))
-    part = tensor.detach().narrow(dim, start, min(start + length, tensor.size(dim)) - start)
-    return part.clone().requires_grad_(learns)
+    shard = tensor.detach().narrow(dim, start, min(start + length, tensor.size(dim)) - start)
+    return shard.clone().requires_grad_(requires_grad)
 
 
 def mlp_reference(x: Tensor, w: dict[str, Tensor], activation: str) -> Tensor:

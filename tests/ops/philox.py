@@ -20,7 +20,7 @@ def philox(counter: int, key: int) -> list[int]:
     return c
 
 
-def kept(shape: torch.Size, seed: int, p: float) -> Tensor:
+def dropout_mask(shape: torch.Size, seed: int, p: float) -> Tensor:
     """Return the mask of weft::dropout for an unsharded tensor of that shape: True for elements that are kept."""
     num_elements = shape.numel()
     words = [word for counter in range(-(-num_elements // 4)) for word in philox(counter, seed & (1 << 64) - 1)]

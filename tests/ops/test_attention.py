@@ -90,10 +90,12 @@ def _shards(w: dict[str, Tensor], kv: int, fused: bool, world_size: int, rank: i
     num_local, num_kv_local = HEADS // world_size * HEAD_DIM, max(kv // world_size, 1) * HEAD_DIM
     for kind in ("weight", "bias"):
         if f"q.{kind}" in w:
-            whole = torch.cat([w[f"{name}.{kind}"] for name in "qkv"])
-            rows = weft.nn.shard_qkv(whole, HEADS, kv, world_size, rank)
-            parts = zip("qkv", rows.split([num_local, num_kv_local, num_kv_local]), strict=True)
-            shards |= {f"qkv.{kind}": rows} if fused else {f"{name}.{kind}": part for name, part in parts}
+            full = torch.cat([w[f"{name}.{kind}"] for name in "qkv"])
+            rows = weft.nn.shard_qkv(full, HEADS, kv, world_size, rank)
+            projections = zip("qkv", rows.split([num_local, num_kv_local, num_kv_local]), strict=True)
+            shards |= (
+                {f"qkv.{kind}": rows} if fused else {f"{name}.{kind}": projection for name, projection in projections}
+            )
     return shards
 
 
@@ -133,52 +135,52 @@ def _compare(
         forward["sequence_size"] = shape[sequence_dim]
     what = f"{kv} kv heads, fused {fused}, bias {bias}, {options}"
 
-    def part(tensor: Tensor) -> Tensor:
+    def local_shard(tensor: Tensor) -> Tensor:
         tensor = tensor.to(getattr(torch, dtype))
-        whole = tensor.detach().clone().requires_grad_()
-        return whole if sequence_dim is None else chunk(tensor, sequence_dim, world_size, rank)
+        full = tensor.detach().clone().requires_grad_()
+        return full if sequence_dim is None else chunk(tensor, sequence_dim, world_size, rank)
 
     for step in range(2):
         x, grad = _random(dtype, *shape).requires_grad_(), _random(dtype, *shape)
         y = _reference(x, w, kv, *(forward.get(name) for name in ("cos", "sin", "mask")), causal=causal)
         gradients = torch.autograd.grad(y, [x, *w.values()], grad)
-        x_here = part(x)
-        out = module(x_here, **forward)
-        out.backward(part(grad).detach())
-        _close(out, part(y), dtype, f"y, {what}, step {step}")
-        _close(x_here.grad, part(gradients[0]), dtype, f"grad x, {what}, step {step}")
-        whole = dict(zip(w, gradients[1:], strict=True))
-        for name, expected in _shards(whole, kv, fused, world_size, rank).items():
+        local_x = local_shard(x)
+        out = module(local_x, **forward)
+        out.backward(local_shard(grad).detach())
+        _close(out, local_shard(y), dtype, f"y, {what}, step {step}")
+        _close(local_x.grad, local_shard(gradients[0]), dtype, f"grad x, {what}, step {step}")
+        full = dict(zip(w, gradients[1:], strict=True))
+        for name, expected in _shards(full, kv, fused, world_size, rank).items():
             _close(module.get_parameter(name).grad, expected, dtype, f"grad {name}, {what}, step {step}")
-        w = {name: (t - RATE * whole[name]).detach().requires_grad_() for name, t in w.items()}
+        w = {name: (t - RATE * full[name]).detach().requires_grad_() for name, t in w.items()}
         torch.optim.SGD(module.parameters(), RATE).step()
         module.zero_grad()
     for name, expected in _shards(w, kv, fused, world_size, rank).items():
         _close(module.get_parameter(name), expected, dtype, f"{name}, {what}")
-    _copies_are_equal(module)
+    _assert_replicas_equal(module)
 
 
-def _copies_are_equal(module: nn.Module) -> None:
+def _assert_replicas_equal(module: nn.Module) -> None:
     if not module.kv_group_name:
         return
     group = dist.distributed_c10d._resolve_process_group(module.kv_group_name)
     for name, parameter in module.named_parameters():
         rows = 2 * HEAD_DIM if name.startswith("qkv.") else HEAD_DIM if name[:2] in ("k.", "v.") else 0
         if rows:
-            others = [torch.empty_like(parameter[-rows:]) for _ in range(group.size())]
-            dist.all_gather(others, parameter[-rows:].detach().contiguous(), group=group)
-            assert all(torch.equal(other, others[0]) for other in others), name
+            replicas = [torch.empty_like(parameter[-rows:]) for _ in range(group.size())]
+            dist.all_gather(replicas, parameter[-rows:].detach().contiguous(), group=group)
+            assert all(torch.equal(replica, replicas[0]) for replica in replicas), name
 
 
 @on_ranks(1, 2, 3, 4)
-def test_heads_cut_and_replicated(rank: int, world_size: int) -> None:
+def test_sharded_and_replicated_kv_heads(rank: int, world_size: int) -> None:
     torch.manual_seed(1)
     for kv, fused in product(_kv_counts(world_size), (True, False)):
         _compare(rank, world_size, "float64", kv, fused, fused, (2, TOKENS, DIM), causal=fused)
 
 
 @on_ranks(1, 2, 3, 4)
-def test_parts_of_a_sequence(rank: int, world_size: int) -> None:
+def test_sequence_shards(rank: int, world_size: int) -> None:
     """Shards of the sequence: even, uneven, empty on some ranks, empty on all."""
     torch.manual_seed(2)
     shapes = {True: [((2, TOKENS, DIM), 1), ((2, 0, DIM), 1)], False: [((12, DIM), 0), ((2, 1, DIM), -2)]}
@@ -202,12 +204,12 @@ def test_masks_and_rotary(rank: int, world_size: int) -> None:
     torch.manual_seed(4)
     angles = torch.rand(2, TOKENS, HEAD_DIM // 2).double().repeat(1, 1, 2)
     rotary = {"cos": angles.cos(), "sin": angles.sin()}
-    one_for_all = {name: tensor[0] for name, tensor in rotary.items()}
+    shared = {name: tensor[0] for name, tensor in rotary.items()}
     padding = torch.ones(2, 1, 1, TOKENS, dtype=torch.bool)
     padding[1, :, :, -2:] = False
     added = torch.randn(TOKENS, TOKENS)  # float32: cast to the dtype of x
     banded = torch.ones(2, 1, TOKENS, TOKENS).double().tril(2).log()
-    forms = [rotary, one_for_all, {"mask": padding}, {"mask": added}, {"mask": banded, **rotary}]
+    forms = [rotary, shared, {"mask": padding}, {"mask": added}, {"mask": banded, **rotary}]
     for kv, form, causal in product((4, 1), forms, (False, True)):
         options = form | {"causal": causal, "sequence_dim": 1 if causal else None}
         _compare(rank, world_size, "float64", kv, True, False, (2, TOKENS, DIM), **options)
@@ -246,7 +248,7 @@ def test_number_of_collectives(rank: int) -> None:
 
 
 @on_ranks(4)
-def test_refusals_of_head_counts(rank: int) -> None:
+def test_invalid_head_counts_raise(rank: int) -> None:
     cases: list[tuple[tuple[int, ...], dict[str, Any], str]] = [
         ((8, 6), {}, "got num_heads 6 on 4 ranks; it must divide by them"),
         ((8, 4, 3), {}, "got num_heads 4 with num_kv_heads 3; num_heads must be a multiple"),
@@ -262,10 +264,10 @@ def test_refusals_of_head_counts(rank: int) -> None:
             weft.nn.ParallelAttention(*args, group_name=_group(), **options)
 
 
-def test_refusals_of_inputs() -> None:
+def test_invalid_inputs_raise() -> None:
     options: dict[str, Any] = {"group_name": ""}
     block = weft.nn.ParallelAttention(8, 2, **options)
-    cut = weft.nn.ParallelAttention(8, 2, sequence_dim=0, **options)
+    sequence_parallel = weft.nn.ParallelAttention(8, 2, sequence_dim=0, **options)
     x, cos = torch.ones(2, 3, 8), torch.ones(3, 4)
     for module, args, text in [
         (block, (x[0, 0],), "got x with 1 dims"),
@@ -274,25 +276,25 @@ def test_refusals_of_inputs() -> None:
         (block, (x, None, None, torch.ones(2, 2, 3, 3)), "got a mask with 2 for its dim of heads"),
         (block, (x, None, None, torch.ones(3, 3, dtype=torch.int64)), "got a mask of integers"),
         (block, (x, None, None, None, 3), "got sequence_size without sequence_dim"),
-        (cut, (x,), "got sequence_dim 0 for x with 3 dims"),
+        (sequence_parallel, (x,), "got sequence_dim 0 for x with 3 dims"),
     ]:
         with pytest.raises(ValueError, match="^ParallelAttention: .*" + text):
             module(*args)
 
 
 @on_ranks(4)
-def test_first_values(rank: int) -> None:
+def test_initial_values(rank: int) -> None:
     """Replicated heads have equal values, other heads different ones; all within nn.Linear's bounds."""
     torch.manual_seed(rank)
     for fused in (True, False):
         kv_group = weft.nn.kv_groups(2, _group())
         options = {"group_name": _group(), "head_dim": HEAD_DIM, "bias": True, "fused_qkv": fused}
         block = weft.nn.ParallelAttention(DIM, HEADS, 2, kv_group_name=kv_group, **options)
-        _copies_are_equal(block)
+        _assert_replicas_equal(block)
         queries = (block.qkv if fused else block.q).weight[:HEAD_DIM].detach()
-        everyone = [torch.empty_like(queries) for _ in range(4)]
-        dist.all_gather(everyone, queries.contiguous())
-        assert not torch.equal(everyone[0], everyone[1])
+        gathered = [torch.empty_like(queries) for _ in range(4)]
+        dist.all_gather(gathered, queries.contiguous())
+        assert not torch.equal(gathered[0], gathered[1])
         for name, parameter in block.named_parameters():
             bound = (HEADS * HEAD_DIM if name.startswith("out.") else DIM) ** -0.5
             assert parameter.abs().max() <= bound and (name == "out.bias") == (not parameter.any()), name
@@ -364,7 +366,7 @@ def test_autocast(rank: int) -> None:
         x = torch.randn(2, 5, DIM)
         forward = {"cos": angles.cos(), "sin": angles.sin(), "mask": torch.randn(5, 5), "sequence_size": None}
         if block.sequence_dim is not None:
-            x, forward["sequence_size"] = chunk(x, 1, dist.get_world_size(), rank, learns=False), 5
+            x, forward["sequence_size"] = chunk(x, 1, dist.get_world_size(), rank, requires_grad=False), 5
         exact = block(x, **forward)
         with autocast(torch.bfloat16):
             y = block(x, **forward)

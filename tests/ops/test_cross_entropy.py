@@ -16,7 +16,7 @@ from support.ranks import on_ranks
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}
 # Tolerances for logits that are computed in the dtype itself.
-OF_PRODUCTS = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 0.15, "float16": 2e-2}
+PRODUCT_TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 0.15, "float16": 2e-2}
 # (vocabulary, shape of the targets): even, uneven, ranks without classes, a single token, none.
 SIZES = [(8, (2, 3)), (7, (5,)), (2, (4,)), (11, ()), (6, (0,))]
 OPTIONS = [
@@ -67,26 +67,26 @@ def test_losses_and_gradients(rank: int, world_size: int, dtype: str) -> None:
             start, _ = weft.nn.shard_range(vocab, world_size, rank)
             common = {"group_name": _group(), "vocab_size": vocab, **options}
 
-            whole = logits.double().requires_grad_()
-            expected = _reference(whole, target, options)
+            full = logits.double().requires_grad_()
+            expected = _reference(full, target, options)
             grad = torch.ones(expected.shape).cumsum(-1).double() if expected.dim() else torch.tensor(1.5).double()
             expected.backward(grad)
-            part = chunk(logits, -1, world_size, rank)
-            loss = weft.ops.vocab_parallel_cross_entropy(part, ours, start, **common)
+            shard = chunk(logits, -1, world_size, rank)
+            loss = weft.ops.vocab_parallel_cross_entropy(shard, ours, start, **common)
             assert loss.dtype is (torch.float64 if dtype == "float64" else torch.float32)
             _close(loss, expected, TOLERANCE[dtype], "loss")
             loss.backward(grad.to(loss.dtype))
-            _close(part.grad, chunk(whole.grad, -1, world_size, rank), TOLERANCE[dtype], "grad logits")
+            _close(shard.grad, chunk(full.grad, -1, world_size, rank), TOLERANCE[dtype], "grad logits")
 
-            x_whole, w_whole = x.double().requires_grad_(), weight.double().requires_grad_()
-            expected = _reference(x_whole @ w_whole.t(), target, options)
+            full_x, full_weight = x.double().requires_grad_(), weight.double().requires_grad_()
+            expected = _reference(full_x @ full_weight.t(), target, options)
             expected.backward(grad)
-            x_here, rows = x.detach().clone().requires_grad_(), chunk(weight, 0, world_size, rank)
-            loss = weft.ops.vocab_parallel_linear_cross_entropy(x_here, rows, ours, start, **common)
-            _close(loss, expected, OF_PRODUCTS[dtype], "loss of the product")
+            local_x, rows = x.detach().clone().requires_grad_(), chunk(weight, 0, world_size, rank)
+            loss = weft.ops.vocab_parallel_linear_cross_entropy(local_x, rows, ours, start, **common)
+            _close(loss, expected, PRODUCT_TOLERANCE[dtype], "loss of the product")
             loss.backward(grad.to(loss.dtype))
-            _close(x_here.grad, x_whole.grad, OF_PRODUCTS[dtype], "grad x")
-            _close(rows.grad, chunk(w_whole.grad, 0, world_size, rank), OF_PRODUCTS[dtype], "grad weight")
+            _close(local_x.grad, full_x.grad, PRODUCT_TOLERANCE[dtype], "grad x")
+            _close(rows.grad, chunk(full_weight.grad, 0, world_size, rank), PRODUCT_TOLERANCE[dtype], "grad weight")
 
 
 @on_ranks(2)
@@ -137,7 +137,7 @@ def test_memory(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_chunks_add_up(rank: int) -> None:
+def test_chunked_losses(rank: int) -> None:
     """There are more tokens than a chunk of logits holds: 209, for 40000 classes on this rank.
 
     The reference is float64. Only the gradient of x, which has cancellation over all classes, may have torch's error.
@@ -147,22 +147,22 @@ def test_chunks_add_up(rank: int) -> None:
     x, weight = torch.randn(450, 3, dtype=torch.float32), torch.randn(vocab, 3)
     target = torch.randint(0, vocab, (450,))
 
-    def whole(dtype: torch.dtype) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def unsharded(dtype: torch.dtype) -> tuple[Tensor, Tensor, list[Tensor]]:
         hidden, matrix = (tensor.to(dtype, copy=True).requires_grad_() for tensor in (x, weight))
         logits = hidden @ matrix.t()
         loss = F.cross_entropy(logits, target)
         return logits.detach(), loss, list(torch.autograd.grad(loss, [logits, hidden, matrix]))
 
-    logits, _, (_, torchs_grad_x, _) = whole(torch.float32)
-    _, expected, (grad_logits, grad_x, grad_weight) = whole(torch.float64)
+    logits, _, (_, torchs_grad_x, _) = unsharded(torch.float32)
+    _, expected, (grad_logits, grad_x, grad_weight) = unsharded(torch.float64)
 
     common = {"group_name": _group(), "vocab_size": vocab}
     start = rank * vocab // 2
-    part = chunk(logits, 1, 2, rank)
-    loss = weft.ops.vocab_parallel_cross_entropy(part, target, start, **common)
+    shard = chunk(logits, 1, 2, rank)
+    loss = weft.ops.vocab_parallel_cross_entropy(shard, target, start, **common)
     loss.backward()
     _close(loss, expected, 1e-5, "loss")
-    torch.testing.assert_close(part.grad.double(), chunk(grad_logits, 1, 2, rank), rtol=1e-4, atol=1e-9)
+    torch.testing.assert_close(shard.grad.double(), chunk(grad_logits, 1, 2, rank), rtol=1e-4, atol=1e-9)
     x, rows = x.requires_grad_(), chunk(weight, 0, 2, rank)
     loss = weft.ops.vocab_parallel_linear_cross_entropy(x, rows, target, start, **common)
     loss.backward()
@@ -182,19 +182,19 @@ def test_masked_and_large_logits(rank: int) -> None:
         (torch.float32, [[0.5, 1.0, -inf, -inf], [-inf, -inf, 2.0, 2.5], [10000.0, 10000.5, 9999.0, 10000.0]]),
         (torch.float64, [[1e8, 1e8 + 0.5, 1e8, 1e8 - 1]]),
     ):
-        whole = torch.tensor(rows, dtype=dtype).requires_grad_()
+        full = torch.tensor(rows, dtype=dtype).requires_grad_()
         target = torch.tensor([1, 3, 1][: len(rows)])
-        expected = F.cross_entropy(whole, target, reduction="none")
+        expected = F.cross_entropy(full, target, reduction="none")
         expected.sum().backward()
-        part = chunk(whole, 1, 2, rank)
-        loss = weft.ops.vocab_parallel_cross_entropy(part, target, 2 * rank, group_name=_group(), reduction="none")
+        shard = chunk(full, 1, 2, rank)
+        loss = weft.ops.vocab_parallel_cross_entropy(shard, target, 2 * rank, group_name=_group(), reduction="none")
         torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
         loss.sum().backward()
-        torch.testing.assert_close(part.grad, chunk(whole.grad, 1, 2, rank), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(shard.grad, chunk(full.grad, 1, 2, rank), rtol=1e-6, atol=1e-6)
 
 
 LAYOUTS = pytest.mark.parametrize("layout", ["rows apart", "transposed"])
-HALF_OR_NOT = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
 def _views(rank: int, layout: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, int]:
@@ -202,40 +202,40 @@ def _views(rank: int, layout: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, 
     vocab, tokens = 30002, 160
     torch.manual_seed(0)
     stored = torch.randn((tokens, vocab + 2) if layout == "rows apart" else (vocab, tokens)).to(dtype)
-    whole = stored[:, 1:-1] if layout == "rows apart" else stored.t()
+    full = stored[:, 1:-1] if layout == "rows apart" else stored.t()
     target = torch.randint(0, vocab, (tokens,))
     start = rank * vocab // 2
-    part = whole.narrow(1, start, vocab // 2).detach().requires_grad_()
-    assert not part.is_contiguous()
-    return whole, part, target, start
+    shard = full.narrow(1, start, vocab // 2).detach().requires_grad_()
+    assert not shard.is_contiguous()
+    return full, shard, target, start
 
 
 @on_ranks(2)
 @LAYOUTS
-@HALF_OR_NOT
-def test_logits_in_place(rank: int, layout: str, dtype: torch.dtype) -> None:
+@DTYPES
+def test_noncontiguous_logits(rank: int, layout: str, dtype: torch.dtype) -> None:
     """Non-contiguous logits give the correct loss and gradient."""
-    whole, part, target, start = _views(rank, layout, dtype)
-    reference = whole.double().requires_grad_()
+    full, shard, target, start = _views(rank, layout, dtype)
+    reference = full.double().requires_grad_()
     expected = F.cross_entropy(reference, target, label_smoothing=0.1)
     expected.backward()
-    options = {"group_name": _group(), "vocab_size": whole.size(1), "label_smoothing": 0.1}
-    loss = weft.ops.vocab_parallel_cross_entropy(part, target, start, **options)
+    options = {"group_name": _group(), "vocab_size": full.size(1), "label_smoothing": 0.1}
+    loss = weft.ops.vocab_parallel_cross_entropy(shard, target, start, **options)
     loss.backward()
     _close(loss, expected, 1e-5, "loss")
     tolerance = {"rtol": 1e-4 if dtype is torch.float32 else 4e-3, "atol": 1e-9}
-    torch.testing.assert_close(part.grad.double(), chunk(reference.grad, 1, 2, rank), **tolerance)
+    torch.testing.assert_close(shard.grad.double(), chunk(reference.grad, 1, 2, rank), **tolerance)
 
 
 @on_ranks(2)
 @LAYOUTS
-@HALF_OR_NOT
-def test_copies_of_logits(rank: int, layout: str, dtype: torch.dtype) -> None:
+@DTYPES
+def test_copied_bytes_of_logits(rank: int, layout: str, dtype: torch.dtype) -> None:
     """Contiguous rows of strided logits are read in place; other logits are copied in chunks of 4 MiB."""
-    whole, part, target, start = _views(rank, layout, dtype)
-    options = {"group_name": _group(), "vocab_size": whole.size(1), "label_smoothing": 0.1}
+    full, shard, target, start = _views(rank, layout, dtype)
+    options = {"group_name": _group(), "vocab_size": full.size(1), "label_smoothing": 0.1}
     with counted() as count:
-        loss = weft.ops.vocab_parallel_cross_entropy(part, target, start, **options)
+        loss = weft.ops.vocab_parallel_cross_entropy(shard, target, start, **options)
         copied = 0 if layout == "rows apart" else 4 << 20
         assert count.peak() - count.now("communication") <= copied + 64 * target.numel()
     assert loss.isfinite()
@@ -254,16 +254,16 @@ def test_ignored_tokens_have_no_gradient(rank: int) -> None:
     assert loss.isfinite() and logits.grad[2].isfinite().all() and logits.grad[2].any()
 
 
-def _check_refusal(rank: int, text: str, wrong: dict[str, object]) -> None:
+def _check_error(rank: int, text: str, invalid: dict[str, object]) -> None:
     call = {"target": torch.tensor([0, 7]), "vocab_start": 4 * rank, "group_name": _group(), "vocab_size": 8}
     with pytest.raises((ValueError, TypeError, IndexError)) as caught:
-        weft.ops.vocab_parallel_cross_entropy(torch.ones(2, 4), **(call | wrong))
+        weft.ops.vocab_parallel_cross_entropy(torch.ones(2, 4), **(call | invalid))
     assert text in str(caught.value)
 
 
 @on_ranks(2)
-def test_refusals_leave_the_group_usable(rank: int) -> None:
-    for text, wrong in {
+def test_errors_leave_group_usable(rank: int) -> None:
+    for text, invalid in {
         "got target of shape [3] with logits of shape [2, 4]": {"target": torch.zeros(3, dtype=torch.int64)},
         "got target of dtype Float": {"target": torch.zeros(2)},
         "got label_smoothing 1.5; pass a share from 0 to 1": {"label_smoothing": 1.5},
@@ -272,7 +272,7 @@ def test_refusals_leave_the_group_usable(rank: int) -> None:
         "got 4 classes from vocab_start 6 on with vocab_size 8": {"vocab_start": 6},
         "no process group of this process": {"group_name": "nowhere"},
     }.items():
-        _check_refusal(rank, text, wrong)
+        _check_error(rank, text, invalid)
     with pytest.raises(ValueError, match="got 4 logits a token where this rank has 3 of 6 classes"):
         weft.nn.VocabParallelCrossEntropy(6, group_name=_group())(torch.ones(2, 4), torch.tensor([0, 1]))
     with pytest.raises(ValueError, match="whose second dim must be 3"):
@@ -285,10 +285,10 @@ def test_refusals_leave_the_group_usable(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_targets_are_read_in_advance(rank: int) -> None:
+def test_targets_are_checked_before_communication(rank: int) -> None:
     """Only on the CPU."""
     text = "got targets from 0 to 8; pass classes from 0 to vocab_size - 1 = 7"
-    _check_refusal(rank, text, {"target": torch.tensor([0, 8])})
+    _check_error(rank, text, {"target": torch.tensor([0, 8])})
     total = torch.ones(1)
     dist.all_reduce(total)
     assert total.item() == 2

@@ -53,13 +53,13 @@ def _check(call: Call, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("index", range(len(sample_calls())))
-def test_equals_the_cpu(index: int, dtype: torch.dtype) -> None:
+def test_matches_cpu(index: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     _check(sample_calls()[index], dtype)
 
 
 @on_ranks(1)
-def test_a_group_of_one_through_nccl() -> None:
+def test_nccl_group_of_one_rank() -> None:
     """The operators resolve the group, but have nothing to communicate."""
     group = dist.new_group(backend="cpu:weft,cuda:nccl")
     total = torch.ones(1, device="cuda")
@@ -69,7 +69,7 @@ def test_a_group_of_one_through_nccl() -> None:
         _check(call, torch.float64)
 
 
-def test_mixed_devices_are_refused() -> None:
+def test_mixed_devices_raise() -> None:
     x, w = torch.ones(2, 4, device="cuda"), torch.ones(3, 4)
     with pytest.raises(ValueError, match=r"got weight on cpu with x on cuda:0; move them to one device"):
         torch.ops.weft.column_linear(x, w, group_name="")

@@ -15,7 +15,7 @@ import weft
 from ops.collectives.profiled import collectives_of
 from ops.memory.counting import counted
 from ops.operators import autocast, chunk
-from ops.philox import kept, philox
+from ops.philox import dropout_mask, philox
 from support.ranks import on_ranks
 
 
@@ -32,7 +32,7 @@ def test_known_answers() -> None:
     assert philox(0, 0) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
 
 
-def test_modules_are_traced_for_a_gpu() -> None:
+def test_module_traces_with_fake_cuda_tensors() -> None:
     """Also without a GPU. Beside CUDA tensors, traced code accepts only CPU tensors without dims: the seed."""
     with FakeTensorMode():
         x = torch.empty(4, 6, device="cuda")
@@ -40,11 +40,11 @@ def test_modules_are_traced_for_a_gpu() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_equals_its_definition(dtype: torch.dtype) -> None:
+def test_matches_philox_mask(dtype: torch.dtype) -> None:
     cases = [((7, 191), 5, 0.3), ((1025,), -1, 0.5), ((2, 3, 5), 1 << 62, 0.9), ((), 3, 0.5), ((0, 3), 1, 0.5)]
     for shape, seed, p in cases:
         x = torch.randn(shape).to(dtype).requires_grad_()
-        mask = kept(x.shape, seed, p)
+        mask = dropout_mask(x.shape, seed, p)
         expected = torch.where(mask, x.double() / (1 - p), 0.0)
         y = _dropout(x, seed, p)
         torch.testing.assert_close(y.double(), expected, rtol=2**-7, atol=0)
@@ -54,22 +54,22 @@ def test_equals_its_definition(dtype: torch.dtype) -> None:
 
 
 @on_ranks(1, 2, 3, 4)
-def test_parts_equal_the_whole(rank: int, world_size: int) -> None:
+def test_shards_match_unsharded(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     for shape, dim in [((7, 5), 0), ((2, 9, 6), 1), ((2, 3, 8), -1), ((3, 700), 1), ((1, 4), 0), ((4, 2, 0), 1)]:
-        whole = torch.randn(shape, requires_grad=True)
-        y = _dropout(whole, 11, 0.4)
-        part = chunk(whole, dim, world_size, rank)
-        options = {"dim": dim, "dim_size": whole.size(dim), "group_name": _group()}
-        here = collectives_of(lambda: _dropout(part, 11, 0.4, **options), expected={})  # noqa: B023
-        assert torch.equal(here, chunk(y, dim, world_size, rank))
+        full = torch.randn(shape, requires_grad=True)
+        y = _dropout(full, 11, 0.4)
+        shard = chunk(full, dim, world_size, rank)
+        options = {"dim": dim, "dim_size": full.size(dim), "group_name": _group()}
+        local_y = collectives_of(lambda: _dropout(shard, 11, 0.4, **options), expected={})  # noqa: B023
+        assert torch.equal(local_y, chunk(y, dim, world_size, rank))
         y.sum().backward()
-        collectives_of(here.sum().backward, expected={})
-        assert torch.equal(part.grad, chunk(whole.grad, dim, world_size, rank))
-        assert torch.equal(_dropout(whole, 11, 0.4, group_name=_group()), y)
+        collectives_of(local_y.sum().backward, expected={})
+        assert torch.equal(shard.grad, chunk(full.grad, dim, world_size, rank))
+        assert torch.equal(_dropout(full, 11, 0.4, group_name=_group()), y)
 
 
-def test_probabilities_seeds_and_specials() -> None:
+def test_probabilities_seeds_and_special_values() -> None:
     x = torch.ones(200_000)
     for p in (0.05, 0.5, 0.95):
         first, other = _dropout(x, 1, p), _dropout(x, 2, p)
@@ -80,7 +80,10 @@ def test_probabilities_seeds_and_specials() -> None:
         )  # masks of different seeds are not correlated
     assert torch.equal(_dropout(x, 1, 0.0), x) and _dropout(x, 1, 1.0).count_nonzero() == 0
     specials = _dropout(torch.full((1000,), float("nan")), 1, 0.5)
-    assert torch.equal(specials.isnan(), kept(torch.Size([1000]), 1, 0.5)) and specials[~specials.isnan()].eq(0).all()
+    assert (
+        torch.equal(specials.isnan(), dropout_mask(torch.Size([1000]), 1, 0.5))
+        and specials[~specials.isnan()].eq(0).all()
+    )
     strided = torch.arange(12.0).reshape(3, 4).t()
     assert torch.equal(_dropout(strided, 1, 0.5), _dropout(strided.contiguous(), 1, 0.5))
     threads = torch.get_num_threads()
@@ -90,7 +93,7 @@ def test_probabilities_seeds_and_specials() -> None:
     assert torch.equal(three, _dropout(x, 1, 0.5))
 
 
-def test_keeps_no_mask() -> None:
+def test_saves_no_mask() -> None:
     x = torch.ones(64, 64, requires_grad=True)
     with counted() as count:
         y = _dropout(x, 1, 0.5)
@@ -103,7 +106,7 @@ def test_second_derivative() -> None:
 
 
 @on_ranks(2)
-def test_refusals(rank: int) -> None:
+def test_errors(rank: int) -> None:
     x, seed = torch.ones(2, 4), torch.tensor([1], device="cpu")
     for error, text, call, options in [
         (ValueError, "weft::dropout: got p 1.5; pass a probability", (x, seed), {"p": 1.5}),
@@ -127,12 +130,12 @@ class Block(nn.Module):
 
     def __init__(self, group_name: str) -> None:
         super().__init__()
-        self.cut = weft.nn.Dropout(0.3, dim=1, group_name=group_name)
+        self.sharded_dropout = weft.nn.Dropout(0.3, dim=1, group_name=group_name)
         self.linear = nn.Linear(6, 6)
-        self.whole = weft.nn.Dropout(0.5, group_name=group_name)
+        self.replicated_dropout = weft.nn.Dropout(0.5, group_name=group_name)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.whole(self.linear(self.cut(x)))
+        return self.replicated_dropout(self.linear(self.sharded_dropout(x)))
 
 
 @on_ranks(1, 2, timeout=300)

@@ -55,7 +55,7 @@ def _run(device: str) -> None:
     assert f"{device} ok" in result.stdout
 
 
-def test_on_the_cpu() -> None:
+def test_on_cpu() -> None:
     _run("cpu")
 
 

@@ -20,7 +20,7 @@ def _weights() -> dict[str, Tensor]:
 ORDER = ["w2 complete", "w3 begins", "w3 complete", "w1 begins", "w1 complete"]
 
 
-def _watched_backward(
+def _backward_events(
     leaves: dict[str, Tensor], weights: dict[str, Tensor], group_name: str, recompute: bool = False
 ) -> list[str]:
     """Run forward and backward with `weights`, derived from `leaves`; return the events in order."""
@@ -51,22 +51,22 @@ def _run(x: Tensor, weights: dict[str, Tensor], group_name: str) -> None:
 @pytest.mark.parametrize("recompute", [False, True])
 def test_plain_weights(world_size: int, recompute: bool) -> None:
     leaves = {name: w.requires_grad_() for name, w in _weights().items()}
-    assert _watched_backward(leaves, leaves, dist.group.WORLD.group_name, recompute) == ORDER
+    assert _backward_events(leaves, leaves, dist.group.WORLD.group_name, recompute) == ORDER
 
 
 @pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize("order", [("w1", "w2", "w3"), ("w2", "w3", "w1"), ("w3", "w1", "w2")])
-def test_weights_that_enter_through_views_made_before(order: tuple[str, ...], depth: int) -> None:
+def test_views_created_before_forward(order: tuple[str, ...], depth: int) -> None:
     """DTensor.to_local and casts create such views, whose nodes are older than the operator's."""
     leaves = {name: w.requires_grad_() for name, w in _weights().items()}
     views = {name: leaves[name] for name in order}
     for _ in range(depth):
         views = {name: view.view_as(view) for name, view in views.items()}
-    assert _watched_backward(leaves, views, "") == ORDER
+    assert _backward_events(leaves, views, "") == ORDER
 
 
 @on_ranks(2)
-def test_stepping_in_the_hook_gives_the_gradients_of_the_old_weights(rank: int) -> None:
+def test_step_in_hook_matches_step_after_backward(rank: int) -> None:
     """A weight may be stepped and its gradient dropped as soon as it is complete."""
     group, x = dist.group.WORLD.group_name, torch.ones(3, 4)
     expected = {name: w.clone().requires_grad_() for name, w in _weights().items()}
@@ -84,16 +84,16 @@ def test_stepping_in_the_hook_gives_the_gradients_of_the_old_weights(rank: int) 
 
     for leaf in leaves.values():
         leaf.register_post_accumulate_grad_hook(step)
-    x_here = x.clone().requires_grad_()
-    _run(x_here, leaves, group)
+    hooked_x = x.clone().requires_grad_()
+    _run(hooked_x, leaves, group)
     assert alive == [1, 1, 1]
-    assert torch.equal(x_here.grad, x_plain.grad)
+    assert torch.equal(hooked_x.grad, x_plain.grad)
     for name, start in _weights().items():
         assert torch.equal(leaves[name], start - 0.1 * expected[name].grad)
 
 
 @pytest.mark.parametrize(("gated", "recompute"), [(True, False), (False, False), (True, True)])
-def test_saves_x_and_the_hidden_values_and_nothing_else(gated: bool, recompute: bool) -> None:
+def test_saves_only_x_and_hidden_values(gated: bool, recompute: bool) -> None:
     leaves = {name: w.requires_grad_() for name, w in _weights().items()}
     x = torch.randn(7, 4, requires_grad=True)
     weights = {t.data_ptr() for t in leaves.values()}
@@ -120,15 +120,15 @@ def test_saves_x_and_the_hidden_values_and_nothing_else(gated: bool, recompute: 
     assert sorted(saved.values()) == hidden
 
 
-def test_partial_backwards_and_two_backwards() -> None:
+def test_partial_and_repeated_backward() -> None:
     leaves = {name: w.requires_grad_() for name, w in _weights().items()}
     x = torch.randn(3, 4, requires_grad=True)
     y = weft.ops.column_row_mlp(x, leaves["w1"], leaves["w2"], leaves["w3"], activation="gelu", group_name="").sum()
-    everything = torch.autograd.grad(y, [x, *leaves.values()], retain_graph=True)
+    gradients = torch.autograd.grad(y, [x, *leaves.values()], retain_graph=True)
     again = torch.autograd.grad(y, [x, *leaves.values()], retain_graph=True)
     for index, leaf in enumerate([x, *leaves.values()]):
-        (alone,) = torch.autograd.grad(y, [leaf], retain_graph=True)
-        assert torch.equal(alone, everything[index]) and torch.equal(again[index], everything[index])
+        (gradient,) = torch.autograd.grad(y, [leaf], retain_graph=True)
+        assert torch.equal(gradient, gradients[index]) and torch.equal(again[index], gradients[index])
     y.backward()
     with pytest.raises(RuntimeError, match="second time"):
         y.backward()

@@ -21,10 +21,10 @@ def prefix() -> Path:
     return install(BUILD / "installed" / "headers")
 
 
-def test_every_public_header_compiles_alone_and_a_program_runs(prefix: Path) -> None:
+def test_public_headers_compile_alone_and_program_runs(prefix: Path) -> None:
     headers = sorted(str(path.relative_to(prefix / "include")) for path in (prefix / "include").rglob("*.h"))
-    own = {f"weft/ops/{name}.h" for name in ("backend", "export", "memory", "operators", "script")}
-    assert own <= set(headers)
+    ops_headers = {f"weft/ops/{name}.h" for name in ("backend", "export", "memory", "operators", "script")}
+    assert ops_headers <= set(headers)
     # Kept between runs, so that only changes are compiled.
     build = BUILD / "installed" / "headers_build"
     build_project(SOURCE, build, prefix, f"-DHEADERS={';'.join(headers)}", "-DCMAKE_BUILD_TYPE=Debug")
@@ -33,7 +33,7 @@ def test_every_public_header_compiles_alone_and_a_program_runs(prefix: Path) -> 
     assert result.stdout == f"{RELEASE} 3 12\n"
 
 
-def test_the_installed_tree_can_be_moved(prefix: Path) -> None:
+def test_installed_tree_is_relocatable(prefix: Path) -> None:
     libraries = sorted(path.name for path in (prefix / "lib").glob("*.so"))
     built = sorted(path.name for path in (Path(weft.__file__).parent / "lib").glob("*.so"))
     assert libraries == built and "libweft_ops.so" in libraries
@@ -62,7 +62,7 @@ def _torch_of_release(folder: Path, release: str) -> Path:
     return folder
 
 
-def test_a_torch_that_does_not_fit_is_refused(prefix: Path, tmp_path: Path) -> None:
+def test_mismatched_torch_fails(prefix: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     cases = {

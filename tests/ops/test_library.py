@@ -19,7 +19,7 @@ def test_same_release_is_accepted(torch_version: str, torch_cuda: str | None, cu
 
 
 @pytest.mark.parametrize("torch_version", ["2.14.1+cu132", "2.15.1", "3.0.0"])
-def test_other_release_is_refused(torch_version: str) -> None:
+def test_other_release_raises(torch_version: str) -> None:
     with pytest.raises(ImportError) as error:
         check_build(BUILD, torch_version, "13.2")
     assert str(error.value) == (

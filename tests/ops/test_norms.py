@@ -52,46 +52,49 @@ def test_values_and_gradients(rank: int, world_size: int, norm: str, dtype: str)
     for shape, dim in SHAPES:
         torch.manual_seed(1)
         for parameters in _parameters(norm, shape[-1], kind):
-            whole = [tensor.clone().requires_grad_() for tensor in parameters]
+            full = [tensor.clone().requires_grad_() for tensor in parameters]
             # A layer norm of one feature has no variance: rounding errors are multiplied by 1 / sqrt(eps).
             scale = 1e-5**-0.5 if norm == "layer" and shape[-1] == 1 else 1.0
             x, residual = ((torch.randn(shape) * 2 + 1).to(kind).double().requires_grad_() for _ in range(2))
             grad, grad_sum = (torch.randn(shape).to(kind).double() for _ in range(2))
             sum_ = x + residual
-            y = _reference(norm, sum_, *[*whole, None, None][:2])
+            y = _reference(norm, sum_, *[*full, None, None][:2])
             torch.autograd.backward([y, sum_], [grad, grad_sum])
 
-            parts = [chunk(tensor.to(kind), dim, world_size, rank) for tensor in (x, residual)]
-            own = [tensor.detach().to(kind).requires_grad_() for tensor in parameters]
+            shards = [chunk(tensor.to(kind), dim, world_size, rank) for tensor in (x, residual)]
+            replicas = [tensor.detach().to(kind).requires_grad_() for tensor in parameters]
             op = weft.ops.add_rms_norm if norm == "rms" else weft.ops.add_layer_norm
-            y_here, sum_here = op(*parts, *own, group_name=_group())
-            _close(sum_here, chunk(sum_, dim, world_size, rank), dtype, "sum")
+            local_y, local_sum = op(*shards, *replicas, group_name=_group())
+            _close(local_sum, chunk(sum_, dim, world_size, rank), dtype, "sum")
             grads = [chunk(tensor.to(kind), dim, world_size, rank).detach() for tensor in (grad, grad_sum)]
-            torch.autograd.backward([y_here, sum_here], grads)
+            torch.autograd.backward([local_y, local_sum], grads)
             if dtype in ("float64", "float32"):  # a sum of half types is rounded before it is normalized
-                _close(y_here, chunk(y, dim, world_size, rank), dtype, "y")
-                for part, tensor in zip(parts, (x, residual), strict=True):
-                    _close(part.grad, chunk(tensor.grad, dim, world_size, rank), dtype, "grad of a part", scale)
-                for mine, tensor in zip(own, whole, strict=True):
-                    _close(mine.grad, tensor.grad, dtype, "grad of a parameter")
+                _close(local_y, chunk(y, dim, world_size, rank), dtype, "y")
+                for shard, tensor in zip(shards, (x, residual), strict=True):
+                    _close(shard.grad, chunk(tensor.grad, dim, world_size, rank), dtype, "grad of a shard", scale)
+                for replica, tensor in zip(replicas, full, strict=True):
+                    _close(replica.grad, tensor.grad, dtype, "grad of a parameter")
 
             # Without a residual: every dtype against float64 from the same values.
-            part, own = parts[0].detach().requires_grad_(), [tensor.detach().requires_grad_() for tensor in own]
-            x, whole = x.detach().requires_grad_(), [tensor.detach().requires_grad_() for tensor in whole]
-            y = _reference(norm, x, *[*whole, None, None][:2])
+            shard, replicas = (
+                shards[0].detach().requires_grad_(),
+                [tensor.detach().requires_grad_() for tensor in replicas],
+            )
+            x, full = x.detach().requires_grad_(), [tensor.detach().requires_grad_() for tensor in full]
+            y = _reference(norm, x, *[*full, None, None][:2])
             y.backward(grad)
-            y_here = getattr(weft.ops, f"{norm}_norm")(part, *own, group_name=_group())
-            assert y_here.dtype is kind
-            y_here.backward(grads[0])
-            _close(y_here, chunk(y, dim, world_size, rank), dtype, "y")
-            _close(part.grad, chunk(x.grad, dim, world_size, rank), dtype, "grad x", scale)
-            for mine, tensor in zip(own, whole, strict=True):
-                _close(mine.grad, tensor.grad, dtype, "grad of a parameter")
+            local_y = getattr(weft.ops, f"{norm}_norm")(shard, *replicas, group_name=_group())
+            assert local_y.dtype is kind
+            local_y.backward(grads[0])
+            _close(local_y, chunk(y, dim, world_size, rank), dtype, "y")
+            _close(shard.grad, chunk(x.grad, dim, world_size, rank), dtype, "grad x", scale)
+            for replica, tensor in zip(replicas, full, strict=True):
+                _close(replica.grad, tensor.grad, dtype, "grad of a parameter")
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_float32_parameters_beside_half_types(rank: int, dtype: torch.dtype) -> None:
+def test_float32_parameters_with_half_inputs(rank: int, dtype: torch.dtype) -> None:
     torch.manual_seed(rank)
     x = torch.randn(3, 40, dtype=dtype, requires_grad=True)
     weight, bias = torch.randn(40, requires_grad=True), torch.randn(40, requires_grad=True)
@@ -134,7 +137,7 @@ def test_number_of_collectives() -> None:
 
 
 @on_ranks(2)
-def test_what_is_saved(rank: int) -> None:
+def test_saved_bytes(rank: int) -> None:
     """Beside the input, one or two numbers per token are saved; with a residual the sum, which is a result anyway."""
     x, weight = torch.randn(64, 256, requires_grad=True), torch.randn(256, requires_grad=True)
     with counted() as count:
@@ -157,7 +160,7 @@ def test_saved_sum_is_guarded() -> None:
         y.sum().backward()
 
 
-def test_gradient_of_one_result_alone() -> None:
+def test_gradient_of_one_result() -> None:
     x, residual = torch.randn(2, 3, requires_grad=True), torch.randn(2, 3, requires_grad=True)
     weight = torch.ones(3, requires_grad=True)
     _, total = weft.ops.add_rms_norm(x, residual, weight, group_name="")
@@ -171,7 +174,7 @@ def test_gradient_of_one_result_alone() -> None:
 
 
 @on_ranks(2)
-def test_refusals_leave_the_group_usable() -> None:
+def test_errors_leave_group_usable() -> None:
     x, weight, group = torch.ones(2, 4), torch.ones(4), _group()
     for error, text, call in [
         (ValueError, r"weft::rms_norm: got weight of shape \[3\], which must be \[4\]", (x, torch.ones(3))),

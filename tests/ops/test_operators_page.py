@@ -24,7 +24,7 @@ from support.ranks import on_ranks, run_on_ranks
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 # The first has at least as many tokens as a weight has rows or columns. The second differs in every ratio.
 SHAPES = ({"T": 48, "d": 24, "f": 28, "o": 36, "v": 44}, {"T": 42, "d": 18, "f": 12, "o": 4, "v": 92})
-SIZES_TOLD = ("saved", "forward_peak", "backward_peak")
+STATED_SIZES = ("saved", "forward_peak", "backward_peak")
 SLACK = 64  # bytes: a scalar here and there
 FLOAT_BYTES = 4
 
@@ -47,7 +47,7 @@ FORMS = {
 }
 
 
-def test_the_page_is_as_generated() -> None:
+def test_page_is_up_to_date() -> None:
     generator = _load("generate_operators")
     text = generator.PAGE.read_text()
     assert generator.page(text) == text, "run `make docs`"
@@ -86,7 +86,7 @@ def _check(name: str, form: object, rank: int, world_size: int) -> None:
         figures = measure(getattr(weft.ops, name), partial(_make, name, form, known))
         assert figures.forward == {key: _value(count, known) for key, count in form.forward.items()}
         assert figures.backward == {key: _value(count, known) for key, count in form.backward.items()}
-        sizes_measured = torch.tensor([getattr(figures, what) for what in SIZES_TOLD])
+        sizes_measured = torch.tensor([getattr(figures, what) for what in STATED_SIZES])
         dist.all_reduce(sizes_measured, dist.ReduceOp.MAX)  # the table states the maximum over the ranks
         _check_sizes(form, figures, sizes_measured.tolist(), known)
 
@@ -100,9 +100,9 @@ def _check_sizes(
         _shape(each, known) for each in form.result.split(";")
     ]
     assert figures.keeps == set(form.keeps)
-    for what, measured in zip(SIZES_TOLD, sizes_measured, strict=True):
-        told = getattr(form, what)
-        expected = FLOAT_BYTES * _value(told.elements, known) + _value(told.num_bytes, known)
+    for what, measured in zip(STATED_SIZES, sizes_measured, strict=True):
+        stated = getattr(form, what)
+        expected = FLOAT_BYTES * _value(stated.elements, known) + _value(stated.num_bytes, known)
         assert abs(measured - expected) <= slack, f"{what}: {measured} bytes, not {expected}, with {known}"
 
 
@@ -114,31 +114,31 @@ def test_figures(rank: int, world_size: int, key: str) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("index", range(2))
-def test_figures_of_a_message(rank: int, index: int) -> None:
+def test_message_figures(rank: int, index: int) -> None:
     form = ROWS[TABLE.MESSAGE_SIDES[rank]].forms[index]
     for known in SHAPES:
         x = torch.randn(known["T"], known["d"], requires_grad=bool(form.backward))
         figures, messages = measure_message(x, rank, dist.group.WORLD.group_name)
-        told = Counter({name: int(count) for name, count in form.forward.items()})
-        assert messages == told + Counter({name: int(count) for name, count in form.backward.items()})
-        _check_sizes(form, figures, [getattr(figures, what) for what in SIZES_TOLD], dict(known), slack=0)
+        stated = Counter({name: int(count) for name, count in form.forward.items()})
+        assert messages == stated + Counter({name: int(count) for name, count in form.backward.items()})
+        _check_sizes(form, figures, [getattr(figures, what) for what in STATED_SIZES], dict(known), slack=0)
 
 
-def wrong_figures_are_noticed(rank: int, world_size: int) -> list[str]:
+def undetected_wrong_figures(rank: int, world_size: int) -> list[str]:
     """Return the names of the wrong figures of one form that the check does not notice."""
     name, form = FORMS["all_gather_linear-0"]
     larger = TABLE.Size("y + n*x + 32")
-    wrong = {"forward": {}, "backward": form.forward, "keeps": ("x",), "saved": larger}
-    wrong |= {"forward_peak": larger, "backward_peak": larger, "result": "T, f"}
-    missed = []
-    for what, value in wrong.items():
+    changes = {"forward": {}, "backward": form.forward, "keeps": ("x",), "saved": larger}
+    changes |= {"forward_peak": larger, "backward_peak": larger, "result": "T, f"}
+    undetected = []
+    for what, value in changes.items():
         try:
             _check(name, dataclasses.replace(form, **{what: value}), rank, world_size)
         except AssertionError:
             continue
-        missed.append(what)
-    return missed
+        undetected.append(what)
+    return undetected
 
 
-def test_wrong_figures_are_noticed() -> None:
-    assert run_on_ranks(2, wrong_figures_are_noticed) == [[], []]
+def test_wrong_figures_are_detected() -> None:
+    assert run_on_ranks(2, undetected_wrong_figures) == [[], []]

@@ -33,9 +33,9 @@ def _device() -> str:
     return torch.get_default_device().type
 
 
-def _part(whole: Tensor, rank: int, num_ranks: int) -> Tensor:
-    parts = whole.chunk(num_ranks)
-    return (parts[rank] if rank < len(parts) else whole[:0]).clone()
+def _shard(full: Tensor, rank: int, num_ranks: int) -> Tensor:
+    shards = full.chunk(num_ranks)
+    return (shards[rank] if rank < len(shards) else full[:0]).clone()
 
 
 def _column(x: Tensor, weight: Tensor, size: int) -> Tensor:
@@ -44,7 +44,7 @@ def _column(x: Tensor, weight: Tensor, size: int) -> Tensor:
 
 @on_ranks(2, 3)
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-def test_many_pieces(rank: int, world_size: int, dtype: str) -> None:
+def test_many_chunks(rank: int, world_size: int, dtype: str) -> None:
     """Several chunks, the last one shorter and not on all ranks, give the unchunked result."""
     kind = getattr(torch, dtype)
     bound = 1e-13 if dtype == "float64" else 8e-3
@@ -56,15 +56,15 @@ def test_many_pieces(rank: int, world_size: int, dtype: str) -> None:
         results = {}
         for mode in ("never", "always"):
             with overlapping(mode):
-                column = [_part(x, rank, world_size).requires_grad_(), up.clone().requires_grad_()]
+                column = [_shard(x, rank, world_size).requires_grad_(), up.clone().requires_grad_()]
                 y = _column(*column, num_rows)
                 y.backward(torch.ones_like(y))
                 scattered = [row.clone().requires_grad_(), down.clone().requires_grad_()]
                 z = weft.ops.linear_reduce_scatter(*scattered, scatter_dim=0, group_name=_group())
-                z.backward(_part(grads, rank, world_size))
+                z.backward(_shard(grads, rank, world_size))
                 results[mode] = [y, z, *(leaf.grad for leaf in (*column, *scattered))]
-        for whole, pieces in zip(results["never"], results["always"], strict=True):
-            torch.testing.assert_close(pieces, whole, rtol=bound, atol=bound * whole.abs().max().item())
+        for unchunked, chunked in zip(results["never"], results["always"], strict=True):
+            torch.testing.assert_close(chunked, unchunked, rtol=bound, atol=bound * unchunked.abs().max().item())
 
 
 @on_ranks(2)
@@ -74,7 +74,7 @@ def test_half_types_are_summed_in_float32(rank: int) -> None:
     x = torch.rand(4096, FEATURES).bfloat16()
     weight = torch.zeros(6, FEATURES, dtype=torch.bfloat16, requires_grad=True)
     with overlapping("always"):
-        y = _column(_part(x, rank, 2), weight, 4096)
+        y = _column(_shard(x, rank, 2), weight, 4096)
         y.backward(torch.ones_like(y))
     expected = x.double().sum(0).expand(6, -1)
     assert ((weight.grad - expected) / expected).abs().max() <= 2**-7
@@ -85,12 +85,12 @@ def test_collectives_and_bytes(rank: int) -> None:
     """At most two chunks of a gathered or scattered tensor exist at a time."""
     x, weight = torch.randn(512, FEATURES), torch.randn(8, FEATURES)
     back = torch.randn(FEATURES, 8)
-    one_piece = 2 << 20
+    chunk_bytes = 2 << 20
     with overlapping("always"), torch.no_grad():
         collectives_of(lambda: _column(x, weight, 1024), expected={GATHERS: 4})
         with counted() as count:
             y = _column(x, weight, 1024)
-            assert count.peak() - count.now("communication") == y.nbytes + 2 * one_piece
+            assert count.peak() - count.now("communication") == y.nbytes + 2 * chunk_bytes
 
         def row() -> Tensor:
             return weft.ops.linear_reduce_scatter(y, back, scatter_dim=0, group_name=_group())
@@ -98,7 +98,7 @@ def test_collectives_and_bytes(rank: int) -> None:
         collectives_of(row, expected={SCATTERS: 4})
         with counted() as count:
             z = row()
-            assert count.peak() - count.now("communication") == z.nbytes + 2 * one_piece
+            assert count.peak() - count.now("communication") == z.nbytes + 2 * chunk_bytes
 
         def mlp() -> Tensor:
             return weft.ops.column_row_mlp(x, weight, back, activation="silu", group_name=_group(), sequence_dim=0)
@@ -107,37 +107,39 @@ def test_collectives_and_bytes(rank: int) -> None:
         with counted() as count:
             z = mlp()
             hidden = 128 * 8 * 4  # of one rank's rows in a chunk: before and after the activation
-            assert count.peak() - count.now("communication") == z.nbytes + 4 * one_piece + 2 * hidden
+            assert count.peak() - count.now("communication") == z.nbytes + 4 * chunk_bytes + 2 * hidden
 
 
 @on_ranks(2, 3)
-def test_ranks_agree_on_what_they_measured(rank: int, world_size: int) -> None:
+def test_ranks_agree_on_measured_choice(rank: int, world_size: int) -> None:
     """Results are also correct while measuring, and if the shards of the weight have different sizes."""
     num_rows = 512 * world_size
     torch.manual_seed(0)
     x, weight = torch.randn(num_rows, FEATURES), torch.randn(9 - rank, FEATURES)
-    part = _part(x, rank, world_size)
+    shard = _shard(x, rank, world_size)
     expected = x @ weight.t()
     with overlapping("auto"):
         for _ in range(34):
-            torch.testing.assert_close(_column(part, weight, num_rows), expected, rtol=1e-4, atol=1e-3)
+            torch.testing.assert_close(_column(shard, weight, num_rows), expected, rtol=1e-4, atol=1e-3)
         assert weft.overlap.table() == []
-        torch.testing.assert_close(_column(part, weight, num_rows), expected, rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(_column(shard, weight, num_rows), expected, rtol=1e-4, atol=1e-3)
         (choice,) = weft.overlap.table()
-        everybody = [None] * world_size
-        dist.all_gather_object(everybody, choice)
-        assert everybody == [choice] * world_size
+        choices = [None] * world_size
+        dist.all_gather_object(choices, choice)
+        assert choices == [choice] * world_size
         assert choice.op == "weft::all_gather_linear"
         assert (choice.dtype, choice.device, choice.num_ranks) == ("float32", _device(), world_size)
         assert (choice.num_rows, choice.row_bytes) == (512 * (2 if world_size == 2 else 4), FEATURES * 4)
         assert choice.ratio > 0
         assert choice.in_pieces == (choice.ratio <= 0.95)
-        pieces = 4 if world_size == 2 else 7  # of 128 and 85 rows
-        collectives_of(lambda: _column(part, weight, num_rows), expected={GATHERS: pieces if choice.in_pieces else 1})
+        num_chunks = 4 if world_size == 2 else 7  # of 128 and 85 rows
+        collectives_of(
+            lambda: _column(shard, weight, num_rows), expected={GATHERS: num_chunks if choice.in_pieces else 1}
+        )
 
 
 @on_ranks(2)
-def test_layers_in_step_with_the_turns(rank: int) -> None:
+def test_alternating_layers_are_all_timed(rank: int) -> None:
     """Weights of one kind that are used in turn are each timed chunked and unchunked, however many there are."""
     x = torch.randn(512, FEATURES)
     for num_weights in (3, 12):
@@ -154,7 +156,7 @@ def test_layers_in_step_with_the_turns(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_modes_that_differ_are_named(rank: int) -> None:
+def test_different_modes_raise(rank: int) -> None:
     group = dist.new_group(backend="cpu:weft").group_name
     x, weight = torch.randn(512, FEATURES), torch.randn(3, FEATURES)
     where = r"all-gather of a piece \(WEFT_OVERLAP and its table, the same on all ranks\?\)" if rank == 0 else ""
@@ -163,7 +165,7 @@ def test_modes_that_differ_are_named(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_what_is_not_measured(rank: int) -> None:
+def test_unmeasured_calls(rank: int) -> None:
     """Small shapes, and deterministic algorithms, whose results must not depend on timing."""
     small, weight = torch.randn(8, 16), torch.randn(4, 16)
     x, wide = torch.randn(512, FEATURES), torch.randn(4, FEATURES)
@@ -180,7 +182,7 @@ def test_what_is_not_measured(rank: int) -> None:
 
 
 @on_ranks(4)
-def test_groups_measure_apart(rank: int) -> None:
+def test_groups_measure_separately(rank: int) -> None:
     """A rank of two groups of equal size uses the choice of each group; a new group measures again."""
     mesh = dist.init_device_mesh(
         "cpu", (2, 2), mesh_dim_names=("a", "b"), backend_override={0: "cpu:weft", 1: "cpu:weft"}
@@ -194,13 +196,13 @@ def test_groups_measure_apart(rank: int) -> None:
         for name in ("a", "b", "a"):
             group = mesh[name].get_group()
             y = weft.ops.all_gather_linear(x, weight, gather_dim=0, group_name=group.group_name)
-            parts = [torch.empty_like(x) for _ in range(2)]
-            dist.all_gather(parts, x, group=group)
-            torch.testing.assert_close(y, torch.cat(parts) @ weight.t(), rtol=1e-4, atol=1e-3)
+            inputs = [torch.empty_like(x) for _ in range(2)]
+            dist.all_gather(inputs, x, group=group)
+            torch.testing.assert_close(y, torch.cat(inputs) @ weight.t(), rtol=1e-4, atol=1e-3)
 
 
 @on_ranks(2)
-def test_a_loaded_table_chooses(rank: int, tmp_path: Path) -> None:
+def test_loaded_table_is_used(rank: int, tmp_path: Path) -> None:
     x, weight = torch.randn(512, FEATURES), torch.randn(4, FEATURES)
     choice = weft.overlap.Choice("weft::all_gather_linear", "float32", _device(), 2, 1024, FEATURES * 4, True)
     with overlapping("auto"):
@@ -216,7 +218,7 @@ def test_a_loaded_table_chooses(rank: int, tmp_path: Path) -> None:
             assert weft.overlap.table() == before
 
 
-def test_refusals(tmp_path: Path) -> None:
+def test_errors(tmp_path: Path) -> None:
     for mode in ("sometimes", None):
         with pytest.raises(ValueError, match=rf"got the overlap mode {mode!r}; pass auto, always or never"):
             weft.overlap.set_mode(mode)
@@ -226,7 +228,7 @@ def test_refusals(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"which is no table of overlaps; pass a file that weft\.overlap\.save"):
             weft.overlap.load(path)
     entry = asdict(weft.overlap.Choice("weft::column_row_mlp", "float32", "cpu", 2, 1024, 64, True))
-    wrong = {
+    invalid = {
         "op": "weft::nope",
         "dtype": "torch.float32",
         "device": "tpu",
@@ -236,7 +238,7 @@ def test_refusals(tmp_path: Path) -> None:
         "in_pieces": 1,
         "ratio": float("inf"),
     }
-    for name, value in wrong.items():
+    for name, value in invalid.items():
         path.write_text(json.dumps([entry | {name: value}]))
         with pytest.raises(ValueError, match=rf"{name} is {value!r}\)"):
             weft.overlap.load(path)

@@ -36,7 +36,7 @@ def _layers(num_stages: int) -> list[nn.Linear]:
 
 @on_ranks(2, 3, 4)
 @pytest.mark.parametrize("order", ["all forward, all backward", "one forward, one backward"])
-def test_stages_equal_the_whole_model(rank: int, world_size: int, order: str) -> None:
+def test_stages_match_full_model(rank: int, world_size: int, order: str) -> None:
     for group in _groups():
         check_stages(rank, world_size, order, group)
 
@@ -46,14 +46,14 @@ def check_stages(rank: int, world_size: int, order: str, group: str) -> None:
     sizes = [4, 1, 0, 3, 5]
     torch.manual_seed(1)
     batches = [torch.randn(size, 6, dtype=torch.float64) for size in sizes]
-    whole = _layers(world_size)
+    full_layers = _layers(world_size)
     for batch in batches:
         x, skip = batch, batch.sin()
-        for layer in whole:
+        for layer in full_layers:
             x, skip = layer(x).tanh(), skip * 1.5
         (x * skip + x).sum().backward()
 
-    own = _layers(world_size)[rank]
+    local_layer = _layers(world_size)[rank]
     last = rank == world_size - 1
     received = [
         OPS.pipeline_recv([_like(size, 6), _like(size, 6, needs_grad=False)], rank - 1, 0, group)
@@ -64,7 +64,7 @@ def check_stages(rank: int, world_size: int, order: str, group: str) -> None:
     for number, batch in enumerate(batches):
         x, skip = OPS.pipeline_wait(received[number]) if rank else (batch, batch.sin())
         assert not skip.requires_grad and x.requires_grad == (rank > 0)
-        x, skip = own(x).tanh(), skip * 1.5
+        x, skip = local_layer(x).tanh(), skip * 1.5
         if last:
             losses.append((x * skip + x).sum())
         else:
@@ -74,8 +74,8 @@ def check_stages(rank: int, world_size: int, order: str, group: str) -> None:
     for loss in reversed(losses):
         loss.backward()
     OPS.pipeline_flush(group)
-    torch.testing.assert_close(own.weight.grad, whole[rank].weight.grad, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(own.bias.grad, whole[rank].bias.grad, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(local_layer.weight.grad, full_layers[rank].weight.grad, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(local_layer.bias.grad, full_layers[rank].bias.grad, rtol=1e-12, atol=1e-12)
 
 
 @on_ranks(2)
@@ -95,8 +95,8 @@ def test_many_messages_of_all_dtypes_on_two_channels(rank: int) -> None:
             like = [torch.empty((), dtype=tensor.dtype).expand(tensor.shape) for tensor in tensors]
             singles = [OPS.pipeline_recv([one.T if one.dim() == 2 else one], 0, 5, group) for one in like]
             together = OPS.pipeline_wait(OPS.pipeline_recv(like, 0, 1022, group))
-            apart = [OPS.pipeline_wait(token)[0] for token in reversed(singles)][::-1]
-            for sent, one, other in zip(tensors, together, apart, strict=True):
+            separate = [OPS.pipeline_wait(token)[0] for token in reversed(singles)][::-1]
+            for sent, one, other in zip(tensors, together, separate, strict=True):
                 assert torch.equal(sent, one) and one.dtype == sent.dtype
                 assert torch.equal(sent.T if sent.dim() == 2 else sent, other) and other.is_contiguous()
 
@@ -142,34 +142,34 @@ def _send_or_receive(rank: int, group: str, value: float, size: int = 1 << 16) -
 
 
 @on_ranks(2)
-def test_memory_of_messages_is_used_again(rank: int) -> None:
+def test_message_memory_is_reused(rank: int) -> None:
     """Memory is reused as soon as no tensor refers to it, and no sooner."""
     for group in _groups():
         first = _send_or_receive(rank, group, 1.0)
-        place = first.data_ptr() if rank else 0
+        address = first.data_ptr() if rank else 0
         view = first[5:] if rank else None
         del first
         second = _send_or_receive(rank, group, 2.0)
         if rank:
-            assert second.data_ptr() != place, "a view of the first is there"
+            assert second.data_ptr() != address, "a view of the first is there"
             assert view.sum() == (1 << 16) - 5
         del view
         third = _send_or_receive(rank, group, 3.0)
         if rank:
-            assert third.data_ptr() == place
+            assert third.data_ptr() == address
             assert torch.equal(second, torch.full_like(second, 2))
             weak = torch.multiprocessing.reductions.StorageWeakRef(third.untyped_storage())
         del third
         fourth = _send_or_receive(rank, group, 4.0)
         if rank:
-            assert fourth.data_ptr() != place, "a weak reference may come back to life"
+            assert fourth.data_ptr() != address, "a weak reference may come back to life"
             del weak
         del second, fourth
         OPS.pipeline_flush(group)
 
 
 @on_ranks(2)
-def test_what_a_backward_needs_is_not_overwritten(rank: int) -> None:
+def test_tensors_for_backward_are_not_overwritten(rank: int) -> None:
     group = dist.group.WORLD.group_name
     weight = torch.ones(1, requires_grad=True)
     total = torch.zeros(())
@@ -185,7 +185,7 @@ def test_what_a_backward_needs_is_not_overwritten(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_a_flush_lets_memory_go(rank: int) -> None:
+def test_flush_frees_memory(rank: int) -> None:
     group = dist.group.WORLD.group_name
     with counted() as count:
         for size in (1 << 16, 1 << 16, 1 << 17):  # the last size evicts buffers that do not fit
@@ -236,7 +236,7 @@ def test_mismatches_raise_on_both_sides(rank: int, backend: str, like: list[Tens
 
 
 @on_ranks(2)
-def test_a_refused_message_is_told_by_the_next_call(rank: int) -> None:
+def test_mismatch_raises_in_next_send(rank: int) -> None:
     """A sender that never waits gets the error when it sends again, or at once if the receiver was first."""
     group = dist.new_group(backend="cpu:weft").group_name
     if rank == 0:
@@ -255,7 +255,7 @@ def test_a_refused_message_is_told_by_the_next_call(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_a_message_that_never_comes_ends_in_a_timeout(rank: int) -> None:
+def test_missing_message_times_out(rank: int) -> None:
     group = dist.new_group(backend="cpu:weft", timeout=timedelta(seconds=1)).group_name
     if rank == 1:
         token = OPS.pipeline_recv([torch.ones(3)], 0, 0, group)
@@ -265,7 +265,7 @@ def test_a_message_that_never_comes_ends_in_a_timeout(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_refusals(rank: int) -> None:
+def test_errors(rank: int) -> None:
     group = dist.group.WORLD.group_name
     x = torch.ones(2)
     for error, text, call in [
@@ -295,7 +295,7 @@ def test_refusals(rank: int) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("backend", ["cpu:weft", "gloo"])
-def test_gradients_travel_once(rank: int, backend: str) -> None:
+def test_second_backward_raises(rank: int, backend: str) -> None:
     group = dist.new_group(backend=backend).group_name
     x = torch.ones(3, requires_grad=True)
     if rank == 0:
@@ -309,7 +309,7 @@ def test_gradients_travel_once(rank: int, backend: str) -> None:
 
 
 @on_ranks(2)
-def test_needs_of_gradients_under_no_grad(rank: int) -> None:
+def test_wait_under_no_grad_raises(rank: int) -> None:
     group, x = dist.group.WORLD.group_name, torch.ones(3, requires_grad=True)
     if rank == 0:
         OPS.join(torch.zeros(()), [OPS.pipeline_send([x], 1, 0, group)]).backward()

@@ -39,7 +39,7 @@ def _linked(backend: str = "cpu:weft", device: str = "cpu", seconds: float = 20)
 
 @on_ranks(2, 3, 4)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_stages_equal_the_whole_model(rank: int, world_size: int, backend: str) -> None:
+def test_stages_match_full_model(rank: int, world_size: int, backend: str) -> None:
     # No tensor is on "cpu:0": messages are announced for that link, but otherwise sent as without one.
     for device in ("cpu", "cpu:0"):
         with _linked(backend, device) as group:
@@ -64,24 +64,24 @@ def test_all_dtypes_in_another_order(rank: int, backend: str) -> None:
             like = [torch.empty((), dtype=x.dtype).expand(x.shape) for x in tensors]
             singles = [OPS.pipeline_recv([x.T if x.dim() == 2 else x], 0, 5, group) for x in like]
             together = OPS.pipeline_wait(OPS.pipeline_recv(like, 0, 1022, group))
-            apart = [OPS.pipeline_wait(token)[0] for token in reversed(singles)][::-1]
-            for sent, one, other in zip(tensors, together, apart, strict=True):
+            separate = [OPS.pipeline_wait(token)[0] for token in reversed(singles)][::-1]
+            for sent, one, other in zip(tensors, together, separate, strict=True):
                 assert torch.equal(sent.conj(), one) and one.dtype == sent.dtype
                 assert torch.equal(sent.T if sent.dim() == 2 else sent, other)
         OPS.pipeline_flush(group)
 
 
 @on_ranks(3)
-def test_all_send_before_anyone_receives(rank: int, world_size: int) -> None:
+def test_sends_before_receives(rank: int, world_size: int) -> None:
     """Large messages around a ring, in both directions."""
     after, before = (rank + 1) % world_size, (rank - 1) % world_size
     with _linked() as group:
         for _ in range(3):
-            own = torch.full((1 << 20,), float(rank))
+            x = torch.full((1 << 20,), float(rank))
             for channel, peer in enumerate((after, before)):
-                OPS.pipeline_send([own], peer, channel, group)
+                OPS.pipeline_send([x], peer, channel, group)
             for channel, peer in enumerate((before, after)):
-                [got] = OPS.pipeline_wait(OPS.pipeline_recv([own], peer, channel, group))
+                [got] = OPS.pipeline_wait(OPS.pipeline_recv([x], peer, channel, group))
                 assert torch.equal(got, torch.full_like(got, float(peer)))
             OPS.pipeline_flush(group)
 
@@ -133,7 +133,7 @@ def test_mismatches_raise_on_both_sides(rank: int, backend: str, like: list[Tens
 
 
 @on_ranks(2)
-def test_a_message_that_never_comes_ends_in_a_timeout(rank: int) -> None:
+def test_missing_message_times_out(rank: int) -> None:
     with _linked(seconds=1) as group:
         if rank == 1:
             token = OPS.pipeline_recv([torch.ones(3)], 0, 0, group)
@@ -143,7 +143,7 @@ def test_a_message_that_never_comes_ends_in_a_timeout(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_what_is_announced_and_what_is_carried(rank: int) -> None:
+def test_announcements_and_link_messages(rank: int) -> None:
     """The group carries the announcement, with a layout the first time; the link carries each tensor."""
     x = torch.ones(3, 4)
     with _linked() as group:
@@ -163,7 +163,7 @@ def test_what_is_announced_and_what_is_carried(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_a_group_is_linked_again(rank: int) -> None:
+def test_group_can_be_linked_again(rank: int) -> None:
     group, x = dist.new_group(backend="cpu:weft"), torch.ones(2)
     for _ in range(2):
         for _ in range(2):  # in the second call all peers already have a link
@@ -176,7 +176,7 @@ def test_a_group_is_linked_again(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_refusals(rank: int) -> None:
+def test_errors(rank: int) -> None:
     world = dist.group.WORLD
     for peer in (rank, 2, -1):
         with pytest.raises(ValueError, match=f"got peer {peer} on rank {rank} of 2; pass another rank of the group"):
@@ -196,38 +196,42 @@ def test_refusals(rank: int) -> None:
     with pytest.raises(ValueError, match="pipeline_send: got a group without a backend for CPU tensors"):
         OPS.pipeline_send([torch.ones(2)], 1 - rank, 0, without.group_name)
 
-    def of_one(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.distributed_c10d.Backend:
+    def transport_of_one_rank(
+        store: dist.Store, rank: int, size: int, timeout: timedelta
+    ) -> dist.distributed_c10d.Backend:
         return dist.ProcessGroupGloo(store, 0, 1, timeout)
 
     with pytest.raises(ValueError, match=rf"got a backend with rank 0 of 1; .* in which this is rank {rank}"):
-        pipeline_links.link(world, [1 - rank], torch.device("cpu"), transport=of_one)
+        pipeline_links.link(world, [1 - rank], torch.device("cpu"), transport=transport_of_one_rank)
     with pytest.raises(TypeError, match="got no backend; make one for each direction"):
         pipeline_links.link(world, [1 - rank], torch.device("cpu"), transport=lambda *_: None)
 
 
 @on_ranks(3)
-def test_groups_of_some_ranks(rank: int) -> None:
+def test_subgroups(rank: int) -> None:
     """Peers are group ranks, and several groups may link the same two ranks."""
     x = torch.full((3,), float(rank))
     groups = [dist.new_group([0, 2], backend="cpu:weft"), dist.new_group([2, 0, 1], backend="cpu:weft")]
     for group in groups:
         if not isinstance(group, dist.ProcessGroup):
             continue  # this rank is not in the group
-        own, size = group.rank(), group.size()
-        pipeline_links.link(group, [(own + 1) % size, (own - 1) % size], torch.device("cpu"), transport=GLOO)
-        OPS.pipeline_send([x], (own + 1) % size, 0, group.group_name)
-        [got] = OPS.pipeline_wait(OPS.pipeline_recv([x], (own - 1) % size, 0, group.group_name))
-        assert got[0].item() == dist.get_process_group_ranks(group)[(own - 1) % size]
+        group_rank, size = group.rank(), group.size()
+        pipeline_links.link(
+            group, [(group_rank + 1) % size, (group_rank - 1) % size], torch.device("cpu"), transport=GLOO
+        )
+        OPS.pipeline_send([x], (group_rank + 1) % size, 0, group.group_name)
+        [got] = OPS.pipeline_wait(OPS.pipeline_recv([x], (group_rank - 1) % size, 0, group.group_name))
+        assert got[0].item() == dist.get_process_group_ranks(group)[(group_rank - 1) % size]
         OPS.pipeline_flush(group.group_name)
         pipeline_links.unlink(group)
 
 
 @on_ranks(2)
-def test_a_link_that_failed_is_made_again(rank: int) -> None:
+def test_failed_link_can_be_retried(rank: int) -> None:
     """Store entries of the first attempt are not read again."""
     group, attempts = dist.new_group(backend="cpu:weft"), []
 
-    def second_time(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.distributed_c10d.Backend:
+    def failing_once(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.distributed_c10d.Backend:
         attempts.append(store)
         if len(attempts) == 1:
             store.set("0", "of the first attempt")
@@ -236,7 +240,7 @@ def test_a_link_that_failed_is_made_again(rank: int) -> None:
         return GLOO(store, rank, size, timeout)
 
     with pytest.raises(RuntimeError, match="no such device"):
-        pipeline_links.link(group, [1 - rank], torch.device("cpu"), transport=second_time)
+        pipeline_links.link(group, [1 - rank], torch.device("cpu"), transport=failing_once)
     dist.barrier()
-    pipeline_links.link(group, [1 - rank], torch.device("cpu"), transport=second_time)
+    pipeline_links.link(group, [1 - rank], torch.device("cpu"), transport=failing_once)
     pipeline_links.unlink(group)

@@ -35,15 +35,15 @@ def test_opcheck(index: int, device: str) -> None:
 @DEVICES
 def test_gradcheck(index: int, device: str) -> None:
     call = _sample(index, device)
-    places = [i for i, arg in enumerate(call.args) if isinstance(arg, torch.Tensor) and arg.requires_grad]
+    positions = [i for i, arg in enumerate(call.args) if isinstance(arg, torch.Tensor) and arg.requires_grad]
 
     def function(*tensors: torch.Tensor) -> torch.Tensor:
         args = list(call.args)
-        for place, tensor in zip(places, tensors, strict=True):
-            args[place] = tensor
+        for position, tensor in zip(positions, tensors, strict=True):
+            args[position] = tensor
         return call.op(*args, **call.kwargs)
 
-    assert torch.autograd.gradcheck(function, tuple(call.args[i] for i in places))
+    assert torch.autograd.gradcheck(function, tuple(call.args[i] for i in positions))
 
 
 PRIVATE: dict[str, tuple[object, ...]] = {
@@ -84,7 +84,7 @@ PRIVATE: dict[str, tuple[object, ...]] = {
 
 @pytest.mark.parametrize("name", PRIVATE)
 @DEVICES
-def test_opcheck_of_the_pieces(name: str, device: str) -> None:
+def test_opcheck_private_operators(name: str, device: str) -> None:
     args = tuple(arg.to(device) if isinstance(arg, torch.Tensor) else arg for arg in PRIVATE[name])
     results = torch.library.opcheck(getattr(torch.ops.weft, name).default, args)
     assert set(results.values()) == {"SUCCESS"}
@@ -131,7 +131,7 @@ weft::all_to_all(Tensor x, int split_dim, int cat_dim, str group_name, *, SymInt
 """
 
 
-def test_public_schemas_are_as_published() -> None:
+def test_public_schemas_are_unchanged() -> None:
     registered = {
         str(schema)
         for schema in torch._C._jit_get_all_schemas()

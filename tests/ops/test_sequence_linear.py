@@ -47,7 +47,7 @@ def test_values_and_gradients(rank: int, world_size: int, dtype: str, overlap: w
 def _check_values_and_gradients(rank: int, world_size: int, dtype: str) -> None:
     kind = getattr(torch, dtype)
 
-    def part(tensor: Tensor, dim: int) -> Tensor:
+    def local_shard(tensor: Tensor, dim: int) -> Tensor:
         return chunk(tensor.to(kind), dim, world_size, rank)
 
     for shape, dim in INPUTS:
@@ -59,21 +59,21 @@ def _check_values_and_gradients(rank: int, world_size: int, dtype: str) -> None:
             grad = torch.randn(y.shape).to(kind).double()
             y.backward(grad)
 
-            leaves = part(x, dim), part(weight, 0), part(bias, 0)
+            leaves = local_shard(x, dim), local_shard(weight, 0), local_shard(bias, 0)
             out = weft.ops.all_gather_linear(*leaves, gather_dim=dim, group_name=_group(), dim_size=shape[dim])
             _close(out, chunk(y, -1, world_size, rank), dtype, "gathered y")
-            out.backward(part(grad, -1))
-            for leaf, whole, cut in zip(leaves, (x, weight, bias), (dim, 0, 0), strict=True):
-                _close(leaf.grad, chunk(whole.grad, cut, world_size, rank), dtype, f"gathered grad, {leaf.shape}")
+            out.backward(local_shard(grad, -1))
+            for leaf, full, shard_dim in zip(leaves, (x, weight, bias), (dim, 0, 0), strict=True):
+                _close(leaf.grad, chunk(full.grad, shard_dim, world_size, rank), dtype, f"gathered grad, {leaf.shape}")
 
             # The features of x [..., 5] and the columns of the weight [rows, 5] are sharded.
             x.grad = weight.grad = bias.grad = None
             y = F.linear(x, weight, bias)
             y.backward(grad)
-            leaves = part(x, -1), part(weight, 1), bias.detach().to(kind).requires_grad_()
+            leaves = local_shard(x, -1), local_shard(weight, 1), bias.detach().to(kind).requires_grad_()
             out = weft.ops.linear_reduce_scatter(*leaves, scatter_dim=dim, group_name=_group())
             _close(out, chunk(y, dim, world_size, rank), dtype, "scattered y")
-            out.backward(part(grad, dim))
+            out.backward(local_shard(grad, dim))
             _close(leaves[0].grad, chunk(x.grad, -1, world_size, rank), dtype, "scattered grad x")
             _close(leaves[1].grad, chunk(weight.grad, 1, world_size, rank), dtype, "scattered grad weight")
             _close(leaves[2].grad, bias.grad, dtype, "scattered grad bias")
@@ -101,7 +101,7 @@ def test_number_of_collectives(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_kept_bytes(rank: int) -> None:
+def test_saved_bytes(rank: int) -> None:
     """The gathered input is freed: only the result is kept, and the shard of x, which the caller holds anyway."""
     x, weight = torch.randn(64, 32, requires_grad=True), torch.randn(16, 32, requires_grad=True)
     with counted() as count:
@@ -112,7 +112,7 @@ def test_kept_bytes(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_refusals_leave_the_group_usable(rank: int) -> None:
+def test_errors_leave_group_usable(rank: int) -> None:
     x, weight = torch.ones(3, 4), torch.ones(5, 4)
     with pytest.raises(ValueError, match=r"weft::all_gather_linear: got gather_dim 1, the last dim of x"):
         weft.ops.all_gather_linear(x, weight, gather_dim=-1, group_name=_group())
@@ -149,7 +149,7 @@ def _run(module: nn.Module, x: Tensor) -> list[Tensor]:
     return [y.detach(), x.grad, *(p.grad.clone() for p in module.parameters())]
 
 
-class Everything(nn.Module):
+class AllLayers(nn.Module):
     """A model whose collectives do not depend on each other, above all in the backward."""
 
     def __init__(self, group_name: str) -> None:
@@ -167,10 +167,10 @@ class Everything(nn.Module):
 
 
 @on_ranks(2, timeout=300)
-def test_inductor_on_uneven_parts(rank: int) -> None:
+def test_inductor_on_uneven_shards(rank: int) -> None:
     """Ranks with graphs of different sizes call their collectives in the same order."""
     torch.manual_seed(rank)
-    model = Everything(_group())
+    model = AllLayers(_group())
     x = torch.ones(2, 3 - rank, 6)
     eager = _run(model, x)
     torch._dynamo.reset()
@@ -179,7 +179,7 @@ def test_inductor_on_uneven_parts(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_one_rank_under_a_dispatch_mode(rank: int) -> None:
+def test_dispatch_mode_on_one_rank(rank: int) -> None:
     """One rank traces its backward; the other does not."""
     x, weight = torch.ones(3, 5, requires_grad=True), torch.ones(6, 5, requires_grad=True)
     y = weft.ops.all_gather_linear(x, weight, gather_dim=0, group_name=_group()).sin()

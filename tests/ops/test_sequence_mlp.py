@@ -53,23 +53,23 @@ def _check_values_and_gradients(rank: int, world_size: int, dtype: str, recomput
             shapes |= {"w3": (hidden, 6)} if gated else {}
             shapes |= {"b1": (hidden,), "b2": (4,)} if bias else {}
             shapes |= {"b3": (hidden,)} if bias and gated else {}
-            whole = {name: (torch.randn(size) * 0.4).to(kind).double() for name, size in shapes.items()}
-            whole = {name: value.requires_grad_() for name, value in whole.items()}
+            full = {name: (torch.randn(size) * 0.4).to(kind).double() for name, size in shapes.items()}
+            full = {name: value.requires_grad_() for name, value in full.items()}
             x = torch.randn(shape).to(kind).double().requires_grad_()
-            y = mlp_reference(x, whole, activation)
+            y = mlp_reference(x, full, activation)
             grad = torch.randn(y.shape).to(kind).double()
             y.backward(grad)
 
-            parts = {
+            shards = {
                 name: chunk(value.to(kind), DIMS[name], world_size, rank)
                 if name in DIMS
                 else value.detach().to(kind).requires_grad_()
-                for name, value in whole.items()
+                for name, value in full.items()
             }
-            x_here = chunk(x.to(kind), dim, world_size, rank)
+            local_x = chunk(x.to(kind), dim, world_size, rank)
             out = weft.ops.column_row_mlp(
-                x_here,
-                **parts,
+                local_x,
+                **shards,
                 activation=activation,
                 group_name=_group(),
                 recompute=recompute,
@@ -78,12 +78,12 @@ def _check_values_and_gradients(rank: int, world_size: int, dtype: str, recomput
             )
             _close(out, chunk(y, dim, world_size, rank), dtype, "y")
             out.backward(chunk(grad.to(kind), dim, world_size, rank))
-            _close(x_here.grad, chunk(x.grad, dim, world_size, rank), dtype, "grad x")
-            for name, part in parts.items():
-                expected = whole[name].grad
+            _close(local_x.grad, chunk(x.grad, dim, world_size, rank), dtype, "grad x")
+            for name, shard in shards.items():
+                expected = full[name].grad
                 if name in DIMS:
                     expected = chunk(expected, DIMS[name], world_size, rank)
-                _close(part.grad, expected, dtype, f"grad {name}")
+                _close(shard.grad, expected, dtype, f"grad {name}")
 
 
 def _leaves() -> dict[str, Tensor]:
@@ -137,13 +137,13 @@ def test_number_of_collectives(rank: int, recompute: bool) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("recompute", [False, True])
-def test_kept_bytes(rank: int, recompute: bool) -> None:
+def test_saved_bytes(rank: int, recompute: bool) -> None:
     """Beside the result and this rank's shard of x: the full sequence's hidden values, or nothing."""
     leaves = _leaves()
     with counted() as count:
         y = _mlp(leaves, recompute)
-        kept = 0 if recompute else 2 * (6 * 2 * 6 * 4)  # h1 and h3, [6, 2, 6]
-        assert count.now() - count.now("communication") == y.nbytes + kept
+        saved = 0 if recompute else 2 * (6 * 2 * 6 * 4)  # h1 and h3, [6, 2, 6]
+        assert count.now() - count.now("communication") == y.nbytes + saved
         y.sum().backward()
         del y
         grads = sum(leaf.grad.nbytes for leaf in leaves.values())
@@ -151,7 +151,7 @@ def test_kept_bytes(rank: int, recompute: bool) -> None:
 
 
 @on_ranks(2)
-def test_refusals_leave_the_group_usable(rank: int) -> None:
+def test_errors_leave_group_usable(rank: int) -> None:
     x, w1, w2 = torch.ones(3, 4), torch.ones(5, 4), torch.ones(4, 5)
 
     def mlp(**options: int) -> Tensor:

@@ -18,10 +18,10 @@ from support.ranks import on_ranks
 DTYPES = ("float64", "float32", "bfloat16")
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 2e-2}
 # (shape of the unsharded tensor, dim): even, uneven, empty on some ranks, empty on all.
-CUTS = [((12, 3), 0), ((2, 7, 3), 1), ((3, 5), -1), ((1, 4), 0), ((0, 4), 0), ((5, 0), 0)]
+SHARDINGS = [((12, 3), 0), ((2, 7, 3), 1), ((3, 5), -1), ((1, 4), 0), ((0, 4), 0), ((5, 0), 0)]
 
 
-def _of_rank(rank: int, shape: tuple[int, ...], dtype: str) -> Tensor:
+def _rank_values(rank: int, shape: tuple[int, ...], dtype: str) -> Tensor:
     """Return a rank's values, which every rank can compute."""
     generator = torch.Generator(torch.get_default_device()).manual_seed(rank)
     values = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -29,7 +29,7 @@ def _of_rank(rank: int, shape: tuple[int, ...], dtype: str) -> Tensor:
 
 
 def _sum(world_size: int, shape: tuple[int, ...], dtype: str) -> Tensor:
-    return sum((_of_rank(each, shape, dtype).double() for each in range(world_size)), torch.zeros(shape).double())
+    return sum((_rank_values(each, shape, dtype).double() for each in range(world_size)), torch.zeros(shape).double())
 
 
 def _close(actual: Tensor, expected: Tensor, dtype: str) -> None:
@@ -46,34 +46,34 @@ def _groups() -> list[str]:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_values_and_gradients(rank: int, world_size: int, dtype: str) -> None:
     for group in _groups():
-        for shape, dim in CUTS:
+        for shape, dim in SHARDINGS:
             size = shape[dim]
-            shared, shared_grad = _of_rank(100, shape, dtype), _of_rank(7, shape, dtype)  # equal on all ranks
-            own, total = _of_rank(rank, shape, dtype), _sum(world_size, shape, dtype)
-            part = partial(chunk, dim=dim, world_size=world_size, rank=rank)
+            shared, shared_grad = _rank_values(100, shape, dtype), _rank_values(7, shape, dtype)  # equal on all ranks
+            local_values, total = _rank_values(rank, shape, dtype), _sum(world_size, shape, dtype)
+            shard = partial(chunk, dim=dim, world_size=world_size, rank=rank)
 
             x = shared.clone().requires_grad_()
             y = weft.ops.scatter_to_group(x, dim, group)
-            assert torch.equal(y, part(shared))
-            y.backward(part(shared_grad))
+            assert torch.equal(y, shard(shared))
+            y.backward(shard(shared_grad))
             assert torch.equal(x.grad, shared_grad)
 
-            x = part(shared)
+            x = shard(shared)
             y = weft.ops.gather_from_group(x, dim, group, dim_size=size)
             assert torch.equal(y, shared)
             y.backward(shared_grad)
-            assert torch.equal(x.grad, part(shared_grad))
+            assert torch.equal(x.grad, shard(shared_grad))
 
-            x = part(shared)
+            x = shard(shared)
             y = weft.ops.gather_from_sequence(x, dim, group, dim_size=size)
             assert torch.equal(y, shared)
-            y.backward(own)
-            _close(x.grad, part(total), dtype)
+            y.backward(local_values)
+            _close(x.grad, shard(total), dtype)
 
-            x = own.clone().requires_grad_()
+            x = local_values.clone().requires_grad_()
             y = weft.ops.reduce_scatter_to_sequence(x, dim, group)
-            _close(y, part(total), dtype)
-            y.backward(part(shared_grad))
+            _close(y, shard(total), dtype)
+            y.backward(shard(shared_grad))
             assert torch.equal(x.grad, shared_grad)
 
 
@@ -82,18 +82,18 @@ def test_values_and_gradients(rank: int, world_size: int, dtype: str) -> None:
 def test_all_to_all(rank: int, world_size: int, dtype: str) -> None:
     """A tensor that is full along one dim and sharded along another is returned with these swapped."""
     for group in _groups():
-        for shape, whole_dim, cut_dim in [((6, 5, 2), 0, 1), ((3, 2, 7), -1, 0), ((1, 3), 1, 0), ((4, 0), 0, 1)]:
-            tensor = _of_rank(100, shape, dtype)
-            x = chunk(tensor.transpose(0, 1).contiguous().transpose(0, 1), cut_dim, world_size, rank)
-            y = weft.ops.all_to_all(x, whole_dim, cut_dim, group, cat_size=shape[cut_dim])
-            assert torch.equal(y, chunk(tensor, whole_dim, world_size, rank))
-            grad = _of_rank(7, shape, dtype)
-            y.backward(chunk(grad, whole_dim, world_size, rank))
-            assert torch.equal(x.grad, chunk(grad, cut_dim, world_size, rank))
+        for shape, full_dim, sharded_dim in [((6, 5, 2), 0, 1), ((3, 2, 7), -1, 0), ((1, 3), 1, 0), ((4, 0), 0, 1)]:
+            tensor = _rank_values(100, shape, dtype)
+            x = chunk(tensor.transpose(0, 1).contiguous().transpose(0, 1), sharded_dim, world_size, rank)
+            y = weft.ops.all_to_all(x, full_dim, sharded_dim, group, cat_size=shape[sharded_dim])
+            assert torch.equal(y, chunk(tensor, full_dim, world_size, rank))
+            grad = _rank_values(7, shape, dtype)
+            y.backward(chunk(grad, full_dim, world_size, rank))
+            assert torch.equal(x.grad, chunk(grad, sharded_dim, world_size, rank))
 
 
 @on_ranks(2, 4)
-def test_sizes_that_are_not_told_are_equal(rank: int, world_size: int) -> None:
+def test_omitted_sizes_are_equal(rank: int, world_size: int) -> None:
     group = dist.group.WORLD.group_name
     x = torch.full((2, 3), float(rank))
     expected = torch.arange(world_size).repeat_interleave(2)[:, None].expand(-1, 3).float()
@@ -124,7 +124,7 @@ def test_number_of_collectives(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_refusals_leave_the_group_usable(rank: int) -> None:
+def test_errors_leave_group_usable(rank: int) -> None:
     group = dist.group.WORLD.group_name
     x = torch.ones(3, 4)
     with pytest.raises(IndexError, match=r"weft::scatter_to_group: got dim 2 for x with 2 dims; pass one from -2 to 1"):
@@ -153,12 +153,12 @@ class Sequence(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         group = self.group_name
-        part = torch.ops.weft.scatter_to_group(x, 1, group)
-        heads = torch.ops.weft.all_to_all(part, 2, 1, group, cat_size=x.size(1))
+        shard = torch.ops.weft.scatter_to_group(x, 1, group)
+        heads = torch.ops.weft.all_to_all(shard, 2, 1, group, cat_size=x.size(1))
         back = torch.ops.weft.all_to_all(heads, 1, 2, group, cat_size=x.size(2))
-        whole = torch.ops.weft.gather_from_sequence(back * 2, 1, group, dim_size=x.size(1))
-        part = torch.ops.weft.reduce_scatter_to_sequence(whole.sin(), 1, group)
-        return torch.ops.weft.gather_from_group(part, 1, group, dim_size=x.size(1))
+        full = torch.ops.weft.gather_from_sequence(back * 2, 1, group, dim_size=x.size(1))
+        shard = torch.ops.weft.reduce_scatter_to_sequence(full.sin(), 1, group)
+        return torch.ops.weft.gather_from_group(shard, 1, group, dim_size=x.size(1))
 
 
 @on_ranks(1, 2, timeout=300)

@@ -41,14 +41,14 @@ def test_column_row_mlp(rank: int, world_size: int, dtype: str) -> None:
             shapes |= {"w3": (hidden, 8)} if gated else {}
             shapes |= {"b1": (hidden,), "b2": (6,)} if bias else {}
             shapes |= {"b3": (hidden,)} if bias and gated else {}
-            whole = {
+            full = {
                 name: (torch.randn(shape, dtype=torch.float64) * 0.4).to(getattr(torch, dtype)).double()
                 for name, shape in shapes.items()
             }
             x = torch.randn(2, 3, 8).to(getattr(torch, dtype)).double()
-            leaves = {name: value.clone().requires_grad_() for name, value in whole.items()}
-            x_whole = x.clone().requires_grad_()
-            y = mlp_reference(x_whole, leaves, activation)
+            leaves = {name: value.clone().requires_grad_() for name, value in full.items()}
+            full_x = x.clone().requires_grad_()
+            y = mlp_reference(full_x, leaves, activation)
             y.sum().backward()
 
             def local(name: str, value: Tensor) -> Tensor:
@@ -57,17 +57,17 @@ def test_column_row_mlp(rank: int, world_size: int, dtype: str) -> None:
                     return value.requires_grad_()
                 return chunk(value, DIMS[name], world_size, rank)
 
-            parts = {name: local(name, value) for name, value in whole.items()}
-            x_here = x.to(getattr(torch, dtype)).requires_grad_()
-            out = weft.ops.column_row_mlp(x_here, **parts, activation=activation, group_name=_group())
+            shards = {name: local(name, value) for name, value in full.items()}
+            local_x = x.to(getattr(torch, dtype)).requires_grad_()
+            out = weft.ops.column_row_mlp(local_x, **shards, activation=activation, group_name=_group())
             _close(out, y, tolerance, "y")
             out.sum().backward()
-            _close(x_here.grad, x_whole.grad, tolerance, "grad x")
-            for name, part in parts.items():
+            _close(local_x.grad, full_x.grad, tolerance, "grad x")
+            for name, shard in shards.items():
                 expected = leaves[name].grad
                 if name != "b2":
                     expected = chunk(expected, DIMS[name], world_size, rank)
-                _close(part.grad, expected, tolerance, f"grad {name}")
+                _close(shard.grad, expected, tolerance, f"grad {name}")
 
 
 @on_ranks(1, 2, 3, 4)
@@ -80,25 +80,25 @@ def _check_linears_and_embedding(rank: int, world_size: int, dtype: str) -> None
     kind, tolerance = getattr(torch, dtype), TOLERANCE[dtype]
     torch.manual_seed(1)
     x, weight, bias, grad = (torch.randn(shape).to(kind) for shape in ((3, 5), (7, 5), (7,), (3, 7)))
-    whole = [t.double().clone().requires_grad_() for t in (x, weight, bias)]
-    y = F.linear(*whole)
+    full = [t.double().clone().requires_grad_() for t in (x, weight, bias)]
+    y = F.linear(*full)
     y.backward(grad.double())
-    x_here, w, b = x.clone().requires_grad_(), *(chunk(t, 0, world_size, rank) for t in (weight, bias))
-    out = weft.ops.column_linear(x_here, w, b, group_name=_group())
+    local_x, w, b = x.clone().requires_grad_(), *(chunk(t, 0, world_size, rank) for t in (weight, bias))
+    out = weft.ops.column_linear(local_x, w, b, group_name=_group())
     _close(out, chunk(y, 1, world_size, rank), tolerance, "column y")
     out.backward(chunk(grad, 1, world_size, rank))
-    _close(x_here.grad, whole[0].grad, tolerance, "column grad x")
-    _close(w.grad, chunk(whole[1].grad, 0, world_size, rank), tolerance, "column grad weight")
-    _close(b.grad, chunk(whole[2].grad, 0, world_size, rank), tolerance, "column grad bias")
+    _close(local_x.grad, full[0].grad, tolerance, "column grad x")
+    _close(w.grad, chunk(full[1].grad, 0, world_size, rank), tolerance, "column grad weight")
+    _close(b.grad, chunk(full[2].grad, 0, world_size, rank), tolerance, "column grad bias")
 
-    x_here, w = (chunk(t, 1, world_size, rank) for t in (x, weight))
+    local_x, w = (chunk(t, 1, world_size, rank) for t in (x, weight))
     b = bias.clone().requires_grad_()
-    out = weft.ops.row_linear(x_here, w, b, group_name=_group())
+    out = weft.ops.row_linear(local_x, w, b, group_name=_group())
     _close(out, y, tolerance, "row y")
     out.backward(grad)
-    _close(x_here.grad, chunk(whole[0].grad, 1, world_size, rank), tolerance, "row grad x")
-    _close(w.grad, chunk(whole[1].grad, 1, world_size, rank), tolerance, "row grad weight")
-    _close(b.grad, whole[2].grad, tolerance, "row grad bias")
+    _close(local_x.grad, chunk(full[0].grad, 1, world_size, rank), tolerance, "row grad x")
+    _close(w.grad, chunk(full[1].grad, 1, world_size, rank), tolerance, "row grad weight")
+    _close(b.grad, full[2].grad, tolerance, "row grad bias")
 
     ids, grad = torch.tensor([[0, 6, 3], [2, 2, 5]]), torch.randn(2, 3, 5).to(kind)
     table = weight.double().clone().requires_grad_()
@@ -130,7 +130,7 @@ def test_number_of_all_reduces(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_refusals_leave_the_group_usable(rank: int) -> None:
+def test_errors_leave_group_usable(rank: int) -> None:
     group = _group()
     x, w = torch.ones(3, 4), torch.ones(5, 4)
     with pytest.raises(ValueError, match="got w2 of shape"):
@@ -147,7 +147,7 @@ def test_refusals_leave_the_group_usable(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_token_ids_are_read_in_advance(rank: int) -> None:
+def test_token_ids_are_checked_before_communication(rank: int) -> None:
     """Only on the CPU."""
     with pytest.raises(IndexError, match="token ids from 0 to 9"):
         weft.ops.vocab_parallel_embedding(torch.tensor([0, 9]), torch.ones(5, 4), 0, group_name=_group(), vocab_size=5)

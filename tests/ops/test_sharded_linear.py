@@ -48,14 +48,14 @@ def test_values_and_gradients(rank: int, world_size: int, dtype: str) -> None:
             for tensor in (weight, bias):
                 dist.all_reduce(tensor.grad)
 
-            x_here = x.detach().to(kind).requires_grad_()
+            local_x = x.detach().to(kind).requires_grad_()
             leaves = chunk(weight.to(kind), 0, world_size, rank), chunk(bias.to(kind), 0, world_size, rank)
-            out = weft.ops.sharded_linear(x_here, *leaves, group_name=group, out_features=rows)
+            out = weft.ops.sharded_linear(local_x, *leaves, group_name=group, out_features=rows)
             _close(out, y, dtype, "y")
             out.backward(grad.to(kind))
-            _close(x_here.grad, x.grad, dtype, "grad x")
-            for leaf, whole in zip(leaves, (weight, bias), strict=True):
-                _close(leaf.grad, chunk(whole.grad, 0, world_size, rank), dtype, f"grad {leaf.shape}")
+            _close(local_x.grad, x.grad, dtype, "grad x")
+            for leaf, full in zip(leaves, (weight, bias), strict=True):
+                _close(leaf.grad, chunk(full.grad, 0, world_size, rank), dtype, f"grad {leaf.shape}")
 
 
 @on_ranks(2, 4)
@@ -88,14 +88,14 @@ def test_two_shards_at_a_time(rank: int, world_size: int) -> None:
         grad = torch.ones_like(y)
         weft.memory.reset_peak()
         y.backward(grad)
-        kept = y.nbytes + grad.nbytes + x.grad.nbytes + weight.grad.nbytes
+        allocated = y.nbytes + grad.nbytes + x.grad.nbytes + weight.grad.nbytes
         staging = count.now("communication")
-        assert count.now() - staging == kept
-        assert count.peak() - staging <= kept + 2 * shard
+        assert count.now() - staging == allocated
+        assert count.peak() - staging <= allocated + 2 * shard
 
 
 @on_ranks(2)
-def test_refusals_leave_the_group_usable(rank: int) -> None:
+def test_errors_leave_group_usable(rank: int) -> None:
     x, weight = torch.ones(3, 4), torch.ones(5, 4)
     text = rf"weft::sharded_linear: got weight of shape \[5, 4\] on rank {rank} of 2 with out_features 14"
     with pytest.raises(ValueError, match=text):

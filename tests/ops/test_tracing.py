@@ -96,7 +96,7 @@ def test_script_save_load(world_size: int) -> None:
     torch.testing.assert_close(loaded(ids), eager[0])
 
 
-def test_rebind_group_refuses_a_module_without_weft_modules() -> None:
+def test_rebind_group_without_weft_modules_raises() -> None:
     with pytest.raises(ValueError, match="got a Linear with no weft module inside"):
         weft.nn.rebind_group(nn.Linear(2, 2), "")
 

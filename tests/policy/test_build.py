@@ -31,20 +31,20 @@ def _without_nvcc() -> dict[str, str]:
     return {"PATH": os.pathsep.join(kept), "CUDA_HOME": "", "CUDA_PATH": ""}
 
 
-def test_cuda_sources_are_left_out_where_nvcc_is_hidden(tmp_path: Path) -> None:
+def test_cuda_sources_are_left_out_without_nvcc(tmp_path: Path) -> None:
     output = _configure(tmp_path, env=_without_nvcc())
     assert "weft: CUDA sources left out (nvcc: WEFT_NVCC-NOTFOUND" in output
     compiled = (tmp_path / "compile_commands.json").read_text()
     assert ".cu" not in compiled and "ops/src/column_row_mlp.cpp" in compiled
 
 
-def test_cuda_on_without_nvcc_is_refused(tmp_path: Path) -> None:
+def test_cuda_on_without_nvcc_fails(tmp_path: Path) -> None:
     output = _configure(tmp_path, "-DWEFT_CUDA=ON", env=_without_nvcc())
     assert output.startswith("failed") and "WEFT_CUDA=ON needs nvcc and a CUDA build of torch" in output
 
 
 @pytest.mark.parametrize("text", ["9.x", "sm_90"])
-def test_an_architecture_list_of_another_form_is_refused(tmp_path: Path, text: str) -> None:
+def test_invalid_architecture_list_fails(tmp_path: Path, text: str) -> None:
     output = _configure(tmp_path, env={"TORCH_CUDA_ARCH_LIST": text})
     if "CUDA sources left out" in output:
         pytest.skip("no nvcc, or a torch without CUDA: the list is not read")
@@ -52,13 +52,13 @@ def test_an_architecture_list_of_another_form_is_refused(tmp_path: Path, text: s
 
 
 # NOTE: tmp_path contains the test's name, which must not contain "torch".
-def test_lower_layers_configure_by_themselves(tmp_path: Path) -> None:
+def test_lower_layers_configure_alone(tmp_path: Path) -> None:
     output = _configure(tmp_path, "-DWEFT_WITHOUT_TORCH=ON")
     assert not output.startswith("failed"), output
     assert "torch" not in (tmp_path / "compile_commands.json").read_text()
 
 
-def test_a_build_without_torch_fails_at_once_and_says_what_to_run(tmp_path: Path) -> None:
+def test_build_without_torch_fails_with_remedy(tmp_path: Path) -> None:
     import setuptools
 
     packages = Path(setuptools.__file__).parents[1]

@@ -39,7 +39,7 @@ def _tracked() -> list[str]:
     return [name for name in listed.stdout.splitlines() if Path(name).suffix in SUFFIXES and (ROOT / name).is_file()]
 
 
-def test_files_use_the_terms_of_the_field() -> None:
+def test_files_contain_no_banned_phrase() -> None:
     found = [
         f"{name}:{number}: '{phrase}'; write {instead}"
         for name in _tracked()
@@ -61,11 +61,11 @@ def test_files_use_the_terms_of_the_field() -> None:
         ("while nobody waits", "nobody"),
     ],
 )
-def test_a_banned_phrase_is_found(line: str, phrase: str) -> None:
+def test_banned_phrases_are_found(line: str, phrase: str) -> None:
     [(number, found, _)] = violations(f"# A good line.\n{line}")
     assert (number, found) == (2, phrase)
 
 
-def test_other_uses_are_not() -> None:
+def test_other_phrases_are_allowed() -> None:
     text = "the sum of all; OF_PRODUCTS = 1\n# 2 of 3. Often it is.\nwait forever\nHalf Of Fame\n"
     assert violations(text) == []

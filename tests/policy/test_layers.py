@@ -64,7 +64,7 @@ def test_cpp_includes(folder: str) -> None:
             assert not re.match(CPP_LAYERS[folder], header), f"{file} includes {header}"
 
 
-def test_importing_the_strategy_leaves_lightning_out() -> None:
+def test_strategy_does_not_import_lightning() -> None:
     code = """if True:
         import sys, weft.strategy
         for name in weft.strategy.__all__:  # they are loaded at their first use
@@ -74,7 +74,7 @@ def test_importing_the_strategy_leaves_lightning_out() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
 
 
-def test_folders_of_the_repository_are_not_packages() -> None:
+def test_repository_folders_are_not_packages() -> None:
     """In the root folder, `import ops` must not create a second module object beside `weft`."""
     for folder in ("ops", "strategy", "lightning_plugin", "kernels", "examples", "benchmarks"):
         assert not (ROOT / folder / "__init__.py").exists(), folder

@@ -45,21 +45,21 @@ def _run(command: list[str], folder: Path) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
 
 
-def test_an_sdist_holds_what_git_tracks_of_the_sources(sdist: Path) -> None:
+def test_sdist_contains_tracked_sources(sdist: Path) -> None:
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *SOURCES, *METADATA]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode != 0:
         pytest.skip("no git checkout: the list of source files is git's")
     tracked = {name for name in listed.stdout.splitlines() if (ROOT / name).is_file()}
     packed = {path.relative_to(sdist).as_posix() for path in sdist.rglob("*") if path.is_file()}
-    made = {name for name in packed if name in {"PKG-INFO", "setup.cfg"} or name.startswith("weft.egg-info/")}
+    generated = {name for name in packed if name in {"PKG-INFO", "setup.cfg"} or name.startswith("weft.egg-info/")}
     assert sorted(tracked - packed) == [], "MANIFEST.in leaves them out"
-    assert sorted(packed - tracked - made) == [], "MANIFEST.in lets them in"
+    assert sorted(packed - tracked - generated) == [], "MANIFEST.in lets them in"
     for name in tracked:
         assert (sdist / name).read_bytes() == (ROOT / name).read_bytes(), name
 
 
-def test_an_sdist_configures_without_the_tests(sdist: Path, tmp_path: Path) -> None:
+def test_sdist_configures_without_tests(sdist: Path, tmp_path: Path) -> None:
     """Uses the preset of an editable install, which builds the tests if they exist."""
     assert not (sdist / "tests").exists()
     cmake, ninja = (str(Path(sys.executable).with_name(name)) for name in ("cmake", "ninja"))
@@ -126,5 +126,7 @@ def test_every_typed_stub_is_package_data() -> None:
     assert {"weft/py.typed", "weft/_collectives.pyi", "weft/strategy/_plan.pyi"} <= set(stubs)
     for stub in stubs:
         package, _, name = stub.rpartition("/")
-        own = [*patterns.get("*", []), *patterns.get(package.replace("/", "."), [])]
-        assert any(fnmatch(name, pattern) for pattern in own), f"pyproject.toml's package-data leaves out {stub}"
+        patterns_of_package = [*patterns.get("*", []), *patterns.get(package.replace("/", "."), [])]
+        assert any(fnmatch(name, pattern) for pattern in patterns_of_package), (
+            f"pyproject.toml's package-data leaves out {stub}"
+        )

@@ -41,7 +41,7 @@ def test_no_source_file_is_longer_than_600_lines() -> None:
 @pytest.mark.parametrize(
     "folder", ["kernels", "ops", "strategy", "lightning_plugin", "tests", "examples", "benchmarks"]
 )
-def test_every_folder_says_what_it_is_for(folder: str) -> None:
+def test_every_folder_has_a_short_readme(folder: str) -> None:
     readme = ROOT / folder / "README.md"
     assert len(readme.read_text().splitlines()) <= MAX_README_LINES or folder == "tests"
 

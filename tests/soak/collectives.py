@@ -43,42 +43,45 @@ def full(size: int, number: float) -> torch.Tensor:
 
 def run_step(call: str, size: int, step: int, group: dist.ProcessGroup, members: list[int], is_async: bool) -> None:
     """Make one call on this rank, which is one of `members`, and check its results."""
-    own = members.index(dist.get_rank())
-    mine = full(size, value(own, step))
+    group_rank = members.index(dist.get_rank())
+    tensor = full(size, value(group_rank, step))
     values = [value(each, step) for each in range(len(members))]
     root = step % len(members)
     outputs = [full(size, -1.0) for _ in members]
     expected: list[torch.Tensor] = []
     work = None
     if call == "all_reduce":
-        work = dist.all_reduce(mine, group=group, async_op=is_async)
-        outputs, expected = [mine], [full(size, sum(values))]
+        work = dist.all_reduce(tensor, group=group, async_op=is_async)
+        outputs, expected = [tensor], [full(size, sum(values))]
     elif call == "all_gather":
-        work = dist.all_gather(outputs, mine, group=group, async_op=is_async)
+        work = dist.all_gather(outputs, tensor, group=group, async_op=is_async)
         expected = [full(size, each) for each in values]
     elif call == "reduce_scatter":
-        given = [full(size, value(own, step + each)) for each in range(len(members))]
-        work = dist.reduce_scatter(outputs[0], given, group=group, async_op=is_async)
-        outputs, expected = outputs[:1], [full(size, sum(value(each, step + own) for each in range(len(members))))]
+        inputs = [full(size, value(group_rank, step + each)) for each in range(len(members))]
+        work = dist.reduce_scatter(outputs[0], inputs, group=group, async_op=is_async)
+        outputs, expected = (
+            outputs[:1],
+            [full(size, sum(value(each, step + group_rank) for each in range(len(members))))],
+        )
     elif call == "broadcast":
-        work = dist.broadcast(mine, members[root], group=group, async_op=is_async)
-        outputs, expected = [mine], [full(size, values[root])]
+        work = dist.broadcast(tensor, members[root], group=group, async_op=is_async)
+        outputs, expected = [tensor], [full(size, values[root])]
     elif call == "all_to_all":
-        given = [full(size, value(own, step + each)) for each in range(len(members))]
-        work = dist.all_to_all(outputs, given, group=group, async_op=is_async)
-        expected = [full(size, value(each, step + own)) for each in range(len(members))]
+        inputs = [full(size, value(group_rank, step + each)) for each in range(len(members))]
+        work = dist.all_to_all(outputs, inputs, group=group, async_op=is_async)
+        expected = [full(size, value(each, step + group_rank)) for each in range(len(members))]
     elif call == "gather":
-        is_root = own == root
-        work = dist.gather(mine, outputs if is_root else None, dst=members[root], group=group, async_op=is_async)
+        is_root = group_rank == root
+        work = dist.gather(tensor, outputs if is_root else None, dst=members[root], group=group, async_op=is_async)
         outputs = outputs if is_root else []
         expected = [full(size, each) for each in values] if is_root else []
     elif call == "scatter":
-        given = [full(size, value(root, step + each)) for each in range(len(members))] if own == root else None
-        work = dist.scatter(outputs[0], given, src=members[root], group=group, async_op=is_async)
-        outputs, expected = outputs[:1], [full(size, value(root, step + own))]
+        inputs = [full(size, value(root, step + each)) for each in range(len(members))] if group_rank == root else None
+        work = dist.scatter(outputs[0], inputs, src=members[root], group=group, async_op=is_async)
+        outputs, expected = outputs[:1], [full(size, value(root, step + group_rank))]
     elif call == "ring" and len(members) > 1:
-        after, before = (own + 1) % len(members), (own - 1) % len(members)
-        works = [dist.isend(mine, members[after], group=group), dist.irecv(outputs[0], members[before], group=group)]
+        after, before = (group_rank + 1) % len(members), (group_rank - 1) % len(members)
+        works = [dist.isend(tensor, members[after], group=group), dist.irecv(outputs[0], members[before], group=group)]
         for each in works if step % 2 else works[::-1]:
             each.wait()
         outputs, expected = outputs[:1], [full(size, values[before])]

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from ops.collectives.calls import MOVES, REDUCTIONS, Call
+from ops.collectives.calls import DATA_MOVEMENTS, REDUCTIONS, Call
 
 import weft
 
@@ -52,7 +52,7 @@ def asynchronous(group: dist.ProcessGroup, rank: int, world_size: int, make: Cal
 
 
 CALLS: dict[str, Call] = {
-    **MOVES,
+    **DATA_MOVEMENTS,
     **{name: reduction("SUM") for name, reduction in REDUCTIONS.items()},
     "barrier": barrier,
     "large_all_reduce": large_all_reduce,
@@ -144,7 +144,7 @@ def names_victim(scenario: dict, text: str) -> bool:
     )
 
 
-def _who_is_late(text: str) -> str:
+def _late_ranks(text: str) -> str:
     return text.partition("not arrived")[2]
 
 
@@ -160,7 +160,7 @@ def problems_of(scenario: dict) -> list[str]:
             problems.append(f"{where}: rank {rank} got {seen['error']}, then {seen['again']}, not {expected}")
         elif expected == "CollectiveTimeoutError" and scenario["call"] == "send_recv":
             continue  # its text names the peer of the late message instead
-        elif not names_victim(scenario, _who_is_late(seen["text"]) if expected != "PeerLostError" else seen["text"]):
+        elif not names_victim(scenario, _late_ranks(seen["text"]) if expected != "PeerLostError" else seen["text"]):
             problems.append(f"{where}: rank {rank} read no name of it: {seen['text']}")
     return problems
 

@@ -16,8 +16,8 @@ import json
 import sys
 import tempfile
 
-from lightning_plugin.scripts.meshes import CASES, assert_like_one_device
-from lightning_plugin.test_meshes import RESUMED, assert_resumes, save_all
+from lightning_plugin.scripts.meshes import CASES, assert_matches_one_device
+from lightning_plugin.test_meshes import CHECKPOINTS, assert_resumes, save_all
 from torch import Tensor
 
 from support.rank_pool import POOLS
@@ -31,7 +31,7 @@ def soak(folder: str, layout: str, stage: int | None) -> list[str]:
     failed = []
     for optimizer, accumulate, clip in OPTIONS:
         try:
-            assert_like_one_device(folder, layout, stage, optimizer, accumulate, clip)
+            assert_matches_one_device(folder, layout, stage, optimizer, accumulate, clip)
         except (AssertionError, RankFailure) as failure:
             reason = str(failure).strip().splitlines()[-1]
             failed.append(f"{optimizer}, accumulation {accumulate}, clip {clip}: {reason}")
@@ -41,7 +41,7 @@ def soak(folder: str, layout: str, stage: int | None) -> list[str]:
 def soak_resumes(folder: str, expected: dict[str, Tensor], layout: str, stage: int | None) -> list[str]:
     """Return the checkpoints from which resuming on one mesh at one stage failed, each with its reason."""
     failed = []
-    for saved in RESUMED:
+    for saved in CHECKPOINTS:
         try:
             assert_resumes(folder, expected, layout, stage, [saved])
         except (AssertionError, RankFailure) as failure:
@@ -63,11 +63,11 @@ def main() -> int:
                 line = {"layout": layout, "zero_stage": stage, "runs": len(OPTIONS), "failed": failed}
                 print(json.dumps(line), flush=True)
         expected = save_all(folder)
-        for layout, stage in RESUMED:
+        for layout, stage in CHECKPOINTS:
             if options.layout in (None, layout) and options.stage in (None, stage):
                 failed = soak_resumes(folder, expected, layout, stage)
                 num_failed += len(failed)
-                line = {"layout": layout, "zero_stage": stage, "resumed_from": len(RESUMED), "failed": failed}
+                line = {"layout": layout, "zero_stage": stage, "resumed_from": len(CHECKPOINTS), "failed": failed}
                 print(json.dumps(line), flush=True)
     POOLS.close()
     return int(num_failed > 0)

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 import weft
 from support.architectures import ARCHITECTURES, Architecture
-from support.parity import own_part, tensor_parallel
+from support.parity import local_shard, tensor_parallel
 from support.ranks import run_on_ranks
 from weft.strategy.summary import summary
 
@@ -103,8 +103,8 @@ def run(architecture: Architecture, mesh: DeviceMesh, plan: Any = "auto") -> Run
 
 
 def _share(model: nn.Module, reference: nn.Module) -> float:
-    held = sum(_local(parameter).nbytes for parameter in model.parameters())
-    return held / sum(parameter.nbytes for parameter in reference.parameters())
+    local_bytes = sum(_local(parameter).nbytes for parameter in model.parameters())
+    return local_bytes / sum(parameter.nbytes for parameter in reference.parameters())
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -133,29 +133,29 @@ def compare_gradients(model: nn.Module, reference: nn.Module, run: Run) -> None:
     total = torch.stack([grad.norm() for grad in grads]).norm().item()
     ours = dict(model.named_parameters())
     if ours.keys() != theirs.keys():
-        _wrong(f"parameters differ: {sorted(ours.keys() ^ theirs.keys())}", run)
+        _record_wrong(f"parameters differ: {sorted(ours.keys() ^ theirs.keys())}", run)
     for name in ours.keys() & theirs.keys():
         a, b = ours[name].grad, theirs[name].grad
         if a is None or b is None:
             if a is not b:
-                _wrong(f"{name} has {'no' if a is None else 'a'} gradient", run)
+                _record_wrong(f"{name} has {'no' if a is None else 'a'} gradient", run)
             continue
         scale = max(b.norm().item(), NEGLIGIBLE * total)
         if isinstance(a, DTensor):
-            b = own_part(b, a)
+            b = local_shard(b, a)
         _note(f"gradient of {name}", _local(a), b, scale, run)
 
 
 def _note(name: str, ours: Tensor, theirs: Tensor, scale: float, run: Run) -> None:
     if ours.shape != theirs.shape:
-        _wrong(f"{name} has the shape {tuple(ours.shape)}, not {tuple(theirs.shape)}", run)
+        _record_wrong(f"{name} has the shape {tuple(ours.shape)}, not {tuple(theirs.shape)}", run)
         return
     difference = (ours.detach() - theirs.detach()).norm().item() / scale
     run.difference = max(run.difference, difference)
     if not difference <= TOLERANCE:
-        _wrong(f"{name} differs by {difference:.1e}", run)
+        _record_wrong(f"{name} differs by {difference:.1e}", run)
 
 
-def _wrong(detail: str, run: Run) -> None:
+def _record_wrong(detail: str, run: Run) -> None:
     run.result = "wrong"
     run.details.append(detail)

@@ -66,7 +66,7 @@ class Model(nn.Module):
         return x
 
 
-def by_rows_in_blocks(
+def make_row_stepper(
     model: nn.Module, optimizer: torch.optim.Optimizer, block_bytes: int = 5 * DIM * 8
 ) -> StepInBackward:
     """Return a stepper with blocks of `block_bytes`: by default five rows of most weights at a time."""
@@ -105,18 +105,18 @@ def train_steps(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: i
     return losses
 
 
-def whole(value: Any) -> Any:
+def full(value: Any) -> Any:
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
-def assert_same(model: nn.Module, optimizer: Any, expected: nn.Module, expected_optimizer: Any) -> None:
+def assert_same_state(model: nn.Module, optimizer: Any, expected: nn.Module, expected_optimizer: Any) -> None:
     for (name, got), value in zip(model.named_parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(whole(got), value, rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(full(got), value, rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
     states, expected_states = optimizer.state_dict(), expected_optimizer.state_dict()
     assert states["param_groups"] == expected_states["param_groups"]
     assert states["state"].keys() == expected_states["state"].keys()
     for index, state in expected_states["state"].items():
         assert states["state"][index].keys() == state.keys()
         for name, value in state.items():
-            got = whole(states["state"][index][name])
+            got = full(states["state"][index][name])
             torch.testing.assert_close(got, value, rtol=1e-9, atol=1e-12, check_dtype=False)

@@ -16,13 +16,13 @@ from torch.distributed.fsdp import fully_shard
 
 import weft
 from support.models import EncoderClassifier, Gpt2, Llama, LlamaArgs, token_batches
-from support.parity import assert_close, assert_trains_alike, tensor_parallel
+from support.parity import assert_close, assert_same_training, tensor_parallel
 from support.ranks import on_ranks
 from weft.strategy import StepInBackward, checkpoint_activations
 from weft.strategy.activation_checkpointing import CheckpointedModule
 
 TOKENS = token_batches(4, 37)
-WHAT = ["full", "selective", {"layers.0": "full", "layers.*.attention": "selective"}]
+POLICIES = ["full", "selective", {"layers.0": "full", "layers.*.attention": "selective"}]
 
 
 def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -30,19 +30,19 @@ def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 @on_ranks(1, 2, 3)
-@pytest.mark.parametrize("what", WHAT, ids=["full", "selective", "patterns"])
-def test_parity(world_size: int, what: object) -> None:
+@pytest.mark.parametrize("policy", POLICIES, ids=["full", "selective", "patterns"])
+def test_parity(world_size: int, policy: object) -> None:
     torch.manual_seed(0)
     mesh = tensor_parallel(world_size)
 
     def both(model: nn.Module) -> nn.Module:
         weft.parallelize(model, mesh, {"layers.*.feed_forward": "column_row_mlp"})
-        assert checkpoint_activations(model, what)
+        assert checkpoint_activations(model, policy)
         return model
 
     model = Llama(LlamaArgs(dtype=torch.float64))
     names = list(model.state_dict())
-    trained = assert_trains_alike(both, model, _loss, TOKENS, "SGD")
+    trained = assert_same_training(both, model, _loss, TOKENS, "SGD")
     assert list(trained.state_dict()) == names
     assert [name for name, _ in trained.named_parameters()] == [name for name, _ in model.named_parameters()]
 
@@ -58,57 +58,57 @@ def _gradients(model: nn.Module) -> list[Tensor]:
 
 @on_ranks(2)
 @pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("what", ["full", "selective"])
-def test_dropout_draws_the_same_again(world_size: int, what: str, offload: bool) -> None:
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_recomputed_dropout_is_equal(world_size: int, policy: str, offload: bool) -> None:
     torch.manual_seed(0)
     model = weft.parallelize(Gpt2(dropout=0.3), tensor_parallel(world_size), "auto")
     expected = _gradients(model)
-    checkpoint_activations(model, what, offload=offload)
+    checkpoint_activations(model, policy, offload=offload)
     assert all(torch.equal(a, b) for a, b in zip(_gradients(model), expected, strict=True))
 
 
 @on_ranks(2)
-def test_kept_bytes_and_communication(world_size: int) -> None:
+def test_saved_bytes_and_communication(world_size: int) -> None:
     """Full checkpointing saves a block's input and the random state; selective repeats no communication."""
     mesh = tensor_parallel(world_size)
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     tokens = TOKENS[0][0].repeat(16, 1)
-    kept, sent = {}, {}
+    saved, collectives = {}, {}
     with counted() as count:
         weft.memory.tag([tokens], "saved_activations")  # as a batch is from its first forward on
-        for what in ("none", "full", "selective"):
+        for policy in ("none", "full", "selective"):
             for num_layers in (2, 5):
                 args = LlamaArgs(n_layers=num_layers)
                 model = weft.parallelize(Llama(args), mesh, "auto")
-                checkpoint_activations(model, what)
+                checkpoint_activations(model, policy)
                 watch = weft.memory.watch(model)
                 before = count.now("saved_activations")
                 y = model(tokens)
-                kept[what, num_layers] = count.now("saved_activations") - before
+                saved[policy, num_layers] = count.now("saved_activations") - before
                 start = backend._get_sequence_number_for_group()
                 y.sum().backward()
-                sent[what, num_layers] = backend._get_sequence_number_for_group() - start
+                collectives[policy, num_layers] = backend._get_sequence_number_for_group() - start
                 watch.remove()
                 del model, y, watch
-    of_block = {what: (kept[what, 5] - kept[what, 2]) / 3 for what, _ in kept}
-    assert of_block["full"] == tokens.numel() * args.dim * 4 + torch.get_rng_state().nbytes
+    block_bytes = {policy: (saved[policy, 5] - saved[policy, 2]) / 3 for policy, _ in saved}
+    assert block_bytes["full"] == tokens.numel() * args.dim * 4 + torch.get_rng_state().nbytes
     # Input; query, key, value; attention's result and its 2 sums per token; the two all-reduced results; gate and up.
     features = args.dim + 4 * (args.dim // 2) + 2 + 2 * args.dim + 2 * (args.hidden_dim // 2)
-    assert of_block["selective"] == tokens.numel() * features * 4 + torch.get_rng_state().nbytes
-    assert of_block["selective"] < 0.75 * of_block["none"]
-    sent_by_block = {what: (sent[what, 5] - sent[what, 2]) / 3 for what, _ in sent}
+    assert block_bytes["selective"] == tokens.numel() * features * 4 + torch.get_rng_state().nbytes
+    assert block_bytes["selective"] < 0.75 * block_bytes["none"]
+    block_collectives = {policy: (collectives[policy, 5] - collectives[policy, 2]) / 3 for policy, _ in collectives}
     # Backward: 4, of query, key, value and MLP. Forward, which full checkpointing repeats: 2, of attention and MLP.
-    assert sent_by_block == {"none": 4, "selective": 4, "full": 6}
+    assert block_collectives == {"none": 4, "selective": 4, "full": 6}
 
 
 @on_ranks(4)
-def test_with_fsdp_and_the_step_in_backward(rank: int, world_size: int) -> None:
+def test_fsdp_and_step_in_backward(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
-    for what in ("none", "full", "selective"):
+    for policy in ("none", "full", "selective"):
         torch.manual_seed(0)
         reference = Llama(LlamaArgs(dtype=torch.float64, hidden_dim=40))
         model = weft.parallelize(copy.deepcopy(reference), mesh, "auto")
-        checkpoint_activations(model, what)
+        checkpoint_activations(model, policy)
         for layer in model.layers:
             fully_shard(layer, mesh=mesh["data_parallel"])
         fully_shard(model, mesh=mesh["data_parallel"])
@@ -128,12 +128,12 @@ def test_with_fsdp_and_the_step_in_backward(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("what", ["full", "selective"])
-def test_compiled(world_size: int, what: str) -> None:
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_compiled(world_size: int, policy: str) -> None:
     torch.manual_seed(0)
     model = weft.parallelize(Llama(LlamaArgs(n_layers=1)), tensor_parallel(world_size), "auto")
     expected = _gradients(model)
-    checkpoint_activations(model, what)
+    checkpoint_activations(model, policy)
     for layer in model.layers:
         layer.compile(backend="aot_eager")
     for ours, theirs in zip(_gradients(model), expected, strict=True):
@@ -141,7 +141,7 @@ def test_compiled(world_size: int, what: str) -> None:
 
 
 @on_ranks(2)
-def test_a_copy_for_deployment_is_not_checkpointed(world_size: int) -> None:
+def test_exported_copy_is_not_checkpointed(world_size: int) -> None:
     model = weft.parallelize(Llama(LlamaArgs()), tensor_parallel(world_size), "auto")
     checkpoint_activations(model)
     local = weft.export_local(model)
@@ -170,7 +170,7 @@ def test_blocks_are_found(make, names: list[str]) -> None:
 
 
 @on_ranks(1)
-def test_plain_layers_keep_their_products(rank: int) -> None:
+def test_selective_saves_products_of_plain_layers(rank: int) -> None:
     block = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 6))
     x = torch.randn(64, 8, requires_grad=True)
     with counted() as count:
@@ -196,13 +196,15 @@ class SequenceBlock(nn.Module):
         x = self.mlp(self.down(self.up(x).sin()))
         heads = weft.ops.all_to_all(x, 1, 0, self.group_name)
         x = weft.ops.all_to_all(heads, 0, 1, self.group_name).sin()
-        whole = weft.ops.gather_from_sequence(x, 0, self.group_name).sin()
-        part = weft.ops.reduce_scatter_to_sequence(whole, 0, self.group_name).sin()
-        return weft.ops.scatter_to_group(weft.ops.gather_from_group(part, 0, self.group_name).sin(), 0, self.group_name)
+        full = weft.ops.gather_from_sequence(x, 0, self.group_name).sin()
+        shard = weft.ops.reduce_scatter_to_sequence(full, 0, self.group_name).sin()
+        return weft.ops.scatter_to_group(
+            weft.ops.gather_from_group(shard, 0, self.group_name).sin(), 0, self.group_name
+        )
 
 
 @on_ranks(2)
-def test_a_selective_one_repeats_no_communication_of_a_sequence(rank: int) -> None:
+def test_selective_repeats_no_sequence_communication(rank: int) -> None:
     backward = {"all_gather_into_tensor": 6, "reduce_scatter_tensor": 2, "all_to_all_single": 2}
     grads = []
     for selective in (False, True):
@@ -218,21 +220,21 @@ def test_a_selective_one_repeats_no_communication_of_a_sequence(rank: int) -> No
 
 
 @on_ranks(1)
-def test_offload_keeps_a_copy_of_the_input(rank: int) -> None:
+def test_offload_copies_input(rank: int) -> None:
     x = torch.randn(64, 8, requires_grad=True)
-    kept = {}
+    saved = {}
     with counted() as count:
         for offload in (False, True):
             model = nn.ModuleList([nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 6))])
             checkpoint_activations(model, offload=offload)
             before = count.now()
             y = model[0](x)
-            kept[offload] = count.now() - before
+            saved[offload] = count.now() - before
             del y
-    assert kept[True] - kept[False] == x.nbytes  # on the CPU, offload copies within CPU memory
+    assert saved[True] - saved[False] == x.nbytes  # on the CPU, offload copies within CPU memory
 
 
-def test_a_module_keeps_its_own_keywords() -> None:
+def test_module_keywords_are_preserved() -> None:
     class Named(nn.Linear):
         def forward(self, x: Tensor, *, debug: bool = False, function: float = 1.0, context_fn: float = 1.0) -> Tensor:
             return super().forward(x) * (2.0 if debug else 1.0) * function * context_fn
@@ -244,21 +246,21 @@ def test_a_module_keeps_its_own_keywords() -> None:
         assert torch.equal(model[0](torch.ones(1, 2), debug=True, function=3.0, context_fn=5.0), expected)
 
 
-def test_blocks_in_lists_of_lists_and_after_a_pattern() -> None:
+def test_nested_blocks_after_pattern() -> None:
     block = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     model = nn.ModuleList([nn.ModuleList([copy.deepcopy(block), block])])
     checkpoint_activations(model, "0.0")
     assert checkpoint_activations(model, "full") == ["0.0", "0.1"]
 
 
-@pytest.mark.parametrize("what", [None, [], {}, [1], 3])
-def test_what_is_of_no_kind_is_refused(what: object) -> None:
+@pytest.mark.parametrize("policy", [None, [], {}, [1], 3])
+def test_policy_of_wrong_type_raises(policy: object) -> None:
     with pytest.raises(TypeError, match="for what to checkpoint; pass 'none'"):
-        checkpoint_activations(nn.Linear(2, 2), what)
+        checkpoint_activations(nn.Linear(2, 2), policy)
 
 
 @on_ranks(2)
-def test_recompute_and_order(world_size: int) -> None:
+def test_recompute_rules_and_order_of_calls(world_size: int) -> None:
     mesh = tensor_parallel(world_size)
     plan = {"layers.*.feed_forward": {"style": "column_row_mlp", "recompute": True}}
     model = weft.parallelize(Llama(LlamaArgs()), mesh, plan)
@@ -272,7 +274,7 @@ def test_recompute_and_order(world_size: int) -> None:
         weft.parallelize(model, mesh, plan)
 
 
-REFUSED = {
+ERRORS = {
     "no blocks": ("full", "finds no repeated blocks in a Sequential.*pass patterns"),
     "no match": ("layers.*", "pattern 'layers.*' matches no module; pass 'full'.*such as '0', '1'"),
     "mode": ({"0": "half"}, "pattern '0' has the value 'half'; pass 'full' or 'selective'"),
@@ -280,17 +282,17 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", list(REFUSED))
-def test_refusals(case: str) -> None:
-    what, sentence = REFUSED[case]
+@pytest.mark.parametrize("case", list(ERRORS))
+def test_errors(case: str) -> None:
+    policy, message = ERRORS[case]
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    with pytest.raises(ValueError, match=sentence):
-        checkpoint_activations(model, what)
+    with pytest.raises(ValueError, match=message):
+        checkpoint_activations(model, policy)
     assert type(model[0]) is nn.Linear
 
 
 @on_ranks(2)
-def test_a_layer_of_a_fused_mlp_and_another_checkpoint_are_refused(world_size: int) -> None:
+def test_fused_layer_and_conflicting_checkpoint_raise(world_size: int) -> None:
     model = weft.parallelize(Llama(LlamaArgs()), tensor_parallel(world_size), "auto")
     with pytest.raises(ValueError, match=r"'layers\.0\.feed_forward\.w1' is a layer of a fused MLP.*name the MLP"):
         checkpoint_activations(model, "layers.0.feed_forward.w1")
@@ -308,7 +310,7 @@ def test_offloaded_inputs_leave_the_device() -> None:
     torch.manual_seed(0)
     model = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4)).cuda()
     x = torch.randn(4096, 64, device="cuda", requires_grad=True)
-    held, gradients = {}, {}
+    allocated, gradients = {}, {}
     for offload in (False, True):
         blocks = copy.deepcopy(model)
         checkpoint_activations(blocks, "*", offload=offload)
@@ -316,8 +318,8 @@ def test_offloaded_inputs_leave_the_device() -> None:
         y = x
         for block in blocks:
             y = block(y)
-        held[offload] = torch.cuda.memory_allocated() - before
+        allocated[offload] = torch.cuda.memory_allocated() - before
         (gradients[offload],) = torch.autograd.grad(y.sum(), x)
         del y
-    assert held[False] - held[True] == 3 * x.nbytes  # the outputs that are the next block's input
+    assert allocated[False] - allocated[True] == 3 * x.nbytes  # the outputs that are the next block's input
     assert torch.equal(gradients[False], gradients[True])

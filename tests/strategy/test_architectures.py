@@ -31,7 +31,7 @@ def generator() -> ModuleType:
     return module
 
 
-def test_each_architecture_equals_its_unsharded_self() -> None:
+def test_each_architecture_matches_unsharded() -> None:
     assert [run.name for run in runs()] == [architecture.name for architecture in ARCHITECTURES]
     bad = [str(run) for run in runs() if run.result != "equal"]
     assert not bad, f"{len(bad)} of {len(runs())}:\n" + "\n".join(bad)
@@ -43,21 +43,21 @@ def test_each_architecture_is_sharded() -> None:
     assert not bad, "\n".join(bad)
 
 
-def test_the_table_of_the_page_is_current() -> None:
+def test_table_is_up_to_date() -> None:
     page = generator()
     written = [row[:-1] for row in page.written_rows(page.PAGE.read_text())]
     assert written == [row[:-1] for row in page.rows(runs())], "run `make docs`"
 
 
 @on_ranks(WORLD_SIZE)
-def test_a_wrong_shard_is_found(world_size: int) -> None:
+def test_wrong_shard_is_detected(world_size: int) -> None:
     """Without verification, Bloom makes position biases for all heads; a shard of its attention has half of them."""
     (bloom,) = (each for each in ARCHITECTURES if each.name == "Bloom")
     found = run(bloom, tensor_parallel(world_size), Plan("auto", verify="never"))
     assert found.result == "wrong" and found.details[0].startswith("output 0 differs"), found
 
 
-def test_a_difference_is_found() -> None:
+def test_difference_is_detected() -> None:
     torch.manual_seed(0)
     ours, theirs = nn.Linear(3, 2).double(), nn.Linear(3, 2).double()
     ours.load_state_dict(theirs.state_dict())

@@ -106,7 +106,7 @@ class EncoderLike(nn.Module):
     ids=["hugging face", "others", "any"],
 )
 @pytest.mark.parametrize("counted_by", [None, "num_heads", "h", "unknown"])
-def test_attention_of_any_names(names: tuple[str, ...], counted_by: str | None) -> None:
+def test_attention_with_any_names(names: tuple[str, ...], counted_by: str | None) -> None:
     result = assign_auto(Hf(names=names, counted_by=counted_by), 2)
     *columns, row = (f"self_attn.{name}" for name in names)
     assert styles(result) == {
@@ -130,16 +130,16 @@ def test_attention_of_any_names(names: tuple[str, ...], counted_by: str | None) 
     ],
     ids=["three heads", "few key heads", "a norm over all heads"],
 )
-def test_attention_that_does_not_divide_is_gathered(model: nn.Module, tp_size: int, reason: str) -> None:
+def test_indivisible_attention_is_gathered(model: nn.Module, tp_size: int, reason: str) -> None:
     result = assign_auto(model, tp_size)
-    cut = {style for name, style in styles(result).items() if "attention" in name or "attn" in name}
-    assert cut == {"column_gather_output", "row_split_input"}
+    attention_styles = {style for name, style in styles(result).items() if "attention" in name or "attn" in name}
+    assert attention_styles == {"column_gather_output", "row_split_input"}
     assert re.search(reason, result.gathered[0][1]), result.gathered
     assert result.gathered[0][0] in ("self_attn", "layers.0.attention")
     assert "column_row_mlp" in styles(result).values()
 
 
-def test_a_count_that_cannot_be_divided_is_gathered() -> None:
+def test_indivisible_head_count_is_gathered() -> None:
     model = Hf()
     model.self_attn = FromConfig()
     result = assign_auto(model, 2)
@@ -153,7 +153,7 @@ class TakesADict(NamedAttention):
         return super().forward(batch["tokens"])
 
 
-def test_code_that_cannot_be_tried_is_gathered() -> None:
+def test_uncallable_module_is_gathered() -> None:
     model = nn.ModuleDict({"attention": TakesADict(), "mlp": Swiglu(8)})
     result = assign_auto(model, 2)
     assert styles(result)["attention.q_proj"] == "column_gather_output"
@@ -162,32 +162,32 @@ def test_code_that_cannot_be_tried_is_gathered() -> None:
     assert name == "attention" and reason.startswith("weft could not call it ('attention': ")
 
 
-def test_an_example_has_code_tried() -> None:
+def test_example_enables_verification() -> None:
     model = TakesADict()
     example = ({"tokens": torch.ones(2, 5, 16)},)
     result = assign_auto(model, 2, example=example)
     assert styles(result)["q_proj"] == "column" and result.gathered == []
 
 
-def test_norms_of_heads_sum_their_gradients() -> None:
+def test_head_norms_sum_gradients() -> None:
     result = assign_auto(Hf(norm=4), 2)
     assert styles(result)["self_attn.q_proj"] == "column"
     assert styles(result)["self_attn.q_norm"] == "replicate_sum_gradients"
 
 
-def test_without_verification_names_are_enough() -> None:
+def test_names_suffice_without_verification() -> None:
     model = Hf()
     model.self_attn = FromConfig(counted_by="n_heads")
     result = assign_auto(model, 2, verify="never")
     assert styles(result)["self_attn.q_proj"] == "column" and result.counts["self_attn"] == {"n_heads": 2}
 
 
-def test_shared_key_heads_are_divided_too() -> None:
+def test_kv_head_counts_are_divided() -> None:
     result = assign_auto(Llama(LlamaArgs(n_heads=4, n_kv_heads=2)), 2)
     assert result.counts["layers.0.attention"] == {"n_heads": 2, "n_kv_heads": 1}
 
 
-def test_encoder_like_layers_are_split_where_that_is_right() -> None:
+def test_encoder_layers_are_sharded_if_correct() -> None:
     result = assign_auto(nn.ModuleDict({"good": EncoderLike(), "bad": EncoderLike(between=True)}), 2)
     between = {"bad": "replicate_sum_gradients", "bad.linear1": "column", "bad.linear2": "row"}
     assert styles(result) == {"good.linear1": "column", "good.linear2": "row", **between}
@@ -222,44 +222,44 @@ class Several(nn.Module):
         self.attention, self.mlp = nn.MultiheadAttention(16, 2), FeedForward(8, 20)
 
 
-def cut(model: nn.Module) -> dict[str, str]:
-    others = ("mlp", "blocks", "other", "attention")
-    return {name: style for name, style in styles(assign_auto(model, 2)).items() if not name.startswith(others)}
+def vocab_styles(model: nn.Module) -> dict[str, str]:
+    other_modules = ("mlp", "blocks", "other", "attention")
+    return {name: style for name, style in styles(assign_auto(model, 2)).items() if not name.startswith(other_modules)}
 
 
-def test_tables_and_layers_of_one_weight() -> None:
+def test_tied_tables_and_output_layers() -> None:
     tables = dict.fromkeys(("encoder", "decoder"), "vocab_embedding")
-    assert cut(Several()) == {**tables, **dict.fromkeys(("head", "second"), "column_gather_output")}
+    assert vocab_styles(Several()) == {**tables, **dict.fromkeys(("head", "second"), "column_gather_output")}
     found = assign_auto(Several(), 2)
     assert any("'other': left replicated: no output layer of 12 features" in note for note in found.notes)
 
 
-def test_tables_whose_weight_others_have_stay_whole() -> None:
+def test_tables_with_shared_weight_stay_replicated() -> None:
     model = Several()
     model.second.register_parameter("table", model.encoder.weight)  # under another name
-    assert cut(model) == {}
+    assert vocab_styles(model) == {}
     model = Several()
     model.decoder = nn.Embedding(16, 8, max_norm=1.0)
     model.decoder.weight = model.encoder.weight
-    assert cut(model) == {}
+    assert vocab_styles(model) == {}
     assert any("tied to that of 'decoder', which cannot be cut" in note for note in assign_auto(model, 2).notes)
 
 
-def test_an_output_layer_whose_bias_others_have_stays_whole() -> None:
+def test_output_layer_with_shared_bias_stays_replicated() -> None:
     """No call of these models is known, so code may read the bias; tied parameters are never sharded differently."""
     model = Several()
     model.register_parameter("bias", model.second.bias)
-    assert "second" not in cut(model)
+    assert "second" not in vocab_styles(model)
     weightless = nn.ModuleDict({"table": nn.Embedding(16, 8), "head": nn.Linear(8, 16), "mlp": FeedForward(8, 20)})
     weightless.register_parameter("bias", weightless["head"].bias)
-    assert cut(weightless) == {}
+    assert vocab_styles(weightless) == {}
 
 
-def test_an_output_layer_follows_the_table_that_it_is_tied_to() -> None:
-    model = nn.ModuleDict({"table": nn.Embedding(16, 8), "whole": nn.Embedding(16, 8, max_norm=1.0)})
+def test_output_layer_follows_tied_table() -> None:
+    model = nn.ModuleDict({"table": nn.Embedding(16, 8), "replicated": nn.Embedding(16, 8, max_norm=1.0)})
     model["head"], model["tied"], model["mlp"] = nn.Linear(8, 16), nn.Linear(8, 16, bias=False), FeedForward(8, 20)
-    model["tied"].weight = model["whole"].weight
-    assert cut(model) == {"table": "vocab_embedding", "head": "column_gather_output"}
+    model["tied"].weight = model["replicated"].weight
+    assert vocab_styles(model) == {"table": "vocab_embedding", "head": "column_gather_output"}
 
 
 class TiedBias(nn.Module):
@@ -278,20 +278,20 @@ class TiedBias(nn.Module):
         return logits if self.adds is None else logits + self.adds * self.head.bias
 
 
-def test_a_bias_that_a_module_holds_and_does_not_read_is_sharded_with_its_layer() -> None:
+def test_unread_shared_bias_is_sharded_with_its_layer() -> None:
     tables = {"table": "vocab_embedding", "head.decoder": "column_gather_output"}
-    assert cut(TiedBias()) == tables
-    assert cut(TiedBias(adds=0.0)) == {}
+    assert vocab_styles(TiedBias()) == tables
+    assert vocab_styles(TiedBias(adds=0.0)) == {}
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("adds", [None, 0.5])
-def test_a_model_with_a_tied_bias_equals_its_unsharded_self(world_size: int, adds: float | None) -> None:
+def test_tied_bias_matches_unsharded(world_size: int, adds: float | None) -> None:
     torch.manual_seed(1)
     reference = TiedBias(adds).double()
     model = weft.parallelize(copy.deepcopy(reference), tensor_parallel(world_size), "auto")
-    held = {name: p.placements[0].is_shard() for name, p in model.named_parameters() if "mlp" not in name}
-    assert held == dict.fromkeys(("table.weight", "head.bias"), adds is None)
+    is_sharded = {name: p.placements[0].is_shard() for name, p in model.named_parameters() if "mlp" not in name}
+    assert is_sharded == dict.fromkeys(("table.weight", "head.bias"), adds is None)
     tokens = torch.randint(18, (2, 5))
     for each in (model, reference):
         optimizer = torch.optim.SGD(each.parameters(), lr=0.5)

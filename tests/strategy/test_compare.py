@@ -19,7 +19,7 @@ from support.processes import run_process
 from support.ranks import on_ranks
 from weft.strategy import Comparison, compare
 from weft.strategy.comparison import training
-from weft.strategy.comparison.launch import launch, told
+from weft.strategy.comparison.launch import encode_error, launch
 from weft.strategy.comparison.result import ParameterDifference
 from weft.strategy.comparison.subject import build_model, keep_first_layers
 from weft.strategy.deferred import is_deferred
@@ -87,7 +87,7 @@ def stacks(between: str, **options: Any) -> Comparison:
 
 
 @on_ranks(2)
-def test_a_model_that_agrees(rank: int, world_size: int) -> None:
+def test_agreeing_model(rank: int, world_size: int) -> None:
     model = llama()
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     state = torch.get_rng_state()
@@ -113,7 +113,7 @@ def test_a_model_that_agrees(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_a_forward_that_uses_the_shards_width_is_named(world_size: int) -> None:
+def test_shard_width_in_forward_is_named(world_size: int) -> None:
     found = stacks("width")
     assert not found.agrees
     assert found.parameters[0].parameter.startswith("blocks.1.") and found.parameters[0].gradient > 0.1
@@ -123,7 +123,7 @@ def test_a_forward_that_uses_the_shards_width_is_named(world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_a_parameter_between_shards_is_named(world_size: int) -> None:
+def test_parameter_between_shards_is_named(world_size: int) -> None:
     """The forward is correct; each rank has a partial sum of one gradient."""
     found = stacks("parameter", steps=1)
     assert found.losses[0].difference < 1e-13 and not found.agrees
@@ -133,7 +133,7 @@ def test_a_parameter_between_shards_is_named(world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_a_forward_that_raises_is_named(world_size: int) -> None:
+def test_raising_forward_is_named(world_size: int) -> None:
     found = compare(llama, tokens, plan=NO_HEADS, loss_fn=token_loss)
     assert not found.agrees
     assert found.verdict.startswith(
@@ -146,7 +146,7 @@ def test_a_forward_that_raises_is_named(world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_random_draws_are_told_apart(world_size: int) -> None:
+def test_random_differences_are_distinguished(world_size: int) -> None:
     found = stacks("dropout")
     assert not found.agrees and found.draws_random_numbers
     assert found.first_output.module == "blocks.1.down"
@@ -161,11 +161,11 @@ def test_random_draws_are_told_apart(world_size: int) -> None:
     found = compare(Dropping, vectors, plan=INNER)
     assert found.agrees and found.draws_random_numbers and found.in_eval_mode is None
 
-    class Wrong(Stack):
+    class DroppingAndWrong(Stack):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(F.dropout(x, 0.5, self.training))
 
-    found = compare(lambda: Wrong("width"), vectors, plan=INNER)
+    found = compare(lambda: DroppingAndWrong("width"), vectors, plan=INNER)
     assert "Random numbers are not the only reason: in eval mode, without dropout, they differ: " in found.verdict
 
 
@@ -183,7 +183,7 @@ def test_layouts(world_size: int, layout: str, zero_stage: int) -> None:
 
 
 @on_ranks(4)
-def test_one_rank_that_raises_frees_the_others(world_size: int) -> None:
+def test_failing_rank_ends_other_ranks(world_size: int) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(training, "_GRACE_SECONDS", 0.2)
         found = compare(lambda: Stack("raises", hidden_dim=5), vectors, "dp2,tp2", plan=INNER)
@@ -191,7 +191,7 @@ def test_one_rank_that_raises_frees_the_others(world_size: int) -> None:
 
 
 @on_ranks(4)
-def test_a_batch_that_does_not_divide(world_size: int) -> None:
+def test_indivisible_batch_raises(world_size: int) -> None:
     with pytest.raises(ValueError, match=r"the batch of 3 samples does not divide by the 4 data-parallel ranks"):
         compare(Stack(), vectors()[:3], "dp4")
 
@@ -246,7 +246,7 @@ def test_lightning_modules(world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_the_first_layers_of_a_hugging_face_model(world_size: int) -> None:
+def test_first_layers_of_hugging_face_model(world_size: int) -> None:
     found = compare(lambda: language_model("llama", num_hidden_layers=3), first_layers=1)
     assert found.agrees, found
     assert (found.tolerance, found.tolerance_note) == (1e-4, ", because the forward computes partly in float32")
@@ -255,13 +255,13 @@ def test_the_first_layers_of_a_hugging_face_model(world_size: int) -> None:
     assert "LlamaForCausalLM, the first 1 of its repeated blocks: layout tp2" in found.setting
 
 
-def test_keeping_the_first_layers() -> None:
-    kept = build_model(llama, torch.float64, 1, 0)
+def test_keep_first_layers() -> None:
+    truncated = build_model(llama, torch.float64, 1, 0)
     torch.manual_seed(0)
-    whole = llama().double()
-    assert len(kept.layers) == 1  # with its values in the full model
-    assert torch.equal(kept.layers[0].feed_forward.w1.weight, whole.layers[0].feed_forward.w1.weight)
-    assert torch.equal(kept.output.weight, whole.output.weight)
+    full = llama().double()
+    assert len(truncated.layers) == 1  # with its values in the full model
+    assert torch.equal(truncated.layers[0].feed_forward.w1.weight, full.layers[0].feed_forward.w1.weight)
+    assert torch.equal(truncated.output.weight, full.output.weight)
 
     layers: list[nn.Module] = []
 
@@ -295,17 +295,17 @@ def test_keeping_the_first_layers() -> None:
         ({"loss_fn": lambda model, batch: model(batch)}, "cannot be sent to the ranks"),
     ],
 )
-def test_refusals_before_ranks_start(options: dict[str, Any], text: str) -> None:
+def test_errors_before_ranks_start(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         compare(llama, tokens, **options)
 
 
-def test_ranks_that_take_too_long_are_ended() -> None:
+def test_slow_ranks_are_terminated() -> None:
     with pytest.raises(TimeoutError, match=r"1 ranks did not end within 0\.01 s"):
         launch(len, (), 1, 0.01)
 
 
-def test_what_a_rank_tells() -> None:
+def test_replies_of_failed_ranks() -> None:
     def raised(function: Any, *args: Any) -> Exception:
         try:
             function(*args)
@@ -313,9 +313,12 @@ def test_what_a_rank_tells() -> None:
             return error
         raise AssertionError("nothing was raised")
 
-    refused = raised(build_model, "no_such_module:name", torch.float64, None, 0)
-    assert told(1, refused)[0] == "refused" and "'no_such_module:name' cannot be imported" in told(1, refused)[1]
-    kind, text = told(1, raised(int, "x"))
+    import_error = raised(build_model, "no_such_module:name", torch.float64, None, 0)
+    assert (
+        encode_error(1, import_error)[0] == "refused"
+        and "'no_such_module:name' cannot be imported" in encode_error(1, import_error)[1]
+    )
+    kind, text = encode_error(1, raised(int, "x"))
     assert kind == "failed" and text.startswith("rank 1 raised ValueError: ") and "test_compare.py" in text
 
 
@@ -340,7 +343,7 @@ def batch():
 """
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_command(tmp_path: Path) -> None:
     (tmp_path / "own_model.py").write_text(SOURCE)
     (tmp_path / "plan.yaml").write_text("w1: column\nw2: row\n")
     arguments = ["--module", "own_model:Model", "--batch", "own_model:batch", "--plan", "plan.yaml", "--json"]

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import weft
 from support.models import FeedForward, Llama, LlamaArgs, token_batches
-from support.parity import assert_close, assert_gradients_agree, assert_trains_alike, tensor_parallel
+from support.parity import assert_close, assert_gradients_agree, assert_same_training, tensor_parallel
 from support.ranks import on_ranks
 
 PLAN = {"layers.*.feed_forward": "column_row_mlp", "layers.1.attention.wo": "replicate"}
@@ -31,7 +31,7 @@ def token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 @pytest.mark.parametrize("option", ["fused", "foreach"])
 def test_adamw_variants_on_a_partly_matched_model(world_size: int, option: str) -> None:
     mesh = tensor_parallel(world_size)
-    assert_trains_alike(
+    assert_same_training(
         lambda m: weft.parallelize(m, mesh, PLAN),
         Llama(LlamaArgs(dtype=torch.float64)),
         token_loss,
@@ -86,7 +86,7 @@ def data_and_tensor(data: int, tensor: int):
 
 
 @on_ranks(4)
-def test_fsdp2_over_the_other_axis(rank: int, world_size: int) -> None:
+def test_fsdp2_over_data_axis(rank: int, world_size: int) -> None:
     mesh = data_and_tensor(2, 2)
     for reshard in (True, False):
         reference = Llama(LlamaArgs(dtype=torch.float64, hidden_dim=40))
@@ -111,7 +111,7 @@ def test_fsdp2_over_the_other_axis(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_fully_shard_inside_a_fused_mlp_is_refused(world_size: int) -> None:
+def test_fully_shard_inside_fused_mlp_raises(world_size: int) -> None:
     mesh = data_and_tensor(world_size, 1)
     model = nn.ModuleDict({"mlp": FeedForward(8, 12)})
     weft.parallelize(model, mesh, {"mlp": "column_row_mlp"})
@@ -125,7 +125,7 @@ def test_fully_shard_inside_a_fused_mlp_is_refused(world_size: int) -> None:
 
 
 @on_ranks(1, 2)
-def test_each_weight_gradient_is_complete_before_the_next_begins(world_size: int) -> None:
+def test_weight_gradients_complete_in_order(world_size: int) -> None:
     """The optimizer's step in the backward needs this order: w2, w3, w1, each gradient freed before the next exists."""
     model = FeedForward(8, 12)
     weft.parallelize(model, tensor_parallel(world_size), {"": "column_row_mlp"})

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import weft
 from support.models import FeedForward, Llama, LlamaArgs, token_batches
-from support.parity import whole
+from support.parity import full
 from support.ranks import on_ranks
 from weft.strategy.data_parallel import (
     GradientReducer,
@@ -34,17 +34,17 @@ def token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
 
-def counting_all_reduces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def record_all_reduces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list to which the bytes of each later all-reduce are appended."""
-    sent: list[int] = []
+    reduced_bytes: list[int] = []
     real = dist.all_reduce
 
     def all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        sent.append(tensor.nbytes)
+        reduced_bytes.append(tensor.nbytes)
         return real(tensor, *args, **kwargs)
 
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    return sent
+    return reduced_bytes
 
 
 class Branches(nn.Module):
@@ -79,9 +79,9 @@ def test_parameters_without_gradients(rank: int, world_size: int, bucket_bytes: 
 
 
 @on_ranks(2)
-def test_accumulation_sends_once(rank: int, world_size: int) -> None:
+def test_accumulation_reduces_once(rank: int, world_size: int) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        sent = counting_all_reduces(monkeypatch)
+        reduced_bytes = record_all_reduces(monkeypatch)
         model = nn.Linear(4, 6, dtype=torch.float64)
         reference = copy.deepcopy(model)
         dist.broadcast(reference.weight.data, 0)
@@ -92,7 +92,9 @@ def test_accumulation_sends_once(rank: int, world_size: int) -> None:
             with reducer.paused() if step < 2 else contextlib.nullcontext():
                 model(inputs[step, rank]).square().sum().backward()
                 reducer.finish()
-            assert sent == ([] if step < 2 else [(4 * 6 + 6) * 8, 2])  # the gradients, and a flag per parameter
+            assert reduced_bytes == (
+                [] if step < 2 else [(4 * 6 + 6) * 8, 2]
+            )  # the gradients, and a flag per parameter
         reference(inputs.flatten(0, 2)).square().sum().div(world_size).backward()
         torch.testing.assert_close(model.weight.grad, reference.weight.grad, rtol=1e-12, atol=0)
 
@@ -104,8 +106,8 @@ def test_two_buckets_are_in_flight(rank: int, world_size: int) -> None:
     reducer = GradientReducer(model, dist.group.WORLD, bucket_bytes=8 * 8 * 4 + 8 * 4)
     assert len(reducer._buckets) == 6
     seen = []
-    land = reducer._land
-    reducer._land = lambda *args: (seen.append(len(reducer._in_flight)), land(*args))
+    land = reducer._finish_reduction
+    reducer._finish_reduction = lambda *args: (seen.append(len(reducer._in_flight)), land(*args))
     model(torch.randn(2, 8) + rank).sum().backward()
     assert len(seen) == 4  # `finish` waits for the others
     assert max(seen) <= 2
@@ -114,21 +116,21 @@ def test_two_buckets_are_in_flight(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_what_nobody_finished_is_averaged_before_a_step(rank: int, world_size: int) -> None:
+def test_unfinished_gradients_are_averaged_before_step(rank: int, world_size: int) -> None:
     model = nn.Linear(2, 2)
     reducer = GradientReducer(model, dist.group.WORLD)
     model(torch.full((1, 2), rank + 1.0)).sum().backward()
     with pytest.MonkeyPatch.context() as monkeypatch:
-        sent = counting_all_reduces(monkeypatch)
+        reduced_bytes = record_all_reduces(monkeypatch)
         reducer.finish_if_needed()
         assert torch.equal(model.weight.grad, torch.full((2, 2), 1.5))
-        num_sent = len(sent)
+        num_reductions = len(reduced_bytes)
         reducer.finish_if_needed()
-        assert len(sent) == num_sent
+        assert len(reduced_bytes) == num_reductions
 
 
 @on_ranks(2)
-def test_a_layer_unfrozen_later(rank: int, world_size: int) -> None:
+def test_layer_unfrozen_later(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[0].requires_grad_(False)
@@ -148,7 +150,7 @@ def test_a_layer_unfrozen_later(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_a_second_backward_before_the_end_of_the_first_is_refused(rank: int, world_size: int) -> None:
+def test_second_backward_before_finish_raises(rank: int, world_size: int) -> None:
     model = nn.Linear(2, 2)
     reducer = GradientReducer(model, dist.group.WORLD)
     model(torch.ones(1, 2)).sum().backward()
@@ -178,7 +180,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize(
     ("name", "gather_bytes"), [*((name, 25 << 20) for name in OPTIMIZERS), ("Adam", 1), ("Adam", 99)]
 )
-def test_cut_states_give_the_same_steps(rank: int, world_size: int, name: str, gather_bytes: int) -> None:
+def test_sharded_states_match_unsharded_steps(rank: int, world_size: int, name: str, gather_bytes: int) -> None:
     """Sizes that do not divide, a scalar, an empty shard on the last rank, a transposed parameter."""
     torch.manual_seed(0)
     values = {
@@ -191,46 +193,50 @@ def test_cut_states_give_the_same_steps(rank: int, world_size: int, name: str, g
     parameters = [
         {k: nn.Parameter(v.clone(memory_format=torch.preserve_format)) for k, v in values.items()} for _ in "ab"
     ]
-    made = [
+    optimizers = [
         getattr(torch.optim, name)(
             [{"params": [p["matrix"], p["scalar"]]}, {"params": [p["four"], p["columns"], p["without"]], "lr": 1e-3}],
             **OPTIMIZERS[name],
         )
         for p in parameters
     ]
-    weft.strategy.fuse(made[0])
-    groups = [list(group["params"]) for group in made[0].param_groups]
-    sharded = ShardedStates(made[0], dist.group.WORLD, gather_bytes)
-    schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in made]
+    weft.strategy.fuse(optimizers[0])
+    groups = [list(group["params"]) for group in optimizers[0].param_groups]
+    sharded = ShardedStates(optimizers[0], dist.group.WORLD, gather_bytes)
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in optimizers]
     for step in range(4):
         for key in ("matrix", "scalar", "four", "columns"):
             grad = torch.randn(values[key].shape, dtype=torch.float64)
             for p in parameters:
                 p[key].grad = grad.clone()
-        for each, scheduler in zip(made, schedulers, strict=True):
+        for each, scheduler in zip(optimizers, schedulers, strict=True):
             each.step((lambda: torch.zeros(())) if step % 2 else None)
             scheduler.step()
             each.zero_grad()
         assert all(p.grad is None for p in parameters[0].values())
         for ours, theirs in zip(parameters[0].values(), parameters[1].values(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
-    assert [list(map(id, g["params"])) for g in made[0].param_groups] == [list(map(id, g)) for g in groups]
-    assert sharded_states_of(made[0]) is sharded
-    held = sum(v.numel() for s in made[0].state.values() for v in s.values() if isinstance(v, Tensor) and v.dim() == 1)
-    kept = sum(v.numel() for p, s in made[1].state.items() for k, v in s.items() if torch.is_tensor(v) and k != "step")
-    assert held <= -(-kept // world_size) + 8, "states are not cut"
-    packed, expected = made[0].state_dict(), made[1].state_dict()
+    assert [list(map(id, g["params"])) for g in optimizers[0].param_groups] == [list(map(id, g)) for g in groups]
+    assert sharded_states_of(optimizers[0]) is sharded
+    local_numel = sum(
+        v.numel() for s in optimizers[0].state.values() for v in s.values() if isinstance(v, Tensor) and v.dim() == 1
+    )
+    full_numel = sum(
+        v.numel() for p, s in optimizers[1].state.items() for k, v in s.items() if torch.is_tensor(v) and k != "step"
+    )
+    assert local_numel <= -(-full_numel // world_size) + 8, "states are not cut"
+    packed, expected = optimizers[0].state_dict(), optimizers[1].state_dict()
     for idx, state in expected["state"].items():
         parameter = [p for group in groups for p in group][idx]
         for key, value in state.items():
             if key != "step" and torch.is_tensor(value):
                 ours = packed["state"][idx][key]
-                ours = sharded.whole(parameter, ours) if ours.dim() == 1 else ours
+                ours = sharded.gather_full(parameter, ours) if ours.dim() == 1 else ours
                 torch.testing.assert_close(ours, value.view(ours.shape), rtol=1e-12, atol=1e-14)
 
 
 @on_ranks(2)
-def test_cut_states_refuse_what_needs_whole_parameters(world_size: int) -> None:
+def test_sharded_states_with_lbfgs_raise(world_size: int) -> None:
     parameter = nn.Parameter(torch.ones(4))
     with pytest.raises(ValueError, match="LBFGS is not known to step each element"):
         ShardedStates(torch.optim.LBFGS([parameter]), dist.group.WORLD)
@@ -255,11 +261,11 @@ def test_norm_over_mixed_meshes(rank: int, world_size: int, norm_type: float) ->
     ]
     ours = []
     for parameter, (on, placements) in zip(reference, placed, strict=True):
-        made = parameter.detach().clone()
+        value = parameter.detach().clone()
         grad = parameter.grad.clone()
         if on is not None:
-            made, grad = distribute_tensor(made, on, placements), distribute_tensor(grad, on, placements)
-        ours.append(nn.Parameter(made))
+            value, grad = distribute_tensor(value, on, placements), distribute_tensor(grad, on, placements)
+        ours.append(nn.Parameter(value))
         ours[-1].grad = grad
     with pytest.raises(Exception):  # noqa: B017  (which one depends on torch's version)
         nn.utils.clip_grad_norm_(list(copy.copy(ours)), float("inf"), norm_type)
@@ -267,7 +273,7 @@ def test_norm_over_mixed_meshes(rank: int, world_size: int, norm_type: float) ->
     norm = clip_gradients_by_norm(ours, 0.5, norm_type)
     torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
     for mine, theirs in zip(ours, reference, strict=True):
-        torch.testing.assert_close(whole(mine.grad), theirs.grad, rtol=1e-12, atol=0)
+        torch.testing.assert_close(full(mine.grad), theirs.grad, rtol=1e-12, atol=0)
     ours[0].grad.to_local().fill_(float("nan"))
     with pytest.raises(RuntimeError, match=r"norm of order .* is nan"):
         clip_gradients_by_norm(ours, 0.5, norm_type, error_if_nonfinite=True)
@@ -307,11 +313,11 @@ def test_units(world_size: int, tie: bool) -> None:
     reference.step(TOKENS[0][0]).backward()
     for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert isinstance(ours, DTensor)
-        torch.testing.assert_close(whole(ours.grad), theirs.grad, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: n + m)
+        torch.testing.assert_close(full(ours.grad), theirs.grad, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: n + m)
 
 
 @on_ranks(2)
-def test_manual_optimization_needs_modules_that_own_all(world_size: int) -> None:
+def test_manual_optimization_with_shared_parameters_raises(world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("data_parallel",))
     with pytest.raises(ValueError, match=r"TwoModels cannot gather parameters .* such as 'parts.first.tok_embeddings"):
         shard_fully(TwoModels(tie=True), mesh, entry_points=["step"], root_is_called=False)
@@ -320,7 +326,7 @@ def test_manual_optimization_needs_modules_that_own_all(world_size: int) -> None
 
 
 @on_ranks(2)
-def test_a_frozen_model_has_nothing_to_average(world_size: int) -> None:
+def test_frozen_model_has_nothing_to_average(world_size: int) -> None:
     model = nn.Linear(2, 2).requires_grad_(False)
     reducer = GradientReducer(model, dist.group.WORLD)
     reducer.finish()

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import weft
 from support.ranks import on_ranks
 from weft.strategy import deferred_init
-from weft.strategy.deferred import is_deferred, materialize, shard_of, stream, whole_of
+from weft.strategy.deferred import full_value_of, is_deferred, materialize, shard_of, stream
 
 
 class _Ordered(nn.Module):
@@ -30,8 +30,8 @@ class _Ordered(nn.Module):
         self.head = head
         self.scale = nn.Parameter(torch.randn(4, 24) * 0.3)
         self.qkv = nn.Parameter(torch.empty(72, 24))
-        for part in self.qkv.chunk(3):
-            nn.init.xavier_uniform_(part)
+        for third in self.qkv.chunk(3):
+            nn.init.xavier_uniform_(third)
         self.register_buffer("table", torch.outer(torch.arange(30.0), torch.arange(20.0)), persistent=False)
         self.plain = torch.arange(100.0) * 2
         self.listed = [torch.ones(40), {"deep": torch.zeros(3, 9) + 1}]
@@ -89,10 +89,10 @@ def _tied() -> nn.Module:
 
 def _random_in_between() -> nn.Module:
     first = nn.Linear(20, 30)
-    kept = torch.rand(3, device="cpu")  # small: drawn at once, from the layer's stream
-    second = nn.Linear(30, int(20 + 10 * kept[0].item()))
-    dropped = torch.randn(500)
-    del dropped
+    small = torch.rand(3, device="cpu")  # small: drawn at once, from the layer's stream
+    second = nn.Linear(30, int(20 + 10 * small[0].item()))
+    unused = torch.randn(500)
+    del unused
     return nn.Sequential(first, second, copy.deepcopy(first))
 
 
@@ -116,7 +116,7 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 @on_ranks(1)
 @pytest.mark.parametrize("min_bytes", [0, 600])
 @pytest.mark.parametrize("name", MODELS)
-def test_same_bits(rank: int, name: str, min_bytes: int) -> None:
+def test_values_are_bitwise_equal(rank: int, name: str, min_bytes: int) -> None:
     torch.manual_seed(11)
     expected = MODELS[name]()
     numbers_after = torch.rand(5)
@@ -124,8 +124,8 @@ def test_same_bits(rank: int, name: str, min_bytes: int) -> None:
     with deferred_init(min_bytes):
         model = MODELS[name]()
     assert torch.equal(torch.rand(5), numbers_after)
-    waiting = [tensor for tensor in _tensors(model).values() if is_deferred(tensor)]
-    assert waiting
+    deferred = [tensor for tensor in _tensors(model).values() if is_deferred(tensor)]
+    assert deferred
     materialize(model)
     assert _tensors(model).keys() == _tensors(expected).keys()
     for key, value in _tensors(expected).items():
@@ -142,15 +142,15 @@ def test_same_bits(rank: int, name: str, min_bytes: int) -> None:
 @on_ranks(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(1,), (17,), (5, 7), (130, 257), (3, 5, 7, 9), (2, 70_001), (70_001, 2)])
-def test_every_shard_of_a_stream(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_every_shard_of_random_stream(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """normal_ draws 16 numbers at once, so chunks end at multiples of 16; the sizes are below and beyond such ends."""
 
     def build() -> Tensor:
         tensor = torch.empty(shape, dtype=dtype).normal_(1, 2)
-        kept = torch.empty(shape, dtype=dtype).uniform_(-1, 1)
+        uniform = torch.empty(shape, dtype=dtype).uniform_(-1, 1)
         tensor.mul_(0.5).add_(1)
         tensor[:1].zero_()
-        return tensor if shape[0] % 2 else kept
+        return tensor if shape[0] % 2 else uniform
 
     torch.manual_seed(3)
     expected = build()
@@ -159,14 +159,14 @@ def test_every_shard_of_a_stream(rank: int, shape: tuple[int, ...], dtype: torch
         tensor = build()
     for dim, size in enumerate(shape):
         for start, length in ((0, size), (size // 3, size - size // 3), (size // 2, size // 4)):
-            made, streamed = shard_of(tensor, dim, start, length)
+            shard, streamed = shard_of(tensor, dim, start, length)
             assert streamed
-            assert torch.equal(made, expected.narrow(dim, start, length)), (dim, start, length)
-    assert torch.equal(whole_of(tensor), expected)
+            assert torch.equal(shard, expected.narrow(dim, start, length)), (dim, start, length)
+    assert torch.equal(full_value_of(tensor), expected)
 
 
 @on_ranks(1)
-def test_the_linear_layers_and_norms_are_never_whole(rank: int) -> None:
+def test_peak_without_full_parameters(rank: int) -> None:
     torch.manual_seed(3)
     with counted() as count:
         with deferred_init():
@@ -177,16 +177,16 @@ def test_the_linear_layers_and_norms_are_never_whole(rank: int) -> None:
         for layer in layers:
             for parameter in filter(is_deferred, layer.parameters()):
                 size = parameter.shape[0]
-                made, streamed = shard_of(parameter, 0, size // 2, size // 4)
-                assert streamed and made.shape[0] == size // 4
-                assert count.peak() - before <= made.nbytes + 600_000
-                del made
+                shard, streamed = shard_of(parameter, 0, size // 2, size // 4)
+                assert streamed and shard.shape[0] == size // 4
+                assert count.peak() - before <= shard.nbytes + 600_000
+                del shard
                 weft.memory.reset_peak()
 
 
 @on_ranks(2, 3)
 @pytest.mark.parametrize("plan", ["auto", {"mlp.0": "column", "mlp.2": "row", "words": "vocab_embedding"}])
-def test_parallelize_gives_each_rank_its_shards(rank: int, world_size: int, plan: Any) -> None:
+def test_parallelize_materializes_shards(rank: int, world_size: int, plan: Any) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -216,7 +216,7 @@ def test_parallelize_gives_each_rank_its_shards(rank: int, world_size: int, plan
 
 
 @on_ranks(2)
-def test_layers_that_were_distributed_by_other_means(rank: int, world_size: int) -> None:
+def test_layers_distributed_by_torch(rank: int, world_size: int) -> None:
     mesh = torch.distributed.init_device_mesh("cpu", (world_size,))
 
     def build() -> nn.Module:
@@ -238,7 +238,7 @@ def test_layers_that_were_distributed_by_other_means(rank: int, world_size: int)
 
 
 @on_ranks(2)
-def test_the_report_names_what_was_whole_for_a_moment(world_size: int) -> None:
+def test_report_lists_temporarily_full_parameters(world_size: int) -> None:
     mesh = torch.distributed.init_device_mesh("cpu", (world_size,))
     with deferred_init(0):
         model = nn.ModuleDict({name: nn.Linear(40, 60) for name in ("drawn", "cut_off", "turned")})
@@ -268,7 +268,7 @@ def test_the_report_names_what_was_whole_for_a_moment(world_size: int) -> None:
         ("random_", (-3, 90)),
     ],
 )
-def test_every_stream_of_many_pieces(rank: int, name: str, args: tuple[Any, ...], dtype: torch.dtype) -> None:
+def test_random_streams_of_many_chunks(rank: int, name: str, args: tuple[Any, ...], dtype: torch.dtype) -> None:
     torch.manual_seed(5)
     expected = getattr(torch.empty(700, 301, dtype=dtype), name)(*args)
     after = torch.rand(5)
@@ -277,41 +277,41 @@ def test_every_stream_of_many_pieces(rank: int, name: str, args: tuple[Any, ...]
         tensor = getattr(torch.empty(700, 301, dtype=dtype), name)(*args)
     assert torch.equal(torch.rand(5), after)
     assert torch.equal(shard_of(tensor, 0, 333, 200)[0], expected[333:533])
-    assert torch.equal(whole_of(tensor), expected)
+    assert torch.equal(full_value_of(tensor), expected)
 
 
-def test_a_kernel_that_seeds_each_call_is_not_drawn_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_that_reseeds_is_not_chunked(monkeypatch: pytest.MonkeyPatch) -> None:
     def seeded(tensor: Tensor, generator: torch.Generator) -> Tensor:
         seed = torch.randint(1 << 30, (), generator=generator).item()
         return tensor.uniform_(generator=torch.Generator().manual_seed(int(seed)))
 
     uniform = torch.ops.aten.uniform_.default
     monkeypatch.setattr(stream, "_RANDOM", {uniform, seeded})
-    assert stream.draws_in_pieces(uniform, torch.float32, ())
-    assert not stream.draws_in_pieces(seeded, torch.float32, ())
+    assert stream.draws_in_chunks(uniform, torch.float32, ())
+    assert not stream.draws_in_chunks(seeded, torch.float32, ())
 
 
 @on_ranks(1)
-def test_what_is_not_drawn_in_pieces_is_made_whole(rank: int) -> None:
+def test_unchunked_stream_is_materialized_in_full(rank: int) -> None:
     torch.manual_seed(5)
     expected = torch.empty(700, 301).bernoulli_(0.3)
     after = torch.rand(5)
     torch.manual_seed(5)
     key = (torch.ops.aten.bernoulli_.float, torch.float32, (0.3,))
-    before = stream.draws_in_pieces(*key)
-    stream._tried[key] = False
+    before = stream.draws_in_chunks(*key)
+    stream._known_results[key] = False
     try:
         with deferred_init():
             tensor = torch.empty(700, 301).bernoulli_(0.3)
         assert torch.equal(torch.rand(5), after)
-        part, streamed = shard_of(tensor, 0, 333, 200)
+        shard, streamed = shard_of(tensor, 0, 333, 200)
     finally:
-        stream._tried[key] = before
-    assert not streamed and torch.equal(part, expected[333:533])
+        stream._known_results[key] = before
+    assert not streamed and torch.equal(shard, expected[333:533])
 
 
 @on_ranks(1)
-def test_a_stream_through_another_dtype(rank: int) -> None:
+def test_random_stream_through_another_dtype(rank: int) -> None:
     torch.manual_seed(5)
     expected = torch.empty(8192, dtype=torch.int32)
     expected.view(torch.float32).normal_()
@@ -324,7 +324,7 @@ def test_a_stream_through_another_dtype(rank: int) -> None:
 
 @on_ranks(1)
 @pytest.mark.parametrize("min_bytes", [0, 16 * 1024])
-def test_what_is_refused(rank: int, min_bytes: int) -> None:
+def test_errors(rank: int, min_bytes: int) -> None:
     mesh = torch.distributed.init_device_mesh("cpu", (1,))
     with deferred_init(min_bytes):
         model = nn.ModuleDict({"layer": nn.Linear(5, 7)})
@@ -345,4 +345,4 @@ def test_what_is_refused(rank: int, min_bytes: int) -> None:
         layer.weight.data.copy_(source)
     source.add_(1)
     with pytest.raises(RuntimeError, match=r"read a tensor of shape \(7, 5\) that has been changed since"):
-        whole_of(layer.weight)
+        full_value_of(layer.weight)

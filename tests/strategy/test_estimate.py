@@ -33,7 +33,7 @@ def _write(folder: Path, **config: Any) -> Path:
     return path
 
 
-def test_the_command_prints_a_table_without_torch(tmp_path: Path) -> None:
+def test_command_prints_table_without_torch(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
     path = _write(
         tmp_path,
@@ -60,7 +60,7 @@ def test_the_command_prints_a_table_without_torch(tmp_path: Path) -> None:
     assert rank["peak_bytes"] == max(sum(usage.values()) for usage in rank["phases"].values())
 
 
-def test_ranks_that_differ_are_shown_one_by_one(tmp_path: Path) -> None:
+def test_different_ranks_are_listed(tmp_path: Path) -> None:
     path = _write(tmp_path, model={"feed_forward": {"dim": 4, "hidden_dim": 5}}, mesh="tensor_parallel=3")
     found = estimate_file(path)
     assert [(rank.rank, rank.num_ranks) for rank in found.ranks] == [(0, 2), (2, 1)]
@@ -68,30 +68,30 @@ def test_ranks_that_differ_are_shown_one_by_one(tmp_path: Path) -> None:
     assert "rank 0 and 1 like it" in str(found) and "rank 2: at most" in str(found)
 
 
-def test_a_plan_and_options_change_what_is_expected(tmp_path: Path) -> None:
+def test_plan_and_options_change_estimate(tmp_path: Path) -> None:
     model = {**LLAMA_70B, "num_hidden_layers": 2}
 
-    def of(**config: Any) -> dict[str, dict[str, int]]:
+    def phases_of(**config: Any) -> dict[str, dict[str, int]]:
         [rank] = estimate_file(_write(tmp_path, model=model, mesh="tensor_parallel=2", **config)).ranks
         return rank.phases
 
-    auto = of()
-    mlps = of(plan={"model.layers.*.mlp": {"style": "column_row_mlp", "recompute": True}})
+    auto = phases_of()
+    mlps = phases_of(plan={"model.layers.*.mlp": {"style": "column_row_mlp", "recompute": True}})
     assert mlps["init"]["parameters"] > auto["init"]["parameters"]
-    assert of(optimizer="SGD")["step"]["optimizer_state"] == 0
-    assert of(optimizer_in_backward=True)["step"]["gradients"] == 0
+    assert phases_of(optimizer="SGD")["step"]["optimizer_state"] == 0
+    assert phases_of(optimizer_in_backward=True)["step"]["gradients"] == 0
     embedding = 128256 // 2 * 8192 * 4  # the loop over parameters has two temporaries of the largest one's size
-    assert 2 * embedding <= of(fused_optimizers=False)["step"]["scratch"] < auto["step"]["parameters"] * 3
-    assert of(empty_init=False)["init"]["parameters"] > 1.5 * auto["init"]["parameters"]
+    assert 2 * embedding <= phases_of(fused_optimizers=False)["step"]["scratch"] < auto["step"]["parameters"] * 3
+    assert phases_of(empty_init=False)["init"]["parameters"] > 1.5 * auto["init"]["parameters"]
 
 
-def test_steps_by_rows_take_no_whole_gradient(tmp_path: Path) -> None:
+def test_row_steps_need_no_full_gradient(tmp_path: Path) -> None:
     mlp = {"model": {"feed_forward": {"dim": 8192, "hidden_dim": 8192}}, "mesh": "tensor_parallel=2"}
-    whole, by_rows = (
+    full, by_rows = (
         estimate_file(_write(tmp_path, **mlp, optimizer_in_backward=how)).ranks[0].peak_bytes for how in (True, "rows")
     )
     rows = (1 << 20) // (4096 * 4)
-    assert whole - by_rows == (8192 - rows) * (4096 + 16) * 4  # the sum's gradient, too, is expanded by blocks
+    assert full - by_rows == (8192 - rows) * (4096 + 16) * 4  # the sum's gradient, too, is expanded by blocks
 
 
 @pytest.mark.parametrize(
@@ -164,23 +164,23 @@ def test_steps_by_rows_take_no_whole_gradient(tmp_path: Path) -> None:
         ({"model": 3, "mesh": {}}, "'model' is 3; give the path"),
     ],
 )
-def test_refusals(tmp_path: Path, config: dict[str, Any], sentence: str) -> None:
+def test_errors(tmp_path: Path, config: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError) as caught:
         estimate_file(_write(tmp_path, **config))
     assert sentence in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_paths_are_relative_to_the_configuration(tmp_path: Path) -> None:
+def test_paths_are_relative_to_configuration(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
     (tmp_path / "plan.yaml").write_text("model.layers.*.mlp: column_row_mlp\n")
-    whole = estimate_file(_write(tmp_path, model="config.json", mesh="tensor_parallel=2", plan="plan.yaml"))
-    assert whole.num_parameters == 70_553_706_496
+    estimate = estimate_file(_write(tmp_path, model="config.json", mesh="tensor_parallel=2", plan="plan.yaml"))
+    assert estimate.num_parameters == 70_553_706_496
     (tmp_path / "plan.yaml").write_text("a: row\na: column\n")
     with pytest.raises(ValueError, match=r"the file plan\.yaml gives the pattern 'a' twice"):
         estimate_file(tmp_path / "training.yaml")
 
 
-def test_a_layout_is_a_mesh(tmp_path: Path) -> None:
+def test_layout_equals_mesh(tmp_path: Path) -> None:
     model = {**LLAMA_70B, "num_hidden_layers": 2}
     mesh = "data_replicate=2,data_parallel=4,tensor_parallel=8"
     by_mesh = estimate_file(_write(tmp_path, model=model, mesh=mesh))
@@ -192,26 +192,32 @@ def test_a_layout_is_a_mesh(tmp_path: Path) -> None:
     assert estimate_file(path, layout="rep2,dp4,tp8") == by_mesh
 
 
-def test_ranks_of_stages_are_those_of_the_mesh(tmp_path: Path) -> None:
-    cut = {"pipeline_cuts": ["transformer.h.1"], "model": TINY_GPT2}
+def test_pipeline_ranks_follow_mesh(tmp_path: Path) -> None:
+    pipeline = {"pipeline_cuts": ["transformer.h.1"], "model": TINY_GPT2}
     for mesh, ranks in (
         ("pipeline_parallel=2,data_parallel=2,tensor_parallel=3", [0, 2, 6, 8]),
         ("tensor_parallel=3,data_parallel=2,pipeline_parallel=2", [0, 8, 1, 9]),
     ):
-        found = estimate_file(_write(tmp_path, mesh=mesh, **cut)).ranks
+        found = estimate_file(_write(tmp_path, mesh=mesh, **pipeline)).ranks
         assert [(each.rank, each.num_ranks) for each in found] == list(zip(ranks, [4, 2, 4, 2], strict=True))
 
 
-def test_a_note_says_what_is_not_predicted(tmp_path: Path) -> None:
+def test_note_lists_missing_predictions(tmp_path: Path) -> None:
     llama = {**LLAMA_70B, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 8, "num_hidden_layers": 2}
-    cut = {"layout": "pp2", "pipeline_cuts": ["model.layers.1"]}
+    pipeline = {"layout": "pp2", "pipeline_cuts": ["model.layers.1"]}
     for config, reason in (
         ({"model": TINY_GPT2, "layout": "tp2"}, "not predicted for model_type 'gpt2': the figures are"),
         ({"model": {**llama, "mlp_bias": True}, "mesh": {}}, "for model_type 'llama' with mlp_bias or attention_bias:"),
         ({"model": llama, "layout": "tp2", "plan": "huggingface"}, "not predicted for the plan 'huggingface':"),
-        ({"model": llama, **cut, "plan": {"lm_head": "replicate"}}, "for pipelines with another plan than 'auto':"),
-        ({"model": llama, **cut, "pipeline_cuts": ["model.norm"]}, "begins at 'model.norm', which is not a block:"),
-        ({"model": llama, **cut}, "temporaries and communication, such as gathered parameters, are not"),
+        (
+            {"model": llama, **pipeline, "plan": {"lm_head": "replicate"}},
+            "for pipelines with another plan than 'auto':",
+        ),
+        (
+            {"model": llama, **pipeline, "pipeline_cuts": ["model.norm"]},
+            "begins at 'model.norm', which is not a block:",
+        ),
+        ({"model": llama, **pipeline}, "temporaries and communication, such as gathered parameters, are not"),
     ):
         found = estimate_file(_write(tmp_path, **config))
         assert reason in found.note and "\n" not in found.note
@@ -221,24 +227,22 @@ def test_a_note_says_what_is_not_predicted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("module", ["transformers", "weft.strategy.estimate_state"])
-def test_what_needs_torch_and_transformers_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str
-) -> None:
+def test_missing_transformers_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str) -> None:
     monkeypatch.setitem(sys.modules, module, None)  # its import fails
     assert estimate_file(_write(tmp_path, model={"feed_forward": {"dim": 4, "hidden_dim": 4}}, mesh={})).ranks
     with pytest.raises(ValueError, match=r"install (torch and )?transformers, or give a configuration of llama"):
         estimate_file(_write(tmp_path, model=TINY_GPT2, mesh={}))
 
 
-def test_options_change_the_state_of_other_models(tmp_path: Path) -> None:
-    def of(**config: Any) -> dict[str, int]:
+def test_options_change_state_of_other_models(tmp_path: Path) -> None:
+    def step_state(**config: Any) -> dict[str, int]:
         [rank] = estimate_file(_write(tmp_path, model=TINY_GPT2, mesh={}, **config)).ranks
         return rank.phases["step"]
 
-    adam, half = of(), of(precision="bf16-true")
+    adam, half = step_state(), step_state(precision="bf16-true")
     assert adam["gradients"] == adam["parameters"] == 2 * half["parameters"]
-    assert of(optimizer="SGD")["optimizer_state"] == of(optimizer_in_backward=True)["gradients"] == 0
-    assert of(optimizer="SGD with momentum")["optimizer_state"] == adam["parameters"]
+    assert step_state(optimizer="SGD")["optimizer_state"] == step_state(optimizer_in_backward=True)["gradients"] == 0
+    assert step_state(optimizer="SGD with momentum")["optimizer_state"] == adam["parameters"]
 
 
 def test_every_way_to_start_the_command() -> None:
@@ -248,7 +252,7 @@ def test_every_way_to_start_the_command() -> None:
         assert result.returncode == 0 and result.stdout.startswith("usage: weft "), result.stderr
 
 
-def test_the_command_refuses_in_a_sentence(tmp_path: Path) -> None:
+def test_command_prints_one_line_errors(tmp_path: Path) -> None:
     model = {"feed_forward": {"dim": 4, "hidden_dim": 4}}
     for path in (tmp_path / "nowhere.yaml", _write(tmp_path, model=model, mesh={})):
         command = [sys.executable, "-m", "weft_command", "estimate", "--config", path, "--layout", "tpauto"]

@@ -59,7 +59,7 @@ def _local_bytes(tensors: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in local)
 
 
-def _held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+def _state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     states = [value for state in optimizer.state.values() for value in state.values()]
     return {
         "parameters": _local_bytes([*model.parameters(), *model.buffers()]),
@@ -87,7 +87,7 @@ def test_state_of_a_model(rank: int, world_size: int, family: str, layout: str) 
     optimizer = torch.optim.AdamW(model.parameters())
     model(input_ids=_tokens(), labels=_tokens()).loss.backward()
     optimizer.step()
-    assert predicted["step"] == _held(model, optimizer)
+    assert predicted["step"] == _state_bytes(model, optimizer)
     assert predicted["init"] == {**dict.fromkeys(predicted["step"], 0), "parameters": predicted["step"]["parameters"]}
 
 
@@ -118,7 +118,7 @@ def _check_pipeline(rank: int, family: str, layout: str, cuts: list[str]) -> Non
         watch.remove()
     step_phase = dict(predicted["step"])
     assert step_phase.pop("saved_activations", 0) == 0
-    assert step_phase == _held(model, optimizer)
+    assert step_phase == _state_bytes(model, optimizer)
     if family == "llama":
         # Transformers' blocks save some small tensors that the memory model does not count.
         assert abs(predicted["schedule"]["saved_activations"] - saved) <= 0.1 * saved
@@ -129,12 +129,12 @@ def _check_pipeline(rank: int, family: str, layout: str, cuts: list[str]) -> Non
 
 @on_ranks(2)
 @pytest.mark.parametrize(("family", "cut"), [("gpt2", "transformer.h.1"), ("llama", "model.layers.1")])
-def test_stages(rank: int, world_size: int, family: str, cut: str) -> None:
+def test_pipeline_stages(rank: int, world_size: int, family: str, cut: str) -> None:
     """GPT-2's embedding is the weight of its output layer: both stages have a copy."""
     _check_pipeline(rank, family, "pp2", [cut])
 
 
 @on_ranks(4)
-def test_stages_on_several_axes(rank: int, world_size: int) -> None:
+def test_pipeline_stages_on_several_axes(rank: int, world_size: int) -> None:
     for layout in ("pp2,tp2", "pp2,dp2"):
         _check_pipeline(rank, "llama", layout, ["model.layers.2"])

@@ -29,7 +29,7 @@ MODELS = {
 
 @on_ranks(1, 2)
 @pytest.mark.parametrize("case", list(MODELS))
-def test_the_copy_is_plain_and_computes_the_same(world_size: int, case: str) -> None:
+def test_copy_is_plain_and_equal(world_size: int, case: str) -> None:
     model = weft.parallelize(MODELS[case](), tensor_parallel(world_size), "auto")
     local = weft.export_local(model)
     assert list(local.state_dict()) == list(model.state_dict())
@@ -59,7 +59,7 @@ def folder(tmp_path: Path) -> str:
 
 @on_ranks(2)
 @pytest.mark.parametrize("case", list(SCRIPTED))
-def test_the_copy_scripts_saves_and_loads(rank: int, world_size: int, case: str, folder: str) -> None:
+def test_copy_scripts_saves_and_loads(rank: int, world_size: int, case: str, folder: str) -> None:
     model = nn.Sequential(SCRIPTED[case](), nn.LayerNorm(8)).train(case != "column and row")
     mesh = tensor_parallel(world_size)
     weft.parallelize(model, mesh, {"0": "column_row_mlp"})
@@ -75,17 +75,17 @@ def test_the_copy_scripts_saves_and_loads(rank: int, world_size: int, case: str,
 
 
 @on_ranks(2)
-def test_scripting_a_parallel_model_is_refused(world_size: int) -> None:
+def test_scripting_parallel_model_raises(world_size: int) -> None:
     model = weft.parallelize(FeedForward(8, 12), tensor_parallel(world_size), {"": "column_row_mlp"})
-    for whole in (model, nn.Sequential(nn.Identity(), model)):
+    for module in (model, nn.Sequential(nn.Identity(), model)):
         with pytest.raises(ValueError, match=r"call weft.export_local\(model\) and script its result"):
-            torch.jit.script(whole)
+            torch.jit.script(module)
         with pytest.raises(ValueError, match=r"call weft.export_local\(model\)"):
-            torch.jit.trace(whole, torch.randn(3, 8))
+            torch.jit.trace(module, torch.randn(3, 8))
 
 
 @on_ranks(2)
-def test_replicated_rnn_gets_its_weights_back(world_size: int) -> None:
+def test_replicated_rnn_keeps_plain_weights(world_size: int) -> None:
     model = nn.ModuleDict({"rnn": nn.LSTM(8, 8), "mlp": FeedForward(8, 12)})
     reference = copy.deepcopy(model["rnn"])
     weft.parallelize(model, tensor_parallel(world_size), "auto")
@@ -97,7 +97,7 @@ def test_replicated_rnn_gets_its_weights_back(world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_what_export_refuses(world_size: int) -> None:
+def test_errors(world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
     model = weft.parallelize(nn.Sequential(FeedForward(8, 12)), mesh, {"0": "column_row_mlp"})
     fully_shard(model[0], mesh=mesh["data_parallel"])

@@ -23,7 +23,9 @@ def _bytes(module: nn.Module) -> int:
     return sum(parameter.numel() * 4 for parameter in module.parameters())
 
 
-def _trained(mesh, tp_size: int, own_units: bool) -> tuple[nn.Module, StepInBackward, torch.optim.Optimizer, int, int]:
+def _sharded_model(
+    mesh, tp_size: int, own_units: bool
+) -> tuple[nn.Module, StepInBackward, torch.optim.Optimizer, int, int]:
     """Return the example's sharded model, stepper and optimizer, the bytes of all weights and of the largest unit."""
     example = load_example("model")
     with weft.strategy.deferred_init():
@@ -58,7 +60,7 @@ def test_peak(world_size: int, own_units: bool) -> None:
     names = ("data_parallel", "tensor_parallel")
     mesh = init_device_mesh("cpu", (2, tp_size), mesh_dim_names=names)
     with counted() as count:
-        model, stepper, optimizer, weights, unit = _trained(mesh, tp_size, own_units)
+        model, stepper, optimizer, weights, unit = _sharded_model(mesh, tp_size, own_units)
         watch = weft.memory.watch(model, optimizer)
         for step in range(3):
             if step == 2:
@@ -72,10 +74,10 @@ def test_peak(world_size: int, own_units: bool) -> None:
         stepper.remove()
     step_counts = 4 * len(list(model.parameters()))
     # The norms and the output layer are replicated over the tensor-parallel axis.
-    whole = (tp_size - 1) * 3 * (_bytes(model.output) + 9 * 128 * 4) // world_size
-    of_two_tokens = 2 * 3 * 256 * 4
+    replicated_bytes = (tp_size - 1) * 3 * (_bytes(model.output) + 9 * 128 * 4) // world_size
+    activation_bytes = 2 * 3 * 256 * 4
     bound = 3 * weights / world_size + 2 * unit + 2 * unit / world_size
     root = 0 if own_units else _bytes(model.tok_embeddings) + _bytes(model.output)
-    held = sum(peak.values())
-    assert held <= bound + root + buffers + step_counts + whole + of_two_tokens, (peak, bound)
-    assert held >= 3 * weights / world_size + unit  # so the bound is not loose
+    total = sum(peak.values())
+    assert total <= bound + root + buffers + step_counts + replicated_bytes + activation_bytes, (peak, bound)
+    assert total >= 3 * weights / world_size + unit  # so the bound is not loose

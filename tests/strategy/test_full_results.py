@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import weft
 from support.models import Llama, LlamaArgs, token_batches
-from support.parity import whole
+from support.parity import full
 from support.ranks import on_ranks
 from weft.strategy.data_parallel import shard_fully
 
@@ -88,11 +88,11 @@ def _check_terms(axes: tuple[str, ...]) -> None:
             found.backward()
         for (path, parameter), other in zip(model.named_parameters(), reference.parameters(), strict=True):
             if other.grad is None:
-                assert parameter.grad is None or not bool(whole(parameter.grad).count_nonzero()), (name, path)
+                assert parameter.grad is None or not bool(full(parameter.grad).count_nonzero()), (name, path)
                 continue
             assert isinstance(parameter.grad, DTensor) and parameter.grad.placements == parameter.placements
-            place = f"{name}, {path}"
-            torch.testing.assert_close(whole(parameter.grad), other.grad, rtol=1e-10, atol=1e-13, msg=place)
+            label = f"{name}, {path}"
+            torch.testing.assert_close(full(parameter.grad), other.grad, rtol=1e-10, atol=1e-13, msg=label)
         model.zero_grad()
         reference.zero_grad()
 
@@ -132,7 +132,7 @@ def test_numbers(rank: int, world_size: int, axes: tuple[str, ...]) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("axes", LAYOUTS[:2])
-def test_an_average_of_weights(rank: int, world_size: int, axes: tuple[str, ...]) -> None:
+def test_average_of_weights(rank: int, world_size: int, axes: tuple[str, ...]) -> None:
     """Plain tensors are averaged with shards, and shards are overwritten by plain tensors."""
     model, reference = _sharded(axes), _model()
     for each in (model, reference):
@@ -143,11 +143,11 @@ def test_an_average_of_weights(rank: int, world_size: int, axes: tuple[str, ...]
                 parameter.mul_(2).add_(mean).sub_(parameter.mean())
                 parameter.copy_(parameter - mean.cumsum(0))
     for (name, parameter), other in zip(model.named_parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(whole(parameter), other, rtol=1e-12, atol=1e-14, msg=name)
+        torch.testing.assert_close(full(parameter), other, rtol=1e-12, atol=1e-14, msg=name)
 
 
 @on_ranks(2)
-def test_refusals(rank: int, world_size: int) -> None:
+def test_errors(rank: int, world_size: int) -> None:
     model = _sharded(LAYOUTS[0])
     weight = model.layers[0].feed_forward.w1.weight
     with pytest.raises(ValueError, match=r"a number was read from a DTensor .* inside weft.strategy.local_parameters"):
@@ -158,7 +158,7 @@ def test_refusals(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_forwards_are_not_slowed(rank: int, world_size: int) -> None:
+def test_mode_is_off_inside_forwards(rank: int, world_size: int) -> None:
     """The mode is off inside a parallelized forward, and on again afterwards."""
     from torch.overrides import _get_current_function_mode
 

@@ -59,7 +59,7 @@ def test_same_losses(rank: int, world_size: int, name: str) -> None:
 
 @on_ranks(1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_loaded_state_does_not_undo_it(rank: int, name: str) -> None:
+def test_loaded_state_keeps_optimizer_fused(rank: int, name: str) -> None:
     plain = _model()
     stock = OPTIMIZERS[name](plain.parameters())
     first = _losses(plain, stock, 3)
@@ -84,7 +84,7 @@ def test_a_loaded_state_does_not_undo_it(rank: int, name: str) -> None:
 
 
 @on_ranks(1)
-def test_groups_that_come_later_are_fused(rank: int) -> None:
+def test_later_groups_are_fused(rank: int) -> None:
     model = _model()
     optimizer = AdamW(model[0].parameters())
     fuse(optimizer, model)
@@ -98,7 +98,7 @@ class _Own(AdamW):
 
 
 @on_ranks(2)
-def test_what_is_left_as_it_is(rank: int, world_size: int) -> None:
+def test_unsupported_optimizers_stay_unfused(rank: int, world_size: int) -> None:
     model = _model()
     cases = [
         (_Own(model.parameters()), "_Own has no fused variant"),
@@ -125,7 +125,7 @@ def test_what_is_left_as_it_is(rank: int, world_size: int) -> None:
 
 @on_ranks(1)
 @pytest.mark.parametrize("name", ["adam", "adamw", "momentum", "adagrad"])
-def test_a_step_allocates_nothing_once_the_states_are_there(rank: int, name: str) -> None:
+def test_step_with_existing_states_allocates_nothing(rank: int, name: str) -> None:
     with counted():
         model = nn.Linear(64, 256, bias=False)
         optimizer = OPTIMIZERS[name](model.parameters())
@@ -141,7 +141,7 @@ def test_a_step_allocates_nothing_once_the_states_are_there(rank: int, name: str
 
 @on_ranks(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_partial_gradients_of_torchs_styles_are_summed(world_size: int, name: str) -> None:
+def test_partial_gradients_are_summed(world_size: int, name: str) -> None:
     """SequenceParallel leaves the gradient of a norm's weight partial; optimizers that are not fused sum it."""
     mesh = init_device_mesh("cpu", (world_size,))
     x = torch.linspace(-1, 1, 2 * 4 * 6).view(2, 4, 6)

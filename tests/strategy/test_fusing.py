@@ -11,7 +11,7 @@ import weft
 from support.models import FeedForward, Gpt2Mlp
 from support.parity import tensor_parallel
 from support.ranks import on_ranks
-from weft.strategy import mlp_parts, probe, report
+from weft.strategy import mlp_layers, probe, report
 
 
 class Mlp(nn.Module):
@@ -84,19 +84,19 @@ def tanh_gelu(x: Tensor) -> Tensor:
     ],
     ids=["relu", "gelu", "gelu_tanh", "by shape", "swiglu", "geglu", "sequential"],
 )
-def test_the_activation_is_found(module: nn.Module, activation: str) -> None:
-    parts = mlp_parts.find(module)
+def test_activation_is_detected(module: nn.Module, activation: str) -> None:
+    parts = mlp_layers.find(module)
     assert probe.why_not_fused(module, parts) is None
     assert probe.find_activation(module, parts) == (parts, activation)
 
 
-def test_gate_and_up_are_told_apart() -> None:
+def test_gate_and_up_are_distinguished() -> None:
     module = Gated(swapped=True)
-    parts, activation = probe.find_activation(module, mlp_parts.find(module))
+    parts, activation = probe.find_activation(module, mlp_layers.find(module))
     assert (parts.gate, parts.up, activation) == ("w3", "w1", "silu")
 
 
-def test_the_probe_leaves_no_trace() -> None:
+def test_probe_has_no_side_effects() -> None:
     module = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8))
     calls = []
     module.register_forward_hook(lambda *args: calls.append(args))
@@ -104,7 +104,7 @@ def test_the_probe_leaves_no_trace() -> None:
     module.train()
     state = torch.get_rng_state()
     with torch.no_grad():
-        assert probe.find_activation(module, mlp_parts.find(module))[1] == "relu"
+        assert probe.find_activation(module, mlp_layers.find(module))[1] == "relu"
     assert torch.equal(torch.get_rng_state(), state)
     assert not calls and module.training and all(p.grad is None for p in module.parameters())
     assert type(module._modules["0"]) is nn.Linear
@@ -140,7 +140,7 @@ NOT_FUSED = {
 
 @on_ranks(2)
 @pytest.mark.parametrize("case", list(NOT_FUSED))
-def test_what_is_not_fused_gets_column_and_row_and_says_why(world_size: int, case: str) -> None:
+def test_unfused_mlps_get_column_and_row_with_reason(world_size: int, case: str) -> None:
     make, reason = NOT_FUSED[case]
     model = make()
     model.eval() if case == "dropout" else model.train()
@@ -153,7 +153,7 @@ def test_what_is_not_fused_gets_column_and_row_and_says_why(world_size: int, cas
     torch.testing.assert_close(model(x), expected)
 
 
-REFUSED = {
+ERRORS = {
     "norm": (NormBetween, "hidden units are not computed one by one"),
     "parametrized": (
         lambda: (m := Mlp(), nn.utils.parametrizations.weight_norm(m.fc1))[0],
@@ -165,15 +165,15 @@ REFUSED = {
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("case", list(REFUSED))
-def test_what_cannot_be_split_is_refused(world_size: int, case: str) -> None:
-    make, reason = REFUSED[case]
+@pytest.mark.parametrize("case", list(ERRORS))
+def test_unsplittable_mlps_raise(world_size: int, case: str) -> None:
+    make, reason = ERRORS[case]
     with pytest.raises(ValueError, match=reason):
         weft.parallelize(make(), tensor_parallel(world_size), {"": "column_row_mlp"})
 
 
 @on_ranks(2)
-def test_auto_gathers_what_cannot_be_split_and_says_why(world_size: int) -> None:
+def test_auto_gathers_unsplittable_mlps_with_reason(world_size: int) -> None:
     model = nn.ModuleDict({"good": Mlp(), "norm": NormBetween(), "wasteful": Mlp()})
     model["wasteful"].fc1 = Wasteful(8, 12)
     weft.parallelize(model, tensor_parallel(world_size), "auto")
@@ -186,7 +186,7 @@ def test_auto_gathers_what_cannot_be_split_and_says_why(world_size: int) -> None
 
 
 @on_ranks(2)
-def test_a_hook_added_later_is_called(world_size: int) -> None:
+def test_hook_added_later_is_called(world_size: int) -> None:
     model = Mlp()
     x = torch.randn(3, 8)
     weft.parallelize(model, tensor_parallel(world_size), {"": "column_row_mlp"})
@@ -198,7 +198,7 @@ def test_a_hook_added_later_is_called(world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_the_argument_may_be_named(world_size: int) -> None:
+def test_input_by_keyword(world_size: int) -> None:
     model = weft.parallelize(Mlp(), tensor_parallel(world_size), {"": "column_row_mlp"})
     x = torch.randn(3, 8)
     assert torch.equal(model(x=x), model(x))

@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor
 import weft
 from support.hugging_face import CONFIGS, VOCAB, language_model
 from support.models import Llama, LlamaArgs
-from support.parity import assert_trains_alike, tensor_parallel
+from support.parity import assert_same_training, tensor_parallel
 from support.ranks import on_ranks
 from weft.strategy import Plan, report
 from weft.strategy.plan_text import HUGGING_FACE_STYLES
 
-ROUNDED = 1e-5  # the models' own code computes some values in float32: logits, norms
+ROUNDING_TOLERANCE = 1e-5  # the models' own code computes some values in float32: logits, norms
 WITH_PLANS = sorted(set(CONFIGS) - {"gpt2", "opt"})
 # The styles that shard a matrix of a block.
 SPLIT = {"column", "row", "column_row_mlp", "column_gather_output", "row_split_input"}
@@ -38,56 +38,56 @@ def causal_loss(model: nn.Module, tokens: Tensor) -> Tensor:
 
 @on_ranks(2)
 @pytest.mark.parametrize("family", CONFIGS)
-def test_auto_trains_as_on_one_device(world_size: int, family: str) -> None:
+def test_auto_matches_one_device(world_size: int, family: str) -> None:
     torch.manual_seed(0)
-    model = assert_trains_alike(
+    model = assert_same_training(
         lambda m: weft.parallelize(m, tensor_parallel(world_size), "auto"),
         language_model(family),
         causal_loss,
         batches(),
         "SGD",
-        tolerance=ROUNDED,
+        tolerance=ROUNDING_TOLERANCE,
     )
-    whole = [
+    replicated = [
         row.parameter
         for row in report(model).rows
         if row.style not in SPLIT
         and len(row.local_shape) == 2
         and (".layers." in row.parameter or ".h." in row.parameter)
     ]
-    assert whole == [], "every matrix of every block is cut"
+    assert replicated == [], "every matrix of every block is cut"
     weft.strategy.check_replicated_gradients(model)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("family", WITH_PLANS)
-def test_their_own_plans_train_as_on_one_device(world_size: int, family: str) -> None:
+def test_hugging_face_plans_match_one_device(world_size: int, family: str) -> None:
     torch.manual_seed(0)
-    model = assert_trains_alike(
+    model = assert_same_training(
         lambda m: weft.parallelize(m, tensor_parallel(world_size), "huggingface"),
         language_model(family),
         causal_loss,
         batches(),
         "SGD",
-        tolerance=ROUNDED,
+        tolerance=ROUNDING_TOLERANCE,
     )
-    cut = {row.parameter: row for row in report(model).rows if row.axes}
-    assert {"model.embed_tokens.weight", "lm_head.weight"} <= set(cut), "tied or not"
+    sharded = {row.parameter: row for row in report(model).rows if row.axes}
+    assert {"model.embed_tokens.weight", "lm_head.weight"} <= set(sharded), "tied or not"
     gate = "model.layers.0.mlp.gate_proj.weight"
-    if gate in cut:
-        assert (cut[gate].style, cut[gate].rule) == ("column_row_mlp", "model.layers.*.mlp.gate_proj")
+    if gate in sharded:
+        assert (sharded[gate].style, sharded[gate].rule) == ("column_row_mlp", "model.layers.*.mlp.gate_proj")
 
 
 @on_ranks(2)
-def test_a_padding_row_gets_no_gradient(world_size: int) -> None:
+def test_padding_row_has_no_gradient(world_size: int) -> None:
     torch.manual_seed(0)
-    model = assert_trains_alike(
+    model = assert_same_training(
         lambda m: weft.parallelize(m, tensor_parallel(world_size), "huggingface"),
         language_model("llama", pad_token_id=40, tie_word_embeddings=False),
         causal_loss,
         [tokens.masked_fill(tokens < 20, 40) for tokens in batches()],
         "SGD",
-        tolerance=ROUNDED,
+        tolerance=ROUNDING_TOLERANCE,
     )
     causal_loss(model, torch.tensor([[40, 39, 38, 40]])).backward()
     grad = model.model.embed_tokens.weight.grad.full_tensor()
@@ -98,13 +98,13 @@ def test_a_padding_row_gets_no_gradient(world_size: int) -> None:
 @pytest.mark.parametrize("family", ["qwen3", "gpt2", "phi3"])
 def test_sequence_parallel(world_size: int, family: str) -> None:
     torch.manual_seed(0)
-    assert_trains_alike(
+    assert_same_training(
         lambda m: weft.parallelize(m, tensor_parallel(world_size), Plan("auto", sequence_parallel=True)),
         language_model(family),
         causal_loss,
         batches(),
         "SGD",
-        tolerance=ROUNDED,
+        tolerance=ROUNDING_TOLERANCE,
     )
 
 
@@ -118,16 +118,16 @@ class Inside(nn.Module):
 
 
 @on_ranks(2)
-def test_plans_of_models_inside(world_size: int) -> None:
+def test_plan_of_inner_model(world_size: int) -> None:
     model = weft.parallelize(Inside(), tensor_parallel(world_size), "huggingface")
-    cut = [row for row in report(model).rows if row.axes]
-    assert len(cut) == 2 + 2 * 7
-    assert all(row.parameter.startswith("net.") for row in cut)
+    sharded = [row for row in report(model).rows if row.axes]
+    assert len(sharded) == 2 + 2 * 7
+    assert all(row.parameter.startswith("net.") for row in sharded)
     assert str(Plan("huggingface")) == "huggingface"
 
 
 @on_ranks(2)
-def test_a_config_with_a_plan_is_enough(world_size: int) -> None:
+def test_plan_of_config(world_size: int) -> None:
     """As in transformers 4.49; one rule is for a module that this model of the family lacks."""
     model = nn.Module()
     model.model, model.base_model_prefix = Llama(LlamaArgs()), "model"
@@ -145,7 +145,7 @@ def test_a_config_with_a_plan_is_enough(world_size: int) -> None:
 
 
 @on_ranks(4)
-def test_refusals(world_size: int) -> None:
+def test_errors(world_size: int) -> None:
     mesh = tensor_parallel(world_size)
     with pytest.raises(
         ValueError, match=r"cuts the heads of 'model.layers.0.self_attn', but its 2 key heads do not divide"
@@ -162,6 +162,6 @@ def test_refusals(world_size: int) -> None:
     assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-def test_their_names_in_a_plan_of_rules() -> None:
+def test_hugging_face_styles_in_rules() -> None:
     plan: dict[str, Any] = {f"layers.{name}": name for name in HUGGING_FACE_STYLES}
     assert Plan(plan).to_dict() == {f"layers.{name}": style for name, style in HUGGING_FACE_STYLES.items()}

@@ -71,14 +71,14 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, schedule: bool = 
     return losses
 
 
-def _whole(parameter: Tensor) -> Tensor:
+def _full(parameter: Tensor) -> Tensor:
     return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
 
 
 @on_ranks(1)
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_same_bits_on_one_rank(rank: int, name: str, fused: bool) -> None:
+def test_bitwise_equal_on_one_rank(rank: int, name: str, fused: bool) -> None:
     def run(in_backward: bool) -> tuple[list[float], dict[str, Tensor], dict[str, Any]]:
         model = _model()
         optimizer = OPTIMIZERS[name]([{"params": list(model.words.parameters()), "lr": 0.02}, {"params": rest(model)}])
@@ -124,7 +124,7 @@ def test_sharded(rank: int, world_size: int, layout: str) -> None:
         losses = _train(model, optimizer)
         torch.testing.assert_close(losses, expected, rtol=1e-10, atol=0)
         for (key, got), value in zip(model.named_parameters(), expected_model.parameters(), strict=True):
-            torch.testing.assert_close(_whole(got), value, rtol=1e-9, atol=1e-12, msg=lambda m, k=key: f"{k}: {m}")
+            torch.testing.assert_close(_full(got), value, rtol=1e-9, atol=1e-12, msg=lambda m, k=key: f"{k}: {m}")
         stepper.remove()
 
 
@@ -159,7 +159,7 @@ def test_one_gradient_is_alive_at_a_time(rank: int, world_size: int) -> None:
 
 
 @on_ranks(1)
-def test_what_is_refused(rank: int) -> None:
+def test_errors(rank: int) -> None:
     model = _model()
     with pytest.raises(ValueError, match="the optimizer is of class RMSprop, and only Adam, AdamW, SGD are known"):
         StepInBackward(model, torch.optim.RMSprop(model.parameters()))
@@ -185,7 +185,7 @@ def test_what_is_refused(rank: int) -> None:
     stepper.remove()
 
 
-def test_an_optimizer_of_another_model_is_refused() -> None:
+def test_optimizer_of_another_model_raises() -> None:
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     with pytest.raises(ValueError, match="2 parameters of the optimizer are not of the model"):
         StepInBackward(model, torch.optim.SGD(other.parameters(), lr=0.1))

@@ -30,23 +30,23 @@ from weft.strategy.layout import Sizes
         (Sizes(pipeline_parallel=4), 16, 8, (4, 1, 1, 4)),
     ],
 )
-def test_resolves(sizes: Sizes, num_ranks: int, per_host: int, expected: tuple[int, int, int, int]) -> None:
+def test_resolve(sizes: Sizes, num_ranks: int, per_host: int, expected: tuple[int, int, int, int]) -> None:
     assert sizes.resolve(num_ranks, per_host) == expected
 
 
 @pytest.mark.parametrize("text", ["", "dp", "dp2 tp2", "dp2,,tp2", "cp2", "dp0x", "DP2", "dp2,tp2,dp2", "dp-1"])
-def test_refuses_other_texts(text: str) -> None:
+def test_invalid_layouts_raise(text: str) -> None:
     with pytest.raises(ValueError, match=r"write each axis once, pp \(pipeline parallel\), rep"):
         Sizes.parse(text)
 
 
 @pytest.mark.parametrize("size", [0, -1, 1.5, True, "two", None])
-def test_refuses_other_sizes(size: object) -> None:
+def test_invalid_sizes_raise(size: object) -> None:
     with pytest.raises(ValueError, match=r"data_parallel_size is .*; pass a number of ranks from 1 on, or 'auto'"):
         Sizes(data_parallel=size)
 
 
-def test_the_stages_are_counted_by_the_user() -> None:
+def test_pipeline_size_must_be_a_number() -> None:
     for size in (0, "auto", None):
         with pytest.raises(ValueError, match=r"pipeline_parallel_size is .*; pass a number of ranks from 1 on\.$"):
             Sizes(pipeline_parallel=size)
@@ -54,7 +54,7 @@ def test_the_stages_are_counted_by_the_user() -> None:
         Sizes.parse("ppauto,tp2")
 
 
-def test_a_size_of_zero_in_a_layout_is_refused() -> None:
+def test_zero_size_in_layout_raises() -> None:
     with pytest.raises(ValueError, match="tensor_parallel_size is 0"):
         Sizes.parse("tp0")
 
@@ -67,6 +67,6 @@ def test_a_size_of_zero_in_a_layout_is_refused() -> None:
         (Sizes(3, "auto", 2), 8, "'data_replicate=2,data_parallel=2,tensor_parallel=2'|'data_replicate=4"),
     ],
 )
-def test_names_sizes_that_would_fit(sizes: Sizes, num_ranks: int, fitting: str) -> None:
+def test_error_suggests_fitting_sizes(sizes: Sizes, num_ranks: int, fitting: str) -> None:
     with pytest.raises(ValueError, match=rf"has {num_ranks}; use sizes whose product is {num_ranks}, .*({fitting})"):
         sizes.resolve(num_ranks, num_ranks)

@@ -13,14 +13,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import weft
 from support.models import FeedForward, Gpt2, Llama, LlamaArgs, token_batches
-from support.parity import own_part, tensor_parallel
+from support.parity import local_shard, tensor_parallel
 from support.ranks import on_ranks
 from weft.strategy import Plan, report
 from weft.strategy.data_parallel import shard_fully
 
 
 @on_ranks(1, 2, 4)
-def test_every_parameter_becomes_a_dtensor_under_its_name(world_size: int) -> None:
+def test_parameters_become_dtensors(world_size: int) -> None:
     model = Llama(LlamaArgs(tie_head=True))
     model.norm.weight.requires_grad_(False)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -34,7 +34,7 @@ def test_every_parameter_becomes_a_dtensor_under_its_name(world_size: int) -> No
         assert parameter.shape == before[name].shape
         assert parameter.requires_grad == (name != "norm.weight")
         local = parameter.to_local()
-        assert torch.equal(local, own_part(before[name], parameter))
+        assert torch.equal(local, local_shard(before[name], parameter))
         assert local.untyped_storage().nbytes() == local.numel() * local.element_size()
     assert model.output.weight is model.tok_embeddings.weight
     assert isinstance(model, Llama) and isinstance(model.output, nn.Linear)
@@ -55,7 +55,7 @@ def test_uneven_and_empty_shards(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_meta_models_stay_meta_and_are_planned_alike(world_size: int) -> None:
+def test_meta_models_stay_meta_with_equal_plan(world_size: int) -> None:
     mesh = tensor_parallel(world_size)
     real = weft.parallelize(Llama(LlamaArgs()), mesh, "auto")
     with torch.device("meta"):
@@ -73,7 +73,7 @@ def test_meta_models_stay_meta_and_are_planned_alike(world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_the_axis_is_taken_from_a_larger_mesh(world_size: int) -> None:
+def test_axis_of_larger_mesh(world_size: int) -> None:
     mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("data_parallel", "tensor_parallel"))
     model = weft.parallelize(FeedForward(8, 12), mesh, {"": "column_row_mlp"})
     assert model.w1.weight.device_mesh == mesh["tensor_parallel"]
@@ -83,7 +83,7 @@ def test_the_axis_is_taken_from_a_larger_mesh(world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_applying_twice_changes_nothing(world_size: int) -> None:
+def test_applying_twice_is_idempotent(world_size: int) -> None:
     mesh = tensor_parallel(world_size)
     for plan, other in (
         ("auto", {"layers.*.feed_forward": "column_row_mlp"}),
@@ -130,7 +130,7 @@ def test_attributes_are_local_inside_forwards_only(world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_a_sharded_weight_is_never_mixed_with_plain_tensors(world_size: int) -> None:
+def test_sharded_weight_mixed_with_plain_tensor_raises(world_size: int) -> None:
     model = Gpt2()
     weft.parallelize(model, tensor_parallel(world_size), {"wte": "vocab_embedding"})
     with pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor"):
@@ -138,7 +138,7 @@ def test_a_sharded_weight_is_never_mixed_with_plain_tensors(world_size: int) -> 
 
 
 @on_ranks(2)
-def test_copies_of_a_parallel_model_work(world_size: int) -> None:
+def test_deepcopy_of_parallel_model(world_size: int) -> None:
     model = weft.parallelize(Llama(LlamaArgs()), tensor_parallel(world_size), "auto")
     tokens = token_batches(1, 37)[0][0]
     model(tokens).sum().backward()
@@ -151,7 +151,7 @@ def test_copies_of_a_parallel_model_work(world_size: int) -> None:
         assert ours is not theirs and torch.equal(ours.grad.to_local(), theirs.grad.to_local())
 
 
-REFUSALS = {
+ERRORS = {
     "unmatched": (lambda: Llama(LlamaArgs()), {"layer.*.wq": "column"}, "matches no module"),
     "heads": (
         lambda: Llama(LlamaArgs(n_heads=1)),
@@ -200,9 +200,9 @@ REFUSALS = {
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("case", list(REFUSALS))
-def test_refusals_change_nothing(world_size: int, case: str) -> None:
-    make, plan, message = REFUSALS[case]
+@pytest.mark.parametrize("case", list(ERRORS))
+def test_errors_leave_model_unchanged(world_size: int, case: str) -> None:
+    make, plan, message = ERRORS[case]
     model = make()
     classes = [type(m) for m in model.modules()]
     with pytest.raises(ValueError, match=message) as caught:
@@ -213,7 +213,7 @@ def test_refusals_change_nothing(world_size: int, case: str) -> None:
 
 
 @on_ranks(2)
-def test_parameters_kept_elsewhere_are_refused(world_size: int) -> None:
+def test_parameters_referenced_elsewhere_raise(world_size: int) -> None:
     mesh = tensor_parallel(world_size)
     model = FeedForward(8, 12)
     model.all_weights = [model.w1.weight]
@@ -226,7 +226,7 @@ def test_parameters_kept_elsewhere_are_refused(world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_dtensors_are_refused_by_rules_and_skipped_by_auto(world_size: int) -> None:
+def test_dtensors_raise_with_rules_and_are_skipped_by_auto(world_size: int) -> None:
     mesh = tensor_parallel(world_size)
     model = Llama(LlamaArgs())
     w1 = model.layers[0].feed_forward.w1
@@ -259,7 +259,7 @@ class ScaleBetween(nn.Module):
 
 
 @on_ranks(2, 3)
-def test_partial_gradients_of_replicated_parameters_are_found(world_size: int) -> None:
+def test_partial_gradients_of_replicated_parameters_raise(world_size: int) -> None:
     mesh = tensor_parallel(world_size)
     model = weft.parallelize(ScaleBetween(), mesh, {"first": "column", "second": "row"})
     model(torch.randn(4, 8)).square().sum().backward()
@@ -271,25 +271,25 @@ def test_partial_gradients_of_replicated_parameters_are_found(world_size: int) -
 
 
 @on_ranks(2)
-def test_parameters_stay_plain_for_fsdp_where_one_rank_has_them(rank: int, world_size: int) -> None:
+def test_parameters_stay_plain_for_fsdp_on_one_tensor_rank(rank: int, world_size: int) -> None:
     """FSDP2's DTensors then have only the data axis; values, deferred or not, and gradients are those of one device."""
     mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
 
-    def built() -> Llama:
+    def build() -> Llama:
         torch.manual_seed(2)
         return Llama(LlamaArgs(dtype=torch.float64, tie_head=True))
 
-    expected = built()
+    expected = build()
     tokens = torch.randint(37, (world_size, 3, 9), generator=torch.Generator().manual_seed(4))
     expected(tokens.flatten(0, 1)).square().mean().backward()
     with weft.strategy.deferred_init():
-        deferred = built()
-    plain = built()
-    kept = dict(plain.named_parameters())
+        deferred = build()
+    plain = build()
+    originals = dict(plain.named_parameters())
     for model in (plain, deferred):
         weft.parallelize(model, mesh, "auto", keeps_plain_on_one_rank=True)
         assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
-        assert model is deferred or all(parameter is kept[name] for name, parameter in model.named_parameters())
+        assert model is deferred or all(parameter is originals[name] for name, parameter in model.named_parameters())
         assert model.output.weight is model.tok_embeddings.weight
         shard_fully(model, mesh["data_parallel"])
         assert {parameter.device_mesh.mesh_dim_names for parameter in model.parameters()} == {("data_parallel",)}
@@ -299,6 +299,6 @@ def test_parameters_stay_plain_for_fsdp_where_one_rank_has_them(rank: int, world
             gradient = parameter.grad.full_tensor()
             torch.testing.assert_close(gradient, value.grad, rtol=1e-9, atol=1e-13, msg=lambda m, n=name: f"{n}: {m}")
     with_precision = weft.parallelize(
-        built(), mesh, {"layers.*": {"style": "replicate", "precision": "bfloat16"}}, keeps_plain_on_one_rank=True
+        build(), mesh, {"layers.*": {"style": "replicate", "precision": "bfloat16"}}, keeps_plain_on_one_rank=True
     )
     assert all(isinstance(parameter, DTensor) for parameter in with_precision.parameters())

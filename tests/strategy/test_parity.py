@@ -19,12 +19,12 @@ from support.models import (
     rotary_tables,
     token_batches,
 )
-from support.parity import assert_trains_alike, tensor_parallel
+from support.parity import assert_same_training, tensor_parallel
 from support.ranks import on_ranks
 
 VOCAB = 37
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
-BOTH = pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+OPTIMIZERS = pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
 PRECISIONS = pytest.mark.parametrize("dtype", list(DTYPES))
 
 
@@ -38,13 +38,13 @@ def vectors(num: int, dim: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 @on_ranks(1, 2, 3, 4)
-@BOTH
+@OPTIMIZERS
 @PRECISIONS
 @pytest.mark.parametrize("bias", [False, True])
 def test_mlp(world_size: int, dtype: str, optimizer: str, bias: bool) -> None:
     model = FeedForward(8, 11, DTYPES[dtype], bias=bias)
     mesh = tensor_parallel(world_size)
-    assert_trains_alike(
+    assert_same_training(
         lambda m: weft.parallelize(m, mesh, {"": "column_row_mlp"}),
         model,
         lambda m, x: m(x).square().mean(),
@@ -63,7 +63,7 @@ class AttentionLoss(nn.Module):
 
 
 @on_ranks(1, 2, 4)
-@BOTH
+@OPTIMIZERS
 @PRECISIONS
 @pytest.mark.parametrize("n_kv_heads", [4, 8])
 @pytest.mark.parametrize("bias", [False, True])
@@ -76,7 +76,7 @@ def test_attention(world_size: int, dtype: str, optimizer: str, n_kv_heads: int,
         "attention.wv": "column",
         "attention.wo": {"style": "row", "heads": "n_heads"},
     }
-    model = assert_trains_alike(
+    model = assert_same_training(
         lambda m: weft.parallelize(m, mesh, plan),
         AttentionLoss(args, bias),
         lambda m, x: m(x),
@@ -98,11 +98,11 @@ LLAMA_PLAN = {
 
 
 @on_ranks(1, 2, 4)
-@BOTH
+@OPTIMIZERS
 @PRECISIONS
 def test_llama(world_size: int, dtype: str, optimizer: str) -> None:
     mesh = tensor_parallel(world_size)
-    model = assert_trains_alike(
+    model = assert_same_training(
         lambda m: weft.parallelize(m, mesh, LLAMA_PLAN if dtype == "float64" else "auto"),
         Llama(LlamaArgs(dtype=DTYPES[dtype])),
         token_loss,
@@ -117,9 +117,9 @@ def test_llama(world_size: int, dtype: str, optimizer: str) -> None:
 
 
 @on_ranks(3)
-def test_llama_on_ranks_that_do_not_divide_the_heads(world_size: int) -> None:
+def test_llama_with_indivisible_heads(world_size: int) -> None:
     mesh = tensor_parallel(world_size)
-    model = assert_trains_alike(
+    model = assert_same_training(
         lambda m: weft.parallelize(m, mesh, "auto"),
         Llama(LlamaArgs(dtype=torch.float64)),
         token_loss,
@@ -132,12 +132,12 @@ def test_llama_on_ranks_that_do_not_divide_the_heads(world_size: int) -> None:
 
 
 @on_ranks(2, 3)
-@BOTH
+@OPTIMIZERS
 @PRECISIONS
 @pytest.mark.parametrize("layer", ["Linear", "Conv1D"])
 def test_gpt2(world_size: int, dtype: str, optimizer: str, layer: str) -> None:
     mesh = tensor_parallel(world_size)
-    model = assert_trains_alike(
+    model = assert_same_training(
         lambda m: weft.parallelize(m, mesh, "auto"),
         Gpt2(linear=nn.Linear if layer == "Linear" else Conv1D, dtype=DTYPES[dtype]),
         token_loss,
@@ -150,11 +150,11 @@ def test_gpt2(world_size: int, dtype: str, optimizer: str, layer: str) -> None:
 
 
 @on_ranks(2, 4)
-@BOTH
+@OPTIMIZERS
 @PRECISIONS
 def test_transformer_encoder(world_size: int, dtype: str, optimizer: str) -> None:
     mesh = tensor_parallel(world_size)
-    model = assert_trains_alike(
+    model = assert_same_training(
         lambda m: weft.parallelize(m, mesh, "auto"),
         EncoderClassifier(dtype=DTYPES[dtype]),
         token_loss,
@@ -179,7 +179,7 @@ def test_transformer_encoder_in_eval_mode(world_size: int) -> None:
 @on_ranks(2)
 def test_tied_head(world_size: int) -> None:
     mesh = tensor_parallel(world_size)
-    model = assert_trains_alike(
+    model = assert_same_training(
         lambda m: weft.parallelize(m, mesh, "auto"),
         Llama(LlamaArgs(dtype=torch.float64, tie_head=True)),
         token_loss,
@@ -204,7 +204,7 @@ def test_plain_rnn_and_multihead_attention_are_replicated(world_size: int) -> No
             return self.mlp(x)
 
     mesh = tensor_parallel(world_size)
-    assert_trains_alike(
+    assert_same_training(
         lambda m: weft.parallelize(m, mesh, "auto"),
         Mixed(),
         lambda m, x: m(x).square().mean(),

@@ -25,7 +25,7 @@ RULES = {
 }
 
 
-def test_a_plan_reads_what_it_prints(tmp_path: Path) -> None:
+def test_plan_round_trips(tmp_path: Path) -> None:
     plan = Plan(RULES)
     assert plan.to_dict() == RULES == json.loads(plan.to_json())
     assert Plan.from_yaml(plan.to_yaml()).to_dict() == RULES
@@ -65,13 +65,13 @@ KINDS = r"pass 'auto', 'huggingface', the path of a YAML or JSON file, .* as .* 
         (3, TypeError, "got a int"),
     ],
 )
-def test_bad_plans_are_refused(rules: object, error: type[Exception], message: str) -> None:
+def test_invalid_plans_raise(rules: object, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message) as caught:
         Plan(rules)
     assert "\n" not in str(caught.value)
 
 
-def test_objects_of_torch() -> None:
+def test_torch_styles() -> None:
     plan = Plan(
         {
             "embedding": RowwiseParallel(input_layouts=Replicate()),
@@ -97,13 +97,13 @@ def test_objects_of_torch() -> None:
         (ColwiseParallel(use_local_output=False), "'a' has a ColwiseParallel with use_local_output=False"),
     ],
 )
-def test_other_objects_of_torch_are_refused(style: object, message: str) -> None:
+def test_unsupported_torch_styles_raise(style: object, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         Plan({"a": style})
     assert "\n" not in str(caught.value)
 
 
-def test_a_string_is_the_first_kind_it_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_order_of_string_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "weft_test_plans.py").write_text(
@@ -122,14 +122,14 @@ def test_a_string_is_the_first_kind_it_can_be(tmp_path: Path, monkeypatch: pytes
         by_name.to_dict()
 
 
-def test_what_a_module_of_plans_raises_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_plan_modules_propagate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "weft_test_broken.py").write_text("import weft_test_not_there")
     with pytest.raises(ModuleNotFoundError, match="weft_test_not_there"):
         Plan("weft_test_broken.llama")
 
 
-def test_auto_has_no_rules_of_its_own() -> None:
+def test_auto_has_no_rules() -> None:
     assert str(Plan("auto")) == "auto"
     for read in (Plan("auto").to_dict, Plan("auto").to_yaml, Plan("auto").to_json):
         with pytest.raises(ValueError, match="'auto' depend on the model"):
@@ -143,7 +143,7 @@ def by_class(name: str, module: nn.Module) -> str | None:
 
 
 @on_ranks(2)
-def test_a_callable_names_the_style_of_each_module(world_size: int) -> None:
+def test_callable_plan(world_size: int) -> None:
     mesh = tensor_parallel(world_size)
     plan = Plan(by_class)
     model = weft.parallelize(Llama(LlamaArgs()), mesh, plan)
@@ -153,7 +153,7 @@ def test_a_callable_names_the_style_of_each_module(world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_the_report_is_a_table(world_size: int) -> None:
+def test_report_table(world_size: int) -> None:
     others = {
         f"layers.*.attention.{name}": style for name, style in (("wk", "column"), ("wv", "column"), ("wo", "row"))
     }
@@ -173,7 +173,7 @@ def test_the_report_is_a_table(world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_a_report_on_a_model_that_is_gone(world_size: int) -> None:
+def test_report_of_deleted_model_raises(world_size: int) -> None:
     plan = Plan("auto")
     weft.parallelize(Llama(LlamaArgs()), tensor_parallel(world_size), plan)
     gc.collect()
@@ -182,7 +182,7 @@ def test_a_report_on_a_model_that_is_gone(world_size: int) -> None:
 
 
 @on_ranks(4)
-def test_the_report_as_data(world_size: int) -> None:
+def test_report_as_json(world_size: int) -> None:
     """The report lists the axes that shard each parameter, also after fully_shard, and the parameters of each rule."""
     names = ("data_parallel", "tensor_parallel")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
@@ -203,7 +203,7 @@ def test_the_report_as_data(world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_the_report_looks_into_a_wrapper(world_size: int) -> None:
+def test_report_of_wrapped_model(world_size: int) -> None:
     """For a wrapper such as Fabric's, the report has the names and notes of the parallelized model."""
     model = weft.parallelize(Llama(LlamaArgs()), tensor_parallel(world_size), "auto")
     wrapper = nn.Module()

@@ -146,7 +146,7 @@ def test_resolve_matches_the_names_of_a_torch_module() -> None:
         ),
     ],
 )
-def test_refusals_are_value_errors_of_one_sentence(build, sentence: str) -> None:
+def test_errors_are_one_sentence(build, sentence: str) -> None:
     with pytest.raises(ValueError) as caught:
         build()
     assert str(caught.value) == sentence

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import weft
 from support.models import FeedForward, Llama, LlamaArgs, token_batches
-from support.parity import assert_trains_alike, tensor_parallel
+from support.parity import assert_same_training, tensor_parallel
 from support.ranks import on_ranks
 
 RECOMPUTE = {"style": "column_row_mlp", "recompute": True}
@@ -30,9 +30,9 @@ class _Scaled(nn.Module):
 
 
 @on_ranks(2, 4, timeout=300)
-def test_kept_bytes(world_size: int) -> None:
+def test_saved_bytes(world_size: int) -> None:
     mesh = tensor_parallel(world_size)
-    kept = {}
+    saved = {}
     with counted() as count:
         x = torch.ones(TOKENS, DIM)
         weft.memory.tag([x], "saved_activations")  # as a batch is from its first forward on
@@ -41,11 +41,11 @@ def test_kept_bytes(world_size: int) -> None:
             watch = weft.memory.watch(model)
             before = count.now("saved_activations")
             loss = model(x)
-            kept[recompute] = count.now("saved_activations") - before - loss.nbytes
+            saved[recompute] = count.now("saved_activations") - before - loss.nbytes
             watch.remove()
             del loss, model, watch
-    assert kept[True] == TOKENS * DIM * 4
-    assert kept[False] == TOKENS * DIM * 4 + 2 * TOKENS * HIDDEN // world_size * 4
+    assert saved[True] == TOKENS * DIM * 4
+    assert saved[False] == TOKENS * DIM * 4 + 2 * TOKENS * HIDDEN // world_size * 4
 
 
 def _cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -57,7 +57,7 @@ def test_parity(world_size: int) -> None:
     torch.manual_seed(0)
     mesh = tensor_parallel(world_size)
     plan = {"layers.*.feed_forward": RECOMPUTE}
-    assert_trains_alike(
+    assert_same_training(
         lambda model: weft.parallelize(model, mesh, plan),
         Llama(LlamaArgs(dtype=torch.float64)),
         _cross_entropy,
@@ -68,7 +68,7 @@ def test_parity(world_size: int) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("bias", [False, True])
-def test_gradients_are_those_without_it_to_the_bit(world_size: int, bias: bool) -> None:
+def test_recompute_gradients_are_bitwise_equal(world_size: int, bias: bool) -> None:
     torch.manual_seed(0)
     mesh = tensor_parallel(world_size)
     model = FeedForward(12, 30, bias=bias)
@@ -83,7 +83,7 @@ def test_gradients_are_those_without_it_to_the_bit(world_size: int, bias: bool) 
 
 
 @on_ranks(2)
-def test_it_is_reported_and_exported(world_size: int) -> None:
+def test_recompute_is_reported_and_exported(world_size: int) -> None:
     model = weft.parallelize(FeedForward(8, 12), tensor_parallel(world_size), {"": RECOMPUTE})
     assert {row.note for row in weft.strategy.report(model).rows} == {"silu, gated, recompute"}
     local = torch.jit.script(weft.export_local(model))
@@ -93,14 +93,14 @@ def test_it_is_reported_and_exported(world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_what_cannot_be_fused_is_refused(world_size: int) -> None:
+def test_recompute_without_fusion_raises(world_size: int) -> None:
     model = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Dropout(0.1), nn.Linear(12, 8))
     with pytest.raises(ValueError, match=r"says recompute, which only the fused operator can do.*remove recompute"):
         weft.parallelize(model, tensor_parallel(world_size), {"": RECOMPUTE})
     assert type(model[0]) is nn.Linear
 
 
-def test_a_value_that_is_no_boolean_is_refused() -> None:
+def test_non_boolean_recompute_raises() -> None:
     with pytest.raises(ValueError, match=r"has the value .*'recompute': 'yes'.*write a style"):
         weft.strategy.Plan({"mlp": {"style": "column_row_mlp", "recompute": "yes"}})
     assert weft.strategy.Plan({"mlp": RECOMPUTE}).to_dict() == {"mlp": RECOMPUTE}

@@ -16,7 +16,7 @@ from weft.strategy.data_parallel import GradientReducer
 
 
 @on_ranks(2)
-def test_gradients_that_are_sums_stay_whole(rank: int, world_size: int) -> None:
+def test_summed_gradients_fall_back_to_full(rank: int, world_size: int) -> None:
     """A block that runs twice, tied weights, and weights with hooks that read their gradient."""
     mesh = torch.distributed.init_device_mesh("cpu", (world_size,))
     expected = rows.blocks_model(order=(0, 1, 0))
@@ -24,14 +24,14 @@ def test_gradients_that_are_sums_stay_whole(rank: int, world_size: int) -> None:
     losses = rows.train_steps(expected, expected_optimizer)
     model = rows.blocks_model(mesh, order=(0, 1, 0))
     optimizer = AdamW(model.parameters(), lr=1e-2)
-    stepper = rows.by_rows_in_blocks(model, optimizer)
+    stepper = rows.make_row_stepper(model, optimizer)
     torch.testing.assert_close(rows.train_steps(model, optimizer), losses, rtol=1e-10, atol=0)
-    rows.assert_same(model, optimizer, expected, expected_optimizer)
+    rows.assert_same_state(model, optimizer, expected, expected_optimizer)
     stepper.remove()
 
     model = rows.blocks_model(mesh)
     model.blocks[1].mlp.up_proj.weight = model.blocks[0].mlp.up_proj.weight
-    stepper = rows.by_rows_in_blocks(model, SGD(model.parameters(), lr=0.1))
+    stepper = rows.make_row_stepper(model, SGD(model.parameters(), lr=0.1))
     assert stepper.stepped_by_rows == [
         f"blocks.{index}.mlp.{name}_proj.weight" for index in (0, 1) for name in ("gate", "down")
     ]
@@ -40,7 +40,7 @@ def test_gradients_that_are_sums_stay_whole(rank: int, world_size: int) -> None:
     seen: list[tuple[str, torch.Size]] = []
     model = rows.blocks_model(mesh)
     optimizer = SGD(model.parameters(), lr=0.1)
-    stepper = rows.by_rows_in_blocks(model, optimizer)
+    stepper = rows.make_row_stepper(model, optimizer)
     gate, up, down = (getattr(model.blocks[0].mlp, f"{name}_proj").weight for name in ("gate", "up", "down"))
     gate.register_hook(lambda grad: seen.append(("gate", grad.shape)))
     up.register_post_accumulate_grad_hook(lambda p: seen.append(("up", p.shape)))
@@ -54,11 +54,11 @@ def test_gradients_that_are_sums_stay_whole(rank: int, world_size: int) -> None:
 
 
 @on_ranks(1)
-def test_a_forward_without_backward_and_gradients_of_inputs_alone(rank: int) -> None:
+def test_forward_without_backward_and_input_gradients(rank: int) -> None:
     mesh = torch.distributed.init_device_mesh("cpu", (1,))
     model = rows.blocks_model(mesh)
     optimizer = SGD(model.parameters(), lr=0.1)
-    stepper = rows.by_rows_in_blocks(model, optimizer)
+    stepper = rows.make_row_stepper(model, optimizer)
     weight = model.blocks[0].mlp.up_proj.weight
     before = weight.full_tensor().clone()
     x = torch.randn(3, rows.DIM, dtype=torch.float64, requires_grad=True)
@@ -66,24 +66,24 @@ def test_a_forward_without_backward_and_gradients_of_inputs_alone(rank: int) -> 
     assert grad.shape == x.shape and stepper.num_stepped == 0
     [grad] = torch.autograd.grad(model.blocks[0](x).sum(), weight)
     assert grad.full_tensor().shape == weight.shape and stepper.num_stepped == 0
-    kept = model.blocks[0](x)  # its backward never runs
+    pending = model.blocks[0](x)  # its backward never runs
     assert torch.equal(weight.full_tensor(), before)
     other = rows.blocks_model()
     rows.loss_of(other, 0).backward()
     by_rows = rows.record_row_steps(stepper)
-    rows.loss_of(model, 0).backward()  # while `kept` is alive, its block gets full gradients
+    rows.loss_of(model, 0).backward()  # while `pending` is alive, its block gets full gradients
     assert {id(parameter) for parameter in by_rows} == {id(layer.weight) for layer in model.blocks[1].mlp.children()}
     updated = other.blocks[0].mlp.up_proj.weight.detach() - 0.1 * other.blocks[0].mlp.up_proj.weight.grad
     torch.testing.assert_close(weight.full_tensor(), updated, rtol=1e-12, atol=1e-14)
     optimizer.step()
-    del kept
+    del pending
     with torch.no_grad():
         model(torch.zeros(1, 2, dtype=torch.long))
     stepper.remove()
 
 
 @on_ranks(1)
-def test_a_gradient_that_is_there_is_added_to(rank: int) -> None:
+def test_existing_gradient_is_accumulated(rank: int) -> None:
     mesh = torch.distributed.init_device_mesh("cpu", (1,))
     weights = []
     for by_rows in (False, True):
@@ -97,11 +97,11 @@ def test_a_gradient_that_is_there_is_added_to(rank: int) -> None:
 
 
 @on_ranks(1)
-def test_a_reducer_gets_its_gradients(rank: int) -> None:
+def test_reducer_falls_back_to_full_gradients(rank: int) -> None:
     mesh = torch.distributed.init_device_mesh("cpu", (1,))
     model = rows.blocks_model(mesh)
     reducer = GradientReducer(model, mesh.get_group())
-    stepper = rows.by_rows_in_blocks(model, SGD(model.parameters(), lr=0.1))
+    stepper = rows.make_row_stepper(model, SGD(model.parameters(), lr=0.1))
     by_rows = rows.record_row_steps(stepper)
     rows.loss_of(model, 0).backward()
     assert not by_rows
@@ -122,12 +122,12 @@ def test_with_checkpoints_and_compile(rank: int, world_size: int, how: str) -> N
             block.mlp.compile(backend="aot_eager")
     else:
         weft.strategy.checkpoint_activations(model, how)
-    stepper = rows.by_rows_in_blocks(model, optimizer)
+    stepper = rows.make_row_stepper(model, optimizer)
     by_rows = rows.record_row_steps(stepper)
     torch.testing.assert_close(rows.train_steps(model, optimizer), losses, rtol=1e-10, atol=0)
     assert len(by_rows) == (0 if how == "compile" else 4 * 6)
     for got, value in zip(model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(rows.whole(got), value, rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(rows.full(got), value, rtol=1e-9, atol=1e-11)
     stepper.remove()
 
 
@@ -157,7 +157,7 @@ def test_in_half_precision(rank: int, world_size: int, how: str, kind: str) -> N
 
 
 @on_ranks(1)
-def test_weights_in_place_of_the_own_ones_pass_their_gradient_on(rank: int) -> None:
+def test_substituted_weights_get_gradients(rank: int) -> None:
     mesh = torch.distributed.init_device_mesh("cpu", (1,))
     weights = []
     for by_rows in (False, True):
@@ -172,7 +172,7 @@ def test_weights_in_place_of_the_own_ones_pass_their_gradient_on(rank: int) -> N
 
 
 @on_ranks(1)
-def test_a_graph_that_outlives_its_stepper_has_gradients(rank: int) -> None:
+def test_graph_after_remove_has_gradients(rank: int) -> None:
     mesh = torch.distributed.init_device_mesh("cpu", (1,))
     model = rows.blocks_model(mesh)
     optimizer = SGD(model.parameters(), lr=0.1)
@@ -188,7 +188,7 @@ def test_a_graph_that_outlives_its_stepper_has_gradients(rank: int) -> None:
 
 
 @on_ranks(1)
-def test_states_of_an_older_torch_and_what_is_called_before_a_step(rank: int) -> None:
+def test_older_states_and_before_step(rank: int) -> None:
     """A momentum of None starts at the next step; `before_step` gets rows and parameters, nothing else."""
     mesh = torch.distributed.init_device_mesh("cpu", (1,))
     for name in ("momentum", "adamw"):
@@ -197,7 +197,9 @@ def test_states_of_an_older_torch_and_what_is_called_before_a_step(rank: int) ->
             model = rows.blocks_model(mesh)
             optimizer = rows.OPTIMIZERS[name](model.parameters())
             seen: list[torch.Size] = []
-            stepper = StepInBackward(model, optimizer, lambda part, seen=seen: seen.append(part.shape), by_rows=by_rows)
+            stepper = StepInBackward(
+                model, optimizer, lambda tensor, seen=seen: seen.append(tensor.shape), by_rows=by_rows
+            )
             if name == "momentum":
                 for parameter in model.parameters():
                     optimizer.state[parameter]["momentum_buffer"] = None
@@ -211,7 +213,7 @@ def test_states_of_an_older_torch_and_what_is_called_before_a_step(rank: int) ->
 
 
 @on_ranks(1)
-def test_what_is_refused(rank: int) -> None:
+def test_errors(rank: int) -> None:
     mesh = torch.distributed.init_device_mesh("cpu", (1,))
     plain = rows.blocks_model(mesh, {"blocks.*.mlp.up_proj": "column", "blocks.*.mlp.down_proj": "row"})
     with pytest.raises(ValueError, match="optimizer_in_backward='rows' found no fused MLP with weights of its own"):
@@ -220,7 +222,7 @@ def test_what_is_refused(rank: int) -> None:
     make = functools.partial(rows.blocks_model, mesh)
     model = make()
     optimizer = SGD(model.parameters(), lr=0.1)
-    stepper = rows.by_rows_in_blocks(model, optimizer)
+    stepper = rows.make_row_stepper(model, optimizer)
     with pytest.raises(
         RuntimeError, match=r"'blocks\.1\.mlp\.up_proj\.weight' got another gradient after its rows were"
     ):
@@ -230,7 +232,7 @@ def test_what_is_refused(rank: int) -> None:
 
     model = make()
     optimizer = SGD(model.parameters(), lr=0.1)
-    stepper = rows.by_rows_in_blocks(model, optimizer)
+    stepper = rows.make_row_stepper(model, optimizer)
     with pytest.raises(NotImplementedError, match="create_graph=True"):
         rows.loss_of(model, 0).backward(create_graph=True)
     optimizer.step()

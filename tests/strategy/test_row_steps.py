@@ -9,12 +9,12 @@ from ops.memory.counting import counted
 from strategy.row_models import (
     FUSED,
     OPTIMIZERS,
-    assert_same,
+    assert_same_state,
     blocks_model,
-    by_rows_in_blocks,
+    full,
     loss_of,
+    make_row_stepper,
     train_steps,
-    whole,
 )
 from torch.optim import SGD, AdamW
 
@@ -26,30 +26,30 @@ from weft.strategy import StepInBackward, fuse
 
 @on_ranks(1, 2, 4)
 @pytest.mark.parametrize("kind", ["gated", "plain", "transposed"])
-def test_gives_the_numbers_of_the_usual_step(rank: int, world_size: int, kind: str) -> None:
+def test_matches_optimizer_step(rank: int, world_size: int, kind: str) -> None:
     mesh = torch.distributed.init_device_mesh("cpu", (world_size,))
-    for kind_of_optimizer, option in (
+    for optimizer_name, option in (
         *((name, "") for name in OPTIMIZERS),
         ("adamw", "recompute"),
         ("momentum", "sequence_parallel"),
         ("adam", "loop over parameters"),
     ):
         expected = blocks_model(kind=kind)
-        expected_optimizer = OPTIMIZERS[kind_of_optimizer](expected.parameters())
+        expected_optimizer = OPTIMIZERS[optimizer_name](expected.parameters())
         expected_losses = train_steps(expected, expected_optimizer)
         rule = {"style": "column_row_mlp", "recompute": option == "recompute"}
         plan = weft.strategy.Plan({"blocks.*.mlp": rule}, sequence_parallel=option == "sequence_parallel")
         model = blocks_model(mesh, plan, kind=kind)
-        optimizer = OPTIMIZERS[kind_of_optimizer](model.parameters())
+        optimizer = OPTIMIZERS[optimizer_name](model.parameters())
         if option != "loop over parameters":
             assert fuse(optimizer) is None
-        stepper = by_rows_in_blocks(model, optimizer)
+        stepper = make_row_stepper(model, optimizer)
         assert len(stepper.stepped_by_rows) == (6 if kind == "gated" else 4)
         torch.testing.assert_close(train_steps(model, optimizer), expected_losses, rtol=1e-10, atol=0)
         assert all(parameter.grad is None for parameter in model.parameters())
         for group in optimizer.param_groups:
             group["fused"], group["foreach"] = None, None
-        assert_same(model, optimizer, expected, expected_optimizer)
+        assert_same_state(model, optimizer, expected, expected_optimizer)
         [name, *_] = stepper.stepped_by_rows
         stepper.remove()
         stepper.remove()  # a second call does nothing
@@ -58,7 +58,7 @@ def test_gives_the_numbers_of_the_usual_step(rank: int, world_size: int, kind: s
 
 
 @on_ranks(4)
-def test_ranks_without_rows_keep_the_same_states(rank: int, world_size: int) -> None:
+def test_ranks_without_rows_keep_states(rank: int, world_size: int) -> None:
     """The ranks have 2, 2, 1 and 0 of five hidden features."""
     mesh = torch.distributed.init_device_mesh("cpu", (world_size,))
     trained = []
@@ -72,8 +72,8 @@ def test_ranks_without_rows_keep_the_same_states(rank: int, world_size: int) -> 
             x = torch.randn(6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
             model(x).square().mean().backward()
             optimizer.step()
-        states = [{name: whole(value) for name, value in state.items()} for state in optimizer.state.values()]
-        trained.append(([whole(parameter) for parameter in model.parameters()], states))
+        states = [{name: full(value) for name, value in state.items()} for state in optimizer.state.values()]
+        trained.append(([full(parameter) for parameter in model.parameters()], states))
         stepper.remove()
     assert [state["step"].item() for state in trained[1][1]] == [2.0] * 3
     torch.testing.assert_close(*(weights for weights, _ in trained), rtol=1e-12, atol=1e-14)
@@ -82,23 +82,27 @@ def test_ranks_without_rows_keep_the_same_states(rank: int, world_size: int) -> 
 
 
 @on_ranks(2)
-def test_communicates_as_the_operator_does(rank: int, world_size: int) -> None:
+def test_collectives_match_operator(rank: int, world_size: int) -> None:
     mesh = torch.distributed.init_device_mesh("cpu", (world_size,))
-    of_a_sequence = {"all_gather_into_tensor": 8, "reduce_scatter_tensor": 4, "all_reduce": 4}  # the all-reduces: norms
+    sequence_collectives = {
+        "all_gather_into_tensor": 8,
+        "reduce_scatter_tensor": 4,
+        "all_reduce": 4,
+    }  # the all-reduces: norms
     for plan, expected in (
         (FUSED, {"all_reduce": 4}),
-        (weft.strategy.Plan(FUSED, sequence_parallel=True), of_a_sequence),
+        (weft.strategy.Plan(FUSED, sequence_parallel=True), sequence_collectives),
     ):
         for by_rows in (False, True):
             model = blocks_model(mesh, plan)
-            stepper = by_rows_in_blocks(model, SGD(model.parameters(), lr=0.1)) if by_rows else None
+            stepper = make_row_stepper(model, SGD(model.parameters(), lr=0.1)) if by_rows else None
             collectives_of(lambda model=model: loss_of(model, 0).backward(), expected=expected)
             if stepper is not None:
                 stepper.remove()
 
 
 @on_ranks(1, 2)
-def test_no_gradient_of_a_weight_is_ever_whole(rank: int, world_size: int) -> None:
+def test_peak_without_full_gradients(rank: int, world_size: int) -> None:
     """The peak is the parameters and two moments of three equal weights, and some rows."""
     weight = 512 * 1024 * 4 // world_size
     mesh = torch.distributed.init_device_mesh("cpu", (world_size,))
@@ -107,7 +111,7 @@ def test_no_gradient_of_a_weight_is_ever_whole(rank: int, world_size: int) -> No
         model = weft.parallelize(FeedForward(512, 1024), mesh, "auto")
         optimizer = AdamW(model.parameters())
         fuse(optimizer)
-        stepper = by_rows_in_blocks(model, optimizer, block_bytes=1 << 16)
+        stepper = make_row_stepper(model, optimizer, block_bytes=1 << 16)
         x = torch.randn(2, 512)
         weft.memory.reset_peak()
         for _ in range(2):  # also in the first step, which creates the states

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 
 import weft
 from support.models import FeedForward, Llama, LlamaArgs
-from support.parity import assert_trains_alike, tensor_parallel
+from support.parity import assert_same_training, tensor_parallel
 from support.ranks import on_ranks
 from support.rule_plans import ATTENTION, MLP, TOKENS, rules, token_loss
 from weft.strategy import Plan, checkpoint_activations, report
@@ -23,7 +23,7 @@ from weft.strategy.activation_checkpointing import CheckpointedModule
 from weft.strategy.data_parallel import shard_fully
 from weft.strategy.offload import OffloadedModule, offload_activations
 
-KEEPING = {
+MEMORY_RULES = {
     "recompute": {ATTENTION: {"style": "attention", "recompute": True}, MLP: "column_row_mlp"},
     "of the MLP": {ATTENTION: "attention", MLP: {"style": "column_row_mlp", "recompute": True, "offload": True}},
     "of blocks": {
@@ -37,11 +37,13 @@ KEEPING = {
 
 @on_ranks(1, 2)
 @pytest.mark.parametrize("by_tokens", [False, True], ids=["", "by tokens"])
-@pytest.mark.parametrize("case", KEEPING)
-def test_no_number_changes(world_size: int, case: str, by_tokens: bool) -> None:
+@pytest.mark.parametrize("case", MEMORY_RULES)
+def test_results_are_unchanged(world_size: int, case: str, by_tokens: bool) -> None:
     torch.manual_seed(0)
-    assert_trains_alike(
-        lambda m: weft.parallelize(m, tensor_parallel(world_size), Plan(KEEPING[case], sequence_parallel=by_tokens)),
+    assert_same_training(
+        lambda m: weft.parallelize(
+            m, tensor_parallel(world_size), Plan(MEMORY_RULES[case], sequence_parallel=by_tokens)
+        ),
         Llama(LlamaArgs(dtype=torch.float64)),
         token_loss,
         TOKENS,
@@ -50,31 +52,31 @@ def test_no_number_changes(world_size: int, case: str, by_tokens: bool) -> None:
 
 
 @on_ranks(2)
-def test_what_a_rule_wraps(world_size: int) -> None:
-    model = weft.parallelize(Llama(LlamaArgs()), tensor_parallel(world_size), KEEPING["of blocks"])
+def test_modules_wrapped_by_rules(world_size: int) -> None:
+    model = weft.parallelize(Llama(LlamaArgs()), tensor_parallel(world_size), MEMORY_RULES["of blocks"])
     assert all(layer.checkpoint_mode == ("full", True) for layer in model.layers)
     assert report(model).notes[0] == "layers.*: recompute, offload, of 2 modules"
-    model = weft.parallelize(Llama(LlamaArgs()), tensor_parallel(world_size), KEEPING["of the MLP"])
+    model = weft.parallelize(Llama(LlamaArgs()), tensor_parallel(world_size), MEMORY_RULES["of the MLP"])
     assert isinstance(model.layers[0].feed_forward, OffloadedModule)  # the operator itself recomputes
     assert not isinstance(model.layers[0].feed_forward, CheckpointedModule)
     assert report(model).notes[0] == "layers.*.feed_forward: offload, of 2 modules"
 
 
-def _kept(plan: dict[str, Any], world_size: int) -> int:
+def _saved_bytes(plan: dict[str, Any], world_size: int) -> int:
     model = weft.parallelize(Llama(LlamaArgs(dim=64, hidden_dim=256)), tensor_parallel(world_size), plan)
     with counted() as count:
         before = count.now()
         output = model(TOKENS[0][0])
-        kept = count.now() - before
+        saved = count.now() - before
     del output
-    return kept
+    return saved
 
 
 @on_ranks(2)
-def test_a_rule_keeps_less(world_size: int) -> None:
-    plain = _kept({ATTENTION: "attention", MLP: "column_row_mlp"}, world_size)
-    attention = _kept(KEEPING["recompute"], world_size)
-    blocks = _kept(KEEPING["of blocks"], world_size)
+def test_rules_reduce_saved_bytes(world_size: int) -> None:
+    plain = _saved_bytes({ATTENTION: "attention", MLP: "column_row_mlp"}, world_size)
+    attention = _saved_bytes(MEMORY_RULES["recompute"], world_size)
+    blocks = _saved_bytes(MEMORY_RULES["of blocks"], world_size)
     assert blocks < attention < plain
 
 
@@ -94,7 +96,7 @@ class Thrice(nn.Module):
         return first + other.cos().sum()
 
 
-def test_offload_copies_each_tensor_once_and_no_parameter() -> None:
+def test_offload_copies_each_activation_once() -> None:
     module = Thrice()
     x = torch.randn(64, 64)
     module.in_place = False
@@ -112,7 +114,7 @@ def test_offload_copies_each_tensor_once_and_no_parameter() -> None:
     assert torch.equal(gradient[0], expected[0])
 
 
-def test_offload_leaves_evaluation_and_compilers_alone() -> None:
+def test_offload_is_off_in_evaluation_and_compilation() -> None:
     module, x = Thrice(), torch.randn(64, 64)
     expected = module(x)
     offload_activations(module)
@@ -128,7 +130,7 @@ def test_offload_leaves_evaluation_and_compilers_alone() -> None:
         torch.compile(module, backend="eager", fullgraph=True)(x)
 
 
-def test_offload_refuses_weights_of_another_step() -> None:
+def test_offload_with_changed_weights_raises() -> None:
     """With saved-tensor hooks torch checks no versions, and gradients would be those of the new weight."""
     module, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
     offload_activations(module)
@@ -148,7 +150,7 @@ class Sparse(nn.Module):
         return torch.sparse.mm(self.graph, x @ self.weight)
 
 
-def test_offload_leaves_sparse_tensors() -> None:
+def test_offload_skips_sparse_tensors() -> None:
     module, x = Sparse(), torch.randn(4, 4)
     expected = torch.autograd.grad(module(x).square().sum(), module.weight)
     offload_activations(module)
@@ -157,7 +159,7 @@ def test_offload_leaves_sparse_tensors() -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("reshard", [False, True])
-def test_offload_with_weights_that_are_gathered(world_size: int, reshard: bool) -> None:
+def test_offload_with_gathered_weights(world_size: int, reshard: bool) -> None:
     """Freeing weights after the forward and gathering them again is no change."""
     mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
     torch.manual_seed(0)
@@ -185,9 +187,9 @@ class ByKeyword(nn.Module):
         return self.inner(left, right) * scale
 
 
-def test_a_checkpoint_offloads_keywords() -> None:
+def test_checkpoint_offloads_keywords() -> None:
     x, y = torch.randn(64, 8, requires_grad=True), torch.randn(64, 8, requires_grad=True)
-    kept, gradients = [], []
+    saved, gradients = [], []
     for offload in (False, True):
         torch.manual_seed(0)
         module = ByKeyword()
@@ -195,10 +197,10 @@ def test_a_checkpoint_offloads_keywords() -> None:
         with counted() as count:
             before = count.now()
             output = module(left=x, right=y, scale=2.0)
-            kept.append(count.now() - before)
+            saved.append(count.now() - before)
         gradients.append(torch.autograd.grad(output.sum(), (x, y)))
         del output
-    assert kept[1] - kept[0] == x.nbytes + y.nbytes  # on the CPU, the offloaded tensors are copies
+    assert saved[1] - saved[0] == x.nbytes + y.nbytes  # on the CPU, the offloaded tensors are copies
     for plain, offloaded in zip(*gradients, strict=True):
         assert torch.equal(plain, offloaded)
 
@@ -217,7 +219,7 @@ def test_offloaded_activations_leave_the_device() -> None:
 
 
 @on_ranks(2)
-def test_refusals(world_size: int) -> None:
+def test_errors(world_size: int) -> None:
     mesh = tensor_parallel(world_size)
     for option in ({"recompute": True}, {"offload": True}, {"precision": "float32"}):
         with pytest.raises(
@@ -232,7 +234,7 @@ def test_refusals(world_size: int) -> None:
     model = weft.parallelize(Llama(LlamaArgs()), mesh, rules(offload=True))
     with pytest.raises(ValueError, match=r"rule of 'layers.0.attention' says offload, which would keep what a checkp"):
         checkpoint_activations(model, "full")
-    model = weft.parallelize(Llama(LlamaArgs()), mesh, KEEPING["recompute"])
+    model = weft.parallelize(Llama(LlamaArgs()), mesh, MEMORY_RULES["recompute"])
     with pytest.raises(ValueError, match=r"'attention' in 'layers.0' says recompute, and a selective checkpoint would"):
         checkpoint_activations(model, "selective")
     twice = nn.ModuleDict({"a": nn.LayerNorm(8), "mlp": FeedForward(8, 16)})
@@ -264,7 +266,7 @@ def test_refusals(world_size: int) -> None:
         ({"style": "row", "offload": 1}, "has the value {'style': 'row', 'offload': 1}; write a style"),
     ],
 )
-def test_options_that_mean_nothing(rule: dict[str, Any], message: str) -> None:
+def test_meaningless_options_raise(rule: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
         Plan({"a": rule})
     assert "pattern 'a'" in str(error.value) and message in str(error.value)

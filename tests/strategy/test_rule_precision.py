@@ -17,14 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import weft
 from support.models import FeedForward, Gpt2, Llama, LlamaArgs, RMSNorm
-from support.parity import assert_trains_alike, tensor_parallel
+from support.parity import assert_same_training, tensor_parallel
 from support.ranks import on_ranks
 from support.rule_plans import MLP, NORM, TOKENS, rules, token_loss
 from weft.strategy import Plan
 from weft.strategy.data_parallel import shard_fully
 
 
-class Watched(nn.Module):
+class DtypeRecorder(nn.Module):
     """Records the dtypes that its layers compute in."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
@@ -43,19 +43,19 @@ class Watched(nn.Module):
         return self.down(self.norm(hidden))
 
 
-WATCHED = {"inner.up": "column_gather_output", "inner.down": "row_split_input"}
+RECORDER_RULES = {"inner.up": "column_gather_output", "inner.down": "row_split_input"}
 
 
-class Around(nn.Module):
+class Outer(nn.Module):
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.inner = Watched(dtype)
+        self.inner = DtypeRecorder(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x)
 
 
-def _by_hand(model: Around, x: Tensor, dtype: torch.dtype, norm: torch.dtype) -> Tensor:
+def _reference(model: Outer, x: Tensor, dtype: torch.dtype, norm: torch.dtype) -> Tensor:
     inner = model.inner
     hidden = F.linear(x.to(dtype), inner.up.weight.to(dtype), inner.up.bias.to(dtype)).to(norm)
     normed = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + 1e-5) * inner.norm.weight.to(norm)
@@ -66,19 +66,19 @@ def _by_hand(model: Around, x: Tensor, dtype: torch.dtype, norm: torch.dtype) ->
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("precision", ["bfloat16", "float32", "float16"])
 @pytest.mark.parametrize("norm", ["", "float32"])
-def test_precision_of_all_below(world_size: int, stored: torch.dtype, precision: str, norm: str) -> None:
+def test_precision_of_submodules(world_size: int, stored: torch.dtype, precision: str, norm: str) -> None:
     torch.manual_seed(0)
-    model, reference = Around(stored), Around(stored)
+    model, reference = Outer(stored), Outer(stored)
     reference.load_state_dict(model.state_dict())
-    plan = {"inner": {"style": "replicate", "precision": precision}, **WATCHED}
+    plan = {"inner": {"style": "replicate", "precision": precision}, **RECORDER_RULES}
     if norm:
         plan["inner.norm"] = {"style": "replicate", "precision": norm}
     weft.parallelize(model, tensor_parallel(world_size), plan)
     dtype = getattr(torch, precision)
-    of_norm = getattr(torch, norm or precision)
+    norm_dtype = getattr(torch, norm or precision)
     x = torch.randn(3, 8, dtype=stored)
-    output, expected = model(x), _by_hand(reference, x, dtype, of_norm)
-    assert model.inner.seen == [dtype, of_norm, dtype] and output.dtype == stored
+    output, expected = model(x), _reference(reference, x, dtype, norm_dtype)
+    assert model.inner.seen == [dtype, norm_dtype, dtype] and output.dtype == stored
     bound = 4 * torch.finfo(torch.bfloat16 if torch.bfloat16 in (dtype, stored) else dtype).eps
     assert_close(output, expected, rtol=bound, atol=bound)
     output.float().square().mean().backward()
@@ -93,10 +93,10 @@ def test_precision_of_all_below(world_size: int, stored: torch.dtype, precision:
 def test_precision_under_autocast(world_size: int) -> None:
     """Autocast is off inside the module; the result keeps its dtype, since autocast accepts any dtype."""
     torch.manual_seed(0)
-    model = Around()
+    model = Outer()
     x = torch.randn(3, 8, dtype=torch.bfloat16)
     expected = copy.deepcopy(model)(x.float())
-    plan = {"inner": {"style": "replicate", "precision": torch.float32}, **WATCHED}
+    plan = {"inner": {"style": "replicate", "precision": torch.float32}, **RECORDER_RULES}
     weft.parallelize(model, tensor_parallel(world_size), plan)
     with torch.autocast("cpu", torch.bfloat16):
         output = model(x)
@@ -106,7 +106,7 @@ def test_precision_under_autocast(world_size: int) -> None:
 
 @on_ranks(1, 2)
 @pytest.mark.parametrize("family", [Llama, Gpt2])
-def test_precision_of_every_style_trains(world_size: int, family: type[nn.Module]) -> None:
+def test_precision_of_every_style(world_size: int, family: type[nn.Module]) -> None:
     """The rules compute in float32 in a float64 model, so errors are float32's; Llama is sequence-parallel as well."""
     torch.manual_seed(0)
     is_llama = family is Llama
@@ -123,7 +123,7 @@ def test_precision_of_every_style_trains(world_size: int, family: type[nn.Module
         assert distance > 1e-9, "float32 is not float64"
         return m
 
-    assert_trains_alike(
+    assert_same_training(
         parallelize,
         model,
         token_loss,
@@ -200,7 +200,7 @@ def test_fully_sharded_weights_are_gathered_in_their_precision(world_size: int, 
 
 
 @on_ranks(2)
-def test_a_weight_of_two_precisions_is_not_gathered(world_size: int) -> None:
+def test_weight_of_two_precisions_raises(world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
     plan = {"output": {"style": "replicate", "precision": "float32"}, MLP: "column_row_mlp"}
     model = weft.parallelize(Llama(LlamaArgs(tie_head=True)), mesh, plan)

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 
 import weft
 from support.models import EncoderClassifier, FeedForward, Gpt2, Llama, LlamaArgs, RMSNorm
-from support.parity import assert_trains_alike, tensor_parallel
+from support.parity import assert_same_training, tensor_parallel
 from support.ranks import on_ranks
 from weft.strategy import Plan, checkpoint_activations, report
 
@@ -24,9 +24,9 @@ from weft.strategy import Plan, checkpoint_activations, report
 @on_ranks(1, 2, 4)
 @pytest.mark.parametrize("rules", ["auto", {**ROWS, **ATTENTION}], ids=["auto", "rules"])
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
-def test_trains_as_on_one_device(world_size: int, rules: Any, optimizer: str) -> None:
+def test_matches_one_device(world_size: int, rules: Any, optimizer: str) -> None:
     torch.manual_seed(0)
-    model = assert_trains_alike(
+    model = assert_same_training(
         lambda m: sequence_parallel(m, world_size, rules),
         Llama(LlamaArgs(dtype=torch.float64)),
         token_loss,
@@ -37,9 +37,9 @@ def test_trains_as_on_one_device(world_size: int, rules: Any, optimizer: str) ->
 
 
 @on_ranks(2, 4)
-def test_layers_whose_output_is_gathered(world_size: int) -> None:
+def test_layers_with_gathered_output(world_size: int) -> None:
     torch.manual_seed(0)
-    assert_trains_alike(
+    assert_same_training(
         lambda m: sequence_parallel(m, world_size), Gpt2(dtype=torch.float64), token_loss, TOKENS, "SGD"
     )
 
@@ -92,7 +92,7 @@ class Biased(nn.Module):
 
 @on_ranks(2, 4)
 @pytest.mark.parametrize("checkpoint", ["none", "full", "selective"])
-def test_biases_scales_and_layers_by_token(world_size: int, checkpoint: str) -> None:
+def test_biases_scales_and_token_wise_layers(world_size: int, checkpoint: str) -> None:
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
     rules = {
@@ -107,10 +107,10 @@ def test_biases_scales_and_layers_by_token(world_size: int, checkpoint: str) -> 
         checkpoint_activations(model, checkpoint)
         return model
 
-    assert_trains_alike(parallelize, Biased(), token_loss, TOKENS[:4], "SGD")
+    assert_same_training(parallelize, Biased(), token_loss, TOKENS[:4], "SGD")
 
 
-OBJECTS = {
+TORCH_STYLES = {
     "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
     "norm": SequenceParallel(),
     "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
@@ -132,17 +132,17 @@ OBJECTS = {
 
 
 @on_ranks(1, 2, 4)
-def test_a_plan_of_torch(world_size: int) -> None:
+def test_torch_plan(world_size: int) -> None:
     """A plan as in torch's and Lightning's examples, which divide the numbers of heads themselves."""
 
     def parallelize(model: nn.Module) -> nn.Module:
         for layer in model.layers:
             layer.attention.n_heads //= world_size
             layer.attention.n_kv_heads //= world_size
-        return weft.parallelize(model, tensor_parallel(world_size), OBJECTS)
+        return weft.parallelize(model, tensor_parallel(world_size), TORCH_STYLES)
 
     torch.manual_seed(0)
-    model = assert_trains_alike(parallelize, Llama(LlamaArgs(dtype=torch.float64)), token_loss, TOKENS, "SGD")
+    model = assert_same_training(parallelize, Llama(LlamaArgs(dtype=torch.float64)), token_loss, TOKENS, "SGD")
     styles = {row.parameter: row.style for row in report(model).rows}
     assert styles["tok_embeddings.weight"] == "vocab_embedding"
     assert styles["output.weight"] == "column_gather_output"
@@ -165,7 +165,7 @@ class Scaling(nn.Module):
 
 @on_ranks(2)
 @pytest.mark.parametrize("option", [False, True], ids=["by the rule", "by the option"])
-def test_a_rule_vouches_for_a_module(world_size: int, option: bool) -> None:
+def test_rule_declares_token_wise_module(world_size: int, option: bool) -> None:
     torch.manual_seed(0)
     model = Llama(LlamaArgs(dtype=torch.float64))
     for layer in model.layers:
@@ -174,7 +174,7 @@ def test_a_rule_vouches_for_a_module(world_size: int, option: bool) -> None:
     with pytest.raises(ValueError, match=r"ffn_norm', a Scaling, is left whole .* or the style 'sequence_parallel' if"):
         sequence_parallel(copy.deepcopy(model), world_size, plan)
     plan["layers.*.ffn_norm"] = "sequence_parallel"
-    trained = assert_trains_alike(
+    trained = assert_same_training(
         lambda m: weft.parallelize(m, tensor_parallel(world_size), Plan(plan, sequence_parallel=option)),
         model,
         token_loss,
@@ -185,7 +185,7 @@ def test_a_rule_vouches_for_a_module(world_size: int, option: bool) -> None:
 
 
 @on_ranks(2)
-def test_two_lengths_before_their_backwards(world_size: int) -> None:
+def test_two_sequence_lengths_before_backward(world_size: int) -> None:
     """A checkpoint recomputes with its own sequence length, not with that of the last forward."""
     torch.manual_seed(0)
     reference = Llama(LlamaArgs(dtype=torch.float64))
@@ -220,7 +220,7 @@ class DroppingBlock(nn.Module):
 
 
 @on_ranks(2)
-def test_dropout_drops_by_place(world_size: int) -> None:
+def test_dropout_mask_follows_global_position(world_size: int) -> None:
     """With one seed on all ranks, torch's dropout would use the same mask for the tokens of each rank."""
     torch.manual_seed(0)
     model = sequence_parallel(Dropping(), world_size)
@@ -237,9 +237,9 @@ def test_dropout_drops_by_place(world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_what_cannot_be_cut_is_refused(world_size: int) -> None:
+def test_unshardable_models_raise(world_size: int) -> None:
     with pytest.raises(ValueError, match=r"'layers.0.attention', a MultiheadAttention, is left whole .* all tokens"):
-        sequence_parallel(Whole(), world_size, {"layers.*.mlp": "column_row_mlp"})
+        sequence_parallel(UnshardedAttention(), world_size, {"layers.*.mlp": "column_row_mlp"})
     with pytest.raises(ValueError, match=r"'blocks.0.attention', a BiasedAttention, is left whole"):
         sequence_parallel(Biased(), world_size, {"blocks.*.mlp": "column_row_mlp"})
     with pytest.raises(ValueError, match=r"'h.0.attn', a Gpt2Attention, is left whole"):
@@ -252,9 +252,9 @@ def test_what_cannot_be_cut_is_refused(world_size: int) -> None:
         sequence_parallel(nn.ModuleList(FeedForward(8, 16) for _ in range(2)), world_size, {"*": "column_row_mlp"})
     model = Llama(LlamaArgs(n_layers=3))
     model.layers[2].ffn_norm = model.layers[0].ffn_norm
-    apart = {name.replace("*", str(i)): style for i in (0, 2) for name, style in {**ROWS, **ATTENTION}.items()}
+    separated = {name.replace("*", str(i)): style for i in (0, 2) for name, style in {**ROWS, **ATTENTION}.items()}
     with pytest.raises(ValueError, match=r"'layers.0.ffn_norm' is one module in blocks that do not follow each other"):
-        sequence_parallel(model, world_size, apart)
+        sequence_parallel(model, world_size, separated)
     head_norm = {**ROWS, **ATTENTION, "layers.*.attention.norm": "sequence_parallel"}
     model = Llama(LlamaArgs())
     for layer in model.layers:
@@ -276,12 +276,12 @@ def test_what_cannot_be_cut_is_refused(world_size: int) -> None:
         weft.parallelize(model, tensor_parallel(world_size), "auto")
 
 
-class Whole(nn.Module):
+class UnshardedAttention(nn.Module):
     """Blocks whose attention no rule shards."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(WholeBlock() for _ in range(2))
+        self.layers = nn.ModuleList(UnshardedAttentionBlock() for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -289,7 +289,7 @@ class Whole(nn.Module):
         return x
 
 
-class WholeBlock(nn.Module):
+class UnshardedAttentionBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.attention, self.mlp = nn.MultiheadAttention(8, 2), FeedForward(8, 16)
@@ -299,9 +299,9 @@ class WholeBlock(nn.Module):
 
 
 @on_ranks(2)
-def test_less_is_kept(world_size: int) -> None:
+def test_fewer_saved_bytes(world_size: int) -> None:
     """Between the layers of blocks, each rank saves only its own tokens."""
-    kept = {}
+    saved_bytes = {}
     for is_on in (False, True):
         torch.manual_seed(0)
         model = weft.parallelize(
@@ -320,8 +320,8 @@ def test_less_is_kept(world_size: int) -> None:
             for layer in model.layers:
                 x = layer(x, model.cos, model.sin)
         weights = sum(getattr(p, "_local_tensor", p).nbytes for p in model.parameters())
-        kept[is_on] = sum(saved.values()) - weights
-    assert kept[True] <= 0.75 * kept[False]
+        saved_bytes[is_on] = sum(saved.values()) - weights
+    assert saved_bytes[True] <= 0.75 * saved_bytes[False]
 
 
 # Two layers: an all-gather before and a reduce-scatter after each attention and MLP; one all-gather at the end.
@@ -331,7 +331,7 @@ BACKWARD = {"all_gather_into_tensor": 2 * 2 + 1 + 2, "reduce_scatter_tensor": 2 
 
 
 @on_ranks(2)
-def test_messages(world_size: int) -> None:
+def test_collectives(world_size: int) -> None:
     torch.manual_seed(0)
     batch, length, dim = 2, 32, 64
     model = sequence_parallel(Llama(LlamaArgs(dim=dim, hidden_dim=128, n_layers=2)), world_size)
@@ -355,7 +355,7 @@ class Crossing(BiasedBlock):
 
 
 @on_ranks(2)
-def test_a_second_tensor_that_needs_a_gradient_is_refused(world_size: int) -> None:
+def test_second_differentiable_input_raises(world_size: int) -> None:
     model = Biased()
     model.blocks = nn.ModuleList([Crossing(16)])
     sequence_parallel(model, world_size)

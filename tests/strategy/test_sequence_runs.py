@@ -9,15 +9,15 @@ from torch import Tensor, nn
 
 import weft
 from support.models import FeedForward, Llama, LlamaArgs
-from support.parity import assert_trains_alike
+from support.parity import assert_same_training
 from support.ranks import on_ranks
 
 
 @on_ranks(2)
-def test_blocks_that_the_plan_leaves_whole_get_all_tokens(world_size: int) -> None:
+def test_unsharded_blocks_get_all_tokens(world_size: int) -> None:
     torch.manual_seed(0)
     rules = {name.replace("*", str(i)): style for i in (0, 2, 3) for name, style in {**ROWS, **ATTENTION}.items()}
-    assert_trains_alike(
+    assert_same_training(
         lambda m: sequence_parallel(m, world_size, rules),
         Llama(LlamaArgs(dtype=torch.float64, n_layers=5)),
         token_loss,
@@ -27,7 +27,7 @@ def test_blocks_that_the_plan_leaves_whole_get_all_tokens(world_size: int) -> No
 
 
 @on_ranks(2)
-def test_blocks_run_in_their_order(world_size: int) -> None:
+def test_blocks_out_of_order_raise(world_size: int) -> None:
     model = sequence_parallel(Llama(LlamaArgs()), world_size, {**ROWS, **ATTENTION})
     tokens, _ = TOKENS[0]
     for _ in range(2):
@@ -52,10 +52,10 @@ class WithMlps(nn.Module):
 
 
 @on_ranks(2, 4)
-def test_mlps_that_are_no_blocks_get_all_tokens(world_size: int) -> None:
+def test_mlps_outside_blocks_get_all_tokens(world_size: int) -> None:
     torch.manual_seed(0)
     rules = {f"body.{name}": style for name, style in {**ROWS, **ATTENTION}.items()} | {"mlps.*": "column_row_mlp"}
-    model = assert_trains_alike(
+    model = assert_same_training(
         lambda m: sequence_parallel(m, world_size, rules), WithMlps(), token_loss, TOKENS, "SGD"
     )
     weft.strategy.check_replicated_gradients(model)

@@ -34,7 +34,7 @@ class Reading(nn.Module):
         return nn.functional.linear(x, self.up.weight)
 
 
-class Own(nn.Module):
+class Failing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(8, 12)
@@ -60,7 +60,9 @@ class Own(nn.Module):
     ],
     ids=["shapes", "mixed tensors"],
 )
-def test_code_that_meets_shards(world_size: int, module: type[nn.Module], plan: dict, texts: tuple[str, ...]) -> None:
+def test_code_that_fails_on_shards_raises(
+    world_size: int, module: type[nn.Module], plan: dict, texts: tuple[str, ...]
+) -> None:
     model = nn.Sequential()
     model.add_module("inner", module())
     weft.parallelize(model, tensor_parallel(world_size), weft.strategy.Plan(plan, verify="never"))
@@ -71,8 +73,8 @@ def test_code_that_meets_shards(world_size: int, module: type[nn.Module], plan: 
 
 
 @on_ranks(2)
-def test_other_errors_are_what_they_were(world_size: int) -> None:
-    model = nn.Sequential(Own())
+def test_other_errors_propagate(world_size: int) -> None:
+    model = nn.Sequential(Failing())
     weft.parallelize(model, tensor_parallel(world_size), {"0.up": "column_gather_output"})
     with pytest.raises(KeyError, match="nothing of shards"):
         model(torch.randn(4, 8))
@@ -97,7 +99,7 @@ class Chain(nn.Module):
     ],
     ids=["column alone", "row alone", "column at the end"],
 )
-def test_rules_that_do_not_fit_together(world_size: int, plan: dict[str, str], message: str) -> None:
+def test_inconsistent_rules_raise(world_size: int, plan: dict[str, str], message: str) -> None:
     """They raise before the model changes."""
     model = Chain()
     with pytest.raises(ValueError, match=message):
@@ -112,7 +114,7 @@ class AcrossFeatures(Chain):
 
 
 @on_ranks(2)
-def test_rules_that_change_what_is_computed(world_size: int) -> None:
+def test_rules_that_change_results_raise(world_size: int) -> None:
     plan = {"first": "column", "second": "row"}
     with pytest.raises(ValueError, match=r"the rules for 'first' and 'second' change what .* computes"):
         weft.parallelize(AcrossFeatures(), tensor_parallel(world_size), weft.strategy.Plan(plan, verify="always"))

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import weft
 from support.models import Conv1D, Gpt2, Llama, LlamaArgs, RMSNorm, token_batches
-from support.parity import assert_trains_alike, tensor_parallel, whole
+from support.parity import assert_same_training, full, tensor_parallel
 from support.ranks import on_ranks
 from weft.strategy.data_parallel import ShardedStates
 from weft.strategy.vocab_head import Head, VocabParallelLogits
@@ -45,7 +45,7 @@ def test_output_layers(world_size: int, head: str, tied: bool) -> None:
     heads = 6 if world_size == 3 else 4
     loss = class_dim_loss if head == "gathered by the loss" else token_loss
     plan = {**BLOCKS, **VOCAB, **({"output": head} if head in weft.strategy.STYLES else {})}
-    assert_trains_alike(
+    assert_same_training(
         lambda m: weft.parallelize(m, tensor_parallel(world_size), plan),
         Llama(LlamaArgs(dim=24, n_heads=heads, n_kv_heads=heads, tie_head=tied, dtype=torch.float64)),
         loss,
@@ -63,7 +63,7 @@ def test_gathered_and_split_layers(world_size: int, linear: type[nn.Module]) -> 
         "h.*.mlp.c_fc": "column_gather_output",
         "h.*.mlp.c_proj": "row_split_input",
     }
-    assert_trains_alike(
+    assert_same_training(
         lambda m: weft.parallelize(m, tensor_parallel(world_size), plan),
         Gpt2(dim=20, linear=linear, dtype=torch.float64),
         token_loss,
@@ -73,7 +73,7 @@ def test_gathered_and_split_layers(world_size: int, linear: type[nn.Module]) -> 
 
 
 @on_ranks(2)
-def test_messages_of_gathered_and_split_layers(world_size: int) -> None:
+def test_collectives_of_gathered_and_split_layers(world_size: int) -> None:
     model = nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 4))
     weft.parallelize(model, tensor_parallel(world_size), {"0": "column_gather_output", "1": "row_split_input"})
     x = torch.randn(3, 6, requires_grad=True)
@@ -98,11 +98,11 @@ class NormedHeads(nn.Module):
 
 @on_ranks(2, 4)
 @pytest.mark.parametrize("by_hand", [False, True], ids=["attention", "rules"])
-def test_norms_of_heads(world_size: int, by_hand: bool) -> None:
+def test_head_norms(world_size: int, by_hand: bool) -> None:
     torch.manual_seed(0)
     layers = {f"w{each}": "column" for each in "kv"} | {"wo": "row", "q_norm": "replicate_sum_gradients"}
     plan = {"wq": {"style": "column", "heads": "n_heads"}, **layers} if by_hand else {"": "attention"}
-    assert_trains_alike(
+    assert_same_training(
         lambda m: weft.parallelize(m, tensor_parallel(world_size), plan),
         NormedHeads(16, 4).double(),
         lambda m, x: m(x).square().mean(),
@@ -112,21 +112,21 @@ def test_norms_of_heads(world_size: int, by_hand: bool) -> None:
 
 
 @on_ranks(2)
-def test_what_is_ignored_stays_as_it_is(world_size: int) -> None:
+def test_ignored_modules_are_unchanged(world_size: int) -> None:
     torch.manual_seed(0)
     reference = Llama(LlamaArgs(dtype=torch.float64))
     model = copy.deepcopy(reference)
-    kept = dict(model.layers[0].named_parameters())
+    originals = dict(model.layers[0].named_parameters())
     plan = {"layers.1.feed_forward": "column_row_mlp", "layers.0": "ignore"}
     weft.parallelize(model, tensor_parallel(world_size), plan)
-    assert dict(model.layers[0].named_parameters()) == kept
+    assert dict(model.layers[0].named_parameters()) == originals
     assert type(model.layers[0]) is type(reference.layers[0])
     assert not any(isinstance(parameter, DTensor) for parameter in model.layers[0].parameters())
     assert {row.style for row in weft.strategy.report(model).rows if row.parameter.startswith("layers.0")} == {"plain"}
     token_loss(model, TOKENS[0]).backward()
     token_loss(reference, TOKENS[0]).backward()
     for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert_close(whole(ours.grad), theirs.grad, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: n + m)
+        assert_close(full(ours.grad), theirs.grad, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: n + m)
 
 
 class ScaledEmbedding(nn.Embedding):
@@ -140,7 +140,7 @@ class OwnEmbedding(nn.Embedding):
 
 
 @on_ranks(2)
-def test_embeddings_around_super(world_size: int) -> None:
+def test_embedding_subclasses(world_size: int) -> None:
     torch.manual_seed(0)
     reference = ScaledEmbedding(9, 4, padding_idx=2)
     model = nn.Sequential(copy.deepcopy(reference))
@@ -149,7 +149,7 @@ def test_embeddings_around_super(world_size: int) -> None:
     assert_close(model(ids), reference(ids))
     model(ids).square().sum().backward()
     reference(ids).square().sum().backward()
-    assert_close(whole(model[0].weight.grad), reference.weight.grad)
+    assert_close(full(model[0].weight.grad), reference.weight.grad)
     with pytest.raises(ValueError, match="OwnEmbedding has a forward of its own"):
         weft.parallelize(nn.Sequential(OwnEmbedding(9, 4)), tensor_parallel(world_size), {"0": "vocab_embedding"})
     with pytest.raises(ValueError, match="ScaledEmbedding has a forward of its own around its table"):
@@ -162,7 +162,7 @@ def test_embeddings_around_super(world_size: int) -> None:
     assert_close(weft.export_local(plain)(ids), plain(ids))
 
 
-def head_of(world_size: int, bias: bool = False, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, nn.Module]:
+def make_head(world_size: int, bias: bool = False, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     reference = nn.Sequential(nn.Linear(6, 11, bias=bias, dtype=dtype))
     model = weft.parallelize(copy.deepcopy(reference), tensor_parallel(world_size), {"0": "vocab_head"})
@@ -180,7 +180,7 @@ LOSSES = {
     "one": lambda logits, target: F.cross_entropy(logits[0, 1], target[0, 1]),
     "cast": lambda logits, target: nn.CrossEntropyLoss()(logits.to(logits.dtype)[0], target[0]),
 }
-WHOLE = {
+GATHERED = {
     "weighted": lambda logits, target: F.cross_entropy(
         logits.flatten(0, 1), target.flatten(), weight=torch.arange(11.0, dtype=logits.dtype)
     ),
@@ -199,13 +199,13 @@ WHOLE = {
 
 @on_ranks(2, 3)
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize("case", [*LOSSES, *WHOLE])
-def test_what_is_done_to_logits(world_size: int, case: str, bias: bool) -> None:
-    model, reference = head_of(world_size, bias)
+@pytest.mark.parametrize("case", [*LOSSES, *GATHERED])
+def test_uses_of_logits(world_size: int, case: str, bias: bool) -> None:
+    model, reference = make_head(world_size, bias)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2, 5, 6, dtype=torch.float64, generator=generator)
     target = torch.randint(0, 11, (2, 5), generator=generator)
-    loss_of = {**LOSSES, **WHOLE}[case]
+    loss_of = {**LOSSES, **GATHERED}[case]
     ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
     logits = model(ours)
     assert isinstance(logits, VocabParallelLogits)
@@ -213,7 +213,7 @@ def test_what_is_done_to_logits(world_size: int, case: str, bias: bool) -> None:
         gathered, gather = [], Head.logits
         monkeypatch.setattr(Head, "logits", lambda head, hidden: (gathered.append(hidden), gather(head, hidden))[1])
         loss = loss_of(logits, target)
-    assert bool(gathered) == (case in WHOLE)
+    assert bool(gathered) == (case in GATHERED)
     assert type(loss) is Tensor
     expected = loss_of(reference(theirs), target)
     assert_close(loss, expected, rtol=1e-12, atol=1e-12)
@@ -221,24 +221,24 @@ def test_what_is_done_to_logits(world_size: int, case: str, bias: bool) -> None:
     expected.backward()
     assert_close(ours.grad, theirs.grad, rtol=1e-10, atol=1e-12)
     for mine, other in zip(model.parameters(), reference.parameters(), strict=True):
-        assert_close(whole(mine.grad), other.grad, rtol=1e-10, atol=1e-12)
+        assert_close(full(mine.grad), other.grad, rtol=1e-10, atol=1e-12)
 
 
 @on_ranks(2)
-def test_logits_without_gradients_are_gathered_again_for_the_loss(world_size: int) -> None:
-    model, reference = head_of(world_size)
+def test_logits_without_gradients_are_regathered_for_loss(world_size: int) -> None:
+    model, reference = make_head(world_size)
     x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     logits = model(x)
     with torch.no_grad():
         assert torch.equal(logits.argmax(-1), reference(x).argmax(-1))
     logits.square().sum().backward()
     reference(x).square().sum().backward()
-    assert_close(whole(model[0].weight.grad), reference[0].weight.grad, rtol=1e-10, atol=1e-12)
+    assert_close(full(model[0].weight.grad), reference[0].weight.grad, rtol=1e-10, atol=1e-12)
     assert (logits.shape, logits.dtype, logits.dim(), len(logits)) == ((4, 11), torch.float64, 2, 4)
     assert repr(logits) == "VocabParallelLogits([4, 11], torch.float64)"
 
 
-CHANGES = {
+IN_PLACE_CHANGES = {
     "index": lambda logits: logits.__setitem__((0, 0), 1.0),
     "method": lambda logits: logits.mul_(2),
     "list": lambda logits: torch._foreach_mul_([logits], 2),
@@ -250,18 +250,18 @@ CHANGES = {
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("case", CHANGES)
-def test_changes_in_place_are_refused(world_size: int, case: str) -> None:
+@pytest.mark.parametrize("case", IN_PLACE_CHANGES)
+def test_in_place_changes_raise(world_size: int, case: str) -> None:
     """The loss is computed from the hidden states, so it would miss changes of the logits."""
-    model, _ = head_of(world_size)
+    model, _ = make_head(world_size)
     logits = model(torch.randn(4, 6, dtype=torch.float64))
     with pytest.raises(ValueError, match="would change logits of a vocab_head in place"):
-        CHANGES[case](logits)
+        IN_PLACE_CHANGES[case](logits)
 
 
 @on_ranks(2)
-def test_hooks_on_logits_see_their_gradient(world_size: int) -> None:
-    model, reference = head_of(world_size)
+def test_logits_hooks_see_gradient(world_size: int) -> None:
+    model, reference = make_head(world_size)
     x, target = torch.randn(4, 6, dtype=torch.float64), torch.tensor([0, 4, 10, 7])
     seen: list[Tensor] = []
     for each in (model, reference):
@@ -278,7 +278,7 @@ def test_hooks_on_logits_see_their_gradient(world_size: int) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("autocast", [False, True], ids=["bf16", "autocast"])
 def test_half_precision_logits(world_size: int, autocast: bool) -> None:
-    model, reference = head_of(world_size, dtype=torch.float32 if autocast else torch.bfloat16)
+    model, reference = make_head(world_size, dtype=torch.float32 if autocast else torch.bfloat16)
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1)).to(next(reference.parameters()).dtype)
     target = torch.tensor([0, 4, 10, 7])
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
@@ -291,9 +291,9 @@ def test_half_precision_logits(world_size: int, autocast: bool) -> None:
 
 
 @on_ranks(2)
-def test_the_loss_needs_no_logits(world_size: int) -> None:
+def test_loss_gathers_no_logits(world_size: int) -> None:
     """Forward: one all-gather of four numbers per token. Backward: one all-reduce of the input's gradient."""
-    model, _ = head_of(world_size)
+    model, _ = make_head(world_size)
     x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
     target = torch.tensor([0, 4, 10, 7])
     loss = collectives_of(lambda: F.cross_entropy(model(x), target), {"all_gather_into_tensor": 1})
@@ -301,8 +301,8 @@ def test_the_loss_needs_no_logits(world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_freed_weights_are_noticed(world_size: int) -> None:
-    model, _ = head_of(world_size)
+def test_freed_weights_raise(world_size: int) -> None:
+    model, _ = make_head(world_size)
     logits = model(torch.randn(4, 6, dtype=torch.float64))
     model[0].weight._local_tensor.untyped_storage().resize_(0)
     with pytest.raises(ValueError, match="after the weight they come from was freed"):
@@ -312,8 +312,8 @@ def test_freed_weights_are_noticed(world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_hidden_states_that_change_are_noticed(world_size: int) -> None:
-    model, _ = head_of(world_size)
+def test_changed_hidden_states_raise(world_size: int) -> None:
+    model, _ = make_head(world_size)
     hidden = torch.randn(4, 6, dtype=torch.float64)
     logits = model(hidden)
     hidden.zero_()
@@ -323,8 +323,8 @@ def test_hidden_states_that_change_are_noticed(world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_reentrant_checkpoints_around_the_head_are_noticed(world_size: int) -> None:
-    model, reference = head_of(world_size)
+def test_reentrant_checkpoints_raise(world_size: int) -> None:
+    model, reference = make_head(world_size)
     x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
     target = torch.tensor([0, 4, 10, 7])
     logits = checkpoint(model, x, use_reentrant=True)
@@ -332,13 +332,13 @@ def test_reentrant_checkpoints_around_the_head_are_noticed(world_size: int) -> N
         F.cross_entropy(logits, target)
     F.cross_entropy(checkpoint(model, x, use_reentrant=False), target).backward()
     F.cross_entropy(reference(x), target).backward()
-    assert_close(whole(model[0].weight.grad), reference[0].weight.grad, rtol=1e-10, atol=1e-12)
+    assert_close(full(model[0].weight.grad), reference[0].weight.grad, rtol=1e-10, atol=1e-12)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("add", ["register_full_backward_hook", "register_full_backward_pre_hook"])
-def test_hooks_of_the_layer_see_the_gradient(world_size: int, add: str) -> None:
-    model, reference = head_of(world_size)
+def test_layer_hooks_see_gradient(world_size: int, add: str) -> None:
+    model, reference = make_head(world_size)
     seen: list[Tensor] = []
     x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
     for each in (model, reference):
@@ -349,8 +349,8 @@ def test_hooks_of_the_layer_see_the_gradient(world_size: int, add: str) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("kind", ["plain", "fused", "by slices"])
-def test_steps_before_the_logits_are_used_are_noticed(world_size: int, kind: str) -> None:
-    model, _ = head_of(world_size)
+def test_step_before_use_of_logits_raises(world_size: int, kind: str) -> None:
+    model, _ = make_head(world_size)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if kind == "fused":
         weft.strategy.fuse(optimizer)
@@ -367,7 +367,7 @@ def test_steps_before_the_logits_are_used_are_noticed(world_size: int, kind: str
 
 @on_ranks(2)
 def test_compiled_logits_are_gathered(world_size: int) -> None:
-    model, reference = head_of(world_size)
+    model, reference = make_head(world_size)
     compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
     x = torch.randn(4, 6, dtype=torch.float64)
     assert_close(compiled(x), reference(x))

@@ -65,7 +65,7 @@ MODELS = {
 
 @on_ranks(1)
 @pytest.mark.parametrize("name", MODELS)
-def test_nothing_is_alive_after_an_assignment(rank: int, world_size: int, name: str) -> None:
+def test_assignment_leaves_no_tensor(rank: int, world_size: int, name: str) -> None:
     with counted() as count:
         model = MODELS[name]()
         before = count.now()
@@ -76,7 +76,7 @@ def test_nothing_is_alive_after_an_assignment(rank: int, world_size: int, name: 
 
 
 @on_ranks(1)
-def test_nothing_is_alive_after_rules_are_checked(rank: int, world_size: int) -> None:
+def test_rule_verification_leaves_no_tensor(rank: int, world_size: int) -> None:
     styles = {"w1": "column", "w3": "column", "w2": "row"}
     rules = {f"layers.*.feed_forward.{name}": style for name, style in styles.items()}
     with counted() as count:

@@ -27,8 +27,8 @@ def install(prefix: Path) -> Path:
 def configure(source: Path, build: Path, prefix: Path, *options: str) -> ProcessResult:
     """Configure the project in `source` with the tools that built weft and this interpreter's torch."""
     tools = [f"-D{name}={_cached(name)}" for name in ("CMAKE_CXX_COMPILER", "CMAKE_MAKE_PROGRAM")]
-    places = [f"-DCMAKE_PREFIX_PATH={prefix}", f"-DPython_EXECUTABLE={sys.executable}"]
-    command = [CMAKE, "-G", _cached("CMAKE_GENERATOR"), "-S", source, "-B", build, *tools, *places, *options]
+    locations = [f"-DCMAKE_PREFIX_PATH={prefix}", f"-DPython_EXECUTABLE={sys.executable}"]
+    command = [CMAKE, "-G", _cached("CMAKE_GENERATOR"), "-S", source, "-B", build, *tools, *locations, *options]
     return run_process(command, timeout=120)
 
 

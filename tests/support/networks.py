@@ -33,7 +33,7 @@ wait $other
 """
 
 
-def why_there_are_no_namespaces() -> str:
+def namespace_error() -> str:
     """Return why network namespaces cannot be created on this machine; "" if they can."""
     missing = [tool for tool in ("ip", "unshare", "nsenter") if shutil.which(tool) is None]
     if missing:
@@ -45,13 +45,13 @@ def why_there_are_no_namespaces() -> str:
 @contextmanager
 def two_networks() -> Iterator[tuple[str, str]]:
     """Yield the pids of two processes in separate network namespaces; skip the test if these cannot be created."""
-    if why := why_there_are_no_namespaces():
-        pytest.skip(f"needs network namespaces: {why}")
+    if error := namespace_error():
+        pytest.skip(f"needs network namespaces: {error}")
     with ProcessTree(["unshare", "--net", "sh", "-c", SETUP]) as tree:
         pids = tree.wait_for_text("networks of").split()[-2:]
         yield pids[0], pids[1]
 
 
-def inside(pid: str) -> list[str]:
+def in_network_namespace(pid: str) -> list[str]:
     """Return the prefix of a command that runs it in the network namespace of process `pid`."""
     return ["nsenter", f"--net=/proc/{pid}/ns/net"]

@@ -19,12 +19,12 @@ def tensor_parallel(world_size: int) -> DeviceMesh:
     return init_device_mesh("cpu", (world_size,), mesh_dim_names=("tensor_parallel",))
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full(tensor: Tensor) -> Tensor:
     """Return the full tensor of a DTensor on every rank; other tensors are returned unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def own_part(value: Tensor, like: DTensor) -> Tensor:
+def local_shard(value: Tensor, like: DTensor) -> Tensor:
     """Return this rank's shard of a full tensor, placed like `like` (by torch.chunk, without communication)."""
     mesh, placement = like.device_mesh, like.placements[0]
     if placement.is_replicate():
@@ -42,7 +42,7 @@ def assert_close(name: str, ours: Tensor, theirs: Tensor, bound: float) -> None:
     theirs = theirs.detach()
     if isinstance(ours, DTensor):
         bound /= ours.device_mesh.size() ** 0.5
-        theirs = own_part(theirs, ours)
+        theirs = local_shard(theirs, ours)
         ours = ours.to_local()
     assert ours.shape == theirs.shape, name
     difference = (ours.detach() - theirs).norm().item()
@@ -64,7 +64,7 @@ def assert_gradients_agree(model: nn.Module, reference: nn.Module, tolerance: fl
             assert_close(f"gradient of {name}", parameter.grad, expected, bound)
 
 
-def key_bias_apart(name: str, ours: Tensor, theirs: Tensor) -> list[tuple[Tensor, Tensor, bool]]:
+def split_key_bias(name: str, ours: Tensor, theirs: Tensor) -> list[tuple[Tensor, Tensor, bool]]:
     """Return (ours, theirs, is_key_bias), split into two for the bias of a fused query-key-value layer.
 
     is_key_bias marks the key third of such a bias. Softmax is invariant to it: its true gradient is zero, and the
@@ -76,7 +76,7 @@ def key_bias_apart(name: str, ours: Tensor, theirs: Tensor) -> list[tuple[Tensor
     third = theirs.numel() // 3
     is_key = torch.arange(theirs.numel()) // third == 1
     if isinstance(ours, DTensor):
-        is_key, theirs, ours = own_part(is_key, ours), own_part(theirs, ours), ours.to_local()
+        is_key, theirs, ours = local_shard(is_key, ours), local_shard(theirs, ours), ours.to_local()
     return [(ours[is_key], theirs[is_key], True), (ours[~is_key], theirs[~is_key], False)]
 
 
@@ -89,15 +89,15 @@ def assert_weights_agree(
     """Compare each weight w within bound_of(w); with bound_of_key_bias, the key bias of a fused layer within that."""
     theirs = dict(reference.named_parameters())
     for name, parameter in model.named_parameters():
-        parts = [(parameter.detach(), theirs[name].detach(), False)]
+        pairs = [(parameter.detach(), theirs[name].detach(), False)]
         if bound_of_key_bias is not None:
-            parts = key_bias_apart(name, parameter, theirs[name])
-        for ours, expected, is_key_bias in parts:
+            pairs = split_key_bias(name, parameter, theirs[name])
+        for ours, expected, is_key_bias in pairs:
             bound = bound_of_key_bias if is_key_bias else bound_of
             assert_close(name, ours, expected, bound(expected))
 
 
-def assert_trains_alike(
+def assert_same_training(
     parallelize: Callable[[nn.Module], nn.Module],
     model: nn.Module,
     loss_of: Callable[[nn.Module, Any], Tensor],

@@ -101,9 +101,9 @@ class ProcessTree:
         """The tree's output on stderr so far."""
         return self._err_path.read_text(errors="replace")
 
-    def send_signal(self, signum: int, *, whole_group: bool = False) -> None:
+    def send_signal(self, signum: int, *, to_group: bool = False) -> None:
         """Signal only the root or, like Ctrl-C in a terminal, the entire process group."""
-        if whole_group:
+        if to_group:
             os.killpg(self.pgid, signum)
         else:
             self._process.send_signal(signum)

@@ -152,7 +152,7 @@ class RankPool:
             between = self._collect(_RESET_SECONDS)
             if not between.passed:
                 what = f"the barrier after {case.qualname}, which left its ranks out of step,"
-                raise RankFailure(self._stop(between, what, _RESET_SECONDS, place=f" in {what}"))
+                raise RankFailure(self._stop(between, what, _RESET_SECONDS, location=f" in {what}"))
             if skips:
                 raise RanksSkipped(skips[0])
             return [pickle.loads(answers.replies[rank]["value"]) for rank in range(self.world_size)]
@@ -201,8 +201,8 @@ class RankPool:
         answers.silent = sorted(rank_of.values())
         return answers
 
-    def _stop(self, answers: _Answers, what: str, timeout: float, place: str = "") -> str:
-        """Kill the ranks and return a report on each; `place` says where the first failed, if not in the case."""
+    def _stop(self, answers: _Answers, what: str, timeout: float, location: str = "") -> str:
+        """Kill the ranks and return a report on each; `location` says where the first failed, if not in the case."""
         stacks = {rank: self._stack(rank) for rank in range(self.world_size)} if answers.silent else {}
         logs = {rank: self._output(rank) for rank in range(self.world_size)}
         statuses = self.close()
@@ -210,25 +210,25 @@ class RankPool:
             (rank for rank, reply in answers.replies.items() if reply["outcome"] != "passed"),
             key=lambda rank: answers.replies[rank]["time"],
         )
-        parts = []
+        reports = []
         for rank in failed:
             reply = answers.replies[rank]
             if reply["outcome"] == "died":
-                told = f"died with {_status_text(statuses.get(rank))}\n"
+                description = f"died with {_status_text(statuses.get(rank))}\n"
             elif reply["outcome"] == "skipped":
-                told = f"was skipped ({reply['text']}) while others were not; skip on every rank or on none\n"
+                description = f"was skipped ({reply['text']}) while others were not; skip on every rank or on none\n"
             else:
                 later = reply["time"] - answers.replies[failed[0]]["time"]
                 is_follower = rank != failed[0] and answers.replies[failed[0]]["outcome"] == "failed"
-                told = f"failed{f' {later:.3f} s later' if is_follower else place}:\n{reply['text']}"
-            parts.append(f"rank {rank} of {self.world_size} {told}{logs[rank]}")
+                description = f"failed{f' {later:.3f} s later' if is_follower else location}:\n{reply['text']}"
+            reports.append(f"rank {rank} of {self.world_size} {description}{logs[rank]}")
         limit = "when the ranks above had failed" if failed else f"within {timeout:g} s"
         for rank in answers.silent:
             stack = f"{stacks[rank]}{logs[rank]}"
-            parts.append(f"rank {rank} of {self.world_size} had not finished {what} {limit}:\n{stack}")
+            reports.append(f"rank {rank} of {self.world_size} had not finished {what} {limit}:\n{stack}")
         for rank in [rank for rank in stacks if rank not in answers.silent and rank not in failed]:
-            parts.append(f"rank {rank} of {self.world_size} had finished {what}:\n{stacks[rank]}")
-        return "\n".join(parts)
+            reports.append(f"rank {rank} of {self.world_size} had finished {what}:\n{stacks[rank]}")
+        return "\n".join(reports)
 
     def _stack(self, rank: int) -> str:
         path = Path(self._folder.name, f"stack-{rank}")

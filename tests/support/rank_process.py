@@ -136,8 +136,8 @@ def _compile(path: str) -> object:
 def _find_body(module: ModuleType, qualname: str) -> Callable[..., object]:
     owner: object = None
     found: object = module
-    for part in qualname.split("."):
-        owner, found = found, getattr(found, part)
+    for attribute in qualname.split("."):
+        owner, found = found, getattr(found, attribute)
     body = getattr(found, "rank_body", found)
     return body.__get__(owner()) if isinstance(owner, type) else body
 

@@ -52,9 +52,9 @@ def on_ranks(*world_sizes: int, timeout: float = DEFAULT_SECONDS) -> Callable[[C
                 return
             pytest.fail(text, pytrace=False)
 
-        kept = [p for name, p in parameters.items() if name not in _GIVEN_BY_RANK]
+        parameters_of_test = [p for name, p in parameters.items() if name not in _GIVEN_BY_RANK]
         size = inspect.Parameter("world_size", inspect.Parameter.KEYWORD_ONLY)
-        test.__signature__ = inspect.Signature([*kept, size])  # type: ignore[attr-defined]
+        test.__signature__ = inspect.Signature([*parameters_of_test, size])  # type: ignore[attr-defined]
         test.rank_body = body  # type: ignore[attr-defined]
         return pytest.mark.parametrize("world_size", world_sizes, ids=lambda n: f"{n}ranks")(test)
 

@@ -45,14 +45,14 @@ def test_weft_is_imported_from_the_wheel() -> None:
     assert not [name for name in _installed() if "__editable__" in name]
 
 
-def test_the_wheel_holds_every_python_file_and_stub() -> None:
+def test_wheel_contains_every_python_file_and_stub() -> None:
     files = package_files()
     assert sorted(set(files) - _installed()) == []
     for name, source in files.items():
         assert (SITE_PACKAGES / name).read_bytes() == source.read_bytes(), name
 
 
-def test_the_wheel_holds_libraries_and_headers() -> None:
+def test_wheel_contains_libraries_and_headers() -> None:
     modules = [f"{name}{importlib.machinery.EXTENSION_SUFFIXES[0]}" for name in MODULES]
     headers = [
         f"include/{path.relative_to(ROOT / folder).as_posix()}"

@@ -84,7 +84,7 @@ def is_tracking() -> bool:
     return _memory.tracks()
 
 
-def _need_count() -> None:
+def _check_tracking() -> None:
     if not _memory.tracks():
         raise RuntimeError(
             "weft.memory counts nothing yet: set WEFT_MEMORY=1 before `import weft`, or call weft.memory.track() "
@@ -125,7 +125,7 @@ def peak_reserved(device: torch.device | str = "cpu") -> int:
 
 def by_category(at: Literal["now", "peak"] = "now") -> dict[str, int]:
     """Return the bytes of CPU tensors by category, now or at the peak; they sum up to `current()` or `peak()`."""
-    _need_count()
+    _check_tracking()
     if at not in ("now", "peak"):
         raise ValueError(f"got at={at!r}; pass 'now' or 'peak'.")
     return _memory.current() if at == "now" else _memory.peak()
@@ -136,19 +136,19 @@ def reset_peak(device: torch.device | str = "cpu") -> None:
     if _is_cuda(device):
         torch.cuda.reset_peak_memory_stats(device)
     else:
-        _need_count()
+        _check_tracking()
         _memory.reset_peak()
 
 
 def num_allocations() -> int:
     """Return the number of CPU allocations since counting began."""
-    _need_count()
+    _check_tracking()
     return _memory.num_allocations()
 
 
 def timeline() -> list[Phase]:
     """Return the phases since the start or the last `reset_peak()`, the current one last; at most the newest 4096."""
-    _need_count()
+    _check_tracking()
     return [Phase(*phase) for phase in _memory.phases()]
 
 

@@ -20,7 +20,7 @@ class Watch:
 
     def __init__(self, model: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> None:
         self._mark = 0
-        self._own = WeakIdKeyDictionary(dict.fromkeys((*model.parameters(), *model.buffers())))
+        self._model_tensors = WeakIdKeyDictionary(dict.fromkeys((*model.parameters(), *model.buffers())))
         self._num_states: dict[torch.optim.Optimizer, int] = {}
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
@@ -54,7 +54,7 @@ class Watch:
         """
         if torch.is_grad_enabled():
             tensors = (each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor))
-            tag((each for each in tensors if each not in self._own), "saved_activations")
+            tag((each for each in tensors if each not in self._model_tensors), "saved_activations")
         begin_phase("forward" if torch.is_grad_enabled() else "inference", "scratch")
         self._mark = _memory.mark()
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.nn.heads import checked_kv_group, local_heads, make_equal
+from weft.nn.heads import broadcast_values, checked_kv_group, local_heads
 from weft.nn.linear import _init_like_linear
 from weft.nn.shard import group_size_and_rank
 
@@ -107,7 +107,7 @@ class ParallelAttention(nn.Module):
         self.out = _Projection(dim, len(heads) * self.head_dim, with_bias, device, dtype)
         _init_like_linear(self.out.weight, None, num_heads * self.head_dim)
         if self.kv_group_name:
-            self._make_copies_equal()
+            self._broadcast_replicated_heads()
 
     def forward(
         self,
@@ -135,9 +135,9 @@ class ParallelAttention(nn.Module):
             bias = self.q.bias
             if bias is not None:
                 bias = torch.cat([bias, self.k.bias, self.v.bias])
-        weight = self._summed_copies(weight)
+        weight = self._sum_gradients_of_copies(weight)
         if bias is not None:
-            bias = self._summed_copies(bias)
+            bias = self._sum_gradients_of_copies(bias)
         if self.sequence_dim is not None:
             qkv = torch.ops.weft.all_gather_linear(
                 x, weight, bias, gather_dim=self.sequence_dim, group_name=self.group_name, dim_size=sequence_size
@@ -156,12 +156,12 @@ class ParallelAttention(nn.Module):
         heads = qkv.unflatten(-1, [h + 2 * kv, self.head_dim]).transpose(-3, -2)
         qk, v = heads.split([h + kv, kv], dim=-3)
         if cos is not None and sin is not None:
-            cos, sin = self._summed_gradient(cos).unsqueeze(-3), self._summed_gradient(sin).unsqueeze(-3)
+            cos, sin = self._sum_gradient(cos).unsqueeze(-3), self._sum_gradient(sin).unsqueeze(-3)
             first, second = qk.chunk(2, -1)
             qk = (qk * cos + torch.cat([-second, first], -1) * sin).to(v.dtype)
         q, k = qk.split([h, kv], dim=-3)
         if mask is not None:
-            mask = self._summed_gradient(mask)
+            mask = self._sum_gradient(mask)
             mask = mask if mask.dtype == torch.bool else mask.to(q.dtype)
             if self.causal:  # SDPA accepts only one of is_causal and a mask
                 later = torch.ones(q.size(-2), q.size(-2), dtype=torch.bool, device=q.device).triu(1)
@@ -171,11 +171,11 @@ class ParallelAttention(nn.Module):
         )
         return y.transpose(-3, -2).flatten(-2)
 
-    def _summed_gradient(self, whole: Tensor) -> Tensor:
+    def _sum_gradient(self, tensor: Tensor) -> Tensor:
         """Identity forward for a replicated tensor that each rank uses for its own heads; all-reduces its gradient."""
-        return torch.ops.weft.copy_to_group(whole, self.group_name) if whole.requires_grad else whole
+        return torch.ops.weft.copy_to_group(tensor, self.group_name) if tensor.requires_grad else tensor
 
-    def _summed_copies(self, rows: Tensor) -> Tensor:
+    def _sum_gradients_of_copies(self, rows: Tensor) -> Tensor:
         """Return rows unchanged; the gradients of k and v are summed over the ranks that hold copies of them."""
         if self.kv_group_name == "" or not torch.is_grad_enabled():
             return rows
@@ -215,14 +215,14 @@ class ParallelAttention(nn.Module):
                 )
 
     @torch.no_grad()
-    def _make_copies_equal(self) -> None:
+    def _broadcast_replicated_heads(self) -> None:
         if self.qkv is None:
             copies = [*self.k.parameters(), *self.v.parameters()]
         else:
             num_rows = 2 * self.num_local_kv_heads * self.head_dim
             copies = [parameter[-num_rows:] for parameter in self.qkv.parameters()]
         for rows in copies:
-            make_equal(rows, self.kv_group_name)
+            broadcast_values(rows, self.kv_group_name)
 
     def extra_repr(self) -> str:
         return (

@@ -70,80 +70,84 @@ def kv_groups(num_kv_heads: int, group_name: str) -> str:
         ValueError: the key/value heads can neither be sharded nor replicated evenly.
     """
     num_ranks = 1 if not group_name else _resolve(group_name).size()
-    num_sharers = ranks_per_kv_head("kv_groups", num_kv_heads, num_ranks)
-    if num_sharers == 1:
+    num_copies = ranks_per_kv_head("kv_groups", num_kv_heads, num_ranks)
+    if num_copies == 1:
         return ""
-    if num_sharers == num_ranks:
+    if num_copies == num_ranks:
         return group_name
     group = _resolve(group_name)
     # Only the ranks of each new group synchronise: ranks outside of `group_name`, such as other replicas, need not
     # call.
     made = dist.new_group(
-        _sharers(group_name, num_sharers), backend=dist.get_backend_config(group), use_local_synchronization=True
+        _ranks_with_same_head(group_name, num_copies),
+        backend=dist.get_backend_config(group),
+        use_local_synchronization=True,
     )
     return made.group_name
 
 
-def local_heads(who: str, num_heads: int, num_kv_heads: int, num_ranks: int, rank: int) -> tuple[range, range]:
+def local_heads(owner: str, num_heads: int, num_kv_heads: int, num_ranks: int, rank: int) -> tuple[range, range]:
     """Return (query heads, key/value heads) of a rank; for invalid counts every rank raises the same error."""
     if num_kv_heads < 1 or num_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(
-            f"{who}: got num_heads {num_heads} with num_kv_heads {num_kv_heads}; num_heads must be a multiple of "
+            f"{owner}: got num_heads {num_heads} with num_kv_heads {num_kv_heads}; num_heads must be a multiple of "
             "num_kv_heads, and both at least 1."
         )
     if num_ranks < 1 or not 0 <= rank < num_ranks:
-        raise ValueError(f"{who}: got rank {rank} of {num_ranks} ranks; ranks count from 0.")
+        raise ValueError(f"{owner}: got rank {rank} of {num_ranks} ranks; ranks count from 0.")
     if num_heads % num_ranks:
-        raise ValueError(f"{who}: got num_heads {num_heads} on {num_ranks} ranks; it must divide by them.")
-    num_sharers = ranks_per_kv_head(who, num_kv_heads, num_ranks)
+        raise ValueError(f"{owner}: got num_heads {num_heads} on {num_ranks} ranks; it must divide by them.")
+    num_copies = ranks_per_kv_head(owner, num_kv_heads, num_ranks)
     num_local = num_heads // num_ranks
-    num_kv_local = num_kv_heads * num_sharers // num_ranks
-    kv_start = rank // num_sharers * num_kv_local
+    num_kv_local = num_kv_heads * num_copies // num_ranks
+    kv_start = rank // num_copies * num_kv_local
     return range(rank * num_local, (rank + 1) * num_local), range(kv_start, kv_start + num_kv_local)
 
 
-def ranks_per_kv_head(who: str, num_kv_heads: int, num_ranks: int) -> int:
+def ranks_per_kv_head(owner: str, num_kv_heads: int, num_ranks: int) -> int:
     """Return the number of ranks that hold the same key/value head; 1 if the heads are sharded."""
     if num_kv_heads < 1 or (num_kv_heads % num_ranks and num_ranks % num_kv_heads):
         raise ValueError(
-            f"{who}: got num_kv_heads {num_kv_heads} on {num_ranks} ranks; one of the two must divide by the other."
+            f"{owner}: got num_kv_heads {num_kv_heads} on {num_ranks} ranks; one of the two must divide by the other."
         )
     return 1 if num_kv_heads % num_ranks == 0 else num_ranks // num_kv_heads
 
 
-def checked_kv_group(who: str, num_kv_heads: int, group_name: str, kv_group_name: str | None) -> str:
+def checked_kv_group(owner: str, num_kv_heads: int, group_name: str, kv_group_name: str | None) -> str:
     """Return the name of the group that holds this rank's key/value head, "" for none; raises for a wrong group."""
     num_ranks = 1 if not group_name else _resolve(group_name).size()
-    num_sharers = ranks_per_kv_head(who, num_kv_heads, num_ranks)
-    if num_sharers == 1:
+    num_copies = ranks_per_kv_head(owner, num_kv_heads, num_ranks)
+    if num_copies == 1:
         if kv_group_name:
             raise ValueError(
-                f"{who}: got a kv_group_name where the {num_kv_heads} key/value heads are cut over {num_ranks} ranks; "
-                "leave it out."
+                f"{owner}: got a kv_group_name where the {num_kv_heads} key/value heads are cut over {num_ranks} "
+                "ranks; leave it out."
             )
         return ""
-    if kv_group_name is None and num_sharers == num_ranks:
+    if kv_group_name is None and num_copies == num_ranks:
         return group_name
-    if not kv_group_name or dist.get_process_group_ranks(_resolve(kv_group_name)) != _sharers(group_name, num_sharers):
+    if not kv_group_name or dist.get_process_group_ranks(_resolve(kv_group_name)) != _ranks_with_same_head(
+        group_name, num_copies
+    ):
         raise ValueError(
-            f"{who}: got num_kv_heads {num_kv_heads} on {num_ranks} ranks without the group of the {num_sharers} ranks "
-            "that share a head; pass kv_group_name=weft.nn.kv_groups(num_kv_heads, group_name)."
+            f"{owner}: got num_kv_heads {num_kv_heads} on {num_ranks} ranks without the group of the {num_copies} "
+            "ranks that share a head; pass kv_group_name=weft.nn.kv_groups(num_kv_heads, group_name)."
         )
     return kv_group_name
 
 
-def make_equal(tensor: Tensor, group_name: str) -> None:
+def broadcast_values(tensor: Tensor, group_name: str) -> None:
     """Broadcast the values of the group's first rank, in place; does nothing for a tensor without values."""
     if not tensor.is_meta:
         group = _resolve(group_name)
         dist.broadcast(tensor, src=dist.get_process_group_ranks(group)[0], group=group)
 
 
-def _sharers(group_name: str, num_sharers: int) -> list[int]:
+def _ranks_with_same_head(group_name: str, num_copies: int) -> list[int]:
     """Return the global ranks that hold the same key/value head as this one."""
     group = _resolve(group_name)
-    start = group.rank() // num_sharers * num_sharers
-    return dist.get_process_group_ranks(group)[start : start + num_sharers]
+    start = group.rank() // num_copies * num_copies
+    return dist.get_process_group_ranks(group)[start : start + num_copies]
 
 
 def _resolve(group_name: str) -> dist.ProcessGroup:

@@ -18,20 +18,20 @@ def rebind_group(module: nn.Module | torch.jit.ScriptModule, group_name: str, kv
     Raises:
         ValueError: no weft module is inside, or one requires a kv_group_name.
     """
-    found = [part for part in module.modules() if isinstance(getattr(part, "group_name", None), str)]
+    found = [inner for inner in module.modules() if isinstance(getattr(inner, "group_name", None), str)]
     if not found:
         raise ValueError(
             f"rebind_group: got a {type(module).__name__} with no weft module inside; "
             "pass a module that holds weft.nn modules."
         )
-    names = [(part.group_name, getattr(part, "kv_group_name", "")) for part in found]
+    names = [(inner.group_name, getattr(inner, "kv_group_name", "")) for inner in found]
     if kv_group_name is None and any(kv_name not in ("", name) for name, kv_name in names):
         raise ValueError(
             "rebind_group: got a module whose key/value heads are shared by some of the ranks; "
             "pass kv_group_name=weft.nn.kv_groups(num_kv_heads, group_name)."
         )
-    for part, (name, kv_name) in zip(found, names, strict=True):
-        part.group_name = group_name
+    for inner, (name, kv_name) in zip(found, names, strict=True):
+        inner.group_name = group_name
         if kv_name:
-            part.kv_group_name = group_name if kv_name == name else kv_group_name
+            inner.kv_group_name = group_name if kv_name == name else kv_group_name
     return len(found)

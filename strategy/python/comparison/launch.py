@@ -31,7 +31,7 @@ def launch(function: Callable[[Any], Any], argument: Any, num_ranks: int, timeou
         RuntimeError: a rank was killed or raised another error, whose traceback is in the text.
     """
     try:
-        sent = pickle.dumps((function, argument))
+        payload = pickle.dumps((function, argument))
     except Exception as error:  # __reduce__ of a user's object may raise anything
         raise ValueError(
             f"compare: the arguments cannot be sent to the ranks, which are new processes ({error}); pass a module, "
@@ -41,10 +41,10 @@ def launch(function: Callable[[Any], Any], argument: Any, num_ranks: int, timeou
     with tempfile.TemporaryDirectory(prefix="weft-compare-") as folder:
         deadline = time.monotonic() + timeout
         context = mp.start_processes(
-            _run_rank, (folder, num_ranks, sent, timeout), nprocs=num_ranks, join=False, daemon=True,
+            _run_rank, (folder, num_ranks, payload, timeout), nprocs=num_ranks, join=False, daemon=True,
             start_method="spawn",
         )  # fmt: skip
-        died = ""
+        exit_reason = ""
         try:
             while not context.join(timeout=_POLL_SECONDS, grace_period=_GRACE_SECONDS):
                 if time.monotonic() > deadline:
@@ -53,42 +53,44 @@ def launch(function: Callable[[Any], Any], argument: Any, num_ranks: int, timeou
                         "steps, or first_layers."
                     )
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-            died = str(error).strip()
+            exit_reason = str(error).strip()
         finally:
             for process in context.processes:
                 if process.is_alive():
                     process.kill()
                 process.join()
-        answers = [_read(Path(folder, str(rank))) for rank in range(num_ranks)]
+        answers = [_read_answer(Path(folder, str(rank))) for rank in range(num_ranks)]
     failures = sorted((answer for answer in answers if answer is not None and answer[0] != "done"), key=lambda a: a[2])
-    refused = [text for kind, text, _ in failures if kind == "refused"]
-    if refused:
-        raise ValueError(refused[0])
+    user_errors = [text for kind, text, _ in failures if kind == "refused"]
+    if user_errors:
+        raise ValueError(user_errors[0])
     if failures:
         raise RuntimeError(f"compare: {failures[0][1]}")
-    if died or answers[0] is None:
-        raise RuntimeError(f"compare: a rank ended without a result ({died}); check that all ranks fit into memory.")
+    if exit_reason or answers[0] is None:
+        raise RuntimeError(
+            f"compare: a rank ended without a result ({exit_reason}); check that all ranks fit into memory."
+        )
     return answers[0][1]
 
 
-def _read(path: Path) -> tuple[str, Any, float] | None:
+def _read_answer(path: Path) -> tuple[str, Any, float] | None:
     if not path.is_file():
         return None
     answer: tuple[str, Any, float] = pickle.loads(path.read_bytes())
     return answer
 
 
-def _run_rank(rank: int, folder: str, num_ranks: int, sent: bytes, timeout: float) -> None:
+def _run_rank(rank: int, folder: str, num_ranks: int, payload: bytes, timeout: float) -> None:
     os.dup2(2, 1)  # the parent's stdout is for the result
     try:
-        answer = ("done", _called(rank, folder, num_ranks, sent, timeout), time.monotonic())
+        answer = ("done", _call(rank, folder, num_ranks, payload, timeout), time.monotonic())
     except Exception as error:  # sent to the parent, which raises it
-        answer = (*told(rank, error), time.monotonic())
+        answer = (*encode_error(rank, error), time.monotonic())
     Path(folder, f"{rank}.part").write_bytes(pickle.dumps(answer))
     os.replace(Path(folder, f"{rank}.part"), Path(folder, str(rank)))
 
 
-def told(rank: int, error: Exception) -> tuple[str, str]:
+def encode_error(rank: int, error: Exception) -> tuple[str, str]:
     """Return the kind and text of a rank's error: weft's own errors unchanged, others with a traceback."""
     frames = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
     if isinstance(error, ValueError) and frames[-1].startswith("weft."):
@@ -97,11 +99,11 @@ def told(rank: int, error: Exception) -> tuple[str, str]:
     return "failed", f"rank {rank} raised {type(error).__name__}: {error}\n{text}"
 
 
-def _called(rank: int, folder: str, num_ranks: int, sent: bytes, timeout: float) -> Any:
+def _call(rank: int, folder: str, num_ranks: int, payload: bytes, timeout: float) -> Any:
     import weft  # noqa: F401  (registers the backend)
 
     try:
-        function, argument = pickle.loads(sent)
+        function, argument = pickle.loads(payload)
     except Exception as error:  # importing a user's module may raise anything
         raise ValueError(
             f"compare: the ranks, which are new processes, cannot load the arguments ({error}); define the module, "

@@ -27,41 +27,41 @@ class Outputs:
         """`rank` and `size` are those of the tensor-parallel group; `tolerance` is set before the sharded forward."""
         self._rank, self._size = rank, size
         self.tolerance = 0.0
-        self._kept: dict[tuple[str, int], tuple[int, Tensor]] = {}
+        self._recorded: dict[tuple[str, int], tuple[int, Tensor]] = {}
         self.first: OutputDifference | None = None
 
     @contextlib.contextmanager
-    def keep(self, model: nn.Module) -> Iterator[None]:
+    def record_reference(self, model: nn.Module) -> Iterator[None]:
         """Inside, keep copies of the outputs of a forward."""
 
         def on_output(key: tuple[str, int], module: nn.Module, tensor: Tensor) -> None:
-            self._kept[key] = (len(self._kept), tensor.detach().clone())
+            self._recorded[key] = (len(self._recorded), tensor.detach().clone())
 
-        with _watching(model, on_output):
+        with _output_hooks(model, on_output):
             yield
 
     @contextlib.contextmanager
-    def hold_against(self, model: nn.Module) -> Iterator[None]:
-        """Inside, compare the outputs of a forward with the kept ones, which are dropped afterwards."""
+    def compare(self, model: nn.Module) -> Iterator[None]:
+        """Inside, compare the outputs of a forward with the recorded ones, which are dropped afterwards."""
 
         def on_output(key: tuple[str, int], module: nn.Module, tensor: Tensor) -> None:
-            if self.first is not None or key not in self._kept:
+            if self.first is not None or key not in self._recorded:
                 return
-            position, expected = self._kept[key]
-            theirs = self._part_like(expected, tensor)
-            if theirs is None:
+            position, expected = self._recorded[key]
+            reference = self._matching_shard(expected, tensor)
+            if reference is None:
                 return
-            difference = relative_difference(tensor.detach(), theirs)
+            difference = relative_difference(tensor.detach(), reference)
             if not difference <= self.tolerance:
                 self.first = OutputDifference(key[0], original_class(module).__name__, position, difference)
 
         try:
-            with _watching(model, on_output):
+            with _output_hooks(model, on_output):
                 yield
         finally:
-            self._kept.clear()
+            self._recorded.clear()
 
-    def _part_like(self, expected: Tensor, tensor: Tensor) -> Tensor | None:
+    def _matching_shard(self, expected: Tensor, tensor: Tensor) -> Tensor | None:
         if expected.shape == tensor.shape:
             return expected
         if expected.dim() != tensor.dim():
@@ -70,12 +70,12 @@ class Outputs:
         if len(dims) != 1:
             return None
         chunks = expected.chunk(self._size, dims[0])
-        part = chunks[self._rank] if self._rank < len(chunks) else None
-        return part if part is not None and part.shape == tensor.shape else None
+        shard = chunks[self._rank] if self._rank < len(chunks) else None
+        return shard if shard is not None and shard.shape == tensor.shape else None
 
 
 @contextlib.contextmanager
-def _watching(model: nn.Module, on_output: Callable[[tuple[str, int], nn.Module, Tensor], None]) -> Iterator[None]:
+def _output_hooks(model: nn.Module, on_output: Callable[[tuple[str, int], nn.Module, Tensor], None]) -> Iterator[None]:
     calls: collections.Counter[str] = collections.Counter()
 
     def hook_of(name: str) -> Callable[[nn.Module, Any, Any], None]:
@@ -96,12 +96,12 @@ def running_modules(model: nn.Module) -> Iterator[list[str]]:
     """Yield the names of the modules whose forwards run, outermost first; those that raised stay in the list."""
     running: list[str] = []
 
-    def leave(*_: Any) -> None:
+    def on_exit(*_: Any) -> None:
         running.pop()
 
     with (
         _hooks(model, lambda name, module: module.register_forward_pre_hook(lambda *_: running.append(name))),
-        _hooks(model, lambda name, module: module.register_forward_hook(leave)),
+        _hooks(model, lambda name, module: module.register_forward_hook(on_exit)),
     ):
         yield running
 
@@ -121,13 +121,13 @@ def _hooks(model: nn.Module, register: Callable[[str, nn.Module], Any]) -> Itera
             handle.remove()
 
 
-def relative_difference(ours: Tensor, theirs: Tensor, floor: float = 0.0) -> float:
-    """Return the norm of the difference, relative to the larger of `floor` and the norm of `theirs`.
+def relative_difference(value: Tensor, reference: Tensor, floor: float = 0.0) -> float:
+    """Return the norm of the difference, relative to the larger of `floor` and the norm of `reference`.
 
     inf if a value is not finite.
     """
-    ours, theirs = ours.to(torch.float64), theirs.to(torch.float64)
-    difference = (ours - theirs).norm().item()
-    scale = max(theirs.norm().item(), floor)
+    value, reference = value.to(torch.float64), reference.to(torch.float64)
+    difference = (value - reference).norm().item()
+    scale = max(reference.norm().item(), floor)
     result = difference / scale if scale > 0 else difference
     return float("inf") if math.isnan(result) else result

@@ -8,15 +8,15 @@ from typing import Any
 
 from weft.strategy.report_table import table_of
 
-_SHOWN = 10  # parameters in the printed table
+_MAX_ROWS = 10  # parameters in the printed table
 
 
 @dataclasses.dataclass(frozen=True)
 class StepLoss:
     """The loss of one step on both sides.
 
-    sharded, unsharded: means over the data-parallel ranks' shares of the batch.
-    difference: the largest relative difference of one share's loss.
+    sharded, unsharded: means over the data-parallel ranks' batches.
+    difference: the largest relative difference of one rank's loss.
     """
 
     step: int
@@ -106,22 +106,22 @@ class Comparison:
         if self.failure:
             return f"differ: {self.failure}"
         if self.agrees:
-            return f"agree to {_shown(self.largest)} {allowed}"
+            return f"agree to {_format_difference(self.largest)} {allowed}"
         worst = max(self.parameters, key=lambda row: row.largest, default=None)
         if worst is None or worst.largest <= self.tolerance:
             where = f"the losses, {self.largest:.1e}"
         else:
             where = f"largest at {worst.parameter}: {worst.largest:.1e}"
         text = f"differ: {where} {allowed}; {self._first()}"
-        without = self.in_eval_mode
-        if without is None:
+        in_eval = self.in_eval_mode
+        if in_eval is None:
             return text
-        if without.agrees:
+        if in_eval.agrees:
             return (
                 f"{text}. Random numbers are the reason: in eval mode, without dropout, they agree to "
-                f"{without.largest:.1e}; compare with mode='eval'"
+                f"{in_eval.largest:.1e}; compare with mode='eval'"
             )
-        return f"{text}. Random numbers are not the only reason: in eval mode, without dropout, they {without.verdict}"
+        return f"{text}. Random numbers are not the only reason: in eval mode, without dropout, they {in_eval.verdict}"
 
     def _first(self) -> str:
         first = self.first_output
@@ -143,31 +143,31 @@ class Comparison:
         if self.losses:
             header = ("step", "sharded loss", "unsharded loss", "difference")
             rows = [
-                (str(loss.step), f"{loss.sharded:.9g}", f"{loss.unsharded:.9g}", _shown(loss.difference))
+                (str(loss.step), f"{loss.sharded:.9g}", f"{loss.unsharded:.9g}", _format_difference(loss.difference))
                 for loss in self.losses
             ]
             lines += ["", *table_of(header, rows, right=header)]
-        shown = [
+        parameter_rows = [
             (
                 row.parameter,
                 row.style,
                 " ".join(f"{axis}:{dim}" for axis, dim in row.axes),
-                _shown(row.gradient),
-                _shown(row.weight),
+                _format_difference(row.gradient),
+                _format_difference(row.weight),
                 row.note,
             )
-            for row in self.parameters[:_SHOWN]
+            for row in self.parameters[:_MAX_ROWS]
         ]
-        if shown:
+        if parameter_rows:
             header = ("parameter", "style", "sharded over", "gradient", "weight", "note")
-            lines += ["", *table_of(header, shown, right=("gradient", "weight"))]
-        if rest := self.parameters[_SHOWN:]:
-            lines.append(f"and {len(rest)} more, at most {_shown(max(row.largest for row in rest))}")
+            lines += ["", *table_of(header, parameter_rows, right=("gradient", "weight"))]
+        if rest := self.parameters[_MAX_ROWS:]:
+            lines.append(f"and {len(rest)} more, at most {_format_difference(max(row.largest for row in rest))}")
         notes = () if self.agrees else self.notes
         return "\n".join((*lines, "", *notes, self.verdict))
 
 
-def _shown(difference: float | None) -> str:
+def _format_difference(difference: float | None) -> str:
     return "-" if difference is None else f"{difference:.1e}" if difference else "0"
 
 

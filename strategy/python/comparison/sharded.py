@@ -25,8 +25,8 @@ class JobMesh:
     """The mesh of a layout over all ranks of the process group, and the groups of its axes."""
 
     def __init__(self, sizes: MeshSizes, device_type: str) -> None:
-        num_shares = sizes.data_replicate * sizes.data_parallel
-        outer = init_device_mesh(device_type, (num_shares, sizes.tensor_parallel), mesh_dim_names=(_DATA, _TENSOR))
+        num_data_ranks = sizes.data_replicate * sizes.data_parallel
+        outer = init_device_mesh(device_type, (num_data_ranks, sizes.tensor_parallel), mesh_dim_names=(_DATA, _TENSOR))
         self.data_group: dist.ProcessGroup = outer.get_group(_DATA)
         self.mesh: DeviceMesh = outer
         self.sharding_mesh: DeviceMesh = outer[_DATA]

@@ -89,28 +89,28 @@ def keep_first_layers(model: nn.Module, count: int) -> None:
     Raises:
         ValueError: the model has no repeated blocks.
     """
-    kept: dict[str, list[str]] = {}
+    keys_by_owner: dict[str, list[str]] = {}
     for block in repeated_blocks(model):
         owner, _, key = block.rpartition(".")
-        kept.setdefault(owner, []).append(key)
-    if not kept:
+        keys_by_owner.setdefault(owner, []).append(key)
+    if not keys_by_owner:
         raise ValueError(
             f"compare: first_layers={count} finds no repeated blocks in a {type(model).__name__}, that is, modules "
             "of one class in an nn.ModuleList or nn.Sequential; leave it out, or build a smaller configuration."
         )
-    for owner, keys in kept.items():
+    for owner, keys in keys_by_owner.items():
         container = model.get_submodule(owner)
         for key in reversed(keys[count:]):  # removing from the end keeps the earlier keys
             del container[key if isinstance(container, nn.ModuleDict) else int(key)]
 
 
-def batch_of(model: nn.Module, given: Any, num_shares: int) -> tuple[Any, bool]:
+def batch_of(model: nn.Module, given: Any, num_data_ranks: int) -> tuple[Any, bool]:
     """Return the batch, before it is cast, and whether it is an input of the forward, without targets.
 
     Args:
         given: a batch, a callable that makes one, or "package.module:name" of either; None: the LightningModule's
             `example_input_array`, or random tokens for a language model of Hugging Face.
-        num_shares: the number of data-parallel ranks.
+        num_data_ranks: the number of data-parallel ranks.
     """
     given = resolve(given)
     if callable(given) and not isinstance(given, (Tensor, Mapping)):
@@ -124,7 +124,7 @@ def batch_of(model: nn.Module, given: Any, num_shares: int) -> tuple[Any, bool]:
     vocab_size = getattr(config, "vocab_size", None)
     if isinstance(vocab_size, int) and "input_ids" in inspect.signature(model.forward).parameters:
         length = min(_TOKENS, getattr(config, "max_position_embeddings", None) or _TOKENS)
-        num_sequences = num_shares * math.ceil(_SEQUENCES / num_shares)
+        num_sequences = num_data_ranks * math.ceil(_SEQUENCES / num_data_ranks)
         tokens = torch.randint(vocab_size, (num_sequences, length), generator=torch.Generator().manual_seed(0))
         has_labels = "labels" in inspect.signature(model.forward).parameters
         return {"input_ids": tokens, **({"labels": tokens} if has_labels else {})}, True

@@ -50,17 +50,17 @@ def train_both(request: Request) -> Comparison:
     source = subject.resolve(request.module)
     device = next(source.parameters()).device if isinstance(source, nn.Module) else torch.device("cpu")
     job = JobMesh(sizes, device.type)
-    with _globals_kept(device):
+    with _preserving_globals(device):
         torch.set_default_dtype(request.dtype)  # of tensors that forwards create, such as masks
-        found = _Comparing(request, job, device, request.mode).run()
+        found = _ComparisonRun(request, job, device, request.mode).run()
         if request.mode == "train" and found.draws_random_numbers and not found.agrees and not found.failure:
-            in_eval_mode = _Comparing(request, job, device, "eval").run()
+            in_eval_mode = _ComparisonRun(request, job, device, "eval").run()
             found = Comparison(**{**found.__dict__, "in_eval_mode": in_eval_mode})
     return found
 
 
 @contextlib.contextmanager
-def _globals_kept(device: torch.device) -> Iterator[None]:
+def _preserving_globals(device: torch.device) -> Iterator[None]:
     dtype, state = torch.get_default_dtype(), random.getstate()
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -70,18 +70,18 @@ def _globals_kept(device: torch.device) -> Iterator[None]:
         torch.set_default_dtype(dtype)
 
 
-class _Comparing:
-    """Runs one comparison; every rank also has the unsharded model and trains it on all shares of the batch."""
+class _ComparisonRun:
+    """Runs one comparison; every rank also has the unsharded model and trains it on all ranks' batches."""
 
     def __init__(self, request: Request, job: JobMesh, device: torch.device, mode: str) -> None:
         self._request, self._job, self._device = request, job, device
         self._mode = mode
-        self._num_shares, self._share = job.data_group.size(), job.data_group.rank()
+        self._num_data_ranks, self._data_rank = job.data_group.size(), job.data_group.rank()
         self._reference = self._build()
         self._names = [name for name, p in self._reference.named_parameters() if p.requires_grad]
-        self._shares, is_for_forward = self._make_shares()
+        self._rank_batches, is_for_forward = self._make_rank_batches()
         self._loss_fn, self._loss_name = subject.loss_of(self._reference, request.loss_fn, is_for_forward)
-        self._ours = ShardedTraining(
+        self._sharded = ShardedTraining(
             copy.deepcopy(self._reference),
             job,
             Plan(request.plan, sequence_parallel=request.sequence_parallel),
@@ -105,89 +105,98 @@ class _Comparing:
                 tensor.copy_(value)
         return model
 
-    def _make_shares(self) -> tuple[list[Any], bool]:
-        made, is_for_forward = subject.batch_of(self._reference, self._request.batch, self._num_shares)
-        shared = [made]
-        dist.broadcast_object_list(shared, 0)
+    def _make_rank_batches(self) -> tuple[list[Any], bool]:
+        made, is_for_forward = subject.batch_of(self._reference, self._request.batch, self._num_data_ranks)
+        objects = [made]
+        dist.broadcast_object_list(objects, 0)
         dtype = self._request.dtype
         batch = map_tensors(
             lambda t: t.to(self._device, dtype if t.is_floating_point() else None),
-            shared[0],
+            objects[0],
         )
-        if self._num_shares == 1:
+        if self._num_data_ranks == 1:
             return [batch], is_for_forward
         num_samples = batch_size_of(batch)
-        if num_samples % self._num_shares != 0:
+        if num_samples % self._num_data_ranks != 0:
             raise ValueError(
-                f"compare: the batch of {num_samples} samples does not divide by the {self._num_shares} data-parallel "
-                f"ranks of the layout '{self._request.layout}'; pass a batch that does."
+                f"compare: the batch of {num_samples} samples does not divide by the {self._num_data_ranks} "
+                f"data-parallel ranks of the layout '{self._request.layout}'; pass a batch that does."
             )
-        return split_batch(batch, self._num_shares), is_for_forward
+        return split_batch(batch, self._num_data_ranks), is_for_forward
 
     def run(self) -> Comparison:
         losses: list[StepLoss] = []
         largest: Tensor | None = None
-        note = failure = failing = ""
+        note = failure = failing_module = ""
         for step in range(self._request.steps):
-            theirs = self._unsharded_losses(step)
-            loss, failing, failure = self._sharded_loss(step)
+            reference_losses = self._unsharded_losses(step)
+            loss, failing_module, failure = self._sharded_loss(step)
             if failure:
                 break
             if step == 0:
                 note = self._replicated_note()
             found = self._differences()
             largest = found if largest is None else torch.maximum(largest, found)
-            losses.append(self._step_loss(step, loss, theirs))
-        return self._result(losses, largest, note, failing, failure)
+            losses.append(self._step_loss(step, loss, reference_losses))
+        return self._result(losses, largest, note, failing_module, failure)
 
-    def _seed(self, step: int, share: int) -> None:
-        seed = self._request.seed + 1 + step * self._num_shares + share
+    def _seed(self, step: int, data_rank: int) -> None:
+        seed = self._request.seed + 1 + step * self._num_data_ranks + data_rank
         torch.manual_seed(seed)
         random.seed(seed)
 
     def _unsharded_losses(self, step: int) -> list[Tensor]:
-        """Return the losses of all shares; the reference has the gradients of their mean afterwards."""
+        """Return the losses of all data-parallel ranks; the reference has the gradients of their mean afterwards."""
         self._optimizer.zero_grad()
         losses = []
-        for share, batch in enumerate(self._shares):
-            self._seed(step, share)
+        for data_rank, batch in enumerate(self._rank_batches):
+            self._seed(step, data_rank)
             before = torch.get_rng_state()
-            is_kept = step == 0 and share == self._share
-            with self._outputs.keep(self._reference) if is_kept else contextlib.nullcontext():
-                with self._dtypes if is_kept else contextlib.nullcontext():
+            is_recorded = step == 0 and data_rank == self._data_rank
+            with self._outputs.record_reference(self._reference) if is_recorded else contextlib.nullcontext():
+                with self._dtypes if is_recorded else contextlib.nullcontext():
                     loss = self._loss_fn(self._reference, batch)
             self._draws = self._draws or not torch.equal(before, torch.get_rng_state())
-            (loss / self._num_shares).backward()
+            (loss / self._num_data_ranks).backward()
             losses.append(loss.detach())
         if step == 0:
             self._outputs.tolerance = self._tolerance()[0]
         return losses
 
     def _sharded_loss(self, step: int) -> tuple[Tensor, str, str]:
-        """Return the loss of this rank's share, and the place and text of an error on any rank; collective."""
-        self._ours.zero_grad()
-        self._seed(step, self._share)
+        """Return the loss of this rank, and the module and text of an error on any rank; collective."""
+        self._sharded.zero_grad()
+        self._seed(step, self._data_rank)
         loss, running, failure = torch.zeros(()), [], ("", "")
         is_forward, is_consequence = True, False
-        compares = self._outputs.hold_against(self._ours.model) if step == 0 else contextlib.nullcontext()
+        comparing = self._outputs.compare(self._sharded.model) if step == 0 else contextlib.nullcontext()
         try:
-            with running_modules(self._ours.model) as running, compares:
-                loss = self._loss_fn(self._ours.model, self._shares[self._share])
+            with running_modules(self._sharded.model) as running, comparing:
+                loss = self._loss_fn(self._sharded.model, self._rank_batches[self._data_rank])
             is_forward = False
-            self._ours.backward(loss)
+            self._sharded.backward(loss)
         except Exception as raised:  # an error of the sharded model is a result
             # A ShardedModuleError describes the shards; the error of the user's code is more specific here.
             error = raised.__cause__ if isinstance(raised, ShardedModuleError) and raised.__cause__ else raised
-            place = running[-1] if running and is_forward else ""
+            module_name = running[-1] if running and is_forward else ""
             is_consequence = isinstance(error, CollectiveError)
-            owner = original_class(self._ours.model.get_submodule(place)).__name__
-            shown = f"the forward of '{place}' ({owner})" if place else "its forward" if is_forward else "its backward"
-            failure = (place, f"the sharded model raises {type(error).__name__} in {shown}{_raised_at(error)}: {error}")
-        self._meet(bool(failure[1]))
-        found = [each for each in self._gathered((is_consequence, failure)) if each[1][1]]
+            owner = original_class(self._sharded.model.get_submodule(module_name)).__name__
+            shown = (
+                f"the forward of '{module_name}' ({owner})"
+                if module_name
+                else "its forward"
+                if is_forward
+                else "its backward"
+            )
+            failure = (
+                module_name,
+                f"the sharded model raises {type(error).__name__} in {shown}{_raised_at(error)}: {error}",
+            )
+        self._wait_for_ranks(bool(failure[1]))
+        found = [each for each in self._all_gather((is_consequence, failure)) if each[1][1]]
         return (loss.detach(), *min(found, key=lambda each: each[0], default=(False, ("", "")))[1])
 
-    def _meet(self, has_failed: bool) -> None:
+    def _wait_for_ranks(self, has_failed: bool) -> None:
         """Wait for all ranks. If only this one has failed, the others wait in a collective, which is aborted."""
         arrived = dist.barrier(group=self._job.control_group, async_op=True)
         deadline = time.monotonic() + _GRACE_SECONDS
@@ -198,7 +207,7 @@ class _Comparing:
             time.sleep(0.02)
         arrived.wait()
 
-    def _gathered(self, value: Any) -> list[Any]:
+    def _all_gather(self, value: Any) -> list[Any]:
         """Return each rank's value, in the order of the ranks; collective."""
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, value, group=self._job.control_group)
@@ -206,32 +215,32 @@ class _Comparing:
 
     def _replicated_note(self) -> str:
         try:
-            check_replicated_gradients(self._ours.model, data_group=self._job.data_group)
+            check_replicated_gradients(self._sharded.model, data_group=self._job.data_group)
         except ValueError as error:
             return str(error)
         return ""
 
     def _differences(self) -> Tensor:
         """Return the differences of gradients and, after a step of both, of weights, `[2, parameters]`; collective."""
-        theirs = dict(self._reference.named_parameters())
+        reference = dict(self._reference.named_parameters())
         gradients = {
-            name: torch.zeros_like(theirs[name]) if theirs[name].grad is None else theirs[name].grad
+            name: torch.zeros_like(reference[name]) if reference[name].grad is None else reference[name].grad
             for name in self._names
         }
-        of_gradients = _relative_to_all(gradients_of(self._ours.model), gradients)
-        self._ours.step()
+        of_gradients = _relative_differences(gradients_of(self._sharded.model), gradients)
+        self._sharded.step()
         self._optimizer.step()
-        ours = {name: full(p) for name, p in self._ours.model.named_parameters() if p.requires_grad}
-        of_weights = _relative_to_all(ours, {name: theirs[name].detach() for name in self._names})
+        sharded = {name: full(p) for name, p in self._sharded.model.named_parameters() if p.requires_grad}
+        of_weights = _relative_differences(sharded, {name: reference[name].detach() for name in self._names})
         result = torch.tensor([of_gradients, of_weights], dtype=torch.float64, device=self._device)
         dist.all_reduce(result, dist.ReduceOp.MAX)
         return result
 
-    def _step_loss(self, step: int, loss: Tensor, theirs: list[Tensor]) -> StepLoss:
+    def _step_loss(self, step: int, loss: Tensor, reference_losses: list[Tensor]) -> StepLoss:
         differences, losses = zip(
-            *self._gathered((relative_difference(loss, theirs[self._share]), loss.item())), strict=True
+            *self._all_gather((relative_difference(loss, reference_losses[self._data_rank]), loss.item())), strict=True
         )
-        unsharded = sum(each.item() for each in theirs) / len(theirs)
+        unsharded = sum(each.item() for each in reference_losses) / len(reference_losses)
         return StepLoss(step + 1, sum(losses) / len(losses), unsharded, max(differences))
 
     def _tolerance(self) -> tuple[float, str]:
@@ -240,24 +249,24 @@ class _Comparing:
         if request.tolerance is not None:
             return request.tolerance, ""
         coarsest = max((request.dtype, *self._dtypes.found), key=lambda dtype: TOLERANCES.get(dtype, 0.0))
-        own = TOLERANCES[request.dtype]
-        is_coarser = TOLERANCES[coarsest] > own
+        dtype_tolerance = TOLERANCES[request.dtype]
+        is_coarser = TOLERANCES[coarsest] > dtype_tolerance
         note = f", because the forward computes partly in {_name(coarsest)}" if is_coarser else ""
         return TOLERANCES[coarsest], note
 
     def _result(
-        self, losses: list[StepLoss], largest: Tensor | None, note: str, failing: str, failure: str
+        self, losses: list[StepLoss], largest: Tensor | None, note: str, failing_module: str, failure: str
     ) -> Comparison:
-        rows = {row.parameter: row for row in report(self._ours.model).rows}
+        rows = {row.parameter: row for row in report(self._sharded.model).rows}
         values = [(None, None)] * len(self._names) if largest is None else largest.t().tolist()
         parameters = [
             ParameterDifference(name, rows[name].style, rows[name].rule, rows[name].note, rows[name].axes, *pair)
             for name, pair in zip(self._names, values, strict=True)
         ]
-        prefix = f"{failing}." if failing else ""
+        prefix = f"{failing_module}." if failing_module else ""
         is_inside = {row.parameter: bool(failure) and row.parameter.startswith(prefix) for row in parameters}
         parameters.sort(key=lambda row: (not is_inside[row.parameter], -row.largest))
-        firsts = [first for first in self._gathered(self._outputs.first) if first is not None]
+        firsts = [first for first in self._all_gather(self._outputs.first) if first is not None]
         tolerance, tolerance_note = self._tolerance()
         found = Comparison(
             self._setting(),
@@ -268,7 +277,7 @@ class _Comparing:
             _earliest(firsts),
             failure,
             self._draws,
-            report(self._ours.model).notes,
+            report(self._sharded.model).notes,
         )
         if note and not found.agrees:
             found = Comparison(**{**found.__dict__, "notes": (*found.notes, note)})
@@ -276,7 +285,7 @@ class _Comparing:
 
     def _setting(self) -> str:
         request = self._request
-        stage = f", zero_stage {request.zero_stage}" if self._num_shares > 1 else ""
+        stage = f", zero_stage {request.zero_stage}" if self._num_data_ranks > 1 else ""
         layers = "" if request.first_layers is None else f", the first {request.first_layers} of its repeated blocks"
         return (
             f"{type(self._reference).__name__}{layers}: layout {request.layout}{stage}, plan "
@@ -307,9 +316,9 @@ class _ComputedDtypes(TorchDispatchMode):
         return result
 
 
-def _relative_to_all(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[float]:
-    total = sum(tensor.double().norm().item() ** 2 for tensor in theirs.values()) ** 0.5
-    return [relative_difference(ours[name], tensor, _FLOOR * total) for name, tensor in theirs.items()]
+def _relative_differences(values: dict[str, Tensor], references: dict[str, Tensor]) -> list[float]:
+    total = sum(tensor.double().norm().item() ** 2 for tensor in references.values()) ** 0.5
+    return [relative_difference(values[name], tensor, _FLOOR * total) for name, tensor in references.items()]
 
 
 def _earliest(firsts: list[OutputDifference]) -> OutputDifference | None:

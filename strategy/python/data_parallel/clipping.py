@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from weft.strategy.data_parallel.local import local_part
+from weft.strategy.data_parallel.local import local_shard
 
-_Cut = tuple[DeviceMesh, int]
+_ShardAxis = tuple[DeviceMesh, int]
 
 
 def clip_gradients_by_norm(
@@ -42,31 +42,31 @@ def clip_gradients_by_norm(
         The norm before clipping, `[]`, float32 (float64 for float64 gradients, and with stages), on the gradients'
         device; the same on each rank.
     """
-    by_cuts: dict[tuple[_Cut, ...], list[Tensor]] = {}
+    by_axes: dict[tuple[_ShardAxis, ...], list[Tensor]] = {}
     elsewhere = {id(parameter) for parameter in counted_elsewhere}
     grads, locals_elsewhere = [], []
     for parameter in parameters:
         if parameter.grad is not None and id(parameter) in elsewhere:
-            locals_elsewhere.append(local_part(parameter.grad))
+            locals_elsewhere.append(local_shard(parameter.grad))
         elif parameter.grad is not None:
             grads.append(parameter.grad)
     if not grads and stages is None:
         return torch.zeros(())
     for grad in grads:
-        by_cuts.setdefault(_cuts(grad), []).append(local_part(grad))
+        by_axes.setdefault(_shard_axes(grad), []).append(local_shard(grad))
     is_double = stages is not None or any(grad.dtype == torch.float64 for grad in grads)
     dtype = torch.float64 if is_double else torch.float32
     is_max = math.isinf(norm_type)
-    powers = {cuts: _power(locals_, norm_type, dtype) for cuts, locals_ in by_cuts.items()}
-    for cut in dict.fromkeys(cut for cuts in powers for cut in cuts):
-        mesh, dim = cut
-        on_axis = [cuts for cuts in powers if cut in cuts]
-        sums = torch.stack([powers[cuts] for cuts in on_axis])
+    powers = {axes: _power(locals_, norm_type, dtype) for axes, locals_ in by_axes.items()}
+    for shard_axis in dict.fromkeys(shard_axis for axes in powers for shard_axis in axes):
+        mesh, dim = shard_axis
+        on_axis = [axes for axes in powers if shard_axis in axes]
+        sums = torch.stack([powers[axes] for axes in on_axis])
         dist.all_reduce(sums, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=mesh.get_group(dim))
         powers.update(zip(on_axis, sums.unbind(), strict=True))
     device = (grads or locals_elsewhere or [torch.zeros(())])[0].device
-    together = torch.stack(list(powers.values())) if powers else torch.zeros(1, dtype=dtype, device=device)
-    total = together.max() if is_max else together.sum()
+    all_powers = torch.stack(list(powers.values())) if powers else torch.zeros(1, dtype=dtype, device=device)
+    total = all_powers.max() if is_max else all_powers.sum()
     if stages is not None:
         dist.all_reduce(total, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=stages)
     norm = total if is_max else total.pow(1 / norm_type)
@@ -76,13 +76,13 @@ def clip_gradients_by_norm(
             "pass error_if_nonfinite=False."
         )
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for locals_ in (*by_cuts.values(), locals_elsewhere):
-        for each in _by_kind(locals_):
+    for locals_ in (*by_axes.values(), locals_elsewhere):
+        for each in _by_dtype_and_device(locals_):
             torch._foreach_mul_(each, factor.to(each[0].dtype))
     return norm
 
 
-def _cuts(grad: Tensor) -> tuple[_Cut, ...]:
+def _shard_axes(grad: Tensor) -> tuple[_ShardAxis, ...]:
     """Return the axes, of more than one rank, over which a gradient is sharded."""
     if not isinstance(grad, DTensor):
         return ()
@@ -99,19 +99,21 @@ def _cuts(grad: Tensor) -> tuple[_Cut, ...]:
 def _power(locals_: list[Tensor], norm_type: float, dtype: torch.dtype) -> Tensor:
     """Return the sum of |element|^p, or the largest |element|."""
     norms = []
-    for each in _by_kind([local for local in locals_ if local.numel()]):
-        norms += [norm.to(dtype) for norm in torch._foreach_norm(each, norm_type, dtype=_accumulate_in(each[0].dtype))]
+    for each in _by_dtype_and_device([local for local in locals_ if local.numel()]):
+        norms += [
+            norm.to(dtype) for norm in torch._foreach_norm(each, norm_type, dtype=_accumulation_dtype(each[0].dtype))
+        ]
     if not norms:
         return torch.zeros((), dtype=dtype, device=locals_[0].device)
     stacked = torch.stack(norms)
     return stacked.max() if math.isinf(norm_type) else stacked.pow(norm_type).sum()
 
 
-def _accumulate_in(dtype: torch.dtype) -> torch.dtype:
+def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def _by_kind(tensors: list[Tensor]) -> list[list[Tensor]]:
+def _by_dtype_and_device(tensors: list[Tensor]) -> list[list[Tensor]]:
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)

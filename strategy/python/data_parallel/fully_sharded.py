@@ -54,43 +54,43 @@ def shard_fully(
     marked = model.__dict__.get(_MARK)
     if marked is not None and marked[0] == key:
         return list(marked[1])
-    _refuse_sharded(model)
+    _check_not_sharded(model)
     policy = mp_policy or MixedPrecisionPolicy()
     state = state_of(model)
     if policy.param_dtype is not None and state is not None and state.precision is not None:
         policy = dataclasses.replace(policy, param_dtype=state.precision)
-    own_dtypes = _own_dtypes(model, policy.param_dtype)
-    names = _units(model, own_dtypes, inside=entry_points is not None)
-    _refuse_units(model, names, own_dtypes)
+    dtype_overrides = _dtype_overrides(model, policy.param_dtype)
+    names = _units(model, dtype_overrides, inside=entry_points is not None)
+    _check_units(model, names, dtype_overrides)
     blocks = repeated_blocks(model)
-    callees = [name for name in names if name not in blocks and name not in own_dtypes]
+    callees = [name for name in names if name not in blocks and name not in dtype_overrides]
     if root_is_called and len(callees) == 1 and policy.param_dtype is None:
         names.remove(callees.pop())  # it is now gathered with the model, and its other methods work
     if not root_is_called:
-        _refuse_own_parameters(model, names)
+        _check_no_root_parameters(model, names)
     # The backward needs the last block first: freeing it after the forward would only gather it again at once.
     last = tuple(f"{block}." for block in blocks[-1:])
-    kept = _holding_heads(model, names) | {name for name in names if f"{name}.".startswith(last)}
+    stays_gathered = _units_with_heads(model, names) | {name for name in names if f"{name}.".startswith(last)}
     for name in reversed(names):
-        frees = reshard_after_forward and name not in kept and (name not in callees or len(callees) > 1)
-        own = policy
-        if name in own_dtypes:
-            own = MixedPrecisionPolicy(own_dtypes[name], policy.reduce_dtype, cast_forward_inputs=False)
-        fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=frees, mp_policy=own)
-    outer = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False)
+        frees = reshard_after_forward and name not in stays_gathered and (name not in callees or len(callees) > 1)
+        unit_policy = policy
+        if name in dtype_overrides:
+            unit_policy = MixedPrecisionPolicy(dtype_overrides[name], policy.reduce_dtype, cast_forward_inputs=False)
+        fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=frees, mp_policy=unit_policy)
+    root_policy = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False)
     is_module = entry_points is not None
     if root_is_called:
-        fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=outer if is_module else policy)
+        fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=root_policy if is_module else policy)
         for method in entry_points or ():
             register_fsdp_forward_method(model, method)
         names = ["", *names]
     if mesh.device_type == "cpu":
-        _gather_when_needed(model, names)
+        _disable_prefetch(model, names)
     model.__dict__[_MARK] = (key, tuple(names))
     return names
 
 
-def _gather_when_needed(model: nn.Module, names: list[str]) -> None:
+def _disable_prefetch(model: nn.Module, names: list[str]) -> None:
     """Disable prefetch: without streams there is no overlap, and a unit gathered ahead only takes memory."""
     for name in names:
         unit = model.get_submodule(name)
@@ -107,7 +107,7 @@ def fsdp_roots(model: nn.Module) -> list[FSDPModule]:
     return [module for _, module in roots]
 
 
-def _refuse_sharded(model: nn.Module) -> None:
+def _check_not_sharded(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             shown = f"'{name}'" if name else "the model itself"
@@ -117,8 +117,8 @@ def _refuse_sharded(model: nn.Module) -> None:
             )
 
 
-def _refuse_units(model: nn.Module, names: list[str], own_dtypes: dict[str, torch.dtype]) -> None:
-    tied = next((name for name in own_dtypes if name not in names), None)
+def _check_units(model: nn.Module, names: list[str], dtype_overrides: dict[str, torch.dtype]) -> None:
+    tied = next((name for name in dtype_overrides if name not in names), None)
     if tied is not None:
         raise ValueError(
             f"shard_fully: the rule of '{tied}' says precision, but it shares a weight with modules beside it, which "
@@ -134,18 +134,18 @@ def _refuse_units(model: nn.Module, names: list[str], own_dtypes: dict[str, torc
             )
 
 
-def _refuse_own_parameters(model: nn.Module, names: list[str]) -> None:
-    places = _owners(model, ["", *names])
-    own = [name for name, units in places.items() if "" in units]
-    if own:
+def _check_no_root_parameters(model: nn.Module, names: list[str]) -> None:
+    owners = _owning_units(model, ["", *names])
+    root_parameters = [name for name, units in owners.items() if "" in units]
+    if root_parameters:
         raise ValueError(
             f"shard_fully: with manual optimization a {original_class(model).__name__} cannot gather parameters that "
-            f"are in no module it calls, or in several, such as '{own[0]}'; put them into one submodule with a "
-            "forward, or pass zero_stage=1."
+            f"are in no module it calls, or in several, such as '{root_parameters[0]}'; put them into one submodule "
+            "with a forward, or pass zero_stage=1."
         )
 
 
-def _own_dtypes(model: nn.Module, gathered: torch.dtype | None) -> dict[str, torch.dtype]:
+def _dtype_overrides(model: nn.Module, gathered: torch.dtype | None) -> dict[str, torch.dtype]:
     """Return the outermost modules with parameters that compute in another dtype than `gathered`, with that dtype."""
     result: dict[str, torch.dtype] = {}
     for name, module in model.named_modules() if gathered is not None else ():
@@ -158,18 +158,18 @@ def _own_dtypes(model: nn.Module, gathered: torch.dtype | None) -> dict[str, tor
     return result
 
 
-def _units(model: nn.Module, own_dtypes: Iterable[str], inside: bool) -> list[str]:
+def _units(model: nn.Module, dtype_overrides: Iterable[str], inside: bool) -> list[str]:
     """Return the names of the units below the model, outer ones first."""
-    names = {*repeated_blocks(model), *own_dtypes, *(_callees(model) if inside else ())}
+    names = {*repeated_blocks(model), *dtype_overrides, *(_callees(model) if inside else ())}
     while True:
         candidates = ["", *(name for name, _ in model.named_modules() if name in names)]
-        shared = [units for units in _owners(model, candidates).values() if len(units) > 1]
+        shared = [units for units in _owning_units(model, candidates).values() if len(units) > 1]
         if not shared:
             return candidates[1:]
         names -= {unit for units in shared for unit in units}
 
 
-def _holding_heads(model: nn.Module, names: list[str]) -> set[str]:
+def _units_with_heads(model: nn.Module, names: list[str]) -> set[str]:
     """Return the innermost units around layers whose weight a loss uses again after their forward."""
     states = ((name, state_of(module)) for name, module in model.named_modules())
     heads = [name for name, state in states if state is not None and state.style == "vocab_head"]
@@ -187,7 +187,7 @@ def _callees(model: nn.Module, prefix: str = "") -> Iterator[str]:
             yield name
 
 
-def _owners(model: nn.Module, candidates: list[str]) -> dict[str, set[str]]:
+def _owning_units(model: nn.Module, candidates: list[str]) -> dict[str, set[str]]:
     """Return the innermost candidates that hold each parameter, by the parameter's first name."""
     first_names: dict[int, str] = {}
     owners: dict[str, set[str]] = {}

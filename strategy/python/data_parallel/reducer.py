@@ -12,16 +12,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from weft.strategy.data_parallel.local import local_part
+from weft.strategy.data_parallel.local import local_shard
 
 _BUCKET_BYTES = 25 << 20
-_MOST_IN_FLIGHT = 2  # buckets whose copies exist
+_MAX_IN_FLIGHT = 2  # buckets whose copies exist
 
 
 @dataclasses.dataclass(eq=False)
 class _Bucket:
     parameters: list[Tensor]
-    waiting: set[Tensor]
+    pending: set[Tensor]
 
 
 @dataclasses.dataclass(eq=False)
@@ -56,17 +56,17 @@ class GradientReducer:
                 )
         self._group = group
         self._is_paused = False
-        self._next = 0
-        self._has_new = False
+        self._next_bucket = 0
+        self._has_pending = False
         self._in_flight: deque[_Reduction] = deque()
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._bucket_bytes = bucket_bytes
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[Tensor, _Bucket] = {}
         self._handles: list[RemovableHandle] = []
-        self._adopt(p for p in self._names if p.requires_grad)
+        self._register(p for p in self._names if p.requires_grad)
 
-    def _adopt(self, parameters: Iterable[Tensor]) -> None:
+    def _register(self, parameters: Iterable[Tensor]) -> None:
         """Register parameters that require gradients, from the start or since they were unfrozen."""
         for bucket in _buckets(list(parameters), self._bucket_bytes):
             self._buckets.append(bucket)
@@ -92,78 +92,80 @@ class GradientReducer:
     def _on_gradient(self, parameter: Tensor) -> None:
         if self._is_paused:
             return
-        self._has_new = True
+        self._has_pending = True
         bucket = self._bucket_of[parameter]
-        if parameter not in bucket.waiting:
+        if parameter not in bucket.pending:
             raise RuntimeError(
                 f"GradientReducer: '{self._names[parameter]}' got a gradient from a second backward before the first "
                 "one's were averaged; run backwards through the strategy (fabric.backward, manual_backward), or those "
                 "whose gradients add up without synchronization."
             )
-        bucket.waiting.discard(parameter)
-        while self._next < len(self._buckets) and not self._buckets[self._next].waiting:
-            self._launch(self._buckets[self._next])
-            while len(self._in_flight) > _MOST_IN_FLIGHT:
-                self._land(self._in_flight.popleft(), None)
+        bucket.pending.discard(parameter)
+        while self._next_bucket < len(self._buckets) and not self._buckets[self._next_bucket].pending:
+            self._start_reduction(self._buckets[self._next_bucket])
+            while len(self._in_flight) > _MAX_IN_FLIGHT:
+                self._finish_reduction(self._in_flight.popleft(), None)
 
     def finish(self) -> None:
         """Average the gradients that the backward left pending; collective; does nothing while paused."""
         if self._is_paused:
             return
-        self._adopt(p for p in self._names if p.requires_grad and p not in self._bucket_of)
+        self._register(p for p in self._names if p.requires_grad and p not in self._bucket_of)
         if not self._bucket_of:
             return
         has_gradient = torch.tensor([p.grad is not None for p in self._bucket_of], dtype=torch.uint8)
-        while self._next < len(self._buckets):
-            self._launch(self._buckets[self._next])
+        while self._next_bucket < len(self._buckets):
+            self._start_reduction(self._buckets[self._next_bucket])
         flags = has_gradient.to(self._device())
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
         with_gradient = {p for p, flag in zip(self._bucket_of, flags.tolist(), strict=True) if flag}
         while self._in_flight:
-            self._land(self._in_flight.popleft(), with_gradient)
-        self._next, self._has_new = 0, False
+            self._finish_reduction(self._in_flight.popleft(), with_gradient)
+        self._next_bucket, self._has_pending = 0, False
         for bucket in self._buckets:
-            bucket.waiting = set(bucket.parameters)
+            bucket.pending = set(bucket.parameters)
 
     def finish_if_needed(self) -> None:
         """Before a step: average gradients that are pending from a backward."""
-        if self._has_new:
+        if self._has_pending:
             self.finish()
 
     def _device(self) -> torch.device:
-        return local_part(next(iter(self._bucket_of))).device
+        return local_shard(next(iter(self._bucket_of))).device
 
-    def _launch(self, bucket: _Bucket) -> None:
-        self._next += 1
-        grads = [None if p.grad is None else local_part(p.grad) for p in bucket.parameters]
+    def _start_reduction(self, bucket: _Bucket) -> None:
+        self._next_bucket += 1
+        grads = [None if p.grad is None else local_shard(p.grad) for p in bucket.parameters]
         in_place = len(grads) == 1 and grads[0] is not None and grads[0].is_contiguous()
         if in_place:
             flat = grads[0].view(-1)
         else:
-            locals_ = [local_part(p) for p in bucket.parameters]
+            locals_ = [local_shard(p) for p in bucket.parameters]
             flat = locals_[0].new_empty(sum(local.numel() for local in locals_))
-            for part, parameter, grad in zip(_split(flat, bucket), bucket.parameters, grads, strict=True):
-                part.zero_() if grad is None else part.view(local_part(parameter).shape).copy_(grad)
+            for flat_grad, parameter, grad in zip(_split(flat, bucket), bucket.parameters, grads, strict=True):
+                flat_grad.zero_() if grad is None else flat_grad.view(local_shard(parameter).shape).copy_(grad)
         flat.div_(self._group.size())
         work = dist.all_reduce(flat, group=self._group, async_op=True)
         self._in_flight.append(_Reduction(bucket, flat, work, in_place))
 
-    def _land(self, reduction: _Reduction, with_gradient: set[Tensor] | None) -> None:
+    def _finish_reduction(self, reduction: _Reduction, with_gradient: set[Tensor] | None) -> None:
         reduction.work.wait()
         if reduction.in_place:
             return
-        for part, parameter in zip(_split(reduction.flat, reduction.bucket), reduction.bucket.parameters, strict=True):
+        for flat_grad, parameter in zip(
+            _split(reduction.flat, reduction.bucket), reduction.bucket.parameters, strict=True
+        ):
             if with_gradient is not None and parameter not in with_gradient:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            local = local_part(parameter.grad)
-            local.copy_(part.view(local.shape))
+            local = local_shard(parameter.grad)
+            local.copy_(flat_grad.view(local.shape))
 
 
 def average_gradient(parameter: Tensor, group: dist.ProcessGroup) -> None:
     """Average one complete gradient over `group` now, in place; collective."""
-    local = local_part(parameter.grad).div_(group.size())
+    local = local_shard(parameter.grad).div_(group.size())
     reduced = local.contiguous()
     dist.all_reduce(reduced, group=group)
     if reduced.data_ptr() != local.data_ptr():
@@ -171,21 +173,21 @@ def average_gradient(parameter: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def _split(flat: Tensor, bucket: _Bucket) -> tuple[Tensor, ...]:
-    return flat.split([local_part(p).numel() for p in bucket.parameters])
+    return flat.split([local_shard(p).numel() for p in bucket.parameters])
 
 
 def _buckets(parameters: list[Tensor], bucket_bytes: int) -> list[_Bucket]:
     """Divide parameters into buckets, roughly in the order in which a backward completes their gradients."""
     buckets: list[_Bucket] = []
-    room: dict[tuple[torch.dtype, torch.device], tuple[_Bucket, int]] = {}
+    open_buckets: dict[tuple[torch.dtype, torch.device], tuple[_Bucket, int]] = {}
     for parameter in reversed(parameters):
-        local = local_part(parameter)
+        local = local_shard(parameter)
         kind = (local.dtype, local.device)
-        bucket, used = room.get(kind, (None, bucket_bytes))
+        bucket, used = open_buckets.get(kind, (None, bucket_bytes))
         if bucket is None or used + local.nbytes > bucket_bytes:
             bucket, used = _Bucket([], set()), 0
             buckets.append(bucket)
         bucket.parameters.append(parameter)
-        bucket.waiting.add(parameter)
-        room[kind] = (bucket, used + local.nbytes)
+        bucket.pending.add(parameter)
+        open_buckets[kind] = (bucket, used + local.nbytes)
     return buckets

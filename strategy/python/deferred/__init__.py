@@ -4,18 +4,18 @@ from weft.strategy.deferred.context import deferred_init
 from weft.strategy.deferred.materialize import (
     attributes_of,
     check_written,
+    full_value_of,
     is_deferred,
     materialize,
     shard_of,
-    whole_of,
 )
 
 __all__ = [
     "attributes_of",
     "check_written",
     "deferred_init",
+    "full_value_of",
     "is_deferred",
     "materialize",
     "shard_of",
-    "whole_of",
 ]

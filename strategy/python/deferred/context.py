@@ -15,14 +15,14 @@ from torch.utils._pytree import tree_leaves
 
 from weft.strategy.deferred.stream import EMPTY
 from weft.strategy.deferred.tape import Tape
-from weft.strategy.deferred.tensor import DeferredTensor, call, record, record_whole
+from weft.strategy.deferred.tensor import DeferredTensor, call, record, record_in_place
 from weft.strategy.deferred.unwritten import mark_unwritten
 
 # Smaller tensors are created as usual: they cost little, and code that asks for values mostly asks for theirs.
 MIN_BYTES = 16 * 1024
 
 aten = torch.ops.aten
-_DRAWN = {
+_IN_PLACE_DRAWS = {
     aten.rand.default: aten.uniform_.default,
     aten.rand.generator: aten.uniform_.default,
     aten.randn.default: aten.normal_.default,
@@ -30,7 +30,7 @@ _DRAWN = {
 }
 
 
-class _Building(TorchDispatchMode):
+class _DeferringMode(TorchDispatchMode):
     def __init__(self, tape: Tape, min_bytes: int) -> None:
         super().__init__()
         self._tape, self._min_bytes = tape, min_bytes
@@ -45,10 +45,10 @@ class _Building(TorchDispatchMode):
         if not is_factory or device.type == "meta" or not self._is_large(func, args, kwargs):
             made = func(*args, **kwargs)
             return mark_unwritten(made) if func in EMPTY else made
-        if func in _DRAWN:
+        if func in _IN_PLACE_DRAWS:
             generator = kwargs.pop("generator", None)
             made = record(self._tape, aten.empty.memory_format, args[:1], kwargs, device)
-            return call(_DRAWN[func], (made,), {} if generator is None else {"generator": generator})
+            return call(_IN_PLACE_DRAWS[func], (made,), {} if generator is None else {"generator": generator})
         return record(self._tape, func, args, kwargs, device)
 
     def _is_large(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
@@ -80,17 +80,17 @@ def deferred_init(min_bytes: int = MIN_BYTES) -> Iterator[None]:
         min_bytes: smaller tensors are created as usual.
     """
     tape = Tape()
-    own = init._no_grad_trunc_normal_
+    original = init._no_grad_trunc_normal_
 
     def trunc_normal(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         # It draws until no value is out of bounds: the number of draws depends on the values.
         if isinstance(tensor, DeferredTensor):
-            return record_whole(own, tensor, args, kwargs)
-        return own(tensor, *args, **kwargs)
+            return record_in_place(original, tensor, args, kwargs)
+        return original(tensor, *args, **kwargs)
 
     init._no_grad_trunc_normal_ = trunc_normal
     try:
-        with _Building(tape, min_bytes):
+        with _DeferringMode(tape, min_bytes):
             yield
     finally:
-        init._no_grad_trunc_normal_ = own
+        init._no_grad_trunc_normal_ = original

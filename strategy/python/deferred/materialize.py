@@ -13,7 +13,7 @@ from weft.strategy.deferred.tape import storage_of
 from weft.strategy.deferred.tensor import DeferredTensor
 from weft.strategy.deferred.unwritten import is_unwritten
 
-_OF_DEFERRED = ("meta", "tape", "_is_param")
+_DEFERRED_ATTRIBUTES = ("meta", "tape", "_is_param")
 
 
 def is_deferred(value: object) -> bool:
@@ -21,12 +21,12 @@ def is_deferred(value: object) -> bool:
     return isinstance(value, DeferredTensor)
 
 
-def whole_of(tensor: DeferredTensor) -> Tensor:
+def full_value_of(tensor: DeferredTensor) -> Tensor:
     """Return all values, contiguous, in storage of their own; the deferred tensor does not change."""
     storage = storage_of(tensor.meta)
-    if storage in tensor.tape.real:
-        real = tensor.tape.real[storage]
-        value = real.as_strided(tensor.meta.shape, tensor.meta.stride(), tensor.meta.storage_offset())
+    if storage in tensor.tape.materialized:
+        materialized = tensor.tape.materialized[storage]
+        value = materialized.as_strided(tensor.meta.shape, tensor.meta.stride(), tensor.meta.storage_offset())
         return value.clone(memory_format=torch.preserve_format)
     [value] = tensor.tape.replay([tensor.meta])
     holds_more = value.untyped_storage().nbytes() != value.numel() * value.element_size()
@@ -35,12 +35,12 @@ def whole_of(tensor: DeferredTensor) -> Tensor:
 
 def shard_of(tensor: DeferredTensor, dim: int, start: int, length: int) -> tuple[Tensor, bool]:
     """Return `narrow(dim, start, length)` of the values, contiguous, and whether no full tensor was needed for it."""
-    if storage_of(tensor.meta) not in tensor.tape.real and tensor.device.type == "cpu":
+    if storage_of(tensor.meta) not in tensor.tape.materialized and tensor.device.type == "cpu":
         with torch.no_grad():
             made = stream.shard(tensor.tape, tensor.meta, dim, start, length)
         if made is not None:
             return made, True
-    return whole_of(tensor).narrow(dim, start, length).clone(memory_format=torch.contiguous_format), False
+    return full_value_of(tensor).narrow(dim, start, length).clone(memory_format=torch.contiguous_format), False
 
 
 def materialize(module: nn.Module) -> list[str]:
@@ -51,23 +51,23 @@ def materialize(module: nn.Module) -> list[str]:
     """
     made: dict[int, Tensor] = {}
     names: list[str] = []
-    inside: set[int] = set()  # containers being searched: one may contain itself
+    visiting: set[int] = set()  # containers being searched: one may contain itself
 
     def value(name: str, tensor: DeferredTensor) -> Tensor:
         if id(tensor) not in made:
-            made[id(tensor)] = plain_of(tensor, whole_of(tensor))
+            made[id(tensor)] = plain_of(tensor, full_value_of(tensor))
             names.append(name)
         return made[id(tensor)]
 
     def replaced(name: str, item: Any) -> Any:
         if is_deferred(item):
             return value(name, item)
-        if type(item) not in (list, tuple, dict) or id(item) in inside:
+        if type(item) not in (list, tuple, dict) or id(item) in visiting:
             return item
-        inside.add(id(item))
+        visiting.add(id(item))
         values = list(item.values()) if type(item) is dict else list(item)
         new = [replaced(name, each) for each in values]
-        inside.discard(id(item))
+        visiting.discard(id(item))
         if all(a is b for a, b in zip(new, values, strict=True)):
             return item
         return dict(zip(item, new, strict=True)) if type(item) is dict else type(item)(new)
@@ -99,7 +99,11 @@ def plain_of(tensor: DeferredTensor, value: Tensor) -> Tensor:
 
 def attributes_of(tensor: Tensor) -> dict[str, Any]:
     """Return the attributes that the user has set on a tensor."""
-    return {name: item for name, item in tensor.__dict__.items() if name not in _OF_DEFERRED or not is_deferred(tensor)}
+    return {
+        name: item
+        for name, item in tensor.__dict__.items()
+        if name not in _DEFERRED_ATTRIBUTES or not is_deferred(tensor)
+    }
 
 
 def check_written(module: nn.Module) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.strategy.deferred.tape import Entry, Storage, Tape, drawing_from, metas, storage_of
+from weft.strategy.deferred.tape import Entry, Storage, Tape, drawing_from, meta_tensors, storage_of
 
 aten = torch.ops.aten
 
@@ -83,8 +83,8 @@ _VIEWS = {
     aten.squeeze.dim,
     aten.expand.default,
 }
-_PIECE = 1 << 16  # elements
-_MOST = 1 << 22
+_CHUNK = 1 << 16  # elements
+_MAX_CHUNK = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -96,10 +96,10 @@ class _Write:
     end: int
 
 
-_tried: dict[tuple[Any, torch.dtype, tuple[Any, ...]], bool] = {}
+_known_results: dict[tuple[Any, torch.dtype, tuple[Any, ...]], bool] = {}
 
 
-def draws_in_pieces(function: Any, dtype: torch.dtype, args: tuple[Any, ...]) -> bool:
+def draws_in_chunks(function: Any, dtype: torch.dtype, args: tuple[Any, ...]) -> bool:
     """Return whether drawing a contiguous tensor in chunks gives the same values and generator state.
 
     Args:
@@ -108,23 +108,23 @@ def draws_in_pieces(function: Any, dtype: torch.dtype, args: tuple[Any, ...]) ->
     if function not in _RANDOM:
         return False
     key = (function, dtype, args)
-    if key not in _tried:
-        _tried[key] = _drawn(function, dtype, args, 85) == _drawn(function, dtype, args, 48, 37)
-    return _tried[key]
+    if key not in _known_results:
+        _known_results[key] = _drawn(function, dtype, args, 85) == _drawn(function, dtype, args, 48, 37)
+    return _known_results[key]
 
 
 def _drawn(function: Any, dtype: torch.dtype, args: tuple[Any, ...], *sizes: int) -> tuple[bytes, ...]:
     """Return the bits of a tensor drawn in ranges of these sizes, and the generator's state afterwards."""
     generator = torch.Generator("cpu").manual_seed(1)
-    whole = torch.empty(sum(sizes), dtype=dtype, device="cpu")
-    for part in whole.split(sizes):
-        function(part, *args, generator=generator)
-    return tuple(values.view(torch.uint8).numpy().tobytes() for values in (whole, generator.get_state()))
+    full = torch.empty(sum(sizes), dtype=dtype, device="cpu")
+    for chunk in full.split(sizes):
+        function(chunk, *args, generator=generator)
+    return tuple(values.view(torch.uint8).numpy().tobytes() for values in (full, generator.get_state()))
 
 
-def pieces(num_elements: int, multiple_of: int = 16) -> Iterator[tuple[int, int]]:
+def chunks(num_elements: int, multiple_of: int = 16) -> Iterator[tuple[int, int]]:
     """Yield the ranges of a chunked random call; they begin at multiples of `multiple_of`, itself a multiple of 16."""
-    size = max(1, _PIECE // multiple_of) * multiple_of
+    size = max(1, _CHUNK // multiple_of) * multiple_of
     first = 0
     while first < num_elements:
         end = first + size
@@ -136,7 +136,7 @@ def pieces(num_elements: int, multiple_of: int = 16) -> Iterator[tuple[int, int]
 
 def skip(entry_function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: Tensor) -> None:
     """Advance the generator as a random call on a contiguous tensor like this would."""
-    for first, end in pieces(like.numel()):
+    for first, end in chunks(like.numel()):
         entry_function(torch.empty(end - first, dtype=like.dtype), *args, **kwargs)
 
 
@@ -155,7 +155,7 @@ def shard(tape: Tape, meta: Tensor, dim: int, start: int, length: int) -> Tensor
     outer, inner = math.prod(meta.shape[:dim]), math.prod(meta.shape[dim + 1 :])
     row = meta.shape[dim] * inner
     initial, writes = found
-    if not all(_fits(write, outer, row) for write in writes):
+    if not all(_covers_full_rows(write, outer, row) for write in writes):
         return None
     result = torch.empty(outer, length, inner, dtype=meta.dtype)
     if initial is not None:
@@ -195,11 +195,11 @@ def _write(entry: Entry, meta: Tensor) -> _Write | None:
     function, target = entry.function, entry.args[0] if entry.args else None
     if function not in _RANDOM and function not in _ELEMENTWISE:
         return None
-    if not target.is_contiguous() or target.dtype != meta.dtype or metas(entry.args[1:], entry.kwargs):
+    if not target.is_contiguous() or target.dtype != meta.dtype or meta_tensors(entry.args[1:], entry.kwargs):
         return None
     if any(isinstance(arg, Tensor) and arg.dim() > 0 for arg in entry.args[1:]):
         return None
-    if function in _RANDOM and not draws_in_pieces(function, target.dtype, entry.args[1:]):
+    if function in _RANDOM and not draws_in_chunks(function, target.dtype, entry.args[1:]):
         return None
     first = target.storage_offset()
     return _Write(entry, first, first + target.numel())
@@ -209,28 +209,30 @@ def is_written(tape: Tape, meta: Tensor) -> bool:
     """Return whether any call writes values to a tensor."""
     storage = storage_of(meta)
     functions = (entry.function for entry in tape.entries_of(storage))
-    return storage in tape.real or any(function not in EMPTY and function not in _VIEWS for function in functions)
+    return storage in tape.materialized or any(
+        function not in EMPTY and function not in _VIEWS for function in functions
+    )
 
 
 def _overwrites(function: Any) -> bool:
     return function in (aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default)
 
 
-def _fits(write: _Write, outer: int, row: int) -> bool:
-    """Return whether a range consists of full rows, or there is one row: its part of a shard is then a range."""
+def _covers_full_rows(write: _Write, outer: int, row: int) -> bool:
+    """Return whether a range consists of full rows, or there is one row: a shard then has a range of it."""
     if outer > 1 and (write.first % row or write.end % row):
         return False
-    return outer == 1 or write.entry.random is None or math.lcm(row, 16) <= _MOST
+    return outer == 1 or write.entry.random is None or math.lcm(row, 16) <= _MAX_CHUNK
 
 
 def _apply(write: _Write, result: Tensor, row: int, start: int, inner: int) -> None:
     if result.shape[0] > 1:
-        part = result[write.first // row : write.end // row]
+        elements = result[write.first // row : write.end // row]
     else:  # one row: the shard is the range from start * inner
         offset = start * inner
         flat = result.view(-1)
-        part = flat[max(write.first - offset, 0) : max(write.end - offset, 0)]
-    write.entry.function(part, *write.entry.args[1:], **write.entry.kwargs)
+        elements = flat[max(write.first - offset, 0) : max(write.end - offset, 0)]
+    write.entry.function(elements, *write.entry.args[1:], **write.entry.kwargs)
 
 
 def _draw(write: _Write, result: Tensor, size: int, start: int, inner: int) -> None:
@@ -240,7 +242,7 @@ def _draw(write: _Write, result: Tensor, size: int, start: int, inner: int) -> N
     multiple = 16 if num_rows == 1 else math.lcm(row, 16)
     flat, offset = result.view(-1), start * inner
     with drawing_from(write.entry.random):
-        for begin, stop in pieces(write.end - write.first, multiple):
+        for begin, stop in chunks(write.end - write.first, multiple):
             drawn = torch.empty(stop - begin, dtype=result.dtype)
             write.entry.function(drawn, *write.entry.args[1:], **write.entry.kwargs)
             first, end = write.first + begin, write.first + stop

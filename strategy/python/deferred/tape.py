@@ -44,10 +44,10 @@ class Entry:
     random: RandomState | None = None
 
     def reads(self) -> set[Storage]:
-        return {storage_of(tensor) for tensor in metas(self.args, self.kwargs)}
+        return {storage_of(tensor) for tensor in meta_tensors(self.args, self.kwargs)}
 
 
-def metas(*trees: Any) -> list[Tensor]:
+def meta_tensors(*trees: Any) -> list[Tensor]:
     """Return the meta tensors in nested arguments or results."""
     return [leaf for leaf in tree_leaves(trees) if isinstance(leaf, Tensor) and leaf.is_meta]
 
@@ -59,11 +59,11 @@ class Tape:
         self.entries: list[Entry] = []
         self._entries_of: dict[Storage, list[int]] = {}
         # Storages whose values were asked for: they are real, and all later calls on them are executed.
-        self.real: dict[Storage, Tensor] = {}
+        self.materialized: dict[Storage, Tensor] = {}
 
     def record(self, entry: Entry) -> None:
         """Append a call."""
-        for storage in entry.writes | {storage_of(tensor) for tensor in metas(entry.result)}:
+        for storage in entry.writes | {storage_of(tensor) for tensor in meta_tensors(entry.result)}:
             self._entries_of.setdefault(storage, []).append(len(self.entries))
         self.entries.append(entry)
 
@@ -101,13 +101,13 @@ class Tape:
                         "(or was the model used before weft.parallelize gave it its values?)."
                     )
 
-            def real(leaf: Any) -> Any:
+            def value_of(leaf: Any) -> Any:
                 return values[id(leaf)] if isinstance(leaf, Tensor) and leaf.is_meta else leaf
 
-            args, kwargs = tree_map(real, (entry.args, entry.kwargs))
+            args, kwargs = tree_map(value_of, (entry.args, entry.kwargs))
             with drawing_from(entry.random):
                 result = entry.function(*args, **kwargs)
-            for meta, value in zip(metas(entry.result), _tensors(result, entry.result), strict=True):
+            for meta, value in zip(meta_tensors(entry.result), _tensors(result, entry.result), strict=True):
                 values[id(meta)] = value
         return [values[id(tensor)] for tensor in wanted]
 
@@ -126,9 +126,9 @@ class drawing_from:
 
     def __enter__(self) -> None:
         if self._random is not None:
-            self._own = self._random.generator.get_state()
+            self._previous = self._random.generator.get_state()
             self._random.generator.set_state(self._random.state)
 
     def __exit__(self, *_: object) -> None:
         if self._random is not None:
-            self._random.generator.set_state(self._own)
+            self._random.generator.set_state(self._previous)

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from weft.strategy.deferred.stream import draws_in_pieces, skip
-from weft.strategy.deferred.tape import Entry, RandomState, Tape, metas, storage_of
+from weft.strategy.deferred.stream import draws_in_chunks, skip
+from weft.strategy.deferred.tape import Entry, RandomState, Tape, meta_tensors, storage_of
 
 # Calls whose result is a Python value, which depends on the tensor's values.
-_QUESTIONS = {
+_VALUE_READS = {
     torch.ops.aten._local_scalar_dense.default,
     torch.ops.aten.equal.default,
     torch.ops.aten.is_nonzero.default,
@@ -88,12 +88,12 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     deferred = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DeferredTensor)]
     tape = deferred[0].tape
     needs_values = (
-        func in _QUESTIONS
+        func in _VALUE_READS
         or func.namespace in ("c10d", "_c10d_functional")
         or any(
             isinstance(leaf, Tensor) and not isinstance(leaf, DeferredTensor) for leaf in _written(func, args, kwargs)
         )
-        or any(storage_of(tensor.meta) in tape.real for tensor in deferred)
+        or any(storage_of(tensor.meta) in tape.materialized for tensor in deferred)
     )
     if needs_values:
         return _call_for_real(func, args, kwargs)
@@ -115,9 +115,9 @@ def record(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
     except (NotImplementedError, RuntimeError) as error:
         raise _NeedsValuesError from error
     plain_args, plain_kwargs = tree_map(_plain, (args, kwargs))
-    inputs = {id(tensor) for tensor in metas(plain_args, plain_kwargs)}
-    changed = {storage_of(tensor) for tensor in metas(_written(func, plain_args, plain_kwargs))}
-    made = {storage_of(tensor) for tensor in metas(result) if id(tensor) not in inputs}
+    inputs = {id(tensor) for tensor in meta_tensors(plain_args, plain_kwargs)}
+    changed = {storage_of(tensor) for tensor in meta_tensors(_written(func, plain_args, plain_kwargs))}
+    made = {storage_of(tensor) for tensor in meta_tensors(result) if id(tensor) not in inputs}
     versions = tuple(
         (leaf, leaf._version)
         for leaf in tree_leaves((plain_args, plain_kwargs))
@@ -126,7 +126,7 @@ def record(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
     random = _draw(func, plain_args, plain_kwargs, result, device)
     tape.record(Entry(func, plain_args, plain_kwargs, result, frozenset(changed | made), versions, random))
 
-    own = {id(leaf.meta): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DeferredTensor)}
+    wrappers = {id(leaf.meta): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DeferredTensor)}
     if torch.Tag.inplace_view in func.tags:
         with no_dispatch():
             func(*args, **kwargs)  # updates the shape that the tensor shows
@@ -134,12 +134,12 @@ def record(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
     def wrapped(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        return own[id(leaf)] if id(leaf) in own else DeferredTensor(leaf, tape, device)
+        return wrappers[id(leaf)] if id(leaf) in wrappers else DeferredTensor(leaf, tape, device)
 
     return tree_map(wrapped, result)
 
 
-def record_whole(function: Any, tensor: DeferredTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def record_in_place(function: Any, tensor: DeferredTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Record a function that changes one tensor in place and may read its values."""
     generator = kwargs.get("generator") or _generator_of(tensor.device)
     random = RandomState(generator, generator.get_state())
@@ -181,14 +181,14 @@ def _draw(func: Any, args: Any, kwargs: Any, result: Any, device: torch.device) 
         return None
     generator = kwargs.get("generator") or _generator_of(device)
     random = RandomState(generator, generator.get_state())
-    [target] = metas(result)
+    [target] = meta_tensors(result)
     rest = tuple(args[1:])
     with no_dispatch():
-        if device.type == "cpu" and target.is_contiguous() and draws_in_pieces(func, target.dtype, rest):
+        if device.type == "cpu" and target.is_contiguous() and draws_in_chunks(func, target.dtype, rest):
             skip(func, rest, kwargs, target)
         elif func._schema.is_mutable:
-            whole = torch.empty_strided(target.shape, target.stride(), dtype=target.dtype, device=device)
-            func(whole, *rest, **kwargs)
+            full = torch.empty_strided(target.shape, target.stride(), dtype=target.dtype, device=device)
+            func(full, *rest, **kwargs)
         else:
             func(*args, **kwargs)
     return random
@@ -202,8 +202,8 @@ def _call_for_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def value_of(tensor: DeferredTensor) -> Tensor:
     """Return the full tensor, which the deferred tensor stands for from now on."""
     storage = storage_of(tensor.meta)
-    if storage not in tensor.tape.real:
-        [whole] = tensor.tape.replay([tensor.meta])
-        tensor.tape.real[storage] = whole
-    whole = tensor.tape.real[storage]
-    return whole.as_strided(tensor.meta.shape, tensor.meta.stride(), tensor.meta.storage_offset())
+    if storage not in tensor.tape.materialized:
+        [full] = tensor.tape.replay([tensor.meta])
+        tensor.tape.materialized[storage] = full
+    full = tensor.tape.materialized[storage]
+    return full.as_strided(tensor.meta.shape, tensor.meta.stride(), tensor.meta.storage_offset())

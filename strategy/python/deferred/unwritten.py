@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 
 _BYTE = 0xFF  # in every byte of an element: a NaN with all bits set, which no kernel computes from other values
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 
 
 def mark_unwritten(made: Tensor) -> Tensor:
@@ -15,7 +15,7 @@ def mark_unwritten(made: Tensor) -> Tensor:
 
     Only for small CPU tensors: filling a large one would allocate pages that may never be used.
     """
-    if _is_plain(made) and made.nbytes <= _MOST_BYTES:
+    if _is_plain(made) and made.nbytes <= _MAX_BYTES:
         with no_dispatch():
             made.untyped_storage().fill_(_BYTE)
     return made
@@ -28,10 +28,10 @@ def is_unwritten(tensor: Tensor) -> bool:
     """
     if not _is_plain(tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
         return False
-    if tensor.nbytes > _MOST_BYTES or tensor.numel() == 0:
+    if tensor.nbytes > _MAX_BYTES or tensor.numel() == 0:
         return False
     values = tensor.detach().reshape(-1)
-    return all(bool((part.view(torch.uint8) == _BYTE).all()) for part in (values[:1], values))
+    return all(bool((elements.view(torch.uint8) == _BYTE).all()) for elements in (values[:1], values))
 
 
 def _is_plain(tensor: Tensor) -> bool:

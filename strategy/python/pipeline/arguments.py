@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.strategy._plan import Schedule
-from weft.strategy.pipeline.links import are_wanted
+from weft.strategy.pipeline.links import links_enabled
 from weft.strategy.state import state_of
 
 PIPELINE_AXIS = "pipeline_parallel"
@@ -57,7 +57,7 @@ def pipeline_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     return mesh.get_group(PIPELINE_AXIS)
 
 
-def refuse_sequence_parallel(model: nn.Module) -> None:
+def check_no_sequence_parallel(model: nn.Module) -> None:
     states = {name: state_of(module) for name, module in model.named_modules()}
     name = next((name for name, state in states.items() if state is not None and state.sequence is not None), None)
     if name is not None:
@@ -67,20 +67,20 @@ def refuse_sequence_parallel(model: nn.Module) -> None:
         )
 
 
-def refuse_other_arguments(
+def check_equal_arguments(
     group: dist.ProcessGroup, cuts: Sequence[str], schedule: str, shares: tuple[float, ...]
 ) -> None:
     """Raise ValueError if the arguments differ between ranks, for example after separate measurements; collective."""
     if group.size() == 1:
         return
-    own = (
+    local = (
         ("cuts", list(cuts)),
         ("schedule", schedule),
         ("micro_batch_shares", shares),
-        ("WEFT_PIPELINE_LINKS", "always" if are_wanted() else "never"),
+        ("WEFT_PIPELINE_LINKS", "always" if links_enabled() else "never"),
     )
     gathered: list[Any] = [None] * group.size()
-    dist.all_gather_object(gathered, own, group=group)
+    dist.all_gather_object(gathered, local, group=group)
     for rank, other in enumerate(gathered):
         for (what, here), (_, there) in zip(gathered[0], other, strict=True):
             if here != there:

@@ -45,9 +45,9 @@ def backward_input(
         return [leaf.grad for leaf in inputs], WeightHalf({}, [], [])
     pairs = list(zip(outputs, gradients, strict=True))
     main = [(output, gradient) for output, gradient in pairs if output.node in graph.to_inputs]
-    apart = [(output, gradient) for output, gradient in pairs if output.node not in graph.to_inputs]
+    separate = [(output, gradient) for output, gradient in pairs if output.node not in graph.to_inputs]
     arrived: dict[Node, tuple[Tensor | None, ...]] = {}
-    hooks = [node.register_prehook(_noting(node, arrived)) for node in graph.junctions]
+    hooks = [node.register_prehook(_store_gradients_hook(node, arrived)) for node in graph.junctions]
     wanted = [*map(get_gradient_edge, inputs), *(GradientEdge(*edge) for edge in graph.shared)]
     found: Sequence[Tensor | None] = [None] * len(wanted)
     try:
@@ -62,16 +62,16 @@ def backward_input(
     finally:
         for hook in hooks:
             hook.remove()
-    own, shared = list(found[: len(inputs)]), found[len(inputs) :]
-    begun = [(edge, g) for edge, g in zip(wanted[len(inputs) :], shared, strict=True) if g is not None]
-    return own, WeightHalf(graph.junctions, list(arrived.items()), [*begun, *apart])
+    input_gradients, shared = list(found[: len(inputs)]), found[len(inputs) :]
+    initial = [(edge, g) for edge, g in zip(wanted[len(inputs) :], shared, strict=True) if g is not None]
+    return input_gradients, WeightHalf(graph.junctions, list(arrived.items()), [*initial, *separate])
 
 
-def _noting(node: Node, arrived: dict[Node, tuple[Tensor | None, ...]]) -> Any:
-    def note(gradients: tuple[Tensor | None, ...]) -> None:
+def _store_gradients_hook(node: Node, arrived: dict[Node, tuple[Tensor | None, ...]]) -> Any:
+    def store(gradients: tuple[Tensor | None, ...]) -> None:
         arrived[node] = gradients
 
-    return note
+    return store
 
 
 class _Graph:
@@ -86,10 +86,10 @@ class _Graph:
     """
 
     def __init__(self, roots: Sequence[Node], inputs: Sequence[Tensor]) -> None:
-        goals = {get_gradient_edge(tensor).node for tensor in inputs}
+        input_nodes = {get_gradient_edge(tensor).node for tensor in inputs}
         self.to_inputs: set[Node] = set()
         for node in reversed(_topological(roots)):  # each node after those it leads to
-            if node in goals or any(following in self.to_inputs for following, _ in node.next_functions):
+            if node in input_nodes or any(following in self.to_inputs for following, _ in node.next_functions):
                 self.to_inputs.add(node)
         parents: dict[Node, set[Node]] = collections.defaultdict(set)
         sides: dict[Node, list[Edge]] = {}
@@ -103,7 +103,9 @@ class _Graph:
         shared = {edge: None for edges in sides.values() for edge in edges if len(parents[edge[0]]) > 1}
         self.shared = list(shared)
         self.junctions = {
-            node: own for node, edges in sides.items() if (own := [edge for edge in edges if edge not in shared])
+            node: exclusive
+            for node, edges in sides.items()
+            if (exclusive := [edge for edge in edges if edge not in shared])
         }
         self.can_be_split = all(parents[node] <= self.to_inputs for node, _ in shared)
 
@@ -114,8 +116,8 @@ def _topological(roots: Sequence[Node]) -> list[Node]:
     seen: set[Node] = set()
     stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
     while stack:
-        node, is_left = stack.pop()
-        if is_left:
+        node, is_done = stack.pop()
+        if is_done:
             order.append(node)
         elif node not in seen:
             seen.add(node)
@@ -129,23 +131,23 @@ class WeightHalf:
 
     junctions: nodes, with the edges along which their weights' gradients flow.
     arrived: the gradients that arrived at those that were reached.
-    begun: further edges to start from, with their gradients.
+    initial: further edges to start from, with their gradients.
     """
 
     def __init__(
         self,
         junctions: dict[Node, list[Edge]],
         arrived: list[tuple[Node, tuple[Tensor | None, ...]]],
-        begun: list[tuple[GradientEdge, Tensor]],
+        initial: list[tuple[GradientEdge, Tensor]],
     ) -> None:
         self._junctions = junctions
         self._arrived = arrived
-        self._begun = begun
+        self._initial = initial
 
     def run(self) -> None:
         """Accumulate the weights' gradients; call it once."""
-        edges = [edge for edge, _ in self._begun]
-        gradients = [gradient for _, gradient in self._begun]
+        edges = [edge for edge, _ in self._initial]
+        gradients = [gradient for _, gradient in self._initial]
         for node, arrived in self._arrived:
             sources = [(GradientEdge(node, i), gradient) for i, gradient in enumerate(arrived) if gradient is not None]
             sides = [GradientEdge(*edge) for edge in self._junctions[node]]
@@ -160,5 +162,5 @@ class WeightHalf:
             edges += [side for side, gradient in zip(sides, found, strict=True) if gradient is not None]
             gradients += [gradient for gradient in found if gradient is not None]
         self._arrived.clear()
-        self._begun.clear()
+        self._initial.clear()
         backward(edges, gradients)

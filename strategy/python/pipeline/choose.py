@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from weft.strategy._plan import Partition, partition
 from weft.strategy.pipeline.profile import FLOPS, LayerProfile, layer_names, profile_layers
-from weft.strategy.pipeline.random_streams import keeping_all_random_states
+from weft.strategy.pipeline.random_streams import preserving_all_random_states
 from weft.strategy.pipeline.stages import ANY_STAGE, find_layers
 
 _PARAMETERS = "parameters without embeddings"
@@ -97,7 +97,7 @@ def choose_cuts(
         f"weft cuts {type(model).__name__} into {num_stages} stages, which begin at its first layer and at "
         f"{', '.join(map(repr, cuts))}: the largest has {share:.0%} of the {measure}{more}."
     )
-    return Choice(cuts, _called_elsewhere(model, cuts, call_order), text)
+    return Choice(cuts, _stages_by_call_order(model, cuts, call_order), text)
 
 
 def _measured(
@@ -136,7 +136,7 @@ def _by_parameters(model: nn.Module, names: list[str]) -> list[LayerProfile]:
 
 def _by_operations(model: nn.Module, names: list[str], forward: Callable[[], Any]) -> list[LayerProfile]:
     """Return the layers in call order; one without parameters cannot begin a stage and counts with the one before."""
-    with torch.enable_grad(), keeping_all_random_states():
+    with torch.enable_grad(), preserving_all_random_states():
         profiles = profile_layers(model, None, lambda _: _total(forward()), measure=FLOPS)
     called: list[LayerProfile] = []
     for layer in profiles:
@@ -177,7 +177,7 @@ def _total(outputs: Any) -> Tensor:
     return torch.stack([leaf.sum() for leaf in leaves]).sum()
 
 
-def _called_elsewhere(model: nn.Module, cuts: Sequence[str], call_order: Sequence[str]) -> dict[str, int]:
+def _stages_by_call_order(model: nn.Module, cuts: Sequence[str], call_order: Sequence[str]) -> dict[str, int]:
     """Return the stages of the layers for which the order of registration gives another stage."""
     stage, called = 0, {}
     for name in call_order:

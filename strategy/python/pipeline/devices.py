@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from weft.strategy.pipeline.layer_calls import LayerCall, Mode, install, run_in
+from weft.strategy.pipeline.layer_calls import LayerCall, Mode, intercept_calls, run_in_mode
 from weft.strategy.pipeline.recording import name_of, writes_in_place
 from weft.strategy.pipeline.staged_model import staged_model_of, tied_parameters
 from weft.strategy.pipeline.stages import ANY_STAGE, Layers, find_layers
@@ -52,12 +52,12 @@ def spread_over_devices(
         )
     order = [torch.device(device) for device in devices]
     layers = find_layers(model, cuts, layer_stages)
-    stage_of = _with_tied_together(model, layers)
+    stage_of = _stages_with_tied_layers(model, layers)
     for name, stage in stage_of.items():
         layer = model.get_submodule(name)
         if stage != ANY_STAGE:
             layer.to(order[stage])
-        install(layer, name, stage)
+        intercept_calls(layer, name, stage)
     for name, stage in layers.parameter_stages.items():
         holder = model.get_submodule(name.rpartition(".")[0])
         _move_parameter(holder, name.rpartition(".")[2], order[stage])
@@ -71,10 +71,10 @@ class _Root:
     """The forward of a model on several devices; comes before the model's class among the bases."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return run_in(_Moving(self.__dict__[_KEY]), lambda: super(_Root, self).forward(*args, **kwargs))  # type: ignore[misc]
+        return run_in_mode(_MovingMode(self.__dict__[_KEY]), lambda: super(_Root, self).forward(*args, **kwargs))  # type: ignore[misc]
 
 
-class _Moving(Mode):
+class _MovingMode(Mode):
     """Moves the arguments of a layer, or of a function between layers, to one device."""
 
     def __init__(self, order: list[torch.device]) -> None:
@@ -84,10 +84,10 @@ class _Moving(Mode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, name_of(func)
         if name not in _ACROSS_DEVICES:
-            found = {leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if _is_placed(leaf)}
+            found = {leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if _needs_move(leaf)}
             if len(found) > 1:
                 target = args[0].device if writes_in_place(name) else max(found, key=self._stage_of)
-                args, kwargs = _moved((args, kwargs), target)
+                args, kwargs = _to_device((args, kwargs), target)
         return func(*args, **kwargs)
 
     def _stage_of(self, device: torch.device) -> int:
@@ -96,17 +96,17 @@ class _Moving(Mode):
     def call_layer(self, layer: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         stage = layer._weft_layer[1]
         if stage != ANY_STAGE:
-            args, kwargs = _moved((args, kwargs), self._order[stage])
-        return self._outside(lambda: layer.call_itself(args, kwargs))
+            args, kwargs = _to_device((args, kwargs), self._order[stage])
+        return self._without_interception(lambda: layer.call_directly(args, kwargs))
 
 
-def _is_placed(leaf: Any) -> bool:
+def _needs_move(leaf: Any) -> bool:
     """Return whether a tensor's device matters: a CPU tensor without dims works with any device."""
     return isinstance(leaf, Tensor) and not (leaf.dim() == 0 and leaf.device.type == "cpu")
 
 
-def _moved(tree: Any, device: torch.device) -> Any:
-    return pytree.tree_map(lambda leaf: leaf.to(device, non_blocking=True) if _is_placed(leaf) else leaf, tree)
+def _to_device(tree: Any, device: torch.device) -> Any:
+    return pytree.tree_map(lambda leaf: leaf.to(device, non_blocking=True) if _needs_move(leaf) else leaf, tree)
 
 
 def _move_parameter(holder: nn.Module, name: str, device: torch.device) -> None:
@@ -116,7 +116,7 @@ def _move_parameter(holder: nn.Module, name: str, device: torch.device) -> None:
     holder._parameters[name] = moved.to(device)._parameters[name]
 
 
-def _with_tied_together(model: nn.Module, layers: Layers) -> dict[str, int]:
+def _stages_with_tied_layers(model: nn.Module, layers: Layers) -> dict[str, int]:
     """Return the stage of each layer; layers that share a parameter are on the first of their stages."""
     stage_of = dict(layers.stage_of)
     for tied in tied_parameters(model, layers):

@@ -12,8 +12,8 @@ from weft.strategy._plan import Schedule, Simulation, Span
 _COLORS = {"F": "#8ecae6", "B": "#ffb703", "I": "#ffd166", "W": "#b7e4c7"}
 _NAMES = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights"}
 _IDLE = "#eeeeee"
-_LEAST_LABEL = 0.011  # of the full width: narrower boxes have no text
-_ROW, _FLIGHT = 0.32, 1.3  # inches of a rank's row, and of the chart under a timeline
+_MIN_LABEL_WIDTH = 0.011  # of the full width: narrower boxes have no text
+_ROW_HEIGHT, _IN_FLIGHT_HEIGHT = 0.32, 1.3  # inches of a rank's row, and of the chart under a timeline
 
 Runs = Schedule | Simulation | Sequence[Sequence[Span]]
 
@@ -45,7 +45,7 @@ def draw(planned: Runs | None, measured: Runs | None = None, *, path: str | Path
         raise ModuleNotFoundError("draw needs matplotlib, which is not installed; install it.") from error
     from matplotlib.figure import Figure
 
-    heights = [height for _, ranks in runs for height in (_ROW * len(ranks) + 0.2, _FLIGHT)]
+    heights = [height for _, ranks in runs for height in (_ROW_HEIGHT * len(ranks) + 0.2, _IN_FLIGHT_HEIGHT)]
     # Equal runs give equal files; text is stored as text.
     with matplotlib.rc_context({"svg.hashsalt": "weft", "svg.fonttype": "none", "font.size": 8}):
         figure = Figure(figsize=(12, sum(heights) + 0.6 * len(heights)), layout="constrained")
@@ -54,7 +54,7 @@ def draw(planned: Runs | None, measured: Runs | None = None, *, path: str | Path
             end = max(span.end for spans in ranks for span in spans)
             unit = "s" if title == "measured" else "steps"
             _draw_timeline(axes[2 * i], ranks, end, f"{title}: {_idle_share(ranks, end):.0%} idle")
-            _draw_flight(axes[2 * i + 1], ranks, end, unit)
+            _draw_in_flight(axes[2 * i + 1], ranks, end, unit)
         figure.legend(handles=_legend(runs), loc="outside lower center", ncols=len(_COLORS) + 1)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None})
@@ -87,11 +87,11 @@ def _draw_timeline(axes: Any, ranks: Sequence[Sequence[Span]], end: float, title
             axes.broken_barh(
                 [(span.start, width)], (rank - 0.4, 0.8), facecolor=color, edgecolor="white", linewidth=0.5
             )
-            if width >= _LEAST_LABEL * end:
+            if width >= _MIN_LABEL_WIDTH * end:
                 stage = f"{span.action.stage}:" if several else ""
-                place = (span.start + width / 2, rank)
+                position = (span.start + width / 2, rank)
                 axes.text(
-                    *place, f"{stage}{span.action.micro_batch}", ha="center", va="center", fontsize=6, clip_on=True
+                    *position, f"{stage}{span.action.micro_batch}", ha="center", va="center", fontsize=6, clip_on=True
                 )
     axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in range(len(ranks))])
     axes.invert_yaxis()
@@ -99,7 +99,7 @@ def _draw_timeline(axes: Any, ranks: Sequence[Sequence[Span]], end: float, title
     axes.set_title(title, loc="left")
 
 
-def _draw_flight(axes: Any, ranks: Sequence[Sequence[Span]], end: float, unit: str) -> None:
+def _draw_in_flight(axes: Any, ranks: Sequence[Sequence[Span]], end: float, unit: str) -> None:
     keeps = any(span.action.kind != "F" for spans in ranks for span in spans)
     for rank, spans in enumerate(ranks):
         times, counts = [0.0], [0]

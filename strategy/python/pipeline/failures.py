@@ -1,4 +1,4 @@
-"""Tells the other ranks of a pipeline why a rank left a step."""
+"""Reports to the other ranks of a pipeline why a rank left a step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 
-_numbers = itertools.count()  # counts this process's pipelines
+_pipeline_numbers = itertools.count()  # counts this process's pipelines
 
 
 class Failures:
@@ -20,41 +20,41 @@ class Failures:
     """
 
     def __init__(self) -> None:
-        self._number = next(_numbers)
+        self._number = next(_pipeline_numbers)
         self._step = 0
-        self._is_telling = False
+        self._is_reporting = False
 
     @contextlib.contextmanager
-    def told(self) -> Iterator[None]:
+    def report_failures(self) -> Iterator[None]:
         """Publish errors inside, a step, to the other ranks; a lost peer's error quotes the published one."""
-        if self._is_telling:  # a caller is publishing already
+        if self._is_reporting:  # a caller is publishing already
             yield
             return
-        self._is_telling = True
+        self._is_reporting = True
         self._step += 1
         try:
             yield
         except dist.DistError as error:
-            cause = self._found()
+            cause = self._published_failure()
             if cause is None:
                 raise
             raise type(error)(f"{cause}; rank {dist.get_rank()}, which waited, had this: {error}") from None
         except Exception as error:
-            self._tell(error)
+            self._publish(error)
             raise
         finally:
-            self._is_telling = False
+            self._is_reporting = False
 
     @property
     def _key(self) -> str:
         return f"weft/pipeline/{self._number}/{self._step}"
 
-    def _tell(self, error: Exception) -> None:
+    def _publish(self, error: Exception) -> None:
         text = f"rank {dist.get_rank()} left the pipeline's step: {type(error).__name__}: {error}"
         with contextlib.suppress(Exception):  # the store may have ended with its process
             dist.group.WORLD.get_group_store().compare_set(self._key, "", text)
 
-    def _found(self) -> str | None:
+    def _published_failure(self) -> str | None:
         with contextlib.suppress(Exception):
             store = dist.group.WORLD.get_group_store()
             if store.check([self._key]):

@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from weft.strategy.absent import running
+from weft.strategy.remote_layers import active_mode
 
 
 class Mode(TorchFunctionMode, abc.ABC):
@@ -21,7 +21,7 @@ class Mode(TorchFunctionMode, abc.ABC):
     def call_layer(self, layer: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of a layer's call."""
 
-    def _outside(self, function: Callable[[], Any]) -> Any:
+    def _without_interception(self, function: Callable[[], Any]) -> Any:
         """Call a layer without intercepting the calls inside it."""
         self.__exit__(None, None, None)
         try:
@@ -31,12 +31,12 @@ class Mode(TorchFunctionMode, abc.ABC):
 
 
 class LayerCall:
-    """A layer whose calls a mode intercepts; the first base of its class. `install` makes these classes."""
+    """A layer whose calls a mode intercepts; the first base of its class. `intercept_calls` makes these classes."""
 
     _weft_layer: tuple[str, int]  # its name and stage
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        mode: Mode | None = running.get()
+        mode: Mode | None = active_mode.get()
         if mode is None:
             if any(isinstance(argument, FakeTensor) for argument in (*args, *kwargs.values())):
                 raise RuntimeError(
@@ -47,14 +47,14 @@ class LayerCall:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         return mode.call_layer(self, args, kwargs)
 
-    def call_itself(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_directly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
 
 _classes: dict[type, type] = {}
 
 
-def install(layer: nn.Module, name: str, stage: int) -> None:
+def intercept_calls(layer: nn.Module, name: str, stage: int) -> None:
     """Intercept a layer's calls; its class becomes a subclass of itself with the same name."""
     if not isinstance(layer, LayerCall):
         cls = type(layer)
@@ -64,11 +64,11 @@ def install(layer: nn.Module, name: str, stage: int) -> None:
     layer.__dict__["_weft_layer"] = (name, stage)
 
 
-def run_in(mode: Mode, forward: Callable[[], Any]) -> Any:
+def run_in_mode(mode: Mode, forward: Callable[[], Any]) -> Any:
     """Call a forward; `mode` intercepts the calls of its layers."""
-    if running.get() is not None:
+    if active_mode.get() is not None:
         raise RuntimeError("pipeline: a model in stages was called inside of another's forward; call them in turn.")
-    token = running.set(mode)
+    token = active_mode.set(mode)
     # The fast path of nn.TransformerEncoder depends on the kind of its inputs, and fake tensors are another kind.
     has_fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -77,4 +77,4 @@ def run_in(mode: Mode, forward: Callable[[], Any]) -> Any:
             return forward()
     finally:
         torch.backends.mha.set_fastpath_enabled(has_fast_path)
-        running.reset(token)
+        active_mode.reset(token)

@@ -27,16 +27,16 @@ def peers_of(rank: int, rank_of: Sequence[int], tied: Iterable[Iterable[int]]) -
     return sorted(peers - {rank})
 
 
-def are_wanted() -> bool:
+def links_enabled() -> bool:
     """Return whether WEFT_PIPELINE_LINKS asks to link stages on CUDA devices by NCCL. Default: never.
 
     Raises:
         ValueError: it is neither "always" nor "never".
     """
-    said = os.environ.get("WEFT_PIPELINE_LINKS") or "never"
-    if said not in ("always", "never"):
-        raise ValueError(f"weft: got WEFT_PIPELINE_LINKS={said}; set it to always or never.")
-    return said == "always"
+    value = os.environ.get("WEFT_PIPELINE_LINKS") or "never"
+    if value not in ("always", "never"):
+        raise ValueError(f"weft: got WEFT_PIPELINE_LINKS={value}; set it to always or never.")
+    return value == "always"
 
 
 def link_stages(group: dist.ProcessGroup, peers: Sequence[int], device: torch.device) -> None:
@@ -44,6 +44,6 @@ def link_stages(group: dist.ProcessGroup, peers: Sequence[int], device: torch.de
 
     Otherwise they are copied through host memory, as messages between ranks that share a device must be.
     """
-    if device.type == "cuda" and are_wanted():
+    if device.type == "cuda" and links_enabled():
         index = torch.cuda.current_device() if device.index is None else device.index
         pipeline_links.link(group, peers, torch.device("cuda", index))

@@ -53,10 +53,10 @@ def split_batch(batch: Any, num_micro_batches: int, shares: Sequence[float] | No
     sizes = deal_samples(size, shares or [1.0] * num_micro_batches)
     bounds = list(itertools.accumulate(sizes, initial=0))
 
-    def part(value: Any, i: int) -> Any:
+    def samples_of(value: Any, i: int) -> Any:
         return value[bounds[i] : bounds[i + 1]] if _has_samples(value, size) else value
 
-    return [_map(lambda value, i=i: part(value, i), batch) for i in range(num_micro_batches)]
+    return [_map(lambda value, i=i: samples_of(value, i), batch) for i in range(num_micro_batches)]
 
 
 def first_samples(batch: Any, num_samples: int) -> Any:

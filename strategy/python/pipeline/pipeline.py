@@ -14,7 +14,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from weft.strategy._plan import Action, Schedule, Span
 from weft.strategy.data_parallel import clip_gradients_by_norm
-from weft.strategy.pipeline.arguments import pipeline_group, refuse_other_arguments, refuse_sequence_parallel, shares_of
+from weft.strategy.pipeline.arguments import (
+    check_equal_arguments,
+    check_no_sequence_parallel,
+    pipeline_group,
+    shares_of,
+)
 from weft.strategy.pipeline.auto_cuts import AutoCuts, agree_on_cuts, auto_of
 from weft.strategy.pipeline.failures import Failures
 from weft.strategy.pipeline.links import link_stages, peers_of
@@ -24,10 +29,10 @@ from weft.strategy.pipeline.runner import MAX_STAGES, Runner, Work
 from weft.strategy.pipeline.sharded_stages import ShardedStages
 from weft.strategy.pipeline.staged_model import StagedModel, staged_model_of
 from weft.strategy.pipeline.stages import Layers, find_layers
-from weft.strategy.pipeline.tied import TiedGradients, refuse_other_shards, tied_elsewhere
+from weft.strategy.pipeline.tied import TiedGradients, check_equal_shards, tied_elsewhere
 from weft.strategy.pipeline.verify_cuts import verify_cuts
 from weft.strategy.shards import TENSOR_PARALLEL
-from weft.strategy.verification.evidence import forget_rehearsal, remember_rehearsal
+from weft.strategy.verification.evidence import drop_rehearsal, store_rehearsal
 
 _log = logging.getLogger(__name__)
 _MAX_PATHS = 16  # recordings of one kind of inputs
@@ -122,19 +127,19 @@ class Pipeline:
                 f"pipeline: the schedule has {len(rank_of)} stages and the cuts make {num_stages}; pass a schedule for "
                 "as many."
             )
-        own = [stage for stage in range(num_stages) if rank_of[stage] == self._group.rank()]
+        own_stages = [stage for stage in range(num_stages) if rank_of[stage] == self._group.rank()]
         self._rank_of = rank_of
-        refuse_other_arguments(self._group, cuts, str(schedule), self._shares)
+        check_equal_arguments(self._group, cuts, str(schedule), self._shares)
         layers = find_layers(model, cuts, layer_stages, beside)
         self._verify(model, layers, mesh, verify)
-        self._staged = StagedModel(model, layers, own, device)
+        self._staged = StagedModel(model, layers, own_stages, device)
         peers = peers_of(self._group.rank(), rank_of, [tied.name_on for tied in self._staged.tied])
         link_stages(self._group, peers, device or of_parameters)
         self._runner = Runner(self._staged, self._group)
         # The strategies' steps do more than those here, and also publish failures of that.
         self.failures = Failures()
         self._recordings: dict[Any, list[Recording]] = {}
-        self._watches = False
+        self._intercepts_calls = False
 
     @staticmethod
     def _verify(model: nn.Module, layers: Layers, mesh: DeviceMesh, verify: str) -> None:
@@ -142,11 +147,11 @@ class Pipeline:
         has_plan = TENSOR_PARALLEL in (all_axes.mesh_dim_names or ()) and all_axes[TENSOR_PARALLEL].size() > 1
         if verify == "never" and not has_plan:
             return
-        rehearsal = remember_rehearsal(model)
+        rehearsal = store_rehearsal(model)
         if verify != "never":
             verify_cuts(model, layers, rehearsal)
         if not has_plan:  # otherwise a plan is applied later, when this rank has only some layers
-            forget_rehearsal(model)
+            drop_rehearsal(model)
 
     def fully_shard(self, mesh: DeviceMesh, *, mp_policy: MixedPrecisionPolicy | None = None) -> None:
         """Shard the parameters of this rank's layers over data-parallel ranks, by FSDP2, after `parallelize`.
@@ -318,25 +323,25 @@ class Pipeline:
         def root_of(i: int, loss: Any) -> Tensor:
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 raise TypeError(f"pipeline: the step gave a {type(loss).__name__} as loss; return one number's tensor.")
-            share = loss * (weights[i] / total)
+            weighted = loss * (weights[i] / total)
             # A loss of weight 0 may be NaN, such as a mean over no tokens.
-            losses.append(share.detach() if weights[i] > 0 else torch.zeros_like(share))
-            return share if scale == 1 else share * scale
+            losses.append(weighted.detach() if weights[i] > 0 else torch.zeros_like(weighted))
+            return weighted if scale == 1 else weighted * scale
 
         schedule = self.schedule(len(micro_batches))
-        with self.failures.told():
+        with self.failures.report_failures():
             work = Work(micro_batches, self._recordings_of(micro_batches, loss_fn), loss_fn, root_of)
             tied = TiedGradients(self._staged, self._rank_of, self._group)
             self._runner.run(schedule, work)
-            tied.add_up()
-            return self._from_last(torch.stack(losses).sum() if losses else None)
+            tied.sum_over_stages()
+            return self._broadcast_from_last_stage(torch.stack(losses).sum() if losses else None)
 
     def evaluate(self, batch: Any, step: Step, *, split: Split = split_batch) -> list[Any]:
         """Run forwards without gradients; return `step`'s result for each micro-batch, [] off the last stage's rank."""
         with torch.no_grad():
             micro_batches = self.split(batch, split)
             schedule = self.schedule(len(micro_batches), forward_only=True)
-            with self.failures.told():
+            with self.failures.report_failures():
                 work = Work(micro_batches, self._recordings_of(micro_batches, step), step)
                 return self._runner.run(schedule, work)
 
@@ -368,11 +373,11 @@ class Pipeline:
 
     def split(self, batch: Any, split: Split | None = None) -> Sequence[Any]:
         """Return the micro-batches into which a step would split a batch."""
-        if not self._watches:
-            refuse_sequence_parallel(self.model)
-            refuse_other_shards(self._staged, self._group)
-            self._staged.watch_calls()
-            self._watches = True
+        if not self._intercepts_calls:
+            check_no_sequence_parallel(self.model)
+            check_equal_shards(self._staged, self._group)
+            self._staged.intercept_layer_calls()
+            self._intercepts_calls = True
         if split is not None and split is not split_batch:
             return list(split(batch, self.num_micro_batches))
         size = batch_size_of(batch)
@@ -383,7 +388,7 @@ class Pipeline:
     def _recordings_of(self, micro_batches: Sequence[Any], step: Step) -> list[Recording]:
         # A step may call the model in another way than for an earlier batch like this; within one batch it does not
         # change.
-        call = self._staged.call_of(step, micro_batches[0])
+        call = self._staged.call_signature(step, micro_batches[0])
         return [self._recording(micro_batch, step, call) for micro_batch in micro_batches]
 
     def _recording(self, micro_batch: Any, step: Step, call: Any) -> Recording:
@@ -395,25 +400,25 @@ class Pipeline:
                 recordings.append(recording)
                 return recording
         made = self._staged.record(step, micro_batch)
-        self._refuse_reading_shards(made)
+        self._check_no_shard_reads(made)
         recordings.append(made)
         del recordings[:-_MAX_PATHS]
         if len(self._recordings) > _MAX_RECORDED:
             del self._recordings[next(iter(self._recordings))]
         return made
 
-    def _refuse_reading_shards(self, recording: Recording) -> None:
+    def _check_no_shard_reads(self, recording: Recording) -> None:
         """Raise if code between layers reads a layer that it never calls: FSDP2 would not reduce its gradients."""
-        alone = self._staged.read_alone(recording)
-        if self._runner.sharding is not None and alone:
+        names = self._staged.layers_only_read(recording)
+        if self._runner.sharding is not None and names:
             raise ValueError(
-                f"pipeline: the code between layers reads the parameters of {alone[0]!r} and never calls it, so that "
+                f"pipeline: the code between layers reads the parameters of {names[0]!r} and never calls it, so that "
                 "their gradients would be lost where they are fully sharded; call the layer, or replicate over the "
                 "data-parallel ranks."
             )
 
-    def _from_last(self, value: Tensor | None) -> Tensor:
+    def _broadcast_from_last_stage(self, value: Tensor | None) -> Tensor:
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
-        shared = torch.zeros((), dtype=torch.float64, device=device) if value is None else value.double()
-        dist.broadcast(shared, group_src=self._rank_of[-1], group=self._group)
-        return shared
+        result = torch.zeros((), dtype=torch.float64, device=device) if value is None else value.double()
+        dist.broadcast(result, group_src=self._rank_of[-1], group=self._group)
+        return result

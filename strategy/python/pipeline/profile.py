@@ -110,19 +110,19 @@ def _fake_state(model: nn.Module, fake_mode: FakeTensorMode) -> Iterator[None]:
     fakes: dict[int, Tensor] = {}
     real: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
     for module in model.modules():
-        for places in (module._parameters, module._buffers):
-            for name, tensor in places.items():
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
                 if tensor is not None:
-                    real.append((places, name, tensor))
+                    real.append((table, name, tensor))
     on_cpu = torch.device("cpu")  # the assumed device of meta tensors, which have no values yet
     try:
-        for places, name, tensor in real:
+        for table, name, tensor in real:
             fake = fake_like(tensor, fake_mode, on_cpu if tensor.is_meta else None)
-            places[name] = fakes.setdefault(id(tensor), fake)
+            table[name] = fakes.setdefault(id(tensor), fake)
         yield
     finally:
-        for places, name, tensor in real:
-            places[name] = tensor
+        for table, name, tensor in real:
+            table[name] = tensor
 
 
 def _clock_of(model: nn.Module) -> Callable[[], float]:
@@ -144,10 +144,10 @@ class _Pass:
         self._model = model
         self._names = names
         self._now = now
-        self._begun: dict[str, float] = {}
+        self._start_times: dict[str, float] = {}
         self._rows: list[list[Any]] = []  # name, forward, backward, bytes
         self._arrivals: list[tuple[float, int]] = []  # the time when the gradient of a row's output arrived
-        self._kept: dict[int, int] = {}  # bytes by storage, for the layer that runs
+        self._saved_bytes: dict[int, int] = {}  # bytes by storage, for the layer that runs
         self._parameters = {p.untyped_storage()._cdata for p in model.parameters()}
 
     def run(self, batch: Any, loss_fn: Callable[[Any], Tensor]) -> list[list[Any]]:
@@ -157,7 +157,7 @@ class _Pass:
             handles.append(module.register_forward_pre_hook(lambda *_, name=name: self._begin(name)))
             handles.append(module.register_forward_hook(lambda _m, _i, output, name=name: self._end(name, output)))
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor):
+            with torch.autograd.graph.saved_tensors_hooks(self._count_saved, lambda tensor: tensor):
                 loss = loss_fn(batch)
             self._arrivals.append((self._now(), len(self._rows)))
             wanted = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
@@ -173,21 +173,21 @@ class _Pass:
         return self._rows
 
     def _begin(self, name: str) -> None:
-        self._kept = {}
-        self._begun[name] = self._now()
+        self._saved_bytes = {}
+        self._start_times[name] = self._now()
 
     def _end(self, name: str, output: Any) -> None:
         row = len(self._rows)
-        self._rows.append([name, self._now() - self._begun[name], 0.0, sum(self._kept.values())])
-        self._kept = {}
+        self._rows.append([name, self._now() - self._start_times[name], 0.0, sum(self._saved_bytes.values())])
+        self._saved_bytes = {}
         outputs = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
         if outputs:
             outputs[0].register_hook(lambda _gradient: self._arrivals.append((self._now(), row)))
 
-    def _keep(self, tensor: Tensor) -> Tensor:
+    def _count_saved(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()._cdata
         if storage not in self._parameters:
-            self._kept[storage] = max(tensor.nbytes, self._kept.get(storage, 0))
+            self._saved_bytes[storage] = max(tensor.nbytes, self._saved_bytes.get(storage, 0))
         return tensor
 
 
@@ -213,7 +213,7 @@ def balanced_cuts(
     Raises:
         ValueError: see `weft.strategy.pipeline.partition`.
     """
-    cut = partition(
+    chosen = partition(
         [layer.forward + layer.backward for layer in profiles],
         num_stages,
         activation_bytes=[layer.activation_bytes for layer in profiles],
@@ -222,4 +222,4 @@ def balanced_cuts(
         memory_limit=memory_limit,
         memory_weight=memory_weight,
     )
-    return [profiles[begin].name for begin in cut.begins[1:]]
+    return [profiles[begin].name for begin in chosen.begins[1:]]

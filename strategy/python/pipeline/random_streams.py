@@ -27,12 +27,12 @@ class RandomStreams:
     def of_step(self) -> Iterator[None]:
         """Enclose a step; afterwards the generators are in their former states, except for one drawn number."""
         self._seed = int(torch.randint(1 << 62, ()))
-        with keeping_all_random_states():
+        with preserving_all_random_states():
             yield
 
     def begin(self, micro_batch: int, stage: int = 0) -> None:
         """Continue a micro-batch's stream; `stage` 0: the stream before the layers, which is also that of stage 0."""
-        number = _mixed(self._seed + (stage << 32) + micro_batch)
+        number = _mix_bits(self._seed + (stage << 32) + micro_batch)
         torch.default_generator.manual_seed(number)
         if _uses_cuda():
             torch.cuda.manual_seed(number)
@@ -41,7 +41,7 @@ class RandomStreams:
             sys.modules["numpy"].random.seed(number & 0xFFFFFFFF)
 
 
-def _mixed(number: int) -> int:
+def _mix_bits(number: int) -> int:
     """Return 63 bits that each depend on all bits of the number: torch's CPU generator takes 32 of them for its seed.
 
     The output function of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014).
@@ -53,23 +53,23 @@ def _mixed(number: int) -> int:
     return (number ^ (number >> 31)) >> 1
 
 
-def keeping_random_state() -> contextlib.AbstractContextManager[None]:
+def preserving_random_state() -> contextlib.AbstractContextManager[None]:
     """Inside, random draws do not change the generators of the CPU and of the current device."""
     return torch.random.fork_rng(devices=[torch.cuda.current_device()] if _uses_cuda() else [])
 
 
 @contextlib.contextmanager
-def keeping_all_random_states() -> Iterator[None]:
+def preserving_all_random_states() -> Iterator[None]:
     """Also keep the states of Python's and numpy's generators."""
     state, numpy = random.getstate(), sys.modules.get("numpy")
-    of_numpy = None if numpy is None else numpy.random.get_state()
+    numpy_state = None if numpy is None else numpy.random.get_state()
     try:
-        with keeping_random_state():
+        with preserving_random_state():
             yield
     finally:
         random.setstate(state)
-        if of_numpy is not None:
-            numpy.random.set_state(of_numpy)
+        if numpy_state is not None:
+            numpy.random.set_state(numpy_state)
 
 
 def _uses_cuda() -> bool:

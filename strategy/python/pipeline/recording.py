@@ -14,13 +14,13 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils import _pytree as pytree
 
-from weft.strategy.pipeline.layer_calls import LayerCall, Mode, run_in
+from weft.strategy.pipeline.layer_calls import LayerCall, Mode, run_in_mode
 from weft.strategy.pipeline.micro_batches import signature
-from weft.strategy.pipeline.random_streams import keeping_random_state
+from weft.strategy.pipeline.random_streams import preserving_random_state
 from weft.strategy.pipeline.stages import ANY_STAGE
 
 # Functions whose results are Python values that depend on a tensor's values.
-QUESTIONS = {
+VALUE_READS = {
     "__bool__",
     "__int__",
     "__float__",
@@ -52,7 +52,7 @@ class Recording:
     events: the calls outside of layers that returned tensors, in order.
     values: the values that come from layers, by number; each fake tensor once.
     crossings: the numbers of the values that cross each boundary, that from stage b to b + 1 at index b.
-    answers: the values of inputs that the code between layers asked for, and on which its path may depend.
+    read_values: the values of inputs that the code between layers asked for, and on which its path may depend.
     arguments: the signature of the model's arguments.
     """
 
@@ -61,7 +61,7 @@ class Recording:
     events: list[Event] = dataclasses.field(default_factory=list)
     values: list[FakeTensor] = dataclasses.field(default_factory=list)
     crossings: list[list[int]] = dataclasses.field(default_factory=list)
-    answers: list[Any] = dataclasses.field(default_factory=list)
+    read_values: list[Any] = dataclasses.field(default_factory=list)
     _numbers: dict[int, int] = dataclasses.field(default_factory=dict)
 
     def number_of(self, value: FakeTensor) -> int | None:
@@ -92,16 +92,16 @@ class _Recorder(Mode):
         fakes = self._use((args, kwargs))
         if not fakes:
             output = func(*args, **kwargs)
-            if name_of(func) in QUESTIONS:
-                self._recording.answers.append(answer_of(output))
+            if name_of(func) in VALUE_READS:
+                self._recording.read_values.append(comparable_value(output))
         else:
-            self._refuse_writing(func, args, kwargs)
+            self._check_writes(func, args, kwargs)
             try:
                 with self._fake_mode:
                     output = func(*args, **kwargs)
             except Exception as error:
-                raise self._refusal(f"{name_of(func)} between the layers", error) from error
-        self._note(name_of(func), func, output)
+                raise self._recording_error(f"{name_of(func)} between the layers", error) from error
+        self._record_output(name_of(func), func, output)
         return output
 
     def call_layer(self, layer: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -120,14 +120,14 @@ class _Recorder(Mode):
             self._stage = stage
         fakes = self._use((args, kwargs))
         if stage == ANY_STAGE and not fakes:
-            output = self._outside(lambda: layer.call_itself(args, kwargs))
+            output = self._without_interception(lambda: layer.call_directly(args, kwargs))
         else:
             try:
                 with self._fake_mode:
-                    output = self._outside(lambda: layer.call_itself(args, kwargs))
+                    output = self._without_interception(lambda: layer.call_directly(args, kwargs))
             except Exception as error:
-                raise self._refusal(f"the layer {name!r}", error) from error
-        self._note(name, name, output)
+                raise self._recording_error(f"the layer {name!r}", error) from error
+        self._record_output(name, name, output)
         return output
 
     def _use(self, arguments: Any) -> bool:
@@ -138,7 +138,7 @@ class _Recorder(Mode):
             self._last_use[number] = self._stage
         return bool(fakes)
 
-    def _note(self, name: str, function: Any, output: Any) -> None:
+    def _record_output(self, name: str, function: Any, output: Any) -> None:
         leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
         if not leaves:
             return
@@ -156,10 +156,10 @@ class _Recorder(Mode):
             [n for n in range(len(recording.values)) if self._produced[n] <= b < self._last_use.get(n, -1)]
             for b in range(recording.num_stages - 1)
         ]
-        self._refuse_changed_aliases()
-        _let_go_of_graphs(recording)
+        self._check_aliases()
+        _drop_graphs(recording)
 
-    def _refuse_writing(self, func: Any, args: Any, kwargs: Any) -> None:
+    def _check_writes(self, func: Any, args: Any, kwargs: Any) -> None:
         """Raise if layers' values are written into a real tensor: stages without them would keep its old values."""
         targets = [kwargs.get("out")]
         if writes_in_place(name_of(func)) and args:
@@ -172,7 +172,7 @@ class _Recorder(Mode):
                 "a layer do it."
             )
 
-    def _refuse_changed_aliases(self) -> None:
+    def _check_aliases(self) -> None:
         recording = self._recording
         for b, numbers in enumerate(recording.crossings):
             by_storage: dict[int, list[int]] = {}
@@ -190,7 +190,7 @@ class _Recorder(Mode):
                     )
 
     @staticmethod
-    def _refusal(what: str, error: Exception) -> ValueError:
+    def _recording_error(what: str, error: Exception) -> ValueError:
         if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
             return ValueError(
                 f"pipeline: {what} reads values that layers compute, or makes a shape depend on them ({error}), and "
@@ -212,7 +212,7 @@ def writes_in_place(name: str) -> bool:
     return is_method or name == "__setitem__" or name in {f"__i{operation}__" for operation in _IN_PLACE}
 
 
-def _let_go_of_graphs(recording: Recording) -> None:
+def _drop_graphs(recording: Recording) -> None:
     """Drop the graphs of fake tensors, which keep the inputs of the recording alive."""
     for value in recording.values:
         if value.grad_fn is not None and not value._is_view():
@@ -234,13 +234,13 @@ def record(
     """
     recording = Recording(num_stages, signature((args, kwargs)))
     recorder = _Recorder(recording, fake_mode, owners)
-    with keeping_random_state():
-        output = run_in(recorder, lambda: skeleton.forward(*args, **kwargs))
+    with preserving_random_state():
+        output = run_in_mode(recorder, lambda: skeleton.forward(*args, **kwargs))
     recorder.finish(output)
     return recording
 
 
-def answer_of(output: Any) -> Any:
+def comparable_value(output: Any) -> Any:
     return output if isinstance(output, (bool, int)) else repr(output)  # nan is not equal to itself
 
 

@@ -27,7 +27,7 @@ Key = tuple[int, int]  # stage, micro-batch
 
 
 @dataclasses.dataclass
-class _Held:
+class _SavedState:
     """The state that a stage keeps for a micro-batch between its forward and its backward."""
 
     inputs: list[Tensor]  # leaves that require gradients, in the order in which they cross
@@ -92,7 +92,7 @@ class Runner:
             self.sharding.begin()
         with self._streams.of_step():
             for action in schedule.ranks[self._rank]:
-                run.do(action)
+                run.run_action(action)
         if schedule.has_communication:
             ops.pipeline_flush(self._group_name)
         if self.sharding is not None and schedule.has_backward:
@@ -113,7 +113,7 @@ class _Run:
         self._last_stage = schedule.num_stages - 1
         self._has_backward = schedule.has_backward
         self._work = work
-        self._held: dict[Key, _Held] = {}
+        self._saved: dict[Key, _SavedState] = {}
         self._outputs: dict[Key, list[Tensor]] = {}  # computed here, for the next stage
         self._gradients: dict[Key, list[Tensor]] = {}  # computed here, for the previous stage
         self._tokens: dict[tuple[str, int, int], Tensor] = {}  # of posted receives
@@ -126,7 +126,7 @@ class _Run:
     def results(self) -> list[Any]:
         return [self._results[i] for i in sorted(self._results)]
 
-    def do(self, action: Action) -> None:
+    def run_action(self, action: Action) -> None:
         """Run one action; a computation first waits for its inputs, and this wait does not count as its time."""
         if action.micro_batch is None:
             assert self._sharding is not None
@@ -139,7 +139,7 @@ class _Run:
             memory.begin_phase("backward", "scratch")
         return time.perf_counter()
 
-    def _traced(self, kind: str, stage: int, i: int, start: float) -> None:
+    def _record_span(self, kind: str, stage: int, i: int, start: float) -> None:
         if memory.is_tracking():
             self.memory.append(memory.current())
         self.trace.append(Span(Action(stage, kind, i), start - self._start, time.perf_counter() - self._start))
@@ -160,7 +160,7 @@ class _Run:
         start = time.perf_counter()
         needs = [self._has_backward and fake.requires_grad for fake in incoming]
         leaves = [v.requires_grad_() if need else v for v, need in zip(received, needs, strict=True)]
-        values = [_Entry.apply(leaf) if need else leaf for leaf, need in zip(leaves, needs, strict=True)]
+        values = [_StageInput.apply(leaf) if need else leaf for leaf, need in zip(leaves, needs, strict=True)]
         work = self._work
         self._streams.begin(i)
         with saving(received):
@@ -182,11 +182,11 @@ class _Run:
         else:
             assert sent is not None
             outputs, seed = self._checked_edges(stage, i, sent), None
-            self._outputs[stage, i] = [_to_be_sent(value) for value in sent]
+            self._outputs[stage, i] = [_copy_to_send(value) for value in sent]
         if self._has_backward:
             inputs = [leaf for leaf, need in zip(leaves, needs, strict=True) if need]
-            self._held[stage, i] = _Held(inputs, outputs, seed)
-        self._traced("F", stage, i, start)
+            self._saved[stage, i] = _SavedState(inputs, outputs, seed)
+        self._record_span("F", stage, i, start)
 
     def _checked_edges(self, stage: int, i: int, sent: list[Tensor]) -> list[GradientEdge | None]:
         edges = []
@@ -210,31 +210,31 @@ class _Run:
     def _backward(self, stage: int, i: int) -> None:
         gradients = self._take_gradients(stage, i)
         start = self._backward_begins()
-        held = self._held.pop((stage, i))
-        backward(*_paired(held.outputs, gradients))
-        self._gradients[stage, i] = [_gradient_of(leaf, leaf.grad) for leaf in held.inputs]
-        del held, gradients
-        self._traced("B", stage, i, start)
+        saved = self._saved.pop((stage, i))
+        backward(*_paired(saved.outputs, gradients))
+        self._gradients[stage, i] = [_gradient_of(leaf, leaf.grad) for leaf in saved.inputs]
+        del saved, gradients
+        self._record_span("B", stage, i, start)
 
     def _backward_input(self, stage: int, i: int) -> None:
         gradients = self._take_gradients(stage, i)
         start = self._backward_begins()
-        held = self._held[stage, i]
-        found, held.weight_half = backward_input(
-            *_paired(held.outputs, gradients), held.inputs, may_split=not self._staged.has_checkpoints
+        saved = self._saved[stage, i]
+        found, saved.weight_half = backward_input(
+            *_paired(saved.outputs, gradients), saved.inputs, may_split=not self._staged.has_checkpoints
         )
-        self._gradients[stage, i] = [_gradient_of(*pair) for pair in zip(held.inputs, found, strict=True)]
-        held.inputs, held.outputs = [], []
-        del held, gradients, found
-        self._traced("I", stage, i, start)
+        self._gradients[stage, i] = [_gradient_of(*pair) for pair in zip(saved.inputs, found, strict=True)]
+        saved.inputs, saved.outputs = [], []
+        del saved, gradients, found
+        self._record_span("I", stage, i, start)
 
     def _backward_weight(self, stage: int, i: int) -> None:
         start = self._backward_begins()
-        held = self._held.pop((stage, i))
-        assert held.weight_half is not None
-        held.weight_half.run()
-        del held
-        self._traced("W", stage, i, start)
+        saved = self._saved.pop((stage, i))
+        assert saved.weight_half is not None
+        saved.weight_half.run()
+        del saved
+        self._record_span("W", stage, i, start)
 
     # Messages. A message without any elements is not sent: both sides know that it is empty.
 
@@ -246,7 +246,7 @@ class _Run:
 
     def _take_gradients(self, stage: int, i: int) -> list[Tensor]:
         """Return the gradients of this stage's outputs, from the next stage; for the loss, its one gradient."""
-        seed = self._held[stage, i].seed
+        seed = self._saved[stage, i].seed
         if stage == self._last_stage:
             return [] if seed is None else [seed]
         if not any(fake.requires_grad for fake in self._outgoing(stage, i)):
@@ -291,7 +291,7 @@ _METHODS = {
 }
 
 
-class _Entry(torch.autograd.Function):
+class _StageInput(torch.autograd.Function):
     """Copies a leaf into a tensor that may be changed in place, as a layer's output may be in the unsplit model."""
 
     @staticmethod
@@ -303,7 +303,7 @@ class _Entry(torch.autograd.Function):
         return gradient
 
 
-def _to_be_sent(value: Tensor) -> Tensor:
+def _copy_to_send(value: Tensor) -> Tensor:
     """Return a copy of a tensor that may change or be freed while its send is in flight: buffers, parameters, views."""
     return value.detach().clone() if value.is_leaf or value._is_view() else value.detach()
 

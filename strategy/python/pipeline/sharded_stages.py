@@ -45,7 +45,7 @@ class ShardedStages:
             for stage in stages:
                 self._units[stage].append(modules[0])
         of_layers = {id(p) for units in self._units.values() for unit in units for p in unit.parameters()}
-        self._others = [p for p in staged.model.parameters() if id(p) not in of_layers]
+        self._trunk_parameters = [p for p in staged.model.parameters() if id(p) not in of_layers]
 
     def begin(self) -> None:
         """Before a schedule with backwards: keep the gradients that they compute unsharded."""
@@ -70,7 +70,7 @@ class ShardedStages:
             unit.set_requires_gradient_sync(True)
             unit.finalize_backward()
             unit.reshard()
-        for parameter in self._others:  # of the trunk: unsharded on every rank
+        for parameter in self._trunk_parameters:  # of the trunk: unsharded on every rank
             if parameter.grad is not None:
                 for axis in range(self._mesh.ndim):
                     average_gradient(parameter, self._mesh.get_group(axis))
@@ -86,12 +86,12 @@ def _units(staged: StagedModel) -> list[tuple[Sequence[int], list[nn.Module]]]:
         if stage == ANY_STAGE or stage not in staged.stages:
             continue
         layer = staged.model.get_submodule(name)
-        held = {id(parameter) for parameter in layer.parameters()}
-        if not held:
+        parameter_ids = {id(parameter) for parameter in layer.parameters()}
+        if not parameter_ids:
             continue
         stages, modules = {stage}, [layer]
-        for other in [unit for unit in units if unit[2] & held]:
+        for other in [unit for unit in units if unit[2] & parameter_ids]:
             units.remove(other)
-            stages, modules, held = stages | other[0], [*other[1], *modules], held | other[2]
-        units.append((stages, modules, held))
+            stages, modules, parameter_ids = stages | other[0], [*other[1], *modules], parameter_ids | other[2]
+        units.append((stages, modules, parameter_ids))
     return [(sorted(stages), modules) for stages, modules, _ in units]

@@ -16,20 +16,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset
 
-from weft.strategy.absent import AbsentLayer
 from weft.strategy.activation_checkpointing import CheckpointedModule
 from weft.strategy.assignments import join
 from weft.strategy.local_tensor import local_of
-from weft.strategy.pipeline.layer_calls import install, run_in
+from weft.strategy.pipeline.layer_calls import intercept_calls, run_in_mode
 from weft.strategy.pipeline.micro_batches import signature
-from weft.strategy.pipeline.random_streams import keeping_random_state
+from weft.strategy.pipeline.random_streams import preserving_random_state
 from weft.strategy.pipeline.recording import Recording, record
 from weft.strategy.pipeline.stages import ANY_STAGE, Layers
-from weft.strategy.pipeline.trunk import Leave, OtherPathError, StageRun
+from weft.strategy.pipeline.trunk import ForwardExit, OtherPathError, StageRun
+from weft.strategy.remote_layers import RemoteLayer
 
 _KEY = "_weft_staged"
 # Attributes that cannot be copied, or are large.
-_SHARED_BY_COPIES = (DeviceMesh, ProcessGroup, Dataset, DataLoader)
+_NOT_COPIED = (DeviceMesh, ProcessGroup, Dataset, DataLoader)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,16 +58,18 @@ class StagedModel:
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._skeleton = _skeleton_of(model, self.layers, self._fake_mode, device)
         # The stage of each parameter: the code between layers may compute with any of them.
-        self._owners = {id(p): stage for _, p, stage in _placed_parameters(self._skeleton, self.layers)}
-        self._own_parameters = [
-            (fake, name) for name, fake, stage in _placed_parameters(self._skeleton, self.layers) if stage in stages
+        self._owners = {id(p): stage for _, p, stage in _parameters_with_stage(self._skeleton, self.layers)}
+        self._local_parameters = [
+            (fake, name) for name, fake, stage in _parameters_with_stage(self._skeleton, self.layers) if stage in stages
         ]
-        self._own_layers: list[nn.Module] = []  # and the stand-ins of other stages' layers, once calls are intercepted
+        self._local_layers: list[
+            nn.Module
+        ] = []  # and the stand-ins of other stages' layers, once calls are intercepted
         self._task: _Task | None = None
         model.__dict__[_KEY] = self
         _remove_layers(model, self._skeleton, self.layers, stages)
         self._remove_parameters()
-        _watch_calls(self._skeleton, self.layers)
+        _intercept_layer_calls(self._skeleton, self.layers)
 
     def names_of_copies(self) -> dict[str, str]:
         """Return, for this rank's copies of tied parameters, the name on the first stage that has one."""
@@ -78,10 +80,10 @@ class StagedModel:
             if stage in tied.name_on
         }
 
-    def watch_calls(self) -> None:
+    def intercept_layer_calls(self) -> None:
         """Intercept the layers' calls; after `parallelize` and `fully_shard`, which look at classes."""
-        _watch_calls(self.model, self.layers)
-        self._own_layers = [self.model.get_submodule(name) for name in self.layers.stage_of]
+        _intercept_layer_calls(self.model, self.layers)
+        self._local_layers = [self.model.get_submodule(name) for name in self.layers.stage_of]
         if not isinstance(self.model, _Root):
             cls = type(self.model)
             self.model.__class__ = type(cls.__name__, (_Root, cls), {"__module__": cls.__module__})
@@ -109,26 +111,26 @@ class StagedModel:
     def record(self, step: Any, micro_batch: Any) -> Recording:
         """Record the forward that `step(micro_batch)` calls; see `recording.record` for the errors."""
         task = _Task(self, None)
-        self._follow_model()
-        with keeping_random_state(), self._keeping_buffers():
+        self._sync_skeleton()
+        with preserving_random_state(), self._preserving_buffers():
             self._run(task, step, micro_batch)
         assert task.recording is not None
         return task.recording
 
-    def call_of(self, step: Any, micro_batch: Any) -> Any:
+    def call_signature(self, step: Any, micro_batch: Any) -> Any:
         """Return a hashable key of `step(micro_batch)`'s call: arguments, autocast, trunk's flags; computes nothing."""
-        task = _Task(self, None, looks_only=True)
-        with keeping_random_state():
+        task = _Task(self, None, is_signature_only=True)
+        with preserving_random_state():
             self._run(task, step, micro_batch)
         # Numbers are left out: a recording for each value of a counter would never be used again.
         modules = [self.model.get_submodule(name) for name in self.layers.trunk]
         flags = [
             (key, value) for module in modules for key, value in _flags(module).items() if type(value) in (bool, str)
         ]
-        modes = [layer.training for layer in self._own_layers]
+        modes = [layer.training for layer in self._local_layers]
         return (task.call, *flags, *modes)
 
-    def _follow_model(self) -> None:
+    def _sync_skeleton(self) -> None:
         """Update the skeleton: the modes of the layers, the flags of the trunk, and buffers that have moved."""
         for name in self.layers.stage_of:
             self._skeleton.get_submodule(name).train(self.model.get_submodule(name).training)
@@ -138,7 +140,7 @@ class StagedModel:
             copied.__dict__.update(_flags(module))
 
     @contextlib.contextmanager
-    def _keeping_buffers(self) -> Iterator[None]:
+    def _preserving_buffers(self) -> Iterator[None]:
         """Restore the trunk's buffers afterwards: forwards for recording or matching must not change them."""
         buffers = {id(b): b for name in self.layers.trunk for b in self.model.get_submodule(name)._buffers.values()}
         before = [(b, b._version, b.clone()) for b in buffers.values() if b is not None]
@@ -150,7 +152,7 @@ class StagedModel:
                     if buffer._version != version:
                         buffer.copy_(value)
 
-    def read_alone(self, recording: Recording) -> list[str]:
+    def layers_only_read(self, recording: Recording) -> list[str]:
         """Return the layers, of any stage, whose parameters the code between layers reads and which it never calls."""
         called = {event.function for event in recording.events}
         return [
@@ -162,12 +164,12 @@ class StagedModel:
 
     def matches(self, recording: Recording, step: Any, micro_batch: Any) -> bool:
         """Return whether `step(micro_batch)` would take the recorded path; runs it without layers if necessary."""
-        if not recording.answers:
+        if not recording.read_values:
             return True
         probe = StageRun(recording, self.layers.num_stages, None)
-        with keeping_random_state(), self._keeping_buffers(), contextlib.suppress(OtherPathError):
+        with preserving_random_state(), self._preserving_buffers(), contextlib.suppress(OtherPathError):
             self._run(_Task(self, probe), step, micro_batch)
-        return probe.took_the_same_path
+        return probe.matches_recording
 
     def run(
         self,
@@ -183,7 +185,7 @@ class StagedModel:
         `before_layers` is called before the first layer of the stage.
         """
         run = StageRun(recording, stage, received, before_layers)
-        for fake, name in self._own_parameters:
+        for fake, name in self._local_parameters:
             if recording.number_of(fake) is not None:
                 run.add_value(fake, local_of(self.model.get_parameter(name)))
         result = self._run(_Task(self, run), step, micro_batch)
@@ -205,7 +207,7 @@ class StagedModel:
         self._task = task
         try:
             result = step(micro_batch)
-        except Leave:
+        except ForwardExit:
             result = None
         finally:
             self._task = None
@@ -228,21 +230,21 @@ class StagedModel:
         task.num_calls += 1
         if task.num_calls > 1:
             raise RuntimeError("pipeline: the step calls the model in stages twice for one micro-batch; call it once.")
-        if task.looks_only:
+        if task.is_signature_only:
             task.call = (signature((args, kwargs)), _autocast_dtypes())
-            raise Leave
+            raise ForwardExit
         if task.run is None:
             owners, num_stages = self._owners, self.layers.num_stages
             task.recording = record(self._skeleton, num_stages, self._fake_mode, owners, args, kwargs)
-            raise Leave
+            raise ForwardExit
         if signature((args, kwargs)) != task.run.arguments:
             raise OtherPathError(
                 "pipeline: the step gave the model other shapes than for a micro-batch of the same shapes before; let "
                 "the shapes of the batch alone decide those of what the model is given."
             )
-        output = run_in(task.run, lambda: forward(*args, **kwargs))
+        output = run_in_mode(task.run, lambda: forward(*args, **kwargs))
         if task.run.is_probe:
-            raise Leave
+            raise ForwardExit
         return task.run.with_values(output)
 
     def _remove_parameters(self) -> None:
@@ -276,7 +278,7 @@ class _Task:
     run: StageRun | None
     recording: Recording | None = None
     num_calls: int = 0
-    looks_only: bool = False
+    is_signature_only: bool = False
     call: Any = None
 
 
@@ -297,9 +299,9 @@ class _Root:
         return self.__dict__[_KEY].call(super().forward, args, kwargs)  # type: ignore[misc]
 
 
-def _watch_calls(model: nn.Module, layers: Layers) -> None:
+def _intercept_layer_calls(model: nn.Module, layers: Layers) -> None:
     for name, stage in layers.stage_of.items():
-        install(model.get_submodule(name), name, stage)
+        intercept_calls(model.get_submodule(name), name, stage)
 
 
 def _skeleton_of(model: nn.Module, layers: Layers, fake_mode: FakeTensorMode, device: torch.device | None) -> nn.Module:
@@ -320,7 +322,7 @@ def fake_copy(
     memo: dict[int, Any] = {id(tensor): fake_like(tensor, fake_mode, device) for tensor in replaced}
     memo |= {id(buffer): buffer for buffer in model.buffers() if id(buffer) not in memo}
     attributes = (value for module in model.modules() for value in vars(module).values())
-    memo |= {id(value): value for value in attributes if isinstance(value, _SHARED_BY_COPIES)}
+    memo |= {id(value): value for value in attributes if isinstance(value, _NOT_COPIED)}
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:
@@ -339,14 +341,14 @@ def fake_like(tensor: Tensor, fake_mode: FakeTensorMode, device: torch.device | 
 
 
 def tied_parameters(model: nn.Module, layers: Layers) -> list[TiedParameter]:
-    places: dict[int, dict[int, str]] = {}
-    for name, parameter, stage in _placed_parameters(model, layers):
+    names_by_stage: dict[int, dict[int, str]] = {}
+    for name, parameter, stage in _parameters_with_stage(model, layers):
         if stage != ANY_STAGE:
-            places.setdefault(id(parameter), {}).setdefault(stage, name)
-    return [TiedParameter(name_on) for name_on in places.values() if len(name_on) > 1]
+            names_by_stage.setdefault(id(parameter), {}).setdefault(stage, name)
+    return [TiedParameter(name_on) for name_on in names_by_stage.values() if len(name_on) > 1]
 
 
-def _placed_parameters(model: nn.Module, layers: Layers) -> Iterator[tuple[str, nn.Parameter, int]]:
+def _parameters_with_stage(model: nn.Module, layers: Layers) -> Iterator[tuple[str, nn.Parameter, int]]:
     for layer, stage in layers.stage_of.items():
         for name, parameter in model.get_submodule(layer).named_parameters(remove_duplicate=False):
             yield join(layer, name), parameter, stage
@@ -360,4 +362,4 @@ def _remove_layers(model: nn.Module, skeleton: nn.Module, layers: Layers, stages
         if stage != ANY_STAGE and stage not in stages:
             parent_name, _, child_name = name.rpartition(".")
             parent = model.get_submodule(parent_name)
-            parent._modules[child_name] = AbsentLayer(name, stage, skeleton.get_submodule(name))
+            parent._modules[child_name] = RemoteLayer(name, stage, skeleton.get_submodule(name))

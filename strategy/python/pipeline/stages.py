@@ -64,8 +64,8 @@ def find_layers(
         )
     stage_of = {}
     for name in layers:
-        holds = name in cuts or any(True for _ in modules[name].parameters()) or bool(modules[name].state_dict())
-        stage_of[name] = sum(begin <= order[name] for begin in begins) if holds else ANY_STAGE
+        has_state = name in cuts or any(True for _ in modules[name].parameters()) or bool(modules[name].state_dict())
+        stage_of[name] = sum(begin <= order[name] for begin in begins) if has_state else ANY_STAGE
     parameter_stages = {
         join(name, parameter): sum(begin <= order[name] for begin in begins)
         for name in sorted(trunk, key=order.__getitem__)
@@ -73,13 +73,13 @@ def find_layers(
         if value is not None
     }
     for name, stage in (layer_stages or {}).items():
-        places = stage_of if name in stage_of else parameter_stages
-        if name not in places or stage not in range(len(cuts) + 1):
+        table = stage_of if name in stage_of else parameter_stages
+        if name not in table or stage not in range(len(cuts) + 1):
             raise ValueError(
                 f"pipeline: layer_stages puts {name!r} on stage {stage!r}; name one of the layers, such as "
                 f"{', '.join(map(repr, list(stage_of)[:3]))}, and a stage from 0 to {len(cuts)}."
             )
-        places[name] = stage
+        table[name] = stage
     found = Layers(len(cuts) + 1, tuple(sorted(trunk)), stage_of, parameter_stages)
     _check_stages(model, found, cuts)
     first_name: dict[int, str] = {}

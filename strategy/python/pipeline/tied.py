@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft import ops
-from weft.strategy.data_parallel.local import local_part
+from weft.strategy.data_parallel.local import local_shard
 from weft.strategy.pipeline.staged_model import StagedModel
 
 _CHANNEL = 0  # below the boundaries' channels, which begin at stage 1
@@ -34,32 +34,32 @@ class TiedGradients:
                 self._copies.append((parameter, ranks, parameter.grad))
                 parameter.grad = None
 
-    def add_up(self) -> None:
+    def sum_over_stages(self) -> None:
         """Give every stage's copy the sum of all stages' gradients of this step, added in the stages' order.
 
         Every rank sends its gradient to the others that have a copy, so that all add the same numbers.
         """
         for parameter, ranks, earlier in self._copies:
-            _sum_over(parameter, ranks, self._group)
+            _sum_over_ranks(parameter, ranks, self._group)
             if earlier is not None:
                 with torch.no_grad():
-                    local_part(earlier).add_(local_part(parameter.grad))
+                    local_shard(earlier).add_(local_shard(parameter.grad))
                 parameter.grad = earlier
         self._copies.clear()
 
 
-def refuse_other_shards(staged: StagedModel, group: dist.ProcessGroup) -> None:
+def check_equal_shards(staged: StagedModel, group: dist.ProcessGroup) -> None:
     """Raise ValueError, on all ranks, if stages shard their copies of a parameter differently; collective."""
     if not staged.tied:
         return
-    own = {}
+    local_copies = {}
     for tied in staged.tied:
         first = tied.name_on[min(tied.name_on)]
         for stage in sorted(set(staged.stages) & tied.name_on.keys()):
             parameter = _parameter(staged, tied.name_on[stage])
-            own[first] = (tied.name_on[stage], str(getattr(parameter, "placements", "no shards")))
+            local_copies[first] = (tied.name_on[stage], str(getattr(parameter, "placements", "no shards")))
     gathered: list[dict[str, tuple[str, str]]] = [{}] * group.size()
-    dist.all_gather_object(gathered, own, group=group)
+    dist.all_gather_object(gathered, local_copies, group=group)
     for tied in staged.tied:
         first = tied.name_on[min(tied.name_on)]
         copies = [each[first] for each in gathered if first in each]
@@ -75,9 +75,9 @@ def tied_elsewhere(staged: StagedModel) -> list[nn.Parameter]:
     """Return this rank's copies of parameters whose first stage is on another rank."""
     found = []
     for tied in staged.tied:
-        own = [stage for stage in staged.stages if stage in tied.name_on]
-        if own and min(tied.name_on) not in staged.stages:
-            found.append(_parameter(staged, tied.name_on[own[0]]))
+        local_stages = [stage for stage in staged.stages if stage in tied.name_on]
+        if local_stages and min(tied.name_on) not in staged.stages:
+            found.append(_parameter(staged, tied.name_on[local_stages[0]]))
     return found
 
 
@@ -89,12 +89,12 @@ def _parameter(staged: StagedModel, name: str) -> nn.Parameter:
     return parameter
 
 
-def _sum_over(parameter: nn.Parameter, ranks: Sequence[int], group: dist.ProcessGroup) -> None:
-    own = local_part(parameter.grad) if parameter.grad is not None else torch.zeros_like(local_part(parameter))
+def _sum_over_ranks(parameter: nn.Parameter, ranks: Sequence[int], group: dist.ProcessGroup) -> None:
+    local = local_shard(parameter.grad) if parameter.grad is not None else torch.zeros_like(local_shard(parameter))
     others = [rank for rank in ranks if rank != group.rank()]
-    like = torch.empty((), dtype=own.dtype, device=own.device).expand(own.shape)
+    like = torch.empty((), dtype=local.dtype, device=local.device).expand(local.shape)
     tokens = [ops.pipeline_recv([like], rank, _CHANNEL, group.group_name) for rank in others]
-    copy = own.clone()  # a sent tensor must not change while it is in flight
+    copy = local.clone()  # a sent tensor must not change while it is in flight
     for rank in others:
         ops.pipeline_send([copy], rank, _CHANNEL, group.group_name)
     by_rank: dict[int, Tensor] = {group.rank(): copy}
@@ -107,4 +107,4 @@ def _sum_over(parameter: nn.Parameter, ranks: Sequence[int], group: dist.Process
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     with torch.no_grad():
-        local_part(parameter.grad).copy_(total)
+        local_shard(parameter.grad).copy_(total)

@@ -5,13 +5,13 @@ only in the results of layer calls:
 
     layers of earlier stages     return what they returned in the recording: fake tensors, which only have shapes
     layers of this stage         compute, with received tensors in place of the fake tensors
-    first layer of a later stage ends the forward by raising `Leave`, which no `except Exception` catches
+    first layer of a later stage ends the forward by raising `ForwardExit`, which no `except Exception` catches
 
 Code between layers that depends only on the model's inputs (masks, positions) runs on every stage. Values that come
 from layers cross a boundary if a later stage uses them, so every stage in between passes on a skip connection. A
 recording determines these values: one forward of the full model on fake tensors, without arithmetic or memory, for
-each kind of inputs (and, if the code between layers asks for values of the inputs, for each kind of answers). All
-ranks see the same inputs and record the same, so they agree without communication.
+each kind of inputs (and, if the code between layers asks for values of the inputs, for each combination of these
+values). All ranks see the same inputs and record the same, so they agree without communication.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from weft.strategy.pipeline.layer_calls import LayerCall, Mode
-from weft.strategy.pipeline.recording import QUESTIONS, Event, Recording, answer_of, name_of
+from weft.strategy.pipeline.recording import VALUE_READS, Event, Recording, comparable_value, name_of
 from weft.strategy.pipeline.stages import ANY_STAGE
 
 
@@ -33,7 +33,7 @@ class OtherPathError(RuntimeError):
     """A forward differed from its recording."""
 
 
-class Leave(BaseException):
+class ForwardExit(BaseException):
     """Ends a forward, and the code that calls it, at the first layer of a later stage."""
 
 
@@ -60,11 +60,11 @@ class StageRun(Mode):
         self._recording = recording
         self._target = stage
         self._stage = 0
-        self._answers: list[Any] = []
+        self._read_values: list[Any] = []
         self._next_event = 0
         numbers = recording.crossings[stage - 1] if stage > 0 and received is not None else []
         self._values = dict(zip(numbers, received or (), strict=True))
-        self._wanted = set(recording.crossings[stage]) if stage + 1 < recording.num_stages else set()
+        self._outgoing = set(recording.crossings[stage]) if stage + 1 < recording.num_stages else set()
         self.sent: list[Tensor] | None = None
 
     def add_value(self, fake: FakeTensor, value: Tensor) -> None:
@@ -78,45 +78,45 @@ class StageRun(Mode):
         return self._target
 
     @property
-    def _is_before(self) -> bool:
+    def _is_earlier_stage(self) -> bool:
         return self._stage < self._target
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         has_fakes = _has_fakes(args) or _has_fakes(kwargs)
-        if has_fakes and self._is_before:
-            event = self._recorded(func)
+        if has_fakes and self._is_earlier_stage:
+            event = self._next_recorded(func)
             if event is not None:
                 return event.output
-        if has_fakes and not self._is_before:
+        if has_fakes and not self._is_earlier_stage:
             args, kwargs = self.with_values((args, kwargs))
         output = func(*args, **kwargs)
         if _has_tensor(output):
-            self._take(name_of(func), func, output)
-        elif self._recording.answers and name_of(func) in QUESTIONS:
-            self._answers.append(answer_of(output))
+            self._store_output(name_of(func), func, output)
+        elif self._recording.read_values and name_of(func) in VALUE_READS:
+            self._read_values.append(comparable_value(output))
         return output
 
     def call_layer(self, layer: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compute the layer, return its recorded result, or leave."""
+        """Compute the layer, return its recorded result, or end the forward."""
         name, stage = layer._weft_layer
         if stage > self._target:
             self.sent = [self._values[number] for number in self._recording.crossings[self._target]]
-            raise Leave
+            raise ForwardExit
         self._stage = max(self._stage, stage)
-        if self._is_before and (stage != ANY_STAGE or _has_fakes(args) or _has_fakes(kwargs)):
-            event = self._recorded(name)
+        if self._is_earlier_stage and (stage != ANY_STAGE or _has_fakes(args) or _has_fakes(kwargs)):
+            event = self._next_recorded(name)
             if event is None:
-                raise self._other_path(name)
+                raise self._path_error(name)
             return event.output
-        if not self._is_before:
+        if not self._is_earlier_stage:
             args, kwargs = self.with_values((args, kwargs))
         if stage == self._target and self._before_layers is not None:
             self._before_layers()
             self._before_layers = None
-        output = self._outside(lambda: layer.call_itself(args, kwargs))
+        output = self._without_interception(lambda: layer.call_directly(args, kwargs))
         if _has_tensor(output):
-            self._take(name, name, output)
+            self._store_output(name, name, output)
         return output
 
     def with_values(self, tree: Any) -> Any:
@@ -133,7 +133,7 @@ class StageRun(Mode):
             )
         return self._values[number]
 
-    def _recorded(self, function: Any) -> Event | None:
+    def _next_recorded(self, function: Any) -> Event | None:
         """Return the next event, if it is one of this function."""
         events = self._recording.events
         if self._next_event < len(events) and events[self._next_event].function == function:
@@ -141,25 +141,25 @@ class StageRun(Mode):
             return events[self._next_event - 1]
         return None
 
-    def _take(self, name: str, function: Any, output: Any) -> None:
-        event = self._recorded(function)
+    def _store_output(self, name: str, function: Any, output: Any) -> None:
+        event = self._next_recorded(function)
         if event is None:
-            raise self._other_path(name)
-        if event.is_fake and not self._is_before:
+            raise self._path_error(name)
+        if event.is_fake and not self._is_earlier_stage:
             recorded, values = pytree.tree_leaves(event.output), pytree.tree_leaves(output)
             if len(recorded) != len(values):
-                raise self._other_path(name)
+                raise self._path_error(name)
             for fake, value in zip(recorded, values, strict=True):
                 number = self._recording.number_of(fake) if isinstance(fake, FakeTensor) else None
-                if number in self._wanted:
+                if number in self._outgoing:
                     self._values[number] = value
 
     @property
-    def took_the_same_path(self) -> bool:
-        """Return, after a complete forward, whether all recorded events occurred, with the same answers."""
-        return self._next_event == len(self._recording.events) and self._answers == self._recording.answers
+    def matches_recording(self) -> bool:
+        """Return, after a complete forward, whether all recorded events occurred, with the same read values."""
+        return self._next_event == len(self._recording.events) and self._read_values == self._recording.read_values
 
-    def _other_path(self, name: str) -> OtherPathError:
+    def _path_error(self, name: str) -> OtherPathError:
         events = self._recording.events
         expected = events[self._next_event].name if self._next_event < len(events) else "its end"
         return OtherPathError(

@@ -45,7 +45,7 @@ def profile_stages(
         ValueError: no layer begins at a cut; see `profile_layers`.
     """
     samples = batch_size_of(batch)
-    chosen = sorted(set(sizes or (max(1, samples // part) for part in (8, 4, 2, 1))))
+    chosen = sorted(set(sizes or (max(1, samples // divisor) for divisor in (8, 4, 2, 1))))
     measured = [profile_layers(model, first_samples(batch, size), loss_fn, repeats=repeats) for size in chosen]
     names = [layer.name for layer in measured[0]]
     missing = [cut for cut in cuts if cut not in names]
@@ -54,16 +54,16 @@ def profile_stages(
     begins = [0, *(names.index(cut) for cut in cuts), len(names)]
     stages = []
     for begin, end in itertools.pairwise(begins):
-        parts = [layers[begin:end] for layers in measured]
-        half = MeasuredTime(chosen, [_sum(part, "backward") / 2 for part in parts])
+        stage_layers = [layers[begin:end] for layers in measured]
+        half = MeasuredTime(chosen, [_sum(layers, "backward") / 2 for layers in stage_layers])
         stages.append(
             StageProfile(
-                forward=MeasuredTime(chosen, [_sum(part, "forward") for part in parts]),
+                forward=MeasuredTime(chosen, [_sum(layers, "forward") for layers in stage_layers]),
                 backward_input=half,
                 backward_weight=half,
                 transfer=transfer or LinearTime(),
-                activation_bytes_per_sample=round(_sum(parts[-1], "activation_bytes") / chosen[-1]),
-                parameter_bytes=round(state_factor * _sum(parts[-1], "parameter_bytes")),
+                activation_bytes_per_sample=round(_sum(stage_layers[-1], "activation_bytes") / chosen[-1]),
+                parameter_bytes=round(state_factor * _sum(stage_layers[-1], "parameter_bytes")),
             )
         )
     return stages
@@ -118,11 +118,11 @@ def draw_tuning(points: Sequence[TunePoint], *, path: str | Path | None = None) 
         figure = Figure(figsize=(7, 4), layout="constrained")
         axes = figure.subplots()
         for kind, is_tapered in dict.fromkeys((point.kind, _is_tapered(point)) for point in points):
-            own = [point for point in points if (point.kind, _is_tapered(point)) == (kind, is_tapered)]
-            own.sort(key=lambda point: point.num_micro_batches)
+            series = [point for point in points if (point.kind, _is_tapered(point)) == (kind, is_tapered)]
+            series.sort(key=lambda point: point.num_micro_batches)
             label, style = (f"{kind}, tapered", "--") if is_tapered else (kind, "-")
-            [line] = axes.plot([p.num_micro_batches for p in own], [p.makespan for p in own], style, label=label)
-            for point in own:
+            [line] = axes.plot([p.num_micro_batches for p in series], [p.makespan for p in series], style, label=label)
+            for point in series:
                 face = line.get_color() if point.fits else "white"
                 marker = {"marker": "o", "markerfacecolor": face, "markeredgecolor": line.get_color()}
                 axes.plot(point.num_micro_batches, point.makespan, **marker)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from weft.strategy.pipeline.stages import ANY_STAGE, Layers
-from weft.strategy.shell import undisturbed
+from weft.strategy.shell import isolated_execution
 from weft.strategy.verification.rehearsal import Call, Rehearsal, copied
 from weft.strategy.verification.weightless import Run, Weightless
 
@@ -39,15 +39,15 @@ def verify_cuts(model: nn.Module, layers: Layers, rehearsal: Rehearsal) -> None:
     call = next((call for call in rehearsal.calls.get(id(model), []) if not call.training), None)
     if call is None:
         return
-    with undisturbed(), torch.no_grad():
+    with isolated_execution(), torch.no_grad():
         runs = _Runs(model, layers, call)
         full, outputs = runs.run(None, {})
         for stage in range(layers.num_stages):
             try:
-                part, ours = runs.run(stage, outputs)
+                stage_run, stage_outputs = runs.run(stage, outputs)
             except Exception:  # the pipeline's own run of this code raises as well, and names the layer
                 continue
-            difference = runs.difference(stage, full, part, outputs, ours)
+            difference = runs.difference(stage, full, stage_run, outputs, stage_outputs)
             if difference:
                 raise ValueError(
                     f"pipeline: cut into these stages the model computes other values: on stage {stage} {difference}; "
@@ -65,15 +65,15 @@ class _Runs:
         """Run the model, in full (None) or as one stage does; also: copies of what its layers return."""
         returned: Outputs = {}
 
-        def wrap(name: str, copy: nn.Module, own: Callable[..., Any]) -> Callable[..., Any]:
+        def wrap(name: str, copy: nn.Module, own_forward: Callable[..., Any]) -> Callable[..., Any]:
             if name not in self._layers.stage_of:
-                return own
+                return own_forward
             is_own = stage is None or self._layers.stage_of[name] in (stage, ANY_STAGE)
             known = outputs.get(name, [])
 
             def forward(*args: Any, **kwargs: Any) -> Any:
                 calls = returned.setdefault(name, [])
-                result = own(*args, **kwargs) if is_own else copied(known[len(calls)], {})
+                result = own_forward(*args, **kwargs) if is_own else copied(known[len(calls)], {})
                 calls.append(copied(result, {}))
                 return result
 
@@ -83,34 +83,34 @@ class _Runs:
         torch.default_generator.manual_seed(0)
         return self._weightless.run(args, kwargs, training=False, wrap=wrap), returned
 
-    def difference(self, stage: int, full: Run, part: Run, outputs: Outputs, ours: Outputs) -> str:
+    def difference(self, stage: int, full: Run, stage_run: Run, outputs: Outputs, stage_outputs: Outputs) -> str:
         """Return the first difference of a stage, as the middle of a sentence; "" where there is none."""
-        own = [name for name, of in self._layers.stage_of.items() if of == stage]
+        own_layers = [name for name, of in self._layers.stage_of.items() if of == stage]
 
         def is_inside(layer: str) -> bool:
-            return any(layer == name or layer.startswith(f"{name}.") for name in own)
+            return any(layer == name or layer.startswith(f"{name}.") for name in own_layers)
 
-        expected, found = ([c for c in run.calls if is_inside(c.layer)] for run in (full, part))
+        expected, found = ([c for c in run.calls if is_inside(c.layer)] for run in (full, stage_run))
         if [c.layer for c in expected] != [c.layer for c in found]:
             return "other layers are called"
-        for theirs, call in zip(expected, found, strict=True):
-            if _differs(call.input, theirs.input):
+        for reference, call in zip(expected, found, strict=True):
+            if _differs(call.input, reference.input):
                 return f"the input of '{call.layer}' differs"
-        for name in own:
-            if _differs(ours.get(name), outputs.get(name)):
+        for name in own_layers:
+            if _differs(stage_outputs.get(name), outputs.get(name)):
                 return f"the output of '{name}' differs"
-        if stage == self._layers.num_stages - 1 and _differs(part.output, full.output):
+        if stage == self._layers.num_stages - 1 and _differs(stage_run.output, full.output):
             return "the model's output differs"
         return ""
 
 
-def _differs(ours: Any, theirs: Any) -> bool:
-    pairs = [[leaf for leaf in tree_leaves(each) if isinstance(leaf, Tensor)] for each in (ours, theirs)]
+def _differs(actual: Any, reference: Any) -> bool:
+    pairs = [[leaf for leaf in tree_leaves(each) if isinstance(leaf, Tensor)] for each in (actual, reference)]
     return len(pairs[0]) != len(pairs[1]) or not all(map(_close, *pairs))
 
 
-def _close(ours: Tensor, theirs: Tensor) -> bool:
-    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+def _close(actual: Tensor, reference: Tensor) -> bool:
+    if actual.shape != reference.shape or actual.dtype != reference.dtype:
         return False
     close = functools.partial(torch.allclose, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True)
-    return close(ours, theirs) if ours.is_floating_point() else torch.equal(ours, theirs)
+    return close(actual, reference) if actual.is_floating_point() else torch.equal(actual, reference)

@@ -15,7 +15,7 @@ from torch import nn
 
 from weft.strategy.assignments import join
 from weft.strategy.linears import features
-from weft.strategy.shell import undisturbed
+from weft.strategy.shell import isolated_execution
 from weft.strategy.verification.dataflow import Flow, Group, flow_of
 from weft.strategy.verification.heads import Counts, Verdict, verdict_on
 from weft.strategy.verification.rehearsal import Call, Rehearsal
@@ -56,13 +56,13 @@ def decide(
         trust: accept groups without comparing them.
     """
     examiner = _Examiner(model, rehearsal, num_ranks, is_free, trust)
-    with undisturbed():
+    with isolated_execution():
         examiner.visit("", model)
     return examiner.decisions
 
 
 @dataclasses.dataclass(frozen=True)
-class _Left:
+class _Ungrouped:
     """The ids of the free layers below a module that are in no group; whether its output hides groups of them."""
 
     layers: set[int] = dataclasses.field(default_factory=set)
@@ -88,21 +88,21 @@ class _Examiner:
         self._flows: dict[Any, Flow | None] = {}
         self._verdicts: dict[Any, Verdict] = {}
 
-    def visit(self, name: str, module: nn.Module) -> _Left:
-        """Decide on the groups inside a module and return the layers left below it."""
+    def visit(self, name: str, module: nn.Module) -> _Ungrouped:
+        """Decide on the groups inside a module and return the ungrouped layers below it."""
         if id(module) in self._seen:
-            return _Left()
+            return _Ungrouped()
         self._seen.add(id(module))
-        parts = [self.visit(join(name, key), child) for key, child in module.named_children()]
-        layers = set[int]().union(*(part.layers for part in parts))
+        results = [self.visit(join(name, key), child) for key, child in module.named_children()]
+        layers = set[int]().union(*(each.layers for each in results))
         if id(module) in self.free:
             layers.add(id(module))
         # A group that no module inside contains has layers in several children, or is hidden by the output of a child.
-        may_have_more = sum(bool(part.layers) for part in parts) > 1 or any(part.is_blocked for part in parts)
+        may_have_more = sum(bool(each.layers) for each in results) > 1 or any(each.is_blocked for each in results)
         calls = self._calls(module)
-        left = _Left(layers, any(part.is_blocked for part in parts))
+        ungrouped = _Ungrouped(layers, any(each.is_blocked for each in results))
         if len(layers) < 2 or not may_have_more or not calls:
-            return left
+            return ungrouped
         names = {name: layer for layer, name in Layers.of(module).linears.items() if layer in layers}
         key = (
             self.signatures.of(module, self._has_own_calls(module)),
@@ -113,18 +113,18 @@ class _Examiner:
             self._flows[key] = self._flow(module, calls)
         flow = self._flows[key]
         if flow is None:
-            return left
+            return ungrouped
         for group in flow.groups():
             if names.keys() >= {*group.sources, group.sink}:
-                verdict = self._confirmed(name, group, self._verdict_on(module, group, calls))
+                verdict = self._confirm(name, group, self._verdict_on(module, group, calls))
                 self.decisions.append(Decision(name, group, verdict))
                 layers -= {names.pop(layer) for layer in (*group.sources, group.sink)}
         blocked = any(names.keys() >= {*group.sources, group.sink} for group in flow.blocked())
-        return _Left(layers, blocked)
+        return _Ungrouped(layers, blocked)
 
-    def _confirmed(self, name: str, group: Group, verdict: Verdict) -> Verdict:
+    def _confirm(self, name: str, group: Group, verdict: Verdict) -> Verdict:
         """Compare again in the outermost module, whose code may use tensors that modules keep; return the verdict."""
-        if not verdict.is_accepted or not verdict.is_kept or self.trust:
+        if not verdict.is_accepted or not verdict.has_stored_tensors or self.trust:
             return verdict
         outermost = next((n for n, m in self.model.named_modules() if _is_above(n, name) and self._calls(m)), name)
         if outermost == name:
@@ -142,14 +142,14 @@ class _Examiner:
         return id(module) in self.rehearsal.calls
 
     def _calls(self, module: nn.Module) -> list[Call]:
-        """Return the recorded calls of the module, or of one that differs from it only in its place among others."""
+        """Return the recorded calls of the module, or of one that differs from it only in its index among others."""
         known = id(module) if self._has_own_calls(module) else self.rehearsal.like.get(id(module), 0)
         return self.rehearsal.calls.get(known, [])
 
     def _verdict_on(self, module: nn.Module, group: Group, calls: Sequence[Call]) -> Verdict:
         """Return the verdict on a group, from all calls.
 
-        A module that differs from an earlier one only in its place among others is compared on one call; an equal one
+        A module that differs from an earlier one only in its index among others is compared on one call; an equal one
         takes the earlier verdict.
         """
         arguments = tuple(call.kind() for call in calls)
@@ -223,26 +223,26 @@ def _candidates(container: nn.Module, group: Group, num_ranks: int) -> Iterator[
         for attribute, value in module.__dict__.items():
             if type(value) is not int or value < 2 or value % num_ranks:
                 continue
-            place = (name, attribute)
+            location = (name, attribute)
             if value in sizes:
-                widths[place] = value
+                widths[location] = value
             elif any(size % value == 0 for size in sizes):
-                (counts if _counts_heads(attribute) else others)[place] = value
+                (counts if _counts_heads(attribute) else others)[location] = value
     by_value: dict[int, list[tuple[str, str]]] = {}
-    for place, value in others.items():
-        by_value.setdefault(value, []).append(place)
+    for location, value in others.items():
+        by_value.setdefault(value, []).append(location)
     choices = [[*counts], [*counts, *widths], [*widths]]
-    for places in by_value.values():
-        choices += [[*places], [*places, *widths]]
-    choices += [[place, *widths] for place in counts] + [[place] for place in counts]
+    for locations in by_value.values():
+        choices += [[*locations], [*locations, *widths]]
+    choices += [[location, *widths] for location in counts] + [[location] for location in counts]
     values = {**counts, **widths, **others}
-    done: list[Counts] = [{}]
+    yielded: list[Counts] = [{}]
     for choice in choices:
         made: dict[str, dict[str, int]] = {}
-        for place in choice:
-            made.setdefault(place[0], {})[place[1]] = values[place] // num_ranks
-        if made not in done:
-            done.append(made)
+        for location in choice:
+            made.setdefault(location[0], {})[location[1]] = values[location] // num_ranks
+        if made not in yielded:
+            yielded.append(made)
             yield made
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from weft.strategy.absent import AbsentLayer
-from weft.strategy.assignments import Assignment, Assignments, join, shown
+from weft.strategy.assignments import Assignment, Assignments, display_name, join
+from weft.strategy.remote_layers import RemoteLayer
 from weft.strategy.verification.decide import Decision, decide
 from weft.strategy.verification.rehearsal import Rehearsal, rehearse
 from weft.strategy.verification.samples import Sample, sample_of
@@ -21,19 +21,19 @@ MODES = ("auto", "always", "never")
 _REHEARSAL = "_weft_rehearsal"
 
 
-def remember_rehearsal(model: nn.Module, example: Any = None) -> Rehearsal:
+def store_rehearsal(model: nn.Module, example: Any = None) -> Rehearsal:
     """Rehearse a full model and store the result, for a plan that is applied after this rank keeps only some layers.
 
     A stored rehearsal is kept.
     """
     if model.__dict__.get(_REHEARSAL) is None:
-        model.__dict__[_REHEARSAL] = Remembered(model, None if example is None else sample_of(example))
-    remembered: Remembered = model.__dict__[_REHEARSAL]
-    return remembered.rehearsal
+        model.__dict__[_REHEARSAL] = StoredRehearsal(model, None if example is None else sample_of(example))
+    stored: StoredRehearsal = model.__dict__[_REHEARSAL]
+    return stored.rehearsal
 
 
-class Remembered:
-    """The rehearsal of a full model, for the part of it that is left on a rank.
+class StoredRehearsal:
+    """The rehearsal of a full model, for the layers of it that remain on a rank.
 
     A rehearsal refers to modules and parameters by their ids, and objects made later may have the ids of those that are
     gone. So both are found again by their names.
@@ -47,13 +47,13 @@ class Remembered:
     def __deepcopy__(self, memo: Any) -> None:
         """Leave it out of copies of the model, such as the one that a pipeline keeps."""
 
-    def on(self, model: nn.Module) -> Rehearsal:
+    def for_model(self, model: nn.Module) -> Rehearsal:
         """Return the rehearsal for a model that has lost the layers of other pipeline stages."""
         known = self.rehearsal
         module_ids = {
             self._modules[name]: id(module)
             for name, module in model.named_modules(remove_duplicate=False)
-            if name in self._modules and not isinstance(module, AbsentLayer)
+            if name in self._modules and not isinstance(module, RemoteLayer)
         }
         parameter_ids = {
             self._parameters[name]: id(parameter)
@@ -72,8 +72,8 @@ class Remembered:
         )
 
 
-def forget_rehearsal(model: nn.Module) -> None:
-    """Drop the rehearsals that `remember_rehearsal` stored on a model and the modules inside it."""
+def drop_rehearsal(model: nn.Module) -> None:
+    """Drop the rehearsals that `store_rehearsal` stored on a model and the modules inside it."""
     for module in model.modules():
         module.__dict__.pop(_REHEARSAL, None)
 
@@ -92,8 +92,8 @@ class Evidence:
 
     @functools.cached_property
     def rehearsal(self) -> Rehearsal:
-        known: Remembered | None = self.model.__dict__.get(_REHEARSAL)
-        return rehearse(self.model, self._example) if known is None else known.on(self.model)
+        known: StoredRehearsal | None = self.model.__dict__.get(_REHEARSAL)
+        return rehearse(self.model, self._example) if known is None else known.for_model(self.model)
 
     def decisions(self, is_free: Callable[[nn.Module], bool]) -> list[Decision]:
         """Return the groups among the free layers; empty on one rank, where nothing is sharded."""
@@ -119,10 +119,10 @@ class Evidence:
         if not above:
             return "the forward did not call it"
         root = max(above, key=len)
-        return f"weft could not call it ({shown(root)}: {self.rehearsal.why_not[root]})"
+        return f"weft could not call it ({display_name(root)}: {self.rehearsal.why_not[root]})"
 
 
-def place(result: Assignments, decision: Decision, note: str = "") -> list[str]:
+def assign_group(result: Assignments, decision: Decision, note: str = "") -> list[str]:
     """Give the layers of a group their styles: column and row if it agrees by heads, gathered activations otherwise.
 
     Returns:
@@ -147,11 +147,11 @@ def place(result: Assignments, decision: Decision, note: str = "") -> list[str]:
         read = sorted({attribute for counts in verdict.counts.values() for attribute in counts})
         advice = f"; its code computes with {' and '.join(read)} or across heads: store values derived from a "
         advice += "number of heads in attributes of their own, and view heads by -1"
-    gather(result, decision.sources, decision.sink, name, verdict.reason + advice)
+    assign_gathered(result, decision.sources, decision.sink, name, verdict.reason + advice)
     return [*decision.sources, decision.sink]
 
 
-def gather(result: Assignments, sources: tuple[str, ...], sink: str | None, name: str, reason: str) -> None:
+def assign_gathered(result: Assignments, sources: tuple[str, ...], sink: str | None, name: str, reason: str) -> None:
     """Shard weights and gather activations, which is exact for any code between the layers."""
     note = "gathered, because its module does not compute the same on one rank's heads"
     for source in sources:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from weft.strategy.assignments import Assignment, Assignments, join, parent_name
-from weft.strategy.shell import undisturbed
+from weft.strategy.shell import isolated_execution
 from weft.strategy.verification.dataflow import OUTPUT, Flow, flow_of
 from weft.strategy.verification.evidence import Evidence
 from weft.strategy.verification.weightless import Weightless
@@ -25,7 +25,7 @@ def check_fit(result: Assignments, model: nn.Module, evidence: Evidence) -> None
     if not styles or evidence.tp_size == 1 or evidence.mode == "never":
         return
     modules = dict(model.named_modules())
-    with undisturbed():
+    with isolated_execution():
         flows = _Flows(model, evidence)
         for name, style in styles.items():
             if name in modules and evidence.is_called(modules[name]):

@@ -23,7 +23,7 @@ from weft.strategy.shard_dropout import ShardedDim
 from weft.strategy.state import with_values
 from weft.strategy.verification.dataflow import Group
 from weft.strategy.verification.rehearsal import Call
-from weft.strategy.verification.weightless import PartOf, Run, Weightless, drawn
+from weft.strategy.verification.weightless import Run, ShardContext, Weightless, drawn
 
 Counts = Mapping[str, Mapping[str, int]]  # by module below the container: attribute -> value on a rank
 
@@ -39,7 +39,7 @@ class Verdict:
     counts: the values of attributes that count heads, on a rank, while the module that holds them runs its forward.
     summed: the modules whose own parameters get only a rank's partial gradient.
     dropouts: the nn.Dropout modules that get a rank's shard of their input, and the sharded dims.
-    is_kept: whether modules keep tensors of one rank's heads in attributes, which other code may read.
+    has_stored_tensors: whether modules keep tensors of one rank's heads in attributes, which other code may read.
     reason: why the group was not accepted, as the end of a sentence; "" if it was.
     difference: the largest relative difference.
     """
@@ -48,7 +48,7 @@ class Verdict:
     counts: Counts = dataclasses.field(default_factory=dict)
     summed: tuple[str, ...] = ()
     dropouts: Mapping[str, frozenset[ShardedDim]] = dataclasses.field(default_factory=dict)
-    is_kept: bool = False
+    has_stored_tensors: bool = False
     reason: str = ""
     difference: float = 0.0
 
@@ -57,25 +57,29 @@ def verdict_on(
     container: nn.Module, group: Group, calls: Sequence[Call], num_ranks: int, candidates: Sequence[Counts]
 ) -> Verdict:
     """Return the verdict on the first candidate with which all calls agree; else the rejection of the likeliest one."""
-    largest = max((p.numel() for p in _beside_layers(container)), default=0)
+    largest = max((p.numel() for p in _parameters_outside_layers(container)), default=0)
     if largest > _MAX_ELEMENTS:
         return Verdict(False, reason=f"it has a parameter of {largest} elements beside its linear layers")
-    refusals: list[Verdict] = []
+    rejections: list[Verdict] = []
     for counts in candidates:
         verdict = _try(container, group, calls, num_ranks, counts)
         if verdict.is_accepted:
             return verdict
-        refusals.append(verdict)
-    with_numbers = [each for each in refusals if each.difference > 0]
-    refusal = (with_numbers or refusals)[0]
+        rejections.append(verdict)
+    with_numbers = [each for each in rejections if each.difference > 0]
+    rejection = (with_numbers or rejections)[0]
     in_eval = [call for call in calls if not call.training]
-    if in_eval and len(in_eval) < len(calls) and _try(container, group, in_eval, num_ranks, refusal.counts).is_accepted:
+    if (
+        in_eval
+        and len(in_eval) < len(calls)
+        and _try(container, group, in_eval, num_ranks, rejection.counts).is_accepted
+    ):
         reason = "it draws random numbers for all heads, as F.dropout does; use an nn.Dropout module instead"
-        return dataclasses.replace(refusal, reason=reason, difference=0.0)
-    return refusal
+        return dataclasses.replace(rejection, reason=reason, difference=0.0)
+    return rejection
 
 
-def _beside_layers(container: nn.Module) -> list[Tensor]:
+def _parameters_outside_layers(container: nn.Module) -> list[Tensor]:
     run = Weightless(container)
     return [p for p in container.parameters() if id(p) in run.parameters]
 
@@ -87,7 +91,7 @@ class _Differs(Exception):
 
 
 def _try(container: nn.Module, group: Group, calls: Sequence[Call], num_ranks: int, counts: Counts) -> Verdict:
-    worst, summed, is_kept = 0.0, set[str](), False
+    worst, summed, has_stored_tensors = 0.0, set[str](), False
     dropouts: dict[str, frozenset[ShardedDim]] = {}
     for call in calls:
         comparison = _Comparison(container, group, call, num_ranks, counts)
@@ -101,10 +105,10 @@ def _try(container: nn.Module, group: Group, calls: Sequence[Call], num_ranks: i
                 False, counts, reason=f"its forward fails on one rank's heads ({type(error).__name__}: {text})"
             )
         summed |= comparison.summed
-        is_kept |= comparison.is_kept
+        has_stored_tensors |= comparison.has_stored_tensors
         for name, dims in comparison.dropouts.items():
             dropouts[name] = dropouts.get(name, frozenset()) | dims
-    return Verdict(True, counts, tuple(sorted(summed)), dropouts, is_kept, difference=worst)
+    return Verdict(True, counts, tuple(sorted(summed)), dropouts, has_stored_tensors, difference=worst)
 
 
 class _Comparison:
@@ -115,23 +119,25 @@ class _Comparison:
         self.names = {id(p): name for name, p in container.named_parameters()}
         self.group, self.call, self.num_ranks, self.counts = group, call, num_ranks, counts
         self.worst = 0.0
-        self.rounds: bool | None = None
+        self.is_rounding: bool | None = None
         self.summed: set[str] = set()
         self.dropouts: dict[str, frozenset[ShardedDim]] = {}
-        self.is_kept = False
+        self.has_stored_tensors = False
 
     def run(self) -> float:
         full, full_args = self._run({}, {}, None)
         between, rest = self._gradients(full, full_args, None)
-        self._refuse_other_inputs(between, full_args)
+        self._check_other_inputs(between, full_args)
         sums: dict[int, Tensor] = {}
         for rank in range(self.num_ranks):
-            part, part_args = self._run(self._chunks(rank), self.counts, PartOf(full, rank, self.num_ranks))
-            self._compare_values(full, part, rank)
-            self._note_state(full, part)
-            part_between, part_rest = self._gradients(part, part_args, rank)
-            self._compare_gradients(full, between, rest, part_between, part_rest, rank)
-            for key, grad in part_between.parameters.items():
+            shard_run, shard_args = self._run(
+                self._source_shards(rank), self.counts, ShardContext(full, rank, self.num_ranks)
+            )
+            self._compare_values(full, shard_run, rank)
+            self._record_state(full, shard_run)
+            shard_between, shard_rest = self._gradients(shard_run, shard_args, rank)
+            self._compare_gradients(full, between, rest, shard_between, shard_rest, rank)
+            for key, grad in shard_between.parameters.items():
                 sums[key] = sums.get(key, torch.zeros_like(grad)) + grad
         for key, grad in between.parameters.items():
             self._close(sums.get(key, torch.zeros_like(grad)), grad, f"the gradient of '{self.names[key]}'")
@@ -139,78 +145,84 @@ class _Comparison:
         return self.worst
 
     def _run(
-        self, replace: Mapping[str, Callable[[int, Tensor], Tensor]], counts: Counts, part_of: PartOf | None
+        self, replace: Mapping[str, Callable[[int, Tensor], Tensor]], counts: Counts, shard_context: ShardContext | None
     ) -> tuple[Run, list[Tensor]]:
         args, kwargs = self.call.fresh()
         torch.default_generator.manual_seed(0)
-        wrap = None if not counts else lambda name, shell, own: _with_counts(shell, own, counts.get(name, {}))
-        run = self.runs.run(args, kwargs, training=self.call.training, replace=replace, wrap=wrap, part_of=part_of)
+        wrap = (
+            None
+            if not counts
+            else lambda name, shell, own_forward: _with_counts(shell, own_forward, counts.get(name, {}))
+        )
+        run = self.runs.run(
+            args, kwargs, training=self.call.training, replace=replace, wrap=wrap, shard_context=shard_context
+        )
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
         return run, tensors
 
-    def _chunks(self, rank: int) -> dict[str, Callable[[int, Tensor], Tensor]]:
-        def chunk(_number: int, output: Tensor) -> Tensor:
+    def _source_shards(self, rank: int) -> dict[str, Callable[[int, Tensor], Tensor]]:
+        def shard(_number: int, output: Tensor) -> Tensor:
             return output.chunk(self.num_ranks, -1)[rank].contiguous()
 
-        return {**dict.fromkeys(self.group.sources, chunk), self.group.sink: lambda _number, output: output}
+        return {**dict.fromkeys(self.group.sources, shard), self.group.sink: lambda _number, output: output}
 
     # ---- values --------------------------------------------------------------------------------------------
 
-    def _compare_values(self, full: Run, part: Run, rank: int) -> None:
-        if [c.layer for c in full.calls] != [c.layer for c in part.calls]:
+    def _compare_values(self, full: Run, shard_run: Run, rank: int) -> None:
+        if [c.layer for c in full.calls] != [c.layer for c in shard_run.calls]:
             raise _Differs("it calls other layers with one rank's heads")
-        for ours, theirs in zip(part.calls, full.calls, strict=True):
-            expected = theirs.input
-            if ours.layer == self.group.sink:
+        for actual, reference in zip(shard_run.calls, full.calls, strict=True):
+            expected = reference.input
+            if actual.layer == self.group.sink:
                 expected = expected.chunk(self.num_ranks, -1)[rank]
-            self._close(ours.input, expected, f"the input of '{ours.layer}'")
-        ours, theirs = _tensors(part.output), _tensors(full.output)
-        if len(ours) != len(theirs):
+            self._close(actual.input, expected, f"the input of '{actual.layer}'")
+        actual, reference = _tensors(shard_run.output), _tensors(full.output)
+        if len(actual) != len(reference):
             raise _Differs("it returns another number of tensors with one rank's heads")
-        for a, b in zip(ours, theirs, strict=True):
+        for a, b in zip(actual, reference, strict=True):
             self._close(a, b, "its output")
         for name, value in full.buffers.items():
-            self._close(part.buffers[name], value, f"the buffer '{name}'")
+            self._close(shard_run.buffers[name], value, f"the buffer '{name}'")
 
-    def _note_state(self, full: Run, part: Run) -> None:
+    def _record_state(self, full: Run, shard_run: Run) -> None:
         """Note the dropouts on one rank's heads, and whether attributes keep tensors of these heads."""
-        for name, dims in part.sharded_dropouts.items():
+        for name, dims in shard_run.sharded_dropouts.items():
             if dims == {None}:
                 continue
             if None in dims:
                 raise _Differs(f"the dropout '{name}' is called for one rank's heads and for full tensors")
             self.dropouts[name] = frozenset(dim for dim in dims if dim is not None)
-        for key, value in full.kept.items():
-            ours = part.kept.get(key)
+        for key, value in full.stored_tensors.items():
+            actual = shard_run.stored_tensors.get(key)
             if (
-                ours is None
-                or ours.shape != value.shape
-                or _relative(ours.detach(), value.detach()) > _ROUNDED_TOLERANCE
+                actual is None
+                or actual.shape != value.shape
+                or _relative(actual.detach(), value.detach()) > _ROUNDED_TOLERANCE
             ):
-                self.is_kept = True
+                self.has_stored_tensors = True
 
-    def _close(self, ours: Tensor, theirs: Tensor, what: str) -> None:
-        if ours.shape != theirs.shape:
-            raise _Differs(f"{what} has the shape {list(ours.shape)} in place of {list(theirs.shape)}")
-        ours, theirs = ours.detach(), theirs.detach()
-        if ours.dtype != theirs.dtype:
-            raise _Differs(f"{what} is {ours.dtype} in place of {theirs.dtype}")
-        if not (theirs.is_floating_point() or theirs.is_complex()):
-            if not torch.equal(ours, theirs):
+    def _close(self, actual: Tensor, reference: Tensor, what: str) -> None:
+        if actual.shape != reference.shape:
+            raise _Differs(f"{what} has the shape {list(actual.shape)} in place of {list(reference.shape)}")
+        actual, reference = actual.detach(), reference.detach()
+        if actual.dtype != reference.dtype:
+            raise _Differs(f"{what} is {actual.dtype} in place of {reference.dtype}")
+        if not (reference.is_floating_point() or reference.is_complex()):
+            if not torch.equal(actual, reference):
                 raise _Differs(f"{what} differs")
             return
-        difference = _relative(ours, theirs)
+        difference = _relative(actual, reference)
         if difference > _TOLERANCE and not (difference <= _ROUNDED_TOLERANCE and self._is_rounded()):
             raise _Differs(f"{what} differs by {difference:.2g} of its norm", difference)
         self.worst = max(self.worst, difference)
 
     def _is_rounded(self) -> bool:
         """Return whether the code computes in float32 or a half type."""
-        if self.rounds is None:
-            with _RoundingSeen() as seen:
+        if self.is_rounding is None:
+            with _RoundingDetector() as seen:
                 self._run({}, {}, None)
-            self.rounds = seen.is_seen
-        return self.rounds
+            self.is_rounding = seen.is_seen
+        return self.is_rounding
 
     # ---- gradients -----------------------------------------------------------------------------------------
 
@@ -230,7 +242,7 @@ class _Comparison:
         leaves = [call.output for call in run.calls]
         return tuple(_Gradients.of(ends, leaves, self.runs.parameters, args) for ends in (sinks, others))
 
-    def _refuse_other_inputs(self, between: _Gradients, args: list[Tensor]) -> None:
+    def _check_other_inputs(self, between: _Gradients, args: list[Tensor]) -> None:
         for grad in between.args:
             if grad is not None and bool(grad.count_nonzero()):
                 raise _Differs("the code between its layers uses another input, whose gradient needs all heads")
@@ -240,23 +252,23 @@ class _Comparison:
         full: Run,
         between: _Gradients,
         rest: _Gradients,
-        part_between: _Gradients,
-        part_rest: _Gradients,
+        shard_between: _Gradients,
+        shard_rest: _Gradients,
         rank: int,
     ) -> None:
-        for call, theirs, ours in zip(full.calls, between.leaves, part_between.leaves, strict=True):
-            if call.layer in self.group.sources and theirs is not None:
-                expected = theirs.chunk(self.num_ranks, -1)[rank]
-                self._close(_or_zeros(ours, expected), expected, f"the gradient of the output of '{call.layer}'")
-        for call, theirs, ours in zip(full.calls, rest.leaves, part_rest.leaves, strict=True):
-            if call.layer not in self.group.sources and theirs is not None:
-                self._close(_or_zeros(ours, theirs), theirs, f"the gradient of the output of '{call.layer}'")
-        for theirs, ours in zip(rest.args, part_rest.args, strict=True):
-            if theirs is not None:
-                self._close(_or_zeros(ours, theirs), theirs, "the gradient of an input")
-        for key, theirs in rest.parameters.items():
-            ours = _or_zeros(part_rest.parameters.get(key), theirs)
-            self._close(ours, theirs, f"the gradient of '{self.names[key]}'")
+        for call, reference, actual in zip(full.calls, between.leaves, shard_between.leaves, strict=True):
+            if call.layer in self.group.sources and reference is not None:
+                expected = reference.chunk(self.num_ranks, -1)[rank]
+                self._close(_or_zeros(actual, expected), expected, f"the gradient of the output of '{call.layer}'")
+        for call, reference, actual in zip(full.calls, rest.leaves, shard_rest.leaves, strict=True):
+            if call.layer not in self.group.sources and reference is not None:
+                self._close(_or_zeros(actual, reference), reference, f"the gradient of the output of '{call.layer}'")
+        for reference, actual in zip(rest.args, shard_rest.args, strict=True):
+            if reference is not None:
+                self._close(_or_zeros(actual, reference), reference, "the gradient of an input")
+        for key, reference in rest.parameters.items():
+            actual = _or_zeros(shard_rest.parameters.get(key), reference)
+            self._close(actual, reference, f"the gradient of '{self.names[key]}'")
 
     def _find_summed(self, between: _Gradients, rest: _Gradients) -> None:
         """Find the modules whose parameters are used between the layers; all of theirs must be used only there."""
@@ -265,8 +277,8 @@ class _Comparison:
             if not bool(grad.count_nonzero()):
                 continue
             owner = self.names[key].rpartition(".")[0]
-            own = {k for k, name in self.names.items() if name.rpartition(".")[0] == owner}
-            if own & elsewhere:
+            siblings = {k for k, name in self.names.items() if name.rpartition(".")[0] == owner}
+            if siblings & elsewhere:
                 raise _Differs(f"'{self.names[key]}' is used between its layers and beside a parameter used elsewhere")
             self.summed.add(owner)
 
@@ -286,8 +298,8 @@ class _Gradients:
         args: list[Tensor],
     ) -> _Gradients:
         ends = [(end, cotangent) for end, cotangent in ends if end.requires_grad and not end.is_complex()]
-        learned = {key: value for key, value in parameters.items() if value.requires_grad}
-        inputs = [*leaves, *learned.values(), *args]
+        trainable = {key: value for key, value in parameters.items() if value.requires_grad}
+        inputs = [*leaves, *trainable.values(), *args]
         if not ends or not inputs:
             return cls([None] * len(leaves), {}, [None] * len(args))
         grads = torch.autograd.grad(
@@ -298,9 +310,9 @@ class _Gradients:
             retain_graph=True,
         )
         of_leaves, of_rest = list(grads[: len(leaves)]), list(grads[len(leaves) :])
-        of_parameters = dict(zip(learned, of_rest[: len(learned)], strict=True))
+        of_parameters = dict(zip(trainable, of_rest[: len(trainable)], strict=True))
         found = {key: grad for key, grad in of_parameters.items() if grad is not None}
-        return cls(of_leaves, found, of_rest[len(learned) :])
+        return cls(of_leaves, found, of_rest[len(trainable) :])
 
 
 def _with_counts(module: nn.Module, forward: Callable[..., Any], counts: Mapping[str, int]) -> Callable[..., Any]:
@@ -312,7 +324,7 @@ def _with_counts(module: nn.Module, forward: Callable[..., Any], counts: Mapping
     return divided if counts else forward
 
 
-class _RoundingSeen(TorchDispatchMode):
+class _RoundingDetector(TorchDispatchMode):
     is_seen = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -331,18 +343,18 @@ def _tensors(output: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
-def _relative(ours: Tensor, theirs: Tensor) -> float:
+def _relative(actual: Tensor, reference: Tensor) -> float:
     """Return the norm of the difference over that of the reference; a NaN agrees with a NaN at the same index."""
-    nan = theirs.isnan()
-    if bool(nan.any()) or bool(ours.isnan().any()):
-        if not torch.equal(nan, ours.isnan()):
+    nan = reference.isnan()
+    if bool(nan.any()) or bool(actual.isnan().any()):
+        if not torch.equal(nan, actual.isnan()):
             return float("inf")
-        ours, theirs = ours.masked_fill(nan, 0.0), theirs.masked_fill(nan, 0.0)
-    infinite = theirs.isinf()
-    if bool(infinite.any()) or bool(ours.isinf().any()):
-        if not torch.equal(theirs[infinite], ours[infinite]) or not torch.equal(infinite, ours.isinf()):
+        actual, reference = actual.masked_fill(nan, 0.0), reference.masked_fill(nan, 0.0)
+    infinite = reference.isinf()
+    if bool(infinite.any()) or bool(actual.isinf().any()):
+        if not torch.equal(reference[infinite], actual[infinite]) or not torch.equal(infinite, actual.isinf()):
             return float("inf")
-        ours, theirs = ours.masked_fill(infinite, 0.0), theirs.masked_fill(infinite, 0.0)
+        actual, reference = actual.masked_fill(infinite, 0.0), reference.masked_fill(infinite, 0.0)
     # Values are of order 1: two gradients that are zero up to rounding agree.
-    norm = max(float(theirs.norm()), 1e-5 * theirs.numel() ** 0.5)
-    return float((ours - theirs).norm()) / norm if theirs.numel() else 0.0
+    norm = max(float(reference.norm()), 1e-5 * reference.numel() ** 0.5)
+    return float((actual - reference).norm()) / norm if reference.numel() else 0.0

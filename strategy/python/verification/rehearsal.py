@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from weft.strategy.alike import Signatures, kind_of
-from weft.strategy.shell import undisturbed
+from weft.strategy.module_signatures import Signatures, argument_signature
+from weft.strategy.shell import isolated_execution
 from weft.strategy.verification.samples import Sample, samples_for
 from weft.strategy.verification.weightless import Layers, Weightless
 
 _MAX_CALLS = 2  # recorded calls of a module in one run
-_MAX_ALIKE = 5  # modules with recorded calls among those that differ only in their place
+_MAX_ALIKE = 5  # modules with recorded calls among those that differ only in their index
 _SCALES = (1.0, 3.0)  # standard deviations of the layers' outputs in the two runs
 _MAX_DEPTH = 4  # levels of modules that are called by themselves
 
@@ -37,7 +37,7 @@ class Call:
 
     def kind(self) -> tuple[Any, ...]:
         """Return a key that is equal for calls that differ only in the values of tensors."""
-        return self.training, self.scale, kind_of(self.args, self.kwargs)
+        return self.training, self.scale, argument_signature(self.args, self.kwargs)
 
     def fresh(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return copies of the arguments, which are leaves of a new graph."""
@@ -50,7 +50,7 @@ class Rehearsal:
     """The results of the runs.
 
     calls: the recorded calls, by the id of a module.
-    like: for a module without recorded calls, the id of one that differs from it only in its place among others, and
+    like: for a module without recorded calls, the id of one that differs from it only in its index among others, and
         got the same kinds of arguments.
     called, read: as in `Weightless`.
     seen: the ids of all modules inside those that were called as a whole.
@@ -74,12 +74,12 @@ def rehearse(model: nn.Module, example: Sample | None = None) -> Rehearsal:
         example: a call of the model; None: inputs follow from its first layer.
     """
     result = Rehearsal()
-    with undisturbed():
-        _cover(result, model, "", example, 0)
+    with isolated_execution():
+        _rehearse_modules(result, model, "", example, 0)
     return result
 
 
-def _cover(result: Rehearsal, module: nn.Module, name: str, example: Sample | None, depth: int) -> None:
+def _rehearse_modules(result: Rehearsal, module: nn.Module, name: str, example: Sample | None, depth: int) -> None:
     layers = Layers.of(module)
     if not (layers.linears or layers.others) or id(module) in (*layers.linears, *layers.others):
         return  # a call of the layer alone does not run the code that calls it
@@ -92,7 +92,9 @@ def _cover(result: Rehearsal, module: nn.Module, name: str, example: Sample | No
     if depth < _MAX_DEPTH:
         for key, child in module.named_children():
             is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict))
-            _cover(result, child, f"{name}.{key}" if name else key, None, depth if is_container else depth + 1)
+            _rehearse_modules(
+                result, child, f"{name}.{key}" if name else key, None, depth if is_container else depth + 1
+            )
 
 
 def _try(result: Rehearsal, module: nn.Module, example: Sample | None) -> str | None:
@@ -132,14 +134,14 @@ def _record(
     counts: dict[int, int] = {}
     recorded: dict[Any, list[int]] = {}
 
-    def wrap(name: str, shell: nn.Module, own: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(name: str, shell: nn.Module, own_forward: Callable[..., Any]) -> Callable[..., Any]:
         original = originals[name]
         if name not in with_layers:
-            return own
+            return own_forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             counts[id(original)] = counts.get(id(original), 0) + 1
-            alike = recorded.setdefault((signatures.of(original, False), kind_of(args, kwargs)), [])
+            alike = recorded.setdefault((signatures.of(original, False), argument_signature(args, kwargs)), [])
             if len(alike) >= _MAX_ALIKE and id(original) not in alike:
                 if id(original) not in calls:
                     like[id(original)] = alike[0]
@@ -149,7 +151,7 @@ def _record(
                 memo: dict[int, Any] = {}
                 call = Call(copied(args, memo), copied(kwargs, memo), training, run.scale)
                 calls.setdefault(id(original), []).append(call)
-            return own(*args, **kwargs)
+            return own_forward(*args, **kwargs)
 
         return forward
 

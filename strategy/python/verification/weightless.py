@@ -35,10 +35,10 @@ _CONVOLUTIONS = {
 }
 
 
-class Unread(Tensor):
+class UnreadWeight(Tensor):
     """Stands for a weight of a layer that is not computed. Code that reads its values is noted."""
 
-    noted: set[int]
+    read_ids: set[int]
     owner: int
 
     @classmethod
@@ -47,8 +47,8 @@ class Unread(Tensor):
     ) -> Any:
         if func not in _METADATA:
             for each in tree_leaves((args, kwargs)):
-                if isinstance(each, Unread):
-                    each.noted.add(each.owner)
+                if isinstance(each, UnreadWeight):
+                    each.read_ids.add(each.owner)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -95,11 +95,11 @@ class Layers:
         return cls(linears, others)
 
 
-class _CutEmbedding(nn.Embedding):
+class _DrawnEmbedding(nn.Embedding):
     """Gives `super().forward` in the copy of a subclassed embedding the drawn output."""
 
     def forward(self, input: Tensor) -> Tensor:
-        output: Tensor = self.__dict__["_weft_cut"](input)
+        output: Tensor = self.__dict__["_weft_drawn_forward"](input)
         return output
 
 
@@ -116,7 +116,7 @@ def drawn(shape: Any, *seed: int, scale: float = 1.0) -> Tensor:
     return values.view(shape)
 
 
-def stand_in(parameter: Tensor, seed: int, force: bool = False) -> Tensor:
+def placeholder_values(parameter: Tensor, seed: int, force: bool = False) -> Tensor:
     """Return values near 1 of a parameter's shape, as the weights of norms and scales have.
 
     A large parameter repeats one row, unless `force` is set.
@@ -145,7 +145,7 @@ class Weightless:
         self.called: set[int] = set()  # the ids of layers
         self.values = self._values(full_values)
         self.parameters: dict[int, Tensor] = {
-            key: value for key, value in self.values.items() if not isinstance(value, Unread)
+            key: value for key, value in self.values.items() if not isinstance(value, UnreadWeight)
         }
 
     def _values(self, full_values: bool) -> dict[int, Tensor]:
@@ -154,16 +154,16 @@ class Weightless:
             if id(layer) in self.layers.linears or id(layer) in self.layers.others:
                 for parameter in layer._parameters.values():
                     if parameter is not None:
-                        values[id(parameter)] = self._unread(parameter)
+                        values[id(parameter)] = self._unread_weight(parameter)
         for seed, parameter in enumerate(self.module.parameters()):
             if id(parameter) not in values:
-                values[id(parameter)] = stand_in(parameter, seed, full_values)
+                values[id(parameter)] = placeholder_values(parameter, seed, full_values)
         return values
 
-    def _unread(self, parameter: Tensor) -> Tensor:
+    def _unread_weight(self, parameter: Tensor) -> Tensor:
         dtype = torch.float64 if parameter.is_floating_point() else parameter.dtype
-        value = torch.full((1,) * parameter.dim(), 0.5).to(dtype).expand(parameter.shape).as_subclass(Unread)
-        value.noted, value.owner = self.read, id(parameter)
+        value = torch.full((1,) * parameter.dim(), 0.5).to(dtype).expand(parameter.shape).as_subclass(UnreadWeight)
+        value.read_ids, value.owner = self.read, id(parameter)
         with torch._C.DisableTorchFunctionSubclass():
             return value.requires_grad_(parameter.is_floating_point())
 
@@ -175,7 +175,7 @@ class Weightless:
         training: bool = True,
         replace: Mapping[str, Callable[[int, Tensor], Tensor]] | None = None,
         wrap: Callable[[str, nn.Module, Callable[..., Any]], Callable[..., Any]] | None = None,
-        part_of: PartOf | None = None,
+        shard_context: ShardContext | None = None,
     ) -> Run:
         """Run the module's own forward on these arguments; any error of its code is raised.
 
@@ -183,20 +183,20 @@ class Weightless:
             replace: by the name of a linear layer, a function that returns its output, a leaf, given the number of the
                 call and the drawn output; the leaf may have fewer features.
             wrap: returns the function to call for a module whose code runs, given its name, copy and forward.
-            part_of: the full run of which this run computes one rank's part; dropouts take their shard of its masks.
+            shard_context: the full run of which this run computes one rank's shard; dropouts use their shard of masks.
         """
         shell = shell_of(self.module, self.values, buffer_copies(self.module))
         run = Run([], {})
         before = _plain_tensors(shell)
         try:
-            self._replace_forwards(shell, run, training, replace or {}, wrap, part_of)
+            self._replace_forwards(shell, run, training, replace or {}, wrap, shard_context)
             run.output = shell(*args, **kwargs)
         finally:  # a forward refers to its copy and to the run: only the garbage collector would free their tensors
             for copy in shell.modules():
                 copy.__dict__.pop("forward", None)
-                copy.__dict__.pop("_weft_cut", None)
+                copy.__dict__.pop("_weft_drawn_forward", None)
         after = _plain_tensors(shell)
-        run.kept = {key: value for key, value in after.items() if before.get(key) is not value}
+        run.stored_tensors = {key: value for key, value in after.items() if before.get(key) is not value}
         run.buffers = dict(shell.named_buffers())
         return run
 
@@ -207,41 +207,47 @@ class Weightless:
         training: bool,
         replace: Mapping[str, Callable[[int, Tensor], Tensor]],
         wrap: Callable[[str, nn.Module, Callable[..., Any]], Callable[..., Any]] | None,
-        part_of: PartOf | None,
+        shard_context: ShardContext | None,
     ) -> None:
         originals = dict(self.module.named_modules())
         counts: dict[str, int] = {}
         for name, copy in shell.named_modules():
             original = originals[name]
-            own = types.MethodType(type(copy).forward, copy)
+            own_forward = types.MethodType(type(copy).forward, copy)
             copy.__dict__["training"] = training
             if id(original) in self.layers.linears:
                 copy.__dict__["forward"] = self._linear(name, original, run, counts, replace.get(name))
             elif id(original) in self.layers.others:
-                cut = self._other(name, original, counts)
+                drawn_forward = self._other(name, original, counts)
                 if type(copy).forward is nn.Embedding.forward or _is_convolution(original):
-                    copy.__dict__["forward"] = cut
+                    copy.__dict__["forward"] = drawn_forward
                 else:
-                    copy.__class__ = type(type(copy).__name__, (type(copy), _CutEmbedding), {})
-                    copy.__dict__["_weft_cut"] = cut
+                    copy.__class__ = type(type(copy).__name__, (type(copy), _DrawnEmbedding), {})
+                    copy.__dict__["_weft_drawn_forward"] = drawn_forward
             elif type(copy).forward is nn.Dropout.forward and "forward" not in original.__dict__:
-                copy.__dict__["forward"] = self._dropout(name, copy, run, part_of)
+                copy.__dict__["forward"] = self._dropout(name, copy, run, shard_context)
             elif "forward" in original.__dict__:
                 raise ValueError(f"the forward of '{name}' was replaced on the instance")
             elif wrap is not None and type(copy).forward is not nn.Module.forward:
-                wrapper = wrap(name, copy, own)
-                copy.__dict__["forward"] = wrapper if wrapper is own else functools.wraps(own)(wrapper)
+                wrapper = wrap(name, copy, own_forward)
+                copy.__dict__["forward"] = wrapper if wrapper is own_forward else functools.wraps(own_forward)(wrapper)
 
-    def _dropout(self, name: str, copy: nn.Module, run: Run, part_of: PartOf | None) -> Callable[[Tensor], Tensor]:
+    def _dropout(
+        self, name: str, copy: nn.Module, run: Run, shard_context: ShardContext | None
+    ) -> Callable[[Tensor], Tensor]:
         def forward(input: Tensor) -> Tensor:
             number = len(run.dropouts)
             run.dropouts.append((name, tuple(input.shape)))
-            if part_of is not None:
-                full = part_of.run.dropouts[number][1] if number < len(part_of.run.dropouts) else tuple(input.shape)
-                sharded = ShardedDim.between(full, input.shape, part_of.num_ranks)
+            if shard_context is not None:
+                full = (
+                    shard_context.run.dropouts[number][1]
+                    if number < len(shard_context.run.dropouts)
+                    else tuple(input.shape)
+                )
+                sharded = ShardedDim.between(full, input.shape, shard_context.num_ranks)
                 run.sharded_dropouts.setdefault(name, set()).add(sharded)
                 if sharded is not None and copy.training and copy.p > 0:
-                    return shard_dropout(input, copy.p, sharded, part_of.rank, part_of.num_ranks)
+                    return shard_dropout(input, copy.p, sharded, shard_context.rank, shard_context.num_ranks)
             return torch.nn.functional.dropout(input, copy.p, copy.training, copy.inplace)
 
         return forward
@@ -295,8 +301,8 @@ class Weightless:
 
 
 @dataclasses.dataclass(frozen=True)
-class PartOf:
-    """The full run, and the rank whose part another run computes."""
+class ShardContext:
+    """The full run, and the rank whose shard another run computes."""
 
     run: Run
     rank: int
@@ -317,14 +323,14 @@ class Run:
     """The result of one run: the calls of linear layers in their order, and the output.
 
     buffers: by name, after the run.
-    kept: tensors that the run stored in plain attributes of modules, by module and attribute.
+    stored_tensors: tensors that the run stored in plain attributes of modules, by module and attribute.
     dropouts: the name and the input's shape of each call of an nn.Dropout.
-    sharded_dropouts: by name, the sharded dims of one rank's part; None for a full input.
+    sharded_dropouts: by name, the sharded dims of one rank's run; None for a full input.
     """
 
     calls: list[LayerCall]
     output: Any
     buffers: dict[str, Tensor] = dataclasses.field(default_factory=dict)
-    kept: dict[tuple[str, str], Tensor] = dataclasses.field(default_factory=dict)
+    stored_tensors: dict[tuple[str, str], Tensor] = dataclasses.field(default_factory=dict)
     dropouts: list[tuple[str, tuple[int, ...]]] = dataclasses.field(default_factory=list)
     sharded_dropouts: dict[str, set[ShardedDim | None]] = dataclasses.field(default_factory=dict)

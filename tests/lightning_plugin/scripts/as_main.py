@@ -17,11 +17,11 @@ def run_as_main(rank: int, world_size: int, path: str, arguments: list[str], cwd
     A script may change the levels of loggers and the filters of warnings: end the ranks afterwards.
     """
     on_warm_rank(rank, world_size)
-    before, own_argv, own_path, own_cwd = set(sys.modules), sys.argv, list(sys.path), os.getcwd()
+    before, saved_argv, saved_path, saved_cwd = set(sys.modules), sys.argv, list(sys.path), os.getcwd()
     folder = str(Path(path).parent)
     sys.argv, sys.path[:0] = [path, *arguments], [folder]
     os.chdir(cwd)
-    stdout, own_stdout = tempfile.TemporaryFile("w+"), os.dup(1)  # noqa: SIM115 - closed below
+    stdout, saved_stdout = tempfile.TemporaryFile("w+"), os.dup(1)  # noqa: SIM115 - closed below
     os.dup2(stdout.fileno(), 1)
     try:
         runpy.run_path(path, run_name="__main__")
@@ -29,10 +29,10 @@ def run_as_main(rank: int, world_size: int, path: str, arguments: list[str], cwd
         assert end.code in (None, 0), end
     finally:
         sys.stdout.flush()
-        os.dup2(own_stdout, 1)
-        os.close(own_stdout)
-        os.chdir(own_cwd)
-        sys.argv, sys.path[:] = own_argv, own_path
+        os.dup2(saved_stdout, 1)
+        os.close(saved_stdout)
+        os.chdir(saved_cwd)
+        sys.argv, sys.path[:] = saved_argv, saved_path
         for name in set(sys.modules) - before:  # modules beside the script may have any name
             if "." not in name and str(getattr(sys.modules[name], "__file__", "")).startswith(folder):
                 del sys.modules[name]

@@ -18,7 +18,7 @@ from lightning_plugin.scripts.plugin_models import Model, fixed_data, weights
 import weft.lightning  # noqa: F401
 
 
-class ShareOfData(Model):
+class DataShard(Model):
     """Loads its data rank's rows of each batch."""
 
     def train_dataloader(self) -> torch.utils.data.DataLoader:
@@ -39,7 +39,7 @@ def main(num_hosts: int, devices: int, folder: Path) -> None:
         enable_progress_bar=False,
         logger=False,
     )
-    model = ShareOfData(optimizer="sgd")
+    model = DataShard(optimizer="sgd")
     trainer.fit(model)
     strategy = trainer.strategy
     result = {

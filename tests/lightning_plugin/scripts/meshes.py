@@ -107,7 +107,7 @@ def one_device(folder: str, optimizer: str, accumulate: int, clip: float | None)
     return result
 
 
-def assert_like_one_device(
+def assert_matches_one_device(
     folder: str, mesh: str, stage: int | None, optimizer: str, accumulate: int, clip: float | None
 ) -> None:
     """Compare losses, the last step's gradients and the weights after STEPS steps with one device."""

@@ -91,7 +91,7 @@ class Text(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
 
 
-class Itself(Text):
+class FlatText(Text):
     """The same without a Llama inside: its own forward calls the layers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -116,13 +116,13 @@ def text_loader(num_samples: int = 18, batch_size: int = 6, rank: int = 0, num_r
     tokens = torch.randint(ARGS.vocab_size, (num_samples, LENGTH + 1), generator=generator)
     samples = [{"x": each[:-1], "y": each[1:]} for each in tokens]
     if num_ranks > 1:
-        share = batch_size // num_ranks
-        samples = [sample for i, sample in enumerate(samples) if i % batch_size // share == rank]
-        batch_size = share
+        rows = batch_size // num_ranks
+        samples = [sample for i, sample in enumerate(samples) if i % batch_size // rows == rank]
+        batch_size = rows
     return DataLoader(samples, batch_size=batch_size)
 
 
-def staged(layout: str = "pp2", **options: Any) -> WeftModelParallelStrategy:
+def pipeline_strategy(layout: str = "pp2", **options: Any) -> WeftModelParallelStrategy:
     """Return the strategy with the Llama in stages of equal numbers of layers."""
     stages = int(layout[2])
     settings = {"plan": "auto", "pipeline_cuts": CUTS[stages], "pipeline_module": "model", "num_micro_batches": 2}

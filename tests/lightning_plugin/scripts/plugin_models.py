@@ -110,11 +110,11 @@ def on_warm_rank(rank: int, world_size: int) -> None:
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
     """Return every parameter as a full plain tensor; collective."""
-    whole = {}
+    full = {}
     for name, parameter in module.named_parameters():
         value = parameter.detach()
-        whole[name] = (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
-    return whole
+        full[name] = (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
+    return full
 
 
 def assert_same_weights(left: dict[str, Tensor], right: dict[str, Tensor], rtol: float = 1e-10) -> None:

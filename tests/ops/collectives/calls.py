@@ -40,8 +40,8 @@ def reduce(op: str) -> Call:
 def reduce_scatter(op: str) -> Call:
     def call(group: dist.ProcessGroup, rank: int, world_size: int, make: Make) -> list[Tensor]:
         output = torch.zeros_like(make("out", 2, 3))
-        whole = make("x", 2 * world_size, 3)
-        dist.reduce_scatter_tensor(output, whole, op=getattr(dist.ReduceOp, op), group=group)
+        full = make("x", 2 * world_size, 3)
+        dist.reduce_scatter_tensor(output, full, op=getattr(dist.ReduceOp, op), group=group)
         return [output]
 
     return call
@@ -84,10 +84,10 @@ def scatter(group: dist.ProcessGroup, rank: int, world_size: int, make: Make) ->
 
 def all_to_all_single(group: dist.ProcessGroup, rank: int, world_size: int, make: Make) -> list[Tensor]:
     """Rank a sends a + 2 b rows to rank b."""
-    gives = [rank + 2 * peer for peer in range(world_size)]
-    takes = [peer + 2 * rank for peer in range(world_size)]
-    output = torch.zeros_like(make("out", sum(takes), 2))
-    dist.all_to_all_single(output, make("x", sum(gives), 2), takes, gives, group=group)
+    send_splits = [rank + 2 * peer for peer in range(world_size)]
+    recv_splits = [peer + 2 * rank for peer in range(world_size)]
+    output = torch.zeros_like(make("out", sum(recv_splits), 2))
+    dist.all_to_all_single(output, make("x", sum(send_splits), 2), recv_splits, send_splits, group=group)
     even = torch.zeros_like(make("even_out", world_size * 3))
     dist.all_to_all_single(even, make("even", world_size * 3), group=group)
     return [output, even]
@@ -107,7 +107,7 @@ def send_recv(group: dist.ProcessGroup, rank: int, world_size: int, make: Make) 
     return received
 
 
-MOVES: dict[str, Call] = {
+DATA_MOVEMENTS: dict[str, Call] = {
     "broadcast": broadcast,
     "all_gather": all_gather,
     "all_gather_into_tensor": all_gather_into_tensor,

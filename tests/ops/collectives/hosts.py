@@ -19,7 +19,7 @@ def across_hosts(*layouts: str) -> Callable[[Callable[..., None]], Any]:
 
     def decorate(body: Callable[..., None]) -> Any:
         @functools.wraps(body)
-        def on_its_host(*, hosts: str, rank: int, **kwargs: object) -> None:
+        def run_on_host(*, hosts: str, rank: int, **kwargs: object) -> None:
             os.environ["WEFT_HOST_ID"] = hosts[rank]
             try:
                 body(rank=rank, **kwargs)
@@ -28,7 +28,7 @@ def across_hosts(*layouts: str) -> Callable[[Callable[..., None]], Any]:
 
         parameters = list(inspect.signature(body).parameters.values())
         hosts = inspect.Parameter("hosts", inspect.Parameter.KEYWORD_ONLY)
-        on_its_host.__signature__ = inspect.Signature([*parameters, hosts])  # type: ignore[attr-defined]
-        return pytest.mark.parametrize("hosts", layouts)(on_its_host)
+        run_on_host.__signature__ = inspect.Signature([*parameters, hosts])  # type: ignore[attr-defined]
+        return pytest.mark.parametrize("hosts", layouts)(run_on_host)
 
     return decorate

@@ -33,15 +33,15 @@ def collectives_of(run: Callable[[], Result], expected: dict[str, int]) -> Resul
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         result = run()
     names = (event.name for event in profiler.events())
-    made = Counter(_of_gloo(names) if dist.get_backend() == "gloo" else _of_weft(names))
-    assert dict(made) == expected, f"{dict(made)} instead of {expected}"
+    counts = Counter(_gloo_names(names) if dist.get_backend() == "gloo" else _weft_names(names))
+    assert dict(counts) == expected, f"{dict(counts)} instead of {expected}"
     return result
 
 
-def _of_weft(names: Iterator[str]) -> Iterator[str]:
+def _weft_names(names: Iterator[str]) -> Iterator[str]:
     # The backend's events are weft:name, those of operators weft::name.
     return (name.removeprefix("weft:") for name in names if name.startswith("weft:") and "::" not in name)
 
 
-def _of_gloo(names: Iterator[str]) -> Iterator[str]:
+def _gloo_names(names: Iterator[str]) -> Iterator[str]:
     return (_NAMES.get(name, name) for name in names if name.startswith("c10d::"))

@@ -14,7 +14,7 @@ from support.ranks import on_ranks
 Call = Callable[[dist.ProcessGroup, int], object]
 
 # Calls that raise an error on both backends.
-REFUSED: dict[str, Call] = {
+ERRORS: dict[str, Call] = {
     "too few outputs": lambda group, n: dist.all_gather([torch.ones(2)] * (n - 1), torch.ones(2), group=group),
     "output of a wrong size": lambda group, n: dist.all_gather_into_tensor(
         torch.ones(2 * n + 1), torch.ones(2), group=group
@@ -44,21 +44,21 @@ REFUSED: dict[str, Call] = {
 
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
-REFUSED_BY_NEW_GLOO = {"a dim that ranks do not divide"}  # gloo of torch 2.11 accepts it
+ERRORS_OF_NEW_GLOO = {"a dim that ranks do not divide"}  # gloo of torch 2.11 accepts it
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("case", REFUSED)
-def test_as_gloo_does(rank: int, world_size: int, case: str) -> None:
+@pytest.mark.parametrize("case", ERRORS)
+def test_error_classes_match_gloo(rank: int, world_size: int, case: str) -> None:
     classes: list[type] = []
     backends = ["gloo", "cpu:weft"]
-    if case in REFUSED_BY_NEW_GLOO and TORCH < (2, 15):
+    if case in ERRORS_OF_NEW_GLOO and TORCH < (2, 15):
         backends.remove("gloo")
         classes.append(RuntimeError)
     for backend in backends:
         group = dist.new_group(backend=backend)
         with pytest.raises(Exception) as caught:
-            REFUSED[case](group, world_size)
+            ERRORS[case](group, world_size)
         classes.append(type(caught.value))
         ones = torch.ones(2)
         dist.all_reduce(ones, group=group)  # the group remains usable
@@ -67,7 +67,7 @@ def test_as_gloo_does(rank: int, world_size: int, case: str) -> None:
 
 
 @on_ranks(2)
-def test_sentences(rank: int, world_size: int) -> None:
+def test_error_messages(rank: int, world_size: int) -> None:
     group = dist.new_group(backend="cpu:weft")
     with pytest.raises(RuntimeError, match=r"got 5 elements|of 5 elements for parts of 2 .* one part for each rank"):
         dist.all_gather_into_tensor(torch.ones(5), torch.ones(2), group=group)
@@ -78,12 +78,12 @@ def test_sentences(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("limit", [-1, 0, True, 1.5, "16"])
-def test_a_staging_limit_is_a_number_of_bytes(limit: object) -> None:
+def test_invalid_staging_limits_raise(limit: object) -> None:
     with pytest.raises(ValueError, match=r"staging_limit_bytes=.*pass a number of bytes above 0"):
         weft.collectives.BackendOptions(staging_limit_bytes=limit)  # type: ignore[arg-type]
 
 
-def test_options_of_another_kind_are_refused() -> None:
+def test_options_of_another_type_raise() -> None:
     with pytest.raises(TypeError, match="got transport=3; pass a function"):
         weft.collectives.BackendOptions(transport=3)  # type: ignore[arg-type]
     store = dist.HashStore()

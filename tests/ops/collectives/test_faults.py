@@ -43,7 +43,7 @@ def scenarios() -> list[dict]:
     return found
 
 
-def test_a_killed_rank_is_named(scenarios: list[dict]) -> None:
+def test_killed_rank_is_named(scenarios: list[dict]) -> None:
     killed = [scenario for scenario in scenarios if scenario["signal"] == "SIGKILL"]
     assert len(killed) >= 24
     for scenario in killed:
@@ -52,7 +52,7 @@ def test_a_killed_rank_is_named(scenarios: list[dict]) -> None:
             assert "while rank" in seen["text"], scenario
 
 
-def test_a_stopped_rank_is_named(scenarios: list[dict]) -> None:
+def test_stopped_rank_is_named(scenarios: list[dict]) -> None:
     stopped = [scenario for scenario in scenarios if scenario["signal"] == "SIGSTOP"]
     assert len(stopped) >= 24
     for scenario in stopped:
@@ -61,10 +61,10 @@ def test_a_stopped_rank_is_named(scenarios: list[dict]) -> None:
             assert "timed out after 1 s" in seen["text"], scenario
 
 
-def test_the_soak_tells_what_is_wrong(scenarios: list[dict]) -> None:
+def test_soak_reports_problems(scenarios: list[dict]) -> None:
     killed = next(scenario for scenario in scenarios if scenario["signal"] == "SIGKILL")
-    for wrong in ({"status": 1}, {"error": "GroupAbortedError"}, {"again": None}, {"text": "rank 7 (pid 1)"}):
-        ranks = {"0": killed["ranks"]["0"] | wrong}
+    for change in ({"status": 1}, {"error": "GroupAbortedError"}, {"again": None}, {"text": "rank 7 (pid 1)"}):
+        ranks = {"0": killed["ranks"]["0"] | change}
         assert len(problems_of(killed | {"ranks": ranks})) == 1
     late = killed["ranks"]["0"] | {"seconds": 0.5, "destroy_seconds": 0.5}
     assert len(slow_of([killed | {"hosts": "aaa", "ranks": {"0": late}}])) == 2
@@ -131,7 +131,7 @@ def test_two_jobs_on_one_machine(tmp_path: Path) -> None:
 
 @on_ranks(2)
 @across_hosts("aa", "ab")
-def test_abort_and_leaving(rank: int, world_size: int) -> None:
+def test_abort_and_destroy(rank: int, world_size: int) -> None:
     """An abort fails pending calls at once; so does destroying a group that other ranks still use."""
     group = dist.new_group(backend="cpu:weft")
     if rank == 0:
@@ -151,7 +151,7 @@ def test_abort_and_leaving(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_a_late_rank_is_named_by_the_timeout_of_the_call(rank: int, world_size: int) -> None:
+def test_call_timeout_names_late_rank(rank: int, world_size: int) -> None:
     from datetime import timedelta
 
     group = dist.new_group(backend="cpu:weft", timeout=timedelta(seconds=60))

@@ -20,7 +20,7 @@ from support.ranks import on_ranks
 @on_ranks(2)
 @across_hosts("aa", "ab")
 @pytest.mark.parametrize("how", ["future", "work", "chain"])
-def test_a_callback_may_wait_for_another_collective(rank: int, world_size: int, how: str) -> None:
+def test_callback_waits_for_another_collective(rank: int, world_size: int, how: str) -> None:
     group = dist.new_group(backend="cpu:weft", timeout=timedelta(seconds=30))
 
     def again(first: torch.futures.Future) -> torch.Tensor:
@@ -40,7 +40,7 @@ def test_a_callback_may_wait_for_another_collective(rank: int, world_size: int, 
 
 @on_ranks(2)
 @across_hosts("aa", "ab")
-def test_a_future_is_complete_when_its_work_is(rank: int, world_size: int) -> None:
+def test_future_completes_with_its_work(rank: int, world_size: int) -> None:
     group = dist.new_group(backend="cpu:weft")
     for _ in range(200):
         work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
@@ -72,7 +72,7 @@ def test_powersgd_on_ddp(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 @across_hosts("aa", "ab")
-def test_a_failure_is_read_as_often_as_one_likes(rank: int, world_size: int) -> None:
+def test_failure_can_be_read_repeatedly(rank: int, world_size: int) -> None:
     group = dist.new_group(backend="cpu:weft", timeout=timedelta(seconds=30))
     work = dist.all_reduce(torch.ones(3 + rank), group=group, async_op=True)
     futures = [work.get_future(), work.get_future()]
@@ -93,7 +93,7 @@ def test_a_failure_is_read_as_often_as_one_likes(rank: int, world_size: int) -> 
 
 @on_ranks(2)
 @across_hosts("aa", "ab")
-def test_a_forked_child_is_refused_its_parents_work(rank: int, world_size: int) -> None:
+def test_wait_for_parents_work_in_fork_raises(rank: int, world_size: int) -> None:
     group = dist.new_group(backend="cpu:weft", timeout=timedelta(seconds=30))
     received = torch.zeros(3)
     if rank == 0:

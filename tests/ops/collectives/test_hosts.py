@@ -17,12 +17,12 @@ from support.ranks import on_ranks
 gloo = weft.collectives.BackendOptions().transport
 
 
-def transports_made(rank: int) -> list[tuple[int, int, timedelta]]:
+def transport_calls(rank: int) -> list[tuple[int, int, timedelta]]:
     """Return the arguments with which a group calls the function that makes its transport."""
-    made: list[tuple[int, int, timedelta]] = []
+    calls: list[tuple[int, int, timedelta]] = []
 
     def transport(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.distributed_c10d.Backend:
-        made.append((rank, size, timeout))
+        calls.append((rank, size, timeout))
         return gloo(store, rank, size, timeout)
 
     options = weft.collectives.BackendOptions(transport=transport)
@@ -30,32 +30,32 @@ def transports_made(rank: int) -> list[tuple[int, int, timedelta]]:
     tensor = torch.full((5,), rank + 1.0)
     dist.all_reduce(tensor, group=group)
     assert tensor.tolist() == [6.0] * 5
-    return made
+    return calls
 
 
 @on_ranks(3)
 @across_hosts("aba")
-def test_transport_is_what_the_options_make(rank: int, world_size: int) -> None:
-    assert transports_made(rank) == [(rank, world_size, timedelta(seconds=77))]
+def test_options_create_transport(rank: int, world_size: int) -> None:
+    assert transport_calls(rank) == [(rank, world_size, timedelta(seconds=77))]
 
 
 @on_ranks(3)
 def test_one_host_needs_no_transport(rank: int, world_size: int) -> None:
-    assert transports_made(rank) == []
+    assert transport_calls(rank) == []
 
 
 @on_ranks(3)
 @across_hosts("aab")
-def test_transport_of_another_kind(rank: int, world_size: int) -> None:
+def test_custom_transport(rank: int, world_size: int) -> None:
     """With a transport whose works cannot be aborted, the group still works, fails and is destroyed."""
 
     def weft_on_one_host(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.distributed_c10d.Backend:
-        own_host = os.environ["WEFT_HOST_ID"]
+        saved_host = os.environ["WEFT_HOST_ID"]
         os.environ["WEFT_HOST_ID"] = "all"
         try:
             return weft._collectives.make_backend(store, rank, size, timeout, "between", [], 1 << 24, gloo)
         finally:
-            os.environ["WEFT_HOST_ID"] = own_host
+            os.environ["WEFT_HOST_ID"] = saved_host
 
     options = weft.collectives.BackendOptions(transport=weft_on_one_host)
     group = dist.new_group(backend="cpu:weft", pg_options=options, timeout=timedelta(seconds=60))
@@ -71,7 +71,7 @@ def test_transport_of_another_kind(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 @across_hosts("ab")
-def test_a_store_can_be_used_again(rank: int, world_size: int) -> None:
+def test_store_is_reusable(rank: int, world_size: int) -> None:
     """Neither the failure of an earlier group nor its ranks' addresses in the store disturb a new one."""
     store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
     for attempt in range(3):
@@ -91,7 +91,7 @@ def test_a_store_can_be_used_again(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 @across_hosts("ab")
-def test_tags_that_cannot_travel(rank: int, world_size: int) -> None:
+def test_too_large_tag_raises(rank: int, world_size: int) -> None:
     group = dist.new_group(backend="cpu:weft")
     with pytest.raises(ValueError, match=r"got tag 2147483647 in a group of several hosts; pass one from 0 to"):
         dist.isend(torch.ones(1), 1 - rank, group=group, tag=2**31 - 1)
@@ -100,7 +100,7 @@ def test_tags_that_cannot_travel(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 @across_hosts("ab")
-def test_a_transport_must_be_a_backend(rank: int, world_size: int) -> None:
+def test_transport_without_backend_raises(rank: int, world_size: int) -> None:
     for made in (None, print):
         options = weft.collectives.BackendOptions(transport=lambda *_, made=made: made)
         with pytest.raises(RuntimeError, match=r"got .* from BackendOptions\.transport; return a backend"):
@@ -109,7 +109,7 @@ def test_a_transport_must_be_a_backend(rank: int, world_size: int) -> None:
 
 @on_ranks(3)
 @across_hosts("aab", "aba")
-def test_a_wait_of_its_own_length_names_the_late_rank(rank: int, world_size: int) -> None:
+def test_wait_timeout_names_late_rank(rank: int, world_size: int) -> None:
     group = dist.new_group(backend="cpu:weft", timeout=timedelta(seconds=60))
     store = dist.PrefixStore(f"late in {group.group_name}", dist.distributed_c10d._get_default_store())
     if rank != 2:
@@ -126,7 +126,7 @@ def test_a_wait_of_its_own_length_names_the_late_rank(rank: int, world_size: int
 
 @on_ranks(3)
 @across_hosts("aab", "abc")
-def test_a_rank_that_left_is_said_to_have_left(rank: int, world_size: int) -> None:
+def test_departed_rank_is_reported(rank: int, world_size: int) -> None:
     group = dist.new_group(backend="cpu:weft", timeout=timedelta(seconds=60))
     dist.barrier(group=group)
     if rank == 2:

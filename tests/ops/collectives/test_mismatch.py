@@ -113,14 +113,14 @@ def test_splits(rank: int, world_size: int) -> None:
 def test_messages(rank: int, world_size: int, sent: int, received: int) -> None:
     """Gloo aborts in the first case and leaves stale values in the second."""
     group = new_group()
-    place = torch.full((received,), 7.0)
+    buffer = torch.full((received,), 7.0)
     with pytest.raises(weft.CollectiveMismatchError, match=rf"{sent}.*{received}|{received}.*{sent}"):
         if rank == 0:
             dist.send(torch.ones(sent), 1, group=group)
         elif rank == 1:
-            dist.recv(place, 0, group=group)
+            dist.recv(buffer, 0, group=group)
         dist.barrier(group=group)
-    assert torch.equal(place, torch.full((received,), 7.0))
+    assert torch.equal(buffer, torch.full((received,), 7.0))
     check_failed(group, weft.CollectiveMismatchError)
 
 
@@ -172,7 +172,7 @@ def test_messages_of_two_dtypes(rank: int, world_size: int) -> None:
 
 
 @on_ranks(3)
-def test_options_that_make_no_group(rank: int, world_size: int) -> None:
+def test_mismatched_options_raise(rank: int, world_size: int) -> None:
     """A different limit means a different layout of the shared memory."""
     options = weft.collectives.BackendOptions(staging_limit_bytes=2**20 if rank == 2 else 2**24)
     with pytest.raises(weft.CollectiveMismatchError) as caught:
@@ -184,7 +184,7 @@ def test_options_that_make_no_group(rank: int, world_size: int) -> None:
 
 @on_ranks(3)
 @across_hosts("aab")
-def test_hosts_have_options_of_their_own(rank: int, world_size: int) -> None:
+def test_options_may_differ_between_hosts(rank: int, world_size: int) -> None:
     options = weft.collectives.BackendOptions(staging_limit_bytes=2**20 if rank == 2 else 2**24)
     tensor = torch.full((100_000,), float(rank))
     dist.all_reduce(tensor, group=dist.new_group(backend="cpu:weft", pg_options=options))
@@ -192,7 +192,7 @@ def test_hosts_have_options_of_their_own(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_nan_travels(rank: int, world_size: int) -> None:
+def test_nan_propagates(rank: int, world_size: int) -> None:
     group = new_group()
     for op in ("SUM", "AVG", "PRODUCT", "MIN", "MAX"):
         tensor = torch.tensor([float("nan") if rank == 0 else 1.0, 1.0])
@@ -201,7 +201,7 @@ def test_nan_travels(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_the_error_keeps_its_class(rank: int, world_size: int) -> None:
+def test_error_class_is_preserved(rank: int, world_size: int) -> None:
     """Through works, futures, functional collectives, weft's operators and the backward pass."""
     import torch.distributed._functional_collectives as funcol
 
@@ -229,7 +229,7 @@ def test_the_error_keeps_its_class(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2, 4)
-def test_generated(rank: int, world_size: int) -> None:
+def test_generated_mismatches(rank: int, world_size: int) -> None:
     """One rank changes one property of a call; hypothesis draws the change, the same on every rank."""
     from hypothesis import HealthCheck, given, seed, settings
     from hypothesis import strategies as st
@@ -248,16 +248,18 @@ def test_generated(rank: int, world_size: int) -> None:
         st.sampled_from(sorted(calls)),
         st.sampled_from(dtypes),
     )
-    def check(shape, dtype, what, culprit, extra, other_call, other_dtype) -> None:
+    def check(shape, dtype, changed_property, culprit, extra, other_call, other_dtype) -> None:
         call: Body = sum_of(*shape, dtype=dtype)
         if rank == culprit:
-            if what == "shape":
+            if changed_property == "shape":
                 call = sum_of(*shape[:-1], shape[-1] + extra, dtype=dtype)
-            elif what == "dtype":
+            elif changed_property == "dtype":
                 call = sum_of(*shape, dtype=other_dtype)
             elif other_call != "all_reduce":
                 call = calls[other_call]
-        fits = (what == "dtype" and other_dtype == dtype) or (what == "operation" and other_call == "all_reduce")
+        fits = (changed_property == "dtype" and other_dtype == dtype) or (
+            changed_property == "operation" and other_call == "all_reduce"
+        )
         group = new_group()
         if fits:
             call(group, rank)

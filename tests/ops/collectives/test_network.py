@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.networks import ADDRESSES, INTERFACES, inside, two_networks
+from support.networks import ADDRESSES, INTERFACES, in_network_namespace, two_networks
 from support.processes import ProcessTree
 
 SCRIPT = Path(__file__).with_name("network.py")
@@ -31,17 +31,17 @@ def test_two_networks(networks: tuple[str, str], hosts: str) -> None:
         jobs = []
         for rank, host in enumerate(hosts):
             arguments = [str(rank), str(len(hosts)), ADDRESSES[0], INTERFACES["ab".index(host)]]
-            command = [*inside(networks["ab".index(host)]), sys.executable, str(SCRIPT), *arguments]
+            command = [*in_network_namespace(networks["ab".index(host)]), sys.executable, str(SCRIPT), *arguments]
             jobs.append(ranks.enter_context(ProcessTree(command, env=environment)))
         seen = []
         for job in jobs:
             result = job.wait(timeout=120)
             assert result.returncode == 0, result.stderr
             seen.append(json.loads(result.stdout))
-    parts = [torch.randn(300_000, generator=torch.Generator().manual_seed(rank)) for rank in range(len(hosts))]
+    inputs = [torch.randn(300_000, generator=torch.Generator().manual_seed(rank)) for rank in range(len(hosts))]
     # Summed in rank order on each host, then over the hosts.
-    on_first = [part for part, host in zip(parts, hosts, strict=True) if host == "a"]
-    on_second = [part for part, host in zip(parts, hosts, strict=True) if host == "b"]
+    on_first = [tensor for tensor, host in zip(inputs, hosts, strict=True) if host == "a"]
+    on_second = [tensor for tensor, host in zip(inputs, hosts, strict=True) if host == "b"]
     expected = sum(on_first[1:], on_first[0]) + sum(on_second[1:], on_second[0])
     for result in seen:
         assert result["bits"] == expected[:5].view(torch.int32).tolist()

@@ -11,16 +11,16 @@ from support.ranks import on_ranks
 
 
 @on_ranks(2, 3)
-def test_reduce_scatters_use_the_pages_of_all_gathers(world_size: int) -> None:
+def test_reduce_scatter_reuses_all_gather_pages(world_size: int) -> None:
     """The segments for other ranks are contiguous in the staging buffer, from the offset of an all-gather's segment."""
     group = dist.new_group(backend="cpu:weft")
-    part = torch.ones(1 << 15)
-    whole = part.new_ones(world_size << 15)
+    shard = torch.ones(1 << 15)
+    full = shard.new_ones(world_size << 15)
     with counted() as count:
         for _ in range(2):  # once for each of the two alternating buffers
-            dist.all_gather_into_tensor(whole, part, group=group)
+            dist.all_gather_into_tensor(full, shard, group=group)
         gathered = count.now("communication")
-        assert gathered == 2 * part.nbytes
+        assert gathered == 2 * shard.nbytes
         for _ in range(2):
-            dist.reduce_scatter_tensor(part, whole, group=group)
-        assert count.now("communication") - gathered == 2 * part.nbytes * (world_size - 2)
+            dist.reduce_scatter_tensor(shard, full, group=group)
+        assert count.now("communication") - gathered == 2 * shard.nbytes * (world_size - 2)

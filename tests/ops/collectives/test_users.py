@@ -23,7 +23,7 @@ import weft  # noqa: F401  (registers the backend)
 from ops.collectives.hosts import across_hosts
 from support.ranks import on_ranks
 
-_made = itertools.count()
+_mesh_count = itertools.count()
 
 
 def mesh_of(world_size: int, shape: tuple[int, ...] | None = None) -> DeviceMesh:
@@ -31,7 +31,7 @@ def mesh_of(world_size: int, shape: tuple[int, ...] | None = None) -> DeviceMesh
     shape = shape or (world_size,)
     override = dict.fromkeys(range(len(shape)), "cpu:weft")
     # Unique names: DTensor caches meshes, also by name, and the groups of an earlier test are destroyed.
-    names = tuple(f"dim{dim}_of_{next(_made)}" for dim in range(len(shape)))
+    names = tuple(f"dim{dim}_of_{next(_mesh_count)}" for dim in range(len(shape)))
     return init_device_mesh("cpu", shape, mesh_dim_names=names, backend_override=override)
 
 
@@ -75,11 +75,11 @@ def check_weights(model: nn.Module, expected: nn.Module) -> None:
 @on_ranks(2, 4)
 def test_dtensor_redistributes(rank: int, world_size: int) -> None:
     mesh = mesh_of(world_size)
-    whole = torch.arange(7.0 * 5).reshape(7, 5)  # uneven shards
+    full = torch.arange(7.0 * 5).reshape(7, 5)  # uneven shards
     for source in (Shard(0), Shard(1), Replicate()):
         for target in (Shard(0), Shard(1), Replicate()):
-            tensor = distribute_tensor(whole.clone(), mesh, [source]).redistribute(placements=[target])
-            assert torch.equal(tensor.full_tensor(), whole)
+            tensor = distribute_tensor(full.clone(), mesh, [source]).redistribute(placements=[target])
+            assert torch.equal(tensor.full_tensor(), full)
 
 
 @on_ranks(2, 4)
@@ -135,12 +135,12 @@ def test_distributed_checkpoint(rank: int, world_size: int) -> None:
 
         folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder, 0, group=group)
-    whole = torch.arange(30.0).reshape(6, 5)
-    state = {"sharded": distribute_tensor(whole.clone(), mesh, [Shard(0)]), "step": torch.tensor(3)}
+    full = torch.arange(30.0).reshape(6, 5)
+    state = {"sharded": distribute_tensor(full.clone(), mesh, [Shard(0)]), "step": torch.tensor(3)}
     dcp.save(copy.copy(state), checkpoint_id=folder[0], process_group=group)
     loaded = {"sharded": distribute_tensor(torch.zeros(6, 5), mesh, [Shard(1)]), "step": torch.tensor(0)}
     dcp.load(loaded, checkpoint_id=folder[0], process_group=group)
-    assert torch.equal(loaded["sharded"].full_tensor(), whole)
+    assert torch.equal(loaded["sharded"].full_tensor(), full)
     assert loaded["step"].item() == 3
     dist.barrier(group=group)
     if rank == 0:
@@ -154,10 +154,10 @@ def test_distributed_checkpoint(rank: int, world_size: int) -> None:
 def test_object_collectives(rank: int, world_size: int) -> None:
     group = dist.new_group(backend="cpu:weft")
     mine = {"rank": rank, "text": "x" * 1000 * rank}
-    everything: list[object] = [None] * world_size
-    dist.all_gather_object(everything, mine, group=group)
+    objects: list[object] = [None] * world_size
+    dist.all_gather_object(objects, mine, group=group)
     expected = [{"rank": each, "text": "x" * 1000 * each} for each in range(world_size)]
-    assert everything == expected
+    assert objects == expected
     gathered: list[object] | None = [None] * world_size if rank == 0 else None
     dist.gather_object(mine, gathered, dst=0, group=group)
     assert gathered == (expected if rank == 0 else None)
@@ -168,7 +168,7 @@ def test_object_collectives(rank: int, world_size: int) -> None:
 
 @on_ranks(4)
 @across_hosts("aaaa", "abbc")
-def test_groups_within_groups(rank: int, world_size: int) -> None:
+def test_subgroups_and_split_groups(rank: int, world_size: int) -> None:
     """Several sub-groups of a mesh at once, called in different orders; and a split group."""
     mesh = mesh_of(world_size, (2, 2))
     rows, columns = mesh.get_group(0), mesh.get_group(1)

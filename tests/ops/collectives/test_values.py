@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import weft  # noqa: F401  (registers the backend)
-from ops.collectives.calls import MOVES, REDUCE_OPS, REDUCTIONS
+from ops.collectives.calls import DATA_MOVEMENTS, REDUCE_OPS, REDUCTIONS
 from ops.collectives.hosts import across_hosts
 from ops.memory.counting import counted
 from support.ranks import on_ranks
@@ -75,7 +75,7 @@ def test_equals_gloo_across_hosts(rank: int, world_size: int, dtype: str) -> Non
 def check_against_gloo(rank: int, world_size: int, dtype: str) -> None:
     """Gloo gets contiguous tensors, weft both layouts. Only weft supports AVG of integers: it truncates."""
     gloo_group, weft_group = dist.new_group(backend="gloo"), dist.new_group(backend="cpu:weft")
-    calls = dict(MOVES)
+    calls = dict(DATA_MOVEMENTS)
     for name, reduction in REDUCTIONS.items():
         for op in REDUCE_OPS:
             floats = dtype.startswith(("float", "bfloat"))
@@ -91,7 +91,7 @@ def check_against_gloo(rank: int, world_size: int, dtype: str) -> None:
 @on_ranks(2, 3)
 @across_hosts("aaaa", "abba")
 @pytest.mark.parametrize("dtype", OTHER_DTYPES)
-def test_dtypes_that_gloo_does_not_take(rank: int, world_size: int, dtype: str) -> None:
+def test_dtypes_unsupported_by_gloo(rank: int, world_size: int, dtype: str) -> None:
     """Data movement equals gloo's on the same bytes; sums and averages equal torch's."""
     gloo_group, group = dist.new_group(backend="gloo"), dist.new_group(backend="cpu:weft")
     size = torch.empty(0, dtype=getattr(torch, dtype)).element_size()
@@ -99,7 +99,7 @@ def test_dtypes_that_gloo_does_not_take(rank: int, world_size: int, dtype: str) 
     def make_bytes(key: object, *shape: int) -> Tensor:
         return values(rank, key, shape, dtype).view(torch.uint8).reshape(*shape[:-1], shape[-1] * size)
 
-    for name, call in MOVES.items():
+    for name, call in DATA_MOVEMENTS.items():
         if name == "all_to_all_single":
             continue  # its split sizes count rows, of which the bytes have a different number
         expected = call(gloo_group, rank, world_size, make_bytes)
@@ -109,8 +109,8 @@ def test_dtypes_that_gloo_does_not_take(rank: int, world_size: int, dtype: str) 
     if not is_reducible("SUM", dtype):
         return
     work_dtype = torch.complex128 if dtype.startswith("complex") else torch.int64
-    parts = [values(each, "x", (3, 5), dtype).to(work_dtype) for each in range(world_size)]
-    total = sum(parts[1:], parts[0])
+    inputs = [values(each, "x", (3, 5), dtype).to(work_dtype) for each in range(world_size)]
+    total = sum(inputs[1:], inputs[0])
     for op, expected in (("SUM", total), ("AVG", total / world_size if total.is_complex() else total // world_size)):
         (actual,) = REDUCTIONS["all_reduce"](op)(group, rank, world_size, maker(rank, dtype, torch.clone))
         torch.testing.assert_close(actual.to(work_dtype), expected, rtol=1e-6, atol=1e-6)
@@ -138,47 +138,47 @@ def test_large_and_uneven(rank: int, world_size: int) -> None:
     expected = (torch.arange(size, dtype=torch.float32) % 1000) * world_size + sum(range(world_size))
     assert torch.equal(tensor, expected)
 
-    parts = [torch.zeros(1000 * each, 3) for each in range(world_size)]
-    dist.all_gather(parts, torch.full((1000 * rank, 3), float(rank)), group=group)
-    for each, part in enumerate(parts):
-        assert torch.equal(part, torch.full((1000 * each, 3), float(each)))
+    outputs = [torch.zeros(1000 * each, 3) for each in range(world_size)]
+    dist.all_gather(outputs, torch.full((1000 * rank, 3), float(rank)), group=group)
+    for each, tensor in enumerate(outputs):
+        assert torch.equal(tensor, torch.full((1000 * each, 3), float(each)))
 
     output = torch.zeros(rank + 1, 2)
     dist.reduce_scatter(output, [torch.full((each + 1, 2), 1.0 + each) for each in range(world_size)], group=group)
     assert torch.equal(output, torch.full((rank + 1, 2), world_size * (1.0 + rank)))
 
-    places = [torch.zeros(each + rank + 1) for each in range(world_size)]
-    given = [torch.full((each + rank + 1,), 10.0 * rank + each) for each in range(world_size)]
-    dist.all_to_all(places, given, group=group)
-    for each, place in enumerate(places):
-        assert torch.equal(place, torch.full((each + rank + 1,), 10.0 * each + rank))
+    received = [torch.zeros(each + rank + 1) for each in range(world_size)]
+    inputs = [torch.full((each + rank + 1,), 10.0 * rank + each) for each in range(world_size)]
+    dist.all_to_all(received, inputs, group=group)
+    for each, tensor in enumerate(received):
+        assert torch.equal(tensor, torch.full((each + rank + 1,), 10.0 * each + rank))
 
 
 @on_ranks(2, 3)
 @across_hosts("aaa", "aba")
 @pytest.mark.parametrize("size", [6, 600_000])
-def test_inputs_that_are_outputs_of_others(rank: int, world_size: int, size: int) -> None:
+def test_inputs_overlapping_outputs(rank: int, world_size: int, size: int) -> None:
     """An output may overlap memory that this rank sends: the values are those of copies made before the call."""
     group = dist.new_group(backend="cpu:weft")
     values = torch.arange(size, dtype=torch.float64)
 
-    parts = [torch.zeros(size, dtype=torch.float64) for _ in range(world_size)]
-    parts[0].copy_(values + rank)
-    dist.all_gather(parts, parts[0], group=group)
-    assert all(torch.equal(part, values + each) for each, part in enumerate(parts))
+    shards = [torch.zeros(size, dtype=torch.float64) for _ in range(world_size)]
+    shards[0].copy_(values + rank)
+    dist.all_gather(shards, shards[0], group=group)
+    assert all(torch.equal(shard, values + each) for each, shard in enumerate(shards))
 
-    whole = torch.zeros(world_size, size, dtype=torch.float64)
-    whole[-1] = values + rank
-    dist.all_gather_into_tensor(whole, whole[-1], group=group)
-    assert all(torch.equal(whole[each], values + each) for each in range(world_size))
+    full = torch.zeros(world_size, size, dtype=torch.float64)
+    full[-1] = values + rank
+    dist.all_gather_into_tensor(full, full[-1], group=group)
+    assert all(torch.equal(full[each], values + each) for each in range(world_size))
 
-    given = [values * (each + 1) + rank for each in range(world_size)]
-    dist.reduce_scatter(given[0], given, group=group)
-    assert torch.equal(given[0], values * (rank + 1) * world_size + sum(range(world_size)))
+    inputs = [values * (each + 1) + rank for each in range(world_size)]
+    dist.reduce_scatter(inputs[0], inputs, group=group)
+    assert torch.equal(inputs[0], values * (rank + 1) * world_size + sum(range(world_size)))
 
-    whole = torch.stack([values * (each + 1) + rank for each in range(world_size)])
-    dist.reduce_scatter_tensor(whole[0], whole, group=group)
-    assert torch.equal(whole[0], values * (rank + 1) * world_size + sum(range(world_size)))
+    full = torch.stack([values * (each + 1) + rank for each in range(world_size)])
+    dist.reduce_scatter_tensor(full[0], full, group=group)
+    assert torch.equal(full[0], values * (rank + 1) * world_size + sum(range(world_size)))
 
     inputs = [values + rank, values - rank]
     outputs = [torch.zeros(world_size, size, dtype=torch.float64) for _ in inputs]
@@ -187,25 +187,25 @@ def test_inputs_that_are_outputs_of_others(rank: int, world_size: int, size: int
     assert all(torch.equal(outputs[0][each], values + each) for each in range(world_size))
     assert all(torch.equal(outputs[1][each], values - each) for each in range(world_size))
 
-    given = [values + each for each in range(world_size)]
-    dist.scatter(given[-1], given if rank == 0 else None, src=0, group=group)
-    assert torch.equal(given[-1], values + rank)
+    inputs = [values + each for each in range(world_size)]
+    dist.scatter(inputs[-1], inputs if rank == 0 else None, src=0, group=group)
+    assert torch.equal(inputs[-1], values + rank)
 
 
 @on_ranks(2)
-def test_no_copies_where_none_are_needed(rank: int, world_size: int) -> None:
+def test_no_unneeded_copies(rank: int, world_size: int) -> None:
     """In place, as FSDP2 gathers and reduces, and into strided outputs, which are written through a buffer."""
     group = dist.new_group(backend="cpu:weft")
     size = 100_000
-    whole, part = torch.ones(world_size, size), torch.ones(size)
+    full, shard = torch.ones(world_size, size), torch.ones(size)
     wide = torch.zeros(world_size, size, 2)[:, :, 0]
     calls: dict[str, tuple[Callable[[], object], int]] = {  # and the number of temporary tensors of `size`
-        "all_gather in place": (lambda: dist.all_gather_into_tensor(whole, whole[rank], group=group), 0),
-        "reduce_scatter in place": (lambda: dist.reduce_scatter_tensor(whole[rank], whole, group=group), 0),
-        "all_gather list": (lambda: dist.all_gather(list(whole), part, group=group), 0),
-        "all_to_all of halves": (lambda: dist.all_to_all_single(whole[1], whole[0], group=group), 0),
-        "all_gather of columns": (lambda: dist.all_gather(list(wide), part, group=group), world_size),
-        "what overlaps": (lambda: dist.all_gather_into_tensor(whole, whole[1 - rank], group=group), 1),
+        "all_gather in place": (lambda: dist.all_gather_into_tensor(full, full[rank], group=group), 0),
+        "reduce_scatter in place": (lambda: dist.reduce_scatter_tensor(full[rank], full, group=group), 0),
+        "all_gather list": (lambda: dist.all_gather(list(full), shard, group=group), 0),
+        "all_to_all of halves": (lambda: dist.all_to_all_single(full[1], full[0], group=group), 0),
+        "all_gather of columns": (lambda: dist.all_gather(list(wide), shard, group=group), world_size),
+        "what overlaps": (lambda: dist.all_gather_into_tensor(full, full[1 - rank], group=group), 1),
     }
     for name, (call, num_tensors) in calls.items():
         for _ in range(4):
@@ -235,34 +235,34 @@ def test_coalesced(rank: int, world_size: int) -> None:
 
     lists = [[torch.zeros(size) for size in (2, 3)] for _ in range(world_size)]
     dist.all_gather_coalesced(lists, inputs, group=group)
-    for each, of_rank in enumerate(lists):
-        assert all(torch.equal(tensor, torch.full_like(tensor, each)) for tensor in of_rank)
+    for each, gathered in enumerate(lists):
+        assert all(torch.equal(tensor, torch.full_like(tensor, each)) for tensor in gathered)
 
-    whole = [torch.arange(size * world_size, dtype=torch.float32) for size in (2, 3)]
-    parts = [torch.zeros(size) for size in (2, 3)]
-    group.reduce_scatter_tensor_coalesced(parts, whole, dist.distributed_c10d.ReduceScatterOptions()).wait()
-    for part, source in zip(parts, whole, strict=True):
-        assert torch.equal(part, source.chunk(world_size)[rank] * world_size)
+    full = [torch.arange(size * world_size, dtype=torch.float32) for size in (2, 3)]
+    shards = [torch.zeros(size) for size in (2, 3)]
+    group.reduce_scatter_tensor_coalesced(shards, full, dist.distributed_c10d.ReduceScatterOptions()).wait()
+    for shard, source in zip(shards, full, strict=True):
+        assert torch.equal(shard, source.chunk(world_size)[rank] * world_size)
 
 
 @on_ranks(2, 4)
-def test_same_bits_for_every_size_and_run(rank: int, world_size: int) -> None:
+def test_sums_are_bitwise_deterministic(rank: int, world_size: int) -> None:
     """One-shot, segmented and chunked all-reduces and reduce-scatters sum in the order of the ranks."""
     group = dist.new_group(backend="cpu:weft")
     scales = [10.0**each for each in range(world_size)]
-    parts = [torch.randn(5_000_000, generator=torch.Generator().manual_seed(each)) for each in range(world_size)]
-    parts = [part * scale for part, scale in zip(parts, scales, strict=True)]
-    expected = parts[0].clone()
-    for part in parts[1:]:
-        expected += part
+    inputs = [torch.randn(5_000_000, generator=torch.Generator().manual_seed(each)) for each in range(world_size)]
+    inputs = [tensor * scale for tensor, scale in zip(inputs, scales, strict=True)]
+    expected = inputs[0].clone()
+    for tensor in inputs[1:]:
+        expected += tensor
     for size in (7, 5_000, 200_000, 5_000_000):
         for _ in range(2):
-            tensor = parts[rank][:size].clone()
+            tensor = inputs[rank][:size].clone()
             dist.all_reduce(tensor, group=group)
             assert torch.equal(tensor, expected[:size])
         even = size - size % world_size
         output = torch.empty(even // world_size)
-        dist.reduce_scatter_tensor(output, parts[rank][:even].clone(), group=group)
+        dist.reduce_scatter_tensor(output, inputs[rank][:even].clone(), group=group)
         assert torch.equal(output, expected[:even].chunk(world_size)[rank])
 
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from ops.fuzz.draws import FLOATS, Draw, Place, Value, constant_along_first_dim, laid_out, part
-from ops.fuzz.operator import NOWHERE, Call
+from ops.fuzz.draws import FLOATS, Draw, RankInGroup, Value, constant_along_first_dim, laid_out, local_shard
+from ops.fuzz.operator import UNKNOWN_GROUP, Call
 
 
 def check(call: Call, rank: int, groups: dict[str, str], device: str = "cpu") -> str:
@@ -16,14 +16,14 @@ def check(call: Call, rank: int, groups: dict[str, str], device: str = "cpu") ->
 
     The last is for a call that other devices accept on some rank, because they do not read values.
     """
-    place = call.place(rank)
-    if device != "cpu" and any(one.reads_values for of_rank in call.refusals for one in of_rank):
+    rank_in_group = call.rank_in_group(rank)
+    if device != "cpu" and any(one.reads_values for of_rank in call.expected_errors for one in of_rank):
         return "told on the CPU alone"
     try:
-        if call.refusals[place.rank]:
-            _check_refusal(call, place, groups, device)
+        if call.expected_errors[rank_in_group.rank]:
+            _check_error(call, rank_in_group, groups, device)
             return "refused"
-        _check_values(call, place, groups, device)
+        _check_values(call, rank_in_group, groups, device)
     except Exception as error:
         found = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
         raise AssertionError(f"{found}\n{call}") from error
@@ -35,11 +35,11 @@ def _run(call: Call, arguments: dict[str, object], groups: dict[str, str]) -> tu
         return call.operator.run(arguments | {"group_name": groups[call.group]})
 
 
-def _check_refusal(call: Call, place: Place, groups: dict[str, str], device: str) -> None:
+def _check_error(call: Call, rank_in_group: RankInGroup, groups: dict[str, str], device: str) -> None:
     where = torch.empty(0, device=device).device  # with its index
-    expected = [each.on(where) for each in call.refusals[place.rank]]
+    expected = [each.on(where) for each in call.expected_errors[rank_in_group.rank]]
     try:
-        _run(call, call.arguments_of(place, device), groups | {NOWHERE: NOWHERE})
+        _run(call, call.arguments_of(rank_in_group, device), groups | {UNKNOWN_GROUP: UNKNOWN_GROUP})
     except Exception as error:
         text = str(error)
         is_known = any(type(error) is each.error and each.text in text for each in expected)
@@ -50,14 +50,14 @@ def _check_refusal(call: Call, place: Place, groups: dict[str, str], device: str
     raise AssertionError(f"accepted; documented is one of {expected}")
 
 
-def _check_values(call: Call, place: Place, groups: dict[str, str], device: str) -> None:
+def _check_values(call: Call, rank_in_group: RankInGroup, groups: dict[str, str], device: str) -> None:
     operator = call.operator
     expected = _Expected(call)
-    arguments = call.arguments_of(place, device)
+    arguments = call.arguments_of(rank_in_group, device)
     before = {name: value.detach().clone() for name, value in arguments.items() if isinstance(value, Tensor)}
     results = _run(call, arguments, groups)
 
-    leaves = {name: arguments[name] for name in sorted(call.learns)}
+    leaves = {name: arguments[name] for name in sorted(call.requires_grad)}
     dtype = operator.result_dtype(call.values)
     assert len(results) == len(expected.results)
     for index, result in enumerate(results):
@@ -67,10 +67,10 @@ def _check_values(call: Call, place: Place, groups: dict[str, str], device: str)
         for name in before:
             same = result.untyped_storage().data_ptr() == arguments[name].untyped_storage().data_ptr()
             assert not same or result.numel() == 0, f"the result is in the memory of {name}"
-        expected.compare(result.detach(), expected.result_on(place, index), f"result {index}")
+        expected.compare(result.detach(), expected.result_on(rank_in_group, index), f"result {index}")
     if leaves and call.mode != "no_grad":
         graded = [results[index] for index in call.graded]
-        grads = [laid_out(expected.grad_on(place, index).to(device), call.grad_layout) for index in call.graded]
+        grads = [laid_out(expected.grad_on(rank_in_group, index).to(device), call.grad_layout) for index in call.graded]
         if call.mode == "backward":
             torch.autograd.backward(graded, grads)
             given = {name: leaf.grad for name, leaf in leaves.items()}
@@ -79,7 +79,7 @@ def _check_values(call: Call, place: Place, groups: dict[str, str], device: str)
             given = dict(zip(call.wanted, tensors, strict=True))
         for name, grad in given.items():
             assert grad.dtype == leaves[name].dtype, f"gradient of {name} of {grad.dtype}"
-            expected.compare(grad, expected.input_grad_on(place, name), f"gradient of {name}")
+            expected.compare(grad, expected.input_grad_on(rank_in_group, name), f"gradient of {name}")
     for name, value in before.items():
         assert torch.equal(arguments[name].detach(), value), f"{name} has changed"
 
@@ -91,12 +91,12 @@ class _Expected:
         operator = call.operator
         self._call = call
         self._placements = call.placements()
-        self._placed = operator.results(call.values, call.options)
-        places = [Place(call.num_ranks, rank) for rank in range(call.num_ranks)]
+        self._result_placements = operator.results(call.values, call.options)
+        ranks_in_group = [RankInGroup(call.num_ranks, rank) for rank in range(call.num_ranks)]
         leaves = {name: _map(value, _as_leaf) for name, value in call.values.items()}
         self._dtype = _dtype_of(call)
         given, options = SimpleNamespace(**leaves), SimpleNamespace(**call.options, dtype=self._dtype)
-        self.results = operator.reference(given, options, places)
+        self.results = operator.reference(given, options, ranks_in_group)
 
         draw = Draw(call.seed + 1)
         dtype = operator.result_dtype(call.values)
@@ -111,35 +111,35 @@ class _Expected:
             for index in call.graded
             for one, grad in zip(_listed(self.results[index]), _listed(values[index]), strict=True)
         )
-        learning = [(name, leaf) for name in sorted(call.learns) for leaf in _listed(leaves[name])]
-        if isinstance(total, Tensor) and total.requires_grad and learning:
-            tensors = [leaf for _, leaf in learning]
+        differentiable = [(name, leaf) for name in sorted(call.requires_grad) for leaf in _listed(leaves[name])]
+        if isinstance(total, Tensor) and total.requires_grad and differentiable:
+            tensors = [leaf for _, leaf in differentiable]
             grads = torch.autograd.grad(total, tensors, allow_unused=True, materialize_grads=True)
         else:
-            grads = tuple(torch.zeros_like(leaf) for _, leaf in learning)
+            grads = tuple(torch.zeros_like(leaf) for _, leaf in differentiable)
         self._input_grads: dict[str, Value] = {}
-        for name in call.learns:
-            own = [grad for (of, _), grad in zip(learning, grads, strict=True) if of == name]
-            self._input_grads[name] = own if isinstance(call.values[name], list) else own[0]
+        for name in call.requires_grad:
+            own_grads = [grad for (of, _), grad in zip(differentiable, grads, strict=True) if of == name]
+            self._input_grads[name] = own_grads if isinstance(call.values[name], list) else own_grads[0]
 
-        everything = [*self.results, *self._input_grads.values(), *values, *call.values.values()]
-        self._scale = max([1.0, *(_largest(one) for value in everything for one in _listed(value))])
+        all_values = [*self.results, *self._input_grads.values(), *values, *call.values.values()]
+        self._scale = max([1.0, *(_largest(one) for value in all_values for one in _listed(value))])
 
-    def result_on(self, place: Place, index: int) -> Tensor:
-        return part(_detached(self.results[index]), self._placed[index], place)
+    def result_on(self, rank_in_group: RankInGroup, index: int) -> Tensor:
+        return local_shard(_detached(self.results[index]), self._result_placements[index], rank_in_group)
 
-    def grad_on(self, place: Place, index: int) -> Tensor:
-        return part(self._grads[index], self._placed[index], place)
+    def grad_on(self, rank_in_group: RankInGroup, index: int) -> Tensor:
+        return local_shard(self._grads[index], self._result_placements[index], rank_in_group)
 
-    def input_grad_on(self, place: Place, name: str) -> Tensor:
-        return part(self._input_grads[name], self._placements[name], place)
+    def input_grad_on(self, rank_in_group: RankInGroup, name: str) -> Tensor:
+        return local_shard(self._input_grads[name], self._placements[name], rank_in_group)
 
     def compare(self, actual: Tensor, expected: Tensor, what: str) -> None:
         assert actual.shape == expected.shape, f"{what} of shape {list(actual.shape)}, expected {list(expected.shape)}"
         ours, wanted = actual.cpu().double(), expected.double()
-        is_odd = ~wanted.isfinite()
+        is_nonfinite = ~wanted.isfinite()
         assert torch.equal(ours.isfinite(), wanted.isfinite()), f"{what}: {ours}, expected {wanted}"
-        error = (ours - wanted).masked_fill(is_odd, 0).abs().max().item() if ours.numel() else 0.0
+        error = (ours - wanted).masked_fill(is_nonfinite, 0).abs().max().item() if ours.numel() else 0.0
         operator = self._call.operator
         dtype = actual.dtype if operator.tolerates_by_result else self._dtype
         bound = operator.tolerances.get(dtype, 0.0) * self._scale

@@ -7,7 +7,7 @@ from torch import Tensor
 
 import weft
 from ops.fuzz.draws import Draw, constant_along_first_dim, laid_out
-from ops.fuzz.messages import LEARNING, Exchange, Message, Part, Step
+from ops.fuzz.messages import DIFFERENTIABLE, Exchange, Message, Step, TensorSpec
 
 OPS = weft.ops
 
@@ -18,14 +18,14 @@ def check_exchange(exchange: Exchange, rank: int, groups: dict[str, str], device
     try:
         if rank >= 0:
             with torch.device(device):
-                if exchange.refusals:
-                    _check_refusal(exchange, rank, groups)
+                if exchange.expected_errors:
+                    _check_error(exchange, rank, groups)
                 else:
                     _Rank(exchange, rank, groups[exchange.group]).run()
     except Exception as error:
         found = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
         raise AssertionError(f"{found}\n{exchange}") from error
-    return "refused" if exchange.refusals else "agreed"
+    return "refused" if exchange.expected_errors else "agreed"
 
 
 class _Rank:
@@ -49,20 +49,20 @@ class _Rank:
         OPS.pipeline_flush(self._group)
         for number, tensors in self._sent.items():
             if number not in self._overwritten:
-                for part, tensor in zip(self._parts(number), tensors, strict=True):
-                    assert _same_bits(tensor.detach(), _values(part)), f"what message {number} sent has changed"
+                for spec, tensor in zip(self._specs(number), tensors, strict=True):
+                    assert _same_bits(tensor.detach(), _values(spec)), f"what message {number} sent has changed"
 
     def _message(self, step: Step) -> tuple[int, Message]:
         (number,) = step.messages
         return number, self._exchange.messages[number]
 
-    def _parts(self, number: int) -> tuple[Part, ...]:
-        return self._exchange.messages[number].parts
+    def _specs(self, number: int) -> tuple[TensorSpec, ...]:
+        return self._exchange.messages[number].specs
 
     def _send(self, step: Step) -> None:
         number, message = self._message(step)
-        leaves = [_leaf(part, message) for part in message.parts]
-        pairs = zip(leaves, message.parts, strict=True)
+        leaves = [_leaf(spec, message) for spec in message.specs]
+        pairs = zip(leaves, message.specs, strict=True)
         self._leaves[number], self._sent[number] = (
             leaves,
             [leaf if one.is_leaf else leaf.clone() for leaf, one in pairs],
@@ -74,17 +74,17 @@ class _Rank:
 
     def _recv(self, step: Step) -> None:
         number, message = self._message(step)
-        like = [_template(part, message) for part in message.parts]
+        like = [_template(spec, message) for spec in message.specs]
         with torch.set_grad_enabled(not message.is_constant):
             self._receives[number] = OPS.pipeline_recv(like, message.source, message.channel, self._group)
 
     def _wait(self, step: Step) -> None:
         number, message = self._message(step)
         tensors = self._received[number] = OPS.pipeline_wait(self._receives[number])
-        assert len(tensors) == len(message.parts)
-        for part, tensor in zip(message.parts, tensors, strict=True):
-            assert tensor.requires_grad == part.needs_grad and tensor.is_contiguous()
-            assert _same_bits(tensor.detach(), _values(part)), f"message {number}: {tensor}, expected {_values(part)}"
+        assert len(tensors) == len(message.specs)
+        for spec, tensor in zip(message.specs, tensors, strict=True):
+            assert tensor.requires_grad == spec.needs_grad and tensor.is_contiguous()
+            assert _same_bits(tensor.detach(), _values(spec)), f"message {number}: {tensor}, expected {_values(spec)}"
 
     def _ack(self, step: Step) -> None:
         """Wait for the send, after which the sent tensors may be changed, and overwrite them."""
@@ -97,65 +97,65 @@ class _Rank:
     def _backward(self, step: Step) -> None:
         outputs, grads = [], []
         for number in step.messages:
-            parts = self._parts(number)
-            for part, tensor, is_used in zip(parts, self._received[number], _used(parts), strict=True):
+            specs = self._specs(number)
+            for spec, tensor, is_used in zip(specs, self._received[number], _used(specs), strict=True):
                 if is_used:
                     outputs.append(tensor)
-                    grads.append(laid_out(_gradient(part), part.layout))
+                    grads.append(laid_out(_gradient(spec), spec.layout))
         torch.autograd.backward(outputs, grads)
 
     def _gradients(self, step: Step) -> None:
         _join(self._exchange.joined, [self._sends[number] for number in step.messages])
         for number in step.messages:
-            parts = self._parts(number)
-            for part, leaf, is_used in zip(parts, self._leaves[number], _used(parts), strict=True):
-                if not part.needs_grad:
+            specs = self._specs(number)
+            for spec, leaf, is_used in zip(specs, self._leaves[number], _used(specs), strict=True):
+                if not spec.needs_grad:
                     assert leaf.grad is None
                     continue
-                expected = _gradient(part) if is_used else torch.zeros(part.shape, dtype=part.dtype)
+                expected = _gradient(spec) if is_used else torch.zeros(spec.shape, dtype=spec.dtype)
                 assert _same_bits(leaf.grad, expected), f"gradient of message {number}: {leaf.grad}, not {expected}"
 
     def _flush(self, step: Step) -> None:
         OPS.pipeline_flush(self._group)
 
 
-def _used(parts: tuple[Part, ...]) -> list[bool]:
+def _used(specs: tuple[TensorSpec, ...]) -> list[bool]:
     """Return at which tensors the receiver's backward starts: one at least."""
-    used = [part.needs_grad and part.is_used for part in parts]
+    used = [spec.needs_grad and spec.is_used for spec in specs]
     if not any(used):
-        used[[part.needs_grad for part in parts].index(True)] = True
+        used[[spec.needs_grad for spec in specs].index(True)] = True
     return used
 
 
-def _values(part: Part) -> Tensor:
-    return _drawn(part, part.seed)
+def _values(spec: TensorSpec) -> Tensor:
+    return _drawn(spec, spec.seed)
 
 
-def _gradient(part: Part) -> Tensor:
-    return _drawn(part, part.seed + 1)
+def _gradient(spec: TensorSpec) -> Tensor:
+    return _drawn(spec, spec.seed + 1)
 
 
-def _drawn(part: Part, seed: int) -> Tensor:
-    values = Draw(seed).values(part.shape, part.dtype).to(torch.get_default_device())
-    return constant_along_first_dim(values) if part.layout == "expanded" else values
+def _drawn(spec: TensorSpec, seed: int) -> Tensor:
+    values = Draw(seed).values(spec.shape, spec.dtype).to(torch.get_default_device())
+    return constant_along_first_dim(values) if spec.layout == "expanded" else values
 
 
-def _leaf(part: Part, message: Message) -> Tensor:
-    return laid_out(_values(part), part.layout).requires_grad_(_requires_grad(part, message))
+def _leaf(spec: TensorSpec, message: Message) -> Tensor:
+    return laid_out(_values(spec), spec.layout).requires_grad_(_requires_grad(spec, message))
 
 
-def _requires_grad(part: Part, message: Message) -> bool:
-    return part.needs_grad or (message.is_constant and part.dtype in LEARNING)
+def _requires_grad(spec: TensorSpec, message: Message) -> bool:
+    return spec.needs_grad or (message.is_constant and spec.dtype in DIFFERENTIABLE)
 
 
-def _template(part: Part, message: Message) -> Tensor:
-    requires_grad = _requires_grad(part, message)
-    if part.template == "expanded":
-        return torch.empty((), dtype=part.dtype, requires_grad=requires_grad).expand(part.shape)
-    if part.template == "transposed":
-        turned = torch.empty(part.shape[::-1], dtype=part.dtype, requires_grad=requires_grad)
+def _template(spec: TensorSpec, message: Message) -> Tensor:
+    requires_grad = _requires_grad(spec, message)
+    if spec.template == "expanded":
+        return torch.empty((), dtype=spec.dtype, requires_grad=requires_grad).expand(spec.shape)
+    if spec.template == "transposed":
+        turned = torch.empty(spec.shape[::-1], dtype=spec.dtype, requires_grad=requires_grad)
         return turned.permute(tuple(range(turned.dim()))[::-1])
-    return torch.empty(part.shape, dtype=part.dtype, requires_grad=requires_grad)
+    return torch.empty(spec.shape, dtype=spec.dtype, requires_grad=requires_grad)
 
 
 def _same_bits(actual: Tensor, expected: Tensor) -> bool:
@@ -168,46 +168,46 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
-def _join(part: Part, tokens: list[Tensor]) -> None:
+def _join(spec: TensorSpec, tokens: list[Tensor]) -> None:
     """Join the tokens to a tensor and run a backward, which reaches them."""
-    x = laid_out(_values(part), part.layout)
-    if x.dtype not in LEARNING:
+    x = laid_out(_values(spec), spec.layout)
+    if x.dtype not in DIFFERENTIABLE:
         x = x.float()
-    x.requires_grad_(part.needs_grad)
-    y, grad = OPS.join(x, tokens), _gradient(part).to(x.dtype)
+    x.requires_grad_(spec.needs_grad)
+    y, grad = OPS.join(x, tokens), _gradient(spec).to(x.dtype)
     assert _same_bits(y.detach(), x.detach()), f"joined: {y}, expected {x}"
     y.backward(grad)
-    assert (x.grad is None) != part.needs_grad
+    assert (x.grad is None) != spec.needs_grad
     assert x.grad is None or _same_bits(x.grad, grad)
 
 
-def _check_join(part: Part) -> None:
+def _check_join(spec: TensorSpec) -> None:
     """Check `join` without messages: any dtype, and a result in memory of its own."""
-    x = laid_out(_values(part), part.layout).requires_grad_(part.needs_grad)
-    y = OPS.join(x, [torch.empty(0)] * (part.seed % 3))
-    assert _same_bits(y.detach(), _values(part)) and y.requires_grad == part.needs_grad
+    x = laid_out(_values(spec), spec.layout).requires_grad_(spec.needs_grad)
+    y = OPS.join(x, [torch.empty(0)] * (spec.seed % 3))
+    assert _same_bits(y.detach(), _values(spec)) and y.requires_grad == spec.needs_grad
     assert x.numel() == 0 or y.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
-    if part.needs_grad:
-        y.backward(_gradient(part))
-        assert _same_bits(x.grad, _gradient(part))
+    if spec.needs_grad:
+        y.backward(_gradient(spec))
+        assert _same_bits(x.grad, _gradient(spec))
 
 
-def _check_refusal(exchange: Exchange, rank: int, groups: dict[str, str]) -> None:
+def _check_error(exchange: Exchange, rank: int, groups: dict[str, str]) -> None:
     try:
-        _call_wrongly(exchange, rank, groups)
+        _call_with_invalid_arguments(exchange, rank, groups)
     except Exception as error:
         text = str(error)
-        is_known = any(type(error) is each.error and each.text in text for each in exchange.refusals)
-        assert is_known, f"{type(error).__name__}: {text}; documented is one of {exchange.refusals}"
+        is_known = any(type(error) is each.error and each.text in text for each in exchange.expected_errors)
+        assert is_known, f"{type(error).__name__}: {text}; documented is one of {exchange.expected_errors}"
         is_sentence = text.startswith(f"weft::{exchange.operator}: got ") and text.endswith(".") and "\n" not in text
         assert is_sentence, f"not a sentence of weft's: {text}"
         return
-    raise AssertionError(f"accepted; documented is one of {exchange.refusals}")
+    raise AssertionError(f"accepted; documented is one of {exchange.expected_errors}")
 
 
-def _call_wrongly(exchange: Exchange, rank: int, groups: dict[str, str]) -> None:
-    wrong, draw = exchange.wrong, Draw(exchange.wrong["seed"])
-    name = wrong.get("group", exchange.group)
+def _call_with_invalid_arguments(exchange: Exchange, rank: int, groups: dict[str, str]) -> None:
+    invalid_arguments, draw = exchange.invalid_arguments, Draw(exchange.invalid_arguments["seed"])
+    name = invalid_arguments.get("group", exchange.group)
     group = groups.get(name, name)
     here = torch.get_default_device()
     tensors = [draw.values(draw.sizes(1, 4), draw.dtype()).to(here) for _ in range(draw.random.randint(1, 3))]
@@ -215,23 +215,27 @@ def _call_wrongly(exchange: Exchange, rank: int, groups: dict[str, str]) -> None
         OPS.pipeline_flush(group)
     elif exchange.operator == "join":
         tokens = [torch.empty(0) for _ in range(3)]
-        for place in draw.random.sample(range(3), wrong["tokens"]):
-            tokens[place] = draw.values([size + 1 for size in draw.sizes(0, 3)], draw.dtype()).to(here)
+        for position in draw.random.sample(range(3), invalid_arguments["tokens"]):
+            tokens[position] = draw.values([size + 1 for size in draw.sizes(0, 3)], draw.dtype()).to(here)
         OPS.join(tensors[0], tokens)
     elif exchange.operator == "pipeline_wait":
-        OPS.pipeline_wait(_no_token(wrong["token"], tensors[0], exchange, rank, group))
+        OPS.pipeline_wait(_invalid_token(invalid_arguments["token"], tensors[0], exchange, rank, group))
     else:
-        peer = wrong.get("peer", (rank + 1) % exchange.num_ranks)
-        if wrong.get("tensors") == "none":
+        peer = invalid_arguments.get("peer", (rank + 1) % exchange.num_ranks)
+        if invalid_arguments.get("tensors") == "none":
             tensors = []
-        elif "tensors" in wrong:
-            place = draw.random.randrange(len(tensors))
-            tensors[place] = tensors[place].to_sparse() if wrong["tensors"] == "sparse" else tensors[place].to("meta")
+        elif "tensors" in invalid_arguments:
+            position = draw.random.randrange(len(tensors))
+            tensors[position] = (
+                tensors[position].to_sparse()
+                if invalid_arguments["tensors"] == "sparse"
+                else tensors[position].to("meta")
+            )
         call = getattr(OPS, exchange.operator)
-        call(tensors, rank if peer == "self" else peer, wrong.get("channel", 0), group)
+        call(tensors, rank if peer == "self" else peer, invalid_arguments.get("channel", 0), group)
 
 
-def _no_token(kind: str, tensor: Tensor, exchange: Exchange, rank: int, group: str) -> Tensor:
+def _invalid_token(kind: str, tensor: Tensor, exchange: Exchange, rank: int, group: str) -> Tensor:
     if kind == "empty":
         return torch.empty(0)
     if kind == "expanded":

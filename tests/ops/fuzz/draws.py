@@ -17,49 +17,49 @@ LAYOUTS = ("contiguous", "transposed", "strided", "offset", "expanded")
 
 
 @dataclass(frozen=True)
-class Cut:
+class Sharded:
     """Each rank has its torch.chunk shard along `dim`."""
 
     dim: int
 
 
 @dataclass(frozen=True)
-class Whole:
+class Replicated:
     """All ranks have the same full tensor."""
 
 
 @dataclass(frozen=True)
-class Own:
+class PerRank:
     """Each rank has a tensor of its own: the value is a list with one tensor for each rank."""
 
 
-Placement = Cut | Whole | Own
-WHOLE, OWN = Whole(), Own()
+Placement = Sharded | Replicated | PerRank
+REPLICATED, PER_RANK = Replicated(), PerRank()
 Value = Tensor | list[Tensor] | None
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInGroup:
     """A rank of a group."""
 
     num_ranks: int
     rank: int
 
-    def part_range(self, size: int) -> tuple[int, int]:
+    def shard_range(self, size: int) -> tuple[int, int]:
         """Return the first entry and the length of this rank's shard of `size` entries."""
         length = -(-size // self.num_ranks)
         start = min(self.rank * length, size)
         return start, min(start + length, size) - start
 
 
-def part(value: Value, placement: Placement, place: Place) -> Tensor | None:
+def local_shard(value: Value, placement: Placement, rank_in_group: RankInGroup) -> Tensor | None:
     """Return a rank's shard of a value; unsharded if the value lacks the dim, for which the operator must raise."""
     if value is None:
         return None
     if isinstance(value, list):
-        return value[place.rank]
-    if isinstance(placement, Cut) and -value.dim() <= placement.dim < value.dim():
-        return chunk(value, placement.dim, place.num_ranks, place.rank, learns=False)
+        return value[rank_in_group.rank]
+    if isinstance(placement, Sharded) and -value.dim() <= placement.dim < value.dim():
+        return chunk(value, placement.dim, rank_in_group.num_ranks, rank_in_group.rank, requires_grad=False)
     return value
 
 
@@ -102,7 +102,7 @@ class Draw:
         """Return any of `num_dims` >= 1 dims, counted from the front or from the back."""
         return self.random.randrange(-num_dims, num_dims)
 
-    def told(self, size: int, share: float = 0.6) -> int | None:
+    def optional_size(self, size: int, share: float = 0.6) -> int | None:
         """Return the size of a sharded dim, or, at times, None if all shards have equal sizes."""
         return size if size % self.num_ranks or self.chance(share) else None
 

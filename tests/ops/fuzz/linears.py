@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from ops.fuzz import rules
-from ops.fuzz.draws import OWN, WHOLE, Cut, Draw, Place, Placement, Value
-from ops.fuzz.operator import Operator, Options, Values, Wild
-from ops.fuzz.rules import Findings, Refusal
+from ops.fuzz.draws import PER_RANK, REPLICATED, Draw, Placement, RankInGroup, Sharded, Value
+from ops.fuzz.operator import EdgeCaseOptions, Operator, Options, Values
+from ops.fuzz.rules import ExpectedError, Violations
 from ops.operators import ACTIVATIONS, mlp_reference
 
 DIMS = (-(2**63), -5, -3, -2, -1, 0, 1, 2, 3, 7, 2**63 - 1)
@@ -21,7 +21,7 @@ SIZES = (-1, 0, 1, 4, 9, 2**62, 2**63 - 1, None)
 class ColumnRowMLP(Operator):
     name = "column_row_mlp"
     optional = ("w3", "b1", "b2", "b3")
-    wild: ClassVar[Wild] = {
+    edge_case_options: ClassVar[EdgeCaseOptions] = {
         "activation": ("swish", "", "GELU"),
         "sequence_dim": (*DIMS, None),
         "sequence_size": SIZES,
@@ -53,16 +53,24 @@ class ColumnRowMLP(Operator):
                 values[name] = None if values[name] is None else values[name].clamp(-1, 1).mul(4).round().div(4)
         if lead and draw.chance(0.5):
             dim = draw.random.randrange(len(lead))
-            options["sequence_size"] = draw.told(lead[dim])
+            options["sequence_size"] = draw.optional_size(lead[dim])
             options["sequence_dim"] = dim if draw.chance(0.5) else dim - len(lead) - 1
         return values, options
 
     def placements(self, values: Values, options: Options) -> dict[str, Placement]:
         dim = options["sequence_dim"]
-        x = WHOLE if dim is None else Cut(dim)
-        return {"x": x, "w1": Cut(0), "w2": Cut(1), "w3": Cut(0), "b1": Cut(0), "b2": WHOLE, "b3": Cut(0)}
+        x = REPLICATED if dim is None else Sharded(dim)
+        return {
+            "x": x,
+            "w1": Sharded(0),
+            "w2": Sharded(1),
+            "w3": Sharded(0),
+            "b1": Sharded(0),
+            "b2": REPLICATED,
+            "b3": Sharded(0),
+        }
 
-    def findings(self, given: SimpleNamespace, place: Place) -> Findings:
+    def violations(self, given: SimpleNamespace, rank_in_group: RankInGroup) -> Violations:
         x, w1, w3 = given.x, given.w1, given.w3
         yield from rules.token_matrix(x)
         for name in ("w1", "w2", "w3", "b1", "b2", "b3"):
@@ -73,23 +81,25 @@ class ColumnRowMLP(Operator):
         yield from rules.bias_of(given.b2, "b2", given.w2)
         if w3 is not None:
             if w3.shape != w1.shape:
-                yield Refusal(ValueError, "got w3 of shape ")
+                yield ExpectedError(ValueError, "got w3 of shape ")
             yield from rules.bias_of(given.b3, "b3", w3)
         elif given.b3 is not None:
-            yield Refusal(ValueError, "got b3 without w3")
+            yield ExpectedError(ValueError, "got b3 without w3")
         if given.activation not in ACTIVATIONS:
-            yield Refusal(ValueError, f"got activation '{given.activation}'; pass one of")
+            yield ExpectedError(ValueError, f"got activation '{given.activation}'; pass one of")
         if given.sequence_dim is None:
             if given.sequence_size is not None:
-                yield Refusal(ValueError, f"got sequence_size {given.sequence_size} without sequence_dim")
+                yield ExpectedError(ValueError, f"got sequence_size {given.sequence_size} without sequence_dim")
         else:
             yield from rules.token_dim(x, given.sequence_dim, "sequence_dim")
-            yield from rules.told(x, given.sequence_dim, given.sequence_size, place, "sequence_size")
+            yield from rules.unsharded_size(x, given.sequence_dim, given.sequence_size, rank_in_group, "sequence_size")
 
     def results(self, values: Values, options: Options) -> tuple[Placement, ...]:
         return (self.placements(values, options)["x"],)
 
-    def reference(self, values: SimpleNamespace, options: SimpleNamespace, places: list[Place]) -> tuple[Value, ...]:
+    def reference(
+        self, values: SimpleNamespace, options: SimpleNamespace, ranks_in_group: list[RankInGroup]
+    ) -> tuple[Value, ...]:
         weights = {name: value for name, value in vars(values).items() if name != "x" and value is not None}
         return (mlp_reference(values.x, weights, options.activation),)
 
@@ -107,10 +117,12 @@ class Linear(Operator):
     def draw(self, draw: Draw) -> tuple[Values, Options]:
         return self.tensors(draw, 0), {}
 
-    def findings(self, given: SimpleNamespace, place: Place) -> Findings:
+    def violations(self, given: SimpleNamespace, rank_in_group: RankInGroup) -> Violations:
         yield from rules.linear(given.x, given.weight, given.bias)
 
-    def reference(self, values: SimpleNamespace, options: SimpleNamespace, places: list[Place]) -> tuple[Value, ...]:
+    def reference(
+        self, values: SimpleNamespace, options: SimpleNamespace, ranks_in_group: list[RankInGroup]
+    ) -> tuple[Value, ...]:
         return (F.linear(values.x, values.weight, values.bias),)
 
 
@@ -118,48 +130,48 @@ class ColumnLinear(Linear):
     name = "column_linear"
 
     def placements(self, values: Values, options: Options) -> dict[str, Placement]:
-        return {"weight": Cut(0), "bias": Cut(0)}
+        return {"weight": Sharded(0), "bias": Sharded(0)}
 
     def results(self, values: Values, options: Options) -> tuple[Placement, ...]:
-        return (Cut(-1),)
+        return (Sharded(-1),)
 
 
 class RowLinear(Linear):
     name = "row_linear"
 
     def placements(self, values: Values, options: Options) -> dict[str, Placement]:
-        return {"x": Cut(-1), "weight": Cut(1)}
+        return {"x": Sharded(-1), "weight": Sharded(1)}
 
     def results(self, values: Values, options: Options) -> tuple[Placement, ...]:
-        return (WHOLE,)
+        return (REPLICATED,)
 
 
 class AllGatherLinear(Linear):
     name = "all_gather_linear"
-    wild: ClassVar[Wild] = {"gather_dim": DIMS, "dim_size": SIZES}
+    edge_case_options: ClassVar[EdgeCaseOptions] = {"gather_dim": DIMS, "dim_size": SIZES}
 
     def draw(self, draw: Draw) -> tuple[Values, Options]:
         values = self.tensors(draw, 1)
         num_dims = values["x"].dim()
         dim = draw.random.randrange(num_dims - 1)
-        size = draw.told(values["x"].size(dim))
+        size = draw.optional_size(values["x"].size(dim))
         return values, {"gather_dim": dim if draw.chance(0.5) else dim - num_dims, "dim_size": size}
 
     def placements(self, values: Values, options: Options) -> dict[str, Placement]:
-        return {"x": Cut(options["gather_dim"]), "weight": Cut(0), "bias": Cut(0)}
+        return {"x": Sharded(options["gather_dim"]), "weight": Sharded(0), "bias": Sharded(0)}
 
-    def findings(self, given: SimpleNamespace, place: Place) -> Findings:
-        yield from super().findings(given, place)
+    def violations(self, given: SimpleNamespace, rank_in_group: RankInGroup) -> Violations:
+        yield from super().violations(given, rank_in_group)
         yield from rules.token_dim(given.x, given.gather_dim, "gather_dim")
-        yield from rules.told(given.x, given.gather_dim, given.dim_size, place)
+        yield from rules.unsharded_size(given.x, given.gather_dim, given.dim_size, rank_in_group)
 
     def results(self, values: Values, options: Options) -> tuple[Placement, ...]:
-        return (Cut(-1),)
+        return (Sharded(-1),)
 
 
 class LinearReduceScatter(Linear):
     name = "linear_reduce_scatter"
-    wild: ClassVar[Wild] = {"scatter_dim": DIMS}
+    edge_case_options: ClassVar[EdgeCaseOptions] = {"scatter_dim": DIMS}
 
     def draw(self, draw: Draw) -> tuple[Values, Options]:
         values = self.tensors(draw, 1)
@@ -168,40 +180,42 @@ class LinearReduceScatter(Linear):
         return values, {"scatter_dim": dim if draw.chance(0.5) else dim - num_dims}
 
     def placements(self, values: Values, options: Options) -> dict[str, Placement]:
-        return {"x": Cut(-1), "weight": Cut(1)}
+        return {"x": Sharded(-1), "weight": Sharded(1)}
 
-    def findings(self, given: SimpleNamespace, place: Place) -> Findings:
-        yield from super().findings(given, place)
+    def violations(self, given: SimpleNamespace, rank_in_group: RankInGroup) -> Violations:
+        yield from super().violations(given, rank_in_group)
         yield from rules.token_dim(given.x, given.scatter_dim, "scatter_dim")
 
     def results(self, values: Values, options: Options) -> tuple[Placement, ...]:
-        return (Cut(options["scatter_dim"]),)
+        return (Sharded(options["scatter_dim"]),)
 
 
 class ShardedLinear(Linear):
     """Ranks may have different numbers of tokens."""
 
     name = "sharded_linear"
-    wild: ClassVar[Wild] = {"out_features": SIZES}
+    edge_case_options: ClassVar[EdgeCaseOptions] = {"out_features": SIZES}
 
     def draw(self, draw: Draw) -> tuple[Values, Options]:
         values = self.tensors(draw, 0)
         x, rows = values["x"], values["weight"].size(0)
         shapes = [x.shape if draw.chance(0.5) else (*draw.sizes(0, 3), x.size(-1)) for _ in range(draw.num_ranks)]
         values["x"] = [draw.values(shape, x.dtype) for shape in shapes]
-        return values, {"out_features": draw.told(rows)}
+        return values, {"out_features": draw.optional_size(rows)}
 
     def placements(self, values: Values, options: Options) -> dict[str, Placement]:
-        return {"x": OWN, "weight": Cut(0), "bias": Cut(0)}
+        return {"x": PER_RANK, "weight": Sharded(0), "bias": Sharded(0)}
 
-    def findings(self, given: SimpleNamespace, place: Place) -> Findings:
-        yield from super().findings(given, place)
-        yield from rules.told(given.weight, 0, given.out_features, place, "out_features", "weight")
+    def violations(self, given: SimpleNamespace, rank_in_group: RankInGroup) -> Violations:
+        yield from super().violations(given, rank_in_group)
+        yield from rules.unsharded_size(given.weight, 0, given.out_features, rank_in_group, "out_features", "weight")
 
     def results(self, values: Values, options: Options) -> tuple[Placement, ...]:
-        return (OWN,)
+        return (PER_RANK,)
 
-    def reference(self, values: SimpleNamespace, options: SimpleNamespace, places: list[Place]) -> tuple[Value, ...]:
+    def reference(
+        self, values: SimpleNamespace, options: SimpleNamespace, ranks_in_group: list[RankInGroup]
+    ) -> tuple[Value, ...]:
         return ([F.linear(x, values.weight, values.bias) for x in values.x],)
 
     def result_dtype(self, values: Values):

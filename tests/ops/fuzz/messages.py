@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 import torch
 
 from ops.fuzz.draws import Draw
-from ops.fuzz.rules import Refusal
+from ops.fuzz.rules import ExpectedError
 
 NAMES = ("pipeline_send", "pipeline_recv", "pipeline_wait", "join", "pipeline_flush")
-NOWHERE = "nowhere"  # not the name of a group
+UNKNOWN_GROUP = "nowhere"  # not the name of a group
 MAX_CHANNEL = 1022
-LEARNING = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64)
+DIFFERENTIABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64)
 OTHERS = (
     torch.int64,
     torch.int32,
@@ -36,7 +36,7 @@ TEMPLATES = ("expanded", "full", "transposed")
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorSpec:
     """One tensor of a message."""
 
     shape: tuple[int, ...]
@@ -59,15 +59,15 @@ class Message:
     source: int
     target: int
     channel: int
-    parts: tuple[Part, ...]
+    specs: tuple[TensorSpec, ...]
     is_constant: bool  # sent and received under no_grad, even if tensors require gradients
 
     @property
     def has_backward(self) -> bool:
-        return any(part.needs_grad for part in self.parts)
+        return any(spec.needs_grad for spec in self.specs)
 
     @property
-    def lane(self) -> tuple[int, int, int]:
+    def stream(self) -> tuple[int, int, int]:
         return self.source, self.target, self.channel
 
 
@@ -94,19 +94,19 @@ class Exchange:
     is_on_gloo: bool = False
     messages: list[Message] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
-    joined: Part | None = None  # the tensor that tokens are joined to
+    joined: TensorSpec | None = None  # the tensor that tokens are joined to
     # The invalid call: its arguments without tensors, and the errors that it may raise.
-    wrong: dict[str, object] = field(default_factory=dict)
-    refusals: list[Refusal] = field(default_factory=list)
+    invalid_arguments: dict[str, object] = field(default_factory=dict)
+    expected_errors: list[ExpectedError] = field(default_factory=list)
 
     def __str__(self) -> str:
         where = f"group {self.group!r} of {self.num_ranks}, rank {self.first_rank} of the world first"
         lines = [f"weft::{self.operator}, {where}"]
         for number, message in enumerate(self.messages):
             lines.append(f"  {number}: {message.source} -> {message.target} on channel {message.channel}")
-            lines += [f"    {part}" for part in message.parts]
+            lines += [f"    {spec}" for spec in message.specs]
         lines += [f"  rank {step.rank}: {step.kind} {list(step.messages)}" for step in self.steps]
-        lines += [f"  {name}: {value!r}" for name, value in self.wrong.items()]
+        lines += [f"  {name}: {value!r}" for name, value in self.invalid_arguments.items()]
         script = f"--operator {self.operator} --ranks {self.world_size} --seed {self.seed} --count 1"
         return "\n".join([*lines, f"  again: PYTHONPATH=tests python tests/soak/operators.py {script}"])
 
@@ -122,9 +122,9 @@ def draw_exchange(operator: str, seed: int, world_size: int, only_gloo: bool = F
     exchange = Exchange(operator, seed, world_size, group, first_rank, world_size - first_rank)
     exchange.is_on_gloo = only_gloo or group == "gloo"
     if draw.chance(0.3):
-        _draw_wrong_call(exchange, draw)
+        _draw_invalid_call(exchange, draw)
         return exchange
-    exchange.joined = _draw_part(draw, learns=True)
+    exchange.joined = _draw_spec(draw, requires_grad=True)
     for _ in range(draw.random.randint(1, 5)):
         source, target = draw.random.sample(range(exchange.num_ranks), 2)
         exchange.messages.append(_draw_message(draw, source, target))
@@ -133,18 +133,18 @@ def draw_exchange(operator: str, seed: int, world_size: int, only_gloo: bool = F
 
 
 def _draw_message(draw: Draw, source: int, target: int) -> Message:
-    learns = draw.chance(0.6)
-    parts = tuple(_draw_part(draw, learns) for _ in range(draw.random.randint(1, 4)))
+    requires_grad = draw.chance(0.6)
+    specs = tuple(_draw_spec(draw, requires_grad) for _ in range(draw.random.randint(1, 4)))
     channel = draw.random.choice((0, 0, 1, 7, MAX_CHANNEL))
-    return Message(source, target, channel, parts, is_constant=not learns and draw.chance(0.5))
+    return Message(source, target, channel, specs, is_constant=not requires_grad and draw.chance(0.5))
 
 
-def _draw_part(draw: Draw, learns: bool) -> Part:
-    dtype = draw.random.choice(LEARNING if draw.chance(0.6) else OTHERS)
-    return Part(
+def _draw_spec(draw: Draw, requires_grad: bool) -> TensorSpec:
+    dtype = draw.random.choice(DIFFERENTIABLE if draw.chance(0.6) else OTHERS)
+    return TensorSpec(
         shape=(draw.size(), 40_000) if draw.chance(0.02) else draw.sizes(0, 6),
         dtype=dtype,
-        needs_grad=learns and dtype in LEARNING and draw.chance(0.7),
+        needs_grad=requires_grad and dtype in DIFFERENTIABLE and draw.chance(0.7),
         is_leaf=draw.chance(0.7),
         layout=draw.layout(),
         template=draw.random.choice(TEMPLATES),
@@ -192,7 +192,7 @@ def _may_follow(exchange: Exchange, kind: str, number: int, done: set[tuple[str,
     message = exchange.messages[number]
     if kind in ("send", "recv"):  # the n-th send on a channel matches the n-th receive on it
         earlier = range(number)
-        return all((kind, each) in done for each in earlier if exchange.messages[each].lane == message.lane)
+        return all((kind, each) in done for each in earlier if exchange.messages[each].stream == message.stream)
     if kind == "wait":
         return {("send", number), ("recv", number)} <= done
     if kind == "ack":
@@ -212,7 +212,7 @@ def _may_flush(exchange: Exchange, rank: int, done: set[tuple[str, int]]) -> boo
     return True
 
 
-def _draw_wrong_call(exchange: Exchange, draw: Draw) -> None:
+def _draw_invalid_call(exchange: Exchange, draw: Draw) -> None:
     """Draw one or two invalid arguments."""
     choose = draw.random.choice
     if exchange.operator in ("pipeline_send", "pipeline_recv"):
@@ -226,7 +226,7 @@ def _draw_wrong_call(exchange: Exchange, draw: Draw) -> None:
             "group": [(name, ValueError, "got a group of one rank") for name in ("", "alone")],
         }
         faults["tensors"].append(("meta", NotImplementedError, "got a tensor that torch.compile, "))
-        faults["group"].append((NOWHERE, ValueError, f"got group_name '{NOWHERE}'"))
+        faults["group"].append((UNKNOWN_GROUP, ValueError, f"got group_name '{UNKNOWN_GROUP}'"))
     elif exchange.operator == "pipeline_wait":
         faults = {
             "token": [(kind, ValueError, "that is no token") for kind in ("dense", "empty", "expanded", "meta")]
@@ -238,6 +238,6 @@ def _draw_wrong_call(exchange: Exchange, draw: Draw) -> None:
         name = "".join(draw.random.choices("abcxyz /'-", k=draw.random.randint(1, 9)))
         faults = {"group": [(name, ValueError, f"got group_name '{name}'")]}
     for name in draw.random.sample(sorted(faults), min(len(faults), draw.random.randint(1, 2))):
-        exchange.wrong[name], error, text = choose(faults[name])
-        exchange.refusals.append(Refusal(error, text))
-    exchange.wrong["seed"] = draw.random.getrandbits(60)
+        exchange.invalid_arguments[name], error, text = choose(faults[name])
+        exchange.expected_errors.append(ExpectedError(error, text))
+    exchange.invalid_arguments["seed"] = draw.random.getrandbits(60)

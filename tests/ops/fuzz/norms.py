@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ops.fuzz import rules
-from ops.fuzz.draws import OWN, Cut, Draw, Place, Placement, Value, part
-from ops.fuzz.operator import Operator, Options, Values, Wild
-from ops.fuzz.rules import Findings, Refusal, Unseen
+from ops.fuzz.draws import PER_RANK, Draw, Placement, RankInGroup, Sharded, Value, local_shard
+from ops.fuzz.operator import EdgeCaseOptions, Operator, Options, Values
+from ops.fuzz.rules import ExpectedError, Undetectable, Violations
 
 EPS = (1e-12, 1e-6, 1e-5, 0.02, 0.1, 1.0)
 HALF = (torch.bfloat16, torch.float16)
@@ -24,7 +24,9 @@ class Norm(Operator):
     """Each rank has tokens of its own: its torch.chunk shard of all tokens, or an arbitrary number."""
 
     optional = ("weight",)
-    wild: ClassVar[Wild] = {"eps": (-1.0, -1e-30, float("nan"), float("inf"), -0.0, 0.0, 1e-300, 1e-3, 7.0, 1e300)}
+    edge_case_options: ClassVar[EdgeCaseOptions] = {
+        "eps": (-1.0, -1e-30, float("nan"), float("inf"), -0.0, 0.0, 1e-300, 1e-3, 7.0, 1e300)
+    }
     tolerates_by_result = True  # half types are computed in float32
     is_centered = has_residual = False
 
@@ -40,35 +42,35 @@ class Norm(Operator):
         return values, {"eps": draw.random.choice(EPS)}
 
     def placements(self, values: Values, options: Options) -> dict[str, Placement]:
-        return {"x": OWN, "residual": OWN}
+        return {"x": PER_RANK, "residual": PER_RANK}
 
-    def findings(self, given: SimpleNamespace, place: Place) -> Findings:
-        refusals = list(self.refusals(given))
-        yield from refusals
-        if not refusals and not given.x.is_meta:
+    def violations(self, given: SimpleNamespace, rank_in_group: RankInGroup) -> Violations:
+        argument_errors = list(self.argument_errors(given))
+        yield from argument_errors
+        if not argument_errors and not given.x.is_meta:
             x = given.x.double() + given.residual.double() if self.has_residual else given.x.double()
             if _largest_rstd(x.to(given.x.dtype).double(), given.eps, self.is_centered) > MAX_RSTD:
-                yield Unseen("features of which rounding is all that is left")
+                yield Undetectable("features of which rounding is all that is left")
 
-    def refusals(self, given: SimpleNamespace) -> Findings:
+    def argument_errors(self, given: SimpleNamespace) -> Violations:
         x, residual = given.x, getattr(given, "residual", None)
         yield from rules.token_matrix(x)
         if not 0 <= given.eps < float("inf"):
-            yield Refusal(ValueError, "got eps ")
+            yield ExpectedError(ValueError, "got eps ")
         if residual is not None:
             yield from rules.like(x, residual, "residual")
             if residual.shape != x.shape:
-                yield Refusal(ValueError, "got residual of shape ")
+                yield ExpectedError(ValueError, "got residual of shape ")
         weight, bias = given.weight, getattr(given, "bias", None)
         yield from _params_of(x, weight, "weight")
         yield from _params_of(x, bias, "bias")
         if bias is not None and weight is None:
-            yield Refusal(ValueError, "got a bias without a weight")
+            yield ExpectedError(ValueError, "got a bias without a weight")
         elif bias is not None and bias.dtype != weight.dtype:
-            yield Refusal(TypeError, "got bias of dtype ")
+            yield ExpectedError(TypeError, "got bias of dtype ")
 
     def results(self, values: Values, options: Options) -> tuple[Placement, ...]:
-        return (OWN,) * self.num_results
+        return (PER_RANK,) * self.num_results
 
     def sums(self, values: SimpleNamespace, dtype: torch.dtype) -> list[Tensor]:
         """Return the tensor that each rank normalizes; a sum is rounded to `dtype` first."""
@@ -77,7 +79,9 @@ class Norm(Operator):
         sums = [x + residual for x, residual in zip(values.x, values.residual, strict=True)]
         return [total + (total.to(dtype).double() - total).detach() for total in sums]
 
-    def reference(self, values: SimpleNamespace, options: SimpleNamespace, places: list[Place]) -> tuple[Value, ...]:
+    def reference(
+        self, values: SimpleNamespace, options: SimpleNamespace, ranks_in_group: list[RankInGroup]
+    ) -> tuple[Value, ...]:
         sums = self.sums(values, options.dtype)
         moved = [_moved(total, self.is_centered) for total in sums]
         normed = [each * _rstd(each, options.eps) for each in moved]
@@ -115,14 +119,17 @@ class AddLayerNorm(LayerNorm):
 
 def _shapes(draw: Draw) -> list[tuple[int, ...]]:
     """Draw the shapes of the ranks' tokens."""
-    whole = draw.sizes(0, 3)
-    if not whole or draw.chance(0.3):
+    full = draw.sizes(0, 3)
+    if not full or draw.chance(0.3):
         return [draw.sizes(0, 3) for _ in range(draw.num_ranks)]
-    tokens, dim = torch.empty(whole), draw.random.randrange(len(whole))
-    return [tuple(part(tokens, Cut(dim), Place(draw.num_ranks, rank)).shape) for rank in range(draw.num_ranks)]
+    tokens, dim = torch.empty(full), draw.random.randrange(len(full))
+    return [
+        tuple(local_shard(tokens, Sharded(dim), RankInGroup(draw.num_ranks, rank)).shape)
+        for rank in range(draw.num_ranks)
+    ]
 
 
-def _params_of(x: Tensor, params: Tensor | None, name: str) -> Findings:
+def _params_of(x: Tensor, params: Tensor | None, name: str) -> Violations:
     if params is None:
         return
     if x.dtype not in HALF or params.dtype != torch.float32:
@@ -130,7 +137,7 @@ def _params_of(x: Tensor, params: Tensor | None, name: str) -> Findings:
     else:
         yield from rules.one_device(x, params, name)
     if params.dim() != 1 or (x.dim() > 0 and params.size(0) != x.size(-1)):
-        yield Refusal(ValueError, f"got {name} of shape ")
+        yield ExpectedError(ValueError, f"got {name} of shape ")
 
 
 def _moved(total: Tensor, is_centered: bool) -> Tensor:

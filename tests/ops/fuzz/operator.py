@@ -18,22 +18,22 @@ from torch import Tensor
 from ops.fuzz.draws import (
     FLOATS,
     OTHERS,
-    WHOLE,
+    REPLICATED,
     Draw,
-    Place,
     Placement,
+    RankInGroup,
     Value,
     constant_along_first_dim,
     laid_out,
-    part,
+    local_shard,
 )
-from ops.fuzz.rules import Findings, Refusal, Same, Unseen
+from ops.fuzz.rules import ExpectedError, MustMatchAcrossRanks, Undetectable, Violations
 
 Values = dict[str, Any]
 Options = dict[str, Any]
-Wild = dict[str, Sequence[object]]  # values of options that are often wrong
+EdgeCaseOptions = dict[str, Sequence[object]]  # values of options that are often wrong
 
-NOWHERE = "nowhere"  # not the name of a group
+UNKNOWN_GROUP = "nowhere"  # not the name of a group
 MAX_DRAWS = 1000
 
 
@@ -43,7 +43,7 @@ class Operator(ABC):
     name: ClassVar[str]
     optional: ClassVar[tuple[str, ...]] = ()  # tensors that have a default
     on_cpu: ClassVar[tuple[str, ...]] = ()  # tensors that stay on the CPU, whatever the device
-    wild: ClassVar[Wild] = {}
+    edge_case_options: ClassVar[EdgeCaseOptions] = {}
     num_results: ClassVar[int] = 1
     tolerances: ClassVar[dict[torch.dtype, float]] = {
         torch.float64: 1e-12,
@@ -60,14 +60,14 @@ class Operator(ABC):
 
     @abstractmethod
     def placements(self, values: Values, options: Options) -> dict[str, Placement]:
-        """Return the placements of the tensors; the default is WHOLE."""
+        """Return the placements of the tensors; the default is REPLICATED."""
 
-    def options_of(self, values: Values, options: Options, place: Place) -> Options:
+    def options_of(self, values: Values, options: Options, rank_in_group: RankInGroup) -> Options:
         """Return a rank's options, which may differ between ranks."""
         return options
 
     @abstractmethod
-    def findings(self, given: SimpleNamespace, place: Place) -> Findings:
+    def violations(self, given: SimpleNamespace, rank_in_group: RankInGroup) -> Violations:
         """Yield the errors in a rank's arguments, `given` by name."""
 
     @abstractmethod
@@ -75,7 +75,9 @@ class Operator(ABC):
         """Return the placements of the results."""
 
     @abstractmethod
-    def reference(self, values: SimpleNamespace, options: SimpleNamespace, places: list[Place]) -> tuple[Value, ...]:
+    def reference(
+        self, values: SimpleNamespace, options: SimpleNamespace, ranks_in_group: list[RankInGroup]
+    ) -> tuple[Value, ...]:
         """Return the full, differentiable results for the full tensors in float64; options.dtype is the call's."""
 
     def result_dtype(self, values: Values) -> torch.dtype:
@@ -96,65 +98,65 @@ class Call:
     operator: Operator
     seed: int
     world_size: int
-    group: str  # a key of the groups that the ranks have made, or NOWHERE
+    group: str  # a key of the groups that the ranks have made, or UNKNOWN_GROUP
     values: Values
     options: Options
     layouts: dict[str, str]
-    learns: set[str]  # tensors that require a gradient
+    requires_grad: set[str]  # tensors that require a gradient
     mode: str  # "backward", "grad" of some tensors, or "no_grad"
     wanted: list[str]  # the tensors of a "grad"
     grad_layout: str
     graded: list[int] = field(default_factory=list)  # the results that get a gradient
-    refusals: list[list[Refusal]] = field(default_factory=list)  # by rank
+    expected_errors: list[list[ExpectedError]] = field(default_factory=list)  # by rank
 
     @property
     def num_ranks(self) -> int:
-        return self.world_size if self.group in ("world", "second", NOWHERE) else 1
+        return self.world_size if self.group in ("world", "second", UNKNOWN_GROUP) else 1
 
-    def place(self, rank: int) -> Place:
-        return Place(self.num_ranks, rank if self.num_ranks > 1 else 0)
+    def rank_in_group(self, rank: int) -> RankInGroup:
+        return RankInGroup(self.num_ranks, rank if self.num_ranks > 1 else 0)
 
     def placements(self) -> dict[str, Placement]:
         given = self.operator.placements(self.values, self.options)
-        return {name: given.get(name, WHOLE) for name in self.values}
+        return {name: given.get(name, REPLICATED) for name in self.values}
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors of all ranks."""
         present = [value for value in self.values.values() if value is not None]
         return [one for value in present for one in (value if isinstance(value, list) else [value])]
 
-    def tensors_of(self, place: Place) -> dict[str, Tensor | None]:
+    def tensors_of(self, rank_in_group: RankInGroup) -> dict[str, Tensor | None]:
         placements = self.placements()
-        return {name: part(value, placements[name], place) for name, value in self.values.items()}
+        return {name: local_shard(value, placements[name], rank_in_group) for name, value in self.values.items()}
 
-    def arguments_of(self, place: Place, device: str = "cpu") -> dict[str, object]:
+    def arguments_of(self, rank_in_group: RankInGroup, device: str = "cpu") -> dict[str, object]:
         """Return a rank's arguments without the group's name; leaves in new memory, on `device` unless on meta."""
         arguments: dict[str, object] = {}
-        for name, tensor in self.tensors_of(place).items():
+        for name, tensor in self.tensors_of(rank_in_group).items():
             if tensor is None:
                 arguments[name] = None
                 continue
             stays = tensor.is_meta or name in self.operator.on_cpu
             leaf = laid_out(tensor.detach() if stays else tensor.detach().to(device), self.layouts[name])
-            arguments[name] = leaf.requires_grad_(name in self.learns)
-        return arguments | self.operator.options_of(self.values, self.options, place)
+            arguments[name] = leaf.requires_grad_(name in self.requires_grad)
+        return arguments | self.operator.options_of(self.values, self.options, rank_in_group)
 
-    def findings(self, place: Place) -> list[Refusal | Same | Unseen]:
-        given = self.tensors_of(place) | self.operator.options_of(self.values, self.options, place)
-        found = list(self.operator.findings(SimpleNamespace(**given), place))
-        if self.group == NOWHERE:
-            found.append(Refusal(ValueError, f"got group_name '{NOWHERE}', which is no process group"))
+    def violations(self, rank_in_group: RankInGroup) -> list[ExpectedError | MustMatchAcrossRanks | Undetectable]:
+        given = self.tensors_of(rank_in_group) | self.operator.options_of(self.values, self.options, rank_in_group)
+        found = list(self.operator.violations(SimpleNamespace(**given), rank_in_group))
+        if self.group == UNKNOWN_GROUP:
+            found.append(ExpectedError(ValueError, f"got group_name '{UNKNOWN_GROUP}', which is no process group"))
         return found
 
-    def is_the_same_to_all(self) -> bool:
+    def is_consistent_across_ranks(self) -> bool:
         """Return whether all ranks or none raise an error, and no rank is misled by state that it cannot see."""
         if all(one.is_meta for one in self.tensors()):
             return False  # nothing to compute; tests/ops/test_registration.py has the Meta kernels
-        found = [self.findings(Place(self.num_ranks, rank)) for rank in range(self.num_ranks)]
-        self.refusals = [[each for each in of_rank if isinstance(each, Refusal)] for of_rank in found]
-        if any(self.refusals):
-            return all(self.refusals)
-        if any(isinstance(each, Unseen) for of_rank in found for each in of_rank):
+        found = [self.violations(RankInGroup(self.num_ranks, rank)) for rank in range(self.num_ranks)]
+        self.expected_errors = [[each for each in of_rank if isinstance(each, ExpectedError)] for of_rank in found]
+        if any(self.expected_errors):
+            return all(self.expected_errors)
+        if any(isinstance(each, Undetectable) for of_rank in found for each in of_rank):
             return False
         return all(of_rank == found[0] for of_rank in found)
 
@@ -169,7 +171,7 @@ class Call:
                 continue
             each = value if isinstance(value, list) else [value]
             shapes = ", ".join(str(list(tensor.shape)) for tensor in each)
-            gradient = "requires_grad" if name in self.learns else "no gradient"
+            gradient = "requires_grad" if name in self.requires_grad else "no gradient"
             facts = f"{each[0].dtype} on {each[0].device}, {placements[name]}, {self.layouts[name]}, {gradient}"
             lines.append(f"  {name}: {shapes} {facts}")
         lines += [f"  {name}: {value!r}" for name, value in self.options.items()]
@@ -187,12 +189,12 @@ def draw_call(operator: Operator, seed: int, world_size: int) -> Call:
         num_changes = draw.random.choices((0, 1, 2), (63, 29, 8))[0]
         call = Call(operator, seed, world_size, group, values, dict(options), {}, set(), "backward", [], "contiguous")
         for _ in range(num_changes):
-            _disturb(call, draw)
+            _mutate(call, draw)
         for name in call.values:
             call.layouts[name] = draw.layout()
             if call.layouts[name] == "expanded":
                 call.values[name] = constant_along_first_dim(call.values[name])
-        if call.is_the_same_to_all():
+        if call.is_consistent_across_ranks():
             _draw_gradients(call, draw)
             return call
     raise AssertionError(f"weft::{operator.name}: no set in {MAX_DRAWS} draws that all ranks see alike, seed {seed}")
@@ -202,11 +204,11 @@ def _draw_gradients(call: Call, draw: Draw) -> None:
     for name, value in call.values.items():
         first = value[0] if isinstance(value, list) else value
         if first is not None and first.dtype in FLOATS and draw.chance(0.75):
-            call.learns.add(name)
+            call.requires_grad.add(name)
     call.mode = draw.random.choices(("backward", "grad", "no_grad"), (70, 22, 8))[0]
     call.grad_layout = draw.layout()
     if call.mode == "grad":
-        candidates = sorted(call.learns)
+        candidates = sorted(call.requires_grad)
         num_wanted = draw.random.randint(min(1, len(candidates)), len(candidates))
         call.wanted = sorted(draw.random.sample(candidates, num_wanted))
     call.graded = list(range(call.operator.num_results))
@@ -214,12 +216,12 @@ def _draw_gradients(call: Call, draw: Draw) -> None:
         call.graded = sorted(draw.random.sample(call.graded, draw.random.randint(1, len(call.graded))))
 
 
-def _disturb(call: Call, draw: Draw) -> None:
+def _mutate(call: Call, draw: Draw) -> None:
     """Make one random change. The arguments may still be valid: the rules decide."""
     operator, values = call.operator, call.values
     present = [name for name, value in values.items() if value is not None]
     kinds = ["dtype", "dtypes", "shape", "shape", "device", "group"]
-    kinds += ["option"] * (2 if operator.wild else 0) + ["absent"] * (1 if operator.optional else 0)
+    kinds += ["option"] * (2 if operator.edge_case_options else 0) + ["absent"] * (1 if operator.optional else 0)
     kind = draw.random.choice(kinds)
     if kind == "dtype":
         name, dtype = draw.random.choice(present), draw.random.choice(FLOATS + OTHERS)
@@ -236,15 +238,15 @@ def _disturb(call: Call, draw: Draw) -> None:
         name = draw.random.choice(present)
         values[name] = _mapped(values[name], lambda tensor: tensor.to("meta"))
     elif kind == "option":
-        name = draw.random.choice(sorted(operator.wild))
-        call.options[name] = draw.random.choice(operator.wild[name])
+        name = draw.random.choice(sorted(operator.edge_case_options))
+        call.options[name] = draw.random.choice(operator.edge_case_options[name])
     elif kind == "absent":
         name = draw.random.choice(operator.optional)
         like = values[present[0]]
         dtype = (like[0] if isinstance(like, list) else like).dtype
         values[name] = draw.values(draw.sizes(1, 2), dtype) if values[name] is None else None
     elif call.num_ranks > 1:
-        call.group = NOWHERE
+        call.group = UNKNOWN_GROUP
 
 
 def _mapped(value: Value, function) -> Value:
@@ -260,11 +262,11 @@ def _reshaped(tensor: Tensor, draw: Draw) -> Tensor:
     """Return a tensor with a dim that is longer, shorter, empty, new or removed."""
     shape = list(tensor.shape)
     change = draw.random.choice(("longer", "shorter", "empty", "new", "gone"))
-    place = draw.random.randrange(len(shape)) if shape else 0
+    position = draw.random.randrange(len(shape)) if shape else 0
     if change == "new" or not shape:
-        shape.insert(place, draw.size())
+        shape.insert(position, draw.size())
     elif change == "gone":
-        del shape[place]
+        del shape[position]
     else:
-        shape[place] = {"longer": shape[place] + 1, "shorter": max(0, shape[place] - 1), "empty": 0}[change]
+        shape[position] = {"longer": shape[position] + 1, "shorter": max(0, shape[position] - 1), "empty": 0}[change]
     return draw.values(shape, tensor.dtype).to(tensor.device)

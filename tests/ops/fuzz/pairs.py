@@ -8,32 +8,32 @@ from typing import ClassVar
 import torch
 
 from ops.fuzz import rules
-from ops.fuzz.draws import FLOATS, OWN, WHOLE, Cut, Draw, Place, Placement, Value
+from ops.fuzz.draws import FLOATS, PER_RANK, REPLICATED, Draw, Placement, RankInGroup, Sharded, Value
 from ops.fuzz.linears import DIMS, SIZES
-from ops.fuzz.operator import Operator, Options, Values, Wild
-from ops.fuzz.rules import Findings, Refusal, Unseen
+from ops.fuzz.operator import EdgeCaseOptions, Operator, Options, Values
+from ops.fuzz.rules import ExpectedError, Undetectable, Violations
 
 
 class Pair(Operator):
     """x is the only tensor. Of the dtypes that the backend supports, the reference covers `known`."""
 
     fewest_dims = 0
-    is_own = False  # whether each rank has an x of its own
+    is_per_rank = False  # whether each rank has an x of its own
     known = (*FLOATS, torch.int64, torch.int32)
 
     def draw(self, draw: Draw) -> tuple[Values, Options]:
         dtype = draw.dtype() if draw.chance(0.9) else draw.random.choice((torch.int64, torch.int32))
         shape = draw.sizes(self.fewest_dims, 4)
-        if self.is_own:
+        if self.is_per_rank:
             return {"x": [draw.values(shape, dtype) for _ in range(draw.num_ranks)]}, {}
         return {"x": draw.values(shape, dtype)}, {}
 
     def placements(self, values: Values, options: Options) -> dict[str, Placement]:
-        return {"x": OWN if self.is_own else WHOLE}
+        return {"x": PER_RANK if self.is_per_rank else REPLICATED}
 
-    def findings(self, given: SimpleNamespace, place: Place) -> Findings:
+    def violations(self, given: SimpleNamespace, rank_in_group: RankInGroup) -> Violations:
         if given.x.dtype not in self.known:
-            yield Unseen("a dtype that is left to the backend's tests")
+            yield Undetectable("a dtype that is left to the backend's tests")
 
     def result_dtype(self, values: Values) -> torch.dtype:
         x = values["x"]
@@ -44,20 +44,24 @@ class CopyToGroup(Pair):
     name = "copy_to_group"
 
     def results(self, values: Values, options: Options) -> tuple[Placement, ...]:
-        return (OWN,)
+        return (PER_RANK,)
 
-    def reference(self, values: SimpleNamespace, options: SimpleNamespace, places: list[Place]) -> tuple[Value, ...]:
-        return ([values.x for _ in places],)
+    def reference(
+        self, values: SimpleNamespace, options: SimpleNamespace, ranks_in_group: list[RankInGroup]
+    ) -> tuple[Value, ...]:
+        return ([values.x for _ in ranks_in_group],)
 
 
 class ReduceFromGroup(Pair):
     name = "reduce_from_group"
-    is_own = True
+    is_per_rank = True
 
     def results(self, values: Values, options: Options) -> tuple[Placement, ...]:
-        return (WHOLE,)
+        return (REPLICATED,)
 
-    def reference(self, values: SimpleNamespace, options: SimpleNamespace, places: list[Place]) -> tuple[Value, ...]:
+    def reference(
+        self, values: SimpleNamespace, options: SimpleNamespace, ranks_in_group: list[RankInGroup]
+    ) -> tuple[Value, ...]:
         return (torch.stack(values.x).sum(0),)
 
 
@@ -65,92 +69,98 @@ class AlongDim(Pair):
     """Operators that shard or gather x along a dim."""
 
     fewest_dims = 1
-    wild: ClassVar[Wild] = {"dim": DIMS}
-    takes_part = gives_part = False
+    edge_case_options: ClassVar[EdgeCaseOptions] = {"dim": DIMS}
+    input_is_sharded = output_is_sharded = False
 
     def draw(self, draw: Draw) -> tuple[Values, Options]:
         values, _ = super().draw(draw)
         x = values["x"]
         first = x[0] if isinstance(x, list) else x
         options: Options = {"dim": draw.dim_of(first.dim())}
-        if self.takes_part:
-            options["dim_size"] = draw.told(first.size(options["dim"]))
+        if self.input_is_sharded:
+            options["dim_size"] = draw.optional_size(first.size(options["dim"]))
         return values, options
 
     def placements(self, values: Values, options: Options) -> dict[str, Placement]:
-        return {"x": Cut(options["dim"])} if self.takes_part else super().placements(values, options)
+        return {"x": Sharded(options["dim"])} if self.input_is_sharded else super().placements(values, options)
 
-    def findings(self, given: SimpleNamespace, place: Place) -> Findings:
-        yield from super().findings(given, place)
+    def violations(self, given: SimpleNamespace, rank_in_group: RankInGroup) -> Violations:
+        yield from super().violations(given, rank_in_group)
         yield from rules.any_dim(given.x, given.dim)
-        if self.takes_part:
-            yield from rules.told(given.x, given.dim, given.dim_size, place)
+        if self.input_is_sharded:
+            yield from rules.unsharded_size(given.x, given.dim, given.dim_size, rank_in_group)
 
     def results(self, values: Values, options: Options) -> tuple[Placement, ...]:
-        return (Cut(options["dim"]),) if self.gives_part else (WHOLE,)
+        return (Sharded(options["dim"]),) if self.output_is_sharded else (REPLICATED,)
 
-    def reference(self, values: SimpleNamespace, options: SimpleNamespace, places: list[Place]) -> tuple[Value, ...]:
-        return (torch.stack(values.x).sum(0) if self.is_own else values.x,)
+    def reference(
+        self, values: SimpleNamespace, options: SimpleNamespace, ranks_in_group: list[RankInGroup]
+    ) -> tuple[Value, ...]:
+        return (torch.stack(values.x).sum(0) if self.is_per_rank else values.x,)
 
 
 class ScatterToGroup(AlongDim):
     name = "scatter_to_group"
-    gives_part = True
+    output_is_sharded = True
 
 
 class GatherFromGroup(AlongDim):
     name = "gather_from_group"
-    takes_part = True
-    wild: ClassVar[Wild] = {"dim": DIMS, "dim_size": SIZES}
+    input_is_sharded = True
+    edge_case_options: ClassVar[EdgeCaseOptions] = {"dim": DIMS, "dim_size": SIZES}
 
 
 class GatherFromSequence(AlongDim):
     """Each rank uses the result differently."""
 
     name = "gather_from_sequence"
-    takes_part = True
-    wild: ClassVar[Wild] = {"dim": DIMS, "dim_size": SIZES}
+    input_is_sharded = True
+    edge_case_options: ClassVar[EdgeCaseOptions] = {"dim": DIMS, "dim_size": SIZES}
 
     def results(self, values: Values, options: Options) -> tuple[Placement, ...]:
-        return (OWN,)
+        return (PER_RANK,)
 
-    def reference(self, values: SimpleNamespace, options: SimpleNamespace, places: list[Place]) -> tuple[Value, ...]:
-        return ([values.x for _ in places],)
+    def reference(
+        self, values: SimpleNamespace, options: SimpleNamespace, ranks_in_group: list[RankInGroup]
+    ) -> tuple[Value, ...]:
+        return ([values.x for _ in ranks_in_group],)
 
 
 class ReduceScatterToSequence(AlongDim):
     name = "reduce_scatter_to_sequence"
-    is_own = True
-    gives_part = True
+    is_per_rank = True
+    output_is_sharded = True
 
 
 class AllToAll(Pair):
     name = "all_to_all"
     fewest_dims = 2
-    wild: ClassVar[Wild] = {"split_dim": DIMS, "cat_dim": DIMS, "cat_size": SIZES}
+    edge_case_options: ClassVar[EdgeCaseOptions] = {"split_dim": DIMS, "cat_dim": DIMS, "cat_size": SIZES}
 
     def draw(self, draw: Draw) -> tuple[Values, Options]:
         values, _ = super().draw(draw)
         num_dims = values["x"].dim()
         split, cat = draw.random.sample(range(num_dims), 2)
-        size = draw.told(values["x"].size(cat))
+        size = draw.optional_size(values["x"].size(cat))
         split, cat = (dim if draw.chance(0.5) else dim - num_dims for dim in (split, cat))
         return values, {"split_dim": split, "cat_dim": cat, "cat_size": size}
 
     def placements(self, values: Values, options: Options) -> dict[str, Placement]:
-        return {"x": Cut(options["cat_dim"])}
+        return {"x": Sharded(options["cat_dim"])}
 
-    def findings(self, given: SimpleNamespace, place: Place) -> Findings:
-        yield from super().findings(given, place)
+    def violations(self, given: SimpleNamespace, rank_in_group: RankInGroup) -> Violations:
+        yield from super().violations(given, rank_in_group)
         x, split, cat = given.x, given.split_dim, given.cat_dim
         yield from rules.any_dim(x, split, "split_dim")
         yield from rules.any_dim(x, cat, "cat_dim")
         if rules.has_dim(x, split) and rules.has_dim(x, cat) and split % x.dim() == cat % x.dim():
-            yield Refusal(ValueError, f"got {split % x.dim()} as split_dim and as cat_dim")
-        yield from rules.told(x, cat, given.cat_size, place, "cat_size")
+            yield ExpectedError(ValueError, f"got {split % x.dim()} as split_dim and as cat_dim")
+        yield from rules.unsharded_size(x, cat, given.cat_size, rank_in_group, "cat_size")
 
     def results(self, values: Values, options: Options) -> tuple[Placement, ...]:
-        return (Cut(options["split_dim"]),)
+        return (Sharded(options["split_dim"]),)
 
-    def reference(self, values: SimpleNamespace, options: SimpleNamespace, places: list[Place]) -> tuple[Value, ...]:
+    def reference(
+        self, values: SimpleNamespace, options: SimpleNamespace, ranks_in_group: list[RankInGroup]
+    ) -> tuple[Value, ...]:
         return (values.x,)

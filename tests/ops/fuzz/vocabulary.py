@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ops.fuzz import rules
-from ops.fuzz.draws import WHOLE, Cut, Draw, Place, Placement, Value
-from ops.fuzz.operator import Operator, Options, Values, Wild
-from ops.fuzz.rules import Findings, Refusal, Same, Unseen
+from ops.fuzz.draws import REPLICATED, Draw, Placement, RankInGroup, Sharded, Value
+from ops.fuzz.operator import EdgeCaseOptions, Operator, Options, Values
+from ops.fuzz.rules import ExpectedError, MustMatchAcrossRanks, Undetectable, Violations
 
 # First entries of the full vocabulary. For larger ones see test_vocabularies_beyond_int32 in test_fuzz.py.
 STARTS = (-(2**63), -50, -8, -1, 0, 3, 1000, 2**31 - 20, 2**32, 2**62, 2**63 - 100)
@@ -26,8 +26,8 @@ def _ids(draw: Draw, shape: tuple[int, ...], vocab: int, is_checked: bool) -> Te
     return torch.randint(low, max(high, low + 1), shape, generator=draw.generator).to(dtype)
 
 
-def _starts_at(first: int, num_entries: int, place: Place) -> int:
-    return first + place.part_range(num_entries)[0]
+def _starts_at(first: int, num_entries: int, rank_in_group: RankInGroup) -> int:
+    return first + rank_in_group.shard_range(num_entries)[0]
 
 
 def _are_out_of_range(ids: Tensor, vocab_size: int | None) -> bool:
@@ -36,14 +36,14 @@ def _are_out_of_range(ids: Tensor, vocab_size: int | None) -> bool:
     return bool(ids.min() < 0) or int(ids.max()) >= vocab_size
 
 
-def _start_of(given: SimpleNamespace) -> Findings:
+def _start_of(given: SimpleNamespace) -> Violations:
     if given.vocab_start < 0:
-        yield Refusal(ValueError, f"got vocab_start {given.vocab_start}")
+        yield ExpectedError(ValueError, f"got vocab_start {given.vocab_start}")
 
 
 class VocabParallelEmbedding(Operator):
     name = "vocab_parallel_embedding"
-    wild: ClassVar[Wild] = {"vocab_start": STARTS, "vocab_size": VOCAB_SIZES}
+    edge_case_options: ClassVar[EdgeCaseOptions] = {"vocab_start": STARTS, "vocab_size": VOCAB_SIZES}
 
     def draw(self, draw: Draw) -> tuple[Values, Options]:
         vocab, width = max(1, draw.size() + draw.size()), draw.size()
@@ -53,25 +53,27 @@ class VocabParallelEmbedding(Operator):
         return {"input": ids, "weight": draw.values((vocab, width), draw.dtype())}, options
 
     def placements(self, values: Values, options: Options) -> dict[str, Placement]:
-        return {"weight": Cut(0)}
+        return {"weight": Sharded(0)}
 
-    def options_of(self, values: Values, options: Options, place: Place) -> Options:
+    def options_of(self, values: Values, options: Options, rank_in_group: RankInGroup) -> Options:
         rows = values["weight"].size(0) if values["weight"].dim() else 0
-        return options | {"vocab_start": _starts_at(options["vocab_start"], rows, place)}
+        return options | {"vocab_start": _starts_at(options["vocab_start"], rows, rank_in_group)}
 
-    def findings(self, given: SimpleNamespace, place: Place) -> Findings:
+    def violations(self, given: SimpleNamespace, rank_in_group: RankInGroup) -> Violations:
         yield from rules.floating(given.weight, "weight")
         yield from rules.integers(given.input, "input")
         yield from rules.matrix(given.weight, "weight", None)
         yield from _start_of(given)
         yield from rules.one_device(given.weight, given.input, "input")
         if _are_out_of_range(given.input, given.vocab_size):
-            yield Refusal(IndexError, "got token ids from ", reads_values=True)
+            yield ExpectedError(IndexError, "got token ids from ", reads_values=True)
 
     def results(self, values: Values, options: Options) -> tuple[Placement, ...]:
-        return (WHOLE,)
+        return (REPLICATED,)
 
-    def reference(self, values: SimpleNamespace, options: SimpleNamespace, places: list[Place]) -> tuple[Value, ...]:
+    def reference(
+        self, values: SimpleNamespace, options: SimpleNamespace, ranks_in_group: list[RankInGroup]
+    ) -> tuple[Value, ...]:
         rows = values.input.long() - options.vocab_start
         is_there = (rows >= 0) & (rows < values.weight.size(0))
         # An additional row of zeros, for ids that no rank has.
@@ -85,7 +87,7 @@ class VocabParallelEmbedding(Operator):
 class Loss(Operator):
     """Common base of both losses: the first tensor has a row for each token; targets."""
 
-    wild: ClassVar[Wild] = {
+    edge_case_options: ClassVar[EdgeCaseOptions] = {
         "vocab_start": STARTS,
         "vocab_size": VOCAB_SIZES,
         "label_smoothing": (-0.1, 0.0, 0.5, 1.0, 1.01, float("nan"), float("inf")),
@@ -99,51 +101,56 @@ class Loss(Operator):
         """Return the number of classes of this rank's shard, or of the full tensor."""
 
     def targets_and_options(self, draw: Draw, shape: tuple[int, ...], vocab: int) -> tuple[Tensor, Options]:
-        is_told = vocab % draw.num_ranks != 0 or draw.chance(0.6)
-        target = _ids(draw, shape, vocab, is_told)
+        is_size_given = vocab % draw.num_ranks != 0 or draw.chance(0.6)
+        target = _ids(draw, shape, vocab, is_size_given)
         ignore_index = draw.random.choice((-100, -100, -7, 0, 1))
         if draw.chance(0.5):
             is_ignored = torch.rand(shape, generator=draw.generator) < draw.random.choice((0.2, 1.0))
             target = target.masked_fill(is_ignored, ignore_index)
         options: Options = {
             "vocab_start": 0,
-            "vocab_size": vocab if is_told else None,
+            "vocab_size": vocab if is_size_given else None,
             "ignore_index": ignore_index,
             "label_smoothing": draw.random.choice((0.0, 0.0, 0.1, 0.7, 1.0)),
             "reduction": draw.random.choice(("none", "mean", "sum")),
         }
         return target, options
 
-    def options_of(self, values: Values, options: Options, place: Place) -> Options:
-        start = _starts_at(options["vocab_start"], self.classes(values), place)
+    def options_of(self, values: Values, options: Options, rank_in_group: RankInGroup) -> Options:
+        start = _starts_at(options["vocab_start"], self.classes(values), rank_in_group)
         return options | {"vocab_start": start}
 
-    def loss_findings(self, given: SimpleNamespace, rows: Tensor, num_classes: int, place: Place) -> Findings:
+    def loss_violations(
+        self, given: SimpleNamespace, rows: Tensor, num_classes: int, rank_in_group: RankInGroup
+    ) -> Violations:
         """Yield the errors of a loss; `rows` has a row for each token, num_classes is that of this rank."""
         target, options = given.target, given
         yield from rules.floating(rows, self.tokens)
         yield from rules.integers(target, "target")
         yield from rules.one_device(rows, target, "target")
         if rows.dim() == 0 or target.shape != rows.shape[:-1]:
-            yield Refusal(ValueError, f"got target of shape {list(target.shape)} with {self.tokens} of shape ")
+            yield ExpectedError(ValueError, f"got target of shape {list(target.shape)} with {self.tokens} of shape ")
         yield from _start_of(given)
         if not 0 <= options.label_smoothing <= 1:
-            yield Refusal(ValueError, "got label_smoothing ")
+            yield ExpectedError(ValueError, "got label_smoothing ")
         if options.reduction not in ("none", "mean", "sum"):
-            yield Refusal(ValueError, f"got reduction '{options.reduction}'")
+            yield ExpectedError(ValueError, f"got reduction '{options.reduction}'")
         if options.vocab_size is None:
-            yield Same("classes", num_classes)
+            yield MustMatchAcrossRanks("classes", num_classes)
         else:
             if given.vocab_start + num_classes > options.vocab_size:
-                yield Refusal(ValueError, f"got {num_classes} classes from vocab_start {given.vocab_start} on")
-            elif place.rank == place.num_ranks - 1 and given.vocab_start + num_classes < options.vocab_size:
-                yield Unseen("more classes than the ranks have")
+                yield ExpectedError(ValueError, f"got {num_classes} classes from vocab_start {given.vocab_start} on")
+            elif (
+                rank_in_group.rank == rank_in_group.num_ranks - 1
+                and given.vocab_start + num_classes < options.vocab_size
+            ):
+                yield Undetectable("more classes than the ranks have")
             counted = target if target.is_meta else target[target != options.ignore_index]
             if _are_out_of_range(counted, options.vocab_size):
-                yield Refusal(IndexError, "got targets from ", reads_values=True)
+                yield ExpectedError(IndexError, "got targets from ", reads_values=True)
 
     def results(self, values: Values, options: Options) -> tuple[Placement, ...]:
-        return (WHOLE,)
+        return (REPLICATED,)
 
     def loss(self, logits: Tensor, target: Tensor, options: SimpleNamespace) -> Tensor:
         """Compute the loss by its definition, so that targets outside of the vocabulary have a logit of 0."""
@@ -181,13 +188,15 @@ class VocabParallelCrossEntropy(Loss):
         return {"logits": draw.values((*shape, vocab), draw.dtype(), 3.0), "target": target}, options
 
     def placements(self, values: Values, options: Options) -> dict[str, Placement]:
-        return {"logits": Cut(-1)}
+        return {"logits": Sharded(-1)}
 
-    def findings(self, given: SimpleNamespace, place: Place) -> Findings:
+    def violations(self, given: SimpleNamespace, rank_in_group: RankInGroup) -> Violations:
         num_classes = given.logits.size(-1) if given.logits.dim() else 0
-        yield from self.loss_findings(given, given.logits, num_classes, place)
+        yield from self.loss_violations(given, given.logits, num_classes, rank_in_group)
 
-    def reference(self, values: SimpleNamespace, options: SimpleNamespace, places: list[Place]) -> tuple[Value, ...]:
+    def reference(
+        self, values: SimpleNamespace, options: SimpleNamespace, ranks_in_group: list[RankInGroup]
+    ) -> tuple[Value, ...]:
         return (self.loss(values.logits, values.target, options),)
 
 
@@ -208,12 +217,14 @@ class VocabParallelLinearCrossEntropy(Loss):
         return {"x": x, "weight": weight, "target": target}, options
 
     def placements(self, values: Values, options: Options) -> dict[str, Placement]:
-        return {"weight": Cut(0)}
+        return {"weight": Sharded(0)}
 
-    def findings(self, given: SimpleNamespace, place: Place) -> Findings:
+    def violations(self, given: SimpleNamespace, rank_in_group: RankInGroup) -> Violations:
         yield from rules.linear(given.x, given.weight)
         num_classes = given.weight.size(0) if given.weight.dim() else 0
-        yield from self.loss_findings(given, given.x, num_classes, place)
+        yield from self.loss_violations(given, given.x, num_classes, rank_in_group)
 
-    def reference(self, values: SimpleNamespace, options: SimpleNamespace, places: list[Place]) -> tuple[Value, ...]:
+    def reference(
+        self, values: SimpleNamespace, options: SimpleNamespace, ranks_in_group: list[RankInGroup]
+    ) -> tuple[Value, ...]:
         return (self.loss(values.x @ values.weight.t(), values.target, options),)

@@ -19,7 +19,7 @@ from support.ranks import on_ranks
 
 
 @on_ranks(1)
-def test_bytes_as_requested(rank: int) -> None:
+def test_requested_bytes_are_counted(rank: int) -> None:
     with counted() as count:
         number = weft.memory.num_allocations()
         tensor = torch.empty(1000)
@@ -35,7 +35,7 @@ def test_bytes_as_requested(rank: int) -> None:
 
 
 @on_ranks(1)
-def test_storages_that_grow_shrink_and_move(rank: int) -> None:
+def test_storages_that_are_resized_or_moved(rank: int) -> None:
     with counted() as count:
         tensor = torch.arange(100, dtype=torch.float32)
         tensor.resize_(1000)
@@ -52,7 +52,7 @@ def test_storages_that_grow_shrink_and_move(rank: int) -> None:
 
 
 @on_ranks(1)
-def test_what_is_not_counted(rank: int) -> None:
+def test_uncounted_memory(rank: int) -> None:
     """The list in docs/memory.md: it must change if a version of torch counts one of these."""
     made = torch.ones(100)
     with counted() as count:
@@ -99,7 +99,7 @@ def _copies() -> list[torch.Tensor]:
 
 @on_ranks(1)
 @pytest.mark.parametrize("work", [_conv, _bfloat16_product, _lstm, _linear_bfloat16, _attention, _copies])
-def test_libraries_that_allocate_through_torch(rank: int, work: Callable[[], list[torch.Tensor]]) -> None:
+def test_library_allocations_through_torch(rank: int, work: Callable[[], list[torch.Tensor]]) -> None:
     """oneDNN and others free the memory of storages with the allocator's raw deleter."""
     torch.manual_seed(1)
     expected = work()
@@ -128,7 +128,7 @@ def test_other_threads_are_counted(rank: int) -> None:
 
 
 @on_ranks(1)
-def test_tags_hold_for_the_peak_too(rank: int) -> None:
+def test_tags_apply_to_peak(rank: int) -> None:
     with counted() as count:
         weights = torch.empty(100)
         temporary = torch.empty(50)
@@ -148,7 +148,7 @@ def test_tags_hold_for_the_peak_too(rank: int) -> None:
 
 
 @pytest.mark.cuda
-def test_cuda_is_answered_by_the_caching_allocator() -> None:
+def test_cuda_memory_of_caching_allocator() -> None:
     held = weft.memory.current("cuda")
     weft.memory.reset_peak("cuda")
     tensor = torch.empty(1 << 20, device="cuda")
@@ -192,7 +192,7 @@ def test_switches(late: bool) -> None:
     assert lines[-2:] == ["True 2000 2000", "1200 2000"]
 
 
-def test_off_unless_asked() -> None:
+def test_tracking_is_off_by_default() -> None:
     code = "import weft; assert not weft.memory.is_tracking(); weft.memory.begin_phase('x'); weft.memory.current()"
     result = run_process([sys.executable, "-c", code], env={"WEFT_MEMORY": ""})
     assert "weft.memory counts nothing yet: set WEFT_MEMORY=1 before `import weft`" in result.stderr

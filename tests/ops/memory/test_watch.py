@@ -63,7 +63,7 @@ def test_training_loop(rank: int) -> None:
 
 
 @on_ranks(1)
-def test_other_is_what_was_not_of_the_loop(rank: int) -> None:
+def test_other_excludes_loop_memory(rank: int) -> None:
     """Accumulation, inference, gradients from before `watch`: no memory of the loop is "other"."""
     with counted() as count:
         before = weft.memory.by_category()["other"]

@@ -10,9 +10,9 @@ from strategy.attention_zoo.zoo import (
     Cases,
     Fused,
     HuggingFace,
-    Keeps,
     Module,
     Separate,
+    Sharding,
     Vectors,
     attend,
     causal_weights,
@@ -22,21 +22,21 @@ from torch import Tensor
 cases = Cases()
 
 
-@cases.add("einops: (h d)", Keeps.HEADS)
+@cases.add("einops: (h d)", Sharding.HEADS)
 class RearrangedHeads(Separate):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (rearrange(layer(x), "b t (h d) -> b h t d", h=self.n_heads) for layer in (self.wq, self.wk, self.wv))
         return self.wo(rearrange(attend(q, k, v), "b h t d -> b t (h d)"))
 
 
-@cases.add("einops: (d h)", Keeps.SHARDS, Module)
+@cases.add("einops: (d h)", Sharding.SHARDS, Module)
 class RearrangedFeatures(Separate):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (rearrange(layer(x), "b t (d h) -> b h t d", h=self.n_heads) for layer in (self.wq, self.wk, self.wv))
         return self.wo(rearrange(attend(q, k, v), "b h t d -> b t (d h)"))
 
 
-@cases.add("einops: a Rearrange that keeps the count", Keeps.SHARDS)
+@cases.add("einops: a Rearrange that keeps the count", Sharding.SHARDS)
 class RearrangeLayer(Separate):
     def __init__(self) -> None:
         super().__init__()
@@ -49,14 +49,14 @@ class RearrangeLayer(Separate):
         return self.wo(self.merge(causal_weights(scores) @ v))
 
 
-@cases.variant("einops: fused (three h d)", Keeps.SHARDS, Vectors)
+@cases.variant("einops: fused (three h d)", Sharding.SHARDS, Vectors)
 class RearrangedFused(Fused):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = rearrange(self.qkv(x), "b t (three h d) -> three b h t d", three=3, h=self.num_heads)
         return self.proj(rearrange(attend(q, k, v), "b h t d -> b t (h d)"))
 
 
-@cases.variant("einops: repeat of grouped heads", Keeps.HEADS, Vectors, num_key_value_heads=6)
+@cases.variant("einops: repeat of grouped heads", Sharding.HEADS, Vectors, num_key_value_heads=6)
 class RepeatedHeads(HuggingFace):
     def forward(self, hidden_states: Tensor) -> Tensor:
         groups = self.num_heads // self.num_key_value_heads

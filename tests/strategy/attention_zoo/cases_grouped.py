@@ -10,9 +10,9 @@ from strategy.attention_zoo.zoo import (
     NUM_HEADS,
     Cases,
     HuggingFace,
-    Keeps,
     Module,
     Separate,
+    Sharding,
     Vectors,
     attend,
     merge_heads,
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 cases = Cases()
 
 
-@cases.add("multi-query", Keeps.SHARDS, n_kv_heads=1)
+@cases.add("multi-query", Sharding.SHARDS, n_kv_heads=1)
 class MultiQuery(Separate):
     def forward(self, x: Tensor) -> Tensor:
         q = split_heads(self.wq(x), self.n_heads)
@@ -31,8 +31,8 @@ class MultiQuery(Separate):
         return self.wo(merge_heads(attend(q, k, v)))
 
 
-@cases.add("grouped: repeat_interleave", Keeps.HEADS, n_kv_heads=4)
-@cases.variant("grouped: repeat_interleave, biases, in a module", Keeps.HEADS, Module, n_kv_heads=6, bias=True)
+@cases.add("grouped: repeat_interleave", Sharding.HEADS, n_kv_heads=4)
+@cases.variant("grouped: repeat_interleave, biases, in a module", Sharding.HEADS, Module, n_kv_heads=6, bias=True)
 class RepeatInterleave(Separate):
     def forward(self, x: Tensor) -> Tensor:
         q = split_heads(self.wq(x), self.n_heads)
@@ -41,7 +41,7 @@ class RepeatInterleave(Separate):
         return self.wo(merge_heads(attend(q, k, v)))
 
 
-@cases.add("grouped: expand", Keeps.HEADS, Vectors, num_key_value_heads=6)
+@cases.add("grouped: expand", Sharding.HEADS, Vectors, num_key_value_heads=6)
 class Expand(HuggingFace):
     def forward(self, hidden_states: Tensor) -> Tensor:
         b, t, _ = hidden_states.shape
@@ -56,7 +56,7 @@ class Expand(HuggingFace):
         return self.o_proj(merge_heads(attend(q, k, v)))
 
 
-@cases.add("grouped: enable_gqa", Keeps.HEADS, n_kv_heads=4)
+@cases.add("grouped: enable_gqa", Sharding.HEADS, n_kv_heads=4)
 class EnableGqa(Separate):
     def forward(self, x: Tensor) -> Tensor:
         q = split_heads(self.wq(x), self.n_heads)
@@ -64,7 +64,7 @@ class EnableGqa(Separate):
         return self.wo(merge_heads(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)))
 
 
-@cases.variant("grouped: queries viewed as [g, h / g]", Keeps.ANY, n_kv_heads=6)
+@cases.variant("grouped: queries viewed as [g, h / g]", Sharding.ANY, n_kv_heads=6)
 class QueriesInGroups(Separate):
     def forward(self, x: Tensor) -> Tensor:
         b, t, _ = x.shape
@@ -77,7 +77,7 @@ class QueriesInGroups(Separate):
         return self.wo(attend(q, k, v).permute(0, 3, 1, 2, 4).flatten(2))
 
 
-@cases.add("grouped: keys tiled over the queries", Keeps.SHARDS, n_kv_heads=4)
+@cases.add("grouped: keys tiled over the queries", Sharding.SHARDS, n_kv_heads=4)
 class Tiled(Separate):
     """Query head i attends to key head i % g, which may be on another rank."""
 
@@ -88,7 +88,7 @@ class Tiled(Separate):
         return self.wo(merge_heads(attend(q, k, v)))
 
 
-@cases.variant("grouped: group size a constant", Keeps.SHARDS, Vectors, num_key_value_heads=4)
+@cases.variant("grouped: group size a constant", Sharding.SHARDS, Vectors, num_key_value_heads=4)
 class ConstantGroups(HuggingFace):
     def forward(self, x: Tensor) -> Tensor:
         b, t, _ = x.shape
@@ -97,7 +97,7 @@ class ConstantGroups(HuggingFace):
         return self.o_proj(merge_heads(attend(q, k, v)))
 
 
-@cases.add("grouped and fused: [g, h / g + 2, d] as Falcon", Keeps.SHARDS, Vectors)
+@cases.add("grouped and fused: [g, h / g + 2, d] as Falcon", Sharding.SHARDS, Vectors)
 class FusedFalcon(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -116,8 +116,8 @@ class FusedFalcon(nn.Module):
         return self.dense(merge_heads(attend(q, k, v)))
 
 
-@cases.add("grouped and fused: split sizes", Keeps.SHARDS, num_kv_heads=4)
-@cases.variant("multi-query and fused: split sizes", Keeps.SHARDS, Module, num_kv_heads=1)
+@cases.add("grouped and fused: split sizes", Sharding.SHARDS, num_kv_heads=4)
+@cases.variant("multi-query and fused: split sizes", Sharding.SHARDS, Module, num_kv_heads=1)
 class FusedSizes(nn.Module):
     def __init__(self, num_kv_heads: int) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class FusedSizes(nn.Module):
         return self.out_proj(merge_heads(attend(q, k, v)))
 
 
-@cases.variant("grouped: keys of a latent", Keeps.ANY)
+@cases.variant("grouped: keys of a latent", Sharding.ANY)
 class Latent(nn.Module):
     """Keys and values of all heads from one narrow layer, as in multi-head latent attention."""
 

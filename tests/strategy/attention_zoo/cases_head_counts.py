@@ -12,9 +12,9 @@ from strategy.attention_zoo.zoo import (
     Block,
     Cases,
     HuggingFace,
-    Keeps,
     Module,
     Separate,
+    Sharding,
     Tokens,
     Vectors,
     attend,
@@ -27,17 +27,17 @@ from torch import Tensor, nn
 cases = Cases()
 
 
-@cases.add("plain with Llama's names", Keeps.HEADS)
-@cases.add("five heads", Keeps.ANY, n_heads=5)
-@cases.add("six heads", Keeps.HEADS, n_heads=6)
-@cases.variant("in a module of its own", Keeps.HEADS, Module)
+@cases.add("plain with Llama's names", Sharding.HEADS)
+@cases.add("five heads", Sharding.ANY, n_heads=5)
+@cases.add("six heads", Sharding.HEADS, n_heads=6)
+@cases.variant("in a module of its own", Sharding.HEADS, Module)
 class Plain(Separate):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (split_heads(layer(x), self.n_heads) for layer in (self.wq, self.wk, self.wv))
         return self.wo(merge_heads(attend(q, k, v)))
 
 
-@cases.add("scale from d_model // n_heads", Keeps.SHARDS)
+@cases.add("scale from d_model // n_heads", Sharding.SHARDS)
 class ScaleFromCount(Separate):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (split_heads(layer(x), self.n_heads) for layer in (self.wq, self.wk, self.wv))
@@ -45,7 +45,7 @@ class ScaleFromCount(Separate):
         return self.wo(merge_heads(causal_weights(scores) @ v))
 
 
-@cases.add("ALiBi slopes computed in the forward", Keeps.SHARDS)
+@cases.add("ALiBi slopes computed in the forward", Sharding.SHARDS)
 class Alibi(Separate):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (split_heads(layer(x), self.n_heads) for layer in (self.wq, self.wk, self.wv))
@@ -56,7 +56,7 @@ class Alibi(Separate):
         return self.wo(merge_heads(causal_weights(scores) @ v))
 
 
-@cases.add("mean over heads subtracted from the scores", Keeps.SHARDS)
+@cases.add("mean over heads subtracted from the scores", Sharding.SHARDS)
 class MeanOverHeads(Separate):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (split_heads(layer(x), self.n_heads) for layer in (self.wq, self.wk, self.wv))
@@ -64,7 +64,7 @@ class MeanOverHeads(Separate):
         return self.wo(merge_heads(causal_weights(scores - scores.mean(1, keepdim=True)) @ v))
 
 
-@cases.add("heads vary fastest in the projections", Keeps.SHARDS)
+@cases.add("heads vary fastest in the projections", Sharding.SHARDS)
 class HeadsVaryFastest(Separate):
     def forward(self, x: Tensor) -> Tensor:
         b, t, _ = x.shape
@@ -75,14 +75,14 @@ class HeadsVaryFastest(Separate):
         return self.wo(attend(q, k, v).permute(0, 2, 3, 1).reshape(b, t, -1))
 
 
-@cases.add("factor 1 + 1 / n_heads", Keeps.SHARDS)
+@cases.add("factor 1 + 1 / n_heads", Sharding.SHARDS)
 class FactorFromCount(Separate):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (split_heads(layer(x), self.n_heads) for layer in (self.wq, self.wk, self.wv))
         return self.wo(merge_heads(attend(q, k, v))) * (1 + 1 / self.n_heads)
 
 
-@cases.add("view with D // n_heads", Keeps.SHARDS)
+@cases.add("view with D // n_heads", Sharding.SHARDS)
 class HeadDimFromCount(Separate):
     def forward(self, x: Tensor) -> Tensor:
         b, t, dim = x.shape
@@ -93,7 +93,7 @@ class HeadDimFromCount(Separate):
         return self.wo(merge_heads(attend(q, k, v)))
 
 
-@cases.variant("output reshaped to d_model", Keeps.SHARDS, Vectors)
+@cases.variant("output reshaped to d_model", Sharding.SHARDS, Vectors)
 class OutputOfWidth(HuggingFace):
     def forward(self, hidden_states: Tensor) -> Tensor:
         layers = (self.q_proj, self.k_proj, self.v_proj)
@@ -101,7 +101,7 @@ class OutputOfWidth(HuggingFace):
         return self.o_proj(attend(q, k, v).transpose(1, 2).reshape(*hidden_states.shape[:2], D_MODEL))
 
 
-@cases.add("head count only in a config", Keeps.SHARDS)
+@cases.add("head count only in a config", Sharding.SHARDS)
 class CountInConfig(HuggingFace):
     def __init__(self) -> None:
         super().__init__()
@@ -114,14 +114,14 @@ class CountInConfig(HuggingFace):
         return self.o_proj(merge_heads(attend(q, k, v)))
 
 
-@cases.variant("head count a constant of the file", Keeps.SHARDS)
+@cases.variant("head count a constant of the file", Sharding.SHARDS)
 class CountIsConstant(Separate):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (split_heads(layer(x), NUM_HEADS) for layer in (self.wq, self.wk, self.wv))
         return self.wo(merge_heads(attend(q, k, v)))
 
 
-@cases.variant("head count from the layer's out_features", Keeps.SHARDS, Vectors)
+@cases.variant("head count from the layer's out_features", Sharding.SHARDS, Vectors)
 class CountFromLayer(HuggingFace):
     def forward(self, x: Tensor) -> Tensor:
         num_heads = self.q_proj.out_features // self.head_dim
@@ -129,7 +129,7 @@ class CountFromLayer(HuggingFace):
         return self.o_proj(merge_heads(attend(q, k, v)))
 
 
-@cases.variant("views by head_dim alone", Keeps.HEADS, Vectors)
+@cases.variant("views by head_dim alone", Sharding.HEADS, Vectors)
 class ViewsByHeadDim(HuggingFace):
     def forward(self, hidden_states: Tensor) -> Tensor:
         shape = (*hidden_states.shape[:2], -1, self.head_dim)
@@ -138,7 +138,7 @@ class ViewsByHeadDim(HuggingFace):
         return self.o_proj(merge_heads(attend(q, k, v)))
 
 
-@cases.add("unknown names of counts", Keeps.ANY)
+@cases.add("unknown names of counts", Sharding.ANY)
 class UnknownNames(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -157,12 +157,12 @@ class _DividesByHeads(Block):
         return x + self.mlp(self.norm2(x))
 
 
-@cases.add("head count read by the block", Keeps.SHARDS, lambda attention: Tokens(attention, _DividesByHeads))
+@cases.add("head count read by the block", Sharding.SHARDS, lambda attention: Tokens(attention, _DividesByHeads))
 class CountReadByBlock(Plain):
     """The same attention; the block around it divides by its head count."""
 
 
-@cases.add("head count read by a helper method", Keeps.SHARDS)
+@cases.add("head count read by a helper method", Sharding.SHARDS)
 class CountInHelper(Separate):
     def _scale(self) -> float:
         return (D_MODEL / self.n_heads) ** -0.5
@@ -172,7 +172,7 @@ class CountInHelper(Separate):
         return self.wo(merge_heads(causal_weights(q @ k.transpose(-2, -1) * self._scale()) @ v))
 
 
-@cases.add("head count a property", Keeps.SHARDS)
+@cases.add("head count a property", Sharding.SHARDS)
 class CountIsProperty(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -188,18 +188,18 @@ class CountIsProperty(nn.Module):
         return self.out_proj(merge_heads(attend(q, k, v)))
 
 
-@cases.add("a loop over heads", Keeps.HEADS)
+@cases.add("a loop over heads", Sharding.HEADS)
 class LoopOverHeads(Separate):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.wq(x), self.wk(x), self.wv(x)
         outputs = []
         for head in range(self.n_heads):
-            own = slice(head * self.head_dim, (head + 1) * self.head_dim)
-            outputs.append(causal_weights(q[..., own] @ k[..., own].transpose(-2, -1) / 2) @ v[..., own])
+            features = slice(head * self.head_dim, (head + 1) * self.head_dim)
+            outputs.append(causal_weights(q[..., features] @ k[..., features].transpose(-2, -1) / 2) @ v[..., features])
         return self.wo(torch.cat(outputs, dim=-1))
 
 
-@cases.variant("a loop over heads that weighs them by their number", Keeps.SHARDS)
+@cases.variant("a loop over heads that weighs them by their number", Sharding.SHARDS)
 class LoopWithNumbers(Separate):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (split_heads(layer(x), self.n_heads) for layer in (self.wq, self.wk, self.wv))

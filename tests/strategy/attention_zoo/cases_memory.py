@@ -15,9 +15,9 @@ from strategy.attention_zoo.zoo import (
     Block,
     Cases,
     HuggingFace,
-    Keeps,
     Mlp,
     Separate,
+    Sharding,
     Tokens,
     attend,
     causal_mask,
@@ -47,7 +47,7 @@ class _MemoryModel(nn.Module):
         return self.head(x)
 
 
-@cases.add("cross-attention", Keeps.SHARDS, _MemoryModel)
+@cases.add("cross-attention", Sharding.SHARDS, _MemoryModel)
 class Cross(Separate):
     def forward(self, x: Tensor, memory: Tensor) -> Tensor:
         q = split_heads(self.wq(x), self.n_heads)
@@ -57,7 +57,7 @@ class Cross(Separate):
 
 @cases.variant(
     "cross-attention to a narrower memory, grouped",
-    Keeps.SHARDS,
+    Sharding.SHARDS,
     lambda attention: _MemoryModel(attention, MEMORY_FEATURES),
 )
 class CrossNarrow(HuggingFace):
@@ -91,7 +91,7 @@ class _DecoderBlock(nn.Module):
 
 @cases.variant(
     "self-attention and cross-attention of one class",
-    Keeps.SHARDS,
+    Sharding.SHARDS,
     lambda attention: _MemoryModel(attention, block=_DecoderBlock),
 )
 class SelfOrCross(Separate):
@@ -114,7 +114,7 @@ class _MaskModel(Tokens):
         return self.head(self.norm(x))
 
 
-@cases.variant("a mask given by the model", Keeps.HEADS, _MaskModel)
+@cases.variant("a mask given by the model", Sharding.HEADS, _MaskModel)
 class GivenMask(Separate):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         q, k, v = (split_heads(layer(x), self.n_heads) for layer in (self.wq, self.wk, self.wv))
@@ -138,7 +138,7 @@ class _HeadMaskModel(Tokens):
         return self.head(self.norm(x))
 
 
-@cases.variant("a bias of each head given by the model", Keeps.SHARDS, _HeadMaskModel)
+@cases.variant("a bias of each head given by the model", Sharding.SHARDS, _HeadMaskModel)
 class GivenBias(HuggingFace):
     def forward(self, hidden_states: Tensor, position_bias: Tensor) -> Tensor:
         layers = (self.q_proj, self.k_proj, self.v_proj)
@@ -146,10 +146,10 @@ class GivenBias(HuggingFace):
         return self.o_proj(merge_heads((q @ k.transpose(-2, -1) + position_bias).softmax(-1) @ v))
 
 
-@cases.add("nn.MultiheadAttention", Keeps.ANY, need_weights=False)
-@cases.variant("nn.MultiheadAttention: need_weights", Keeps.ANY, need_weights=True)
-@cases.add("nn.MultiheadAttention: add_bias_kv", Keeps.ANY, need_weights=True, add_bias_kv=True)
-@cases.variant("nn.MultiheadAttention: dropout", Keeps.ANY, need_weights=False, dropout=0.1)
+@cases.add("nn.MultiheadAttention", Sharding.ANY, need_weights=False)
+@cases.variant("nn.MultiheadAttention: need_weights", Sharding.ANY, need_weights=True)
+@cases.add("nn.MultiheadAttention: add_bias_kv", Sharding.ANY, need_weights=True, add_bias_kv=True)
+@cases.variant("nn.MultiheadAttention: dropout", Sharding.ANY, need_weights=False, dropout=0.1)
 class TorchAttention(nn.Module):
     def __init__(self, need_weights: bool, **options: Any) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class TorchAttention(nn.Module):
 
 
 @cases.add(
-    "nn.MultiheadAttention: kdim and vdim", Keeps.ANY, lambda attention: _MemoryModel(attention, MEMORY_FEATURES)
+    "nn.MultiheadAttention: kdim and vdim", Sharding.ANY, lambda attention: _MemoryModel(attention, MEMORY_FEATURES)
 )
 class TorchCrossAttention(nn.Module):
     def __init__(self) -> None:
@@ -174,7 +174,7 @@ class TorchCrossAttention(nn.Module):
         return self.inner(x, memory, memory)[0]
 
 
-@cases.add("nn.TransformerEncoderLayer", Keeps.ANY, lambda attention: Tokens(attention, lambda layer: layer))
+@cases.add("nn.TransformerEncoderLayer", Sharding.ANY, lambda attention: Tokens(attention, lambda layer: layer))
 class TorchEncoderLayer(nn.TransformerEncoderLayer):
     def __init__(self) -> None:
         super().__init__(D_MODEL, NUM_HEADS, 28, dropout=0.1, batch_first=True)
@@ -182,14 +182,14 @@ class TorchEncoderLayer(nn.TransformerEncoderLayer):
 
 
 @cases.variant(
-    "nn.TransformerDecoderLayer", Keeps.ANY, lambda attention: _MemoryModel(attention, block=lambda layer: layer)
+    "nn.TransformerDecoderLayer", Sharding.ANY, lambda attention: _MemoryModel(attention, block=lambda layer: layer)
 )
 class TorchDecoderLayer(nn.TransformerDecoderLayer):
     def __init__(self) -> None:
         super().__init__(D_MODEL, NUM_HEADS, 28, dropout=0.0, batch_first=True, norm_first=True)
 
 
-@cases.variant("the forward takes keywords only", Keeps.ANY, lambda attention: Tokens(attention, _KeywordBlock))
+@cases.variant("the forward takes keywords only", Sharding.ANY, lambda attention: Tokens(attention, _KeywordBlock))
 class KeywordsOnly(HuggingFace):
     def forward(self, *, hidden_states: Tensor, is_causal: bool = False) -> tuple[Tensor, None]:
         layers = (self.q_proj, self.k_proj, self.v_proj)

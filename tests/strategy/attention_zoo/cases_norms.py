@@ -11,9 +11,9 @@ from strategy.attention_zoo.zoo import (
     Block,
     Cases,
     HuggingFace,
-    Keeps,
     Module,
     Separate,
+    Sharding,
     Tokens,
     Vectors,
     attend,
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 cases = Cases()
 
 
-@cases.add("output: LayerNorm over all features", Keeps.SHARDS)
+@cases.add("output: LayerNorm over all features", Sharding.SHARDS)
 class OutputLayerNorm(Separate):
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class OutputLayerNorm(Separate):
         return self.wo(self.norm(merge_heads(attend(q, k, v))))
 
 
-@cases.variant("output: norm over all features without weights", Keeps.SHARDS, Vectors)
+@cases.variant("output: norm over all features without weights", Sharding.SHARDS, Vectors)
 class OutputPlainNorm(HuggingFace):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (split_heads(layer(x), self.num_heads) for layer in (self.q_proj, self.k_proj, self.v_proj))
@@ -44,7 +44,7 @@ class OutputPlainNorm(HuggingFace):
         return self.o_proj(F.layer_norm(features, features.shape[-1:]))
 
 
-@cases.add("output: RMSNorm of each head", Keeps.SHARDS)
+@cases.add("output: RMSNorm of each head", Sharding.SHARDS)
 class OutputHeadRms(Separate):
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class OutputHeadRms(Separate):
         return self.wo(merge_heads(self.head_norm(attend(q, k, v))))
 
 
-@cases.add("output: GroupNorm of each head", Keeps.SHARDS, Module)
+@cases.add("output: GroupNorm of each head", Sharding.SHARDS, Module)
 class OutputGroupNorm(Separate):
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class OutputGroupNorm(Separate):
         return self.wo(features.view(*x.shape[:2], -1))
 
 
-@cases.variant("output: four groups without weights", Keeps.SHARDS)
+@cases.variant("output: four groups without weights", Sharding.SHARDS)
 class OutputFourGroups(Separate):
     """Four groups of three heads; half of the heads also divide into four groups, but of other features."""
 
@@ -77,7 +77,7 @@ class OutputFourGroups(Separate):
         return self.wo(features.view(*x.shape[:2], -1))
 
 
-@cases.add("output: BatchNorm", Keeps.SHARDS)
+@cases.add("output: BatchNorm", Sharding.SHARDS)
 class OutputBatchNorm(Separate):
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class OutputBatchNorm(Separate):
         return self.wo(features.view(*x.shape[:2], -1))
 
 
-@cases.variant("output: BatchNorm of head features without weights", Keeps.SHARDS, Vectors)
+@cases.variant("output: BatchNorm of head features without weights", Sharding.SHARDS, Vectors)
 class OutputPlainBatchNorm(HuggingFace):
     """Its statistics are over all heads; training updates them in buffers."""
 
@@ -110,14 +110,14 @@ class _QueryAndKey(Separate):
         return self.wo(merge_heads(attend(q, k, v)))
 
 
-@cases.add("QK norm over all heads", Keeps.SHARDS)
+@cases.add("QK norm over all heads", Sharding.SHARDS)
 class NormOfAllHeads(_QueryAndKey):
     def __init__(self) -> None:
         super().__init__()
         self.q_norm, self.k_norm = nn.RMSNorm(D_MODEL), nn.LayerNorm(D_MODEL)
 
 
-@cases.add("QK norm over all heads without weights", Keeps.SHARDS)
+@cases.add("QK norm over all heads without weights", Sharding.SHARDS)
 class PlainNormOfAllHeads(_QueryAndKey):
     def q_norm(self, features: Tensor) -> Tensor:
         return F.normalize(features, dim=-1)
@@ -125,7 +125,7 @@ class PlainNormOfAllHeads(_QueryAndKey):
     k_norm = q_norm
 
 
-@cases.add("QK norm of each head", Keeps.HEADS)
+@cases.add("QK norm of each head", Sharding.HEADS)
 class NormOfHead(Separate):
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class NormOfHead(Separate):
         return self.wo(merge_heads(attend(self.q_norm(q), self.k_norm(k), v)))
 
 
-@cases.add("QK norm of each head without weights", Keeps.HEADS, Vectors)
+@cases.add("QK norm of each head without weights", Sharding.HEADS, Vectors)
 class PlainNormOfHead(HuggingFace):
     def forward(self, hidden_states: Tensor) -> Tensor:
         layers = (self.q_proj, self.k_proj, self.v_proj)
@@ -144,7 +144,7 @@ class PlainNormOfHead(HuggingFace):
         return self.o_proj(merge_heads(attend(F.normalize(q, dim=-1), F.normalize(k, dim=-1), v)))
 
 
-@cases.variant("QK norm of each head, other weights for each", Keeps.SHARDS)
+@cases.variant("QK norm of each head, other weights for each", Sharding.SHARDS)
 class NormWithWeightsOfHead(Separate):
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class NormWithWeightsOfHead(Separate):
         return self.wo(merge_heads(attend(F.normalize(q, dim=-1) * self.q_norm, k, v)))
 
 
-@cases.variant("keys divided by their largest feature", Keeps.SHARDS)
+@cases.variant("keys divided by their largest feature", Sharding.SHARDS)
 class ScaledKeys(Separate):
     def forward(self, x: Tensor) -> Tensor:
         k = self.wk(x)
@@ -182,7 +182,7 @@ class _ValueModel(Tokens):
         return self.head(self.norm(x))
 
 
-@cases.add("values mixed with the first block's", Keeps.ANY, _ValueModel)
+@cases.add("values mixed with the first block's", Sharding.ANY, _ValueModel)
 class ValueResidual(Separate):
     def forward(self, x: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor]:
         q, k, v = (split_heads(layer(x), self.n_heads) for layer in (self.wq, self.wk, self.wv))
@@ -190,7 +190,7 @@ class ValueResidual(Separate):
         return self.wo(merge_heads(attend(q, k, mixed))), v if value is None else value
 
 
-@cases.variant("values mixed with the input", Keeps.SHARDS)
+@cases.variant("values mixed with the input", Sharding.SHARDS)
 class ValueWithInput(Separate):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.wq(x), self.wk(x), self.wv(x) + 0.5 * x

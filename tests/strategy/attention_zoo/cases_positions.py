@@ -10,9 +10,9 @@ from strategy.attention_zoo.zoo import (
     Cases,
     Fused,
     HuggingFace,
-    Keeps,
     Module,
     Separate,
+    Sharding,
     Tokens,
     Vectors,
     attend,
@@ -29,7 +29,7 @@ MAX_LENGTH = 16
 cases = Cases()
 
 
-@cases.add("T5's buckets of relative positions", Keeps.SHARDS)
+@cases.add("T5's buckets of relative positions", Sharding.SHARDS)
 class BucketBias(Separate):
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class BucketBias(Separate):
         return self.wo(merge_heads(scores.softmax(-1) @ v))
 
 
-@cases.add("Swin's table of relative positions", Keeps.SHARDS, Vectors)
+@cases.add("Swin's table of relative positions", Sharding.SHARDS, Vectors)
 class TableBias(Fused):
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class TableBias(Fused):
         return self.proj(merge_heads(scores.softmax(-1) @ v))
 
 
-@cases.variant("ALiBi slopes in a buffer", Keeps.SHARDS, Vectors)
+@cases.variant("ALiBi slopes in a buffer", Sharding.SHARDS, Vectors)
 class AlibiBuffer(HuggingFace):
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class AlibiBuffer(HuggingFace):
         return self.o_proj(merge_heads(causal_weights(scores) @ v))
 
 
-@cases.variant("ALiBi slopes in a buffer, sliced to n_heads", Keeps.SHARDS)
+@cases.variant("ALiBi slopes in a buffer, sliced to n_heads", Sharding.SHARDS)
 class AlibiSlice(Separate):
     def __init__(self) -> None:
         super().__init__()
@@ -84,21 +84,21 @@ class AlibiSlice(Separate):
         return self.wo(merge_heads(causal_weights(scores) @ v))
 
 
-@cases.add("rotary, halves", Keeps.HEADS)
+@cases.add("rotary, halves", Sharding.HEADS)
 class RotaryHalves(Separate):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (split_heads(layer(x), self.n_heads) for layer in (self.wq, self.wk, self.wv))
         cos, sin = (torch.cat((each, each), dim=-1) for each in rotary_tables(x.shape[1], HEAD_DIM, x.dtype))
-        q, k = (each * cos + self._turned(each) * sin for each in (q, k))
+        q, k = (each * cos + self._rotated(each) * sin for each in (q, k))
         return self.wo(merge_heads(attend(q, k, v)))
 
     @staticmethod
-    def _turned(heads: Tensor) -> Tensor:
+    def _rotated(heads: Tensor) -> Tensor:
         first, second = heads.chunk(2, dim=-1)
         return torch.cat((-second, first), dim=-1)
 
 
-@cases.add("rotary, interleaved pairs", Keeps.HEADS, Vectors)
+@cases.add("rotary, interleaved pairs", Sharding.HEADS, Vectors)
 class RotaryPairs(HuggingFace):
     def forward(self, hidden_states: Tensor) -> Tensor:
         layers = (self.q_proj, self.k_proj, self.v_proj)
@@ -107,33 +107,33 @@ class RotaryPairs(HuggingFace):
             each.repeat_interleave(2, dim=-1)
             for each in rotary_tables(hidden_states.shape[1], HEAD_DIM, hidden_states.dtype)
         )
-        q, k = (each * cos + self._turned(each) * sin for each in (q, k))
+        q, k = (each * cos + self._rotated(each) * sin for each in (q, k))
         return self.o_proj(merge_heads(attend(q, k, v)))
 
     @staticmethod
-    def _turned(heads: Tensor) -> Tensor:
+    def _rotated(heads: Tensor) -> Tensor:
         return torch.stack((-heads[..., 1::2], heads[..., ::2]), dim=-1).flatten(-2)
 
 
-@cases.add("rotary, complex", Keeps.HEADS, Module, n_kv_heads=4)
+@cases.add("rotary, complex", Sharding.HEADS, Module, n_kv_heads=4)
 class RotaryComplex(Separate):
     def __init__(self, n_kv_heads: int) -> None:
         super().__init__(n_kv_heads=n_kv_heads)
         self.register_buffer("freqs_cis", torch.complex(*rotary_tables(MAX_LENGTH, HEAD_DIM, torch.float64)))
 
     def forward(self, x: Tensor) -> Tensor:
-        q = self._turned(split_heads(self.wq(x), self.n_heads))
+        q = self._rotated(split_heads(self.wq(x), self.n_heads))
         k, v = (split_heads(layer(x), self.n_kv_heads) for layer in (self.wk, self.wv))
         groups = self.n_heads // self.n_kv_heads
-        k, v = (each.repeat_interleave(groups, dim=1) for each in (self._turned(k), v))
+        k, v = (each.repeat_interleave(groups, dim=1) for each in (self._rotated(k), v))
         return self.wo(merge_heads(attend(q, k, v)))
 
-    def _turned(self, heads: Tensor) -> Tensor:
+    def _rotated(self, heads: Tensor) -> Tensor:
         pairs = torch.view_as_complex(heads.contiguous().unflatten(-1, (-1, 2)))
         return torch.view_as_real(pairs * self.freqs_cis[: heads.shape[2]]).flatten(-2)
 
 
-@cases.add("causal mask in a buffer", Keeps.HEADS)
+@cases.add("causal mask in a buffer", Sharding.HEADS)
 class MaskBuffer(Separate):
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class MaskBuffer(Separate):
         return self.wo(merge_heads(scores.softmax(-1) @ v))
 
 
-@cases.add("sliding window", Keeps.HEADS, Vectors)
+@cases.add("sliding window", Sharding.HEADS, Vectors)
 class SlidingWindow(HuggingFace):
     def forward(self, hidden_states: Tensor) -> Tensor:
         layers = (self.q_proj, self.k_proj, self.v_proj)
@@ -157,7 +157,7 @@ class SlidingWindow(HuggingFace):
         return self.o_proj(merge_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=mask)))
 
 
-@cases.variant("windows that differ between heads", Keeps.SHARDS)
+@cases.variant("windows that differ between heads", Sharding.SHARDS)
 class WindowOfHead(Separate):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (split_heads(layer(x), self.n_heads) for layer in (self.wq, self.wk, self.wv))
@@ -168,14 +168,14 @@ class WindowOfHead(Separate):
         return self.wo(merge_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=mask)))
 
 
-class _InTwoParts(Tokens):
+class _InTwoCalls(Tokens):
     """Takes a sequence in two calls, as generation does."""
 
     def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         return super().forward(ids[:, :3]), super().forward(ids[:, 3:])
 
 
-@cases.add("cache of keys and values in the module", Keeps.ANY, _InTwoParts)
+@cases.add("cache of keys and values in the module", Sharding.ANY, _InTwoCalls)
 class Cached(Separate):
     """In eval mode each call attends to the tokens of earlier calls, too."""
 
@@ -195,7 +195,7 @@ class Cached(Separate):
         return self.wo(merge_heads((q @ k.transpose(-2, -1) / 2).softmax(-1) @ v))
 
 
-@cases.add("cache of keys and values in buffers", Keeps.ANY, _InTwoParts)
+@cases.add("cache of keys and values in buffers", Sharding.ANY, _InTwoCalls)
 class CachedInBuffers(Separate):
     """In eval mode each call replaces the oldest tokens by its own."""
 

@@ -11,9 +11,9 @@ from strategy.attention_zoo.zoo import (
     Cases,
     Fused,
     HuggingFace,
-    Keeps,
     Module,
     Separate,
+    Sharding,
     Vectors,
     attend,
     merge_heads,
@@ -26,7 +26,7 @@ from support.models import Conv1D
 cases = Cases()
 
 
-@cases.add("biases in every projection", Keeps.HEADS, bias=True)
+@cases.add("biases in every projection", Sharding.HEADS, bias=True)
 class Biases(Separate):
     def forward(self, x: Tensor) -> Tensor:
         b, t, _ = x.shape
@@ -36,7 +36,7 @@ class Biases(Separate):
         return self.wo(merge_heads(attend(q, k, v)))
 
 
-@cases.add("query, key, value and proj", Keeps.ANY)
+@cases.add("query, key, value and proj", Sharding.ANY)
 class QueryKeyValue(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class QueryKeyValue(nn.Module):
         return self.proj(merge_heads(attend(q, k, v)))
 
 
-@cases.add("to_q, to_k, to_v and to_out with a dropout", Keeps.ANY, Vectors)
+@cases.add("to_q, to_k, to_v and to_out with a dropout", Sharding.ANY, Vectors)
 class ToQuery(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class ToQuery(nn.Module):
         return self.to_out(merge_heads(attend(q, k, v)))
 
 
-@cases.add("projections in a ModuleDict", Keeps.ANY)
+@cases.add("projections in a ModuleDict", Sharding.ANY)
 class InModuleDict(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class InModuleDict(nn.Module):
         return self.projections["wo"](merge_heads(attend(q, k, v)))
 
 
-@cases.variant("projections in a ModuleList", Keeps.ANY, Vectors)
+@cases.variant("projections in a ModuleList", Sharding.ANY, Vectors)
 class InModuleList(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class InModuleList(nn.Module):
         return self.output(merge_heads(attend(q, k, v)))
 
 
-@cases.add("a weight read without calling its layer", Keeps.ANY)
+@cases.add("a weight read without calling its layer", Sharding.ANY)
 class ReadsWeight(Separate):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = F.linear(x, self.wq.weight), self.wk(x), self.wv(x)
@@ -94,14 +94,14 @@ class ReadsWeight(Separate):
         return self.wo(merge_heads(attend(q, k, v)))
 
 
-@cases.variant("the output layer's weight read without calling it", Keeps.ANY, bias=True)
+@cases.variant("the output layer's weight read without calling it", Sharding.ANY, bias=True)
 class ReadsOutputWeight(Separate):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (split_heads(layer(x), self.n_heads) for layer in (self.wq, self.wk, self.wv))
         return F.linear(merge_heads(attend(q, k, v)), self.wo.weight, self.wo.bias)
 
 
-@cases.variant("the weights of keys and values joined in the forward", Keeps.ANY)
+@cases.variant("the weights of keys and values joined in the forward", Sharding.ANY)
 class JoinsWeights(Separate):
     def forward(self, x: Tensor) -> Tensor:
         keys_and_values = F.linear(x, torch.cat((self.wk.weight, self.wv.weight)))
@@ -109,7 +109,7 @@ class JoinsWeights(Separate):
         return self.wo(merge_heads(attend(q, k, v)))
 
 
-@cases.add("weights tied between queries and keys", Keeps.ANY)
+@cases.add("weights tied between queries and keys", Sharding.ANY)
 class TiedQueryAndKey(Separate):
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class TiedQueryAndKey(Separate):
         return self.wo(merge_heads(attend(q, k, v)))
 
 
-@cases.add("one layer called for queries and keys", Keeps.SHARDS)
+@cases.add("one layer called for queries and keys", Sharding.SHARDS)
 class OneLayerTwice(Separate):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.wq(x), self.wq(x.flip(-1)) + self.wk(x), self.wv(x)
@@ -128,14 +128,14 @@ class OneLayerTwice(Separate):
         return self.wo(merge_heads(attend(q, k, v)))
 
 
-@cases.variant("one layer is keys and values", Keeps.SHARDS)
+@cases.variant("one layer is keys and values", Sharding.SHARDS)
 class KeysAreValues(Separate):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (split_heads(layer(x), self.n_heads) for layer in (self.wq, self.wk, self.wv))
         return self.wo(merge_heads(attend(q, k, k) + attend(k, q, v)))
 
 
-@cases.add("LoRA beside the queries", Keeps.SHARDS, Module)
+@cases.add("LoRA beside the queries", Sharding.SHARDS, Module)
 class LoraQuery(Separate):
     def __init__(self) -> None:
         super().__init__()
@@ -147,14 +147,14 @@ class LoraQuery(Separate):
         return self.wo(merge_heads(attend(q, k, v)))
 
 
-@cases.add("fused: chunk(3)", Keeps.SHARDS)
+@cases.add("fused: chunk(3)", Sharding.SHARDS)
 class FusedChunks(Fused):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (split_heads(each, self.num_heads) for each in self.qkv(x).chunk(3, dim=-1))
         return self.proj(merge_heads(attend(q, k, v)))
 
 
-@cases.variant("fused: [3, h, d], permuted", Keeps.SHARDS, Vectors, bias=False)
+@cases.variant("fused: [3, h, d], permuted", Sharding.SHARDS, Vectors, bias=False)
 class FusedPermuted(Fused):
     def forward(self, x: Tensor) -> Tensor:
         b, t, dim = x.shape
@@ -162,7 +162,7 @@ class FusedPermuted(Fused):
         return self.proj(merge_heads(attend(q, k, v)))
 
 
-@cases.add("fused: [h, 3, d] as GPT-NeoX", Keeps.SHARDS, Vectors)
+@cases.add("fused: [h, 3, d] as GPT-NeoX", Sharding.SHARDS, Vectors)
 class FusedNeoX(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class FusedNeoX(nn.Module):
         return self.dense(merge_heads(attend(q, k, v)))
 
 
-@cases.variant("fused: [h, 3, d] as Bloom", Keeps.SHARDS)
+@cases.variant("fused: [h, 3, d] as Bloom", Sharding.SHARDS)
 class FusedBloom(FusedNeoX):
     def forward(self, hidden_states: Tensor) -> Tensor:
         fused = self.query_key_value(hidden_states)
@@ -185,7 +185,7 @@ class FusedBloom(FusedNeoX):
         return self.dense(merge_heads(attend(q, k, v)))
 
 
-@cases.add("fused: Conv1D as GPT-2", Keeps.SHARDS)
+@cases.add("fused: Conv1D as GPT-2", Sharding.SHARDS)
 class FusedConv1d(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ class FusedConv1d(nn.Module):
         return self.c_proj(merge_heads(attend(q, k, v)))
 
 
-@cases.add("fused: keys and values in wkv", Keeps.ANY)
+@cases.add("fused: keys and values in wkv", Sharding.ANY)
 class FusedKeyValue(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ class FusedKeyValue(nn.Module):
         return self.wo(merge_heads(attend(q, k, v)))
 
 
-@cases.variant("fused: one parameter without a layer", Keeps.ANY)
+@cases.variant("fused: one parameter without a layer", Sharding.ANY)
 class FusedParameter(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ class FusedParameter(nn.Module):
         return self.proj(merge_heads(attend(q, k, v)))
 
 
-@cases.add("x gates the output", Keeps.SHARDS, Vectors)
+@cases.add("x gates the output", Sharding.SHARDS, Vectors)
 class GatedByInput(HuggingFace):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (split_heads(layer(x), self.num_heads) for layer in (self.q_proj, self.k_proj, self.v_proj))

@@ -11,9 +11,9 @@ from strategy.attention_zoo.zoo import (
     Block,
     Cases,
     HuggingFace,
-    Keeps,
     Module,
     Separate,
+    Sharding,
     Tokens,
     Vectors,
     attend,
@@ -27,9 +27,9 @@ from torch import Tensor, nn
 cases = Cases()
 
 
-@cases.add("SDPA: a bool mask", Keeps.HEADS, mask="bool")
-@cases.variant("SDPA: a float mask and a scale", Keeps.HEADS, Module, mask="float", scale=0.3)
-@cases.add("SDPA: is_causal and dropout_p=0.0", Keeps.HEADS, is_causal=True, dropout_p=0.0)
+@cases.add("SDPA: a bool mask", Sharding.HEADS, mask="bool")
+@cases.variant("SDPA: a float mask and a scale", Sharding.HEADS, Module, mask="float", scale=0.3)
+@cases.add("SDPA: is_causal and dropout_p=0.0", Sharding.HEADS, is_causal=True, dropout_p=0.0)
 class Kernel(Separate):
     def __init__(self, mask: str = "", **options: object) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Kernel(Separate):
         return self.wo(merge_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **self.options)))
 
 
-@cases.add("SDPA: dropout", Keeps.SHARDS, Vectors)
+@cases.add("SDPA: dropout", Sharding.SHARDS, Vectors)
 class KernelDropout(HuggingFace):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (split_heads(layer(x), self.num_heads) for layer in (self.q_proj, self.k_proj, self.v_proj))
@@ -51,7 +51,7 @@ class KernelDropout(HuggingFace):
         return self.o_proj(merge_heads(F.scaled_dot_product_attention(q, k, v, dropout_p=p)))
 
 
-@cases.add("einsum", Keeps.HEADS)
+@cases.add("einsum", Sharding.HEADS)
 class Einsum(Separate):
     def forward(self, x: Tensor) -> Tensor:
         shape = (*x.shape[:2], self.n_heads, self.head_dim)
@@ -60,7 +60,7 @@ class Einsum(Separate):
         return self.wo(torch.einsum("bhts,bshd->bthd", weights, v).reshape(*x.shape[:2], -1))
 
 
-@cases.add("weights dropped by nn.Dropout", Keeps.SHARDS)
+@cases.add("weights dropped by nn.Dropout", Sharding.SHARDS)
 class ModuleDropout(Separate):
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class ModuleDropout(Separate):
         return self.wo(merge_heads(self.dropout(causal_weights(q @ k.transpose(-2, -1) / 2)) @ v))
 
 
-@cases.add("weights dropped by F.dropout", Keeps.SHARDS, Vectors)
+@cases.add("weights dropped by F.dropout", Sharding.SHARDS, Vectors)
 class FunctionalDropout(HuggingFace):
     def forward(self, hidden_states: Tensor) -> Tensor:
         layers = (self.q_proj, self.k_proj, self.v_proj)
@@ -80,7 +80,7 @@ class FunctionalDropout(HuggingFace):
         return self.o_proj(merge_heads(weights @ v))
 
 
-@cases.add("heads dropped", Keeps.SHARDS)
+@cases.add("heads dropped", Sharding.SHARDS)
 class HeadDropout(Separate):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (split_heads(layer(x), self.n_heads) for layer in (self.wq, self.wk, self.wv))
@@ -109,7 +109,7 @@ class _WeightsModel(Tokens):
         return self.head(self.norm(x)), *all_weights
 
 
-@cases.add("weights returned beside the output", Keeps.SHARDS, _WeightsModel)
+@cases.add("weights returned beside the output", Sharding.SHARDS, _WeightsModel)
 class ReturnsWeights(Separate):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v = (split_heads(layer(x), self.n_heads) for layer in (self.wq, self.wk, self.wv))
@@ -117,7 +117,7 @@ class ReturnsWeights(Separate):
         return self.wo(merge_heads(weights @ v)), weights
 
 
-@cases.variant("mean weights returned beside the output", Keeps.SHARDS, _WeightsModel)
+@cases.variant("mean weights returned beside the output", Sharding.SHARDS, _WeightsModel)
 class ReturnsMeanWeights(Separate):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v = (split_heads(layer(x), self.n_heads) for layer in (self.wq, self.wk, self.wv))
@@ -131,7 +131,7 @@ class _PenalizesWeights(Tokens):
         return logits, sum(block.attn.last_weights.square().mean() for block in self.blocks)
 
 
-@cases.add("weights kept and read by the model", Keeps.ANY, _PenalizesWeights)
+@cases.add("weights kept and read by the model", Sharding.ANY, _PenalizesWeights)
 class KeepsWeights(Separate):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (split_heads(layer(x), self.n_heads) for layer in (self.wq, self.wk, self.wv))
@@ -139,9 +139,9 @@ class KeepsWeights(Separate):
         return self.wo(merge_heads(self.last_weights @ v))
 
 
-@cases.variant("temperature: a number", Keeps.HEADS)
-@cases.variant("temperature: learned", Keeps.SHARDS, shape=())
-@cases.add("temperature: learned for each head", Keeps.SHARDS, shape=(NUM_HEADS, 1, 1))
+@cases.variant("temperature: a number", Sharding.HEADS)
+@cases.variant("temperature: learned", Sharding.SHARDS, shape=())
+@cases.add("temperature: learned for each head", Sharding.SHARDS, shape=(NUM_HEADS, 1, 1))
 class Temperature(Separate):
     def __init__(self, shape: tuple[int, ...] | None = None) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class Temperature(Separate):
         return self.wo(merge_heads(causal_weights(q @ k.transpose(-2, -1) * self.temperature) @ v))
 
 
-@cases.add("sinks: a learned logit for each head", Keeps.SHARDS, Vectors)
+@cases.add("sinks: a learned logit for each head", Sharding.SHARDS, Vectors)
 class Sinks(HuggingFace):
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class Sinks(HuggingFace):
         return self.o_proj(merge_heads(torch.cat((scores, sinks), dim=-1).softmax(-1)[..., :-1] @ v))
 
 
-@cases.add("talking heads", Keeps.SHARDS)
+@cases.add("talking heads", Sharding.SHARDS)
 class TalkingHeads(Separate):
     def __init__(self) -> None:
         super().__init__()
@@ -182,8 +182,8 @@ class TalkingHeads(Separate):
         return layer(heads.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
-@cases.add("gates: a layer to n_heads", Keeps.SHARDS, gate="layer")
-@cases.variant("gates: a parameter for each head", Keeps.SHARDS, gate="parameter")
+@cases.add("gates: a layer to n_heads", Sharding.SHARDS, gate="layer")
+@cases.variant("gates: a parameter for each head", Sharding.SHARDS, gate="parameter")
 class Gates(Separate):
     def __init__(self, gate: str) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class Gates(Separate):
         return self.wo(merge_heads(attend(q, k, v) * torch.sigmoid(gate)))
 
 
-@cases.add("linear attention", Keeps.HEADS)
+@cases.add("linear attention", Sharding.HEADS)
 class LinearAttention(Separate):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (split_heads(layer(x), self.n_heads) for layer in (self.wq, self.wk, self.wv))
@@ -204,7 +204,7 @@ class LinearAttention(Separate):
         return self.wo(merge_heads(q @ (k.transpose(-2, -1) @ v) / norms))
 
 
-@cases.variant("keys with a softmax over all their features", Keeps.SHARDS, Vectors)
+@cases.variant("keys with a softmax over all their features", Sharding.SHARDS, Vectors)
 class FeatureSoftmax(HuggingFace):
     def forward(self, x: Tensor) -> Tensor:
         q, k = self.q_proj(x).softmax(dim=-1), self.k_proj(x).softmax(dim=1)
@@ -212,7 +212,7 @@ class FeatureSoftmax(HuggingFace):
         return self.o_proj(merge_heads(q @ (k.transpose(-2, -1) @ v)))
 
 
-@cases.add("differential attention", Keeps.SHARDS)
+@cases.add("differential attention", Sharding.SHARDS)
 class Differential(nn.Module):
     """Two softmaxes for each of NUM_HEADS / 2 heads, whose values have 2 * HEAD_DIM features."""
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from strategy.attention_zoo.zoo import FLOAT_FEATURES, VOCAB, Case, Keeps
+from strategy.attention_zoo.zoo import FLOAT_FEATURES, VOCAB, Case, Sharding
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -37,11 +37,11 @@ _WEFT_FOLDERS = tuple(Path(module.__file__).resolve().parent for module in (weft
 
 @dataclass
 class Outcome:
-    """Result of a case on one rank. `kept`: how the rank holds the attention's weights; None after an early error."""
+    """Result of a case on one rank. `sharding`: how it holds the attention's weights; None after an early error."""
 
     name: str
     result: str = "equal"
-    kept: Keeps | None = None
+    sharding: Sharding | None = None
     details: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -67,7 +67,7 @@ def compare(case: Case, mesh: DeviceMesh, plan: Any) -> Outcome:
         model = weft.parallelize(model, mesh, plan)
         pair = _Pair(model, reference, outcome, getattr(reference, "takes_floats", False))
         pair.run("training", LENGTHS[0], seed=0)
-        outcome.kept = kept(model, reference)
+        outcome.sharding = sharding(model, reference)
         has_stepped = True
         pair.step()
         pair.train(False)
@@ -90,14 +90,14 @@ def is_clear_error(error: Exception, module_names: Iterable[str]) -> bool:
     return any(f"'{name}'" in str(error) for name in module_names)
 
 
-def kept(model: nn.Module, reference: nn.Module) -> Keeps:
+def sharding(model: nn.Module, reference: nn.Module) -> Sharding:
     """Return how this rank holds the weights of a parallelized model's attention."""
     full = {name: tuple(parameter.shape) for name, parameter in reference.named_parameters()}
     rows = [row for row in weft.strategy.report(model).rows if set(_ATTENTIONS) & set(row.parameter.split("."))]
     sharded = [row for row in rows if row.local_shape != full.get(row.parameter, row.local_shape)]
     if not sharded:
-        return Keeps.ANY
-    return Keeps.HEADS if {"column", "row"} <= {row.style for row in sharded} else Keeps.SHARDS
+        return Sharding.ANY
+    return Sharding.HEADS if {"column", "row"} <= {row.style for row in sharded} else Sharding.SHARDS
 
 
 @dataclass
@@ -114,7 +114,7 @@ class _Pair:
     def run(self, when: str, length: int, seed: int) -> None:
         """Run one forward and backward of both from the same random state; gradients accumulate until `step`."""
         ours, theirs = (_forward(each, self._input(length, seed), seed) for each in (self.model, self.reference))
-        with self._noted(when):
+        with self._recorded(when):
             assert len(ours) == len(theirs)
             for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
                 assert a.shape == b.shape, f"output {i} is {tuple(a.shape)}, not {tuple(b.shape)}"
@@ -122,16 +122,16 @@ class _Pair:
                 assert error <= TOLERANCE, f"output {i} differs by {error:.1e}"
         for outputs in (ours, theirs):
             sum(each.square().mean() for each in outputs).backward()
-        with self._noted(when):
+        with self._recorded(when):
             assert_gradients_agree(self.model, self.reference, TOLERANCE)
-        with self._noted(when):
+        with self._recorded(when):
             self._assert_buffers_agree()
 
     def step(self) -> None:
         for each in (self.model, self.reference):
             torch.optim.SGD(each.parameters(), lr=LEARNING_RATE).step()
             each.zero_grad()
-        with self._noted("after a step"):
+        with self._recorded("after a step"):
             assert_weights_agree(self.model, self.reference, lambda weight: TOLERANCE * weight.norm().item())
 
     def _input(self, length: int, seed: int) -> Tensor:
@@ -150,7 +150,7 @@ class _Pair:
             assert error <= TOLERANCE * theirs[name].abs().sum(), f"buffer {name} differs by {error:.1e}"
 
     @contextlib.contextmanager
-    def _noted(self, when: str) -> Iterator[None]:
+    def _recorded(self, when: str) -> Iterator[None]:
         try:
             yield
         except AssertionError as error:

@@ -18,7 +18,7 @@ from strategy.attention_zoo import (
     cases_scores,
 )
 from strategy.attention_zoo.comparison import Outcome, compare, is_clear_error, worst
-from strategy.attention_zoo.zoo import Case, Keeps
+from strategy.attention_zoo.zoo import Case, Sharding
 
 import weft
 from support.parity import tensor_parallel
@@ -52,7 +52,7 @@ def on_all_ranks(world_size: int, cases: Iterable[Case], verified: bool = True) 
     """Return the worst outcome among the ranks for each case that runs on `world_size` ranks."""
     names = [case.name for case in cases if world_size in case.world_sizes]
     ranks = run_on_ranks(world_size, compare_all, timeout=280, names=names, verified=verified)
-    return [worst(of_case) for of_case in zip(*ranks, strict=True)]
+    return [worst(outcomes_of_case) for outcomes_of_case in zip(*ranks, strict=True)]
 
 
 @functools.cache
@@ -61,27 +61,31 @@ def outcomes(world_size: int) -> list[Outcome]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_attention_equals_its_unsharded_self_or_raises_a_clear_error(world_size: int) -> None:
+def test_attention_matches_unsharded_or_raises_clear_error(world_size: int) -> None:
     found = outcomes(world_size)
     bad = [str(outcome) for outcome in found if outcome.result not in ("equal", "unsupported")]
     assert not bad, f"{len(bad)} of {len(found)} on {world_size} ranks:\n" + "\n".join(bad)
 
 
 @pytest.mark.parametrize("world_size", [2])
-def test_attention_keeps_its_weights_sharded(world_size: int) -> None:
+def test_attention_weights_are_sharded(world_size: int) -> None:
     found = outcomes(world_size)
-    at_least = {Keeps.ANY: set(Keeps) | {None}, Keeps.SHARDS: {Keeps.SHARDS, Keeps.HEADS}, Keeps.HEADS: {Keeps.HEADS}}
+    at_least = {
+        Sharding.ANY: set(Sharding) | {None},
+        Sharding.SHARDS: {Sharding.SHARDS, Sharding.HEADS},
+        Sharding.HEADS: {Sharding.HEADS},
+    }
     bad = [
-        f"{outcome.name}: expected {CASES[outcome.name].keeps.value}, found {outcome.result}, {outcome.kept}"
+        f"{outcome.name}: expected {CASES[outcome.name].min_sharding.value}, found {outcome.result}, {outcome.sharding}"
         for outcome in found
-        if outcome.kept not in at_least[CASES[outcome.name].keeps]
+        if outcome.sharding not in at_least[CASES[outcome.name].min_sharding]
     ]
     assert not bad, "\n".join(bad)
-    assert sum(outcome.result == "equal" and outcome.kept in at_least[Keeps.SHARDS] for outcome in found) >= 30
+    assert sum(outcome.result == "equal" and outcome.sharding in at_least[Sharding.SHARDS] for outcome in found) >= 30
 
 
 @pytest.mark.parametrize("world_size", [2])
-def test_the_zoo_finds_heads_that_are_sharded_without_verification(world_size: int) -> None:
+def test_zoo_detects_wrong_shards_without_verification(world_size: int) -> None:
     """Uses the cases of one file, to save time."""
     counts = Counter(
         outcome.result for outcome in on_all_ranks(world_size, cases_head_counts.cases.all, verified=False)
@@ -93,19 +97,19 @@ def test_cases_have_unique_names() -> None:
     assert len(CASES) == sum(len(file.cases.all) for file in FILES) >= 40
 
 
-def raised(function: object, *arguments: object) -> Exception:
+def error_of(function: object, *arguments: object) -> Exception:
     with pytest.raises(Exception) as caught:
         function(*arguments)
     return caught.value
 
 
-def test_only_an_error_of_weft_that_names_a_module_is_clear() -> None:
-    def own() -> None:
+def test_clear_errors_are_of_weft_and_name_a_module() -> None:
+    def raise_outside_weft() -> None:
         raise ValueError("'blocks.0.attn' is no attention")
 
-    names_it = raised(Plan, "'blocks.0.attn'")  # Plan quotes a string that it cannot parse
-    assert "'blocks.0.attn'" in str(names_it)
-    assert is_clear_error(names_it, ["blocks.0.attn"])
-    assert not is_clear_error(names_it, ["blocks.1.attn"])
-    assert not is_clear_error(raised(own), ["blocks.0.attn"])
-    assert not is_clear_error(raised(weft.strategy.report, None), ["blocks.0.attn"])
+    weft_error = error_of(Plan, "'blocks.0.attn'")  # Plan quotes a string that it cannot parse
+    assert "'blocks.0.attn'" in str(weft_error)
+    assert is_clear_error(weft_error, ["blocks.0.attn"])
+    assert not is_clear_error(weft_error, ["blocks.1.attn"])
+    assert not is_clear_error(error_of(raise_outside_weft), ["blocks.0.attn"])
+    assert not is_clear_error(error_of(weft.strategy.report, None), ["blocks.0.attn"])

@@ -19,7 +19,7 @@ VOCAB, FLOAT_FEATURES = 40, 20
 NUM_BLOCKS = 2
 
 
-class Keeps(enum.Enum):
+class Sharding(enum.Enum):
     """The least sharding of an attention's weights by plan="auto" on two ranks; results must always be the same."""
 
     HEADS = "sharded by heads"
@@ -33,7 +33,7 @@ class Case:
 
     name: str
     attention: Callable[[], nn.Module]
-    keeps: Keeps
+    min_sharding: Sharding
     model: Callable[[Callable[[], nn.Module]], nn.Module]
     world_sizes: tuple[int, ...]
 
@@ -58,7 +58,7 @@ class Case:
 
 @dataclass
 class Cases:
-    """The cases of one file. `@cases.add(name, keeps, ...)` above a class adds a model with this attention.
+    """The cases of one file. `@cases.add(name, min_sharding, ...)` above a class adds a model with this attention.
 
     `model` (default: Tokens) is called with the constructor, to which further arguments are bound. A `variant` differs
     from another case by a detail and runs on two ranks only, to save time.
@@ -66,17 +66,17 @@ class Cases:
 
     all: list[Case] = field(default_factory=list)
 
-    def add(self, name: str, keeps: Keeps, model: Any = None, **arguments: Any) -> Any:
-        return self._added(name, keeps, model, (2, 3, 4), arguments)
+    def add(self, name: str, min_sharding: Sharding, model: Any = None, **arguments: Any) -> Any:
+        return self._added(name, min_sharding, model, (2, 3, 4), arguments)
 
-    def variant(self, name: str, keeps: Keeps, model: Any = None, **arguments: Any) -> Any:
-        return self._added(name, keeps, model, (2,), arguments)
+    def variant(self, name: str, min_sharding: Sharding, model: Any = None, **arguments: Any) -> Any:
+        return self._added(name, min_sharding, model, (2,), arguments)
 
     def _added(
-        self, name: str, keeps: Keeps, model: Any, world_sizes: tuple[int, ...], arguments: dict[str, Any]
+        self, name: str, min_sharding: Sharding, model: Any, world_sizes: tuple[int, ...], arguments: dict[str, Any]
     ) -> Callable[[type[nn.Module]], type[nn.Module]]:
         def add(cls: type[nn.Module]) -> type[nn.Module]:
-            self.all.append(Case(name, lambda: cls(**arguments), keeps, model or Tokens, world_sizes))
+            self.all.append(Case(name, lambda: cls(**arguments), min_sharding, model or Tokens, world_sizes))
             return cls
 
         return add

@@ -36,13 +36,13 @@ class Net(nn.Module):
         return self.head(self.norm(self.layers(x)))
 
 
-def test_layers_with_parameters_are_where_stages_may_begin() -> None:
+def test_stages_begin_at_layers_with_parameters() -> None:
     blocks = [f"layers.{i}" for i in range(6)]
     assert candidates(Llama(ARGS)) == ["tok_embeddings", *blocks, "norm", "output"]
     assert candidates(Net()) == ["norm", *(f"layers.{i}" for i in (0, 2, 4, 6)), "head"]
 
 
-def test_parameters_are_balanced_but_not_those_that_are_looked_up() -> None:
+def test_balance_by_parameters_without_embeddings() -> None:
     """If the embedding's parameters counted, the cut would be at layers.1."""
     model = Llama(LlamaArgs(n_layers=6, vocab_size=600))
     model.output = nn.Linear(16, 4)
@@ -65,24 +65,24 @@ def convolutions() -> nn.Sequential:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_operations_are_balanced_if_they_can_be_counted(device: str) -> None:
+def test_balance_by_operations(device: str) -> None:
     with torch.device(device):
         model = convolutions()
     assert choose_cuts(model, 2).cuts == ("4",)
-    state, own_state = torch.get_rng_state(), random.getstate()
+    state, python_state = torch.get_rng_state(), random.getstate()
     choice = choose_cuts(model, 2, forward=lambda: model(torch.ones(2, 3, 26, 26) * random.random()))
     assert choice.cuts == ("2",) and "of the floating-point operations." in choice.text
-    assert torch.equal(torch.get_rng_state(), state) and random.getstate() == own_state
+    assert torch.equal(torch.get_rng_state(), state) and random.getstate() == python_state
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_layers_that_are_called_later_than_they_were_registered() -> None:
+def test_layers_called_out_of_registration_order() -> None:
     model = Net()
     choice = choose_cuts(model, 2, forward=lambda: model(torch.ones(4, 8, dtype=torch.float64)))
     assert choice.cuts == ("layers.4",) and choice.layer_stages == {"norm": 1}
 
 
-def test_a_forward_that_cannot_be_counted() -> None:
+def test_uncountable_forward() -> None:
     model = Llama(ARGS)
     choice = choose_cuts(model, 2, forward=lambda: model(1, 2, 3), forward_may_fail=True)
     assert choice.cuts == choose_cuts(model, 2).cuts
@@ -91,7 +91,7 @@ def test_a_forward_that_cannot_be_counted() -> None:
         choose_cuts(model, 2, forward=lambda: model(1, 2, 3))
 
 
-def test_the_limit_of_memory() -> None:
+def test_memory_limit() -> None:
     """The embedding has no operations, but memory for all its rows."""
     model = Llama(LlamaArgs(n_layers=6, vocab_size=1200))
     model.output = nn.Linear(16, 4)
@@ -105,7 +105,7 @@ def test_the_limit_of_memory() -> None:
     assert choice.cuts == ("layers.3",) and "; by estimate, no cut keeps each stage below the device's" in choice.text
 
 
-def test_activations_in_flight_count_where_an_example_shows_them() -> None:
+def test_memory_limit_with_activations_in_flight() -> None:
     """The first of two stages has two micro-batches in flight; there are few parameters."""
     model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(6)))
     rows, options = 1000, {"state_factor": 1.0, "in_flight": [2, 1]}
@@ -133,12 +133,12 @@ def test_numbers_of_stages() -> None:
         num_stages_of(AutoCuts(stages_per_rank=2), Schedule.generate("looped_bfs", 2, 4, 3), 2)
     with pytest.raises(ValueError, match="1f1b"):
         num_stages_of(AutoCuts(stages_per_rank=2), "1f1b", 2)
-    for wrong in ({"stages_per_rank": 0}, {"memory_limit": 1.5}, {"state_factor": 0}):
-        with pytest.raises(ValueError, match=f"AutoCuts got {next(iter(wrong))}=.*; pass a .*number from 1 on"):
-            AutoCuts(**wrong)
+    for invalid in ({"stages_per_rank": 0}, {"memory_limit": 1.5}, {"state_factor": 0}):
+        with pytest.raises(ValueError, match=f"AutoCuts got {next(iter(invalid))}=.*; pass a .*number from 1 on"):
+            AutoCuts(**invalid)
 
 
-class Heard(logging.Handler):
+class LogRecorder(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.texts: list[str] = []
@@ -148,22 +148,22 @@ class Heard(logging.Handler):
 
 
 @on_ranks(2)
-def test_a_pipeline_chooses_and_trains(rank: int, world_size: int) -> None:
+def test_pipeline_with_auto_cuts_trains(rank: int, world_size: int) -> None:
     """The example shows that the norm, registered first, is called last; only rank 0 decides, and logs the choice."""
     mesh = init_device_mesh("cpu", (world_size,))
-    heard, logger = Heard(), logging.getLogger("weft.strategy.pipeline")
-    logger.addHandler(heard)
+    recorder, logger = LogRecorder(), logging.getLogger("weft.strategy.pipeline")
+    logger.addHandler(recorder)
     level, logger.level = logger.level, logging.INFO
     model, reference = Net(), Net()
     x = torch.randn(6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     pipeline = Pipeline(model, mesh, AutoCuts(example=x[:3], memory_limit=10**9), num_micro_batches=2)
-    logger.removeHandler(heard)
+    logger.removeHandler(recorder)
     logger.setLevel(level)
-    assert pipeline.cuts == ("layers.4",) and len(heard.texts) == (rank == 0)
-    loss = pipeline.step(x, lambda part: model(part).square().mean())
-    whole = reference(x).square().mean()
-    whole.backward()
-    torch.testing.assert_close(loss, whole.detach(), rtol=1e-12, atol=0)
+    assert pipeline.cuts == ("layers.4",) and len(recorder.texts) == (rank == 0)
+    loss = pipeline.step(x, lambda micro_batch: model(micro_batch).square().mean())
+    expected_loss = reference(x).square().mean()
+    expected_loss.backward()
+    torch.testing.assert_close(loss, expected_loss.detach(), rtol=1e-12, atol=0)
     expected = dict(reference.named_parameters())
     assert {name for name, _ in model.named_parameters()} < set(expected)
     for name, parameter in model.named_parameters():

@@ -45,7 +45,7 @@ def next_token(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
 
-def assert_trains_as_one_device(
+def assert_matches_one_device(
     world_size: int,
     data_size: int,
     tensor_size: int,
@@ -54,7 +54,7 @@ def assert_trains_as_one_device(
     tie_head: bool,
     num_micro_batches: int,
     *,
-    shards: bool = False,
+    is_fully_sharded: bool = False,
 ) -> None:
     num_ranks = world_size // (data_size * tensor_size)
     stages_per_rank = 2 if kind in ("interleaved", "looped_bfs") else 1
@@ -67,7 +67,7 @@ def assert_trains_as_one_device(
     pipeline = Pipeline(model, mesh, cuts, schedule=kind, num_micro_batches=num_micro_batches)
     weft.parallelize(model, mesh, plan)
     reducer = None
-    if shards:
+    if is_fully_sharded:
         pipeline.fully_shard(mesh["data_parallel"])
     else:
         reducer = GradientReducer(model, mesh["data_parallel"].get_group())
@@ -79,24 +79,24 @@ def assert_trains_as_one_device(
         ours.zero_grad()
         theirs.zero_grad()
         data_rank = mesh["data_parallel"].get_local_rank()
-        part = tuple(tensor.chunk(data_size)[data_rank] for tensor in batch)
+        local_batch = tuple(tensor.chunk(data_size)[data_rank] for tensor in batch)
         with contextlib.nullcontext() if reducer is None else reducer.paused():
-            loss = pipeline.step(part, lambda micro_batch: next_token(model, micro_batch))
+            loss = pipeline.step(local_batch, lambda micro_batch: next_token(model, micro_batch))
         if reducer is not None:
             reducer.finish()
-        own = next_token(reference, part)
-        assert abs(loss - own) <= TOLERANCE * own
+        local_loss = next_token(reference, local_batch)
+        assert abs(loss - local_loss) <= TOLERANCE * local_loss
         next_token(reference, batch).backward()
         for name, parameter in model.named_parameters():
             assert isinstance(parameter, DTensor)
             gradient = expected[name].grad
-            ours_whole = parameter.grad.full_tensor() if shards else parameter.grad
-            assert_close(name, ours_whole, gradient, TOLERANCE * gradient.norm().item() + least)
+            ours_full = parameter.grad.full_tensor() if is_fully_sharded else parameter.grad
+            assert_close(name, ours_full, gradient, TOLERANCE * gradient.norm().item() + least)
         ours.step()
         theirs.step()
     for name, parameter in model.named_parameters():
-        ours_whole = parameter.full_tensor() if shards else parameter
-        assert_close(name, ours_whole, expected[name], TOLERANCE * expected[name].norm().item())
+        ours_full = parameter.full_tensor() if is_fully_sharded else parameter
+        assert_close(name, ours_full, expected[name], TOLERANCE * expected[name].norm().item())
 
 
 @on_ranks(4)
@@ -104,31 +104,31 @@ def assert_trains_as_one_device(
 @pytest.mark.parametrize(("data_size", "tensor_size"), [(1, 2), (2, 1)])
 def test_every_schedule_on_four_ranks(world_size: int, data_size: int, tensor_size: int, kind: str) -> None:
     for num_micro_batches in (1, 2):
-        assert_trains_as_one_device(world_size, data_size, tensor_size, kind, PLAN, False, num_micro_batches)
+        assert_matches_one_device(world_size, data_size, tensor_size, kind, PLAN, False, num_micro_batches)
 
 
 @on_ranks(8, timeout=300)
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_every_schedule_on_eight_ranks(world_size: int, kind: str) -> None:
-    assert_trains_as_one_device(world_size, 2, 2, kind, PLAN, False, 2)
+    assert_matches_one_device(world_size, 2, 2, kind, PLAN, False, 2)
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("kind", SCHEDULES)
 @pytest.mark.parametrize("tie_head", [False, True])
 def test_fully_sharded_stages(world_size: int, tie_head: bool, kind: str) -> None:
-    needs_finalization()
-    assert_trains_as_one_device(world_size, 2, 1, kind, PLAN, tie_head, 2, shards=True)
+    skip_without_finalize_backward()
+    assert_matches_one_device(world_size, 2, 1, kind, PLAN, tie_head, 2, is_fully_sharded=True)
 
 
 @on_ranks(8, timeout=300)
 @pytest.mark.parametrize("kind", ["1f1b", "zero_bubble", "looped_bfs"])
-def test_fully_sharded_stages_cut_over_tensor_parallel_ranks(world_size: int, kind: str) -> None:
-    needs_finalization()
-    assert_trains_as_one_device(world_size, 2, 2, kind, PLAN, True, 2, shards=True)
+def test_fully_sharded_stages_with_tensor_parallelism(world_size: int, kind: str) -> None:
+    skip_without_finalize_backward()
+    assert_matches_one_device(world_size, 2, 2, kind, PLAN, True, 2, is_fully_sharded=True)
 
 
-class ReadsItsEmbedding(nn.Module):
+class ReadsEmbeddingWeight(nn.Module):
     """Its head is its embedding's weight, read as a plain attribute."""
 
     def __init__(self) -> None:
@@ -156,11 +156,11 @@ class WithOffset(nn.Module):
 
 
 @on_ranks(4)
-def test_a_table_of_what_each_rank_holds(world_size: int) -> None:
+def test_rank_reports(world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline_parallel", "tensor_parallel"))
     torch.manual_seed(0)
     model = Llama(LlamaArgs(n_layers=2, dtype=torch.float64))
-    whole = sum(parameter.nbytes for parameter in model.parameters())
+    full_bytes = sum(parameter.nbytes for parameter in model.parameters())
     Pipeline(model, mesh, ["layers.1"], num_micro_batches=2)
     weft.parallelize(model, mesh, PLAN)
     reports = weft.strategy.rank_reports(model)
@@ -173,13 +173,13 @@ def test_a_table_of_what_each_rank_holds(world_size: int) -> None:
         ["2", "1", "layers.1.attention.wq.weight"],
         ["3", "1", "layers.1.attention.wq.weight"],
     ]
-    held = [rank["total_bytes"] for rank in reports.to_dict()]
+    rank_bytes = [rank["total_bytes"] for rank in reports.to_dict()]
     replicated = sum(parameter.nbytes for name, parameter in model.named_parameters() if "norm" in name)
     totals = [torch.zeros((), dtype=torch.long) for _ in range(world_size)]
     dist.all_gather(totals, torch.tensor(replicated))
     # Norms are replicated on both tensor-parallel ranks of their stage.
-    assert sum(held) - sum(int(total) for total in totals[::2]) == whole
-    assert int(lines[1][3].replace(",", "")) == held[0]
+    assert sum(rank_bytes) - sum(int(total) for total in totals[::2]) == full_bytes
+    assert int(lines[1][3].replace(",", "")) == rank_bytes[0]
 
 
 class WithScale(WithOffset):
@@ -195,7 +195,7 @@ class WithScale(WithOffset):
 
 
 @on_ranks(2)
-def test_parameters_of_the_trunk_under_a_plan(world_size: int) -> None:
+def test_trunk_parameters_with_plan(world_size: int) -> None:
     """A plan makes them DTensors; the forward reads plain tensors, which cross to other stages."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pipeline_parallel", "tensor_parallel"))
     torch.manual_seed(0)
@@ -207,9 +207,9 @@ def test_parameters_of_the_trunk_under_a_plan(world_size: int) -> None:
     batch = torch.randn(4, 4, dtype=torch.float64)
     for _ in range(2):
         loss = pipeline.step(batch, lambda x: model(x).square().mean())
-        whole = reference(batch).square().mean()
-        whole.backward()
-    assert abs(loss - whole) <= TOLERANCE * abs(whole)
+        expected_loss = reference(batch).square().mean()
+        expected_loss.backward()
+    assert abs(loss - expected_loss) <= TOLERANCE * abs(expected_loss)
     expected = dict(reference.named_parameters())
     for name, parameter in model.named_parameters():
         assert_close(name, parameter.grad.full_tensor(), expected[name].grad, TOLERANCE)
@@ -219,9 +219,9 @@ def test_parameters_of_the_trunk_under_a_plan(world_size: int) -> None:
 
 
 @on_ranks(8)
-def test_replicas_of_sharded_stages_and_what_they_send(world_size: int) -> None:
+def test_hybrid_sharded_stages_and_collectives(world_size: int) -> None:
     """Each layer is gathered once and reduced once per step, for any number of micro-batches."""
-    needs_finalization()
+    skip_without_finalize_backward()
     names = ("pipeline_parallel", "data_replicate", "data_parallel")
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=names)
     torch.manual_seed(0)
@@ -237,9 +237,9 @@ def test_replicas_of_sharded_stages_and_what_they_send(world_size: int) -> None:
     averaged = 2 if pipeline.stages == (0,) else 0
     messages = {"send": 2 * 4, "recv": 2 * 4}  # a header and its tensor, for each micro-batch
     sums = {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 2, "all_reduce": 2 + averaged}
-    part = batch.chunk(4)[data_rank]
+    local_batch = batch.chunk(4)[data_rank]
     loss = collectives_of(
-        lambda: pipeline.step(part, lambda x: model(x).square().mean()), {**sums, **messages, "broadcast": 1}
+        lambda: pipeline.step(local_batch, lambda x: model(x).square().mean()), {**sums, **messages, "broadcast": 1}
     )
     reference(batch).square().mean().backward()
     assert torch.isfinite(loss)
@@ -253,24 +253,24 @@ def test_replicas_of_sharded_stages_and_what_they_send(world_size: int) -> None:
 
 
 @on_ranks(4)
-def test_sharded_weights_that_are_read_between_layers(world_size: int) -> None:
+def test_sharded_weights_read_between_layers(world_size: int) -> None:
     """They cross with the values of the gathered stage, although it is freed before the send completes."""
-    needs_finalization()
+    skip_without_finalize_backward()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline_parallel", "data_parallel"))
     torch.manual_seed(0)
-    alone = Gpt2(n_layer=2, dtype=torch.float64)
-    pipeline = Pipeline(alone, mesh, ["h.1"], num_micro_batches=2)
+    gpt2 = Gpt2(n_layer=2, dtype=torch.float64)
+    pipeline = Pipeline(gpt2, mesh, ["h.1"], num_micro_batches=2)
     pipeline.fully_shard(mesh["data_parallel"])
     with pytest.raises(ValueError, match="reads the parameters of 'wpe' and never calls it"):
-        pipeline.step(BATCHES[0], lambda micro_batch: next_token(alone, micro_batch))
-    reference = ReadsItsEmbedding()
+        pipeline.step(BATCHES[0], lambda micro_batch: next_token(gpt2, micro_batch))
+    reference = ReadsEmbeddingWeight()
     model = copy.deepcopy(reference)
     pipeline = Pipeline(model, mesh, ["layer"], num_micro_batches=2)
     pipeline.fully_shard(mesh["data_parallel"])
     loss = pipeline.step(BATCHES[0], lambda micro_batch: next_token(model, micro_batch))
-    whole = next_token(reference, BATCHES[0])
-    whole.backward()
-    torch.testing.assert_close(loss, whole.detach(), rtol=1e-12, atol=0)
+    expected_loss = next_token(reference, BATCHES[0])
+    expected_loss.backward()
+    torch.testing.assert_close(loss, expected_loss.detach(), rtol=1e-12, atol=0)
     expected = dict(reference.named_parameters())
     for name, parameter in model.named_parameters():
         assert_close(name, parameter.grad.full_tensor(), expected[name].grad, TOLERANCE)
@@ -279,7 +279,7 @@ def test_sharded_weights_that_are_read_between_layers(world_size: int) -> None:
         torch.testing.assert_close(torch.cat(outputs), reference(BATCHES[0][0]).detach())
 
 
-def needs_finalization() -> None:
+def skip_without_finalize_backward() -> None:
     if not hasattr(FSDPModule, "finalize_backward"):
         pytest.skip("this torch's FSDP2 has no finalize_backward")
 
@@ -290,13 +290,13 @@ def needs_finalization() -> None:
 def test_plans_and_tied_embeddings(world_size: int, plan: str, tie_head: bool) -> None:
     """If tied, the rows of the embedding (first stage) and of the output layer (last stage) are sharded alike."""
     rules = "auto" if plan == "auto" else PLAN
-    assert_trains_as_one_device(world_size, 1, 2, "1f1b", rules, tie_head, 2)
+    assert_matches_one_device(world_size, 1, 2, "1f1b", rules, tie_head, 2)
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("tensor_size", [1, 2])
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
-def test_clipping_by_the_norm_of_all_stages(world_size: int, tensor_size: int, norm_type: float) -> None:
+def test_clipping_by_global_norm(world_size: int, tensor_size: int, norm_type: float) -> None:
     """A tied weight counts once, and its copies stay equal."""
     mesh = init_device_mesh("cpu", (world_size // tensor_size, 1, tensor_size), mesh_dim_names=NAMES)
     torch.manual_seed(0)
@@ -308,8 +308,8 @@ def test_clipping_by_the_norm_of_all_stages(world_size: int, tensor_size: int, n
     pipeline.step(BATCHES[0], lambda micro_batch: next_token(model, micro_batch))
     next_token(reference, BATCHES[0]).backward()
     norm = pipeline.clip_grad_norm(0.05, norm_type)
-    whole = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.05, norm_type)
-    assert abs(norm - whole) <= TOLERANCE * whole and whole > 0.05
+    expected_norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.05, norm_type)
+    assert abs(norm - expected_norm) <= TOLERANCE * expected_norm and expected_norm > 0.05
     expected = dict(reference.named_parameters(remove_duplicate=False))
     for name, parameter in model.named_parameters():
         assert_close(name, parameter.grad, expected[name].grad, 1e-10)
@@ -317,26 +317,26 @@ def test_clipping_by_the_norm_of_all_stages(world_size: int, tensor_size: int, n
 
 @on_ranks(2)
 @pytest.mark.parametrize("kind", ["1f1b", "zero_bubble"])
-@pytest.mark.parametrize("what", ["full", "selective"])
-def test_activation_checkpoints(world_size: int, what: str, kind: str) -> None:
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_activation_checkpoints(world_size: int, policy: str, kind: str) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
     torch.manual_seed(0)
     reference = Llama(LlamaArgs(n_layers=4, dtype=torch.float64))
     model = copy.deepcopy(reference)
     pipeline = Pipeline(model, mesh, ["layers.2"], schedule=kind, num_micro_batches=4)
-    names = checkpoint_activations(model, what)
+    names = checkpoint_activations(model, policy)
     assert names == [f"layers.{2 * pipeline.stages[0] + i}" for i in range(2)]
     loss = pipeline.step(BATCHES[0], lambda micro_batch: next_token(model, micro_batch))
-    whole = next_token(reference, BATCHES[0])
-    whole.backward()
-    assert abs(loss - whole) <= TOLERANCE * whole
+    expected_loss = next_token(reference, BATCHES[0])
+    expected_loss.backward()
+    assert abs(loss - expected_loss) <= TOLERANCE * expected_loss
     expected = dict(reference.named_parameters())
     for name, parameter in model.named_parameters():
         assert_close(name, parameter.grad, expected[name].grad, TOLERANCE)
 
 
 @on_ranks(4)
-def test_checkpoints_are_those_of_the_whole_model(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_checkpoints_match_full_model(rank: int, world_size: int, tmp_path: Path) -> None:
     """torch.distributed.checkpoint saves four stages, and loads into two stages and into the full model."""
     args = LlamaArgs(n_layers=4, dtype=torch.float64)
     torch.manual_seed(0)
@@ -346,21 +346,21 @@ def test_checkpoints_are_those_of_the_whole_model(rank: int, world_size: int, tm
     checkpoint.save({"model": model.state_dict()}, checkpoint_id=tmp_path)
     dist.barrier()
     torch.manual_seed(1)
-    other, whole = Llama(args), Llama(args)
+    other, full = Llama(args), Llama(args)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data_parallel", "pipeline_parallel"))
     Pipeline(other, mesh, ["layers.2"])
-    for loaded in (other, whole):
+    for loaded in (other, full):
         state = {"model": loaded.state_dict()}
         checkpoint.load(state, checkpoint_id=tmp_path)
         loaded.load_state_dict(state["model"])
     expected = dict(reference.named_parameters())
-    for loaded in (other, whole):
+    for loaded in (other, full):
         for name, parameter in loaded.named_parameters():
             assert torch.equal(parameter, expected[name]), name
 
 
 @on_ranks(2)
-def test_models_without_values_get_those_of_the_whole_model(world_size: int) -> None:
+def test_deferred_models_match_full_model(world_size: int) -> None:
     """Each rank materializes only its own layers, with the values of a model that is built in full."""
     args = LlamaArgs(n_layers=4)
     torch.manual_seed(0)
@@ -377,7 +377,7 @@ def test_models_without_values_get_those_of_the_whole_model(world_size: int) -> 
 
 
 @on_ranks(4)
-def test_parts_of_sequences_do_not_cross(world_size: int) -> None:
+def test_sequence_shards_between_stages_raise(world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=NAMES)
     model = Llama(LlamaArgs(n_layers=4))
     pipeline = Pipeline(model, mesh, ["layers.2"], num_micro_batches=2)
@@ -387,7 +387,7 @@ def test_parts_of_sequences_do_not_cross(world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_rules_of_other_stages_are_rules_still(world_size: int) -> None:
+def test_rules_of_other_stages_are_valid(world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size, 1, 1), mesh_dim_names=NAMES)
     model = Llama(LlamaArgs(n_layers=2))
     Pipeline(model, mesh, ["layers.1"])

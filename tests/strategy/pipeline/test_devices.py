@@ -36,7 +36,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.grad.cpu() for name, parameter in model.named_parameters()}
 
 
-def assert_trains_alike(devices: list[str]) -> None:
+def assert_same_training(devices: list[str]) -> None:
     torch.manual_seed(0)
     for make, cuts, x in (
         (lambda: Llama(ARGS), ["layers.1", "layers.2"], torch.randint(37, (2, 5))),
@@ -54,23 +54,23 @@ def assert_trains_alike(devices: list[str]) -> None:
 
 
 def test_one_device_several_times() -> None:
-    assert_trains_alike(["cpu"] * 3)
+    assert_same_training(["cpu"] * 3)
 
 
 @pytest.mark.cuda
 def test_cpu_and_cuda() -> None:
-    assert_trains_alike(["cpu", "cuda", "cuda"])
-    assert_trains_alike(["cuda", "cpu", "cuda"])
+    assert_same_training(["cpu", "cuda", "cuda"])
+    assert_same_training(["cuda", "cpu", "cuda"])
 
 
-def placed(model: nn.Module) -> dict[str, str]:
+def device_types(model: nn.Module) -> dict[str, str]:
     return {name: parameter.device.type for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
-def test_layers_and_what_goes_between_them_are_on_their_devices() -> None:
+def test_layers_and_boundary_values_are_on_their_devices() -> None:
     """The meta device serves as a second device, although it has no values."""
     model = spread_over_devices(Skipping(), ["b", "c"], ["cpu", "meta", "meta"])
-    assert placed(model) == {
+    assert device_types(model) == {
         "a.weight": "cpu",
         "a.bias": "cpu",
         "b.weight": "meta",
@@ -87,9 +87,9 @@ def test_layers_and_what_goes_between_them_are_on_their_devices() -> None:
         model(torch.randn(3, 4))
 
 
-def test_tied_layers_share_the_first_ones_device() -> None:
+def test_tied_layers_are_on_the_first_device() -> None:
     model = spread_over_devices(Llama(ARGS), ["layers.1"], ["cpu", "meta"])
-    devices = placed(model)
+    devices = device_types(model)
     assert model.output.weight is model.tok_embeddings.weight
     assert devices["output.weight"] == devices["layers.0.attention.wq.weight"] == "cpu"
     assert devices["layers.1.attention.wq.weight"] == devices["norm.weight"] == "meta"
@@ -102,12 +102,12 @@ def test_tied_layers_share_the_first_ones_device() -> None:
         (["d"], ["cpu", "cpu"], "stage 1 is to begin at 'd', which is not a module of the model"),
     ],
 )
-def test_refusals(cuts: list[str], devices: list[str], message: str) -> None:
+def test_errors(cuts: list[str], devices: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         spread_over_devices(Skipping(), cuts, devices)
 
 
-def test_a_model_is_spread_once() -> None:
+def test_spreading_twice_raises() -> None:
     model: Any = spread_over_devices(Skipping(), ["b"], ["cpu", "cpu"])
     with pytest.raises(ValueError, match="this Skipping is in stages already; build the model anew"):
         spread_over_devices(model, ["b"], ["cpu", "cpu"])

@@ -18,7 +18,7 @@ from weft.strategy.pipeline import SCHEDULES, Action, Pipeline, Schedule, Span, 
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
-def test_a_schedules_picture(kind, tmp_path):
+def test_drawn_schedule(kind, tmp_path):
     """The picture has a box for each computation and names ranks and kinds; it is the same each time."""
     stages = 2 if kind in ("interleaved", "looped_bfs") else 1
     schedule = Schedule.generate(kind, 3, 5, stages_per_rank=stages)
@@ -43,7 +43,7 @@ def test_planned_above_measured_on_one_page(tmp_path):
     assert svg.index("planned: 0% idle") < svg.index("measured: 30% idle")
 
 
-def test_nothing_to_draw(monkeypatch):
+def test_empty_input_raises(monkeypatch):
     for runs in ((None,), ([[]],), (Schedule.generate("gpipe", 1, 1), [[]])):
         with pytest.raises(ValueError, match="there is nothing to draw"):
             draw(*runs)
@@ -52,7 +52,7 @@ def test_nothing_to_draw(monkeypatch):
         draw(Schedule.generate("gpipe", 1, 1))
 
 
-def test_the_figures_of_the_documentation_are_what_is_drawn():
+def test_documentation_figures_are_up_to_date():
     docs = Path(__file__).resolve().parents[3] / "docs"
     spec = importlib.util.spec_from_file_location("generate_pipeline", docs / "generate_pipeline.py")
     generator = importlib.util.module_from_spec(spec)
@@ -64,7 +64,7 @@ def test_the_figures_of_the_documentation_are_what_is_drawn():
 
 
 @on_ranks(2)
-def test_the_trace_of_a_run(rank: int, world_size: int) -> None:
+def test_traces(rank: int, world_size: int) -> None:
     """Every rank gets the computations of all ranks, in the order of their action lists."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))

@@ -30,47 +30,47 @@ class Failing:
         return loss
 
 
-FINE, BAD = torch.zeros(2, 2), torch.tensor([[0.0, 0.0], [1.0, 0.0]])
+VALID, FAILING = torch.zeros(2, 2), torch.tensor([[0.0, 0.0], [1.0, 0.0]])
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("kind", ["training", "evaluation"])
-def test_the_others_hear_why(rank: int, world_size: int, kind: str) -> None:
+def test_peers_quote_failure(rank: int, world_size: int, kind: str) -> None:
     """The last stage's rank destroys its group, as at the end of its process."""
     group = dist.new_group(backend="cpu:weft")
     step = Failing(DeviceMesh.from_group(group, "cpu"))
     run = step.pipeline.step if kind == "training" else step.pipeline.evaluate
-    run(FINE, step)
+    run(VALID, step)
     if rank == 1:
         with pytest.raises(KeyError, match="no such label"):
-            run(BAD, step)
+            run(FAILING, step)
         dist.destroy_process_group(group)
         return
     with (
         pytest.raises(
             weft.PeerLostError, match=r"^rank 1 left the pipeline's step: KeyError: 'no such label'; rank 0, wh"
         ),
-        step.pipeline.failures.told(),
+        step.pipeline.failures.report_failures(),
     ):
-        run(BAD, step)
+        run(FAILING, step)
         dist.all_reduce(torch.ones(1), group=group)  # in an evaluation the first stage receives nothing
 
 
 @on_ranks(2)
-def test_earlier_failures_are_no_reasons(rank: int, world_size: int) -> None:
+def test_earlier_failures_are_not_quoted(rank: int, world_size: int) -> None:
     """Failures of another pipeline, or of a step that failed on all ranks, are not quoted."""
     group = dist.new_group(backend="cpu:weft")
     mesh = DeviceMesh.from_group(group, "cpu")
     earlier, step = Failing(mesh), Failing(mesh)
     for failures in (earlier.pipeline.failures, step.pipeline.failures):
-        with pytest.raises(ValueError, match="of all ranks"), failures.told():
+        with pytest.raises(ValueError, match="of all ranks"), failures.report_failures():
             raise ValueError("of all ranks")
-    step.pipeline.step(FINE, step)
+    step.pipeline.step(VALID, step)
     if rank == 1:
         dist.destroy_process_group(group)
         return
     with pytest.raises(weft.PeerLostError) as failure:
-        step.pipeline.step(FINE, step)
+        step.pipeline.step(VALID, step)
     assert "left the pipeline" not in str(failure.value)
 
 
@@ -79,13 +79,13 @@ class Changing(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.what = nn.Linear(2, 2), "as recorded"
+        self.linear, self.mode = nn.Linear(2, 2), "as recorded"
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x)
-        if self.what == "frozen":
+        if self.mode == "frozen":
             return y.detach()
-        return torch.cat((y, y)) if self.what == "longer" else y
+        return torch.cat((y, y)) if self.mode == "longer" else y
 
 
 CHANGES = {
@@ -95,26 +95,26 @@ CHANGES = {
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("what", CHANGES)
-def test_what_crosses_is_what_was_recorded(rank: int, world_size: int, what: str) -> None:
+@pytest.mark.parametrize("mode", CHANGES)
+def test_changed_boundary_values_raise(rank: int, world_size: int, mode: str) -> None:
     """The sending rank raises, and the waiting rank quotes its error."""
     group = dist.new_group(backend="cpu:weft")
     layer = Changing()
-    layer.what = "frozen" if what == "thawed" else "as recorded"
+    layer.mode = "frozen" if mode == "thawed" else "as recorded"
     model = nn.Sequential(layer, nn.Linear(2, 2))
     pipeline = Pipeline(model, DeviceMesh.from_group(group, "cpu"), ["1"], num_micro_batches=2)
-    pipeline.step(FINE, lambda x: model(x).sum())
+    pipeline.step(VALID, lambda x: model(x).sum())
     if rank == 1:
-        with pytest.raises(weft.PeerLostError, match=f"^rank 0 left .*Error: .*{CHANGES[what]}.*; rank 1, which"):
-            pipeline.step(FINE, lambda x: model(x).sum())
+        with pytest.raises(weft.PeerLostError, match=f"^rank 0 left .*Error: .*{CHANGES[mode]}.*; rank 1, which"):
+            pipeline.step(VALID, lambda x: model(x).sum())
         return
-    layer.what = what
-    with pytest.raises(RuntimeError, match=CHANGES[what]):
-        pipeline.step(FINE, lambda x: model(x).sum())
+    layer.mode = mode
+    with pytest.raises(RuntimeError, match=CHANGES[mode]):
+        pipeline.step(VALID, lambda x: model(x).sum())
     dist.destroy_process_group(group)
 
 
-LOST = """
+KILLED_RANK = """
 import os, signal, sys, time
 import torch, torch.distributed as dist
 from torch import nn
@@ -140,8 +140,8 @@ except weft.PeerLostError as error:
 """
 
 
-def test_a_killed_rank_is_named_at_once(tmp_path: Path) -> None:
-    result = run_script(LOST, str(tmp_path / "store"), timeout=100)
+def test_killed_rank_is_named_immediately(tmp_path: Path) -> None:
+    result = run_script(KILLED_RANK, str(tmp_path / "store"), timeout=100)
     assert result.returncode == 0, result.stderr
     seconds, _, text = result.stdout.partition(" ")
     assert float(seconds) < 60  # the group's timeout is half an hour

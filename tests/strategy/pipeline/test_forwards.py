@@ -19,19 +19,19 @@ from weft.strategy.pipeline import Pipeline
 class Branching(nn.Module):
     """Its path depends on values or on random numbers, or it calls layers in another order."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, path: str) -> None:
         super().__init__()
-        self.a, self.b, self.what = nn.Linear(4, 4), nn.Linear(4, 4), what
+        self.a, self.b, self.path = nn.Linear(4, 4), nn.Linear(4, 4), path
 
     def forward(self, x: Tensor) -> Tensor:
-        if (self.what == "input" and x.sum() > 0) or (self.what == "chance" and torch.rand(()) > 0.5):
+        if (self.path == "input" and x.sum() > 0) or (self.path == "chance" and torch.rand(()) > 0.5):
             x = x * 2
-        if self.what == "order":
+        if self.path == "order":
             return self.a(self.b(x))
         y = self.a(x)
-        if self.what == "layer" and y.sum() > 0:
+        if self.path == "layer" and y.sum() > 0:
             y = y * 2
-        if self.what == "again":
+        if self.path == "again":
             y = self.a(self.b(y))
         return self.b(y)
 
@@ -53,7 +53,7 @@ class CountingTrunk(nn.Module):
 
 
 @on_ranks(2)
-def test_buffers_and_flags_of_the_trunk(rank: int, world_size: int) -> None:
+def test_trunk_buffers_and_flags(rank: int, world_size: int) -> None:
     """Recording a forward leaves buffers unchanged, and a flag that is set later is another path."""
     torch.manual_seed(0)
     model = CountingTrunk()
@@ -62,7 +62,7 @@ def test_buffers_and_flags_of_the_trunk(rank: int, world_size: int) -> None:
     x, calls = torch.randn(4, 4), 0
     for is_scaled in (False, True, False):
         model.is_scaled = reference.is_scaled = is_scaled
-        loss = pipeline.step(x, lambda part: model(part).square().mean())
+        loss = pipeline.step(x, lambda micro_batch: model(micro_batch).square().mean())
         calls += 2
         assert model.calls.item() == calls
         assert loss.item() == pytest.approx(reference(x).square().mean().item(), rel=1e-6)
@@ -71,7 +71,7 @@ def test_buffers_and_flags_of_the_trunk(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize(
-    ("what", "error", "message"),
+    ("path", "error", "message"),
     [
         ("layer", ValueError, "__bool__ between the layers reads values that layers compute, or makes a shape depend"),
         (
@@ -83,16 +83,16 @@ def test_buffers_and_flags_of_the_trunk(rank: int, world_size: int) -> None:
         ("again", ValueError, "move the cuts, or give each stage a module of its own"),
     ],
 )
-def test_forwards_that_cannot_be_recorded(world_size: int, what: str, error: type[Exception], message: str) -> None:
+def test_unrecordable_forwards_raise(world_size: int, path: str, error: type[Exception], message: str) -> None:
     """Every rank raises, before anything is sent."""
-    model = Branching(what)
+    model = Branching(path)
     pipeline = Pipeline(model, init_device_mesh("cpu", (world_size,)), ["b"], num_micro_batches=2)
     with pytest.raises(error, match=re.escape(message)):
-        pipeline.step(torch.ones(4, 5 if what == "width" else 4), lambda x: model(x).sum())
+        pipeline.step(torch.ones(4, 5 if path == "width" else 4), lambda x: model(x).sum())
 
 
 @on_ranks(2)
-def test_a_path_that_values_of_the_inputs_choose(world_size: int) -> None:
+def test_path_that_depends_on_input_values(world_size: int) -> None:
     """Micro-batches of the same shapes take two paths, in one step and from step to step."""
     torch.manual_seed(0)
     model, reference = Branching("input").double(), Branching("input").double()
@@ -101,16 +101,16 @@ def test_a_path_that_values_of_the_inputs_choose(world_size: int) -> None:
     for signs in ((1, 1), (-1, 1), (1, -1), (-1, -1)):
         batch = torch.cat([sign * torch.ones(2, 4, dtype=torch.float64) for sign in signs])
         loss = pipeline.step(batch, lambda x: model(x).square().mean())
-        parts = torch.stack([reference(x).square().mean() for x in batch.chunk(2)])
-        parts.mean().backward()
-        torch.testing.assert_close(loss, parts.mean().detach(), rtol=1e-12, atol=1e-12)
+        losses = torch.stack([reference(x).square().mean() for x in batch.chunk(2)])
+        losses.mean().backward()
+        torch.testing.assert_close(loss, losses.mean().detach(), rtol=1e-12, atol=1e-12)
     expected = dict(reference.named_parameters())
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-12, atol=1e-12)
 
 
 @on_ranks(1)
-def test_a_path_that_chance_chooses(world_size: int) -> None:
+def test_random_path_raises(world_size: int) -> None:
     model = Branching("chance")
     pipeline = Pipeline(model, init_device_mesh("cpu", (world_size,)), [], num_micro_batches=2)
     with pytest.raises(RuntimeError, match="let nothing random choose the model's path"):
@@ -129,20 +129,20 @@ class Between(nn.Module):
         return self.do(self, x)
 
 
-def into_new(model: nn.Module, x: Tensor, write: Callable[[Tensor, Tensor], Any]) -> Tensor:
-    kept = torch.zeros(len(x), 4, dtype=x.dtype)
-    write(kept, model.a(x))
-    return model.b(kept)
+def write_into_new_tensor(model: nn.Module, x: Tensor, write: Callable[[Tensor, Tensor], Any]) -> Tensor:
+    buffer = torch.zeros(len(x), 4, dtype=x.dtype)
+    write(buffer, model.a(x))
+    return model.b(buffer)
 
 
-def view_of_what_changes(model: nn.Module, x: Tensor) -> Tensor:
+def view_changed_before_boundary(model: nn.Module, x: Tensor) -> Tensor:
     h = model.a(x)
     view = h.view(-1, 2, 2)
     h = torch.tanh(model.b(h.relu_()))
     return h + view.flatten(1)
 
 
-def changed_behind_the_boundary(model: nn.Module, x: Tensor) -> Tensor:
+def view_changed_after_boundary(model: nn.Module, x: Tensor) -> Tensor:
     h = model.a(x)
     view = h.view(-1, 2, 2)
     y = model.b(h)
@@ -150,49 +150,49 @@ def changed_behind_the_boundary(model: nn.Module, x: Tensor) -> Tensor:
     return y + view.flatten(1)
 
 
-def checkpointed_between(model: nn.Module, x: Tensor) -> Tensor:
+def checkpoint_between_layers(model: nn.Module, x: Tensor) -> Tensor:
     return torch.utils.checkpoint.checkpoint(model.b, model.a(x), use_reentrant=False)
 
 
 WRITES = {
-    "add_": lambda kept, h: kept.add_(h),
-    "copy_": lambda kept, h: kept.copy_(h),
-    "setitem": lambda kept, h: kept.__setitem__((slice(None), slice(0, 4)), h),
-    "mask": lambda kept, h: kept.masked_fill_(h > 0, 1.0),
-    "out": lambda kept, h: torch.mul(h, 2, out=kept),
-    "iadd": lambda kept, h: kept.__iadd__(h),
+    "add_": lambda buffer, h: buffer.add_(h),
+    "copy_": lambda buffer, h: buffer.copy_(h),
+    "setitem": lambda buffer, h: buffer.__setitem__((slice(None), slice(0, 4)), h),
+    "mask": lambda buffer, h: buffer.masked_fill_(h > 0, 1.0),
+    "out": lambda buffer, h: torch.mul(h, 2, out=buffer),
+    "iadd": lambda buffer, h: buffer.__iadd__(h),
 }
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("write", WRITES)
-def test_values_of_layers_are_not_written_into_other_tensors(world_size: int, write: str) -> None:
-    model = Between(lambda model, x: into_new(model, x, WRITES[write]))
+def test_writes_of_layer_values_raise(world_size: int, write: str) -> None:
+    model = Between(lambda model, x: write_into_new_tensor(model, x, WRITES[write]))
     pipeline = Pipeline(model, init_device_mesh("cpu", (world_size,)), ["b"], num_micro_batches=2)
     with pytest.raises(ValueError, match="writes what layers compute into a tensor that was made between them"):
         pipeline.step(torch.ones(4, 4), lambda x: model(x).sum())
 
 
 @on_ranks(2)
-def test_views_of_what_changes_behind_a_boundary(world_size: int) -> None:
+def test_views_changed_after_boundary_raise(world_size: int) -> None:
     """A change before the boundary is correct; a change after it, which a view would miss, raises ValueError."""
     torch.manual_seed(0)
-    model = Between(view_of_what_changes).double()
-    reference = Between(view_of_what_changes).double()
+    model = Between(view_changed_before_boundary).double()
+    reference = Between(view_changed_before_boundary).double()
     reference.load_state_dict(model.state_dict())
     mesh = init_device_mesh("cpu", (world_size,))
     x = torch.randn(4, 4, dtype=torch.float64)
     loss = Pipeline(model, mesh, ["b"], num_micro_batches=2).step(x, lambda x: model(x).square().mean())
     torch.testing.assert_close(loss, reference(x).square().mean().detach(), rtol=1e-12, atol=0)
-    changing = Between(changed_behind_the_boundary)
+    changing = Between(view_changed_after_boundary)
     with pytest.raises(ValueError, match="a view of it cross to stage 1, where it is changed in place"):
         Pipeline(changing, mesh, ["b"], num_micro_batches=2).step(x.float(), lambda x: changing(x).sum())
 
 
 @on_ranks(1)
-def test_checkpoints_between_layers_are_refused_before_they_go_wrong(world_size: int) -> None:
+def test_checkpoints_between_layers_raise(world_size: int) -> None:
     """Two stages on one rank: the second one's recomputation would get a placeholder instead of a value."""
-    model = Between(checkpointed_between)
+    model = Between(checkpoint_between_layers)
     pipeline = Pipeline(model, init_device_mesh("cpu", (world_size,)), ["b"], schedule="gpipe", num_micro_batches=1)
     with pytest.raises(RuntimeError, match="was called again outside of the forward"):
         pipeline.step(torch.ones(4, 4), lambda x: model(x).sum())
@@ -201,7 +201,7 @@ def test_checkpoints_between_layers_are_refused_before_they_go_wrong(world_size:
 
 
 @on_ranks(2)
-def test_layers_are_what_they_are_while_the_forward_runs(world_size: int) -> None:
+def test_isinstance_of_absent_layers(world_size: int) -> None:
     """isinstance gives the original class of a layer on another stage."""
 
     def forward(model: nn.Module, x: Tensor) -> Tensor:
@@ -222,7 +222,7 @@ def test_layers_are_what_they_are_while_the_forward_runs(world_size: int) -> Non
 
 
 @on_ranks(2)
-def test_what_crosses_keeps_its_strides(world_size: int) -> None:
+def test_boundary_values_keep_strides(world_size: int) -> None:
     """The view after the boundary needs dense memory, as in the unsplit model."""
 
     def forward(model: nn.Module, x: Tensor) -> Tensor:
@@ -252,7 +252,7 @@ class Counting(nn.Module):
 
 
 @on_ranks(1, 2)
-def test_a_buffer_crosses_as_it_was(world_size: int) -> None:
+def test_buffer_crosses_with_value_at_call(world_size: int) -> None:
     def forward(model: nn.Module, x: Tensor) -> Tensor:
         h, count = model.a(x)
         return model.b(h) * count
@@ -274,7 +274,7 @@ def test_a_buffer_crosses_as_it_was(world_size: int) -> None:
 
 
 @on_ranks(1)
-def test_recordings_are_few(world_size: int) -> None:
+def test_number_of_recordings_is_bounded(world_size: int) -> None:
     """Their number is bounded, however many input values the code between layers reads."""
     model = Between(lambda model, x: model.b(model.a(x)) * float(x.sum()))
     pipeline = Pipeline(model, init_device_mesh("cpu", (world_size,)), ["b"][:0], num_micro_batches=1)
@@ -284,7 +284,7 @@ def test_recordings_are_few(world_size: int) -> None:
     assert len(recordings) <= 16
 
 
-class Aside(nn.Module):
+class WithAuxiliary(nn.Module):
     """Returns one more tensor in training mode."""
 
     def __init__(self) -> None:
@@ -301,7 +301,7 @@ class Inner(nn.Module):
 
     def __init__(self, p: float) -> None:
         super().__init__()
-        self.a, self.b, self.p = Aside(), nn.Linear(4, 4), p
+        self.a, self.b, self.p = WithAuxiliary(), nn.Linear(4, 4), p
 
     def forward(self, x: Tensor) -> Tensor:
         y, *more = self.a(x)
@@ -310,7 +310,7 @@ class Inner(nn.Module):
 
 @on_ranks(2)
 @pytest.mark.parametrize(("frozen", "p"), [("inner", 0.5), ("inner.a", 0.0)])
-def test_parts_of_the_model_in_another_mode(world_size: int, frozen: str, p: float) -> None:
+def test_mode_changes_of_submodules(world_size: int, frozen: str, p: float) -> None:
     """A submodule changes to eval mode between steps, while the others stay in training mode."""
     torch.manual_seed(0)
     model = nn.Sequential()
@@ -330,7 +330,7 @@ def test_parts_of_the_model_in_another_mode(world_size: int, frozen: str, p: flo
 
 
 @on_ranks(2)
-def test_an_encoder_with_a_fast_path(world_size: int) -> None:
+def test_encoder_with_fast_path(world_size: int) -> None:
     """torch's encoder has a fast path for padded inputs without gradients, which fake tensors never take."""
     torch.manual_seed(0)
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 4).eval()
@@ -339,7 +339,9 @@ def test_an_encoder_with_a_fast_path(world_size: int) -> None:
     with torch.no_grad():
         expected = model(x, src_key_padding_mask=is_padding)
     pipeline = Pipeline(model, init_device_mesh("cpu", (world_size,)), ["layers.2"], num_micro_batches=2)
-    outputs = pipeline.evaluate((x, is_padding), lambda part: model(part[0], src_key_padding_mask=part[1]))
+    outputs = pipeline.evaluate(
+        (x, is_padding), lambda micro_batch: model(micro_batch[0], src_key_padding_mask=micro_batch[1])
+    )
     assert torch.backends.mha.get_fastpath_enabled()
     if pipeline.has_last_stage:
         torch.testing.assert_close(torch.cat(outputs)[~is_padding], expected[~is_padding])

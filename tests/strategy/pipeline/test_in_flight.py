@@ -14,8 +14,8 @@ from weft.strategy.pipeline import SCHEDULES, Pipeline
 
 DIM, HIDDEN, ROWS = 8, 16384, 4  # ROWS: per micro-batch
 MICRO_BATCHES = 8
-KEPT = ROWS * HIDDEN * 4  # bytes that a stage saves for a micro-batch, besides a few rows of DIM
-SMALL = KEPT // 8
+SAVED_BYTES = ROWS * HIDDEN * 4  # bytes that a stage saves for a micro-batch, besides a few rows of DIM
+SMALL = SAVED_BYTES // 8
 
 
 def model_of(num_stages: int) -> nn.Sequential:
@@ -39,7 +39,7 @@ def units_after_each_action(pipeline: Pipeline) -> list[int]:
 
 @on_ranks(2, 4)
 @pytest.mark.parametrize("kind", SCHEDULES)
-def test_what_is_kept_is_what_is_in_flight(world_size: int, kind: str) -> None:
+def test_saved_bytes_match_in_flight(world_size: int, kind: str) -> None:
     num_stages = 2 * world_size if kind in ("interleaved", "looped_bfs") else world_size
     model = model_of(num_stages)
     cuts = [str(stage) for stage in range(1, num_stages)]
@@ -50,11 +50,11 @@ def test_what_is_kept_is_what_is_in_flight(world_size: int, kind: str) -> None:
         for _ in range(3):  # the first step allocates the gradients
             before = count.now()
             pipeline.step(batch, lambda x: model(x).sum())
-        kept = [num_bytes - pipeline.memory_before for num_bytes in pipeline.memory]
+        saved = [num_bytes - pipeline.memory_before for num_bytes in pipeline.memory]
     assert count.now() - before <= SMALL
     units = units_after_each_action(pipeline)
-    for span, num_bytes, num in zip(pipeline.trace, kept, units, strict=True):
-        assert abs(num_bytes - num * KEPT) < SMALL, (span.action, num_bytes / KEPT, num)
+    for span, num_bytes, num in zip(pipeline.trace, saved, units, strict=True):
+        assert abs(num_bytes - num * SAVED_BYTES) < SMALL, (span.action, num_bytes / SAVED_BYTES, num)
     # With one stage per rank, the simulator gives the maximum of its micro-batches in flight.
     simulated = pipeline.schedule(MICRO_BATCHES).simulate()
     if len(pipeline.stages) == 1 and kind != "zero_bubble":
@@ -63,7 +63,7 @@ def test_what_is_kept_is_what_is_in_flight(world_size: int, kind: str) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("kind", ["1f1b", "gpipe"])
-def test_what_is_kept_is_called_so(rank: int, world_size: int, kind: str) -> None:
+def test_saved_bytes_are_categorized(rank: int, world_size: int, kind: str) -> None:
     """The peak has these bytes in their category, and the timeline has forwards and backwards."""
     mesh = init_device_mesh("cpu", (world_size,))
     with counted():
@@ -71,22 +71,22 @@ def test_what_is_kept_is_called_so(rank: int, world_size: int, kind: str) -> Non
         pipeline = Pipeline(model, mesh, ["1"], schedule=kind, num_micro_batches=MICRO_BATCHES)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         batch = torch.randn(ROWS * MICRO_BATCHES, DIM)
-        watched = memory.watch(model, optimizer)
+        watch = memory.watch(model, optimizer)
         for _ in range(2):
             memory.reset_peak()
             pipeline.step(batch, lambda x: model(x).sum())
-        parts = memory.by_category(at="peak")
+        categories = memory.by_category(at="peak")
         phases = [phase.name for phase in memory.timeline()]
-        watched.remove()
+        watch.remove()
     in_flight = pipeline.schedule(MICRO_BATCHES).simulate().in_flight[rank]
-    assert abs(parts["saved_activations"] - in_flight * KEPT) < SMALL, parts
+    assert abs(categories["saved_activations"] - in_flight * SAVED_BYTES) < SMALL, categories
     parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    assert parts["gradients"] == parameter_bytes == parts["parameters"], parts
+    assert categories["gradients"] == parameter_bytes == categories["parameters"], categories
     assert {"forward", "backward"} <= set(phases)
 
 
 @on_ranks(2)
-def test_what_a_stage_is_sent_is_kept_for_it(rank: int, world_size: int) -> None:
+def test_received_inputs_count_as_saved(rank: int, world_size: int) -> None:
     """The second stage saves its inputs, which it receives before its forwards."""
     with counted():
         model = nn.Sequential(nn.Linear(DIM, HIDDEN, bias=False), nn.Linear(HIDDEN, DIM, bias=False))
@@ -96,12 +96,12 @@ def test_what_a_stage_is_sent_is_kept_for_it(rank: int, world_size: int) -> None
         for _ in range(2):
             memory.reset_peak()
             pipeline.step(batch, lambda x: model(x).sum())
-        kept = memory.by_category(at="peak")["saved_activations"]
-    assert rank == 0 or abs(kept - MICRO_BATCHES * KEPT) < SMALL, kept
+        saved = memory.by_category(at="peak")["saved_activations"]
+    assert rank == 0 or abs(saved - MICRO_BATCHES * SAVED_BYTES) < SMALL, saved
 
 
 @on_ranks(4)
-def test_1f1b_keeps_less_than_gpipe(rank: int, world_size: int) -> None:
+def test_1f1b_saves_less_than_gpipe(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
     most = {}
     for kind in ("gpipe", "1f1b"):
@@ -112,5 +112,5 @@ def test_1f1b_keeps_less_than_gpipe(rank: int, world_size: int) -> None:
             for _ in range(2):
                 pipeline.step(batch, lambda x, model=model: model(x).sum())
             most[kind] = max(pipeline.memory) - pipeline.memory_before
-    assert abs(most["gpipe"] - MICRO_BATCHES * KEPT) < SMALL
-    assert abs(most["1f1b"] - (world_size - rank) * KEPT) < SMALL
+    assert abs(most["gpipe"] - MICRO_BATCHES * SAVED_BYTES) < SMALL
+    assert abs(most["1f1b"] - (world_size - rank) * SAVED_BYTES) < SMALL

@@ -30,13 +30,13 @@ from weft.strategy.pipeline.links import link_stages, peers_of
         (0, [0], [{0}], []),
     ],
 )
-def test_who_sends_to_whom(rank: int, rank_of: list[int], tied: list[set[int]], expected: list[int]) -> None:
+def test_peers_of_stages(rank: int, rank_of: list[int], tied: list[set[int]], expected: list[int]) -> None:
     assert peers_of(rank, rank_of, tied) == expected
 
 
 @on_ranks(2, 4)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble"])
-def test_steps_over_links_equal_one_device(rank: int, world_size: int, schedule: str) -> None:
+def test_steps_over_links_match_one_device(rank: int, world_size: int, schedule: str) -> None:
     """The output layer is tied to the embedding, so their ranks also send to each other."""
     cuts = [f"layers.{i}" for i in range(1, 4)] if schedule == "interleaved" or world_size == 4 else ["layers.2"]
     if schedule == "interleaved" and world_size == 4:
@@ -65,19 +65,21 @@ def test_steps_over_links_equal_one_device(rank: int, world_size: int, schedule:
     ("wanted", "device", "linked"),
     [(None, "cuda:1", []), ("never", "cuda:1", []), ("always", "cpu", []), ("always", "cuda:1", [([1, 3], "cuda:1")])],
 )
-def test_stages_are_linked_where_it_is_wanted(
+def test_environment_enables_links(
     monkeypatch: pytest.MonkeyPatch, wanted: str | None, device: str, linked: list[object]
 ) -> None:
-    made: list[object] = []
-    monkeypatch.setattr(pipeline_links, "link", lambda group, peers, where: made.append((peers, str(where))))
+    links: list[object] = []
+    monkeypatch.setattr(
+        pipeline_links, "link", lambda group, peers, device_to_link: links.append((peers, str(device_to_link)))
+    )
     monkeypatch.delenv("WEFT_PIPELINE_LINKS", raising=False)
     if wanted is not None:
         monkeypatch.setenv("WEFT_PIPELINE_LINKS", wanted)
     link_stages(None, [1, 3], torch.device(device))  # type: ignore[arg-type]
-    assert made == linked
+    assert links == linked
 
 
-def test_other_wishes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_environment_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_PIPELINE_LINKS", "nccl")
     with pytest.raises(ValueError, match="got WEFT_PIPELINE_LINKS=nccl; set it to always or never"):
         link_stages(None, [1], torch.device("cuda:0"))  # type: ignore[arg-type]

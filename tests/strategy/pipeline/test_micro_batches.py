@@ -22,14 +22,16 @@ class Sample:
     name: str
 
 
-def test_tensors_of_the_batchs_size_are_cut_as_evenly_as_can_be():
-    parts = split_batch((X, Y), 3)
-    assert [len(x) for x, _ in parts] == [2, 2, 1]
-    assert torch.equal(torch.cat([x for x, _ in parts]), X) and torch.equal(torch.cat([y for _, y in parts]), Y)
-    assert parts[0][0].data_ptr() == X.data_ptr()  # a view
+def test_batch_tensors_are_split_evenly():
+    micro_batches = split_batch((X, Y), 3)
+    assert [len(x) for x, _ in micro_batches] == [2, 2, 1]
+    assert torch.equal(torch.cat([x for x, _ in micro_batches]), X) and torch.equal(
+        torch.cat([y for _, y in micro_batches]), Y
+    )
+    assert micro_batches[0][0].data_ptr() == X.data_ptr()  # a view
 
 
-def test_collections_keep_their_types_and_other_values_stay_whole():
+def test_collections_keep_types_and_other_values():
     weights = torch.ones(3)
     batch = {"pair": Pair(X, Y), "list": [X, "text", None], "weights": weights, "scalar": torch.tensor(1.0), "n": 7}
     first, second = split_batch(batch, 2)
@@ -44,13 +46,17 @@ def test_collections_keep_their_types_and_other_values_stay_whole():
     assert isinstance(ordered, collections.OrderedDict) and list(ordered) == ["x", "y"]
 
 
-def test_batches_of_hugging_face():
+def test_hugging_face_batches():
     encoding = pytest.importorskip("transformers").BatchEncoding
-    parts = split_batch(encoding({"input_ids": X, "labels": Y}), 5)
-    assert len(parts) == 5 and isinstance(parts[0], encoding) and torch.equal(parts[4]["labels"], Y[4:])
+    micro_batches = split_batch(encoding({"input_ids": X, "labels": Y}), 5)
+    assert (
+        len(micro_batches) == 5
+        and isinstance(micro_batches[0], encoding)
+        and torch.equal(micro_batches[4]["labels"], Y[4:])
+    )
 
 
-def test_signatures_are_equal_for_what_differs_in_values_alone():
+def test_signatures_ignore_tensor_values():
     one, other = ({"x": torch.randn(2, 3), "n": 1} for _ in range(2))
     assert signature(one) == signature(other) and len({signature(one), signature(other)}) == 1
     for different in ({"x": torch.randn(2, 4), "n": 1}, {"x": torch.randn(2, 3), "n": 2}, {"x": one["x"].double()}):
@@ -66,10 +72,10 @@ def test_signatures_are_equal_for_what_differs_in_values_alone():
         ((X[:2], Y[:2]), "a batch of 2 samples has no 3 micro-batches; pass at most 2"),
     ],
 )
-def test_batches_that_cannot_be_cut(batch, message):
+def test_unsplittable_batches_raise(batch, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         split_batch(batch, 3)
 
 
-def test_the_size_is_what_most_tensors_have():
+def test_batch_size_is_the_most_common_size():
     assert batch_size_of((torch.zeros(3), X, Y)) == 5 and batch_size_of([X]) == 5

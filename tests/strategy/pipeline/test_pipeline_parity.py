@@ -36,13 +36,13 @@ class UNet(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         x = x + self.offset
-        kept = []
+        skips = []
         for layer in self.down:
             x = torch.tanh(layer(x).mul_(mask))
-            kept.append(x)
+            skips.append(x)
         x = self.bottom(x)
         for layer in self.up:
-            x = torch.tanh(layer(torch.cat((x, kept.pop()), dim=-1))) * self.scale
+            x = torch.tanh(layer(torch.cat((x, skips.pop()), dim=-1))) * self.scale
         return self.head(x)
 
 
@@ -103,7 +103,7 @@ def next_token(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["x"][:, 1:].flatten())
 
 
-def next_token_of_hugging_face(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def hugging_face_next_token(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     logits = model(input_ids=batch["x"], use_cache=False).logits
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["x"][:, 1:].flatten())
 
@@ -151,12 +151,12 @@ def batch_of(case: str) -> dict[str, Tensor]:
     return {**batch, "y": STREAMS_Y} if case == "streams" else batch
 
 
-def built(make: Callable[[], nn.Module]) -> nn.Module:
+def build(make: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     return make().double()
 
 
-def assert_trains_alike(
+def assert_same_training(
     model: nn.Module,
     reference: nn.Module,
     pipeline: Pipeline,
@@ -176,9 +176,9 @@ def assert_trains_alike(
         ours.zero_grad()
         theirs.zero_grad()
         loss = pipeline.step(batch, lambda micro_batch: loss_fn(model, micro_batch))
-        whole = loss_fn(reference, batch)
-        whole.backward()
-        assert abs(loss - whole) <= tolerance * abs(whole)
+        expected_loss = loss_fn(reference, batch)
+        expected_loss.backward()
+        assert abs(loss - expected_loss) <= tolerance * abs(expected_loss)
         # The gradient of a key's bias is rounding noise, since softmax does not depend on the bias.
         least = 1e-3 * torch.stack([p.grad.norm() for p in reference.parameters()]).norm()
         for name, parameter in model.named_parameters():
@@ -196,31 +196,31 @@ def test_every_schedule_and_number_of_micro_batches(world_size: int, kind: str) 
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("pipeline_parallel",))
     num_stages = 2 * world_size if kind in SEVERAL_STAGES else world_size
     for num_micro_batches in range(1, 9):
-        model, reference = built(chain), built(chain)
+        model, reference = build(chain), build(chain)
         pipeline = Pipeline(
             model, mesh, CASES["chain"][1][num_stages], schedule=kind, num_micro_batches=num_micro_batches
         )
         assert pipeline.schedule(num_micro_batches).num_micro_batches == num_micro_batches
-        assert_trains_alike(model, reference, pipeline, features(), classify)
+        assert_same_training(model, reference, pipeline, features(), classify)
 
 
 @on_ranks(2, 4)
 @pytest.mark.parametrize("kind", ["1f1b", "zero_bubble"])
 @pytest.mark.parametrize("case", [case for case in CASES if case != "chain"])
-def test_models_as_they_are(world_size: int, case: str, kind: str) -> None:
+def test_unmodified_models(world_size: int, case: str, kind: str) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
     make, cuts, _, _ = CASES[case]
-    model, reference = built(make), built(make)
+    model, reference = build(make), build(make)
     pipeline = Pipeline(model, mesh, cuts[world_size], schedule=kind, num_micro_batches=3)
-    assert_trains_alike(model, reference, pipeline, batch_of(case), loss_of(case))
+    assert_same_training(model, reference, pipeline, batch_of(case), loss_of(case))
 
 
 @on_ranks(2, 4)
-def test_steps_add_to_gradients_that_are_there(world_size: int) -> None:
+def test_steps_accumulate_gradients(world_size: int) -> None:
     """This includes tied parameters, whose gradients already hold the previous step's sum over the stages."""
     mesh = init_device_mesh("cpu", (world_size,))
     make, cuts, _, _ = CASES["tied"]
-    model, reference = built(make), built(make)
+    model, reference = build(make), build(make)
     pipeline = Pipeline(model, mesh, cuts[world_size], num_micro_batches=2)
     batches = [{"x": tokens()["x"].roll(shift, dims=1)} for shift in range(3)]
     for batch in batches:
@@ -243,7 +243,7 @@ HUGGING_FACE = {
 
 @on_ranks(2, timeout=300)
 @pytest.mark.parametrize("family", HUGGING_FACE)
-def test_models_of_hugging_face(world_size: int, family: str) -> None:
+def test_hugging_face_models(world_size: int, family: str) -> None:
     """Unmodified models with their code between layers: masks, positions, tied heads. Some compute norms in float32."""
     pytest.importorskip("transformers")
     mesh = init_device_mesh("cpu", (world_size,))
@@ -252,5 +252,5 @@ def test_models_of_hugging_face(world_size: int, family: str) -> None:
     model = copy.deepcopy(reference)
     cut, layer_stages = HUGGING_FACE[family]
     pipeline = Pipeline(model, mesh, [cut], num_micro_batches=4, layer_stages=layer_stages)
-    loss_fn, tolerance = next_token_of_hugging_face, TOLERANCE if family in ("gpt2", "opt") else 1e-6
-    assert_trains_alike(model, reference, pipeline, tokens(64), loss_fn, num_steps=2, tolerance=tolerance)
+    loss_fn, tolerance = hugging_face_next_token, TOLERANCE if family in ("gpt2", "opt") else 1e-6
+    assert_same_training(model, reference, pipeline, tokens(64), loss_fn, num_steps=2, tolerance=tolerance)

@@ -41,10 +41,10 @@ class Slow(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.num_calls += 1
-        return Waiting.apply(x, self.milliseconds / 1000) * self.scale
+        return Sleep.apply(x, self.milliseconds / 1000) * self.scale
 
 
-class Waiting(torch.autograd.Function):
+class Sleep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
         ctx.seconds = seconds
@@ -68,7 +68,7 @@ class Model(nn.Module):
         return self.last(self.blocks(self.first(x)))
 
 
-def test_layers_are_measured_and_left_as_they_were():
+def test_profiling_layers_leaves_model_unchanged():
     model = Model()
     model.first.scale.grad = torch.tensor(7.0)
     profiles = profile_layers(model, torch.ones(2, 3), lambda x: model(x).sum(), repeats=2)
@@ -84,7 +84,7 @@ def test_layers_are_measured_and_left_as_they_were():
     assert balanced_cuts(exact, 2) == ["blocks.1"]
 
 
-def test_operations_are_counted_without_doing_them():
+def test_operation_counts():
     """A multiply-add counts as two operations; a backward computes the gradients of input and weight."""
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
     profiles = profile_layers(model, torch.ones(16, 8), lambda x: model(x).sum(), measure="flops")
@@ -100,7 +100,7 @@ def test_operations_are_counted_without_doing_them():
         profile_layers(model, torch.ones(16, 8), lambda x: model(x).sum(), measure="bytes")
 
 
-def test_cuts_balance_time_or_memory_within_a_limit():
+def test_balanced_cuts():
     layers = [LayerProfile(name, 1.0, 2.0, 100, 10) for name in "abcdef"]
     assert balanced_cuts(layers, 3) == ["c", "e"]
     schedule = Schedule.generate("1f1b", 3, 8)  # 3, 2 and 1 in flight
@@ -110,7 +110,7 @@ def test_cuts_balance_time_or_memory_within_a_limit():
         balanced_cuts(layers, 3, schedule=schedule, memory_limit=100)
 
 
-def test_layers_of_models_by_name():
+def test_layer_names():
     assert layer_names(Llama(LlamaArgs())) == ["tok_embeddings", "layers.0", "layers.1", "norm", "output"]
     pytest.importorskip("transformers")
     names = layer_names(language_model("llama"))
@@ -124,7 +124,7 @@ def test_layers_of_models_by_name():
     ]
 
 
-def test_what_is_no_chain_is_refused():
+def test_models_without_layer_chain_raise():
     model = nn.Sequential(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="which is no chain of them"):
         profile_layers(model, torch.ones(2, 2), lambda x: model(model(x)).sum())
@@ -132,7 +132,7 @@ def test_what_is_no_chain_is_refused():
         profile_layers(model, torch.ones(2, 2), lambda x: (model[0].weight * x).sum())
 
 
-def test_stages_are_measured_at_several_sizes():
+def test_stage_profiles_at_several_sizes():
     model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 8), nn.Linear(8, 1))
     stages = profile_stages(model, torch.ones(16, 8), lambda x: model(x).sum(), ["1"], repeats=1)
     assert len(stages) == 2 and all(stage.forward.at(16) > 0 for stage in stages)
@@ -147,7 +147,7 @@ def test_stages_are_measured_at_several_sizes():
     assert tune(stages, batch_size=16, num_ranks=2)[0].makespan > 0
 
 
-def test_the_curve_of_time_against_micro_batches(tmp_path, monkeypatch):
+def test_tuning_table_and_curve(tmp_path, monkeypatch):
     line = LinearTime(0.5, 1)
     stage = StageProfile(forward=line, backward_input=line, backward_weight=line, activation_bytes_per_sample=10)
     points = tune([stage] * 2, batch_size=8, num_ranks=2, memory_limit=50)

@@ -56,17 +56,17 @@ def seed() -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("kind", ["1f1b", "interleaved"])
-def test_each_micro_batch_has_a_stream(rank: int, world_size: int, kind: str) -> None:
+def test_random_stream_of_each_micro_batch(rank: int, world_size: int, kind: str) -> None:
     cuts = ["layers.1", "layers.2", "layers.3"] if kind == "interleaved" else ["layers.2"]
     model = Noisy()
     layers, seen = list(model.layers), {}
     pipeline = Pipeline(model, init_device_mesh("cpu", (world_size,)), cuts, schedule=kind, num_micro_batches=3)
 
-    def loss_of(part: Tensor) -> Tensor:
+    def loss_of(micro_batch: Tensor) -> Tensor:
         before = torch.cat([torch.randn(3), torch.tensor([random.random(), numpy.random.rand()])])
         if not pipeline.is_recording:
-            seen.setdefault(int(part[0, 0]), []).append(before)
-        return (model(part) - before[0]).square().mean()
+            seen.setdefault(int(micro_batch[0, 0]), []).append(before)
+        return (model(micro_batch) - before[0]).square().mean()
 
     batch = torch.arange(3.0).view(3, 1).expand(3, 2).contiguous()
     pipeline.step(batch, loss_of)  # this step also records the forward; its draws are discarded below

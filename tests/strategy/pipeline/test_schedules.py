@@ -28,7 +28,7 @@ SEVERAL_STAGES = ("interleaved", "looped_bfs")
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
-def test_schedules_are_what_they_were(kind):
+def test_schedules_match_golden_files(kind):
     """4 ranks, 6 micro-batches. After an intended change, write `str(...)` of the schedules built here to the files."""
     schedule = Schedule.generate(kind, 4, 6, stages_per_rank=2 if kind in SEVERAL_STAGES else 1)
     lowered = schedule.merge_backwards().add_communication().add_unshards()
@@ -38,7 +38,7 @@ def test_schedules_are_what_they_were(kind):
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
-def test_files_of_torch_are_read(kind, tmp_path):
+def test_torch_schedule_files_parse(kind, tmp_path):
     """The file is written action by action with torch.distributed.pipelining's class and csv, with idle cells."""
     ours = Schedule.generate(kind, 2, 3)
     rows = [[torch_schedules._Action.from_str(str(action)) for action in actions] for actions in ours.ranks]
@@ -48,7 +48,7 @@ def test_files_of_torch_are_read(kind, tmp_path):
     assert Schedule.parse(path.read_text()) == ours
 
 
-def test_values_print_parse_compare_and_pickle():
+def test_schedules_round_trip():
     schedule = Schedule.generate("zero_bubble", 2, 3).add_communication()
     assert pickle.loads(pickle.dumps(schedule)) == schedule == Schedule.parse(str(schedule)) == eval(repr(schedule))
     assert hash(schedule) == hash(Schedule(schedule.ranks)) and schedule != Schedule.generate("gpipe", 2, 3)
@@ -60,7 +60,7 @@ def test_values_print_parse_compare_and_pickle():
     assert Schedule.generate("1f1b", 2, 3).forward_only().num_micro_batches == 3
 
 
-def test_a_simulation_tells_times_and_bytes():
+def test_simulation_of_times_and_bytes():
     costs = [StageCost(forward=1, backward_input=1, backward_weight=1, transfer=0.5, activation_bytes=10)] * 2
     run = Schedule.generate("1f1b", 2, 4).simulate(costs)
     assert run.makespan == 17 and run.in_flight == [2, 1] and run.peak_bytes == [20, 10]
@@ -68,7 +68,7 @@ def test_a_simulation_tells_times_and_bytes():
     assert run.bubble_fraction == pytest.approx(1 - 24 / 34)
 
 
-def test_partition_and_tune_answer_in_plain_values():
+def test_partition_and_tune():
     cut = partition([1, 1, 2], 2, activation_bytes=[4, 4, 4], parameter_bytes=[1, 1, 1], in_flight=[2, 1])
     assert (cut.begins, cut.times, cut.bytes) == ([0, 2], [2, 2], [18, 5])
     line = LinearTime.fit([1, 2], [3, 5])
@@ -102,6 +102,6 @@ def test_partition_and_tune_answer_in_plain_values():
         (lambda: tune([], batch_size=1, num_ranks=1), "0 stages on 1 ranks"),
     ],
 )
-def test_refusals_say_what_to_do(call, message):
+def test_errors(call, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         call()

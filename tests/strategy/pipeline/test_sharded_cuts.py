@@ -14,9 +14,9 @@ import weft
 from support.models import FeedForward
 from support.ranks import on_ranks
 from weft.strategy import Pipeline
-from weft.strategy.absent import AbsentLayer
 from weft.strategy.local_tensor import local_of
-from weft.strategy.verification.evidence import Remembered
+from weft.strategy.remote_layers import RemoteLayer
+from weft.strategy.verification.evidence import StoredRehearsal
 
 
 class Scaled(nn.Module):
@@ -42,7 +42,7 @@ class NormLast(nn.Module):
         return self.norm(self.mlp(x))
 
 
-def in_stages(model: nn.Module, cut: str) -> Pipeline:
+def make_pipeline(model: nn.Module, cut: str) -> Pipeline:
     axes = ("pipeline_parallel", "tensor_parallel")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=axes)
     pipeline = Pipeline(model, mesh, [cut], num_micro_batches=2)
@@ -52,11 +52,11 @@ def in_stages(model: nn.Module, cut: str) -> Pipeline:
 
 @on_ranks(4)
 @pytest.mark.parametrize(("kind", "cut"), [(Scaled, "up"), (TiedBias, "head"), (TiedBias, "mlp"), (NormLast, "norm")])
-def test_stages_equal_the_full_model(rank: int, kind: type[nn.Module], cut: str) -> None:
+def test_stages_match_full_model(rank: int, kind: type[nn.Module], cut: str) -> None:
     torch.manual_seed(1)
     reference = kind().double()
     model = copy.deepcopy(reference)
-    pipeline = in_stages(model, cut)
+    pipeline = make_pipeline(model, cut)
     batch = torch.randint(18, (4, 5)) if kind is TiedBias else torch.randn(4, 8, dtype=torch.float64)
     full = torch.optim.SGD(reference.parameters(), lr=0.5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -66,7 +66,9 @@ def test_stages_equal_the_full_model(rank: int, kind: type[nn.Module], cut: str)
         loss.backward()
         full.step()
         optimizer.zero_grad()
-        torch.testing.assert_close(pipeline.step(batch, lambda part: model(part).square().mean()), loss.detach())
+        torch.testing.assert_close(
+            pipeline.step(batch, lambda micro_batch: model(micro_batch).square().mean()), loss.detach()
+        )
         optimizer.step()
     sharded = 0
     for name, parameter in model.named_parameters():
@@ -76,27 +78,27 @@ def test_stages_equal_the_full_model(rank: int, kind: type[nn.Module], cut: str)
 
 
 @on_ranks(4)
-def test_copies_of_a_tied_parameter_with_other_shards_are_refused() -> None:
+def test_tied_copies_with_different_shards_raise() -> None:
     """The first stage has the bias beside the layer, where code may read it; the second stage has the layer."""
     model = TiedBias().double()
-    pipeline = in_stages(model, "head.decoder")
+    pipeline = make_pipeline(model, "head.decoder")
     with pytest.raises(ValueError, match=r"'head.bias' and 'head.decoder.bias' are copies of one tied parameter"):
-        pipeline.step(torch.randint(18, (4, 5)), lambda part: model(part).square().mean())
+        pipeline.step(torch.randint(18, (4, 5)), lambda micro_batch: model(micro_batch).square().mean())
 
 
-def test_evidence_is_found_by_names_in_what_is_left() -> None:
+def test_evidence_of_remaining_layers_by_name() -> None:
     model = Scaled()
-    remembered = Remembered(model, None)
-    left = copy.deepcopy(model)
-    left.up = AbsentLayer("up", 0, model.up)
-    known = remembered.on(left)
-    assert known.called == {id(left.first), id(left.down)}
-    assert known.seen == {id(left), id(left.first), id(left.down)}
+    remembered = StoredRehearsal(model, None)
+    remaining = copy.deepcopy(model)
+    remaining.up = RemoteLayer("up", 0, model.up)
+    known = remembered.for_model(remaining)
+    assert known.called == {id(remaining.first), id(remaining.down)}
+    assert known.seen == {id(remaining), id(remaining.first), id(remaining.down)}
     assert known.read == set()
-    assert known.calls.keys() == {id(left)} and known.calls[id(left)] is remembered.rehearsal.calls[id(model)]
+    assert known.calls.keys() == {id(remaining)} and known.calls[id(remaining)] is remembered.rehearsal.calls[id(model)]
 
 
-def test_a_copy_of_a_model_has_no_evidence() -> None:
+def test_copied_model_has_no_evidence() -> None:
     model = Scaled()
-    model.remembered = Remembered(model, None)
+    model.remembered = StoredRehearsal(model, None)
     assert copy.deepcopy(model).remembered is None

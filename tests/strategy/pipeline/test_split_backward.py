@@ -79,7 +79,7 @@ MODELS = {
     "all frozen": (lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh()).requires_grad_(False), [(3, 4)]),
 }
 # Not split: a factor on the main path is computed from a weight, or all steps of a loop use one copy of a weight.
-IN_ONE_PIECE = ("entangled", "recurrent")
+UNSPLIT = ("entangled", "recurrent")
 
 
 def run(name: str, *, halves: bool, inputs_need_gradients: bool = True) -> tuple[list[Tensor | None], Counts, Counts]:
@@ -101,8 +101,8 @@ def run(name: str, *, halves: bool, inputs_need_gradients: bool = True) -> tuple
         leaves = inputs if inputs_need_gradients else []
         with first:
             found, rest = backward_input(edges, seeds, leaves)
-        is_whole = name in IN_ONE_PIECE and inputs_need_gradients
-        assert all(p.grad is None for p in model.parameters()) == (not is_whole)
+        is_unsplit = name in UNSPLIT and inputs_need_gradients
+        assert all(p.grad is None for p in model.parameters()) == (not is_unsplit)
         with second:
             rest.run()
         found = found if inputs_need_gradients else [None] * len(inputs)
@@ -111,32 +111,32 @@ def run(name: str, *, halves: bool, inputs_need_gradients: bool = True) -> tuple
 
 @pytest.mark.parametrize("inputs_need_gradients", [True, False])
 @pytest.mark.parametrize("name", MODELS)
-def test_halves_give_what_the_whole_gives(name, inputs_need_gradients):
+def test_halves_match_full_backward(name, inputs_need_gradients):
     if name == "all frozen" and not inputs_need_gradients:
         pytest.skip("nothing needs a gradient")
-    whole, _, _ = run(name, halves=False, inputs_need_gradients=inputs_need_gradients)
+    full, _, _ = run(name, halves=False, inputs_need_gradients=inputs_need_gradients)
     halves, _, _ = run(name, halves=True, inputs_need_gradients=inputs_need_gradients)
-    assert len(whole) == len(halves)
-    for expected, found in zip(whole, halves, strict=True):
+    assert len(full) == len(halves)
+    for expected, found in zip(full, halves, strict=True):
         assert (expected is None) == (found is None)
         if expected is not None:
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_no_half_does_the_others_work():
-    _, whole, _ = run("chain", halves=False)
+def test_halves_share_no_work():
+    _, full, _ = run("chain", halves=False)
     _, first, second = run("chain", halves=True)
-    assert whole.calls["mm"] == 4
+    assert full.calls["mm"] == 4
     assert (first.calls["mm"], second.calls["mm"]) == (2, 2)
 
 
-def test_a_stage_without_inputs_does_all_in_the_second():
+def test_stage_without_inputs_runs_in_second_half():
     _, first, second = run("chain", halves=True, inputs_need_gradients=False)
     assert first.calls["mm"] == 0 and second.calls["mm"] == 3
 
 
 @on_ranks(2)
-def test_operators_of_weft_are_split() -> None:
+def test_weft_operators_are_split() -> None:
     """Their weights' gradients are nodes of their own; the first half does the communication of the backward."""
     group_name = dist.group.WORLD.group_name
     torch.manual_seed(0)

@@ -24,7 +24,7 @@ def chain() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
 
 
-def test_layers_follow_the_order_in_which_they_were_registered():
+def test_layers_follow_registration_order():
     layers = find_layers(Llama(ARGS), ["layers.1", "norm"])
     assert layers.num_stages == 3 and layers.trunk == ("", "layers")
     assert layers.stage_of == {
@@ -39,12 +39,12 @@ def test_layers_follow_the_order_in_which_they_were_registered():
     assert (layers.stage_of["norm"], moved.stage_of["norm"], moved.stage_of["output"]) == (2, 2, 2)
 
 
-def test_layers_without_parameters_run_anywhere_unless_a_cut_names_them():
+def test_layers_without_parameters_have_any_stage_unless_cut():
     assert find_layers(chain(), ["2"]).stage_of == {"0": 0, "1": ANY_STAGE, "2": 1, "3": ANY_STAGE, "4": 1}
     assert find_layers(chain(), ["1"]).stage_of == {"0": 0, "1": 1, "2": 1, "3": ANY_STAGE, "4": 1}
 
 
-def test_lists_of_modules_are_no_layers():
+def test_module_lists_are_no_layers():
     class Heads(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -79,19 +79,19 @@ def test_lists_of_modules_are_no_layers():
         (["norm"], {"layers.0.attention": 1}, "layer_stages puts 'layers.0.attention' on stage 1"),
     ],
 )
-def test_cuts_that_do_not_fit(cuts, layer_stages, message):
+def test_invalid_cuts_raise(cuts, layer_stages, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         find_layers(Llama(ARGS), cuts, layer_stages)
 
 
 @on_ranks(2)
-def test_parameters_of_other_stages_are_gone_and_say_where(rank: int, world_size: int) -> None:
+def test_absent_parameters_raise_with_stage(rank: int, world_size: int) -> None:
     model = Llama(ARGS)
-    whole = dict(model.named_parameters())
+    expected = dict(model.named_parameters())
     pipeline = Pipeline(model, init_device_mesh("cpu", (world_size,)), ["layers.1"])
     names = {name for name, _ in model.named_parameters()}
-    first = {name for name in whole if name.startswith(("tok_embeddings", "layers.0"))}
-    assert names == (first if rank == 0 else set(whole) - first) == set(model.state_dict())
+    first = {name for name in expected if name.startswith(("tok_embeddings", "layers.0"))}
+    assert names == (first if rank == 0 else set(expected) - first) == set(model.state_dict())
     assert pipeline.stages == (rank,) and pipeline.has_last_stage == (rank == 1) and pipeline.model is model
     absent, attribute = (model.output, "weight") if rank == 0 else (model.tok_embeddings, "weight")
     with pytest.raises(AttributeError, match=f"is on stage {1 - rank}, and its 'weight' was asked for"):
@@ -104,7 +104,7 @@ def test_parameters_of_other_stages_are_gone_and_say_where(rank: int, world_size
 
 
 @on_ranks(2)
-def test_results_come_in_the_order_of_the_batch(world_size: int) -> None:
+def test_results_follow_batch_order(world_size: int) -> None:
     model = chain()
     schedule = Schedule.parse("0F1,0F0,0B0,0B1\n1F1,1F0,1B0,1B1\n")
     pipeline = Pipeline(model, init_device_mesh("cpu", (world_size,)), ["2"], schedule=schedule)
@@ -115,16 +115,16 @@ def test_results_come_in_the_order_of_the_batch(world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_a_schedule_of_ones_own_takes_a_short_batch(world_size: int) -> None:
+def test_custom_schedule_with_short_batch(world_size: int) -> None:
     model, reference = chain().double(), chain().double()
     schedule = Schedule.parse("0F0,0F1,0F2,0B0,0B1,0B2\n1F0,1F1,1B0,1F2,1B1,1B2\n")
     pipeline = Pipeline(model, init_device_mesh("cpu", (world_size,)), ["2"], schedule=schedule)
     for num_samples in (6, 2, 1):
         x = torch.arange(4.0 * num_samples, dtype=torch.float64).reshape(num_samples, 4)
         loss = pipeline.step(x, lambda x: model(x).square().mean())
-        whole = reference(x).square().mean()
-        whole.backward()
-        torch.testing.assert_close(loss, whole.detach(), rtol=1e-12, atol=0)
+        expected_loss = reference(x).square().mean()
+        expected_loss.backward()
+        torch.testing.assert_close(loss, expected_loss.detach(), rtol=1e-12, atol=0)
         assert len(pipeline.trace) == 2 * min(3, num_samples)
     expected = dict(reference.named_parameters())
     for name, parameter in model.named_parameters():
@@ -134,7 +134,7 @@ def test_a_schedule_of_ones_own_takes_a_short_batch(world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_own_splits_and_weights(world_size: int) -> None:
+def test_custom_split_and_weights(world_size: int) -> None:
     """The weights are counts of targets. The last micro-batch has none: its mean is nan, and has weight zero."""
     model, reference = chain().double(), chain().double()
     pipeline = Pipeline(model, init_device_mesh("cpu", (world_size,)), ["2"], num_micro_batches=3)
@@ -149,18 +149,21 @@ def test_own_splits_and_weights(world_size: int) -> None:
         return [(batch[0][i : i + 2], batch[1][i : i + 2]) for i in (0, 2, 4)]
 
     loss = pipeline.step(
-        (x, y), lambda part: loss_of(model, part), split=split, weight=lambda part: int((part[1] >= 0).sum())
+        (x, y),
+        lambda micro_batch: loss_of(model, micro_batch),
+        split=split,
+        weight=lambda micro_batch: int((micro_batch[1] >= 0).sum()),
     )
-    whole = loss_of(reference, (x, y))
-    whole.backward()
-    torch.testing.assert_close(loss, whole.detach(), rtol=1e-12, atol=0)
+    expected_loss = loss_of(reference, (x, y))
+    expected_loss.backward()
+    torch.testing.assert_close(loss, expected_loss.detach(), rtol=1e-12, atol=0)
     expected = dict(reference.named_parameters())
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-10, atol=1e-12)
 
 
 @on_ranks(2)
-def test_shares_of_a_batch(world_size: int) -> None:
+def test_micro_batch_shares(world_size: int) -> None:
     """A batch with too few samples for the shares has one sample per micro-batch."""
     model, reference = chain().double(), chain().double()
     mesh = init_device_mesh("cpu", (world_size,))
@@ -174,25 +177,25 @@ def test_shares_of_a_batch(world_size: int) -> None:
         return model(x).square().mean()
 
     expected = dict(reference.named_parameters())
-    for num_samples, of_parts in ((8, [2, 4, 2]), (9, [2, 5, 2]), (3, [1, 1, 1]), (2, [1, 1])):
+    for num_samples, expected_sizes in ((8, [2, 4, 2]), (9, [2, 5, 2]), (3, [1, 1, 1]), (2, [1, 1])):
         x = torch.randn(num_samples, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         sizes.clear()
         loss = pipeline.step(x, loss_of)
-        assert sizes == (of_parts if pipeline.has_last_stage else [])
-        whole = reference(x).square().mean()
-        whole.backward()
-        torch.testing.assert_close(loss, whole.detach(), rtol=1e-12, atol=0)
+        assert sizes == (expected_sizes if pipeline.has_last_stage else [])
+        expected_loss = reference(x).square().mean()
+        expected_loss.backward()
+        torch.testing.assert_close(loss, expected_loss.detach(), rtol=1e-12, atol=0)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-10, atol=1e-12)
     pipeline.num_micro_batches = 2
-    assert [len(part) for part in pipeline.split(torch.ones(8, 4))] == [4, 4]
+    assert [len(micro_batch) for micro_batch in pipeline.split(torch.ones(8, 4))] == [4, 4]
     pipeline.micro_batch_shares = [3, 1]
     assert pipeline.micro_batch_shares == (3, 1) and pipeline.num_micro_batches == 2
-    assert [len(part) for part in pipeline.split(torch.ones(8, 4))] == [6, 2]
+    assert [len(micro_batch) for micro_batch in pipeline.split(torch.ones(8, 4))] == [6, 2]
 
 
 @on_ranks(2)
-def test_models_in_stages_are_not_cut_again(world_size: int) -> None:
+def test_second_pipeline_of_model_raises(world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
     model = chain()
     Pipeline(model, mesh, ["2"])
@@ -215,7 +218,7 @@ STEPS: dict[str, tuple[Callable[[nn.Module, Tensor], Any], type[Exception], str]
 
 @on_ranks(1)
 @pytest.mark.parametrize("step", STEPS)
-def test_steps_that_are_none(world_size: int, step: str) -> None:
+def test_invalid_steps_raise(world_size: int, step: str) -> None:
     model = chain()
     pipeline = Pipeline(model, init_device_mesh("cpu", (world_size,)), [], num_micro_batches=2)
     function, error, message = STEPS[step]
@@ -232,7 +235,7 @@ def test_steps_that_are_none(world_size: int, step: str) -> None:
         ("num_micro_batches", (1, 2), "rank 0 got the micro_batch_shares (1.0,) and rank 1 (1.0, 1.0)"),
     ],
 )
-def test_ranks_that_chose_for_themselves(
+def test_different_arguments_on_ranks_raise(
     rank: int, world_size: int, name: str, values: tuple[Any, Any], message: str
 ) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
@@ -241,7 +244,7 @@ def test_ranks_that_chose_for_themselves(
 
 
 @on_ranks(2)
-def test_arguments_that_do_not_fit(world_size: int) -> None:
+def test_invalid_arguments_raise(world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
     with pytest.raises(ValueError, match="2 cuts make 3 stages for 2 ranks; pass cuts for 2 stages or a multiple"):
         Pipeline(chain(), mesh, ["2", "4"])

@@ -76,7 +76,7 @@ REMEDY = "have layers take all tensors as arguments and return them"
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_stages_that_compute_something_else_are_refused(case: str) -> None:
+def test_stages_that_change_results_raise(case: str) -> None:
     make, difference = CASES[case]
     model = make()
     state = torch.random.get_rng_state()
@@ -86,7 +86,7 @@ def test_stages_that_compute_something_else_are_refused(case: str) -> None:
 
 
 @pytest.mark.parametrize("cuts", [["blocks.1"], ["blocks.0", "blocks.1", "last"]])
-def test_other_stages_are_not(cuts: list[str]) -> None:
+def test_equal_stages_pass(cuts: list[str]) -> None:
     model = Residual(Block(), Block())
     verify_cuts(model, find_layers(model, cuts), rehearse(model))
     llama = Llama(LlamaArgs())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from weft.strategy.linears import features, why_no_linear
-from weft.strategy.state import MlpParts
+from weft.strategy.state import MlpLayers
 
 # (gate, up, down) by the names of Llama-style models, then (up, down).
 _GATED = (("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj"), ("gate", "up", "down"))
@@ -22,20 +22,20 @@ _FUSED = (("gate_up_proj", "down_proj"), ("w12", "w3"))
 NAMES_LOOKED_FOR = ", ".join("/".join(names) for names in (*_GATED, *_PLAIN))
 
 
-def find_by_name(module: nn.Module) -> MlpParts | None:
+def find_by_name(module: nn.Module) -> MlpLayers | None:
     """Return the MLP among a module's children by the usual names, or of Sequential(Linear, activation, Linear)."""
     children = module._modules
     for gate, up, down in _GATED:
         if gate in children and up in children and down in children:
-            return _fitting(module, MlpParts(gate, up, down))
+            return _fitting(module, MlpLayers(gate, up, down))
     for up, down in _PLAIN:
         if up in children and down in children:
-            return _fitting(module, MlpParts(None, up, down))
+            return _fitting(module, MlpLayers(None, up, down))
     if isinstance(module, nn.Sequential):
         with_parameters = [name for name, child in children.items() if any(True for _ in child.parameters())]
         first = next(iter(children), None)
         if len(with_parameters) == 2 and with_parameters[0] == first and len(children) > 2:
-            return _fitting(module, MlpParts(None, *with_parameters))
+            return _fitting(module, MlpLayers(None, *with_parameters))
     return None
 
 
@@ -48,7 +48,7 @@ def find_fused(module: nn.Module) -> tuple[str, str] | None:
     return None
 
 
-def find(module: nn.Module) -> MlpParts | None:
+def find(module: nn.Module) -> MlpLayers | None:
     """Return the result of find_by_name, else find the MLP by the shapes of the linear layers among the children."""
     by_name = find_by_name(module)
     if by_name is not None:
@@ -62,7 +62,7 @@ def find(module: nn.Module) -> MlpParts | None:
         dims = {features(linears[name])[0] for name in ups}
         square = len(ups) == 2 and dims == {hidden}  # any of the three could be the down layer
         if len(dims) == 1 and not square:
-            return _fitting(module, MlpParts(None if len(ups) == 1 else ups[0], ups[-1], down))
+            return _fitting(module, MlpLayers(None if len(ups) == 1 else ups[0], ups[-1], down))
     return None
 
 
@@ -70,10 +70,10 @@ def _is_linear(module: nn.Module) -> bool:
     return why_no_linear(module) is None
 
 
-def _fitting(module: nn.Module, parts: MlpParts) -> MlpParts | None:
-    layers = [module._modules[name] for name in parts.children]
+def _fitting(module: nn.Module, mlp: MlpLayers) -> MlpLayers | None:
+    layers = [module._modules[name] for name in mlp.children]
     if not all(layer is not None and _is_linear(layer) for layer in layers):
         return None
     *ups, down = (features(layer) for layer in layers)
     fits = all(out == down[0] and dim == ups[0][0] for dim, out in ups)
-    return parts if fits else None
+    return mlp if fits else None

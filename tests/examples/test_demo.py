@@ -11,20 +11,20 @@ import torch
 from support.example_modules import load_example
 
 
-def a_run(devices: int = 1, losses: list[float] | None = None):
+def make_run(devices: int = 1, losses: list[float] | None = None):
     losses = [5.0 - 0.02 * step for step in range(200)] if losses is None else losses
     seconds = [0.5 * (step + 1) for step in range(len(losses))]
     return load_example("side_by_side").Run(devices, 1000, 1000 // devices, 2048, losses, seconds)
 
 
-def changed(run, step: int, by: float):
+def with_changed_loss(run, step: int, by: float):
     losses = list(run.losses)
     losses[step] += by
     return dataclasses.replace(run, devices=2, losses=losses)
 
 
-def test_equal_runs_hold_all_bars() -> None:
-    lines, good = load_example("side_by_side").verdict([a_run(1), a_run(2)])
+def test_equal_runs_pass() -> None:
+    lines, good = load_example("side_by_side").verdict([make_run(1), make_run(2)])
     assert good
     assert len(lines) == 4
     assert all(line.startswith("ok") for line in lines)
@@ -41,36 +41,36 @@ def test_equal_runs_hold_all_bars() -> None:
         (199, 0.021, False),
     ],
 )
-def test_a_difference_between_runs_counts_where_it_should(step: int, by: float, good: bool) -> None:
-    lines, holds = load_example("side_by_side").verdict([a_run(1), changed(a_run(1), step, by)])
+def test_loss_difference_limits(step: int, by: float, good: bool) -> None:
+    lines, holds = load_example("side_by_side").verdict([make_run(1), with_changed_loss(make_run(1), step, by)])
     assert holds is good
     assert any(line.startswith("FAILED") for line in lines) is not good
 
 
 @pytest.mark.parametrize("loss", [2.7, float("nan")])
-def test_a_loss_that_stays_high_fails(loss: float) -> None:
-    assert not load_example("side_by_side").verdict([a_run(1, [loss] * 200)])[1]
+def test_high_final_loss_fails(loss: float) -> None:
+    assert not load_example("side_by_side").verdict([make_run(1, [loss] * 200)])[1]
 
 
-def test_a_loss_that_falls_too_slowly_fails() -> None:
-    run = a_run(1)
+def test_slow_loss_decrease_fails() -> None:
+    run = make_run(1)
     slow = dataclasses.replace(run, seconds=[10 * s for s in run.seconds])
     assert load_example("side_by_side").verdict([run])[1]
     assert not load_example("side_by_side").verdict([slow])[1]
 
 
-def test_a_nan_in_one_run_fails() -> None:
-    run = a_run(1)
-    assert not load_example("side_by_side").verdict([run, changed(run, 5, float("nan"))])[1]
+def test_nan_loss_fails() -> None:
+    run = make_run(1)
+    assert not load_example("side_by_side").verdict([run, with_changed_loss(run, 5, float("nan"))])[1]
 
 
-def test_a_run_survives_its_file(tmp_path: Path) -> None:
-    run = a_run(2)
+def test_run_file_round_trips(tmp_path: Path) -> None:
+    run = make_run(2)
     run.save(tmp_path / "run.json")
     assert type(run).load(tmp_path / "run.json") == run
 
 
-def test_windows_depend_on_the_seed_alone() -> None:
+def test_windows_depend_only_on_seed() -> None:
     text = load_example("text")
     data = text.documentation_bytes()
     assert len(data) > 100_000
@@ -84,12 +84,12 @@ def test_windows_depend_on_the_seed_alone() -> None:
     assert torch.equal(tokens, data[first.starts[7] :][:32].long())
 
 
-def test_windows_refuse_a_short_text() -> None:
+def test_windows_of_short_text_raise() -> None:
     with pytest.raises(ValueError, match=r"got a text of 8 bytes for windows of 8 \+ 1"):
         load_example("text").Windows(torch.zeros(8, dtype=torch.uint8), 1, 8, seed=0)
 
 
-def test_the_model_sees_no_future_and_knows_positions() -> None:
+def test_model_is_causal_and_position_aware() -> None:
     model = load_example("model")
     torch.manual_seed(0)
     net = model.Transformer(
@@ -106,7 +106,7 @@ def test_the_model_sees_no_future_and_knows_positions() -> None:
     assert not torch.allclose(a[:, 2], b[:, 2])
 
 
-def test_rotary_scores_depend_on_distance_alone() -> None:
+def test_rotary_scores_depend_only_on_distance() -> None:
     model = load_example("model")
     cos, sin = (table.double() for table in model.rotary_tables(12, 8))
     q, k = torch.randn(2, 8, dtype=torch.float64)
@@ -117,6 +117,6 @@ def test_rotary_scores_depend_on_distance_alone() -> None:
         torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-5, atol=1e-5)
 
 
-def test_the_model_refuses_an_odd_head() -> None:
+def test_odd_head_dim_raises() -> None:
     with pytest.raises(ValueError, match=r"dim=30 with n_heads=2; choose a multiple"):
         load_example("model").ModelArgs(dim=30, n_heads=2)

@@ -11,12 +11,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from weft.strategy.absent import AbsentLayer
 from weft.strategy.assignments import join
 from weft.strategy.pipeline.staged_model import fake_copy
+from weft.strategy.remote_layers import RemoteLayer
 
 
-class Surroundings:
+class LastStageModules:
     """Removes the modules beside a module in stages from ranks without the last stage, in place.
 
     root: holds the module `name`, which is already in stages; for example a LightningModule. "": `root` itself is in
@@ -28,33 +28,33 @@ class Surroundings:
         self._root = root
         self._name = name
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-        absent = {
-            own_name: AbsentNeighbour(own_name, name, fake_copy(module, module.buffers(), fake_mode))
+        placeholders = {
+            own_name: RemoteLastStageModule(own_name, name, fake_copy(module, module.buffers(), fake_mode))
             for own_name, module in _modules_beside(root, name)
             if any(True for _ in module.parameters())
         }
         if has_last_stage:  # it copies, too, so that all ranks raise if a copy fails
             return
-        for own_name, module in absent.items():
+        for own_name, module in placeholders.items():
             parent, _, child = own_name.rpartition(".")
             root.get_submodule(parent)._modules[child] = module
-        for own_name, _ in list(_bare_parameters(root, name)):
+        for own_name, _ in list(_direct_parameters(root, name)):
             parent, _, child = own_name.rpartition(".")
             holder = root.get_submodule(parent)
             del holder._parameters[child]
-            holder.__dict__[child] = AbsentParameter(own_name, name)
+            holder.__dict__[child] = RemoteParameter(own_name, name)
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return this rank's current parameters by name; there are none on ranks without the last stage."""
         return dict(_parameters_beside(self._root, self._name))
 
-    def unused(self) -> TorchFunctionMode:
+    def forbidding_use(self) -> TorchFunctionMode:
         """Return a mode in which using these parameters raises: before the model's call, other ranks lack them."""
-        return _Unused(self.parameters, self._name)
+        return _ForbiddenUse(self.parameters, self._name)
 
 
-def refuse_shared(root: nn.Module, name: str) -> None:
+def check_not_shared(root: nn.Module, name: str) -> None:
     """Raise ValueError for a parameter both inside the module to be split and beside it; call before the split."""
     inside = {id(p): n for n, p in root.get_submodule(name).named_parameters(remove_duplicate=False)}
     for own_name, parameter in _parameters_beside(root, name):
@@ -65,7 +65,7 @@ def refuse_shared(root: nn.Module, name: str) -> None:
             )
 
 
-class AbsentNeighbour(AbsentLayer):
+class RemoteLastStageModule(RemoteLayer):
     """Stands for a module beside the one in stages, on a rank without the last stage."""
 
     def __init__(self, name: str, staged_name: str, skeleton: nn.Module) -> None:
@@ -73,32 +73,32 @@ class AbsentNeighbour(AbsentLayer):
         self.__dict__["_weft_beside"] = staged_name
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        self._refuse("", RuntimeError)
+        self._raise_unavailable("", RuntimeError)
 
     def extra_repr(self) -> str:
         return f"{type(self._weft_skeleton).__name__} of the last stage"
 
-    def _refuse(self, what: str, error: type[Exception]) -> NoReturn:
-        raise _refusal(self._weft_name, self._weft_beside, error)
+    def _raise_unavailable(self, what: str, error: type[Exception]) -> NoReturn:
+        raise _unavailable_error(self._weft_name, self._weft_beside, error)
 
 
-class AbsentParameter(Tensor):
+class RemoteParameter(Tensor):
     """A parameter beside the module in stages, on a rank without the last stage: any use of it raises."""
 
     @staticmethod
-    def __new__(cls, name: str, staged_name: str) -> AbsentParameter:
-        absent = torch.empty(0, device="meta").as_subclass(cls)
-        absent.__dict__.update(_weft_name=name, _weft_beside=staged_name)
-        return absent
+    def __new__(cls, name: str, staged_name: str) -> RemoteParameter:
+        parameter = torch.empty(0, device="meta").as_subclass(cls)
+        parameter.__dict__.update(_weft_name=name, _weft_beside=staged_name)
+        return parameter
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
         leaves = pytree.tree_leaves((args, kwargs or {}))
         names = next(leaf.__dict__ for leaf in leaves if isinstance(leaf, cls))
-        raise _refusal(names["_weft_name"], names["_weft_beside"], RuntimeError)
+        raise _unavailable_error(names["_weft_name"], names["_weft_beside"], RuntimeError)
 
 
-class _Unused(TorchFunctionMode):
+class _ForbiddenUse(TorchFunctionMode):
     def __init__(self, parameters: dict[str, nn.Parameter], staged_name: str) -> None:
         super().__init__()
         self._names = {id(parameter): name for name, parameter in parameters.items()}
@@ -107,35 +107,35 @@ class _Unused(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in pytree.tree_leaves((args, kwargs or {})):
             if id(leaf) in self._names:
-                raise _refusal(self._names[id(leaf)], self._staged_name, RuntimeError)
+                raise _unavailable_error(self._names[id(leaf)], self._staged_name, RuntimeError)
         return func(*args, **(kwargs or {}))
 
 
-def _refusal(name: str, staged_name: str, error: type[Exception]) -> Exception:
+def _unavailable_error(name: str, staged_name: str, error: type[Exception]) -> Exception:
     return error(
         f"pipeline: '{name}' is beside '{staged_name}' and so on the last stage alone; use it in a step after the call "
         f"of '{staged_name}', put it inside, or cut the module that holds both."
     )
 
 
-def _levels(name: str) -> list[str]:
+def _path(name: str) -> list[str]:
     return name.split(".") if name else []
 
 
 def _modules_beside(root: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
     """Yield the outermost modules that neither hold the named one nor are inside of it."""
     holder, prefix = root, ""
-    for part in _levels(name):
+    for part in _path(name):
         for child_name, child in holder._modules.items():
             if child_name != part and child is not None:
                 yield join(prefix, child_name), child
         holder, prefix = holder._modules[part], join(prefix, part)
 
 
-def _bare_parameters(root: nn.Module, name: str) -> Iterator[tuple[str, nn.Parameter]]:
+def _direct_parameters(root: nn.Module, name: str) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters that belong directly to the modules that hold the named one."""
     holder, prefix = root, ""
-    for part in _levels(name):
+    for part in _path(name):
         for own_name, parameter in holder._parameters.items():
             if parameter is not None:
                 yield join(prefix, own_name), parameter
@@ -146,4 +146,4 @@ def _parameters_beside(root: nn.Module, name: str) -> Iterator[tuple[str, nn.Par
     for prefix, module in _modules_beside(root, name):
         for own_name, parameter in module.named_parameters():
             yield join(prefix, own_name), parameter
-    yield from _bare_parameters(root, name)
+    yield from _direct_parameters(root, name)

@@ -1,4 +1,4 @@
-"""Gradients of a step that are kept until its backward: their values, and how many sets of them are alive."""
+"""Gradients of a step that are deferred until its backward: their values, and how many sets of them are alive."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from weft._plugin.kept_gradients import KeptGradients
+from weft._plugin.deferred_gradients import DeferredGradients
 
 EARLIER, COMPUTED = 5.0, 2.0
 
@@ -30,17 +30,17 @@ def values(found: list[nn.Parameter]) -> list[float | None]:
 
 
 @pytest.mark.parametrize("scale", [1.0, None])
-@pytest.mark.parametrize("is_seen", [False, True])
-def test_a_first_batch_gives_its_own(is_seen: bool, scale: float | None) -> None:
+@pytest.mark.parametrize("zeroing_is_observed", [False, True])
+def test_first_batch_replaces_gradients(zeroing_is_observed: bool, scale: float | None) -> None:
     found = parameters()
     earlier = weakref.ref(found[0].grad)
-    kept = KeptGradients(found, is_first=True, is_seen=is_seen, scale=scale)
-    with kept.computing():
+    deferred = DeferredGradients(found, is_first=True, zeroing_is_observed=zeroing_is_observed, scale=scale)
+    with deferred.computing():
         compute(found)
-        assert (earlier() is None) == (not is_seen)
-    loss = kept.loss_for(torch.tensor(3.0))
+        assert (earlier() is None) == (not zeroing_is_observed)
+    loss = deferred.attach_to_loss(torch.tensor(3.0))
     # As in the Trainer: zero the gradients, then run the backward of the loss, or of the loss that it has scaled.
-    assert values(found) == ([EARLIER, EARLIER, None] if is_seen else [None, None, None])
+    assert values(found) == ([EARLIER, EARLIER, None] if zeroing_is_observed else [None, None, None])
     for parameter in found:
         parameter.grad = None
     assert loss.item() == 3
@@ -49,31 +49,31 @@ def test_a_first_batch_gives_its_own(is_seen: bool, scale: float | None) -> None
     assert values(found) == [expected, None, expected]
 
 
-def test_a_later_batch_adds_at_once() -> None:
+def test_later_batch_accumulates_in_place() -> None:
     found = parameters()
     first = found[0].grad
-    kept = KeptGradients(found, is_first=False, is_seen=True, scale=0.5)
-    with kept.computing():
+    deferred = DeferredGradients(found, is_first=False, zeroing_is_observed=True, scale=0.5)
+    with deferred.computing():
         compute(found)
         assert found[0].grad is first
-    loss = kept.loss_for(torch.tensor(3.0))
+    loss = deferred.attach_to_loss(torch.tensor(3.0))
     loss.backward()
     assert values(found) == [EARLIER + COMPUTED, EARLIER, COMPUTED]
 
 
-def test_a_later_batch_of_unknown_scale_waits() -> None:
+def test_unknown_scale_defers_accumulation() -> None:
     found = parameters()
-    kept = KeptGradients(found, is_first=False, is_seen=False, scale=None)
-    with kept.computing():
+    deferred = DeferredGradients(found, is_first=False, zeroing_is_observed=False, scale=None)
+    with deferred.computing():
         compute(found)
     assert values(found) == [EARLIER, EARLIER, None]
-    (kept.loss_for(torch.tensor(3.0)) / 2).backward()
+    (deferred.attach_to_loss(torch.tensor(3.0)) / 2).backward()
     assert values(found) == [EARLIER + COMPUTED / 2, EARLIER, COMPUTED / 2]
 
 
-def test_a_step_that_fails_leaves_what_was_there() -> None:
+def test_failed_step_leaves_gradients_unchanged() -> None:
     found = parameters()
-    kept = KeptGradients(found, is_first=False, is_seen=False, scale=None)
-    with pytest.raises(KeyError), kept.computing():
+    deferred = DeferredGradients(found, is_first=False, zeroing_is_observed=False, scale=None)
+    with pytest.raises(KeyError), deferred.computing():
         raise KeyError
     assert values(found) == [EARLIER, EARLIER, None]

@@ -81,9 +81,9 @@ def shard_as_documented(model: Transformer, mesh: DeviceMesh) -> None:
         for block in model.layers:
             names = {"attention": (("wq", "wk", "wv"), "wo"), "feed_forward": (("w1", "w3"), "w2")}
             plan: dict[str, Any] = {}
-            for part, (columns, row) in names.items():
-                plan |= {f"{part}.{name}": ColwiseParallel() for name in columns}
-                plan[f"{part}.{row}"] = RowwiseParallel()
+            for layer, (columns, row) in names.items():
+                plan |= {f"{layer}.{name}": ColwiseParallel() for name in columns}
+                plan[f"{layer}.{row}"] = RowwiseParallel()
             block.attention.n_heads //= tensor.size()
             parallelize_module(block, tensor, plan)
     if data.size() > 1:
@@ -95,9 +95,9 @@ def shard_as_documented(model: Transformer, mesh: DeviceMesh) -> None:
 class LanguageModel(L.LightningModule):
     """Builds the model in `configure_model`, and shards it there for Lightning's strategy."""
 
-    def __init__(self, size: Size, layout: str, own_sharding: bool) -> None:
+    def __init__(self, size: Size, layout: str, shards_itself: bool) -> None:
         super().__init__()
-        self.size, self.own_sharding = size, own_sharding
+        self.size, self.shards_itself = size, shards_itself
         self.num_data, self.num_tensor = LAYOUTS[layout]
         self.model: nn.Module | None = None
         self.losses: list[Tensor] = []
@@ -106,7 +106,7 @@ class LanguageModel(L.LightningModule):
         if self.model is None:
             torch.manual_seed(1)
             self.model = Transformer(self.size.args)
-            if self.own_sharding:
+            if self.shards_itself:
                 assert self.device_mesh is not None
                 shard_as_documented(self.model, self.device_mesh)
 
@@ -121,7 +121,7 @@ class LanguageModel(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-class Turns(L.Callback):
+class StepServer(L.Callback):
     """Waits for a number of steps, trains them, sends their seconds and the losses, and waits again."""
 
     def __init__(self, connection: Connection) -> None:
@@ -155,7 +155,9 @@ class Steps(RandomBatches):
         return self.num_steps
 
 
-def train(connection: Connection, candidate: Candidate, size: Size, layout: str, num_steps: int, counts: bool) -> None:
+def train(
+    connection: Connection, candidate: Candidate, size: Size, layout: str, num_steps: int, counts_memory: bool
+) -> None:
     """Run the Trainer on this rank; at the end send the table of the memory monitor, or None."""
     warnings.simplefilter("ignore")
     for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"):
@@ -169,7 +171,7 @@ def train(connection: Connection, candidate: Candidate, size: Size, layout: str,
         strategy=candidate.strategy(layout),
         max_epochs=1,
         logger=False,
-        callbacks=[Turns(connection), monitor] if counts else [Turns(connection)],
+        callbacks=[StepServer(connection), monitor] if counts_memory else [StepServer(connection)],
         enable_progress_bar=False,
         enable_model_summary=False,
         enable_checkpointing=False,
@@ -179,4 +181,4 @@ def train(connection: Connection, candidate: Candidate, size: Size, layout: str,
         LanguageModel(size, layout, candidate.options is None), DataLoader(Steps(size, num_steps), batch_size=None)
     )
     connection.recv()
-    connection.send(monitor.table() if counts else None)
+    connection.send(monitor.table() if counts_memory else None)

@@ -1,6 +1,6 @@
 """The classes of parallelized modules, which replace their own classes.
 
-Each is a subclass of the module's class, made once per class and role. isinstance, hooks, names and `_parameters` do
+Each is a subclass of the module's class, made once per class and style. isinstance, hooks, names and `_parameters` do
 not change; only the forward and the reading of parameters do. FSDP2 changes classes the same way.
 """
 
@@ -18,11 +18,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from weft.strategy.linears import longest_dim
-from weft.strategy.local_tensor import enter_forward, inside_forward, is_whole, leave_forward, local_of
+from weft.strategy.local_tensor import enter_forward, exit_forward, inside_forward, is_full, local_of
 from weft.strategy.precision import in_precision
 from weft.strategy.shard_dropout import shard_dropout
 from weft.strategy.sharded_errors import explained
-from weft.strategy.state import ModuleState, counted
+from weft.strategy.state import ModuleState, with_local_counts
 from weft.strategy.stepped_mlp import Options, stepped_mlp_of
 from weft.strategy.vocab_head import VocabParallelLogits, head_of
 
@@ -43,21 +43,21 @@ class ParallelModule:
     __prepare_scriptable__ = property(lambda self: self.__jit_ignored_attributes__)
 
 
-def _part_of(module: Any, name: str) -> Tensor | None:
+def _local_shard_of(module: Any, name: str) -> Tensor | None:
     """Return this rank's tensor-parallel shard of a parameter."""
     parameter = module._parameters[name]
     if isinstance(parameter, DTensor) and not torch.compiler.is_compiling():
         mesh, expected = parameter._spec.mesh, module._weft_state.mesh
         if mesh is not expected and mesh != expected:
-            _refuse_sharded(module, name, mesh)
-    return None if parameter is None else _computed_in(module._weft_state, local_of(parameter))
+            _raise_still_sharded(module, name, mesh)
+    return None if parameter is None else _cast(module._weft_state, local_of(parameter))
 
 
-def _computed_in(state: ModuleState, value: Tensor) -> Tensor:
+def _cast(state: ModuleState, value: Tensor) -> Tensor:
     return value.to(state.precision) if state.precision is not None and value.is_floating_point() else value
 
 
-def _refuse_sharded(module: nn.Module, name: str, mesh: DeviceMesh) -> None:
+def _raise_still_sharded(module: nn.Module, name: str, mesh: DeviceMesh) -> None:
     axes = " and ".join(mesh.mesh_dim_names or ("another mesh",))
     kind = module._weft_state.original_class.__name__
     raise ValueError(
@@ -67,8 +67,8 @@ def _refuse_sharded(module: nn.Module, name: str, mesh: DeviceMesh) -> None:
 
 
 def _weight_and_bias(module: nn.Module, transposed: bool) -> tuple[Tensor, Tensor | None]:
-    weight = _part_of(module, "weight")
-    return (weight.t() if transposed else weight), _part_of(module, "bias")
+    weight = _local_shard_of(module, "weight")
+    return (weight.t() if transposed else weight), _local_shard_of(module, "bias")
 
 
 def _column_forward(self: Any, input: Tensor) -> Tensor:
@@ -97,8 +97,8 @@ def _column_gather_output_forward(self: Any, input: Tensor) -> Tensor:
 
 
 def _row_split_input_forward(self: Any, input: Tensor) -> Tensor:
-    part = torch.ops.weft.scatter_to_group(input, input.dim() - 1, self._weft_state.group_name)
-    return _row_forward(self, part)
+    shard = torch.ops.weft.scatter_to_group(input, input.dim() - 1, self._weft_state.group_name)
+    return _row_forward(self, shard)
 
 
 def _vocab_head_forward(self: Any, input: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ def _vocab_embedding_forward(self: Any, input: Tensor) -> Tensor:
     state = self._weft_state
     output = torch.ops.weft.vocab_parallel_embedding(
         input,
-        _part_of(self, "weight"),
+        _local_shard_of(self, "weight"),
         state.vocab_start,
         group_name=state.group_name,
         vocab_size=self.num_embeddings,
@@ -147,12 +147,12 @@ def _fused_forward(self: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
     children = [self._modules[name] for name in mlp.children]
     for name, child, expected in zip(mlp.children, children, state.child_classes, strict=True):
         if type(child) is not expected:
-            _refuse_changed_child(name, child)
+            _raise_changed_child(name, child)
         if child._forward_hooks or child._forward_pre_hooks or child._backward_hooks or child._backward_pre_hooks:
             return _plain_forward_of(state.original_class)(self, x if region is None else region.gather(x))
-    parts = [_weight_and_bias(child, child._weft_state.transposed) for child in children]
-    w3, b3 = (None, None) if mlp.gate is None else parts[1]
-    (w1, b1), (w2, b2) = parts[0], parts[-1]
+    weights_and_biases = [_weight_and_bias(child, child._weft_state.transposed) for child in children]
+    w3, b3 = (None, None) if mlp.gate is None else weights_and_biases[1]
+    (w1, b1), (w2, b2) = weights_and_biases[0], weights_and_biases[-1]
     options = {
         "activation": state.activation,
         "group_name": state.group_name,
@@ -162,9 +162,13 @@ def _fused_forward(self: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
     }
     stepped = stepped_mlp_of(self)
     if stepped is not None:
-        own = [child._parameters["weight"] for child in children]
+        parameters = [child._parameters["weight"] for child in children]
         return stepped(
-            Options(**options), x, (w1, w2, w3), (b1, b2, b3), (own[0], own[-1], None if w3 is None else own[1])
+            Options(**options),
+            x,
+            (w1, w2, w3),
+            (b1, b2, b3),
+            (parameters[0], parameters[-1], None if w3 is None else parameters[1]),
         )
     return torch.ops.weft.column_row_mlp(x, w1, w2, w3, b1, b2, b3, **options)
 
@@ -185,7 +189,7 @@ def _shard_dropout_forward(self: Any, input: Tensor) -> Tensor:
     if not self.training or self.p == 0.0:
         return input
     mesh = self._weft_state.mesh
-    sharded = next((each for each in self._weft_state.dropouts if each.is_of(input, mesh.size())), None)
+    sharded = next((each for each in self._weft_state.dropouts if each.matches(input, mesh.size())), None)
     if sharded is None:
         raise ValueError(
             f"a Dropout between column and row layers got {list(input.shape)}, which is not one rank's shard of an "
@@ -194,7 +198,7 @@ def _shard_dropout_forward(self: Any, input: Tensor) -> Tensor:
     return shard_dropout(input, self.p, sharded, mesh.get_local_rank(), mesh.size())
 
 
-def _refuse_changed_child(name: str, child: nn.Module) -> None:
+def _raise_changed_child(name: str, child: nn.Module) -> None:
     if isinstance(child, FSDPModule):
         raise ValueError(
             f"fully_shard was applied to '{name}', a part of a fused MLP: "
@@ -209,7 +213,7 @@ def _refuse_changed_child(name: str, child: nn.Module) -> None:
 @functools.cache
 def _plain_forward_of(cls: type[nn.Module], has_counts: bool = False) -> Callable[..., Any]:
     """Return the class's own forward, with local parameters."""
-    own_forward = counted(cls.forward) if has_counts else cls.forward
+    own_forward = with_local_counts(cls.forward) if has_counts else cls.forward
 
     @functools.wraps(own_forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -217,7 +221,7 @@ def _plain_forward_of(cls: type[nn.Module], has_counts: bool = False) -> Callabl
         try:
             return own_forward(self, *args, **kwargs)
         finally:
-            leave_forward()
+            exit_forward()
 
     return forward
 
@@ -235,14 +239,14 @@ def _explained_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def _sequence_forward_of(cls: type[nn.Module], has_counts: bool = False) -> Callable[..., Any]:
-    """Return the class's own forward with local parameters, between the operations of its place in the sequence."""
+    """Return the class's own forward with local parameters, between the operations of its sequence role."""
     plain = _plain_forward_of(cls, has_counts)
 
     @functools.wraps(plain)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        place = self._weft_state.sequence
-        args, kwargs = place.before(args, kwargs)
-        return place.after(plain(self, *args, **kwargs))
+        role = self._weft_state.sequence
+        args, kwargs = role.prepare_inputs(args, kwargs)
+        return role.finish_output(plain(self, *args, **kwargs))
 
     return forward
 
@@ -255,24 +259,24 @@ def _getattr_of(cls: type[nn.Module]) -> Callable[[nn.Module, str], Any]:
         if not isinstance(value, DTensor) or not inside_forward():
             return value
         state = self.__dict__["_weft_state"]
-        if state.style == "gather_weights" and not is_whole(value):
-            return _gathered(self, name, state)
-        if is_whole(value):
-            is_shared = state.style == "replicate_sum_gradients"
-            if is_shared or (state.sequence is not None and state.sequence.owns_shared_weights):
-                return _computed_in(state, torch.ops.weft.copy_to_group(local_of(value), state.group_name))
-            return _computed_in(state, local_of(value))
+        if state.style == "gather_weights" and not is_full(value):
+            return _gather_parameter(self, name, state)
+        if is_full(value):
+            sums_gradients = state.style == "replicate_sum_gradients"
+            if sums_gradients or (state.sequence is not None and state.sequence.needs_gradient_sum):
+                return _cast(state, torch.ops.weft.copy_to_group(local_of(value), state.group_name))
+            return _cast(state, local_of(value))
         return value
 
     return __getattr__
 
 
-def _gathered(module: Any, name: str, state: ModuleState) -> Tensor:
+def _gather_parameter(module: Any, name: str, state: ModuleState) -> Tensor:
     """Return the full parameter; its gradient, equal on all ranks, is sharded again."""
     parameter = module._parameters[name]
-    part = _part_of(module, name)
+    shard = _local_shard_of(module, name)
     dim = longest_dim(parameter)
-    full: Tensor = torch.ops.weft.gather_from_group(part, dim, state.group_name, dim_size=parameter.shape[dim])
+    full: Tensor = torch.ops.weft.gather_from_group(shard, dim, state.group_name, dim_size=parameter.shape[dim])
     return full
 
 
@@ -296,7 +300,7 @@ _STYLED_FORWARDS = {
 def parallel_class(
     cls: type[nn.Module],
     style: str,
-    place: str = "",
+    sequence_kind: str = "",
     has_precision: bool = False,
     has_counts: bool = False,
     is_shard_dropout: bool = False,
@@ -304,13 +308,13 @@ def parallel_class(
 ) -> type[nn.Module]:
     """Return the class of a module of class `cls` for a style ("" and "replicate": its own forward).
 
-    `place`: the kind of its place, if activations are sharded along the sequence. `has_precision`: it computes in a
-    dtype of its own. `has_counts`: attributes have this rank's head counts while its forward runs. `is_shard_dropout`:
-    its input is one rank's shard. `explains`: errors of sharded modules inside are explained.
+    `sequence_kind`: the kind of its role, if activations are sharded along the sequence. `has_precision`: it computes
+    in a dtype of its own. `has_counts`: attributes have this rank's head counts while its forward runs.
+    `is_shard_dropout`: its input is one rank's shard. `explains`: errors of sharded modules inside are explained.
     """
     namespace: dict[str, Any] = {"__module__": cls.__module__, "__getattr__": _getattr_of(cls)}
     own_dropout = _shard_dropout_forward if is_shard_dropout else None
-    styled = _dropout_forward if place == "dropout" else own_dropout or _STYLED_FORWARDS.get(style)
+    styled = _dropout_forward if sequence_kind == "dropout" else own_dropout or _STYLED_FORWARDS.get(style)
     bases: tuple[type, ...] = (ParallelModule, cls)
     if style == "vocab_embedding" and cls.forward is not nn.Embedding.forward:
         bases, styled = (*bases, _VocabEmbedding), None
@@ -318,7 +322,7 @@ def parallel_class(
         forward = types.FunctionType(styled.__code__, styled.__globals__, styled.__name__)
         namespace["forward"] = functools.update_wrapper(forward, cls.forward)  # keeps the signature
     elif cls.forward is not nn.Module.forward:
-        forward_of = _sequence_forward_of if place in ("block", "gathers") else _plain_forward_of
+        forward_of = _sequence_forward_of if sequence_kind in ("block", "gathers") else _plain_forward_of
         namespace["forward"] = forward_of(cls, has_counts)
     if explains and "forward" in namespace:
         namespace["forward"] = _explained_forward(namespace["forward"])
@@ -329,7 +333,7 @@ def parallel_class(
     return type(f"Weft{cls.__name__}", bases, namespace)
 
 
-def take_role(module: nn.Module, state: ModuleState) -> None:
+def set_parallel_class(module: nn.Module, state: ModuleState) -> None:
     """Give a module the class and state of its style."""
     kind = "" if state.sequence is None else state.sequence.kind
     module.__class__ = parallel_class(
@@ -350,7 +354,7 @@ def take_role(module: nn.Module, state: ModuleState) -> None:
         module.__dict__.pop("_flat_weights", None)
 
 
-def refuse_fsdp_children(name: str, module: nn.Module) -> None:
+def check_no_fsdp_children(name: str, module: nn.Module) -> None:
     for child_name, child in module.named_modules():
         if child_name and isinstance(child, FSDPModule):
             raise ValueError(

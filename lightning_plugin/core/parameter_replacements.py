@@ -9,13 +9,13 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 
-class Replacements:
+class ParameterReplacements:
     """Maps the original parameters of modules to those that replaced them, without keeping the originals alive."""
 
     def __init__(self) -> None:
         self._new = WeakIdKeyDictionary()
 
-    def note(self, before: dict[str, weakref.ref[Parameter]], module: Module) -> None:
+    def record(self, before: dict[str, weakref.ref[Parameter]], module: Module) -> None:
         """Record parameters that the module has replaced since `parameters_of` returned `before`."""
         now = dict(module.named_parameters(remove_duplicate=False))
         for name, reference in before.items():
@@ -23,14 +23,14 @@ class Replacements:
             if old is not None and new is not None and old is not new:
                 self._new[old] = new
 
-    def repoint(self, optimizer: Optimizer) -> None:
+    def update_optimizer(self, optimizer: Optimizer) -> None:
         """Make an optimizer step the modules' current parameters, with the options of its groups.
 
         Raises:
             RuntimeError: it has stepped already, so that its state has the sizes of the original parameters.
         """
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        stale = [parameter for parameter in held if parameter in self._new]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        stale = [parameter for parameter in parameters if parameter in self._new]
         if not stale:
             return
         if any(parameter in optimizer.state for parameter in stale):

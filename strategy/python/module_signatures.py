@@ -1,4 +1,4 @@
-"""Recognises modules that are alike, for which a result on one holds for the other."""
+"""Signatures of modules: a result on one module holds for another of equal signature."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from torch.utils._pytree import tree_leaves
 from weft.strategy.deferred import is_deferred
 from weft.strategy.state import original_class
 
-_PLACES = {
+_INDEX_ATTRIBUTES = {
     *("layer_idx", "layer_id", "layer_index", "layer_number", "layer_num", "block_idx", "block_index", "idx", "index"),
 }
 _NO_CONFIGURATION = ("_parameters", "_buffers", "_modules", "training")
 
 
-def signature(module: nn.Module, with_places: bool = True) -> tuple[Any, ...]:
+def signature(module: nn.Module, with_indices: bool = True) -> tuple[Any, ...]:
     """Return a key that is equal for equal modules: classes, plain attributes, shapes; other objects by identity.
 
-    `with_places`: include attributes that number the module among others, such as `layer_idx`.
+    `with_indices`: include attributes that number the module among others, such as `layer_idx`.
     """
-    parts: list[Any] = []
+    entries: list[Any] = []
     for name, inner in module.named_modules():
         attributes = tuple(
             (key, _plain(value))
             for key, value in sorted(inner.__dict__.items())
-            if key not in _NO_CONFIGURATION and "hook" not in key and (with_places or key not in _PLACES)
+            if key not in _NO_CONFIGURATION and "hook" not in key and (with_indices or key not in _INDEX_ATTRIBUTES)
         )
         shapes = tuple(
             (key, None if value is None else (tuple(value.shape), value.dtype))
             for key, value in (*inner._parameters.items(), *inner._buffers.items())
         )
-        parts.append((name, original_class(inner), attributes, shapes))
-    return tuple(parts)
+        entries.append((name, original_class(inner), attributes, shapes))
+    return tuple(entries)
 
 
 def _plain(value: Any) -> Any:
@@ -58,19 +58,19 @@ class Signatures:
     """The signatures of the modules of one model, each computed once."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[int, bool], int] = {}
+        self._cached: dict[tuple[int, bool], int] = {}
         self._numbers: dict[tuple[Any, ...], int] = {}
 
-    def of(self, module: nn.Module, with_places: bool = True) -> int:
+    def of(self, module: nn.Module, with_indices: bool = True) -> int:
         """Return a number that is equal for modules of equal signatures."""
-        key = (id(module), with_places)
-        if key not in self._made:
-            made = signature(module, with_places)
-            self._made[key] = self._numbers.setdefault(made, len(self._numbers))
-        return self._made[key]
+        key = (id(module), with_indices)
+        if key not in self._cached:
+            made = signature(module, with_indices)
+            self._cached[key] = self._numbers.setdefault(made, len(self._numbers))
+        return self._cached[key]
 
 
-def kind_of(args: Any, kwargs: Any) -> tuple[Any, ...]:
+def argument_signature(args: Any, kwargs: Any) -> tuple[Any, ...]:
     """Return a key that is equal for the arguments of calls that differ only in the values of tensors."""
 
     def of(leaf: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning_plugin.scripts.pipeline_models import Text, staged, text_loader
+from lightning_plugin.scripts.pipeline_models import Text, pipeline_strategy, text_loader
 from lightning_plugin.scripts.plugin_models import on_warm_rank, trainer
 from torch import Tensor, nn
 
@@ -19,7 +19,7 @@ from weft.lightning import WeftModelParallelStrategy
 from weft.strategy.pipeline import AutoCuts
 
 
-class Refused(Text):
+class FaultyText(Text):
     """`kind` selects the error in its steps."""
 
     def __init__(self, kind: str) -> None:
@@ -60,13 +60,13 @@ class Refused(Text):
         return super().configure_optimizers()
 
 
-class OfIterator(Text):
+class IteratorText(Text):
     def training_step(self, dataloader_iter: Any) -> Any:
         return self.loss(next(dataloader_iter)[0])[0]
 
 
-ON_ALL = {
-    "manual": (ValueError, "Refused optimizes manually, and the schedule decides"),
+ERRORS_ON_ALL_RANKS = {
+    "manual": (ValueError, "FaultyText optimizes manually, and the schedule decides"),
     "module before": (
         RuntimeError,
         "'head.*' is beside 'model' and so on the last stage alone; use it in a step",
@@ -77,7 +77,7 @@ ON_ALL = {
     "tied": (ValueError, "'head.weight' and 'model.layers.0.attention.wq.weight' are one parameter"),
     "optimizer": (AttributeError, "the layer 'layers.[02]' .* is on stage [01], and its 'attention' was asked for"),
 }
-ON_THE_LAST = {
+ERRORS_ON_LAST_STAGE = {
     "twice": (RuntimeError, "the step calls the model in stages twice for one micro-batch; call it once"),
     "group": (ValueError, "got a sync_dist_group, which ranks of other stages do not have"),
     "nothing": (TypeError, "training_step gave a NoneType for a micro-batch"),
@@ -86,30 +86,30 @@ ON_THE_LAST = {
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("kind", ON_ALL)
-def test_what_is_refused_on_all_ranks(rank: int, world_size: int, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ERRORS_ON_ALL_RANKS)
+def test_errors_on_all_ranks(rank: int, world_size: int, tmp_path: Path, kind: str) -> None:
     on_warm_rank(rank, world_size)
-    error, message = ON_ALL[kind]
+    error, message = ERRORS_ON_ALL_RANKS[kind]
     with pytest.raises(error, match=message):
-        trainer(world_size, staged(), tmp_path).fit(Refused(kind), text_loader())
+        trainer(world_size, pipeline_strategy(), tmp_path).fit(FaultyText(kind), text_loader())
 
 
-@pytest.mark.parametrize("kind", ON_THE_LAST)
-def test_what_only_the_last_stage_can_refuse(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ERRORS_ON_LAST_STAGE)
+def test_errors_on_last_stage(tmp_path: Path, kind: str) -> None:
     """The other rank quotes the error."""
-    error, message = ON_THE_LAST[kind]
+    error, message = ERRORS_ON_LAST_STAGE[kind]
     with pytest.raises(RankFailure) as failure:
-        run_on_ranks(2, fit_refused, kind=kind, folder=str(tmp_path))
-    own, _, heard = str(failure.value).partition("rank 0 of 2 failed")
-    assert re.search(f"rank 1 of 2 failed:(.|\n)*{error.__name__}: .*{message}", own)
-    assert re.search(f"PeerLostError: rank 1 left .* step: {error.__name__}: .*{message}", heard)
+        run_on_ranks(2, fit_faulty, kind=kind, folder=str(tmp_path))
+    last_stage, _, first_stage = str(failure.value).partition("rank 0 of 2 failed")
+    assert re.search(f"rank 1 of 2 failed:(.|\n)*{error.__name__}: .*{message}", last_stage)
+    assert re.search(f"PeerLostError: rank 1 left .* step: {error.__name__}: .*{message}", first_stage)
 
 
-def fit_refused(rank: int, world_size: int, kind: str, folder: str) -> None:
+def fit_faulty(rank: int, world_size: int, kind: str, folder: str) -> None:
     on_warm_rank(rank, world_size)
     try:
-        run = trainer(world_size, staged(), folder)
-        (run.validate if kind == "validation" else run.fit)(Refused(kind), text_loader())
+        run = trainer(world_size, pipeline_strategy(), folder)
+        (run.validate if kind == "validation" else run.fit)(FaultyText(kind), text_loader())
     except Exception:
         if rank == 1:  # as at the end of its process
             dist.group.WORLD._get_backend(torch.device("cpu")).shutdown()
@@ -117,16 +117,16 @@ def fit_refused(rank: int, world_size: int, kind: str, folder: str) -> None:
 
 
 @on_ranks(2)
-def test_an_iterator_and_a_wrong_name_are_refused(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_iterator_and_unknown_name_raise(rank: int, world_size: int, tmp_path: Path) -> None:
     on_warm_rank(rank, world_size)
-    with pytest.raises(ValueError, match=r"OfIterator\.training_step takes a dataloader_iter"):
-        trainer(world_size, staged(), tmp_path).fit(OfIterator(), text_loader())
+    with pytest.raises(ValueError, match=r"IteratorText\.training_step takes a dataloader_iter"):
+        trainer(world_size, pipeline_strategy(), tmp_path).fit(IteratorText(), text_loader())
     with pytest.raises(ValueError, match=r"='net', which Text does not have; name one of its modules: 'model', 'acc"):
-        trainer(world_size, staged(pipeline_module="net"), tmp_path).fit(Text(), text_loader())
+        trainer(world_size, pipeline_strategy(pipeline_module="net"), tmp_path).fit(Text(), text_loader())
     with pytest.raises(
         ValueError, match=r"'layer\.2', which is not a module of the model; the nearest name is 'layers\.2'"
     ):
-        trainer(world_size, staged(pipeline_cuts=["model.layer.2"]), tmp_path).fit(Text(), text_loader())
+        trainer(world_size, pipeline_strategy(pipeline_cuts=["model.layer.2"]), tmp_path).fit(Text(), text_loader())
 
 
 @pytest.mark.parametrize(
@@ -185,6 +185,6 @@ def test_an_iterator_and_a_wrong_name_are_refused(rank: int, world_size: int, tm
         ),
     ],
 )
-def test_settings_that_do_not_fit(options: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_invalid_settings_raise(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         WeftModelParallelStrategy(**options)

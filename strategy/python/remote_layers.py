@@ -8,10 +8,10 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 # The mode that intercepts the calls of the current forward, which runs in stages or is being recorded.
-running: contextvars.ContextVar[Any] = contextvars.ContextVar("weft_pipeline_mode", default=None)
+active_mode: contextvars.ContextVar[Any] = contextvars.ContextVar("weft_pipeline_mode", default=None)
 
 
-class AbsentLayer(nn.Module):
+class RemoteLayer(nn.Module):
     """A layer of another stage: it has no parameters and modules, and raises if code asks for them.
 
     Its plain attributes exist, because code between layers reads some. While a stage's part of a forward runs, its
@@ -30,14 +30,14 @@ class AbsentLayer(nn.Module):
         if not hasattr(skeleton, attribute):
             raise AttributeError(f"{type(skeleton).__name__!r} object has no attribute {attribute!r}")
         value = getattr(skeleton, attribute)
-        if running.get() is not None or not isinstance(value, (Tensor, nn.Module)):
+        if active_mode.get() is not None or not isinstance(value, (Tensor, nn.Module)):
             return value
-        self._refuse(f"its {attribute!r} was asked for", AttributeError)
+        self._raise_unavailable(f"its {attribute!r} was asked for", AttributeError)
 
     @property
     def __class__(self) -> type:
         # While a forward runs, isinstance(layer, nn.Linear) gives the same result as on the layer's own stage.
-        return type(self) if running.get() is None else type(self.__dict__["_weft_skeleton"])
+        return type(self) if active_mode.get() is None else type(self.__dict__["_weft_skeleton"])
 
     @__class__.setter
     def __class__(self, cls: type) -> None:
@@ -53,19 +53,19 @@ class AbsentLayer(nn.Module):
     def extra_repr(self) -> str:
         return f"{type(self._weft_skeleton).__name__} of stage {self._weft_stage}"
 
-    def _refuse(self, what: str, error: type[Exception]) -> NoReturn:
+    def _raise_unavailable(self, what: str, error: type[Exception]) -> NoReturn:
         raise error(
             f"pipeline: the layer {self._weft_name!r} ({type(self._weft_skeleton).__name__}) is on stage "
             f"{self._weft_stage}, and {what} on a rank of other stages; do that on a rank of its own stage."
         )
 
 
-def with_absent_names(model: nn.Module) -> list[str]:
+def names_with_remote_layers(model: nn.Module) -> list[str]:
     """Return the names of a model's modules, including layers on other stages, in the order of the full model."""
     names: list[str] = []
     for name, module in model.named_modules(remove_duplicate=False):
         names.append(name)
-        if isinstance(module, AbsentLayer):
+        if isinstance(module, RemoteLayer):
             inner = module._weft_skeleton.named_modules(remove_duplicate=False)
             names += [f"{name}.{inner_name}" for inner_name, _ in inner if inner_name]
     return names

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 
-class KeptGradients:
-    """The gradients of one step: compute them inside `computing`, then give the Trainer the loss of `loss_for`.
+class DeferredGradients:
+    """The gradients of one step: compute them inside `computing`, then give the Trainer the loss of `attach_to_loss`.
 
     parameters: all parameters that get gradients.
     is_first: whether gradients are zeroed before the backward; else the backward adds to those of earlier batches.
-    is_seen: whether hooks see the gradients before they are zeroed, or the user's code zeroes them.
+    zeroing_is_observed: whether hooks see the gradients before they are zeroed, or the user's code zeroes them.
     scale: the factor that the gradients already contain, and by which the Trainer will multiply the loss; None: the
         factor is unknown before the backward, which then multiplies the gradients by it.
 
@@ -26,12 +26,14 @@ class KeptGradients:
     to the earlier ones at once if the scale is known. In both cases one set of gradients is alive, in others two.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], is_first: bool, is_seen: bool, scale: float | None) -> None:
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], is_first: bool, zeroing_is_observed: bool, scale: float | None
+    ) -> None:
         self._parameters = list(parameters)
         self._adds_at_once = not is_first and scale is not None
-        self._frees_earlier = is_first and not is_seen
+        self._frees_earlier = is_first and not zeroing_is_observed
         self._scale = scale
-        self._kept: list[Tensor | None] = []
+        self._gradients: list[Tensor | None] = []
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
@@ -45,17 +47,17 @@ class KeptGradients:
         try:
             yield
         finally:
-            self._kept = [parameter.grad for parameter in self._parameters]
+            self._gradients = [parameter.grad for parameter in self._parameters]
             for parameter, gradient in zip(self._parameters, earlier, strict=True):
                 parameter.grad = gradient
 
-    def loss_for(self, loss: Tensor) -> Tensor:
+    def attach_to_loss(self, loss: Tensor) -> Tensor:
         """Return the loss, `[]`; its backward calls `install`."""
         return _Loss.apply(loss.detach().requires_grad_(), self)
 
     def install(self, factor: Tensor) -> None:
         """Add the kept gradients to those of the parameters; `factor`: the number that the loss was multiplied by."""
-        for parameter, gradient in zip(self._parameters, self._kept, strict=True) if self._kept else ():
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True) if self._gradients else ():
             if gradient is None:
                 continue
             if self._scale is None:
@@ -64,17 +66,17 @@ class KeptGradients:
                 parameter.grad = gradient
             else:
                 parameter.grad.add_(gradient)
-        self._kept = []
+        self._gradients = []
 
 
 class _Loss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, kept: KeptGradients) -> Tensor:
-        ctx.kept = kept
+    def forward(ctx: Any, loss: Tensor, deferred: DeferredGradients) -> Tensor:
+        ctx.deferred = deferred
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
         with torch.no_grad():
-            ctx.kept.install(gradient)
+            ctx.deferred.install(gradient)
         return None, None

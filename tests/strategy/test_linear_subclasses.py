@@ -68,7 +68,7 @@ class Sparse(nn.Linear):
 
 
 @pytest.mark.parametrize("layer", [Product(8, 6), Product(8, 6, bias=False), Scaled(8, 6, scale=1.0)])
-def test_what_computes_a_linear_layer(layer: nn.Linear) -> None:
+def test_equivalent_forwards_are_accepted(layer: nn.Linear) -> None:
     state = torch.get_rng_state()
     assert why_no_linear(layer) is None
     assert torch.equal(torch.get_rng_state(), state) and torch.get_default_dtype() == torch.float32
@@ -79,12 +79,12 @@ def test_what_computes_a_linear_layer(layer: nn.Linear) -> None:
     [Scaled(8, 6, scale=2.0), InTraining(8, 6), Detached(8, 6), Noisy(8, 6), Viewed(8, 6), Sparse(8, 6)],
     ids=lambda layer: type(layer).__name__,
 )
-def test_what_computes_something_else(layer: nn.Linear) -> None:
+def test_different_forwards_have_a_reason(layer: nn.Linear) -> None:
     reason = f"{type(layer).__name__} has a forward of its own, which computes something else than nn.Linear"
     assert why_no_linear(layer) == reason
 
 
-def test_an_attribute_that_changes_is_seen() -> None:
+def test_changed_attribute_is_detected() -> None:
     layer = Scaled(8, 6, scale=1.0)
     assert why_no_linear(layer) is None
     layer.scale = 2.0
@@ -117,7 +117,7 @@ def test_sharded_equals_unsharded(world_size: int, plan: object) -> None:
         output.square().sum().backward()
     torch.testing.assert_close(*outputs, rtol=1e-12, atol=1e-12)
     for name, parameter in reference.named_parameters():
-        own = model.get_parameter(name).grad.full_tensor()
-        torch.testing.assert_close(own, parameter.grad, rtol=1e-11, atol=1e-12)
+        gradient = model.get_parameter(name).grad.full_tensor()
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-11, atol=1e-12)
     if world_size == 2:
         torch.testing.assert_close(weft.export_local(model)(x), outputs[1], rtol=1e-12, atol=1e-12)

@@ -12,14 +12,16 @@ from weft._plugin.in_backward import is_overridden
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class PipelineTarget:
     """The name of the module that is cut, "" for the LightningModule itself, and its cuts; None: weft chooses them."""
 
     name: str
     cuts: tuple[str, ...] | None
 
 
-def find_place(owner: str, module: Any, given: str | None, cuts: Sequence[str] | None, num_stages: int) -> Place:
+def find_target(
+    owner: str, module: Any, given: str | None, cuts: Sequence[str] | None, num_stages: int
+) -> PipelineTarget:
     """Return the module to cut and its cuts, the same on every rank; changes nothing.
 
     Cuts are names in the module that is cut, or in the LightningModule. Without `given`, the module is the child that
@@ -57,13 +59,13 @@ def find_place(owner: str, module: Any, given: str | None, cuts: Sequence[str] |
             "calls its layers, and call self(...) in its steps."
         )
     if cuts is None:
-        return Place(given, None)
+        return PipelineTarget(given, None)
     from weft.strategy.pipeline.stages import check_names
 
     names = _names(inner)
     relative = tuple(_relative(given, cut, names) for cut in cuts)
     check_names(names, relative)
-    return Place(given, relative)
+    return PipelineTarget(given, relative)
 
 
 def _inferred(owner: str, module: Any, cuts: Sequence[str] | None, num_stages: int) -> str:

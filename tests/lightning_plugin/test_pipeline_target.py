@@ -1,4 +1,4 @@
-"""find_place: the module to cut and the names of its cuts, with and without a prefix or pipeline_module."""
+"""find_target: the module to cut and the names of its cuts, with and without a prefix or pipeline_module."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import lightning as L
 import pytest
 from torch import Tensor, nn
 
-from weft._plugin.pipeline_place import Place, find_place
+from weft._plugin.pipeline_target import PipelineTarget, find_target
 
 
 class Net(nn.Module):
@@ -50,7 +50,7 @@ def linear() -> nn.Linear:
 
 
 AUTO = None
-FOUND: dict[str, tuple[L.LightningModule, str | None, Any, str, Any]] = {
+EXPECTED: dict[str, tuple[L.LightningModule, str | None, Any, str, Any]] = {
     "given": (Module(model=Net(), head=linear()), "model", ["layers.2"], "model", ["layers.2"]),
     "given, prefix": (Module(model=Net()), "model", ["model.layers.1", "layers.2"], "model", ["layers.1", "layers.2"]),
     "given, deeper": (Module(a=nn.Sequential(Net())), "a.0", ["a.0.layers.2"], "a.0", ["layers.2"]),
@@ -109,14 +109,14 @@ FOUND: dict[str, tuple[L.LightningModule, str | None, Any, str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", FOUND)
-def test_what_is_cut(case: str) -> None:
-    module, given, cuts, name, relative = FOUND[case]
-    expected = Place(name, None if relative is None else tuple(relative))
-    assert find_place("S", module, given, cuts, num_stages=2) == expected
+@pytest.mark.parametrize("case", EXPECTED)
+def test_module_and_cuts_are_found(case: str) -> None:
+    module, given, cuts, name, relative = EXPECTED[case]
+    expected = PipelineTarget(name, None if relative is None else tuple(relative))
+    assert find_target("S", module, given, cuts, num_stages=2) == expected
 
 
-REFUSED: dict[str, tuple[L.LightningModule, str | None, Any, str]] = {
+ERRORS: dict[str, tuple[L.LightningModule, str | None, Any, str]] = {
     "two holders": (
         Module(student=Net(), teacher=Net()),
         None,
@@ -164,14 +164,14 @@ REFUSED: dict[str, tuple[L.LightningModule, str | None, Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(case: str) -> None:
-    module, given, cuts, message = REFUSED[case]
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors(case: str) -> None:
+    module, given, cuts, message = ERRORS[case]
     with pytest.raises(ValueError, match=re.escape(message)):
-        find_place("S", module, given, cuts, num_stages=2)
+        find_target("S", module, given, cuts, num_stages=2)
 
 
-def test_a_second_run_takes_what_is_in_stages() -> None:
+def test_second_run_finds_staged_module() -> None:
     module = Module(model=Net(), other=Net())
     module.other.__dict__["_weft_staged"] = object()
-    assert find_place("S", module, None, ["layers.2"], num_stages=2) == Place("other", ("layers.2",))
+    assert find_target("S", module, None, ["layers.2"], num_stages=2) == PipelineTarget("other", ("layers.2",))

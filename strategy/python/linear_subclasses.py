@@ -14,17 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.strategy.shell import shell_of, undisturbed
+from weft.strategy.shell import isolated_execution, shell_of
 from weft.strategy.state import original_class
 
 _IN, _OUT = 5, 3
 _INPUT_SIZES = ((4, _IN), (2, 3, _IN))
 _SCALES = (1.0, 1e3)
 _TOLERANCE = 1e-12
-_OF_MODULES = (*vars(nn.Module()), "_weft_state")
-_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
+_MODULE_ATTRIBUTES = (*vars(nn.Module()), "_weft_state")
+_PLAIN_TYPES = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
-_known: dict[Any, bool] = {}
+_results: dict[Any, bool] = {}
 
 
 def computes_linear(module: nn.Linear) -> bool:
@@ -33,32 +33,34 @@ def computes_linear(module: nn.Linear) -> bool:
     Modules of equal classes and attributes are tried once. A module with attributes other than numbers and texts, or
     with buffers, is not tried: those values may change.
     """
-    attributes = {name: value for name, value in module.__dict__.items() if name not in _OF_MODULES}
-    if module._buffers or not all(isinstance(value, _PLAIN) for value in attributes.values()):
+    attributes = {name: value for name, value in module.__dict__.items() if name not in _MODULE_ATTRIBUTES}
+    if module._buffers or not all(isinstance(value, _PLAIN_TYPES) for value in attributes.values()):
         return False
     has_bias = module._parameters.get("bias") is not None
     key = (original_class(module), has_bias, *sorted((name, repr(value)) for name, value in attributes.items()))
-    if key not in _known:
+    if key not in _results:
         cases = itertools.product((True, False), _INPUT_SIZES, _SCALES)
-        with undisturbed():
+        with isolated_execution():
             try:
-                _known[key] = all(_agrees(module, *case) for case in cases)
+                _results[key] = all(_agrees(module, *case) for case in cases)
             except Exception:  # the module's code may raise anything
-                _known[key] = False
-    return _known[key]
+                _results[key] = False
+    return _results[key]
 
 
 def _agrees(module: nn.Linear, training: bool, input_size: tuple[int, ...], scale: float) -> bool:
     generator = torch.Generator().manual_seed(len(input_size))
     sizes = {"weight": (_OUT, _IN), "bias": (_OUT,)}
-    own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
-    small = {name: torch.randn(sizes[name], generator=generator).requires_grad_() for name in own}
+    parameters = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+    values = {name: torch.randn(sizes[name], generator=generator).requires_grad_() for name in parameters}
     x = torch.randn(input_size, generator=generator).mul_(scale).requires_grad_()
-    copy = shell_of(module, {id(own[name]): small[name] for name in own}, {})
+    copy = shell_of(module, {id(parameters[name]): values[name] for name in parameters}, {})
     copy.training = training
-    results = [copy(x), F.linear(x, small["weight"], small.get("bias"))]
+    results = [copy(x), F.linear(x, values["weight"], values.get("bias"))]
     if not isinstance(results[0], Tensor) or results[0].shape != results[1].shape:
         return False
     factor = torch.randn(results[1].shape, generator=generator)
-    ours, theirs = ([result, *torch.autograd.grad((result * factor).sum(), [x, *small.values()])] for result in results)
-    return all((a - b).norm() <= _TOLERANCE * b.norm() for a, b in zip(ours, theirs, strict=True))
+    actual, expected = (
+        [result, *torch.autograd.grad((result * factor).sum(), [x, *values.values()])] for result in results
+    )
+    return all((a - b).norm() <= _TOLERANCE * b.norm() for a, b in zip(actual, expected, strict=True))
