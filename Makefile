@@ -48,7 +48,7 @@ build/dev/.installed: $(VENV)/.packages pyproject.toml setup.py CMakePresets.jso
 	$(VENV)/bin/uv pip install --quiet --python $(PY) --no-deps --no-build-isolation --editable .
 	@touch $@
 
-# Generates the tables of docs/operators.md and docs/verification.md and the timelines of docs/pipeline.md.
+# Generates the tables of docs/operators.md and docs/verification.md and the timelines of docs/schedules.md.
 docs: build
 	$(PY) docs/generate_operators.py
 	$(PY) docs/generate_pipeline.py

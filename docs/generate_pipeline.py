@@ -1,4 +1,4 @@
-"""Writes the timelines of docs/pipeline.md: `make docs`."""
+"""Writes the timelines of docs/schedules.md: `make docs`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from weft.strategy.pipeline import SCHEDULES, Schedule, StageCost, draw
 
 DOCS = Path(__file__).resolve().parent
+PAGE = DOCS / "schedules.md"
 FOLDER = DOCS / "pipeline"
 BEGIN = "<!-- figures: written by docs/generate_pipeline.py -->\n"
 END = "<!-- end of figures -->\n"
@@ -31,7 +32,8 @@ def figures() -> dict[str, str]:
 def page(text: str) -> str:
     """Return the page with new links to the figures between its markers."""
     begin, end = text.index(BEGIN) + len(BEGIN), text.index(END)
-    lines = "".join(f"`{kind}`\n\n![{kind}](pipeline/{kind}.svg)\n\n" for kind in SCHEDULES)
+    what = f"the forwards and backwards of {NUM_RANKS} ranks over time, and the micro-batches in flight"
+    lines = "".join(f"`{kind}`\n\n![Schedule {kind}: {what}](pipeline/{kind}.svg)\n\n" for kind in SCHEDULES)
     return f"{text[:begin]}\n{lines}{text[end:]}"
 
 
@@ -39,8 +41,7 @@ def main() -> int:
     FOLDER.mkdir(exist_ok=True)
     for kind, svg in figures().items():
         (FOLDER / f"{kind}.svg").write_text(svg)
-    path = DOCS / "pipeline.md"
-    path.write_text(page(path.read_text()))
+    PAGE.write_text(page(PAGE.read_text()))
     return 0
 
 

@@ -11,7 +11,7 @@ AXIS_NAMES: Final[tuple[str, ...]]
 """The names a mesh axis may have, in the order outer to inner that weft uses itself."""
 
 STYLES: Final[tuple[str, ...]]
-"""The styles a rule may name, as listed in docs/plans.md."""
+"""The styles a rule may name, as listed in docs/styles.md."""
 
 @final
 class Mesh:
@@ -200,7 +200,7 @@ def shard_range(dim_size: int, num_ranks: int, rank: int) -> tuple[int, int]:
     """
 
 SCHEDULES: Final[tuple[str, ...]]
-"""What `Schedule.generate` makes, as listed in docs/pipeline.md."""
+"""What `Schedule.generate` makes, as listed in docs/schedules.md."""
 
 @final
 class Action:
@@ -339,7 +339,7 @@ class Schedule:
         """
 
     def add_communication(self, channel_capacity: int = 0, prefetch: int = 1) -> Schedule:
-        """The same with sends, and with receives posted `prefetch` computations ahead; see docs/pipeline.md."""
+        """The same with sends, and with receives posted `prefetch` computations ahead; see docs/schedules.md."""
 
     def add_unshards(self, max_unsharded: int = 2) -> Schedule:
         """The same with UNSHARD and RESHARD, no rank holding more than `max_unsharded` stages' whole parameters."""

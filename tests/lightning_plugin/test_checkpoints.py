@@ -97,7 +97,7 @@ def test_loads_without_weft(tmp_path: Path, optimizer: str) -> None:
     run_on_ranks(2, _save, folder=folder, optimizer=optimizer, num_steps=6)
     _, by_function = run_on_ranks(2, _consolidate, folder=folder)
     assert by_function == f"{folder}/directory-2.ckpt.consolidated"
-    with pytest.raises(IsADirectoryError):  # as docs/usage.md says about directories
+    with pytest.raises(IsADirectoryError):  # as docs/checkpoints.md says about directories
         Model.load_from_checkpoint(tmp_path / "directory-2.ckpt")
     consolidated = tmp_path / "consolidated.ckpt"
     subprocess.run(

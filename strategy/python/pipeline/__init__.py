@@ -1,6 +1,6 @@
 """weft.strategy.pipeline: pipeline parallelism; a model's layers are split into stages, each on its own ranks.
 
-`Schedule` lists the actions of each rank: generated, checked, simulated and lowered by C++ (docs/pipeline.md).
+`Schedule` lists the actions of each rank: generated, checked, simulated and lowered by C++ (docs/schedules.md).
 
 Start reading with `pipeline.py` (a step), then `runner.py` (one rank's list of actions), `trunk.py` (a stage's part of
 a forward) and `recording.py` (the tensors sent between stages). `stages.py` assigns layers to stages, `choose.py`

@@ -59,7 +59,7 @@ def test_documentation_figures_are_up_to_date():
     spec.loader.exec_module(generator)
     for kind, svg in generator.figures().items():
         assert (docs / "pipeline" / f"{kind}.svg").read_text() == svg, "run make docs"
-    text = (docs / "pipeline.md").read_text()
+    text = generator.PAGE.read_text()
     assert generator.page(text) == text, "run make docs"
 
 
