@@ -10,6 +10,7 @@ import argparse
 import importlib
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 needs_operators = True  # whether importing `weft` loads torch and the operators
@@ -19,7 +20,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="weft", description="Predict memory, and compare training")
     commands = parser.add_subparsers(dest="command", required=True)
     estimate = commands.add_parser("estimate", help="bytes per rank and phase of a training, from its configuration")
-    estimate.add_argument("--config", required=True, metavar="FILE", help="a YAML file, as docs/memory.md describes it")
+    help_on_file = "a YAML file, as docs/estimate_memory.md describes it"
+    estimate.add_argument("--config", required=True, metavar="FILE", help=help_on_file)
     estimate.add_argument("--layout", metavar="SIZES", help="such as pp2,dp2,tp2; replaces the file's mesh or layout")
     estimate.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
     _add_compare(commands)
@@ -66,6 +68,9 @@ def _add_compare(commands: Any) -> None:
 
 
 def _compare(args: argparse.Namespace) -> int:
+    # A script has its own folder on the path, `python -m` the current one, where the user's modules are.
+    if str(Path.cwd()) not in sys.path and "" not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
     strategy = importlib.import_module("weft.strategy")
     taken = ("batch", "layout", "plan", "steps", "learning_rate", "tolerance", "zero_stage", "sequence_parallel")
     options = {name: getattr(args, name) for name in (*taken, "first_layers", "mode", "seed", "timeout")}

@@ -347,7 +347,7 @@ def test_command(tmp_path: Path) -> None:
     (tmp_path / "own_model.py").write_text(SOURCE)
     (tmp_path / "plan.yaml").write_text("w1: column\nw2: row\n")
     arguments = ["--module", "own_model:Model", "--batch", "own_model:batch", "--plan", "plan.yaml", "--json"]
-    result = run_process([sys.executable, "-m", "weft_command", "compare", *arguments], timeout=300, cwd=tmp_path)
+    result = run_process([Path(sys.executable).with_name("weft"), "compare", *arguments], timeout=300, cwd=tmp_path)
     assert result.returncode == 1, result.stderr
     found = json.loads(result.stdout)
     assert not found["agrees"] and found["first_output"]["module"] == "w2"
