@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.constants import default_pg_timeout
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -18,9 +15,9 @@ from torch.optim import Optimizer
 from weft._plugin import checkpoint as checkpoints
 from weft._plugin.loaders_mixin import FabricLoadersMixin
 from weft._plugin.optimizer_state import full_state, load_named_state, merge_parameter_groups, named_state
+from weft._plugin.options import TRAINER_ONLY, FabricOptions, Options, StockOptions
 from weft._plugin.parameter_replacements import ParameterReplacements, parameters_of
 from weft._plugin.pipeline_mixin import FabricPipelineMixin
-from weft._plugin.settings import PlanSettings
 from weft._plugin.strategy_mixin import StrategyMixin
 
 
@@ -42,101 +39,25 @@ class FabricMixin(FabricPipelineMixin, FabricLoadersMixin, StrategyMixin):
     """Tensor parallelism by plan, and sharded or replicated data parallelism, for Fabric.
 
     A drop-in for Fabric's ModelParallelStrategy.
-
-    Args:
-        parallelize_fn: as in ModelParallelStrategy, and optional: `(model, device_mesh) -> model`, called before the
-            plan is applied.
-        plan: as in `weft.parallelize`, applied to the parameters that are not DTensors yet.
-        data_parallel_size, tensor_parallel_size, save_distributed_checkpoint: as in the Trainer's strategy.
-        process_group_backend, timeout: as in the Trainer's strategy.
-        check_batches, check_batches_every, fused_optimizers: as in the Trainer's strategy.
-        empty_init: with a plan, parameters created in `fabric.init_module(empty_init=True)` are deferred:
-            `fabric.setup` materializes only the shards of each rank, with the values of an unsharded model. False: as
-            in Fabric's strategy.
-        optimizer_in_backward: as in the Trainer's strategy; call `step()` after each backward.
-        activation_checkpointing, activation_offload, data_replicate_size, zero_stage, layout, sequence_parallel: as in
-            the Trainer's strategy. A layout may begin with the ranks of a pipeline, "pp2,dp2,tp2".
-        pipeline_cuts: the names of the first module of each stage but the first, in the one model that is set up: it
-            is cut into pipeline stages, and `pipeline_step` trains it. "auto": chosen to balance the stages, see
-            `weft.strategy.pipeline.AutoCuts`.
-        pipeline_parallel_size: the number of ranks of a pipeline, each with one stage or, with more cuts, several.
-        pipeline_schedule: "1f1b", "gpipe", "zero_bubble", "interleaved", "looped_bfs", "naive", or a
-            `weft.strategy.pipeline.Schedule`.
-        num_micro_batches: micro-batches per step; None: the number of a `Schedule`, else twice the pipeline's ranks.
-        micro_batch_shares: the relative sizes of micro-batches instead of their number, such as [1, 2, 1]; None: as
-            even as possible.
-        verify: as in the Trainer's strategy.
-
-    Raises:
-        ValueError, TypeError: an argument that is invalid for any number of devices.
     """
 
     _DEFERRED_CONTEXT = "fabric.init_module(empty_init=True)"
 
-    def __init__(
-        self,
-        parallelize_fn: Callable[[Module, Any], Module] | None = None,
-        data_parallel_size: int | str = "auto",
-        tensor_parallel_size: int | str = "auto",
-        save_distributed_checkpoint: bool = True,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
-        plan: Any = None,
-        check_batches: int = 2,
-        check_batches_every: int = 0,
-        fused_optimizers: bool = True,
-        empty_init: bool = True,
-        optimizer_in_backward: bool | Literal["rows"] = False,
-        activation_checkpointing: Any = "none",
-        activation_offload: bool = False,
-        data_replicate_size: int | str = 1,
-        zero_stage: int | None = None,
-        layout: str | None = None,
-        sequence_parallel: bool = False,
-        pipeline_cuts: Any = None,
-        pipeline_parallel_size: int = 1,
-        pipeline_schedule: Any = "1f1b",
-        num_micro_batches: int | None = None,
-        micro_batch_shares: Sequence[float] | None = None,
-        verify: Literal["auto", "always", "never"] | None = None,
-    ) -> None:
+    OPTION_GROUPS = (FabricOptions, StockOptions, Options)
+    OMITTED_OPTIONS = TRAINER_ONLY
+
+    def _construct(self, fabric: FabricOptions, stock: StockOptions, options: Options) -> None:
+        """Construct the strategy; `weft._plugin.factory` makes the `__init__` that takes the options as arguments."""
+        parallelize_fn = fabric.parallelize_fn
         if parallelize_fn is not None and not callable(parallelize_fn):
             raise TypeError(
                 f"{type(self).__name__} got parallelize_fn={parallelize_fn!r}, which cannot be called; "
                 "pass a function (model, device_mesh) -> model, or a plan as plan=..."
             )
-        super().__init__(
-            parallelize_fn=parallelize_fn or _identity,
-            data_parallel_size=data_parallel_size,
-            tensor_parallel_size=tensor_parallel_size,
-            save_distributed_checkpoint=save_distributed_checkpoint,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-        )
+        super().__init__(parallelize_fn=parallelize_fn or _identity, **vars(stock))
         self._user_parallelize_fn = self._parallelize_fn
         self._parallelize_fn = self._parallelize
-        self._init_weft(
-            PlanSettings(
-                plan=plan,
-                check_batches=check_batches,
-                check_batches_every=check_batches_every,
-                fused_optimizers=fused_optimizers,
-                empty_init=empty_init,
-                optimizer_in_backward=optimizer_in_backward,
-                activation_checkpointing=activation_checkpointing,
-                activation_offload=activation_offload,
-                data_replicate_size=data_replicate_size,
-                zero_stage=zero_stage,
-                layout=layout,
-                sequence_parallel=sequence_parallel,
-                pipeline_parallel_size=pipeline_parallel_size,
-                pipeline_cuts=pipeline_cuts,
-                pipeline_schedule=pipeline_schedule,
-                num_micro_batches=num_micro_batches,
-                micro_batch_shares=micro_batch_shares,
-                verify=verify,
-            )
-        )
+        self._init_weft(options)
         self._backward_sync_control = _WithoutSync(self)
         self._modules: list[Module] = []
         self._replacements = ParameterReplacements()
@@ -144,7 +65,7 @@ class FabricMixin(FabricPipelineMixin, FabricLoadersMixin, StrategyMixin):
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager:
         """As the stock one; with a plan, parameters that would be empty are deferred instead (see `empty_init`)."""
-        if not empty_init or self._plan is None or not self._empty_init:
+        if not empty_init or self._plan is None or not self._options.empty_init:
             return super().module_init_context(empty_init)
         stack = ExitStack()
         stack.enter_context(super().module_init_context())
@@ -213,7 +134,7 @@ class FabricMixin(FabricPipelineMixin, FabricLoadersMixin, StrategyMixin):
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Return the optimizer; if it was built before its modules were sharded, it now steps their new parameters."""
-        if self._optimizer_in_backward and (self._stepper is not None or not self._modules):
+        if self._options.optimizer_in_backward and (self._stepper is not None or not self._modules):
             raise ValueError(
                 "optimizer_in_backward takes one optimizer, set up with the model or after it; "
                 "pass optimizer_in_backward=False for several."
@@ -224,7 +145,7 @@ class FabricMixin(FabricPipelineMixin, FabricLoadersMixin, StrategyMixin):
         self.data_axes.add_optimizer(optimizer)
         if self._watch is not None:
             self._watch.add_optimizer(optimizer)
-        if self._optimizer_in_backward:
+        if self._options.optimizer_in_backward:
             self._step_in_backward(self._modules[-1], optimizer)
         return optimizer
 

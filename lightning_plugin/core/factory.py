@@ -16,9 +16,9 @@ from typing import Any
 from weft._plugin.fabric_mixin import FabricMixin
 from weft._plugin.memory_monitor import MemoryMixin
 from weft._plugin.process_guard import watch_launcher
+from weft._plugin.signatures import checked_init, doc_of_options, init_of_options
 from weft._plugin.throughput_monitor import ThroughputMixin
 from weft._plugin.trainer_mixin import TrainerMixin
-from weft._plugin.wrong_arguments import checked_init
 
 CLASS_NAME = "WeftModelParallelStrategy"
 CALLBACKS: dict[str, type] = {"ThroughputMonitor": ThroughputMixin, "MemoryMonitor": MemoryMixin}
@@ -92,13 +92,14 @@ def strategy_class(flavour: Flavour) -> type:
     """
     _need(flavour)
     stock = importlib.import_module(flavour.strategies).ModelParallelStrategy
+    mixin = flavour.mixin
     namespace: dict[str, Any] = {
         "__module__": flavour.public_module,
-        "__doc__": flavour.mixin.__doc__,
-        "__init__": checked_init(CLASS_NAME, flavour.mixin.__init__),
+        "__doc__": doc_of_options(mixin.__doc__, mixin.OPTION_GROUPS, mixin.OMITTED_OPTIONS),
+        "__init__": init_of_options(CLASS_NAME, mixin._construct, mixin.OPTION_GROUPS, mixin.OMITTED_OPTIONS),
         "fabric_module": flavour.fabric,
     }
-    return type(CLASS_NAME, (flavour.mixin, stock), namespace)
+    return type(CLASS_NAME, (mixin, stock), namespace)
 
 
 @functools.cache

@@ -42,7 +42,7 @@ class LoadersMixin:
 
     def _read(self, *numbers: int, of_all_ranks: bool) -> list[Reading]:
         """Gather numbers from all ranks, or from those that get this rank's batches."""
-        has_stages = self._pipeline_settings is not None
+        has_stages = self._options.has_stages
         reading = Reading(
             dist.get_rank(), self.data_axes.rank, self.pipeline_group.rank() if has_stages else 0, tuple(numbers)
         )

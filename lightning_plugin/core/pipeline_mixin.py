@@ -16,7 +16,6 @@ from weft._plugin.meshes import PIPELINE_AXIS
 from weft._plugin.process_guard import guard
 
 if TYPE_CHECKING:
-    from weft._plugin.settings import PlanSettings
     from weft.strategy.pipeline import AutoCuts, Pipeline
     from weft.strategy.pipeline.choose import Choice
 
@@ -27,10 +26,9 @@ _KEY = "_weft_pipeline"  # a module's attribute: the arguments of its cut, and i
 class PipelineMixin:
     """The methods of a strategy that handle stages; call `_init_pipeline` first."""
 
-    def _init_pipeline(self, settings: PlanSettings) -> None:
-        self._pipeline_settings = settings if settings.pipeline_cuts is not None else None
+    def _init_pipeline(self) -> None:
         self._pipeline: Pipeline | None = None
-        self._stages_batch_check = BatchCheck(settings.check_batches, settings.check_batches_every)
+        self._stages_batch_check = BatchCheck(self._options.check_batches, self._options.check_batches_every)
 
     @property
     def pipeline_group(self) -> dist.ProcessGroup:
@@ -50,13 +48,12 @@ class PipelineMixin:
             )
         return self._pipeline
 
-    def _cut_into_stages(self, module: torch.nn.Module, settings: PlanSettings) -> None:
-        self._cut_module(module, settings, settings.pipeline_cuts)
+    def _cut_into_stages(self, module: torch.nn.Module) -> None:
+        self._cut_module(module, self._options.pipeline_cuts)
 
     def _cut_module(
         self,
         module: torch.nn.Module,
-        settings: PlanSettings,
         cuts: Any,
         *,
         beside: Collection[str] = (),
@@ -75,10 +72,9 @@ class PipelineMixin:
             )
         if self._pipeline is not None:
             return
-        mesh, schedule = self.device_mesh, settings.pipeline_schedule
-        shares = shares_of(
-            schedule, settings.num_micro_batches, settings.micro_batch_shares, mesh[PIPELINE_AXIS].size()
-        )
+        options = self._options
+        mesh, schedule = self.device_mesh, options.pipeline_schedule
+        shares = shares_of(schedule, options.num_micro_batches, options.micro_batch_shares, mesh[PIPELINE_AXIS].size())
         layer_stages: Mapping[str, int] = {}
         if (auto := auto_of(cuts)) is not None:
             if _KEY in module.__dict__:

@@ -23,7 +23,7 @@ class StartSummaryMixin:
             self._log("weft: nothing is sharded, as there is one device (on CPU, devices='auto' means 1).")
             return
         sizes = ", ".join(f"{name}={size}" for name, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True))
-        stage = f", zero_stage={self._zero_stage}" if self.data_axes.size > 1 else ""
+        stage = f", zero_stage={self._options.sharding_stage}" if self.data_axes.size > 1 else ""
         lines = [f"layout: {sizes}{stage}; plan: {self._plan.preset or 'rules'}.", *self._sharding_lines(module)]
         lines += self._memory_of_ranks(module)
         self._log("\n".join(f"weft: {line}" for line in lines))

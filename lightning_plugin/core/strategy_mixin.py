@@ -25,6 +25,7 @@ from weft._plugin.error_reports import shared_under_torchrun
 from weft._plugin.launcher import guarded
 from weft._plugin.meshes import PIPELINE_AXIS, TENSOR_AXIS, cached_mesh
 from weft._plugin.metrics import synchronize_metrics_over
+from weft._plugin.options import Options, check_rows_without_replicas, resolve_sizes
 from weft._plugin.process_group import check_world_size, destroying_group_at_exit
 from weft._plugin.process_guard import guard
 from weft._plugin.replicas import (
@@ -35,7 +36,6 @@ from weft._plugin.replicas import (
     random_state_of_first_rank,
     seed_workers_by_data_rank,
 )
-from weft._plugin.settings import PlanSettings, check_rows_without_replicas, resolve_sizes
 from weft._plugin.start_summary import StartSummaryMixin
 
 if TYPE_CHECKING:
@@ -54,24 +54,17 @@ class StrategyMixin(StartSummaryMixin):
     fabric_module: str  # the name of the namespace's Fabric package
     _DEFERRED_CONTEXT: str  # the place, for messages, where users build models with deferred parameters
 
-    def _init_weft(self, settings: PlanSettings) -> None:
+    def _init_weft(self, options: Options) -> None:
         from weft.strategy import Plan
 
-        self._sizes = settings.validate(type(self).__name__, self._data_parallel_size, self._tensor_parallel_size)
-        self._has_stock_sizes = settings.is_stock
-        needs_plan = settings.zero_stage is not None or settings.pipeline_cuts is not None
-        plan = {} if settings.plan is None and needs_plan else settings.plan
+        self._options = options
+        self._sizes = options.validate(type(self).__name__, self._data_parallel_size, self._tensor_parallel_size)
+        plan = {} if options.plan is None and options.needs_plan else options.plan
         if plan is not None:
-            plan = Plan(plan, sequence_parallel=settings.sequence_parallel, verify=settings.verify)
+            plan = Plan(plan, sequence_parallel=options.sequence_parallel, verify=options.verify)
         self._plan = plan
-        self._zero_stage = 3 if settings.zero_stage is None else settings.zero_stage
-        self._batch_check = BatchCheck(settings.check_batches, settings.check_batches_every)
-        self._fused_optimizers = settings.fused_optimizers
-        self._empty_init = settings.empty_init
-        self._optimizer_in_backward = settings.optimizer_in_backward
-        self._activation_checkpointing = settings.activation_checkpointing
-        self._activation_offload = settings.activation_offload
-        self._init_pipeline(settings)
+        self._batch_check = BatchCheck(options.check_batches, options.check_batches_every)
+        self._init_pipeline()
         self._stepper: StepInBackward | None = None
         self._fingerprints: dict[Tensor, Tensor] = {}
         self._watch: Watch | None = None
@@ -112,19 +105,19 @@ class StrategyMixin(StartSummaryMixin):
     def _check_devices(self) -> None:
         """Raise if the sizes do not fit the number of devices, before any process is launched."""
         check_world_size(self.num_processes * self.num_nodes)
-        if not self._has_stock_sizes:
+        if not self._options.is_stock:
             sizes = resolve_sizes(type(self).__name__, self._sizes, self.num_processes, self.num_nodes)
-            if self._optimizer_in_backward == "rows":
+            if self._options.optimizer_in_backward == "rows":
                 check_rows_without_replicas(type(self).__name__, sizes)
 
     def setup_environment(self) -> None:
         """Join the process group, build the mesh, and synchronize the random states of ranks with the same data."""
         self._check_devices()
-        self._check_offload_device("activation_offload=True", self._activation_offload)
+        self._check_offload_device("activation_offload=True", self._options.activation_offload)
         guard().mark_failed(False)
         guard().watch_signals(self._owns_process_control())
         sizes = None
-        if not self._has_stock_sizes:
+        if not self._options.is_stock:
             sizes = resolve_sizes(type(self).__name__, self._sizes, self.num_processes, self.num_nodes)
             self._data_parallel_size = sizes.pipeline_parallel * sizes.data_replicate * sizes.data_parallel
             self._tensor_parallel_size = sizes.tensor_parallel
@@ -133,9 +126,9 @@ class StrategyMixin(StartSummaryMixin):
         environment = self.cluster_environment
         if type(environment).__name__ == "TorchElasticEnvironment":
             guard().print_errors_once(shared_under_torchrun(environment.local_rank(), environment.node_rank()))
-        has_stages = self._pipeline_settings is not None
+        has_stages = self._options.has_stages
         self._device_mesh, group = cached_mesh(self._device_mesh, sizes, has_stages)
-        self._data_axes = DataAxes(self._device_mesh, group, self._zero_stage)
+        self._data_axes = DataAxes(self._device_mesh, group, self._options.sharding_stage)
         self._broadcast_random_state()
         self._batch_check.restart()
         self._stages_batch_check.restart()
@@ -143,7 +136,7 @@ class StrategyMixin(StartSummaryMixin):
     def _broadcast_random_state(self) -> None:
         """Make the ranks that see the same data draw the same random numbers."""
         broadcast_random_state(self.tensor_parallel_group, self.root_device)
-        if self._pipeline_settings is not None:
+        if self._options.has_stages:
             broadcast_random_state(self.pipeline_group, self.root_device)
 
     def _check_offload_device(self, what: str, is_on: bool) -> None:
@@ -160,7 +153,7 @@ class StrategyMixin(StartSummaryMixin):
         """
         if self._process_group_backend is None and self.root_device.type == "cpu":
             return "cpu:weft"
-        if self._process_group_backend is None and self._pipeline_settings is not None:
+        if self._process_group_backend is None and self._options.has_stages:
             return f"cpu:weft,{self.root_device.type}:{super()._get_process_group_backend()}"
         return super()._get_process_group_backend()
 
@@ -220,7 +213,7 @@ class StrategyMixin(StartSummaryMixin):
     @contextmanager
     def _deferred_init(self) -> Iterator[None]:
         """With a plan, defer parameters created inside: applying the plan materializes only each rank's shards."""
-        if self._plan is None or not self._empty_init:
+        if self._plan is None or not self._options.empty_init:
             yield
             return
         from weft.strategy import deferred_init
@@ -235,7 +228,7 @@ class StrategyMixin(StartSummaryMixin):
 
     def _fuse_optimizer(self, optimizer: Optimizer, module: torch.nn.Module | None) -> None:
         """Fuse an optimizer if the settings ask for it, and log the result."""
-        if not self._fused_optimizers:
+        if not self._options.fused_optimizers:
             return
         from weft.strategy import fuse
 
@@ -269,8 +262,8 @@ class StrategyMixin(StartSummaryMixin):
                 getattr(parameter.grad, "_local_tensor", parameter.grad).clamp_(-clip_value, clip_value)
 
         self._stop_stepping()
-        self._stepper = StepInBackward(module, optimizer, before_step, self._optimizer_in_backward == "rows")
-        if self._optimizer_in_backward == "rows":
+        self._stepper = StepInBackward(module, optimizer, before_step, self._options.optimizer_in_backward == "rows")
+        if self._options.optimizer_in_backward == "rows":
             names = self._stepper.stepped_by_rows
             self._log(f"weft steps {len(names)} weights of fused MLPs some rows at a time, from '{names[0]}' on.")
 
@@ -326,34 +319,45 @@ class StrategyMixin(StartSummaryMixin):
 
         `calls`: how the module is called, as `DataAxes.shard` takes it.
         """
-        from weft.strategy import parallelize
-        from weft.strategy.verification.evidence import store_rehearsal
-
         synchronize_metrics_over(self.data_group, module)
         self._broadcast_values(module)
         has_meta = has_meta_tensors(module)
         if self._plan is not None:
             self._log_building_advice(module)
             self._check_offload_device("a rule of its plan with offload", self._plan.offloads(module))
-        if self._pipeline_settings is not None:
-            if self._plan is not None and self.tensor_parallel_group.size() > 1:
-                store_rehearsal(module, self._plan.example)  # of the full model: stages cannot be called like it
-            self._cut_into_stages(module, self._pipeline_settings)
+        if self._options.has_stages:
+            self._divide_into_stages(module)
         if self._plan is not None:
-            stays_plain = self.data_axes.shards_parameters and self._pipeline_settings is None
-            parallelize(module, self.device_mesh, self._plan, keeps_plain_on_one_rank=stays_plain)
+            self._shard_layers(module)
         self._checkpoint_activations(module)
         if self._plan is not None:
-            policy = mixed_precision_policy(self._precision_name())
-            if self._pipeline is None:
-                self.data_axes.shard(module, policy, **calls)
-            elif self.data_axes.shards_parameters and not self._pipeline.is_fully_sharded:
-                self._pipeline.fully_shard(self.data_axes.sharding_mesh, mp_policy=policy)
+            self._shard_over_data_axes(module, **calls)
             self._log_start_summary(module)
         return has_meta
 
+    def _divide_into_stages(self, module: torch.nn.Module) -> None:
+        from weft.strategy.verification.evidence import store_rehearsal
+
+        if self._plan is not None and self.tensor_parallel_group.size() > 1:
+            # Of the full model: afterwards no rank can call it with the example.
+            store_rehearsal(module, self._plan.example)
+        self._cut_into_stages(module)
+
+    def _shard_layers(self, module: torch.nn.Module) -> None:
+        from weft.strategy import parallelize
+
+        stays_plain = self.data_axes.shards_parameters and not self._options.has_stages
+        parallelize(module, self.device_mesh, self._plan, keeps_plain_on_one_rank=stays_plain)
+
+    def _shard_over_data_axes(self, module: torch.nn.Module, **calls: Any) -> None:
+        policy = mixed_precision_policy(self._precision_name())
+        if self._pipeline is None:
+            self.data_axes.shard(module, policy, **calls)
+        elif self.data_axes.shards_parameters and not self._pipeline.is_fully_sharded:
+            self._pipeline.fully_shard(self.data_axes.sharding_mesh, mp_policy=policy)
+
     def _average_gradients_of(self, module: torch.nn.Module) -> None:
-        if self._plan is not None and not self._optimizer_in_backward:
+        if self._plan is not None and not self._options.optimizer_in_backward:
             self.data_axes.average_gradients_of(module)
 
     def _log_building_advice(self, module: torch.nn.Module) -> None:
@@ -361,7 +365,7 @@ class StrategyMixin(StartSummaryMixin):
         num_bytes = materialized_bytes(module)
         is_worth_logging = num_bytes >= max(_LARGE_BYTES, sum(p.nbytes for p in module.parameters()) // 2)
         num_shards = self.device_mesh.size() if self.data_axes.shards_parameters else self.tensor_parallel_group.size()
-        if is_worth_logging and num_shards > 1 and self._empty_init:
+        if is_worth_logging and num_shards > 1 and self._options.empty_init:
             self._log(
                 f"weft got a model that was built whole, {num_bytes / 1e9:.3f} GB on every rank: build it in "
                 f"{self._DEFERRED_CONTEXT}, and each rank makes its shards only."
@@ -370,7 +374,9 @@ class StrategyMixin(StartSummaryMixin):
     def _checkpoint_activations(self, module: torch.nn.Module) -> None:
         from weft.strategy import checkpoint_activations
 
-        names = checkpoint_activations(module, self._activation_checkpointing, offload=self._activation_offload)
+        names = checkpoint_activations(
+            module, self._options.activation_checkpointing, offload=self._options.activation_offload
+        )
         if names:
             shown = ", ".join(names if len(names) <= 4 else [*names[:2], "...", names[-1]])
             self._log(f"weft computes the activations of {len(names)} modules again in the backward: {shown}.")

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
-from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from weft._plugin.in_backward import check_optimizer_in_backward
 from weft._plugin.loaders_mixin import TrainerLoadersMixin
+from weft._plugin.options import Options, StockOptions
 from weft._plugin.parameter_code import CALL_GRADIENT_HOOKS, computing_with_parameters, run_step
 from weft._plugin.parameter_replacements import ParameterReplacements, parameters_of
 from weft._plugin.process_guard import guard
-from weft._plugin.settings import PlanSettings
 from weft._plugin.strategy_mixin import StrategyMixin
 from weft._plugin.trainer_checkpoints import TrainerCheckpointsMixin
 from weft._plugin.trainer_pipeline import STEPS, TrainerPipelineMixin
@@ -45,133 +43,17 @@ class TrainerMixin(TrainerCheckpointsMixin, TrainerPipelineMixin, TrainerLoaders
     """Tensor parallelism by plan, and sharded or replicated data parallelism, for the Trainer.
 
     A drop-in for Lightning's ModelParallelStrategy.
-
-    Args:
-        data_parallel_size: the number of data-parallel ranks, over which `zero_stage` shards; "auto": the ranks that
-            the other sizes leave. Without a plan, as in ModelParallelStrategy.
-        tensor_parallel_size: the number of tensor-parallel ranks; "auto": the ranks that the other sizes leave, at
-            most those of one host. Without a plan, as in ModelParallelStrategy.
-        save_distributed_checkpoint: True: checkpoints are directories to which each rank writes its shards; False: one
-            file, assembled on rank 0, that any Trainer loads.
-        process_group_backend: as in ModelParallelStrategy; None on CPUs: "cpu:weft", on one host or several. "gloo" is
-            the alternative there.
-        timeout: as in ModelParallelStrategy.
-        plan: a plan as `weft.parallelize` takes it. `configure_model` is optional then, and runs first if it is
-            overridden. None: the stock behaviour, in which `configure_model` does all the sharding.
-        check_batches: compare the first batches of each stage and of each training epoch between the ranks of a
-            tensor-parallel group, and the lengths of loaders; 0, without check_batches_every: no comparison.
-        check_batches_every: compare every N-th batch as well; 0: no others.
-        fused_optimizers: make Adam, AdamW, SGD and Adagrad use their fused kernels, which need no temporaries, unless
-            `foreach` or `fused` was set; changes are logged. False: change no optimizer.
-        empty_init: with a plan, parameters that `configure_model` creates are deferred: applying the plan materializes
-            only the shards of each rank, with the values of an unsharded model; the same holds for
-            `init_module(empty_init=True)`. False: as in ModelParallelStrategy, where every rank first builds the full
-            model.
-        optimizer_in_backward: step each parameter as soon as its gradient is complete, and free the gradient, so that
-            one gradient is alive at a time. For one Adam, AdamW or SGD; features that need all gradients at once raise
-            ValueError. "rows": also step the weights of fused MLPs some rows at a time; not with data parallelism.
-        activation_checkpointing: "none"; "full": each repeated block saves only its inputs for the backward, which
-            recomputes the forward; "selective": it also saves the results of matrix products, attention and
-            communication; or a pattern of module names, a list of them, or a dict from pattern to "full" or
-            "selective".
-        activation_offload: keep those inputs in CPU memory until the backward; only on CUDA devices.
-
-        data_replicate_size: the number of replicas of the model that the other axes shard; "auto": the ranks that the
-            other sizes leave.
-        zero_stage: what is sharded over the data-parallel axis. 3: parameters, gradients and optimizer states (FSDP2,
-            each unit freed after its forward); 2: the same, freed after its backward; 1: only the states; 0: nothing.
-            None: 3 with a plan; without one, `configure_model` does all the sharding.
-        layout: all sizes at once, such as "dp2,tp2" or "rep2,dp4,tp8"; omitted axes have one rank.
-        sequence_parallel: with a plan, also shard the tokens over the tensor-parallel ranks between the layers that are
-            sharded by features: in norms, residual sums and dropout, and in their saved activations.
-        pipeline_cuts: the names of the first module of each stage but the first, in the module that is cut or in the
-            LightningModule; or "auto", see `weft.strategy.pipeline.AutoCuts`. The steps run once for each micro-batch,
-            on every stage up to the call of the module that is cut; their logs and results are combined.
-        pipeline_module: the name of the module that is cut, such as "model"; all modules beside it are on the last
-            stage. "": the LightningModule itself, whose steps call self(...). None: the child that contains the cuts,
-            else "".
-        pipeline_parallel_size: the number of ranks of a pipeline, each with one stage or, with more cuts, several; in a
-            layout "pp2,dp2,tp2".
-        pipeline_schedule: "1f1b", "gpipe", "zero_bubble", "interleaved", "looped_bfs", "naive", or a
-            `weft.strategy.pipeline.Schedule`.
-        num_micro_batches: micro-batches per batch; None: the number of a `Schedule`, else twice the pipeline's ranks.
-        micro_batch_shares: the relative sizes of micro-batches instead of their number, such as [1, 2, 1]; None: as
-            even as possible.
-        split_batch: a function that splits a batch into a number of micro-batches; None: along dim 0 of the tensors.
-        micro_batch_weight: a function that returns the weight of a micro-batch in the loss and in logged values; None:
-            its number of samples.
-        verify: "auto": layers that the plan itself shards by heads are first compared with the unsharded module, and
-            gathered if they differ; "always": column and row rules are compared as well, and raise if they differ;
-            "never": no comparison. The model is called with `example_input_array`, or with inputs that follow from its
-            first layer. None: the plan's own setting.
-
-    Raises:
-        ValueError, TypeError: an argument that is invalid for any number of devices.
     """
 
     _DEFERRED_CONTEXT = "configure_model"
 
-    def __init__(
-        self,
-        data_parallel_size: int | str = "auto",
-        tensor_parallel_size: int | str = "auto",
-        save_distributed_checkpoint: bool = True,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
-        plan: Any = None,
-        check_batches: int = 2,
-        check_batches_every: int = 0,
-        fused_optimizers: bool = True,
-        empty_init: bool = True,
-        optimizer_in_backward: bool | Literal["rows"] = False,
-        activation_checkpointing: Any = "none",
-        activation_offload: bool = False,
-        data_replicate_size: int | str = 1,
-        zero_stage: int | None = None,
-        layout: str | None = None,
-        sequence_parallel: bool = False,
-        pipeline_cuts: Any = None,
-        pipeline_module: str | None = None,
-        pipeline_parallel_size: int = 1,
-        pipeline_schedule: Any = "1f1b",
-        num_micro_batches: int | None = None,
-        micro_batch_shares: Sequence[float] | None = None,
-        split_batch: Callable[[Any, int], Sequence[Any]] | None = None,
-        micro_batch_weight: Callable[[Any], float] | None = None,
-        verify: Literal["auto", "always", "never"] | None = None,
-    ) -> None:
-        super().__init__(
-            data_parallel_size=data_parallel_size,
-            tensor_parallel_size=tensor_parallel_size,
-            save_distributed_checkpoint=save_distributed_checkpoint,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-        )
-        self._init_weft(
-            PlanSettings(
-                plan=plan,
-                check_batches=check_batches,
-                check_batches_every=check_batches_every,
-                fused_optimizers=fused_optimizers,
-                empty_init=empty_init,
-                optimizer_in_backward=optimizer_in_backward,
-                activation_checkpointing=activation_checkpointing,
-                activation_offload=activation_offload,
-                data_replicate_size=data_replicate_size,
-                zero_stage=zero_stage,
-                layout=layout,
-                sequence_parallel=sequence_parallel,
-                pipeline_parallel_size=pipeline_parallel_size,
-                pipeline_cuts=pipeline_cuts,
-                pipeline_schedule=pipeline_schedule,
-                num_micro_batches=num_micro_batches,
-                micro_batch_shares=micro_batch_shares,
-                pipeline_module=pipeline_module,
-                split_batch=split_batch,
-                micro_batch_weight=micro_batch_weight,
-                verify=verify,
-            )
-        )
+    OPTION_GROUPS = (StockOptions, Options)
+    OMITTED_OPTIONS: frozenset[str] = frozenset()
+
+    def _construct(self, stock: StockOptions, options: Options) -> None:
+        """Construct the strategy; `weft._plugin.factory` makes the `__init__` that takes the options as arguments."""
+        super().__init__(**vars(stock))
+        self._init_weft(options)
         self._replacements = ParameterReplacements()
         self._gradients_checked = False
         self._gradient_norm: Tensor | None = None
@@ -189,7 +71,7 @@ class TrainerMixin(TrainerCheckpointsMixin, TrainerPipelineMixin, TrainerLoaders
     def tensor_init_context(self, empty_init: Any = _IN_CONFIGURE_MODEL) -> Iterator[None]:
         """As the stock one; with a plan, parameters that would be empty are deferred instead (see `empty_init`)."""
         in_configure_model = empty_init is _IN_CONFIGURE_MODEL
-        if self._plan is None or not self._empty_init or not (in_configure_model or empty_init):
+        if self._plan is None or not self._options.empty_init or not (in_configure_model or empty_init):
             with super().tensor_init_context(**({} if in_configure_model else {"empty_init": empty_init})):
                 yield
             return
@@ -208,10 +90,10 @@ class TrainerMixin(TrainerCheckpointsMixin, TrainerPipelineMixin, TrainerLoaders
             self.precision_plugin.clip_grad_by_norm = self._clip_by_norm
         if self._plan is not None and self._is_fitting:
             _check_no_averaging(trainer)
-        steps_in_backward = self._optimizer_in_backward and self._is_fitting
+        steps_in_backward = self._options.optimizer_in_backward and self._is_fitting
         if steps_in_backward:
             check_optimizer_in_backward(trainer)
-        if self._pipeline_settings is not None:
+        if self._options.has_stages:
             self._check_stage_support(trainer)
             self._convert_before_cutting()
         has_meta_tensors = self._shard_model()

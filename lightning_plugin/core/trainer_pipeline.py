@@ -23,12 +23,11 @@ from weft._plugin.step_logs import StepLogs
 from weft._plugin.step_outputs import broadcast_serialized, join_outputs, picklable_error, serialize
 
 if TYPE_CHECKING:
-    from weft._plugin.settings import PlanSettings
     from weft.strategy.data_parallel import GradientReducer
     from weft.strategy.pipeline.last_stage_modules import LastStageModules
 
 _UNSPLIT_NAMES = "_weft_unsplit_names"
-_STEP_SETTINGS = ("split_batch", "micro_batch_weight")
+_STEP_OPTIONS = ("split_batch", "micro_batch_weight")
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
@@ -40,9 +39,9 @@ class TrainerPipelineMixin(PipelineMixin):
     installs the gradients that the schedule has computed.
     """
 
-    def _init_pipeline(self, settings: PlanSettings) -> None:
-        super()._init_pipeline(settings)
-        self._check_settings(settings)
+    def _init_pipeline(self) -> None:
+        super()._init_pipeline()
+        self._check_options()
         self._target: PipelineTarget | None = None
         self._last_stage_modules: LastStageModules | None = None
         self._unsplit_model: UnsplitModel | None = None
@@ -52,14 +51,15 @@ class TrainerPipelineMixin(PipelineMixin):
         self._example: tuple[Any, Any] | None = None
         self._stage_metrics: StageMetrics | None = None
 
-    def _check_settings(self, settings: PlanSettings) -> None:
-        owner, name = type(self).__name__, settings.pipeline_module
-        for argument in _STEP_SETTINGS:
-            value = getattr(settings, argument)
+    def _check_options(self) -> None:
+        owner, options = type(self).__name__, self._options
+        name = options.pipeline_module
+        for argument in _STEP_OPTIONS:
+            value = getattr(options, argument)
             if value is not None and not callable(value):
                 raise TypeError(f"{owner} got {argument}={value!r}, which cannot be called; pass a function.")
-        if settings.pipeline_cuts is None:
-            given = [n for n in ("pipeline_module", *_STEP_SETTINGS) if getattr(settings, n) is not None]
+        if not options.has_stages:
+            given = [n for n in ("pipeline_module", *_STEP_OPTIONS) if getattr(options, n) is not None]
             if given:
                 raise ValueError(
                     f"{owner} got {given[0]} without stages; name the first module of each stage but the first in "
@@ -77,7 +77,7 @@ class TrainerPipelineMixin(PipelineMixin):
                 "leave it out, and consolidate the directory afterwards."
             )
 
-    def _cut_into_stages(self, module: torch.nn.Module, settings: PlanSettings) -> None:
+    def _cut_into_stages(self, module: torch.nn.Module) -> None:
         from weft.strategy.pipeline import find_staged
         from weft.strategy.pipeline.last_stage_modules import LastStageModules, check_not_shared
 
@@ -91,8 +91,7 @@ class TrainerPipelineMixin(PipelineMixin):
         with restoring_state(module, has_buffers=False):
             self._cut_module(
                 inner,
-                settings,
-                settings.pipeline_cuts if cuts is None else cuts,
+                self._options.pipeline_cuts if cuts is None else cuts,
                 beside=names_of_metrics(module) if name == "" else (),
                 forward=self._example_call(module, inner),
             )
@@ -187,8 +186,8 @@ class TrainerPipelineMixin(PipelineMixin):
         self, kind: str, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         self._check_batch_of_stages(kind, args[0])
-        settings, pipeline = self._pipeline_settings, self.pipeline
-        micro_batches = pipeline.split(args[0], settings.split_batch)
+        options, pipeline = self._options, self.pipeline
+        micro_batches = pipeline.split(args[0], options.split_batch)
         run = _MicroBatchStep(self, micro_batches, lambda micro_batch: step(micro_batch, *args[1:], **kwargs))
         loss = None
         with self._step_logs.recording(), self._stage_metrics.local_only():
@@ -198,7 +197,7 @@ class TrainerPipelineMixin(PipelineMixin):
                 run.outputs = dict(enumerate(pipeline.evaluate(micro_batches, run, split=run.split)))
         sizes = [_num_samples(micro_batch) for micro_batch in micro_batches]
         # Predictions are not weighted: their batches may lack the entries that micro_batch_weight reads.
-        weights = run.weights(None if kind == "prediction" else settings.micro_batch_weight, sizes)
+        weights = run.weights(None if kind == "prediction" else options.micro_batch_weight, sizes)
         logged, output, dtype = self._broadcast_from_last_stage(
             lambda: (self._step_logs.combined(weights, sizes), run.joined(sizes, weights), run.loss_dtype)
         )
@@ -219,7 +218,7 @@ class TrainerPipelineMixin(PipelineMixin):
             zeroing_is_observed=_zeroing_is_observed(trainer),
             scale=scale,
         )
-        weight = self._pipeline_settings.micro_batch_weight
+        weight = self._options.micro_batch_weight
         options: dict[str, Any] = {} if weight is None else {"weight": weight}
         if scale is not None:
             options["scale"] = scale
@@ -262,12 +261,12 @@ class TrainerPipelineMixin(PipelineMixin):
                     f"pipeline_cuts: {name}.{step} takes a dataloader_iter, and a pipeline cuts batches into "
                     "micro-batches; take (batch, batch_idx)."
                 )
-        settings = self._pipeline_settings
-        auto, num_stages = auto_of(settings.pipeline_cuts), 0
+        options = self._options
+        auto, num_stages = auto_of(options.pipeline_cuts), 0
         if auto is not None:
-            num_stages = num_stages_of(auto, settings.pipeline_schedule, self.device_mesh[PIPELINE_AXIS].size())
-        cuts = None if auto is not None else settings.pipeline_cuts
-        self._target = find_target(type(self).__name__, module, settings.pipeline_module, cuts, num_stages)
+            num_stages = num_stages_of(auto, options.pipeline_schedule, self.device_mesh[PIPELINE_AXIS].size())
+        cuts = None if auto is not None else options.pipeline_cuts
+        self._target = find_target(type(self).__name__, module, options.pipeline_module, cuts, num_stages)
 
 
 class _MicroBatchStep:

@@ -1,16 +1,26 @@
-"""The strategy's settings, and their validation before any process is started."""
+"""The options of weft's strategies: declared and documented once, and validated before any process is started.
+
+The strategies of the Trainer and of Fabric take Lightning's own options (`StockOptions`), then those of `Options`.
+`weft._plugin.signatures` makes their signatures and docstrings from these classes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch.distributed.constants import default_pg_timeout
+from torch.nn import Module
 
 if TYPE_CHECKING:
     from weft.strategy.layout import MeshSizes, Sizes
     from weft.strategy.pipeline import AutoCuts
 
 ZERO_STAGES = (0, 1, 2, 3)
+# Fabric's user splits batches in `pipeline_step`, and the model that is set up is the one that is cut.
+TRAINER_ONLY = frozenset({"pipeline_module", "split_batch", "micro_batch_weight"})
 _SEVERAL_STAGES = ("interleaved", "looped_bfs")  # schedules with several stages on a rank
 _DEFAULT_SIZES = {
     "data_replicate_size": 1,
@@ -22,63 +32,138 @@ _FLAGS = ("fused_optimizers", "empty_init", "activation_offload", "sequence_para
 
 
 @dataclass(frozen=True)
-class PlanSettings:
-    """The arguments of weft's strategies beyond Lightning's own.
+class FabricOptions:
+    """The option that Fabric's ModelParallelStrategy has and the Trainer's has not.
 
-    plan: as in `weft.parallelize` ("auto", a dict, YAML text or path, a callable, a Plan), or None:
-        behave as Lightning's ModelParallelStrategy.
-    check_batches: compare this many batches at the start of each stage between the ranks of a tensor-parallel group.
-    check_batches_every: compare every N-th batch as well; 0: no others.
-    fused_optimizers: whether optimizers of torch become their fused variants.
-    empty_init: whether models built in the strategy's contexts are deferred, and materialized as shards only.
-    optimizer_in_backward: whether each parameter is stepped as soon as its gradient is complete; "rows": weights of
-        fused MLPs some rows at a time.
-    activation_checkpointing: the modules that recompute their activations, as `checkpoint_activations` takes them.
-    activation_offload: whether the saved inputs of checkpoints are kept in CPU memory.
-    data_replicate_size: a number of ranks or "auto".
-    zero_stage: what is sharded over the data-parallel axis, 0 to 3; None: 3 with a plan, nothing without one.
-    layout: the sizes of all axes as text, or None.
-    sequence_parallel: whether the plan also shards activations along the sequence.
-    pipeline_parallel_size: a number of ranks.
-    pipeline_cuts: the names of the first module of each stage but the first; "auto" or an `AutoCuts`: weft chooses
-        them; None: no pipeline.
-    pipeline_schedule: a name in `weft.strategy.pipeline.SCHEDULES`, or a `Schedule`.
-    num_micro_batches: micro-batches of a pipeline's step; None: the schedule's number, or twice the ranks.
-    micro_batch_shares: the relative sizes of micro-batches instead of their number, or None.
-    verify: whether layers that the plan shards by heads are compared with the unsharded module, as in
-        `weft.strategy.Plan`; None: the plan's own setting, or "auto".
-    pipeline_module: the name of the module that is cut; None: the one that contains the cuts. Fabric cuts the model
-        that is set up.
-    split_batch, micro_batch_weight: functions that split a batch, and that weight a micro-batch; None: by samples.
+    Attributes:
+        parallelize_fn: as in ModelParallelStrategy, and optional: `(model, device_mesh) -> model`, called before the
+            plan is applied.
     """
 
-    plan: Any
-    check_batches: int
-    check_batches_every: int
-    fused_optimizers: bool
-    empty_init: bool
-    optimizer_in_backward: bool | str
-    activation_checkpointing: Any
-    activation_offload: bool
-    data_replicate_size: int | str
-    zero_stage: int | None
-    layout: str | None
-    sequence_parallel: bool
-    pipeline_parallel_size: int = 1
+    parallelize_fn: Callable[[Module, Any], Module] | None = None
+
+
+@dataclass(frozen=True)
+class StockOptions:
+    """The options of Lightning's ModelParallelStrategy.
+
+    Attributes:
+        data_parallel_size: the number of data-parallel ranks, over which `zero_stage` shards; "auto": the ranks that
+            the other sizes leave. Without a plan, as in ModelParallelStrategy.
+        tensor_parallel_size: the number of tensor-parallel ranks; "auto": the ranks that the other sizes leave, at
+            most those of one host. Without a plan, as in ModelParallelStrategy.
+        save_distributed_checkpoint: True: checkpoints are directories to which each rank writes its shards; False: one
+            file, assembled on rank 0, that any Trainer loads.
+        process_group_backend: as in ModelParallelStrategy; None on CPUs: "cpu:weft", on one host or several. "gloo" is
+            the alternative there.
+        timeout: as in ModelParallelStrategy.
+    """
+
+    data_parallel_size: int | str = "auto"
+    tensor_parallel_size: int | str = "auto"
+    save_distributed_checkpoint: bool = True
+    process_group_backend: str | None = None
+    timeout: timedelta | None = default_pg_timeout
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of weft's strategies beyond Lightning's own.
+
+    Attributes:
+        plan: a plan as `weft.parallelize` takes it, applied to the parameters that are not DTensors yet. The Trainer
+            needs no `configure_model` then, and calls it first if it is overridden. None: the stock behaviour, in which
+            the user's code does all the sharding.
+        check_batches: compare the first batches of each stage and of each training epoch between the ranks of a
+            tensor-parallel group, and the lengths of loaders; 0, without check_batches_every: no comparison.
+        check_batches_every: compare every N-th batch as well; 0: no others.
+        fused_optimizers: make Adam, AdamW, SGD and Adagrad use their fused kernels, which need no temporaries, unless
+            `foreach` or `fused` was set; changes are logged. False: change no optimizer.
+        empty_init: with a plan, parameters that `configure_model` creates, or code in `init_module(empty_init=True)`,
+            are deferred: applying the plan materializes only the shards of each rank, with the values of an unsharded
+            model. False: as in ModelParallelStrategy, where every rank first builds the full model.
+        optimizer_in_backward: step each parameter as soon as its gradient is complete, and free the gradient, so that
+            one gradient is alive at a time; under Fabric, call `step()` after each backward. For one Adam, AdamW or
+            SGD; features that need all gradients at once raise ValueError. "rows": also step the weights of fused MLPs
+            some rows at a time; not with data parallelism.
+        activation_checkpointing: "none"; "full": each repeated block saves only its inputs for the backward, which
+            recomputes the forward; "selective": it also saves the results of matrix products, attention and
+            communication; or a pattern of module names, a list of them, or a dict from pattern to "full" or
+            "selective".
+        activation_offload: keep those inputs in CPU memory until the backward; only on CUDA devices.
+        data_replicate_size: the number of replicas of the model that the other axes shard; "auto": the ranks that the
+            other sizes leave.
+        zero_stage: what is sharded over the data-parallel axis. 3: parameters, gradients and optimizer states (FSDP2,
+            each unit freed after its forward); 2: the same, freed after its backward; 1: only the states; 0: nothing.
+            None: 3 with a plan; without one, the user's code does all the sharding.
+        layout: all sizes at once, such as "dp2,tp2" or "rep2,dp4,tp8"; omitted axes have one rank.
+        sequence_parallel: with a plan, also shard the tokens over the tensor-parallel ranks between the layers that are
+            sharded by features: in norms, residual sums and dropout, and in their saved activations.
+        pipeline_cuts: the names of the first module of each stage but the first, in the module that is cut or in the
+            LightningModule; or "auto", see `weft.strategy.pipeline.AutoCuts`. The Trainer runs the steps once for each
+            micro-batch, on every stage up to the call of the module that is cut, and combines their logs and results;
+            under Fabric, `pipeline_step` trains the model. None: no pipeline.
+        pipeline_module: the name of the module that is cut, such as "model"; all modules beside it are on the last
+            stage. "": the LightningModule itself, whose steps call self(...). None: the child that contains the cuts,
+            else "".
+        pipeline_parallel_size: the number of ranks of a pipeline, each with one stage or, with more cuts, several; in a
+            layout "pp2,dp2,tp2".
+        pipeline_schedule: "1f1b", "gpipe", "zero_bubble", "interleaved", "looped_bfs", "naive", or a
+            `weft.strategy.pipeline.Schedule`.
+        num_micro_batches: micro-batches per batch; None: the number of a `Schedule`, else twice the pipeline's ranks.
+        micro_batch_shares: the relative sizes of micro-batches instead of their number, such as [1, 2, 1]; None: as
+            even as possible.
+        split_batch: a function that splits a batch into a number of micro-batches; None: along dim 0 of the tensors.
+        micro_batch_weight: a function that returns the weight of a micro-batch in the loss and in logged values; None:
+            its number of samples.
+        verify: "auto": layers that the plan itself shards by heads are first compared with the unsharded module, and
+            gathered if they differ; "always": column and row rules are compared as well, and raise if they differ;
+            "never": no comparison. The model is called with `example_input_array`, or with inputs that follow from its
+            first layer. None: the plan's own setting.
+    """
+
+    plan: Any = None
+    check_batches: int = 2
+    check_batches_every: int = 0
+    fused_optimizers: bool = True
+    empty_init: bool = True
+    optimizer_in_backward: bool | Literal["rows"] = False
+    activation_checkpointing: Any = "none"
+    activation_offload: bool = False
+    data_replicate_size: int | str = 1
+    zero_stage: int | None = None
+    layout: str | None = None
+    sequence_parallel: bool = False
     pipeline_cuts: Any = None
+    pipeline_module: str | None = None
+    pipeline_parallel_size: int = 1
     pipeline_schedule: Any = "1f1b"
     num_micro_batches: int | None = None
     micro_batch_shares: Sequence[float] | None = None
-    pipeline_module: str | None = None
     split_batch: Callable[[Any, int], Sequence[Any]] | None = None
     micro_batch_weight: Callable[[Any], float] | None = None
-    verify: str | None = None
+    verify: Literal["auto", "always", "never"] | None = None
 
     @property
     def is_stock(self) -> bool:
         """Return whether sizes have the same meaning as in ModelParallelStrategy."""
         sizes_are = self.layout is None and self.data_replicate_size == 1 and self.pipeline_parallel_size == 1
         return self.plan is None and self.zero_stage is None and sizes_are and self.pipeline_cuts is None
+
+    @property
+    def needs_plan(self) -> bool:
+        """Whether a plan is applied even if none is given: one without rules, for what the other options do."""
+        return self.zero_stage is not None or self.has_stages
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether the model is divided into the stages of a pipeline."""
+        return self.pipeline_cuts is not None
+
+    @property
+    def sharding_stage(self) -> int:
+        """The ZeRO stage, with its default."""
+        return 3 if self.zero_stage is None else self.zero_stage
 
     def validate(self, owner: str, data_parallel_size: int | str, tensor_parallel_size: int | str) -> Sizes:
         """Return the sizes of the axes; raise ValueError or TypeError for settings invalid on any number of devices."""
