@@ -87,6 +87,7 @@ class _Examiner:
         self._seen: set[int] = set()
         self._flows: dict[Any, Flow | None] = {}
         self._verdicts: dict[Any, Verdict] = {}
+        self._num_alike = 0  # modules compared so far that differ from an earlier one only in their index
 
     def visit(self, name: str, module: nn.Module) -> _Ungrouped:
         """Decide on the groups inside a module and return the ungrouped layers below it."""
@@ -149,8 +150,8 @@ class _Examiner:
     def _verdict_on(self, module: nn.Module, group: Group, calls: Sequence[Call]) -> Verdict:
         """Return the verdict on a group, from all calls.
 
-        A module that differs from an earlier one only in its index among others is compared on one call; an equal one
-        takes the earlier verdict.
+        A module that differs from an earlier one only in its index among others is compared on one call and on the
+        shards of two ranks, other ones for each such module; an equal one takes the earlier verdict.
         """
         arguments = tuple(call.kind() for call in calls)
         exact = (self.signatures.of(module, self._has_own_calls(module)), arguments, group)
@@ -159,7 +160,10 @@ class _Examiner:
         if verdict is None and not self._has_own_calls(module):
             verdict = self._verdicts.get(alike)
         if verdict is None and (known := self._verdicts.get(alike)) is not None and known.is_accepted:
-            verdict = self._verdict(module, group, calls[:1], [known.counts])
+            first = 2 * self._num_alike % self.num_ranks
+            ranks = sorted({first, (first + 1) % self.num_ranks})
+            self._num_alike += 1
+            verdict = self._verdict(module, group, calls[:1], [known.counts], ranks)
             verdict = verdict if verdict.is_accepted else None
         if verdict is None:
             verdict = self._verdict(module, group, calls)
@@ -177,7 +181,12 @@ class _Examiner:
         return flow_of(shown) if len(shown.calls) <= _MAX_CALLS_OF_LAYERS else None
 
     def _verdict(
-        self, module: nn.Module, group: Group, calls: Sequence[Call], candidates: Sequence[Counts] | None = None
+        self,
+        module: nn.Module,
+        group: Group,
+        calls: Sequence[Call],
+        candidates: Sequence[Counts] | None = None,
+        ranks: Sequence[int] | None = None,
     ) -> Verdict:
         modules = dict(module.named_modules())
         for layer in (*group.sources, group.sink):
@@ -192,7 +201,7 @@ class _Examiner:
             candidates = list(itertools.islice(_candidates(module, group, self.num_ranks), _MAX_CANDIDATES))
         if self.trust:
             return Verdict(True, candidates[min(1, len(candidates) - 1)])
-        return verdict_on(module, group, calls, self.num_ranks, candidates)
+        return verdict_on(module, group, calls, self.num_ranks, candidates, ranks)
 
 
 def _is_above(name: str, other: str) -> bool:

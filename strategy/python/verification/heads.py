@@ -54,15 +54,23 @@ class Verdict:
 
 
 def verdict_on(
-    container: nn.Module, group: Group, calls: Sequence[Call], num_ranks: int, candidates: Sequence[Counts]
+    container: nn.Module,
+    group: Group,
+    calls: Sequence[Call],
+    num_ranks: int,
+    candidates: Sequence[Counts],
+    ranks: Sequence[int] | None = None,
 ) -> Verdict:
-    """Return the verdict on the first candidate with which all calls agree; else the rejection of the likeliest one."""
+    """Return the verdict on the first candidate with which all calls agree; else the rejection of the likeliest one.
+
+    `ranks`: those whose shards are compared; None: all. Gradients that are sums over ranks need all.
+    """
     largest = max((p.numel() for p in _parameters_outside_layers(container)), default=0)
     if largest > _MAX_ELEMENTS:
         return Verdict(False, reason=f"it has a parameter of {largest} elements beside its linear layers")
     rejections: list[Verdict] = []
     for counts in candidates:
-        verdict = _try(container, group, calls, num_ranks, counts)
+        verdict = _try(container, group, calls, num_ranks, counts, ranks)
         if verdict.is_accepted:
             return verdict
         rejections.append(verdict)
@@ -72,7 +80,7 @@ def verdict_on(
     if (
         in_eval
         and len(in_eval) < len(calls)
-        and _try(container, group, in_eval, num_ranks, rejection.counts).is_accepted
+        and _try(container, group, in_eval, num_ranks, rejection.counts, ranks).is_accepted
     ):
         reason = "it draws random numbers for all heads, as F.dropout does; use an nn.Dropout module instead"
         return dataclasses.replace(rejection, reason=reason, difference=0.0)
@@ -90,11 +98,18 @@ class _Differs(Exception):
         self.reason, self.difference = reason, difference
 
 
-def _try(container: nn.Module, group: Group, calls: Sequence[Call], num_ranks: int, counts: Counts) -> Verdict:
+def _try(
+    container: nn.Module,
+    group: Group,
+    calls: Sequence[Call],
+    num_ranks: int,
+    counts: Counts,
+    ranks: Sequence[int] | None,
+) -> Verdict:
     worst, summed, has_stored_tensors = 0.0, set[str](), False
     dropouts: dict[str, frozenset[ShardedDim]] = {}
     for call in calls:
-        comparison = _Comparison(container, group, call, num_ranks, counts)
+        comparison = _Comparison(container, group, call, num_ranks, counts, ranks)
         try:
             worst = max(worst, comparison.run())
         except _Differs as error:
@@ -114,22 +129,32 @@ def _try(container: nn.Module, group: Group, calls: Sequence[Call], num_ranks: i
 class _Comparison:
     """Compares one call of a container on full outputs with the same call on each rank's shards."""
 
-    def __init__(self, container: nn.Module, group: Group, call: Call, num_ranks: int, counts: Counts) -> None:
+    def __init__(
+        self,
+        container: nn.Module,
+        group: Group,
+        call: Call,
+        num_ranks: int,
+        counts: Counts,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
         self.runs = Weightless(container, call.scale, full_values=True)
         self.names = {id(p): name for name, p in container.named_parameters()}
         self.group, self.call, self.num_ranks, self.counts = group, call, num_ranks, counts
+        self.ranks = range(num_ranks) if ranks is None else ranks
         self.worst = 0.0
         self.is_rounding: bool | None = None
         self.summed: set[str] = set()
         self.dropouts: dict[str, frozenset[ShardedDim]] = {}
         self.has_stored_tensors = False
+        self.cotangents: dict[tuple[int, int, torch.Size], Tensor] = {}
 
     def run(self) -> float:
         full, full_args = self._run({}, {}, None)
         between, rest = self._gradients(full, full_args, None)
         self._check_other_inputs(between, full_args)
         sums: dict[int, Tensor] = {}
-        for rank in range(self.num_ranks):
+        for rank in self.ranks:
             shard_run, shard_args = self._run(
                 self._source_shards(rank), self.counts, ShardContext(full, rank, self.num_ranks)
             )
@@ -139,7 +164,7 @@ class _Comparison:
             self._compare_gradients(full, between, rest, shard_between, shard_rest, rank)
             for key, grad in shard_between.parameters.items():
                 sums[key] = sums.get(key, torch.zeros_like(grad)) + grad
-        for key, grad in between.parameters.items():
+        for key, grad in between.parameters.items() if len(self.ranks) == self.num_ranks else ():
             self._close(sums.get(key, torch.zeros_like(grad)), grad, f"the gradient of '{self.names[key]}'")
         self._find_summed(between, rest)
         return self.worst
@@ -232,15 +257,22 @@ class _Comparison:
         for number, call in enumerate(run.calls):
             if call.layer == self.group.sink:
                 width = call.input.shape[-1] * (1 if rank is None else self.num_ranks)
-                cotangent = drawn((*call.input.shape[:-1], width), 11, number)
+                cotangent = self._cotangent(11, number, torch.Size((*call.input.shape[:-1], width)))
                 cotangent = cotangent if rank is None else cotangent.chunk(self.num_ranks, -1)[rank]
                 sinks.append((call.input, cotangent))
             else:
-                others.append((call.input, drawn(call.input.shape, 12, number)))
+                others.append((call.input, self._cotangent(12, number, call.input.shape)))
         for number, output in enumerate(_tensors(run.output)):
-            others.append((output, drawn(output.shape, 13, number)))
+            others.append((output, self._cotangent(13, number, output.shape)))
         leaves = [call.output for call in run.calls]
         return tuple(_Gradients.of(ends, leaves, self.runs.parameters, args) for ends in (sinks, others))
+
+    def _cotangent(self, kind: int, number: int, shape: torch.Size) -> Tensor:
+        """Return the cotangent of a result, which is the same in the full run and on each rank."""
+        key = (kind, number, shape)
+        if key not in self.cotangents:
+            self.cotangents[key] = drawn(shape, kind, number)
+        return self.cotangents[key]
 
     def _check_other_inputs(self, between: _Gradients, args: list[Tensor]) -> None:
         for grad in between.args:
