@@ -19,9 +19,8 @@ def new_pyplot() -> Any:
 
     matplotlib.use("svg")
     from matplotlib import pyplot
-    from matplotlib.cycler import cycler
 
-    matplotlib.rcParams.update({"svg.hashsalt": "weft", "axes.prop_cycle": cycler(color=PALETTE)})
+    matplotlib.rcParams.update({"svg.hashsalt": "weft", "axes.prop_cycle": matplotlib.cycler(color=PALETTE)})
     matplotlib.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "font.size": 10})
     return pyplot
 

@@ -165,7 +165,7 @@ OPERATORS = (
     ),
     Operator(
         "all_gather_linear",
-        "gather(x) weightᵀ + bias, x cut along `gather_dim`",
+        "gather(x) weightᵀ + bias, x sharded along `gather_dim`",
         (
             Form(
                 _LINEAR,
@@ -181,7 +181,7 @@ OPERATORS = (
     ),
     Operator(
         "linear_reduce_scatter",
-        "this rank's part along `scatter_dim` of x weightᵀ summed over the group, + bias",
+        "this rank's shard along `scatter_dim` of x weightᵀ summed over the group, + bias",
         (
             Form(
                 _LINEAR,
@@ -197,7 +197,7 @@ OPERATORS = (
     ),
     Operator(
         "sharded_linear",
-        "x weightᵀ + bias with each rank's own x and a weight that no rank has whole",
+        "x weightᵀ + bias with each rank's own x and a fully sharded weight",
         (
             Form(
                 _LINEAR,
@@ -222,7 +222,7 @@ OPERATORS = (
     ),
     Operator(
         "vocab_parallel_embedding",
-        "rows of a table whose rows are cut over the group",
+        "rows of a table whose rows are sharded over the group",
         (
             Form(
                 {"input": "T", "weight": "v, d"},
@@ -237,7 +237,7 @@ OPERATORS = (
     ),
     Operator(
         "vocab_parallel_cross_entropy",
-        "the cross-entropy of classes that are cut over the group",
+        "the cross-entropy of classes that are sharded over the group",
         (
             Form(
                 {"logits": "T, v", "target": "T"},
@@ -264,13 +264,13 @@ OPERATORS = (
             ),
         ),
     ),
-    _norm("rms_norm", "x / rms(x) [* weight], over the last dim, of tokens that are cut over the group"),
+    _norm("rms_norm", "x / rms(x) [* weight], over the last dim, of tokens that are sharded over the group"),
     _norm("layer_norm", "(x - mean(x)) / std(x) [* weight + bias], the same way", is_layer=True),
     _norm("add_rms_norm", "(rms_norm(x + residual), x + residual)", is_sum=True),
     _norm("add_layer_norm", "(layer_norm(x + residual), x + residual)", is_layer=True, is_sum=True),
     Operator(
         "dropout",
-        "x / (1 - p), or 0 with probability p, by place in the whole tensor",
+        "x / (1 - p), or 0 with probability p, by position in the full tensor",
         (
             Form(
                 {"x": "T, d", "seed": "1"},
@@ -321,7 +321,7 @@ OPERATORS = (
     ),
     _pair(
         "reduce_scatter_to_sequence",
-        "this rank's part along `dim` of the sum of x",
+        "this rank's shard along `dim` of the sum of x",
         result="T/n, d",
         along_other="T, d/n",
         forward=SCATTER,
@@ -331,7 +331,7 @@ OPERATORS = (
     ),
     Operator(
         "all_to_all",
-        "x whole along `split_dim` and cut along `cat_dim` -> the other way round",
+        "x full along `split_dim` and sharded along `cat_dim` -> the reverse",
         (
             Form(
                 {"x": "T, d"},

@@ -33,7 +33,7 @@ def main() -> int:
         mp.spawn(run_rank, (folder,), NUM_STAGES)
         result = json.loads(Path(folder, "result.json").read_text())
     for stage, difference in enumerate(result):
-        print(f"stage {stage}: largest difference of a gradient from the whole model's: {difference:.1e}")
+        print(f"stage {stage}: largest difference of a gradient from the full model's: {difference:.1e}")
     return 0 if max(result) <= TOLERANCE else 1
 
 

@@ -89,7 +89,7 @@ class DataAxes:
             return
         if any(isinstance(inner, FSDPModule) for inner in module.modules()):
             raise ValueError(
-                f"zero_stage={self._zero_stage} keeps parameters whole on each data-parallel rank, and this "
+                f"zero_stage={self._zero_stage} keeps full parameters on each data-parallel rank, and this "
                 f"{type(module).__name__} is fully sharded already; pass zero_stage=3 or 2, or build the model anew."
             )
         from weft.strategy.data_parallel import GradientReducer

@@ -196,7 +196,7 @@ class Options:
             )
         if self.zero_stage is not None and (isinstance(self.zero_stage, bool) or self.zero_stage not in ZERO_STAGES):
             raise ValueError(
-                f"{owner} got zero_stage={self.zero_stage!r}; pass 0 (all replicated), 1 (optimizer states cut), "
+                f"{owner} got zero_stage={self.zero_stage!r}; pass 0 (all replicated), 1 (optimizer states sharded), "
                 "2 (gradients, too) or 3 (parameters, too)."
             )
         if self.zero_stage == 1 and self.optimizer_in_backward:
@@ -311,7 +311,7 @@ def check_rows_without_replicas(owner: str, sizes: MeshSizes) -> None:
     num_data = sizes.data_replicate * sizes.data_parallel
     if num_data > 1:
         raise ValueError(
-            f"{owner} got optimizer_in_backward='rows' with {num_data} data-parallel ranks, over which whole gradients "
+            f"{owner} got optimizer_in_backward='rows' with {num_data} data-parallel ranks, over which full gradients "
             "are summed; pass True, or tensor-parallel ranks alone."
         )
 

@@ -339,7 +339,7 @@ class StrategyMixin(StartSummaryMixin):
         from weft.strategy.verification.evidence import store_rehearsal
 
         if self._plan is not None and self.tensor_parallel_group.size() > 1:
-            # Of the full model: afterwards no rank can call it with the example.
+            # The full model is rehearsed: afterwards no rank can call it with the example.
             store_rehearsal(module, self._plan.example)
         self._cut_into_stages(module)
 
@@ -367,7 +367,7 @@ class StrategyMixin(StartSummaryMixin):
         num_shards = self.device_mesh.size() if self.data_axes.shards_parameters else self.tensor_parallel_group.size()
         if is_worth_logging and num_shards > 1 and self._options.empty_init:
             self._log(
-                f"weft got a model that was built whole, {num_bytes / 1e9:.3f} GB on every rank: build it in "
+                f"weft got a model that was built in full, {num_bytes / 1e9:.3f} GB on every rank: build it in "
                 f"{self._DEFERRED_CONTEXT}, and each rank makes its shards only."
             )
 

@@ -34,7 +34,7 @@ def _check_no_averaging(trainer: Any) -> None:
     for callback in trainer.callbacks:
         if {"StochasticWeightAveraging", "WeightAveraging"} & {cls.__name__ for cls in type(callback).__mro__}:
             raise ValueError(
-                f"the callback {type(callback).__name__} averages into a copy of the whole unsharded model, which "
+                f"the callback {type(callback).__name__} averages into a copy of the full model, which "
                 "sharded weights cannot be averaged into; leave it out, and average the weights of checkpoints instead."
             )
 

@@ -73,7 +73,7 @@ class TrainerPipelineMixin(PipelineMixin):
             )
         if not self._save_distributed_checkpoint:
             raise ValueError(
-                f"{owner} got save_distributed_checkpoint=False with pipeline_cuts, where no rank has the whole model; "
+                f"{owner} got save_distributed_checkpoint=False with pipeline_cuts, where no rank has the full model; "
                 "leave it out, and consolidate the directory afterwards."
             )
 

@@ -84,7 +84,7 @@ def save(path: str | os.PathLike[str]) -> None:
     if not table():
         warnings.warn(
             "weft.overlap.save() has nothing to save: no operator was called often enough in the mode auto on a "
-            "sequence that is cut into pieces.",
+            "sequence that is split into chunks.",
             stacklevel=2,
         )
     Path(path).write_text(json.dumps([asdict(choice) for choice in table()], indent=1) + "\n")

@@ -11,9 +11,9 @@ namespace {
 
 // If another rank does not chunk, the backend reports different sizes; this text names the cause.
 constexpr std::string_view kGathering =
-    "all-gather of a piece (WEFT_OVERLAP and its table, the same on all ranks?)";
+    "all-gather of a chunk (WEFT_OVERLAP and its table, the same on all ranks?)";
 constexpr std::string_view kScattering =
-    "reduce-scatter of a piece (WEFT_OVERLAP and its table, the same on all ranks?)";
+    "reduce-scatter of a chunk (WEFT_OVERLAP and its table, the same on all ranks?)";
 
 // The sizes of x with `num_rows` in the first dim.
 std::vector<std::int64_t> with_rows(const at::Tensor& x, std::int64_t num_rows) {

@@ -53,7 +53,7 @@ c10::SymInt checked_size(const at::Tensor& x,
                     kDropout,
                     ": got dim_size ",
                     *dim_size,
-                    " without dim; pass the dim that is cut over the group, too.");
+                    " without dim; pass the dim that is sharded over the group, too.");
   return x.sym_numel();
 }
 

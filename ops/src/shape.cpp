@@ -125,7 +125,7 @@ std::int64_t checked_token_dim(std::string_view op,
                     dim,
                     ", the last dim of x of shape ",
                     x.sym_sizes(),
-                    ", which holds the features; pass the dim that is cut over the group, the "
+                    ", which holds the features; pass the dim that is sharded over the group, the "
                     "sequence's.");
   return dim;
 }
@@ -177,7 +177,7 @@ std::optional<Sequence> mlp_sequence(const at::Tensor& x,
                       ": got sequence_size ",
                       *sequence_size,
                       " without sequence_dim, the dim that has it; pass both, or neither for an x "
-                      "that is whole on every rank.");
+                      "that every rank has in full.");
     return std::nullopt;
   }
   const auto dim = checked_token_dim(kMlp, x, *sequence_dim, "sequence_dim");

@@ -86,13 +86,13 @@ def parallelize(
     ]
     notes += assignments.warnings()
     if roles:
-        notes.append("activations between the blocks' layers are cut along the sequence")
+        notes.append("activations between the blocks' layers are sharded along the sequence")
     if tp_mesh.get_rank() == 0:
         for sentence in assignments.warnings():
             warnings.warn(f"weft: {sentence}", stacklevel=2)
     if materialized:
         notes.append(
-            f"whole on every rank until they were cut, as their values cannot be drawn in parts: {materialized}"
+            f"full on every rank until they were sharded, as their values cannot be drawn in chunks: {materialized}"
         )
     set_state(model, dataclasses.replace(state_of(model), plan_key=key, plan_notes=tuple(notes)))
     plan._applied_to(model)

@@ -285,7 +285,7 @@ def _assign_embedding(
         reason = "its weight is tied to a parameter of another name, which would need the same shards"
     for holder, other in holders.items():
         if reason is None and holder not in heads and why_no_vocab_embedding(other) is not None:
-            reason = f"its weight is tied to that of '{holder}', which cannot be cut in the same way"
+            reason = f"its weight is tied to that of '{holder}', which cannot be sharded in the same way"
     if reason is not None:
         result.keep_replicated(name, reason)
         return [module]

@@ -85,7 +85,7 @@ class StepInBackward:
         self._mlps = step_mlps_by_rows(model, self._groups, self._step_by_rows) if by_rows else {}
         if by_rows and not self._mlps:
             raise ValueError(
-                "optimizer_in_backward='rows' found no fused MLP with weights of its own that are cut over the "
+                "optimizer_in_backward='rows' found no fused MLP with weights of its own that are sharded over the "
                 "tensor-parallel axis alone; have the plan fuse one as column_row_mlp (weft.strategy.report(model) "
                 "says why it did not), or pass optimizer_in_backward=True."
             )

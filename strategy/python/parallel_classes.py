@@ -61,8 +61,8 @@ def _raise_still_sharded(module: nn.Module, name: str, mesh: DeviceMesh) -> None
     axes = " and ".join(mesh.mesh_dim_names or ("another mesh",))
     kind = module._weft_state.original_class.__name__
     raise ValueError(
-        f"a {kind} was called while its {name} is cut over {axes}: call the module that fully_shard was applied to, "
-        "whose forward gathers it, not a layer or a method inside, or take zero_stage=1."
+        f"a {kind} was called while its {name} is sharded over {axes}: call the module that fully_shard was applied "
+        "to, whose forward gathers it, not a layer or a method inside, or take zero_stage=1."
     )
 
 

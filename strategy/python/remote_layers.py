@@ -47,7 +47,7 @@ class RemoteLayer(nn.Module):
         raise RuntimeError(
             f"pipeline: the layer {self._weft_name!r} ({type(self._weft_skeleton).__name__}) is on stage "
             f"{self._weft_stage}, and it was called outside of the model's forward on a rank of other stages; call the "
-            "whole model, in a step."
+            "full model, in a step."
         )
 
     def extra_repr(self) -> str:

@@ -70,7 +70,7 @@ class Report:
         return json.dumps(self.to_dict())
 
     def __str__(self) -> str:
-        header = ("parameter", "rule", "style", "local shape", "cut over", "bytes", "note")
+        header = ("parameter", "rule", "style", "local shape", "sharded over", "bytes", "note")
         table = [
             (
                 row.parameter,

@@ -202,7 +202,7 @@ def _assign_attention(result: Assignments, name: str, module: nn.Module, evidenc
         reason = f"its children are {children}, of which none are projections named {attention.NAMES_LOOKED_FOR}"
     if reason is not None:
         raise ValueError(
-            f"parallelize: style 'attention' cannot cut {display_name(name)} by heads: {reason}; use column and row "
+            f"parallelize: style 'attention' cannot shard {display_name(name)} by heads: {reason}; use column and row "
             "rules for its layers, or style 'replicate'."
         )
     is_trusted = evidence.mode == "never" or evidence.tp_size == 1

@@ -36,7 +36,7 @@ def assign_sequence_roles(model: nn.Module, assignments: Assignments, group_name
     if not roles:
         raise ValueError(
             "sequence_parallel=True finds no repeated blocks with layers that the plan cuts, between which activations "
-            "would be cut along the sequence; leave it out, or put the blocks into an nn.ModuleList."
+            "would be sharded along the sequence; leave it out, or put the blocks into an nn.ModuleList."
         )
     _check_not_shared(roles, model)
     _check_named(roles, model, assignments)
@@ -103,7 +103,7 @@ def _check_named(roles: dict[int, SequenceRole], model: nn.Module, assignments: 
                 f"parallelize: '{name}' gets the style 'sequence_parallel', but is a part of what computes on all "
                 "tokens; remove its rule."
             )
-        assignments.notes.append(f"'{name}': computes on all tokens, as it is in none of the blocks that are cut")
+        assignments.notes.append(f"'{name}': computes on all tokens, as it is in none of the blocks that are sharded")
 
 
 def _inside(assignments: Assignments, block: str) -> dict[str, Assignment]:
@@ -174,7 +174,7 @@ def _assign_other_roles(
 def _check_no_parameters(parameters: Iterable[nn.Parameter], name: str, cls: str) -> None:
     if next(iter(parameters), None) is not None:
         raise ValueError(
-            f"sequence_parallel=True: '{name}', a {cls}, is left whole by the plan and may need all tokens, of which "
-            "each rank would have some; give it rules that cut it, or the style "
+            f"sequence_parallel=True: '{name}', a {cls}, is left unsharded by the plan and may need all tokens, of "
+            "which each rank would have some; give it rules that shard it, or the style "
             "'sequence_parallel' if it treats each token by itself, or leave sequence parallelism out."
         )

@@ -55,8 +55,8 @@ def _style_of(pattern: Any, value: ParallelStyle, by_tokens: bool) -> str:
             )
     raise ValueError(
         f"plan: pattern '{pattern}' has {_describe(value)}, for which weft has no style: pass sequence_parallel=True "
-        "for activations cut along the sequence, or apply torch's plan by parallelize_module in configure_model, which "
-        "weft leaves as it is."
+        "for activations sharded along the sequence, or apply torch's plan by parallelize_module in configure_model, "
+        "which weft leaves as it is."
     )
 
 

@@ -128,7 +128,7 @@ def test_optimizers_are_fused_unless_kept(rank: int, world_size: int, tmp_path: 
         trainer(world_size, strategy, tmp_path).fit(model, _batches())
         [group] = strategy.optimizers[0].param_groups
         assert bool(group.get("fused")) == (fused_optimizers and not keeps)
-    assert [text for text in log_lines if "built whole" not in text and not text.startswith("weft: ")] == [
+    assert [text for text in log_lines if "built in full" not in text and not text.startswith("weft: ")] == [
         "weft has AdamW use its fused kernels, without temporaries; fused_optimizers=False keeps it.",
         "weft leaves RMSprop as it is: RMSprop has no fused variant.",
     ]
@@ -152,7 +152,7 @@ def test_full_model_is_sharded_weight_by_weight_with_hint(rank: int, world_size:
     assert now <= WEIGHTS // 2 + data + 1024
     assert WEIGHTS < peak <= WEIGHTS + WEIGHTS // 3 // 2 + data + 1024
     assert log_lines[0] == (
-        "weft got a model that was built whole, 0.019 GB on every rank: build it in configure_model, and each rank "
+        "weft got a model that was built in full, 0.019 GB on every rank: build it in configure_model, and each rank "
         "makes its shards only."
     )
 

@@ -257,7 +257,7 @@ def test_invalid_head_counts_raise(rank: int) -> None:
         ((10, 4), {}, "got dim 10, which does not divide by num_heads 4; pass head_dim"),
         ((8, 4, 2), {}, "got num_kv_heads 2 on 4 ranks without the group of the 2 ranks that share a head"),
         ((8, 4, 2), {"kv_group_name": _group()}, "without the group of the 2 ranks that share a head"),
-        ((8, 4, 4), {"kv_group_name": _group()}, "got a kv_group_name where the 4 key/value heads are cut over 4"),
+        ((8, 4, 4), {"kv_group_name": _group()}, "got a kv_group_name where the 4 key/value heads are sharded over 4"),
     ]
     for args, options, text in cases:
         with pytest.raises(ValueError, match="^ParallelAttention: .*" + text):

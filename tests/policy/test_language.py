@@ -17,6 +17,11 @@ BANNED = {
     r"(?:^|[.:] |\"\"\"|// |# |\* |- )Of (?!course)": "a sentence with a subject",
     r"\b[Oo]n (?:its|their) way\b": "in flight",
     r"\bfor ever\b": "hang, deadlock, endlessly",
+    r"\b(?:is|are) refused\b": "raises ValueError, is not supported",
+    r"\b[Pp]ieces?\b(?! of (?:text|code))": "chunk, segment, shard or block",
+    r"\blearns\b": "requires a gradient",
+    r"\b(?:left|built|stays?|kept) whole\b": "full, unsharded",
+    r"\bthe whole (?:model|tensor|weight|batch|sequence)\b": "full, unsharded",
     r"\b(?:[Ww]hoever|[Nn]obody|[Ss]omebody)\b": "the name of the actor",
 }
 

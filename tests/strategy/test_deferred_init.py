@@ -246,7 +246,7 @@ def test_report_lists_temporarily_full_parameters(world_size: int) -> None:
         nn.init.orthogonal_(model["turned"].weight)
     weft.parallelize(model, mesh, {"*": "column"})
     assert weft.strategy.report(model).notes == (
-        "whole on every rank until they were cut, as their values cannot be drawn in parts: cut_off.weight, "
+        "full on every rank until they were sharded, as their values cannot be drawn in chunks: cut_off.weight, "
         "turned.weight",
     )
 

@@ -173,12 +173,12 @@ ERRORS = {
     "no attention": (
         lambda: Llama(LlamaArgs()),
         {"layers.0": "attention"},
-        "style 'attention' cannot cut 'layers.0' by heads: its children are attention .Attention., .* of which none",
+        "style 'attention' cannot shard 'layers.0' by heads: its children are attention .Attention., .* of which none",
     ),
     "odd heads": (
         lambda: Llama(LlamaArgs(n_heads=3, n_kv_heads=3, dim=12)),
         {"layers.*.attention": "attention"},
-        "style 'attention' cannot cut 'layers.0.attention' by heads: n_heads=3 does not divide by 2; use column",
+        "style 'attention' cannot shard 'layers.0.attention' by heads: n_heads=3 does not divide by 2; use column",
     ),
     "half ignored": (
         lambda: Llama(LlamaArgs(tie_head=True)),

@@ -148,8 +148,8 @@ def test_torch_plan(world_size: int) -> None:
     assert styles["output.weight"] == "column_gather_output"
     assert styles["layers.1.ffn_norm.weight"] == styles["norm.weight"] == "sequence_parallel"
     if world_size > 1:
-        assert "'norm': computes on all tokens, as it is in none of the blocks that are cut" in report(model).notes
-        assert "activations between the blocks' layers are cut along the sequence" in report(model).notes
+        assert "'norm': computes on all tokens, as it is in none of the blocks that are sharded" in report(model).notes
+        assert "activations between the blocks' layers are sharded along the sequence" in report(model).notes
 
 
 class Scaling(nn.Module):
@@ -171,7 +171,7 @@ def test_rule_declares_token_wise_module(world_size: int, option: bool) -> None:
     for layer in model.layers:
         layer.ffn_norm = Scaling(16).double()
     plan = {**ROWS, **ATTENTION}
-    with pytest.raises(ValueError, match=r"ffn_norm', a Scaling, is left whole .* or the style 'sequence_parallel' if"):
+    with pytest.raises(ValueError, match=r"ffn_norm', a Scaling, is left unsharded .* or the style 'sequence_para"):
         sequence_parallel(copy.deepcopy(model), world_size, plan)
     plan["layers.*.ffn_norm"] = "sequence_parallel"
     trained = assert_same_training(
@@ -238,11 +238,11 @@ def test_dropout_mask_follows_global_position(world_size: int) -> None:
 
 @on_ranks(2)
 def test_unshardable_models_raise(world_size: int) -> None:
-    with pytest.raises(ValueError, match=r"'layers.0.attention', a MultiheadAttention, is left whole .* all tokens"):
+    with pytest.raises(ValueError, match=r"'layers.0.attention', a MultiheadAttention, is left unsharded .* all tok"):
         sequence_parallel(UnshardedAttention(), world_size, {"layers.*.mlp": "column_row_mlp"})
-    with pytest.raises(ValueError, match=r"'blocks.0.attention', a BiasedAttention, is left whole"):
+    with pytest.raises(ValueError, match=r"'blocks.0.attention', a BiasedAttention, is left unsharded"):
         sequence_parallel(Biased(), world_size, {"blocks.*.mlp": "column_row_mlp"})
-    with pytest.raises(ValueError, match=r"'h.0.attn', a Gpt2Attention, is left whole"):
+    with pytest.raises(ValueError, match=r"'h.0.attn', a Gpt2Attention, is left unsharded"):
         sequence_parallel(Gpt2(), world_size, {"h.*.mlp": "column_row_mlp"})
     with pytest.raises(ValueError, match="is no module of its own inside a block"):
         sequence_parallel(EncoderClassifier(), world_size)

@@ -120,7 +120,7 @@ def checked_kv_group(owner: str, num_kv_heads: int, group_name: str, kv_group_na
     if num_copies == 1:
         if kv_group_name:
             raise ValueError(
-                f"{owner}: got a kv_group_name where the {num_kv_heads} key/value heads are cut over {num_ranks} "
+                f"{owner}: got a kv_group_name where the {num_kv_heads} key/value heads are sharded over {num_ranks} "
                 "ranks; leave it out."
             )
         return ""

@@ -218,7 +218,7 @@ void check_rows(const TrainingSpec& spec) {
   for (const std::string_view axis : {"data_parallel", "data_replicate"}) {
     if (detail::axis_size(spec.mesh, axis) > 1) {
       throw std::invalid_argument("memory: the mesh '" + spec.mesh.to_string() +
-                                  "' has data-parallel ranks, over which whole gradients are "
+                                  "' has data-parallel ranks, over which full gradients are "
                                   "summed; step by rows with tensor-parallel ranks alone");
     }
   }
@@ -228,7 +228,7 @@ void check_rows(const TrainingSpec& spec) {
   if (!has_fused) {
     throw std::invalid_argument(
         "memory: there is no fused MLP whose weights could be stepped by rows; name one by "
-        "column_row_mlp in the plan, or step whole weights");
+        "column_row_mlp in the plan, or step full weights");
   }
 }
 

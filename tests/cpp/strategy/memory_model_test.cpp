@@ -263,7 +263,7 @@ TEST(MemoryModelErrors, Sentences) {
   by_rows.plan = Plan({{"w1", Style::kColumn}, {"w3", Style::kColumn}, {"w2", Style::kRow}});
   EXPECT_EQ(error_of([&] { return predict_memory(by_rows, 0).size(); }),
             "memory: there is no fused MLP whose weights could be stepped by rows; name one by "
-            "column_row_mlp in the plan, or step whole weights");
+            "column_row_mlp in the plan, or step full weights");
   TrainingSpec mlp = documented(1);
   mlp.checkpointing = Checkpointing::kFull;
   EXPECT_EQ(error_of([&] { return predict_memory(mlp, 0).size(); }),

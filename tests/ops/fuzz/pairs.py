@@ -15,7 +15,7 @@ from ops.fuzz.rules import ExpectedError, Undetectable, Violations
 
 
 class Pair(Operator):
-    """x is the only tensor. Of the dtypes that the backend supports, the reference covers `known`."""
+    """x is the only tensor. The reference covers `known`, a subset of the dtypes that the backend supports."""
 
     fewest_dims = 0
     is_per_rank = False  # whether each rank has an x of its own

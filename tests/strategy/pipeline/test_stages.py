@@ -98,7 +98,7 @@ def test_absent_parameters_raise_with_stage(rank: int, world_size: int) -> None:
         getattr(absent, attribute)
     assert not hasattr(absent, "weight") and not hasattr(absent, "no_such_attribute")
     assert (model.output.in_features, model.tok_embeddings.embedding_dim, len(model.layers)) == (16, 16, 3)
-    with pytest.raises(RuntimeError, match=r"it was called outside of the model's forward .*; call the whole model"):
+    with pytest.raises(RuntimeError, match=r"it was called outside of the model's forward .*; call the full model"):
         absent(torch.zeros(1, 16))
     assert f"of stage {1 - rank}" in repr(model)
 
