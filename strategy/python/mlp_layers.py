@@ -32,7 +32,9 @@ def find_by_name(module: nn.Module) -> MlpLayers | None:
         if up in children and down in children:
             return _fitting(module, MlpLayers(None, up, down))
     if isinstance(module, nn.Sequential):
-        with_parameters = [name for name, child in children.items() if any(True for _ in child.parameters())]
+        with_parameters = [
+            name for name, child in children.items() if child is not None and any(True for _ in child.parameters())
+        ]
         first = next(iter(children), None)
         if len(with_parameters) == 2 and with_parameters[0] == first and len(children) > 2:
             return _fitting(module, MlpLayers(None, *with_parameters))

@@ -90,6 +90,13 @@ def test_activation_is_detected(module: nn.Module, activation: str) -> None:
     assert probe.find_activation(module, parts) == (parts, activation)
 
 
+def test_missing_child_of_a_sequential_is_skipped() -> None:
+    module = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8))
+    module.register_module("3", None)
+    parts = mlp_layers.find(module)
+    assert (parts.gate, parts.up, parts.down) == (None, "0", "2")
+
+
 def test_gate_and_up_are_distinguished() -> None:
     module = Gated(swapped=True)
     parts, activation = probe.find_activation(module, mlp_layers.find(module))
