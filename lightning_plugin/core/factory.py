@@ -95,7 +95,7 @@ def strategy_class(flavour: Flavour) -> type:
     mixin = flavour.mixin
     namespace: dict[str, Any] = {
         "__module__": flavour.public_module,
-        "__doc__": doc_of_options(mixin.__doc__, mixin.OPTION_GROUPS, mixin.OMITTED_OPTIONS),
+        "__doc__": doc_of_options(mixin.__doc__ or "", mixin.OPTION_GROUPS, mixin.OMITTED_OPTIONS),
         "__init__": init_of_options(CLASS_NAME, mixin._construct, mixin.OPTION_GROUPS, mixin.OMITTED_OPTIONS),
         "fabric_module": flavour.fabric,
     }
