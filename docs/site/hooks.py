@@ -11,7 +11,6 @@ import importlib.util
 import logging
 import os
 import re
-import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -24,10 +23,6 @@ DOCS = ROOT / "docs"
 LANGUAGES = {".py": "python", ".cpp": "cpp", ".yaml": "yaml", ".txt": "cmake"}
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 _FENCE = re.compile(r"(^```.*?^```[ ]*$)", re.DOTALL | re.MULTILINE)
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 _log = logging.getLogger("mkdocs.weft")
 
@@ -50,7 +45,7 @@ def pages_from_repository() -> dict[str, Path]:
 
 def on_startup(command: str, dirty: bool) -> None:
     """Lay the packages out as in site-packages, where mkdocstrings looks for them as soon as it is configured."""
-    _lay_out_packages(ROOT / "build/site-packages")
+    _neighbour("package_layout").lay_out_packages()
 
 
 def on_config(config: Any) -> Any:
@@ -62,16 +57,6 @@ def on_config(config: Any) -> Any:
                 if "Decisions" in entry:
                     entry["Decisions"] = ["decisions/README.md", *decisions]
     return config
-
-
-def _lay_out_packages(folder: Path) -> None:
-    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
-    shutil.rmtree(folder, ignore_errors=True)
-    for name, source in packages.items():
-        package = folder.joinpath(*name.split("."))
-        package.mkdir(parents=True, exist_ok=True)
-        for path in (ROOT / source).glob("*.py*"):
-            (package / path.name).symlink_to(path)
 
 
 def on_files(files: Files, config: Any) -> Files:
