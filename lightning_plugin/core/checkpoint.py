@@ -135,7 +135,7 @@ def load_directory(
         _check_names(path, names, _names_of_all(read[model_key], unsplit))
     dcp.load(read, checkpoint_id=path, planner=dcp.DefaultLoadPlanner(allow_partial_load=not strict))
     model.load_state_dict(read[model_key], strict=strict)
-    rest = torch.load(path / METADATA_FILENAME, map_location="cpu", weights_only=weights_only)
+    rest: dict[str, Any] = torch.load(path / METADATA_FILENAME, map_location="cpu", weights_only=weights_only)
     for idx, optimizer in enumerate(optimizers):
         if not load_optimizer_of_directory(path, optimizer_key(idx), model, optimizer, rest):
             raise KeyError(_no_optimizer(path, idx))
@@ -194,7 +194,7 @@ def load_file(
 
     Every rank memory-maps the file and reads only its shards; no tensors are communicated.
     """
-    checkpoint = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
+    checkpoint: dict[str, Any] = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
     saved = checkpoint.pop("state_dict")
     target = get_model_state_dict(model)
     if unsplit is not None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from weft._plugin.checkpoint import METADATA_FILENAME, MODEL_KEYS, is_directory, optimizer_key, write_file
 
@@ -74,7 +75,7 @@ def _read_shards(directory: Path) -> dict[str, Any]:
     """Return all entries of a torch.distributed.checkpoint, nested as saved, with unsharded tensors on the CPU."""
     metadata = dcp.FileSystemReader(directory).read_metadata()
     flat = {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype) if hasattr(entry, "size") else None
+        key: torch.empty(entry.size, dtype=entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
         for key, entry in metadata.state_dict_metadata.items()
     }
     dcp.load(flat, checkpoint_id=directory, no_dist=True)

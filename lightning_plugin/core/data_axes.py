@@ -106,7 +106,12 @@ class DataAxes:
             from weft.strategy.data_parallel.fully_sharded import free_gathered
 
             modules = list(self._sharded)
-            optimizer.register_step_post_hook(lambda *_: [free_gathered(module) for module in modules])
+
+            def free(*_: Any) -> None:
+                for module in modules:
+                    free_gathered(module)
+
+            optimizer.register_step_post_hook(free)
         if self._zero_stage == 1 and self._data_size > 1:
             from weft.strategy.data_parallel import ShardedStates, sharded_states_of
 

@@ -53,7 +53,8 @@ class DeferredGradients:
 
     def attach_to_loss(self, loss: Tensor) -> Tensor:
         """Return the loss, `[]`; its backward calls `install`."""
-        return _Loss.apply(loss.detach().requires_grad_(), self)
+        attached: Tensor = _Loss.apply(loss.detach().requires_grad_(), self)
+        return attached
 
     def install(self, factor: Tensor) -> None:
         """Add the kept gradients to those of the parameters; `factor`: the number that the loss was multiplied by."""

@@ -65,7 +65,7 @@ class ErrorReports:
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def report(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None, show: Callable[[], None]
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None, show: Callable[[], object]
     ) -> None:
         """Call `show`, which prints the traceback to stderr, unless another rank has printed the same one.
 
@@ -121,6 +121,7 @@ def shared_under_torchrun(local_rank: int, node_rank: int) -> ErrorReports | Non
     store.
     """
     with contextlib.suppress(Exception):  # sharing a log is optional: a failure must not end the run
+        assert dist.group.WORLD is not None
         store = dist.group.WORLD.get_group_store()
         key = f"weft/error_reports/{node_rank}"
         if local_rank != 0:

@@ -31,7 +31,7 @@ class _WithoutSync:
     def __init__(self, strategy: FabricMixin) -> None:
         self._strategy = strategy
 
-    def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager:
+    def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
         return self._strategy.data_axes.without_sync([module]) if enabled else nullcontext()
 
 
@@ -54,7 +54,8 @@ class FabricMixin(FabricPipelineMixin, FabricLoadersMixin, StrategyMixin):
                 f"{type(self).__name__} got parallelize_fn={parallelize_fn!r}, which cannot be called; "
                 "pass a function (model, device_mesh) -> model, or a plan as plan=..."
             )
-        super().__init__(parallelize_fn=parallelize_fn or _identity, **vars(stock))
+        arguments = {"parallelize_fn": parallelize_fn or _identity, **vars(stock)}
+        super().__init__(**arguments)
         self._user_parallelize_fn = self._parallelize_fn
         self._parallelize_fn = self._parallelize
         self._init_weft(options)
@@ -63,7 +64,7 @@ class FabricMixin(FabricPipelineMixin, FabricLoadersMixin, StrategyMixin):
         self._replacements = ParameterReplacements()
         self._gradients_checked = False
 
-    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager:
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """As the stock one; with a plan, parameters that would be empty are deferred instead (see `empty_init`)."""
         if not empty_init or self._plan is None or not self._options.empty_init:
             return super().module_init_context(empty_init)

@@ -45,7 +45,7 @@ class Flavour:
     strategies: str  # the module with ModelParallelStrategy and the registry
     registry: str
     fabric: str
-    mixin: type
+    mixin: type[TrainerMixin] | type[FabricMixin]
     public_module: str
 
     @property
@@ -115,7 +115,7 @@ def callback_class(flavour: Flavour, name: str) -> type:
     namespace = {
         "__module__": flavour.public_module,
         "__doc__": mixin.__doc__,
-        "__init__": checked_init(name, mixin.__init__),
+        "__init__": checked_init(name, vars(mixin)["__init__"]),
     }
     return type(name, (mixin, stock), namespace)
 

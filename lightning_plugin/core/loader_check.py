@@ -70,7 +70,7 @@ def check_equal_readings(
         loader: the subject of the error, such as "the training loader".
         advice: the remedy in the error.
     """
-    reasons = [
+    reasons: list[tuple[Callable[[Reading], object], str]] = [
         (lambda r: (r.data_rank, r.stage), "the ranks of a tensor-parallel group must get the same batches"),
         (lambda r: r.data_rank, "the stages of a pipeline must get the same batches"),
     ]
@@ -125,7 +125,8 @@ class LockstepLoader:
 
     @property
     def __dict__(self) -> dict[str, Any]:  # type: ignore[override]  # Fabric's own wrapper copies it
-        return vars(self._weft_loader)
+        attributes: dict[str, Any] = vars(self._weft_loader)
+        return attributes
 
     def __getattr__(self, name: str) -> Any:
         if name in LockstepLoader.__slots__:  # before __init__ sets it

@@ -10,7 +10,7 @@ before each batch (`LockstepLoader`).
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
@@ -30,10 +30,15 @@ from weft._plugin.loader_check import (
     without_lockstep,
 )
 
+if TYPE_CHECKING:
+    from weft._plugin.stock_strategies import FabricMembers, StrategyMembers, TrainerMembers
+else:
+    FabricMembers = StrategyMembers = TrainerMembers = object
+
 _NO_LIMIT = 2**62
 
 
-class LoadersMixin:
+class LoadersMixin(StrategyMembers):
     """The methods that the Trainer and Fabric share."""
 
     @property
@@ -47,7 +52,9 @@ class LoadersMixin:
             dist.get_rank(), self.data_axes.rank, self.pipeline_group.rank() if has_stages else 0, tuple(numbers)
         )
         same_data = [self.tensor_parallel_group, *([self.pipeline_group] if has_stages else [])]
-        return gather(reading, [dist.group.WORLD] if of_all_ranks else same_data, self.root_device)
+        world = dist.group.WORLD
+        assert world is not None
+        return gather(reading, [world] if of_all_ranks else same_data, self.root_device)
 
     def _agree_on_next(self, loader: str, advice: str, data_ranks_exchange: str | None, has_batch: bool) -> None:
         """Raise ValueError on all ranks if some have another batch and others do not; collective."""
@@ -55,7 +62,7 @@ class LoadersMixin:
         check_equal_readings(readings, data_ranks_exchange, describe_next, loader, advice)
 
 
-class FabricLoadersMixin(LoadersMixin):
+class FabricLoadersMixin(LoadersMixin, FabricMembers):
     """Sets up the loaders of `fabric.setup_dataloaders`; the user's code loops over them."""
 
     @property
@@ -83,7 +90,7 @@ class FabricLoadersMixin(LoadersMixin):
         return partial(self._agree_on_next, "a data loader", advice, exchanged)
 
 
-class TrainerLoadersMixin(LoadersMixin):
+class TrainerLoadersMixin(LoadersMixin, TrainerMembers):
     """Sets up the loaders of the Trainer's loops."""
 
     _training_lengths_differ = False
@@ -201,6 +208,7 @@ def _batches_before_max_steps(trainer: Any) -> int | None:
         return _NO_LIMIT
     if not trainer.lightning_module.automatic_optimization:
         return None
-    done = trainer.fit_loop.batch_idx
-    num_accumulated = trainer.accumulate_grad_batches
-    return done - done % num_accumulated + (trainer.max_steps - trainer.global_step) * num_accumulated
+    done: int = trainer.fit_loop.batch_idx
+    num_accumulated: int = trainer.accumulate_grad_batches
+    num_steps: int = trainer.max_steps - trainer.global_step
+    return done - done % num_accumulated + num_steps * num_accumulated

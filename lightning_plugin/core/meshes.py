@@ -50,4 +50,5 @@ def _group_of_two_axes(mesh: DeviceMesh, num_stages: int) -> dist.ProcessGroup:
     """Return the group along the axes data_replicate and data_parallel together; collective over the world."""
     ranks = mesh.mesh.reshape(num_stages, -1, mesh[TENSOR_AXIS].size()).transpose(1, 2).flatten(0, 1).tolist()
     group, _ = dist.new_subgroups_by_enumeration(ranks)
+    assert isinstance(group, dist.ProcessGroup)
     return group

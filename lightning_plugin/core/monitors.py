@@ -10,7 +10,8 @@ import torch
 def num_steps(trainer: Any, module: Any) -> int:
     """Return the number of batches after which an optimizer stepped, as in Lightning's logs; resumed runs count on."""
     # With manual optimization the global step counts the steps of every optimizer.
-    return trainer.global_step if module.automatic_optimization else trainer.fit_loop.total_batch_idx + 1
+    count: int = trainer.global_step if module.automatic_optimization else trainer.fit_loop.total_batch_idx + 1
+    return count
 
 
 def log(trainer: Any, metrics: dict[str, float], step: int) -> None:

@@ -50,7 +50,7 @@ def parameter_names(module: torch.nn.Module) -> dict[Tensor, str]:
     if (found := find_staged(module)) is not None:
         prefix, staged = found
         of_copies = {join(prefix, own): join(prefix, first) for own, first in staged.names_of_copies().items()}
-    names = {}
+    names: dict[Tensor, str] = {}
     for own_name, parameter in module.named_parameters():
         names[parameter] = unwrapped(of_copies.get(own_name, own_name))
     return names

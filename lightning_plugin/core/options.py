@@ -286,7 +286,7 @@ class Options:
     def _sizes(self, owner: str, data_parallel_size: int | str, tensor_parallel_size: int | str) -> Sizes:
         from weft.strategy.layout import Sizes
 
-        given = {
+        given: dict[str, Any] = {
             "data_replicate_size": self.data_replicate_size,
             "data_parallel_size": data_parallel_size,
             "tensor_parallel_size": tensor_parallel_size,

@@ -16,14 +16,16 @@ from weft._plugin.meshes import PIPELINE_AXIS
 from weft._plugin.process_guard import guard
 
 if TYPE_CHECKING:
+    from weft._plugin.stock_strategies import FabricMembers, StrategyMembers
     from weft.strategy.pipeline import AutoCuts, Pipeline
     from weft.strategy.pipeline.choose import Choice
-
+else:
+    FabricMembers = StrategyMembers = object
 
 _KEY = "_weft_pipeline"  # a module's attribute: the arguments of its cut, and its pipeline
 
 
-class PipelineMixin:
+class PipelineMixin(StrategyMembers):
     """The methods of a strategy that handle stages; call `_init_pipeline` first."""
 
     def _init_pipeline(self) -> None:
@@ -142,7 +144,7 @@ class PipelineMixin:
             )
 
 
-class FabricPipelineMixin(PipelineMixin):
+class FabricPipelineMixin(PipelineMixin, FabricMembers):
     """The methods that train and evaluate a pipeline under Fabric."""
 
     def pipeline_step(

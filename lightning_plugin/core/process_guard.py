@@ -31,6 +31,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import Any
 
 from weft._plugin.error_reports import ErrorReports
 
@@ -50,7 +51,7 @@ class ProcessGuard:
 
     def __init__(self) -> None:
         self._owner_pid = os.getpid()
-        self._children: Sequence[subprocess.Popen] = ()
+        self._children: Sequence[subprocess.Popen[Any]] = ()
         self._parent_pid: int | None = None
         self._watches_signals = False
         self._failed = False
@@ -72,7 +73,7 @@ class ProcessGuard:
         atexit.register(self._at_exit)
         threading.Thread(target=self._watch, name="weft-process-guard", daemon=True).start()
 
-    def watch_children(self, children: Sequence[subprocess.Popen]) -> None:
+    def watch_children(self, children: Sequence[subprocess.Popen[Any]]) -> None:
         """End this process and all `children` when one of them fails; wait for `children` at a clean exit."""
         self._children = children
 

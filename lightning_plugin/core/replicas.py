@@ -89,7 +89,7 @@ def broadcast_random_state(group: dist.ProcessGroup, device: torch.device) -> No
     """
     if group.size() == 1:
         return
-    state = [_random_state(device) if group.rank() == 0 else None]
+    state: list[Any] = [_random_state(device) if group.rank() == 0 else None]
     dist.broadcast_object_list(state, group=group, group_src=0)
     if group.rank() != 0:
         _set_random_state(state[0], device)

@@ -18,7 +18,9 @@ def attach_trainer(module: Any) -> None:
             "log it in a step, after the call of self(...)."
         )
 
-    skeleton: Any = staged_model_of(module).skeleton
+    staged = staged_model_of(module)
+    assert staged is not None
+    skeleton: Any = staged.skeleton
     skeleton.trainer = module.trainer
     object.__setattr__(skeleton, "log", log)
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from weft._plugin.stock_strategies import StrategyMembers
+else:
+    StrategyMembers = object
 
 _OTHERS_SHOWN = 8
 
 
-class StartSummaryMixin:
+class StartSummaryMixin(StrategyMembers):
     """For a strategy with a plan and a mesh: logs at most 12 lines on the first rank, each beginning with "weft: "."""
 
     _summarized: torch.nn.Module | None
@@ -22,6 +29,7 @@ class StartSummaryMixin:
         if mesh.size() == 1:
             self._log("weft: nothing is sharded, as there is one device (on CPU, devices='auto' means 1).")
             return
+        assert mesh.mesh_dim_names is not None and self._plan is not None
         sizes = ", ".join(f"{name}={size}" for name, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True))
         stage = f", zero_stage={self._options.sharding_stage}" if self.data_axes.size > 1 else ""
         lines = [f"layout: {sizes}{stage}; plan: {self._plan.preset or 'rules'}.", *self._sharding_lines(module)]
@@ -77,6 +85,7 @@ class StartSummaryMixin:
         share = replicated_fraction(module)
         if self.tensor_parallel_group.size() == 1 or share <= REPLICATED_FRACTION:
             return
+        assert self._plan is not None
         replicated_notes = [note for note in self._plan.report().notes if "left replicated" in note]
         example = f" ({replicated_notes[0]})" if replicated_notes else ""
         self._warn(

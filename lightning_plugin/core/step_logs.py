@@ -60,7 +60,7 @@ class StepLogs:
         return result
 
     def _record(self, *args: Any, **kwargs: Any) -> None:
-        base = next(cls for cls in type(self._module).__mro__ if cls.__name__ == "LightningModule")
+        base: Any = next(cls for cls in type(self._module).__mro__ if cls.__name__ == "LightningModule")
         bound = inspect.signature(base.log).bind(self._module, *args, **kwargs)
         arguments = dict(list(bound.arguments.items())[1:])
         arguments.update(arguments.pop("kwargs", {}))
@@ -85,6 +85,7 @@ class StepLogs:
         )
 
     def _name_of(self, metric: Any, name: str) -> str:
+        attribute: str
         for attribute, module in self._module.named_modules():
             if module is metric:
                 return attribute

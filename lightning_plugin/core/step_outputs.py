@@ -151,6 +151,7 @@ def _receive_tensor(leaf: Any, group: dist.ProcessGroup, source: int, device: to
 def picklable_error(error: Exception) -> Exception:
     """Return an error of the same type and text if it can be pickled, else a RuntimeError with its text."""
     try:
-        return pickle.loads(pickle.dumps(error))
+        copy: Exception = pickle.loads(pickle.dumps(error))
+        return copy
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")

@@ -179,7 +179,7 @@ class StrategyMixin(StartSummaryMixin):
         return dataloader
 
     @property
-    def distributed_sampler_kwargs(self) -> dict[str, int]:
+    def distributed_sampler_kwargs(self) -> dict[str, int] | None:
         """Return the arguments of samplers: each data-parallel rank gets a share of the data."""
         return {"num_replicas": self.data_axes.size, "rank": self.data_axes.rank}
 
@@ -259,7 +259,9 @@ class StrategyMixin(StartSummaryMixin):
                 self._fingerprints[parameter] = gradient_fingerprint(parameter)
             self.data_axes.average(parameter)
             if clip_value is not None:
-                getattr(parameter.grad, "_local_tensor", parameter.grad).clamp_(-clip_value, clip_value)
+                gradient = parameter.grad
+                assert gradient is not None
+                getattr(gradient, "_local_tensor", gradient).clamp_(-clip_value, clip_value)
 
         self._stop_stepping()
         self._stepper = StepInBackward(module, optimizer, before_step, self._options.optimizer_in_backward == "rows")
@@ -346,6 +348,7 @@ class StrategyMixin(StartSummaryMixin):
     def _shard_layers(self, module: torch.nn.Module) -> None:
         from weft.strategy import parallelize
 
+        assert self._plan is not None
         stays_plain = self.data_axes.shards_parameters and not self._options.has_stages
         parallelize(module, self.device_mesh, self._plan, keeps_plain_on_one_rank=stays_plain)
 

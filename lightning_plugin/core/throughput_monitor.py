@@ -134,14 +134,16 @@ class ThroughputMixin:
 
 def _num_data_ranks(strategy: Any) -> int:
     """Return the number of data-parallel ranks, from the arguments of distributed samplers; 1 without these."""
-    return getattr(strategy, "distributed_sampler_kwargs", {"num_replicas": 1})["num_replicas"]
+    arguments: dict[str, int] = getattr(strategy, "distributed_sampler_kwargs", {"num_replicas": 1})
+    return arguments["num_replicas"]
 
 
 def _mean_over_world(values: list[float], strategy: Any) -> list[float]:
     """Return the means over all ranks. As the ranks of a replica count the same, these are the means over replicas."""
     group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     tensor = torch.tensor(values, dtype=torch.float64, device=strategy.root_device)
-    return strategy.reduce(tensor, group=group, reduce_op="mean").tolist()
+    means: list[float] = strategy.reduce(tensor, group=group, reduce_op="mean").tolist()
+    return means
 
 
 def _first_dim(batch: Any) -> int:

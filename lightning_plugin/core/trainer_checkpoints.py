@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -13,8 +13,13 @@ from weft._plugin.consolidate import DIRECTORY_NOTE
 from weft._plugin.optimizer_state import full_state, merge_parameter_groups, named_state
 from weft._plugin.staged_module import without_step_state
 
+if TYPE_CHECKING:
+    from weft._plugin.stock_strategies import TrainerMembers
+else:
+    TrainerMembers = object
 
-class TrainerCheckpointsMixin:
+
+class TrainerCheckpointsMixin(TrainerMembers):
     """The checkpoint methods of the Trainer's strategy; without a plan they call the stock ones."""
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -22,9 +27,11 @@ class TrainerCheckpointsMixin:
         state = super().lightning_module_state_dict()
         if self._pipeline is None or self._pipeline.has_last_stage:
             return state
+        assert self._target is not None
         if self._target.name == "":
             return without_step_state(self.lightning_module, state)
-        return {name: value for name, value in state.items() if name.startswith(f"{self._target.name}.")}
+        prefix = f"{self._target.name}."
+        return {name: value for name, value in state.items() if name.startswith(prefix)}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the optimizer's state for `save_checkpoint`; collective."""

@@ -23,15 +23,18 @@ from weft._plugin.step_logs import StepLogs
 from weft._plugin.step_outputs import broadcast_serialized, join_outputs, picklable_error, serialize
 
 if TYPE_CHECKING:
+    from weft._plugin.stock_strategies import TrainerMembers
     from weft.strategy.data_parallel import GradientReducer
     from weft.strategy.pipeline.last_stage_modules import LastStageModules
+else:
+    TrainerMembers = object
 
 _UNSPLIT_NAMES = "_weft_unsplit_names"
 _STEP_OPTIONS = ("split_batch", "micro_batch_weight")
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-class TrainerPipelineMixin(PipelineMixin):
+class TrainerPipelineMixin(PipelineMixin, TrainerMembers):
     """Runs the module's own steps once for each micro-batch on every stage, up to the model's call on all but the last.
 
     The last stage combines the logs and results of the micro-batches and broadcasts them to all stages. The schedule
@@ -81,6 +84,7 @@ class TrainerPipelineMixin(PipelineMixin):
         from weft.strategy.pipeline import find_staged
         from weft.strategy.pipeline.last_stage_modules import LastStageModules, check_not_shared
 
+        assert self._target is not None
         name, cuts = self._target.name, self._target.cuts
         inner = module.get_submodule(name)
         if find_staged(module) is None:
@@ -96,7 +100,7 @@ class TrainerPipelineMixin(PipelineMixin):
                 forward=self._example_call(module, inner),
             )
         self._unsplit_model = UnsplitModel(module.__dict__[_UNSPLIT_NAMES], self.pipeline_group)
-        self._last_stage_modules = LastStageModules(module, name, self._pipeline.has_last_stage)
+        self._last_stage_modules = LastStageModules(module, name, self.pipeline.has_last_stage)
 
     def _example_call(self, module: Any, inner: torch.nn.Module) -> Callable[[], Any] | None:
         """Return a function that calls a module with its `example_input_array`; None if it has none."""
@@ -135,7 +139,7 @@ class TrainerPipelineMixin(PipelineMixin):
             groups = params if isinstance(params, Tensor) else list(params)
             original_init(optimizer, groups if isinstance(groups, Tensor) or groups else [{"params": []}], defaults)
 
-        torch.optim.Optimizer.__init__ = init  # type: ignore[method-assign]
+        torch.optim.Optimizer.__init__ = init  # type: ignore[assignment, method-assign]
         try:
             yield
         finally:
@@ -163,6 +167,7 @@ class TrainerPipelineMixin(PipelineMixin):
         self._stage_metrics = StageMetrics(module, inside, self._broadcast_from_last_stage)
         if self.pipeline.model is module:
             attach_trainer(module)
+        assert self._last_stage_modules is not None
         parameters = list(self._last_stage_modules.parameters.values())
         if parameters and self._is_fitting and self.data_axes.shards_parameters:
             from weft.strategy.data_parallel import GradientReducer
@@ -190,7 +195,9 @@ class TrainerPipelineMixin(PipelineMixin):
         micro_batches = pipeline.split(args[0], options.split_batch)
         run = _MicroBatchStep(self, micro_batches, lambda micro_batch: step(micro_batch, *args[1:], **kwargs))
         loss = None
-        with self._step_logs.recording(), self._stage_metrics.local_only():
+        step_logs, stage_metrics = self._step_logs, self._stage_metrics
+        assert step_logs is not None and stage_metrics is not None
+        with step_logs.recording(), stage_metrics.local_only():
             if kind == "training":
                 loss = self._run_schedule(run)
             else:
@@ -199,11 +206,12 @@ class TrainerPipelineMixin(PipelineMixin):
         # Predictions are not weighted: their batches may lack the entries that micro_batch_weight reads.
         weights = run.weights(None if kind == "prediction" else options.micro_batch_weight, sizes)
         logged, output, dtype = self._broadcast_from_last_stage(
-            lambda: (self._step_logs.combined(weights, sizes), run.joined(sizes, weights), run.loss_dtype)
+            lambda: (step_logs.combined(weights, sizes), run.joined(sizes, weights), run.loss_dtype)
         )
-        self._step_logs.replay(logged)
+        step_logs.replay(logged)
         if loss is None:
             return output
+        assert self._deferred_gradients is not None
         loss = self._deferred_gradients.attach_to_loss(loss.to(dtype))
         return {"loss": loss, **output} if isinstance(output, dict) else loss
 
@@ -238,9 +246,11 @@ class TrainerPipelineMixin(PipelineMixin):
                 serialized = serialize((compute(), None))
             except Exception as error:
                 serialized = serialize((None, picklable_error(error)))
-        value, error = broadcast_serialized(serialized, self.pipeline_group, self.pipeline.last_rank, self.root_device)
-        if error is not None:
-            raise error
+        value, failure = broadcast_serialized(
+            serialized, self.pipeline_group, self.pipeline.last_rank, self.root_device
+        )
+        if failure is not None:
+            raise failure
         return value
 
     def _check_stage_support(self, trainer: Any) -> None:
