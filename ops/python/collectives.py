@@ -50,7 +50,7 @@ class GroupAbortedError(CollectiveError):
     """A rank has aborted the group, or this rank has left it."""
 
 
-def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.distributed_c10d.Backend:
+def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Backend:
     return dist.ProcessGroupGloo(store, rank, size, timeout)
 
 
@@ -67,7 +67,7 @@ class BackendOptions:
     """
 
     staging_limit_bytes: int = 16 * 1024 * 1024
-    transport: Callable[[dist.Store, int, int, timedelta], dist.distributed_c10d.Backend] = _gloo
+    transport: Callable[[dist.Store, int, int, timedelta], Backend] = _gloo
 
     def __post_init__(self) -> None:
         """Raise for options with which no group could be created."""
@@ -81,7 +81,7 @@ class BackendOptions:
             )
 
 
-def _create(opts: dist.distributed_c10d._DistributedBackendOptions, options: object | None) -> object:
+def _create(opts: dist.distributed_c10d._DistributedBackendOptions, options: object | None) -> Backend:
     # If a caller passes no options, torch passes its own, or those of another group.
     if options is not None and not isinstance(options, (BackendOptions, Backend.Options)):
         raise TypeError(f"got pg_options={options!r} for the backend weft; pass weft.collectives.BackendOptions(...).")

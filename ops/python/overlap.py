@@ -17,7 +17,7 @@ import os
 import warnings
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, TypeGuard, get_args
 
 import torch
 
@@ -139,7 +139,7 @@ def _read(path: Path) -> list[Choice]:
 def _wrong_field(choice: Choice) -> str | None:
     """Return the name of the first field with a value that `table()` could not contain."""
 
-    def is_size(value: object) -> bool:
+    def is_size(value: object) -> TypeGuard[int]:
         return type(value) is int and 0 < value < 2**62
 
     def is_rounded(value: object) -> bool:

@@ -15,11 +15,13 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Backend, _get_process_group_store
+from torch._C._distributed_c10d import Backend
+from torch.distributed.distributed_c10d import _get_process_group_store
 
 from weft import _collectives
 
@@ -91,7 +93,7 @@ def _link(
 
 
 def _nccl(name: str, ranks: list[int], store: dist.Store, rank: int, size: int, timeout: timedelta) -> Backend:
-    options = dist.ProcessGroupNCCL.Options()
+    options: Any = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     options.group_name, options.global_ranks_in_group = name, ranks
     options.is_high_priority_stream = True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -57,6 +59,12 @@ class ParallelAttention(nn.Module):
     Raises:
         ValueError: head counts that do not fit each other or the ranks; replicated heads without their group.
     """
+
+    if TYPE_CHECKING:  # either qkv, or q, k and v; the others are None, which TorchScript checks
+        qkv: Any
+        q: Any
+        k: Any
+        v: Any
 
     def __init__(
         self,

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft.nn.shard import process_group
+
 
 def shard_qkv(
     weight: Tensor,
@@ -69,13 +71,13 @@ def kv_groups(num_kv_heads: int, group_name: str) -> str:
     Raises:
         ValueError: the key/value heads can neither be sharded nor replicated evenly.
     """
-    num_ranks = 1 if not group_name else _resolve(group_name).size()
+    num_ranks = 1 if not group_name else process_group(group_name).size()
     num_copies = ranks_per_kv_head("kv_groups", num_kv_heads, num_ranks)
     if num_copies == 1:
         return ""
     if num_copies == num_ranks:
         return group_name
-    group = _resolve(group_name)
+    group = process_group(group_name)
     # Only the ranks of each new group synchronise: ranks outside of `group_name`, such as other replicas, need not
     # call.
     made = dist.new_group(
@@ -83,6 +85,7 @@ def kv_groups(num_kv_heads: int, group_name: str) -> str:
         backend=dist.get_backend_config(group),
         use_local_synchronization=True,
     )
+    assert isinstance(made, dist.ProcessGroup)
     return made.group_name
 
 
@@ -115,7 +118,7 @@ def ranks_per_kv_head(owner: str, num_kv_heads: int, num_ranks: int) -> int:
 
 def checked_kv_group(owner: str, num_kv_heads: int, group_name: str, kv_group_name: str | None) -> str:
     """Return the name of the group that holds this rank's key/value head, "" for none; raises for a wrong group."""
-    num_ranks = 1 if not group_name else _resolve(group_name).size()
+    num_ranks = 1 if not group_name else process_group(group_name).size()
     num_copies = ranks_per_kv_head(owner, num_kv_heads, num_ranks)
     if num_copies == 1:
         if kv_group_name:
@@ -126,7 +129,7 @@ def checked_kv_group(owner: str, num_kv_heads: int, group_name: str, kv_group_na
         return ""
     if kv_group_name is None and num_copies == num_ranks:
         return group_name
-    if not kv_group_name or dist.get_process_group_ranks(_resolve(kv_group_name)) != _ranks_with_same_head(
+    if not kv_group_name or dist.get_process_group_ranks(process_group(kv_group_name)) != _ranks_with_same_head(
         group_name, num_copies
     ):
         raise ValueError(
@@ -139,16 +142,12 @@ def checked_kv_group(owner: str, num_kv_heads: int, group_name: str, kv_group_na
 def broadcast_values(tensor: Tensor, group_name: str) -> None:
     """Broadcast the values of the group's first rank, in place; does nothing for a tensor without values."""
     if not tensor.is_meta:
-        group = _resolve(group_name)
+        group = process_group(group_name)
         dist.broadcast(tensor, src=dist.get_process_group_ranks(group)[0], group=group)
 
 
 def _ranks_with_same_head(group_name: str, num_copies: int) -> list[int]:
     """Return the global ranks that hold the same key/value head as this one."""
-    group = _resolve(group_name)
+    group = process_group(group_name)
     start = group.rank() // num_copies * num_copies
     return dist.get_process_group_ranks(group)[start : start + num_copies]
-
-
-def _resolve(group_name: str) -> dist.ProcessGroup:
-    return dist.distributed_c10d._resolve_process_group(group_name)  # there is no public API for this

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -18,7 +20,7 @@ def rebind_group(module: nn.Module | torch.jit.ScriptModule, group_name: str, kv
     Raises:
         ValueError: no weft module is inside, or one requires a kv_group_name.
     """
-    found = [inner for inner in module.modules() if isinstance(getattr(inner, "group_name", None), str)]
+    found: list[Any] = [inner for inner in module.modules() if isinstance(getattr(inner, "group_name", None), str)]
     if not found:
         raise ValueError(
             f"rebind_group: got a {type(module).__name__} with no weft module inside; "

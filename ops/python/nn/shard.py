@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed as dist
 
 
@@ -19,5 +21,11 @@ def group_size_and_rank(group_name: str) -> tuple[int, int]:
     """Return (number of ranks, own rank) of the c10d group of that name; (1, 0) for the group of one, ""."""
     if not group_name:
         return 1, 0
-    group = dist.distributed_c10d._resolve_process_group(group_name)  # there is no public API for this
+    group = process_group(group_name)
     return group.size(), group.rank()
+
+
+def process_group(group_name: str) -> dist.ProcessGroup:
+    """Return the c10d group of that name."""
+    name: Any = group_name  # torch declares a NewType
+    return dist.distributed_c10d._resolve_process_group(name)  # there is no public API for this
