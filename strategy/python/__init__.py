@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from weft.strategy.gradients import check_replicated_gradients, gradient_fingerprint
     from weft.strategy.in_backward import StepInBackward
     from weft.strategy.local_tensor import local_of
-    from weft.strategy.pipeline import Pipeline, draw
+    from weft.strategy.pipeline import Pipeline
+    from weft.strategy.pipeline.draw import draw
     from weft.strategy.plan import Plan
     from weft.strategy.rank_reports import RankReports, rank_reports
     from weft.strategy.report_table import Report, Row, report

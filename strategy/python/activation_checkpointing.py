@@ -18,7 +18,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from weft.strategy._plan import matches
 from weft.strategy.offload import OffloadedModule
 from weft.strategy.remote_layers import RemoteLayer
-from weft.strategy.state import original_class, state_of
+from weft.strategy.state import cached, original_class, state_of
 
 FULL, SELECTIVE, NONE = "full", "selective", "none"
 CheckpointSpec = str | Sequence[str] | Mapping[str, str]
@@ -192,11 +192,11 @@ class CheckpointedModule:
     checkpoint_mode: tuple[str, bool]  # "full" or "selective", and whether its inputs are offloaded
 
 
-@functools.cache
+@cached
 def _checkpointed_class(cls: type[nn.Module], mode: str, offload: bool) -> type[nn.Module]:
     own_forward = cls.forward
     # torch.compile does not support a context_fn that does nothing.
-    options = {"context_fn": _selective_contexts} if mode == SELECTIVE else {}
+    options: dict[str, Any] = {"context_fn": _selective_contexts} if mode == SELECTIVE else {}
 
     # The parameters' names are not torch's. The last arguments are keywords of these `names`.
     def run(self: nn.Module, lengths: Any, kwargs: dict[str, Any], names: list[str], *args: Any) -> Any:

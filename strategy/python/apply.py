@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import warnings
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -94,7 +94,9 @@ def parallelize(
         notes.append(
             f"full on every rank until they were sharded, as their values cannot be drawn in chunks: {materialized}"
         )
-    set_state(model, dataclasses.replace(state_of(model), plan_key=key, plan_notes=tuple(notes)))
+    state = state_of(model)
+    assert state is not None
+    set_state(model, dataclasses.replace(state, plan_key=key, plan_notes=tuple(notes)))
     plan._applied_to(model)
     return model
 
@@ -213,10 +215,11 @@ def _replace_parameters(model: nn.Module, mesh: DeviceMesh | None, dims: dict[in
     materialized: list[str] = []
     for parameter_id, holders in owners.items():
         module_name, module, name = holders[0]
+        # A variable for the parameter would keep it until the next one is sharded.
         if mesh is None:
-            new, was_full = to_plain(module._parameters[name]), False
+            new, was_full = to_plain(cast("nn.Parameter", module._parameters[name])), False
         else:
-            new, was_full = to_dtensor(module._parameters[name], mesh, dims[parameter_id])
+            new, was_full = to_dtensor(cast("nn.Parameter", module._parameters[name]), mesh, dims[parameter_id])
         materialized += [join(module_name, name)] if was_full else []
         for _, module, name in holders:
             module._parameters[name] = new
@@ -283,7 +286,7 @@ def _apply_options(model: nn.Module, assignments: Assignments) -> list[str]:
 def _vocab_start(module: nn.Module, mesh: DeviceMesh, style: str) -> int:
     if style not in ("vocab_embedding", "vocab_head"):
         return 0
-    num_rows = module.num_embeddings if style == "vocab_embedding" else features(module)[1]
+    num_rows: Any = module.num_embeddings if style == "vocab_embedding" else features(module)[1]
     return shard_range(num_rows, mesh.size(), mesh.get_local_rank())[0]
 
 

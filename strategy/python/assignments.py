@@ -81,11 +81,13 @@ class Assignments:
 
     def find_activation(self, container: nn.Module, mlp: MlpLayers) -> tuple[MlpLayers, str] | str:
         """Call `probe.find_activation`, once for modules with equal signatures."""
-        return self._cached(probe.find_activation, container, mlp)
+        found: tuple[MlpLayers, str] | str = self._cached(probe.find_activation, container, mlp)
+        return found
 
     def why_not_split(self, container: nn.Module, mlp: MlpLayers) -> str | None:
         """Call `probe.why_not_split`, once for modules with equal signatures."""
-        return self._cached(probe.why_not_split, container, mlp)
+        reason: str | None = self._cached(probe.why_not_split, container, mlp)
+        return reason
 
     def _cached(self, function: Callable[[nn.Module, MlpLayers], Any], container: nn.Module, mlp: MlpLayers) -> Any:
         key = (function, signature(container), mlp)

@@ -6,6 +6,7 @@ from torch import nn
 
 from weft.strategy.assignments import Assignment, Assignments, join
 from weft.strategy.linears import features, why_no_linear
+from weft.strategy.state import child_of
 
 # (query, key, value, output) by the names in existing models.
 _NAMES = (
@@ -48,7 +49,7 @@ def find_fused_attention(module: nn.Module) -> tuple[str, str] | None:
 def why_no_linears(module: nn.Module, layers: tuple[str, ...]) -> str | None:
     """Return why the layers of an attention cannot be sharded; None if they can."""
     for layer in layers:
-        reason = why_no_linear(module._modules[layer])
+        reason = why_no_linear(child_of(module, layer))
         if reason is not None:
             return f"'{layer}': {reason}"
     return None
@@ -80,20 +81,20 @@ def _counts(module: nn.Module, attributes: tuple[str, ...]) -> dict[str, int]:
 def _head_norms(module: nn.Module, projections: tuple[str, str, str, str]) -> list[str]:
     """Return the children that normalize each head's query or key by itself, with weights that all heads share."""
     sizes = _counts(module, (*_QUERY_COUNTS, *_HEAD_DIMS))
-    query = features(module._modules[projections[0]])[1]
+    query = features(child_of(module, projections[0]))[1]
     head_dim = next((sizes[name] for name in _HEAD_DIMS if name in sizes), None)
     num_heads = next((sizes[name] for name in _QUERY_COUNTS if name in sizes), None)
     head_dim = head_dim or (query // num_heads if num_heads else None)
     norms = [name for name in _HEAD_NORMS if module._modules.get(name) is not None]
-    return [n for n in norms if all(tuple(p.shape) == (head_dim,) for p in module._modules[n].parameters())]
+    return [n for n in norms if all(tuple(p.shape) == (head_dim,) for p in child_of(module, n).parameters())]
 
 
 def _why_not(module: nn.Module, projections: tuple[str, str, str, str], tp_size: int) -> str | None:
-    layers = [module._modules[name] for name in projections]
+    layers = [child_of(module, name) for name in projections]
     reason = why_no_linears(module, projections)
     if reason is not None:
         return reason
-    norms = [module._modules[norm] for norm in _head_norms(module, projections)]
+    norms = [child_of(module, norm) for norm in _head_norms(module, projections)]
     own = {id(p) for layer in (*layers, *norms) for p in layer.parameters()}
     extra = [name for name, parameter in module.named_parameters() if id(parameter) not in own]
     if extra:
@@ -123,7 +124,7 @@ def why_heads_do_not_divide(module: nn.Module, projections: tuple[str, ...], tp_
 
     None: they divide, or no attribute counts them.
     """
-    query, key, value = (features(module._modules[name])[1] for name in projections[:3])
+    query, key, value = (features(child_of(module, name))[1] for name in projections[:3])
     counts = _counts(module, (*_QUERY_COUNTS, *_KEY_COUNTS))
     for attribute, count in counts.items():
         if count % tp_size:

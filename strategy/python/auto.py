@@ -20,7 +20,7 @@ from weft.strategy.activation_checkpointing import repeated_blocks
 from weft.strategy.assignments import Assignment, Assignments, assign_fused_mlp, assign_mlp, join
 from weft.strategy.linears import features, is_worth_gathering, why_no_linear, why_no_vocab_embedding
 from weft.strategy.remote_layers import RemoteLayer
-from weft.strategy.state import MlpLayers
+from weft.strategy.state import MlpLayers, child_of
 from weft.strategy.verification.decide import Decision
 from weft.strategy.verification.evidence import Evidence, assign_gathered, assign_group
 
@@ -154,7 +154,9 @@ def _is_worth_gathering(module: nn.Module, total: int) -> bool:
 def _assign_single(result: Assignments, name: str, layer: nn.Module, total: int) -> None:
     """Shard a layer outside of groups, with a gathered output, if it is large enough."""
     _, out = features(layer)
-    if layer._parameters["weight"].numel() < _MIN_FRACTION * total or out < _MIN_ROWS_PER_RANK * result.tp_size:
+    weight = layer._parameters["weight"]
+    assert weight is not None
+    if weight.numel() < _MIN_FRACTION * total or out < _MIN_ROWS_PER_RANK * result.tp_size:
         return
     result.styles[name] = Assignment("column_gather_output", "gathered, because the code uses its full output")
 
@@ -201,7 +203,7 @@ def _has_dtensors(module: nn.Module) -> bool:
 
 
 def _layers(module: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
-    return [module._modules[name] for name in names]
+    return [child_of(module, name) for name in names]
 
 
 def _assign_mlp(
@@ -209,9 +211,10 @@ def _assign_mlp(
 ) -> list[nn.Module]:
     mlp = mlp_layers.find_by_name(module)
     fused = mlp_layers.find_fused(module) if mlp is None else None
-    if mlp is None and fused is None:
+    names = fused if mlp is None else mlp.children
+    if names is None:
         return []
-    layers = _layers(module, mlp.children if fused is None else fused)
+    layers = _layers(module, names)
     if any(_has_dtensors(layer) for layer in layers):
         return []
     if any(_is_tied(layer, owners) for layer in layers):
@@ -219,6 +222,7 @@ def _assign_mlp(
     elif fused is not None:
         assign_fused_mlp(result, name, fused)
     else:
+        assert mlp is not None
         reason = assign_mlp(result, name, module, mlp)
         if reason is not None:
             unassigned[name] = reason

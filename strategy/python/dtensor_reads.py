@@ -27,7 +27,8 @@ def _is_any_true_locally(
     mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
 ) -> Tensor:
     """Implement anomaly detection's check of a gradient locally: the rank with a NaN raises, others lose their peer."""
-    return func(args[0]._local_tensor)
+    found: Tensor = func(args[0]._local_tensor)
+    return found
 
 
 torch.library.register_torch_dispatch("aten::_local_scalar_dense", DTensor, _item)

@@ -267,7 +267,7 @@ def decoder_of(config: Mapping[str, Any]) -> _plan.DecoderModel | None:
         return None
 
     def size(name: str, default: int | None = None) -> int:
-        value = config.get(name, default)
+        value: int = config.get(name, default)
         if not _is_size(value) or value < 1:
             raise ValueError(f"the model's configuration has {name} = {value!r}; give a whole number from 1.")
         return value

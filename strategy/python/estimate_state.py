@@ -10,7 +10,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from weft.strategy.estimate_config import PIPELINE_AXIS, Training, axis_size
 from weft.strategy.estimate_stages import schedule_of
 from weft.strategy.pipeline.staged_model import StagedModel
 from weft.strategy.pipeline.stages import ANY_STAGE, Layers, find_layers
-from weft.strategy.plan import Plan
+from weft.strategy.plan import Plan, Rules
 from weft.strategy.verification.evidence import store_rehearsal
 
 _AUTO_MODELS = {
@@ -58,7 +58,7 @@ def state_of_ranks(training: Training) -> ModelState:
     tp_size, num_pipeline_ranks = axis_size(training.mesh, "tensor_parallel"), axis_size(training.mesh, PIPELINE_AXIS)
     full_model = build_on_meta(training.hugging_face)
     num_parameters = sum(parameter.numel() for parameter in full_model.parameters())
-    plan = Plan("auto" if training.plan is None else training.plan)
+    plan = Plan(cast("Rules", "auto" if training.plan is None else training.plan))
     layers = None if training.pipeline is None else find_layers(full_model, training.pipeline.cuts)
     costs = _Costs(training)
     usages = []
@@ -99,7 +99,8 @@ def build_on_meta(config: Mapping[str, Any]) -> nn.Module:
         with warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore")
             made = transformers.AutoConfig.for_model(model_type, **options)
-            return _model_class(transformers, made)(made)
+            model: nn.Module = _model_class(transformers, made)(made)
+            return model
     except Exception as error:  # transformers' own code may raise anything
         raise ValueError(
             f"transformers {transformers.__version__} cannot build a model of model_type {model_type!r} from the "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import linecache
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -14,7 +15,9 @@ from torch.distributed.tensor import DTensor
 from weft.nn import ColumnLinear, RowLinear, VocabParallelEmbedding
 from weft.strategy.export_layers import ColumnLayer, RowLayer
 from weft.strategy.linears import COLUMN_STYLES, ROW_STYLES, features
-from weft.strategy.state import MlpLayers, ModuleState, remove_state, state_of
+from weft.strategy.state import MlpLayers, ModuleState, child_of, remove_state, state_of
+
+_Module = TypeVar("_Module", bound=nn.Module)
 
 
 def export_local(model: nn.Module) -> nn.Module:
@@ -76,7 +79,8 @@ def _full_features(module: nn.Module, state: ModuleState) -> tuple[int, int] | N
         return None
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features
-    return features(module)[0], module.nf
+    conv1d: Any = module
+    return features(module)[0], conv1d.nf
 
 
 def _replacement(module: nn.Module, state: ModuleState, full: tuple[int, int] | None) -> nn.Module:
@@ -97,7 +101,8 @@ def _replacement(module: nn.Module, state: ModuleState, full: tuple[int, int] | 
             f"export_local: a {state.original_class.__name__} sums its gradients over the ranks, which a plain copy "
             "would not do; freeze it by requires_grad_(False)."
         )
-    if state.dropouts and module.p > 0 and module.training:
+    layer: Any = module
+    if state.dropouts and layer.p > 0 and layer.training:
         raise ValueError(
             "export_local: a Dropout between column and row layers draws for all ranks' shards, which a plain copy "
             "cannot do; call eval() before the export, or set its p to 0."
@@ -105,22 +110,29 @@ def _replacement(module: nn.Module, state: ModuleState, full: tuple[int, int] | 
     if state.style == "vocab_embedding":
         _check_embedding(module)
         new = _with_parameters_of(VocabParallelEmbedding, module)
-        new.num_embeddings, new.embedding_dim = module.num_embeddings, module.embedding_dim
+        new.num_embeddings, new.embedding_dim = layer.num_embeddings, layer.embedding_dim
         new.group_name = state.group_name
         new.vocab_start = state.vocab_start
         return new
     if state.style == "column_row_mlp":
-        transposed = tuple(state_of(module._modules[name]).transposed for name in state.mlp.children)
-        new = _with_parameters_of(_fused_class(state.mlp, transposed), module)
-        new.group_name, new.activation, new.recompute = state.group_name, state.activation, state.recompute
+        assert state.mlp is not None
+        transposed = tuple(_is_transposed(child_of(module, name)) for name in state.mlp.children)
+        fused: Any = _with_parameters_of(_fused_class(state.mlp, transposed), module)
+        fused.group_name, fused.activation, fused.recompute = state.group_name, state.activation, state.recompute
         layers = (name for name in module._modules if name in state.mlp.children)  # in the order of the state dict
         for name in layers:
-            new._modules[name] = module._modules[name]
-        return new
+            fused._modules[name] = module._modules[name]
+        return cast("nn.Module", fused)
     return module
 
 
+def _is_transposed(layer: nn.Module) -> bool:
+    state = state_of(layer)
+    return state is not None and state.transposed
+
+
 def _linear(module: nn.Module, state: ModuleState, full: tuple[int, int]) -> nn.Module:
+    new: Any
     is_row, has_full_activations = state.style in ROW_STYLES, state.style not in ("column", "row")
     if state.transposed or has_full_activations:
         new = _with_parameters_of(RowLayer if is_row else ColumnLayer, module)
@@ -130,10 +142,10 @@ def _linear(module: nn.Module, state: ModuleState, full: tuple[int, int]) -> nn.
         new = _with_parameters_of(RowLinear if is_row else ColumnLinear, module)
     new.in_features, new.out_features = full
     new.group_name = state.group_name
-    return new
+    return cast("nn.Module", new)
 
 
-def _check_embedding(module: nn.Module) -> None:
+def _check_embedding(module: Any) -> None:
     """Raise for an embedding that does more than VocabParallelEmbedding; it has its own class again."""
     if type(module).forward is not nn.Embedding.forward:
         raise ValueError(
@@ -147,7 +159,7 @@ def _check_embedding(module: nn.Module) -> None:
         )
 
 
-def _with_parameters_of(cls: type[nn.Module], module: nn.Module) -> nn.Module:
+def _with_parameters_of(cls: type[_Module], module: nn.Module) -> _Module:
     """Return a `cls` around a module's parameters; no other tensor is created."""
     new = cls.__new__(cls)
     nn.Module.__init__(new)
@@ -194,7 +206,7 @@ def _fused_class(mlp: MlpLayers, transposed: tuple[bool, ...]) -> type[nn.Module
     source = _FUSED_SOURCE.format(arguments=arguments)
     file_name = f"<weft FusedMlp {'/'.join(mlp.children)} {transposed}>"
     linecache.cache[file_name] = (len(source), None, source.splitlines(keepends=True), file_name)
-    namespace = {"torch": torch, "__name__": __name__}
+    namespace: dict[str, Any] = {"torch": torch, "__name__": __name__}
     exec(compile(source, file_name, "exec"), namespace)
     cls: type[nn.Module] = namespace["FusedMlp"]
     return cls

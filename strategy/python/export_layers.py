@@ -5,6 +5,8 @@ export_local makes them around existing parameters, `weight` and `bias` (or None
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 
@@ -15,6 +17,14 @@ class ColumnLayer(nn.Module):
     Attributes: group_name; in_features and out_features of the unsharded layer; transposed: the weight is
     `[in, out_local]`, as in GPT-2's Conv1D; gathers_output.
     """
+
+    if TYPE_CHECKING:  # TorchScript would read annotations at run time
+        weight: torch.Tensor
+        bias: torch.Tensor | None
+        group_name: str
+        out_features: int
+        transposed: bool
+        gathers_output: bool
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.weight.t() if self.transposed else self.weight
@@ -31,6 +41,13 @@ class RowLayer(nn.Module):
 
     Attributes: as of ColumnLayer; splits_input.
     """
+
+    if TYPE_CHECKING:
+        weight: torch.Tensor
+        bias: torch.Tensor | None
+        group_name: str
+        transposed: bool
+        splits_input: bool
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.weight.t() if self.transposed else self.weight

@@ -68,7 +68,7 @@ class _RestorePlacements(torch.autograd.Function):
     """The identity of a parameter; its gradient gets the parameter's placements, as FSDP2 and optimizers expect."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: DTensor) -> DTensor:
+    def forward(ctx: Any, parameter: DTensor) -> Tensor:
         ctx.placements = parameter.placements
         return parameter.view_as(parameter)
 

@@ -144,7 +144,7 @@ def _assign_mlp(result: Assignments, name: str, module: nn.Module, styles: Mappi
 
 
 def _assign_unseen_attention(
-    result: Assignments, name: str, module: nn.Module, names: tuple[str, ...], evidence: Evidence
+    result: Assignments, name: str, module: nn.Module, names: tuple[str, str, str, str], evidence: Evidence
 ) -> list[str]:
     """Place an attention recognised by its names: by heads if verification is off, else with gathered activations."""
     _check_heads(name, module, evidence.tp_size)

@@ -67,8 +67,9 @@ class StepInBackward:
         self._optimizer = optimizer
         self._before_step = before_step
         # Without the code that runs once a step: hooks of users and profilers, counters of schedulers.
-        self._optimizer_step: Callable[[Optimizer], Any] = type(optimizer).step.__wrapped__
-        self._names = {parameter: name for name, parameter in model.named_parameters()}
+        step: Any = type(optimizer).step
+        self._optimizer_step: Callable[[Optimizer], Any] = step.__wrapped__
+        self._names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         num_unknown = sum(
             parameter not in self._names for group in optimizer.param_groups for parameter in group["params"]
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from weft.strategy._plan import Mesh
 
@@ -59,7 +59,7 @@ class Sizes:
         Raises:
             ValueError: the text is not a layout, or has an axis twice.
         """
-        sizes: dict[str, Size] = {}
+        sizes: dict[str, Any] = {}
         for item in layout.split(","):
             match = _AXIS_SIZE.fullmatch(item)
             name = _SHORT_NAMES.get(match[1]) if match else None
@@ -98,5 +98,5 @@ class Sizes:
         Mesh.parse(",".join(f"{name}={size}" for name, size in shown.items())).check_world_size(num_ranks)
         return result
 
-    def _items(self) -> list[tuple[str, Size]]:
+    def _items(self) -> list[tuple[str, Any]]:
         return [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]

@@ -111,5 +111,7 @@ def longest_dim(parameter: nn.Parameter) -> int:
 
 def features(module: nn.Module) -> tuple[int, int]:
     """Return (in, out) of a linear layer."""
-    rows, columns = module._parameters["weight"].shape
+    weight = module._parameters["weight"]
+    assert weight is not None
+    rows, columns = weight.shape
     return (rows, columns) if is_conv1d(module) else (columns, rows)

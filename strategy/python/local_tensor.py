@@ -77,7 +77,8 @@ def local_of(parameter: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         return parameter.to_local()
     if parameter.requires_grad and torch.is_grad_enabled():
-        return _ToLocal.apply(parameter)
+        local: Tensor = _ToLocal.apply(parameter)
+        return local
     return parameter._local_tensor
 
 

@@ -73,8 +73,8 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _fitting(module: nn.Module, mlp: MlpLayers) -> MlpLayers | None:
-    layers = [module._modules[name] for name in mlp.children]
-    if not all(layer is not None and _is_linear(layer) for layer in layers):
+    layers = [layer for name in mlp.children if (layer := module._modules[name]) is not None]
+    if len(layers) < len(mlp.children) or not all(_is_linear(layer) for layer in layers):
         return None
     *ups, down = (features(layer) for layer in layers)
     fits = all(out == down[0] and dim == ups[0][0] for dim, out in ups)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from weft.strategy.state import cached
+
 
 class OffloadedModule:
     """Marks every module that offload_activations has changed."""
@@ -27,7 +29,7 @@ def offload_activations(module: nn.Module) -> None:
         module.__class__ = _offloaded_class(type(module))
 
 
-@functools.cache
+@cached
 def _offloaded_class(cls: type[nn.Module]) -> type[nn.Module]:
     own_forward = cls.forward
 

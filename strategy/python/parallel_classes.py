@@ -22,7 +22,7 @@ from weft.strategy.local_tensor import enter_forward, exit_forward, inside_forwa
 from weft.strategy.precision import in_precision
 from weft.strategy.shard_dropout import shard_dropout
 from weft.strategy.sharded_errors import explained
-from weft.strategy.state import ModuleState, with_local_counts
+from weft.strategy.state import ModuleState, cached, with_local_counts
 from weft.strategy.stepped_mlp import Options, stepped_mlp_of
 from weft.strategy.vocab_head import VocabParallelLogits, head_of
 
@@ -57,7 +57,7 @@ def _cast(state: ModuleState, value: Tensor) -> Tensor:
     return value.to(state.precision) if state.precision is not None and value.is_floating_point() else value
 
 
-def _raise_still_sharded(module: nn.Module, name: str, mesh: DeviceMesh) -> None:
+def _raise_still_sharded(module: Any, name: str, mesh: DeviceMesh) -> None:
     axes = " and ".join(mesh.mesh_dim_names or ("another mesh",))
     kind = module._weft_state.original_class.__name__
     raise ValueError(
@@ -67,7 +67,7 @@ def _raise_still_sharded(module: nn.Module, name: str, mesh: DeviceMesh) -> None
 
 
 def _weight_and_bias(module: nn.Module, transposed: bool) -> tuple[Tensor, Tensor | None]:
-    weight = _local_shard_of(module, "weight")
+    weight: Any = _local_shard_of(module, "weight")
     return (weight.t() if transposed else weight), _local_shard_of(module, "bias")
 
 
@@ -210,7 +210,7 @@ def _raise_changed_child(name: str, child: nn.Module) -> None:
     )
 
 
-@functools.cache
+@cached
 def _plain_forward_of(cls: type[nn.Module], has_counts: bool = False) -> Callable[..., Any]:
     """Return the class's own forward, with local parameters."""
     own_forward = with_local_counts(cls.forward) if has_counts else cls.forward
@@ -237,7 +237,7 @@ def _explained_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     return explained_forward
 
 
-@functools.cache
+@cached
 def _sequence_forward_of(cls: type[nn.Module], has_counts: bool = False) -> Callable[..., Any]:
     """Return the class's own forward with local parameters, between the operations of its sequence role."""
     plain = _plain_forward_of(cls, has_counts)
@@ -296,7 +296,7 @@ _STYLED_FORWARDS = {
 }
 
 
-@functools.cache
+@cached
 def parallel_class(
     cls: type[nn.Module],
     style: str,

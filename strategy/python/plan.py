@@ -7,7 +7,7 @@ import os
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -58,10 +58,10 @@ class Plan:
     ) -> None:
         if verify is not None and verify not in MODES:
             raise ValueError(f"plan: verify is {verify!r}; pass one of {', '.join(map(repr, MODES))}.")
-        inherits = isinstance(rules, Plan)
-        self.verify: str = verify or (rules.verify if inherits else "auto")
-        self.example = rules.example if inherits and example is None else example
-        self.sequence_parallel = sequence_parallel or (isinstance(rules, Plan) and rules.sequence_parallel)
+        inherited = rules if isinstance(rules, Plan) else None
+        self.verify: str = verify or ("auto" if inherited is None else inherited.verify)
+        self.example: Any = inherited.example if inherited is not None and example is None else example
+        self.sequence_parallel: bool = sequence_parallel or (inherited is not None and inherited.sequence_parallel)
         self._model: weakref.ref[nn.Module] | None = None
         self._callable: Callable[[str, nn.Module], Style | None] | None = None
         self._rules: _plan.Plan | None = None
@@ -97,13 +97,13 @@ class Plan:
     @classmethod
     def from_yaml(cls, text: str) -> Plan:
         """Return a plan from a YAML mapping of pattern to style."""
-        return cls(from_mapping(load(text, "YAML text")))
+        return cls(cast("Rules", from_mapping(load(text, "YAML text"))))
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """Return a plan from a JSON object of pattern to style."""
         try:
-            return cls(from_mapping(json.loads(text)))
+            return cls(cast("Rules", from_mapping(json.loads(text))))
         except json.JSONDecodeError as error:
             raise ValueError(f"plan: the text is no JSON ({error}); pass an object from pattern to style.") from error
 

@@ -31,7 +31,12 @@ KINDS = (
 )
 _FILE_ENDINGS = (".yaml", ".yml", ".json")
 _ADVICE = "write one 'pattern: style' a line, or pass 'auto'"
-_OPTION_TYPES = {"heads": (str, type(None)), "recompute": bool, "offload": bool, "precision": (str, type(None))}
+_OPTION_TYPES: dict[str, type | tuple[type, ...]] = {
+    "heads": (str, type(None)),
+    "recompute": bool,
+    "offload": bool,
+    "precision": (str, type(None)),
+}
 
 
 def load(text: str, what: str, *, owner: str = "plan", key: str = "pattern", advice: str = _ADVICE) -> Any:

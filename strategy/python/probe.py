@@ -8,6 +8,7 @@ values, and zero weights (with which every activation looks the same) do no harm
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from weft.strategy.shell import (
     shell_of,
     wide_range_input,
 )
-from weft.strategy.state import MlpLayers
+from weft.strategy.state import MlpLayers, child_of
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 _SCALES = (1e-3, 1.0, 30.0)
@@ -34,10 +35,10 @@ def why_not_fused(container: nn.Module, mlp: MlpLayers) -> str | None:
     if "forward" in container.__dict__:
         return "its forward was replaced on the instance"
     for name in mlp.children:
-        reason = why_not_fusable(container._modules[name])
+        reason = why_not_fusable(child_of(container, name))
         if reason is not None:
             return f"'{name}' cannot be fused: {reason}"
-    layer_parameters = {id(p) for name in mlp.children for p in container._modules[name].parameters()}
+    layer_parameters = {id(p) for name in mlp.children for p in child_of(container, name).parameters()}
     extra = [name for name, parameter in container.named_parameters() if id(parameter) not in layer_parameters]
     if extra:
         return f"it has more parameters than its linear layers: {', '.join(extra)}"
@@ -65,7 +66,8 @@ def find_activation(container: nn.Module, mlp: MlpLayers) -> tuple[MlpLayers, st
             shell, _ = _shell_with_hidden(container, mlp, _MAX_HIDDEN)
             runs = _reference_runs(shell, container, mlp)
             while (run := next(runs, None)) is not None:
-                candidates = [candidate for candidate in candidates if _agrees(shell, *candidate, *run)]
+                x, expected, grad_y = run
+                candidates = [each for each in candidates if _agrees(shell, *each, x, expected, grad_y)]
         except Exception as error:  # whatever the user's forward raises is the answer
             return f"its forward does not run on one tensor and a part of its hidden units ({_first_line(error)})"
     if candidates:
@@ -110,7 +112,7 @@ def _shell_with_hidden(container: nn.Module, mlp: MlpLayers, units: int | slice)
     parameters: dict[int, Tensor] = {}
     hidden = 0
     for position, name in enumerate(mlp.children):
-        layer = container._modules[name]
+        layer = child_of(container, name)
         fan_in, fan_out = features(layer)
         column = name != mlp.down
         hidden = min(fan_out if column else fan_in, _MAX_HIDDEN)
@@ -131,8 +133,9 @@ def _shell_with_hidden(container: nn.Module, mlp: MlpLayers, units: int | slice)
             parameters[id(parameter)] = random_like(parameter.shape, 1, seed=100 + position)
     shell = shell_of(container, parameters, buffer_copies(container))
     for name in mlp.children:
-        if is_conv1d(container._modules[name]):
-            shell._modules[name].nf = shell._modules[name]._parameters["weight"].shape[1]
+        if is_conv1d(child_of(container, name)):
+            copy: Any = child_of(shell, name)
+            copy.nf = copy._parameters["weight"].shape[1]
     return shell, hidden
 
 
@@ -140,7 +143,7 @@ def _reference_runs(
     shell: nn.Module, container: nn.Module, mlp: MlpLayers
 ) -> Iterator[tuple[Tensor, list[Tensor], Tensor]]:
     """Yield (input, [output, gradients of input and weights], gradient of the output) of the module's own forward."""
-    dim, _ = features(container._modules[mlp.up])
+    dim, _ = features(child_of(container, mlp.up))
     for training in (True, False):
         shell.train(training)
         for seed, scale in enumerate(_SCALES):
@@ -151,7 +154,7 @@ def _reference_runs(
 
 
 def _weights(shell: nn.Module, mlp: MlpLayers) -> list[Tensor]:
-    layers = [shell._modules[name] for name in sorted(mlp.children)]
+    layers = [child_of(shell, name) for name in sorted(mlp.children)]
     return [p for layer in layers for p in layer._parameters.values() if p is not None]
 
 
@@ -164,8 +167,9 @@ def _agrees(
     shell: nn.Module, mlp: MlpLayers, activation: str, x: Tensor, expected: list[Tensor], grad_y: Tensor
 ) -> bool:
     def weight_and_bias(name: str) -> tuple[Tensor, Tensor | None]:
-        layer = shell._modules[name]
+        layer = child_of(shell, name)
         weight = layer._parameters["weight"]
+        assert weight is not None
         return (weight.t() if is_conv1d(layer) else weight), layer._parameters.get("bias")
 
     w1, b1 = weight_and_bias(mlp.columns[0])
@@ -185,25 +189,26 @@ def _hidden_values(container: nn.Module, mlp: MlpLayers, units: slice) -> tuple[
     up_outputs: list[Tensor] = []
     down_inputs: list[Tensor] = []
     for name in mlp.columns:
-        layer = shell._modules[name]
+        layer = child_of(shell, name)
 
         def up(x: Tensor, layer: nn.Module = layer) -> Tensor:
             up_outputs.append(type(layer).forward(layer, x).detach().requires_grad_())
             return up_outputs[-1]
 
         replace_forward(layer, up)
-    down_layer = shell._modules[mlp.down]
+    down_layer = child_of(shell, mlp.down)
 
     def down(x: Tensor) -> Tensor:
         down_inputs.append(x)
-        return type(down_layer).forward(down_layer, x)
+        output: Tensor = type(down_layer).forward(down_layer, x)
+        return output
 
     replace_forward(down_layer, down)
-    dim, _ = features(container._modules[mlp.up])
+    dim, _ = features(child_of(container, mlp.up))
     type(shell).forward(shell, wide_range_input(dim, 1.0, 200))
     if len(down_inputs) != 1 or len(up_outputs) != len(mlp.columns):
         raise ValueError("it does not call each of its linear layers once")
-    layers = {id(p) for name in mlp.children for p in shell._modules[name].parameters()}
+    layers = {id(p) for name in mlp.children for p in child_of(shell, name).parameters()}
     others = [(name, p) for name, p in shell.named_parameters() if id(p) not in layers]
     if others:
         grads = torch.autograd.grad(down_inputs[0].sum(), [p for _, p in others], allow_unused=True)

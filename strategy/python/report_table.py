@@ -152,4 +152,10 @@ def _axes(parameter: nn.Parameter) -> tuple[tuple[str, int], ...]:
     mesh = parameter.device_mesh
     names = mesh.mesh_dim_names or tuple(f"axis{axis}" for axis in range(mesh.ndim))
     axes = zip(names, mesh.shape, parameter.placements, strict=True)
-    return tuple((name, placement.dim) for name, size, placement in axes if size > 1 and not placement.is_replicate())
+    return tuple((name, _dim(placement)) for name, size, placement in axes if size > 1 and not placement.is_replicate())
+
+
+def _dim(placement: Any) -> int:
+    """Return the dim of a Shard or _StridedShard, which have no common class with one."""
+    dim: int = placement.dim
+    return dim

@@ -58,9 +58,9 @@ def _modules_of(trace: TracebackType | None) -> list[nn.Module]:
     return modules
 
 
-def _shards_of(module: nn.Module) -> list[tuple[str, ModuleState, nn.Parameter]]:
+def _shards_of(module: nn.Module) -> list[tuple[str, ModuleState, DTensor]]:
     """Return (name, state of its module, parameter) for the sharded parameters of a module and of its children."""
-    found = []
+    found: list[tuple[str, ModuleState, DTensor]] = []
     for name, child in [("", module), *module.named_children()]:
         state = state_of(child)
         if state is None:
@@ -71,7 +71,7 @@ def _shards_of(module: nn.Module) -> list[tuple[str, ModuleState, nn.Parameter]]
     return found
 
 
-def _sentence(state: ModuleState, shards: list[tuple[str, ModuleState, nn.Parameter]], error: BaseException) -> str:
+def _sentence(state: ModuleState, shards: list[tuple[str, ModuleState, DTensor]], error: BaseException) -> str:
     described = [
         f"'{name}' is {list(parameter._local_tensor.shape)} of {list(parameter.shape)} by "
         f"{of.rule or 'no rule'} ({of.style or 'replicate'})"

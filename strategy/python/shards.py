@@ -54,7 +54,7 @@ def _shard(tensor: Tensor, mesh: DeviceMesh, dim: int | None) -> tuple[DTensor, 
     is_sharded = dim is not None and num_ranks > 1
     is_drawn_in_chunks = True
     local = full_value_of(tensor) if is_deferred(tensor) and not is_sharded else tensor.detach()
-    if is_sharded:
+    if dim is not None and is_sharded:
         start, length = shard_range(tensor.shape[dim], num_ranks, mesh.get_local_rank())
         if is_deferred(tensor):
             local, is_drawn_in_chunks = shard_of(tensor, dim, start, length)

@@ -39,7 +39,8 @@ def shell_of(
     """
     memo = {} if memo is None else memo
     if id(module) in memo:
-        return memo[id(module)]
+        made: nn.Module = memo[id(module)]
+        return made
     copy = memo[id(module)] = object.__new__(original_class(module))
     copy.__dict__ = {n: _without_sharing(value, memo) for n, value in module.__dict__.items() if n not in _REPLACED}
     for name in _HOOK_DICTS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from weft.strategy.sequence_region import SequenceRole
 from weft.strategy.shard_dropout import ShardedDim
 
 _KEY = "_weft_state"
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +81,7 @@ def with_local_counts(own_forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return a forward during which a module's attributes have the values of its state's `counts`."""
 
     @functools.wraps(own_forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         counts = self._weft_state.counts
         return with_values(self, counts, own_forward, (self, *args), kwargs)
 
@@ -103,6 +104,18 @@ def with_values(
     finally:
         for name, value in before:
             setattr(module, name, value)
+
+
+def child_of(module: nn.Module, name: str) -> nn.Module:
+    """Return the child that is registered under a name."""
+    child = module._modules[name]
+    assert child is not None
+    return child
+
+
+def cached(function: _Function) -> _Function:
+    """Return `functools.cache` of a function of module classes, which type checkers do not accept as hashable."""
+    return cast("_Function", functools.cache(function))
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from weft.strategy.state import state_of
+from weft.nn.shard import process_group
+from weft.strategy.state import child_of, state_of
 
 # Steps a parameter whose gradient is leftᵀ right.
 StepRows = Callable[[Tensor, Tensor, Tensor], None]
@@ -81,7 +82,7 @@ class SteppedMlp:
         """
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        x, *biases = (_autocast(each, dtype) for each in (x, *biases))
+        x, biases = _autocast(x, dtype), [_autocast_optional(each, dtype) for each in biases]
         call = _PendingCall(tuple(a is b for a, b in zip(parameters, self._weights, strict=True)))
         self._pending_calls.add(call)
         return _SteppingBackward.apply(self, call, options, dtype, x, *weights, *biases)
@@ -110,7 +111,9 @@ class SteppedMlp:
     def step(self, index: int, grad: Tensor, x: Tensor) -> None:
         """Step the weight whose gradient is gradᵀ x."""
         factors = (x, grad) if self._transposed[index] else (grad, x)
-        self._step_rows(self._weights[index], *(_matrix(factor) for factor in factors))
+        weight = self._weights[index]
+        assert weight is not None
+        self._step_rows(weight, *(_matrix(factor) for factor in factors))
 
 
 class _SteppingBackward(torch.autograd.Function):
@@ -134,7 +137,9 @@ class _SteppingBackward(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         y, h1, h3 = torch.ops.weft._column_row_mlp_saving(
             x,
-            *(_autocast(weight, dtype) for weight in (w1, w2, w3)),
+            _autocast(w1, dtype),
+            _autocast(w2, dtype),
+            _autocast_optional(w3, dtype),
             b1,
             b2,
             b3,
@@ -220,7 +225,7 @@ class _RequiredGradients:
     def __init__(self, ctx: Any) -> None:
         needs = ctx.needs_input_grad[4:]
         edges = iter(ctx.next_functions)
-        self._nodes = [next(edges)[0] if exists else None for exists in ctx.inputs]
+        self._nodes: list[Any] = [next(edges)[0] if exists else None for exists in ctx.inputs]
         self._is_required = [
             need and (index not in (1, 2, 3) or torch._C._will_engine_execute_node(node))
             for index, (need, node) in enumerate(zip(needs, self._nodes, strict=True))
@@ -245,9 +250,13 @@ def _matrix(tensor: Tensor) -> Tensor:
     return tensor.unsqueeze(0) if tensor.dim() == 1 else tensor.flatten(0, -2)
 
 
-def _autocast(tensor: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+def _autocast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Cast like torch.autocast, which leaves float64 unchanged; dtype None: autocast is off."""
-    return tensor if tensor is None or dtype is None or tensor.dtype == torch.float64 else tensor.to(dtype)
+    return tensor if dtype is None or tensor.dtype == torch.float64 else tensor.to(dtype)
+
+
+def _autocast_optional(tensor: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    return None if tensor is None else _autocast(tensor, dtype)
 
 
 def _gather_sequence(shard: Tensor, options: Options) -> Tensor:
@@ -264,7 +273,7 @@ def _start_reduction(grad_x: Tensor, options: Options) -> tuple[Tensor, dist.Wor
         return torch.ops.weft.reduce_scatter_to_sequence(grad_x, options.sequence_dim, options.group_name), None
     if not options.group_name:
         return grad_x, None
-    group = dist.distributed_c10d._resolve_process_group(options.group_name)  # there is no public API for this
+    group = process_group(options.group_name)
     return grad_x, None if group.size() == 1 else dist.all_reduce(grad_x, group=group, async_op=True)
 
 
@@ -304,7 +313,7 @@ def step_mlps_by_rows(
                 "optimizer_in_backward='rows': the weights of an MLP are stepped in its backward already; call "
                 "remove() on the StepInBackward that does."
             )
-        layers = [module._modules[name] for name in (state.mlp.columns[0], state.mlp.down, *state.mlp.columns[1:])]
+        layers = [child_of(module, name) for name in (state.mlp.columns[0], state.mlp.down, *state.mlp.columns[1:])]
         weights = [layer._parameters["weight"] for layer in layers]
         steppable = [
             weight
@@ -317,7 +326,8 @@ def step_mlps_by_rows(
         ]
         if any(weight is not None for weight in steppable):
             missing = 3 - len(layers)
-            transposed = [layer._weft_state.transposed for layer in layers] + [False] * missing
+            states = [state_of(layer) for layer in layers]
+            transposed = [each is not None and each.transposed for each in states] + [False] * missing
             module.__dict__[_KEY] = SteppedMlp([*steppable, *[None] * missing], transposed, step_rows)
             found[module] = [names[id(weight)] for weight in steppable if weight is not None]
     return found

@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 _TOKENS = (Shard(1), Shard(-2))
 # (class, layout of the input, layout of the output, style) of objects that take and return plain tensors. If a
 # SequenceParallel makes the plan one of sequence parallelism, token shards take the place of replicated layouts.
-_STYLES: list[tuple[type[ParallelStyle], Any, Any, str]] = [
+_STYLES: list[tuple[type[ColwiseParallel] | type[RowwiseParallel], Any, Any, str]] = [
     (ColwiseParallel, Replicate(), Shard(-1), "column"),
     (ColwiseParallel, Replicate(), Replicate(), "column_gather_output"),
     (RowwiseParallel, Shard(-1), Replicate(), "row"),
@@ -37,7 +37,7 @@ def without_objects(rules: Mapping[Any, Any]) -> dict[Any, Any]:
     return {pattern: style for pattern, style in styles.items() if style != ""}
 
 
-def _style_of(pattern: Any, value: ParallelStyle, by_tokens: bool) -> str:
+def _style_of(pattern: Any, value: Any, by_tokens: bool) -> str:
     """Return the style of one object, "" if it needs no rule."""
     if by_tokens and type(value) is SequenceParallel and value.sequence_sharding[0] in _TOKENS:
         return "sequence_parallel"

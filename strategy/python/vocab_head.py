@@ -138,7 +138,7 @@ class VocabParallelLogits(Tensor):
         """Return whether full logits with a graph exist: a hook may wait for gradients, so results must use them."""
         return self._full_logits is not None and self._full_logits.requires_grad
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # mypy ignores keywords of special methods
         return f"VocabParallelLogits({list(self.shape)}, {self.dtype})"
 
     @classmethod
@@ -164,7 +164,9 @@ class VocabParallelLogits(Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares a function of C
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise TypeError(
             f"{func} got logits of a vocab_head below autograd, where they cannot be gathered; give the output layer "
             "the style 'column_gather_output'."

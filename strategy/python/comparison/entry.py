@@ -70,7 +70,7 @@ class Request:
             ValueError: an axis is "auto".
         """
         sizes = Sizes.parse(self.layout)
-        counts = (sizes.data_replicate, sizes.data_parallel, sizes.tensor_parallel)
+        counts: tuple[Any, ...] = (sizes.data_replicate, sizes.data_parallel, sizes.tensor_parallel)
         if AUTO in counts:
             raise ValueError(
                 f"compare: the layout '{self.layout}' leaves a size to the number of ranks, and there is no process "

@@ -82,7 +82,8 @@ def _output_hooks(model: nn.Module, on_output: Callable[[tuple[str, int], nn.Mod
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             calls[name] += 1
             tensor = first_tensor(output)
-            if type(tensor) in (Tensor, nn.Parameter):  # reading deferred logits would compute them
+            # Reading deferred logits would compute them.
+            if tensor is not None and type(tensor) in (Tensor, nn.Parameter):
                 on_output((name, calls[name]), module, tensor)
 
         return hook

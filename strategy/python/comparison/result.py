@@ -159,8 +159,8 @@ class Comparison:
             for row in self.parameters[:_MAX_ROWS]
         ]
         if parameter_rows:
-            header = ("parameter", "style", "sharded over", "gradient", "weight", "note")
-            lines += ["", *table_of(header, parameter_rows, right=("gradient", "weight"))]
+            columns = ("parameter", "style", "sharded over", "gradient", "weight", "note")
+            lines += ["", *table_of(columns, parameter_rows, right=("gradient", "weight"))]
         if rest := self.parameters[_MAX_ROWS:]:
             lines.append(f"and {len(rest)} more, at most {_format_difference(max(row.largest for row in rest))}")
         notes = () if self.agrees else self.notes

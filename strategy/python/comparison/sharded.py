@@ -36,7 +36,9 @@ class JobMesh:
             self.sharding_mesh = self.mesh[_REPLICAS, _DATA]
         self.data_size = sizes.data_parallel
         # Separate from the model's groups, so that ranks can still use it after an error in those.
-        self.control_group: dist.ProcessGroup = dist.new_group()
+        control_group = dist.new_group()
+        assert isinstance(control_group, dist.ProcessGroup)
+        self.control_group = control_group
 
     @property
     def tensor_group(self) -> dist.ProcessGroup:

@@ -39,7 +39,8 @@ def build_model(source: Any, dtype: torch.dtype, first_layers: int | None, seed:
     with deferred_init() if first_layers is not None else contextlib.nullcontext():
         model = copy.deepcopy(source) if isinstance(source, nn.Module) else _call(source)
         if is_lightning_module(model) and callable(getattr(model, "configure_model", None)):
-            model.configure_model()
+            lightning_module: Any = model
+            lightning_module.configure_model()
     if first_layers is not None:
         keep_first_layers(model, first_layers)
         materialize(model)
@@ -99,7 +100,7 @@ def keep_first_layers(model: nn.Module, count: int) -> None:
             "of one class in an nn.ModuleList or nn.Sequential; leave it out, or build a smaller configuration."
         )
     for owner, keys in keys_by_owner.items():
-        container = model.get_submodule(owner)
+        container: Any = model.get_submodule(owner)
         for key in reversed(keys[count:]):  # removing from the end keeps the earlier keys
             del container[key if isinstance(container, nn.ModuleDict) else int(key)]
 
@@ -160,7 +161,7 @@ def entry_points_of(loss_fn: LossFunction) -> list[str] | None:
     return ["training_step"] if loss_fn is _loss_of_training_step else None
 
 
-def _loss_of_training_step(model: nn.Module, batch: Any) -> Tensor:
+def _loss_of_training_step(model: Any, batch: Any) -> Tensor:
     takes_index = True
     try:  # call the class's own method: FSDP2 has set a wrapper on the instance
         inspect.signature(type(model).training_step).bind(model, batch, 0)

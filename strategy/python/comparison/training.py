@@ -223,10 +223,8 @@ class _ComparisonRun:
     def _differences(self) -> Tensor:
         """Return the differences of gradients and, after a step of both, of weights, `[2, parameters]`; collective."""
         reference = dict(self._reference.named_parameters())
-        gradients = {
-            name: torch.zeros_like(reference[name]) if reference[name].grad is None else reference[name].grad
-            for name in self._names
-        }
+        named = [(name, reference[name], reference[name].grad) for name in self._names]
+        gradients = {name: torch.zeros_like(p) if grad is None else grad for name, p, grad in named}
         of_gradients = _relative_differences(gradients_of(self._sharded.model), gradients)
         self._sharded.step()
         self._optimizer.step()
@@ -294,7 +292,7 @@ class _ComparisonRun:
         )
 
 
-def _raised_at(error: Exception) -> str:
+def _raised_at(error: BaseException) -> str:
     """Return the line that raised an error, outside of torch and weft; "": there is none."""
     packages = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (torch, weft, weft.strategy))
     frames = traceback.extract_tb(error.__traceback__)
@@ -306,7 +304,7 @@ class _ComputedDtypes(TorchDispatchMode):
     """Collects the floating dtypes of the tensors that operators inside compute."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: set[torch.dtype] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -93,7 +94,7 @@ def shard_fully(
 def _disable_prefetch(model: nn.Module, names: list[str]) -> None:
     """Disable prefetch: without streams there is no overlap, and a unit gathered ahead only takes memory."""
     for name in names:
-        unit = model.get_submodule(name)
+        unit: Any = model.get_submodule(name)
         unit.set_modules_to_backward_prefetch([unit])  # this unit is gathered already
 
 

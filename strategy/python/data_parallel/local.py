@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -19,7 +21,7 @@ def shard_like(full: Tensor, like: DTensor) -> DTensor:
     """Return this rank's shard of a full value, sharded like `like`; a copy, without communication."""
     shard = full
     for axis in _sharding_order(like.placements):
-        placement = like.placements[axis]
+        placement: Any = like.placements[axis]
         if not placement.is_replicate():
             mesh, dim = like.device_mesh, placement.dim
             shard = shard.narrow(dim, *shard_range(shard.shape[dim], mesh.size(axis), mesh.get_local_rank(axis)))

@@ -59,7 +59,7 @@ class GradientReducer:
         self._next_bucket = 0
         self._has_pending = False
         self._in_flight: deque[_Reduction] = deque()
-        self._names = {parameter: name for name, parameter in model.named_parameters()}
+        self._names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         self._bucket_bytes = bucket_bytes
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[Tensor, _Bucket] = {}
@@ -136,9 +136,11 @@ class GradientReducer:
     def _start_reduction(self, bucket: _Bucket) -> None:
         self._next_bucket += 1
         grads = [None if p.grad is None else local_shard(p.grad) for p in bucket.parameters]
-        in_place = len(grads) == 1 and grads[0] is not None and grads[0].is_contiguous()
+        first = grads[0]
+        in_place = len(grads) == 1 and first is not None and first.is_contiguous()
         if in_place:
-            flat = grads[0].view(-1)
+            assert first is not None
+            flat = first.view(-1)
         else:
             locals_ = [local_shard(p) for p in bucket.parameters]
             flat = locals_[0].new_empty(sum(local.numel() for local in locals_))
@@ -165,6 +167,7 @@ class GradientReducer:
 
 def average_gradient(parameter: Tensor, group: dist.ProcessGroup) -> None:
     """Average one complete gradient over `group` now, in place; collective."""
+    assert parameter.grad is not None
     local = local_shard(parameter.grad).div_(group.size())
     reduced = local.contiguous()
     dist.all_reduce(reduced, group=group)
@@ -173,7 +176,8 @@ def average_gradient(parameter: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def _split(flat: Tensor, bucket: _Bucket) -> tuple[Tensor, ...]:
-    return flat.split([local_shard(p).numel() for p in bucket.parameters])
+    shards: tuple[Tensor, ...] = flat.split([local_shard(p).numel() for p in bucket.parameters])
+    return shards
 
 
 def _buckets(parameters: list[Tensor], bucket_bytes: int) -> list[_Bucket]:

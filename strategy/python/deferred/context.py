@@ -32,7 +32,7 @@ _IN_PLACE_DRAWS = {
 
 class _DeferringMode(TorchDispatchMode):
     def __init__(self, tape: Tape, min_bytes: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._tape, self._min_bytes = tape, min_bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from weft.strategy.deferred.unwritten import is_unwritten
 _DEFERRED_ATTRIBUTES = ("meta", "tape", "_is_param")
 
 
-def is_deferred(value: object) -> bool:
+def is_deferred(value: object) -> TypeGuard[DeferredTensor]:
     """Return whether a tensor is deferred."""
     return isinstance(value, DeferredTensor)
 

@@ -192,7 +192,8 @@ def _writes(tape: Tape, storage: Storage, meta: Tensor) -> tuple[float | None, l
 
 
 def _write(entry: Entry, meta: Tensor) -> _Write | None:
-    function, target = entry.function, entry.args[0] if entry.args else None
+    function = entry.function
+    target: Any = entry.args[0] if entry.args else None
     if function not in _RANDOM and function not in _ELEMENTWISE:
         return None
     if not target.is_contiguous() or target.dtype != meta.dtype or meta_tensors(entry.args[1:], entry.kwargs):

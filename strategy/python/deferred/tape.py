@@ -15,7 +15,8 @@ Storage = int
 
 def storage_of(tensor: Tensor) -> Storage:
     """Return the identity of a meta tensor's storage, valid while the storage lives: a tape keeps it alive."""
-    return tensor.untyped_storage()._cdata
+    storage: Storage = tensor.untyped_storage()._cdata
+    return storage
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ _VALUE_READS = {
     torch.ops.aten.equal.default,
     torch.ops.aten.is_nonzero.default,
 }
+_DATA: Any = Tensor.data  # a descriptor
 
 
 class _NeedsValuesError(Exception):
@@ -49,24 +50,28 @@ class DeferredTensor(Tensor):
         made.meta, made.tape = meta, tape
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch: a classmethod
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares a function of C
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Put the call on the tape."""
         return call(func, args, kwargs or {})
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         """Return `Tensor.data`; an assigned tensor replaces the one that this tensor stands for."""
-        return Tensor.data.__get__(self)
+        data: Tensor = _DATA.__get__(self)
+        return data
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        if not isinstance(value, DeferredTensor):
-            value = record(self.tape, torch.ops.aten.clone.default, (value.detach(),), {}, value.device)
-        Tensor.data.__set__(self, value)
-        self.meta, self.tape = value.meta, value.tape
+        new: Any = value
+        if not isinstance(new, DeferredTensor):
+            new = record(self.tape, torch.ops.aten.clone.default, (value.detach(),), {}, value.device)
+        _DATA.__set__(self, new)
+        self.meta, self.tape = new.meta, new.tape
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DeferredTensor:
         if id(self) not in memo:
@@ -77,9 +82,10 @@ class DeferredTensor(Tensor):
                 if name not in ("meta", "tape"):
                     setattr(copied, name, copy.deepcopy(item, memo))
             memo[id(self)] = copied
-        return memo[id(self)]
+        made: DeferredTensor = memo[id(self)]
+        return made
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]  # repr() passes no keywords
         return f"DeferredTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
 

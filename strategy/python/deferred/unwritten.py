@@ -17,7 +17,7 @@ def mark_unwritten(made: Tensor) -> Tensor:
     """
     if _is_plain(made) and made.nbytes <= _MAX_BYTES:
         with no_dispatch():
-            made.untyped_storage().fill_(_BYTE)
+            made.untyped_storage().fill_(_BYTE)  # type: ignore[attr-defined]  # torch does not declare it
     return made
 
 

@@ -134,10 +134,11 @@ def agree_on_cuts(
     for axis in range(mesh.ndim):
         if mesh.size(axis) > 1:
             dist.broadcast_object_list(outcome, group=mesh.get_group(axis), group_src=0)
-    choice, error = outcome[0]
-    if choice is None:
-        raise ValueError(error)
-    return choice
+    chosen: Choice | None
+    chosen, reason = outcome[0]
+    if chosen is None:
+        raise ValueError(reason)
+    return chosen
 
 
 def _bytes_of(device: torch.device) -> int | None:

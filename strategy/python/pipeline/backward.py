@@ -98,7 +98,7 @@ class _Graph:
                 if following is not None:
                     parents[following].add(node)
             if node in self.to_inputs:
-                edges = (e for e in node.next_functions if e[0] is not None and e[0] not in self.to_inputs)
+                edges = ((n, i) for n, i in node.next_functions if n is not None and n not in self.to_inputs)
                 sides[node] = list(dict.fromkeys(edges))
         shared = {edge: None for edges in sides.values() for edge in edges if len(parents[edge[0]]) > 1}
         self.shared = list(shared)

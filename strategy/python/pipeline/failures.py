@@ -52,10 +52,12 @@ class Failures:
     def _publish(self, error: Exception) -> None:
         text = f"rank {dist.get_rank()} left the pipeline's step: {type(error).__name__}: {error}"
         with contextlib.suppress(Exception):  # the store may have ended with its process
+            assert dist.group.WORLD is not None
             dist.group.WORLD.get_group_store().compare_set(self._key, "", text)
 
     def _published_failure(self) -> str | None:
         with contextlib.suppress(Exception):
+            assert dist.group.WORLD is not None
             store = dist.group.WORLD.get_group_store()
             if store.check([self._key]):
                 return store.get(self._key).decode()

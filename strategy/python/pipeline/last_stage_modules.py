@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from weft.strategy.assignments import join
 from weft.strategy.pipeline.staged_model import fake_copy
 from weft.strategy.remote_layers import RemoteLayer
+from weft.strategy.state import child_of
 
 
 class LastStageModules:
@@ -129,7 +130,7 @@ def _modules_beside(root: nn.Module, name: str) -> Iterator[tuple[str, nn.Module
         for child_name, child in holder._modules.items():
             if child_name != part and child is not None:
                 yield join(prefix, child_name), child
-        holder, prefix = holder._modules[part], join(prefix, part)
+        holder, prefix = child_of(holder, part), join(prefix, part)
 
 
 def _direct_parameters(root: nn.Module, name: str) -> Iterator[tuple[str, nn.Parameter]]:
@@ -139,7 +140,7 @@ def _direct_parameters(root: nn.Module, name: str) -> Iterator[tuple[str, nn.Par
         for own_name, parameter in holder._parameters.items():
             if parameter is not None:
                 yield join(prefix, own_name), parameter
-        holder, prefix = holder._modules[part], join(prefix, part)
+        holder, prefix = child_of(holder, part), join(prefix, part)
 
 
 def _parameters_beside(root: nn.Module, name: str) -> Iterator[tuple[str, nn.Parameter]]:

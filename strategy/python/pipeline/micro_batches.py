@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -53,10 +54,10 @@ def split_batch(batch: Any, num_micro_batches: int, shares: Sequence[float] | No
     sizes = deal_samples(size, shares or [1.0] * num_micro_batches)
     bounds = list(itertools.accumulate(sizes, initial=0))
 
-    def samples_of(value: Any, i: int) -> Any:
+    def samples_of(i: int, value: Any) -> Any:
         return value[bounds[i] : bounds[i + 1]] if _has_samples(value, size) else value
 
-    return [_map(lambda value, i=i: samples_of(value, i), batch) for i in range(num_micro_batches)]
+    return [_map(functools.partial(samples_of, i), batch) for i in range(num_micro_batches)]
 
 
 def first_samples(batch: Any, num_samples: int) -> Any:
@@ -78,7 +79,13 @@ def map_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
 
 def _tensors(value: Any) -> list[Tensor]:
     found: list[Tensor] = []
-    _map(lambda leaf: found.append(leaf) or leaf if isinstance(leaf, Tensor) else leaf, value)
+
+    def collect(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        return leaf
+
+    _map(collect, value)
     return found
 
 
@@ -92,7 +99,8 @@ def _map(function: Callable[[Any], Any], value: Any) -> Any:
         items = {key: _map(function, item) for key, item in value.items()}
         if isinstance(value, collections.defaultdict):
             return collections.defaultdict(value.default_factory, items)
-        return items if type(value) is dict else type(value)(items)
+        cls: Any = type(value)
+        return items if cls is dict else cls(items)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(_map(function, item) for item in value))
     if isinstance(value, (list, tuple)):

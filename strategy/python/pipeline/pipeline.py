@@ -109,18 +109,21 @@ class Pipeline:
             )
             if dist.get_rank() == 0:
                 _log.info(choice.text)
-            cuts, layer_stages = choice.cuts, {**choice.layer_stages, **(layer_stages or {})}
-        self._cuts = tuple(cuts)
-        num_stages = len(cuts) + 1
+            names: Sequence[str] = choice.cuts
+            layer_stages = {**choice.layer_stages, **(layer_stages or {})}
+        else:
+            assert not isinstance(cuts, (str, AutoCuts))
+            names = cuts
+        self._cuts = tuple(names)
+        num_stages = len(names) + 1
         if num_stages % num_ranks != 0 or num_stages > MAX_STAGES:
             raise ValueError(
-                f"pipeline: {len(cuts)} cuts make {num_stages} stages for {num_ranks} ranks; pass cuts for "
+                f"pipeline: {len(names)} cuts make {num_stages} stages for {num_ranks} ranks; pass cuts for "
                 f"{num_ranks} stages or a multiple, at most {MAX_STAGES}."
             )
         self._schedule = schedule
         self._stages_per_rank = num_stages // num_ranks
         self._lowered: dict[tuple[int, bool], Schedule] = {}
-        self._runner: Runner | None = None
         rank_of = self.schedule(self.num_micro_batches).rank_of
         if len(rank_of) != num_stages:
             raise ValueError(
@@ -129,8 +132,8 @@ class Pipeline:
             )
         own_stages = [stage for stage in range(num_stages) if rank_of[stage] == self._group.rank()]
         self._rank_of = rank_of
-        check_equal_arguments(self._group, cuts, str(schedule), self._shares)
-        layers = find_layers(model, cuts, layer_stages, beside)
+        check_equal_arguments(self._group, names, str(schedule), self._shares)
+        layers = find_layers(model, names, layer_stages, beside)
         self._verify(model, layers, mesh, verify)
         self._staged = StagedModel(model, layers, own_stages, device)
         peers = peers_of(self._group.rank(), rank_of, [tied.name_on for tied in self._staged.tied])
@@ -276,7 +279,8 @@ class Pipeline:
             if forward_only:
                 schedule = schedule.forward_only()
             schedule = schedule.add_communication()
-            if self._runner is not None and self._runner.sharding is not None:
+            runner: Runner | None = getattr(self, "_runner", None)  # None: the constructor runs
+            if runner is not None and runner.sharding is not None:
                 schedule = schedule.add_unshards(max_unsharded=min(2, self._stages_per_rank))
             self._lowered[key] = schedule
         return self._lowered[key]

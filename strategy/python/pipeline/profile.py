@@ -108,7 +108,7 @@ def profile_layers(
 def _fake_state(model: nn.Module, fake_mode: FakeTensorMode) -> Iterator[None]:
     """Inside, the model's parameters and buffers are fake tensors."""
     fakes: dict[int, Tensor] = {}
-    real: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
+    real: list[tuple[dict[str, Any], str, Tensor]] = []
     for module in model.modules():
         for table in (module._parameters, module._buffers):
             for name, tensor in table.items():
@@ -116,13 +116,13 @@ def _fake_state(model: nn.Module, fake_mode: FakeTensorMode) -> Iterator[None]:
                     real.append((table, name, tensor))
     on_cpu = torch.device("cpu")  # the assumed device of meta tensors, which have no values yet
     try:
-        for table, name, tensor in real:
+        for owner, name, tensor in real:
             fake = fake_like(tensor, fake_mode, on_cpu if tensor.is_meta else None)
-            table[name] = fakes.setdefault(id(tensor), fake)
+            owner[name] = fakes.setdefault(id(tensor), fake)
         yield
     finally:
-        for table, name, tensor in real:
-            table[name] = tensor
+        for owner, name, tensor in real:
+            owner[name] = tensor
 
 
 def _clock_of(model: nn.Module) -> Callable[[], float]:

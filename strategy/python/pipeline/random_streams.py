@@ -6,6 +6,7 @@ import contextlib
 import random
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -61,7 +62,8 @@ def preserving_random_state() -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def preserving_all_random_states() -> Iterator[None]:
     """Also keep the states of Python's and numpy's generators."""
-    state, numpy = random.getstate(), sys.modules.get("numpy")
+    state = random.getstate()
+    numpy: Any = sys.modules.get("numpy")
     numpy_state = None if numpy is None else numpy.random.get_state()
     try:
         with preserving_random_state():

@@ -64,7 +64,7 @@ class Recording:
     read_values: list[Any] = dataclasses.field(default_factory=list)
     _numbers: dict[int, int] = dataclasses.field(default_factory=dict)
 
-    def number_of(self, value: FakeTensor) -> int | None:
+    def number_of(self, value: Tensor) -> int | None:
         return self._numbers.get(id(value))
 
     def add(self, value: FakeTensor) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -42,9 +43,13 @@ class ShardedStages:
         policy = mp_policy or MixedPrecisionPolicy()
         for stages, modules in _units(staged):
             fully_shard(modules, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+            unit = modules[0]
+            assert isinstance(unit, FSDPModule)
             for stage in stages:
-                self._units[stage].append(modules[0])
-        of_layers = {id(p) for units in self._units.values() for unit in units for p in unit.parameters()}
+                self._units[stage].append(unit)
+        of_layers = {
+            id(p) for units in self._units.values() for unit in units for p in cast("nn.Module", unit).parameters()
+        }
         self._trunk_parameters = [p for p in staged.model.parameters() if id(p) not in of_layers]
 
     def begin(self) -> None:

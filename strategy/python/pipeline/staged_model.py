@@ -101,7 +101,8 @@ class StagedModel:
     @property
     def running_stage(self) -> int | None:
         """Return the stage whose part of a step is running; None: none, or a step that only records."""
-        return None if self._task is None or self.is_recording else self._task.run.stage
+        run = None if self._task is None else self._task.run
+        return None if run is None or self.is_recording else run.stage
 
     @property
     def has_checkpoints(self) -> bool:

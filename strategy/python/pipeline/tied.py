@@ -42,6 +42,7 @@ class TiedGradients:
         for parameter, ranks, earlier in self._copies:
             _sum_over_ranks(parameter, ranks, self._group)
             if earlier is not None:
+                assert parameter.grad is not None
                 with torch.no_grad():
                     local_shard(earlier).add_(local_shard(parameter.grad))
                 parameter.grad = earlier

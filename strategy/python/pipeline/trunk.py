@@ -67,7 +67,7 @@ class StageRun(Mode):
         self._outgoing = set(recording.crossings[stage]) if stage + 1 < recording.num_stages else set()
         self.sent: list[Tensor] | None = None
 
-    def add_value(self, fake: FakeTensor, value: Tensor) -> None:
+    def add_value(self, fake: Tensor, value: Tensor) -> None:
         """Give the value of a parameter of the trunk on its own stage, because it may cross to others."""
         number = self._recording.number_of(fake)
         if number is not None:

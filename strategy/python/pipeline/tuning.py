@@ -70,7 +70,8 @@ def profile_stages(
 
 
 def _sum(layers: Sequence[LayerProfile], what: str) -> float:
-    return sum(getattr(layer, what) for layer in layers)
+    total: float = sum(getattr(layer, what) for layer in layers)
+    return total
 
 
 def tuning_table(points: Sequence[TunePoint]) -> str:
@@ -124,7 +125,7 @@ def draw_tuning(points: Sequence[TunePoint], *, path: str | Path | None = None) 
             [line] = axes.plot([p.num_micro_batches for p in series], [p.makespan for p in series], style, label=label)
             for point in series:
                 face = line.get_color() if point.fits else "white"
-                marker = {"marker": "o", "markerfacecolor": face, "markeredgecolor": line.get_color()}
+                marker: dict[str, Any] = {"marker": "o", "markerfacecolor": face, "markeredgecolor": line.get_color()}
                 axes.plot(point.num_micro_batches, point.makespan, **marker)
         counts = sorted({point.num_micro_batches for point in points})
         axes.set_xscale("log")

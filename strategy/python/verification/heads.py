@@ -196,11 +196,11 @@ class _Comparison:
     def _compare_values(self, full: Run, shard_run: Run, rank: int) -> None:
         if [c.layer for c in full.calls] != [c.layer for c in shard_run.calls]:
             raise _Differs("it calls other layers with one rank's heads")
-        for actual, reference in zip(shard_run.calls, full.calls, strict=True):
-            expected = reference.input
-            if actual.layer == self.group.sink:
+        for shard_call, full_call in zip(shard_run.calls, full.calls, strict=True):
+            expected = full_call.input
+            if shard_call.layer == self.group.sink:
                 expected = expected.chunk(self.num_ranks, -1)[rank]
-            self._close(actual.input, expected, f"the input of '{actual.layer}'")
+            self._close(shard_call.input, expected, f"the input of '{shard_call.layer}'")
         actual, reference = _tensors(shard_run.output), _tensors(full.output)
         if len(actual) != len(reference):
             raise _Differs("it returns another number of tensors with one rank's heads")
@@ -265,7 +265,8 @@ class _Comparison:
         for number, output in enumerate(_tensors(run.output)):
             others.append((output, self._cotangent(13, number, output.shape)))
         leaves = [call.output for call in run.calls]
-        return tuple(_Gradients.of(ends, leaves, self.runs.parameters, args) for ends in (sinks, others))
+        of_sinks = _Gradients.of(sinks, leaves, self.runs.parameters, args)
+        return of_sinks, _Gradients.of(others, leaves, self.runs.parameters, args)
 
     def _cotangent(self, kind: int, number: int, shape: torch.Size) -> Tensor:
         """Return the cotangent of a result, which is the same in the full run and on each rank."""
@@ -334,7 +335,7 @@ class _Gradients:
         inputs = [*leaves, *trainable.values(), *args]
         if not ends or not inputs:
             return cls([None] * len(leaves), {}, [None] * len(args))
-        grads = torch.autograd.grad(
+        grads: Sequence[Tensor | None] = torch.autograd.grad(
             [end for end, _ in ends],
             inputs,
             [cotangent.to(end.dtype) for end, cotangent in ends],

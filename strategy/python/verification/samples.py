@@ -126,7 +126,7 @@ def _image_sizes(module: nn.Module) -> list[int]:
 
 def _filled(names: list[str], kind: _Kind, length: int) -> Sample | None:
     """Return a call with a value for each required argument, by the kind of the first and the names of the others."""
-    values = [_first(kind, length)]
+    values: list[Tensor | None] = [_first(kind, length)]
     for name in names[1:]:
         lower = name.lower()
         if any(part in lower for part in ("mask", "bias", "cache", "past", "state")):

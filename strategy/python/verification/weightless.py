@@ -16,7 +16,7 @@ import math
 import types
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -225,7 +225,7 @@ class Weightless:
                     copy.__class__ = type(type(copy).__name__, (type(copy), _DrawnEmbedding), {})
                     copy.__dict__["_weft_drawn_forward"] = drawn_forward
             elif type(copy).forward is nn.Dropout.forward and "forward" not in original.__dict__:
-                copy.__dict__["forward"] = self._dropout(name, copy, run, shard_context)
+                copy.__dict__["forward"] = self._dropout(name, cast("nn.Dropout", copy), run, shard_context)
             elif "forward" in original.__dict__:
                 raise ValueError(f"the forward of '{name}' was replaced on the instance")
             elif wrap is not None and type(copy).forward is not nn.Module.forward:
@@ -233,7 +233,7 @@ class Weightless:
                 copy.__dict__["forward"] = wrapper if wrapper is own_forward else functools.wraps(own_forward)(wrapper)
 
     def _dropout(
-        self, name: str, copy: nn.Module, run: Run, shard_context: ShardContext | None
+        self, name: str, copy: nn.Dropout, run: Run, shard_context: ShardContext | None
     ) -> Callable[[Tensor], Tensor]:
         def forward(input: Tensor) -> Tensor:
             number = len(run.dropouts)
@@ -291,6 +291,7 @@ class Weightless:
         return forward
 
     def _other(self, name: str, layer: nn.Module, counts: dict[str, int]) -> Callable[[Tensor], Tensor]:
+        table: Any = layer  # an embedding, if it is no convolution
         if _is_convolution(layer):
             shapes = {id(p): torch.empty(p.shape, dtype=torch.float64, device="meta") for p in layer.parameters()}
             on_meta = shell_of(layer, shapes, {})
@@ -300,10 +301,10 @@ class Weightless:
                 shape = type(on_meta).forward(on_meta, input.to("meta", torch.float64), *args).shape
             elif input.is_floating_point():
                 raise ValueError(f"'{name}' got floating values and takes the indices of its rows")
-            elif input.numel() and not 0 <= int(input.min()) <= int(input.max()) < layer.num_embeddings:
-                raise ValueError(f"'{name}' got indices beyond its {layer.num_embeddings} rows")
+            elif input.numel() and not 0 <= int(input.min()) <= int(input.max()) < table.num_embeddings:
+                raise ValueError(f"'{name}' got indices beyond its {table.num_embeddings} rows")
             else:
-                shape = torch.Size((*input.shape, layer.embedding_dim))
+                shape = torch.Size((*input.shape, table.embedding_dim))
             return self._draw(name, layer, shape, counts)[1].requires_grad_()
 
         return forward
