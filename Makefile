@@ -61,6 +61,8 @@ site: $(VENV)/.packages
 lint: $(VENV)/.packages
 	ruff check .
 	ruff format --check .
+	$(PY) docs/site/package_layout.py
+	mypy
 	clang-format --dry-run --Werror $(CPP)
 
 format: $(VENV)/.packages
