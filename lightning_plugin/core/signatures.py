@@ -56,7 +56,7 @@ def init_of_options(
             )
             for name in own
         ]
-    signature = inspect.Signature(parameters)
+    signature = inspect.Signature(parameters, return_annotation=None)
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         given = signature.bind(self, *args, **kwargs).arguments
@@ -65,7 +65,7 @@ def init_of_options(
 
     init.__name__, init.__qualname__ = "__init__", f"{class_name}.__init__"
     init.__signature__ = signature  # type: ignore[attr-defined]
-    init.__annotations__ = {p.name: p.annotation for p in parameters[1:]}
+    init.__annotations__ = {**{p.name: p.annotation for p in parameters[1:]}, "return": None}
     return checked_init(class_name, init)
 
 

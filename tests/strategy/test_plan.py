@@ -161,7 +161,7 @@ def test_report_table(world_size: int) -> None:
     model = weft.parallelize(Llama(LlamaArgs(tie_head=True)), tensor_parallel(world_size), plan)
     assert plan.report() == report(model)
     lines = str(plan.report()).splitlines()
-    assert lines[0].split() == ["parameter", "rule", "style", "local", "shape", "cut", "over", "bytes", "note"]
+    assert lines[0].split() == ["parameter", "rule", "style", "local", "shape", "sharded", "over", "bytes", "note"]
     line = next(line for line in lines if line.startswith("layers.0.feed_forward.w1.weight"))
     name, pattern = "layers.0.feed_forward.w1.weight", "layers.*.feed_forward"
     cells = ["column_row_mlp", "19x16", "tensor_parallel:0", "1,216", "silu,", "gated"]
