@@ -242,7 +242,7 @@ def test_tables_with_shared_weight_stay_replicated() -> None:
     model.decoder = nn.Embedding(16, 8, max_norm=1.0)
     model.decoder.weight = model.encoder.weight
     assert vocab_styles(model) == {}
-    assert any("tied to that of 'decoder', which cannot be cut" in note for note in assign_auto(model, 2).notes)
+    assert any("tied to that of 'decoder', which cannot be sharded" in note for note in assign_auto(model, 2).notes)
 
 
 def test_output_layer_with_shared_bias_stays_replicated() -> None:
