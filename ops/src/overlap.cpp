@@ -1,6 +1,7 @@
 #include "overlap.h"
 
 #include "overlap_tuner.h"
+#include "per_group.h"
 #include "shard_shape.h"
 
 #include <ATen/Context.h>
@@ -83,10 +84,7 @@ bool gains(double ratio) { return ratio <= kGain; }
 
 class Table {
  public:
-  static Table& instance() {
-    static auto* const table = new Table;  // never destroyed: a thread may end late
-    return *table;
-  }
+  static Table& instance() { return process_wide<Table>(); }
 
   // REQUIRES: mode auto.
   std::optional<bool> preset(const Kind& kind) const {
@@ -98,15 +96,11 @@ class Table {
   // Measurements are per group: only the ranks of one group agree with each other. The caller
   // shares ownership, since replace() may drop the entry.
   std::shared_ptr<Measured> measured(const Kind& kind, const ProcessGroupPtr& group) {
+    std::vector<Measurements> gone;
     const std::lock_guard lock(mutex_);
-    auto& measurements = groups_[group.get()];
-    if (!measurements.group.has_value()) {
-      std::erase_if(groups_, [](const auto& each) {
-        return each.second.group.has_value() && each.second.group->expired();
-      });
-      measurements.group.emplace(group);
-    }
-    auto& result = measurements.kinds[kind];
+    // Those of destroyed groups stay in entries() until another group is measured.
+    auto* const found = groups_.find(group);
+    auto& result = (found != nullptr ? *found : groups_.of(group, gone))[kind];
     if (!result) result = std::make_shared<Measured>();
     return result;
   }
@@ -121,8 +115,8 @@ class Table {
   std::vector<OverlapEntry> entries() const {
     const std::lock_guard lock(mutex_);
     auto all = presets_;
-    for (const auto& [key, measurements] : groups_) {
-      for (const auto& [kind, measured] : measurements.kinds) {
+    groups_.for_each([&](const Measurements& measurements) {
+      for (const auto& [kind, measured] : measurements) {
         if (!measured->ratio.has_value() || presets_.contains(kind)) continue;
         const auto ratio = *measured->ratio;
         const auto [found, is_new] = all.try_emplace(kind, entry(kind, ratio));
@@ -131,7 +125,7 @@ class Table {
           found->second = entry(kind, std::max(ratio, found->second.ratio));
         }
       }
-    }
+    });
     std::vector<OverlapEntry> result;
     for (auto& [kind, each] : all) result.push_back(std::move(each));
     return result;
@@ -149,11 +143,7 @@ class Table {
   }
 
  private:
-  struct GroupMeasurements {
-    // The weak pointer keeps the address, the key of this entry, from being reused.
-    std::optional<c10::weak_intrusive_ptr<c10d::ProcessGroup>> group;
-    std::map<Kind, std::shared_ptr<Measured>> kinds;
-  };
+  using Measurements = std::map<Kind, std::shared_ptr<Measured>>;
 
   static OverlapEntry entry(const Kind& kind, double ratio) {
     return {kind.op,
@@ -168,7 +158,7 @@ class Table {
 
   mutable std::mutex mutex_;
   std::map<Kind, OverlapEntry> presets_;
-  std::map<const c10d::ProcessGroup*, GroupMeasurements> groups_;
+  PerGroup<Measurements> groups_;
 };
 
 struct Votes {

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <functional>
 #include <iterator>
+#include <optional>
 #include <utility>
 
 namespace weft::ops {
@@ -31,11 +32,6 @@ at::Tensor on(c10::Storage storage, at::IntArrayRef sizes, const at::TensorOptio
 
 }  // namespace
 
-ReceiveBuffers& ReceiveBuffers::instance() {
-  static auto* const buffers = new ReceiveBuffers();  // outlives every group
-  return *buffers;
-}
-
 at::Tensor ReceiveBuffers::take(const PipelineAddress& address,
                                 bool is_answer,
                                 at::IntArrayRef sizes,
@@ -46,15 +42,10 @@ at::Tensor ReceiveBuffers::take(const PipelineAddress& address,
   if (num_bytes < kMinBytes || options.pinned_memory()) {
     return at::empty(sizes, options);
   }
-  std::vector<c10::Storage> evicted;  // freed without the lock
+  Storages evicted;  // freed without the lock, like `gone`
+  std::vector<std::map<Key, Storages>> gone;
   const std::lock_guard lock(mutex_);
-  std::erase_if(pools_, [](const auto& entry) { return entry.second.group.expired(); });
-  const auto key = std::tuple(address.group.get(), address.peer, address.channel, is_answer);
-  auto found = pools_.find(key);
-  if (found == pools_.end()) {
-    found = pools_.emplace(key, Pool{GroupRef(address.group), {}}).first;
-  }
-  auto& storages = found->second.storages;
+  auto& storages = storages_.of(address.group, gone)[Key(address.peer, address.channel, is_answer)];
   const auto fitting = std::ranges::find_if(storages, [&](const c10::Storage& storage) {
     return is_free(storage) && storage.nbytes() == num_bytes;
   });
@@ -73,16 +64,9 @@ at::Tensor ReceiveBuffers::take(const PipelineAddress& address,
 }
 
 void ReceiveBuffers::release(const ProcessGroupPtr& group) {
-  std::vector<Pool> released;  // freed without the lock
+  std::optional<std::map<Key, Storages>> released;  // freed without the lock
   const std::lock_guard lock(mutex_);
-  for (auto pool = pools_.begin(); pool != pools_.end();) {
-    const auto next = std::next(pool);
-    if (std::get<0>(pool->first) == group.get()) {
-      released.push_back(std::move(pool->second));
-      pools_.erase(pool);
-    }
-    pool = next;
-  }
+  released = storages_.take(group);
 }
 
 }  // namespace weft::ops

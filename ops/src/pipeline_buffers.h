@@ -3,6 +3,7 @@
 // Host memory for received messages, reused when no tensor refers to it any more. Fresh memory
 // causes a page fault per page on the first write, which takes longer than the copy.
 
+#include "per_group.h"
 #include "pipeline_message.h"
 
 #include <ATen/core/Tensor.h>
@@ -19,7 +20,7 @@ namespace weft::ops {
 // The receive buffers of all groups of this process. Thread-safe.
 class ReceiveBuffers {
  public:
-  static ReceiveBuffers& instance();
+  static ReceiveBuffers& instance() { return process_wide<ReceiveBuffers>(); }
 
   // Returns an uninitialised contiguous host tensor for a message of this address, or for its
   // answer. Reuses the storage of an earlier one of the same size that is free.
@@ -32,14 +33,11 @@ class ReceiveBuffers {
   void release(const ProcessGroupPtr& group);
 
  private:
-  using GroupRef = c10::weak_intrusive_ptr<c10d::ProcessGroup>;
-  struct Pool {
-    GroupRef group;  // keeps the address, which is part of the key, from being reused
-    std::vector<c10::Storage> storages;
-  };
+  using Storages = std::vector<c10::Storage>;
+  using Key = std::tuple<int, std::int64_t, bool>;  // peer, channel, is an answer
 
   std::mutex mutex_;
-  std::map<std::tuple<c10d::ProcessGroup*, int, std::int64_t, bool>, Pool> pools_;
+  PerGroup<std::map<Key, Storages>> storages_;
 };
 
 }  // namespace weft::ops

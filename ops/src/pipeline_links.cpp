@@ -1,5 +1,6 @@
 // The registry of this process's links: see <weft/ops/pipeline.h>.
 
+#include "per_group.h"
 #include "pipeline_link.h"
 
 #include <weft/ops/pipeline.h>
@@ -22,53 +23,34 @@ constexpr std::string_view kLink = "weft::link_pipeline";
 // The links of all groups of this process. Thread-safe.
 class Links {
  public:
-  static Links& instance() {
-    static auto* const links = new Links;  // outlives every group
-    return *links;
-  }
+  using ByPeer = std::map<int, std::shared_ptr<PipelineLink>>;
+
+  static Links& instance() { return process_wide<Links>(); }
 
   std::shared_ptr<PipelineLink> find(const ProcessGroupPtr& group, int peer) {
     const std::lock_guard lock(mutex_);
-    const auto found = links_.find({group.get(), peer});
-    return found == links_.end() ? nullptr : found->second.link;
+    const auto* const links = links_.find(group);
+    if (links == nullptr) {
+      return nullptr;
+    }
+    const auto found = links->find(peer);
+    return found == links->end() ? nullptr : found->second;
   }
 
   void add(const ProcessGroupPtr& group, int peer, std::shared_ptr<PipelineLink> link) {
-    take([](const Key& /*key*/, const Entry& entry) { return entry.group.expired(); });
+    std::vector<ByPeer> gone;  // destroyed without the lock
     const std::lock_guard lock(mutex_);
-    links_.insert_or_assign({group.get(), peer}, Entry{GroupRef(group), std::move(link)});
+    links_.of(group, gone).insert_or_assign(peer, std::move(link));
   }
 
-  std::vector<std::shared_ptr<PipelineLink>> take(const ProcessGroupPtr& group) {
-    return take([&](const Key& key, const Entry&) { return key.first == group.get(); });
+  ByPeer take(const ProcessGroupPtr& group) {
+    const std::lock_guard lock(mutex_);
+    return links_.take(group).value_or(ByPeer());
   }
 
  private:
-  using GroupRef = c10::weak_intrusive_ptr<c10d::ProcessGroup>;
-  using Key = std::pair<c10d::ProcessGroup*, int>;
-  struct Entry {
-    GroupRef group;  // keeps the address, which is part of the key, from being reused
-    std::shared_ptr<PipelineLink> link;
-  };
-
-  // Removes and returns entries, so that the caller destroys them without the lock.
-  template <typename IsTaken>
-  std::vector<std::shared_ptr<PipelineLink>> take(const IsTaken& is_taken) {
-    std::vector<std::shared_ptr<PipelineLink>> taken;
-    const std::lock_guard lock(mutex_);
-    for (auto entry = links_.begin(); entry != links_.end();) {
-      const auto next = std::next(entry);
-      if (is_taken(entry->first, entry->second)) {
-        taken.push_back(std::move(entry->second.link));
-        links_.erase(entry);
-      }
-      entry = next;
-    }
-    return taken;
-  }
-
   std::mutex mutex_;
-  std::map<Key, Entry> links_;
+  PerGroup<ByPeer> links_;
 };
 
 }  // namespace
@@ -135,7 +117,7 @@ std::optional<c10::Device> pipeline_link_device(const ProcessGroupPtr& group, in
 
 void unlink_pipeline(const ProcessGroupPtr& group) {
   std::exception_ptr failure;
-  for (const auto& link : Links::instance().take(group)) {
+  for (const auto& [peer, link] : Links::instance().take(group)) {
     try {
       link->shut_down(group);
     } catch (...) {

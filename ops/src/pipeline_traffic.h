@@ -1,5 +1,6 @@
 #pragma once
 
+#include "per_group.h"
 #include "pipeline_message.h"
 
 #include <algorithm>
@@ -19,20 +20,12 @@ class Traffic {
  public:
   using Message = c10::intrusive_ptr<PipelineMessage>;
 
-  static Traffic& instance() {
-    static auto* const traffic = new Traffic();  // outlives every group
-    return *traffic;
-  }
+  static Traffic& instance() { return process_wide<Traffic>(); }
 
   std::uint64_t next_sequence(const PipelineAddress& address, PipelineMessage::Side side) {
+    std::vector<Counters> gone;
     const std::lock_guard lock(mutex_);
-    std::erase_if(counters_, [](const auto& entry) { return entry.second.group.expired(); });
-    const auto key = std::tuple(address.group.get(), address.peer, address.channel, side);
-    auto found = counters_.find(key);
-    if (found == counters_.end()) {
-      found = counters_.emplace(key, Counter{GroupRef(address.group), 0}).first;
-    }
-    return found->second.next++;
+    return next_.of(address.group, gone)[{address.peer, address.channel, side}]++;
   }
 
   // Returns the messages of `group` that may be in flight.
@@ -65,15 +58,13 @@ class Traffic {
   }
 
  private:
-  using GroupRef = c10::weak_intrusive_ptr<c10d::ProcessGroup>;
-  struct Counter {
-    GroupRef group;  // keeps the address, which is part of the key, from being reused
-    std::uint64_t next;
-  };
+  // By peer, channel and side.
+  using Counters = std::map<std::tuple<int, std::int64_t, PipelineMessage::Side>, std::uint64_t>;
 
   std::mutex mutex_;
-  std::map<std::tuple<c10d::ProcessGroup*, int, std::int64_t, PipelineMessage::Side>, Counter>
-      counters_;
+  PerGroup<Counters> next_;
+  // One list for all groups: every new message drops those that are over, and messages keep their
+  // group alive.
   std::list<Message> unfinished_;
 };
 
