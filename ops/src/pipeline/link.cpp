@@ -1,6 +1,6 @@
-#include "pipeline_link.h"
+#include "link.h"
 
-#include "pipeline_wire.h"
+#include "wire.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>

@@ -1,4 +1,4 @@
-#include "pipeline_header.h"
+#include "wire.h"
 
 #include <algorithm>
 #include <cstring>

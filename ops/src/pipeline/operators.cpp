@@ -6,9 +6,9 @@
 //
 // A token is a tensor without elements whose storage holds the message.
 
-#include "autograd_support.h"
-#include "dispatch.h"
-#include "pipeline_message.h"
+#include "../autograd_support.h"
+#include "../dispatch.h"
+#include "message.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>

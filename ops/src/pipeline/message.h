@@ -6,16 +6,15 @@
 // answer is a message of their gradients.
 //
 // Tensors of other devices are copied through host memory, unless the two ranks have a link
-// (pipeline_link.h) and all tensors of the message are on its device. Everything here works below
+// (link.h) and all tensors of the message are on its device. Everything here works below
 // autograd.
 //
 // Thread safety: messages may be posted, waited for and answered on different threads, but each
 // message on one at a time.
 
-#include "group.h"
-#include "pipeline_header.h"
-#include "pipeline_link.h"
-#include "pipeline_wire.h"
+#include "../group.h"
+#include "link.h"
+#include "wire.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>

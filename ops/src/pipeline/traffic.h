@@ -1,7 +1,7 @@
 #pragma once
 
-#include "per_group.h"
-#include "pipeline_message.h"
+#include "../per_group.h"
+#include "message.h"
 
 #include <algorithm>
 #include <cstdint>

@@ -11,8 +11,8 @@
 //
 // Thread-safe.
 
-#include "group.h"
-#include "pipeline_header.h"
+#include "../group.h"
+#include "wire.h"
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>

@@ -1,9 +1,9 @@
-#include "pipeline_message.h"
+#include "message.h"
 
 #include "fail_group.h"
-#include "pipeline_buffers.h"
-#include "pipeline_traffic.h"
 #include "raise.h"
+#include "receive_buffers.h"
+#include "traffic.h"
 
 #include <weft/collectives/error.h>
 

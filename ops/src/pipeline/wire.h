@@ -1,6 +1,7 @@
 #pragma once
 
-// The header of a pipeline message. The receiver compares it with the header that it expects.
+// The wire format of a message: its header, which the receiver compares with the one that it
+// expects, its tags and the bytes of its tensors.
 
 #include <ATen/core/Tensor.h>
 
@@ -10,6 +11,27 @@
 #include <vector>
 
 namespace weft::ops {
+
+constexpr std::int64_t kMaxChannel = 1022;
+// Channel of the announcements: see link.h.
+constexpr std::int64_t kLinkChannel = kMaxChannel + 1;
+
+// Returns a tag of at least 2^29, within the limit of weft's backend; users' messages have smaller
+// ones.
+inline int tag_of(std::int64_t channel, std::uint64_t sequence, bool is_answer) {
+  constexpr int kFirstTag = 1 << 29;
+  constexpr int kSequenceBits = 18;
+  constexpr int kChannelBits = 10;
+  const auto number = static_cast<int>(sequence & ((1U << kSequenceBits) - 1));
+  return kFirstTag + (static_cast<int>(is_answer) << (kSequenceBits + kChannelBits)) +
+         (static_cast<int>(channel) << kSequenceBits) + number;
+}
+
+// Views a contiguous tensor as bytes, which all backends accept. as_strided, because a tensor of
+// one element counts as contiguous with any stride.
+inline at::Tensor bytes_of(const at::Tensor& tensor) {
+  return tensor.as_strided({tensor.numel()}, {1}).view(at::kByte);
+}
 
 // The metadata of a tensor.
 struct TensorLayout {

@@ -1,7 +1,7 @@
 // The registry of this process's links: see <weft/ops/pipeline.h>.
 
-#include "per_group.h"
-#include "pipeline_link.h"
+#include "../per_group.h"
+#include "link.h"
 
 #include <weft/ops/pipeline.h>
 
