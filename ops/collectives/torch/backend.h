@@ -28,7 +28,9 @@ class WeftBackend final : public c10d::Backend {
               c10::intrusive_ptr<ops::BackendOptions> options);
   ~WeftBackend() override;
 
-  const std::string getBackendName() const override { return "weft"; }
+  static constexpr const char* kName = "weft";
+
+  const std::string getBackendName() const override { return kName; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
   void setTimeout(std::chrono::milliseconds timeout) override { options_->timeout = timeout; }
   uint64_t getSequenceNumberForGroup() override { return num_calls_; }

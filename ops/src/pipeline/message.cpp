@@ -1,6 +1,6 @@
 #include "message.h"
 
-#include "fail_group.h"
+#include "message_checks.h"
 #include "raise.h"
 #include "receive_buffers.h"
 #include "traffic.h"
@@ -38,13 +38,8 @@ bool is_registered(const ProcessGroupPtr& group) {
   }
 }
 
-// Whether a receive may be posted before the header is checked: weft's backend raises on both sides
-// if the sizes differ, others may not.
-bool checks_sizes(const ProcessGroupPtr& group) {
-  return group->getBackend(c10::DeviceType::CPU)->getBackendName() == "weft";
-}
-
-// Whether it is torch's fake group, which has no other ranks.
+// Whether it is torch's fake group, which has no other ranks. By name: the backend is torch's and
+// announces nothing else.
 bool is_fake_group(const ProcessGroupPtr& group) {
   return group->getBackend(c10::DeviceType::CPU)->getBackendName() == "fake";
 }
@@ -79,7 +74,7 @@ MessagePtr PipelineMessage::post(Side side,
   } else {
     message->op_ = "weft::pipeline_recv";
     message->start_receiving_header(false);
-    if (!message->link_ && checks_sizes(message->address_.group)) {
+    if (!message->link_ && collectives::compares_message_sizes(*message->address_.group)) {
       message->start_receiving(message->layouts_, false);
     }
   }
