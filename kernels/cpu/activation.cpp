@@ -32,35 +32,25 @@ using Entry = detail::ActivationEntry<CpuDevice>;
 
 }  // namespace
 
-at::Tensor activation_forward(const at::Tensor& x,
-                              const std::optional<at::Tensor>& bias,
-                              Activation activation) {
-  return Entry::forward(x, bias, activation);
+at::Tensor activation_forward(const at::Tensor& x, Activation activation) {
+  return Entry::forward(x, activation);
 }
 
 std::tuple<at::Tensor, at::Tensor> activation_backward(const at::Tensor& grad_h,
                                                        const at::Tensor& x,
-                                                       const std::optional<at::Tensor>& bias,
                                                        Activation activation) {
-  return Entry::backward(grad_h, x, bias, activation);
+  return Entry::backward(grad_h, x, activation);
 }
 
-at::Tensor gated_forward(const at::Tensor& gate,
-                         const at::Tensor& up,
-                         const std::optional<at::Tensor>& gate_bias,
-                         const std::optional<at::Tensor>& up_bias,
-                         Activation activation) {
-  return Entry::gated_forward(gate, up, gate_bias, up_bias, activation);
+at::Tensor gated_forward(const at::Tensor& gate, const at::Tensor& up, Activation activation) {
+  return Entry::gated_forward(gate, up, activation);
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> gated_backward(
-    const at::Tensor& grad_h,
-    const at::Tensor& gate,
-    const at::Tensor& up,
-    const std::optional<at::Tensor>& gate_bias,
-    const std::optional<at::Tensor>& up_bias,
-    Activation activation) {
-  return Entry::gated_backward(grad_h, gate, up, gate_bias, up_bias, activation);
+std::tuple<at::Tensor, at::Tensor, at::Tensor> gated_backward(const at::Tensor& grad_h,
+                                                              const at::Tensor& gate,
+                                                              const at::Tensor& up,
+                                                              Activation activation) {
+  return Entry::gated_backward(grad_h, gate, up, activation);
 }
 
 }  // namespace weft::kernels::cpu

@@ -64,7 +64,7 @@ C10_NOINLINE void gated_backward_tile(const Scalar* __restrict grad_h,
 template <typename Storage, Activation kActivation>
 void run_plain(const detail::ActivationJob& job, int64_t first, int64_t last) {
   using Scalar = ScalarOf<Storage>;
-  TileReader<Storage> x(job.x, job.x_bias, job.row_size);
+  TileReader<Storage> x(job.x);
   TileWriter<Storage> h(job.h);
   if (job.op == detail::ActivationOp::kForward) {
     for_each_tile(first, last, [&](int64_t begin, int64_t size) {
@@ -73,7 +73,7 @@ void run_plain(const detail::ActivationJob& job, int64_t first, int64_t last) {
     });
     return;
   }
-  TileReader<Storage> grad_h(job.grad_h, nullptr, job.row_size);
+  TileReader<Storage> grad_h(job.grad_h);
   TileWriter<Storage> grad_x(job.grad_x);
   for_each_tile(first, last, [&](int64_t begin, int64_t size) {
     backward_tile<Scalar, kActivation>(
@@ -86,8 +86,8 @@ void run_plain(const detail::ActivationJob& job, int64_t first, int64_t last) {
 template <typename Storage, Activation kActivation>
 void run_gated(const detail::ActivationJob& job, int64_t first, int64_t last) {
   using Scalar = ScalarOf<Storage>;
-  TileReader<Storage> gate(job.x, job.x_bias, job.row_size);
-  TileReader<Storage> up(job.up, job.up_bias, job.row_size);
+  TileReader<Storage> gate(job.x);
+  TileReader<Storage> up(job.up);
   TileWriter<Storage> h(job.h);
   if (job.op == detail::ActivationOp::kGatedForward) {
     for_each_tile(first, last, [&](int64_t begin, int64_t size) {
@@ -97,7 +97,7 @@ void run_gated(const detail::ActivationJob& job, int64_t first, int64_t last) {
     });
     return;
   }
-  TileReader<Storage> grad_h(job.grad_h, nullptr, job.row_size);
+  TileReader<Storage> grad_h(job.grad_h);
   TileWriter<Storage> grad_gate(job.grad_x);
   TileWriter<Storage> grad_up(job.grad_up);
   for_each_tile(first, last, [&](int64_t begin, int64_t size) {

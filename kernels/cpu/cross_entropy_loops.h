@@ -82,7 +82,7 @@ template <typename Storage>
 void run_statistics(const detail::CrossEntropyStatisticsJob& job, int64_t first, int64_t last) {
   using Scalar = ScalarOf<Storage>;
   const auto* logits = static_cast<const Storage*>(job.logits);
-  TileReader<Storage> reader(job.logits, nullptr, job.row_size);
+  TileReader<Storage> reader(job.logits);
   for (int64_t row = first; row < last; ++row) {
     const int64_t row_begin = row * job.row_stride;
     Scalar largest = -kInfinity<Scalar>;
@@ -148,7 +148,7 @@ void run_gradient(const detail::CrossEntropyGradientJob& job, int64_t first, int
   using Scalar = ScalarOf<Storage>;
   const auto* logits = static_cast<const Storage*>(job.logits);
   auto* gradient = static_cast<Storage*>(job.gradient);
-  TileReader<Storage> reader(job.logits, nullptr, job.row_size);
+  TileReader<Storage> reader(job.logits);
   TileWriter<Storage> writer(job.gradient);
   for (int64_t row = first; row < last; ++row) {
     const int64_t row_begin = row * job.row_size;

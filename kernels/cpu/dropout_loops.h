@@ -41,7 +41,7 @@ C10_NOINLINE void dropout_tile(const Scalar* __restrict x,
 template <typename Storage>
 void run_dropout(const detail::DropoutJob& job, int64_t first, int64_t last) {
   using Scalar = ScalarOf<Storage>;
-  TileReader<Storage> x(job.x, nullptr, job.run_size);
+  TileReader<Storage> x(job.x);
   TileWriter<Storage> y(job.y);
   uint32_t words[kWordsPerCounter][kCountersPerTile];
   uint32_t random[kCountersPerTile * kWordsPerCounter];

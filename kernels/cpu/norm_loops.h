@@ -223,10 +223,10 @@ void run_norm_forward(const detail::NormForwardJob& job, int64_t first, int64_t 
   const int64_t size = job.row_size;
   const auto* weight = static_cast<const Scalar*>(job.weight);
   const auto* bias = static_cast<const Scalar*>(job.bias);
-  TileReader<Storage> x(job.x, nullptr, size);
-  TileReader<Storage> residual(job.residual, nullptr, size);
+  TileReader<Storage> x(job.x);
+  TileReader<Storage> residual(job.residual);
   TileWriter<Storage> sum(job.sum);
-  TileReader<Storage> v(job.residual == nullptr ? job.x : job.sum, nullptr, size);
+  TileReader<Storage> v(job.residual == nullptr ? job.x : job.sum);
   TileWriter<Storage> y(job.y);
   for (int64_t row = first; row < last; ++row) {
     const int64_t row_begin = row * size;
@@ -277,9 +277,9 @@ void run_norm_backward(const detail::NormBackwardJob& job,
   const auto* weight = static_cast<const Scalar*>(job.weight);
   auto* grad_weight = static_cast<Scalar*>(param_sums);
   const int num_params = grad_weight == nullptr ? 0 : job.has_bias ? 2 : 1;
-  TileReader<Storage> grad_y(job.grad_y, nullptr, size);
-  TileReader<Storage> grad_sum(job.grad_sum, nullptr, size);
-  TileReader<Storage> v(job.v, nullptr, size);
+  TileReader<Storage> grad_y(job.grad_y);
+  TileReader<Storage> grad_sum(job.grad_sum);
+  TileReader<Storage> v(job.v);
   TileWriter<Storage> grad_v(job.grad_v);
   for (int64_t row = first; row < last; ++row) {
     const int64_t row_begin = row * size;

@@ -28,28 +28,6 @@ struct DeviceMath {
   }
 };
 
-// Returns element_idx % row_size, in 32 bits if both fit: 64-bit division is slow on a GPU.
-__device__ __forceinline__ int64_t column_of(int64_t element_idx, int64_t row_size) {
-  if (((element_idx | row_size) >> 31) == 0) {
-    return static_cast<uint32_t>(element_idx) % static_cast<uint32_t>(row_size);
-  }
-  return element_idx % row_size;
-}
-
-// Reads kWidth elements from `begin` on as scalars and adds the bias of their columns.
-template <typename Storage, typename Scalar, int kWidth>
-__device__ __forceinline__ void read(
-    const void* data, const void* bias, int64_t row_size, int64_t begin, Scalar (&out)[kWidth]) {
-  load_pack<Storage>(data, begin, out);
-  if (bias == nullptr) return;
-  int64_t column = column_of(begin, row_size);
-#pragma unroll
-  for (int i = 0; i < kWidth; ++i) {
-    out[i] += static_cast<Scalar>(static_cast<const Storage*>(bias)[column]);
-    column = column + 1 == row_size ? 0 : column + 1;
-  }
-}
-
 template <typename Storage, Activation kActivation, int kWidth>
 __device__ __forceinline__ void compute(const ActivationJob& job, int64_t begin) {
   using Scalar = ScalarOf<Storage>;
@@ -58,8 +36,8 @@ __device__ __forceinline__ void compute(const ActivationJob& job, int64_t begin)
   Scalar x[kWidth];
   Scalar up[kWidth];
   Scalar h[kWidth];
-  read<Storage>(job.x, job.x_bias, job.row_size, begin, x);
-  if (gated) read<Storage>(job.up, job.up_bias, job.row_size, begin, up);
+  load_pack<Storage>(job.x, begin, x);
+  if (gated) load_pack<Storage>(job.up, begin, up);
 
   if (job.grad_h == nullptr) {
 #pragma unroll
@@ -72,7 +50,7 @@ __device__ __forceinline__ void compute(const ActivationJob& job, int64_t begin)
 
   Scalar grad_h[kWidth];
   Scalar grad_x[kWidth];
-  read<Storage>(job.grad_h, nullptr, job.row_size, begin, grad_h);
+  load_pack<Storage>(job.grad_h, begin, grad_h);
   if (gated) {
     Scalar grad_up[kWidth];
 #pragma unroll

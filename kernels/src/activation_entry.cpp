@@ -58,27 +58,6 @@ void check_same_shape(const ActivationOperands& operands,
               "; pass tensors of one shape.");
 }
 
-void check_bias(const ActivationOperands& operands,
-                const NamedOperand& bias,
-                const NamedOperand& reference) {
-  if (bias.tensor == nullptr) return;
-  check_type(operands, bias, reference);
-  const at::Tensor& x = *reference.tensor;
-  TORCH_CHECK(x.dim() > 0 && bias.tensor->dim() == 1 && bias.tensor->size(0) == x.size(-1),
-              operands.function,
-              " got ",
-              bias.name,
-              " of shape ",
-              bias.tensor->sizes(),
-              " for ",
-              reference.name,
-              " of shape ",
-              x.sizes(),
-              "; pass a bias with one dim, as long as the last dim of ",
-              reference.name,
-              ".");
-}
-
 }  // namespace
 
 void check_operands(const ActivationOperands& operands, c10::DeviceType device) {
@@ -103,10 +82,6 @@ void check_operands(const ActivationOperands& operands, c10::DeviceType device) 
               "; convert to float32, float64, bfloat16 or float16.");
   check_same_shape(operands, {"up", operands.up}, x);
   check_same_shape(operands, {"grad_h", operands.grad_h}, x);
-  check_bias(operands, {operands.up != nullptr ? "gate_bias" : "bias", operands.x_bias}, x);
-  if (operands.up != nullptr) {
-    check_bias(operands, {"up_bias", operands.up_bias}, {"up", operands.up});
-  }
 }
 
 }  // namespace weft::kernels::detail

@@ -7,7 +7,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <optional>
 #include <tuple>
 
 // Checks tensors and builds an ActivationJob, for all devices. `Device` supplies:
@@ -23,9 +22,7 @@ namespace weft::kernels::detail {
 struct ActivationOperands {
   const char* function;
   const at::Tensor& x;
-  const at::Tensor* x_bias = nullptr;
   const at::Tensor* up = nullptr;
-  const at::Tensor* up_bias = nullptr;
   const at::Tensor* grad_h = nullptr;
 };
 
@@ -52,9 +49,7 @@ ActivationResults run_operands(const ActivationOperands& operands,
   if (x.numel() == 0) return results;
 
   const ContiguousOperand contiguous_x(&x);
-  const ContiguousOperand x_bias(operands.x_bias);
   const ContiguousOperand up(operands.up);
-  const ContiguousOperand up_bias(operands.up_bias);
   const ContiguousOperand grad_h(operands.grad_h);
   const auto writable = [](const at::Tensor& tensor) {
     return tensor.defined() ? tensor.mutable_data_ptr() : nullptr;
@@ -65,12 +60,9 @@ ActivationResults run_operands(const ActivationOperands& operands,
           .activation = activation,
           .type = storage_type(x.scalar_type()),
           .num_elements = x.numel(),
-          .row_size = x.dim() > 0 ? x.size(-1) : 1,
           .grad_h = grad_h.data(),
           .x = contiguous_x.data(),
-          .x_bias = x_bias.data(),
           .up = up.data(),
-          .up_bias = up_bias.data(),
           .h = writable(results.h),
           .grad_x = writable(results.grad_x),
           .grad_up = writable(results.grad_up),
@@ -81,61 +73,39 @@ ActivationResults run_operands(const ActivationOperands& operands,
 
 template <typename Device>
 struct ActivationEntry {
-  using OptionalTensor = std::optional<at::Tensor>;
-
-  static at::Tensor forward(const at::Tensor& x,
-                            const OptionalTensor& bias,
-                            Activation activation) {
+  static at::Tensor forward(const at::Tensor& x, Activation activation) {
     return run_operands<Device>(
-               {.function = "activation_forward", .x = x, .x_bias = optional_ptr(bias)},
-               ActivationOp::kForward,
-               activation)
+               {.function = "activation_forward", .x = x}, ActivationOp::kForward, activation)
         .h;
   }
 
   static std::tuple<at::Tensor, at::Tensor> backward(const at::Tensor& grad_h,
                                                      const at::Tensor& x,
-                                                     const OptionalTensor& bias,
                                                      Activation activation) {
-    auto results = run_operands<Device>({.function = "activation_backward",
-                                         .x = x,
-                                         .x_bias = optional_ptr(bias),
-                                         .grad_h = &grad_h},
-                                        ActivationOp::kBackward,
-                                        activation);
+    auto results =
+        run_operands<Device>({.function = "activation_backward", .x = x, .grad_h = &grad_h},
+                             ActivationOp::kBackward,
+                             activation);
     return {std::move(results.grad_x), std::move(results.h)};
   }
 
   static at::Tensor gated_forward(const at::Tensor& gate,
                                   const at::Tensor& up,
-                                  const OptionalTensor& gate_bias,
-                                  const OptionalTensor& up_bias,
                                   Activation activation) {
-    return run_operands<Device>({.function = "gated_forward",
-                                 .x = gate,
-                                 .x_bias = optional_ptr(gate_bias),
-                                 .up = &up,
-                                 .up_bias = optional_ptr(up_bias)},
+    return run_operands<Device>({.function = "gated_forward", .x = gate, .up = &up},
                                 ActivationOp::kGatedForward,
                                 activation)
         .h;
   }
 
-  static std::tuple<at::Tensor, at::Tensor, at::Tensor> gated_backward(
-      const at::Tensor& grad_h,
-      const at::Tensor& gate,
-      const at::Tensor& up,
-      const OptionalTensor& gate_bias,
-      const OptionalTensor& up_bias,
-      Activation activation) {
-    auto results = run_operands<Device>({.function = "gated_backward",
-                                         .x = gate,
-                                         .x_bias = optional_ptr(gate_bias),
-                                         .up = &up,
-                                         .up_bias = optional_ptr(up_bias),
-                                         .grad_h = &grad_h},
-                                        ActivationOp::kGatedBackward,
-                                        activation);
+  static std::tuple<at::Tensor, at::Tensor, at::Tensor> gated_backward(const at::Tensor& grad_h,
+                                                                       const at::Tensor& gate,
+                                                                       const at::Tensor& up,
+                                                                       Activation activation) {
+    auto results = run_operands<Device>(
+        {.function = "gated_backward", .x = gate, .up = &up, .grad_h = &grad_h},
+        ActivationOp::kGatedBackward,
+        activation);
     return {std::move(results.grad_x), std::move(results.grad_up), std::move(results.h)};
   }
 };

@@ -18,12 +18,9 @@ struct ActivationJob {
   Activation activation;
   StorageType type;
   int64_t num_elements;
-  int64_t row_size;  // length of a bias; at least 1 if num_elements is
   const void* grad_h = nullptr;
   const void* x = nullptr;
-  const void* x_bias = nullptr;
   const void* up = nullptr;
-  const void* up_bias = nullptr;
   void* h = nullptr;
   void* grad_x = nullptr;
   void* grad_up = nullptr;

@@ -9,10 +9,6 @@ constexpr std::array<std::string_view, 4> kNames = {"silu", "gelu", "gelu_tanh",
 
 }  // namespace
 
-std::string_view to_string(Activation activation) {
-  return kNames.at(static_cast<std::size_t>(activation));
-}
-
 std::optional<Activation> parse_activation(std::string_view name) {
   for (std::size_t kind_idx = 0; kind_idx < kNames.size(); ++kind_idx) {
     if (kNames.at(kind_idx) == name) return static_cast<Activation>(kind_idx);

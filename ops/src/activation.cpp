@@ -14,19 +14,18 @@ namespace weft::ops {
 namespace {
 
 at::Tensor activation(const at::Tensor& x, std::string_view name) {
-  return kernels::cpu::activation_forward(x, {}, checked_activation("weft::_activation", name));
+  return kernels::cpu::activation_forward(x, checked_activation("weft::_activation", name));
 }
 
 std::tuple<at::Tensor, at::Tensor> activation_backward(const at::Tensor& grad,
                                                        const at::Tensor& x,
                                                        std::string_view name) {
   return kernels::cpu::activation_backward(
-      grad, x, {}, checked_activation("weft::_activation_backward", name));
+      grad, x, checked_activation("weft::_activation_backward", name));
 }
 
 at::Tensor gated_activation(const at::Tensor& gate, const at::Tensor& up, std::string_view name) {
-  return kernels::cpu::gated_forward(
-      gate, up, {}, {}, checked_activation("weft::_gated_activation", name));
+  return kernels::cpu::gated_forward(gate, up, checked_activation("weft::_gated_activation", name));
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> gated_activation_backward(const at::Tensor& grad,
@@ -34,7 +33,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> gated_activation_backward(const a
                                                                          const at::Tensor& up,
                                                                          std::string_view name) {
   return kernels::cpu::gated_backward(
-      grad, gate, up, {}, {}, checked_activation("weft::_gated_activation_backward", name));
+      grad, gate, up, checked_activation("weft::_gated_activation_backward", name));
 }
 
 }  // namespace

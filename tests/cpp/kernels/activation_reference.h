@@ -6,6 +6,24 @@
 #include <limits>
 #include <numbers>
 
+namespace weft::kernels::testing {
+
+inline const char* name_of(Activation activation) {
+  switch (activation) {
+    case Activation::kSilu:
+      return "silu";
+    case Activation::kGelu:
+      return "gelu";
+    case Activation::kGeluTanh:
+      return "gelu_tanh";
+    case Activation::kRelu:
+      return "relu";
+  }
+  return "";
+}
+
+}  // namespace weft::kernels::testing
+
 // act and act' in plain double precision, by the textbook formulae.
 namespace weft::kernels::reference {
 

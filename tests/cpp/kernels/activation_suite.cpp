@@ -20,18 +20,16 @@ struct Case {
   Activation activation;
   std::vector<int64_t> shape;
   Layout layout;
-  bool with_bias;
 };
 
 std::string case_name(const ::testing::TestParamInfo<Case>& info) {
   const Case& c = info.param;
-  std::string name =
-      std::string(c10::toString(c.type)) + "_" + std::string(to_string(c.activation));
+  std::string name = std::string(c10::toString(c.type)) + "_" + name_of(c.activation);
   for (const int64_t size : c.shape) name.append("_").append(std::to_string(size));
   name += c.layout == Layout::kContiguous ? ""
           : c.layout == Layout::kSliced   ? "_sliced"
                                           : "_transposed";
-  return name + (c.with_bias ? "_bias" : "");
+  return name;
 }
 
 std::vector<Case> all_cases() {
@@ -41,13 +39,11 @@ std::vector<Case> all_cases() {
   for (const auto type : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf}) {
     for (const auto activation :
          {Activation::kSilu, Activation::kGelu, Activation::kGeluTanh, Activation::kRelu}) {
-      for (const bool with_bias : {false, true}) {
-        for (const auto& shape : shapes) {
-          cases.push_back({type, activation, shape, Layout::kContiguous, with_bias});
-        }
-        cases.push_back({type, activation, {8, 171}, Layout::kTransposed, with_bias});
-        cases.push_back({type, activation, {8, 171}, Layout::kSliced, with_bias});
+      for (const auto& shape : shapes) {
+        cases.push_back({type, activation, shape, Layout::kContiguous});
       }
+      cases.push_back({type, activation, {8, 171}, Layout::kTransposed});
+      cases.push_back({type, activation, {8, 171}, Layout::kSliced});
     }
   }
   return cases;
@@ -69,22 +65,12 @@ at::Tensor random(const Case& c) {
   return finish(at::randn(shape, at::kDouble));
 }
 
-OptionalTensor random_bias(const Case& c) {
-  if (!c.with_bias) return std::nullopt;
-  return at::randn({c.shape.back()}, at::kDouble).to(c.type).to(kernels_under_test().device);
+// Returns the elements in double.
+std::vector<double> values_of(const at::Tensor& tensor) {
+  const at::Tensor values = tensor.cpu().to(at::kDouble).contiguous();
+  const auto* begin = values.const_data_ptr<double>();
+  return {begin, begin + values.numel()};
 }
-
-// Returns the operand as the kernels see it, with its bias added in their compute type, in double.
-std::vector<double> biased(const at::Tensor& tensor, const OptionalTensor& bias) {
-  const auto compute_type = tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  at::Tensor sum = tensor.cpu().to(compute_type);
-  if (bias) sum = sum + bias->cpu().to(compute_type);
-  sum = sum.to(at::kDouble).contiguous();
-  const auto* begin = sum.const_data_ptr<double>();
-  return {begin, begin + sum.numel()};
-}
-
-std::vector<double> values_of(const at::Tensor& tensor) { return biased(tensor, std::nullopt); }
 
 // float and double: some units in the last place. Half types: half a unit, for one rounding.
 double relative_tolerance(at::ScalarType type) {
@@ -141,12 +127,11 @@ TEST_P(ActivationCases, PlainMatchesReference) {
   const Case& c = GetParam();
   const at::Tensor x = random(c);
   const at::Tensor grad_h = random(c);
-  const OptionalTensor bias = random_bias(c);
-  const auto points = biased(x, bias);
+  const auto points = values_of(x);
   const auto grads = values_of(grad_h);
 
-  const at::Tensor h = kernels_.activation_forward(x, bias, c.activation);
-  const auto [grad_x, h_again] = kernels_.activation_backward(grad_h, x, bias, c.activation);
+  const at::Tensor h = kernels_.activation_forward(x, c.activation);
+  const auto [grad_x, h_again] = kernels_.activation_backward(grad_h, x, c.activation);
 
   for (const auto& result : {h, grad_x, h_again}) expect_result_like(result, x);
   const auto value = [&](std::size_t i) { return reference::value(c.activation, points[i]); };
@@ -165,15 +150,13 @@ TEST_P(ActivationCases, GatedMatchesReference) {
   const at::Tensor gate = random(c);
   const at::Tensor up = random(c);
   const at::Tensor grad_h = random(c);
-  const OptionalTensor gate_bias = random_bias(c);
-  const OptionalTensor up_bias = random_bias(c);
-  const auto gates = biased(gate, gate_bias);
-  const auto ups = biased(up, up_bias);
+  const auto gates = values_of(gate);
+  const auto ups = values_of(up);
   const auto grads = values_of(grad_h);
 
-  const at::Tensor h = kernels_.gated_forward(gate, up, gate_bias, up_bias, c.activation);
+  const at::Tensor h = kernels_.gated_forward(gate, up, c.activation);
   const auto [grad_gate, grad_up, h_again] =
-      kernels_.gated_backward(grad_h, gate, up, gate_bias, up_bias, c.activation);
+      kernels_.gated_backward(grad_h, gate, up, c.activation);
 
   for (const auto& result : {h, grad_gate, grad_up, h_again}) expect_result_like(result, gate);
   const auto value = [&](std::size_t i) {
@@ -203,15 +186,14 @@ TEST_F(ActivationKernels, BackwardMatchesCentralDifferences) {
   const double step = 1e-5;
   for (const auto activation : {Activation::kSilu, Activation::kGelu, Activation::kGeluTanh}) {
     const auto h = [&](const at::Tensor& g, const at::Tensor& u) {
-      return kernels_.gated_forward(g, u, std::nullopt, std::nullopt, activation);
+      return kernels_.gated_forward(g, u, activation);
     };
-    const auto [grad_gate, grad_up, h_again] =
-        kernels_.gated_backward(ones, gate, up, std::nullopt, std::nullopt, activation);
+    const auto [grad_gate, grad_up, h_again] = kernels_.gated_backward(ones, gate, up, activation);
     const at::Tensor gate_slope = (h(gate + step, up) - h(gate - step, up)) / (2 * step);
     const at::Tensor up_slope = (h(gate, up + step) - h(gate, up - step)) / (2 * step);
     // Truncation step^2 and rounding 1e-16 / step are both near 1e-10.
-    EXPECT_LT((grad_gate - gate_slope).abs().max().item<double>(), 2e-9) << to_string(activation);
-    EXPECT_LT((grad_up - up_slope).abs().max().item<double>(), 2e-9) << to_string(activation);
+    EXPECT_LT((grad_gate - gate_slope).abs().max().item<double>(), 2e-9) << name_of(activation);
+    EXPECT_LT((grad_up - up_slope).abs().max().item<double>(), 2e-9) << name_of(activation);
   }
 }
 
@@ -220,12 +202,11 @@ TEST_F(ActivationKernels, LeftTailsKeepRelativeAccuracy) {
   const at::Tensor x = at::linspace(-9, -1, 4001, at::kFloat);
   const auto points = values_of(x);
   for (const auto activation : {Activation::kSilu, Activation::kGelu}) {
-    const auto values =
-        values_of(kernels_.activation_forward(on_device(x), std::nullopt, activation));
+    const auto values = values_of(kernels_.activation_forward(on_device(x), activation));
     for (std::size_t i = 0; i < values.size(); ++i) {
       const double expected = reference::value(activation, points[i]);
       ASSERT_NEAR(values[i], expected, 1e-6 * std::abs(expected))
-          << to_string(activation) << " at " << points[i];
+          << name_of(activation) << " at " << points[i];
     }
   }
 }
@@ -254,12 +235,9 @@ TEST_F(ActivationKernels, NanAndInfinityAreAsInTorch) {
     const at::Tensor x64 = x.cpu().to(at::kDouble);
     const at::Tensor ones64 = at::ones_like(x64);
     const auto check = [&](Activation activation, const at::Tensor& h, const at::Tensor& grad) {
-      const std::string what =
-          std::string(to_string(activation)) + " in " + std::string(c10::toString(type));
-      expect_same_specials(
-          kernels_.activation_forward(x, std::nullopt, activation), h, what.c_str());
-      const auto [grad_x, h_again] =
-          kernels_.activation_backward(ones, x, std::nullopt, activation);
+      const std::string what = std::string(name_of(activation)) + " in " + c10::toString(type);
+      expect_same_specials(kernels_.activation_forward(x, activation), h, what.c_str());
+      const auto [grad_x, h_again] = kernels_.activation_backward(ones, x, activation);
       expect_same_specials(h_again, h, (what + ", h of backward").c_str());
       expect_same_specials(grad_x, grad, (what + ", gradient").c_str());
     };
@@ -275,13 +253,9 @@ TEST_F(ActivationKernels, EveryHalfValueSurvives) {
   const at::Tensor patterns = at::arange(-32768, 32768, at::kInt).to(at::kShort);
   for (const auto type : {at::kBFloat16, at::kHalf}) {
     const at::Tensor up = patterns.view(type);
-    const at::Tensor h = kernels_
-                             .gated_forward(on_device(at::ones_like(up)),
-                                            on_device(up),
-                                            std::nullopt,
-                                            std::nullopt,
-                                            Activation::kRelu)
-                             .cpu();
+    const at::Tensor h =
+        kernels_.gated_forward(on_device(at::ones_like(up)), on_device(up), Activation::kRelu)
+            .cpu();
     EXPECT_TRUE(at::where(up.isnan(), h.isnan(), h.view(at::kShort) == patterns).all().item<bool>())
         << c10::toString(type);
   }
@@ -292,8 +266,7 @@ TEST_F(ActivationKernels, HalfResultsRoundToNearestEven) {
   for (const auto type : {at::kBFloat16, at::kHalf}) {
     const at::Tensor gate = at::rand({exponents.size(0), 999}, at::kFloat).add(1).to(type);
     const at::Tensor up = (at::randn({exponents.size(0), 999}, at::kFloat) * exponents).to(type);
-    const at::Tensor h = kernels_.gated_forward(
-        on_device(gate), on_device(up), std::nullopt, std::nullopt, Activation::kRelu);
+    const at::Tensor h = kernels_.gated_forward(on_device(gate), on_device(up), Activation::kRelu);
     EXPECT_TRUE(at::equal(h.cpu(), (gate.to(at::kFloat) * up.to(at::kFloat)).to(type)))
         << c10::toString(type);
   }
@@ -310,43 +283,33 @@ void expect_error(const std::function<void()>& call, const std::string& sentence
 
 TEST_F(ActivationKernels, RejectsMismatchedOperands) {
   const at::Tensor x = on_device(at::zeros({2, 3}));
-  const auto forward = [&](const at::Tensor& input, const OptionalTensor& bias) {
-    kernels_.activation_forward(input, bias, Activation::kSilu);
+  const auto forward = [&](const at::Tensor& input) {
+    kernels_.activation_forward(input, Activation::kSilu);
   };
-  const auto gated = [&](const at::Tensor& up, const OptionalTensor& up_bias) {
-    kernels_.gated_forward(x, up, std::nullopt, up_bias, Activation::kSilu);
+  const auto gated = [&](const at::Tensor& up) {
+    kernels_.gated_forward(x, up, Activation::kSilu);
   };
   expect_error(
       [&] {
-        gated(on_device(at::zeros({2, 4})), std::nullopt);
+        gated(on_device(at::zeros({2, 4})));
       },
       "gated_forward got up of shape [2, 4] but gate of shape [2, 3]; pass tensors of "
       "one shape.");
-  expect_error([&] { gated(x.to(at::kDouble), std::nullopt); },
+  expect_error([&] { gated(x.to(at::kDouble)); },
                "gated_forward got up of dtype Double but gate of dtype Float; convert both to one "
                "dtype.");
-  expect_error([&] { gated(x, on_device(at::zeros({2}))); },
-               "gated_forward got up_bias of shape [2] for up of shape [2, 3]; pass a bias with "
-               "one dim, as long as the last dim of up.");
-  expect_error(
-      [&] {
-        forward(x, on_device(at::zeros({1, 3})));
-      },
-      "activation_forward got bias of shape [1, 3] for x of shape [2, 3]; pass a bias "
-      "with one dim, as long as the last dim of x.");
-  expect_error([&] { forward(x.to(at::kLong), std::nullopt); },
+  expect_error([&] { forward(x.to(at::kLong)); },
                "activation_forward got x of dtype Long; convert to float32, float64, bfloat16 or "
                "float16.");
-  expect_error([&] { forward(at::Tensor(), std::nullopt); },
+  expect_error([&] { forward(at::Tensor()); },
                "activation_forward got an undefined tensor as x; pass a tensor.");
-  expect_error([&] { forward(x.to(at::kMeta), std::nullopt); },
+  expect_error([&] { forward(x.to(at::kMeta)); },
                "activation_forward got x on meta in the kernel for " +
                    c10::DeviceTypeName(kernels_.device, /*lower_case=*/true) +
                    "; call the kernel of the tensor's own device.");
   expect_error(
       [&] {
-        kernels_.activation_backward(
-            on_device(at::zeros({3, 2})), x, std::nullopt, Activation::kRelu);
+        kernels_.activation_backward(on_device(at::zeros({3, 2})), x, Activation::kRelu);
       },
       "activation_backward got grad_h of shape [3, 2] but x of shape [2, 3]; pass tensors of one "
       "shape.");

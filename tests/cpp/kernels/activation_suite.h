@@ -2,34 +2,24 @@
 
 #include <weft/kernels/activation.h>
 
-#include <optional>
 #include <tuple>
 
 // activation_suite.cpp tests the kernels of one device. Each test executable links it and defines
 // kernels_under_test().
 namespace weft::kernels::testing {
 
-using OptionalTensor = std::optional<at::Tensor>;
-
 struct KernelsUnderTest {
   c10::DeviceType device;
   bool available;  // false: the suite is skipped, for `unavailable_reason`
   const char* unavailable_reason;
-  at::Tensor (*activation_forward)(const at::Tensor&, const OptionalTensor&, Activation);
+  at::Tensor (*activation_forward)(const at::Tensor&, Activation);
   std::tuple<at::Tensor, at::Tensor> (*activation_backward)(const at::Tensor&,
                                                             const at::Tensor&,
-                                                            const OptionalTensor&,
                                                             Activation);
-  at::Tensor (*gated_forward)(const at::Tensor&,
-                              const at::Tensor&,
-                              const OptionalTensor&,
-                              const OptionalTensor&,
-                              Activation);
+  at::Tensor (*gated_forward)(const at::Tensor&, const at::Tensor&, Activation);
   std::tuple<at::Tensor, at::Tensor, at::Tensor> (*gated_backward)(const at::Tensor&,
                                                                    const at::Tensor&,
                                                                    const at::Tensor&,
-                                                                   const OptionalTensor&,
-                                                                   const OptionalTensor&,
                                                                    Activation);
 };
 
