@@ -1,9 +1,6 @@
 #include "cross_entropy_math.h"
 
-#include "cross_entropy_kernels.h"
 #include "dispatch.h"
-
-#include <weft/kernels/cross_entropy.h>
 
 #include <ATen/OpMathType.h>
 #include <ATen/ops/empty.h>
@@ -87,10 +84,6 @@ void gradient_meta(const at::Tensor& /*gradient*/,
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(weft, CPU, m) {
-  CrossEntropyKernels<kernels::cpu::cross_entropy_statistics,
-                      kernels::cpu::cross_entropy_gradient>::register_kernels(m);
-}
 TORCH_LIBRARY_IMPL(weft, Meta, m) {
   m.impl("_cross_entropy_statistics", TORCH_FN(statistics_meta));
   m.impl("_cross_entropy_gradient", TORCH_FN(gradient_meta));

@@ -6,8 +6,6 @@
 #include "group_collectives.h"
 #include "shape.h"
 
-#include <weft/kernels/dropout.h>
-
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
@@ -97,17 +95,6 @@ at::Tensor dropout_meta(const at::Tensor& x,
   return at::empty_symint(x.sym_sizes(), x.options());
 }
 
-at::Tensor dropout_of_part(const at::Tensor& x,
-                           std::int64_t seed,
-                           double p,
-                           std::int64_t inner,
-                           std::int64_t size,
-                           std::int64_t begin,
-                           std::int64_t full_size) {
-  return kernels::cpu::dropout(
-      x, p, static_cast<std::uint64_t>(seed), {inner, size, begin, full_size});
-}
-
 at::Tensor dropout_of_part_meta(const at::Tensor& x,
                                 std::int64_t /*seed*/,
                                 double /*p*/,
@@ -165,10 +152,7 @@ at::Tensor dropout_autograd(const at::Tensor& x,
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(weft, CPU, m) {
-  m.impl("dropout", TORCH_FN(dropout));
-  m.impl("_dropout_of_part", TORCH_FN(dropout_of_part));
-}
+TORCH_LIBRARY_IMPL(weft, CPU, m) { m.impl("dropout", TORCH_FN(dropout)); }
 TORCH_LIBRARY_IMPL(weft, CUDA, m) { m.impl("dropout", TORCH_FN(dropout)); }
 TORCH_LIBRARY_IMPL(weft, Meta, m) {
   m.impl("dropout", TORCH_FN(dropout_meta));

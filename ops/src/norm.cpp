@@ -5,10 +5,7 @@
 #include "autograd_support.h"
 #include "dispatch.h"
 #include "group_collectives.h"
-#include "norm_kernels.h"
 #include "shape.h"
-
-#include <weft/kernels/norm.h>
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
@@ -318,12 +315,7 @@ YAndSum norm_backward_meta(const at::Tensor& /*grad_y*/,
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(weft, CPU, m) {
-  using Kernels = NormKernels<kernels::cpu::norm_forward, kernels::cpu::norm_backward>;
-  Norms<forward>::register_kernels(m);
-  m.impl("_norm", TORCH_FN(Kernels::forward));
-  m.impl("_norm_backward", TORCH_FN(Kernels::backward));
-}
+TORCH_LIBRARY_IMPL(weft, CPU, m) { Norms<forward>::register_kernels(m); }
 TORCH_LIBRARY_IMPL(weft, CUDA, m) { Norms<forward>::register_kernels(m); }
 TORCH_LIBRARY_IMPL(weft, Meta, m) {
   Norms<meta>::register_kernels(m);

@@ -1,0 +1,25 @@
+// The operators of device_kernels.h on CUDA.
+
+#include "device_kernels.h"
+
+namespace weft::ops {
+
+namespace {
+
+struct CudaKernels {
+  static constexpr auto activation_forward = kernels::cuda::activation_forward;
+  static constexpr auto activation_backward = kernels::cuda::activation_backward;
+  static constexpr auto gated_forward = kernels::cuda::gated_forward;
+  static constexpr auto gated_backward = kernels::cuda::gated_backward;
+  static constexpr auto dropout = kernels::cuda::dropout;
+  static constexpr auto norm_forward = kernels::cuda::norm_forward;
+  static constexpr auto norm_backward = kernels::cuda::norm_backward;
+  static constexpr auto cross_entropy_statistics = kernels::cuda::cross_entropy_statistics;
+  static constexpr auto cross_entropy_gradient = kernels::cuda::cross_entropy_gradient;
+};
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(weft, CUDA, m) { DeviceKernels<CudaKernels>::register_kernels(m); }
+
+}  // namespace weft::ops
