@@ -1,6 +1,6 @@
-// Device kernels of column_row_mlp: local matrix products, one all-reduce, then the row bias. With
-// sequence parallelism, the input is all-gathered and the output is reduce-scattered instead of
-// all-reduced.
+// Device and Meta kernels of column_row_mlp: local matrix products, one all-reduce, then the row
+// bias. With sequence parallelism, the input is all-gathered and the output is reduce-scattered
+// instead of all-reduced.
 
 #include "column_row_mlp.h"
 
@@ -16,6 +16,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -212,6 +213,54 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> column_row_mlp_saving(
   return {y, h1, h3.defined() ? h3 : at::empty({0}, x.options())};
 }
 
+std::optional<Sequence> sequence_of(const at::Tensor& x,
+                                    std::string_view group_name,
+                                    const std::optional<std::int64_t>& sequence_dim,
+                                    const std::optional<c10::SymInt>& sequence_size) {
+  const auto group_rank = rank_in(kOp, group_name);
+  return mlp_sequence(x, sequence_dim, sequence_size, group_rank);
+}
+
+at::Tensor column_row_mlp_meta(const at::Tensor& x,
+                               const at::Tensor& w1,
+                               const at::Tensor& w2,
+                               const OptionalTensor& w3,
+                               const OptionalTensor& b1,
+                               const OptionalTensor& b2,
+                               const OptionalTensor& b3,
+                               std::string_view activation,
+                               std::string_view group_name,
+                               bool /*recompute*/,
+                               std::optional<std::int64_t> sequence_dim,
+                               std::optional<c10::SymInt> sequence_size) {
+  sequence_of(x, group_name, sequence_dim, sequence_size);
+  return at::empty_symint(column_row_mlp_shape(x, w1, w2, w3, b1, b2, b3, activation), x.options());
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> column_row_mlp_saving_meta(
+    const at::Tensor& x,
+    const at::Tensor& w1,
+    const at::Tensor& w2,
+    const OptionalTensor& w3,
+    const OptionalTensor& b1,
+    const OptionalTensor& b2,
+    const OptionalTensor& b3,
+    std::string_view activation,
+    std::string_view group_name,
+    std::optional<std::int64_t> sequence_dim,
+    std::optional<c10::SymInt> sequence_size) {
+  auto y =
+      at::empty_symint(column_row_mlp_shape(x, w1, w2, w3, b1, b2, b3, activation), x.options());
+  c10::SymDimVector hidden(x.sym_sizes().begin(), x.sym_sizes().end());
+  hidden.back() = w1.sym_size(0);
+  if (const auto sequence = sequence_of(x, group_name, sequence_dim, sequence_size)) {
+    hidden[static_cast<std::size_t>(sequence->dim)] = sequence->size;
+  }
+  return {y,
+          at::empty_symint(hidden, x.options()),
+          w3.has_value() ? at::empty_symint(hidden, x.options()) : at::empty({0}, x.options())};
+}
+
 void register_kernels(torch::Library& m) {
   m.impl("column_row_mlp", TORCH_FN(column_row_mlp));
   m.impl("_column_row_mlp_saving", TORCH_FN(column_row_mlp_saving));
@@ -222,5 +271,9 @@ void register_kernels(torch::Library& m) {
 // The same kernel for all devices: products, activations and collectives dispatch on their own.
 TORCH_LIBRARY_IMPL(weft, CPU, m) { register_kernels(m); }
 TORCH_LIBRARY_IMPL(weft, CUDA, m) { register_kernels(m); }
+TORCH_LIBRARY_IMPL(weft, Meta, m) {
+  m.impl("column_row_mlp", TORCH_FN(column_row_mlp_meta));
+  m.impl("_column_row_mlp_saving", TORCH_FN(column_row_mlp_saving_meta));
+}
 
 }  // namespace weft::ops

@@ -1,6 +1,8 @@
-// The operators of device_kernels.h on the CPU.
+// The operators of device_kernels.h on the CPU, and the Meta kernels of the activations.
 
 #include "device_kernels.h"
+
+#include <ATen/ops/empty.h>
 
 namespace weft::ops {
 
@@ -18,8 +20,45 @@ struct CpuKernels {
   static constexpr auto cross_entropy_gradient = kernels::cpu::cross_entropy_gradient;
 };
 
+at::Tensor activation_meta(const at::Tensor& x, std::string_view name) {
+  checked_activation("weft::_activation", name);
+  return at::empty_symint(x.sym_sizes(), x.options());
+}
+
+std::tuple<at::Tensor, at::Tensor> activation_backward_meta(const at::Tensor& /*grad*/,
+                                                            const at::Tensor& x,
+                                                            std::string_view name) {
+  checked_activation("weft::_activation_backward", name);
+  return {at::empty_symint(x.sym_sizes(), x.options()),
+          at::empty_symint(x.sym_sizes(), x.options())};
+}
+
+at::Tensor gated_activation_meta(const at::Tensor& gate,
+                                 const at::Tensor& /*up*/,
+                                 std::string_view name) {
+  checked_activation("weft::_gated_activation", name);
+  return at::empty_symint(gate.sym_sizes(), gate.options());
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> gated_activation_backward_meta(
+    const at::Tensor& /*grad*/,
+    const at::Tensor& gate,
+    const at::Tensor& /*up*/,
+    std::string_view name) {
+  checked_activation("weft::_gated_activation_backward", name);
+  return {at::empty_symint(gate.sym_sizes(), gate.options()),
+          at::empty_symint(gate.sym_sizes(), gate.options()),
+          at::empty_symint(gate.sym_sizes(), gate.options())};
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(weft, CPU, m) { DeviceKernels<CpuKernels>::register_kernels(m); }
+TORCH_LIBRARY_IMPL(weft, Meta, m) {
+  m.impl("_activation", TORCH_FN(activation_meta));
+  m.impl("_activation_backward", TORCH_FN(activation_backward_meta));
+  m.impl("_gated_activation", TORCH_FN(gated_activation_meta));
+  m.impl("_gated_activation_backward", TORCH_FN(gated_activation_backward_meta));
+}
 
 }  // namespace weft::ops

@@ -6,6 +6,8 @@
 #include "dispatch.h"
 #include "group.h"
 
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
 #include <string>
@@ -66,6 +68,14 @@ at::Tensor reduce_from_group_autograd(const at::Tensor& x, std::string_view grou
   return ReduceFromGroup::apply(x, std::string(group_name));
 }
 
+at::Tensor copy_to_group_meta(const at::Tensor& x, std::string_view /*group_name*/) {
+  return at::empty_like(x);
+}
+
+at::Tensor reduce_from_group_meta(const at::Tensor& x, std::string_view /*group_name*/) {
+  return at::empty_symint(x.sym_sizes(), x.options());
+}
+
 void register_kernels(torch::Library& m) {
   m.impl("copy_to_group", TORCH_FN(copy_to_group));
   m.impl("reduce_from_group", TORCH_FN(reduce_from_group));
@@ -75,6 +85,10 @@ void register_kernels(torch::Library& m) {
 
 TORCH_LIBRARY_IMPL(weft, CPU, m) { register_kernels(m); }
 TORCH_LIBRARY_IMPL(weft, CUDA, m) { register_kernels(m); }
+TORCH_LIBRARY_IMPL(weft, Meta, m) {
+  m.impl("copy_to_group", TORCH_FN(copy_to_group_meta));
+  m.impl("reduce_from_group", TORCH_FN(reduce_from_group_meta));
+}
 TORCH_LIBRARY_IMPL(weft, Autograd, m) {
   m.impl("copy_to_group", TORCH_FN(copy_to_group_autograd));
   m.impl("reduce_from_group", TORCH_FN(reduce_from_group_autograd));

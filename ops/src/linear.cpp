@@ -7,6 +7,7 @@
 #include "reduced_products.h"
 #include "shape.h"
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/matmul.h>
 #include <torch/library.h>
@@ -127,6 +128,20 @@ at::Tensor row_linear_autograd(const at::Tensor& x,
   return RowLinear::apply(x, weight, bias, std::string(group_name));
 }
 
+at::Tensor column_linear_meta(const at::Tensor& x,
+                              const at::Tensor& weight,
+                              const OptionalTensor& bias,
+                              std::string_view /*group_name*/) {
+  return at::empty_symint(linear_shape(kColumn, x, weight, bias), x.options());
+}
+
+at::Tensor row_linear_meta(const at::Tensor& x,
+                           const at::Tensor& weight,
+                           const OptionalTensor& bias,
+                           std::string_view /*group_name*/) {
+  return at::empty_symint(linear_shape(kRow, x, weight, bias), x.options());
+}
+
 void register_kernels(torch::Library& m) {
   m.impl("column_linear", TORCH_FN(column_linear));
   m.impl("row_linear", TORCH_FN(row_linear));
@@ -136,6 +151,10 @@ void register_kernels(torch::Library& m) {
 
 TORCH_LIBRARY_IMPL(weft, CPU, m) { register_kernels(m); }
 TORCH_LIBRARY_IMPL(weft, CUDA, m) { register_kernels(m); }
+TORCH_LIBRARY_IMPL(weft, Meta, m) {
+  m.impl("column_linear", TORCH_FN(column_linear_meta));
+  m.impl("row_linear", TORCH_FN(row_linear_meta));
+}
 TORCH_LIBRARY_IMPL(weft, Autograd, m) {
   m.impl("column_linear", TORCH_FN(column_linear_autograd));
   m.impl("row_linear", TORCH_FN(row_linear_autograd));

@@ -8,6 +8,7 @@
 
 #include <ATen/ops/embedding.h>
 #include <ATen/ops/embedding_dense_backward.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
@@ -117,6 +118,21 @@ at::Tensor vocab_parallel_embedding_autograd(const at::Tensor& ids,
       ids, weight, vocab_start, std::string(group_name), vocab_size);
 }
 
+at::Tensor vocab_parallel_embedding_meta(const at::Tensor& ids,
+                                         const at::Tensor& weight,
+                                         std::int64_t vocab_start,
+                                         std::string_view /*group_name*/,
+                                         std::optional<std::int64_t> /*vocab_size*/) {
+  return at::empty_symint(vocab_embedding_shape(ids, weight, vocab_start), weight.options());
+}
+
+at::Tensor vocab_embedding_backward_meta(const at::Tensor& grad,
+                                         const at::Tensor& /*ids*/,
+                                         c10::SymInt num_rows,
+                                         std::int64_t /*vocab_start*/) {
+  return at::empty_symint({std::move(num_rows), grad.sym_size(-1)}, grad.options());
+}
+
 void register_embedding_kernels(torch::Library& m) {
   m.impl("vocab_parallel_embedding", TORCH_FN(vocab_parallel_embedding));
   m.impl("_vocab_embedding_backward", TORCH_FN(vocab_embedding_backward));
@@ -126,6 +142,10 @@ void register_embedding_kernels(torch::Library& m) {
 
 TORCH_LIBRARY_IMPL(weft, CPU, m) { register_embedding_kernels(m); }
 TORCH_LIBRARY_IMPL(weft, CUDA, m) { register_embedding_kernels(m); }
+TORCH_LIBRARY_IMPL(weft, Meta, m) {
+  m.impl("vocab_parallel_embedding", TORCH_FN(vocab_parallel_embedding_meta));
+  m.impl("_vocab_embedding_backward", TORCH_FN(vocab_embedding_backward_meta));
+}
 TORCH_LIBRARY_IMPL(weft, Autograd, m) {
   m.impl("vocab_parallel_embedding", TORCH_FN(vocab_parallel_embedding_autograd));
 }
