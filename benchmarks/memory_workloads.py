@@ -27,7 +27,7 @@ import weft.strategy.pipeline
 import weft.strategy.verification.decide
 from weft.lightning import WeftModelParallelStrategy
 from weft.strategy._plan import DecoderModel, FeedForwardModel, Mesh, TrainingSpec
-from weft.strategy.plan_text import from_mapping
+from weft.strategy.planning.plan_text import from_mapping
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from model import ModelArgs, Transformer

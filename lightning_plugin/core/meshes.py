@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from weft._plugin.data_axes import DATA_AXIS, REPLICATE_AXIS
 
 if TYPE_CHECKING:
-    from weft.strategy.layout import MeshSizes
+    from weft.strategy.planning.layout import MeshSizes
 
 TENSOR_AXIS = "tensor_parallel"
 PIPELINE_AXIS = "pipeline_parallel"

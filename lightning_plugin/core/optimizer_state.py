@@ -43,8 +43,8 @@ class UnsplitModel:
 
 def parameter_names(module: torch.nn.Module) -> dict[Tensor, str]:
     """Return each parameter's name in checkpoints; for tied parameters the first name, even if on another stage."""
-    from weft.strategy.assignments import join
     from weft.strategy.pipeline import find_staged
+    from weft.strategy.recognition.assignments import join
 
     of_copies = {}
     if (found := find_staged(module)) is not None:

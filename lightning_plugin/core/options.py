@@ -15,8 +15,8 @@ from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module
 
 if TYPE_CHECKING:
-    from weft.strategy.layout import MeshSizes, Sizes
     from weft.strategy.pipeline import AutoCuts
+    from weft.strategy.planning.layout import MeshSizes, Sizes
 
 ZERO_STAGES = (0, 1, 2, 3)
 # Fabric's user splits batches in `pipeline_step`, and the model that is set up is the one that is cut.
@@ -186,7 +186,7 @@ class Options:
             raise ValueError(
                 f"{owner} got optimizer_in_backward='rows' without a plan, whose MLPs it is for; pass plan='auto'."
             )
-        from weft.strategy.activation_checkpointing import check_checkpoint_spec
+        from weft.strategy.modules.activation_checkpointing import check_checkpoint_spec
 
         check_checkpoint_spec(owner, self.activation_checkpointing)
         if self.activation_offload and self.activation_checkpointing == "none":
@@ -284,7 +284,7 @@ class Options:
             raise ValueError(f"{owner}: {error}") from None
 
     def _sizes(self, owner: str, data_parallel_size: int | str, tensor_parallel_size: int | str) -> Sizes:
-        from weft.strategy.layout import Sizes
+        from weft.strategy.planning.layout import Sizes
 
         given: dict[str, Any] = {
             "data_replicate_size": self.data_replicate_size,

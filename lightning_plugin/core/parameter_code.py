@@ -22,8 +22,8 @@ CALL_GRADIENT_HOOKS = ("post_backward", "_after_closure")
 def run_step(step: Callable[..., Any], module: nn.Module | None, *args: Any, **kwargs: Any) -> Any:
     """Run one of the module's steps; `module`: the module with stages, whose `parameters()` raise inside, or None."""
     from weft.strategy import local_parameters
-    from weft.strategy.sharded_errors import explained
-    from weft.strategy.vocab_head import materialize_logits
+    from weft.strategy.modules.sharded_errors import explained
+    from weft.strategy.modules.vocab_head import materialize_logits
 
     with explained(), local_parameters(), _watching_parameters(module, _raise_incomplete):
         return materialize_logits(step(*args, **kwargs))
@@ -71,7 +71,7 @@ def _watching_parameters(module: nn.Module | None, on_access: Callable[[str], No
     if module is None:
         yield
         return
-    from weft.strategy.local_tensor import forward_depth
+    from weft.strategy.sharding.local_tensor import forward_depth
 
     incomplete = _incomplete_modules(module)
     depth = forward_depth()
@@ -92,7 +92,7 @@ def _watching_parameters(module: nn.Module | None, on_access: Callable[[str], No
 
 def _incomplete_modules(module: nn.Module) -> dict[str, nn.Module]:
     """Return the layers of other stages, and the modules that contain them, by name."""
-    from weft.strategy.remote_layers import RemoteLayer
+    from weft.strategy.sharding.remote_layers import RemoteLayer
 
     modules = dict(module.named_modules())
     found: dict[str, nn.Module] = {}

@@ -38,7 +38,7 @@ class StartSummaryMixin(StrategyMembers):
         self._warn_on_replicated(module)
 
     def _sharding_lines(self, module: torch.nn.Module) -> list[str]:
-        from weft.strategy.summary import replicated, summary
+        from weft.strategy.reports.summary import replicated, summary
 
         if self.tensor_parallel_group.size() > 1:
             return summary(module)
@@ -80,7 +80,7 @@ class StartSummaryMixin(StrategyMembers):
 
     def _warn_on_replicated(self, module: torch.nn.Module) -> None:
         """Warn if every rank holds much of the model in full."""
-        from weft.strategy.summary import REPLICATED_FRACTION, replicated_fraction
+        from weft.strategy.reports.summary import REPLICATED_FRACTION, replicated_fraction
 
         share = replicated_fraction(module)
         if self.tensor_parallel_group.size() == 1 or share <= REPLICATED_FRACTION:

@@ -355,7 +355,7 @@ def restoring_state(module: Any, has_buffers: bool = True) -> Iterator[None]:
 
 def _parameter_names_with(module: torch.nn.Module, name: str, inner: Sequence[str]) -> tuple[str, ...]:
     """Return the names of a module's parameters, in order; `inner`: those in its submodule `name` before the cut."""
-    from weft.strategy.assignments import join
+    from weft.strategy.recognition.assignments import join
 
     names: list[str] = []
     for prefix, each in module.named_modules():

@@ -11,43 +11,56 @@ are loaded at their first use, so that `weft estimate` does without torch.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
+
+from weft.strategy._aliases import Aliases
 
 if TYPE_CHECKING:
     from weft.strategy._plan import AXIS_NAMES, STYLES, Mesh
-    from weft.strategy.activation_checkpointing import checkpoint_activations
     from weft.strategy.apply import parallelize
     from weft.strategy.comparison import Comparison, compare
     from weft.strategy.deferred import deferred_init
     from weft.strategy.export import export_local
     from weft.strategy.full_results import full, local_parameters
-    from weft.strategy.fused_optimizers import fuse
-    from weft.strategy.gradients import check_replicated_gradients, gradient_fingerprint
-    from weft.strategy.in_backward import StepInBackward
-    from weft.strategy.local_tensor import local_of
+    from weft.strategy.modules.activation_checkpointing import checkpoint_activations
+    from weft.strategy.optimizers.fused_optimizers import fuse
+    from weft.strategy.optimizers.in_backward import StepInBackward
     from weft.strategy.pipeline import Pipeline
     from weft.strategy.pipeline.draw import draw
     from weft.strategy.plan import Plan
-    from weft.strategy.rank_reports import RankReports, rank_reports
-    from weft.strategy.report_table import Report, Row, report
+    from weft.strategy.reports.rank_reports import RankReports, rank_reports
+    from weft.strategy.reports.report_table import Report, Row, report
+    from weft.strategy.sharding.gradients import check_replicated_gradients, gradient_fingerprint
+    from weft.strategy.sharding.local_tensor import local_of
 
 _MODULES = {
     "_plan": ("AXIS_NAMES", "STYLES", "Mesh"),
-    "activation_checkpointing": ("checkpoint_activations",),
     "apply": ("parallelize",),
     "comparison": ("Comparison", "compare"),
     "deferred": ("deferred_init",),
     "export": ("export_local",),
-    "fused_optimizers": ("fuse",),
     "full_results": ("full", "local_parameters"),
-    "gradients": ("check_replicated_gradients", "gradient_fingerprint"),
-    "in_backward": ("StepInBackward",),
-    "local_tensor": ("local_of",),
+    "modules.activation_checkpointing": ("checkpoint_activations",),
+    "optimizers.fused_optimizers": ("fuse",),
+    "optimizers.in_backward": ("StepInBackward",),
     "pipeline": ("Pipeline", "draw"),
     "plan": ("Plan",),
-    "rank_reports": ("RankReports", "rank_reports"),
-    "report_table": ("Report", "Row", "report"),
+    "reports.rank_reports": ("RankReports", "rank_reports"),
+    "reports.report_table": ("Report", "Row", "report"),
+    "sharding.gradients": ("check_replicated_gradients", "gradient_fingerprint"),
+    "sharding.local_tensor": ("local_of",),
 }
+# Documented paths of modules that are in sub-packages.
+_ALIASES = {
+    "activation_checkpointing": "modules.activation_checkpointing",
+    "fused_optimizers": "optimizers.fused_optimizers",
+    "in_backward": "optimizers.in_backward",
+    "local_tensor": "sharding.local_tensor",
+    "report_table": "reports.report_table",
+}
+sys.meta_path.append(Aliases(__name__, _ALIASES))
+
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [

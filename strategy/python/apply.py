@@ -14,17 +14,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from weft.strategy._plan import shard_range
-from weft.strategy.activation_checkpointing import CheckpointedModule, checkpoint_activations
-from weft.strategy.assignments import Assignment, Assignments, join
 from weft.strategy.deferred import check_written, materialize
-from weft.strategy.linears import COLUMN_STYLES, ROW_STYLES, features, is_conv1d, shard_dims
-from weft.strategy.offload import offload_activations
-from weft.strategy.parallel_classes import set_parallel_class
+from weft.strategy.modules.activation_checkpointing import CheckpointedModule, checkpoint_activations
+from weft.strategy.modules.offload import offload_activations
+from weft.strategy.modules.parallel_classes import set_parallel_class
 from weft.strategy.plan import Plan, Rules
-from weft.strategy.sequence_parallel import assign_sequence_roles
-from weft.strategy.sequence_region import SequenceRole
-from weft.strategy.shards import group_name_of, tensor_parallel_mesh, to_dtensor, to_plain
-from weft.strategy.state import ModuleState, set_state, state_of
+from weft.strategy.planning.sequence_parallel import assign_sequence_roles
+from weft.strategy.recognition.assignments import Assignment, Assignments, join
+from weft.strategy.recognition.linears import COLUMN_STYLES, ROW_STYLES, features, is_conv1d, shard_dims
+from weft.strategy.sharding.sequence_region import SequenceRole
+from weft.strategy.sharding.shards import group_name_of, tensor_parallel_mesh, to_dtensor, to_plain
+from weft.strategy.sharding.state import ModuleState, set_state, state_of
 from weft.strategy.verification.evidence import drop_rehearsal
 
 

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from weft.nn import ColumnLinear, RowLinear, VocabParallelEmbedding
 from weft.strategy.export_layers import ColumnLayer, RowLayer
-from weft.strategy.linears import COLUMN_STYLES, ROW_STYLES, features
-from weft.strategy.state import MlpLayers, ModuleState, child_of, remove_state, state_of
+from weft.strategy.recognition.linears import COLUMN_STYLES, ROW_STYLES, features
+from weft.strategy.sharding.state import MlpLayers, ModuleState, child_of, remove_state, state_of
 
 _Module = TypeVar("_Module", bound=nn.Module)
 

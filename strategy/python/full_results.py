@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from weft.strategy.data_parallel.local import shard_like
-from weft.strategy.local_tensor import reading_locals
-from weft.strategy.shards import TENSOR_PARALLEL
+from weft.strategy.sharding.local_tensor import reading_locals
+from weft.strategy.sharding.shards import TENSOR_PARALLEL
 
 _READS = {"item", "tolist", "numpy", "tensor", "as_tensor", "__array__", "__format__", "__contains__"}
 _READS |= {f"__{name}__" for name in ("float", "int", "bool", "index", "complex")}

@@ -12,13 +12,13 @@ from typing import Any, cast
 from torch import nn
 
 from weft.strategy import _plan
-from weft.strategy.assignments import Assignments
-from weft.strategy.auto import assign_auto
-from weft.strategy.hugging_face import assign_hugging_face
-from weft.strategy.plan_text import KINDS, Style, from_mapping, from_text, load
-from weft.strategy.report_table import Report, report
-from weft.strategy.rules import assign_explicit
-from weft.strategy.torch_styles import without_objects
+from weft.strategy.planning.auto import assign_auto
+from weft.strategy.planning.hugging_face import assign_hugging_face
+from weft.strategy.planning.plan_text import KINDS, Style, from_mapping, from_text, load
+from weft.strategy.planning.rules import assign_explicit
+from weft.strategy.planning.torch_styles import without_objects
+from weft.strategy.recognition.assignments import Assignments
+from weft.strategy.reports.report_table import Report, report
 from weft.strategy.verification.evidence import MODES
 
 Rules = Mapping[str, Style] | Callable[[str, nn.Module], Style | None] | str | os.PathLike[str]

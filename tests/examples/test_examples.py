@@ -24,7 +24,7 @@ from support.example_modules import EXAMPLES, load_example
 from support.processes import ProcessTree, children_left, run_script
 from support.rank_pool import POOLS
 from support.ranks import on_ranks, run_on_ranks
-from weft.strategy.layout import Sizes
+from weft.strategy.planning.layout import Sizes
 
 ENV = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from support.ranks import on_ranks
 from weft.lightning import WeftModelParallelStrategy
-from weft.strategy.summary import MAX_LINES
+from weft.strategy.reports.summary import MAX_LINES
 
 
 class Logging(Model):

@@ -15,7 +15,7 @@ from support.parity import tensor_parallel
 from support.ranks import on_ranks
 from weft.lightning import WeftModelParallelStrategy
 from weft.strategy import parallelize
-from weft.strategy.summary import MAX_LINES, replicated, summary
+from weft.strategy.reports.summary import MAX_LINES, replicated, summary
 
 
 @on_ranks(1)

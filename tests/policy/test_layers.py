@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,7 @@ def _imports(tree: ast.AST) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
         yield from _imports(node)
 
 
@@ -53,6 +55,21 @@ def test_python_imports(folder: str) -> None:
         for module in _imports(ast.parse(file.read_text())):
             for forbidden in PYTHON_LAYERS[folder]:
                 assert module != forbidden and not module.startswith(forbidden + "."), f"{file}: {module}"
+
+
+def test_packages_of_strategy_import_in_one_direction() -> None:
+    """Checks the graph of sub-packages and top-level modules; `__init__.py` loads public names at first use."""
+    root = ROOT / "strategy/python"
+    graph: dict[str, set[str]] = {}
+    for file in root.rglob("*.py"):
+        if file != root / "__init__.py":
+            package = file.relative_to(root).with_suffix("").parts[0]
+            modules = [module.split(".") for module in _imports(ast.parse(file.read_text()))]
+            imported = {parts[2] for parts in modules if parts[:2] == ["weft", "strategy"] and len(parts) > 2}
+            graph.setdefault(package, set()).update(imported - {package})
+    assert "apply" in graph["estimate"]
+    assert set().union(*graph.values()) <= {*graph, "_plan"}, "import public names from their modules"
+    TopologicalSorter(graph).prepare()  # raises CycleError
 
 
 @pytest.mark.parametrize("folder", CPP_LAYERS)

@@ -26,7 +26,7 @@ import weft
 from support.architectures import ARCHITECTURES, Architecture
 from support.parity import local_shard, tensor_parallel
 from support.ranks import run_on_ranks
-from weft.strategy.summary import summary
+from weft.strategy.reports.summary import summary
 
 WORLD_SIZE = 2
 # Also where a model's own code rounds to float32: both models round the same values.

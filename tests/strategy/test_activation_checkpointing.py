@@ -19,7 +19,7 @@ from support.models import EncoderClassifier, Gpt2, Llama, LlamaArgs, token_batc
 from support.parity import assert_close, assert_same_training, tensor_parallel
 from support.ranks import on_ranks
 from weft.strategy import StepInBackward, checkpoint_activations
-from weft.strategy.activation_checkpointing import CheckpointedModule
+from weft.strategy.modules.activation_checkpointing import CheckpointedModule
 
 TOKENS = token_batches(4, 37)
 POLICIES = ["full", "selective", {"layers.0": "full", "layers.*.attention": "selective"}]

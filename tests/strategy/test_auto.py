@@ -14,8 +14,8 @@ import weft
 from support.models import FeedForward, Llama, LlamaArgs, RMSNorm
 from support.parity import tensor_parallel
 from support.ranks import on_ranks
-from weft.strategy.assignments import Assignments
-from weft.strategy.auto import assign_auto
+from weft.strategy.planning.auto import assign_auto
+from weft.strategy.recognition.assignments import Assignments
 
 
 def styles(result: Assignments) -> dict[str, str]:

@@ -226,7 +226,7 @@ def test_note_lists_missing_predictions(tmp_path: Path) -> None:
         assert has_activations == reason.startswith("temporaries")
 
 
-@pytest.mark.parametrize("module", ["transformers", "weft.strategy.estimate_state"])
+@pytest.mark.parametrize("module", ["transformers", "weft.strategy.estimate.state"])
 def test_missing_transformers_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str) -> None:
     monkeypatch.setitem(sys.modules, module, None)  # its import fails
     assert estimate_file(_write(tmp_path, model={"feed_forward": {"dim": 4, "hidden_dim": 4}}, mesh={})).ranks

@@ -17,9 +17,9 @@ from support.hugging_face import CONFIGS, VOCAB
 from support.ranks import on_ranks
 from weft.strategy.data_parallel import shard_fully
 from weft.strategy.estimate import RankEstimate, estimate_training
-from weft.strategy.estimate_config import read_config
-from weft.strategy.layout import Sizes
+from weft.strategy.estimate.config import read_config
 from weft.strategy.pipeline import Pipeline
+from weft.strategy.planning.layout import Sizes
 
 SEQUENCES, TOKENS = 4, 16
 T5 = {

@@ -11,7 +11,8 @@ import weft
 from support.models import FeedForward, Gpt2Mlp
 from support.parity import tensor_parallel
 from support.ranks import on_ranks
-from weft.strategy import mlp_layers, probe, report
+from weft.strategy import report
+from weft.strategy.recognition import mlp_layers, probe
 
 
 class Mlp(nn.Module):

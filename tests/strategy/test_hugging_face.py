@@ -16,7 +16,7 @@ from support.models import Llama, LlamaArgs
 from support.parity import assert_same_training, tensor_parallel
 from support.ranks import on_ranks
 from weft.strategy import Plan, report
-from weft.strategy.plan_text import HUGGING_FACE_STYLES
+from weft.strategy.planning.plan_text import HUGGING_FACE_STYLES
 
 ROUNDING_TOLERANCE = 1e-5  # the models' own code computes some values in float32: logits, norms
 WITH_PLANS = sorted(set(CONFIGS) - {"gpt2", "opt"})

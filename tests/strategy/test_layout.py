@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weft.strategy.layout import Sizes
+from weft.strategy.planning.layout import Sizes
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ import weft
 import weft.strategy
 from support.parity import tensor_parallel
 from support.ranks import on_ranks
-from weft.strategy.linears import why_no_linear
-from weft.strategy.local_tensor import local_of
+from weft.strategy.recognition.linears import why_no_linear
+from weft.strategy.sharding.local_tensor import local_of
 
 
 class Product(nn.Linear):

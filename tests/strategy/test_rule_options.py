@@ -19,9 +19,9 @@ from support.parity import assert_same_training, tensor_parallel
 from support.ranks import on_ranks
 from support.rule_plans import ATTENTION, MLP, TOKENS, rules, token_loss
 from weft.strategy import Plan, checkpoint_activations, report
-from weft.strategy.activation_checkpointing import CheckpointedModule
 from weft.strategy.data_parallel import shard_fully
-from weft.strategy.offload import OffloadedModule, offload_activations
+from weft.strategy.modules.activation_checkpointing import CheckpointedModule
+from weft.strategy.modules.offload import OffloadedModule, offload_activations
 
 MEMORY_RULES = {
     "recompute": {ATTENTION: {"style": "attention", "recompute": True}, MLP: "column_row_mlp"},

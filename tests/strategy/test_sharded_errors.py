@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import weft
 from support.parity import tensor_parallel
 from support.ranks import on_ranks
-from weft.strategy.sharded_errors import ShardedModuleError
+from weft.strategy.modules.sharded_errors import ShardedModuleError
 
 
 class Viewing(nn.Module):

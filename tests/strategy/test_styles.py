@@ -20,7 +20,7 @@ from support.models import Conv1D, Gpt2, Llama, LlamaArgs, RMSNorm, token_batche
 from support.parity import assert_same_training, full, tensor_parallel
 from support.ranks import on_ranks
 from weft.strategy.data_parallel import ShardedStates
-from weft.strategy.vocab_head import Head, VocabParallelLogits
+from weft.strategy.modules.vocab_head import Head, VocabParallelLogits
 
 TOKENS = token_batches(4, 37)
 BLOCKS = {"layers.*.attention": "attention", "layers.*.feed_forward": "column_row_mlp"}

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from support.hugging_face import CONFIGS
 from support.models import Llama, LlamaArgs
 from support.ranks import on_ranks
-from weft.strategy.assignments import Assignments
-from weft.strategy.auto import assign_auto
 from weft.strategy.plan import Plan
+from weft.strategy.planning.auto import assign_auto
+from weft.strategy.recognition.assignments import Assignments
 
 
 class _Replaced(nn.Module):

@@ -35,9 +35,9 @@ PRELOADED_IF_USED = {
     "weft.lightning": (
         "weft.strategy.data_parallel",
         "weft.strategy.full_results",
-        "weft.strategy.fused_optimizers",
-        "weft.strategy.layout",
-        "weft.strategy.summary",
+        "weft.strategy.optimizers.fused_optimizers",
+        "weft.strategy.planning.layout",
+        "weft.strategy.reports.summary",
     ),
 }
 

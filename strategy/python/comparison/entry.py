@@ -14,8 +14,8 @@ from weft.strategy.comparison.launch import launch
 from weft.strategy.comparison.result import Comparison
 from weft.strategy.comparison.subject import LossFunction
 from weft.strategy.comparison.training import TOLERANCES, train_both
-from weft.strategy.layout import AUTO, Sizes
 from weft.strategy.plan import Plan, Rules
+from weft.strategy.planning.layout import AUTO, Sizes
 
 MODES = ("train", "eval")
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from weft.strategy.comparison.result import OutputDifference
 from weft.strategy.comparison.subject import first_tensor
-from weft.strategy.state import original_class, state_of
+from weft.strategy.sharding.state import original_class, state_of
 
 
 class Outputs:

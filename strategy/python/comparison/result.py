@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-from weft.strategy.report_table import table_of
+from weft.strategy.reports.report_table import table_of
 
 _MAX_ROWS = 10  # parameters in the printed table
 

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from weft.strategy.apply import parallelize
 from weft.strategy.data_parallel import GradientReducer, ShardedStates, shard_fully
 from weft.strategy.data_parallel.fully_sharded import free_gathered
-from weft.strategy.layout import MeshSizes
 from weft.strategy.plan import Plan
+from weft.strategy.planning.layout import MeshSizes
 
 _REPLICAS, _DATA, _TENSOR = "data_replicate", "data_parallel", "tensor_parallel"
 

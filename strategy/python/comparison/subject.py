@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.strategy.activation_checkpointing import repeated_blocks
 from weft.strategy.deferred import deferred_init, materialize
 from weft.strategy.full_results import local_parameters
+from weft.strategy.modules.activation_checkpointing import repeated_blocks
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 _SEQUENCES, _TOKENS = 4, 16  # of the random batch for a language model

@@ -23,13 +23,13 @@ from weft.strategy.comparison import subject
 from weft.strategy.comparison.outputs import Outputs, relative_difference, running_modules
 from weft.strategy.comparison.result import Comparison, OutputDifference, ParameterDifference, StepLoss
 from weft.strategy.comparison.sharded import JobMesh, ShardedTraining, full, gradients_of
-from weft.strategy.gradients import check_replicated_gradients
-from weft.strategy.layout import Sizes
+from weft.strategy.modules.sharded_errors import ShardedModuleError
 from weft.strategy.pipeline.micro_batches import batch_size_of, map_tensors, split_batch
 from weft.strategy.plan import Plan
-from weft.strategy.report_table import report
-from weft.strategy.sharded_errors import ShardedModuleError
-from weft.strategy.state import original_class
+from weft.strategy.planning.layout import Sizes
+from weft.strategy.reports.report_table import report
+from weft.strategy.sharding.gradients import check_replicated_gradients
+from weft.strategy.sharding.state import original_class
 
 if TYPE_CHECKING:
     from weft.strategy.comparison.entry import Request

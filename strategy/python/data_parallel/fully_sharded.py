@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-from weft.strategy.activation_checkpointing import repeated_blocks
-from weft.strategy.offload import OffloadedModule
-from weft.strategy.state import original_class, state_of
+from weft.strategy.modules.activation_checkpointing import repeated_blocks
+from weft.strategy.modules.offload import OffloadedModule
+from weft.strategy.sharding.state import original_class, state_of
 
 _MARK = "_weft_fully_sharded"
 

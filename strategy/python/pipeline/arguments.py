@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft.strategy._plan import Schedule
 from weft.strategy.pipeline.links import links_enabled
-from weft.strategy.state import state_of
+from weft.strategy.sharding.state import state_of
 
 PIPELINE_AXIS = "pipeline_parallel"
 

@@ -11,10 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from weft.strategy.assignments import join
 from weft.strategy.pipeline.staged_model import fake_copy
-from weft.strategy.remote_layers import RemoteLayer
-from weft.strategy.state import child_of
+from weft.strategy.recognition.assignments import join
+from weft.strategy.sharding.remote_layers import RemoteLayer
+from weft.strategy.sharding.state import child_of
 
 
 class LastStageModules:

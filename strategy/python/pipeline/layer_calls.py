@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from weft.strategy.remote_layers import active_mode
+from weft.strategy.sharding.remote_layers import active_mode
 
 
 class Mode(TorchFunctionMode, abc.ABC):

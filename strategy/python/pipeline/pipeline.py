@@ -31,7 +31,7 @@ from weft.strategy.pipeline.staged_model import StagedModel, staged_model_of
 from weft.strategy.pipeline.stages import Layers, find_layers
 from weft.strategy.pipeline.tied import TiedGradients, check_equal_shards, tied_elsewhere
 from weft.strategy.pipeline.verify_cuts import verify_cuts
-from weft.strategy.shards import TENSOR_PARALLEL
+from weft.strategy.sharding.shards import TENSOR_PARALLEL
 from weft.strategy.verification.evidence import drop_rehearsal, store_rehearsal
 
 _log = logging.getLogger(__name__)

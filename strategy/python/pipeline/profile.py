@@ -17,9 +17,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from weft.strategy._plan import Schedule, partition
-from weft.strategy.activation_checkpointing import repeated_blocks
-from weft.strategy.assignments import join
+from weft.strategy.modules.activation_checkpointing import repeated_blocks
 from weft.strategy.pipeline.staged_model import fake_like
+from weft.strategy.recognition.assignments import join
 
 TIME, FLOPS = "time", "flops"
 OPENED = (nn.Sequential, nn.ModuleList, nn.ModuleDict)

@@ -16,16 +16,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset
 
-from weft.strategy.activation_checkpointing import CheckpointedModule
-from weft.strategy.assignments import join
-from weft.strategy.local_tensor import local_of
+from weft.strategy.modules.activation_checkpointing import CheckpointedModule
 from weft.strategy.pipeline.layer_calls import intercept_calls, run_in_mode
 from weft.strategy.pipeline.micro_batches import signature
 from weft.strategy.pipeline.random_streams import preserving_random_state
 from weft.strategy.pipeline.recording import Recording, record
 from weft.strategy.pipeline.stages import ANY_STAGE, Layers
 from weft.strategy.pipeline.trunk import ForwardExit, OtherPathError, StageRun
-from weft.strategy.remote_layers import RemoteLayer
+from weft.strategy.recognition.assignments import join
+from weft.strategy.sharding.local_tensor import local_of
+from weft.strategy.sharding.remote_layers import RemoteLayer
 
 _KEY = "_weft_staged"
 # Attributes that cannot be copied, or are large.

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from torch import nn
 
-from weft.strategy.assignments import join
+from weft.strategy.recognition.assignments import join
 
 ANY_STAGE = -1  # for layers without parameters, which run wherever they are called
 

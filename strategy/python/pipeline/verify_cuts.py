@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from weft.strategy.pipeline.stages import ANY_STAGE, Layers
-from weft.strategy.shell import isolated_execution
+from weft.strategy.recognition.shell import isolated_execution
 from weft.strategy.verification.rehearsal import Call, Rehearsal, copied
 from weft.strategy.verification.weightless import Run, Weightless
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import nn
 
-from weft.strategy.assignments import join
-from weft.strategy.linears import features
-from weft.strategy.shell import isolated_execution
+from weft.strategy.recognition.assignments import join
+from weft.strategy.recognition.linears import features
+from weft.strategy.recognition.shell import isolated_execution
 from weft.strategy.verification.dataflow import Flow, Group, flow_of
 from weft.strategy.verification.heads import Counts, Verdict, verdict_on
 from weft.strategy.verification.rehearsal import Call, Rehearsal

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from weft.strategy.assignments import Assignment, Assignments, display_name, join
-from weft.strategy.remote_layers import RemoteLayer
+from weft.strategy.recognition.assignments import Assignment, Assignments, display_name, join
+from weft.strategy.sharding.remote_layers import RemoteLayer
 from weft.strategy.verification.decide import Decision, decide
 from weft.strategy.verification.rehearsal import Rehearsal, rehearse
 from weft.strategy.verification.samples import Sample, sample_of

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from weft.strategy.assignments import Assignment, Assignments, join, parent_name
-from weft.strategy.shell import isolated_execution
+from weft.strategy.recognition.assignments import Assignment, Assignments, join, parent_name
+from weft.strategy.recognition.shell import isolated_execution
 from weft.strategy.verification.dataflow import OUTPUT, Flow, flow_of
 from weft.strategy.verification.evidence import Evidence
 from weft.strategy.verification.weightless import Weightless

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from weft.strategy.shard_dropout import ShardedDim
-from weft.strategy.state import with_values
+from weft.strategy.sharding.shard_dropout import ShardedDim
+from weft.strategy.sharding.state import with_values
 from weft.strategy.verification.dataflow import Group
 from weft.strategy.verification.rehearsal import Call
 from weft.strategy.verification.weightless import Run, ShardContext, Weightless, drawn

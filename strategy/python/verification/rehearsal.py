@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from weft.strategy.module_signatures import Signatures, argument_signature
-from weft.strategy.shell import isolated_execution
+from weft.strategy.recognition.module_signatures import Signatures, argument_signature
+from weft.strategy.recognition.shell import isolated_execution
 from weft.strategy.verification.samples import Sample, samples_for
 from weft.strategy.verification.weightless import Layers, Weightless
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from weft.strategy.linears import features, why_no_linear
+from weft.strategy.recognition.linears import features, why_no_linear
 from weft.strategy.verification.weightless import drawn
 
 LENGTHS = (7, 11)  # of sequences; primes, which differ from any number of heads or features

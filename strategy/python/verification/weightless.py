@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from weft.strategy.linears import features, why_no_linear, why_no_vocab_embedding
-from weft.strategy.shard_dropout import ShardedDim, shard_dropout
-from weft.strategy.shell import buffer_copies, shell_of
-from weft.strategy.state import original_class
+from weft.strategy.recognition.linears import features, why_no_linear, why_no_vocab_embedding
+from weft.strategy.recognition.shell import buffer_copies, shell_of
+from weft.strategy.sharding.shard_dropout import ShardedDim, shard_dropout
+from weft.strategy.sharding.state import original_class
 
 _MAX_DRAWN = 1 << 16  # elements of a parameter drawn one by one; a larger parameter repeats one row
 _PERIOD = 65_521  # elements after which draws repeat: a prime, so that no two heads or rows are equal

@@ -14,8 +14,8 @@ import weft
 from support.models import FeedForward
 from support.ranks import on_ranks
 from weft.strategy import Pipeline
-from weft.strategy.local_tensor import local_of
-from weft.strategy.remote_layers import RemoteLayer
+from weft.strategy.sharding.local_tensor import local_of
+from weft.strategy.sharding.remote_layers import RemoteLayer
 from weft.strategy.verification.evidence import StoredRehearsal
 
 

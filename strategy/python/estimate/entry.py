@@ -1,0 +1,169 @@
+"""The memory of each rank of a training, from a configuration: nothing is allocated.
+
+The C++ memory model (weft/strategy/memory_model.h) predicts every phase of a training of Llama-like models and MLPs,
+without torch. For other models of Hugging Face, and for pipelines, the estimate has the bytes of parameters, gradients
+and optimizer states, which are counted on a model on the meta device (`state.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from weft.strategy import _plan
+from weft.strategy.estimate.config import HUGGING_FACE, PIPELINE_AXIS, Training, axis_size, load_file, read_config
+from weft.strategy.estimate.stages import activations_of_ranks, why_no_activations
+
+_GB = 1e9
+_ONE_MLP = _plan.FeedForwardModel(dim=1, hidden_dim=1)
+_NO_ACTIVATIONS = "activations and temporaries are not predicted for {}: the figures are persistent bytes"
+_NO_TEMPORARIES = "temporaries and communication, such as gathered parameters, are not predicted for pipelines"
+
+
+@dataclasses.dataclass(frozen=True)
+class RankEstimate:
+    """Bytes of one rank by phase and category, and how many ranks are like it."""
+
+    rank: int
+    num_ranks: int
+    phases: dict[str, dict[str, int]]
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(sum(usage.values()) for usage in self.phases.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """The result of `estimate`; prints as a table.
+
+    Attributes:
+        num_parameters: of the full model; tied parameters count once.
+        bytes_per_parameter: of a parameter, its gradient, its optimizer state and its half-precision copies.
+        mesh: as `Mesh` prints it.
+        ranks: one of each kind of rank.
+        note: a sentence on the categories that are not predicted, in which case the figures are lower bounds; "": none.
+    """
+
+    num_parameters: int
+    bytes_per_parameter: float
+    mesh: str
+    ranks: tuple[RankEstimate, ...]
+    note: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "num_parameters": self.num_parameters,
+            "bytes_per_parameter": self.bytes_per_parameter,
+            "mesh": self.mesh,
+            "ranks": [{**dataclasses.asdict(rank), "peak_bytes": rank.peak_bytes} for rank in self.ranks],
+            "note": self.note,
+        }
+
+    def __str__(self) -> str:
+        total_gb = self.num_parameters * self.bytes_per_parameter / _GB
+        lines = [
+            f"{self.num_parameters:,} parameters, {self.bytes_per_parameter:g} bytes each in training: {total_gb:.2f} "
+            f"GB in all; mesh {self.mesh or 'of one rank'}; GB = 1e9 bytes"
+        ]
+        lines += ["", self.note] if self.note else []
+        for rank in self.ranks:
+            bound = "at least" if self.note else "at most"
+            like = f" and {rank.num_ranks - 1} like it" if rank.num_ranks > 1 else ""
+            lines += ["", f"rank {rank.rank}{like}: {bound} {rank.peak_bytes / _GB:.3f} GB", *_table(rank.phases)]
+        return "\n".join(lines)
+
+
+def _table(phases: Mapping[str, Mapping[str, int]]) -> list[str]:
+    categories = list(next(iter(phases.values())))
+    header = ["phase", "total", *(name.replace("_", " ") for name in categories)]
+    rows = [[phase, *(_gb(size) for size in (sum(usage.values()), *usage.values()))] for phase, usage in phases.items()]
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    return [
+        "  ".join(cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(cells)).rstrip()
+        for cells in (list(zip(row, widths, strict=True)) for row in (header, *rows))
+    ]
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / _GB:.3f}" if num_bytes >= 5e5 or num_bytes == 0 else "<0.001"
+
+
+def estimate(spec: _plan.TrainingSpec, mesh: _plan.Mesh) -> Estimate:
+    """Return the bytes of each kind of rank of a training that the memory model knows.
+
+    Raises:
+        ValueError: the parts of the training do not fit together.
+    """
+    num_parameters, bytes_per_parameter = spec.parameter_cost()
+    ranks = tuple(RankEstimate(rank, num_alike, spec.predict(rank)) for rank, num_alike in spec.distinct_ranks())
+    return Estimate(num_parameters, bytes_per_parameter, str(mesh), ranks)
+
+
+def estimate_file(path: str | Path, *, layout: str | None = None) -> Estimate:
+    """Return the estimate for a configuration in YAML, as docs/estimate_memory.md describes it.
+
+    Args:
+        layout: such as "pp2,dp2,tp2"; replaces the configuration's mesh or layout.
+
+    Raises:
+        ValueError: the file does not exist, or its content is not a valid configuration.
+    """
+    path = Path(path)
+    return estimate_training(read_config(load_file(path), path.parent, layout))
+
+
+def estimate_training(training: Training) -> Estimate:
+    """Return the bytes of each kind of rank of a training, with a note if the memory model does not know the model.
+
+    Raises:
+        ValueError: the parts of the training do not fit together, or transformers cannot build its model.
+    """
+    if training.pipeline is None and training.model is not None and training.plan != HUGGING_FACE:
+        return estimate(training.spec(training.model, training.mesh, plan=training.plan), training.mesh)
+    return _estimate_state(training)
+
+
+def _estimate_state(training: Training) -> Estimate:
+    """Return the persistent bytes of each rank, and the saved activations of pipeline stages where they are known."""
+    others = _plan.Mesh([(axis, size) for axis, size in training.mesh.axes if axis != PIPELINE_AXIS])
+    training.spec(_ONE_MLP, others)  # raises for unknown names
+    # Raises for other axes and for options that exclude each other; one MLP has no blocks to checkpoint.
+    _, bytes_per_parameter = training.spec(_ONE_MLP, others, activation_checkpointing="none").parameter_cost()
+    reason = why_no_activations(training)
+    found = _module_with_torch().state_of_ranks(training)
+    activations = [] if reason else activations_of_ranks(training, found.stage_of)
+    by_figures: dict[tuple[int, ...], RankEstimate] = {}
+    tp_size = axis_size(training.mesh, "tensor_parallel")
+    num_ranks = training.mesh.size() // len(found.usages)
+    for i, usage in enumerate(found.usages):
+        phases = {"init": {**dict.fromkeys(usage, 0), "parameters": usage["parameters"]}, "step": usage}
+        if activations:
+            saved_usage = {"saved_activations": activations[i // tp_size]}
+            no_saved_usage = {"saved_activations": 0}
+            phases = {
+                "init": phases["init"] | no_saved_usage,
+                "schedule": usage | saved_usage,
+                "step": usage | no_saved_usage,
+            }
+        coordinates = {PIPELINE_AXIS: i // tp_size, "tensor_parallel": i % tp_size}
+        rank = training.mesh.rank([coordinates.get(axis, 0) for axis, _ in training.mesh.axes])
+        key = tuple(size for each in phases.values() for size in each.values())
+        before = by_figures.setdefault(key, RankEstimate(rank, 0, phases))
+        by_figures[key] = dataclasses.replace(before, num_ranks=before.num_ranks + num_ranks)
+    note = _NO_ACTIVATIONS.format(reason) if reason else _NO_TEMPORARIES
+    mesh = str(training.mesh)
+    return Estimate(found.num_parameters, bytes_per_parameter, mesh, tuple(by_figures.values()), note)
+
+
+def _module_with_torch() -> Any:
+    try:
+        return importlib.import_module("weft.strategy.estimate.state")
+    except ImportError as error:
+        raise ValueError(
+            f"the memory of this training is counted on a model of transformers, which needs torch ({error}); install "
+            "torch and transformers, or give a configuration of llama, mistral or qwen2 without pipeline."
+        ) from error

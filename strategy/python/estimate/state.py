@@ -1,0 +1,191 @@
+"""Counts parameters, gradients and optimizer states of any model of Hugging Face's transformers, rank by rank.
+
+The model is built on the meta device, the plan assigns its styles as `parallelize` would, and the shards are counted:
+it needs no processes and no weights. Recognising layers takes the same time and memory as in training, see `probe`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from weft.strategy import _plan
+from weft.strategy.apply import parameter_dims
+from weft.strategy.estimate.config import PIPELINE_AXIS, Training, axis_size
+from weft.strategy.estimate.stages import schedule_of
+from weft.strategy.pipeline.staged_model import StagedModel
+from weft.strategy.pipeline.stages import ANY_STAGE, Layers, find_layers
+from weft.strategy.plan import Plan, Rules
+from weft.strategy.verification.evidence import store_rehearsal
+
+_AUTO_MODELS = {
+    "MODEL_FOR_CAUSAL_LM_MAPPING": "AutoModelForCausalLM",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING": "AutoModelForSeq2SeqLM",
+    "MODEL_FOR_MASKED_LM_MAPPING": "AutoModelForMaskedLM",
+}
+_CATEGORIES = ("parameters", "gradients", "optimizer_state")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelState:
+    """The result of `state_of_ranks`.
+
+    Attributes:
+        num_parameters: elements of the model's parameters; tied parameters count once.
+        usages: bytes of "parameters" (with buffers), "gradients" and "optimizer_state" on each data-parallel rank, by
+            pipeline rank, then tensor-parallel rank.
+        stage_of: the stage of each layer, by its name; empty without a pipeline.
+    """
+
+    num_parameters: int
+    usages: tuple[dict[str, int], ...]
+    stage_of: dict[str, int]
+
+
+def state_of_ranks(training: Training) -> ModelState:
+    """Return the bytes of parameters, buffers, gradients and optimizer states on each rank of a training.
+
+    Raises:
+        ValueError: transformers cannot build the model, or the plan or the pipeline's cuts do not fit it.
+    """
+    assert training.hugging_face is not None
+    tp_size, num_pipeline_ranks = axis_size(training.mesh, "tensor_parallel"), axis_size(training.mesh, PIPELINE_AXIS)
+    full_model = build_on_meta(training.hugging_face)
+    num_parameters = sum(parameter.numel() for parameter in full_model.parameters())
+    plan = Plan(cast("Rules", "auto" if training.plan is None else training.plan))
+    layers = None if training.pipeline is None else find_layers(full_model, training.pipeline.cuts)
+    costs = _Costs(training)
+    usages = []
+    for pipeline_rank in range(num_pipeline_ranks):
+        model = full_model if pipeline_rank == 0 else build_on_meta(training.hugging_face)
+        of_trunk: set[int] = set()
+        if layers is not None:
+            if tp_size > 1:
+                store_rehearsal(model)  # as `Pipeline` does
+            of_trunk = _cut_into_stages(model, layers, _stages_of(training, pipeline_rank))
+        dims = parameter_dims(model, plan.assign(model, tp_size))
+        for tp_rank in range(tp_size):
+            shards = _Shards(dims, tp_size, tp_rank, axis_size(training.mesh, "data_parallel"), of_trunk)
+            usages.append(_usage(model, shards, costs))
+    return ModelState(num_parameters, tuple(usages), {} if layers is None else layers.stage_of)
+
+
+def build_on_meta(config: Mapping[str, Any]) -> nn.Module:
+    """Return the model that a configuration describes, on the meta device.
+
+    Its class is that of `architectures`, else the first that transformers has for the model_type among causal,
+    sequence-to-sequence and masked language models, and the plain model.
+
+    Raises:
+        ValueError: transformers is not installed, does not know the model, or cannot build it.
+    """
+    model_type = config["model_type"]
+    try:
+        import transformers
+    except ImportError as error:
+        raise ValueError(
+            f"the memory of model_type {model_type!r} is counted on a model of transformers, which is not installed; "
+            "install transformers, or give a configuration of llama, mistral or qwen2 without pipeline."
+        ) from error
+    transformers.logging.set_verbosity_error()  # its warnings concern running the model
+    options = {key: value for key, value in config.items() if key not in ("model_type", "transformers_version")}
+    try:
+        with warnings.catch_warnings(), torch.device("meta"):
+            warnings.simplefilter("ignore")
+            made = transformers.AutoConfig.for_model(model_type, **options)
+            model: nn.Module = _model_class(transformers, made)(made)
+            return model
+    except Exception as error:  # transformers' own code may raise anything
+        raise ValueError(
+            f"transformers {transformers.__version__} cannot build a model of model_type {model_type!r} from the "
+            f"configuration ({type(error).__name__}: {' '.join(str(error).split())[:300]}); correct the configuration."
+        ) from error
+
+
+def _model_class(transformers: Any, config: Any) -> Any:
+    """Return a function that builds the model of a configuration."""
+    names = config.architectures or ()
+    if names and isinstance(cls := getattr(transformers, names[0], None), type) and issubclass(cls, nn.Module):
+        return cls
+    known = (auto for mapping, auto in _AUTO_MODELS.items() if type(config) in getattr(transformers, mapping))
+    return getattr(transformers, next(known, "AutoModel")).from_config
+
+
+def _stages_of(training: Training, pipeline_rank: int) -> list[int]:
+    assert training.pipeline is not None
+    rank_of = schedule_of(training.pipeline, training.pipeline.num_micro_batches).rank_of
+    return [stage for stage, rank in enumerate(rank_of) if rank == pipeline_rank]
+
+
+def _cut_into_stages(model: nn.Module, layers: Layers, stages: list[int]) -> set[int]:
+    """Remove the layers of other stages in place; return the ids of the parameters that no layer holds."""
+    staged = StagedModel(model, layers, stages, torch.device("cpu"))
+    local_layers = [name for name, stage in staged.layers.stage_of.items() if stage == ANY_STAGE or stage in stages]
+    of_layers = {id(parameter) for name in local_layers for parameter in model.get_submodule(name).parameters()}
+    return {id(parameter) for parameter in model.parameters()} - of_layers
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shards:
+    """The shard of each parameter on one rank. `of_trunk`: ids of those that FSDP2 does not shard in a pipeline."""
+
+    dims: dict[int, int | None]
+    tp_size: int
+    tp_rank: int
+    dp_size: int
+    of_trunk: set[int]
+
+    def num_elements(self, parameter: nn.Parameter) -> int:
+        shape = list(parameter.shape)
+        dim = self.dims.get(id(parameter))
+        if dim is not None:
+            shape[dim] = _plan.shard_range(shape[dim], self.tp_size, self.tp_rank)[1]
+        if shape and id(parameter) not in self.of_trunk:  # FSDP2 pads every rank's rows to those of the first
+            shape[0] = -(-shape[0] // self.dp_size)
+        return math.prod(shape)
+
+
+class _Costs:
+    """Bytes of a parameter by category, by the memory model: a number for each element and one for each parameter."""
+
+    def __init__(self, training: Training) -> None:
+        first, second = (self._of_one(training, num_elements) for num_elements in (1, 2))
+        self._per_element = {name: second[name] - first[name] for name in _CATEGORIES}
+        self._each = {name: first[name] - self._per_element[name] for name in _CATEGORIES}
+        self.element_bytes = self._per_element["parameters"]
+
+    @staticmethod
+    def _of_one(training: Training, num_elements: int) -> dict[str, int]:
+        """Return the bytes of a parameter of `num_elements`, as half of those of an MLP with two."""
+        model = _plan.FeedForwardModel(dim=1, hidden_dim=num_elements, gated=False)
+        spec = training.spec(model, _plan.Mesh(), activation_checkpointing="none")
+        return {name: size // 2 for name, size in spec.predict(0)["step"].items()}
+
+    def of(self, name: str, num_elements: int) -> int:
+        return self._per_element[name] * num_elements + self._each[name]
+
+
+def _usage(model: nn.Module, shards: _Shards, costs: _Costs) -> dict[str, int]:
+    usage = dict.fromkeys(_CATEGORIES, 0)
+    for parameter in model.parameters():
+        num_elements = shards.num_elements(parameter)
+        if parameter.is_floating_point():
+            usage["parameters"] += costs.of("parameters", num_elements)
+        else:
+            usage["parameters"] += num_elements * parameter.element_size()
+        for name in ("gradients", "optimizer_state") if parameter.requires_grad else ():
+            usage[name] += costs.of(name, num_elements)
+    usage["parameters"] += sum(_buffer_bytes(buffer, costs.element_bytes) for buffer in model.buffers())
+    return usage
+
+
+def _buffer_bytes(buffer: torch.Tensor, parameter_bytes: int) -> int:
+    """Return the bytes of a buffer, full on every rank; floating buffers of a module in a half type have that type."""
+    is_half = buffer.is_floating_point() and parameter_bytes == 2
+    return buffer.numel() * (parameter_bytes if is_half else buffer.element_size())

@@ -1,0 +1,248 @@
+"""Activation checkpointing: a module saves its inputs for the backward, which recomputes the activations it needs.
+
+As in Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016), by non-reentrant torch.utils.checkpoint.
+A checkpointed module gets a subclass of its class: names, hooks and state dicts do not change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import checkpoint as torch_checkpoint
+
+from weft.strategy._plan import matches
+from weft.strategy.modules.offload import OffloadedModule
+from weft.strategy.sharding.remote_layers import RemoteLayer
+from weft.strategy.sharding.state import cached, original_class, state_of
+
+FULL, SELECTIVE, NONE = "full", "selective", "none"
+CheckpointSpec = str | Sequence[str] | Mapping[str, str]
+
+# The results that a selective checkpoint saves: of matrix products, of attention and of communication.
+_SAVED_ATEN = (
+    *("mm", "addmm", "bmm", "baddbmm", "convolution"),
+    *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
+    *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
+    *("_scaled_dot_product_fused_attention_overrideable", "_scaled_dot_product_attention_math"),
+)
+_SAVED_WEFT = (
+    *("column_linear", "row_linear", "_column_row_mlp_saving", "vocab_parallel_embedding"),
+    *("all_gather_linear", "linear_reduce_scatter", "sharded_linear"),
+    *("_vocab_cross_entropy", "_linear_cross_entropy"),
+    *("reduce_from_group", "gather_from_group", "gather_from_sequence", "reduce_scatter_to_sequence", "all_to_all"),
+)
+_SAVED_COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
+
+
+def checkpoint_activations(model: nn.Module, what: CheckpointSpec = FULL, *, offload: bool = False) -> list[str]:
+    """Checkpoint modules of a model, in place, after `parallelize`.
+
+    Args:
+        model: a plain module, or one that `parallelize`, `fully_shard` or both have changed.
+        what: "full" or "selective" for each of the repeated blocks (the entries of the outermost ModuleLists, and
+            Sequentials, of modules of one class that have modules inside); or a pattern of module names, as in a plan,
+            or several, for a full checkpoint of each match; or a dict from pattern to "full" or "selective"; or
+            "none". A full checkpoint keeps a module's inputs; a selective one the results of its matrix products,
+            attention and communication as well, so that neither is repeated (nothing may change those in place).
+        offload: keep the tensors among a module's arguments in pinned CPU memory until the backward.
+
+    Returns:
+        The names of the checkpointed modules.
+
+    Raises:
+        ValueError: no blocks were found, a pattern matches nothing, a layer is inside a fused MLP, a module has another
+            checkpoint already, or a selective checkpoint is for an MLP whose rule says recompute. Nothing has been
+            changed then.
+        TypeError: `what` is none of these.
+    """
+    check_checkpoint_spec("checkpoint_activations", what)
+    modes = _modes(model, what)
+    modules = {name: model.get_submodule(name) for name in modes}
+    for name, mode in modes.items():
+        _check_module(name, modules[name], mode, offload)
+    for name, mode in modes.items():
+        module = modules[name]
+        if not isinstance(module, CheckpointedModule):
+            module.__class__ = _checkpointed_class(type(module), mode, offload)
+    return list(modes)
+
+
+def _modes(model: nn.Module, what: CheckpointSpec) -> dict[str, str]:
+    """Return the mode of each module, by name; one module under two names counts once."""
+    if what == NONE:
+        return {}
+    names = [name for name, _ in model.named_modules()]
+    if what in (FULL, SELECTIVE):
+        blocks = repeated_blocks(model)
+        if not blocks:
+            raise ValueError(
+                f"checkpoint_activations: {what!r} finds no repeated blocks in a {original_class(model).__name__}, "
+                "which are modules of one class in an nn.ModuleList or nn.Sequential; pass patterns of module names."
+            )
+        return dict.fromkeys(blocks, str(what))
+    patterns = what if isinstance(what, Mapping) else dict.fromkeys([what] if isinstance(what, str) else what, FULL)
+    modes: dict[str, str] = {}
+    for pattern, mode in patterns.items():
+        if mode not in (FULL, SELECTIVE):
+            raise ValueError(
+                f"checkpoint_activations: pattern '{pattern}' has the value {mode!r}; pass 'full' or 'selective'."
+            )
+        found = [name for name in names if matches(pattern, name)]
+        if not found:
+            raise ValueError(
+                f"checkpoint_activations: pattern '{pattern}' matches no module; pass 'full', 'selective', 'none' or "
+                f"names such as {', '.join(repr(name) for name in names[1:4])}."
+            )
+        for name in found:
+            if modes.setdefault(name, mode) != mode:
+                raise ValueError(
+                    f"checkpoint_activations: '{name}' gets 'full' from one pattern and 'selective' from another; "
+                    "change the patterns so that they agree."
+                )
+    return modes
+
+
+def repeated_blocks(model: nn.Module) -> list[str]:
+    found: list[str] = []
+    for name, module in model.named_modules():
+        if any(name.startswith(f"{block}.") for block in found):
+            continue
+        is_list = isinstance(module, nn.ModuleList)
+        is_numbered = isinstance(module, nn.ModuleDict) and all(key.isdigit() for key in module)
+        holds_blocks = is_list or is_numbered or isinstance(module, nn.Sequential)
+        entries = [(key, entry) for key, entry in module.named_children() if not isinstance(entry, RemoteLayer)]
+        entries = entries if holds_blocks else []
+        alike = len({_class_without_checkpoint(entry) for _, entry in entries}) == 1
+        if alike and len(entries) >= (2 if isinstance(module, nn.Sequential) else 1):
+            prefix = f"{name}." if name else ""
+            found += [prefix + key for key, entry in entries if _is_block(entry)]
+    return found
+
+
+def _is_block(entry: nn.Module) -> bool:
+    return type(entry).forward is not nn.Module.forward and any(True for _ in entry.children())
+
+
+def _class_without_checkpoint(module: nn.Module) -> type[nn.Module]:
+    cls = original_class(module)
+    return cls.__mro__[2] if issubclass(cls, CheckpointedModule) else cls
+
+
+def check_checkpoint_spec(owner: str, what: object) -> None:
+    """Raise TypeError for a value that cannot choose modules to checkpoint in any model."""
+    is_text = isinstance(what, str)
+    is_patterns = isinstance(what, (list, tuple, Mapping)) and what and all(isinstance(each, str) for each in what)
+    if not is_text and not is_patterns:
+        raise TypeError(
+            f"{owner} got {what!r} for what to checkpoint; pass 'none', 'selective', 'full', a pattern of module "
+            "names, a list of them, or a dict from pattern to 'full' or 'selective'."
+        )
+
+
+def _check_module(name: str, module: nn.Module, mode: str, offload: bool) -> None:
+    shown = f"'{name}'" if name else "the model itself"
+    state = state_of(module)
+    if state is not None and state.fused:
+        raise ValueError(
+            f"checkpoint_activations: {shown} is a layer of a fused MLP, which never calls it; name the MLP, or "
+            "give its rule in the plan recompute."
+        )
+    if isinstance(module, CheckpointedModule) and module.checkpoint_mode != (mode, offload):
+        raise ValueError(
+            f"checkpoint_activations: {shown} has a {module.checkpoint_mode[0]} checkpoint already; give it the same "
+            "again, or build the model anew."
+        )
+    offloaded = next((n for n, m in module.named_modules(prefix=name) if isinstance(m, OffloadedModule)), None)
+    if offloaded is not None:
+        raise ValueError(
+            f"checkpoint_activations: the rule of '{offloaded}' says offload, which would keep what a checkpoint of "
+            f"{shown} lets go of; leave out one of the two, or give its rule recompute, too."
+        )
+    recomputing = next((n for n, m in module.named_modules() if _recomputes(m) and m is not module), None)
+    if mode == SELECTIVE and (recomputing is not None or (state is not None and state.recompute)):
+        raise ValueError(
+            f"checkpoint_activations: the rule of '{recomputing or name}' in {shown} says recompute, and a selective "
+            "checkpoint would keep what it lets go of; leave out one of the two, or take a full checkpoint."
+        )
+    reason = why_not_wrapped(module)
+    if reason is not None:
+        raise ValueError(f"checkpoint_activations: {shown} is to run again, but {reason}; name the modules inside it.")
+
+
+def _recomputes(module: nn.Module) -> bool:
+    state = state_of(module)
+    return isinstance(module, CheckpointedModule) or (state is not None and state.recompute)
+
+
+def why_not_wrapped(module: nn.Module) -> str | None:
+    """Return why a module's forward cannot be run inside another one; None if it can."""
+    if isinstance(module, torch.jit.ScriptModule) or type(module).forward is nn.Module.forward:
+        return f"a {type(module).__name__} has no forward of its own"
+    return "its forward was replaced on the instance" if "forward" in module.__dict__ else None
+
+
+class CheckpointedModule:
+    """Marks every module that checkpoint_activations has changed."""
+
+    checkpoint_mode: tuple[str, bool]  # "full" or "selective", and whether its inputs are offloaded
+
+
+@cached
+def _checkpointed_class(cls: type[nn.Module], mode: str, offload: bool) -> type[nn.Module]:
+    own_forward = cls.forward
+    # torch.compile does not support a context_fn that does nothing.
+    options: dict[str, Any] = {"context_fn": _selective_contexts} if mode == SELECTIVE else {}
+
+    # The parameters' names are not torch's. The last arguments are keywords of these `names`.
+    def run(self: nn.Module, lengths: Any, kwargs: dict[str, Any], names: list[str], *args: Any) -> Any:
+        num_args = len(args) - len(names)
+        with contextlib.nullcontext() if lengths is None else lengths():
+            return own_forward(self, *args[:num_args], **kwargs, **dict(zip(names, args[num_args:], strict=True)))
+
+    @functools.wraps(own_forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return own_forward(self, *args, **kwargs)
+        with torch.autograd.graph.save_on_cpu(pin_memory=True) if offload else contextlib.nullcontext():
+            names = [name for name, value in kwargs.items() if offload and isinstance(value, Tensor)]
+            others = {name: value for name, value in kwargs.items() if name not in names}
+            args = (self, _lengths_context(self), others, names, *args, *(kwargs[name] for name in names))
+            return torch_checkpoint.checkpoint(run, *args, use_reentrant=False, **options)
+
+    namespace = {"__module__": cls.__module__, "forward": forward, "checkpoint_mode": (mode, offload)}
+    return type(cls.__name__, (CheckpointedModule, cls), namespace)
+
+
+def _lengths_context(module: nn.Module) -> Any:
+    """Return a function that restores the sequence lengths, if needed; a list's first block sets them itself."""
+    state = state_of(module)
+    if state is None or state.sequence is None or state.sequence.is_first_block:
+        return None
+    return functools.partial(state.sequence.region.with_lengths, state.sequence.region.lengths)
+
+
+def _selective_contexts() -> Any:
+    return torch_checkpoint.create_selective_checkpoint_contexts(list(_saved_operators()))
+
+
+@functools.cache
+def _saved_operators() -> tuple[Any, ...]:
+    def overloads(namespace: Any, names: tuple[str, ...]) -> list[Any]:
+        packets = [getattr(namespace, name) for name in names if hasattr(namespace, name)]
+        return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+
+    return tuple(
+        op
+        for namespace, names in (
+            (torch.ops.aten, _SAVED_ATEN),
+            (torch.ops.weft, _SAVED_WEFT),
+            (torch.ops._c10d_functional, _SAVED_COLLECTIVES),
+        )
+        for op in overloads(namespace, names)
+        if not op._schema.is_mutable and not op._overloadname.endswith("out")
+    )

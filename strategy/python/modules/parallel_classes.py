@@ -1,0 +1,363 @@
+"""The classes of parallelized modules, which replace their own classes.
+
+Each is a subclass of the module's class, made once per class and style. isinstance, hooks, names and `_parameters` do
+not change; only the forward and the reading of parameters do. FSDP2 changes classes the same way.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from weft.strategy.modules.precision import in_precision
+from weft.strategy.modules.sharded_errors import explained
+from weft.strategy.modules.stepped_mlp import Options, stepped_mlp_of
+from weft.strategy.modules.vocab_head import VocabParallelLogits, head_of
+from weft.strategy.recognition.linears import longest_dim
+from weft.strategy.sharding.local_tensor import enter_forward, exit_forward, inside_forward, is_full, local_of
+from weft.strategy.sharding.shard_dropout import shard_dropout
+from weft.strategy.sharding.state import ModuleState, cached, with_local_counts
+
+
+class ParallelModule:
+    """Marks every module that parallelize has changed."""
+
+    _weft_state: ModuleState
+
+    @property
+    def __jit_ignored_attributes__(self) -> list[str]:
+        # Both torch.jit.script and trace ask for this first; they would save zeros for the DTensors.
+        raise ValueError(
+            "torch.jit got a module whose parameters are DTensors, which it would save as zeros: "
+            "call weft.export_local(model) and script its result."
+        )
+
+    __prepare_scriptable__ = property(lambda self: self.__jit_ignored_attributes__)
+
+
+def _local_shard_of(module: Any, name: str) -> Tensor | None:
+    """Return this rank's tensor-parallel shard of a parameter."""
+    parameter = module._parameters[name]
+    if isinstance(parameter, DTensor) and not torch.compiler.is_compiling():
+        mesh, expected = parameter._spec.mesh, module._weft_state.mesh
+        if mesh is not expected and mesh != expected:
+            _raise_still_sharded(module, name, mesh)
+    return None if parameter is None else _cast(module._weft_state, local_of(parameter))
+
+
+def _cast(state: ModuleState, value: Tensor) -> Tensor:
+    return value.to(state.precision) if state.precision is not None and value.is_floating_point() else value
+
+
+def _raise_still_sharded(module: Any, name: str, mesh: DeviceMesh) -> None:
+    axes = " and ".join(mesh.mesh_dim_names or ("another mesh",))
+    kind = module._weft_state.original_class.__name__
+    raise ValueError(
+        f"a {kind} was called while its {name} is sharded over {axes}: call the module that fully_shard was applied "
+        "to, whose forward gathers it, not a layer or a method inside, or take zero_stage=1."
+    )
+
+
+def _weight_and_bias(module: nn.Module, transposed: bool) -> tuple[Tensor, Tensor | None]:
+    weight: Any = _local_shard_of(module, "weight")
+    return (weight.t() if transposed else weight), _local_shard_of(module, "bias")
+
+
+def _column_forward(self: Any, input: Tensor) -> Tensor:
+    state = self._weft_state
+    weight, bias = _weight_and_bias(self, state.transposed)
+    if state.sequence is not None:  # the gather of its input sums the gradient
+        return torch.nn.functional.linear(input, weight, bias)
+    return torch.ops.weft.column_linear(input, weight, bias, group_name=state.group_name)
+
+
+def _row_forward(self: Any, input: Tensor) -> Tensor:
+    state = self._weft_state
+    weight, bias = _weight_and_bias(self, state.transposed)
+    if state.sequence is not None:
+        return torch.ops.weft.linear_reduce_scatter(
+            input, weight, bias, scatter_dim=input.dim() - 2, group_name=state.group_name
+        )
+    return torch.ops.weft.row_linear(input, weight, bias, group_name=state.group_name)
+
+
+def _column_gather_output_forward(self: Any, input: Tensor) -> Tensor:
+    state = self._weft_state
+    output = _column_forward(self, input)
+    num_features = self._parameters["weight"].shape[1 if state.transposed else 0]
+    return torch.ops.weft.gather_from_group(output, output.dim() - 1, state.group_name, dim_size=num_features)
+
+
+def _row_split_input_forward(self: Any, input: Tensor) -> Tensor:
+    shard = torch.ops.weft.scatter_to_group(input, input.dim() - 1, self._weft_state.group_name)
+    return _row_forward(self, shard)
+
+
+def _vocab_head_forward(self: Any, input: Tensor) -> Tensor:
+    if torch.compiler.is_compiling() or self._backward_hooks or self._backward_pre_hooks:
+        return _column_gather_output_forward(self, input)
+    state = self._weft_state
+    weight, bias = _weight_and_bias(self, state.transposed)
+    parameter = self._parameters["weight"]
+    num_features = parameter.shape[1 if state.transposed else 0]
+    head = head_of(parameter, weight, bias, state.vocab_start, num_features, state.group_name)
+    device_type = input.device.type
+    is_autocast = torch.is_autocast_enabled(device_type) and input.is_floating_point()
+    return VocabParallelLogits(head, input, torch.get_autocast_dtype(device_type) if is_autocast else None)
+
+
+def _vocab_embedding_forward(self: Any, input: Tensor) -> Tensor:
+    state = self._weft_state
+    output = torch.ops.weft.vocab_parallel_embedding(
+        input,
+        _local_shard_of(self, "weight"),
+        state.vocab_start,
+        group_name=state.group_name,
+        vocab_size=self.num_embeddings,
+    )
+    if self.padding_idx is None or not output.requires_grad:
+        return output
+    return torch.where((input == self.padding_idx).unsqueeze(-1), output.detach(), output)  # no gradient for padding
+
+
+class _VocabEmbedding(nn.Embedding):
+    """The base class that `super().forward` finds in a subclass of nn.Embedding."""
+
+    forward = _vocab_embedding_forward
+
+
+def _fused_forward(self: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
+    if len(args) + len(kwargs) != 1:
+        raise TypeError(
+            f"{type(self).__name__}: got {len(args) + len(kwargs)} arguments, but a fused MLP takes one tensor; "
+            "replace column_row_mlp by column and row rules for its layers."
+        )
+    x = args[0] if args else next(iter(kwargs.values()))
+    state = self._weft_state
+    region = None if state.sequence is None else state.sequence.region
+    mlp = state.mlp
+    children = [self._modules[name] for name in mlp.children]
+    for name, child, expected in zip(mlp.children, children, state.child_classes, strict=True):
+        if type(child) is not expected:
+            _raise_changed_child(name, child)
+        if child._forward_hooks or child._forward_pre_hooks or child._backward_hooks or child._backward_pre_hooks:
+            return _plain_forward_of(state.original_class)(self, x if region is None else region.gather(x))
+    weights_and_biases = [_weight_and_bias(child, child._weft_state.transposed) for child in children]
+    w3, b3 = (None, None) if mlp.gate is None else weights_and_biases[1]
+    (w1, b1), (w2, b2) = weights_and_biases[0], weights_and_biases[-1]
+    options = {
+        "activation": state.activation,
+        "group_name": state.group_name,
+        "recompute": state.recompute,
+        "sequence_dim": None if region is None else x.dim() - 2,
+        "sequence_size": None if region is None else region.length,
+    }
+    stepped = stepped_mlp_of(self)
+    if stepped is not None:
+        parameters = [child._parameters["weight"] for child in children]
+        return stepped(
+            Options(**options),
+            x,
+            (w1, w2, w3),
+            (b1, b2, b3),
+            (parameters[0], parameters[-1], None if w3 is None else parameters[1]),
+        )
+    return torch.ops.weft.column_row_mlp(x, w1, w2, w3, b1, b2, b3, **options)
+
+
+def _dropout_forward(self: Any, input: Tensor) -> Tensor:
+    if not self.training or self.p == 0.0:
+        return input
+    # All ranks draw the same seed; a rank's mask follows from the positions of its tokens in the unsharded sequence.
+    # Without dims, as in weft.nn.Dropout.
+    seed = torch.randint(0, 1 << 62, (), dtype=torch.int64, device=torch.device("cpu"))
+    region = self._weft_state.sequence.region
+    return torch.ops.weft.dropout(
+        input, seed, p=self.p, group_name=region.group_name, dim=input.dim() - 2, dim_size=region.length
+    )
+
+
+def _shard_dropout_forward(self: Any, input: Tensor) -> Tensor:
+    if not self.training or self.p == 0.0:
+        return input
+    mesh = self._weft_state.mesh
+    sharded = next((each for each in self._weft_state.dropouts if each.matches(input, mesh.size())), None)
+    if sharded is None:
+        raise ValueError(
+            f"a Dropout between column and row layers got {list(input.shape)}, which is not one rank's shard of an "
+            "input in verification; give its layers the styles column_gather_output and row_split_input."
+        )
+    return shard_dropout(input, self.p, sharded, mesh.get_local_rank(), mesh.size())
+
+
+def _raise_changed_child(name: str, child: nn.Module) -> None:
+    if isinstance(child, FSDPModule):
+        raise ValueError(
+            f"fully_shard was applied to '{name}', a part of a fused MLP: "
+            "apply fully_shard to the MLP itself, which is one unit, and not to its layers."
+        )
+    raise ValueError(
+        f"'{name}', a part of a fused MLP, was replaced by a {type(child).__name__} after parallelize: "
+        "change the model before parallelize."
+    )
+
+
+@cached
+def _plain_forward_of(cls: type[nn.Module], has_counts: bool = False) -> Callable[..., Any]:
+    """Return the class's own forward, with local parameters."""
+    own_forward = with_local_counts(cls.forward) if has_counts else cls.forward
+
+    @functools.wraps(own_forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        enter_forward()
+        try:
+            return own_forward(self, *args, **kwargs)
+        finally:
+            exit_forward()
+
+    return forward
+
+
+def _explained_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def explained_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return forward(self, *args, **kwargs)
+        with explained():
+            return forward(self, *args, **kwargs)
+
+    return explained_forward
+
+
+@cached
+def _sequence_forward_of(cls: type[nn.Module], has_counts: bool = False) -> Callable[..., Any]:
+    """Return the class's own forward with local parameters, between the operations of its sequence role."""
+    plain = _plain_forward_of(cls, has_counts)
+
+    @functools.wraps(plain)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        role = self._weft_state.sequence
+        args, kwargs = role.prepare_inputs(args, kwargs)
+        return role.finish_output(plain(self, *args, **kwargs))
+
+    return forward
+
+
+def _getattr_of(cls: type[nn.Module]) -> Callable[[nn.Module, str], Any]:
+    own_getattr = cls.__getattr__
+
+    def __getattr__(self: nn.Module, name: str) -> Any:
+        value = own_getattr(self, name)
+        if not isinstance(value, DTensor) or not inside_forward():
+            return value
+        state = self.__dict__["_weft_state"]
+        if state.style == "gather_weights" and not is_full(value):
+            return _gather_parameter(self, name, state)
+        if is_full(value):
+            sums_gradients = state.style == "replicate_sum_gradients"
+            if sums_gradients or (state.sequence is not None and state.sequence.needs_gradient_sum):
+                return _cast(state, torch.ops.weft.copy_to_group(local_of(value), state.group_name))
+            return _cast(state, local_of(value))
+        return value
+
+    return __getattr__
+
+
+def _gather_parameter(module: Any, name: str, state: ModuleState) -> Tensor:
+    """Return the full parameter; its gradient, equal on all ranks, is sharded again."""
+    parameter = module._parameters[name]
+    shard = _local_shard_of(module, name)
+    dim = longest_dim(parameter)
+    full: Tensor = torch.ops.weft.gather_from_group(shard, dim, state.group_name, dim_size=parameter.shape[dim])
+    return full
+
+
+def _flat_weights(self: Any) -> list[Tensor | None]:
+    """Return the parameters that nn.RNNBase computes with; its own list of them would be stale."""
+    return [getattr(self, name, None) for name in self._flat_weights_names]
+
+
+_STYLED_FORWARDS = {
+    "column": _column_forward,
+    "column_gather_output": _column_gather_output_forward,
+    "row": _row_forward,
+    "row_split_input": _row_split_input_forward,
+    "vocab_embedding": _vocab_embedding_forward,
+    "vocab_head": _vocab_head_forward,
+    "column_row_mlp": _fused_forward,
+}
+
+
+@cached
+def parallel_class(
+    cls: type[nn.Module],
+    style: str,
+    sequence_kind: str = "",
+    has_precision: bool = False,
+    has_counts: bool = False,
+    is_shard_dropout: bool = False,
+    explains: bool = False,
+) -> type[nn.Module]:
+    """Return the class of a module of class `cls` for a style ("" and "replicate": its own forward).
+
+    `sequence_kind`: the kind of its role, if activations are sharded along the sequence. `has_precision`: it computes
+    in a dtype of its own. `has_counts`: attributes have this rank's head counts while its forward runs.
+    `is_shard_dropout`: its input is one rank's shard. `explains`: errors of sharded modules inside are explained.
+    """
+    namespace: dict[str, Any] = {"__module__": cls.__module__, "__getattr__": _getattr_of(cls)}
+    own_dropout = _shard_dropout_forward if is_shard_dropout else None
+    styled = _dropout_forward if sequence_kind == "dropout" else own_dropout or _STYLED_FORWARDS.get(style)
+    bases: tuple[type, ...] = (ParallelModule, cls)
+    if style == "vocab_embedding" and cls.forward is not nn.Embedding.forward:
+        bases, styled = (*bases, _VocabEmbedding), None
+    if styled is not None:
+        forward = types.FunctionType(styled.__code__, styled.__globals__, styled.__name__)
+        namespace["forward"] = functools.update_wrapper(forward, cls.forward)  # keeps the signature
+    elif cls.forward is not nn.Module.forward:
+        forward_of = _sequence_forward_of if sequence_kind in ("block", "gathers") else _plain_forward_of
+        namespace["forward"] = forward_of(cls, has_counts)
+    if explains and "forward" in namespace:
+        namespace["forward"] = _explained_forward(namespace["forward"])
+    if has_precision and (styled is not None or cls.forward is not nn.Module.forward):
+        namespace["forward"] = in_precision(namespace["forward"])
+    if issubclass(cls, nn.RNNBase):
+        namespace["_flat_weights"] = property(_flat_weights, lambda self, value: None)
+    return type(f"Weft{cls.__name__}", bases, namespace)
+
+
+def set_parallel_class(module: nn.Module, state: ModuleState) -> None:
+    """Give a module the class and state of its style."""
+    kind = "" if state.sequence is None else state.sequence.kind
+    module.__class__ = parallel_class(
+        state.original_class,
+        state.style,
+        kind,
+        state.precision is not None,
+        bool(state.counts),
+        bool(state.dropouts),
+        state.explains,
+    )
+    module.__dict__["_weft_state"] = state
+    if isinstance(module, nn.TransformerEncoderLayer):
+        module.activation_relu_or_gelu = 0  # its inference fast path reads its layers' weights itself
+    elif isinstance(module, nn.TransformerEncoder):
+        module.use_nested_tensor = False  # the same fast path
+    elif isinstance(module, nn.RNNBase):
+        module.__dict__.pop("_flat_weights", None)
+
+
+def check_no_fsdp_children(name: str, module: nn.Module) -> None:
+    for child_name, child in module.named_modules():
+        if child_name and isinstance(child, FSDPModule):
+            raise ValueError(
+                f"parallelize: fully_shard was already applied to '{name}.{child_name}', a part of an MLP that is to "
+                f"be fused; call parallelize first and apply fully_shard to '{name}' itself, which is one unit."
+            )

@@ -1,0 +1,89 @@
+"""Explains errors that a module's own code raises on shards: names the module, its shards and the remedy."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from types import TracebackType
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from weft.strategy.sharding.state import ModuleState, state_of
+
+_SHARD_ERRORS = re.compile(
+    r"shape|size|dimension|dim |DTensor|mat1 and mat2|expected input|not enough values|too many values|^weft::", re.I
+)
+_MAX_SHARDS = 3
+
+
+class ShardedModuleError(RuntimeError):
+    """A module's forward failed on shards; the error of its code is the cause."""
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Inside, raise a ShardedModuleError for a shape error or mixed-tensor error of a sharded module."""
+    try:
+        yield
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        text = explanation_of(error)
+        if text is None:
+            raise
+        raise ShardedModuleError(text) from error
+
+
+def explanation_of(error: BaseException) -> str | None:
+    """Return one sentence on the innermost module in an error's traceback that has sharded layers; None: no module."""
+    if isinstance(error, ShardedModuleError) or not _SHARD_ERRORS.search(str(error)):
+        return None
+    traceback_modules = list(reversed(_modules_of(error.__traceback__)))
+    # The code that calls a layer causes the error, so modules with children come before layers.
+    for module in sorted(traceback_modules, key=lambda each: not each._modules):
+        state, shards = state_of(module), _shards_of(module)
+        if state is not None and shards:
+            return _sentence(state, shards, error)
+    return None
+
+
+def _modules_of(trace: TracebackType | None) -> list[nn.Module]:
+    """Return the modules whose methods are in a traceback, outermost first."""
+    modules = []
+    while trace is not None:
+        module = trace.tb_frame.f_locals.get("self")
+        if isinstance(module, nn.Module):
+            modules.append(module)
+        trace = trace.tb_next
+    return modules
+
+
+def _shards_of(module: nn.Module) -> list[tuple[str, ModuleState, DTensor]]:
+    """Return (name, state of its module, parameter) for the sharded parameters of a module and of its children."""
+    found: list[tuple[str, ModuleState, DTensor]] = []
+    for name, child in [("", module), *module.named_children()]:
+        state = state_of(child)
+        if state is None:
+            continue
+        for parameter_name, parameter in child._parameters.items():
+            if isinstance(parameter, DTensor) and parameter._local_tensor.shape != parameter.shape:
+                found.append((f"{name}.{parameter_name}" if name else parameter_name, state, parameter))
+    return found
+
+
+def _sentence(state: ModuleState, shards: list[tuple[str, ModuleState, DTensor]], error: BaseException) -> str:
+    described = [
+        f"'{name}' is {list(parameter._local_tensor.shape)} of {list(parameter.shape)} by "
+        f"{of.rule or 'no rule'} ({of.style or 'replicate'})"
+        for name, of, parameter in shards[:_MAX_SHARDS]
+    ]
+    more = f" and {len(shards) - _MAX_SHARDS} more" if len(shards) > _MAX_SHARDS else ""
+    first_line = (str(error).strip() or "no text").splitlines()[0].rstrip(".")
+    where = (
+        f"'{state.name}', a {state.original_class.__name__}," if state.name else f"a {state.original_class.__name__}"
+    )
+    return (
+        f"{where} failed on its shards ({type(error).__name__}: {first_line}): {'; '.join(described)}{more}; give its "
+        "layers the styles column_gather_output and row_split_input, which keep activations full, or 'replicate', and "
+        "call layers rather than read their weights."
+    )

@@ -1,0 +1,1 @@
+"""weft.strategy.optimizers: how optimizers step without temporaries, and inside the backward."""

@@ -1,0 +1,319 @@
+"""plan="auto": recognises MLPs, attention blocks, embeddings and output layers, and shards what it can verify.
+
+Linear layers are recognised by the dataflow of the forward (`weft.strategy.verification`): layers whose outputs reach
+only one other layer are sharded by column and that layer by row, if the code between them computes the same on one
+rank's features; otherwise weights are sharded and activations gathered, which is exact for any code. Modules that can
+neither be called nor be recognised by their names stay replicated, and the report gives the reason. Logits are
+gathered, because their use is unknown.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from weft.strategy.modules.activation_checkpointing import repeated_blocks
+from weft.strategy.recognition import attention, mlp_layers, probe
+from weft.strategy.recognition.assignments import Assignment, Assignments, assign_fused_mlp, assign_mlp, join
+from weft.strategy.recognition.linears import features, is_worth_gathering, why_no_linear, why_no_vocab_embedding
+from weft.strategy.sharding.remote_layers import RemoteLayer
+from weft.strategy.sharding.state import MlpLayers, child_of
+from weft.strategy.verification.decide import Decision
+from weft.strategy.verification.evidence import Evidence, assign_gathered, assign_group
+
+_MIN_ROWS_PER_RANK = 4
+_MIN_FRACTION = 1 / 500  # of all parameters; smaller layers outside of groups stay replicated
+_NOT_TOKEN_EMBEDDINGS = re.compile(r"pos|wpe|type|segment|bias|relative")
+
+
+def assign_auto(
+    model: nn.Module, tp_size: int, verify: str = "auto", example: Any = None, *, for_sequences: bool = False
+) -> Assignments:
+    """Return the styles for a model's modules.
+
+    Args:
+        verify, example: as in `weft.strategy.Plan`.
+        for_sequences: whether the plan also shards activations along the sequence.
+
+    Raises:
+        ValueError: nothing to shard was found, with tp_size > 1.
+    """
+    result = Assignments(tp_size)
+    evidence = Evidence(model, tp_size, verify, example)
+    result.unread_aliases = _unread_biases(model, evidence)
+    owners = _owners(model, result.unread_aliases)
+    claimed: set[int] = set()
+    unassigned: dict[str, str] = {}
+    skipped = 0
+    for name, module in model.named_modules():
+        if id(module) in claimed:
+            continue
+        if any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
+            skipped += 1
+            result.notes.append(f"{name}: skipped: its parameters are DTensors already")
+            continue
+        used = _assign_mlp(result, name, module, owners, unassigned) or _assign_embedding(
+            result, model, name, module, owners, evidence
+        )
+        claimed.update(id(layer) for layer in used)
+    if tp_size > 1:
+        claimed.update(id(model.get_submodule(name)) for name in result.styles)
+        _assign_groups(result, model, owners, evidence, claimed, for_sequences)
+    else:
+        _assign_by_names(result, model, claimed)
+    for name, reason in unassigned.items():
+        if not any(other == name or other.startswith(f"{name}." if name else "") for other in result.styles):
+            result.keep_replicated(name, reason)
+    result.record_rule("auto")
+    if tp_size > 1 and not any(a.style != "replicate" for a in result.styles.values()) and not skipped:
+        if any(isinstance(module, RemoteLayer) for module in model.modules()):  # other stages may have layers to shard
+            result.keep_replicated("", "nothing to shard on this pipeline stage")
+            return result
+        reasons = f" ({'; '.join(result.notes)})" if result.notes else ""
+        raise ValueError(
+            f"plan='auto' found nothing to shard in a {type(model).__name__}{reasons}: it shards linear layers and "
+            "embeddings that the forward calls; take strategy='weft_fsdp' (or tensor_parallel_size=1), which shards "
+            "any parameter, pipeline_cuts, or a plan of rules that names modules."
+        )
+    return result
+
+
+def _assign_by_names(result: Assignments, model: nn.Module, claimed: set[int]) -> None:
+    """Place attention by names on one rank, where every style is exact, so that the report shows the styles."""
+    for name, module in model.named_modules():
+        names = attention.find_attention(module) or attention.find_fused_attention(module)
+        layers = () if names is None else tuple(module._modules[layer] for layer in names)
+        if names is None or any(id(layer) in claimed or _has_dtensors(layer) for layer in layers):
+            continue
+        if len(names) == 4:
+            attention.assign_attention(result, name, module, names)
+        elif attention.why_no_linears(module, names) is None:
+            result.styles[join(name, names[0])] = Assignment("column_gather_output")
+            result.styles[join(name, names[1])] = Assignment("row_split_input")
+
+
+def _assign_groups(
+    result: Assignments,
+    model: nn.Module,
+    owners: dict[int, int],
+    evidence: Evidence,
+    claimed: set[int],
+    for_sequences: bool,
+) -> None:
+    """Place linear layers outside of MLPs: groups, attention that is recognised by its names, and single layers."""
+
+    beside = {id(child) for m in model.modules() if any(map(_has_dtensors, m.children())) for child in m.children()}
+
+    def is_free(layer: nn.Module) -> bool:
+        """Return whether a layer has no style yet. A layer beside DTensors is not free: its input may be sharded."""
+        return id(layer) not in claimed and id(layer) not in beside and not _is_tied(layer, owners)
+
+    for decision in evidence.decisions(is_free):
+        used = _try_to_fuse(result, model, decision) or assign_group(result, decision)
+        claimed.update(id(model.get_submodule(name)) for name in used)
+    for name, module in model.named_modules():
+        claimed.update(id(layer) for layer in _assign_attention(result, name, module, owners, evidence, claimed))
+    if for_sequences:  # outside of the groups each rank has other tokens and only partial gradients
+        return
+    total = sum(p.numel() for p in model.parameters())
+    for name, module in model.named_modules():
+        if not is_free(module) or name in result.styles:
+            continue
+        if why_no_linear(module) is None and evidence.is_called(module) and not evidence.is_read(module):
+            _assign_single(result, name, module, total)
+        elif _is_worth_gathering(module, total) and evidence.is_seen(module):
+            result.styles[name] = Assignment("gather_weights", "gathered for its forward")
+
+
+def _try_to_fuse(result: Assignments, model: nn.Module, decision: Decision) -> list[str]:
+    """Place a group as a fused operator and return its layers' names; empty if its forward is not that operator."""
+    container, group = model.get_submodule(decision.container), decision.group
+    if len(group.sources) > 2 or any("." in layer for layer in (*group.sources, group.sink)):
+        return []
+    gate = group.sources[0] if len(group.sources) == 2 else None
+    mlp = MlpLayers(gate, group.sources[-1], group.sink)
+    if probe.why_not_fused(container, mlp) is not None:
+        return []
+    found = result.find_activation(container, mlp)
+    if isinstance(found, str):
+        return []
+    result.fuse(decision.container, *found, False)
+    return [*decision.sources, decision.sink]
+
+
+def _is_worth_gathering(module: nn.Module, total: int) -> bool:
+    """Return whether a module has large parameters of its own that code reads, such as nn.MultiheadAttention has."""
+    own = [p for p in module._parameters.values() if p is not None and is_worth_gathering(p)]
+    is_known = isinstance(module, (nn.modules.conv._ConvNd, nn.RNNBase, nn.Embedding))
+    return not is_known and sum(p.numel() for p in own) >= _MIN_FRACTION * total
+
+
+def _assign_single(result: Assignments, name: str, layer: nn.Module, total: int) -> None:
+    """Shard a layer outside of groups, with a gathered output, if it is large enough."""
+    _, out = features(layer)
+    weight = layer._parameters["weight"]
+    assert weight is not None
+    if weight.numel() < _MIN_FRACTION * total or out < _MIN_ROWS_PER_RANK * result.tp_size:
+        return
+    result.styles[name] = Assignment("column_gather_output", "gathered, because the code uses its full output")
+
+
+def _holders(model: nn.Module) -> dict[int, list[tuple[str, nn.Module]]]:
+    """Return the names of each parameter, with the modules that hold it, by its id."""
+    holders: dict[int, list[tuple[str, nn.Module]]] = {}
+    for module_name, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                holders.setdefault(id(parameter), []).append((join(module_name, name), module))
+    return holders
+
+
+def _owners(model: nn.Module, unread: set[str]) -> dict[int, int]:
+    """Return how many (module, name) pairs hold each parameter, by its id, without `unread` names."""
+    return {key: sum(name not in unread for name, _ in holders) for key, holders in _holders(model).items()}
+
+
+def _unread_biases(model: nn.Module, evidence: Evidence) -> set[str]:
+    """Return the names of biases of linear layers that another module also holds and does not read.
+
+    BERT's output layer has such a bias. Modules that the rehearsal did not run may read it.
+    """
+    unread: set[str] = set()
+    for holders in _holders(model).values():
+        layers = [(name, module) for name, module in holders if why_no_linear(module) is None]
+        others = [(name, module) for name, module in holders if why_no_linear(module) is not None]
+        if not others or len(layers) != 1 or not layers[0][0].endswith("bias") or evidence.tp_size == 1:
+            continue
+        layer = layers[0][1]
+        is_unread = evidence.is_called(layer) and not evidence.is_read(layer)
+        if is_unread and all(evidence.is_seen(module) and not evidence.is_called(module) for _, module in others):
+            unread.update(name for name, _ in others)
+    return unread
+
+
+def _is_tied(module: nn.Module, owners: dict[int, int]) -> bool:
+    return any(owners[id(parameter)] > 1 for parameter in module.parameters())
+
+
+def _has_dtensors(module: nn.Module) -> bool:
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
+
+
+def _layers(module: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
+    return [child_of(module, name) for name in names]
+
+
+def _assign_mlp(
+    result: Assignments, name: str, module: nn.Module, owners: dict[int, int], unassigned: dict[str, str]
+) -> list[nn.Module]:
+    mlp = mlp_layers.find_by_name(module)
+    fused = mlp_layers.find_fused(module) if mlp is None else None
+    names = fused if mlp is None else mlp.children
+    if names is None:
+        return []
+    layers = _layers(module, names)
+    if any(_has_dtensors(layer) for layer in layers):
+        return []
+    if any(_is_tied(layer, owners) for layer in layers):
+        result.keep_replicated(name, "a weight of its MLP is tied to another module's")
+    elif fused is not None:
+        assign_fused_mlp(result, name, fused)
+    else:
+        assert mlp is not None
+        reason = assign_mlp(result, name, module, mlp)
+        if reason is not None:
+            unassigned[name] = reason
+            return []  # the search for groups assigns them
+    return layers
+
+
+def _assign_attention(
+    result: Assignments,
+    name: str,
+    module: nn.Module,
+    owners: dict[int, int],
+    evidence: Evidence,
+    claimed: set[int],
+) -> list[nn.Module]:
+    """Place an attention that is recognised by its names and is in no group; return its layers."""
+    names = attention.find_attention(module) or attention.find_fused_attention(module)
+    if names is None:
+        return []
+    layers = _layers(module, names)
+    if any(_has_dtensors(layer) or id(layer) in claimed for layer in layers):
+        return []
+    if any(_is_tied(layer, owners) for layer in layers):
+        result.keep_replicated(name, "a weight of its projections is tied to another module's")
+    elif any(evidence.is_read(layer) for layer in layers):
+        return []  # each layer is assigned by itself, below
+    elif evidence.mode == "never" and len(names) == 4:
+        reason = attention.assign_attention(result, name, module, names)
+        if reason is not None:
+            result.keep_replicated(name, reason)
+    else:
+        reason = attention.why_no_linears(module, names)
+        if reason is not None and all(evidence.is_seen(layer) for layer in layers):
+            return []  # each layer is assigned by itself, below
+        if reason is not None:
+            result.keep_replicated(name, reason)
+            return layers
+        is_seen = all(evidence.is_called(layer) for layer in layers)
+        reason = "its projections are in no group of layers" if is_seen else evidence.why_unknown(name)
+        *sources, sink = (join(name, layer) for layer in names)
+        assign_gathered(result, tuple(sources), sink, name, reason)
+    return layers
+
+
+def _assign_embedding(
+    result: Assignments,
+    model: nn.Module,
+    name: str,
+    module: nn.Module,
+    owners: dict[int, int],
+    evidence: Evidence,
+) -> list[nn.Module]:
+    if not isinstance(module, nn.Embedding) or _NOT_TOKEN_EMBEDDINGS.search(name.rpartition(".")[2]):
+        return []
+    rows = module.num_embeddings
+    holders = {n: m for n, m in model.named_modules() if m._parameters.get("weight") is module.weight}
+    heads = [n for n in _modules_outside_blocks(model) if _is_output_layer(model.get_submodule(n), rows, owners)]
+    reason = why_no_vocab_embedding(module)
+    if reason is None and rows < _MIN_ROWS_PER_RANK * result.tp_size:
+        reason = f"{rows} rows are too few for {result.tp_size} ranks"
+    if reason is None and not heads and not _is_only_called(module, evidence):
+        reason = f"no output layer of {rows} features, so its weight may be read as one"
+    if reason is None and owners[id(module.weight)] > len(holders):
+        reason = "its weight is tied to a parameter of another name, which would need the same shards"
+    for holder, other in holders.items():
+        if reason is None and holder not in heads and why_no_vocab_embedding(other) is not None:
+            reason = f"its weight is tied to that of '{holder}', which cannot be sharded in the same way"
+    if reason is not None:
+        result.keep_replicated(name, reason)
+        return [module]
+    result.styles |= {holder: Assignment("vocab_embedding") for holder in holders if holder not in heads}
+    for head in heads:
+        is_tied = owners[id(model.get_submodule(head)._parameters["weight"])] > 1
+        if head in holders or not is_tied:
+            result.styles.setdefault(head, Assignment("column_gather_output"))
+    return [module]
+
+
+def _is_only_called(table: nn.Module, evidence: Evidence) -> bool:
+    return evidence.tp_size > 1 and evidence.is_called(table) and not evidence.is_read(table)
+
+
+def _modules_outside_blocks(model: nn.Module) -> list[str]:
+    """Return the modules outside of repeated blocks and of nn.MultiheadAttention, which reads its layers' weights."""
+    inside = (*repeated_blocks(model), *(n for n, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)))
+    return [n for n, _ in model.named_modules() if not any(n.startswith(f"{each}.") for each in inside)]
+
+
+def _is_output_layer(module: nn.Module, rows: int, owners: dict[int, int]) -> bool:
+    """Return whether a layer has plain weights, a bias of its own (if any), and this many output features."""
+    if why_no_linear(module) is not None or _has_dtensors(module) or features(module)[1] != rows:
+        return False
+    bias = module._parameters["bias"]
+    return bias is None or owners[id(bias)] == 1

@@ -1,0 +1,176 @@
+"""plan="huggingface": converts the tensor-parallel plans of Hugging Face's models to weft's styles."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from weft.strategy import _plan
+from weft.strategy.planning.plan_text import HUGGING_FACE_STYLES
+from weft.strategy.planning.rules import assign_rules
+from weft.strategy.recognition import attention, mlp_layers
+from weft.strategy.recognition.assignments import Assignments, assign_mlp, display_name, join, parent_name
+from weft.strategy.recognition.linears import why_no_linear
+from weft.strategy.verification.evidence import Evidence, assign_gathered, assign_group
+
+
+def style_of(pattern: str, value: str) -> str:
+    """Return the style for Hugging Face's name of a style; raises ValueError if weft does not have it."""
+    style = HUGGING_FACE_STYLES.get(value, value)
+    if style in _plan.STYLES:
+        return style
+    raise ValueError(
+        f"plan: Hugging Face's plan gives '{pattern}' the style '{value}', which weft does not have; pass a plan of "
+        "rules, or 'auto'."
+    )
+
+
+def assign_hugging_face(model: nn.Module, tp_size: int, verify: str = "auto", example: Any = None) -> Assignments:
+    """Return the styles for the Hugging Face models inside a model, which may be one itself.
+
+    Attention and MLPs are recognised as with "auto", so that heads are verified and fitting MLPs fused. Column and row
+    rules that no group of layers confirms are applied with gathered activations. Rules that match no module, which
+    plans of model families contain, are noted.
+
+    Args:
+        verify, example: as in `weft.strategy.Plan`.
+
+    Raises:
+        ValueError: no plan was found, it has a style that weft does not have, or heads do not divide.
+    """
+    result = Assignments(tp_size)
+    found = dict(_plans_inside(model))
+    if not found:
+        raise ValueError(
+            "plan='huggingface' finds no model with a plan of its own (tp_plan, or base_model_tp_plan of its config) "
+            f"in a {type(model).__name__}; pass 'auto' or a plan of rules."
+        )
+    modules = dict(model.named_modules(remove_duplicate=False))
+    evidence = Evidence(model, tp_size, verify, example)
+    for name, values in found.items():
+        rules = []
+        for pattern, value in values.items():
+            rule = _plan.Rule(join(name, pattern), style_of(pattern, value))
+            if any(_plan.matches(rule.pattern, module) for module in modules):
+                rules.append(rule)
+            else:
+                result.notes.append(f"{rule.pattern}: of Hugging Face's plan, matches nothing")
+        _assign(result, modules, _plan.Plan(rules), evidence)
+    return result
+
+
+def _plans_inside(model: nn.Module) -> Iterator[tuple[str, Mapping[str, str]]]:
+    """Yield (name, plan) of the outermost modules that have one; patterns are relative to the module."""
+    outer: list[str] = []
+    for name, module in model.named_modules():
+        if any(not above or name.startswith(f"{above}.") for above in outer):
+            continue
+        plan = _plan_of(module)
+        if plan:
+            outer.append(name)
+            yield name, plan
+
+
+def _plan_of(module: nn.Module) -> dict[str, str]:
+    config = module.__dict__.get("config")
+    of_base: Any = getattr(config, "base_model_tp_plan", None)
+    own: Any = getattr(module, "tp_plan", None) or getattr(module, "_tp_plan", None)
+    if isinstance(own, Mapping) and own:
+        return dict(own)
+    if not (isinstance(of_base, Mapping) and of_base):
+        return {}
+    prefix = getattr(module, "base_model_prefix", "")
+    inside = prefix if prefix in module._modules else ""
+    return {join(inside, pattern): value for pattern, value in of_base.items()}
+
+
+def _assign(result: Assignments, modules: Mapping[str, nn.Module], plan: _plan.Plan, evidence: Evidence) -> None:
+    resolved = dict(plan.resolve(list(modules)))
+    done: set[str] = set()
+    for container in dict.fromkeys(parent_name(name) for name in resolved):
+        styles = {name.rpartition(".")[2]: rule for name, rule in resolved.items() if parent_name(name) == container}
+        done.update(_record_rules(result, resolved, _assign_mlp(result, container, modules[container], styles)))
+    named = {id(modules[name]): rule.style for name, rule in resolved.items() if name not in done}
+    for decision in evidence.decisions(lambda layer: named.get(id(layer)) in ("column", "row")):
+        columns = {named[id(modules[name])] for name in decision.sources}
+        if columns == {"column"} and named[id(modules[decision.sink])] == "row":
+            _check_heads(decision.container, modules[decision.container], evidence.tp_size)
+            done.update(_record_rules(result, resolved, assign_group(result, decision)))
+    for container in dict.fromkeys(parent_name(name) for name in resolved):
+        styles = {name.rpartition(".")[2]: rule for name, rule in resolved.items() if parent_name(name) == container}
+        names = attention.find_attention(modules[container])
+        if names is None or not _have_styles(styles, names, "column", "column", "column", "row"):
+            continue
+        layers = [join(container, name) for name in names]
+        if done.isdisjoint(layers):
+            done.update(
+                _record_rules(
+                    result, resolved, _assign_unseen_attention(result, container, modules[container], names, evidence)
+                )
+            )
+    rest = [(name, rule) for name, rule in resolved.items() if name not in done]
+    assign_rules(
+        result,
+        modules,
+        [(name, _with_gathered_activations(rule, modules[name], evidence)) for name, rule in rest],
+        evidence,
+    )
+
+
+def _record_rules(result: Assignments, resolved: Mapping[str, _plan.Rule], used: Iterable[str]) -> list[str]:
+    """Record the rules that assigned layers; return the layers that have a rule."""
+    used = list(used)
+    patterns = [resolved[name].pattern for name in used if name in resolved]
+    for name in used:
+        if name in resolved:
+            result.styles[name] = dataclasses.replace(result.styles[name], rule=resolved[name].pattern)
+    result.record_rule(", ".join(dict.fromkeys(patterns)))
+    return [name for name in used if name in resolved]
+
+
+def _have_styles(styles: Mapping[str, _plan.Rule], layers: tuple[str, ...], *wanted: str) -> bool:
+    return [styles[layer].style if layer in styles else "" for layer in layers] == list(wanted)
+
+
+def _assign_mlp(result: Assignments, name: str, module: nn.Module, styles: Mapping[str, _plan.Rule]) -> list[str]:
+    """Assign an MLP; return the full names of its layers, empty if the module is not assigned."""
+    mlp = mlp_layers.find_by_name(module)
+    if mlp is None or not _have_styles(styles, mlp.children, *("column" for _ in mlp.columns), "row"):
+        return []
+    reason = assign_mlp(result, name, module, mlp)
+    return [] if reason is not None else [join(name, child) for child in mlp.children]
+
+
+def _assign_unseen_attention(
+    result: Assignments, name: str, module: nn.Module, names: tuple[str, str, str, str], evidence: Evidence
+) -> list[str]:
+    """Place an attention recognised by its names: by heads if verification is off, else with gathered activations."""
+    _check_heads(name, module, evidence.tp_size)
+    layers = [join(name, layer) for layer in names]
+    if evidence.tp_size == 1 or evidence.mode == "never":
+        reason = attention.assign_attention(result, name, module, names)
+        if reason is None:
+            return [*layers, *(n for n in result.styles if parent_name(n) == name and n not in layers)]
+    assign_gathered(result, tuple(layers[:-1]), layers[-1], name, evidence.why_unknown(name))
+    return layers
+
+
+def _check_heads(name: str, module: nn.Module, tp_size: int) -> None:
+    names = attention.find_attention(module)
+    reason = None if names is None else attention.why_heads_do_not_divide(module, names, tp_size)
+    if reason is not None:
+        raise ValueError(
+            f"plan='huggingface' cuts the heads of {display_name(name)}, but {reason}; take another tensor-parallel "
+            "size, or pass 'auto', which gathers the activations of heads that do not divide."
+        )
+
+
+def _with_gathered_activations(rule: _plan.Rule, module: nn.Module, evidence: Evidence) -> _plan.Rule:
+    """Return a column or row rule that no group confirms with gathered activations, which is exact."""
+    style = {"column": "column_gather_output", "row": "row_split_input"}.get(rule.style)
+    if style is None or why_no_linear(module) is not None or evidence.mode == "never":
+        return rule
+    return _plan.Rule(rule.pattern, style)

@@ -1,0 +1,180 @@
+"""Finds the modules that compute on a shard of the sequence, for plans with sequence_parallel (option or style)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from weft.strategy.modules.activation_checkpointing import repeated_blocks
+from weft.strategy.recognition.assignments import Assignment, Assignments, parent_name
+from weft.strategy.recognition.linears import COLUMN_STYLES, ROW_STYLES, features
+from weft.strategy.sharding.sequence_region import Region, SequenceRole
+
+_SHARDED_BY_FEATURES = (*COLUMN_STYLES, *ROW_STYLES)
+_TOKEN_STATISTICS = ("BatchNorm", "GroupNorm", "InstanceNorm")  # they compute statistics over tokens
+
+
+def assign_sequence_roles(model: nn.Module, assignments: Assignments, group_name: str) -> dict[int, SequenceRole]:
+    """Return the role of each module, by its id, in the repeated blocks whose sequence the plan shards.
+
+    Raises:
+        ValueError: there is no such block, or one has modules that cannot work on a shard of the tokens.
+    """
+    roles: dict[int, SequenceRole] = {}
+    for blocks in _runs(repeated_blocks(model), assignments):
+        region = Region(group_name)
+        block_roles: dict[int, SequenceRole] = {}
+        for block in blocks:
+            _assign_block_roles(block_roles, model, assignments, block, region)
+            is_first, is_last = block == blocks[0], block == blocks[-1]
+            dim = _features_into(model, assignments, block)
+            role = SequenceRole(region, "block", dim, is_first_block=is_first, is_last_block=is_last)
+            block_roles[id(model.get_submodule(block))] = role
+        _check_in_one_run(block_roles.keys() & roles.keys(), model)
+        roles |= block_roles
+    if not roles:
+        raise ValueError(
+            "sequence_parallel=True finds no repeated blocks with layers that the plan cuts, between which activations "
+            "would be sharded along the sequence; leave it out, or put the blocks into an nn.ModuleList."
+        )
+    _check_not_shared(roles, model)
+    _check_named(roles, model, assignments)
+    return roles
+
+
+def _runs(blocks: list[str], assignments: Assignments) -> list[list[str]]:
+    """Return runs of adjacent blocks of one list that the plan shards; blocks between two runs get all tokens."""
+    runs: list[list[str]] = []
+    previous_parent = None
+    for block in blocks:
+        if not _is_sharded(block, assignments):
+            previous_parent = None
+            continue
+        if parent_name(block) != previous_parent:
+            runs.append([])
+        runs[-1].append(block)
+        previous_parent = parent_name(block)
+    return runs
+
+
+def _is_sharded(block: str, assignments: Assignments) -> bool:
+    if assignments.styles.get(block, Assignment("")).style == "column_row_mlp":
+        return False  # the block itself is an MLP, as in a list of experts: there is nothing around its layers
+    return any(a.style in (*_SHARDED_BY_FEATURES, "column_row_mlp") for a in _inside(assignments, block).values())
+
+
+def _check_in_one_run(modules: set[int], model: nn.Module) -> None:
+    """Raise for a module in two runs: it would know the lengths of only one."""
+    name = next((name for name, module in model.named_modules() if id(module) in modules), None)
+    if name is not None:
+        raise ValueError(
+            f"sequence_parallel=True: '{name}' is one module in blocks that do not follow each other in one list, "
+            "which may have other numbers of tokens; use a module for each, or leave sequence parallelism out."
+        )
+
+
+def _check_not_shared(roles: dict[int, SequenceRole], model: nn.Module) -> None:
+    """Raise for a module that gets all tokens elsewhere: it would sum gradients that are already full."""
+    blocks = _sharded_blocks(roles, model)
+    for name, module in model.named_modules(remove_duplicate=False):
+        if id(module) in roles and not f"{name}.".startswith(blocks):
+            raise ValueError(
+                f"sequence_parallel=True: '{name}' is one module with a layer of the repeated blocks, which gets some "
+                "of the tokens there and all of them here; use two modules, or leave sequence parallelism out."
+            )
+
+
+def _sharded_blocks(roles: dict[int, SequenceRole], model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the blocks between which tokens are sharded, each with a dot."""
+    ids = {module for module, role in roles.items() if role.kind == "block"}
+    return tuple(f"{name}." for name, module in model.named_modules(remove_duplicate=False) if id(module) in ids)
+
+
+def _check_named(roles: dict[int, SequenceRole], model: nn.Module, assignments: Assignments) -> None:
+    """Check modules with the style sequence_parallel: outside of the blocks they get all tokens; in a layer, raise."""
+    blocks = _sharded_blocks(roles, model)
+    for name in (name for name, a in assignments.styles.items() if a.style == "sequence_parallel"):
+        role = roles.get(id(model.get_submodule(name)))
+        if role is not None and role.kind in ("sharded", "dropout"):
+            continue
+        if name.startswith(blocks):
+            raise ValueError(
+                f"parallelize: '{name}' gets the style 'sequence_parallel', but is a part of what computes on all "
+                "tokens; remove its rule."
+            )
+        assignments.notes.append(f"'{name}': computes on all tokens, as it is in none of the blocks that are sharded")
+
+
+def _inside(assignments: Assignments, block: str) -> dict[str, Assignment]:
+    return {name: a for name, a in assignments.styles.items() if name.startswith(f"{block}.")}
+
+
+def _features_into(model: nn.Module, assignments: Assignments, name: str) -> int:
+    """Return the input features of the first column layer inside a module."""
+    columns = (layer for layer, a in _inside(assignments, name).items() if a.style in COLUMN_STYLES)
+    return features(model.get_submodule(next(columns)))[0]
+
+
+def _assign_block_roles(
+    roles: dict[int, SequenceRole], model: nn.Module, assignments: Assignments, block: str, region: Region
+) -> None:
+    styles = _inside(assignments, block)
+    gathering = {
+        parent_name(name) for name, a in styles.items() if a.style in _SHARDED_BY_FEATURES and a.fused_into is None
+    }
+    fused = {name for name, a in styles.items() if a.style == "column_row_mlp"}
+    for container in gathering:
+        kinds = {a.style for name, a in styles.items() if parent_name(name) == container}
+        if container == block or kinds.isdisjoint(COLUMN_STYLES) or kinds.isdisjoint(ROW_STYLES):
+            raise ValueError(
+                f"sequence_parallel=True: '{container}' has layers that the plan cuts, but is no module of its own "
+                "inside a block with column layers and the row layer after them; leave sequence parallelism out."
+            )
+    for name in (*gathering, *fused):
+        kind = "gathers" if name in gathering else "fused"
+        roles[id(model.get_submodule(name))] = SequenceRole(region, kind, _features_into(model, assignments, name))
+    for name, a in styles.items():
+        if a.style in _SHARDED_BY_FEATURES:
+            roles[id(model.get_submodule(name))] = SequenceRole(
+                region, "inside" if a.style in COLUMN_STYLES else "scatters"
+            )
+    named = {name for name, a in styles.items() if a.style == "sequence_parallel"}
+    _assign_other_roles(roles, model.get_submodule(block), block, {*gathering, *fused}, named, region)
+
+
+def _assign_other_roles(
+    roles: dict[int, SequenceRole],
+    parent: nn.Module,
+    parent_name: str,
+    containers: set[str],
+    named: set[str],
+    region: Region,
+) -> None:
+    """Place the modules between sharded layers, which get this rank's tokens; for `named` ones the rules vouch."""
+    for key, module in parent.named_children():
+        name, cls = f"{parent_name}.{key}", type(module).__name__
+        if name in containers:
+            continue
+        if name in named:
+            for inner in module.modules():
+                roles[id(inner)] = SequenceRole(region, "dropout" if isinstance(inner, nn.Dropout) else "sharded")
+        elif isinstance(module, nn.Dropout):
+            roles[id(module)] = SequenceRole(region, "dropout")
+        elif ("Norm" in cls and not any(each in cls for each in _TOKEN_STATISTICS)) or isinstance(module, nn.Linear):
+            roles[id(module)] = SequenceRole(region, "sharded")
+        elif any(container.startswith(f"{name}.") for container in containers):
+            _check_no_parameters(module.parameters(recurse=False), name, cls)
+            _assign_other_roles(roles, module, name, containers, named, region)
+        else:
+            _check_no_parameters(module.parameters(), name, cls)
+            _assign_other_roles(roles, module, name, containers, named, region)
+
+
+def _check_no_parameters(parameters: Iterable[nn.Parameter], name: str, cls: str) -> None:
+    if next(iter(parameters), None) is not None:
+        raise ValueError(
+            f"sequence_parallel=True: '{name}', a {cls}, is left unsharded by the plan and may need all tokens, of "
+            "which each rank would have some; give it rules that shard it, or the style "
+            "'sequence_parallel' if it treats each token by itself, or leave sequence parallelism out."
+        )

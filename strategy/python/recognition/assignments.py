@@ -1,0 +1,175 @@
+"""The styles that a plan gives to the modules of one model, before anything is changed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from weft.strategy import _plan
+from weft.strategy.recognition import probe
+from weft.strategy.recognition.module_signatures import signature
+from weft.strategy.sharding.shard_dropout import ShardedDim
+from weft.strategy.sharding.state import MlpLayers
+
+
+@dataclasses.dataclass(frozen=True)
+class Assignment:
+    """The style of one module. `fused_into` names the MLP whose operator includes the layer; `recompute` is the MLP's.
+
+    `rule`: the pattern that gave the style, or "auto".
+    """
+
+    style: str
+    note: str = ""
+    mlp: MlpLayers | None = None
+    activation: str = ""
+    fused_into: str | None = None
+    recompute: bool = False
+    rule: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How one module computes, by the rule of the pattern `rule`. `precision`: a dtype's name, or ""."""
+
+    recompute: bool = False
+    offload: bool = False
+    precision: str = ""
+    rule: str = ""
+
+    def __str__(self) -> str:
+        parts = ["recompute"] * self.recompute + ["offload"] * self.offload
+        return ", ".join(parts + [f"precision {self.precision}"] * bool(self.precision))
+
+
+@dataclasses.dataclass
+class Assignments:
+    """Styles by module name, head counts to divide by (module, attribute), and notes on modules that have no style.
+
+    counts: by module, the values on a rank of attributes while its forward runs.
+    dropouts: by nn.Dropout, the dims along which its input is sharded.
+    options: of modules whose rule has some, except the recompute of a fused MLP, which is an option of its operator.
+    unread_aliases: names of parameters that their module holds and does not read; they are sharded as in the module
+    that reads them. gathered: (module, reason) for weights that are sharded with gathered activations.
+    """
+
+    tp_size: int
+    styles: dict[str, Assignment] = dataclasses.field(default_factory=dict)
+    heads: dict[tuple[str, str], int] = dataclasses.field(default_factory=dict)
+    counts: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
+    dropouts: dict[str, tuple[ShardedDim, ...]] = dataclasses.field(default_factory=dict)
+    options: dict[str, Options] = dataclasses.field(default_factory=dict)
+    unread_aliases: set[str] = dataclasses.field(default_factory=set)
+    gathered: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
+    _probe_results: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
+
+    def precision_of(self, module_name: str) -> str:
+        """Return the dtype of the nearest rule at a module or above it; "" without such a rule."""
+        own = self.options.get(module_name, Options()).precision
+        return own or (self.precision_of(parent_name(module_name)) if module_name else "")
+
+    def keep_replicated(self, module_name: str, reason: str) -> None:
+        self.notes.append(f"{display_name(module_name)}: left replicated: {reason}")
+
+    def divide_heads(self, module_name: str, attribute: str, num_heads: int) -> None:
+        """Note that an attribute must be divided; raises ValueError if it does not divide."""
+        _plan.check_heads(module_name, attribute, num_heads, self.tp_size)
+        self.heads[module_name, attribute] = num_heads // self.tp_size
+
+    def find_activation(self, container: nn.Module, mlp: MlpLayers) -> tuple[MlpLayers, str] | str:
+        """Call `probe.find_activation`, once for modules with equal signatures."""
+        found: tuple[MlpLayers, str] | str = self._cached(probe.find_activation, container, mlp)
+        return found
+
+    def why_not_split(self, container: nn.Module, mlp: MlpLayers) -> str | None:
+        """Call `probe.why_not_split`, once for modules with equal signatures."""
+        reason: str | None = self._cached(probe.why_not_split, container, mlp)
+        return reason
+
+    def _cached(self, function: Callable[[nn.Module, MlpLayers], Any], container: nn.Module, mlp: MlpLayers) -> Any:
+        key = (function, signature(container), mlp)
+        if key not in self._probe_results:
+            self._probe_results[key] = function(container, mlp)
+        return self._probe_results[key]
+
+    def warnings(self) -> list[str]:
+        """Return a sentence on each kind of module with gathered activations; entries of a list are one kind."""
+        kinds: dict[tuple[str, str], list[str]] = {}
+        for name, reason in self.gathered:
+            kinds.setdefault((_as_pattern(name), reason), []).append(name)
+        sentences = []
+        for (pattern, reason), names in kinds.items():
+            which = display_name(names[0]) if len(names) == 1 else f"'{pattern}' ({len(names)} modules)"
+            sentences.append(f"{which}: its weights are sharded and its activations gathered: {reason}.")
+        return sentences
+
+    def record_rule(self, rule: str) -> None:
+        """Note the rule that gave the styles since the last call."""
+        for name, assignment in self.styles.items():
+            if not assignment.rule:
+                self.styles[name] = dataclasses.replace(assignment, rule=rule)
+
+    def split_layers(self, container_name: str, mlp: MlpLayers, note: str) -> None:
+        for child in mlp.children:
+            style = "row" if child == mlp.down else "column"
+            self.styles[join(container_name, child)] = Assignment(style, note)
+
+    def fuse(self, container_name: str, mlp: MlpLayers, activation: str, recompute: bool) -> None:
+        note = f"{activation}, {'gated' if mlp.gate is not None else 'plain'}{', recompute' if recompute else ''}"
+        self.styles[container_name] = Assignment("column_row_mlp", note, mlp, activation, recompute=recompute)
+        for child in mlp.children:
+            style = "row" if child == mlp.down else "column"
+            self.styles[join(container_name, child)] = Assignment(style, note, fused_into=container_name)
+
+
+def _as_pattern(name: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def join(module_name: str, child: str) -> str:
+    return f"{module_name}.{child}" if module_name else child
+
+
+def display_name(module_name: str) -> str:
+    return f"'{module_name}'" if module_name else "the model itself"
+
+
+def parent_name(module_name: str) -> str:
+    return module_name.rpartition(".")[0]
+
+
+def assign_mlp(
+    result: Assignments, name: str, container: nn.Module, mlp: MlpLayers, recompute: bool = False
+) -> str | None:
+    """Give an MLP the fused style, or its layers column and row; return the reason if neither is correct.
+
+    Raises:
+        ValueError: `recompute` is set for an MLP that cannot be fused.
+    """
+    reason = probe.why_not_fused(container, mlp)
+    if reason is None:
+        found = result.find_activation(container, mlp)
+        if not isinstance(found, str):
+            result.fuse(name, *found, recompute)
+            return None
+        reason = found
+    if recompute:
+        raise ValueError(
+            f"parallelize: the rule for {display_name(name)} says recompute, which only the fused operator can do, and "
+            f"it cannot be fused: {reason}; remove recompute from the rule."
+        )
+    not_split = result.why_not_split(container, mlp)
+    if not_split is None:
+        result.split_layers(name, mlp, f"not fused: {reason}")
+    return not_split
+
+
+def assign_fused_mlp(result: Assignments, name: str, layers: tuple[str, str]) -> None:
+    """Shard the weights of an MLP whose gate and up are one layer, and gather that layer's output."""
+    note = f"gathered, as '{layers[0]}' is gate and up in one"
+    result.styles[join(name, layers[0])] = Assignment("column_gather_output", note)
+    result.styles[join(name, layers[1])] = Assignment("row_split_input")

@@ -1,0 +1,81 @@
+"""Finds the layers of a module that form an MLP: one or two up layers and one down layer."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from weft.strategy.recognition.linears import features, why_no_linear
+from weft.strategy.sharding.state import MlpLayers
+
+# (gate, up, down) by the names of Llama-style models, then (up, down).
+_GATED = (("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj"), ("gate", "up", "down"))
+_PLAIN = (
+    ("fc1", "fc2"),
+    ("linear1", "linear2"),
+    ("lin1", "lin2"),
+    ("c_fc", "c_proj"),
+    ("up_proj", "down_proj"),
+    ("w1", "w2"),
+    ("dense_h_to_4h", "dense_4h_to_h"),
+)
+_FUSED = (("gate_up_proj", "down_proj"), ("w12", "w3"))
+NAMES_LOOKED_FOR = ", ".join("/".join(names) for names in (*_GATED, *_PLAIN))
+
+
+def find_by_name(module: nn.Module) -> MlpLayers | None:
+    """Return the MLP among a module's children by the usual names, or of Sequential(Linear, activation, Linear)."""
+    children = module._modules
+    for gate, up, down in _GATED:
+        if gate in children and up in children and down in children:
+            return _fitting(module, MlpLayers(gate, up, down))
+    for up, down in _PLAIN:
+        if up in children and down in children:
+            return _fitting(module, MlpLayers(None, up, down))
+    if isinstance(module, nn.Sequential):
+        with_parameters = [
+            name for name, child in children.items() if child is not None and any(True for _ in child.parameters())
+        ]
+        first = next(iter(children), None)
+        if len(with_parameters) == 2 and with_parameters[0] == first and len(children) > 2:
+            return _fitting(module, MlpLayers(None, *with_parameters))
+    return None
+
+
+def find_fused(module: nn.Module) -> tuple[str, str] | None:
+    """Return the names of an MLP's fused gate and up layer, and of its down layer."""
+    for up, down in _FUSED:
+        layers = (module._modules.get(up), module._modules.get(down))
+        if all(layer is not None and _is_linear(layer) for layer in layers):
+            return up, down
+    return None
+
+
+def find(module: nn.Module) -> MlpLayers | None:
+    """Return the result of find_by_name, else find the MLP by the shapes of the linear layers among the children."""
+    by_name = find_by_name(module)
+    if by_name is not None:
+        return by_name
+    linears = {name: child for name, child in module._modules.items() if child is not None and _is_linear(child)}
+    for down, layer in reversed(list(linears.items())):  # the last one, if several fit
+        hidden, _ = features(layer)
+        ups = [name for name, other in linears.items() if name != down]
+        if len(ups) not in (1, 2) or any(features(linears[name])[1] != hidden for name in ups):
+            continue
+        dims = {features(linears[name])[0] for name in ups}
+        square = len(ups) == 2 and dims == {hidden}  # any of the three could be the down layer
+        if len(dims) == 1 and not square:
+            return _fitting(module, MlpLayers(None if len(ups) == 1 else ups[0], ups[-1], down))
+    return None
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return why_no_linear(module) is None
+
+
+def _fitting(module: nn.Module, mlp: MlpLayers) -> MlpLayers | None:
+    layers = [layer for name in mlp.children if (layer := module._modules[name]) is not None]
+    if len(layers) < len(mlp.children) or not all(_is_linear(layer) for layer in layers):
+        return None
+    *ups, down = (features(layer) for layer in layers)
+    fits = all(out == down[0] and dim == ups[0][0] for dim, out in ups)
+    return mlp if fits else None

@@ -1,0 +1,222 @@
+"""Finds out whether an MLP's own forward computes the same as the fused operator, by running both.
+
+The result depends on the forward's code, not on the weights. So the probe gives both sides random float64 weights of a
+few of the hidden units, and inputs of scales 1e-3, 1 and 30: every rank comes to the same result, meta models need no
+values, and zero weights (with which every activation looks the same) do no harm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.strategy.recognition.linears import features, is_conv1d, why_not_fusable
+from weft.strategy.recognition.shell import (
+    buffer_copies,
+    isolated_execution,
+    random_like,
+    replace_forward,
+    shell_of,
+    wide_range_input,
+)
+from weft.strategy.sharding.state import MlpLayers, child_of
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+_SCALES = (1e-3, 1.0, 30.0)
+_MAX_HIDDEN = 16  # of a layer as wide as the model: the probe's memory is small beside a shard
+_TOLERANCE = 1e-10
+
+
+def why_not_fused(container: nn.Module, mlp: MlpLayers) -> str | None:
+    """Return what in the module's structure prevents fusing, whatever its values; None if nothing does."""
+    if "forward" in container.__dict__:
+        return "its forward was replaced on the instance"
+    for name in mlp.children:
+        reason = why_not_fusable(child_of(container, name))
+        if reason is not None:
+            return f"'{name}' cannot be fused: {reason}"
+    layer_parameters = {id(p) for name in mlp.children for p in child_of(container, name).parameters()}
+    extra = [name for name, parameter in container.named_parameters() if id(parameter) not in layer_parameters]
+    if extra:
+        return f"it has more parameters than its linear layers: {', '.join(extra)}"
+    for name, child in container.named_modules():
+        if isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0:
+            return f"'{name}' is a Dropout with p={child.p}"
+        if name and any(
+            (child._forward_hooks, child._forward_pre_hooks, child._backward_hooks, child._backward_pre_hooks)
+        ):
+            return f"'{name}' has hooks"
+    return None
+
+
+def find_activation(container: nn.Module, mlp: MlpLayers) -> tuple[MlpLayers, str] | str:
+    """Return the (mlp, activation) with which the operator agrees with the forward, or the reason why it never does.
+
+    In the result gate and up are swapped if the forward applies its activation to the other one.
+    """
+    orders = [mlp]
+    if mlp.gate is not None:
+        orders.append(MlpLayers(mlp.up, mlp.gate, mlp.down))
+    candidates = [(order, activation) for order in orders for activation in ACTIVATIONS]
+    with isolated_execution():
+        try:
+            shell, _ = _shell_with_hidden(container, mlp, _MAX_HIDDEN)
+            runs = _reference_runs(shell, container, mlp)
+            while (run := next(runs, None)) is not None:
+                x, expected, grad_y = run
+                candidates = [each for each in candidates if _agrees(shell, *each, x, expected, grad_y)]
+        except Exception as error:  # whatever the user's forward raises is the answer
+            return f"its forward does not run on one tensor and a part of its hidden units ({_first_line(error)})"
+    if candidates:
+        return candidates[0]
+    return f"its forward agrees with none of the activations {', '.join(ACTIVATIONS)}"
+
+
+def why_not_split(container: nn.Module, mlp: MlpLayers) -> str | None:
+    """Return why column and row styles on the layers would change the module's output; None if they would not.
+
+    Code without parameters must compute the input of the last layer for each hidden unit by itself (a replicated
+    parameter there would get only a partial gradient).
+    """
+    for name, child in container.named_modules():
+        if isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0:
+            return f"'{name}' is a Dropout with p={child.p}, which draws for all hidden units"
+    with isolated_execution():
+        try:
+            full, hidden = _hidden_values(container, mlp, slice(0, _MAX_HIDDEN))
+            half = hidden // 2
+            for units in (slice(0, half), slice(half, hidden)):
+                partial, _ = _hidden_values(container, mlp, units)
+                if not _close(partial, full[..., units]):
+                    return "its hidden units are not computed one by one (is there a norm between the layers?)"
+        except _ParameterBetween as error:
+            return f"the parameter {error} is used between its layers"
+        except Exception as error:  # whatever the user's forward raises is the answer
+            return f"its forward does not run on one tensor and a part of its hidden units ({_first_line(error)})"
+    return None
+
+
+class _ParameterBetween(Exception):
+    """Its text names the parameter."""
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no text'}"
+
+
+def _shell_with_hidden(container: nn.Module, mlp: MlpLayers, units: int | slice) -> tuple[nn.Module, int]:
+    """Return a shell with these hidden units (at most _MAX_HIDDEN) and their number; other sizes do not change."""
+    parameters: dict[int, Tensor] = {}
+    hidden = 0
+    for position, name in enumerate(mlp.children):
+        layer = child_of(container, name)
+        fan_in, fan_out = features(layer)
+        column = name != mlp.down
+        hidden = min(fan_out if column else fan_in, _MAX_HIDDEN)
+        chosen = units if isinstance(units, slice) else slice(0, units)
+        rows, columns = (hidden, fan_in) if column else (fan_out, hidden)
+        with torch.no_grad():
+            weight = random_like((rows, columns), columns, seed=position)
+            weight = weight[chosen] if column else weight[:, chosen]
+            bias = random_like((rows,), 1, seed=10 + position)
+            bias = bias[chosen] if column else bias
+            weight = weight.t() if is_conv1d(layer) else weight
+        layer_parameters = layer._parameters
+        parameters[id(layer_parameters["weight"])] = weight.clone().requires_grad_()
+        if layer_parameters.get("bias") is not None:
+            parameters[id(layer_parameters["bias"])] = bias.clone().requires_grad_()
+    for position, parameter in enumerate(container.parameters()):
+        if id(parameter) not in parameters:
+            parameters[id(parameter)] = random_like(parameter.shape, 1, seed=100 + position)
+    shell = shell_of(container, parameters, buffer_copies(container))
+    for name in mlp.children:
+        if is_conv1d(child_of(container, name)):
+            copy: Any = child_of(shell, name)
+            copy.nf = copy._parameters["weight"].shape[1]
+    return shell, hidden
+
+
+def _reference_runs(
+    shell: nn.Module, container: nn.Module, mlp: MlpLayers
+) -> Iterator[tuple[Tensor, list[Tensor], Tensor]]:
+    """Yield (input, [output, gradients of input and weights], gradient of the output) of the module's own forward."""
+    dim, _ = features(child_of(container, mlp.up))
+    for training in (True, False):
+        shell.train(training)
+        for seed, scale in enumerate(_SCALES):
+            x = wide_range_input(dim, scale, 200 + seed).requires_grad_()
+            y = type(shell).forward(shell, x)
+            grad_y = wide_range_input(y.shape[-1], 1.0, 300 + seed).view_as(y)
+            yield x, [y.detach(), *_gradients(y, grad_y, [x, *_weights(shell, mlp)])], grad_y
+
+
+def _weights(shell: nn.Module, mlp: MlpLayers) -> list[Tensor]:
+    layers = [child_of(shell, name) for name in sorted(mlp.children)]
+    return [p for layer in layers for p in layer._parameters.values() if p is not None]
+
+
+def _gradients(y: Tensor, grad_y: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    grads = torch.autograd.grad(y, inputs, grad_y, allow_unused=True)
+    return [torch.zeros_like(i) if g is None else g for g, i in zip(grads, inputs, strict=True)]
+
+
+def _agrees(
+    shell: nn.Module, mlp: MlpLayers, activation: str, x: Tensor, expected: list[Tensor], grad_y: Tensor
+) -> bool:
+    def weight_and_bias(name: str) -> tuple[Tensor, Tensor | None]:
+        layer = child_of(shell, name)
+        weight = layer._parameters["weight"]
+        assert weight is not None
+        return (weight.t() if is_conv1d(layer) else weight), layer._parameters.get("bias")
+
+    w1, b1 = weight_and_bias(mlp.columns[0])
+    w3, b3 = (None, None) if mlp.gate is None else weight_and_bias(mlp.up)
+    w2, b2 = weight_and_bias(mlp.down)
+    y = torch.ops.weft.column_row_mlp(x, w1, w2, w3, b1, b2, b3, activation=activation, group_name="")
+    if y.shape != expected[0].shape or not _close(y.detach(), expected[0]):
+        return False
+    gradients = _gradients(y, grad_y, [x, *_weights(shell, mlp)])
+    return all(_close(a, b) for a, b in zip(gradients, expected[1:], strict=True))
+
+
+def _hidden_values(container: nn.Module, mlp: MlpLayers, units: slice) -> tuple[Tensor, int]:
+    """Return the input of the last layer if only these hidden units exist, and the number of hidden units."""
+    shell, hidden = _shell_with_hidden(container, mlp, units)
+    shell.eval()
+    up_outputs: list[Tensor] = []
+    down_inputs: list[Tensor] = []
+    for name in mlp.columns:
+        layer = child_of(shell, name)
+
+        def up(x: Tensor, layer: nn.Module = layer) -> Tensor:
+            up_outputs.append(type(layer).forward(layer, x).detach().requires_grad_())
+            return up_outputs[-1]
+
+        replace_forward(layer, up)
+    down_layer = child_of(shell, mlp.down)
+
+    def down(x: Tensor) -> Tensor:
+        down_inputs.append(x)
+        output: Tensor = type(down_layer).forward(down_layer, x)
+        return output
+
+    replace_forward(down_layer, down)
+    dim, _ = features(child_of(container, mlp.up))
+    type(shell).forward(shell, wide_range_input(dim, 1.0, 200))
+    if len(down_inputs) != 1 or len(up_outputs) != len(mlp.columns):
+        raise ValueError("it does not call each of its linear layers once")
+    layers = {id(p) for name in mlp.children for p in child_of(shell, name).parameters()}
+    others = [(name, p) for name, p in shell.named_parameters() if id(p) not in layers]
+    if others:
+        grads = torch.autograd.grad(down_inputs[0].sum(), [p for _, p in others], allow_unused=True)
+        for (name, _), grad in zip(others, grads, strict=True):
+            if grad is not None:
+                raise _ParameterBetween(f"'{name}'")
+    return down_inputs[0].detach(), hidden
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    return bool((a - b).norm() <= _TOLERANCE * b.norm().clamp_min(torch.finfo(torch.float64).tiny))

@@ -1,0 +1,132 @@
+"""Copies a small module with its code and without its tensors, to run its forward on other values."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from weft.strategy.deferred import full_value_of, is_deferred
+from weft.strategy.sharding.state import original_class
+
+_HOOK_DICTS = tuple(
+    name for name, value in vars(nn.Module()).items() if "hooks" in name and isinstance(value, OrderedDict)
+)
+
+_REPLACED = ("_parameters", "_buffers", "_modules", "_weft_state", *_HOOK_DICTS)
+
+
+def shell_of(
+    module: nn.Module,
+    parameters: dict[int, Tensor],
+    buffers: dict[int, Tensor],
+    memo: dict[int, Any] | None = None,
+) -> nn.Module:
+    """Return a copy with the module's original class, other tensors, and its other attributes by reference.
+
+    `parameters` and `buffers` map the id of each of the module's tensors to its replacement. Tensors in plain
+    attributes, and in lists and dicts there, are copied, so that the copy's forward does not change the module's. Hooks
+    are left out: the copy's forward runs no user code except that of the module itself. A module that is used twice is
+    copied once; `memo` maps the ids of copied modules to their copies.
+    """
+    memo = {} if memo is None else memo
+    if id(module) in memo:
+        made: nn.Module = memo[id(module)]
+        return made
+    copy = memo[id(module)] = object.__new__(original_class(module))
+    copy.__dict__ = {n: _without_sharing(value, memo) for n, value in module.__dict__.items() if n not in _REPLACED}
+    for name in _HOOK_DICTS:
+        copy.__dict__[name] = OrderedDict()
+    copy.__dict__["_parameters"] = {
+        name: None if value is None else parameters[id(value)] for name, value in module._parameters.items()
+    }
+    copy.__dict__["_buffers"] = {
+        name: None if value is None else buffers[id(value)] for name, value in module._buffers.items()
+    }
+    copy.__dict__["_modules"] = {
+        name: None if child is None else shell_of(child, parameters, buffers, memo)
+        for name, child in module._modules.items()
+    }
+    if isinstance(module, nn.RNNBase):
+        copy.__dict__["_flat_weights"] = [copy._parameters.get(name) for name in module._flat_weights_names]
+    return copy
+
+
+def _without_sharing(value: Any, memo: dict[int, Any]) -> Any:
+    """Return a copy of a tensor, list or dict; a list or dict that several modules hold is copied only once."""
+    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+        return _values_of(value).clone()
+    if type(value) not in (list, dict):
+        return value
+    if id(value) not in memo:
+        memo[id(value)] = copy = type(value)()
+        if type(value) is list:
+            copy.extend(_without_sharing(item, memo) for item in value)
+        else:
+            copy.update({key: _without_sharing(item, memo) for key, item in value.items()})
+    return memo[id(value)]
+
+
+def _values_of(tensor: Tensor) -> Tensor:
+    """Return the values on the CPU, floating ones in float64; zeros for a meta or fake tensor."""
+    if is_deferred(tensor):
+        tensor = full_value_of(tensor)
+    if tensor.is_meta or isinstance(tensor, FakeTensor):
+        tensor = torch.zeros(tensor.shape, dtype=tensor.dtype)
+    tensor = tensor.detach().cpu()
+    return tensor.to(torch.float64) if tensor.is_floating_point() else tensor
+
+
+def buffer_copies(module: nn.Module) -> dict[int, Tensor]:
+    """Return a copy of each buffer for `shell_of`, on the CPU, floating ones in float64."""
+    return {id(buffer): _values_of(buffer).clone() for buffer in module.buffers()}
+
+
+def wide_range_input(dim: int, scale: float, seed: int) -> Tensor:
+    """Return float64 values of this scale, `[2, 3, dim]`, the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(2, 3, dim, dtype=torch.float64, generator=generator).mul_(scale)
+
+
+def random_like(shape: Any, fan_in: int, seed: int) -> Tensor:
+    """Return a random float64 parameter that preserves the scale of its input."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, dtype=torch.float64, generator=generator).div_(max(fan_in, 1) ** 0.5).requires_grad_()
+
+
+@contextlib.contextmanager
+def isolated_execution() -> Iterator[None]:
+    """Inside, gradients are on, autocast is off, new tensors are float64; afterwards restore the random states."""
+    state, dtype = random.getstate(), torch.get_default_dtype()
+    numpy = sys.modules.get("numpy")
+    numpy_state = None if numpy is None else numpy.random.get_state()
+    with torch.random.fork_rng(devices=()):
+        try:
+            torch.set_default_dtype(torch.float64)
+            with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+                with _on_cpu(), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    yield
+        finally:
+            torch.set_default_dtype(dtype)
+            random.setstate(state)
+            if numpy is not None:
+                numpy.random.set_state(numpy_state)
+
+
+def _on_cpu() -> contextlib.AbstractContextManager[Any]:
+    """Inside, create tensors on the CPU; without a device context, which slows every call, if that is the default."""
+    is_default = torch.get_default_device().type == "cpu"
+    return contextlib.nullcontext() if is_default else torch.device("cpu")
+
+
+def replace_forward(module: nn.Module, forward: Callable[..., Tensor]) -> None:
+    module.__dict__["forward"] = forward

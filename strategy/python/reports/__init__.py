@@ -1,0 +1,1 @@
+"""weft.strategy.reports: what became of each parameter and module, as tables and sentences."""

@@ -1,0 +1,92 @@
+"""Converts parameters to DTensors: shards each one locally, without communication.
+
+The ranks of a tensor-parallel group hold equal values already (each has built the same model), so a broadcast is not
+necessary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from weft.strategy._plan import shard_range
+from weft.strategy.deferred import attributes_of, full_value_of, is_deferred, shard_of
+from weft.strategy.sharding import dtensor_reads  # noqa: F401  (registers)
+
+TENSOR_PARALLEL = "tensor_parallel"
+
+
+def tensor_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the axis to shard over: "tensor_parallel" of a mesh with names, else the only axis.
+
+    Raises:
+        TypeError: `mesh` is not a DeviceMesh.
+        ValueError: it has several axes, none of that name.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"parallelize: mesh is a {type(mesh).__name__}; pass a torch DeviceMesh, made by init_device_mesh."
+        )
+    names = mesh.mesh_dim_names or ()
+    if mesh.ndim == 1:
+        return mesh
+    if TENSOR_PARALLEL in names:
+        return mesh[TENSOR_PARALLEL]
+    raise ValueError(
+        f"parallelize: the mesh has the axes {names or mesh.ndim} and none named '{TENSOR_PARALLEL}'; "
+        f"name one so, or pass a mesh of one axis."
+    )
+
+
+def group_name_of(mesh: DeviceMesh) -> str:
+    """Return the c10d name that the operators take; "" (a group of one) for an axis of size 1."""
+    return "" if mesh.size() == 1 else mesh.get_group().group_name
+
+
+def _shard(tensor: Tensor, mesh: DeviceMesh, dim: int | None) -> tuple[DTensor, bool]:
+    """Return this rank's shard of `tensor` along `dim` (None: all of it), in storage of its own.
+
+    The second result: whether a deferred tensor had to be materialized in full for it.
+    """
+    num_ranks = mesh.size()
+    is_sharded = dim is not None and num_ranks > 1
+    is_drawn_in_chunks = True
+    local = full_value_of(tensor) if is_deferred(tensor) and not is_sharded else tensor.detach()
+    if dim is not None and is_sharded:
+        start, length = shard_range(tensor.shape[dim], num_ranks, mesh.get_local_rank())
+        if is_deferred(tensor):
+            local, is_drawn_in_chunks = shard_of(tensor, dim, start, length)
+        else:
+            local = local.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
+        stride = torch.empty(tensor.shape, device="meta").stride()
+    else:
+        stride = tensor.stride()
+    placement = Replicate() if dim is None else Shard(dim)
+    dtensor = DTensor.from_local(local, mesh, [placement], run_check=False, shape=tensor.shape, stride=stride)
+    return dtensor, not is_drawn_in_chunks
+
+
+def to_dtensor(parameter: nn.Parameter, mesh: DeviceMesh, dim: int | None) -> tuple[nn.Parameter, bool]:
+    """Return a Parameter with the DTensor of a plain one: sharded along `dim`, or replicated if that is None.
+
+    Shards follow torch.chunk (later ones smaller or empty). The class attributes, requires_grad and the gradient are
+    kept; a meta tensor stays meta. The second result: whether a deferred parameter was materialized in full.
+    """
+    with torch.no_grad():
+        dtensor, was_full = _shard(parameter, mesh, dim)
+        result = nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
+        if parameter.grad is not None:
+            result.grad, _ = _shard(parameter.grad, mesh, dim)
+    result.__dict__.update(attributes_of(parameter))
+    return result, was_full
+
+
+def to_plain(parameter: nn.Parameter) -> nn.Parameter:
+    """Return the parameter itself; a deferred one is materialized in full."""
+    if not is_deferred(parameter):
+        return parameter
+    result = nn.Parameter(full_value_of(parameter), requires_grad=parameter.requires_grad)
+    result.__dict__.update(attributes_of(parameter))
+    return result
