@@ -148,6 +148,28 @@ def test_indivisible_head_count_is_gathered() -> None:
     assert warning.startswith("'self_attn': its weights are sharded and its activations gathered: ")
 
 
+class Storing(NamedAttention):
+    """Stores its values by heads in an attribute, which code around the model may read."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.values = self.v_proj(x)
+        return super().forward(x)
+
+
+def test_stored_tensors_are_warned_of_inside_and_gathered_outermost() -> None:
+    model = Hf()
+    model.self_attn = Storing()
+    result = assign_auto(model, 2)
+    assert styles(result)["self_attn.q_proj"] == "column"
+    [warning] = result.warnings()
+    assert warning.startswith("'self_attn': it keeps tensors in attributes, which have one rank's features now; code")
+    # Only the attention itself can be called: its attribute is for the code around it.
+    result = assign_auto(nn.ModuleDict({"attention": Storing()}), 2)
+    assert styles(result)["attention.q_proj"] == "column_gather_output"
+    [(name, reason)] = result.gathered
+    assert name == "attention" and reason.startswith("it keeps tensors in attributes, which code outside may read")
+
+
 class TakesADict(NamedAttention):
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         return super().forward(batch["tokens"])

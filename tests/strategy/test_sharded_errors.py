@@ -107,6 +107,17 @@ def test_inconsistent_rules_raise(world_size: int, plan: dict[str, str], message
     assert type(model.first) is nn.Linear
 
 
+@on_ranks(2)
+def test_column_layer_before_unknown_code_raises(world_size: int) -> None:
+    """The root has no forward, as a LightningModule without one: only its child can be called."""
+    mesh = tensor_parallel(world_size)
+    with pytest.raises(ValueError, match=r"'chain.second' is column, .* no row layer follows and the model returns it"):
+        weft.parallelize(nn.ModuleDict({"chain": Chain()}), mesh, {"chain.second": "column"})
+    # A row layer outside of the child may take the shards.
+    both = nn.ModuleDict({"chain": Chain(), "head": nn.Linear(8, 4)})
+    weft.parallelize(both, mesh, {"chain.second": "column", "head": "row"})
+
+
 class AcrossFeatures(Chain):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x)

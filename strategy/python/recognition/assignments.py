@@ -45,6 +45,12 @@ class Options:
         return ", ".join(parts + [f"precision {self.precision}"] * bool(self.precision))
 
 
+_EXPOSED = (
+    "it keeps tensors in attributes, which have one rank's features now; code outside of the model that reads them "
+    "computes with a shard: return them from the forward instead."
+)
+
+
 @dataclasses.dataclass
 class Assignments:
     """Styles by module name, head counts to divide by (module, attribute), and notes on modules that have no style.
@@ -54,6 +60,7 @@ class Assignments:
     options: of modules whose rule has some, except the recompute of a fused MLP, which is an option of its operator.
     unread_aliases: names of parameters that their module holds and does not read; they are sharded as in the module
     that reads them. gathered: (module, reason) for weights that are sharded with gathered activations.
+    exposed: modules that keep tensors of one rank's features in attributes.
     """
 
     tp_size: int
@@ -64,6 +71,7 @@ class Assignments:
     options: dict[str, Options] = dataclasses.field(default_factory=dict)
     unread_aliases: set[str] = dataclasses.field(default_factory=set)
     gathered: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    exposed: list[str] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
     _probe_results: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
 
@@ -97,14 +105,17 @@ class Assignments:
         return self._probe_results[key]
 
     def warnings(self) -> list[str]:
-        """Return a sentence on each kind of module with gathered activations; entries of a list are one kind."""
+        """Return a sentence on each kind of module that the user must know of; entries of a list are one kind."""
         kinds: dict[tuple[str, str], list[str]] = {}
         for name, reason in self.gathered:
-            kinds.setdefault((_as_pattern(name), reason), []).append(name)
+            sentence = f"its weights are sharded and its activations gathered: {reason}."
+            kinds.setdefault((_as_pattern(name), sentence), []).append(name)
+        for name in self.exposed:
+            kinds.setdefault((_as_pattern(name), _EXPOSED), []).append(name)
         sentences = []
-        for (pattern, reason), names in kinds.items():
+        for (pattern, sentence), names in kinds.items():
             which = display_name(names[0]) if len(names) == 1 else f"'{pattern}' ({len(names)} modules)"
-            sentences.append(f"{which}: its weights are sharded and its activations gathered: {reason}.")
+            sentences.append(f"{which}: {sentence}")
         return sentences
 
     def record_rule(self, rule: str) -> None:

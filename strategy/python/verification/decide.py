@@ -124,12 +124,16 @@ class _Examiner:
         return _Ungrouped(layers, blocked)
 
     def _confirm(self, name: str, group: Group, verdict: Verdict) -> Verdict:
-        """Compare again in the outermost module, whose code may use tensors that modules keep; return the verdict."""
+        """Compare again in the outermost module, whose code may use tensors that modules keep; return the verdict.
+
+        The code around that module, such as a training_step, cannot be compared.
+        """
         if not verdict.is_accepted or not verdict.has_stored_tensors or self.trust:
             return verdict
         outermost = next((n for n, m in self.model.named_modules() if _is_above(n, name) and self._calls(m)), name)
         if outermost == name:
-            return verdict
+            reason = "it keeps tensors in attributes, which code outside may read; return them from its forward instead"
+            return dataclasses.replace(verdict, is_accepted=False, reason=reason)
         prefix = name[len(outermost) + 1 :] if outermost else name
         inside = Group(tuple(join(prefix, layer) for layer in group.sources), join(prefix, group.sink))
         counts = {join(prefix, module) if module else prefix: values for module, values in verdict.counts.items()}

@@ -141,6 +141,8 @@ def assign_group(result: Assignments, decision: Decision, note: str = "") -> lis
             result.dropouts[join(name, module)] = tuple(sorted(dims, key=dataclasses.astuple))
         for module, counts in verdict.counts.items():
             result.counts.setdefault(join(name, module) if module else name, {}).update(counts)
+        if verdict.has_stored_tensors:
+            result.exposed.append(name)
         return [*decision.sources, decision.sink, *summed]
     advice = ""
     if verdict.difference and verdict.counts:

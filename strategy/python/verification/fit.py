@@ -88,7 +88,13 @@ def _check_column(name: str, flows: _Flows, result: Assignments) -> None:
             )
         if targets:
             return
-    if above and above[-1][0] == "" and OUTPUT in above[-1][1].reaches.get(name, set()):
+    if not above:
+        return
+    # Beyond the outermost module that can be called, only another rule of the plan could take the shards.
+    outermost, flow = above[-1]
+    inside = f"{outermost}." if outermost else ""
+    is_taken = any(_takes_shards(result, other) for other in result.styles if not other.startswith(inside))
+    if not is_taken and OUTPUT in flow.reaches.get(_below(outermost, name), set()):
         raise ValueError(
             f"parallelize: the rule for '{name}' is column, which leaves its output sharded, but no row layer follows "
             "and the model returns it; use column_gather_output, or vocab_head for logits."
