@@ -147,8 +147,12 @@ def assign_group(result: Assignments, decision: Decision, note: str = "") -> lis
     advice = ""
     if verdict.difference and verdict.counts:
         read = sorted({attribute for counts in verdict.counts.values() for attribute in counts})
-        advice = f"; its code computes with {' and '.join(read)} or across heads: store values derived from a "
-        advice += "number of heads in attributes of their own, and view heads by -1"
+        quoted = " and ".join(f"'{attribute}'" for attribute in read)
+        advice = (
+            f"; its forward reads {quoted}, has an entry for each head in a buffer or parameter, or computes across "
+            "heads: store values derived from a number of heads in attributes of their own and view heads by -1, or "
+            "keep the gathered activations, which give the same results"
+        )
     assign_gathered(result, decision.sources, decision.sink, name, verdict.reason + advice)
     return [*decision.sources, decision.sink]
 
