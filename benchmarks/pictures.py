@@ -1,4 +1,4 @@
-"""What the pictures of benchmarks share: one palette, axes with plain numbers, and SVG files with a title."""
+"""Draws the pictures of benchmarks: one palette, axes with plain numbers, and SVG files with a title."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from weft.strategy.planning.layout import MeshSizes, Sizes
 
 ZERO_STAGES = (0, 1, 2, 3)
-# Fabric's user splits batches in `pipeline_step`, and the model that is set up is the one that is cut.
+# Fabric's user splits batches in `pipeline_step`, and the model that is set up is the one that is divided.
 TRAINER_ONLY = frozenset({"pipeline_module", "split_batch", "micro_batch_weight"})
 _SEVERAL_STAGES = ("interleaved", "looped_bfs")  # schedules with several stages on a rank
 _DEFAULT_SIZES = {
@@ -99,11 +99,11 @@ class Options:
         layout: all sizes at once, such as "dp2,tp2" or "rep2,dp4,tp8"; omitted axes have one rank.
         sequence_parallel: with a plan, also shard the tokens over the tensor-parallel ranks between the layers that are
             sharded by features: in norms, residual sums and dropout, and in their saved activations.
-        pipeline_cuts: the names of the first module of each stage but the first, in the module that is cut or in the
+        pipeline_cuts: the names of the first module of each stage but the first, in the divided module or in the
             LightningModule; or "auto", see `weft.strategy.pipeline.AutoCuts`. The Trainer runs the steps once for each
-            micro-batch, on every stage up to the call of the module that is cut, and combines their logs and results;
+            micro-batch, on every stage up to the call of the divided module, and combines their logs and results;
             under Fabric, `pipeline_step` trains the model. None: no pipeline.
-        pipeline_module: the name of the module that is cut, such as "model"; all modules beside it are on the last
+        pipeline_module: the name of the divided module, such as "model"; all modules beside it are on the last
             stage. "": the LightningModule itself, whose steps call self(...). None: the child that contains the cuts,
             else "".
         pipeline_parallel_size: the number of ranks of a pipeline, each with one stage or, with more cuts, several; in a

@@ -1,4 +1,4 @@
-"""The behaviour of a strategy whose model is cut into the stages of a pipeline."""
+"""The behaviour of a strategy whose model is divided into the stages of a pipeline."""
 
 from __future__ import annotations
 

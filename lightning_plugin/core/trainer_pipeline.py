@@ -1,4 +1,4 @@
-"""The Trainer's steps for a LightningModule whose model is cut into the stages of a pipeline."""
+"""The Trainer's steps for a LightningModule whose model is divided into the stages of a pipeline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A LightningModule that is itself cut into stages, and cuts that the strategy chooses."""
+"""A LightningModule that is itself divided into stages, and cuts that the strategy chooses."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Wrapped(Text):
 
 @on_ranks(2)
 def test_auto_cuts_are_logged_once_and_reused(rank: int, world_size: int, tmp_path: Path) -> None:
-    """The cuts balance the operations of the example; the only child is cut."""
+    """The cuts balance the operations of the example; the only child is divided."""
     on_warm_rank(rank, world_size)
     model, log_lines = Wrapped(), []
     for _ in range(2):

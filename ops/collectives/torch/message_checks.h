@@ -4,7 +4,7 @@
 
 #include <string>
 
-// What a group's backend for CPU tensors does about messages whose two sides differ.
+// The checks of a group's backend for CPU tensors on messages whose two sides differ.
 namespace weft::collectives {
 
 // Whether both sides raise if their sizes differ, as with weft's backend, also under torch's

@@ -1,4 +1,4 @@
-"""How a model is cut into stages, the stand-ins for layers of other stages, and errors of steps."""
+"""The division of a model into stages, the stand-ins for layers of other stages, and errors of steps."""
 
 from __future__ import annotations
 

@@ -55,8 +55,8 @@ enum class Precision {
 
 enum class OptimizerKind { kSgd, kSgdMomentum, kAdam, kAdamW, kAdagrad };
 
-// What each block saves: everything that autograd saves; the results of matrix products, attention
-// and communication; or only its input. The backward recomputes the rest.
+// The activations that each block saves: everything that autograd saves; the results of matrix
+// products, attention and communication; or only its input. The backward recomputes the rest.
 enum class Checkpointing { kNone, kSelective, kFull };
 
 // The training of a model on a mesh.

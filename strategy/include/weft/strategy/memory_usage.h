@@ -8,7 +8,7 @@
 
 namespace weft::strategy {
 
-// What a rank's bytes are used for: the categories of `weft.memory`, in its order.
+// The uses of a rank's bytes: the categories of `weft.memory`, in its order.
 enum class MemoryCategory {
   kParameters,        // parameters and buffers
   kGradients,         // complete gradients of parameters

@@ -6,7 +6,7 @@
 
 namespace weft::strategy {
 
-// What a rank does at one point of a pipeline schedule.
+// The work of a rank at one point of a pipeline schedule.
 enum class ActionKind : uint8_t {
   kForward,
   kBackward,        // gradients of the stage's input and of its weights
