@@ -13,7 +13,7 @@ from weft._plugin.in_backward import is_overridden
 
 @dataclasses.dataclass(frozen=True)
 class PipelineTarget:
-    """The name of the module that is divided, "" for the LightningModule itself, and its cuts; None: weft chooses them."""
+    """The name of the divided module, "" for the LightningModule itself, and its cuts; None: weft chooses them."""
 
     name: str
     cuts: tuple[str, ...] | None
@@ -24,7 +24,7 @@ def find_target(
 ) -> PipelineTarget:
     """Return the module to cut and its cuts, the same on every rank; changes nothing.
 
-    Cuts are names in the module that is divided, or in the LightningModule. Without `given`, the module is the child that
+    Cuts are names in the divided module, or in the LightningModule. Without `given`, the module is the child that
     has a forward of its own and contains all cuts. It is the LightningModule itself if no child contains them, or if
     its own forward can call layers that are registered before that child. If weft chooses the cuts, the module needs
     at least `num_stages` layers.
