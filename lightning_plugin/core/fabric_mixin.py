@@ -42,6 +42,7 @@ class FabricMixin(FabricPipelineMixin, FabricLoadersMixin, StrategyMixin):
     """
 
     _DEFERRED_CONTEXT = "fabric.init_module(empty_init=True)"
+    _OWNER = "fabric"
 
     OPTION_GROUPS = (FabricOptions, StockOptions, Options)
     OMITTED_OPTIONS = TRAINER_ONLY

@@ -169,7 +169,10 @@ def without_lockstep(loader: Any) -> Any:
 
 
 def _in_agreement(batches: Iterator[Any], agree: Callable[[bool], None]) -> Iterator[Any]:
-    for batch in batches:
-        agree(True)
+    end = object()
+    while True:
+        batch = next(batches, end)
+        agree(batch is not end)  # one line for both cases, so that ranks that raise here have equal tracebacks
+        if batch is end:
+            return
         yield batch
-    agree(False)

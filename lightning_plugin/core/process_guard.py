@@ -30,6 +30,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
@@ -162,10 +163,10 @@ class ProcessGuard:
             self._ending = True
             self._kill_children(after=FAILED_CHILDREN_GRACE_SECONDS)
             # Destroying the group joins threads that may wait for ranks that have exited; so may code that runs
-            # after the exit handlers. The alarm needs neither Python nor this thread.
-            if threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGALRM, signal.SIG_DFL)
-                signal.alarm(FAILED_EXIT_SECONDS)
+            # after the exit handlers, and after the interpreter.
+            from weft._collectives import exit_after
+
+            exit_after(timedelta(seconds=FAILED_EXIT_SECONDS), self._status)
             return
         with contextlib.ExitStack() as stack:  # calls the functions in reverse order, all of them even if one fails
             stack.callback(self._wait_for_children)

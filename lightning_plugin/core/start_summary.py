@@ -18,6 +18,7 @@ _OTHERS_SHOWN = 8
 class StartSummaryMixin(StrategyMembers):
     """For a strategy with a plan and a mesh: logs at most 12 lines on the first rank, each beginning with "weft: "."""
 
+    _OWNER: str
     _summarized: torch.nn.Module | None
 
     def _log_start_summary(self, module: torch.nn.Module) -> None:
@@ -32,7 +33,11 @@ class StartSummaryMixin(StrategyMembers):
         assert mesh.mesh_dim_names is not None and self._plan is not None
         sizes = ", ".join(f"{name}={size}" for name, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True))
         stage = f", zero_stage={self._options.sharding_stage}" if self.data_axes.size > 1 else ""
-        lines = [f"layout: {sizes}{stage}; plan: {self._plan.preset or 'rules'}.", *self._sharding_lines(module)]
+        unverified = ", without verification" if self._plan.verify == "never" else ""
+        lines = [
+            f"layout: {sizes}{stage}; plan: {self._plan.preset or 'rules'}{unverified}.",
+            *self._sharding_lines(module),
+        ]
         lines += self._memory_of_ranks(module)
         self._log("\n".join(f"weft: {line}" for line in lines))
         self._warn_on_replicated(module)
@@ -91,5 +96,5 @@ class StartSummaryMixin(StrategyMembers):
         self._warn(
             f"weft: every rank holds {100 * share:.0f} % of the parameters' bytes in full{example}: name their modules "
             "in a plan, take strategy='weft_fsdp' or pipeline_cuts, which shard any parameter, or see "
-            "print(strategy.plan.report())."
+            f"print({self._OWNER}.strategy.plan.report())."
         )

@@ -53,6 +53,7 @@ class StrategyMixin(StartSummaryMixin):
 
     fabric_module: str  # the name of the namespace's Fabric package
     _DEFERRED_CONTEXT: str  # the place, for messages, where users build models with deferred parameters
+    _OWNER: str  # the usual name, for messages, of the object that has the strategy
 
     def _init_weft(self, options: Options) -> None:
         from weft.strategy import Plan

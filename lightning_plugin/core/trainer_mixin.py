@@ -24,9 +24,9 @@ from weft._plugin.trainer_pipeline import STEPS, TrainerPipelineMixin
 _IN_CONFIGURE_MODEL = object()
 
 
-def _overridden_steps(module: Any) -> list[str]:
+def _is_overridden(name: str, module: Any) -> bool:
     base = next(cls for cls in type(module).__mro__ if cls.__name__ == "LightningModule")
-    return [name for name in STEPS if name in vars(module) or getattr(type(module), name) is not getattr(base, name)]
+    return name in vars(module) or getattr(type(module), name) is not getattr(base, name)
 
 
 def _check_no_averaging(trainer: Any) -> None:
@@ -46,6 +46,7 @@ class TrainerMixin(TrainerCheckpointsMixin, TrainerPipelineMixin, TrainerLoaders
     """
 
     _DEFERRED_CONTEXT = "configure_model"
+    _OWNER = "trainer"
 
     OPTION_GROUPS = (StockOptions, Options)
     OMITTED_OPTIONS: frozenset[str] = frozenset()
@@ -80,6 +81,7 @@ class TrainerMixin(TrainerCheckpointsMixin, TrainerPipelineMixin, TrainerLoaders
 
     def setup(self, trainer: Any) -> None:
         """Apply the plan to the model that `configure_model` has built, then run the stock setup."""
+        self._check_configure_model()
         self._prepare_for_loaders(trainer)
         # A step may compute with DTensors, which torch.inference_mode breaks. Lightning disables it only for groups
         # whose backend is named gloo.
@@ -114,6 +116,15 @@ class TrainerMixin(TrainerCheckpointsMixin, TrainerPipelineMixin, TrainerLoaders
             # No gradients are left after the backward, which torch's clipping reports as an error.
             self.precision_plugin.clip_gradients = lambda *_, **__: None
 
+    def _check_configure_model(self) -> None:
+        """Raise TypeError, as the stock strategy does, if neither a plan nor `configure_model` shards the model."""
+        module = self.lightning_module
+        if self._plan is None and not _is_overridden("configure_model", module):
+            raise TypeError(
+                f"{type(self).__name__} got no plan, and {type(module).__name__} does not override configure_model, so "
+                "nothing shards the model; pass plan='auto', or shard the model in configure_model."
+            )
+
     def _wrap_gradient_hooks(self) -> None:
         """Run on_after_backward and on_before_optimizer_step of the module and of callbacks in the context of steps."""
         for name in CALL_GRADIENT_HOOKS:
@@ -125,9 +136,10 @@ class TrainerMixin(TrainerCheckpointsMixin, TrainerPipelineMixin, TrainerLoaders
 
     def _shard_model(self) -> bool:
         module = self.lightning_module
+        entry_points = [name for name in STEPS if _is_overridden(name, module)]
         before = parameters_of(self.model)  # local to this method: torch cannot move a DTensor with weak references
         has_meta_tensors = self._apply_plan(
-            self.model, entry_points=_overridden_steps(module), root_is_called=module.automatic_optimization
+            self.model, entry_points=entry_points, root_is_called=module.automatic_optimization
         )
         self._replacements.record(before, self.model)
         return has_meta_tensors

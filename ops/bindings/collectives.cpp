@@ -14,6 +14,10 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/utils/pybind.h>
 
+#include <chrono>
+#include <thread>
+#include <unistd.h>
+
 namespace weft {
 namespace {
 
@@ -94,9 +98,19 @@ c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::St
   return ops::make_backend(store, rank, size, std::move(options));
 }
 
+// Ends a process whose exit blocks, for example on a thread that waits for a rank that has ended.
+// Works without the interpreter, which may be gone by then.
+void exit_after(std::chrono::duration<double> delay, int status) {
+  std::thread([delay, status] {
+    std::this_thread::sleep_for(delay);
+    ::_exit(status);
+  }).detach();
+}
+
 PYBIND11_MODULE(_collectives, m) {
   m.def("set_error_classes", &set_error_classes);
   m.def("make_backend", &make_backend);
+  m.def("exit_after", &exit_after, py::arg("delay"), py::arg("status"));
   m.def("leave_all_groups", &ops::leave_all_groups, py::call_guard<py::gil_scoped_release>());
   m.def("link_pipeline", &ops::link_pipeline, py::call_guard<py::gil_scoped_release>());
   m.def("pipeline_link_device", &ops::pipeline_link_device);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import sys
 import warnings
 from collections.abc import Iterable
 from typing import Any, cast
@@ -89,7 +90,7 @@ def parallelize(
         notes.append("activations between the blocks' layers are sharded along the sequence")
     if tp_mesh.get_rank() == 0:
         for sentence in assignments.warnings():
-            warnings.warn(f"weft: {sentence}", stacklevel=2)
+            warnings.warn(f"weft: {sentence}", stacklevel=_stacklevel_of_caller())
     if materialized:
         notes.append(
             f"full on every rank until they were sharded, as their values cannot be drawn in chunks: {materialized}"
@@ -119,6 +120,18 @@ def _is_applied(model: nn.Module, mesh: DeviceMesh, key: Any) -> bool:
 
 
 _UNCHANGED = -1  # the dim of a parameter that a rule leaves unchanged
+
+
+def _stacklevel_of_caller() -> int:
+    """Return the level, for the caller's warnings, of the first frame outside of weft, Lightning and torch."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and _is_library(frame.f_globals.get("__name__", "")):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def _is_library(module: str) -> bool:
+    return module.partition(".")[0] in ("weft", "lightning", "lightning_fabric", "pytorch_lightning", "torch")
 
 
 def _ignored_modules(model: nn.Module, assignments: Assignments) -> set[int]:

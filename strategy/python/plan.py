@@ -14,7 +14,7 @@ from torch import nn
 from weft.strategy import _plan
 from weft.strategy.planning.auto import assign_auto
 from weft.strategy.planning.hugging_face import assign_hugging_face
-from weft.strategy.planning.plan_text import KINDS, Style, from_mapping, from_text, load
+from weft.strategy.planning.plan_text import KINDS, PRESETS, Style, from_mapping, from_text, load
 from weft.strategy.planning.rules import assign_explicit
 from weft.strategy.planning.torch_styles import without_objects
 from weft.strategy.recognition.assignments import Assignments
@@ -22,7 +22,7 @@ from weft.strategy.reports.report_table import Report, report
 from weft.strategy.verification.evidence import MODES
 
 Rules = Mapping[str, Style] | Callable[[str, nn.Module], Style | None] | str | os.PathLike[str]
-AUTO, HUGGING_FACE = "auto", "huggingface"
+AUTO, HUGGING_FACE = PRESETS
 
 
 class Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -87,9 +88,17 @@ def test_tensor_parallel_streams(rank: int, world_size: int, tmp_path: Path, kin
     on_warm_rank(rank, world_size)
     uneven = stream(5 if rank else 3, kind)
     run = trainer(world_size, tensor_parallel(), tmp_path, max_epochs=2)
-    with pytest.raises(ValueError, match=rf"^the training loader {ENDED}, but {TENSOR}; .*limit_train_batches"):
+    with pytest.raises(
+        ValueError, match=rf"^the training loader {ENDED}, but {TENSOR}; .*limit_train_batches"
+    ) as caught:
         run.fit(model := Model(), uneven)
     assert 2 <= len(model.losses) <= 3
+    frames = [
+        (frame.name, frame.lineno) for frame in traceback.extract_tb(caught.tb) if "loader_check" in frame.filename
+    ]
+    of_ranks: list[Any] = [None, None]
+    dist.all_gather_object(of_ranks, frames)
+    assert frames and of_ranks[0] == of_ranks[1], "equal tracebacks are printed once"
     for method, name in (("validate", "validation"), ("test", "test"), ("predict", "prediction")):
         with pytest.raises(ValueError, match=rf"^the {name} loader {ENDED}, but {TENSOR}"):
             getattr(run, method)(model, uneven)

@@ -115,3 +115,20 @@ def test_failing_exit_hook_does_not_stop_others() -> None:
     result = run_process([sys.executable, "-c", AT_EXIT], timeout=100)
     assert result.stdout.splitlines() == ["the one before it ran"]
     assert "RuntimeError: this one failed" in result.stderr
+
+
+def test_failed_process_that_hangs_at_exit_ends_with_status_1(tmp_path: Path) -> None:
+    """Handlers run in reverse order, so this one runs after that of the guard, and it does not return in time."""
+    script = tmp_path / "hang.py"
+    script.write_text(
+        "import atexit, time\n"
+        "atexit.register(time.sleep, 60)\n"
+        "import weft.lightning\n"
+        "from weft._plugin.process_guard import guard\n"
+        "guard()\n"
+        "raise RuntimeError('on purpose')\n"
+    )
+    start = time.monotonic()
+    result = run_process([sys.executable, str(script)], timeout=55, env=ENVIRONMENT)
+    assert result.returncode == 1 and "on purpose" in result.stderr
+    assert time.monotonic() - start < 50

@@ -90,7 +90,7 @@ def test_summary_of_modules_and_largest_replicated_parameters(world_size: int) -
     assert len(lines) <= MAX_LINES - 4, "those of the strategy come on top"
     assert lines[0] == (
         "sharded: 2 MultiheadAttention with weights gathered for each forward; 2 NonDynamicallyQuantizableLinear with "
-        "weights gathered for each forward; 2 TransformerEncoderLayer by heads or hidden units."
+        "weights gathered for each forward; 2 linear1, linear2 of TransformerEncoderLayer by heads or hidden units."
     )
     assert lines[2].startswith("largest replicated: 'table.weight' 0.006 MB, ")
     assert replicated(nn.Linear(4, 4))[0] == "replicated: 2 of 2 parameters, 100.0 % of their bytes."
@@ -100,3 +100,31 @@ def test_invalid_verify_raises() -> None:
     with pytest.raises(ValueError, match="got verify='sometimes'; pass 'auto', 'always' or 'never'"):
         WeftModelParallelStrategy(plan="auto", verify="sometimes")
     assert WeftModelParallelStrategy(plan="auto", verify="never").plan.verify == "never"
+
+
+@on_ranks(2)
+def test_missing_verification_is_logged(rank: int, world_size: int, tmp_path: Path) -> None:
+    on_warm_rank(rank, world_size)
+    log_lines: list[str] = []
+    strategy = WeftModelParallelStrategy(plan="auto", verify="never")
+    strategy._log = log_lines.append
+    trainer(world_size, strategy, tmp_path).fit(Model(), loader())
+    [text] = [text for text in log_lines if "layout:" in text]
+    assert text.splitlines()[0].endswith("; plan: auto, without verification.")
+
+
+@on_ranks(2)
+def test_layers_of_module_with_several_shardings_are_named(world_size: int) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.up, self.down = nn.Embedding(50, 16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.down(torch.relu(self.up(self.table(tokens))))
+
+    model = Net()
+    parallelize(model, tensor_parallel(world_size), {"table": "vocab_embedding", "up": "column", "down": "row"})
+    assert summary(model)[0] == "sharded: 1 Embedding by rows; 1 up, down of Net by heads or hidden units."
+    parallelize(alone := nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), tensor_parallel(world_size), "auto")
+    assert "of Sequential" not in summary(alone)[0]

@@ -48,7 +48,7 @@ def test_command_prints_table_without_torch(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert "import time" in result.stderr and "torch" not in result.stderr
     lines = result.stdout.splitlines()
-    assert lines[0].startswith("70,553,706,496 parameters, 20 bytes each in training: 1411.07 GB in all")
+    assert lines[0].startswith("70,553,706,496 parameters, 20 bytes each in training: 1411.074 GB in all")
     assert lines[2].startswith("rank 0 and 4095 like it: at most ")
     assert [line.split()[0] for line in lines[3:]] == ["phase", "init", "forward", "backward", "step"]
 
@@ -99,6 +99,11 @@ def test_row_steps_need_no_full_gradient(tmp_path: Path) -> None:
     [
         ({"model": LLAMA_70B}, "the configuration has no 'mesh'; give it"),
         ({"model": LLAMA_70B, "mesh": "a", "modle": 1}, "the configuration has 'modle'; the keys are model, mesh"),
+        ({"model": LLAMA_70B, "mehs": {}}, "the configuration has 'mehs'; the keys are model, mesh"),
+        (
+            {"model": LLAMA_70B, "layout": "pp99", "pipeline_cuts": "auto"},
+            "with parameters in a LlamaForCausalLM",
+        ),
         ({"model": LLAMA_70B, "mesh": {"rows": 2}}, "'mesh' is {'rows': 2}; give whole numbers for pipeline_"),
         ({"model": LLAMA_70B, "mesh": {}, "batch": {"tokens": 5}}, "'batch' is {'tokens': 5}; give whole numbers for"),
         (
@@ -200,6 +205,26 @@ def test_pipeline_ranks_follow_mesh(tmp_path: Path) -> None:
     ):
         found = estimate_file(_write(tmp_path, mesh=mesh, **pipeline)).ranks
         assert [(each.rank, each.num_ranks) for each in found] == list(zip(ranks, [4, 2, 4, 2], strict=True))
+
+
+def test_chosen_cuts_equal_named_ones(tmp_path: Path) -> None:
+    model = {**TINY_GPT2, "n_layer": 4}
+    chosen = estimate_file(_write(tmp_path, model=model, layout="pp2", pipeline_cuts="auto"))
+    assert chosen.note.endswith("chosen by their parameters, begin at the first layer and at 'transformer.h.2'")
+    named = estimate_file(_write(tmp_path, model=model, layout="pp2", pipeline_cuts=["transformer.h.2"]))
+    assert named.ranks == chosen.ranks
+    interleaved = {"layout": "pp2", "pipeline_cuts": "auto", "pipeline_schedule": "interleaved"}
+    assert "'transformer.h.1', 'transformer.h.2'" in estimate_file(_write(tmp_path, model=model, **interleaved)).note
+
+
+def test_unit_follows_size(tmp_path: Path) -> None:
+    def text(dim: int) -> str:
+        feed_forward = {"dim": dim, "hidden_dim": dim, "gated": False}
+        return str(estimate_file(_write(tmp_path, model={"feed_forward": feed_forward}, mesh={})))
+
+    assert "kB in all; mesh of one rank; kB = 1e3 bytes" in text(8) and "<0.001" not in text(8)
+    assert "MB in all; mesh of one rank; MB = 1e6 bytes" in text(512)
+    assert "GB in all; mesh of one rank; GB = 1e9 bytes" in text(8192)
 
 
 def test_note_lists_missing_predictions(tmp_path: Path) -> None:

@@ -65,6 +65,8 @@ def test_zero_size_in_layout_raises() -> None:
         (Sizes(data_parallel=3), 8, "'data_parallel=4,tensor_parallel=2'|'data_parallel=2,tensor_parallel=4'"),
         (Sizes(1, 2, 2), 8, "'data_parallel=2,tensor_parallel=4', 'data_parallel=4,tensor_parallel=2'"),
         (Sizes(3, "auto", 2), 8, "'data_replicate=2,data_parallel=2,tensor_parallel=2'|'data_replicate=4"),
+        (Sizes.parse("tp4"), 2, "'tp2', 'dp2'"),
+        (Sizes.parse("rep2,dp2"), 6, "'rep2,dp3', 'rep3,dp2'"),
     ],
 )
 def test_error_suggests_fitting_sizes(sizes: Sizes, num_ranks: int, fitting: str) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import warnings
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -131,3 +134,59 @@ def test_rules_that_change_results_raise(world_size: int) -> None:
         weft.parallelize(AcrossFeatures(), tensor_parallel(world_size), weft.strategy.Plan(plan, verify="always"))
     with pytest.raises(ValueError, match="verify is 'sometimes'; pass one of 'auto', 'always', 'never'"):
         weft.strategy.Plan(plan, verify="sometimes")
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 4
+        self.q, self.k, self.v, self.o = (nn.Linear(24, 24) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        return self.o(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+@on_ranks(2)
+def test_rules_without_heads_are_named(world_size: int) -> None:
+    """Without `heads`, each rank computes the full number of heads from half of the features: no code raises."""
+    column, columns = {"style": "column", "heads": "num_heads"}, ("0.q", "0.k", "0.v")
+    without_heads = {**dict.fromkeys(columns, "column"), "0.o": "row"}
+    message = r"change what '0' computes: the input of 'o' differs by .* of its norm; add heads: num_heads to the rules"
+    mesh = tensor_parallel(world_size)
+    with pytest.raises(ValueError, match=message):
+        weft.parallelize(nn.Sequential(Attention()), mesh, weft.strategy.Plan(without_heads, verify="always"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        weft.parallelize(nn.Sequential(Attention()), mesh, without_heads)
+    texts = [str(warning.message) for warning in caught]
+    assert len(texts) == (mesh.get_rank() == 0) and all(re.search(message, text) for text in texts)
+    rules = {**dict.fromkeys(columns, column), "0.o": "row"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        weft.parallelize(nn.Sequential(Attention()), mesh, weft.strategy.Plan(rules, verify="always"))
+
+
+class ViewingHeads(Viewing):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 3
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).view(-1, self.num_heads, 4).flatten(1))
+
+
+@on_ranks(2)
+def test_error_on_shards_advises_heads(world_size: int) -> None:
+    model = ViewingHeads()
+    plan = weft.strategy.Plan({"up": "column", "down": "row"}, verify="never")
+    weft.parallelize(model, tensor_parallel(world_size), plan)
+    with pytest.raises(ShardedModuleError, match="if its rules leave out heads, add heads: num_heads to those of"):
+        model(torch.randn(4, 8))
+
+
+def test_indivisible_heads_are_named() -> None:
+    model = nn.Sequential(Attention())
+    model[0].num_heads = 3
+    [sentence] = weft.strategy.Plan("auto").assign(model, 2).warnings()
+    assert sentence.endswith("of its norm, and 'num_heads' = 3 does not divide by 2.")

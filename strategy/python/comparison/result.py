@@ -125,6 +125,11 @@ class Comparison:
 
     def _first(self) -> str:
         first = self.first_output
+        if first is None and any(loss.difference > self.tolerance for loss in self.losses[:1]):
+            return (
+                "the outputs of all modules in the first forward agree, and its loss does not: code around them reads "
+                "other tensors, such as attributes of modules, which have one rank's features"
+            )
         if first is None:
             return "the outputs of the first forward agree"
         return f"the first output to differ is that of '{first.module}' ({first.kind}): {first.difference:.1e}"

@@ -43,13 +43,13 @@ class PipelineOptions:
 
     Attributes:
         num_ranks: the number of pipeline ranks.
-        cuts: the names of the first module of each stage but the first.
+        cuts: the names of the first module of each stage but the first; None: chosen as in training.
         schedule: one of `SCHEDULES`.
         num_micro_batches: the micro-batches of a step.
     """
 
     num_ranks: int
-    cuts: tuple[str, ...]
+    cuts: tuple[str, ...] | None
     schedule: str
     num_micro_batches: int
 
@@ -127,10 +127,10 @@ def read_config(config: Any, folder: Path, layout: str | None = None) -> Trainin
     if layout is not None:
         config = {**{key: value for key, value in config.items() if key != "mesh"}, "layout": layout}
     given = {"mesh", "layout"} & set(config)
-    if missing := [key for key in ("model", "batch") if key not in config] + ["mesh"] * (not given):
-        raise ValueError(f"the configuration has no {' and no '.join(map(repr, missing))}; give it.")
     if unknown := [key for key in config if key not in _KEYS]:
         raise ValueError(f"the configuration has {', '.join(map(repr, unknown))}; the keys are {', '.join(_KEYS)}.")
+    if missing := [key for key in ("model", "batch") if key not in config] + ["mesh"] * (not given):
+        raise ValueError(f"the configuration has no {' and no '.join(map(repr, missing))}; give it.")
     if len(given) > 1:
         raise ValueError("the configuration has both 'mesh' and 'layout'; give one of them.")
     mesh = _mesh(config["mesh"]) if "mesh" in config else _mesh_of_layout(config["layout"])
@@ -199,13 +199,14 @@ def _pipeline(config: Mapping[str, Any], mesh: _plan.Mesh) -> PipelineOptions | 
                 "or leave it out."
             )
         return None
-    cuts = config.get("pipeline_cuts")
-    if not (isinstance(cuts, list) and all(isinstance(cut, str) for cut in cuts)):
+    cuts: Any = config.get("pipeline_cuts")
+    is_auto = cuts == AUTO
+    if not is_auto and not (isinstance(cuts, list) and all(isinstance(cut, str) for cut in cuts)):
         raise ValueError(
-            f"'pipeline_cuts' is {cuts!r} for {num_ranks} pipeline ranks; give the names of the first module of each "
-            "stage but the first, such as [model.layers.16]."
+            f"'pipeline_cuts' is {cuts!r} for {num_ranks} pipeline ranks; give auto, or the names of the first module "
+            "of each stage but the first, such as [model.layers.16]."
         )
-    if (len(cuts) + 1) % num_ranks != 0:
+    if not is_auto and (len(cuts) + 1) % num_ranks != 0:
         raise ValueError(
             f"'pipeline_cuts' makes {len(cuts) + 1} stages for {num_ranks} pipeline ranks; give cuts for {num_ranks} "
             "stages or a multiple."
@@ -218,7 +219,7 @@ def _pipeline(config: Mapping[str, Any], mesh: _plan.Mesh) -> PipelineOptions | 
         raise ValueError(
             f"'num_micro_batches' is {num_micro_batches!r}; give a whole number from 1 to {_MAX_MICRO_BATCHES}."
         )
-    return PipelineOptions(num_ranks, tuple(cuts), schedule, num_micro_batches)
+    return PipelineOptions(num_ranks, None if is_auto else tuple(cuts), schedule, num_micro_batches)
 
 
 def _sizes(what: str, value: Any, names: tuple[str, ...], needs_all: bool = False) -> dict[str, int]:

@@ -17,7 +17,7 @@ from weft.strategy import _plan
 from weft.strategy.estimate.config import HUGGING_FACE, PIPELINE_AXIS, Training, axis_size, load_file, read_config
 from weft.strategy.estimate.stages import activations_of_ranks, why_no_activations
 
-_GB = 1e9
+_UNITS = {"GB": 9, "MB": 6, "kB": 3}  # decimal exponents
 _ONE_MLP = _plan.FeedForwardModel(dim=1, hidden_dim=1)
 _NO_ACTIVATIONS = "activations and temporaries are not predicted for {}: the figures are persistent bytes"
 _NO_TEMPORARIES = "temporaries and communication, such as gathered parameters, are not predicted for pipelines"
@@ -64,23 +64,29 @@ class Estimate:
         }
 
     def __str__(self) -> str:
-        total_gb = self.num_parameters * self.bytes_per_parameter / _GB
+        total_bytes = round(self.num_parameters * self.bytes_per_parameter)
+        unit = _unit_of(max(rank.peak_bytes for rank in self.ranks))
         lines = [
-            f"{self.num_parameters:,} parameters, {self.bytes_per_parameter:g} bytes each in training: {total_gb:.2f} "
-            f"GB in all; mesh {self.mesh or 'of one rank'}; GB = 1e9 bytes"
+            f"{self.num_parameters:,} parameters, {self.bytes_per_parameter:g} bytes each in training: "
+            f"{_in(unit, total_bytes)} {unit} in all; mesh {self.mesh or 'of one rank'}; "
+            f"{unit} = 1e{_UNITS[unit]} bytes"
         ]
         lines += ["", self.note] if self.note else []
         for rank in self.ranks:
             bound = "at least" if self.note else "at most"
             like = f" and {rank.num_ranks - 1} like it" if rank.num_ranks > 1 else ""
-            lines += ["", f"rank {rank.rank}{like}: {bound} {rank.peak_bytes / _GB:.3f} GB", *_table(rank.phases)]
+            peak = f"{_in(unit, rank.peak_bytes)} {unit}"
+            lines += ["", f"rank {rank.rank}{like}: {bound} {peak}", *_table(rank.phases, unit)]
         return "\n".join(lines)
 
 
-def _table(phases: Mapping[str, Mapping[str, int]]) -> list[str]:
+def _table(phases: Mapping[str, Mapping[str, int]], unit: str) -> list[str]:
     categories = list(next(iter(phases.values())))
     header = ["phase", "total", *(name.replace("_", " ") for name in categories)]
-    rows = [[phase, *(_gb(size) for size in (sum(usage.values()), *usage.values()))] for phase, usage in phases.items()]
+    rows = [
+        [phase, *(_in(unit, size) for size in (sum(usage.values()), *usage.values()))]
+        for phase, usage in phases.items()
+    ]
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     return [
         "  ".join(cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(cells)).rstrip()
@@ -88,8 +94,14 @@ def _table(phases: Mapping[str, Mapping[str, int]]) -> list[str]:
     ]
 
 
-def _gb(num_bytes: int) -> str:
-    return f"{num_bytes / _GB:.3f}" if num_bytes >= 5e5 or num_bytes == 0 else "<0.001"
+def _unit_of(num_bytes: int) -> str:
+    """Return the largest unit of which a number of bytes has at least one; the smallest for fewer."""
+    return next((unit for unit, exponent in _UNITS.items() if num_bytes >= 10**exponent), "kB")
+
+
+def _in(unit: str, num_bytes: int) -> str:
+    value = num_bytes / 10 ** _UNITS[unit]
+    return f"{value:.3f}" if value >= 5e-4 or value == 0 else "<0.001"
 
 
 def estimate(spec: _plan.TrainingSpec, mesh: _plan.Mesh) -> Estimate:
@@ -133,8 +145,11 @@ def _estimate_state(training: Training) -> Estimate:
     training.spec(_ONE_MLP, others)  # raises for unknown names
     # Raises for other axes and for options that exclude each other; one MLP has no blocks to checkpoint.
     _, bytes_per_parameter = training.spec(_ONE_MLP, others, activation_checkpointing="none").parameter_cost()
+    with_torch = _module_with_torch()
+    has_chosen_cuts = training.pipeline is not None and training.pipeline.cuts is None
+    training = with_torch.with_chosen_cuts(training)
     reason = why_no_activations(training)
-    found = _module_with_torch().state_of_ranks(training)
+    found = with_torch.state_of_ranks(training)
     activations = [] if reason else activations_of_ranks(training, found.stage_of)
     by_figures: dict[tuple[int, ...], RankEstimate] = {}
     tp_size = axis_size(training.mesh, "tensor_parallel")
@@ -155,6 +170,9 @@ def _estimate_state(training: Training) -> Estimate:
         before = by_figures.setdefault(key, RankEstimate(rank, 0, phases))
         by_figures[key] = dataclasses.replace(before, num_ranks=before.num_ranks + num_ranks)
     note = _NO_ACTIVATIONS.format(reason) if reason else _NO_TEMPORARIES
+    if has_chosen_cuts and training.pipeline is not None:
+        cuts = ", ".join(map(repr, training.pipeline.cuts or ()))
+        note += f"; the stages, chosen by their parameters, begin at the first layer and at {cuts}"
     mesh = str(training.mesh)
     return Estimate(found.num_parameters, bytes_per_parameter, mesh, tuple(by_figures.values()), note)
 

@@ -18,6 +18,7 @@ def schedule_of(pipeline: PipelineOptions, num_micro_batches: int) -> _plan.Sche
     Raises:
         ValueError: the schedule does not support this number of stages per rank.
     """
+    assert pipeline.cuts is not None
     stages_per_rank = (len(pipeline.cuts) + 1) // pipeline.num_ranks
     generated = _plan.Schedule.generate(pipeline.schedule, pipeline.num_ranks, num_micro_batches, stages_per_rank)
     return generated.merge_backwards()
@@ -34,6 +35,7 @@ def why_no_activations(training: Training) -> str:
         return f"the plan {training.plan!r}"
     if training.plan is not None:
         return "pipelines with another plan than 'auto'"
+    assert training.pipeline.cuts is not None
     inside = [cut for cut in training.pipeline.cuts if not _BLOCK.fullmatch(cut)]
     return f"a stage that begins at {inside[0]!r}, which is not a block" if inside else ""
 
@@ -46,7 +48,7 @@ def activations_of_ranks(training: Training, stage_of: Mapping[str, int]) -> lis
     full batch.
 
     Args:
-        training: one for which `why_no_activations` returns "".
+        training: one for which `why_no_activations` returns "", with the names of its cuts.
         stage_of: the stage of each layer, by its name.
 
     Raises:

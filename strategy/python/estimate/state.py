@@ -19,6 +19,8 @@ from weft.strategy import _plan
 from weft.strategy.apply import parameter_dims
 from weft.strategy.estimate.config import PIPELINE_AXIS, Training, axis_size
 from weft.strategy.estimate.stages import schedule_of
+from weft.strategy.pipeline.auto_cuts import AutoCuts, num_stages_of
+from weft.strategy.pipeline.choose import choose_cuts
 from weft.strategy.pipeline.staged_model import StagedModel
 from weft.strategy.pipeline.stages import ANY_STAGE, Layers, find_layers
 from weft.strategy.plan import Plan, Rules
@@ -59,7 +61,10 @@ def state_of_ranks(training: Training) -> ModelState:
     full_model = build_on_meta(training.hugging_face)
     num_parameters = sum(parameter.numel() for parameter in full_model.parameters())
     plan = Plan(cast("Rules", "auto" if training.plan is None else training.plan))
-    layers = None if training.pipeline is None else find_layers(full_model, training.pipeline.cuts)
+    layers = None
+    if training.pipeline is not None:
+        assert training.pipeline.cuts is not None
+        layers = find_layers(full_model, training.pipeline.cuts)
     costs = _Costs(training)
     usages = []
     for pipeline_rank in range(num_pipeline_ranks):
@@ -74,6 +79,21 @@ def state_of_ranks(training: Training) -> ModelState:
             shards = _Shards(dims, tp_size, tp_rank, axis_size(training.mesh, "data_parallel"), of_trunk)
             usages.append(_usage(model, shards, costs))
     return ModelState(num_parameters, tuple(usages), {} if layers is None else layers.stage_of)
+
+
+def with_chosen_cuts(training: Training) -> Training:
+    """Return a training with the names of its pipeline's cuts, chosen as for a model without an example.
+
+    Raises:
+        ValueError: transformers cannot build the model, or it has fewer layers with parameters than stages.
+    """
+    pipeline = training.pipeline
+    if pipeline is None or pipeline.cuts is not None:
+        return training
+    assert training.hugging_face is not None
+    num_stages = num_stages_of(AutoCuts(), pipeline.schedule, pipeline.num_ranks)
+    cuts = choose_cuts(build_on_meta(training.hugging_face), num_stages).cuts
+    return dataclasses.replace(training, pipeline=dataclasses.replace(pipeline, cuts=cuts))
 
 
 def build_on_meta(config: Mapping[str, Any]) -> nn.Module:

@@ -10,6 +10,7 @@ from types import TracebackType
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from weft.strategy.recognition.attention import counts_heads
 from weft.strategy.sharding.state import ModuleState, state_of
 
 _SHARD_ERRORS = re.compile(
@@ -43,7 +44,7 @@ def explanation_of(error: BaseException) -> str | None:
     for module in sorted(traceback_modules, key=lambda each: not each._modules):
         state, shards = state_of(module), _shards_of(module)
         if state is not None and shards:
-            return _sentence(state, shards, error)
+            return _sentence(module, state, shards, error)
     return None
 
 
@@ -71,7 +72,21 @@ def _shards_of(module: nn.Module) -> list[tuple[str, ModuleState, DTensor]]:
     return found
 
 
-def _sentence(state: ModuleState, shards: list[tuple[str, ModuleState, DTensor]], error: BaseException) -> str:
+def _advice_on_heads(module: nn.Module) -> str:
+    """Return the advice to divide an attribute that counts heads and is not divided; "" without such an attribute."""
+    state = state_of(module)
+    divided = set() if state is None else {name for name, _ in state.counts}
+    names = [
+        name
+        for name, value in module.__dict__.items()
+        if type(value) is int and value > 1 and counts_heads(name) and name not in divided
+    ]
+    return f"if its rules leave out heads, add heads: {names[0]} to those of its column layers; else " if names else ""
+
+
+def _sentence(
+    module: nn.Module, state: ModuleState, shards: list[tuple[str, ModuleState, DTensor]], error: BaseException
+) -> str:
     described = [
         f"'{name}' is {list(parameter._local_tensor.shape)} of {list(parameter.shape)} by "
         f"{of.rule or 'no rule'} ({of.style or 'replicate'})"
@@ -82,8 +97,9 @@ def _sentence(state: ModuleState, shards: list[tuple[str, ModuleState, DTensor]]
     where = (
         f"'{state.name}', a {state.original_class.__name__}," if state.name else f"a {state.original_class.__name__}"
     )
+    advice = _advice_on_heads(module)
     return (
-        f"{where} failed on its shards ({type(error).__name__}: {first_line}): {'; '.join(described)}{more}; give its "
-        "layers the styles column_gather_output and row_split_input, which keep activations full, or 'replicate', and "
-        "call layers rather than read their weights."
+        f"{where} failed on its shards ({type(error).__name__}: {first_line}): {'; '.join(described)}{more}; {advice}"
+        "give its layers the styles column_gather_output and row_split_input, which keep activations full, or "
+        "'replicate', and call layers rather than read their weights."
     )

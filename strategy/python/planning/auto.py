@@ -41,8 +41,8 @@ def assign_auto(
     Raises:
         ValueError: nothing to shard was found, with tp_size > 1.
     """
-    result = Assignments(tp_size)
     evidence = Evidence(model, tp_size, verify, example)
+    result = Assignments(tp_size, remarks=evidence.remarks())
     result.unread_aliases = _unread_biases(model, evidence)
     owners = _owners(model, result.unread_aliases)
     claimed: set[int] = set()
@@ -55,7 +55,7 @@ def assign_auto(
             skipped += 1
             result.notes.append(f"{name}: skipped: its parameters are DTensors already")
             continue
-        used = _assign_mlp(result, name, module, owners, unassigned) or _assign_embedding(
+        used = _assign_mlp(result, name, module, owners, unassigned, evidence) or _assign_embedding(
             result, model, name, module, owners, evidence
         )
         claimed.update(id(layer) for layer in used)
@@ -112,7 +112,7 @@ def _assign_groups(
         return id(layer) not in claimed and id(layer) not in beside and not _is_tied(layer, owners)
 
     for decision in evidence.decisions(is_free):
-        used = _try_to_fuse(result, model, decision) or assign_group(result, decision)
+        used = _try_to_fuse(result, model, decision, evidence) or assign_group(result, decision)
         claimed.update(id(model.get_submodule(name)) for name in used)
     for name, module in model.named_modules():
         claimed.update(id(layer) for layer in _assign_attention(result, name, module, owners, evidence, claimed))
@@ -128,7 +128,7 @@ def _assign_groups(
             result.styles[name] = Assignment("gather_weights", "gathered for its forward")
 
 
-def _try_to_fuse(result: Assignments, model: nn.Module, decision: Decision) -> list[str]:
+def _try_to_fuse(result: Assignments, model: nn.Module, decision: Decision, evidence: Evidence) -> list[str]:
     """Place a group as a fused operator and return its layers' names; empty if its forward is not that operator."""
     container, group = model.get_submodule(decision.container), decision.group
     if len(group.sources) > 2 or any("." in layer for layer in (*group.sources, group.sink)):
@@ -137,7 +137,7 @@ def _try_to_fuse(result: Assignments, model: nn.Module, decision: Decision) -> l
     mlp = MlpLayers(gate, group.sources[-1], group.sink)
     if probe.why_not_fused(container, mlp) is not None:
         return []
-    found = result.find_activation(container, mlp)
+    found = result.find_activation(container, mlp, evidence.input_shapes(container))
     if isinstance(found, str):
         return []
     result.fuse(decision.container, *found, False)
@@ -207,7 +207,12 @@ def _layers(module: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
 
 
 def _assign_mlp(
-    result: Assignments, name: str, module: nn.Module, owners: dict[int, int], unassigned: dict[str, str]
+    result: Assignments,
+    name: str,
+    module: nn.Module,
+    owners: dict[int, int],
+    unassigned: dict[str, str],
+    evidence: Evidence,
 ) -> list[nn.Module]:
     mlp = mlp_layers.find_by_name(module)
     fused = mlp_layers.find_fused(module) if mlp is None else None
@@ -223,7 +228,7 @@ def _assign_mlp(
         assign_fused_mlp(result, name, fused)
     else:
         assert mlp is not None
-        reason = assign_mlp(result, name, module, mlp)
+        reason = assign_mlp(result, name, module, mlp, evidence.input_shapes(module))
         if reason is not None:
             unassigned[name] = reason
             return []  # the search for groups assigns them

@@ -41,7 +41,6 @@ def assign_hugging_face(model: nn.Module, tp_size: int, verify: str = "auto", ex
     Raises:
         ValueError: no plan was found, it has a style that weft does not have, or heads do not divide.
     """
-    result = Assignments(tp_size)
     found = dict(_plans_inside(model))
     if not found:
         raise ValueError(
@@ -50,6 +49,7 @@ def assign_hugging_face(model: nn.Module, tp_size: int, verify: str = "auto", ex
         )
     modules = dict(model.named_modules(remove_duplicate=False))
     evidence = Evidence(model, tp_size, verify, example)
+    result = Assignments(tp_size, remarks=evidence.remarks())
     for name, values in found.items():
         rules = []
         for pattern, value in values.items():
@@ -92,7 +92,8 @@ def _assign(result: Assignments, modules: Mapping[str, nn.Module], plan: _plan.P
     done: set[str] = set()
     for container in dict.fromkeys(parent_name(name) for name in resolved):
         styles = {name.rpartition(".")[2]: rule for name, rule in resolved.items() if parent_name(name) == container}
-        done.update(_record_rules(result, resolved, _assign_mlp(result, container, modules[container], styles)))
+        layers = _assign_mlp(result, container, modules[container], styles, evidence)
+        done.update(_record_rules(result, resolved, layers))
     named = {id(modules[name]): rule.style for name, rule in resolved.items() if name not in done}
     for decision in evidence.decisions(lambda layer: named.get(id(layer)) in ("column", "row")):
         columns = {named[id(modules[name])] for name in decision.sources}
@@ -135,12 +136,14 @@ def _have_styles(styles: Mapping[str, _plan.Rule], layers: tuple[str, ...], *wan
     return [styles[layer].style if layer in styles else "" for layer in layers] == list(wanted)
 
 
-def _assign_mlp(result: Assignments, name: str, module: nn.Module, styles: Mapping[str, _plan.Rule]) -> list[str]:
+def _assign_mlp(
+    result: Assignments, name: str, module: nn.Module, styles: Mapping[str, _plan.Rule], evidence: Evidence
+) -> list[str]:
     """Assign an MLP; return the full names of its layers, empty if the module is not assigned."""
     mlp = mlp_layers.find_by_name(module)
     if mlp is None or not _have_styles(styles, mlp.children, *("column" for _ in mlp.columns), "row"):
         return []
-    reason = assign_mlp(result, name, module, mlp)
+    reason = assign_mlp(result, name, module, mlp, evidence.input_shapes(module))
     return [] if reason is not None else [join(name, child) for child in mlp.children]
 
 

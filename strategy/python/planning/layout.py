@@ -17,6 +17,7 @@ _SHORT_NAMES = {
     "dp": "data_parallel",
     "tp": "tensor_parallel",
 }
+_QUOTED_MESH = re.compile(r"'([a-z_]+=\d+(?:,[a-z_]+=\d+)*)'")
 _AXIS_SIZE = re.compile(r"\s*([a-z]+)\s*(\d+|auto)\s*")
 
 
@@ -37,12 +38,14 @@ class Sizes:
     data_parallel: ranks with other data, which shard parameters, gradients or states as `zero_stage` says.
     tensor_parallel: ranks that shard the layers' arithmetic on the same data; neighbours, so that they are on one host.
     pipeline_parallel: ranks with other layers, outside of all other axes; a number.
+    is_layout: whether the sizes come from a layout string, in whose form errors then name others.
     """
 
     data_replicate: Size = 1
     data_parallel: Size = AUTO
     tensor_parallel: Size = AUTO
     pipeline_parallel: int = 1
+    is_layout: bool = dataclasses.field(default=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name, size in self._items():
@@ -70,7 +73,7 @@ class Sizes:
                     "in 'rep2,dp4,tp8' or 'dpauto,tp4'."
                 )
             sizes[name] = AUTO if match[2] == AUTO else int(match[2])
-        return cls(**{"data_replicate": 1, "data_parallel": 1, "tensor_parallel": 1, **sizes})
+        return cls(**{"data_replicate": 1, "data_parallel": 1, "tensor_parallel": 1, **sizes}, is_layout=True)
 
     def resolve(self, num_ranks: int, ranks_per_host: int) -> MeshSizes:
         """Return sizes whose product is `num_ranks`.
@@ -95,8 +98,21 @@ class Sizes:
         result = MeshSizes(**sizes)
         hidden = ("pipeline_parallel", "data_replicate")
         shown = {name: size for name, size in result._asdict().items() if name not in hidden or size != 1}
-        Mesh.parse(",".join(f"{name}={size}" for name, size in shown.items())).check_world_size(num_ranks)
+        try:
+            Mesh.parse(",".join(f"{name}={size}" for name, size in shown.items())).check_world_size(num_ranks)
+        except ValueError as error:
+            if not self.is_layout:
+                raise
+            text = str(error).replace("mesh '", "layout '", 1)
+            raise ValueError(_QUOTED_MESH.sub(lambda match: f"'{_layout_of(match[1])}'", text)) from None
         return result
 
     def _items(self) -> list[tuple[str, Any]]:
-        return [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
+        return [(name, getattr(self, name)) for name in MeshSizes._fields[1:] + MeshSizes._fields[:1]]
+
+
+def _layout_of(mesh: str) -> str:
+    """Return the layout string of a mesh as `Mesh` prints it; "dp1" for one rank."""
+    sizes = Mesh.parse(mesh)
+    axes = [(short, sizes.size(name)) for short, name in _SHORT_NAMES.items() if sizes.has_axis(name)]
+    return ",".join(f"{short}{size}" for short, size in axes if size > 1) or "dp1"

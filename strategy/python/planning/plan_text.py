@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +26,7 @@ HUGGING_FACE_STYLES = {
     "local_colwise": "column",
     "local_rowwise": "row",
 }
+PRESETS = ("auto", "huggingface")
 KINDS = (
     "'auto', 'huggingface', the path of a YAML or JSON file, a mapping from pattern to style as YAML or JSON text, or "
     "a callable by its dotted name, such as 'mypackage.plans.llama'"
@@ -82,7 +84,13 @@ def from_text(text: str) -> _plan.Plan | StyleOf:
         raise ValueError(f"plan: there is no file {name!r}; pass {KINDS}.")
     if "." in name and all(part.isidentifier() for part in name.split(".")):
         return _named_callable(name)
-    raise ValueError(f"plan: got {text!r}; pass {KINDS}.")
+    raise ValueError(f"plan: got {text!r}{_nearest(name, PRESETS)}; pass {KINDS}.")
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    """Return an insertion that gives the known name nearest to `name`; "" if none is near."""
+    near = difflib.get_close_matches(name.lower(), list(known), n=1)
+    return f", which is close to {near[0]!r}" if near else ""
 
 
 def _named_callable(name: str) -> StyleOf:
@@ -122,7 +130,13 @@ def _rule(pattern: Any, value: Any) -> _plan.Rule:
         options = {key: option for key, option in value.items() if key != "style"}
         if str(options.get("precision")).startswith("torch."):  # a dtype; estimates do without torch
             options["precision"] = str(options["precision"]).removeprefix("torch.")
-        if all(isinstance(option, _OPTION_TYPES.get(key, ())) for key, option in options.items()):
+        for key in options:
+            if key not in _OPTION_TYPES:
+                raise ValueError(
+                    f"plan: pattern '{pattern}' has the option {key!r}{_nearest(str(key), _OPTION_TYPES)}; the options "
+                    f"of a rule are {', '.join(_OPTION_TYPES)}."
+                )
+        if all(isinstance(option, _OPTION_TYPES[key]) for key, option in options.items()):
             return _plan.Rule(pattern, value["style"], **options)
     raise ValueError(
         f"plan: pattern '{pattern}' has the value {value!r}; write a style, "

@@ -43,11 +43,11 @@ def assign_explicit(
         ValueError: a rule does not fit the model, naming the module and the remedy.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
-    result = Assignments(tp_size)
     # Names of layers on other stages count too: a rule may match only there.
     rules = plan.resolve(names_with_remote_layers(model))
     present = {name for name, module in modules.items() if not isinstance(module, RemoteLayer)}
     evidence = Evidence(model, tp_size, verify, example)
+    result = Assignments(tp_size, remarks=evidence.remarks())
     assign_rules(result, modules, [(name, rule) for name, rule in rules if name in present], evidence)
     check_fit(result, model, evidence)
     return result
@@ -185,7 +185,7 @@ def _assign_mlp(result: Assignments, name: str, module: nn.Module, rule: _plan.R
             f"parallelize: style '{rule.style}' finds no MLP of two or three fitting nn.Linear layers among the "
             f"children of {display_name(name)}, which are {children}; use column and row rules for its layers."
         )
-    reason = assign_mlp(result, name, module, mlp, rule.recompute)
+    reason = assign_mlp(result, name, module, mlp, evidence.input_shapes(module), rule.recompute)
     if reason is None or evidence.tp_size == 1:
         return
     layers = {id(module._modules[child]) for child in mlp.children}
@@ -195,7 +195,8 @@ def _assign_mlp(result: Assignments, name: str, module: nn.Module, rule: _plan.R
             reason = None
     if reason is not None:
         raise ValueError(
-            f"parallelize: {display_name(name)} cannot be sharded by its hidden units: {reason}; use style 'replicate'."
+            f"parallelize: {display_name(name)} cannot be sharded by its hidden units: {reason}; use "
+            "column_gather_output and row_split_input for its layers, which keep activations full, or 'replicate'."
         )
 
 

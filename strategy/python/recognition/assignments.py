@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -45,6 +45,8 @@ class Options:
         return ", ".join(parts + [f"precision {self.precision}"] * bool(self.precision))
 
 
+# The shapes with which a module is known to be called; in place of this, None: with other arguments than one tensor.
+InputShapes = Sequence[tuple[int, ...]]
 _EXPOSED = (
     "it keeps tensors in attributes, which have one rank's features now; code outside of the model that reads them "
     "computes with a shard: return them from the forward instead."
@@ -61,6 +63,7 @@ class Assignments:
     unread_aliases: names of parameters that their module holds and does not read; they are sharded as in the module
     that reads them. gathered: (module, reason) for weights that are sharded with gathered activations.
     exposed: modules that keep tensors of one rank's features in attributes.
+    remarks: sentences that the user must read.
     """
 
     tp_size: int
@@ -73,6 +76,7 @@ class Assignments:
     gathered: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     exposed: list[str] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
+    remarks: list[str] = dataclasses.field(default_factory=list)
     _probe_results: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     def precision_of(self, module_name: str) -> str:
@@ -88,9 +92,13 @@ class Assignments:
         _plan.check_heads(module_name, attribute, num_heads, self.tp_size)
         self.heads[module_name, attribute] = num_heads // self.tp_size
 
-    def find_activation(self, container: nn.Module, mlp: MlpLayers) -> tuple[MlpLayers, str] | str:
-        """Call `probe.find_activation`, once for modules with equal signatures."""
-        found: tuple[MlpLayers, str] | str = self._cached(probe.find_activation, container, mlp)
+    def find_activation(
+        self, container: nn.Module, mlp: MlpLayers, shapes: InputShapes | None
+    ) -> tuple[MlpLayers, str] | str:
+        """Call `probe.find_activation`, once for modules with equal signatures and shapes."""
+        if shapes is None:
+            return "it is called with other arguments than one tensor"
+        found: tuple[MlpLayers, str] | str = self._cached(probe.find_activation, container, mlp, tuple(shapes))
         return found
 
     def why_not_split(self, container: nn.Module, mlp: MlpLayers) -> str | None:
@@ -98,10 +106,10 @@ class Assignments:
         reason: str | None = self._cached(probe.why_not_split, container, mlp)
         return reason
 
-    def _cached(self, function: Callable[[nn.Module, MlpLayers], Any], container: nn.Module, mlp: MlpLayers) -> Any:
-        key = (function, signature(container), mlp)
+    def _cached(self, function: Callable[..., Any], container: nn.Module, mlp: MlpLayers, *args: Any) -> Any:
+        key = (function, signature(container), mlp, *args)
         if key not in self._probe_results:
-            self._probe_results[key] = function(container, mlp)
+            self._probe_results[key] = function(container, mlp, *args)
         return self._probe_results[key]
 
     def warnings(self) -> list[str]:
@@ -112,7 +120,7 @@ class Assignments:
             kinds.setdefault((_as_pattern(name), sentence), []).append(name)
         for name in self.exposed:
             kinds.setdefault((_as_pattern(name), _EXPOSED), []).append(name)
-        sentences = []
+        sentences = [*self.remarks]
         for (pattern, sentence), names in kinds.items():
             which = display_name(names[0]) if len(names) == 1 else f"'{pattern}' ({len(names)} modules)"
             sentences.append(f"{which}: {sentence}")
@@ -154,7 +162,12 @@ def parent_name(module_name: str) -> str:
 
 
 def assign_mlp(
-    result: Assignments, name: str, container: nn.Module, mlp: MlpLayers, recompute: bool = False
+    result: Assignments,
+    name: str,
+    container: nn.Module,
+    mlp: MlpLayers,
+    shapes: InputShapes | None,
+    recompute: bool = False,
 ) -> str | None:
     """Give an MLP the fused style, or its layers column and row; return the reason if neither is correct.
 
@@ -163,7 +176,7 @@ def assign_mlp(
     """
     reason = probe.why_not_fused(container, mlp)
     if reason is None:
-        found = result.find_activation(container, mlp)
+        found = result.find_activation(container, mlp, shapes)
         if not isinstance(found, str):
             result.fuse(name, *found, recompute)
             return None

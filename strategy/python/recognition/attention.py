@@ -29,6 +29,18 @@ _QUERY_COUNTS = ("n_heads", "num_heads", "n_head", "num_attention_heads", "n_loc
 _KEY_COUNTS = ("n_kv_heads", "num_kv_heads", "num_key_value_heads", "n_local_kv_heads")
 _HEAD_DIMS = ("head_dim", "attention_head_size", "head_size", "d_head", "dim_head", "d_k")
 
+# Parts of names of attributes that count heads, full names of such attributes, and parts of names that do not.
+_COUNT_WORDS = ("head", "kv_groups")
+_COUNT_NAMES = ("h", "nh", "nheads", "nhead", "n_h", "num_h", "kv", "n_kv")
+_PER_HEAD_WORDS = ("dim", "size", "hidden", "channels", "width")
+
+
+def counts_heads(attribute: str) -> bool:
+    """Return whether an attribute counts heads, by its name."""
+    lower = attribute.lower().strip("_")
+    is_count = any(word in lower for word in _COUNT_WORDS) and not any(word in lower for word in _PER_HEAD_WORDS)
+    return is_count or lower in _COUNT_NAMES
+
 
 def find_attention(module: nn.Module) -> tuple[str, str, str, str] | None:
     """Return the names of the four projections among a module's children."""

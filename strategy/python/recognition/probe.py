@@ -2,12 +2,13 @@
 
 The result depends on the forward's code, not on the weights. So the probe gives both sides random float64 weights of a
 few of the hidden units, and inputs of scales 1e-3, 1 and 30: every rank comes to the same result, meta models need no
-values, and zero weights (with which every activation looks the same) do no harm.
+values, and zero weights (with which every activation looks the same) do no harm. The shape of the inputs is [2, 3, dim]
+and that of the calls that an example makes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from weft.strategy.recognition.linears import features, is_conv1d, why_not_fusab
 from weft.strategy.recognition.shell import (
     buffer_copies,
     isolated_execution,
+    plain_tensors,
     random_like,
     replace_forward,
     shell_of,
@@ -52,10 +54,15 @@ def why_not_fused(container: nn.Module, mlp: MlpLayers) -> str | None:
     return None
 
 
-def find_activation(container: nn.Module, mlp: MlpLayers) -> tuple[MlpLayers, str] | str:
+def find_activation(
+    container: nn.Module, mlp: MlpLayers, shapes: Sequence[tuple[int, ...]] = ()
+) -> tuple[MlpLayers, str] | str:
     """Return the (mlp, activation) with which the operator agrees with the forward, or the reason why it never does.
 
     In the result gate and up are swapped if the forward applies its activation to the other one.
+
+    Args:
+        shapes: more shapes of inputs, beside [2, 3, dim].
     """
     orders = [mlp]
     if mlp.gate is not None:
@@ -64,12 +71,16 @@ def find_activation(container: nn.Module, mlp: MlpLayers) -> tuple[MlpLayers, st
     with isolated_execution():
         try:
             shell, _ = _shell_with_hidden(container, mlp, _MAX_HIDDEN)
-            runs = _reference_runs(shell, container, mlp)
+            before = plain_tensors(shell)
+            runs = _reference_runs(shell, container, mlp, shapes)
             while (run := next(runs, None)) is not None:
                 x, expected, grad_y = run
                 candidates = [each for each in candidates if _agrees(shell, *each, x, expected, grad_y)]
+            stored = _stored(shell, before)
         except Exception as error:  # whatever the user's forward raises is the answer
             return f"its forward does not run on one tensor and a part of its hidden units ({_first_line(error)})"
+    if stored:
+        return f"its forward keeps {stored}"
     if candidates:
         return candidates[0]
     return f"its forward agrees with none of the activations {', '.join(ACTIVATIONS)}"
@@ -92,15 +103,21 @@ def why_not_split(container: nn.Module, mlp: MlpLayers) -> str | None:
                 partial, _ = _hidden_values(container, mlp, units)
                 if not _close(partial, full[..., units]):
                     return "its hidden units are not computed one by one (is there a norm between the layers?)"
-        except _ParameterBetween as error:
-            return f"the parameter {error} is used between its layers"
+        except _NotSplit as error:
+            return str(error)
         except Exception as error:  # whatever the user's forward raises is the answer
             return f"its forward does not run on one tensor and a part of its hidden units ({_first_line(error)})"
     return None
 
 
-class _ParameterBetween(Exception):
-    """Its text names the parameter."""
+def _stored(shell: nn.Module, before: Mapping[tuple[str, str], Tensor]) -> str:
+    """Return a text on the attribute that holds another tensor than `before`; "" if none does."""
+    names = [name for (module, name), value in plain_tensors(shell).items() if before.get((module, name)) is not value]
+    return f"a tensor in the attribute '{names[0]}'" if names else ""
+
+
+class _NotSplit(Exception):
+    """Its text is the reason."""
 
 
 def _first_line(error: Exception) -> str:
@@ -140,16 +157,17 @@ def _shell_with_hidden(container: nn.Module, mlp: MlpLayers, units: int | slice)
 
 
 def _reference_runs(
-    shell: nn.Module, container: nn.Module, mlp: MlpLayers
+    shell: nn.Module, container: nn.Module, mlp: MlpLayers, shapes: Sequence[tuple[int, ...]]
 ) -> Iterator[tuple[Tensor, list[Tensor], Tensor]]:
     """Yield (input, [output, gradients of input and weights], gradient of the output) of the module's own forward."""
     dim, _ = features(child_of(container, mlp.up))
     for training in (True, False):
         shell.train(training)
-        for seed, scale in enumerate(_SCALES):
-            x = wide_range_input(dim, scale, 200 + seed).requires_grad_()
+        inputs = [*(((2, 3, dim), scale) for scale in _SCALES), *((shape, 1.0) for shape in shapes)]
+        for seed, (shape, scale) in enumerate(inputs):
+            x = wide_range_input(shape, scale, 200 + seed).requires_grad_()
             y = type(shell).forward(shell, x)
-            grad_y = wide_range_input(y.shape[-1], 1.0, 300 + seed).view_as(y)
+            grad_y = wide_range_input(y.shape, 1.0, 300 + seed)
             yield x, [y.detach(), *_gradients(y, grad_y, [x, *_weights(shell, mlp)])], grad_y
 
 
@@ -205,16 +223,19 @@ def _hidden_values(container: nn.Module, mlp: MlpLayers, units: slice) -> tuple[
 
     replace_forward(down_layer, down)
     dim, _ = features(child_of(container, mlp.up))
-    type(shell).forward(shell, wide_range_input(dim, 1.0, 200))
+    before = plain_tensors(shell)
+    type(shell).forward(shell, wide_range_input((2, 3, dim), 1.0, 200))
     if len(down_inputs) != 1 or len(up_outputs) != len(mlp.columns):
         raise ValueError("it does not call each of its linear layers once")
+    if stored := _stored(shell, before):
+        raise _NotSplit(f"its forward keeps {stored}")
     layers = {id(p) for name in mlp.children for p in child_of(shell, name).parameters()}
     others = [(name, p) for name, p in shell.named_parameters() if id(p) not in layers]
     if others:
         grads = torch.autograd.grad(down_inputs[0].sum(), [p for _, p in others], allow_unused=True)
         for (name, _), grad in zip(others, grads, strict=True):
             if grad is not None:
-                raise _ParameterBetween(f"'{name}'")
+                raise _NotSplit(f"the parameter '{name}' is used between its layers")
     return down_inputs[0].detach(), hidden
 
 

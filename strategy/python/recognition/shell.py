@@ -7,7 +7,7 @@ import random
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -90,10 +90,20 @@ def buffer_copies(module: nn.Module) -> dict[int, Tensor]:
     return {id(buffer): _values_of(buffer).clone() for buffer in module.buffers()}
 
 
-def wide_range_input(dim: int, scale: float, seed: int) -> Tensor:
-    """Return float64 values of this scale, `[2, 3, dim]`, the same on every rank."""
+def plain_tensors(shell: nn.Module) -> dict[tuple[str, str], Tensor]:
+    """Return the tensors that modules keep in attributes other than parameters and buffers, by module and attribute."""
+    return {
+        (name, attribute): value
+        for name, module in shell.named_modules()
+        for attribute, value in module.__dict__.items()
+        if isinstance(value, Tensor)
+    }
+
+
+def wide_range_input(shape: Sequence[int], scale: float, seed: int) -> Tensor:
+    """Return float64 values of this scale, the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(2, 3, dim, dtype=torch.float64, generator=generator).mul_(scale)
+    return torch.randn(tuple(shape), dtype=torch.float64, generator=generator).mul_(scale)
 
 
 def random_like(shape: Any, fan_in: int, seed: int) -> Tensor:

@@ -83,7 +83,7 @@ class Report:
             )
             for row in self.rows
         ]
-        table.append(("total", "", "", "", "", f"{self.total_bytes:,}", ""))
+        table.append(("total of this rank", "", "", "", "", f"{self.total_bytes:,}", ""))
         return "\n".join((*table_of(header, table, right=("bytes",)), *self.notes))
 
 

@@ -14,6 +14,7 @@ from weft.strategy.sharding.state import ModuleState, state_of
 MAX_LINES = 12  # of a complete summary, including the lines of callers
 REPLICATED_FRACTION = 0.05  # of the bytes; above it, replicated parameters are named
 _MAX_KINDS = 5
+_MAX_LAYERS = 3  # of a group that is named by its layers
 _STYLE_TEXTS = {
     "column_row_mlp": "fused, by hidden units",
     "vocab_embedding": "by rows",
@@ -30,20 +31,27 @@ def summary(model: nn.Module) -> list[str]:
 def _kinds(model: nn.Module) -> list[str]:
     """Return a line with the number of modules by kind and sharding."""
     modules = dict(model.named_modules())
-    groups: dict[str, set[str]] = {}
+    groups: dict[str, dict[str, str]] = {}  # by parent: the styles of its layers
+    sharded: set[str] = set()
     counts: Counter[tuple[str, str]] = Counter()
     for name, module in modules.items():
         state = state_of(module)
         if state is None or state.fused:
             continue
+        if state.style in (*_STYLE_TEXTS, *COLUMN_STYLES, *ROW_STYLES):
+            sharded.add(name)
         if state.style in _STYLE_TEXTS:
             counts[_kind(state), _STYLE_TEXTS[state.style]] += 1
         elif state.style in (*COLUMN_STYLES, *ROW_STYLES):
-            groups.setdefault(parent_name(name), set()).add(state.style)
-    for name, styles in groups.items():
+            groups.setdefault(parent_name(name), {})[name] = state.style
+    for name, layers in groups.items():
         parent = state_of(modules[name])
         kind = type(modules[name]).__name__ if parent is None else _kind(parent)
-        counts[kind, _group_text(styles)] += 1
+        inside = f"{name}." if name else ""
+        has_more = any(other != name and other.startswith(inside) for other in sharded - {*layers})
+        if has_more and len(layers) <= _MAX_LAYERS:  # the module as a whole is sharded in several ways
+            kind = f"{', '.join(layer.rpartition('.')[2] for layer in layers)} of {kind}"
+        counts[kind, _group_text(set(layers.values()))] += 1
     texts = [f"{count} {kind} {how}" for (kind, how), count in counts.most_common(_MAX_KINDS)]
     rest = sum(count for _, count in counts.most_common()[_MAX_KINDS:])
     texts += [f"{rest} of other kinds"] if rest else []

@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from weft.strategy.recognition.assignments import join
+from weft.strategy.recognition.assignments import display_name, join
+from weft.strategy.recognition.attention import counts_heads
 from weft.strategy.recognition.linears import features
 from weft.strategy.recognition.shell import isolated_execution
 from weft.strategy.verification.dataflow import Flow, Group, flow_of
@@ -21,9 +22,6 @@ from weft.strategy.verification.heads import Counts, Verdict, verdict_on
 from weft.strategy.verification.rehearsal import Call, Rehearsal
 from weft.strategy.verification.weightless import Layers, Weightless
 
-_HEAD_WORDS = ("head", "kv_groups")
-_HEAD_NAMES = ("h", "nh", "nheads", "nhead", "n_h", "num_h", "kv", "n_kv")
-_PER_HEAD_WORDS = ("dim", "size", "hidden", "channels", "width")
 _MAX_CALLS_OF_LAYERS = 64  # in one examined module; the groups of a larger one are found in the modules inside it
 _MAX_CANDIDATES = 12
 
@@ -59,6 +57,16 @@ def decide(
     with isolated_execution():
         examiner.visit("", model)
     return examiner.decisions
+
+
+def verdict_with(model: nn.Module, rehearsal: Rehearsal, num_ranks: int, decision: Decision, counts: Counts) -> Verdict:
+    """Return the verdict on a group if these attributes, and no others, have these values on a rank.
+
+    `counts`: by module below the group's container.
+    """
+    module = model.get_submodule(decision.container)
+    with isolated_execution():
+        return verdict_on(module, decision.group, rehearsal.calls_of(module), num_ranks, [counts])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,15 +149,14 @@ class _Examiner:
         found = verdict_on(module, inside, self._calls(module), self.num_ranks, [counts])
         if found.is_accepted:
             return verdict
-        return dataclasses.replace(verdict, is_accepted=False, reason=f"{found.reason} in '{outermost}'")
+        return dataclasses.replace(verdict, is_accepted=False, reason=f"{found.reason} in {display_name(outermost)}")
 
     def _has_own_calls(self, module: nn.Module) -> bool:
         return id(module) in self.rehearsal.calls
 
     def _calls(self, module: nn.Module) -> list[Call]:
         """Return the recorded calls of the module, or of one that differs from it only in its index among others."""
-        known = id(module) if self._has_own_calls(module) else self.rehearsal.like.get(id(module), 0)
-        return self.rehearsal.calls.get(known, [])
+        return self.rehearsal.calls_of(module)
 
     def _verdict_on(self, module: nn.Module, group: Group, calls: Sequence[Call]) -> Verdict:
         """Return the verdict on a group, from all calls.
@@ -196,16 +203,23 @@ class _Examiner:
         for layer in (*group.sources, group.sink):
             size = features(modules[layer])[0 if layer == group.sink else 1]
             if size % self.num_ranks:
-                return Verdict(False, reason=f"the {size} features of '{layer}' do not divide by {self.num_ranks}")
+                reason = f"the {size} features of '{layer}' do not divide by {self.num_ranks}"
+                return Verdict(False, reason=reason, is_compared=False)
             if modules[layer]._forward_hooks or modules[layer]._forward_pre_hooks:
-                return Verdict(False, reason=f"'{layer}' has hooks, which would see one rank's heads")
+                return Verdict(
+                    False, reason=f"'{layer}' has hooks, which would see one rank's heads", is_compared=False
+                )
         if self.num_ranks == 1:
             return Verdict(True)
         if candidates is None:
             candidates = list(itertools.islice(_candidates(module, group, self.num_ranks), _MAX_CANDIDATES))
         if self.trust:
             return Verdict(True, candidates[min(1, len(candidates) - 1)])
-        return verdict_on(module, group, calls, self.num_ranks, candidates, ranks)
+        verdict = verdict_on(module, group, calls, self.num_ranks, candidates, ranks)
+        indivisible = _indivisible_counts(module, group, self.num_ranks)
+        if verdict.is_accepted or not indivisible:
+            return verdict
+        return dataclasses.replace(verdict, reason=f"{verdict.reason}, and {indivisible}")
 
 
 def _is_above(name: str, other: str) -> bool:
@@ -217,6 +231,20 @@ def _is_read(module: nn.Module, rehearsal: Rehearsal) -> bool:
 
 
 # ---- attributes that may count heads -------------------------------------------------------------------------
+
+
+def _indivisible_counts(container: nn.Module, group: Group, num_ranks: int) -> str:
+    """Return a text on the first attribute that seems to count heads and does not divide by the ranks; "" if none."""
+    modules = dict(container.named_modules())
+    sizes = {features(modules[layer])[1] for layer in group.sources}
+    for module in modules.values():
+        for attribute, value in module.__dict__.items():
+            is_count = (
+                type(value) is int and counts_heads(attribute) and any(size % value == 0 for size in sizes if value)
+            )
+            if is_count and value % num_ranks:
+                return f"'{attribute}' = {value} does not divide by {num_ranks}"
+    return ""
 
 
 def _candidates(container: nn.Module, group: Group, num_ranks: int) -> Iterator[Counts]:
@@ -240,7 +268,7 @@ def _candidates(container: nn.Module, group: Group, num_ranks: int) -> Iterator[
             if value in sizes:
                 widths[location] = value
             elif any(size % value == 0 for size in sizes):
-                (counts if _counts_heads(attribute) else others)[location] = value
+                (counts if counts_heads(attribute) else others)[location] = value
     by_value: dict[int, list[tuple[str, str]]] = {}
     for location, value in others.items():
         by_value.setdefault(value, []).append(location)
@@ -257,9 +285,3 @@ def _candidates(container: nn.Module, group: Group, num_ranks: int) -> Iterator[
         if made not in yielded:
             yielded.append(made)
             yield made
-
-
-def _counts_heads(attribute: str) -> bool:
-    lower = attribute.lower().strip("_")
-    is_count = any(word in lower for word in _HEAD_WORDS) and not any(word in lower for word in _PER_HEAD_WORDS)
-    return is_count or lower in _HEAD_NAMES

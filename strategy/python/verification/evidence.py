@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from weft.strategy.recognition.assignments import Assignment, Assignments, display_name, join
+from weft.strategy.recognition.assignments import Assignment, Assignments, InputShapes, display_name, join
 from weft.strategy.sharding.remote_layers import RemoteLayer
-from weft.strategy.verification.decide import Decision, decide
+from weft.strategy.verification.decide import Decision, decide, verdict_with
+from weft.strategy.verification.heads import Counts, Verdict
 from weft.strategy.verification.rehearsal import Rehearsal, rehearse
-from weft.strategy.verification.samples import Sample, sample_of
+from weft.strategy.verification.samples import Sample, example_of, sample_of
 
 MODES = ("auto", "always", "never")
 
@@ -95,11 +97,43 @@ class Evidence:
         known: StoredRehearsal | None = self.model.__dict__.get(_REHEARSAL)
         return rehearse(self.model, self._example) if known is None else known.for_model(self.model)
 
+    def remarks(self) -> list[str]:
+        """Return a sentence on an example that is not used."""
+        is_verified = self.tp_size > 1 and self.mode != "never"
+        if not is_verified or self._example is not None or example_of(self.model) is None:
+            return []
+        reason = self.rehearsal.why_not.get("")
+        if reason is None:
+            return []
+        return [
+            f"the example_input_array is not used, because {type(self.model).__name__} cannot be called with it "
+            f"({reason}); its modules are called one by one with other inputs."
+        ]
+
+    def input_shapes(self, module: nn.Module) -> InputShapes | None:
+        """Return the shapes of the tensors with which a module is called; None if a call has other arguments.
+
+        Without an example, a module whose forward takes one argument is not rehearsed for this.
+        """
+        has_example = self._example is not None or example_of(self.model) is not None
+        if self.tp_size == 1 or self.mode == "never" or (not has_example and _takes_one_argument(module)):
+            return []
+        shapes = []
+        for call in self.rehearsal.calls_of(module):
+            if len(call.args) != 1 or call.kwargs or not isinstance(call.args[0], Tensor):
+                return None
+            shapes.append(tuple(call.args[0].shape))
+        return list(dict.fromkeys(shapes)) if has_example else []
+
     def decisions(self, is_free: Callable[[nn.Module], bool]) -> list[Decision]:
         """Return the groups among the free layers; empty on one rank, where nothing is sharded."""
         if self.tp_size == 1:
             return []
         return decide(self.model, self.rehearsal, self.tp_size, is_free, trust=self.mode == "never")
+
+    def verdict_with(self, decision: Decision, counts: Counts) -> Verdict:
+        """See `decide.verdict_with`."""
+        return verdict_with(self.model, self.rehearsal, self.tp_size, decision, counts)
 
     def is_called(self, module: nn.Module) -> bool:
         """Return whether the rehearsal called a layer."""
@@ -120,6 +154,11 @@ class Evidence:
             return "the forward did not call it"
         root = max(above, key=len)
         return f"weft could not call it ({display_name(root)}: {self.rehearsal.why_not[root]})"
+
+
+def _takes_one_argument(module: nn.Module) -> bool:
+    parameters = inspect.signature(type(module).forward).parameters
+    return len(parameters) == 2  # with self
 
 
 def assign_group(result: Assignments, decision: Decision, note: str = "") -> list[str]:

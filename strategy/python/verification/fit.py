@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
-from weft.strategy.recognition.assignments import Assignment, Assignments, join, parent_name
+from weft.strategy.recognition.assignments import Assignment, Assignments, display_name, join, parent_name
 from weft.strategy.recognition.shell import isolated_execution
 from weft.strategy.verification.dataflow import OUTPUT, Flow, flow_of
+from weft.strategy.verification.decide import Decision
 from weft.strategy.verification.evidence import Evidence
 from weft.strategy.verification.weightless import Weightless
 
@@ -19,7 +20,7 @@ def check_fit(result: Assignments, model: nn.Module, evidence: Evidence) -> None
     Raises:
         ValueError: a column layer whose output reaches another layer than a row layer, or leaves the model; a row layer
             whose input comes from a layer that is not a column layer; with verify="always" layers that do not compute
-            the same by heads.
+            the same by heads, which are a remark otherwise.
     """
     styles = {name: a.style for name, a in result.styles.items() if a.style in ("column", "row") and not a.fused_into}
     if not styles or evidence.tp_size == 1 or evidence.mode == "never":
@@ -30,17 +31,33 @@ def check_fit(result: Assignments, model: nn.Module, evidence: Evidence) -> None
         for name, style in styles.items():
             if name in modules and evidence.is_called(modules[name]):
                 (_check_column if style == "column" else _check_row)(name, flows, result)
+    own = {id(modules[name]) for name in styles if name in modules}
+    for decision in evidence.decisions(lambda layer: id(layer) in own):
+        if {styles[source] for source in decision.sources} == {"column"} and styles[decision.sink] == "row":
+            _check_pair(decision, result, evidence)
+
+
+def _check_pair(decision: Decision, result: Assignments, evidence: Evidence) -> None:
+    """Compare a group that rules shard by column and row; a difference is a remark, with verify="always" an error."""
+    verdict, remedy = decision.verdict, "use column_gather_output and row_split_input for them"
+    given: dict[str, dict[str, int]] = {}
+    for (name, attribute), value in result.heads.items():
+        if name == decision.container or name.startswith(f"{decision.container}." if decision.container else ""):
+            given.setdefault(name[len(decision.container) :].lstrip("."), {})[attribute] = value
+    if verdict.is_compared and given != verdict.counts:
+        if verdict.is_accepted and verdict.counts:
+            attributes = dict.fromkeys(key for counts in verdict.counts.values() for key in counts)
+            remedy = f"add heads: {', '.join(attributes)} to the rules of its column layers, or {remedy}"
+        verdict = evidence.verdict_with(decision, given)
+    if verdict.is_accepted or not (verdict.is_compared or evidence.mode == "always"):
+        return
+    text = (
+        f"the rules for {_listed(decision.sources)} and '{decision.sink}' change what "
+        f"{display_name(decision.container)} computes: {verdict.reason}; {remedy}."
+    )
     if evidence.mode == "always":
-        own = {id(modules[name]) for name in styles if name in modules}
-        for decision in evidence.decisions(lambda layer: id(layer) in own):
-            of_sources = {styles[source] for source in decision.sources}
-            is_pair = of_sources == {"column"} and styles[decision.sink] == "row"
-            if is_pair and not decision.verdict.is_accepted:
-                raise ValueError(
-                    f"parallelize: the rules for {_listed(decision.sources)} and '{decision.sink}' change what "
-                    f"'{decision.container}' computes: {decision.verdict.reason}; use column_gather_output and "
-                    "row_split_input for them."
-                )
+        raise ValueError(f"parallelize: {text}")
+    result.remarks.append(text)
 
 
 class _Flows:

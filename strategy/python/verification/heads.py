@@ -42,6 +42,7 @@ class Verdict:
     has_stored_tensors: whether modules keep tensors of one rank's heads in attributes, which other code may read.
     reason: why the group was not accepted, as the end of a sentence; "" if it was.
     difference: the largest relative difference.
+    is_compared: whether the reason comes from a comparison.
     """
 
     is_accepted: bool
@@ -51,6 +52,7 @@ class Verdict:
     has_stored_tensors: bool = False
     reason: str = ""
     difference: float = 0.0
+    is_compared: bool = True
 
 
 def verdict_on(
@@ -67,7 +69,8 @@ def verdict_on(
     """
     largest = max((p.numel() for p in _parameters_outside_layers(container)), default=0)
     if largest > _MAX_ELEMENTS:
-        return Verdict(False, reason=f"it has a parameter of {largest} elements beside its linear layers")
+        reason = f"it has a parameter of {largest} elements beside its linear layers"
+        return Verdict(False, reason=reason, is_compared=False)
     rejections: list[Verdict] = []
     for counts in candidates:
         verdict = _try(container, group, calls, num_ranks, counts, ranks)

@@ -65,6 +65,11 @@ class Rehearsal:
     seen: set[int] = dataclasses.field(default_factory=set)
     why_not: dict[str, str] = dataclasses.field(default_factory=dict)
 
+    def calls_of(self, module: nn.Module) -> list[Call]:
+        """Return the recorded calls of a module, or of one that differs from it only in its index among others."""
+        known = id(module) if id(module) in self.calls else self.like.get(id(module), 0)
+        return self.calls.get(known, [])
+
 
 def rehearse(model: nn.Module, example: Sample | None = None) -> Rehearsal:
     """Run a model, or those of its modules that can be called, in train and eval mode, on two lengths.
@@ -72,10 +77,18 @@ def rehearse(model: nn.Module, example: Sample | None = None) -> Rehearsal:
     Args:
         model: any module; neither it nor random states change.
         example: a call of the model; None: inputs follow from its first layer.
+
+    Raises:
+        ValueError: the model cannot be called with the example.
     """
     result = Rehearsal()
     with isolated_execution():
         _rehearse_modules(result, model, "", example, 0)
+    if example is not None and "" in result.why_not:
+        raise ValueError(
+            f"plan: {type(model).__name__} cannot be called with the example ({result.why_not['']}); give arguments "
+            "that its forward takes, or leave the example out."
+        )
     return result
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from weft.strategy.recognition.linears import features, why_no_linear, why_no_vocab_embedding
-from weft.strategy.recognition.shell import buffer_copies, shell_of
+from weft.strategy.recognition.shell import buffer_copies, plain_tensors, shell_of
 from weft.strategy.sharding.shard_dropout import ShardedDim, shard_dropout
 from weft.strategy.sharding.state import original_class
 
@@ -187,7 +187,7 @@ class Weightless:
         """
         shell = shell_of(self.module, self.values, buffer_copies(self.module))
         run = Run([], {})
-        before = _plain_tensors(shell)
+        before = plain_tensors(shell)
         try:
             self._replace_forwards(shell, run, training, replace or {}, wrap, shard_context)
             run.output = shell(*args, **kwargs)
@@ -195,7 +195,7 @@ class Weightless:
             for copy in shell.modules():
                 copy.__dict__.pop("forward", None)
                 copy.__dict__.pop("_weft_drawn_forward", None)
-        after = _plain_tensors(shell)
+        after = plain_tensors(shell)
         run.stored_tensors = {key: value for key, value in after.items() if before.get(key) is not value}
         run.buffers = dict(shell.named_buffers())
         return run
@@ -317,15 +317,6 @@ class ShardContext:
     run: Run
     rank: int
     num_ranks: int
-
-
-def _plain_tensors(shell: nn.Module) -> dict[tuple[str, str], Tensor]:
-    return {
-        (name, attribute): value
-        for name, module in shell.named_modules()
-        for attribute, value in module.__dict__.items()
-        if isinstance(value, Tensor)
-    }
 
 
 @dataclasses.dataclass
