@@ -64,6 +64,8 @@ lint: $(VENV)/.packages
 	$(PY) docs/site/package_layout.py
 	mypy
 	clang-format --dry-run --Werror $(CPP)
+	cmake --preset tidy-core -DPython_EXECUTABLE=$(CURDIR)/$(PY) -Wno-dev > /dev/null
+	cmake --build --preset tidy-core --parallel $(JOBS) -- --quiet
 
 format: $(VENV)/.packages
 	ruff check --fix .

@@ -66,7 +66,7 @@ BackwardSteps backward_steps(const std::variant<bool, std::string>& option) {
   return {.any = true, .by_rows = true};
 }
 
-TrainingSpec make_spec(ModelSpec model,
+TrainingSpec make_spec(const ModelSpec& model,
                        Mesh mesh,
                        std::optional<Plan> plan,
                        int64_t sequences,
@@ -78,7 +78,7 @@ TrainingSpec make_spec(ModelSpec model,
                        bool empty_init,
                        const std::string& activation_checkpointing) {
   const auto steps = backward_steps(optimizer_in_backward);
-  return {.model = std::move(model),
+  return {.model = model,
           .mesh = std::move(mesh),
           .plan = std::move(plan),
           .sequences = sequences,

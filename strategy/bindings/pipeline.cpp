@@ -325,6 +325,7 @@ void bind_tune(py::module_& module) {
          std::optional<int64_t> memory_limit,
          bool tapers) {
         std::vector<ScheduleKind> parsed;
+        parsed.reserve(kinds.size());
         for (const std::string& kind : kinds) {
           parsed.push_back(parse_schedule_kind(kind));
         }

@@ -78,6 +78,7 @@ Mesh Mesh::parse(std::string_view text) {
 
 std::string Mesh::to_string() const {
   std::vector<std::string> parts;
+  parts.reserve(axes_.size());
   for (const Axis& axis : axes_) {
     parts.push_back(axis.name + "=" + std::to_string(axis.size));
   }
@@ -94,6 +95,7 @@ size_t Mesh::axis_idx(std::string_view axis) const {
       axes_.begin(), axes_.end(), [&](const Axis& candidate) { return candidate.name == axis; });
   if (found == axes_.end()) {
     std::vector<std::string> names;
+    names.reserve(axes_.size());
     for (const Axis& candidate : axes_) {
       names.push_back(candidate.name);
     }

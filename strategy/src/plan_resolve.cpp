@@ -74,6 +74,17 @@ std::vector<Match> find_matches(const std::vector<Rule>& rules,
   return matches;
 }
 
+[[noreturn]] void throw_conflict(const Match& match,
+                                 const Rule& first,
+                                 const std::string& first_value,
+                                 const Rule& other,
+                                 const std::string& other_value) {
+  throw std::invalid_argument("plan: module " + quote_module(*match.module) + " gets " +
+                              first_value + " from pattern " + quote(first.pattern) + " and " +
+                              other_value + " from pattern " + quote(other.pattern) +
+                              "; change the patterns so that the rules agree");
+}
+
 // Throws unless the rules of a match agree on a value. `value_of` returns a rule's value as text,
 // empty if the rule has none.
 template <typename ValueOf>
@@ -86,10 +97,7 @@ void check_agreement(const Match& match, ValueOf value_of) {
     }
     first = first == nullptr ? rule : first;
     if (const std::string other = value_of(*first); other != value) {
-      throw std::invalid_argument("plan: module " + quote_module(*match.module) + " gets " + other +
-                                  " from pattern " + quote(first->pattern) + " and " + value +
-                                  " from pattern " + quote(rule->pattern) +
-                                  "; change the patterns so that the rules agree");
+      throw_conflict(match, *first, other, *rule, value);
     }
   }
 }

@@ -235,12 +235,18 @@ std::string Plan::to_string() const {
   for (const Rule& rule : rules_) {
     const std::string style(strategy::to_string(rule.style));
     text += to_scalar(rule.pattern) + ": ";
-    const std::string options =
-        (rule.heads ? ", heads: " + to_scalar(*rule.heads) : std::string()) +
-        (rule.recompute ? ", recompute: true" : "") + (rule.offload ? ", offload: true" : "") +
-        (rule.precision ? ", precision: " + std::string(strategy::to_string(*rule.precision)) : "");
-    text += options.empty() ? style : "{style: " + style + options + "}";
-    text += '\n';
+    std::string options;
+    if (rule.heads) options.append(", heads: ").append(to_scalar(*rule.heads));
+    if (rule.recompute) options += ", recompute: true";
+    if (rule.offload) options += ", offload: true";
+    if (rule.precision) {
+      options.append(", precision: ").append(strategy::to_string(*rule.precision));
+    }
+    if (options.empty()) {
+      text.append(style).append("\n");
+    } else {
+      text.append("{style: ").append(style).append(options).append("}\n");
+    }
   }
   return text;
 }
@@ -249,13 +255,20 @@ std::string Plan::to_json() const {
   std::vector<std::string> members;
   for (const Rule& rule : rules_) {
     const std::string style = double_quote(strategy::to_string(rule.style));
-    const std::string options =
-        (rule.heads ? ",\"heads\":" + double_quote(*rule.heads) : std::string()) +
-        (rule.recompute ? ",\"recompute\":true" : "") + (rule.offload ? ",\"offload\":true" : "") +
-        (rule.precision ? ",\"precision\":" + double_quote(strategy::to_string(*rule.precision))
-                        : std::string());
-    members.push_back(double_quote(rule.pattern) + ":" +
-                      (options.empty() ? style : "{\"style\":" + style + options + "}"));
+    std::string options;
+    if (rule.heads) options.append(",\"heads\":").append(double_quote(*rule.heads));
+    if (rule.recompute) options += ",\"recompute\":true";
+    if (rule.offload) options += ",\"offload\":true";
+    if (rule.precision) {
+      options.append(",\"precision\":").append(double_quote(strategy::to_string(*rule.precision)));
+    }
+    std::string member = double_quote(rule.pattern) + ":";
+    if (options.empty()) {
+      member += style;
+    } else {
+      member.append("{\"style\":").append(style).append(options).append("}");
+    }
+    members.push_back(std::move(member));
   }
   return "{" + detail::join(members, ",") + "}";
 }

@@ -50,8 +50,8 @@ SignatureHead head_of(Op op, DType dtype, int64_t num_elements, int root = -1) {
 }
 
 SignatureHead head_of(Op op, const TensorFacts& facts, int root = -1) {
-  const int64_t num_elements = std::accumulate(
-      facts.shape.begin(), facts.shape.end(), int64_t{1}, std::multiplies<int64_t>());
+  const int64_t num_elements =
+      std::accumulate(facts.shape.begin(), facts.shape.end(), int64_t{1}, std::multiplies<>());
   SignatureHead head = head_of(op, facts.dtype, num_elements, root);
   head.num_dims = static_cast<uint8_t>(facts.shape.size());
   const bool has_rest = facts.shape.size() > SignatureHead::kMaxDims;

@@ -64,7 +64,7 @@ void Collective::begin(const SharedState& shared, int rank, CollectiveCursor& cu
 int Collective::half_of(int64_t chunk, int first_buffer) const {
   if (alternates_full_buffers()) return static_cast<int>(2 * ((first_buffer + chunk) % 2));
   const int64_t num_halves = combines() ? 3 : 2;
-  return static_cast<int>((2 * first_buffer + chunk % num_halves) % 4);
+  return static_cast<int>((int64_t{2} * first_buffer + chunk % num_halves) % 4);
 }
 
 Staging Collective::staging_of(int64_t chunk,

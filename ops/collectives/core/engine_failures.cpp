@@ -68,6 +68,7 @@ void Engine::check_peers(const std::string& what) {
 void Engine::check_health() {
   if (collectives_.empty() && messages_.is_idle()) return;
   std::vector<bool> has_left;
+  has_left.reserve(static_cast<size_t>(options_.size));
   for (int peer = 0; peer < options_.size; ++peer) {
     has_left.push_back(shared_.rank(peer).state.load() == RankState::kLeft);
   }

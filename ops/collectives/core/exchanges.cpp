@@ -39,7 +39,7 @@ class SharedExchange final : public Exchange {
   explicit SharedExchange(CollectiveCall call) : Exchange(std::move(call)) {}
 
  protected:
-  int64_t num_chunks(size_t staging_bytes, int /*num_ranks*/) const override {
+  [[nodiscard]] int64_t num_chunks(size_t staging_bytes, int /*num_ranks*/) const override {
     return std::max<int64_t>(1, num_ranges(input_bytes(), staging_bytes));
   }
 
@@ -63,7 +63,7 @@ class SharedExchange final : public Exchange {
   }
 
  private:
-  size_t input_bytes() const {
+  [[nodiscard]] size_t input_bytes() const {
     return call().inputs.empty() ? 0 : call().bytes_of(call().inputs.front().num_elements);
   }
 };
@@ -75,7 +75,7 @@ class PersonalExchange final : public Exchange {
   explicit PersonalExchange(CollectiveCall call) : Exchange(std::move(call)) {}
 
  protected:
-  int64_t num_chunks(size_t staging_bytes, int num_ranks) const override {
+  [[nodiscard]] int64_t num_chunks(size_t staging_bytes, int num_ranks) const override {
     int64_t most = 1;
     for (const Input& input : call().inputs) {
       most = std::max(

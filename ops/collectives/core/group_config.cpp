@@ -28,8 +28,11 @@ std::optional<std::string> differences(const std::vector<int>& ranks,
   std::string text;
   for (const auto& [value, list] : ranks_of) {
     const bool is_one = list.find(',') == std::string::npos;
-    text += (text.empty() ? "" : "; ") + std::string(is_one ? "rank " : "ranks ") + list +
-            " brought " + value;
+    text += text.empty() ? "" : "; ";
+    text += is_one ? "rank " : "ranks ";
+    text += list;
+    text += " brought ";
+    text += value;
   }
   return text;
 }

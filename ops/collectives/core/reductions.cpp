@@ -20,8 +20,12 @@ class Reduction : public Collective {
       : Collective(std::move(call)), size_(static_cast<int64_t>(size_of(head().dtype))) {}
 
  protected:
-  int64_t elements_in(size_t num_bytes) const { return static_cast<int64_t>(num_bytes) / size_; }
-  size_t bytes_of(int64_t num_elements) const { return static_cast<size_t>(num_elements * size_); }
+  [[nodiscard]] int64_t elements_in(size_t num_bytes) const {
+    return static_cast<int64_t>(num_bytes) / size_;
+  }
+  [[nodiscard]] size_t bytes_of(int64_t num_elements) const {
+    return static_cast<size_t>(num_elements * size_);
+  }
 
   // Reduces one range: `own` is this rank's input, the input of any other rank is at
   // `offset_of(rank)` in its staging.
@@ -41,22 +45,22 @@ class Reduction : public Collective {
   }
 
   // The chunks of a tensor, for collectives whose staging buffers have no slots by rank.
-  ElementRange chunk_range(int64_t chunk, const Staging& staging) const {
+  [[nodiscard]] ElementRange chunk_range(int64_t chunk, const Staging& staging) const {
     return range_at(chunk, num_elements(), elements_in(staging.num_bytes()));
   }
-  int64_t chunks_of_tensor(size_t staging_bytes) const {
+  [[nodiscard]] int64_t chunks_of_tensor(size_t staging_bytes) const {
     return std::max<int64_t>(1, num_ranges(num_elements(), elements_in(staging_bytes)));
   }
   static size_t begin(int /*peer*/) { return 0; }
-  const std::byte* input_at(int64_t element) const {
+  [[nodiscard]] const std::byte* input_at(int64_t element) const {
     return call().inputs.front().data + bytes_of(element);
   }
-  std::byte* output_at(int64_t element) const {
+  [[nodiscard]] std::byte* output_at(int64_t element) const {
     return call().outputs.front().data + bytes_of(element);
   }
 
  private:
-  int64_t num_elements() const { return call().inputs.front().num_elements; }
+  [[nodiscard]] int64_t num_elements() const { return call().inputs.front().num_elements; }
 
   const int64_t size_;
   std::vector<const std::byte*> sources_;
@@ -72,11 +76,11 @@ class AllReduce final : public Reduction {
       : Reduction(std::move(call)), in_segments_(bytes_of(head().num_elements) > kOneShotBytes) {}
 
  protected:
-  int64_t num_chunks(size_t staging_bytes, int /*num_ranks*/) const override {
+  [[nodiscard]] int64_t num_chunks(size_t staging_bytes, int /*num_ranks*/) const override {
     return chunks_of_tensor(staging_bytes);
   }
-  bool combines() const override { return in_segments_; }
-  bool fits(size_t buffer_bytes) const override {
+  [[nodiscard]] bool combines() const override { return in_segments_; }
+  [[nodiscard]] bool fits(size_t buffer_bytes) const override {
     return bytes_of(head().num_elements) <= buffer_bytes;
   }
 
@@ -133,10 +137,12 @@ class AllReduce final : public Reduction {
   }
 
  private:
-  static constexpr size_t kBlockBytes = 16 * 1024;
+  static constexpr size_t kBlockBytes = size_t{16} * 1024;
 
   // The segment of a chunk that `rank` reduces: a multiple of the cache line, except the last.
-  ElementRange segment_range(int rank, const ElementRange& range, const Staging& staging) const {
+  [[nodiscard]] ElementRange segment_range(int rank,
+                                           const ElementRange& range,
+                                           const Staging& staging) const {
     const int64_t line = elements_in(64);
     const int64_t segment_size =
         num_ranges<int64_t>(num_ranges<int64_t>(range.size, staging.num_ranks()), line) * line;
@@ -152,7 +158,7 @@ class Reduce final : public Reduction {
   explicit Reduce(CollectiveCall call) : Reduction(std::move(call)) {}
 
  protected:
-  int64_t num_chunks(size_t staging_bytes, int /*num_ranks*/) const override {
+  [[nodiscard]] int64_t num_chunks(size_t staging_bytes, int /*num_ranks*/) const override {
     return chunks_of_tensor(staging_bytes);
   }
 
@@ -169,7 +175,7 @@ class Reduce final : public Reduction {
   }
 
  private:
-  bool is_root() const { return !call().outputs.empty(); }
+  [[nodiscard]] bool is_root() const { return !call().outputs.empty(); }
 };
 
 // The staging buffer of a rank has a slot for each other rank, which drains and reduces it.
@@ -185,10 +191,10 @@ class ReduceScatter final : public Reduction {
  protected:
   // With many ranks a chunk has few elements per rank, and a barrier costs more. Measured with
   // benchmarks/collectives.py: 32 MiB on 8 ranks in 0.93 of the time.
-  bool alternates_full_buffers() const override {
+  [[nodiscard]] bool alternates_full_buffers() const override {
     return call().inputs.size() > 4 && bytes_of(head().num_elements) >= 2 * kStreamedBytes;
   }
-  int64_t num_chunks(size_t staging_bytes, int num_ranks) const override {
+  [[nodiscard]] int64_t num_chunks(size_t staging_bytes, int num_ranks) const override {
     return std::max<int64_t>(1, num_ranges(largest_, slot_elements(staging_bytes, num_ranks)));
   }
 
@@ -217,17 +223,19 @@ class ReduceScatter final : public Reduction {
 
  private:
   // No larger than the largest segment: untouched pages are not backed by memory.
-  int64_t slot_elements(size_t staging_bytes, int num_ranks) const {
+  [[nodiscard]] int64_t slot_elements(size_t staging_bytes, int num_ranks) const {
     const int64_t line = elements_in(64);
     const int64_t wanted = std::max<int64_t>(1, num_ranges(largest_, line)) * line;
     return std::min(wanted, elements_in(slot_bytes(staging_bytes, num_ranks)));
   }
   // The offset of the slot for `rank` in the buffer of `from`, which has no slot for itself.
-  size_t slot_offset(size_t rank, size_t from, const Staging& staging) const {
+  [[nodiscard]] size_t slot_offset(size_t rank, size_t from, const Staging& staging) const {
     const size_t place = rank < from ? rank : rank - 1;
     return place * bytes_of(slot_elements(staging.num_bytes(), staging.num_ranks()));
   }
-  ElementRange range_in(int64_t chunk, int64_t num_elements, const Staging& staging) const {
+  [[nodiscard]] ElementRange range_in(int64_t chunk,
+                                      int64_t num_elements,
+                                      const Staging& staging) const {
     return range_at(chunk, num_elements, slot_elements(staging.num_bytes(), staging.num_ranks()));
   }
 

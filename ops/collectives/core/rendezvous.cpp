@@ -10,6 +10,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <thread>
+#include <tuple>
 #include <unistd.h>
 #include <utility>
 
@@ -39,7 +40,7 @@ class Joining {
       : store_(store), options_(options), deadline_(Clock::now() + options.timeout) {}
 
   // A rank publishes three lines: its group configuration, a nonce (rank 0's is used) and its host.
-  Identities exchange_identities(bool has_transport) const {
+  [[nodiscard]] Identities exchange_identities(bool has_transport) const {
     GroupConfig own;
     own.staging_limit_bytes = options_.staging_limit_bytes;
     own.has_transport = has_transport;
@@ -67,7 +68,7 @@ class Joining {
         if (store_.has(failure_key)) throw_failure(store_.get(failure_key, kPollInterval));
         std::this_thread::sleep_for(kPollInterval);
       }
-      get(key(rank), rank);
+      std::ignore = get(key(rank), rank);
     }
   }
 
@@ -95,7 +96,7 @@ class Joining {
 
  private:
   // If rank 0 cannot make the segment, it reports the cause to the ranks that wait for the address.
-  Segment make_segment(size_t num_bytes) const {
+  [[nodiscard]] Segment make_segment(size_t num_bytes) const {
     try {
       return Segment::create(num_bytes);
     } catch (const std::exception& error) {
@@ -115,7 +116,7 @@ class Joining {
   // A rank that cannot open the segment reports that to rank 0, which reports it to all others:
   // through the segment to ranks that have opened it, through the store to ranks that read its
   // address later.
-  Segment open_segment(const std::string& address, size_t num_bytes) const {
+  [[nodiscard]] Segment open_segment(const std::string& address, size_t num_bytes) const {
     check_is_address(address);
     std::string why;
     try {
@@ -139,7 +140,7 @@ class Joining {
   static std::string unopened_key(const std::string& address) {
     return "unopened/" + std::to_string(SegmentAddress::parse(address).nonce);
   }
-  std::string get(const std::string& key, int from_rank) const {
+  [[nodiscard]] std::string get(const std::string& key, int from_rank) const {
     const auto left =
         std::chrono::duration_cast<std::chrono::milliseconds>(deadline_ - Clock::now());
     try {
@@ -201,8 +202,8 @@ class Joining {
   }
 
   // Returns an error if a rank could not open the segment, or has ended since it joined.
-  std::optional<CollectiveError> find_failure(const SharedState& shared,
-                                              const std::string& address) const {
+  [[nodiscard]] std::optional<CollectiveError> find_failure(const SharedState& shared,
+                                                            const std::string& address) const {
     try {
       if (options_.rank == 0 && store_.has(unopened_key(address))) {
         const std::string text = get(unopened_key(address), 0);
@@ -224,7 +225,7 @@ class Joining {
     return std::nullopt;
   }
 
-  std::string late_text(const SharedState& shared) const {
+  [[nodiscard]] std::string late_text(const SharedState& shared) const {
     std::ostringstream text;
     text << "weft: joining group '" << options_.name << "' timed out after "
          << in_seconds(options_.timeout) << " s: without";

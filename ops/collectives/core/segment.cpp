@@ -65,9 +65,9 @@ class Segment::Mapping {
     if (owner_ == getpid()) munmap(data_, num_bytes_);
   }
 
-  std::byte* data() const { return data_; }
-  size_t num_bytes() const { return num_bytes_; }
-  uint64_t nonce() const {
+  [[nodiscard]] std::byte* data() const { return data_; }
+  [[nodiscard]] size_t num_bytes() const { return num_bytes_; }
+  [[nodiscard]] uint64_t nonce() const {
     uint64_t nonce = 0;
     std::memcpy(&nonce, data_, sizeof nonce);
     return nonce;

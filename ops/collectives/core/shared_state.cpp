@@ -62,9 +62,9 @@ SharedSizes SharedSizes::within(int num_ranks, size_t limit_bytes) {
   // faster, measured with benchmarks/collectives.py. For any number of ranks, half a staging buffer
   // has a cache line for each.
   sizes.ring_bytes =
-      bytes_each(limit_bytes / 4, std::max<size_t>(n * (n - 1), 1), kPage, 256 * 1024);
-  const size_t min = round_up(2 * 64 * n, kPage);
-  sizes.staging_bytes = bytes_each(limit_bytes / 2, 2 * n, min, std::max<size_t>(min, 1024 * 1024));
+      bytes_each(limit_bytes / 4, std::max<size_t>(n * (n - 1), 1), kPage, size_t{256} * 1024);
+  const size_t min = round_up(size_t{2} * 64 * n, kPage);
+  sizes.staging_bytes = bytes_each(limit_bytes / 2, 2 * n, min, std::max(min, size_t{1024} * 1024));
   return sizes;
 }
 

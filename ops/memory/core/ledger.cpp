@@ -1,6 +1,7 @@
 #include "ledger.h"
 
 #include <pthread.h>
+#include <ranges>
 #include <utility>
 
 namespace weft::memory {
@@ -51,9 +52,9 @@ void Ledger::change(BlockHeader& header, Category category) {
   move(current_);
   // The block is alive, so it is part of every peak that was reached after its allocation.
   if (header.sequence <= peak_.sequence) move(peak_.usage);
-  for (auto phase = phases_.rbegin(); phase != phases_.rend(); ++phase) {
-    if (header.sequence > phase->peak.sequence) break;
-    move(phase->peak.usage);
+  for (auto& phase : std::ranges::reverse_view(phases_)) {
+    if (header.sequence > phase.peak.sequence) break;
+    move(phase.peak.usage);
   }
   header.category = category;
 }
@@ -99,6 +100,7 @@ void Ledger::begin_phase(std::string name, Category category) {
 std::vector<Phase> Ledger::phases() const {
   const std::lock_guard lock(mutex_);
   std::vector<Phase> phases;
+  phases.reserve(phases_.size());
   for (const PhaseRecord& record : phases_) {
     phases.push_back({record.name,
                       std::chrono::duration<double>(record.start - start_).count(),

@@ -301,6 +301,7 @@ std::vector<RankClass> distinct_ranks(const TrainingSpec& spec) {
                                          : std::vector<int64_t>{0};
   for (int64_t tp_rank = 0; tp_rank < tp_size; ++tp_rank) {
     std::vector<int64_t> sizes;
+    sizes.reserve(parameters.size());
     for (const auto& parameter : parameters) {
       sizes.push_back(
           detail::num_elements(detail::tensor_parallel_shape(parameter, tp_size, tp_rank)));
@@ -310,6 +311,7 @@ std::vector<RankClass> distinct_ranks(const TrainingSpec& spec) {
     classes.try_emplace(sizes, alike).first->second.num_ranks += spec.mesh.size() / tp_size;
   }
   std::vector<RankClass> result;
+  result.reserve(classes.size());
   for (const auto& [shapes, alike] : classes) {
     result.push_back(alike);
   }

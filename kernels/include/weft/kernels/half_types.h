@@ -42,14 +42,14 @@ WEFT_ALWAYS_INLINE void store(float value, float& out) { out = value; }
 WEFT_ALWAYS_INLINE void store(double value, double& out) { out = value; }
 
 WEFT_ALWAYS_INLINE void store(float value, BFloat16& out) {
-  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  const auto bits = std::bit_cast<uint32_t>(value);
   const uint32_t nearest = (bits + 0x7FFFU + ((bits >> 16) & 1U)) >> 16;
   const uint32_t absolute = bits & 0x7FFFFFFFU;
   out.bits = static_cast<uint16_t>(absolute > 0x7F800000U ? 0x7FC0U : nearest);
 }
 
 WEFT_ALWAYS_INLINE void store(float value, Float16& out) {
-  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  const auto bits = std::bit_cast<uint32_t>(value);
   const uint32_t sign = (bits >> 16) & 0x8000U;
   const uint32_t absolute = bits & 0x7FFFFFFFU;
   // Normal results: rebias the exponent and round to nearest even in one addition.

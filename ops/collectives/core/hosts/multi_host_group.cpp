@@ -63,7 +63,7 @@ std::string failure_key_of(const Identities& identities) { return "failure/" + i
 class MultiHostGroup::CollectiveOperation final : public Operation {
  public:
   explicit CollectiveOperation(CollectiveCall call_) : call(std::move(call_)) {}
-  std::string describe() const override {
+  [[nodiscard]] std::string describe() const override {
     const std::string text = collectives::describe(call.signature());
     return sequence == 0 ? text : text + ", collective " + std::to_string(sequence);
   }
