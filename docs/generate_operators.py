@@ -2,7 +2,7 @@
 
     make docs
 
-The text outside the page's two markers is written by hand. tests/ops/test_operators_page.py compares the page with this
+The text outside the page's two markers is not generated. tests/ops/test_operators_page.py compares the page with this
 generator's output, and the figures with measurements.
 """
 
@@ -21,7 +21,7 @@ from operator_table import OPERATORS, Form, Operator, Size
 
 PAGE = Path(__file__).with_name("operators.md")
 BEGIN = "<!-- Written by docs/generate_operators.py (`make docs`) from docs/operator_table.py. -->"
-END = "<!-- End of what is written. -->"
+END = "<!-- End of the generated tables. -->"
 SHORT = {
     "all_reduce": "all-reduce",
     "all_gather_into_tensor": "all-gather",
@@ -48,7 +48,7 @@ def _math(expression: str) -> str:
 def _size(size: Size) -> str:
     parts = [] if size.elements == "0" else [_math(size.elements)]
     parts += [] if size.num_bytes == "0" else [f"{_math(size.num_bytes)} bytes"]
-    return " + ".join(parts)
+    return " and ".join(parts)
 
 
 def _counts(counts: dict[str, str]) -> str:
@@ -57,14 +57,14 @@ def _counts(counts: dict[str, str]) -> str:
 
 
 def _shapes(form: Form) -> str:
-    given = ", ".join(f"{name} `[{_math(shape)}]`" for name, shape in form.tensors.items())
-    given_back = ", ".join(f"`[{_math(shape.strip())}]`" for shape in form.result.split(";"))
-    return f"{given} -> {given_back}"
+    inputs = ", ".join(f"{name} `[{_math(shape)}]`" for name, shape in form.tensors.items())
+    results = ", ".join(f"`[{_math(shape.strip())}]`" for shape in form.result.split(";"))
+    return f"{inputs} -> {results}"
 
 
 def _kept(form: Form) -> str:
-    made = _size(form.saved)
-    return ", ".join([*form.keeps, *([f"+ {made}"] if made else [])]) or "nothing"
+    created = _size(form.saved)
+    return ", ".join([*form.keeps, *([f"+ {created}"] if created else [])]) or "nothing"
 
 
 def _row(*cells: str) -> str:
@@ -87,8 +87,8 @@ def _costs(operator: Operator, form: Form) -> str:
 def tables() -> str:
     """Return the generated part of the page."""
     lines = [_row("operator", "computes"), "|---|---|", *map(_facts, OPERATORS), ""]
-    heads = "call", "shapes on a rank", "kept for the backward", "collectives or messages, forward + backward"
-    lines += [_row(*heads, "peak of the forward", "peak of the backward"), "|---|---|---|---|---|---|"]
+    titles = "call", "shapes on a rank", "kept for the backward", "collectives or messages, forward + backward"
+    lines += [_row(*titles, "peak of the forward", "peak of the backward"), "|---|---|---|---|---|---|"]
     lines += [_costs(operator, form) for operator in OPERATORS for form in operator.forms]
     return "\n".join(lines)
 

@@ -6,7 +6,7 @@ Shapes, counts and sizes are expressions of
     rank    this rank in the group
     T       tokens of x on this rank: the product of all dims but the last
     d       features of x
-    f, o    rows of this rank's shard of a weight; output features
+    f, o    rows of weight or w1 on this rank; rows of w2
     v       size of this rank's shard of the vocabulary
 
 and of the tensors' numbers of elements: x, w1, weight, ...; y is the first result.
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Size:
-    """A size: elements of the call's dtype, plus bytes of other dtypes."""
+    """A size: elements of the call's dtype, and bytes of other dtypes in addition."""
 
     elements: str = "0"
     num_bytes: str = "0"
@@ -251,7 +251,7 @@ OPERATORS = (
     ),
     Operator(
         "vocab_parallel_linear_cross_entropy",
-        "the same of the logits x weightᵀ",
+        "the same cross-entropy for logits x weightᵀ, which are computed for a chunk of tokens at a time",
         (
             Form(
                 {"x": "T, d", "weight": "v, d", "target": "T"},
@@ -265,7 +265,7 @@ OPERATORS = (
         ),
     ),
     _norm("rms_norm", "x / rms(x) [* weight], over the last dim, of tokens that are sharded over the group"),
-    _norm("layer_norm", "(x - mean(x)) / std(x) [* weight + bias], the same way", is_layer=True),
+    _norm("layer_norm", "(x - mean(x)) / std(x) [* weight + bias], for the same dim and tokens", is_layer=True),
     _norm("add_rms_norm", "(rms_norm(x + residual), x + residual)", is_sum=True),
     _norm("add_layer_norm", "(layer_norm(x + residual), x + residual)", is_layer=True, is_sum=True),
     Operator(
@@ -293,7 +293,7 @@ OPERATORS = (
     ),
     _pair(
         "scatter_to_group",
-        "this rank's part of x along `dim`",
+        "this rank's shard of x along `dim`",
         result="T/n, d",
         along_other="T, d/n",
         backward=GATHER,
@@ -302,7 +302,7 @@ OPERATORS = (
     ),
     _pair(
         "gather_from_group",
-        "all parts along `dim`, for a use that is the same on all ranks: each keeps its part of the gradient",
+        "all shards along `dim`, for a use that is the same on all ranks: each keeps its shard of the gradient",
         result="n*T, d",
         along_other="T, n*d",
         forward=GATHER,
@@ -311,7 +311,7 @@ OPERATORS = (
     ),
     _pair(
         "gather_from_sequence",
-        "all parts along `dim`, for a use that differs from rank to rank: gradients are summed and scattered",
+        "all shards along `dim`, for a use that differs from rank to rank: gradients are reduce-scattered",
         result="n*T, d",
         along_other="T, n*d",
         forward=GATHER,
@@ -401,8 +401,12 @@ OPERATORS = (
             ),
         ),
     ),
-    Operator("pipeline_wait", "what was received, whose backward sends the gradients; of a send, nothing", ()),
-    Operator("pipeline_flush", "nothing, once what this rank sent has left", ()),
+    Operator(
+        "pipeline_wait",
+        "the received tensors, whose backward sends the gradients; for the token of a send, no tensors",
+        (),
+    ),
+    Operator("pipeline_flush", "nothing; waits until all sends of this rank in the group have completed", ()),
     Operator(
         "join",
         "x; its backward reaches the tokens of `pipeline_send`",

@@ -2,7 +2,7 @@
 
 namespace weft::kernels::cpu {
 
-// REQUIRES: the features tested here are those that kernels/CMakeLists.txt compiles for.
+// Keep in step with the options of loops_avx2.cpp and loops_avx512.cpp in kernels/CMakeLists.txt.
 std::vector<InstructionSet> supported_instruction_sets() {
   __builtin_cpu_init();
   std::vector<InstructionSet> sets;

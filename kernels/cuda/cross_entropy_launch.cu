@@ -114,8 +114,8 @@ __global__ void __launch_bounds__(kMaxStatisticsThreads)
     statistics_kernel(const CrossEntropyStatisticsJob job) {
   using Scalar = ScalarOf<Storage>;
   constexpr int kWidth = kVectorBytes / sizeof(Storage);
-  __shared__ Scalar shared_largest_and_sum[2 * kWarp];
-  __shared__ Scalar shared[kWarp];
+  __shared__ Scalar shared_largest_and_sum[2 * kWarpSize];
+  __shared__ Scalar shared[kWarpSize];
   auto* online_sums = reinterpret_cast<OnlineSum<Scalar>*>(shared_largest_and_sum);
   for (int64_t row = blockIdx.x; row < job.num_rows; row += gridDim.x) {
     const Storage* logits = static_cast<const Storage*>(job.logits) + row * job.row_stride;
@@ -194,7 +194,7 @@ bool is_packable(const CrossEntropyGradientJob& job) {
 template <typename Storage>
 void launch(const CrossEntropyStatisticsJob& job, c10::Device device, cudaStream_t stream) {
   const int64_t num_packs = packs_of<Storage>(job.row_size);
-  int threads = kWarp;
+  int threads = kWarpSize;
   while (threads < kMaxStatisticsThreads && threads * kPacksPerThread < num_packs) threads *= 2;
   // As many blocks as can be resident: at most 32 per multiprocessor.
   const int64_t num_resident =

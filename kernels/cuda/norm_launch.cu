@@ -22,7 +22,7 @@ using detail::StorageType;
 template <typename Storage, typename Params, int kWidth>
 __global__ void __launch_bounds__(kMaxThreads, 2) norm_forward_kernel(const NormForwardJob job) {
   using Scalar = ScalarOf<Storage>;
-  __shared__ Scalar shared[kWarp];
+  __shared__ Scalar shared[kWarpSize];
   const int64_t step = static_cast<int64_t>(blockDim.x) * kWidth;
   const Scalar size = static_cast<Scalar>(job.row_size);
   for (int64_t row = blockIdx.x; row < job.num_rows; row += gridDim.x) {
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2) norm_backward_kernel(const Nor
                                                                        bool sums_are_shared,
                                                                        void* partial_sums) {
   using Scalar = ScalarOf<Storage>;
-  __shared__ Scalar shared[kWarp];
+  __shared__ Scalar shared[kWarpSize];
   extern __shared__ __align__(16) char dynamic_shared[];
   const int64_t step = static_cast<int64_t>(blockDim.x) * kWidth;
   const int64_t num_packs = job.row_size / kWidth;
@@ -162,14 +162,14 @@ __global__ void __launch_bounds__(kMaxThreads, 2) norm_backward_kernel(const Nor
 }
 
 // sums[column] = the sum over blocks of partial_sums[block][column], in a fixed order. A thread
-// block is kWarp columns wide and kWarp / 4 partial sums high.
+// block is kWarpSize columns wide and kWarpSize / 4 partial sums high.
 template <typename Scalar>
 __global__ void sum_blocks_kernel(const Scalar* partial_sums,
                                   Scalar* sums,
                                   int64_t num_blocks,
                                   int64_t num_columns) {
-  __shared__ Scalar shared[kWarp / 4][kWarp];
-  const int64_t column = static_cast<int64_t>(blockIdx.x) * kWarp + threadIdx.x;
+  __shared__ Scalar shared[kWarpSize / 4][kWarpSize];
+  const int64_t column = static_cast<int64_t>(blockIdx.x) * kWarpSize + threadIdx.x;
   Scalar total = 0;
   if (column < num_columns) {
     for (int64_t block = threadIdx.y; block < num_blocks; block += blockDim.y) {
@@ -226,8 +226,8 @@ void run_backward(const NormBackwardJob& job,
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   if (num_params == 0) return;
   const int64_t num_columns = num_params * job.row_size;
-  sum_blocks_kernel<Scalar><<<static_cast<unsigned>((num_columns + kWarp - 1) / kWarp),
-                              dim3(kWarp, kWarp / 4),
+  sum_blocks_kernel<Scalar><<<static_cast<unsigned>((num_columns + kWarpSize - 1) / kWarpSize),
+                              dim3(kWarpSize, kWarpSize / 4),
                               0,
                               stream>>>(static_cast<const Scalar*>(partial_sums),
                                         static_cast<Scalar*>(sums),

@@ -65,7 +65,7 @@ template <typename Job>
 int threads_of(const Job& job) {
   const int64_t width = is_packable(job) ? kVectorBytes / bytes_of(job.type) : 1;
   const int64_t num_packs = (job.row_size + width - 1) / width;
-  int threads = kWarp;
+  int threads = kWarpSize;
   while (threads < kMaxThreads && threads < num_packs) threads *= 2;
   return threads;
 }

@@ -65,19 +65,19 @@ void check_gradient(const CrossEntropyGradientArguments& arguments,
   const at::Tensor& logits = arguments.logits;
   check_logits(logits, device);
   check_target(arguments.target, logits);
-  check_rows("grad", arguments.grad, logits);
+  check_rows("grad_losses", arguments.grad_losses, logits);
   check_rows("normalizers", arguments.normalizers, logits);
-  TORCH_CHECK(arguments.grad.dim() == 1 && arguments.normalizers.dim() == 2 &&
+  TORCH_CHECK(arguments.grad_losses.dim() == 1 && arguments.normalizers.dim() == 2 &&
                   arguments.normalizers.size(0) == 2,
-              "cross_entropy got grad of shape ",
-              arguments.grad.sizes(),
+              "cross_entropy got grad_losses of shape ",
+              arguments.grad_losses.sizes(),
               " and normalizers of shape ",
               arguments.normalizers.sizes(),
               "; pass [tokens] and [2, tokens].");
   TORCH_CHECK(gradient.device() == logits.device() &&
                   gradient.scalar_type() == logits.scalar_type() &&
                   gradient.sizes() == logits.sizes() && gradient.is_contiguous(),
-              "cross_entropy got gradient of ",
+              "cross_entropy got grad_logits of ",
               gradient.scalar_type(),
               " ",
               gradient.sizes(),

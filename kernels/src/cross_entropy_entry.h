@@ -57,7 +57,7 @@ struct CrossEntropyEntry {
     if (gradient.numel() == 0) return;
     const at::Tensor logits = with_contiguous_rows(arguments.logits);
     const at::Tensor target = as_targets(arguments.target);
-    const at::Tensor grad = as_scalars(arguments.grad, logits);
+    const at::Tensor grad = as_scalars(arguments.grad_losses, logits);
     const at::Tensor largest = as_scalars(arguments.normalizers.select(0, 0), logits);
     const at::Tensor log_sum = as_scalars(arguments.normalizers.select(0, 1), logits);
     const auto num_classes = static_cast<double>(arguments.num_classes);

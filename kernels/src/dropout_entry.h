@@ -25,7 +25,7 @@ at::Tensor run_dropout(const at::Tensor& x, double p, uint64_t seed, const Dropo
   Device::run({.type = storage_type(x.scalar_type()),
                .num_elements = x.numel(),
                .run_size = std::max<int64_t>(1, place.size * place.inner),
-               .full_run_size = place.whole_size * place.inner,
+               .full_run_size = place.full_size * place.inner,
                .run_begin = place.begin * place.inner,
                .seed = seed,
                .threshold = static_cast<uint64_t>(p * 0x1p32),

@@ -70,10 +70,10 @@ void check_x(const at::Tensor& x, c10::DeviceType device) {
   TORCH_CHECK(x.dim() > 0, "norm got x without dims; pass at least one dim, the features.");
 }
 
-void check_rows(const char* name, const at::Tensor& rows, const at::Tensor& v) {
-  TORCH_CHECK(rows.device() == v.device() &&
-                  rows.scalar_type() == scalar_type_of(v.scalar_type()) &&
-                  rows.sizes() == v.sizes().slice(0, v.dim() - 1),
+void check_rows(const char* name, const at::Tensor& rows, const at::Tensor& norm_input) {
+  TORCH_CHECK(rows.device() == norm_input.device() &&
+                  rows.scalar_type() == scalar_type_of(norm_input.scalar_type()) &&
+                  rows.sizes() == norm_input.sizes().slice(0, norm_input.dim() - 1),
               "norm got ",
               name,
               " of ",
@@ -82,11 +82,11 @@ void check_rows(const char* name, const at::Tensor& rows, const at::Tensor& v) {
               rows.sizes(),
               " on ",
               rows.device(),
-              " for v of shape ",
-              v.sizes(),
+              " for norm_input of shape ",
+              norm_input.sizes(),
               " on ",
-              v.device(),
-              "; pass what the forward gave.");
+              norm_input.device(),
+              "; pass the forward's result.");
 }
 
 }  // namespace
@@ -107,12 +107,12 @@ void check_norm_backward(const at::Tensor& grad_y,
                          const std::optional<at::Tensor>& grad_sum,
                          const NormSaved& saved,
                          c10::DeviceType device) {
-  check_x(saved.v, device);
-  check_like("grad_y", grad_y, saved.v);
-  if (grad_sum) check_like("grad_sum", *grad_sum, saved.v);
-  if (saved.weight) check_params("weight", *saved.weight, saved.v);
-  if (saved.mean) check_rows("mean", *saved.mean, saved.v);
-  check_rows("rstd", saved.rstd, saved.v);
+  check_x(saved.norm_input, device);
+  check_like("grad_y", grad_y, saved.norm_input);
+  if (grad_sum) check_like("grad_sum", *grad_sum, saved.norm_input);
+  if (saved.weight) check_params("weight", *saved.weight, saved.norm_input);
+  if (saved.mean) check_rows("mean", *saved.mean, saved.norm_input);
+  check_rows("rstd", saved.rstd, saved.norm_input);
 }
 
 at::Tensor empty_norm_values(const at::Tensor& x) { return at::empty(x.sizes(), x.options()); }

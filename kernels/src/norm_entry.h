@@ -70,7 +70,7 @@ struct NormEntry {
                                 const NormSaved& saved,
                                 NormWanted wanted) {
     check_norm_backward(grad_y, grad_sum, saved, Device::kType);
-    const at::Tensor& v = saved.v;
+    const at::Tensor& v = saved.norm_input;  // the name in norm_job.h
     const int num_params = !wanted.params ? 0 : wanted.bias ? 2 : 1;
     const auto params_type = saved.weight ? saved.weight->scalar_type() : v.scalar_type();
     NormGradients gradients{.input = wanted.input ? empty_norm_values(v) : at::Tensor(),

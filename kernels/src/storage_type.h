@@ -1,6 +1,6 @@
 #pragma once
 
-// The dtypes of the kernels, for code that includes no tensor header.
+// Element types in memory; the compute type may be wider. For code that includes no tensor header.
 namespace weft::kernels::detail {
 
 enum class StorageType { kFloat32, kFloat64, kBFloat16, kFloat16 };

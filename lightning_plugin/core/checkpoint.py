@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from weft._plugin.optimizer_state import UnsplitModel, load_named_state, load_sharded_state, rekey_by_name
+from weft._plugin.optimizer_state import FullModel, load_sharded_state, load_state, rekey_by_name
 
 METADATA_FILENAME = "meta.pt"
 # The second is the key of the stock strategy.
@@ -49,16 +49,16 @@ def save_directory(
     path: Path,
     is_first_rank: bool,
     barrier: Callable[[], None],
-    stages: dist.ProcessGroup | None = None,
+    pipeline_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write a Trainer's `checkpoint` (its keys "state_dict" and "optimizer_states" hold DTensors) as `path`.
 
-    `stages`: the ranks with the stages of the model, if it is in stages.
+    `pipeline_group`: the ranks with the stages of the model, if it is in stages.
     """
     rest = dict(checkpoint)
     states = rest.pop("optimizer_states", [])
     optimizers = {optimizer_key(idx): state for idx, state in enumerate(states)}
-    write_directory({"model": rest.pop("state_dict")}, optimizers, rest, path, is_first_rank, barrier, stages)
+    write_directory({"model": rest.pop("state_dict")}, optimizers, rest, path, is_first_rank, barrier, pipeline_group)
 
 
 def write_directory(
@@ -68,7 +68,7 @@ def write_directory(
     path: Path,
     is_first_rank: bool,
     barrier: Callable[[], None],
-    stages: dist.ProcessGroup | None = None,
+    pipeline_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write state dicts of DTensors, and the rest from the first rank, as the directory `path`.
 
@@ -81,9 +81,9 @@ def write_directory(
         partial.mkdir(parents=True)
     barrier()
     have_state = {key for key, state in optimizers.items() if state["state"]}
-    if stages is not None:  # some stages may have no trainable parameters
-        gathered: list[Any] = [None] * stages.size()
-        dist.all_gather_object(gathered, have_state, group=stages)
+    if pipeline_group is not None:  # some stages may have no trainable parameters
+        gathered: list[Any] = [None] * pipeline_group.size()
+        dist.all_gather_object(gathered, have_state, group=pipeline_group)
         have_state = set().union(*gathered)
     with_state = {key: state for key, state in optimizers.items() if key in have_state}
     without_state = {key: state for key, state in optimizers.items() if key not in have_state}
@@ -120,11 +120,11 @@ def load_directory(
     optimizers: Sequence[Optimizer],
     strict: bool,
     weights_only: bool | None,
-    unsplit: UnsplitModel | None = None,
+    full_model: FullModel | None = None,
 ) -> dict[str, Any]:
     """Load a directory of shards, saved by any number of ranks, into the live objects; return the rest.
 
-    `unsplit`: the unsplit model, if it is in stages.
+    `full_model`: the model of all stages, if it is in stages.
     """
     saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     model_key = next((k for k in MODEL_KEYS if any(name.startswith(f"{k}.") for name in saved)), MODEL_KEYS[0])
@@ -132,7 +132,7 @@ def load_directory(
     if strict:
         prefix = f"{model_key}."
         names = (name.removeprefix(prefix) for name in saved if name.startswith(prefix))
-        _check_names(path, names, _names_of_all(read[model_key], unsplit))
+        _check_names(path, names, _names_of_all(read[model_key], full_model))
     dcp.load(read, checkpoint_id=path, planner=dcp.DefaultLoadPlanner(allow_partial_load=not strict))
     model.load_state_dict(read[model_key], strict=strict)
     rest: dict[str, Any] = torch.load(path / METADATA_FILENAME, map_location="cpu", weights_only=weights_only)
@@ -142,26 +142,29 @@ def load_directory(
     return rest
 
 
-def _names_of_all(local_names: Iterable[str], unsplit: UnsplitModel | None) -> set[str]:
-    """Return the names of the state of all stages; collective over the stages."""
-    if unsplit is None:
+def _names_of_all(local_names: Iterable[str], full_model: FullModel | None) -> set[str]:
+    """Return the names in the state of all stages; collective over the stages. None: `local_names` are all names."""
+    if full_model is None:
         return set(local_names)
-    gathered: list[Any] = [None] * unsplit.stages.size()
-    dist.all_gather_object(gathered, list(local_names), group=unsplit.stages)
+    gathered: list[Any] = [None] * full_model.pipeline_group.size()
+    dist.all_gather_object(gathered, list(local_names), group=full_model.pipeline_group)
     return {name for names in gathered for name in names}
 
 
-def _check_names(path: Path, saved: Iterable[str], wanted: Iterable[str]) -> None:
-    """Raise RuntimeError, as `load_state_dict` does; an entry that is a dict was saved under longer names."""
-    saved, wanted = set(saved), set(wanted)
-    holders = {name for name in wanted if any(each.startswith(f"{name}.") for each in saved)}
-    missing = sorted(wanted - saved - holders)
-    surplus = sorted(n for n in saved - wanted if not any(n.startswith(f"{holder}.") for holder in holders))
+def _check_names(path: Path, saved: Iterable[str], expected: Iterable[str]) -> None:
+    """Raise RuntimeError, as `load_state_dict` does, if a checkpoint does not have the names of the model's state.
+
+    An expected entry that is a dict is saved under several names with this prefix.
+    """
+    saved, expected = set(saved), set(expected)
+    prefixes = {name for name in expected if any(each.startswith(f"{name}.") for each in saved)}
+    missing = sorted(expected - saved - prefixes)
+    surplus = sorted(n for n in saved - expected if not any(n.startswith(f"{prefix}.") for prefix in prefixes))
     if missing or surplus:
-        found = [f"lacks {', '.join(missing)}"] * bool(missing) + [f"has more: {', '.join(surplus)}"] * bool(surplus)
+        texts = [f"lacks {', '.join(missing)}"] * bool(missing) + [f"has more: {', '.join(surplus)}"] * bool(surplus)
         raise RuntimeError(
-            f"the checkpoint {str(path)!r} {' and '.join(found)}; load it into the model that it is of, or pass "
-            "strict=False (a LightningModule: set strict_loading) for what fits."
+            f"the checkpoint {str(path)!r} {' and '.join(texts)}; load it into the model that was saved, or pass "
+            "strict=False (a LightningModule: set strict_loading) to load only the entries that fit."
         )
 
 
@@ -173,7 +176,7 @@ def load_optimizer_of_directory(
     Returns whether the checkpoint has it.
     """
     if key in rest:
-        load_named_state(model, optimizer, rest.pop(key))
+        load_state(model, optimizer, rest.pop(key))
         return True
     saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     if any(name.startswith(f"{key}.") for name in saved):
@@ -188,7 +191,7 @@ def load_file(
     optimizers: Sequence[Optimizer],
     strict: bool,
     weights_only: bool | None,
-    unsplit: UnsplitModel | None = None,
+    full_model: FullModel | None = None,
 ) -> dict[str, Any]:
     """Load a Trainer's single file, saved by any strategy, into the live objects; return the rest.
 
@@ -197,9 +200,9 @@ def load_file(
     checkpoint: dict[str, Any] = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
     saved = checkpoint.pop("state_dict")
     target = get_model_state_dict(model)
-    if unsplit is not None:
+    if full_model is not None:
         if strict:
-            _check_names(path, saved, _names_of_all(target, unsplit))
+            _check_names(path, saved, _names_of_all(target, full_model))
         saved = {name: value for name, value in saved.items() if name in target}
     model.load_state_dict({name: _shard_like(value, target.get(name)) for name, value in saved.items()}, strict)
     if optimizers:
@@ -207,8 +210,8 @@ def load_file(
         if len(states) < len(optimizers):
             raise KeyError(_no_optimizer(path, len(states)))
         for optimizer, state in zip(optimizers, states, strict=False):
-            by_name = state if unsplit is None else rekey_by_name(state, model, optimizer, unsplit)
-            load_named_state(model, optimizer, by_name)
+            by_name = state if full_model is None else rekey_by_name(state, model, optimizer, full_model)
+            load_state(model, optimizer, by_name)
     return checkpoint
 
 

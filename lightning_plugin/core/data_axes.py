@@ -58,20 +58,20 @@ class DataAxes:
         module: Module,
         mp_policy: MixedPrecisionPolicy | None,
         entry_points: Iterable[str] | None = None,
-        root_is_called: bool = True,
+        root_is_unit: bool = True,
     ) -> list[str]:
-        """Shard a module's parameters if `shards_parameters`; return the names of the units, as `shard_fully`."""
+        """Shard a module's parameters if `shards_parameters`; return the names of the units, as `apply_fsdp`."""
         if not self.shards_parameters:
             return []
-        from weft.strategy.data_parallel import shard_fully
+        from weft.strategy.data_parallel import apply_fsdp
 
-        names = shard_fully(
+        names = apply_fsdp(
             module,
             self.sharding_mesh,
             reshard_after_forward=self._zero_stage == 3,
             mp_policy=mp_policy,
             entry_points=entry_points,
-            root_is_called=root_is_called,
+            root_is_unit=root_is_unit,
         )
         if module not in self._sharded:
             self._sharded.append(module)

@@ -18,26 +18,27 @@ class DeferredGradients:
 
     parameters: all parameters that get gradients.
     is_first: whether gradients are zeroed before the backward; else the backward adds to those of earlier batches.
-    zeroing_is_observed: whether hooks see the gradients before they are zeroed, or the user's code zeroes them.
+    keeps_earlier_until_zeroed: if `is_first`, keep the gradients of earlier batches until the Trainer zeroes them,
+        because code may read them before; False: free them before the step, which saves one set of gradients.
     scale: the factor that the gradients already contain, and by which the Trainer will multiply the loss; None: the
         factor is unknown before the backward, which then multiplies the gradients by it.
 
-    Earlier gradients that are zeroed unseen are freed before the step. Gradients of a later accumulated batch are added
-    to the earlier ones at once if the scale is known. In both cases one set of gradients is alive, in others two.
+    Gradients of a later accumulated batch are added to the earlier ones at once if the scale is known. In this case,
+    and if earlier gradients are freed, one set of gradients is alive; otherwise two are.
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], is_first: bool, zeroing_is_observed: bool, scale: float | None
+        self, parameters: Iterable[nn.Parameter], is_first: bool, keeps_earlier_until_zeroed: bool, scale: float | None
     ) -> None:
         self._parameters = list(parameters)
         self._adds_at_once = not is_first and scale is not None
-        self._frees_earlier = is_first and not zeroing_is_observed
+        self._frees_earlier = is_first and not keeps_earlier_until_zeroed
         self._scale = scale
         self._gradients: list[Tensor | None] = []
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """Inside, computed gradients are kept for `install`, unless they are added at once."""
+        """Keep the gradients that are computed inside for `install`, unless they are added at once."""
         if self._adds_at_once:
             yield
             return
@@ -52,7 +53,7 @@ class DeferredGradients:
                 parameter.grad = gradient
 
     def attach_to_loss(self, loss: Tensor) -> Tensor:
-        """Return the loss, `[]`; its backward calls `install`."""
+        """Return the loss, a scalar; its backward calls `install`."""
         attached: Tensor = _Loss.apply(loss.detach().requires_grad_(), self)
         return attached
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from weft._plugin import checkpoint as checkpoints
 from weft._plugin.loaders_mixin import FabricLoadersMixin
-from weft._plugin.optimizer_state import full_state, load_named_state, merge_parameter_groups, named_state
+from weft._plugin.optimizer_state import full_state, load_state, merge_parameter_groups, named_state
 from weft._plugin.options import TRAINER_ONLY, FabricOptions, Options, StockOptions
 from weft._plugin.parameter_replacements import ParameterReplacements, parameters_of
 from weft._plugin.pipeline_mixin import FabricPipelineMixin
@@ -227,7 +227,7 @@ class FabricMixin(FabricPipelineMixin, FabricLoadersMixin, StrategyMixin):
             else:
                 found = key in rest
                 if found:
-                    load_named_state(model, optimizer, rest.pop(key))
+                    load_state(model, optimizer, rest.pop(key))
             if not found:
                 raise KeyError(
                     f"the checkpoint {str(source)!r} has no entry {key!r} for the optimizer of that name in the state; "

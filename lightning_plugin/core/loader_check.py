@@ -12,15 +12,21 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
-UNKNOWN = -1  # a length
+UNKNOWN = -1  # stands for an unknown length; lengths are gathered as integer tensors, which cannot hold None
 
 
-class Reading(NamedTuple):
-    """The numbers of one rank and its coordinates; ranks with equal data ranks get the same batches."""
+class LoaderState(NamedTuple):
+    """The state of one rank's loader, and the rank's place in the mesh.
+
+    rank: the global rank.
+    data_rank: the rank in the data group; ranks with equal data ranks get the same batches.
+    pipeline_stage: the rank in the pipeline's group; 0 without a pipeline.
+    numbers: the numbers that are compared, such as a length; the caller defines their meaning.
+    """
 
     rank: int
     data_rank: int
-    stage: int
+    pipeline_stage: int
     numbers: tuple[int, ...]
 
 
@@ -34,65 +40,74 @@ def loader_length(loader: Any) -> int:
 
 
 def has_reliable_length(loader: Any) -> bool:
-    """Return whether a loader's length is reliable: that of an iterable data set may be wrong."""
+    """Return whether a loader's length is known and correct; that of an iterable data set may be wrong."""
     return loader_length(loader) != UNKNOWN and not isinstance(getattr(loader, "dataset", None), IterableDataset)
 
 
-def gather(reading: Reading, groups: Iterable[dist.ProcessGroup], device: torch.device) -> list[Reading]:
-    """Return the readings of all ranks of the product of `groups`; collective over each of them in turn."""
+def gather(state: LoaderState, groups: Iterable[dist.ProcessGroup], device: torch.device) -> list[LoaderState]:
+    """Return the states of all ranks of the mesh whose axes are `groups`, by rank.
+
+    Collective over each group in turn: all ranks pass equally many numbers.
+    """
     values = torch.tensor(
-        [reading.rank, reading.data_rank, reading.stage, *reading.numbers], dtype=torch.int64, device=device
+        [state.rank, state.data_rank, state.pipeline_stage, *state.numbers], dtype=torch.int64, device=device
     )
-    width = values.numel()
+    num_values = values.numel()
     for group in groups:
         if group.size() > 1:
             gathered = values.new_empty(group.size() * values.numel())
             dist.all_gather_into_tensor(gathered, values, group=group)
             values = gathered
-    rows = values.view(-1, width).tolist()
-    return sorted(Reading(rank, data_rank, stage, tuple(numbers)) for rank, data_rank, stage, *numbers in rows)
+    rows = values.view(-1, num_values).tolist()
+    return sorted(LoaderState(rank, data_rank, stage, tuple(numbers)) for rank, data_rank, stage, *numbers in rows)
 
 
-def check_equal_readings(
-    readings: Sequence[Reading],
-    data_ranks_exchange: str | None,
+def check_equal_states(
+    states: Sequence[LoaderState],
+    exchanged: str | None,
     describe: Callable[[tuple[int, ...]], str],
-    loader: str,
+    loader_name: str,
     advice: str,
     key: Callable[[tuple[int, ...]], Any] = lambda numbers: numbers,
 ) -> None:
-    """Raise ValueError if ranks that run every batch together differ in the `key` of their numbers.
+    """Raise ValueError if ranks that run every batch together have different keys.
+
+    These are the ranks of a tensor-parallel group, the stages of a pipeline and, if `exchanged` is not None,
+    data-parallel ranks.
 
     Args:
-        readings: of all ranks that call this, in one order, so that either all ranks raise or none.
-        data_ranks_exchange: the tensors that data-parallel ranks exchange in every batch; None: they may differ.
-        describe: returns the state of a rank's loader, such as "has 5 batches".
-        loader: the subject of the error, such as "the training loader".
+        states: of all ranks that call this, in one order, so that either all ranks raise or none.
+        exchanged: the tensors that data-parallel ranks exchange in every batch, such as "gradients"; None: they
+            exchange nothing, and may have different keys.
+        describe: returns a text on a rank's numbers, such as "has 5 batches".
+        loader_name: the subject of the error, such as "the training loader".
         advice: the remedy in the error.
+        key: returns the value that must be equal, from a rank's numbers; by default the numbers themselves.
     """
-    reasons: list[tuple[Callable[[Reading], object], str]] = [
-        (lambda r: (r.data_rank, r.stage), "the ranks of a tensor-parallel group must get the same batches"),
-        (lambda r: r.data_rank, "the stages of a pipeline must get the same batches"),
+    reasons: list[tuple[Callable[[LoaderState], object], str]] = [
+        (lambda s: (s.data_rank, s.pipeline_stage), "the ranks of a tensor-parallel group must get the same batches"),
+        (lambda s: s.data_rank, "the stages of a pipeline must get the same batches"),
     ]
-    if data_ranks_exchange is not None:
-        reasons.append((lambda r: 0, f"data-parallel ranks exchange {data_ranks_exchange} in every batch"))
+    if exchanged is not None:
+        reasons.append((lambda s: 0, f"data-parallel ranks exchange {exchanged} in every batch"))
     for group_of, reason in reasons:
-        groups: dict[Any, list[Reading]] = {}
-        for reading in readings:
-            groups.setdefault(group_of(reading), []).append(reading)
+        groups: dict[Any, list[LoaderState]] = {}
+        for state in states:
+            groups.setdefault(group_of(state), []).append(state)
         for members in groups.values():
-            if len({key(reading.numbers) for reading in members}) > 1:
-                raise ValueError(f"{loader} {_parties(members, describe)}, but {reason}; {advice}.")
+            if len({key(state.numbers) for state in members}) > 1:
+                raise ValueError(f"{loader_name} {_describe_groups(members, describe)}, but {reason}; {advice}.")
 
 
-def _parties(members: Sequence[Reading], describe: Callable[[tuple[int, ...]], str]) -> str:
+def _describe_groups(members: Sequence[LoaderState], describe: Callable[[tuple[int, ...]], str]) -> str:
+    """Return a text on the members, with those of equal descriptions together."""
     by_text: dict[str, list[int]] = {}
-    for reading in members:
-        by_text.setdefault(describe(reading.numbers), []).append(reading.rank)
-    return " and ".join(f"{text} on {_ranks(ranks)}" for text, ranks in by_text.items())
+    for state in members:
+        by_text.setdefault(describe(state.numbers), []).append(state.rank)
+    return " and ".join(f"{text} on {_list_ranks(ranks)}" for text, ranks in by_text.items())
 
 
-def _ranks(ranks: list[int]) -> str:
+def _list_ranks(ranks: list[int]) -> str:
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{more}"
 
@@ -109,19 +124,21 @@ def describe_next(numbers: tuple[int, ...]) -> str:
 
 
 class LockstepLoader:
-    """A loader whose ranks agree before each batch that all have one; otherwise it acts as the wrapped loader.
+    """Wraps a loader: before each batch, the ranks check that all of them have another one, or that none has.
+
+    Otherwise it acts as the wrapped loader: its attributes are those of `loader`.
 
     Args:
-        loader: reading or setting an attribute of this object reads or sets that of `loader`.
-        begin: called at the start of each iteration. Returns a collective function that takes whether this rank has
-            another batch and raises if ranks differ; or None: this iteration needs no comparison.
+        loader: the wrapped loader.
+        make_check: called at the start of each iteration. Returns a collective function that takes whether this rank
+            has another batch, and raises if ranks differ; or None, for an iteration without checks.
     """
 
-    __slots__ = ("_weft_begin", "_weft_loader")
+    __slots__ = ("_weft_loader", "_weft_make_check")
 
-    def __init__(self, loader: Any, begin: Callable[[], Callable[[bool], None] | None]) -> None:
+    def __init__(self, loader: Any, make_check: Callable[[], Callable[[bool], None] | None]) -> None:
         object.__setattr__(self, "_weft_loader", loader)
-        object.__setattr__(self, "_weft_begin", begin)
+        object.__setattr__(self, "_weft_make_check", make_check)
 
     @property
     def __dict__(self) -> dict[str, Any]:  # type: ignore[override]  # Fabric's own wrapper copies it
@@ -140,13 +157,16 @@ class LockstepLoader:
         return len(self._weft_loader)
 
     def __iter__(self) -> Iterator[Any]:
-        agree = self._weft_begin()
+        check_next = self._weft_make_check()
         batches = iter(self._weft_loader)
-        return batches if agree is None else _in_agreement(batches, agree)
+        return batches if check_next is None else _checked(batches, check_next)
 
 
 class _StatefulLockstepLoader(LockstepLoader):
-    """Has the methods of stateful loaders, which Lightning looks up on the class."""
+    """Has the methods of stateful loaders on the class.
+
+    Lightning uses `isinstance` with a runtime-checkable protocol, which since Python 3.12 ignores `__getattr__`.
+    """
 
     __slots__ = ()
 
@@ -157,10 +177,10 @@ class _StatefulLockstepLoader(LockstepLoader):
         return self._weft_loader.load_state_dict(state)
 
 
-def in_lockstep(loader: Any, begin: Callable[[], Callable[[bool], None] | None]) -> LockstepLoader:
-    """Return the loader as a LockstepLoader, which is stateful if the loader is."""
+def in_lockstep(loader: Any, make_check: Callable[[], Callable[[bool], None] | None]) -> LockstepLoader:
+    """Return a LockstepLoader around a loader, which is stateful if the loader is."""
     is_stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-    return (_StatefulLockstepLoader if is_stateful else LockstepLoader)(loader, begin)
+    return (_StatefulLockstepLoader if is_stateful else LockstepLoader)(loader, make_check)
 
 
 def without_lockstep(loader: Any) -> Any:
@@ -168,11 +188,11 @@ def without_lockstep(loader: Any) -> Any:
     return loader._weft_loader if isinstance(loader, LockstepLoader) else loader
 
 
-def _in_agreement(batches: Iterator[Any], agree: Callable[[bool], None]) -> Iterator[Any]:
+def _checked(batches: Iterator[Any], check_next: Callable[[bool], None]) -> Iterator[Any]:
     end = object()
     while True:
         batch = next(batches, end)
-        agree(batch is not end)  # one line for both cases, so that ranks that raise here have equal tracebacks
+        check_next(batch is not end)  # one line for both cases, so that ranks that raise here have equal tracebacks
         if batch is end:
             return
         yield batch

@@ -18,9 +18,9 @@ from torch.utils.data import DistributedSampler
 
 from weft._plugin.loader_check import (
     UNKNOWN,
+    LoaderState,
     LockstepLoader,
-    Reading,
-    check_equal_readings,
+    check_equal_states,
     describe_length,
     describe_next,
     gather,
@@ -45,21 +45,21 @@ class LoadersMixin(StrategyMembers):
     def _compares_loaders(self) -> bool:
         return self._batch_check.is_on and self.device_mesh.size() > 1
 
-    def _read(self, *numbers: int, of_all_ranks: bool) -> list[Reading]:
-        """Gather numbers from all ranks, or from those that get this rank's batches."""
+    def _gather_states(self, *numbers: int, from_all_ranks: bool) -> list[LoaderState]:
+        """Gather numbers on this rank's loader from all ranks, or from those that get this rank's batches."""
         has_stages = self._options.has_stages
-        reading = Reading(
+        state = LoaderState(
             dist.get_rank(), self.data_axes.rank, self.pipeline_group.rank() if has_stages else 0, tuple(numbers)
         )
         same_data = [self.tensor_parallel_group, *([self.pipeline_group] if has_stages else [])]
         world = dist.group.WORLD
         assert world is not None
-        return gather(reading, [world] if of_all_ranks else same_data, self.root_device)
+        return gather(state, [world] if from_all_ranks else same_data, self.root_device)
 
-    def _agree_on_next(self, loader: str, advice: str, data_ranks_exchange: str | None, has_batch: bool) -> None:
+    def _check_next(self, loader_name: str, advice: str, exchanged: str | None, has_batch: bool) -> None:
         """Raise ValueError on all ranks if some have another batch and others do not; collective."""
-        readings = self._read(int(has_batch), of_all_ranks=data_ranks_exchange is not None)
-        check_equal_readings(readings, data_ranks_exchange, describe_next, loader, advice)
+        states = self._gather_states(int(has_batch), from_all_ranks=exchanged is not None)
+        check_equal_states(states, exchanged, describe_next, loader_name, advice)
 
 
 class FabricLoadersMixin(LoadersMixin, FabricMembers):
@@ -76,18 +76,22 @@ class FabricLoadersMixin(LoadersMixin, FabricMembers):
         if not self._compares_loaders:
             return dataloader
         length = loader_length(dataloader) if has_reliable_length(dataloader) else UNKNOWN
-        return in_lockstep(dataloader, partial(self._begin_loop, self._read(length, of_all_ranks=True)))
+        return in_lockstep(dataloader, partial(self._begin_loop, self._gather_states(length, from_all_ranks=True)))
 
-    def _begin_loop(self, lengths: list[Reading]) -> Any:
+    def _begin_loop(self, states: list[LoaderState]) -> Any:
+        """Start the comparisons of a loop's batches; return the check before each batch, or None, for LockstepLoader.
+
+        `states`: with the loader's length on each rank.
+        """
         for check in (self._batch_check, self._stages_batch_check):
             check.begin_epoch()
         is_sharded = any(isinstance(inner, FSDPModule) for module in self._modules for inner in module.modules())
         exchanged = "parameters" if is_sharded else None
-        known = {r.numbers for r in lengths if is_sharded or r.data_rank == self.data_axes.rank}
-        if len(known) == 1 and known != {(UNKNOWN,)}:
+        lengths = {s.numbers for s in states if is_sharded or s.data_rank == self.data_axes.rank}
+        if len(lengths) == 1 and lengths != {(UNKNOWN,)}:
             return None
         advice = "give them loaders of one length, or leave the loop after the same number of batches on each"
-        return partial(self._agree_on_next, "a data loader", advice, exchanged)
+        return partial(self._check_next, "a data loader", advice, exchanged)
 
 
 class TrainerLoadersMixin(LoadersMixin, TrainerMembers):
@@ -114,31 +118,32 @@ class TrainerLoadersMixin(LoadersMixin, TrainerMembers):
         stage, limit_name = _stage_of(trainer)
         length = loader_length(dataloader)
         limited = _limited(length, getattr(trainer, limit_name))
-        readings = self._read(length, limited, int(has_reliable_length(dataloader)), of_all_ranks=True)
+        states = self._gather_states(length, limited, int(has_reliable_length(dataloader)), from_all_ranks=True)
         exchanged = self._exchanged_by_data_ranks(stage)
-        loader, advice = f"the {stage} loader", _advice(limit_name)
+        loader_name, advice = f"the {stage} loader", _advice(limit_name)
 
-        def same(numbers: tuple[int, ...]) -> Any:
+        def key(numbers: tuple[int, ...]) -> Any:
             # The number of training batches depends on all training loaders and on max_steps.
             return numbers[1] if stage != "training" else (numbers[0] == UNKNOWN, numbers[0] == 0)
 
-        check_equal_readings(readings, exchanged, describe_length, loader, advice, same)
+        check_equal_states(states, exchanged, describe_length, loader_name, advice, key)
         if stage == "training":
-            self._training_lengths_differ |= len({r.numbers[0] for r in readings}) > 1
-        if all(r.numbers[2] for r in readings):
+            self._training_lengths_differ |= len({s.numbers[0] for s in states}) > 1
+        if all(s.numbers[2] for s in states):
             return dataloader
-        return in_lockstep(dataloader, lambda: partial(self._agree_on_batch, stage, loader, advice))
+        return in_lockstep(dataloader, lambda: partial(self._check_next_batch, stage, loader_name, advice))
 
     def _exchanged_by_data_ranks(self, stage: str) -> str | None:
+        """Return the tensors that data-parallel ranks exchange in every batch of a stage; None: they exchange none."""
         if stage == "training":
             return "gradients"
         return "parameters" if any(isinstance(module, FSDPModule) for module in self.model.modules()) else None
 
-    def _agree_on_batch(self, stage: str, loader: str, advice: str, has_batch: bool) -> None:
+    def _check_next_batch(self, stage: str, loader_name: str, advice: str, has_batch: bool) -> None:
         exchanged = self._exchanged_by_data_ranks(stage)
         if stage == "training" and not isinstance(self.lightning_module.trainer.train_dataloader, LockstepLoader):
             exchanged = None  # one of several loaders, which may restart while another continues
-        self._agree_on_next(loader, advice, exchanged, has_batch)
+        self._check_next(loader_name, advice, exchanged, has_batch)
 
     def _begin_training_step(self) -> None:
         """Start the comparisons of an epoch's first step; later steps do not communicate."""
@@ -156,12 +161,12 @@ class TrainerLoadersMixin(LoadersMixin, TrainerMembers):
         if end is None:
             return
         num_batches = int(min(trainer.num_training_batches, _NO_LIMIT))
-        run = min(num_batches, end)
-        between = trainer.val_check_batch if trainer.enable_validation else None
-        validated = int(between) if between is not None and between <= run else 0
-        readings = self._read(num_batches, run, validated, of_all_ranks=True)
-        check_equal_readings(
-            readings,
+        num_run = min(num_batches, end)
+        val_interval = trainer.val_check_batch if trainer.enable_validation else None
+        num_between_validations = int(val_interval) if val_interval is not None and val_interval <= num_run else 0
+        states = self._gather_states(num_batches, num_run, num_between_validations, from_all_ranks=True)
+        check_equal_states(
+            states,
             "gradients",
             describe_length,
             "the training loader",

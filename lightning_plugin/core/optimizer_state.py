@@ -1,4 +1,4 @@
-"""Saves and loads optimizer state by parameter name, without running a step to find its structure.
+"""Saves and loads optimizer state by parameter name, without a step of the optimizer.
 
 torch's `get_optimizer_state_dict` runs `optimizer.step()` on an optimizer that has no state yet, and Lightning's
 loading fails on a checkpoint without any (SGD without momentum; anything saved before the first step).
@@ -25,20 +25,20 @@ from torch.optim import Optimizer
 if TYPE_CHECKING:
     from weft.strategy.data_parallel import ShardedStates
 
-# torch.compile and activation checkpointing add these to the names inside wrapped modules; checkpoints omit them.
+# torch.compile and torch's checkpoint_wrapper insert these into the names of parameters; checkpoints omit them.
 _WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 @dataclasses.dataclass(frozen=True)
-class UnsplitModel:
-    """Describes a model before it was cut into stages.
+class FullModel:
+    """Describes the full model whose stages the ranks of a pipeline hold.
 
-    parameter_names: as `parameter_names` returns them, in the model's order.
-    stages: the ranks that have its stages, including this rank.
+    parameter_names: as `parameter_names` returned them before the division into stages, in the model's order.
+    pipeline_group: the ranks that hold its stages, including this rank.
     """
 
     parameter_names: tuple[str, ...]
-    stages: dist.ProcessGroup
+    pipeline_group: dist.ProcessGroup
 
 
 def parameter_names(module: torch.nn.Module) -> dict[Tensor, str]:
@@ -46,14 +46,13 @@ def parameter_names(module: torch.nn.Module) -> dict[Tensor, str]:
     from weft.strategy.pipeline import find_staged
     from weft.strategy.recognition.assignments import join
 
-    of_copies = {}
+    first_names = {}  # of this rank's copies of tied parameters, by their names on this stage
     if (found := find_staged(module)) is not None:
         prefix, staged = found
-        of_copies = {join(prefix, own): join(prefix, first) for own, first in staged.names_of_copies().items()}
-    names: dict[Tensor, str] = {}
-    for own_name, parameter in module.named_parameters():
-        names[parameter] = unwrapped(of_copies.get(own_name, own_name))
-    return names
+        first_names = {join(prefix, own): join(prefix, first) for own, first in staged.names_of_copies().items()}
+    return {
+        parameter: unwrapped(first_names.get(own_name, own_name)) for own_name, parameter in module.named_parameters()
+    }
 
 
 def unwrapped(name: str) -> str:
@@ -63,27 +62,32 @@ def unwrapped(name: str) -> str:
     return name
 
 
-def merge_parameter_groups(state: dict[str, Any], stages: dist.ProcessGroup) -> None:
-    """Extend the parameter groups of a named state to the parameters of all stages; collective over the stages."""
+def merge_parameter_groups(state: dict[str, Any], pipeline_group: dist.ProcessGroup) -> None:
+    """Extend the parameter groups of a named state, in place, to the parameters of all stages; collective."""
     local_groups = [group["params"] for group in state["param_groups"]]
-    gathered: list[Any] = [None] * stages.size()
-    dist.all_gather_object(gathered, local_groups, group=stages)
+    groups_of_stages: list[Any] = [None] * pipeline_group.size()
+    dist.all_gather_object(groups_of_stages, local_groups, group=pipeline_group)
     for idx, group in enumerate(state["param_groups"]):
-        group["params"] = list(dict.fromkeys(name for of_stage in gathered for name in of_stage[idx]))
+        group["params"] = list(dict.fromkeys(name for groups in groups_of_stages for name in groups[idx]))
 
 
 def rekey_by_name(
     saved: Mapping[str, Any],
     module: torch.nn.Module,
     optimizer: Optimizer,
-    unsplit: UnsplitModel,
+    full_model: FullModel,
 ) -> Mapping[str, Any]:
-    """Return an unsplit model's state keyed by parameter names instead of numbers; collective over the stages.
+    """Return a saved state of the full model's optimizer with parameter names as keys instead of indices.
 
-    Groups are assumed to list their parameters in the model's order.
+    It assumes that groups list their parameters in the model's order. Collective over the stages, if keys are indices.
+
+    Args:
+        saved: the state dict of an optimizer; returned unchanged if its keys are names.
+        module, optimizer: of this rank's stages.
+        full_model: the model of all stages.
 
     Raises:
-        ValueError: the saved groups have other numbers of parameters than the optimizer's.
+        ValueError: the saved groups and the optimizer's groups of all stages differ in their numbers of parameters.
     """
     if any(isinstance(key, str) for group in saved["param_groups"] for key in group["params"]):
         return saved
@@ -91,43 +95,48 @@ def rekey_by_name(
     local_state = {
         "param_groups": [{"params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
     }
-    merge_parameter_groups(local_state, unsplit.stages)
-    position = {name: idx for idx, name in enumerate(unsplit.parameter_names)}
+    merge_parameter_groups(local_state, full_model.pipeline_group)
+    position = {name: idx for idx, name in enumerate(full_model.parameter_names)}
     groups = [sorted(group["params"], key=position.__getitem__) for group in local_state["param_groups"]]
     saved_groups = saved["param_groups"]
     _check_group_sizes([len(group["params"]) for group in saved_groups], [len(group) for group in groups])
-    numbers = [number for group in saved_groups for number in group["params"]]
-    by_number = dict(zip(numbers, (name for group in groups for name in group), strict=True))
+    indices = [idx for group in saved_groups for idx in group["params"]]
+    name_of_idx = dict(zip(indices, (name for group in groups for name in group), strict=True))
     return {
-        "state": {by_number[number]: state for number, state in saved["state"].items()},
-        "param_groups": [{**group, "params": of} for group, of in zip(saved_groups, groups, strict=True)],
+        "state": {name_of_idx[idx]: state for idx, state in saved["state"].items()},
+        "param_groups": [
+            {**group, "params": group_names} for group, group_names in zip(saved_groups, groups, strict=True)
+        ],
     }
 
 
 def _check_group_sizes(saved: list[int], present: list[int]) -> None:
     if saved != present:
         raise ValueError(
-            f"the checkpoint's optimizer has parameter groups of {saved} parameters and this optimizer groups of "
-            f"{present}: build the optimizer as in the run that saved the checkpoint."
+            f"the checkpoint's optimizer has parameter groups with {saved} parameters, and this run's optimizer has "
+            f"groups with {present}; build the optimizer as in the run that saved the checkpoint."
         )
 
 
 def named_state(module: torch.nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return the optimizer's state by parameter name; parameters that are DTensors keep DTensors as their state."""
+    """Return the optimizer's state by parameter name; states of parameters that are DTensors are DTensors.
+
+    Collective at zero_stage 1, which gathers the states that it shards.
+    """
     names = parameter_names(module)
     ordered = [p for group in optimizer.param_groups for p in group["params"]]
     state_dict = _gathered_state_dict(optimizer, ordered)
-    by_id = {idx: names[parameter] for idx, parameter in enumerate(ordered)}
+    name_of_idx = {idx: names[parameter] for idx, parameter in enumerate(ordered)}
     return {
-        "state": {by_id[idx]: state for idx, state in state_dict["state"].items()},
+        "state": {name_of_idx[idx]: state for idx, state in state_dict["state"].items()},
         "param_groups": [
-            {**group, "params": [by_id[idx] for idx in group["params"]]} for group in state_dict["param_groups"]
+            {**group, "params": [name_of_idx[idx] for idx in group["params"]]} for group in state_dict["param_groups"]
         ],
     }
 
 
 def full_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
-    """Return the state with unsharded tensors on the CPU, keyed by number like an unsharded optimizer's `state_dict`.
+    """Return the state with unsharded tensors on the CPU, keyed by index like an unsharded optimizer's `state_dict`.
 
     Collective. Ranks with `keep` false hold no tensors and get {}.
     """
@@ -173,8 +182,8 @@ def _full_tensor(value: Any, keep: bool) -> Any:
     return gathered.detach().cpu() if keep else None
 
 
-def load_named_state(module: torch.nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Load a state keyed by parameter names or by numbers, of full tensors or DTensors placed like the parameters.
+def load_state(module: torch.nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Load a state keyed by parameter names or by indices, of full tensors or DTensors placed like the parameters.
 
     No communication: each rank copies its shard of a full tensor. Loading a checkpoint without state clears the state.
 
@@ -185,19 +194,19 @@ def load_named_state(module: torch.nn.Module, optimizer: Optimizer, saved: Mappi
 
     names = parameter_names(module)
     ordered = [p for group in optimizer.param_groups for p in group["params"]]
-    saved_groups = _groups_of_stages(module, names, saved["param_groups"])
+    saved_groups = _local_groups(module, names, saved["param_groups"])
     _check_group_sizes(
         [len(group["params"]) for group in saved_groups], [len(group["params"]) for group in optimizer.param_groups]
     )
     saved_keys = [key for group in saved_groups for key in group["params"]]
-    by_name = {names[p]: idx for idx, p in enumerate(ordered)}
+    idx_of_name = {names[p]: idx for idx, p in enumerate(ordered)}
     sharded = sharded_states_of(optimizer)
     state = {}
     for position, key in enumerate(saved_keys):
         values = saved.get("state", {}).get(key)
         if values is None:
             continue
-        idx = by_name[key] if isinstance(key, str) else position
+        idx = idx_of_name[key] if isinstance(key, str) else position
         state[idx] = {
             name: _shard_like(value, ordered[idx], sharded)
             if is_elementwise_state(name, value, ordered[idx].shape)
@@ -212,10 +221,10 @@ def load_named_state(module: torch.nn.Module, optimizer: Optimizer, saved: Mappi
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _groups_of_stages(
+def _local_groups(
     module: torch.nn.Module, names: Mapping[Tensor, str], groups: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return the groups with only this rank's parameters, if the model is in stages."""
+    """Return saved groups without the parameters that only other stages have; `names`: this rank's parameters."""
     from weft.strategy.pipeline import find_staged
 
     if find_staged(module) is None:
@@ -239,23 +248,31 @@ def load_sharded_state(folder: Path, key: str, module: torch.nn.Module, optimize
     The directory's metadata lists the tensors to read; torch would derive them from an optimizer that has made a step.
     """
     metadata = dcp.FileSystemReader(folder).read_metadata()
-    by_name = {name: parameter for parameter, name in parameter_names(module).items()}
+    parameter_of_name = {name: parameter for parameter, name in parameter_names(module).items()}
     state: dict[str, dict[str, Any]] = {}
     groups: dict[int, dict[str, Any]] = {}
     for flat_key, entry in metadata.state_dict_metadata.items():
         path = metadata.planner_data[flat_key]
-        if path[:2] == (key, "state") and len(path) == 4 and path[2] in by_name:
-            state.setdefault(path[2], {})[path[3]] = _empty_like_saved(path[3], entry, by_name[path[2]])
+        if path[:2] == (key, "state") and len(path) == 4 and path[2] in parameter_of_name:
+            state.setdefault(path[2], {})[path[3]] = _empty_like_saved(path[3], entry, parameter_of_name[path[2]])
         elif path[:2] == (key, "param_groups") and len(path) == 4:
             groups.setdefault(path[2], {})[path[3]] = _empty_like_saved(path[3], entry, None)
     read = {key: {"state": state, "param_groups": [groups[idx] for idx in sorted(groups)]}}
     dcp.load(read, checkpoint_id=folder)
-    load_named_state(module, optimizer, read[key])
+    load_state(module, optimizer, read[key])
 
 
 def _empty_like_saved(name: str, entry: Any, parameter: Tensor | None) -> Any:
-    if not hasattr(entry, "size"):  # not a tensor: read as an object
+    """Return an empty tensor, or None for an object, into which `dcp.load` reads an entry of the metadata.
+
+    Args:
+        name: of the state or the option of a group.
+        entry: its metadata.
+        parameter: the parameter that has the state; None for an option of a group.
+    """
+    if not hasattr(entry, "size"):  # an object
         return None
+    # A state of the parameter's shape is sharded like it, except a step count, which has a scalar parameter's shape.
     if isinstance(parameter, DTensor) and entry.size == parameter.shape and (entry.size or name != "step"):
         return torch.empty_like(parameter, dtype=entry.properties.dtype)
     return torch.empty(entry.size, dtype=entry.properties.dtype)

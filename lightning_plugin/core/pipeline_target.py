@@ -69,6 +69,7 @@ def find_target(
 
 
 def _inferred(owner: str, module: Any, cuts: Sequence[str] | None, num_stages: int) -> str:
+    """Return the name of the module to cut; raises ValueError if none, or several, are possible."""
     children = dict(_callable_children(module))
     if cuts:
         holders = [name for name, child in children.items() if _holds(name, cuts, _names(child))]
@@ -96,15 +97,17 @@ def _why_not_inferred(owner: str, module: Any, cuts: Sequence[str] | None, holde
     name = type(module).__name__
     shown = "pipeline_cuts='auto'" if cuts is None else f"pipeline_cuts={list(cuts)}"
     if holders:
-        found = " and in ".join(f"{name} itself (pipeline_module='')" if each == "" else repr(each) for each in holders)
-        return f"{owner} got {shown}, which may be in {found}; pass one of these as pipeline_module."
+        places = " and in ".join(
+            f"{name} itself (pipeline_module='')" if each == "" else repr(each) for each in holders
+        )
+        return f"{owner} got {shown}, which may be in {places}; pass one of these as pipeline_module."
     if not cuts:
         return (
             f"{owner} got {shown}, and no module of {name} has a forward of its own and as many layers with parameters "
             "as stages; pass the name of the module to cut as pipeline_module, or use fewer stages."
         )
-    inside = {cut for child_name, child in module.named_children() for cut in cuts if cut in _names(child)}
-    unknown = next((cut for cut in cuts if cut not in _names(module) and cut not in inside), None)
+    in_children = {cut for _, child in module.named_children() for cut in cuts if cut in _names(child)}
+    unknown = next((cut for cut in cuts if cut not in _names(module) and cut not in in_children), None)
     if unknown is not None:
         return f"{owner} got {shown}, and {name} has no module {unknown!r}; {nearest_text(unknown, _names(module))}."
     return (
@@ -114,11 +117,15 @@ def _why_not_inferred(owner: str, module: Any, cuts: Sequence[str] | None, holde
 
 
 def _relative(name: str, cut: str, names: Collection[str]) -> str:
-    """Return a cut without the prefix `name`, unless `names`, those inside that module, contain it with the prefix."""
+    """Return a cut as a name in the module `name`, given as such a name or with that prefix.
+
+    `names`: those of all modules in that module.
+    """
     return cut if cut in names or not name else cut.removeprefix(f"{name}.")
 
 
 def _holds(name: str, cuts: Sequence[str], names: Collection[str]) -> bool:
+    """Return whether the module `name`, in which modules have these `names`, contains all cuts."""
     return all(cut and _relative(name, cut, names) in names for cut in cuts)
 
 
@@ -127,6 +134,7 @@ def _names(module: nn.Module) -> list[str]:
 
 
 def _is_network(module: Any) -> bool:
+    """Return whether a LightningModule has a forward of its own."""
     return is_overridden("forward", module, "LightningModule")
 
 

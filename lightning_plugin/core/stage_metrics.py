@@ -15,28 +15,28 @@ from torch.nn import Module
 class StageMetrics:
     """Makes `compute` of each metric in a module return the last stage's value on every stage.
 
-    module: all its metrics are handled, except those `inside` a module in stages.
+    module: the LightningModule, whose metrics are handled.
+    excluded: modules that are left out, if they are metrics: those of the model in stages.
     broadcast_from_last_stage: calls a function on the last stage and returns its result on every stage; collective.
     """
 
     def __init__(
-        self, module: Module, inside: Iterable[Module], broadcast_from_last_stage: Callable[[Callable[[], Any]], Any]
+        self, module: Module, excluded: Iterable[Module], broadcast_from_last_stage: Callable[[Callable[[], Any]], Any]
     ) -> None:
         self._broadcast_from_last_stage = broadcast_from_last_stage
-        self._is_inside = False  # a step, or another metric's compute
+        self._is_local_only = False  # inside a step, or another metric's compute
         self._original_computes: list[tuple[Module, Any]] = []
-        excluded = set(inside)
+        excluded = set(excluded)
         for metric in module.modules():
             if _is_metric(metric) and metric not in excluded:
-                self._watch(metric)
+                self._wrap_compute(metric)
 
-    def _watch(self, metric: Any) -> None:
-        original = getattr(
-            metric.compute, "_weft_own", metric.compute
-        )  # an earlier run's wrapper may still be installed
+    def _wrap_compute(self, metric: Any) -> None:
+        # The wrapper of an earlier run may still be installed.
+        original = getattr(metric.compute, "_weft_own", metric.compute)
 
         def compute(*args: Any, **kwargs: Any) -> Any:
-            if self._is_inside or not dist.is_initialized():
+            if self._is_local_only or not dist.is_initialized():
                 return original(*args, **kwargs)
             with self.local_only():
                 return self._broadcast_from_last_stage(lambda: original(*args, **kwargs))
@@ -47,30 +47,30 @@ class StageMetrics:
 
     @contextlib.contextmanager
     def local_only(self) -> Iterator[None]:
-        """Inside, metrics are computed on this rank only: for steps, which not every stage runs to the end."""
-        before, self._is_inside = self._is_inside, True
+        """Compute metrics inside on this rank only: for steps, which not every stage runs to the end."""
+        before, self._is_local_only = self._is_local_only, True
         try:
             yield
         finally:
-            self._is_inside = before
+            self._is_local_only = before
 
     @contextlib.contextmanager
     def updates_disabled(self) -> Iterator[None]:
-        """Inside, metrics are not updated: for calls of a step that do not run the last stage."""
+        """Do not update metrics inside: for calls of a step that do not run the last stage."""
         names = ("update", "forward")
-        before = [
+        replaced = [
             (vars(metric), {n: vars(metric)[n] for n in names if n in vars(metric)})
             for metric, _ in self._original_computes
         ]
-        for attributes, _ in before:
+        for attributes, _ in replaced:
             attributes.update(update=_nothing, forward=_zero)
         try:
             yield
         finally:
-            for attributes, original_attributes in before:
+            for attributes, originals in replaced:
                 for name in names:
                     del attributes[name]
-                attributes.update(original_attributes)
+                attributes.update(originals)
 
     def remove(self) -> None:
         """Restore the metrics' own `compute`."""

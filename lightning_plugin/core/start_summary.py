@@ -79,8 +79,8 @@ class StartSummaryMixin(StrategyMembers):
         largest, grads = (int(column.max()) / 1e6 for column in ranks.unbind(1))
         return [
             f"parameters: {full_bytes / 1e6:.3f} MB in all; MB held by {held_by}{more}.",
-            f"predicted memory per rank: {largest + grads:.3f} MB of parameters and gradients, {2 * grads:.3f} MB more "
-            "with the states of Adam, at most; activations come on top.",
+            f"predicted memory per rank: at most {largest + grads:.3f} MB of parameters and gradients plus "
+            f"{2 * grads:.3f} MB of Adam states; activations not included.",
         ]
 
     def _warn_on_replicated(self, module: torch.nn.Module) -> None:

@@ -16,10 +16,12 @@ from weft._plugin.step_outputs import weighted_mean
 
 @dataclasses.dataclass
 class Logged:
-    """One call of `log`: its arguments, with the value apart.
+    """One call of `log`.
 
-    value: a tensor of one number, or None for a metric.
-    metric: the name of the metric object that was logged; `value` is then its value for the step, if it has one.
+    name: the name under which the value is logged.
+    value: a scalar; None for a metric without a value for the step.
+    metric: the attribute of the metric object that was logged; None: no metric.
+    arguments: the other arguments of the call.
     """
 
     name: str
@@ -29,7 +31,7 @@ class Logged:
 
 
 class StepLogs:
-    """Records the calls of a module's `log` while `recording`; `combined` merges those of all micro-batches.
+    """Records a module's calls of `log` for each micro-batch (inside `recording`), and combines them (`combined`).
 
     module: a LightningModule.
     """
@@ -41,7 +43,7 @@ class StepLogs:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Inside, calls of `log` are recorded and not logged."""
+        """Record calls of `log` inside, without logging them."""
         self._calls_by_micro_batch.clear()
         before = vars(self._module).get("log")
         object.__setattr__(self._module, "log", self._record)
@@ -52,11 +54,11 @@ class StepLogs:
             if before is not None:
                 object.__setattr__(self._module, "log", before)
 
-    def run_micro_batch(self, number: int, step: Callable[[], Any]) -> Any:
+    def run_micro_batch(self, micro_batch_idx: int, step: Callable[[], Any]) -> Any:
         """Call a step and return its result; keep its logs unless it raises, as it does off the last stage."""
         self._calls = []
         result = step()
-        self._calls_by_micro_batch[number] = self._calls
+        self._calls_by_micro_batch[micro_batch_idx] = self._calls
         return result
 
     def _record(self, *args: Any, **kwargs: Any) -> None:
@@ -95,18 +97,24 @@ class StepLogs:
         )
 
     def combined(self, weights: Sequence[float], sizes: Sequence[int | None]) -> list[Logged]:
-        """Return one call for each that the micro-batches made, in order; `weights`: the weight of each micro-batch.
+        """Return the calls for the batch, in order: each combines one call of every micro-batch, by `reduce_fx`.
+
+        Args:
+            weights: the weight of each micro-batch in means.
+            sizes: the number of samples of each micro-batch; None: unknown.
 
         Raises:
             ValueError: an unknown `reduce_fx`.
         """
-        found: dict[tuple[Any, ...], list[tuple[Logged, float, int | None]]] = {}
-        for number in sorted(self._calls_by_micro_batch):
-            seen: dict[str, int] = {}
-            for call in self._calls_by_micro_batch[number]:
-                seen[call.name] = seen.get(call.name, 0) + 1
-                found.setdefault((call.name, seen[call.name]), []).append((call, weights[number], sizes[number]))
-        return [_combined(calls) for calls in found.values()]
+        # The key: a name, and how many calls of the micro-batch had this name before.
+        calls_by_key: dict[tuple[str, int], list[tuple[Logged, float, int | None]]] = {}
+        for idx in sorted(self._calls_by_micro_batch):
+            num_calls: dict[str, int] = {}
+            for call in self._calls_by_micro_batch[idx]:
+                key = (call.name, num_calls.get(call.name, 0))
+                num_calls[call.name] = key[1] + 1
+                calls_by_key.setdefault(key, []).append((call, weights[idx], sizes[idx]))
+        return [_combined(calls) for calls in calls_by_key.values()]
 
     def replay(self, logged: Sequence[Logged]) -> None:
         """Log these calls as the step would on one device; every rank of the pipeline logs the same."""
@@ -122,13 +130,13 @@ class StepLogs:
 def _combined(calls: list[tuple[Logged, float, int | None]]) -> Logged:
     first = calls[0][0]
     arguments = dict(first.arguments)
-    given = [call.arguments.get("batch_size") for call, _, _ in calls]
-    if given[0] is not None:
+    batch_sizes = [call.arguments.get("batch_size") for call, _, _ in calls]
+    if batch_sizes[0] is not None:
         # A number of samples is summed over micro-batches; a constant is kept.
-        counts_samples = given == [size for _, _, size in calls] or len(set(given)) > 1
-        arguments["batch_size"] = sum(given) if counts_samples else given[0]
-    values = [(call.value, weight) for call, weight, _ in calls if call.value is not None]
-    if not values:
+        counts_samples = batch_sizes == [size for _, _, size in calls] or len(set(batch_sizes)) > 1
+        arguments["batch_size"] = sum(batch_sizes) if counts_samples else batch_sizes[0]
+    weighted_values = [(call.value, weight) for call, weight, _ in calls if call.value is not None]
+    if not weighted_values:
         return Logged(first.name, None, first.metric, arguments)
     reduction = arguments.get("reduce_fx", "mean")
     reduction = str(getattr(reduction, "__name__", reduction)).lower()
@@ -137,9 +145,9 @@ def _combined(calls: list[tuple[Logged, float, int | None]]) -> Logged:
             f"pipeline: self.log({first.name!r}) got reduce_fx={arguments['reduce_fx']!r}; pass 'mean', 'sum', 'min' "
             "or 'max'."
         )
-    numbers = [value for value, _ in values]
+    values = [value for value, _ in weighted_values]
     if reduction != "mean":
-        value = getattr(torch.stack(numbers), {"min": "amin", "max": "amax"}.get(reduction, reduction))()
+        value = getattr(torch.stack(values), {"min": "amin", "max": "amax"}.get(reduction, reduction))()
     else:
-        value = weighted_mean(numbers, [weight for _, weight in values])
+        value = weighted_mean(values, [weight for _, weight in weighted_values])
     return Logged(first.name, value.cpu(), first.metric, arguments)

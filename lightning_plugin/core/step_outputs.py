@@ -60,7 +60,10 @@ def join_outputs(outputs: Sequence[Any], sizes: Sequence[int | None], weights: S
 
 
 def weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Return the weighted mean, `[]`, in the first value's dtype if that is floating; weights of 0 leave values out."""
+    """Return the weighted mean of scalars, a scalar in the first value's dtype if that is floating, else the default.
+
+    Values with a weight of 0 are left out, unless all weights are 0: then all values have the same weight.
+    """
     pairs = [(v.detach().double(), w) for v, w in zip(values, weights, strict=True) if w > 0]
     pairs = pairs or [(value.detach().double(), 1.0) for value in values]
     mean = torch.stack([value.reshape(()) * weight for value, weight in pairs]).sum() / sum(w for _, w in pairs)
@@ -86,7 +89,12 @@ class _TensorPlaceholder:
 
 @dataclasses.dataclass(frozen=True)
 class Serialized:
-    """A value ready to be broadcast; see `serialize`."""
+    """A value ready to be broadcast; see `serialize`.
+
+    value: as given.
+    pickled: the value with placeholders for `tensors`.
+    tensors: those that are broadcast separately, because they are large or on a device.
+    """
 
     value: Any
     pickled: bytes
@@ -94,7 +102,7 @@ class Serialized:
 
 
 def serialize(value: Any) -> Serialized:
-    """Return a value ready for `broadcast_serialized`; it raises here, before any rank waits for the value.
+    """Return a value ready for `broadcast_serialized`; errors are raised here, before any rank waits for the value.
 
     Raises:
         TypeError: the value contains an object that cannot be pickled.
@@ -106,8 +114,8 @@ def serialize(value: Any) -> Serialized:
         )
     except Exception as error:
         raise TypeError(
-            f"pipeline: what a step gave or logged cannot be sent to other stages ({error}); give tensors, numbers, "
-            "texts and collections of them."
+            f"pipeline: a step returned or logged a value that cannot be sent to other stages ({error}); give tensors, "
+            "numbers, texts and collections of them."
         ) from error
 
 
@@ -116,8 +124,12 @@ def broadcast_serialized(
 ) -> Any:
     """Return the value of the rank `source` on every rank of a group; collective.
 
-    packed: the value on `source`; None on the other ranks. Tensors arrive on `device` if they were on a device of its
-        type, else on the CPU; the rest is pickled.
+    Args:
+        serialized: the value on `source`; None on the other ranks.
+        group: the ranks that get the value.
+        source: the rank in `group` that has it.
+        device: this rank's device, over which tensors are broadcast. A tensor arrives on it if it was on a device of
+            the same type, else on the CPU.
     """
     if serialized is not None and group.size() == 1:
         return serialized.value
@@ -132,6 +144,7 @@ def broadcast_serialized(
 
 
 def _replace_tensor(leaf: Any, tensors: list[Tensor]) -> Any:
+    """Return a leaf to pickle; a tensor that is broadcast separately is appended to `tensors`."""
     if not isinstance(leaf, Tensor):
         return leaf
     if leaf.device.type == "cpu" and leaf.nbytes <= _MAX_PICKLED_BYTES:

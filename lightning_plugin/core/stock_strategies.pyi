@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from weft._plugin.batch_check import BatchCheck
 from weft._plugin.data_axes import DataAxes
-from weft._plugin.optimizer_state import UnsplitModel
+from weft._plugin.optimizer_state import FullModel
 from weft._plugin.options import Options
 from weft._plugin.pipeline_target import PipelineTarget
 from weft.strategy import Plan
@@ -88,7 +88,7 @@ class TrainerMembers(StrategyMembers):
     precision_plugin: Any
     _is_fitting: bool
     _target: PipelineTarget | None
-    _unsplit_model: UnsplitModel | None
+    _full_model: FullModel | None
 
     def lightning_module_state_dict(self) -> dict[str, Any]: ...
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]: ...

@@ -65,4 +65,4 @@ class TrainerCheckpointsMixin(TrainerMembers):
         optimizers = self.optimizers if self._is_fitting else []
         with torch.no_grad():
             strict = self.lightning_module.strict_loading
-            return load(path, self.model, optimizers, strict, weights_only, self._unsplit_model)
+            return load(path, self.model, optimizers, strict, weights_only, self._full_model)

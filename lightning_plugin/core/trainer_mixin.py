@@ -139,7 +139,7 @@ class TrainerMixin(TrainerCheckpointsMixin, TrainerPipelineMixin, TrainerLoaders
         entry_points = [name for name in STEPS if _is_overridden(name, module)]
         before = parameters_of(self.model)  # local to this method: torch cannot move a DTensor with weak references
         has_meta_tensors = self._apply_plan(
-            self.model, entry_points=entry_points, root_is_called=module.automatic_optimization
+            self.model, entry_points=entry_points, root_is_unit=module.automatic_optimization
         )
         self._replacements.record(before, self.model)
         return has_meta_tensors

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from weft._plugin.deferred_gradients import DeferredGradients
 from weft._plugin.in_backward import is_overridden
 from weft._plugin.meshes import PIPELINE_AXIS
-from weft._plugin.optimizer_state import UnsplitModel, parameter_names, unwrapped
+from weft._plugin.optimizer_state import FullModel, parameter_names, unwrapped
 from weft._plugin.pipeline_mixin import PipelineMixin
 from weft._plugin.pipeline_target import PipelineTarget, find_target
 from weft._plugin.stage_metrics import StageMetrics, names_of_metrics
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 else:
     TrainerMembers = object
 
-_UNSPLIT_NAMES = "_weft_unsplit_names"
+_FULL_NAMES = "_weft_full_names"
 _STEP_OPTIONS = ("split_batch", "micro_batch_weight")
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -47,7 +47,7 @@ class TrainerPipelineMixin(PipelineMixin, TrainerMembers):
         self._check_options()
         self._target: PipelineTarget | None = None
         self._last_stage_modules: LastStageModules | None = None
-        self._unsplit_model: UnsplitModel | None = None
+        self._full_model: FullModel | None = None
         self._last_stage_reducer: GradientReducer | None = None
         self._step_logs: StepLogs | None = None
         self._deferred_gradients: DeferredGradients | None = None
@@ -89,9 +89,9 @@ class TrainerPipelineMixin(PipelineMixin, TrainerMembers):
         inner = module.get_submodule(name)
         if find_staged(module) is None:
             check_not_shared(module, name)
-            inner.__dict__[_UNSPLIT_NAMES] = tuple(parameter_names(inner).values())
-        if _UNSPLIT_NAMES not in module.__dict__:  # once for each module around the one in stages
-            module.__dict__[_UNSPLIT_NAMES] = _parameter_names_with(module, name, inner.__dict__[_UNSPLIT_NAMES])
+            inner.__dict__[_FULL_NAMES] = tuple(parameter_names(inner).values())
+        if _FULL_NAMES not in module.__dict__:  # once for each module around the one in stages
+            module.__dict__[_FULL_NAMES] = _parameter_names_with(module, name, inner.__dict__[_FULL_NAMES])
         with restoring_state(module, has_buffers=False):
             self._cut_module(
                 inner,
@@ -99,7 +99,7 @@ class TrainerPipelineMixin(PipelineMixin, TrainerMembers):
                 beside=names_of_metrics(module) if name == "" else (),
                 forward=self._example_call(module, inner),
             )
-        self._unsplit_model = UnsplitModel(module.__dict__[_UNSPLIT_NAMES], self.pipeline_group)
+        self._full_model = FullModel(module.__dict__[_FULL_NAMES], self.pipeline_group)
         self._last_stage_modules = LastStageModules(module, name, self.pipeline.has_last_stage)
 
     def _example_call(self, module: Any, inner: torch.nn.Module) -> Callable[[], Any] | None:
@@ -163,8 +163,8 @@ class TrainerPipelineMixin(PipelineMixin, TrainerMembers):
             self._example = (module, module.example_input_array)
             module.example_input_array = None
         self._step_logs = StepLogs(module)
-        inside = [] if self.pipeline.model is module else self.pipeline.model.modules()
-        self._stage_metrics = StageMetrics(module, inside, self._broadcast_from_last_stage)
+        excluded = [] if self.pipeline.model is module else self.pipeline.model.modules()
+        self._stage_metrics = StageMetrics(module, excluded, self._broadcast_from_last_stage)
         if self.pipeline.model is module:
             attach_trainer(module)
         assert self._last_stage_modules is not None
@@ -223,7 +223,7 @@ class TrainerPipelineMixin(PipelineMixin, TrainerMembers):
         self._deferred_gradients = DeferredGradients(
             (parameter for parameter in module.parameters() if parameter.requires_grad),
             is_first=trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0,
-            zeroing_is_observed=_zeroing_is_observed(trainer),
+            keeps_earlier_until_zeroed=_zeroing_is_observed(trainer),
             scale=scale,
         )
         weight = self._options.micro_batch_weight
@@ -284,31 +284,31 @@ class _MicroBatchStep:
 
     def __init__(self, strategy: Any, micro_batches: Sequence[Any], step: Callable[[Any], Any]) -> None:
         self.micro_batches = micro_batches
-        self.outputs: dict[int, Any] = {}  # the step's results without losses, on the last stage
+        self.outputs: dict[int, Any] = {}  # on the last stage: the step's results without losses, by micro-batch
         self.loss_dtype = torch.get_default_dtype()
         self._strategy = strategy
         self._step = step
-        self._numbers = {id(micro_batch): number for number, micro_batch in enumerate(micro_batches)}
+        self._idx_of = {id(micro_batch): idx for idx, micro_batch in enumerate(micro_batches)}
 
     def split(self, _batch: Any, _count: int) -> Sequence[Any]:
         return self.micro_batches
 
     def __call__(self, micro_batch: Any) -> Any:
-        strategy, number = self._strategy, self._numbers[id(micro_batch)]
+        strategy, idx = self._strategy, self._idx_of[id(micro_batch)]
         with contextlib.ExitStack() as stack:
             if strategy.pipeline.is_recording:
                 stack.enter_context(strategy._last_stage_modules.forbidding_use())
                 stack.enter_context(restoring_state(strategy.lightning_module))
             if not strategy.pipeline.runs_last_stage:
                 stack.enter_context(strategy._stage_metrics.updates_disabled())
-            return strategy._step_logs.run_micro_batch(number, lambda: self._step(micro_batch))
+            return strategy._step_logs.run_micro_batch(idx, lambda: self._step(micro_batch))
 
     def loss(self, micro_batch: Any) -> Any:
         """Run the step; return its loss, and keep the rest of its result in `outputs`."""
         output = self(micro_batch)
         if isinstance(output, dict):
-            beside = {key: item for key, item in output.items() if key != "loss"}
-            self.outputs[self._numbers[id(micro_batch)]] = pytree.tree_map_only(Tensor, Tensor.detach, beside)
+            rest = {key: item for key, item in output.items() if key != "loss"}
+            self.outputs[self._idx_of[id(micro_batch)]] = pytree.tree_map_only(Tensor, Tensor.detach, rest)
             output = output.get("loss")
         if not isinstance(output, Tensor) or output.numel() != 1:
             raise TypeError(
@@ -328,16 +328,16 @@ class _MicroBatchStep:
         """Return the step's result for the batch, without the loss."""
         if not self.outputs:
             return None
-        return join_outputs([self.outputs[number] for number in sorted(self.outputs)], sizes, weights)
+        return join_outputs([self.outputs[idx] for idx in sorted(self.outputs)], sizes, weights)
 
 
 @contextlib.contextmanager
 def restoring_state(module: Any, has_buffers: bool = True) -> Iterator[None]:
-    """Restore the module's own numbers, strings, plain lists and buffers afterwards."""
+    """Restore the module's own numbers, strings, plain lists and, with `has_buffers`, buffers afterwards."""
     values = {key: value for key, value in vars(module).items() if isinstance(value, (bool, int, float, str))}
     lists = {key: (value, list(value)) for key, value in vars(module).items() if type(value) is list}
-    of_module = module._buffers.items() if has_buffers else ()
-    buffers = {key: buffer.clone() for key, buffer in of_module if buffer is not None}
+    named_buffers = module._buffers.items() if has_buffers else ()
+    buffers = {key: buffer.clone() for key, buffer in named_buffers if buffer is not None}
     originals = dict(module._buffers)
     try:
         yield

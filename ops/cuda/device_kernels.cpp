@@ -20,6 +20,6 @@ struct CudaKernels {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(weft, CUDA, m) { DeviceKernels<CudaKernels>::register_kernels(m); }
+TORCH_LIBRARY_IMPL(weft, CUDA, m) { KernelAdapters<CudaKernels>::register_kernels(m); }
 
 }  // namespace weft::ops

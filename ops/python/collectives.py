@@ -35,7 +35,7 @@ class CollectiveError(dist.DistBackendError):
 
 
 class CollectiveMismatchError(CollectiveError):
-    """The ranks of a group made calls that do not belong together."""
+    """The ranks of a group made calls that do not match, or passed different options when they created it."""
 
 
 class PeerLostError(CollectiveError):
@@ -43,11 +43,14 @@ class PeerLostError(CollectiveError):
 
 
 class CollectiveTimeoutError(CollectiveError):
-    """A rank did not join within the timeout of the group or the call."""
+    """A rank did not arrive within the timeout of the group or of the call."""
 
 
 class GroupAbortedError(CollectiveError):
-    """A rank has aborted the group, or this rank has left it."""
+    """A rank has aborted the group, this rank has left it, or an operation has failed on a rank.
+
+    Also raised if a rank cannot create the group: open the shared memory, read the store or create the transport.
+    """
 
 
 def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Backend:
@@ -59,8 +62,8 @@ class BackendOptions:
     """The options of this backend: the `pg_options` of `init_process_group` and `new_group`.
 
     Attributes:
-        staging_limit_bytes: an upper limit of the shared memory of a group on one host, for all its ranks together;
-            each of its buffers takes at least one page. Must be equal on all ranks of a host.
+        staging_limit_bytes: an upper limit of the staging buffers and message rings of a group on one host, for all
+            its ranks together, unless their minimum sizes need more. Must be equal on all ranks of a host.
         transport: makes the backend whose `send` and `recv` carry bytes between hosts, over the ranks of the
             group. Called as `transport(store, rank, size, timeout)` on every rank of a multi-host group, and not
             called on a single host.

@@ -1,10 +1,12 @@
 """Typed calls of weft's operators (`torch.ops.weft.*`), for eager code, torch.compile and torch.export.
 
 All weights are this rank's shards in nn.Linear's layout `[out, in]`; `group_name` is c10d's name of a
-process group (`mesh.get_group("tensor_parallel").group_name`), "" is a group of one. Tensors of a call
-share one dtype (float32, float64, bfloat16, float16) and device; under torch.autocast they are cast as
-for nn.Linear. Invalid arguments raise ValueError, TypeError or IndexError before any communication. Second derivatives
-are not supported.
+process group (`mesh.get_group("tensor_parallel").group_name`), "" is a group of one. All tensors of a call have one
+device and one dtype (float32, float64, bfloat16, float16); norms also accept float32 parameters with a half-precision
+x. Under torch.autocast, operators with matrix products cast their tensors as nn.Linear does, `add_rms_norm` and
+`add_layer_norm` promote x and residual to a common dtype, and other operators do not cast. Invalid arguments raise
+ValueError, TypeError or IndexError before any communication. Only `dropout`, `reduce_from_group` and `join` support
+second derivatives.
 """
 
 from __future__ import annotations
@@ -220,8 +222,7 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual) in one pass over memory: a residual add fused with the norm that follows.
 
-    The sum, in the dtype of x and residual, is saved. Under autocast both are cast to the wider of their
-    dtypes.
+    The sum, in the dtype of x and residual, is saved. Under autocast both are promoted to a common dtype.
     """
     return torch.ops.weft.add_rms_norm(x, residual, weight, group_name=group_name, eps=eps)
 

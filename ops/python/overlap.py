@@ -2,9 +2,10 @@
 
     WEFT_OVERLAP=auto|always|never python train.py       # or weft.overlap.set_mode(...)
 
-`auto`, the default, measures on CPUs: the first 34 calls of an operator on a kind of shape alternate between both
-variants, and the ranks then agree on the faster one. The choice, and with it the last digits of a result, may differ
-from run to run. `torch.use_deterministic_algorithms(True)` disables measuring. A saved table makes it unnecessary:
+`auto`, the default, measures: the first 34 calls of an operator on a kind of shape run both variants, in pairs of
+random order, of which the first is a warm-up. The ranks then agree on the faster variant. The choice, and with it the
+last digits of a result, may differ from run to run. `torch.use_deterministic_algorithms(True)` disables measuring. A
+saved table makes it unnecessary:
 
     weft.overlap.save("overlap.json")                    # at the end of a run, on one rank
     WEFT_OVERLAP_TABLE=overlap.json python train.py      # on all ranks, or weft.overlap.load(...)
@@ -64,7 +65,7 @@ def set_mode(mode: Mode) -> None:
     """Set the mode, which must be the same on all ranks.
 
     Args:
-        mode: "auto"; "always": chunked if a rank's shard has two or more rows; "never": unchunked.
+        mode: "auto"; "always": chunked if the largest shard has two or more rows; "never": unchunked.
 
     Raises:
         ValueError: another mode.

@@ -1,5 +1,7 @@
-// Under torch.autocast the matrix-product operators run in the autocast dtype, as nn.Linear does;
-// the embedding and the group operators keep the dtype of their input.
+// Under torch.autocast, the operators with matrix products cast their tensors to the autocast
+// dtype, as nn.Linear does, and add_rms_norm and add_layer_norm promote x and residual to a common
+// dtype. Other operators do not cast: the other norms, the embedding, the cross-entropy of given
+// logits, dropout, and the group and pipeline operators.
 
 #include "dispatch.h"
 
@@ -17,8 +19,9 @@ template <c10::DeviceType kDevice>
 constexpr auto kAutocastKey = kDevice == c10::DeviceType::CPU ? c10::DispatchKey::AutocastCPU
                                                               : c10::DispatchKey::AutocastCUDA;
 
-// Casts floating-point tensors to the autocast dtype. Targets and other integers, and arguments
-// that are not tensors, stay as they are.
+// Casts floating-point tensors on the device type to the autocast dtype. Other arguments are not
+// cast: float64, integers such as targets, tensors on other devices, and arguments that are no
+// tensors.
 template <c10::DeviceType kDevice>
 class Cast {
  public:
@@ -37,7 +40,7 @@ class Cast {
   at::ScalarType dtype_ = at::autocast::get_lower_precision_fp_from_device_type(kDevice);
 };
 
-// The autocast kernel of an operator: all tensors in the autocast dtype.
+// The autocast kernel of an operator with matrix products: casts its arguments.
 template <c10::DeviceType kDevice, typename Operator>
 struct InAutocastDtype;
 
@@ -51,13 +54,13 @@ struct InAutocastDtype<kDevice, dispatch::Operator<kName, Result(Arguments...)>>
   }
 };
 
-// The autocast kernel of a norm of a sum: the terms in the wider of their dtypes, which the kernel
-// requires to agree. The norm itself is computed in float32 in any case.
+// The autocast kernel of a norm of a sum: x and residual are promoted to a common dtype, because
+// the kernel requires equal dtypes. The norm is computed in float32, or in float64 for float64.
 template <c10::DeviceType kDevice, typename Operator>
-struct InWiderDtype;
+struct InPromotedDtype;
 
 template <c10::DeviceType kDevice, auto kName, typename Result, typename... Arguments>
-struct InWiderDtype<
+struct InPromotedDtype<
     kDevice,
     dispatch::Operator<kName, Result(const at::Tensor&, const at::Tensor&, Arguments...)>> {
   static Result call(const at::Tensor& x, const at::Tensor& residual, Arguments... arguments) {
@@ -85,7 +88,7 @@ void register_all(torch::Library& m) {
                                              dispatch::linear_reduce_scatter,
                                              dispatch::sharded_linear,
                                              dispatch::vocab_parallel_linear_cross_entropy);
-  register_kernels<InWiderDtype, kDevice>(m, dispatch::add_rms_norm, dispatch::add_layer_norm);
+  register_kernels<InPromotedDtype, kDevice>(m, dispatch::add_rms_norm, dispatch::add_layer_norm);
 }
 
 }  // namespace

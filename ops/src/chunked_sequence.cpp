@@ -9,11 +9,12 @@ namespace weft::ops {
 
 namespace {
 
-// If another rank does not chunk, the backend reports different sizes; this text names the cause.
-constexpr std::string_view kGathering =
-    "all-gather of a chunk (WEFT_OVERLAP and its table, the same on all ranks?)";
-constexpr std::string_view kScattering =
-    "reduce-scatter of a chunk (WEFT_OVERLAP and its table, the same on all ranks?)";
+// Parts of the error that the backend raises for different sizes. They name a possible cause: that
+// another rank does not use chunks.
+constexpr std::string_view kGatherChunk =
+    "all-gather of a chunk (WEFT_OVERLAP and WEFT_OVERLAP_TABLE must be equal on all ranks)";
+constexpr std::string_view kScatterChunk =
+    "reduce-scatter of a chunk (WEFT_OVERLAP and WEFT_OVERLAP_TABLE must be equal on all ranks)";
 
 // The sizes of x with `num_rows` in the first dim.
 std::vector<std::int64_t> with_rows(const at::Tensor& x, std::int64_t num_rows) {
@@ -34,9 +35,9 @@ ChunkedSequence::ChunkedSequence(std::string_view op,
       max_shard_size_(max_shard_size(dim_size, group_->getSize()).expect_int()),
       rows_per_chunk_(std::min(rows_per_chunk, max_shard_size_)) {}
 
-void ChunkedSequence::gather(at::Tensor shard) { shards_.push_back(std::move(shard)); }
+void ChunkedSequence::add_input(at::Tensor shard) { shards_.push_back(std::move(shard)); }
 
-void ChunkedSequence::scatter(at::IntArrayRef row_sizes, const at::TensorOptions& options) {
+void ChunkedSequence::set_output(at::IntArrayRef row_sizes, const at::TensorOptions& options) {
   auto sizes = row_sizes.vec();
   sizes.insert(sizes.begin(), max_shard_size_);
   sum_ = at::empty(sizes, options);
@@ -46,22 +47,22 @@ std::int64_t ChunkedSequence::num_chunks() const {
   return (max_shard_size_ + rows_per_chunk_ - 1) / rows_per_chunk_;
 }
 
-std::int64_t ChunkedSequence::rows_of(std::int64_t chunk) const {
+std::int64_t ChunkedSequence::max_rows_per_rank(std::int64_t chunk) const {
   return std::min(rows_per_chunk_, max_shard_size_ - first_of(chunk));
 }
 
 std::int64_t ChunkedSequence::rows_on(int rank, std::int64_t chunk) const {
   const auto own = shard_size(dim_size_, {group_->getSize(), rank}).expect_int();
-  return std::clamp<std::int64_t>(own - first_of(chunk), 0, rows_of(chunk));
+  return std::clamp<std::int64_t>(own - first_of(chunk), 0, max_rows_per_rank(chunk));
 }
 
 ChunkedSequence::Gathered ChunkedSequence::start_gather(std::int64_t chunk) const {
   Gathered result;
-  const auto rows = rows_of(chunk);
+  const auto rows = max_rows_per_rank(chunk);
   const auto own_rows = rows_on(group_->getRank(), chunk);
   for (const auto& shard : shards_) {
     auto own = own_rows > 0 ? shard.narrow(0, first_of(chunk), own_rows) : shard.narrow(0, 0, 0);
-    auto [full, work] = start_gather_rows(op_, kGathering, own, rows, group_);
+    auto [full, work] = start_gather_rows(op_, kGatherChunk, own, rows, group_);
     result.full.push_back(std::move(full));
     result.works.push_back(std::move(work));
   }
@@ -69,7 +70,7 @@ ChunkedSequence::Gathered ChunkedSequence::start_gather(std::int64_t chunk) cons
 }
 
 at::Tensor ChunkedSequence::output_buffer(std::int64_t chunk) const {
-  return at::empty(with_rows(sum_, rows_of(chunk) * group_->getSize()), sum_.options());
+  return at::empty(with_rows(sum_, max_rows_per_rank(chunk) * group_->getSize()), sum_.options());
 }
 
 void ChunkedSequence::run(const std::function<void(const ChunkRows&)>& step) {
@@ -77,12 +78,12 @@ void ChunkedSequence::run(const std::function<void(const ChunkRows&)>& step) {
   PendingCollective scattering;
   auto next = start_gather(0);
   for (std::int64_t chunk = 0; chunk < num_chunks(); ++chunk) {
-    auto now = std::move(next);
+    auto current = std::move(next);
     next = chunk + 1 < num_chunks() ? start_gather(chunk + 1) : Gathered();
-    for (auto& work : now.works) {
+    for (auto& work : current.works) {
       work.wait();
     }
-    const auto rows = rows_of(chunk);
+    const auto rows = max_rows_per_rank(chunk);
     const auto output = sum_.defined() ? output_buffer(chunk) : at::Tensor();
     for (int rank = 0; rank < num_ranks; ++rank) {
       const auto num_rows = rows_on(rank, chunk);
@@ -99,7 +100,7 @@ void ChunkedSequence::run(const std::function<void(const ChunkRows&)>& step) {
         // copy and leaves more of the cache to other data.
         rank_rows.gathered.push_back(rank == group_->getRank()
                                          ? shards_[i].narrow(0, first_of(chunk), num_rows)
-                                         : now.full[i].narrow(0, begin, num_rows));
+                                         : current.full[i].narrow(0, begin, num_rows));
       }
       if (output.defined()) {
         rank_rows.output = output.narrow(0, begin, num_rows);
@@ -109,13 +110,13 @@ void ChunkedSequence::run(const std::function<void(const ChunkRows&)>& step) {
     if (output.defined()) {
       scattering.wait();
       scattering = start_scatter_rows(
-          op_, kScattering, output, sum_.narrow(0, first_of(chunk), rows), group_);
+          op_, kScatterChunk, output, sum_.narrow(0, first_of(chunk), rows), group_);
     }
   }
   scattering.wait();
 }
 
-at::Tensor ChunkedSequence::scattered() {
+at::Tensor ChunkedSequence::take_output() {
   const auto own = shard_size(dim_size_, rank_in(group_)).expect_int();
   return std::exchange(sum_, {}).narrow(0, 0, own);
 }

@@ -7,10 +7,10 @@
 // sequence: at most two chunks of each tensor that is gathered or scattered.
 //
 //   ChunkedSequence chunks(op, group, dim_size, rows_per_chunk);
-//   chunks.gather(x);
-//   chunks.scatter({features}, options);
+//   chunks.add_input(x);
+//   chunks.set_output({features}, options);
 //   chunks.run([&](const ChunkRows& rows) { at::mm_out(rows.output, rows.gathered[0], w); });
-//   return chunks.scattered();
+//   return chunks.take_output();
 
 #include "group_collectives.h"
 
@@ -24,8 +24,8 @@ namespace weft::ops {
 struct ChunkRows {
   std::int64_t first_row;            // in the full sequence
   std::int64_t num_rows;             // at least 1
-  std::vector<at::Tensor> gathered;  // [num_rows, ...], contiguous, in the order of gather()
-  at::Tensor output;                 // [num_rows, ...], to fill; undefined without scatter()
+  std::vector<at::Tensor> gathered;  // [num_rows, ...], contiguous, in the order of add_input()
+  at::Tensor output;                 // [num_rows, ...], to fill; undefined without set_output()
 };
 
 // The sequence is the first dim of all tensors. dim_size and rows_per_chunk determine the order of
@@ -38,16 +38,17 @@ class ChunkedSequence {
                   std::int64_t dim_size,
                   std::int64_t rows_per_chunk);
 
-  // Adds an input: `shard` is this rank's shard of it, [own rows, ...], contiguous.
-  void gather(at::Tensor shard);
-  // Adds the output, which is summed over the ranks; its rows have `row_sizes`. At most once.
-  void scatter(at::IntArrayRef row_sizes, const at::TensorOptions& options);
+  // Adds a sequence to gather: `shard` is this rank's shard of it, [own rows, ...], contiguous.
+  void add_input(at::Tensor shard);
+  // Adds a sequence to reduce-scatter; its rows have `row_sizes`. Call it at most once.
+  void set_output(at::IntArrayRef row_sizes, const at::TensorOptions& options);
 
   // Calls `step` for each chunk and each rank that has rows in it.
   void run(const std::function<void(const ChunkRows&)>& step);
 
-  // Returns this rank's shard of the sum, [own rows, ...], contiguous. Call it once, after run().
-  at::Tensor scattered();
+  // Returns this rank's shard of the reduced output, [own rows, ...], contiguous. Call it once,
+  // after run().
+  at::Tensor take_output();
 
  private:
   struct Gathered {
@@ -57,8 +58,8 @@ class ChunkedSequence {
 
   std::int64_t num_chunks() const;
   std::int64_t first_of(std::int64_t chunk) const { return chunk * rows_per_chunk_; }
-  std::int64_t rows_of(std::int64_t chunk) const;
-  // The number of rows of `chunk` on `rank`; fewer than rows_of(chunk) where its shard ends.
+  std::int64_t max_rows_per_rank(std::int64_t chunk) const;
+  // The number of rows of `chunk` on `rank`; fewer than the maximum where its shard ends.
   std::int64_t rows_on(int rank, std::int64_t chunk) const;
   Gathered start_gather(std::int64_t chunk) const;
   at::Tensor output_buffer(std::int64_t chunk) const;
@@ -69,7 +70,7 @@ class ChunkedSequence {
   const std::int64_t max_shard_size_;
   const std::int64_t rows_per_chunk_;
   std::vector<at::Tensor> shards_;
-  at::Tensor sum_;  // [max_shard_size_, ...]; undefined without scatter()
+  at::Tensor sum_;  // [max_shard_size_, ...]; undefined without set_output()
 };
 
 }  // namespace weft::ops

@@ -141,8 +141,8 @@ Result run_chunked(const at::Tensor& x,
     }
   }
   ChunkedSequence chunks(kOp, call.group, size, rows_per_chunk);
-  chunks.gather(x.movedim(dim, 0).contiguous());
-  chunks.scatter(row_sizes(x, dim, w.w2.size(0)), x.options());
+  chunks.add_input(x.movedim(dim, 0).contiguous());
+  chunks.set_output(row_sizes(x, dim, w.w2.size(0)), x.options());
   chunks.run([&](const ChunkRows& rows) {
     const auto& x_rows = rows.gathered[0];
     at::Tensor h1, h3;
@@ -158,7 +158,7 @@ Result run_chunked(const at::Tensor& x,
     }
     product_into(rows.output, activate(h1, h3, call.activation), w.w2.t());
   });
-  result.y = chunks.scattered().movedim(0, dim).contiguous();
+  result.y = chunks.take_output().movedim(0, dim).contiguous();
   if (w.b2.has_value()) result.y.add_(*w.b2);
   return result;
 }

@@ -18,12 +18,16 @@
 // InputGradient waits for. When traced, all communication goes through registered operators called
 // below autograd, in program order, so that compile and export see it; the all-reduce is
 // weft::reduce_from_group.
+//
+// A WeightSink may take the gradients of weights: then Row and Column pass it the two factors in
+// place of their product.
 
 #include "autograd_support.h"
 #include "column_row_mlp.h"
 #include "dispatch.h"
 #include "group_collectives.h"
 #include "reduced_products.h"
+#include "weight_sink.h"
 
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/empty.h>
@@ -31,6 +35,8 @@
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/library.h>
 
+#include <cstddef>
+#include <cstdint>
 #include <optional>
 #include <string>
 
@@ -40,8 +46,12 @@ namespace {
 
 constexpr std::string_view kOp = "weft::column_row_mlp";
 
-// The collectives that Row's backward starts and other nodes wait for.
-struct PendingCollectives : torch::CustomClassHolder {
+enum Weight : std::uint8_t { kW1, kW2, kW3 };
+
+// What the nodes of one call share: the collectives that Row's backward starts and other nodes wait
+// for, and the weights whose gradients a sink may take.
+struct SharedState : torch::CustomClassHolder {
+  SunkWeights weights;
   PendingCollective all_reduce;  // of grad_x, in place
   // With a sharded sequence: grad_x, and the gathered x, which is freed after `num_readers` reads.
   std::optional<PendingTensor> grad_x;
@@ -61,43 +71,57 @@ struct PendingCollectives : torch::CustomClassHolder {
     return x;
   }
 };
-using PendingCollectivesPtr = c10::intrusive_ptr<PendingCollectives>;
+using SharedStatePtr = c10::intrusive_ptr<SharedState>;
 
-c10::IValue to_ivalue(const PendingCollectivesPtr& pending) {
+c10::IValue to_ivalue(const SharedStatePtr& shared) {
   return c10::IValue::make_capsule(
-      c10::static_intrusive_pointer_cast<torch::CustomClassHolder>(pending));
+      c10::static_intrusive_pointer_cast<torch::CustomClassHolder>(shared));
 }
 
-PendingCollectives& pending_of(AutogradContext* ctx) {
-  return static_cast<PendingCollectives&>(*ctx->saved_data.at("pending").toCapsule());
+SharedState& shared_of(AutogradContext* ctx) {
+  return static_cast<SharedState&>(*ctx->saved_data.at("shared").toCapsule());
+}
+
+// Returns the gradient of a weight; undefined if this backward does not need it, or if a sink has
+// used it. `input`: the weight's place among the inputs of the node.
+at::Tensor required_weight_grad(AutogradContext* ctx,
+                                std::size_t input,
+                                Weight index,
+                                const at::Tensor& grad,
+                                const at::Tensor& x) {
+  if (!ctx->needs_input_grad(input) || shared_of(ctx).weights.take(index, grad, x)) {
+    return {};
+  }
+  return weight_grad(grad, x);
 }
 
 class InputGradient : public torch::autograd::Function<InputGradient> {
  public:
   static at::Tensor forward(AutogradContext* ctx,
                             const at::Tensor& x,
-                            const PendingCollectivesPtr& pending) {
-    ctx->saved_data["pending"] = to_ivalue(pending);
+                            const SharedStatePtr& shared) {
+    ctx->saved_data["shared"] = to_ivalue(shared);
     return x.detach();
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    auto& pending = pending_of(ctx);
-    pending.all_reduce.wait();
-    if (!pending.grad_x.has_value()) {
+    auto& shared = shared_of(ctx);
+    shared.all_reduce.wait();
+    if (!shared.grad_x.has_value()) {
       return {grads[0], at::Tensor()};
     }
-    auto grad_x = pending.grad_x->get();
-    pending.grad_x.reset();
+    auto grad_x = shared.grad_x->get();
+    shared.grad_x.reset();
     return {grad_x, at::Tensor()};
   }
 };
 
 // Tensors that a node only saves or returns. They are not its inputs, so they get no gradients.
 struct ColumnValues {
-  at::Tensor x;  // undefined with a sharded sequence: `pending` has it
+  at::Tensor x;  // undefined with a sharded sequence: `shared` has it
   at::Tensor h;  // x weightᵀ + bias; the node only computes the gradients of weight and bias
-  PendingCollectivesPtr pending;
+  SharedStatePtr shared;
   bool requires_grad;  // weight requires a gradient, so the backward reads x
+  Weight index;
 };
 
 class Column : public torch::autograd::Function<Column> {
@@ -108,8 +132,9 @@ class Column : public torch::autograd::Function<Column> {
                             const ColumnValues& values) {
     ctx->set_materialize_grads(false);
     ctx->save_for_backward({values.x});
-    ctx->saved_data["pending"] = to_ivalue(values.pending);
+    ctx->saved_data["shared"] = to_ivalue(values.shared);
     ctx->saved_data["requires_grad"] = values.requires_grad;
+    ctx->saved_data["index"] = static_cast<std::int64_t>(values.index);
     ctx->saved_data["has_bias"] = bias.has_value();
     return values.h.detach();
   }
@@ -121,12 +146,12 @@ class Column : public torch::autograd::Function<Column> {
     auto x = ctx->get_saved_variables()[0];
     // Row counts this read by the weight's requires_grad, whichever gradients this backward needs.
     if (!x.defined() && ctx->saved_data.at("requires_grad").toBool()) {
-      x = pending_of(ctx).read_x();
+      x = shared_of(ctx).read_x();
     }
     const bool needs_bias = ctx->saved_data.at("has_bias").toBool() && ctx->needs_input_grad(1);
-    return {ctx->needs_input_grad(0) ? weight_grad(grad_h, x) : at::Tensor(),
-            needs_bias ? bias_grad(grad_h) : at::Tensor(),
-            at::Tensor()};
+    auto grad_bias = needs_bias ? bias_grad(grad_h) : at::Tensor();
+    const auto index = static_cast<Weight>(ctx->saved_data.at("index").toInt());
+    return {required_weight_grad(ctx, 0, index, grad_h, x), std::move(grad_bias), at::Tensor()};
   }
 };
 
@@ -136,7 +161,7 @@ struct RowValues {
   at::Tensor w1, w3, b1, b3;  // undefined if absent
   std::string activation;
   std::string group_name;
-  PendingCollectivesPtr pending;
+  SharedStatePtr shared;
   bool recompute;
   std::optional<Sequence> sequence;
   bool w1_requires_grad, w3_requires_grad;  // require a gradient, so the backward reads x
@@ -173,13 +198,14 @@ class Row : public torch::autograd::Function<Row> {
     ctx->saved_data["recompute"] = values.recompute;
     ctx->saved_data["gated"] = h3.has_value();
     ctx->saved_data["has_bias"] = b2.has_value();
-    ctx->saved_data["pending"] = to_ivalue(values.pending);
+    ctx->saved_data["shared"] = to_ivalue(values.shared);
     return values.y.detach();
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     forbid_double_backward(kOp);
     const auto saved = ctx->get_saved_variables();
+    shared_of(ctx).weights.begin_backward();
     const auto &w1 = saved[2], &w2 = saved[3], &w3 = saved[4];
     const auto& activation = ctx->saved_data.at("activation").toStringRef();
     const auto grad_y = full_sequence(ctx, grads[0]);
@@ -203,7 +229,7 @@ class Row : public torch::autograd::Function<Row> {
       } else {
         std::tie(result[kH1], h) = dispatch::activation_backward(grad_h, h1, activation);
       }
-    } else if (ctx->needs_input_grad(kW2)) {
+    } else if (ctx->needs_input_grad(kInputW2)) {
       h = activate(h1, h3, activation);
     }
     h1.reset();
@@ -211,14 +237,12 @@ class Row : public torch::autograd::Function<Row> {
     if (ctx->needs_input_grad(kX)) {
       result[kX] = input_grad(ctx, result[kH1], result[kH3], w1, w3);
     }
-    if (ctx->needs_input_grad(kW2)) {
-      result[kW2] = weight_grad(grad_y, h);
-    }
+    result[kInputW2] = required_weight_grad(ctx, kInputW2, kW2, grad_y, h);
     return result;
   }
 
  private:
-  enum Input : std::size_t { kX, kH1, kW2, kH3, kB2, kValues, kNumInputs };
+  enum Input : std::size_t { kX, kH1, kInputW2, kH3, kB2, kValues, kNumInputs };
 
   static bool has_sequence(AutogradContext* ctx) {
     return ctx->saved_data.count("sequence_dim") != 0;
@@ -245,26 +269,26 @@ class Row : public torch::autograd::Function<Row> {
     if (!has_sequence(ctx)) {
       return;
     }
-    auto& pending = pending_of(ctx);
+    auto& shared = shared_of(ctx);
     // A failed backward may have left its state.
-    pending.grad_x.reset();
-    pending.gathered_x.reset();
-    pending.full_x.reset();
+    shared.grad_x.reset();
+    shared.gathered_x.reset();
+    shared.full_x.reset();
     const auto reads = [&](std::size_t input, const char* key) {
       return ctx->needs_input_grad(input) && ctx->saved_data.at(key).toBool() ? 1 : 0;
     };
-    pending.num_readers = reads(kH1, "w1_requires_grad") +
-                          (gated ? reads(kH3, "w3_requires_grad") : 0) +
-                          (ctx->saved_data.at("recompute").toBool() ? 1 : 0);
-    if (pending.num_readers == 0) {
+    shared.num_readers = reads(kH1, "w1_requires_grad") +
+                         (gated ? reads(kH3, "w3_requires_grad") : 0) +
+                         (ctx->saved_data.at("recompute").toBool() ? 1 : 0);
+    if (shared.num_readers == 0) {
       return;
     }
     const auto [dim, size] = sequence_of(ctx);
     if (is_traced(shard)) {
-      pending.full_x = full_sequence(ctx, shard);
+      shared.full_x = full_sequence(ctx, shard);
     } else {
       const auto group = resolve_group(kOp, ctx->saved_data.at("group_name").toStringRef());
-      pending.gathered_x = start_all_gather(kOp, shard, dim, size.expect_int(), group);
+      shared.gathered_x = start_all_gather(kOp, shard, dim, size.expect_int(), group);
     }
   }
 
@@ -276,7 +300,7 @@ class Row : public torch::autograd::Function<Row> {
     const auto optional = [](const at::Tensor& tensor) {
       return tensor.defined() ? OptionalTensor(tensor) : OptionalTensor();
     };
-    const auto x = has_sequence(ctx) ? pending_of(ctx).read_x() : saved[0];
+    const auto x = has_sequence(ctx) ? shared_of(ctx).read_x() : saved[0];
     return column_half(x, saved[2], optional(saved[4]), optional(saved[5]), optional(saved[6]));
   }
 
@@ -301,7 +325,7 @@ class Row : public torch::autograd::Function<Row> {
     if (torch::autograd::AnomalyMode::is_enabled()) {
       all_reduce.wait();
     }
-    pending_of(ctx).all_reduce = std::move(all_reduce);
+    shared_of(ctx).all_reduce = std::move(all_reduce);
     return grad_x;
   }
 
@@ -314,7 +338,7 @@ class Row : public torch::autograd::Function<Row> {
       return dispatch::reduce_scatter_to_sequence(grad_x, dim, group_name);
     }
     const auto group = resolve_group(kOp, group_name);
-    pending_of(ctx).grad_x = start_reduce_scatter(kOp, grad_x, dim, group);
+    shared_of(ctx).grad_x = start_reduce_scatter(kOp, grad_x, dim, group);
     auto sizes = grad_x.sizes().vec();
     auto& size = sizes[static_cast<std::size_t>(dim)];
     size = shard_size(size, rank_in(group)).expect_int();
@@ -332,12 +356,13 @@ at::Tensor attach(const at::Tensor& x,
                   const at::Tensor& weight,
                   const OptionalTensor& bias,
                   const at::Tensor& h,
-                  const PendingCollectivesPtr& pending) {
+                  const SharedStatePtr& shared,
+                  Weight index) {
   if (!weight.requires_grad() && !needs_grad(bias)) {
     return h;
   }
   prioritize_leaf_gradient(weight);
-  return Column::apply(weight, bias, ColumnValues{x, h, pending, weight.requires_grad()});
+  return Column::apply(weight, bias, ColumnValues{x, h, shared, weight.requires_grad(), index});
 }
 
 at::Tensor column_row_mlp_autograd(const at::Tensor& x,
@@ -368,13 +393,14 @@ at::Tensor column_row_mlp_autograd(const at::Tensor& x,
   if (!group) {
     sequence.reset();
   }
-  const auto pending = c10::make_intrusive<PendingCollectives>();
-  const auto x_in = x.requires_grad() ? InputGradient::apply(x, pending) : x;
+  const auto shared = c10::make_intrusive<SharedState>();
+  shared->weights = SunkWeights(current_weight_sink(), w1, w2, w3.value_or(at::Tensor()));
+  const auto x_in = x.requires_grad() ? InputGradient::apply(x, shared) : x;
   // With a sharded sequence, Row saves x.
   const auto x_value = sequence.has_value() ? at::Tensor() : x.detach();
-  const auto h1_in = attach(x_value, w1, b1, h1, pending);
+  const auto h1_in = attach(x_value, w1, b1, h1, shared, kW1);
   const auto h3_in =
-      w3.has_value() ? OptionalTensor(attach(x_value, *w3, b3, h3, pending)) : std::nullopt;
+      w3.has_value() ? OptionalTensor(attach(x_value, *w3, b3, h3, shared, kW3)) : std::nullopt;
   prioritize_leaf_gradient(w2);
   return Row::apply(x_in,
                     h1_in,
@@ -389,7 +415,7 @@ at::Tensor column_row_mlp_autograd(const at::Tensor& x,
                               detached(b3),
                               std::string(activation),
                               std::string(group_name),
-                              pending,
+                              shared,
                               recompute,
                               sequence,
                               w1.requires_grad(),

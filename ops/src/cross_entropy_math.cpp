@@ -72,8 +72,8 @@ at::Tensor statistics_meta(const at::Tensor& logits,
   return at::empty_symint({logits.sym_size(0), 4}, logits.options().dtype(loss_dtype(logits)));
 }
 
-void gradient_meta(const at::Tensor& /*gradient*/,
-                   const at::Tensor& /*grad*/,
+void gradient_meta(const at::Tensor& /*grad_logits*/,
+                   const at::Tensor& /*grad_losses*/,
                    const at::Tensor& /*logits*/,
                    const at::Tensor& /*target*/,
                    const at::Tensor& /*normalizers*/,

@@ -53,7 +53,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> gated_activation_backward_meta(
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(weft, CPU, m) { DeviceKernels<CpuKernels>::register_kernels(m); }
+TORCH_LIBRARY_IMPL(weft, CPU, m) { KernelAdapters<CpuKernels>::register_kernels(m); }
 TORCH_LIBRARY_IMPL(weft, Meta, m) {
   m.impl("_activation", TORCH_FN(activation_meta));
   m.impl("_activation_backward", TORCH_FN(activation_backward_meta));

@@ -1,7 +1,8 @@
 #pragma once
 
-// The operators that run one kernel of kernels/, on top of the kernels of one device. Inline,
-// because both libweft_ops.so and libweft_ops_cuda.so need them and neither exports them.
+// Adapts the kernels of one device (kernels/) to the schemas of the operators that run one kernel.
+// Inline, because both libweft_ops.so and libweft_ops_cuda.so need the adapters and neither exports
+// them.
 
 #include "checked_activation.h"
 
@@ -21,14 +22,14 @@
 
 namespace weft::ops {
 
-// Registered operators return absent results as [0].
+// Returns `tensor`, or [0] if it is undefined: an operator's result that is absent or not wanted.
 inline at::Tensor or_empty_tensor(at::Tensor tensor, const at::Tensor& like) {
   return tensor.defined() ? std::move(tensor) : like.new_empty({0});
 }
 
-// `Kernels` has the functions of one device as members.
+// `Kernels` has the kernels of one device as static members.
 template <typename Kernels>
-struct DeviceKernels {
+struct KernelAdapters {
   using OptionalTensor = std::optional<at::Tensor>;
 
   static at::Tensor activation(const at::Tensor& x, std::string_view name) {
@@ -54,13 +55,13 @@ struct DeviceKernels {
         grad, gate, up, checked_activation("weft::_gated_activation_backward", name));
   }
 
-  static at::Tensor dropout_of_part(const at::Tensor& x,
-                                    std::int64_t seed,
-                                    double p,
-                                    std::int64_t inner,
-                                    std::int64_t size,
-                                    std::int64_t begin,
-                                    std::int64_t full_size) {
+  static at::Tensor dropout_of_shard(const at::Tensor& x,
+                                     std::int64_t seed,
+                                     double p,
+                                     std::int64_t inner,
+                                     std::int64_t size,
+                                     std::int64_t begin,
+                                     std::int64_t full_size) {
     return Kernels::dropout(
         x, p, static_cast<std::uint64_t>(seed), {inner, size, begin, full_size});
   }
@@ -81,9 +82,11 @@ struct DeviceKernels {
             result.rstd};
   }
 
+  // `mean` is [0] unless `centered`. `num_params`: 0, 1 (the gradient of weight is wanted) or 2
+  // (those of weight and bias).
   static std::tuple<at::Tensor, at::Tensor> norm_backward(const at::Tensor& grad_y,
                                                           const OptionalTensor& grad_sum,
-                                                          const at::Tensor& v,
+                                                          const at::Tensor& norm_input,
                                                           const OptionalTensor& weight,
                                                           const at::Tensor& mean,
                                                           const at::Tensor& rstd,
@@ -94,10 +97,10 @@ struct DeviceKernels {
     auto gradients = Kernels::norm_backward(
         grad_y,
         grad_sum,
-        {.v = v, .weight = weight, .mean = row_mean, .rstd = rstd},
+        {.norm_input = norm_input, .weight = weight, .mean = row_mean, .rstd = rstd},
         {.input = wants_input, .params = num_params > 0, .bias = num_params > 1});
-    return {or_empty_tensor(gradients.input, v),
-            or_empty_tensor(gradients.params, weight.value_or(v))};
+    return {or_empty_tensor(gradients.input, norm_input),
+            or_empty_tensor(gradients.params, weight.value_or(norm_input))};
   }
 
   static at::Tensor cross_entropy_statistics(const at::Tensor& logits,
@@ -112,8 +115,8 @@ struct DeviceKernels {
                                               .wants_sum = wants_sum});
   }
 
-  static void cross_entropy_gradient(const at::Tensor& gradient,
-                                     const at::Tensor& grad,
+  static void cross_entropy_gradient(const at::Tensor& grad_logits,
+                                     const at::Tensor& grad_losses,
                                      const at::Tensor& logits,
                                      const at::Tensor& target,
                                      const at::Tensor& normalizers,
@@ -121,7 +124,7 @@ struct DeviceKernels {
                                      std::int64_t num_classes,
                                      std::int64_t ignore_index,
                                      double label_smoothing) {
-    Kernels::cross_entropy_gradient({.grad = grad,
+    Kernels::cross_entropy_gradient({.grad_losses = grad_losses,
                                      .logits = logits,
                                      .target = target,
                                      .normalizers = normalizers,
@@ -129,7 +132,7 @@ struct DeviceKernels {
                                      .num_classes = num_classes,
                                      .ignore_index = ignore_index,
                                      .label_smoothing = label_smoothing},
-                                    gradient);
+                                    grad_logits);
   }
 
   static void register_kernels(torch::Library& m) {
@@ -137,7 +140,7 @@ struct DeviceKernels {
     m.impl("_activation_backward", TORCH_FN(activation_backward));
     m.impl("_gated_activation", TORCH_FN(gated_activation));
     m.impl("_gated_activation_backward", TORCH_FN(gated_activation_backward));
-    m.impl("_dropout_of_part", TORCH_FN(dropout_of_part));
+    m.impl("_dropout_of_shard", TORCH_FN(dropout_of_shard));
     m.impl("_norm", TORCH_FN(norm));
     m.impl("_norm_backward", TORCH_FN(norm_backward));
     m.impl("_cross_entropy_statistics", TORCH_FN(cross_entropy_statistics));

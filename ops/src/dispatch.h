@@ -228,8 +228,8 @@ inline constexpr Operator<"weft::_cross_entropy_statistics",
                                  bool wants_sum)>
     cross_entropy_statistics;
 inline constexpr Operator<"weft::_cross_entropy_gradient",
-                          void(const Tensor& gradient,
-                               const Tensor& grad,
+                          void(const Tensor& grad_logits,
+                               const Tensor& grad_losses,
                                const Tensor& logits,
                                const Tensor& target,
                                const Tensor& normalizers,
@@ -281,7 +281,7 @@ inline constexpr Operator<"weft::_norm",
 inline constexpr Operator<"weft::_norm_backward",
                           tuple<Tensor, Tensor>(const Tensor& grad_y,
                                                 const OptionalTensor& grad_sum,
-                                                const Tensor& v,
+                                                const Tensor& norm_input,
                                                 const OptionalTensor& weight,
                                                 const Tensor& mean,
                                                 const Tensor& rstd,
@@ -315,15 +315,15 @@ inline constexpr Operator<"weft::dropout",
                                  optional<SymInt> dim_size)>
     dropout;
 
-inline constexpr Operator<"weft::_dropout_of_part",
+inline constexpr Operator<"weft::_dropout_of_shard",
                           Tensor(const Tensor& x,
                                  int64_t seed,
                                  double p,
                                  int64_t inner,
                                  int64_t size,
                                  int64_t begin,
-                                 int64_t whole_size)>
-    dropout_of_part;
+                                 int64_t full_size)>
+    dropout_of_shard;
 
 inline constexpr Operator<"weft::copy_to_group", Tensor(const Tensor& x, string_view group_name)>
     copy_to_group;

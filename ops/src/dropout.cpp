@@ -70,14 +70,14 @@ at::Tensor dropout(const at::Tensor& x,
                     "; pass it on the CPU, where it is read without waiting for the device.");
   const auto number = seed.item().toLong();
   if (!dim.has_value()) {
-    return dispatch::dropout_of_part(x, number, p, 1, full_size, 0, full_size);
+    return dispatch::dropout_of_shard(x, number, p, 1, full_size, 0, full_size);
   }
   const auto sharded_dim = checked_dim(kDropout, x, *dim);
   const auto begin = std::min(
       group_rank.rank * max_shard_size(full_size, group_rank.num_ranks).expect_int(), full_size);
   const auto inner =
       c10::multiply_integers(x.sizes().slice(static_cast<std::size_t>(sharded_dim) + 1));
-  return dispatch::dropout_of_part(x, number, p, inner, x.size(sharded_dim), begin, full_size);
+  return dispatch::dropout_of_shard(x, number, p, inner, x.size(sharded_dim), begin, full_size);
 }
 
 at::Tensor dropout_meta(const at::Tensor& x,
@@ -95,13 +95,13 @@ at::Tensor dropout_meta(const at::Tensor& x,
   return at::empty_symint(x.sym_sizes(), x.options());
 }
 
-at::Tensor dropout_of_part_meta(const at::Tensor& x,
-                                std::int64_t /*seed*/,
-                                double /*p*/,
-                                std::int64_t /*inner*/,
-                                std::int64_t /*size*/,
-                                std::int64_t /*begin*/,
-                                std::int64_t /*full_size*/) {
+at::Tensor dropout_of_shard_meta(const at::Tensor& x,
+                                 std::int64_t /*seed*/,
+                                 double /*p*/,
+                                 std::int64_t /*inner*/,
+                                 std::int64_t /*size*/,
+                                 std::int64_t /*begin*/,
+                                 std::int64_t /*full_size*/) {
   return at::empty_symint(x.sym_sizes(), x.options());
 }
 
@@ -156,7 +156,7 @@ TORCH_LIBRARY_IMPL(weft, CPU, m) { m.impl("dropout", TORCH_FN(dropout)); }
 TORCH_LIBRARY_IMPL(weft, CUDA, m) { m.impl("dropout", TORCH_FN(dropout)); }
 TORCH_LIBRARY_IMPL(weft, Meta, m) {
   m.impl("dropout", TORCH_FN(dropout_meta));
-  m.impl("_dropout_of_part", TORCH_FN(dropout_of_part_meta));
+  m.impl("_dropout_of_shard", TORCH_FN(dropout_of_shard_meta));
 }
 TORCH_LIBRARY_IMPL(weft, Autograd, m) { m.impl("dropout", TORCH_FN(dropout_autograd)); }
 

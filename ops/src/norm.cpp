@@ -53,7 +53,7 @@ void check_norm_params(std::string_view op,
                     params.sym_sizes(),
                     ", which must be [",
                     x.sym_size(-1),
-                    "], the last dim of x; a norm is over that dim alone.");
+                    "], the last dim of x; norms are over that dim only.");
 }
 
 // Checks residual, of x's shape and dtype, and weight and bias [d], of x's dtype or both float32 if
@@ -78,14 +78,14 @@ void check_norm(std::string_view op,
                       residual->sym_sizes(),
                       " with x of shape ",
                       x.sym_sizes(),
-                      "; pass the tensor that x is to be added to, of its shape.");
+                      "; pass a residual of the shape of x.");
   }
   if (weight.has_value()) {
     check_norm_params(op, x, *weight, "weight");
   }
   if (bias.has_value()) {
     TORCH_CHECK_VALUE(
-        weight.has_value(), op, ": got a bias without a weight; pass a weight of ones beside it.");
+        weight.has_value(), op, ": got a bias without a weight; pass a weight of ones, too.");
     check_norm_params(op, x, *bias, "bias");
     TORCH_CHECK_TYPE(bias->scalar_type() == weight->scalar_type(),
                      op,
@@ -170,7 +170,7 @@ class NormFunction : public torch::autograd::Function<NormFunction> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     forbid_double_backward(ctx->saved_data.at("op").toStringRef());
     const auto saved = ctx->get_saved_variables();
-    const auto &v = saved[0], &weight = saved[1];
+    const auto &norm_input = saved[0], &weight = saved[1];
     const bool has_residual = ctx->saved_data.at("has_residual").toBool();
     const bool has_bias = ctx->saved_data.at("has_bias").toBool();
     const std::size_t weight_idx = has_residual ? 2 : 1;
@@ -186,7 +186,7 @@ class NormFunction : public torch::autograd::Function<NormFunction> {
       std::tie(grad_v, grad_params) =
           dispatch::norm_backward(grads[0],
                                   has_grad_sum ? OptionalTensor(grads[1]) : std::nullopt,
-                                  v,
+                                  norm_input,
                                   weight.defined() ? OptionalTensor(weight) : std::nullopt,
                                   saved[2],
                                   saved[3],
@@ -299,18 +299,20 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> norm_meta(
 
 YAndSum norm_backward_meta(const at::Tensor& /*grad_y*/,
                            const OptionalTensor& /*grad_sum*/,
-                           const at::Tensor& v,
+                           const at::Tensor& norm_input,
                            const OptionalTensor& weight,
                            const at::Tensor& /*mean*/,
                            const at::Tensor& /*rstd*/,
                            bool /*centered*/,
                            bool wants_input,
                            std::int64_t num_params) {
-  const auto params =
-      v.options().dtype(weight.has_value() ? weight->scalar_type() : v.scalar_type());
-  return {wants_input ? at::empty_symint(v.sym_sizes(), v.options()) : at::empty({0}, v.options()),
-          num_params > 0 ? at::empty_symint({c10::SymInt(num_params), v.sym_size(-1)}, params)
-                         : at::empty({0}, params)};
+  const auto params = norm_input.options().dtype(weight.has_value() ? weight->scalar_type()
+                                                                    : norm_input.scalar_type());
+  return {wants_input ? at::empty_symint(norm_input.sym_sizes(), norm_input.options())
+                      : at::empty({0}, norm_input.options()),
+          num_params > 0
+              ? at::empty_symint({c10::SymInt(num_params), norm_input.sym_size(-1)}, params)
+              : at::empty({0}, params)};
 }
 
 }  // namespace

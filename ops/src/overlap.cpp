@@ -29,8 +29,8 @@ constexpr std::int64_t kChunkBytes = 2 << 20;
 constexpr std::int64_t kMinTokens = 64;
 constexpr std::int64_t kMaxDeviceChunks = 4;
 
-// Largest ratio of chunked to unchunked time that counts as a gain; the margin keeps noise out.
-constexpr double kGain = 0.95;
+// Largest ratio of chunked to unchunked time that counts as a gain; the margin excludes noise.
+constexpr double kMaxGainRatio = 0.95;
 
 enum class Mode { kAuto, kAlways, kNever };
 
@@ -80,7 +80,7 @@ struct Measured {
   std::optional<double> ratio;  // set when the ranks have agreed on it
 };
 
-bool gains(double ratio) { return ratio <= kGain; }
+bool gains(double ratio) { return ratio <= kMaxGainRatio; }
 
 class Table {
  public:
@@ -98,7 +98,7 @@ class Table {
   std::shared_ptr<Measured> measured(const Kind& kind, const ProcessGroupPtr& group) {
     std::vector<Measurements> gone;
     const std::lock_guard lock(mutex_);
-    // Those of destroyed groups stay in entries() until another group is measured.
+    // Measurements of destroyed groups stay in entries() until another group is measured.
     auto* const found = groups_.find(group);
     auto& result = (found != nullptr ? *found : groups_.of(group, gone))[kind];
     if (!result) result = std::make_shared<Measured>();
@@ -194,8 +194,8 @@ Votes exchange_votes(std::string_view op,
 }
 
 // Exchanges results with the other ranks and sets the ratio, unless more calls must be timed.
-// `lock`, the table's, is released while the device or the ranks are waited for: other threads may
-// have to make progress first.
+// Releases `lock`, which holds the table's mutex, while it waits for the device or the ranks: other
+// threads may have to make progress first.
 void agree(Measured& measured,
            std::unique_lock<std::mutex>& lock,
            std::string_view op,
@@ -226,11 +226,13 @@ std::int64_t chunk_rows(const Communication& communication,
                         Mode mode,
                         const c10::Device& device) {
   const auto length = max_shard_size(communication.num_rows, num_ranks).expect_int();
-  const auto for_bytes = kChunkBytes / (num_ranks * communication.row_bytes);
-  const auto for_products = (kMinTokens + communication.row_tokens - 1) / communication.row_tokens;
+  const auto rows_for_bytes = kChunkBytes / (num_ranks * communication.row_bytes);
+  const auto rows_for_products =
+      (kMinTokens + communication.row_tokens - 1) / communication.row_tokens;
   // On other devices, calls cost more and chunks need not fit into caches. Not measured.
-  const auto for_calls = device.is_cpu() ? 1 : (length + kMaxDeviceChunks - 1) / kMaxDeviceChunks;
-  auto rows = std::max<std::int64_t>({for_bytes, for_products, for_calls, 1});
+  const auto rows_for_calls =
+      device.is_cpu() ? 1 : (length + kMaxDeviceChunks - 1) / kMaxDeviceChunks;
+  auto rows = std::max<std::int64_t>({rows_for_bytes, rows_for_products, rows_for_calls, 1});
   if (mode == Mode::kAlways) {
     rows = std::min(rows, (length + 1) / 2);
   }

@@ -73,7 +73,8 @@ class OverlapTuner {
 
  private:
   // The ranks exchange results after 32 timed calls, 64, 128 and so on, until every weight size has
-  // kMinSamples of both ways on every rank. After 512 timed calls they decide with what they have.
+  // kMinSamples of both variants on every rank. After 512 timed calls they decide with the samples
+  // that exist.
   static constexpr int kNumWarmUps = 2;
   static constexpr int kNumTimed = 32;
   static constexpr int kMaxTimed = 512;

@@ -54,7 +54,7 @@ TORCH_LIBRARY(weft, m) {
   define(m,
          "layer_norm(Tensor x, Tensor? weight=None, Tensor? bias=None, *, str group_name, "
          "float eps=1e-05) -> Tensor");
-  // (the norm of the sum, x + residual)
+  // (norm(x + residual), x + residual)
   define(m,
          "add_rms_norm(Tensor x, Tensor residual, Tensor? weight=None, *, str group_name, "
          "float eps=1e-06) -> (Tensor, Tensor)");
@@ -123,23 +123,24 @@ TORCH_LIBRARY(weft, m) {
   define(m,
          "_cross_entropy_statistics(Tensor logits, Tensor target, int vocab_start, "
          "int ignore_index, bool wants_sum) -> Tensor");
-  // Writes the gradient of logits into `gradient`, which may be the same tensor.
+  // Writes the gradient of logits into `grad_logits`, which may be the same tensor as logits.
   define(m,
-         "_cross_entropy_gradient(Tensor(a!) gradient, Tensor grad, Tensor logits, Tensor target, "
-         "Tensor normalizers, int vocab_start, int num_classes, int ignore_index, "
+         "_cross_entropy_gradient(Tensor(a!) grad_logits, Tensor grad_losses, Tensor logits, "
+         "Tensor target, Tensor normalizers, int vocab_start, int num_classes, int ignore_index, "
          "float label_smoothing) -> ()");
-  // x is viewed as [outer, size, inner] and holds [begin, begin + size) of the full whole_size.
+  // x is viewed as [outer, size, inner]: entries [begin, begin + size) of a dim of `full_size`.
   define(m,
-         "_dropout_of_part(Tensor x, int seed, float p, int inner, int size, int begin, "
-         "int whole_size) -> Tensor");
+         "_dropout_of_shard(Tensor x, int seed, float p, int inner, int size, int begin, "
+         "int full_size) -> Tensor");
   // (y, x + residual, mean, rstd); the sum is [0] without residual, the mean if not centered.
   define(m,
          "_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, bool centered, "
          "float eps) -> (Tensor, Tensor, Tensor, Tensor)");
   // (grad of x and of residual, grads of weight and bias [num_params, d]); [0] if not wanted.
   define(m,
-         "_norm_backward(Tensor grad_y, Tensor? grad_sum, Tensor v, Tensor? weight, Tensor mean, "
-         "Tensor rstd, bool centered, bool wants_input, int num_params) -> (Tensor, Tensor)");
+         "_norm_backward(Tensor grad_y, Tensor? grad_sum, Tensor norm_input, Tensor? weight, "
+         "Tensor mean, Tensor rstd, bool centered, bool wants_input, int num_params) -> (Tensor, "
+         "Tensor)");
   define(m, "_activation(Tensor x, str activation) -> Tensor");
   // (grad_x, act(x))
   define(m, "_activation_backward(Tensor grad, Tensor x, str activation) -> (Tensor, Tensor)");

@@ -56,7 +56,7 @@ at::Tensor all_gather_linear(const at::Tensor& x,
     y = at::empty(C10_AS_INTARRAYREF_SLOW(shape), x.options());
     const auto y_rows = y.movedim(dim, 0);
     ChunkedSequence chunks(kGatherLinear, group, size, overlap.rows_per_chunk());
-    chunks.gather(x.movedim(dim, 0).contiguous());
+    chunks.add_input(x.movedim(dim, 0).contiguous());
     chunks.run([&](const ChunkRows& rows) {
       linear_into(y_rows.narrow(0, rows.first_row, rows.num_rows), rows.gathered[0], weight, bias);
     });
@@ -85,11 +85,11 @@ at::Tensor linear_reduce_scatter(const at::Tensor& x,
   if (overlap.is_chunked()) {
     const auto x_rows = x.movedim(dim, 0);
     ChunkedSequence chunks(kLinearScatter, group, size, overlap.rows_per_chunk());
-    chunks.scatter(row_sizes(x, dim, weight.size(0)), x.options());
+    chunks.set_output(row_sizes(x, dim, weight.size(0)), x.options());
     chunks.run([&](const ChunkRows& rows) {
       linear_into(rows.output, x_rows.narrow(0, rows.first_row, rows.num_rows), weight);
     });
-    y = chunks.scattered().movedim(0, dim).contiguous();
+    y = chunks.take_output().movedim(0, dim).contiguous();
   } else {
     y = reduce_scatter(kLinearScatter, at::linear(x, weight), dim, group);
   }
@@ -121,14 +121,14 @@ std::tuple<at::Tensor, at::Tensor> all_gather_linear_backward(const at::Tensor& 
     const auto grad_rows = grad_y.movedim(dim, 0);
     WeightGradSum weight_sum(weight);
     ChunkedSequence chunks(kGatherLinear, group, size, overlap.rows_per_chunk());
-    if (wants_weight) chunks.gather(x.movedim(dim, 0).contiguous());
-    if (wants_x) chunks.scatter(row_sizes(x, dim, weight.size(1)), x.options());
+    if (wants_weight) chunks.add_input(x.movedim(dim, 0).contiguous());
+    if (wants_x) chunks.set_output(row_sizes(x, dim, weight.size(1)), x.options());
     chunks.run([&](const ChunkRows& rows) {
       const auto grads = row_matrix(grad_rows.narrow(0, rows.first_row, rows.num_rows));
       if (wants_x) product_into(rows.output, grads, weight);
       if (wants_weight) weight_sum.add(grads, row_matrix(rows.gathered[0]));
     });
-    if (wants_x) grad_x = chunks.scattered().movedim(0, dim).contiguous();
+    if (wants_x) grad_x = chunks.take_output().movedim(0, dim).contiguous();
     if (wants_weight) grad_weight = weight_sum.get();
   } else {
     std::optional<PendingTensor> full_x, pending_grad_x;
@@ -179,7 +179,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_reduce_scatter_backward(
     WeightGradSum weight_sum(weight);
     BiasGradSum bias_sum(weight);
     ChunkedSequence chunks(kLinearScatter, group, size, overlap->rows_per_chunk());
-    chunks.gather(grad_y.movedim(dim, 0).contiguous());
+    chunks.add_input(grad_y.movedim(dim, 0).contiguous());
     chunks.run([&](const ChunkRows& rows) {
       const auto grads = row_matrix(rows.gathered[0]);
       const auto rows_of = [&](const at::Tensor& all) {

@@ -55,13 +55,13 @@ constexpr std::string_view kShardedLinear = "weft::sharded_linear";
 constexpr std::string_view kLinearLoss = "weft::vocab_parallel_linear_cross_entropy";
 constexpr std::string_view kEmbedding = "weft::vocab_parallel_embedding";
 
-// Checks that `weight` is a matrix with `num_cols` columns; `of` says in the error where that
-// number comes from.
+// Checks that `weight` is a matrix with `num_cols` columns. `source` describes that number in the
+// error.
 void check_matrix(std::string_view op,
                   const at::Tensor& weight,
                   std::string_view name,
                   const c10::SymInt& num_cols,
-                  std::string_view of) {
+                  std::string_view source) {
   TORCH_CHECK_VALUE(weight.dim() == 2,
                     op,
                     ": got ",
@@ -78,7 +78,7 @@ void check_matrix(std::string_view op,
                     ", whose second dim must be ",
                     num_cols,
                     ", the ",
-                    of,
+                    source,
                     "; pass this rank's shard in nn.Linear's layout [out, in].");
 }
 
@@ -148,11 +148,9 @@ c10::SymDimVector column_row_mlp_shape(const at::Tensor& x,
   check_matrix(kMlp, w2, "w2", w1.sym_size(0), "number of rows of w1");
   check_bias(kMlp, x, b1, "b1", w1, "w1");
   check_bias(kMlp, x, b2, "b2", w2, "w2");
-  TORCH_CHECK_VALUE(
-      w3.has_value() || !b3.has_value(),
-      kMlp,
-      ": got b3 without w3, the half that it is the bias of; pass w3 too, or leave b3 "
-      "out.");
+  TORCH_CHECK_VALUE(w3.has_value() || !b3.has_value(),
+                    kMlp,
+                    ": got b3 without w3, whose bias it is; pass both or neither.");
   if (w3.has_value()) {
     check_like_x(kMlp, x, *w3, "w3");
     TORCH_CHECK_VALUE(w3->dim() == 2 && w3->sym_sizes() == w1.sym_sizes(),
@@ -297,8 +295,8 @@ void check_classes(std::string_view op,
                     vocab_start,
                     " on with vocab_size ",
                     *vocab_size,
-                    "; pass the classes of this rank alone, without padding, and the number of "
-                    "those of all ranks.");
+                    "; pass only the classes of this rank, without padding, and as vocab_size the "
+                    "number of classes of all ranks.");
 }
 
 c10::SymDimVector linear_cross_entropy_shape(const at::Tensor& x,

@@ -57,23 +57,24 @@ c10::SymInt gathered_size(std::string_view op,
   if (!dim_size.has_value()) {
     return own_size * group_rank.num_ranks;
   }
-  TORCH_CHECK_VALUE(*dim_size >= 0 && own_size == shard_size(*dim_size, group_rank),
-                    op,
-                    ": got ",
-                    name,
-                    " of shape ",
-                    x.sym_sizes(),
-                    " on rank ",
-                    group_rank.rank,
-                    " of ",
-                    group_rank.num_ranks,
-                    " with ",
-                    size_name,
-                    " ",
-                    *dim_size,
-                    " of dim ",
-                    dim,
-                    "; pass the part that torch.chunk gives this rank, and the size of all parts.");
+  TORCH_CHECK_VALUE(
+      *dim_size >= 0 && own_size == shard_size(*dim_size, group_rank),
+      op,
+      ": got ",
+      name,
+      " of shape ",
+      x.sym_sizes(),
+      " on rank ",
+      group_rank.rank,
+      " of ",
+      group_rank.num_ranks,
+      " with ",
+      size_name,
+      " ",
+      *dim_size,
+      " of dim ",
+      dim,
+      "; pass this rank's shard, of the size that torch.chunk returns, and the full size.");
   return *dim_size;
 }
 

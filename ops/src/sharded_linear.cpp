@@ -1,6 +1,6 @@
 // sharded_linear: a linear layer whose weight is sharded by rows over the group, as in FSDP; every
 // rank has its own input. No rank materializes the full weight: each shard in turn is broadcast by
-// its owner, multiplied and dropped, while the next broadcast is in flight. The backward does the
+// its owner, multiplied and freed, while the next broadcast is in flight. The backward does the
 // same for grad_x, and reduces each shard's gradient to its owner.
 //
 //   y = [x W0ᵀ, x W1ᵀ, ...] + b    grad_x = Σ grad_y_r W_r    grad_W_r = Σ over ranks grad_y_rᵀ x

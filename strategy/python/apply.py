@@ -23,6 +23,7 @@ from weft.strategy.plan import Plan, Rules
 from weft.strategy.planning.sequence_parallel import assign_sequence_roles
 from weft.strategy.recognition.assignments import Assignment, Assignments, join
 from weft.strategy.recognition.linears import COLUMN_STYLES, ROW_STYLES, features, is_conv1d, shard_dims
+from weft.strategy.sharding.scopes import Scope
 from weft.strategy.sharding.sequence_region import SequenceRole
 from weft.strategy.sharding.shards import group_name_of, tensor_parallel_mesh, to_dtensor, to_plain
 from weft.strategy.sharding.state import ModuleState, set_state, state_of
@@ -244,14 +245,16 @@ def _set_parallel_classes(
 ) -> None:
     """Give modules the classes of their styles; `others` had DTensors before, and their code supports them."""
     by_module = {id(model.get_submodule(name)): a for name, a in assignments.styles.items()}
-    counts = {id(model.get_submodule(name)): tuple(each.items()) for name, each in assignments.counts.items()}
-    dropouts = {id(model.get_submodule(name)): dims for name, dims in assignments.dropouts.items()}
+    local_attributes = {id(model.get_submodule(name)): tuple(c.items()) for name, c in assignments.counts.items()}
+    dropout_inputs = {id(model.get_submodule(name)): dims for name, dims in assignments.dropouts.items()}
     precisions = {id(module): assignments.precision_of(name) for name, module in model.named_modules()}
     named = {id(model.get_submodule(name)) for name, options in assignments.options.items() if options.precision}
     names = {id(module): name for name, module in model.named_modules()}
-    changed = {*roles, *counts, *dropouts, *named}
+    containers = {a.container for a in assignments.styles.values() if a.container is not None and not roles}
+    scopes = {id(model.get_submodule(name)): Scope() for name in containers}
+    changed = {*roles, *local_attributes, *dropout_inputs, *named, *scopes}
     group_name = group_name_of(mesh)
-    for module in reversed(list(model.modules())):  # children first: a fused container records their classes
+    for module in reversed(list(model.modules())):  # children first: a fused MLP records their classes
         assignment = by_module.get(id(module), Assignment(""))
         if state_of(module) is not None or (
             module is not model
@@ -260,26 +263,30 @@ def _set_parallel_classes(
             continue
         cls = type(module)
         mlp = assignment.mlp
+        container = None if assignment.container is None else model.get_submodule(assignment.container)
         state = ModuleState(
             original_class=cls,
             style=assignment.style,
             mesh=mesh,
             group_name=group_name,
             name=names[id(module)],
-            explains=module is model,
+            is_root=module is model,
             rule=assignment.rule,
             note=assignment.note,
             mlp=mlp,
             activation=assignment.activation,
             recompute=assignment.recompute,
+            watched=assignment.watched,
             child_classes=() if mlp is None else tuple(type(module._modules[name]) for name in mlp.children),
             vocab_start=_vocab_start(module, mesh, assignment.style),
             transposed=assignment.style in (*COLUMN_STYLES, *ROW_STYLES, "vocab_head") and is_conv1d(module),
-            fused=assignment.fused_into is not None,
-            sequence=roles.get(id(module)),
+            is_layer_of_fused=assignment.fused_into is not None,
+            sequence_role=roles.get(id(module)),
             precision=getattr(torch, precisions[id(module)]) if precisions[id(module)] else None,
-            counts=counts.get(id(module), ()),
-            dropouts=dropouts.get(id(module), ()),
+            local_attributes=local_attributes.get(id(module), ()),
+            dropout_inputs=dropout_inputs.get(id(module), ()),
+            scope=scopes.get(id(container)),
+            own_scope=scopes.get(id(module)),
         )
         set_parallel_class(module, state)
 

@@ -62,7 +62,7 @@ def _restore(module: nn.Module, done: dict[int, nn.Module]) -> nn.Module:
     if state is not None:
         module.__class__ = state.original_class
         remove_state(module)
-        for attribute, value in state.counts:  # a plain copy has no per-forward values
+        for attribute, value in state.local_attributes:  # a plain copy has no per-forward values
             setattr(module, attribute, value)
     result = done[id(module)] = module if state is None else _replacement(module, state, full)
     for name, child in result._modules.items():
@@ -84,7 +84,7 @@ def _full_features(module: nn.Module, state: ModuleState) -> tuple[int, int] | N
 
 
 def _replacement(module: nn.Module, state: ModuleState, full: tuple[int, int] | None) -> nn.Module:
-    if state.sequence is not None:
+    if state.sequence_role is not None:
         raise ValueError(
             f"export_local: a {state.original_class.__name__} works on a part of the sequence; parallelize the model "
             "without sequence_parallel for export."
@@ -102,7 +102,7 @@ def _replacement(module: nn.Module, state: ModuleState, full: tuple[int, int] | 
             "would not do; freeze it by requires_grad_(False)."
         )
     layer: Any = module
-    if state.dropouts and layer.p > 0 and layer.training:
+    if state.dropout_inputs and layer.p > 0 and layer.training:
         raise ValueError(
             "export_local: a Dropout between column and row layers draws for all ranks' shards, which a plain copy "
             "cannot do; call eval() before the export, or set its p to 0."
@@ -191,7 +191,7 @@ def _fused_class(mlp: MlpLayers, transposed: tuple[bool, ...]) -> type[nn.Module
         name: f"{layer(name)}.weight" + (".t()" if is_transposed else "")
         for name, is_transposed in zip(mlp.children, transposed, strict=True)
     }
-    first, down = mlp.columns[0], mlp.down
+    first, down = mlp.column_layers[0], mlp.down
     gated = mlp.gate is not None
     arguments = ", ".join(
         (

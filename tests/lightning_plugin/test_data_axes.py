@@ -1,4 +1,7 @@
-"""The data axes, besides the results in test_meshes: Fabric, manual optimization, precision, saving."""
+"""Training over the data axes at each ZeRO stage; test_meshes compares more layouts with one device.
+
+Fabric, gradient accumulation, clipping, manual optimization, optimizer_in_backward, precision, saving, and errors.
+"""
 
 from __future__ import annotations
 
@@ -33,18 +36,28 @@ from weft.lightning import WeftModelParallelStrategy
 from weft.lightning.fabric import WeftModelParallelStrategy as FabricStrategy
 from weft.strategy.data_parallel import GradientReducer
 
-STAGES = [("dp2", 0), ("dp2", 1), ("dp2", 2), ("dp2", 3), ("dp2,tp2", 0), ("dp2,tp2", 1), ("dp2,tp2", 3)]
-NUM_TENSOR = {"dp2": 1, "dp2,tp2": 2, "tp1": 1}
+LAYOUTS_AND_ZERO_STAGES = [
+    ("dp2", 0),
+    ("dp2", 1),
+    ("dp2", 2),
+    ("dp2", 3),
+    ("dp2,tp2", 0),
+    ("dp2,tp2", 1),
+    ("dp2,tp2", 3),
+]
+TP_SIZE = {"dp2": 1, "dp2,tp2": 2, "tp1": 1}
 
 
-def rows(batch: Tensor, data_rank: int, num_data: int) -> Tensor:
-    return batch.chunk(num_data)[data_rank]
+def local_batch(batch: Tensor, data_rank: int, num_data_ranks: int) -> Tensor:
+    return batch.chunk(num_data_ranks)[data_rank]
 
 
-def _fabric_steps(rank: int, world_size: int, folder: str, layout: str, stage: int | None) -> dict[str, Any]:
+def _fabric_steps(rank: int, world_size: int, folder: str, layout: str, zero_stage: int | None) -> dict[str, Any]:
     """Train four clipped steps of two micro-batches, save in between, load at the end; return the results."""
     on_warm_rank(rank, world_size)
-    strategy = FabricStrategy(plan="auto", layout=layout, zero_stage=stage, save_distributed_checkpoint=stage != 0)
+    strategy = FabricStrategy(
+        plan="auto", layout=layout, zero_stage=zero_stage, save_distributed_checkpoint=zero_stage != 0
+    )
     fabric = Fabric(accelerator="cpu", devices=world_size, strategy=strategy)
     fabric.launch()
     torch.manual_seed(0)
@@ -52,13 +65,13 @@ def _fabric_steps(rank: int, world_size: int, folder: str, layout: str, stage: i
     model = Llama(args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = fabric.setup(model, optimizer)
-    data_rank, num_data = strategy.data_axes.rank, strategy.data_axes.size
+    data_rank, num_data_ranks = strategy.data_axes.rank, strategy.data_axes.size
     losses, norms, state = [], [], {"model": model, "optimizer": optimizer}
-    path = Path(folder, f"{layout}-{stage}")
+    path = Path(folder, f"{layout}-{zero_stage}")
     batches = token_batches(8, args.vocab_size)
     for step in range(4):
         for micro in range(2):
-            inputs, targets = (rows(each, data_rank, num_data) for each in batches[2 * step + micro])
+            inputs, targets = (local_batch(each, data_rank, num_data_ranks) for each in batches[2 * step + micro])
             with fabric.no_backward_sync(model, enabled=micro == 0):
                 loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()) / 2
                 fabric.backward(loss)
@@ -70,20 +83,20 @@ def _fabric_steps(rank: int, world_size: int, folder: str, layout: str, stage: i
             fabric.save(path, state)
     result = {"losses": losses, "norms": norms, "weights": weights(model)}
     fabric.load(path, state)
-    inputs, targets = (rows(each, data_rank, num_data) for each in batches[4])
+    inputs, targets = (local_batch(each, data_rank, num_data_ranks) for each in batches[4])
     loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()) / 2
-    result["again"] = fabric.all_reduce(loss.detach(), reduce_op="mean").item()
+    result["loss_after_load"] = fabric.all_reduce(loss.detach(), reduce_op="mean").item()
     return result
 
 
 def test_fabric_matches_one_device(tmp_path: Path) -> None:
     case: dict[str, Any] = {"folder": str(tmp_path)}
-    [expected] = run_on_ranks(1, _fabric_steps, layout="tp1", stage=None, **case)
-    assert expected["again"] == expected["losses"][4]
-    for layout, stage in STAGES:
-        world_size = 2 * NUM_TENSOR[layout]
-        for result in run_on_ranks(world_size, _fabric_steps, layout=layout, stage=stage, **case):
-            for name in ("losses", "norms", "again"):
+    [expected] = run_on_ranks(1, _fabric_steps, layout="tp1", zero_stage=None, **case)
+    assert expected["loss_after_load"] == expected["losses"][4]
+    for layout, zero_stage in LAYOUTS_AND_ZERO_STAGES:
+        world_size = 2 * TP_SIZE[layout]
+        for result in run_on_ranks(world_size, _fabric_steps, layout=layout, zero_stage=zero_stage, **case):
+            for name in ("losses", "norms", "loss_after_load"):
                 mine, theirs = (torch.tensor(r[name], dtype=torch.float64) for r in (result, expected))
                 torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=0, msg=lambda m, n=name: f"{n}: {m}")
             assert_same_weights(result["weights"], expected["weights"])
@@ -119,25 +132,28 @@ def _count_reductions(module: CountsReductions, monkeypatch: pytest.MonkeyPatch)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_accumulation_reduces_once_per_step(rank: int, world_size: int, tmp_path: Path, stage: int) -> None:
-    """The stock strategy reduces after every micro-batch: `block_backward_sync` is for DistributedDataParallel only."""
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_accumulation_reduces_once_per_step(rank: int, world_size: int, tmp_path: Path, zero_stage: int) -> None:
+    """Only the last micro-batch of a step reduces gradients.
+
+    The stock strategy reduces after each one: its `block_backward_sync` supports DistributedDataParallel only.
+    """
     on_warm_rank(rank, world_size)
-    strategy = WeftModelParallelStrategy(plan={}, layout="dp2", zero_stage=stage, check_batches=0)
+    strategy = WeftModelParallelStrategy(plan={}, layout="dp2", zero_stage=zero_stage, check_batches=0)
     model = CountsReductions(optimizer="sgd")
     run = trainer(world_size, strategy, tmp_path, accumulate_grad_batches=3)
-    hooked: list[Tensor] = []
+    hook_calls: list[Tensor] = []
     on_gradient = GradientReducer._on_gradient
     with pytest.MonkeyPatch.context() as monkeypatch:
         _count_reductions(model, monkeypatch)
-        monkeypatch.setattr(GradientReducer, "_on_gradient", lambda r, p: (hooked.append(p), on_gradient(r, p))[1])
+        monkeypatch.setattr(GradientReducer, "_on_gradient", lambda r, p: (hook_calls.append(p), on_gradient(r, p))[1])
         run.fit(model, loader())
     assert run.global_step == 2
-    assert len(hooked) == (6 * len(list(model.parameters())) if stage < 2 else 0), "reduced while the backward goes on"
-    quiet, step = model.reductions[0], model.reductions[2]
-    assert model.reductions == [quiet, quiet, step] * 2
-    assert quiet == 0
-    assert 1 <= step <= 4
+    num_expected = 6 * len(list(model.parameters())) if zero_stage < 2 else 0
+    assert len(hook_calls) == num_expected, "GradientReducer must see each gradient of each micro-batch once"
+    reductions_of_step = model.reductions[2]
+    assert model.reductions == [0, 0, reductions_of_step] * 2
+    assert 1 <= reductions_of_step <= 4
 
 
 class ScaleBetween(Model):
@@ -164,10 +180,12 @@ COLUMN_ROW_PLAN = {"feed_forward.w1": "column", "feed_forward.w2": "row", "feed_
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_partial_gradients_raise_during_accumulation(rank: int, world_size: int, tmp_path: Path, stage: int) -> None:
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_partial_gradients_raise_during_accumulation(
+    rank: int, world_size: int, tmp_path: Path, zero_stage: int
+) -> None:
     on_warm_rank(rank, world_size)
-    strategy = WeftModelParallelStrategy(plan=COLUMN_ROW_PLAN, layout="dp2,tp2", zero_stage=stage)
+    strategy = WeftModelParallelStrategy(plan=COLUMN_ROW_PLAN, layout="dp2,tp2", zero_stage=zero_stage)
     run = trainer(world_size, strategy, tmp_path, accumulate_grad_batches=2)
     with pytest.raises(ValueError, match=r"replicated parameters '\S*between' differ"):
         run.fit(ScaleBetween(), loader())
@@ -212,21 +230,21 @@ class Gan(L.LightningModule):
         ]
 
 
-def _train_gan(rank: int, world_size: int, folder: str, layout: str, stage: int | None) -> dict[str, Tensor]:
+def _train_gan(rank: int, world_size: int, folder: str, layout: str, zero_stage: int | None) -> dict[str, Tensor]:
     on_warm_rank(rank, world_size)
-    strategy = WeftModelParallelStrategy(plan="auto", layout=layout, zero_stage=stage)
+    strategy = WeftModelParallelStrategy(plan="auto", layout=layout, zero_stage=zero_stage)
     model = Gan()
-    tensor = NUM_TENSOR[layout]
-    data = [rows(batch, rank // tensor, world_size // tensor) for batch in fixed_data().split(4)]
+    tp_size = TP_SIZE[layout]
+    data = [local_batch(batch, rank // tp_size, world_size // tp_size) for batch in fixed_data().split(4)]
     trainer(world_size, strategy, folder).fit(model, torch.utils.data.DataLoader(data, batch_size=None))
     return weights(model)
 
 
 def test_manual_optimization_with_two_optimizers(tmp_path: Path) -> None:
-    [expected] = run_on_ranks(1, _train_gan, folder=str(tmp_path), layout="tp1", stage=None)
-    for layout, stage in STAGES:
-        case: dict[str, Any] = {"folder": str(tmp_path), "layout": layout, "stage": stage}
-        for result in run_on_ranks(2 * NUM_TENSOR[layout], _train_gan, **case):
+    [expected] = run_on_ranks(1, _train_gan, folder=str(tmp_path), layout="tp1", zero_stage=None)
+    for layout, zero_stage in LAYOUTS_AND_ZERO_STAGES:
+        case: dict[str, Any] = {"folder": str(tmp_path), "layout": layout, "zero_stage": zero_stage}
+        for result in run_on_ranks(2 * TP_SIZE[layout], _train_gan, **case):
             assert_same_weights(result, expected, rtol=1e-9)
 
 
@@ -244,37 +262,44 @@ def test_manual_optimization_with_parameters_outside_modules_raises(rank: int, w
 
 
 def _train_in_backward(
-    rank: int, world_size: int, folder: str, layout: str, stage: int | None, in_backward: bool
+    rank: int, world_size: int, folder: str, layout: str, zero_stage: int | None, in_backward: bool
 ) -> dict[str, Tensor]:
     on_warm_rank(rank, world_size)
     strategy = WeftModelParallelStrategy(
-        plan="auto", layout=layout, zero_stage=stage, optimizer_in_backward=in_backward
+        plan="auto", layout=layout, zero_stage=zero_stage, optimizer_in_backward=in_backward
     )
-    model, tensor = Model(), NUM_TENSOR[layout]
-    data = [rows(batch, rank // tensor, world_size // tensor) for batch in fixed_data().split(4)]
+    model, tp_size = Model(), TP_SIZE[layout]
+    data = [local_batch(batch, rank // tp_size, world_size // tp_size) for batch in fixed_data().split(4)]
     run = trainer(world_size, strategy, folder, gradient_clip_val=0.01, gradient_clip_algorithm="value")
     run.fit(model, torch.utils.data.DataLoader(data, batch_size=None))
     return weights(model)
 
 
 def test_optimizer_in_backward(tmp_path: Path) -> None:
-    [expected] = run_on_ranks(1, _train_in_backward, folder=str(tmp_path), layout="tp1", stage=None, in_backward=False)
-    for layout, stage in STAGES:
-        if stage != 1:
-            case: dict[str, Any] = {"folder": str(tmp_path), "layout": layout, "stage": stage, "in_backward": True}
-            for result in run_on_ranks(2 * NUM_TENSOR[layout], _train_in_backward, **case):
+    [expected] = run_on_ranks(
+        1, _train_in_backward, folder=str(tmp_path), layout="tp1", zero_stage=None, in_backward=False
+    )
+    for layout, zero_stage in LAYOUTS_AND_ZERO_STAGES:
+        if zero_stage != 1:  # stage 1 steps flat shards after the backward, so the options cannot be combined
+            case: dict[str, Any] = {
+                "folder": str(tmp_path),
+                "layout": layout,
+                "zero_stage": zero_stage,
+                "in_backward": True,
+            }
+            for result in run_on_ranks(2 * TP_SIZE[layout], _train_in_backward, **case):
                 assert_same_weights(result, expected, rtol=1e-9)
 
 
-class HalfModel(L.LightningModule):
+class ModelOfAnyDtype(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(DIM, 2 * DIM), nn.GELU(), nn.Linear(2 * DIM, DIM))
-        self.seen: list[torch.dtype] = []
+        self.weight_dtypes: list[torch.dtype] = []
 
     def configure_model(self) -> None:
-        self.model[0].register_forward_hook(lambda m, _, out: self.seen.append(m.weight.dtype))
+        self.model[0].register_forward_hook(lambda m, _, out: self.weight_dtypes.append(m.weight.dtype))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return F.mse_loss(self.model(batch.to(next(self.model.parameters()).dtype)).float(), batch.float())
@@ -295,16 +320,19 @@ class HalfModel(L.LightningModule):
 def test_stored_and_gathered_dtypes(
     rank: int, world_size: int, tmp_path: Path, precision: str, stored: torch.dtype, gathered: torch.dtype
 ) -> None:
-    """The stock strategy leaves FSDP2's MixedPrecisionPolicy to the user."""
+    """FSDP2 stores, gathers and reduces in the dtypes of Lightning's `precision`.
+
+    The stock strategy leaves FSDP2's MixedPrecisionPolicy to the user.
+    """
     on_warm_rank(rank, world_size)
-    model = HalfModel()
+    model = ModelOfAnyDtype()
     strategy = WeftModelParallelStrategy(plan={}, layout="dp2")
     run = trainer(world_size, strategy, tmp_path, precision=precision)
     run.fit(model, loader(fixed_data().float()))
     assert isinstance(model, FSDPModule)
     assert all(isinstance(p, DTensor) and p.dtype == stored for p in model.parameters())
-    assert model.seen
-    assert set(model.seen) == {gathered}
+    assert model.weight_dtypes
+    assert set(model.weight_dtypes) == {gathered}
     reduced = {state._mp_policy.reduce_dtype for state in model._get_fsdp_state()._state_ctx.all_states}
     assert reduced == ({torch.float32} if precision.startswith("bf16") else {None})
 
@@ -312,7 +340,11 @@ def test_stored_and_gathered_dtypes(
 @on_ranks(2)
 @pytest.mark.parametrize("name", ["swa", "ema"])
 def test_weight_averaging_raises(rank: int, world_size: int, tmp_path: Path, name: str) -> None:
-    """Lightning's check misses its own model-parallel strategy, and fails or averages shards into a full copy."""
+    """Callbacks that average weights raise before the training.
+
+    Lightning's own check does not cover its model-parallel strategy: there the callbacks fail, or average shards into a
+    full copy.
+    """
     on_warm_rank(rank, world_size)
     callback = StochasticWeightAveraging(1e-2) if name == "swa" else EMAWeightAveraging()
     run = trainer(world_size, "weft_fsdp", tmp_path, callbacks=[callback])
@@ -321,25 +353,25 @@ def test_weight_averaging_raises(rank: int, world_size: int, tmp_path: Path, nam
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_clipping_by_value(rank: int, world_size: int, tmp_path: Path, stage: int) -> None:
+@pytest.mark.parametrize("zero_stage", [0, 1, 3])
+def test_clipping_by_value(rank: int, world_size: int, tmp_path: Path, zero_stage: int) -> None:
     on_warm_rank(rank, world_size)
     bound = 1e-3
 
     class Clipped(Model):
         def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
             super().optimizer_step(*args, **kwargs)
-            local = [getattr(p.grad, "_local_tensor", p.grad) for p in self.parameters()]
-            assert all(grad.abs().max() <= bound for grad in local if grad.numel())
-            assert any((grad.abs() == bound).any() for grad in local)
+            local_grads = [getattr(p.grad, "_local_tensor", p.grad) for p in self.parameters()]
+            assert all(grad.abs().max() <= bound for grad in local_grads if grad.numel())
+            assert any((grad.abs() == bound).any() for grad in local_grads)
 
-    strategy = WeftModelParallelStrategy(plan="auto", layout="dp2,tp2", zero_stage=stage)
+    strategy = WeftModelParallelStrategy(plan="auto", layout="dp2,tp2", zero_stage=zero_stage)
     options = {"gradient_clip_val": bound, "gradient_clip_algorithm": "value"}
     trainer(world_size, strategy, tmp_path, **options).fit(Clipped(), loader())
 
 
 def _train_and_save(rank: int, world_size: int, folder: str, case: dict[str, Any]) -> dict[str, Any]:
-    """Train three steps; `save`: save a checkpoint before the first and one after it. Return the results."""
+    """Train three steps, with case["save"] also save before the first and after it; return the results."""
     on_warm_rank(rank, world_size)
     steps: list[int] = []
 
@@ -353,15 +385,15 @@ def _train_and_save(rank: int, world_size: int, folder: str, case: dict[str, Any
                 self._save()
 
         def _save(self) -> None:
-            before = [p.grad is None for p in self.parameters()]
-            states = len(self.optimizers().optimizer.state)
+            had_no_grad = [p.grad is None for p in self.parameters()]
+            num_states = len(self.optimizers().optimizer.state)
             if case["save"]:
                 self.trainer.save_checkpoint(f"{folder}/{self.global_step}.ckpt")
-            assert [p.grad is None for p in self.parameters()] == before
-            assert len(self.optimizers().optimizer.state) == states
+            assert [p.grad is None for p in self.parameters()] == had_no_grad
+            assert len(self.optimizers().optimizer.state) == num_states
 
     strategy = WeftModelParallelStrategy(
-        plan="auto", layout=case["layout"], zero_stage=case["stage"], save_distributed_checkpoint=case["sharded"]
+        plan="auto", layout=case["layout"], zero_stage=case["zero_stage"], save_distributed_checkpoint=case["sharded"]
     )
     model = Saving(optimizer=case["optimizer"])
     trainer(world_size, strategy, folder, max_steps=3).fit(model, loader())
@@ -369,14 +401,17 @@ def _train_and_save(rank: int, world_size: int, folder: str, case: dict[str, Any
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-@pytest.mark.parametrize(("layout", "stage"), [("dp2", 1), ("dp2", 3), ("dp2,tp2", 0)])
+@pytest.mark.parametrize(("layout", "zero_stage"), [("dp2", 1), ("dp2", 3), ("dp2,tp2", 0)])
 @pytest.mark.parametrize("sharded", [True, False], ids=["directory", "file"])
 def test_saving_does_not_change_training(
-    tmp_path: Path, optimizer: str, layout: str, stage: int, sharded: bool
+    tmp_path: Path, optimizer: str, layout: str, zero_stage: int, sharded: bool
 ) -> None:
-    """torch's `get_optimizer_state_dict`, which the stock strategy uses, steps an optimizer that has no state yet."""
-    case = {"layout": layout, "stage": stage, "optimizer": optimizer, "sharded": sharded}
-    world_size = 2 * NUM_TENSOR[layout]
+    """Runs that save before the first step and after it have the losses, steps and weights of runs that do not.
+
+    torch's `get_optimizer_state_dict`, which the stock strategy uses, steps an optimizer that has no state yet.
+    """
+    case = {"layout": layout, "zero_stage": zero_stage, "optimizer": optimizer, "sharded": sharded}
+    world_size = 2 * TP_SIZE[layout]
     runs = [
         run_on_ranks(world_size, _train_and_save, folder=str(tmp_path), case={**case, "save": save})
         for save in (False, True)

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from support.ranks import on_ranks
 from weft._plugin import loaders_mixin
-from weft._plugin.loader_check import UNKNOWN, LockstepLoader, Reading, check_equal_readings, describe_length, gather
+from weft._plugin.loader_check import UNKNOWN, LoaderState, LockstepLoader, check_equal_states, describe_length, gather
 from weft.lightning import WeftModelParallelStrategy
 from weft.lightning.fabric import WeftModelParallelStrategy as FabricStrategy
 
@@ -234,13 +234,11 @@ def test_equal_lengths_cost_one_collective(
 
 
 def test_long_rank_lists_are_abbreviated() -> None:
-    readings = [Reading(rank, rank, 0, (3 if rank < 12 else UNKNOWN,)) for rank in range(13)]
+    states = [LoaderState(rank, rank, 0, (3 if rank < 12 else UNKNOWN,)) for rank in range(13)]
     parties = "has 3 batches on ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4 more and has no length on rank 12"
     with pytest.raises(ValueError, match=f"^a loader {parties}, but data-parallel ranks exchange gradients"):
-        check_equal_readings(readings, "gradients", describe_length, "a loader", "do something")
-    check_equal_readings(
-        readings, None, describe_length, "a loader", "do something"
-    )  # no two ranks get the same batches
+        check_equal_states(states, "gradients", describe_length, "a loader", "do something")
+    check_equal_states(states, None, describe_length, "a loader", "do something")  # no two ranks get the same batches
 
 
 class Stateful(DataLoader):

@@ -66,7 +66,7 @@ PRIVATE: dict[str, tuple[object, ...]] = {
     ),
     "_sharded_linear_input_grad": (torch.randn(2, 3, 5), torch.randn(5, 4), ""),
     "_sharded_linear_shard_grad": (torch.randn(2, 3, 5), torch.randn(2, 3, 4), ""),
-    "_dropout_of_part": (torch.randn(3, 5), 7, 0.5, 5, 3, 3, 9),
+    "_dropout_of_shard": (torch.randn(3, 5), 7, 0.5, 5, 3, 3, 9),
     "_norm": (torch.randn(3, 5), torch.randn(3, 5), torch.randn(5), None, True, 1e-5),
     "_norm_backward": (
         torch.randn(3, 5), None, torch.randn(3, 5), None, torch.zeros(3), torch.ones(3), True, True, 2,

@@ -21,8 +21,8 @@ from support.ranks import on_ranks
 from weft.strategy.data_parallel import (
     GradientReducer,
     ShardedStates,
+    apply_fsdp,
     clip_gradients_by_norm,
-    shard_fully,
     sharded_states_of,
 )
 from weft.strategy.data_parallel.fully_sharded import fsdp_roots
@@ -301,13 +301,13 @@ def test_units(world_size: int, tie: bool) -> None:
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("data_parallel",))
     reference = TwoModels(tie)
     model = copy.deepcopy(reference)
-    names = shard_fully(model, mesh, entry_points=["step"])
+    names = apply_fsdp(model, mesh, entry_points=["step"])
     layers = ["parts.first.layers.0", "parts.first.layers.1"]
     assert names == (["", *layers] if tie else ["", "parts.first", *layers, "parts.second", "head"])
-    assert shard_fully(model, mesh, entry_points=["step"]) == names
+    assert apply_fsdp(model, mesh, entry_points=["step"]) == names
     assert fsdp_roots(model) == [model]
     with pytest.raises(ValueError, match="fully_shard was applied to the model itself already"):
-        shard_fully(model, mesh, reshard_after_forward=False)
+        apply_fsdp(model, mesh, reshard_after_forward=False)
     torch.testing.assert_close(model.step(TOKENS[0][0]), reference.step(TOKENS[0][0]))
     model.step(TOKENS[0][0]).backward()
     reference.step(TOKENS[0][0]).backward()
@@ -320,8 +320,8 @@ def test_units(world_size: int, tie: bool) -> None:
 def test_manual_optimization_with_shared_parameters_raises(world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("data_parallel",))
     with pytest.raises(ValueError, match=r"TwoModels cannot gather parameters .* such as 'parts.first.tok_embeddings"):
-        shard_fully(TwoModels(tie=True), mesh, entry_points=["step"], root_is_called=False)
-    names = shard_fully(TwoModels(tie=False), mesh, entry_points=[], root_is_called=False)
+        apply_fsdp(TwoModels(tie=True), mesh, entry_points=["step"], root_is_unit=False)
+    names = apply_fsdp(TwoModels(tie=False), mesh, entry_points=[], root_is_unit=False)
     assert "" not in names
 
 

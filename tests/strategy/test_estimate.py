@@ -217,6 +217,13 @@ def test_chosen_cuts_equal_named_ones(tmp_path: Path) -> None:
     assert "'transformer.h.1', 'transformer.h.2'" in estimate_file(_write(tmp_path, model=model, **interleaved)).note
 
 
+def test_numbers_without_dot_in_json(tmp_path: Path) -> None:
+    """JSON writes 1e-06, which YAML 1.1 reads as text."""
+    (tmp_path / "config.json").write_text(json.dumps({**TINY_GPT2, "layer_norm_epsilon": 1e-06}))
+    assert "1e-06" in (tmp_path / "config.json").read_text()
+    assert estimate_file(_write(tmp_path, model="config.json", layout="tp2")).ranks
+
+
 def test_unit_follows_size(tmp_path: Path) -> None:
     def text(dim: int) -> str:
         feed_forward = {"dim": dim, "hidden_dim": dim, "gated": False}
@@ -236,7 +243,7 @@ def test_note_lists_missing_predictions(tmp_path: Path) -> None:
         ({"model": llama, "layout": "tp2", "plan": "huggingface"}, "not predicted for the plan 'huggingface':"),
         (
             {"model": llama, **pipeline, "plan": {"lm_head": "replicate"}},
-            "for pipelines with another plan than 'auto':",
+            "for pipelines with a plan other than 'auto':",
         ),
         (
             {"model": llama, **pipeline, "pipeline_cuts": ["model.norm"]},

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 import weft
 from support.hugging_face import CONFIGS, VOCAB
 from support.ranks import on_ranks
-from weft.strategy.data_parallel import shard_fully
+from weft.strategy.data_parallel import apply_fsdp
 from weft.strategy.estimate import RankEstimate, estimate_training
 from weft.strategy.estimate.config import read_config
 from weft.strategy.pipeline import Pipeline
@@ -83,7 +83,7 @@ def test_state_of_a_model(rank: int, world_size: int, family: str, layout: str) 
         weft.parallelize(model, mesh, "auto")
         assert any(isinstance(p, DTensor) and p.placements[0].is_shard() for p in model.parameters())
     else:
-        shard_fully(model, mesh)
+        apply_fsdp(model, mesh)
     optimizer = torch.optim.AdamW(model.parameters())
     model(input_ids=_tokens(), labels=_tokens()).loss.backward()
     optimizer.step()

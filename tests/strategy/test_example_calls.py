@@ -112,3 +112,37 @@ def test_attribute_of_mlp_is_full_or_raises(world_size: int, plan: str | dict[st
         weft.parallelize(model, mesh, plan)
     assert model.mlp.up.weight.to_local().shape == (8, 8)
     torch.testing.assert_close(model(x), reference(x))
+
+
+class KeepingInDict(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept["hidden"] = F.relu(self.up(x))
+        return self.down(self.kept["hidden"])
+
+
+class KeepingInList(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.relu(self.up(x))
+        self.kept.append(hidden.mean())
+        return self.down(hidden)
+
+
+@pytest.mark.parametrize("module", [Keeping, KeepingInDict, KeepingInList])
+def test_kept_tensors_are_noticed(module: type[nn.Module]) -> None:
+    """Code outside of the model may read them: a warning, and with verify="always" full tensors."""
+    model = Calling(module())
+    assignments = Plan("auto").assign(model, 2)
+    [sentence] = assignments.warnings()
+    assert "mlp" not in assignments.styles and "keeps tensors in attributes" in sentence
+    assignments = Plan("auto", verify="always").assign(model, 2)
+    assert assignments.styles["mlp.up"].style == "column_gather_output"
+    assert not any(isinstance(value, Tensor) for value in vars(model.mlp).values()), "the user's module is unchanged"
+    assert not getattr(model.mlp, "kept", None)

@@ -14,7 +14,7 @@ import weft
 from support.example_modules import load_example
 from support.ranks import on_ranks
 from weft.strategy import StepInBackward
-from weft.strategy.data_parallel import shard_fully
+from weft.strategy.data_parallel import apply_fsdp
 
 TOKENS = torch.randint(256, (1, 3), generator=torch.Generator().manual_seed(0))
 
@@ -43,7 +43,7 @@ def _sharded_model(
             unit.set_modules_to_backward_prefetch([unit])  # no prefetch: nothing overlaps on the CPU
         fully_shard(model, mesh=mesh["data_parallel"])
     else:
-        shard_fully(model, mesh["data_parallel"])
+        apply_fsdp(model, mesh["data_parallel"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     return model, StepInBackward(model, optimizer), optimizer, *sizes
 

@@ -15,7 +15,7 @@ import weft
 from support.models import Llama, LlamaArgs, token_batches
 from support.parity import full
 from support.ranks import on_ranks
-from weft.strategy.data_parallel import shard_fully
+from weft.strategy.data_parallel import apply_fsdp
 
 [TOKENS] = token_batches(1, 37)
 Term = Callable[[nn.Module], Tensor]
@@ -69,7 +69,7 @@ def _sharded(axes: tuple[str, ...]) -> nn.Module:
     if "tensor_parallel" in axes:
         weft.parallelize(model, mesh["tensor_parallel"], "auto")
     if "data_parallel" in axes:
-        shard_fully(model, mesh["data_parallel"])
+        apply_fsdp(model, mesh["data_parallel"])
     return model
 
 

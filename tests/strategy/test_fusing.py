@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -219,3 +222,109 @@ def test_zero_dropout_inside_gpt2_is_fused(world_size: int) -> None:
     model = Gpt2Mlp(8, nn.Linear, torch.float32, dropout=0.0)
     weft.parallelize(model, tensor_parallel(world_size), "auto")
     assert {row.style for row in report(model).rows} == {"column_row_mlp"}
+
+
+class Configured(Mlp):
+    """Its forward reads a number, a flag that hides code, and the attributes of an activation module."""
+
+    scale, normalizes = 1.0, False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.act(self.fc1(x))
+        if self.normalizes:
+            hidden = F.normalize(hidden, dim=-1)
+        return self.fc2(hidden) * self.scale * getattr(self, "factor", 1.0)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("scale", 2.0, "attribute 'scale' is 2.0, but was 1.0"),
+        ("normalizes", True, "attribute 'normalizes' is True, but was False"),
+        ("factor", 3.0, "attribute 'factor' is 3.0, but was 'no value'"),
+        ("act", nn.GELU(), "attribute 'act' is <class 'torch.nn.modules.activation.GELU'>, but was"),
+    ],
+)
+def test_changed_attribute_of_fused_mlp_raises(world_size: int, name: str, value: object, text: str) -> None:
+    model, x = nn.Sequential(Configured()), torch.randn(3, 8)
+    weft.parallelize(model, tensor_parallel(world_size), "auto")
+    assert report(model).rows[0].style == "column_row_mlp"
+    y = model(x)
+    setattr(model[0], name, value)
+    with pytest.raises(ValueError, match=f"'0', a Configured, is a fused MLP and its {text}"):
+        model(x)
+    delattr(model[0], name) if name in ("factor", "scale", "normalizes") else setattr(model[0], name, nn.ReLU())
+    torch.testing.assert_close(model(x), y)
+
+
+class ReadingBuffer(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+class Counting(Mlp):
+    num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (ReadingBuffer, "reads the buffer 'scale', whose values may change"),
+        (Counting, "changes the attribute 'num_calls'"),
+    ],
+)
+def test_forwards_with_state_are_not_fused(module: type[nn.Module], reason: str) -> None:
+    assignment = weft.strategy.Plan("auto").assign(nn.Sequential(module()), 2).styles["0.fc1"]
+    assert assignment.style == "column" and reason in assignment.note
+
+
+class DroppingFunction(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.dropout(F.relu(self.fc1(x)), 0.2, self.training))
+
+
+class DifferentInTrainMode(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.relu(self.fc1(x))
+        return self.fc2(hidden * hidden.shape[-1] if self.training else hidden)
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (DroppingFunction, "it draws random numbers for all heads, as F.dropout does"),
+        (DifferentInTrainMode, "the input of 'fc2' differs by .* of its norm in train mode"),
+    ],
+)
+def test_code_of_train_mode_is_compared(module: type[nn.Module], reason: str) -> None:
+    found = weft.strategy.Plan("auto").assign(nn.Sequential(module()), 2)
+    assert found.styles["0.fc1"].style == "column_gather_output"
+    [sentence] = found.warnings()
+    assert re.search(reason, sentence)
+
+
+@on_ranks(2)
+def test_dropout_between_layers_takes_any_number_of_dims(world_size: int) -> None:
+    model = nn.Sequential(nn.Linear(8, 12), nn.Dropout(0.5), nn.GELU(), nn.Linear(12, 8)).double()
+    reference = copy.deepcopy(model)
+    weft.parallelize(model, tensor_parallel(world_size), "auto")
+    assert [row.style for row in report(model).rows] == ["column", "column", "row", "row"]
+    for shape in ((4, 8), (2, 3, 8), (8,)):
+        x = torch.randn(shape, dtype=torch.float64)
+        state = torch.get_rng_state()
+        y = model(x)
+        torch.set_rng_state(state)
+        torch.testing.assert_close(y, reference(x))

@@ -171,7 +171,9 @@ def test_errors(rank: int) -> None:
     [first, second] = _batches(2)
     _loss(model, first).backward()
     assert stepper.num_stepped == len(list(model.parameters()))
-    with pytest.raises(RuntimeError, match=r"got a gradient from a second backward after 9 parameters were stepped"):
+    with pytest.raises(
+        RuntimeError, match=r"got a gradient from a second backward after 9 parameters had already been updated"
+    ):
         _loss(model, second).backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -16,7 +16,7 @@ from support.models import FeedForward, Gpt2, Llama, LlamaArgs, token_batches
 from support.parity import local_shard, tensor_parallel
 from support.ranks import on_ranks
 from weft.strategy import Plan, report
-from weft.strategy.data_parallel import shard_fully
+from weft.strategy.data_parallel import apply_fsdp
 
 
 @on_ranks(1, 2, 4)
@@ -291,7 +291,7 @@ def test_parameters_stay_plain_for_fsdp_on_one_tensor_rank(rank: int, world_size
         assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
         assert model is deferred or all(parameter is originals[name] for name, parameter in model.named_parameters())
         assert model.output.weight is model.tok_embeddings.weight
-        shard_fully(model, mesh["data_parallel"])
+        apply_fsdp(model, mesh["data_parallel"])
         assert {parameter.device_mesh.mesh_dim_names for parameter in model.parameters()} == {("data_parallel",)}
         model(tokens[rank]).square().mean().backward()
         for (name, parameter), value in zip(model.named_parameters(), expected.parameters(), strict=True):
@@ -302,3 +302,19 @@ def test_parameters_stay_plain_for_fsdp_on_one_tensor_rank(rank: int, world_size
         build(), mesh, {"layers.*": {"style": "replicate", "precision": "bfloat16"}}, keeps_plain_on_one_rank=True
     )
     assert all(isinstance(parameter, DTensor) for parameter in with_precision.parameters())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("is_everywhere", [True, False])
+def test_gradients_that_are_not_finite(rank: int, world_size: int, is_everywhere: bool) -> None:
+    """On all ranks they are no error of the sharding; on one rank they are."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+    weft.parallelize(model, tensor_parallel(world_size), {"0": "column_gather_output", "1": "replicate"})
+    model(torch.ones(3, 8)).sum().backward()
+    if is_everywhere or rank == 0:
+        model[1].weight.grad.to_local().fill_(float("nan"))
+    if is_everywhere:
+        weft.strategy.check_replicated_gradients(model)
+        return
+    with pytest.raises(ValueError, match=r"replicated parameters '1.weight' differ"):
+        weft.strategy.check_replicated_gradients(model)

@@ -224,7 +224,7 @@ def test_errors(rank: int) -> None:
     optimizer = SGD(model.parameters(), lr=0.1)
     stepper = rows.make_row_stepper(model, optimizer)
     with pytest.raises(
-        RuntimeError, match=r"'blocks\.1\.mlp\.up_proj\.weight' got another gradient after its rows were"
+        RuntimeError, match=r"'blocks\.1\.mlp\.up_proj\.weight' got another gradient after its rows had"
     ):
         (rows.loss_of(model, 0) + 0.0 * model.blocks[1].mlp.up_proj.weight.to_local().sum()).backward()
     optimizer.step()

@@ -19,7 +19,7 @@ from support.parity import assert_same_training, tensor_parallel
 from support.ranks import on_ranks
 from support.rule_plans import ATTENTION, MLP, TOKENS, rules, token_loss
 from weft.strategy import Plan, checkpoint_activations, report
-from weft.strategy.data_parallel import shard_fully
+from weft.strategy.data_parallel import apply_fsdp
 from weft.strategy.modules.activation_checkpointing import CheckpointedModule
 from weft.strategy.modules.offload import OffloadedModule, offload_activations
 
@@ -165,7 +165,7 @@ def test_offload_with_gathered_weights(world_size: int, reshard: bool) -> None:
     torch.manual_seed(0)
     reference = Llama(LlamaArgs(dtype=torch.float64))
     model = weft.parallelize(copy.deepcopy(reference), mesh, rules(offload=True))
-    shard_fully(model, mesh["data_parallel"], reshard_after_forward=reshard)
+    apply_fsdp(model, mesh["data_parallel"], reshard_after_forward=reshard)
     for each in (model, reference):
         token_loss(each, TOKENS[0]).backward()
     theirs = dict(reference.named_parameters())
@@ -174,8 +174,8 @@ def test_offload_with_gathered_weights(world_size: int, reshard: bool) -> None:
     model = weft.parallelize(
         Llama(LlamaArgs()), mesh, {"": {"style": "replicate", "offload": True}, MLP: "column_row_mlp"}
     )
-    with pytest.raises(ValueError, match=r"rule of the model itself says offload, and 'layers.\d' inside is gathered"):
-        shard_fully(model, mesh["data_parallel"], reshard_after_forward=reshard)
+    with pytest.raises(ValueError, match=r"the model itself says offload, but FSDP2 gathers 'layers\.\d' inside it"):
+        apply_fsdp(model, mesh["data_parallel"], reshard_after_forward=reshard)
 
 
 class ByKeyword(nn.Module):

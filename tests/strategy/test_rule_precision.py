@@ -21,7 +21,7 @@ from support.parity import assert_same_training, tensor_parallel
 from support.ranks import on_ranks
 from support.rule_plans import MLP, NORM, TOKENS, rules, token_loss
 from weft.strategy import Plan
-from weft.strategy.data_parallel import shard_fully
+from weft.strategy.data_parallel import apply_fsdp
 
 
 class DtypeRecorder(nn.Module):
@@ -185,7 +185,7 @@ def test_fully_sharded_weights_are_gathered_in_their_precision(world_size: int, 
     plan |= {"": {"style": "replicate", "precision": "float16"}} if of_all else {}
     weft.parallelize(model, mesh, plan)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    units = shard_fully(model, mesh["data_parallel"], reshard_after_forward=reshard, mp_policy=policy)
+    units = apply_fsdp(model, mesh["data_parallel"], reshard_after_forward=reshard, mp_policy=policy)
     assert sorted(units) == ["", "layers.0", "layers.0.ffn_norm", "layers.1", "layers.1.ffn_norm"]
     output = model(TOKENS[0][0])
     dtype = torch.float16 if of_all else torch.bfloat16
@@ -205,4 +205,4 @@ def test_weight_of_two_precisions_raises(world_size: int) -> None:
     plan = {"output": {"style": "replicate", "precision": "float32"}, MLP: "column_row_mlp"}
     model = weft.parallelize(Llama(LlamaArgs(tie_head=True)), mesh, plan)
     with pytest.raises(ValueError, match=r"rule of 'output' says precision, but it shares a weight with modules"):
-        shard_fully(model, mesh["data_parallel"], mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+        apply_fsdp(model, mesh["data_parallel"], mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))

@@ -190,3 +190,39 @@ def test_indivisible_heads_are_named() -> None:
     model[0].num_heads = 3
     [sentence] = weft.strategy.Plan("auto").assign(model, 2).warnings()
     assert sentence.endswith("of its norm, and 'num_heads' = 3 does not divide by 2.")
+
+
+def test_attention_style_divides_its_own_heads() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.n_heads = 4
+            self.wq, self.wk, self.wv, self.wo = (nn.Linear(24, 24) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (
+                layer(x).unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for layer in (self.wq, self.wk, self.wv)
+            )
+            return self.wo(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    for verify in ("auto", "always"):
+        assignments = weft.strategy.Plan({"0": "attention"}, verify=verify).assign(nn.Sequential(Named()), 2)
+        assert assignments.styles["0.wq"].style == "column" and not assignments.warnings()
+
+
+class WithoutForward(nn.Module):
+    """As a LightningModule whose training step calls its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 12), nn.Linear(12, 8)
+
+
+def test_rules_that_cannot_be_compared_are_named() -> None:
+    rules = {"first": "column", "second": "row"}
+    message = r"for 'first', 'second' are not compared with the unsharded code \('first': the forward did not call it\)"
+    [sentence] = weft.strategy.Plan(rules).assign(WithoutForward(), 2).warnings()
+    assert re.search(message, sentence)
+    with pytest.raises(ValueError, match=message):
+        weft.strategy.Plan(rules, verify="always").assign(WithoutForward(), 2)
+    assert not weft.strategy.Plan(rules, verify="never").assign(WithoutForward(), 2).warnings()

@@ -24,7 +24,7 @@ SITE_PACKAGES = Path(sysconfig.get_path("platlib")).resolve()
 SCRIPT = Path(__file__).with_name("train_two_steps.py")
 # CMake installs these files.
 BUILT = ["lib/build.json", "lib/libweft_ops.so", "lib/cmake/weft/weftConfig.cmake", "lib/cmake/weft/WeftTorch.cmake"]
-MODULES = ["_collectives", "_memory", "_overlap", "strategy/_plan"]
+MODULES = ["_collectives", "_memory", "_overlap", "_weight_sink", "strategy/_plan"]
 HEADERS = ["ops/include", "ops/collectives/include", "ops/memory/include"]
 
 

@@ -40,30 +40,30 @@ int64_t digest(std::span<const int64_t> sizes) {
   return static_cast<int64_t>(sum);
 }
 
-SignatureHead head_of(Op op, DType dtype, int64_t num_elements, int root = -1) {
-  SignatureHead head;
-  head.op = op;
-  head.dtype = dtype;
-  head.num_elements = num_elements;
-  head.root = root;
-  return head;
+SignatureHeader header_of(Op op, DType dtype, int64_t num_elements, int root = -1) {
+  SignatureHeader header;
+  header.op = op;
+  header.dtype = dtype;
+  header.num_elements = num_elements;
+  header.root = root;
+  return header;
 }
 
-SignatureHead head_of(Op op, const TensorFacts& facts, int root = -1) {
+SignatureHeader header_of(Op op, const TensorFacts& facts, int root = -1) {
   const int64_t num_elements =
       std::accumulate(facts.shape.begin(), facts.shape.end(), int64_t{1}, std::multiplies<>());
-  SignatureHead head = head_of(op, facts.dtype, num_elements, root);
-  head.num_dims = static_cast<uint8_t>(facts.shape.size());
-  const bool has_rest = facts.shape.size() > SignatureHead::kMaxDims;
-  const size_t num_listed = has_rest ? SignatureHead::kMaxDims - 1 : facts.shape.size();
-  std::copy_n(facts.shape.begin(), num_listed, head.shape.begin());
-  if (has_rest) head.shape.back() = digest(std::span(facts.shape).subspan(num_listed));
-  return head;
+  SignatureHeader header = header_of(op, facts.dtype, num_elements, root);
+  header.num_dims = static_cast<uint8_t>(facts.shape.size());
+  const bool has_rest = facts.shape.size() > SignatureHeader::kMaxDims;
+  const size_t num_listed = has_rest ? SignatureHeader::kMaxDims - 1 : facts.shape.size();
+  std::copy_n(facts.shape.begin(), num_listed, header.shape.begin());
+  if (has_rest) header.shape.back() = digest(std::span(facts.shape).subspan(num_listed));
+  return header;
 }
 
-SignatureHead with(ReduceOp op, SignatureHead head) {
-  head.reduce_op = op;
-  return head;
+SignatureHeader with(ReduceOp op, SignatureHeader header) {
+  header.reduce_op = op;
+  return header;
 }
 
 }  // namespace
@@ -71,12 +71,12 @@ SignatureHead with(ReduceOp op, SignatureHead head) {
 CollectiveCall barrier_call() { return {}; }
 
 CollectiveCall all_reduce_call(const TensorFacts& facts, ReduceOp op, Input input, Output output) {
-  return {with(op, head_of(Op::kAllReduce, facts)), {}, {}, {input}, {output}};
+  return {with(op, header_of(Op::kAllReduce, facts)), {}, {}, {input}, {output}};
 }
 
 CollectiveCall reduce_call(
     const TensorFacts& facts, ReduceOp op, Input input, Output output, int root, int rank) {
-  CollectiveCall call{with(op, head_of(Op::kReduce, facts, root)), {}, {}, {input}, {}};
+  CollectiveCall call{with(op, header_of(Op::kReduce, facts, root)), {}, {}, {input}, {}};
   if (rank == root) call.outputs = {output};
   return call;
 }
@@ -85,8 +85,8 @@ CollectiveCall reduce_scatter_call(
     DType dtype, ReduceOp op, std::vector<Input> inputs, Output output, int rank) {
   auto send_counts = counts_of(inputs);
   auto receive_counts = only_at(rank, output.num_elements, inputs.size());
-  const SignatureHead head = head_of(Op::kReduceScatter, dtype, total(send_counts));
-  return {with(op, head),
+  const SignatureHeader header = header_of(Op::kReduceScatter, dtype, total(send_counts));
+  return {with(op, header),
           std::move(send_counts),
           std::move(receive_counts),
           std::move(inputs),
@@ -94,7 +94,7 @@ CollectiveCall reduce_scatter_call(
 }
 
 CollectiveCall broadcast_call(const TensorFacts& facts, Output tensor, int root, int rank) {
-  CollectiveCall call{head_of(Op::kBroadcast, facts, root), {}, {}, {}, {}};
+  CollectiveCall call{header_of(Op::kBroadcast, facts, root), {}, {}, {}, {}};
   if (rank == root) {
     call.inputs = {{tensor.data, tensor.num_elements}};
   } else {
@@ -106,7 +106,7 @@ CollectiveCall broadcast_call(const TensorFacts& facts, Output tensor, int root,
 CollectiveCall all_gather_call(DType dtype, Input input, std::vector<Output> outputs) {
   std::vector<int64_t> send_counts(outputs.size(), input.num_elements);
   auto receive_counts = counts_of(outputs);
-  return {head_of(Op::kAllGather, dtype, input.num_elements),
+  return {header_of(Op::kAllGather, dtype, input.num_elements),
           std::move(send_counts),
           std::move(receive_counts),
           {input},
@@ -117,7 +117,7 @@ CollectiveCall gather_call(
     DType dtype, Input input, std::vector<Output> outputs, int root, int rank, int num_ranks) {
   auto send_counts = only_at(root, input.num_elements, static_cast<size_t>(num_ranks));
   auto receive_counts = rank == root ? counts_of(outputs) : zeros(num_ranks);
-  return {head_of(Op::kGather, dtype, input.num_elements, root),
+  return {header_of(Op::kGather, dtype, input.num_elements, root),
           std::move(send_counts),
           std::move(receive_counts),
           {input},
@@ -128,8 +128,8 @@ CollectiveCall scatter_call(
     DType dtype, std::vector<Input> inputs, Output output, int root, int rank, int num_ranks) {
   auto send_counts = rank == root ? counts_of(inputs) : zeros(num_ranks);
   auto receive_counts = only_at(root, output.num_elements, static_cast<size_t>(num_ranks));
-  const SignatureHead head = head_of(Op::kScatter, dtype, total(send_counts), root);
-  return {head, std::move(send_counts), std::move(receive_counts), std::move(inputs), {output}};
+  const SignatureHeader header = header_of(Op::kScatter, dtype, total(send_counts), root);
+  return {header, std::move(send_counts), std::move(receive_counts), std::move(inputs), {output}};
 }
 
 CollectiveCall all_to_all_call(DType dtype,
@@ -137,8 +137,8 @@ CollectiveCall all_to_all_call(DType dtype,
                                std::vector<Output> outputs) {
   auto send_counts = counts_of(inputs);
   auto receive_counts = counts_of(outputs);
-  const SignatureHead head = head_of(Op::kAllToAll, dtype, total(send_counts));
-  return {head,
+  const SignatureHeader header = header_of(Op::kAllToAll, dtype, total(send_counts));
+  return {header,
           std::move(send_counts),
           std::move(receive_counts),
           std::move(inputs),

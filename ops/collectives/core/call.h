@@ -38,16 +38,16 @@ struct TensorFacts {
 //   scatter         one per rank on the root; one
 //   all_to_all      one per rank; one per rank
 struct CollectiveCall {
-  SignatureHead head;  // sequence and num_chunks are set when the collective begins
+  SignatureHeader header;  // sequence and num_chunks are set when the collective begins
   std::vector<int64_t> send_counts;
   std::vector<int64_t> receive_counts;
   std::vector<Input> inputs;
   std::vector<Output> outputs;
   std::string purpose{};  // for error messages: the collective of which this is one step
 
-  Signature signature() const { return {head, send_counts, receive_counts}; }
+  Signature signature() const { return {header, send_counts, receive_counts}; }
   size_t bytes_of(int64_t num_elements) const {
-    return static_cast<size_t>(num_elements) * size_of(head.dtype);
+    return static_cast<size_t>(num_elements) * size_of(header.dtype);
   }
 };
 

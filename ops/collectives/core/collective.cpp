@@ -53,11 +53,11 @@ bool Collective::advance(const SharedState& shared, int rank, CollectiveCursor& 
 }
 
 void Collective::begin(const SharedState& shared, int rank, CollectiveCursor& cursor) {
-  call_.head.sequence = ++cursor.sequence;
+  call_.header.sequence = ++cursor.sequence;
   uses_full_buffer_ = fits(shared.staging_bytes()) || alternates_full_buffers();
   const Staging first = staging_of(0, shared, rank, cursor.buffer);
   num_chunks_ = num_chunks(first.num_bytes(), shared.num_ranks());
-  call_.head.num_chunks = num_chunks_;
+  call_.header.num_chunks = num_chunks_;
   publish(shared, rank);
 }
 
@@ -77,40 +77,39 @@ Staging Collective::staging_of(int64_t chunk,
 }
 
 void Collective::publish(const SharedState& shared, int rank) const {
-  const int buffer = static_cast<int>(head().sequence % 2);
-  shared.signature(rank, buffer) = head();
+  const int buffer = static_cast<int>(header().sequence % 2);
+  shared.signature(rank, buffer) = header();
   auto counts = shared.signature_counts(rank, buffer);
   std::ranges::copy(call_.send_counts, counts.begin());
   std::ranges::copy(call_.receive_counts, counts.begin() + shared.num_ranks());
 }
 
 void Collective::compare(const SharedState& shared) {
-  const int buffer = static_cast<int>(head().sequence % 2);
+  const int buffer = static_cast<int>(header().sequence % 2);
   std::vector<Signature> by_rank;
   by_rank.reserve(static_cast<size_t>(shared.num_ranks()));
   const auto n = static_cast<size_t>(shared.num_ranks());
   for (int peer = 0; peer < shared.num_ranks(); ++peer) {
-    const SignatureHead& head = shared.signature(peer, buffer);
+    const SignatureHeader& header = shared.signature(peer, buffer);
     const std::span<const int64_t> counts = shared.signature_counts(peer, buffer);
     // By the rank's own operation: a rank that called another one has other counts.
-    const size_t num_counts = has_counts(head.op) ? n : 0;
-    by_rank.push_back({head, counts.first(num_counts), counts.last(num_counts)});
-    num_chunks_ = std::max(num_chunks_, head.num_chunks);
+    const size_t num_counts = has_counts(header.op) ? n : 0;
+    by_rank.push_back({header, counts.first(num_counts), counts.last(num_counts)});
+    num_chunks_ = std::max(num_chunks_, header.num_chunks);
   }
   if (auto text = mismatch(by_rank)) {
-    throw CollectiveMismatchError("at collective " + std::to_string(head().sequence) + ", " +
+    throw CollectiveMismatchError("at collective " + std::to_string(header().sequence) + ", " +
                                   *text);
   }
 }
 
 std::string mismatch_message(const std::string& group, const std::string& what) {
-  return "weft: the ranks of group '" + group +
-         "' made calls that do not belong together: " + what +
-         "; make every rank call the same operations in the same order with fitting arguments";
+  return "weft: the ranks of group '" + group + "' made calls that do not match: " + what +
+         "; call the same operations in the same order with matching arguments on every rank";
 }
 
 CollectivePtr make_collective(CollectiveCall call, int rank) {
-  switch (call.head.op) {
+  switch (call.header.op) {
     case Op::kAllReduce:
     case Op::kReduce:
     case Op::kReduceScatter:

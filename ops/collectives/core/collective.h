@@ -63,7 +63,7 @@ class Collective : public Operation {
   // Errors: CollectiveMismatchError when the ranks' calls do not match.
   bool advance(const SharedState& shared, int rank, CollectiveCursor& cursor);
 
-  uint64_t sequence() const { return head().sequence; }
+  uint64_t sequence() const { return header().sequence; }
   std::string describe() const override;
 
  protected:
@@ -81,7 +81,7 @@ class Collective : public Operation {
   virtual void drain(int64_t chunk, const Staging& staging) = 0;
 
   const CollectiveCall& call() const { return call_; }
-  const SignatureHead& head() const { return call_.head; }
+  const SignatureHeader& header() const { return call_.header; }
 
  private:
   void begin(const SharedState& shared, int rank, CollectiveCursor& cursor);

@@ -1,6 +1,6 @@
 #pragma once
 
-// Converts between an element type and the wider type of its partial sums between hosts.
+// Converts between a dtype and its accumulation dtype, that of the partial sums between hosts.
 
 #include "types.h"
 
@@ -9,10 +9,12 @@
 
 namespace weft::collectives {
 
-// Returns float32 for the half types, complex64 for complex32, otherwise `dtype` itself.
-DType wide_of(DType dtype);
+// Returns the accumulation dtype: float32 for the half types, complex64 for complex32, otherwise
+// `dtype` itself.
+DType accumulate_dtype_of(DType dtype);
 
-// Element by element; rounds to nearest, ties to even. REQUIRES: wide_of(dtype) != dtype.
+// Convert each element to the accumulation dtype and back; narrow() rounds to nearest, ties to
+// even. REQUIRES: accumulate_dtype_of(dtype) != dtype.
 void widen(DType dtype, const std::byte* in, std::byte* wide, int64_t num_elements);
 void narrow(DType dtype, const std::byte* wide, std::byte* out, int64_t num_elements);
 

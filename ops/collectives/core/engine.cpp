@@ -70,16 +70,17 @@ Engine::~Engine() {
 void Engine::check_not_forked() const {
   if (fork_generation() == fork_generation_) return;
   throw std::runtime_error("weft: got a call on group '" + options_.name +
-                           "' in a process forked after the group was made; make a group of its "
-                           "own there, or start the process with spawn");
+                           "' in a process forked after the group was created; create a new group "
+                           "there, or start the process with spawn");
 }
 
 void Engine::check_usable() const {
   check_not_forked();
   if (auto error = failure()) std::rethrow_exception(error);
   if (is_left_) {
-    throw GroupAbortedError("weft: got a call on group '" + options_.name +
-                            "', which this rank has left (destroy_process_group); make a new one");
+    throw GroupAbortedError(
+        "weft: got a call on group '" + options_.name +
+        "', which this rank has left (destroy_process_group); create a new group");
   }
 }
 

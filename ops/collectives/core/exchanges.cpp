@@ -17,26 +17,27 @@ class Exchange : public Collective {
     for (const Output& output : this->call().outputs) {
       num_bytes += this->call().bytes_of(output.num_elements);
     }
-    streams_ = num_bytes >= kStreamedBytes;
+    uses_nontemporal_stores_ = num_bytes >= kStreamedBytes;
   }
 
  protected:
   void copy_result(std::byte* to, const std::byte* from, size_t num_bytes) const {
-    if (!streams_ || to == from) return copy_bytes(to, from, num_bytes);
+    if (!uses_nontemporal_stores_ || to == from) return copy_bytes(to, from, num_bytes);
     stream_bytes(to, from, num_bytes);
     finish_streaming();
   }
 
  private:
-  bool streams_ = false;
+  bool uses_nontemporal_stores_ = false;
 };
 
-// A rank that has an input fills its staging buffer with it, and the ranks that want it drain it
-// from there: all_gather, gather, broadcast, barrier.
-class SharedExchange final : public Exchange {
+// A rank sends the same data to all ranks that receive it: all_gather, gather, broadcast, barrier.
+// It fills its staging buffer with its input, which the receiving ranks drain.
+class UniformExchange final : public Exchange {
  public:
-  // outputs: by rank, null data where this rank does not want that rank's input; may be empty.
-  explicit SharedExchange(CollectiveCall call) : Exchange(std::move(call)) {}
+  // outputs: by source rank, with null data for ranks from which this rank receives nothing. May
+  // end before the last rank: see make_exchange.
+  explicit UniformExchange(CollectiveCall call) : Exchange(std::move(call)) {}
 
  protected:
   [[nodiscard]] int64_t num_chunks(size_t staging_bytes, int /*num_ranks*/) const override {
@@ -68,21 +69,23 @@ class SharedExchange final : public Exchange {
   }
 };
 
-// A rank's staging buffer has a slot for each destination rank: all_to_all, scatter.
-class PersonalExchange final : public Exchange {
+// A rank sends different data to each rank: all_to_all, scatter. Its staging buffer has a slot for
+// each destination rank.
+class PersonalizedExchange final : public Exchange {
  public:
-  // inputs: by rank, or empty. outputs: by rank, null data where nothing is wanted.
-  explicit PersonalExchange(CollectiveCall call) : Exchange(std::move(call)) {}
+  // inputs: by destination rank, or empty. outputs: by source rank, with null data for ranks from
+  // which this rank receives nothing. May end before the last rank: see make_exchange.
+  explicit PersonalizedExchange(CollectiveCall call) : Exchange(std::move(call)) {}
 
  protected:
   [[nodiscard]] int64_t num_chunks(size_t staging_bytes, int num_ranks) const override {
-    int64_t most = 1;
+    int64_t max_chunks = 1;
     for (const Input& input : call().inputs) {
-      most = std::max(
-          most,
+      max_chunks = std::max(
+          max_chunks,
           num_ranges(call().bytes_of(input.num_elements), slot_bytes(staging_bytes, num_ranks)));
     }
-    return most;
+    return max_chunks;
   }
 
   void fill(int64_t chunk, const Staging& staging) override {
@@ -112,18 +115,18 @@ class PersonalExchange final : public Exchange {
 }  // namespace
 
 CollectivePtr make_exchange(CollectiveCall call) {
-  const Op op = call.head.op;
+  const Op op = call.header.op;
   if ((op == Op::kBroadcast || op == Op::kScatter) && !call.outputs.empty()) {
-    // Only the root sends: turn the single output into a list by rank.
-    const auto root = static_cast<size_t>(call.head.root);
+    // Only the root sends: turn the single output into a list by source rank that ends at the root.
+    const auto root = static_cast<size_t>(call.header.root);
     const Output only = call.outputs.front();
     call.outputs.assign(root + 1, Output{});
     call.outputs.back() = only;
   }
   if (op == Op::kScatter || op == Op::kAllToAll) {
-    return std::make_shared<PersonalExchange>(std::move(call));
+    return std::make_shared<PersonalizedExchange>(std::move(call));
   }
-  return std::make_shared<SharedExchange>(std::move(call));
+  return std::make_shared<UniformExchange>(std::move(call));
 }
 
 }  // namespace weft::collectives

@@ -15,8 +15,7 @@ namespace {
 // switch between algorithms.
 constexpr int kLayout = 1;
 
-// Returns "rank 1 brought 4096; ranks 0, 2 brought 16384", or nothing if all of `ranks` brought the
-// same.
+// Returns "rank 1 has 4096; ranks 0, 2 have 16384", or nullopt if `ranks` all have the same value.
 std::optional<std::string> differences(const std::vector<int>& ranks,
                                        const std::function<std::string(int)>& value_of) {
   std::map<std::string, std::string> ranks_of;
@@ -31,7 +30,7 @@ std::optional<std::string> differences(const std::vector<int>& ranks,
     text += text.empty() ? "" : "; ";
     text += is_one ? "rank " : "ranks ";
     text += list;
-    text += " brought ";
+    text += is_one ? " has " : " have ";
     text += value;
   }
   return text;
@@ -40,8 +39,8 @@ std::optional<std::string> differences(const std::vector<int>& ranks,
 }  // namespace
 
 std::string GroupConfig::own_version() {
-  constexpr size_t kSizes = sizeof(Control) + sizeof(RankBlock) + sizeof(SignatureHead) +
-                            sizeof(RingHeader) + sizeof(FrameHead);
+  constexpr size_t kSizes = sizeof(Control) + sizeof(RankBlock) + sizeof(SignatureHeader) +
+                            sizeof(RingHeader) + sizeof(FrameHeader);
   return std::string(WEFT_VERSION) + "+" + std::to_string(kLayout) + "." + std::to_string(kSizes);
 }
 
@@ -76,19 +75,19 @@ std::optional<std::string> config_mismatch(const HostLayout& layout,
   const auto version = [&](int rank) { return "weft " + of(rank).version; };
   if (const auto text = differences(all, version)) {
     return "weft: the ranks of group '" + name + "' run different versions: " + *text +
-           "; install one version everywhere";
+           "; install one version on all hosts";
   }
   const auto limit = [&](int rank) { return std::to_string(of(rank).staging_limit_bytes); };
   for (int host = 0; host < layout.num_hosts(); ++host) {
     if (const auto text = differences(layout.ranks_on(host), limit)) {
       return "weft: the ranks of group '" + name +
-             "' on one host got different options staging_limit_bytes: " + *text +
-             "; pass the same on every rank of a host";
+             "' on one host have different staging_limit_bytes: " + *text +
+             "; pass the same value on every rank of a host";
     }
   }
   if (layout.num_hosts() > 1 && !without_transport.empty()) {
-    return "weft: got ranks of group '" + name + "' on " + std::to_string(layout.num_hosts()) +
-           " hosts and no transport between them on rank " + without_transport +
+    return "weft: the ranks of group '" + name + "' run on " + std::to_string(layout.num_hosts()) +
+           " hosts, and these ranks have no transport: " + without_transport +
            "; pass BackendOptions::make_transport on every rank, or keep the ranks on one host";
   }
   return std::nullopt;

@@ -1,8 +1,8 @@
 #pragma once
 
 // The group configuration, on which the ranks of a group must agree before they share memory. Each
-// rank publishes its own and compares all, so all ranks detect the same mismatch before any of them
-// makes anything.
+// rank publishes its configuration and compares those of all ranks, so all ranks detect the same
+// mismatch before any rank creates shared memory.
 
 #include "layout.h"
 
@@ -19,12 +19,12 @@ struct GroupConfig {
   bool has_transport = false;
 
   static std::string own_version();
-  // One line of words. From a line of another version, parse() takes the version alone.
+  // One line of words. From a line that another version wrote, parse() reads only the version.
   std::string to_string() const;
   static GroupConfig parse(const std::string& text);
 };
 
-// Returns nothing if the ranks can make group `name` together, otherwise a sentence. They need one
+// Returns nullopt if the ranks can form group `name`, otherwise an error text. They need one
 // version, one staging limit on each host, and in a multi-host group a transport on each rank.
 std::optional<std::string> config_mismatch(const HostLayout& layout,
                                            const std::vector<GroupConfig>& by_rank,

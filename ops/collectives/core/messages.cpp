@@ -10,7 +10,7 @@ namespace weft::collectives {
 namespace {
 
 // Messages up to this size are eager: sent with their announcement.
-constexpr uint64_t kEagerBytes = 4096 - sizeof(FrameHead);
+constexpr uint64_t kEagerBytes = 4096 - sizeof(FrameHeader);
 
 }  // namespace
 
@@ -84,26 +84,26 @@ bool Messages::read_from(int peer, std::vector<MessagePtr>& ended) {
   if (ring.is_empty()) return false;
   PeerQueues& queues = queues_[static_cast<size_t>(peer)];
   do {
-    const FrameHead head = ring.front();
-    switch (head.kind) {
+    const FrameHeader header = ring.front();
+    switch (header.kind) {
       case FrameKind::kAnnounce: {
-        Announced& message = announced_.emplace_back(Announced{peer, head, {}});
-        message.payload.resize(head.payload_bytes);
+        Announced& message = announced_.emplace_back(Announced{peer, header, {}});
+        message.payload.resize(header.payload_bytes);
         ring.read_payload(message.payload.data());
         has_new_match_ = true;
         break;
       }
       case FrameKind::kGrant: {
-        auto found = queues.announced.find(head.message);
+        auto found = queues.announced.find(header.message);
         queues.granted.push_back(std::move(found->second));
         queues.announced.erase(found);
         break;
       }
       case FrameKind::kData: {
-        const auto found = queues.incoming.find(head.message);
+        const auto found = queues.incoming.find(header.message);
         const MessagePtr receive = found->second;
         ring.read_payload(receive->data + receive->num_moved_);
-        receive->num_moved_ += head.payload_bytes;
+        receive->num_moved_ += header.payload_bytes;
         if (receive->num_moved_ == receive->num_bytes()) {
           queues.incoming.erase(found);
           end(receive, ended);
@@ -149,7 +149,7 @@ bool Messages::write_to(int peer, std::vector<MessagePtr>& ended) {
     }
   }
   // Chunks of a quarter of the ring, so that the peer reads one while this rank writes the next.
-  const auto chunk_bytes = static_cast<int64_t>(shared_.ring_bytes() / 4 - sizeof(FrameHead));
+  const auto chunk_bytes = static_cast<int64_t>(shared_.ring_bytes() / 4 - sizeof(FrameHeader));
   while (!queues.granted.empty()) {
     const MessagePtr message = queues.granted.front();
     const auto left = static_cast<int64_t>(message->num_bytes() - message->num_moved_);
@@ -179,7 +179,7 @@ void Messages::match(std::vector<MessagePtr>& ended) {
   for (auto receive = receives_.begin(); receive != receives_.end();) {
     const auto found = std::ranges::find_if(announced_, [&](const Announced& message) {
       return ((*receive)->peer == kAnySource || (*receive)->peer == message.from) &&
-             (*receive)->tag == message.head.tag;
+             (*receive)->tag == message.header.tag;
     });
     if (found == announced_.end()) {
       ++receive;
@@ -194,19 +194,19 @@ void Messages::match(std::vector<MessagePtr>& ended) {
 void Messages::accept(const MessagePtr& receive,
                       Announced& message,
                       std::vector<MessagePtr>& ended) {
-  const FrameHead& head = message.head;
-  check_matches(*receive, message.from, head.dtype, head.message_bytes, rank_);
+  const FrameHeader& header = message.header;
+  check_matches(*receive, message.from, header.dtype, header.message_bytes, rank_);
   receive->peer = message.from;
-  if (message.payload.size() == head.message_bytes) {
+  if (message.payload.size() == header.message_bytes) {
     if (!message.payload.empty()) {
       std::memcpy(receive->data, message.payload.data(), message.payload.size());
     }
     return end(receive, ended);
   }
   PeerQueues& queues = queues_[static_cast<size_t>(message.from)];
-  queues.incoming.emplace(head.message, receive);
+  queues.incoming.emplace(header.message, receive);
   queues.grants.push_back(
-      {FrameKind::kGrant, head.dtype, 0, head.tag, head.message, head.message_bytes, 0});
+      {FrameKind::kGrant, header.dtype, 0, header.tag, header.message, header.message_bytes, 0});
 }
 
 void Messages::end(const MessagePtr& message, std::vector<MessagePtr>& ended) {

@@ -76,14 +76,14 @@ class Messages {
  private:
   struct Announced {
     int from;
-    FrameHead head;
+    FrameHeader header;
     std::vector<std::byte> payload;  // the data of an eager message
   };
   struct PeerQueues {
     std::deque<MessagePtr> to_announce;
     std::map<uint64_t, MessagePtr> announced;  // sends without a grant yet
     std::deque<MessagePtr> granted;            // sends being streamed
-    std::deque<FrameHead> grants;              // to be sent to the peer
+    std::deque<FrameHeader> grants;            // to be sent to the peer
     std::map<uint64_t, MessagePtr> incoming;   // receives that were granted
     uint64_t num_announced = 0;
   };

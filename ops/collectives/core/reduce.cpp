@@ -6,7 +6,7 @@ namespace weft::collectives {
 
 namespace {
 
-DType part_of_complex(DType dtype) {
+DType component_dtype(DType dtype) {
   if (dtype == DType::kComplex32) return DType::kFloat16;
   return dtype == DType::kComplex64 ? DType::kFloat32 : DType::kFloat64;
 }
@@ -34,7 +34,7 @@ std::span<const ReduceLoops> supported_reduce_loops() {
   static const std::vector<ReduceLoops> supported = [] {
     std::vector<ReduceLoops> loops;
 #if defined(__x86_64__)
-    // REQUIRES: the features named here are those that CMakeLists.txt compiles for.
+    // Keep in step with the options of reduce_loops_*.cpp in ops/collectives/CMakeLists.txt.
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
@@ -60,7 +60,7 @@ void reduce(ReduceOp op,
   // Real and imaginary parts are summed independently.
   if (is_complex(dtype)) {
     num_elements *= 2;
-    dtype = part_of_complex(dtype);
+    dtype = component_dtype(dtype);
   }
   if (divisor == 0) divisor = static_cast<int64_t>(sources.size());
   detail::supported_reduce_loops().front()(

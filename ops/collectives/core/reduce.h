@@ -15,11 +15,11 @@ namespace weft::collectives {
 // bool; complex numbers have sum and average only, float8 has no reductions.
 bool can_reduce(ReduceOp op, DType dtype);
 
-// Half types accumulate in float32 and round once. Integers wrap; their average truncates. bool:
-// sum is or, product is and. min and max propagate NaN.
-// `out` may be one of the sources. An average divides by `divisor`; 0: by the number of sources.
-// `streams`: writes `out` with non-temporal stores, see streaming.h. REQUIRES: can_reduce(op,
-// dtype); at least one source.
+// Reduces the sources element by element into `out`, which may be one of them. Half types
+// accumulate in float32 and are rounded once. Integers wrap; their average truncates. bool: sum is
+// or, product is and. min and max propagate NaN. An average divides by `divisor`; 0: by the number
+// of sources. `streams`: writes `out` with non-temporal stores, see streaming.h. REQUIRES:
+// can_reduce(op, dtype); at least one source.
 void reduce(ReduceOp op,
             DType dtype,
             std::byte* out,

@@ -17,7 +17,7 @@ using ElementRange = Range<int64_t>;
 class Reduction : public Collective {
  public:
   explicit Reduction(CollectiveCall call)
-      : Collective(std::move(call)), size_(static_cast<int64_t>(size_of(head().dtype))) {}
+      : Collective(std::move(call)), size_(static_cast<int64_t>(size_of(header().dtype))) {}
 
  protected:
   [[nodiscard]] int64_t elements_in(size_t num_bytes) const {
@@ -41,7 +41,7 @@ class Reduction : public Collective {
     for (int peer = 0; peer < staging.num_ranks(); ++peer) {
       sources_.push_back(peer == staging.rank() ? own : staging.of(peer) + offset_of(peer));
     }
-    reduce(head().reduce_op, head().dtype, out, sources_, num_elements, 0, streams);
+    reduce(header().reduce_op, header().dtype, out, sources_, num_elements, 0, streams);
   }
 
   // The chunks of a tensor, for collectives whose staging buffers have no slots by rank.
@@ -73,7 +73,7 @@ class Reduction : public Collective {
 class AllReduce final : public Reduction {
  public:
   explicit AllReduce(CollectiveCall call)
-      : Reduction(std::move(call)), in_segments_(bytes_of(head().num_elements) > kOneShotBytes) {}
+      : Reduction(std::move(call)), in_segments_(bytes_of(header().num_elements) > kOneShotBytes) {}
 
  protected:
   [[nodiscard]] int64_t num_chunks(size_t staging_bytes, int /*num_ranks*/) const override {
@@ -81,7 +81,7 @@ class AllReduce final : public Reduction {
   }
   [[nodiscard]] bool combines() const override { return in_segments_; }
   [[nodiscard]] bool fits(size_t buffer_bytes) const override {
-    return bytes_of(head().num_elements) <= buffer_bytes;
+    return bytes_of(header().num_elements) <= buffer_bytes;
   }
 
   void fill(int64_t chunk, const Staging& staging) override {
@@ -192,7 +192,7 @@ class ReduceScatter final : public Reduction {
   // With many ranks a chunk has few elements per rank, and a barrier costs more. Measured with
   // benchmarks/collectives.py: 32 MiB on 8 ranks in 0.93 of the time.
   [[nodiscard]] bool alternates_full_buffers() const override {
-    return call().inputs.size() > 4 && bytes_of(head().num_elements) >= 2 * kStreamedBytes;
+    return call().inputs.size() > 4 && bytes_of(header().num_elements) >= 2 * kStreamedBytes;
   }
   [[nodiscard]] int64_t num_chunks(size_t staging_bytes, int num_ranks) const override {
     return std::max<int64_t>(1, num_ranges(largest_, slot_elements(staging_bytes, num_ranks)));
@@ -218,7 +218,7 @@ class ReduceScatter final : public Reduction {
         [&](int peer) { return slot_offset(own_, static_cast<size_t>(peer), staging); },
         range.size,
         staging,
-        bytes_of(head().num_elements) >= 2 * kStreamedBytes);
+        bytes_of(header().num_elements) >= 2 * kStreamedBytes);
   }
 
  private:
@@ -246,7 +246,7 @@ class ReduceScatter final : public Reduction {
 }  // namespace
 
 CollectivePtr make_reduction(CollectiveCall call, int rank) {
-  switch (call.head.op) {
+  switch (call.header.op) {
     case Op::kReduceScatter:
       return std::make_shared<ReduceScatter>(std::move(call), rank);
     case Op::kReduce:

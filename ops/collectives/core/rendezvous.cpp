@@ -26,26 +26,30 @@ constexpr const char* kNoSegment = "none ";  // followed by the reason, if there
 // The interval at which a waiting rank checks whether the others can still join.
 constexpr std::chrono::milliseconds kCheckInterval{100};
 
-// The interval at which a rank polls two keys of the store in turn: a rank's and the failure's.
+// The interval at which a rank polls the store for the key of another rank and for a failure.
 constexpr std::chrono::milliseconds kPollInterval{20};
 
-std::string new_nonce() {
+// A store may end its wait this much before the deadline, because it reads another clock.
+constexpr std::chrono::milliseconds kClockTolerance{20};
+
+std::string new_group_nonce() {
   std::random_device random;
   return std::to_string(random()) + std::to_string(random());
 }
 
-class Joining {
+class Rendezvous {
  public:
-  Joining(const Store& store, const GroupOptions& options)
+  Rendezvous(const Store& store, const GroupOptions& options)
       : store_(store), options_(options), deadline_(Clock::now() + options.timeout) {}
 
-  // A rank publishes three lines: its group configuration, a nonce (rank 0's is used) and its host.
+  // Each rank publishes three lines: its group configuration, a nonce, of which that of rank 0
+  // becomes the group's, and its host identity.
   [[nodiscard]] Identities exchange_identities(bool has_transport) const {
     GroupConfig own;
     own.staging_limit_bytes = options_.staging_limit_bytes;
     own.has_transport = has_transport;
     store_.set(identity_key(options_.rank),
-               own.to_string() + '\n' + new_nonce() + '\n' + host_identity());
+               own.to_string() + '\n' + new_group_nonce() + '\n' + host_identity());
     Identities identities;
     for (int rank = 0; rank < options_.size; ++rank) {
       std::istringstream published(get(identity_key(rank), rank));
@@ -74,11 +78,12 @@ class Joining {
 
   Membership run() {
     const SharedSizes sizes = SharedSizes::within(options_.size, options_.staging_limit_bytes);
-    const uint64_t start_time = process_start_time(getpid());  // first, while a file can be opened
+    // Before the segment takes a file descriptor: without a free one this cannot be read.
+    const uint64_t start_time = process_start_time(getpid());
     Membership member;
     std::string address;
     if (options_.rank == 0) {
-      member.segment = make_segment(SharedState::num_bytes(sizes));
+      member.segment = create_segment(SharedState::num_bytes(sizes));
       member.shared = SharedState(member.segment.data(), sizes);
       member.shared.initialize();
       address = member.segment.address().to_string();
@@ -95,20 +100,21 @@ class Joining {
   }
 
  private:
-  // If rank 0 cannot make the segment, it reports the cause to the ranks that wait for the address.
-  [[nodiscard]] Segment make_segment(size_t num_bytes) const {
+  // If rank 0 cannot create the segment, it reports the cause to the ranks that wait for the
+  // address.
+  [[nodiscard]] Segment create_segment(size_t num_bytes) const {
     try {
       return Segment::create(num_bytes);
     } catch (const std::exception& error) {
       const std::string text = "weft: rank 0 of group '" + options_.name +
-                               "' could not make shared memory (" + error.what() +
-                               "); free what that names, or make fewer groups";
+                               "' could not create shared memory (" + error.what() +
+                               "); free the resource that the cause names, or create fewer groups";
       store_.set(kSegmentKey, kNoSegment + text);
       throw GroupAbortedError(text);
     }
   }
 
-  static void check_is_address(const std::string& value) {
+  static void throw_if_creation_failed(const std::string& value) {
     if (!value.starts_with(kNoSegment)) return;
     throw GroupAbortedError(value.substr(std::string_view(kNoSegment).size()));
   }
@@ -117,7 +123,7 @@ class Joining {
   // through the segment to ranks that have opened it, through the store to ranks that read its
   // address later.
   [[nodiscard]] Segment open_segment(const std::string& address, size_t num_bytes) const {
-    check_is_address(address);
+    throw_if_creation_failed(address);
     std::string why;
     try {
       Segment segment = Segment::open(SegmentAddress::parse(address));
@@ -127,11 +133,12 @@ class Joining {
     } catch (const std::exception& error) {
       why = error.what();
     }
-    check_is_address(get(kSegmentKey, 0));  // rank 0 may have closed it, because another failed
+    // Rank 0 closes the segment when another rank cannot open it: then throw that rank's error.
+    throw_if_creation_failed(get(kSegmentKey, 0));
     const std::string text = "weft: rank " + std::to_string(options_.rank) + " of group '" +
                              options_.name + "' could not open the shared memory of rank 0 (" +
-                             why + "); let ranks of one host see each other's processes and open " +
-                             "files, or give those that cannot their own WEFT_HOST_ID";
+                             why + "); run the ranks of a host as one user in one PID namespace, " +
+                             "or set a different WEFT_HOST_ID for ranks that cannot access rank 0";
     store_.set(unopened_key(address), text);
     throw GroupAbortedError(text);
   }
@@ -140,12 +147,19 @@ class Joining {
   static std::string unopened_key(const std::string& address) {
     return "unopened/" + std::to_string(SegmentAddress::parse(address).nonce);
   }
+
+  // Returns the value that rank `from_rank` sets for the key; waits for it until the deadline.
   [[nodiscard]] std::string get(const std::string& key, int from_rank) const {
-    const auto left =
-        std::chrono::duration_cast<std::chrono::milliseconds>(deadline_ - Clock::now());
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline_ - Clock::now());
     try {
       return store_.get(key, std::max(left, std::chrono::milliseconds(1)));
     } catch (const std::exception& error) {
+      if (Clock::now() + kClockTolerance < deadline_) {
+        throw GroupAbortedError("weft: rank " + std::to_string(options_.rank) + " of group '" +
+                                options_.name + "' cannot read the key '" + key + "' of rank " +
+                                std::to_string(from_rank) + " from the store (" + error.what() +
+                                "); check that the process that hosts the store still runs");
+      }
       throw CollectiveTimeoutError("weft: rank " + std::to_string(from_rank) +
                                    " did not join group '" + options_.name + "' within " +
                                    in_seconds(options_.timeout) + " s (" + error.what() +
@@ -182,14 +196,14 @@ class Joining {
 
   void wait_for_all(const SharedState& shared,
                     const std::string& address,
-                    const std::function<bool()>& is_over) const {
+                    const std::function<bool()>& is_complete) const {
     FailureRecord& failure = shared.control().failure;
     auto next_check = Clock::now() + kCheckInterval;
-    while (!is_over()) {
+    while (!is_complete()) {
       if (Clock::now() > next_check) {
         next_check = Clock::now() + kCheckInterval;
         const auto found = find_failure(shared, address);
-        if (is_over()) return;
+        if (is_complete()) return;
         if (found) failure.record(found->kind(), found->what());
       }
       if (Clock::now() > deadline_) failure.record(ErrorKind::kTimeout, late_text(shared));
@@ -201,13 +215,15 @@ class Joining {
     }
   }
 
-  // Returns an error if a rank could not open the segment, or has ended since it joined.
+  // Returns an error if the process of a rank has ended since the rank joined or, on rank 0, if a
+  // rank has reported that it cannot open the segment.
   [[nodiscard]] std::optional<CollectiveError> find_failure(const SharedState& shared,
                                                             const std::string& address) const {
     try {
       if (options_.rank == 0 && store_.has(unopened_key(address))) {
         const std::string text = get(unopened_key(address), 0);
-        store_.set(kSegmentKey, kNoSegment + text);  // before the descriptor is closed
+        // Before this rank closes the descriptor: a rank that then cannot open it reads the cause.
+        store_.set(kSegmentKey, kNoSegment + text);
         return GroupAbortedError(text);
       }
     } catch (const std::exception&) {
@@ -219,7 +235,7 @@ class Joining {
       if (has_joined && process_has_ended(block.pid, block.start_time) &&
           block.state.load() == RankState::kJoined) {
         return PeerLostError("weft: " + name_of_rank(shared, rank) + " of group '" + options_.name +
-                             "' ended while the group was made; see its own output for why");
+                             "' ended while the group was created; see its own output for why");
       }
     }
     return std::nullopt;
@@ -228,14 +244,16 @@ class Joining {
   [[nodiscard]] std::string late_text(const SharedState& shared) const {
     std::ostringstream text;
     text << "weft: joining group '" << options_.name << "' timed out after "
-         << in_seconds(options_.timeout) << " s: without";
+         << in_seconds(options_.timeout) << " s; ";
     bool is_any_absent = false;
     for (int rank = 0; rank < options_.size; ++rank) {
       if (shared.rank(rank).state.load() != RankState::kAbsent) continue;
-      text << " rank " << rank;
+      text << (is_any_absent ? ", rank " : "not joined: rank ") << rank;
       is_any_absent = true;
     }
-    if (!is_any_absent) text << " a word of rank 0, which lets all go on";
+    if (!is_any_absent) text << "all ranks have joined, but rank 0 has not opened the group";
+    text << "; see what " << (is_any_absent ? "these ranks wait" : "rank 0 waits")
+         << " for, or raise the timeout";
     return text.str();
   }
 
@@ -247,13 +265,13 @@ class Joining {
 }  // namespace
 
 Membership join(const Store& store, const GroupOptions& options) {
-  return Joining(store, options).run();
+  return Rendezvous(store, options).run();
 }
 
 Identities exchange_identities(const Store& store,
                                const GroupOptions& options,
                                bool has_transport) {
-  return Joining(store, options).exchange_identities(has_transport);
+  return Rendezvous(store, options).exchange_identities(has_transport);
 }
 
 void forget_identity(const Store& store, const GroupOptions& options) {
@@ -264,7 +282,7 @@ void store_barrier(const Store& store,
                    const GroupOptions& options,
                    const std::string& name,
                    const std::string& failure_key) {
-  Joining(store, options).store_barrier(name, failure_key);
+  Rendezvous(store, options).store_barrier(name, failure_key);
 }
 
 std::string format_failure(const CollectiveError& error) {

@@ -39,12 +39,13 @@ struct Membership {
   SharedState shared;
 };
 
-// Blocks until all ranks have joined. A group that was made leaves nothing in the store that a
-// later group with the same keys could read; a group that failed leaves the cause, for ranks that
-// are late, so the next group needs other keys. REQUIRES: ranks of one host with the same group
+// Blocks until all ranks have joined. If it succeeds, the store holds no key that a later group
+// with the same keys could read. If it fails, the store holds the cause, for ranks that join later,
+// so the next group needs other keys. REQUIRES: ranks of one host with the same group
 // configuration. Errors: CollectiveTimeoutError naming the missing ranks; PeerLostError if a
-// process ended meanwhile; GroupAbortedError if the shared memory cannot be made or opened. The
-// other ranks that wait throw the same error.
+// process ended in the meantime; GroupAbortedError if the shared memory cannot be created or
+// opened, or the store cannot be read. The other ranks that wait throw the same error, unless they
+// cannot read the store.
 Membership join(const Store& store, const GroupOptions& options);
 
 struct Identities {
@@ -54,16 +55,16 @@ struct Identities {
 };
 
 // Blocks until all ranks have published their host and group configuration, and returns these. They
-// stay in the store until join() has made a group on one host, or each rank has called
-// forget_identity(). Errors: CollectiveTimeoutError.
+// stay in the store until join() has created a group on one host, or each rank has called
+// forget_identity(). Errors: CollectiveTimeoutError; GroupAbortedError if the store cannot be read.
 Identities exchange_identities(const Store& store, const GroupOptions& options, bool has_transport);
 // REQUIRES: all ranks have read it.
 void forget_identity(const Store& store, const GroupOptions& options);
 
 // Blocks until all ranks have called it with this name: a barrier through the store, so that no
 // rank leaves before another has arrived. The name is used once and stays in the store.
-// Errors: CollectiveTimeoutError naming the missing rank; the failure reported under `failure_key`,
-// if that is not empty.
+// Errors: CollectiveTimeoutError naming the missing rank; GroupAbortedError if the store cannot be
+// read; the failure reported under `failure_key`, if that is not empty.
 void store_barrier(const Store& store,
                    const GroupOptions& options,
                    const std::string& name,

@@ -7,51 +7,51 @@ namespace weft::collectives {
 
 namespace {
 
-uint64_t frame_bytes(const FrameHead& head) {
-  constexpr uint64_t kUnit = sizeof(FrameHead);
-  return kUnit + (head.payload_bytes + kUnit - 1) / kUnit * kUnit;
+uint64_t frame_bytes(const FrameHeader& header) {
+  constexpr uint64_t kUnit = sizeof(FrameHeader);
+  return kUnit + (header.payload_bytes + kUnit - 1) / kUnit * kUnit;
 }
 
 }  // namespace
 
 RingEnd::RingEnd(const SharedState& shared, int from, int to)
-    : header_(&shared.ring(from, to)),
+    : ring_header_(&shared.ring(from, to)),
       data_(shared.ring_data(from, to)),
       num_bytes_(shared.ring_bytes()) {}
 
 int64_t RingEnd::space() const {
-  const uint64_t used = header_->num_written.load(std::memory_order_relaxed) -
-                        header_->num_read.load(std::memory_order_acquire);
-  return static_cast<int64_t>(num_bytes_ - used) - static_cast<int64_t>(sizeof(FrameHead));
+  const uint64_t used = ring_header_->num_written.load(std::memory_order_relaxed) -
+                        ring_header_->num_read.load(std::memory_order_acquire);
+  return static_cast<int64_t>(num_bytes_ - used) - static_cast<int64_t>(sizeof(FrameHeader));
 }
 
-void RingEnd::write(const FrameHead& head, const std::byte* payload) {
-  const uint64_t position = header_->num_written.load(std::memory_order_relaxed);
-  copy_in(position, &head, sizeof head);
-  copy_in(position + sizeof head, payload, head.payload_bytes);
-  header_->num_written.store(position + frame_bytes(head), std::memory_order_release);
+void RingEnd::write(const FrameHeader& header, const std::byte* payload) {
+  const uint64_t position = ring_header_->num_written.load(std::memory_order_relaxed);
+  copy_in(position, &header, sizeof header);
+  copy_in(position + sizeof header, payload, header.payload_bytes);
+  ring_header_->num_written.store(position + frame_bytes(header), std::memory_order_release);
 }
 
 bool RingEnd::is_empty() const {
-  return header_->num_written.load(std::memory_order_acquire) ==
-         header_->num_read.load(std::memory_order_relaxed);
+  return ring_header_->num_written.load(std::memory_order_acquire) ==
+         ring_header_->num_read.load(std::memory_order_relaxed);
 }
 
-FrameHead RingEnd::front() const {
-  FrameHead head;
-  copy_out(header_->num_read.load(std::memory_order_relaxed), &head, sizeof head);
-  return head;
+FrameHeader RingEnd::front() const {
+  FrameHeader header;
+  copy_out(ring_header_->num_read.load(std::memory_order_relaxed), &header, sizeof header);
+  return header;
 }
 
 void RingEnd::read_payload(std::byte* out) const {
-  copy_out(header_->num_read.load(std::memory_order_relaxed) + sizeof(FrameHead),
+  copy_out(ring_header_->num_read.load(std::memory_order_relaxed) + sizeof(FrameHeader),
            out,
            front().payload_bytes);
 }
 
 void RingEnd::pop() {
-  const uint64_t position = header_->num_read.load(std::memory_order_relaxed);
-  header_->num_read.store(position + frame_bytes(front()), std::memory_order_release);
+  const uint64_t position = ring_header_->num_read.load(std::memory_order_relaxed);
+  ring_header_->num_read.store(position + frame_bytes(front()), std::memory_order_release);
 }
 
 void RingEnd::copy_in(uint64_t position, const void* data, size_t num_bytes) {

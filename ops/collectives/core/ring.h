@@ -9,13 +9,13 @@ namespace weft::collectives {
 
 // A ring is a buffer in shared memory with one writer and one reader. It counts the bytes written
 // and read since the start; a count modulo the size of the buffer is a position in it. It holds
-// frames of a head and a payload, padded to a multiple of the head's size:
+// frames of a header and a payload, padded to a multiple of the header's size:
 //   kAnnounce  a message was sent; the payload is its data if it is eager
 //   kGrant     a receive matches the announced message: send its data
 //   kData      a chunk of a granted message
 enum class FrameKind : uint8_t { kAnnounce = 1, kGrant, kData };
 
-struct FrameHead {
+struct FrameHeader {
   FrameKind kind = FrameKind::kAnnounce;
   DType dtype = DType::kUInt8;
   uint16_t unused = 0;
@@ -24,7 +24,7 @@ struct FrameHead {
   uint64_t message_bytes = 0;
   uint64_t payload_bytes = 0;
 };
-static_assert(sizeof(FrameHead) == 32);
+static_assert(sizeof(FrameHeader) == 32);
 
 // The writing end of the ring to a peer, or the reading end of the ring from it. Thread safety: one
 // thread at a time.
@@ -32,14 +32,14 @@ class RingEnd {
  public:
   RingEnd(const SharedState& shared, int from, int to);
 
-  // Returns the payload bytes that a frame written now can hold; negative if no head fits.
+  // Returns the payload bytes that a frame written now can hold; negative if no header fits.
   int64_t space() const;
-  // REQUIRES: head.payload_bytes <= space().
-  void write(const FrameHead& head, const std::byte* payload);
+  // REQUIRES: header.payload_bytes <= space().
+  void write(const FrameHeader& header, const std::byte* payload);
 
   bool is_empty() const;
   // The oldest frame. REQUIRES: not empty. Call read_payload(), then pop().
-  FrameHead front() const;
+  FrameHeader front() const;
   void read_payload(std::byte* out) const;
   void pop();
 
@@ -47,7 +47,7 @@ class RingEnd {
   void copy_in(uint64_t position, const void* data, size_t num_bytes);
   void copy_out(uint64_t position, void* data, size_t num_bytes) const;
 
-  RingHeader* header_;
+  RingHeader* ring_header_;
   std::byte* data_;
   size_t num_bytes_;
 };

@@ -44,7 +44,7 @@ SegmentAddress SegmentAddress::parse(const std::string& text) {
   std::istringstream fields(text);
   SegmentAddress address;
   if (!(fields >> address.pid >> address.descriptor >> address.num_bytes >> address.nonce)) {
-    throw std::invalid_argument("'" + text + "' is no segment's address");
+    throw std::invalid_argument("'" + text + "' is not the address of a segment");
   }
   return address;
 }
@@ -56,12 +56,13 @@ class Segment::Mapping {
     void* data = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
     if (data == MAP_FAILED) throw_errno("cannot map shared memory");
     data_ = static_cast<std::byte*>(data);
-    if (madvise(data, num_bytes, MADV_DONTFORK) != 0) throw_errno("cannot keep it from children");
+    if (madvise(data, num_bytes, MADV_DONTFORK) != 0)
+      throw_errno("cannot exclude shared memory from forked children");
   }
   Mapping(const Mapping&) = delete;
   Mapping& operator=(const Mapping&) = delete;
   ~Mapping() {
-    // In a forked child another mapping may be at this address.
+    // In a forked child, another mapping may be at this address.
     if (owner_ == getpid()) munmap(data_, num_bytes_);
   }
 
@@ -74,12 +75,12 @@ class Segment::Mapping {
   }
 
   // The mappings of segments that this process created.
-  struct Made {
+  struct Created {
     std::mutex mutex;
     std::map<uint64_t, std::weak_ptr<Mapping>> by_nonce;
   };
-  static Made& made() {
-    static Made all;
+  static Created& created() {
+    static Created all;
     return all;
   }
 
@@ -93,7 +94,7 @@ Segment Segment::create(size_t num_bytes) {
   Segment segment;
   // Sealed against shrinking: reading a page beyond the end would kill a rank.
   segment.descriptor_ = memfd_create("weft", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-  if (segment.descriptor_ < 0) throw_errno("cannot make shared memory");
+  if (segment.descriptor_ < 0) throw_errno("cannot create shared memory");
   if (ftruncate(segment.descriptor_, static_cast<off_t>(num_bytes)) != 0) {
     throw_errno("cannot size shared memory");
   }
@@ -104,20 +105,20 @@ Segment Segment::create(size_t num_bytes) {
   std::random_device random;
   const uint64_t nonce = (static_cast<uint64_t>(random()) << 32) | random();
   std::memcpy(segment.data(), &nonce, sizeof nonce);
-  auto& made = Mapping::made();
-  const std::lock_guard lock(made.mutex);
-  std::erase_if(made.by_nonce, [](const auto& entry) { return entry.second.expired(); });
-  made.by_nonce[nonce] = segment.mapping_;
+  auto& created = Mapping::created();
+  const std::lock_guard lock(created.mutex);
+  std::erase_if(created.by_nonce, [](const auto& entry) { return entry.second.expired(); });
+  created.by_nonce[nonce] = segment.mapping_;
   return segment;
 }
 
 Segment Segment::open(const SegmentAddress& address) {
   Segment segment;
   if (address.pid == getpid()) {
-    auto& made = Mapping::made();
-    const std::lock_guard lock(made.mutex);
-    const auto found = made.by_nonce.find(address.nonce);
-    if (found != made.by_nonce.end()) segment.mapping_ = found->second.lock();
+    auto& created = Mapping::created();
+    const std::lock_guard lock(created.mutex);
+    const auto found = created.by_nonce.find(address.nonce);
+    if (found != created.by_nonce.end()) segment.mapping_ = found->second.lock();
     if (segment.mapping_) return segment;
   }
   const std::string path =
@@ -181,10 +182,10 @@ std::string host_identity() {
   std::string boot_id;
   errno = 0;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot_id;
-  // A sandbox may have no boot id. On other errors throw: without its id, a rank that cannot open a
-  // file now would count as another host.
+  // A sandbox may have no boot id. Throw on other errors: a rank that cannot open the file now, and
+  // so has no boot id, would count as one on another host.
   if (boot_id.empty() && errno != ENOENT && errno != 0)
-    throw_errno("cannot tell the host's identity");
+    throw_errno("cannot read the identity of the host");
   // A rank in another pid namespace could neither open the memory of a process nor detect its end;
   // ranks in different network namespaces are meant to be on different hosts.
   return boot_id + ' ' + read_link("/proc/self/ns/pid") + ' ' + read_link("/proc/self/ns/net") +

@@ -16,7 +16,8 @@ constexpr size_t round_up(size_t value, size_t multiple) {
 }
 
 size_t signature_stride(int num_ranks) {
-  return round_up(sizeof(SignatureHead) + 2 * sizeof(int64_t) * static_cast<size_t>(num_ranks), 64);
+  return round_up(sizeof(SignatureHeader) + 2 * sizeof(int64_t) * static_cast<size_t>(num_ranks),
+                  64);
 }
 
 size_t ring_stride(const SharedSizes& sizes) { return sizeof(RingHeader) + sizes.ring_bytes; }
@@ -90,7 +91,7 @@ void SharedState::initialize() const {
   control().nonce = nonce;
   for (int r = 0; r < num_ranks(); ++r) {
     new (&rank(r)) RankBlock{};
-    for (int buffer = 0; buffer < 2; ++buffer) new (&signature(r, buffer)) SignatureHead{};
+    for (int buffer = 0; buffer < 2; ++buffer) new (&signature(r, buffer)) SignatureHeader{};
   }
   // The rings stay untouched: a zeroed header is valid, and untouched pages are not backed by
   // memory.
@@ -101,13 +102,13 @@ RankBlock& SharedState::rank(int rank) const {
   return first[rank];
 }
 
-SignatureHead& SharedState::signature(int rank, int buffer) const {
+SignatureHeader& SharedState::signature(int rank, int buffer) const {
   std::byte* place = data_ + signatures_ + index(rank, buffer) * signature_stride(num_ranks());
-  return *reinterpret_cast<SignatureHead*>(place);
+  return *reinterpret_cast<SignatureHeader*>(place);
 }
 
 std::span<int64_t> SharedState::signature_counts(int rank, int buffer) const {
-  auto* place = reinterpret_cast<std::byte*>(&signature(rank, buffer)) + sizeof(SignatureHead);
+  auto* place = reinterpret_cast<std::byte*>(&signature(rank, buffer)) + sizeof(SignatureHeader);
   return {reinterpret_cast<int64_t*>(place), 2 * static_cast<size_t>(num_ranks())};
 }
 

@@ -45,7 +45,7 @@ class FailureRecord {
 struct Control {
   uint64_t nonce;  // written by Segment
   std::atomic<uint32_t> num_joined{0};
-  std::atomic<bool> is_open{false};  // all ranks have joined, and the keys are out of the store
+  std::atomic<bool> is_open{false};  // all ranks have joined, and rank 0 has removed the keys
   // Arrivals of all ranks at all phases so far: phase p is complete at p * num_ranks.
   alignas(64) std::atomic<uint64_t> num_arrivals{0};
   alignas(64) FailureRecord failure;
@@ -96,8 +96,8 @@ class SharedState {
 
   Control& control() const { return *reinterpret_cast<Control*>(data_); }
   RankBlock& rank(int rank) const;
-  // The head and the counts (send, then receive; num_ranks each) of a rank's signature.
-  SignatureHead& signature(int rank, int buffer) const;
+  // The header and the counts (send, then receive; num_ranks each) of a rank's signature.
+  SignatureHeader& signature(int rank, int buffer) const;
   std::span<int64_t> signature_counts(int rank, int buffer) const;
   std::byte* staging(int rank, int buffer) const;
   // Returns the ranges of the segment that `rank` writes: its staging and the rings from it.

@@ -8,7 +8,7 @@ namespace weft::collectives {
 
 namespace {
 
-constexpr size_t kMaxListed = 16;  // ranks or counts in an error message
+constexpr size_t kMaxListed = 16;  // calls, ranks or counts in an error message
 
 template <typename List>
 void print_list(std::ostream& out, const List& list) {
@@ -23,39 +23,40 @@ void print_list(std::ostream& out, const List& list) {
   out << ']';
 }
 
-bool same_shape(const SignatureHead& a, const SignatureHead& b) {
+bool same_shape(const SignatureHeader& a, const SignatureHeader& b) {
   return a.num_elements == b.num_elements && a.num_dims == b.num_dims && a.shape == b.shape;
 }
 
-bool same_call(const SignatureHead& a, const SignatureHead& b) {
+// Compares the operations and their arguments, except for sizes.
+bool same_op(const SignatureHeader& a, const SignatureHeader& b) {
   return a.op == b.op && a.reduce_op == b.reduce_op && a.root == b.root &&
          a.position == b.position && a.num_coalesced == b.num_coalesced &&
          (a.dtype == b.dtype || a.op == Op::kBarrier);
 }
 
-// Whether rank `from` sends to rank `to` as many elements as `to` expects.
+// Whether rank `to` receives as many elements from rank `from` as that rank sends to it.
 bool counts_match(const std::vector<Signature>& by_rank, size_t from, size_t to) {
   return by_rank[from].send_counts[to] == by_rank[to].receive_counts[from];
 }
 
 bool calls_match(const std::vector<Signature>& by_rank) {
-  const SignatureHead& first = by_rank.front().head;
+  const SignatureHeader& first = by_rank.front().header;
   const size_t num_ranks = by_rank.size();
   for (const Signature& other : by_rank) {
-    if (!same_call(first, other.head)) return false;
+    if (!same_op(first, other.header)) return false;
   }
   const auto root = static_cast<size_t>(std::max(first.root, 0));
   for (size_t rank = 0; rank < num_ranks; ++rank) {
-    const Signature& mine = by_rank[rank];
+    const Signature& signature = by_rank[rank];
     switch (first.op) {
       case Op::kAllReduce:
       case Op::kReduce:
       case Op::kBroadcast:
-        if (!same_shape(first, mine.head)) return false;
+        if (!same_shape(first, signature.header)) return false;
         break;
       case Op::kReduceScatter:
-        if (!std::ranges::equal(mine.send_counts, by_rank.front().send_counts)) return false;
-        if (mine.receive_counts[rank] != mine.send_counts[rank]) return false;
+        if (!std::ranges::equal(signature.send_counts, by_rank.front().send_counts)) return false;
+        if (signature.receive_counts[rank] != signature.send_counts[rank]) return false;
         break;
       case Op::kGather:
         if (!counts_match(by_rank, rank, root)) return false;
@@ -84,39 +85,39 @@ bool has_counts(Op op) {
 }
 
 std::string describe(const Signature& signature) {
-  const SignatureHead& head = signature.head;
+  const SignatureHeader& header = signature.header;
   std::ostringstream text;
-  text << name_of(head.op) << '(';
+  text << name_of(header.op) << '(';
   const char* separator = "";
   const auto field = [&](const char* label) -> std::ostream& {
     text << separator << label;
     separator = ", ";
     return text;
   };
-  if (head.reduce_op != ReduceOp::kNone) field("") << name_of(head.reduce_op);
-  if (head.op != Op::kBarrier) {
-    field("") << name_of(head.dtype) << ' ';
-    if (head.num_dims > SignatureHead::kMaxDims) {
-      print_list(text, std::span(head.shape).first(SignatureHead::kMaxDims - 1));
-      text << " and " << head.num_dims - SignatureHead::kMaxDims + 1 << " dims more, "
-           << head.num_elements << " elements";
-    } else if (head.num_dims > 0) {
-      print_list(text, std::span(head.shape).first(head.num_dims));
+  if (header.reduce_op != ReduceOp::kNone) field("") << name_of(header.reduce_op);
+  if (header.op != Op::kBarrier) {
+    field("") << name_of(header.dtype) << ' ';
+    if (header.num_dims > SignatureHeader::kMaxDims) {
+      print_list(text, std::span(header.shape).first(SignatureHeader::kMaxDims - 1));
+      text << " and " << header.num_dims - SignatureHeader::kMaxDims + 1 << " more dims, "
+           << header.num_elements << " elements";
+    } else if (header.num_dims > 0) {
+      print_list(text, std::span(header.shape).first(header.num_dims));
     } else {
-      text << head.num_elements << (head.num_elements == 1 ? " element" : " elements");
+      text << header.num_elements << (header.num_elements == 1 ? " element" : " elements");
     }
   }
-  if (head.root >= 0) field("root ") << head.root;
+  if (header.root >= 0) field("root ") << header.root;
   if (!signature.send_counts.empty()) {
-    field("gives ");
+    field("sends ");
     print_list(text, signature.send_counts);
   }
   if (!signature.receive_counts.empty()) {
-    field("expects ");
+    field("receives ");
     print_list(text, signature.receive_counts);
   }
-  if (head.num_coalesced > 1) {
-    field("tensor ") << head.position + 1 << " of " << head.num_coalesced;
+  if (header.num_coalesced > 1) {
+    field("tensor ") << header.position + 1 << " of " << header.num_coalesced;
   }
   text << ')';
   return text.str();
@@ -139,7 +140,7 @@ std::optional<std::string> mismatch(const std::vector<Signature>& by_rank) {
     for (size_t k = 0; k < std::min(ranks.size(), kMaxListed); ++k) {
       text << (k == 0 ? "" : ", ") << ranks[k];
     }
-    text << (ranks.size() > kMaxListed ? ", ..." : "") << " brought " << calls[i];
+    text << (ranks.size() > kMaxListed ? ", ..." : "") << " called " << calls[i];
   }
   if (calls.size() > kMaxListed) text << "; ...";
   return text.str();

@@ -1,7 +1,7 @@
 #pragma once
 
-// A signature describes a rank's call of a collective. Each rank publishes its own before any rank
-// reads data, and compares those of all ranks, so all ranks detect the same mismatch.
+// A signature describes a rank's call of a collective. Each rank publishes its signature before any
+// rank reads data, and compares the signatures of all ranks, so all ranks detect the same mismatch.
 
 #include "types.h"
 
@@ -14,8 +14,8 @@
 
 namespace weft::collectives {
 
-// Has a fixed size, for shared memory, where the element counts by rank follow it.
-struct SignatureHead {
+// Has a fixed size, for shared memory, where the element counts by peer follow it.
+struct SignatureHeader {
   static constexpr size_t kMaxDims = 6;
 
   uint64_t sequence = 0;  // of this group's collectives, from 1
@@ -33,8 +33,8 @@ struct SignatureHead {
 };
 
 struct Signature {
-  SignatureHead head;
-  // By peer: the number of elements that this rank sends to it and expects from it. Empty unless
+  SignatureHeader header;
+  // By peer: the number of elements that this rank sends to it and receives from it. Empty unless
   // has_counts().
   std::span<const int64_t> send_counts;
   std::span<const int64_t> receive_counts;
@@ -46,14 +46,15 @@ bool has_counts(Op op);
 // "all_reduce(sum, float32 [2, 6])"
 std::string describe(const Signature& signature);
 
-// Returns nothing if the calls match, otherwise a sentence that lists each rank's call. The values
-// that must match, by operation:
-//   all             operation, dtype, position in a coalesced call
-//   all_reduce, broadcast, reduce   shape; reduction, root
-//   reduce_scatter  reduction; the element counts for each rank
-//   all_gather      each rank's count and what all others expect; gather: what the root expects
-//   scatter         root; the count it sends to each rank and what that rank expects
-//   all_to_all      the count of each pair of ranks and what the receiver expects
+// Returns nullopt if the calls match, otherwise a text that lists the distinct calls, at most 16,
+// each with at most 16 of its ranks. In all calls, these values must be equal: operation,
+// reduction, root, position in a coalesced call, number of tensors in it and, except in a barrier,
+// dtype. In addition:
+//   all_reduce, reduce, broadcast  equal shapes
+//   reduce_scatter                 equal counts by destination, each the size of that rank's output
+//   all_gather, all_to_all         each rank receives the count that its peer sends to it
+//   gather                         the root receives the count that each rank sends
+//   scatter                        each rank receives the count that the root sends to it
 std::optional<std::string> mismatch(const std::vector<Signature>& by_rank);
 
 }  // namespace weft::collectives

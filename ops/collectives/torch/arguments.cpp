@@ -28,11 +28,11 @@ void check_flat(std::string_view op, int64_t full, int64_t segment, int num_rank
               op,
               " got a tensor of ",
               full,
-              " elements for parts of ",
+              " elements for segments of ",
               segment,
-              " in a group of ",
+              " elements in a group of ",
               num_ranks,
-              "; make it hold one part for each rank");
+              "; pass a tensor with one segment for each rank");
 }
 
 void check_pairs(std::string_view op, size_t num_outputs, size_t num_inputs) {

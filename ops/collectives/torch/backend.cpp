@@ -219,14 +219,15 @@ c10::intrusive_ptr<c10d::ProcessGroup> make_group(const std::string& name,
                                                   int rank,
                                                   int size,
                                                   c10::intrusive_ptr<BackendOptions> options) {
-  TORCH_CHECK_VALUE(!name.empty(),
-                    "weft: got an empty name for a group of ",
-                    size,
-                    " ranks; pass another: \"\" stands for a group of one, which needs no making");
+  TORCH_CHECK_VALUE(
+      !name.empty(),
+      "weft: got an empty name for a group of ",
+      size,
+      " ranks; pass another: \"\" is the name of the group of one, which always exists");
   TORCH_CHECK_VALUE(!names_a_group(name),
                     "weft: got the name '",
                     name,
-                    "', which a group of this process has; pass another, or give it back with "
+                    "', which a group of this process has; pass another, or release it with "
                     "c10d::unregister_process_group");
   const auto own_store = c10::make_intrusive<c10d::PrefixStore>("weft/" + name, store);
   options->group_name = name;

@@ -113,8 +113,8 @@ class WeftBackend final : public c10d::Backend {
   };
 
   Step step(CollectiveCall call, std::shared_ptr<TensorPack> pack, Place place = {0, 1}) const {
-    call.head.position = static_cast<int32_t>(place.position);
-    call.head.num_coalesced = static_cast<int32_t>(place.num_coalesced);
+    call.header.position = static_cast<int32_t>(place.position);
+    call.header.num_coalesced = static_cast<int32_t>(place.num_coalesced);
     return {group_->make(std::move(call)), std::move(pack)};
   }
   WorkPtr start(const Call& call,

@@ -47,8 +47,8 @@ ReduceOp reduce_op_of(std::string_view op, const c10d::ReduceOp& reduce_op, DTyp
               name_of(known),
               " for tensors of ",
               name_of(dtype),
-              "; bit operations take integers and bool, avg anything but bool, complex numbers sum "
-              "and avg");
+              "; pass integers or bool for bit operations, no bool for avg, only sum and avg for "
+              "complex numbers; float8 cannot be reduced");
   return known;
 }
 

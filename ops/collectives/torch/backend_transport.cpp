@@ -13,10 +13,9 @@ namespace {
 
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-// When a connection is lost, gloo ends all waits on it but that of the receive whose bytes were
-// partly in flight, which lasts until its timeout. So a transfer that may arrive in part is
-// followed by one byte, and the receiver waits for that byte first: it arrives after all bytes
-// before it.
+// When a connection is lost, gloo ends all waits on it, except that of a receive of which some
+// bytes have arrived: that one lasts until its timeout. So a transfer larger than this is followed
+// by one byte, and the receiver waits for that byte first: it arrives after all bytes before it.
 constexpr size_t kMaxUnsplitBytes = 16 * 1024;
 
 std::vector<at::Tensor> as_tensors(std::byte* data, size_t num_bytes) {
@@ -37,7 +36,7 @@ class WorkTransfer final : public Transfer {
 
   void wait(std::chrono::milliseconds timeout) override {
     for (const WorkPtr& work : {last_work_, work_}) {
-      if (work && !work->wait(timeout)) throw std::runtime_error("given up");
+      if (work && !work->wait(timeout)) throw std::runtime_error("the transfer was cancelled");
     }
   }
   void give_up() override {
@@ -45,7 +44,7 @@ class WorkTransfer final : public Transfer {
       try {
         if (work) work->abort();
       } catch (const std::exception&) {
-        // This backend's works cannot be aborted: the wait ends at its own timeout.
+        // The backend cannot abort its works: the wait ends at its own timeout.
       }
     }
   }
@@ -74,7 +73,7 @@ class BackendTransport final : public Transport {
 
   std::unique_ptr<Transfer> receive(int peer, int tag, std::byte* data, size_t num_bytes) override {
     if (peer == kAnySource && num_bytes > kMaxUnsplitBytes) {
-      throw std::invalid_argument("a message from any rank has to be small");
+      throw std::invalid_argument("a receive from any source takes at most 16 KiB");
     }
     return std::make_unique<WorkTransfer>(data, num_bytes, [&](std::vector<at::Tensor>& tensors) {
       return peer == kAnySource ? backend_->recvAnysource(tensors, tag)

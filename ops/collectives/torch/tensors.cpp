@@ -38,9 +38,9 @@ std::vector<int64_t> segment_sizes(std::string_view op,
                 op,
                 " got a first dim of ",
                 num_rows,
-                ", which ",
+                ", which is not a multiple of the number of ranks, ",
                 num_segments,
-                " ranks do not divide; pass split sizes");
+                "; pass split sizes");
     return equal_sizes(tensor.numel(), num_segments);
   }
   std::vector<int64_t> sizes;
@@ -56,7 +56,7 @@ std::vector<int64_t> segment_sizes(std::string_view op,
               sum,
               " for a first dim of ",
               num_rows,
-              "; make them add up to it");
+              "; pass split sizes whose sum is the first dim");
   return sizes;
 }
 
@@ -70,7 +70,8 @@ std::vector<InputOrOutput> segments_of(Byte* data, DType dtype, const std::vecto
   return segments;
 }
 
-// Tensors that are not contiguous do not count: TensorPack copies them.
+// Whether an output and an input overlap in memory. Tensors that are not contiguous do not count:
+// TensorPack copies them. `may_be_same`: they may be the same tensor.
 bool overlaps(const at::Tensor& output, const at::Tensor& input, bool may_be_same) {
   if (!output.defined() || !input.defined()) return false;  // rejected later, see TensorPack::check
   if (output.layout() != at::kStrided || input.layout() != at::kStrided) return false;
@@ -158,24 +159,24 @@ at::Tensor copy_if_overlapping(const std::vector<at::Tensor>& outputs,
 std::vector<at::Tensor> copy_overlapping(const at::Tensor& output,
                                          const std::vector<at::Tensor>& inputs,
                                          int own) {
-  std::vector<at::Tensor> apart = inputs;
+  std::vector<at::Tensor> sources = inputs;
   for (size_t i = 0; i < inputs.size(); ++i) {
-    if (overlaps(output, inputs[i], static_cast<int>(i) == own)) apart[i] = copy_of(inputs[i]);
+    if (overlaps(output, inputs[i], static_cast<int>(i) == own)) sources[i] = copy_of(inputs[i]);
   }
-  return apart;
+  return sources;
 }
 
 std::vector<at::Tensor> copy_if_written_earlier(const std::vector<at::Tensor>& outputs,
                                                 const std::vector<at::Tensor>& inputs) {
-  std::vector<at::Tensor> apart = inputs;
+  std::vector<at::Tensor> sources = inputs;
   for (size_t i = 1; i < inputs.size(); ++i) {
     const auto before = std::span(outputs).first(std::min(i, outputs.size()));
     const auto is_written = [&](const at::Tensor& each) {
       return overlaps(each, inputs[i], false);
     };
-    if (std::ranges::any_of(before, is_written)) apart[i] = copy_of(inputs[i]);
+    if (std::ranges::any_of(before, is_written)) sources[i] = copy_of(inputs[i]);
   }
-  return apart;
+  return sources;
 }
 
 bool is_segment_of(const at::Tensor& full, const at::Tensor& segment, int rank) {

@@ -13,11 +13,11 @@
 
 namespace weft::collectives {
 
-// Errors: c10::Error for a dtype that cannot be sent (quantized ones).
+// Errors: c10::Error for a dtype that cannot be sent, such as a quantized one.
 DType dtype_of(std::string_view op, const at::Tensor& tensor);
 
-// Holds the tensors of one operation. A tensor that is not contiguous is sent from a copy, and
-// received into a copy that is written back when the operation is done.
+// Holds the tensors of one operation. Operations use contiguous memory: an input that is not
+// contiguous is copied before, and an output that is not contiguous after the operation.
 class TensorPack {
  public:
   explicit TensorPack(std::string_view op) : op_(op) {}
@@ -59,8 +59,8 @@ class TensorPack {
 };
 
 // Return copies of the inputs that overlap an output, and the other inputs unchanged: an output may
-// be written while other portions of an input are read. The tensor of rank `own` in the list may be
-// the single tensor itself.
+// be written while other portions of an input are read. Item `own` of the list is not copied if it
+// is the same memory as the single tensor, because a rank reads and writes its own segment at once.
 at::Tensor copy_if_overlapping(const std::vector<at::Tensor>& outputs,
                                const at::Tensor& input,
                                int own = -1);

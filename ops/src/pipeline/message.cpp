@@ -110,7 +110,7 @@ Tensors PipelineMessage::wait() {
                     op_,
                     ": got the token of ",
                     name(),
-                    " for the second time; keep the tensors that the first call gave.");
+                    " for the second time; keep the tensors that the first call returned.");
   expect_header(header_of(layouts_, Kind::kData));
   return received(layouts_, false);
 }
@@ -133,11 +133,12 @@ Tensors PipelineMessage::receive_gradients() {
 }
 
 void PipelineMessage::check_first_answer() {
-  TORCH_CHECK_VALUE(!std::exchange(is_answered_, true),
-                    op_,
-                    ": got a second backward through ",
-                    name(),
-                    "; its gradients travel once: send it again, or add up the losses first.");
+  TORCH_CHECK_VALUE(
+      !std::exchange(is_answered_, true),
+      op_,
+      ": got a second backward through ",
+      name(),
+      "; its gradients are sent once: send the message again, or sum the losses first.");
 }
 
 PipelineHeader PipelineMessage::header_of(const Layouts& layouts, Kind kind) const {

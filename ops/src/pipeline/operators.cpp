@@ -52,7 +52,7 @@ MessagePtr message_of(std::string_view op, const at::Tensor& token) {
                     op,
                     ": got a tensor of shape ",
                     token.sizes(),
-                    " that is no token; pass what pipeline_send or pipeline_recv gave.");
+                    " that is no token; pass a result of pipeline_send or pipeline_recv.");
   return *static_cast<MessagePtr*>(data->get_context());
 }
 
@@ -85,8 +85,7 @@ PipelineAddress checked_address(std::string_view op,
                     kMaxChannel,
                     ".");
   const auto group = resolve_group(op, std::string(group_name));
-  TORCH_CHECK_VALUE(
-      group, op, ": got a group of one rank, which has no other; pass one with at least two.");
+  TORCH_CHECK_VALUE(group, op, ": got a group of one rank; pass a group of at least two.");
   check_peer(op, group, peer);
   return {group, static_cast<int>(peer), channel};
 }
@@ -143,7 +142,7 @@ at::Tensor join(const at::Tensor& x, at::TensorList tokens) {
                       kJoin,
                       ": got a tensor of shape ",
                       token.sym_sizes(),
-                      " among the tokens; pass what pipeline_send gave.");
+                      " among the tokens; pass results of pipeline_send.");
   }
   return x.clone();
 }
@@ -257,8 +256,8 @@ std::vector<at::Tensor> pipeline_wait_autograd(const at::Tensor& token) {
   }
   TORCH_CHECK_VALUE(at::GradMode::is_enabled() || !message->is_differentiable(),
                     kWait,
-                    ": got a token whose tensors need gradients under torch.no_grad, where the "
-                    "sender would wait for them in vain; receive with a `like` that needs none.");
+                    ": got a token whose tensors need gradients under torch.no_grad, so the sender "
+                    "would wait until its timeout; pass a `like` that requires no gradients.");
   return Wait::apply(token);
 }
 

@@ -113,7 +113,7 @@ def _hooks(model: nn.Module, register: Callable[[str, nn.Module], Any]) -> Itera
     handles = []
     for name, module in model.named_modules():
         state = state_of(module)
-        if not isinstance(module, torch.jit.ScriptModule) and (state is None or not state.fused):
+        if not isinstance(module, torch.jit.ScriptModule) and (state is None or not state.is_layer_of_fused):
             handles.append(register(name, module))
     try:
         yield

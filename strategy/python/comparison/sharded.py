@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from weft.strategy.apply import parallelize
-from weft.strategy.data_parallel import GradientReducer, ShardedStates, shard_fully
+from weft.strategy.data_parallel import GradientReducer, ShardedStates, apply_fsdp
 from weft.strategy.data_parallel.fully_sharded import free_gathered
 from weft.strategy.plan import Plan
 from weft.strategy.planning.layout import MeshSizes
@@ -75,7 +75,7 @@ class ShardedTraining:
         is_fully_sharded = zero_stage >= 2 and job.data_size > 1
         parallelize(model, job.mesh, plan, keeps_plain_on_one_rank=is_fully_sharded)
         if is_fully_sharded:
-            shard_fully(model, job.sharding_mesh, reshard_after_forward=zero_stage == 3, entry_points=entry_points)
+            apply_fsdp(model, job.sharding_mesh, reshard_after_forward=zero_stage == 3, entry_points=entry_points)
         averages = job.data_group.size() > 1 and not is_fully_sharded
         self.model = model
         self._reducer = GradientReducer(model, job.data_group) if averages else None

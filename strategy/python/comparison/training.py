@@ -52,11 +52,11 @@ def train_both(request: Request) -> Comparison:
     job = JobMesh(sizes, device.type)
     with _preserving_globals(device):
         torch.set_default_dtype(request.dtype)  # of tensors that forwards create, such as masks
-        found = _ComparisonRun(request, job, device, request.mode).run()
-        if request.mode == "train" and found.draws_random_numbers and not found.agrees and not found.failure:
+        result = _ComparisonRun(request, job, device, request.mode).run()
+        if request.mode == "train" and result.draws_random_numbers and not result.agrees and not result.failure:
             in_eval_mode = _ComparisonRun(request, job, device, "eval").run()
-            found = Comparison(**{**found.__dict__, "in_eval_mode": in_eval_mode})
-    return found
+            result = Comparison(**{**result.__dict__, "in_eval_mode": in_eval_mode})
+    return result
 
 
 @contextlib.contextmanager
@@ -106,8 +106,9 @@ class _ComparisonRun:
         return model
 
     def _make_rank_batches(self) -> tuple[list[Any], bool]:
-        made, is_for_forward = subject.batch_of(self._reference, self._request.batch, self._num_data_ranks)
-        objects = [made]
+        """Return the batches of all data-parallel ranks, the same on every rank, and `is_for_forward` of `batch_of`."""
+        local_batch, is_for_forward = subject.batch_of(self._reference, self._request.batch, self._num_data_ranks)
+        objects = [local_batch]
         dist.broadcast_object_list(objects, 0)
         dtype = self._request.dtype
         batch = map_tensors(
@@ -135,8 +136,8 @@ class _ComparisonRun:
                 break
             if step == 0:
                 note = self._replicated_note()
-            found = self._differences()
-            largest = found if largest is None else torch.maximum(largest, found)
+            differences = self._differences()
+            largest = differences if largest is None else torch.maximum(largest, differences)
             losses.append(self._step_loss(step, loss, reference_losses))
         return self._result(losses, largest, note, failing_module, failure)
 
@@ -193,8 +194,8 @@ class _ComparisonRun:
                 f"the sharded model raises {type(error).__name__} in {shown}{_raised_at(error)}: {error}",
             )
         self._wait_for_ranks(bool(failure[1]))
-        found = [each for each in self._all_gather((is_consequence, failure)) if each[1][1]]
-        return (loss.detach(), *min(found, key=lambda each: each[0], default=(False, ("", "")))[1])
+        failures = [each for each in self._all_gather((is_consequence, failure)) if each[1][1]]
+        return (loss.detach(), *min(failures, key=lambda each: each[0], default=(False, ("", "")))[1])
 
     def _wait_for_ranks(self, has_failed: bool) -> None:
         """Wait for all ranks. If only this one has failed, the others wait in a collective, which is aborted."""
@@ -209,11 +210,12 @@ class _ComparisonRun:
 
     def _all_gather(self, value: Any) -> list[Any]:
         """Return each rank's value, in the order of the ranks; collective."""
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, value, group=self._job.control_group)
-        return found
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value, group=self._job.control_group)
+        return values
 
     def _replicated_note(self) -> str:
+        """Return a sentence on replicated parameters whose gradients differ between ranks; "": there are none."""
         try:
             check_replicated_gradients(self._sharded.model, data_group=self._job.data_group)
         except ValueError as error:
@@ -225,12 +227,13 @@ class _ComparisonRun:
         reference = dict(self._reference.named_parameters())
         named = [(name, reference[name], reference[name].grad) for name in self._names]
         gradients = {name: torch.zeros_like(p) if grad is None else grad for name, p, grad in named}
-        of_gradients = _relative_differences(gradients_of(self._sharded.model), gradients)
+        gradient_differences = _relative_differences(gradients_of(self._sharded.model), gradients)
         self._sharded.step()
         self._optimizer.step()
         sharded = {name: full(p) for name, p in self._sharded.model.named_parameters() if p.requires_grad}
-        of_weights = _relative_differences(sharded, {name: reference[name].detach() for name in self._names})
-        result = torch.tensor([of_gradients, of_weights], dtype=torch.float64, device=self._device)
+        weights = {name: reference[name].detach() for name in self._names}
+        weight_differences = _relative_differences(sharded, weights)
+        result = torch.tensor([gradient_differences, weight_differences], dtype=torch.float64, device=self._device)
         dist.all_reduce(result, dist.ReduceOp.MAX)
         return result
 
@@ -246,7 +249,7 @@ class _ComparisonRun:
         request = self._request
         if request.tolerance is not None:
             return request.tolerance, ""
-        coarsest = max((request.dtype, *self._dtypes.found), key=lambda dtype: TOLERANCES.get(dtype, 0.0))
+        coarsest = max((request.dtype, *self._dtypes.seen), key=lambda dtype: TOLERANCES.get(dtype, 0.0))
         dtype_tolerance = TOLERANCES[request.dtype]
         is_coarser = TOLERANCES[coarsest] > dtype_tolerance
         note = f", because the forward computes partly in {_name(coarsest)}" if is_coarser else ""
@@ -266,7 +269,7 @@ class _ComparisonRun:
         parameters.sort(key=lambda row: (not is_inside[row.parameter], -row.largest))
         firsts = [first for first in self._all_gather(self._outputs.first) if first is not None]
         tolerance, tolerance_note = self._tolerance()
-        found = Comparison(
+        result = Comparison(
             self._setting(),
             tolerance,
             tolerance_note,
@@ -277,9 +280,9 @@ class _ComparisonRun:
             self._draws,
             report(self._sharded.model).notes,
         )
-        if note and not found.agrees:
-            found = Comparison(**{**found.__dict__, "notes": (*found.notes, note)})
-        return found
+        if note and not result.agrees:
+            result = Comparison(**{**result.__dict__, "notes": (*result.notes, note)})
+        return result
 
     def _setting(self) -> str:
         request = self._request
@@ -305,12 +308,12 @@ class _ComputedDtypes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found: set[torch.dtype] = set()
+        self.seen: set[torch.dtype] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         tensors = (leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
-        self.found |= {tensor.dtype for tensor in tensors if tensor.dtype in TOLERANCES and tensor.numel() > 1}
+        self.seen |= {tensor.dtype for tensor in tensors if tensor.dtype in TOLERANCES and tensor.numel() > 1}
         return result
 
 

@@ -18,23 +18,30 @@ from weft.strategy.sharding.state import original_class, state_of
 _MARK = "_weft_fully_sharded"
 
 
-def shard_fully(
+def apply_fsdp(
     model: nn.Module,
     mesh: DeviceMesh,
     *,
     reshard_after_forward: bool = True,
     mp_policy: MixedPrecisionPolicy | None = None,
     entry_points: Iterable[str] | None = None,
-    root_is_called: bool = True,
+    root_is_unit: bool = True,
 ) -> list[str]:
     """Shard a model's parameters over data-parallel ranks by FSDP2, in place, after `parallelize`.
 
-    Each repeated block is a unit: its parameters are gathered when it runs and reduced together. With `entry_points`,
-    callers do not call the model's own forward; then the modules that it calls are units, too, if there are several, or
-    if `mp_policy` casts their inputs. Parameters in no unit belong to the model itself: they may be read, and their
-    layers called, anywhere inside. Weights that units share belong to the module around those units. If `mp_policy` has
-    a dtype, a module whose rule in the plan names another dtype is also a unit, and is gathered in that dtype. Applying
-    the same again changes nothing.
+    A unit is a module to which FSDP2 is applied: its parameters are all-gathered together before it runs, and their
+    gradients reduce-scattered together. A parameter belongs to the innermost unit around it. Units are
+
+    - the model itself, if `root_is_unit`. Its own parameters are those in no other unit: they may be read, and their
+      layers called, anywhere inside.
+    - each repeated block.
+    - with `entry_points`, the outermost modules with a forward and parameters, because callers may not call the model's
+      own forward: if there are several, if `mp_policy` casts their inputs, or if the model itself is no unit.
+    - if `mp_policy` has a `param_dtype`, each module whose rule in the plan names another dtype, in which it is
+      gathered.
+
+    Modules that share a weight are no units: their parameters belong to the unit around them. Applying the same again
+    changes nothing.
 
     Args:
         model: plain modules, or modules that `parallelize` and `checkpoint_activations` have changed.
@@ -42,14 +49,15 @@ def shard_fully(
         reshard_after_forward: free each unit after its forward (ZeRO stage 3), or after its backward (2).
         mp_policy: dtypes of gathered parameters and reduced gradients; None: as the parameters are.
         entry_points: methods of `model` that are called besides its forward; None: none.
-        root_is_called: False: backwards run while a method of the model runs, so `model` must own no parameters.
+        root_is_unit: False: the model itself is no unit, because backwards run while its methods run (manual
+            optimization); each parameter must belong to another unit.
 
     Returns:
         The names of the units, outermost first; "" is the model.
 
     Raises:
-        ValueError: `fully_shard` was applied to the model before, or `root_is_called` is False and the model itself
-            owns parameters. Nothing has been changed then.
+        ValueError: `fully_shard` was applied to the model before; `root_is_unit` is False and a parameter is in no
+            other unit; or a rule's precision or offload does not fit the units. Nothing has been changed then.
     """
     key = (mesh, reshard_after_forward, mp_policy)
     marked = model.__dict__.get(_MARK)
@@ -61,17 +69,19 @@ def shard_fully(
     if policy.param_dtype is not None and state is not None and state.precision is not None:
         policy = dataclasses.replace(policy, param_dtype=state.precision)
     dtype_overrides = _dtype_overrides(model, policy.param_dtype)
-    names = _units(model, dtype_overrides, inside=entry_points is not None)
+    has_entry_points = entry_points is not None
+    names = _units(model, dtype_overrides, with_callees=has_entry_points)
     _check_units(model, names, dtype_overrides)
     blocks = repeated_blocks(model)
     callees = [name for name in names if name not in blocks and name not in dtype_overrides]
-    if root_is_called and len(callees) == 1 and policy.param_dtype is None:
+    if root_is_unit and len(callees) == 1 and policy.param_dtype is None:
         names.remove(callees.pop())  # it is now gathered with the model, and its other methods work
-    if not root_is_called:
+    if not root_is_unit:
         _check_no_root_parameters(model, names)
-    # The backward needs the last block first: freeing it after the forward would only gather it again at once.
+    # The backward begins with the loss, which reads the weights of vocab heads again, and with the last block: these
+    # would be gathered again right after their forward has freed them.
     last = tuple(f"{block}." for block in blocks[-1:])
-    stays_gathered = _units_with_heads(model, names) | {name for name in names if f"{name}.".startswith(last)}
+    stays_gathered = _units_with_vocab_heads(model, names) | {name for name in names if f"{name}.".startswith(last)}
     for name in reversed(names):
         frees = reshard_after_forward and name not in stays_gathered and (name not in callees or len(callees) > 1)
         unit_policy = policy
@@ -79,9 +89,10 @@ def shard_fully(
             unit_policy = MixedPrecisionPolicy(dtype_overrides[name], policy.reduce_dtype, cast_forward_inputs=False)
         fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=frees, mp_policy=unit_policy)
     root_policy = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False)
-    is_module = entry_points is not None
-    if root_is_called:
-        fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=root_policy if is_module else policy)
+    if root_is_unit:
+        fully_shard(
+            model, mesh=mesh, reshard_after_forward=False, mp_policy=root_policy if has_entry_points else policy
+        )
         for method in entry_points or ():
             register_fsdp_forward_method(model, method)
         names = ["", *names]
@@ -95,7 +106,8 @@ def _disable_prefetch(model: nn.Module, names: list[str]) -> None:
     """Disable prefetch: without streams there is no overlap, and a unit gathered ahead only takes memory."""
     for name in names:
         unit: Any = model.get_submodule(name)
-        unit.set_modules_to_backward_prefetch([unit])  # this unit is gathered already
+        # An empty list would mean FSDP2's own prefetch; the unit itself is gathered already when its backward begins.
+        unit.set_modules_to_backward_prefetch([unit])
 
 
 def fsdp_roots(model: nn.Module) -> list[FSDPModule]:
@@ -113,8 +125,8 @@ def _check_not_sharded(model: nn.Module) -> None:
         if isinstance(module, FSDPModule):
             shown = f"'{name}'" if name else "the model itself"
             raise ValueError(
-                f"shard_fully: fully_shard was applied to {shown} already; leave that out, or leave all sharding over "
-                "the data-parallel axis to your own code."
+                f"apply_fsdp: fully_shard was applied to {shown} already, and weft applies it to the full model; "
+                "leave that out, or pass plan=None without zero_stage and do all sharding in your own code."
             )
 
 
@@ -122,16 +134,16 @@ def _check_units(model: nn.Module, names: list[str], dtype_overrides: dict[str, 
     tied = next((name for name in dtype_overrides if name not in names), None)
     if tied is not None:
         raise ValueError(
-            f"shard_fully: the rule of '{tied}' says precision, but it shares a weight with modules beside it, which "
-            "is gathered in another dtype; leave precision out of the rule."
+            f"apply_fsdp: the rule of '{tied}' says precision, but it shares a weight with modules outside of it, and "
+            "FSDP2 gathers a weight in one dtype; leave precision out of the rule."
         )
     for name, module in model.named_modules():
         below = next((unit for unit in names if unit.startswith(f"{name}." if name else "") and unit != name), None)
         if below is not None and isinstance(module, OffloadedModule):
             shown = f"'{name}'" if name else "the model itself"
             raise ValueError(
-                f"shard_fully: the rule of {shown} says offload, and '{below}' "
-                "inside is gathered apart, whose weights would be copied, too; give the rule to modules inside it."
+                f"apply_fsdp: the rule of {shown} says offload, but FSDP2 gathers '{below}' inside it separately, and "
+                "the gathered weights would be offloaded, too; give the rule to modules without such modules inside."
             )
 
 
@@ -140,18 +152,21 @@ def _check_no_root_parameters(model: nn.Module, names: list[str]) -> None:
     root_parameters = [name for name, units in owners.items() if "" in units]
     if root_parameters:
         raise ValueError(
-            f"shard_fully: with manual optimization a {original_class(model).__name__} cannot gather parameters that "
+            f"apply_fsdp: with manual optimization a {original_class(model).__name__} cannot gather parameters that "
             f"are in no module it calls, or in several, such as '{root_parameters[0]}'; put them into one submodule "
             "with a forward, or pass zero_stage=1."
         )
 
 
-def _dtype_overrides(model: nn.Module, gathered: torch.dtype | None) -> dict[str, torch.dtype]:
-    """Return the outermost modules with parameters that compute in another dtype than `gathered`, with that dtype."""
+def _dtype_overrides(model: nn.Module, param_dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    """Return the modules with parameters that compute in another dtype than the modules around them, with that dtype.
+
+    `param_dtype`: that of the model; None: parameters are gathered in their own dtypes, so there are no such modules.
+    """
     result: dict[str, torch.dtype] = {}
-    for name, module in model.named_modules() if gathered is not None else ():
+    for name, module in model.named_modules() if param_dtype is not None else ():
         above = next((other for other in reversed(result) if name.startswith(f"{other}.")), None)
-        current = gathered if above is None else result[above]
+        current = param_dtype if above is None else result[above]
         state = state_of(module)
         dtype = None if state is None else state.precision
         if name and dtype not in (None, current) and any(True for _ in module.parameters()):
@@ -159,9 +174,12 @@ def _dtype_overrides(model: nn.Module, gathered: torch.dtype | None) -> dict[str
     return result
 
 
-def _units(model: nn.Module, dtype_overrides: Iterable[str], inside: bool) -> list[str]:
-    """Return the names of the units below the model, outer ones first."""
-    names = {*repeated_blocks(model), *dtype_overrides, *(_callees(model) if inside else ())}
+def _units(model: nn.Module, dtype_overrides: Iterable[str], with_callees: bool) -> list[str]:
+    """Return the names of the units below the model, outer ones first.
+
+    `with_callees`: include the modules that the model's methods may call.
+    """
+    names = {*repeated_blocks(model), *dtype_overrides, *(_outermost_with_forward(model) if with_callees else ())}
     while True:
         candidates = ["", *(name for name, _ in model.named_modules() if name in names)]
         shared = [units for units in _owning_units(model, candidates).values() if len(units) > 1]
@@ -170,7 +188,7 @@ def _units(model: nn.Module, dtype_overrides: Iterable[str], inside: bool) -> li
         names -= {unit for units in shared for unit in units}
 
 
-def _units_with_heads(model: nn.Module, names: list[str]) -> set[str]:
+def _units_with_vocab_heads(model: nn.Module, names: list[str]) -> set[str]:
     """Return the innermost units around layers whose weight a loss uses again after their forward."""
     states = ((name, state_of(module)) for name, module in model.named_modules())
     heads = [name for name, state in states if state is not None and state.style == "vocab_head"]
@@ -178,12 +196,12 @@ def _units_with_heads(model: nn.Module, names: list[str]) -> set[str]:
     return {max(units, key=len) for units in holding if units}
 
 
-def _callees(model: nn.Module, prefix: str = "") -> Iterator[str]:
-    """Yield the outermost modules inside that have a forward and parameters."""
+def _outermost_with_forward(model: nn.Module, prefix: str = "") -> Iterator[str]:
+    """Yield the names of the outermost modules below the model that have a forward and parameters."""
     for key, child in model.named_children():
         name = f"{prefix}{key}"
         if type(child).forward is nn.Module.forward:
-            yield from _callees(child, f"{name}.")
+            yield from _outermost_with_forward(child, f"{name}.")
         elif any(True for _ in child.parameters()):
             yield name
 
@@ -200,7 +218,7 @@ def _owning_units(model: nn.Module, candidates: list[str]) -> dict[str, set[str]
 
 
 def set_gradient_sync(model: nn.Module, is_on: bool) -> None:
-    """Set whether backwards reduce gradients; if not, they keep unsharded ones until a later backward reduces them."""
+    """Set whether backwards reduce-scatter gradients; if not, ranks accumulate unsharded ones until a backward does."""
     for module in fsdp_roots(model):
         module.set_requires_gradient_sync(is_on)
 

@@ -25,19 +25,19 @@ def schedule_of(pipeline: PipelineOptions, num_micro_batches: int) -> _plan.Sche
 
 
 def why_no_activations(training: Training) -> str:
-    """Return the case for which activations are not predicted, as the end of a sentence; "": they are predicted."""
+    """Return what prevents the prediction of activations, as the end of a sentence; "": nothing does."""
     assert training.hugging_face is not None
     if training.model is None:
         model_type = training.hugging_face["model_type"]
-        is_with_biases = model_type in DECODERS
-        return f"model_type {model_type!r}{' with mlp_bias or attention_bias' if is_with_biases else ''}"
+        is_known_type = model_type in DECODERS
+        return f"model_type {model_type!r}{' with mlp_bias or attention_bias' if is_known_type else ''}"
     if training.pipeline is None:
         return f"the plan {training.plan!r}"
     if training.plan is not None:
-        return "pipelines with another plan than 'auto'"
+        return "pipelines with a plan other than 'auto'"
     assert training.pipeline.cuts is not None
-    inside = [cut for cut in training.pipeline.cuts if not _BLOCK.fullmatch(cut)]
-    return f"a stage that begins at {inside[0]!r}, which is not a block" if inside else ""
+    not_at_blocks = [cut for cut in training.pipeline.cuts if not _BLOCK.fullmatch(cut)]
+    return f"a stage that begins at {not_at_blocks[0]!r}, which is not a block" if not_at_blocks else ""
 
 
 def activations_of_ranks(training: Training, stage_of: Mapping[str, int]) -> list[int]:
@@ -48,49 +48,57 @@ def activations_of_ranks(training: Training, stage_of: Mapping[str, int]) -> lis
     full batch.
 
     Args:
-        training: one for which `why_no_activations` returns "", with the names of its cuts.
-        stage_of: the stage of each layer, by its name.
+        training: a pipeline for which `why_no_activations` returns ""; its cuts are chosen already (not None).
+        stage_of: the stage of each layer, by the layer's name.
 
     Raises:
         ValueError: the memory model does not support the sizes.
     """
     assert training.pipeline is not None
-    sequences = training.batch["sequences"]
-    num_micro_batches = min(training.pipeline.num_micro_batches, sequences)
-    sizes = _plan.deal_samples(sequences, [1.0] * num_micro_batches)
+    num_sequences = training.batch["sequences"]
+    num_micro_batches = min(training.pipeline.num_micro_batches, num_sequences)
+    micro_batch_sizes = _plan.deal_samples(num_sequences, [1.0] * num_micro_batches)
     schedule = schedule_of(training.pipeline, num_micro_batches)
-    saved = {size: _saved(training, size) for size in set(sizes)}
+    saved_bytes = {size: _saved_bytes(training, size) for size in set(micro_batch_sizes)}
     costs = []
     for stage in range(schedule.num_stages):
         num_blocks = sum(layer_stage == stage for name, layer_stage in stage_of.items() if _BLOCK.fullmatch(name))
-        for size in sizes:
-            of_block, of_end = saved[size]
-            num_bytes = num_blocks * of_block + (of_end if stage == schedule.num_stages - 1 else 0)
+        for size in micro_batch_sizes:
+            block_bytes, head_bytes = saved_bytes[size]
+            num_bytes = num_blocks * block_bytes + (head_bytes if stage == schedule.num_stages - 1 else 0)
             costs.append(_plan.StageCost(activation_bytes=num_bytes))
-    batch_bytes = _batch_bytes(training, sequences)
+    batch_bytes = _batch_bytes(training, num_sequences)
     return [batch_bytes + num_bytes for num_bytes in schedule.simulate(costs).peak_bytes]
 
 
-def _batch_bytes(training: Training, sequences: int) -> int:
-    return sequences * (training.batch["tokens"] + 1) * _TOKEN_BYTES
+def _batch_bytes(training: Training, num_sequences: int) -> int:
+    # A sequence has one id more than there are tokens: inputs omit the last id, targets the first.
+    return num_sequences * (training.batch["tokens"] + 1) * _TOKEN_BYTES
 
 
-def _saved(training: Training, sequences: int) -> tuple[int, int]:
+def _saved_bytes(training: Training, num_sequences: int) -> tuple[int, int]:
     """Return the bytes saved for one micro-batch by a block, and by the layers after the last block.
 
     The latter are those of an unsharded model, because logits are full on every rank.
     """
     tp_size = axis_size(training.mesh, "tensor_parallel")
-    of_block = _forward(training, 3, tp_size, sequences)[0] - _forward(training, 2, tp_size, sequences)[0]
-    (two, logits), (three, _) = (_forward(training, num_layers, 1, sequences) for num_layers in (2, 3))
-    return of_block, two - 2 * (three - two) - _batch_bytes(training, sequences) + logits
+    # The bytes are linear in the number of blocks, so two depths give those of a block and those of the rest.
+    two_blocks, three_blocks = (_forward_bytes(training, depth, tp_size, num_sequences)[0] for depth in (2, 3))
+    (two_unsharded, logits), (three_unsharded, _) = (
+        _forward_bytes(training, depth, 1, num_sequences) for depth in (2, 3)
+    )
+    rest = two_unsharded - 2 * (three_unsharded - two_unsharded) - _batch_bytes(training, num_sequences)
+    return three_blocks - two_blocks, rest + logits
 
 
-def _forward(training: Training, num_layers: int, tp_size: int, sequences: int) -> tuple[int, int]:
-    """Return the bytes of saved activations and of logits at the end of the forward of `num_layers` blocks."""
+def _forward_bytes(training: Training, num_layers: int, tp_size: int, num_sequences: int) -> tuple[int, int]:
+    """Return the bytes of saved activations and of temporaries, such as logits, at the peak of the forward.
+
+    `num_layers`: the number of blocks.
+    """
     assert training.hugging_face is not None
     model = decoder_of({**training.hugging_face, "num_hidden_layers": num_layers})
     assert model is not None
     mesh = _plan.Mesh([("tensor_parallel", tp_size)])
-    at_peak = training.spec(model, mesh, sequences=sequences).predict(0)["forward"]
+    at_peak = training.spec(model, mesh, sequences=num_sequences).predict(0)["forward"]
     return at_peak["saved_activations"], at_peak["scratch"]

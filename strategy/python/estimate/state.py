@@ -69,14 +69,14 @@ def state_of_ranks(training: Training) -> ModelState:
     usages = []
     for pipeline_rank in range(num_pipeline_ranks):
         model = full_model if pipeline_rank == 0 else build_on_meta(training.hugging_face)
-        of_trunk: set[int] = set()
+        trunk_parameters: set[int] = set()
         if layers is not None:
             if tp_size > 1:
                 store_rehearsal(model)  # as `Pipeline` does
-            of_trunk = _cut_into_stages(model, layers, _stages_of(training, pipeline_rank))
+            trunk_parameters = _cut_into_stages(model, layers, _stages_of(training, pipeline_rank))
         dims = parameter_dims(model, plan.assign(model, tp_size))
         for tp_rank in range(tp_size):
-            shards = _Shards(dims, tp_size, tp_rank, axis_size(training.mesh, "data_parallel"), of_trunk)
+            shards = _Shards(dims, tp_size, tp_rank, axis_size(training.mesh, "data_parallel"), trunk_parameters)
             usages.append(_usage(model, shards, costs))
     return ModelState(num_parameters, tuple(usages), {} if layers is None else layers.stage_of)
 
@@ -118,8 +118,8 @@ def build_on_meta(config: Mapping[str, Any]) -> nn.Module:
     try:
         with warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore")
-            made = transformers.AutoConfig.for_model(model_type, **options)
-            model: nn.Module = _model_class(transformers, made)(made)
+            hf_config = transformers.AutoConfig.for_model(model_type, **options)
+            model: nn.Module = _model_class(transformers, hf_config)(hf_config)
             return model
     except Exception as error:  # transformers' own code may raise anything
         raise ValueError(
@@ -147,26 +147,31 @@ def _cut_into_stages(model: nn.Module, layers: Layers, stages: list[int]) -> set
     """Remove the layers of other stages in place; return the ids of the parameters that no layer holds."""
     staged = StagedModel(model, layers, stages, torch.device("cpu"))
     local_layers = [name for name, stage in staged.layers.stage_of.items() if stage == ANY_STAGE or stage in stages]
-    of_layers = {id(parameter) for name in local_layers for parameter in model.get_submodule(name).parameters()}
-    return {id(parameter) for parameter in model.parameters()} - of_layers
+    in_layers = {id(parameter) for name in local_layers for parameter in model.get_submodule(name).parameters()}
+    return {id(parameter) for parameter in model.parameters()} - in_layers
 
 
 @dataclasses.dataclass(frozen=True)
 class _Shards:
-    """The shard of each parameter on one rank. `of_trunk`: ids of those that FSDP2 does not shard in a pipeline."""
+    """The shard of each parameter on one rank.
+
+    dims: the dim along which a parameter is sharded over the tensor-parallel ranks, by its id; None: replicated.
+    trunk_parameters: the ids of those that no layer of a pipeline's stage holds, which FSDP2 does not shard there.
+    """
 
     dims: dict[int, int | None]
     tp_size: int
     tp_rank: int
     dp_size: int
-    of_trunk: set[int]
+    trunk_parameters: set[int]
 
     def num_elements(self, parameter: nn.Parameter) -> int:
+        """Return the number of elements on the rank, with FSDP2's padding."""
         shape = list(parameter.shape)
         dim = self.dims.get(id(parameter))
         if dim is not None:
             shape[dim] = _plan.shard_range(shape[dim], self.tp_size, self.tp_rank)[1]
-        if shape and id(parameter) not in self.of_trunk:  # FSDP2 pads every rank's rows to those of the first
+        if shape and id(parameter) not in self.trunk_parameters:  # FSDP2 pads every rank's rows to those of the first
             shape[0] = -(-shape[0] // self.dp_size)
         return math.prod(shape)
 
@@ -175,20 +180,21 @@ class _Costs:
     """Bytes of a parameter by category, by the memory model: a number for each element and one for each parameter."""
 
     def __init__(self, training: Training) -> None:
-        first, second = (self._of_one(training, num_elements) for num_elements in (1, 2))
+        first, second = (self._parameter_bytes(training, num_elements) for num_elements in (1, 2))
         self._per_element = {name: second[name] - first[name] for name in _CATEGORIES}
-        self._each = {name: first[name] - self._per_element[name] for name in _CATEGORIES}
+        self._per_parameter = {name: first[name] - self._per_element[name] for name in _CATEGORIES}
         self.element_bytes = self._per_element["parameters"]
 
     @staticmethod
-    def _of_one(training: Training, num_elements: int) -> dict[str, int]:
+    def _parameter_bytes(training: Training, num_elements: int) -> dict[str, int]:
         """Return the bytes of a parameter of `num_elements`, as half of those of an MLP with two."""
         model = _plan.FeedForwardModel(dim=1, hidden_dim=num_elements, gated=False)
         spec = training.spec(model, _plan.Mesh(), activation_checkpointing="none")
         return {name: size // 2 for name, size in spec.predict(0)["step"].items()}
 
-    def of(self, name: str, num_elements: int) -> int:
-        return self._per_element[name] * num_elements + self._each[name]
+    def num_bytes(self, category: str, num_elements: int) -> int:
+        """Return the bytes of one parameter with this number of elements."""
+        return self._per_element[category] * num_elements + self._per_parameter[category]
 
 
 def _usage(model: nn.Module, shards: _Shards, costs: _Costs) -> dict[str, int]:
@@ -196,11 +202,11 @@ def _usage(model: nn.Module, shards: _Shards, costs: _Costs) -> dict[str, int]:
     for parameter in model.parameters():
         num_elements = shards.num_elements(parameter)
         if parameter.is_floating_point():
-            usage["parameters"] += costs.of("parameters", num_elements)
+            usage["parameters"] += costs.num_bytes("parameters", num_elements)
         else:
             usage["parameters"] += num_elements * parameter.element_size()
         for name in ("gradients", "optimizer_state") if parameter.requires_grad else ():
-            usage[name] += costs.of(name, num_elements)
+            usage[name] += costs.num_bytes(name, num_elements)
     usage["parameters"] += sum(_buffer_bytes(buffer, costs.element_bytes) for buffer in model.buffers())
     return usage
 

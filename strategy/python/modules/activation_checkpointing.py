@@ -147,7 +147,7 @@ def check_checkpoint_spec(owner: str, what: object) -> None:
 def _check_module(name: str, module: nn.Module, mode: str, offload: bool) -> None:
     shown = f"'{name}'" if name else "the model itself"
     state = state_of(module)
-    if state is not None and state.fused:
+    if state is not None and state.is_layer_of_fused:
         raise ValueError(
             f"checkpoint_activations: {shown} is a layer of a fused MLP, which never calls it; name the MLP, or "
             "give its rule in the plan recompute."
@@ -221,9 +221,9 @@ def _checkpointed_class(cls: type[nn.Module], mode: str, offload: bool) -> type[
 def _lengths_context(module: nn.Module) -> Any:
     """Return a function that restores the sequence lengths, if needed; a list's first block sets them itself."""
     state = state_of(module)
-    if state is None or state.sequence is None or state.sequence.is_first_block:
+    if state is None or state.sequence_role is None or state.sequence_role.is_first_block:
         return None
-    return functools.partial(state.sequence.region.with_lengths, state.sequence.region.lengths)
+    return functools.partial(state.sequence_role.region.with_lengths, state.sequence_role.region.lengths)
 
 
 def _selective_contexts() -> Any:

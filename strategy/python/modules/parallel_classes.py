@@ -19,12 +19,14 @@ from torch.distributed.tensor import DTensor
 
 from weft.strategy.modules.precision import in_precision
 from weft.strategy.modules.sharded_errors import explained
-from weft.strategy.modules.stepped_mlp import Options, stepped_mlp_of
+from weft.strategy.modules.stepped_mlp import stepped_mlp_of
 from weft.strategy.modules.vocab_head import VocabParallelLogits, head_of
+from weft.strategy.recognition.attribute_reads import changes_in
 from weft.strategy.recognition.linears import longest_dim
 from weft.strategy.sharding.local_tensor import enter_forward, exit_forward, inside_forward, is_full, local_of
+from weft.strategy.sharding.scopes import in_scope, is_outside, with_scope
 from weft.strategy.sharding.shard_dropout import shard_dropout
-from weft.strategy.sharding.state import ModuleState, cached, with_local_counts
+from weft.strategy.sharding.state import ModuleState, cached, with_local_attributes
 
 
 class ParallelModule:
@@ -74,26 +76,33 @@ def _weight_and_bias(module: nn.Module, transposed: bool) -> tuple[Tensor, Tenso
 def _column_forward(self: Any, input: Tensor) -> Tensor:
     state = self._weft_state
     weight, bias = _weight_and_bias(self, state.transposed)
-    if state.sequence is not None:  # the gather of its input sums the gradient
+    if state.sequence_role is not None:  # the gather of its input sums the gradient
         return torch.nn.functional.linear(input, weight, bias)
-    return torch.ops.weft.column_linear(input, weight, bias, group_name=state.group_name)
+    output: Tensor = torch.ops.weft.column_linear(input, weight, bias, group_name=state.group_name)
+    return output if state.scope is None or not is_outside(state.scope) else _gathered(self, output)
 
 
 def _row_forward(self: Any, input: Tensor) -> Tensor:
     state = self._weft_state
     weight, bias = _weight_and_bias(self, state.transposed)
-    if state.sequence is not None:
+    if state.sequence_role is not None:
         return torch.ops.weft.linear_reduce_scatter(
             input, weight, bias, scatter_dim=input.dim() - 2, group_name=state.group_name
         )
+    if state.scope is not None and is_outside(state.scope):
+        input = torch.ops.weft.scatter_to_group(input, input.dim() - 1, state.group_name)
     return torch.ops.weft.row_linear(input, weight, bias, group_name=state.group_name)
 
 
 def _column_gather_output_forward(self: Any, input: Tensor) -> Tensor:
-    state = self._weft_state
-    output = _column_forward(self, input)
-    num_features = self._parameters["weight"].shape[1 if state.transposed else 0]
-    return torch.ops.weft.gather_from_group(output, output.dim() - 1, state.group_name, dim_size=num_features)
+    return _gathered(self, _column_forward(self, input))
+
+
+def _gathered(layer: Any, output: Tensor) -> Tensor:
+    state = layer._weft_state
+    num_features = layer._parameters["weight"].shape[1 if state.transposed else 0]
+    full: Tensor = torch.ops.weft.gather_from_group(output, output.dim() - 1, state.group_name, dim_size=num_features)
+    return full
 
 
 def _row_split_input_forward(self: Any, input: Tensor) -> Tensor:
@@ -142,14 +151,18 @@ def _fused_forward(self: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
         )
     x = args[0] if args else next(iter(kwargs.values()))
     state = self._weft_state
-    region = None if state.sequence is None else state.sequence.region
+    region = None if state.sequence_role is None else state.sequence_role.region
     mlp = state.mlp
     children = [self._modules[name] for name in mlp.children]
     for name, child, expected in zip(mlp.children, children, state.child_classes, strict=True):
         if type(child) is not expected:
             _raise_changed_child(name, child)
         if child._forward_hooks or child._forward_pre_hooks or child._backward_hooks or child._backward_pre_hooks:
-            return _plain_forward_of(state.original_class)(self, x if region is None else region.gather(x))
+            own_forward = _plain_forward_of(state.original_class)
+            x = x if region is None else region.gather(x)
+            return own_forward(self, x) if state.own_scope is None else in_scope(state.own_scope, own_forward, self, x)
+    for name, before, now in changes_in(self, state.watched):
+        _raise_changed_attribute(self, name, before, now)
     weights_and_biases = [_weight_and_bias(child, child._weft_state.transposed) for child in children]
     w3, b3 = (None, None) if mlp.gate is None else weights_and_biases[1]
     (w1, b1), (w2, b2) = weights_and_biases[0], weights_and_biases[-1]
@@ -160,17 +173,13 @@ def _fused_forward(self: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
         "sequence_dim": None if region is None else x.dim() - 2,
         "sequence_size": None if region is None else region.length,
     }
+    operator = functools.partial(torch.ops.weft.column_row_mlp, x, w1, w2, w3, b1, b2, b3, **options)
     stepped = stepped_mlp_of(self)
-    if stepped is not None:
-        parameters = [child._parameters["weight"] for child in children]
-        return stepped(
-            Options(**options),
-            x,
-            (w1, w2, w3),
-            (b1, b2, b3),
-            (parameters[0], parameters[-1], None if w3 is None else parameters[1]),
-        )
-    return torch.ops.weft.column_row_mlp(x, w1, w2, w3, b1, b2, b3, **options)
+    if stepped is None:
+        output: Tensor = operator()
+        return output
+    parameters = [child._parameters["weight"] for child in children]
+    return stepped.call(operator, (parameters[0], parameters[-1], None if w3 is None else parameters[1]))
 
 
 def _dropout_forward(self: Any, input: Tensor) -> Tensor:
@@ -179,7 +188,7 @@ def _dropout_forward(self: Any, input: Tensor) -> Tensor:
     # All ranks draw the same seed; a rank's mask follows from the positions of its tokens in the unsharded sequence.
     # Without dims, as in weft.nn.Dropout.
     seed = torch.randint(0, 1 << 62, (), dtype=torch.int64, device=torch.device("cpu"))
-    region = self._weft_state.sequence.region
+    region = self._weft_state.sequence_role.region
     return torch.ops.weft.dropout(
         input, seed, p=self.p, group_name=region.group_name, dim=input.dim() - 2, dim_size=region.length
     )
@@ -189,7 +198,7 @@ def _shard_dropout_forward(self: Any, input: Tensor) -> Tensor:
     if not self.training or self.p == 0.0:
         return input
     mesh = self._weft_state.mesh
-    sharded = next((each for each in self._weft_state.dropouts if each.matches(input, mesh.size())), None)
+    sharded = next((each for each in self._weft_state.dropout_inputs if each.matches(input, mesh.size())), None)
     if sharded is None:
         raise ValueError(
             f"a Dropout between column and row layers got {list(input.shape)}, which is not one rank's shard of an "
@@ -210,10 +219,19 @@ def _raise_changed_child(name: str, child: nn.Module) -> None:
     )
 
 
+def _raise_changed_attribute(module: Any, name: str, before: Any, now: Any) -> None:
+    state = module._weft_state
+    raise ValueError(
+        f"'{state.name}', a {state.original_class.__name__}, is a fused MLP and its attribute '{name}' is {now!r}, but "
+        f"was {before!r} when the operator was compared with its forward; set it before parallelize, or give its "
+        "layers rules (column and row, or column_gather_output and row_split_input), which keep your forward."
+    )
+
+
 @cached
-def _plain_forward_of(cls: type[nn.Module], has_counts: bool = False) -> Callable[..., Any]:
+def _plain_forward_of(cls: type[nn.Module], has_local_attributes: bool = False) -> Callable[..., Any]:
     """Return the class's own forward, with local parameters."""
-    own_forward = with_local_counts(cls.forward) if has_counts else cls.forward
+    own_forward = with_local_attributes(cls.forward) if has_local_attributes else cls.forward
 
     @functools.wraps(own_forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -238,13 +256,13 @@ def _explained_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @cached
-def _sequence_forward_of(cls: type[nn.Module], has_counts: bool = False) -> Callable[..., Any]:
+def _sequence_forward_of(cls: type[nn.Module], has_local_attributes: bool = False) -> Callable[..., Any]:
     """Return the class's own forward with local parameters, between the operations of its sequence role."""
-    plain = _plain_forward_of(cls, has_counts)
+    plain = _plain_forward_of(cls, has_local_attributes)
 
     @functools.wraps(plain)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        role = self._weft_state.sequence
+        role = self._weft_state.sequence_role
         args, kwargs = role.prepare_inputs(args, kwargs)
         return role.finish_output(plain(self, *args, **kwargs))
 
@@ -263,7 +281,7 @@ def _getattr_of(cls: type[nn.Module]) -> Callable[[nn.Module, str], Any]:
             return _gather_parameter(self, name, state)
         if is_full(value):
             sums_gradients = state.style == "replicate_sum_gradients"
-            if sums_gradients or (state.sequence is not None and state.sequence.needs_gradient_sum):
+            if sums_gradients or (state.sequence_role is not None and state.sequence_role.needs_gradient_sum):
                 return _cast(state, torch.ops.weft.copy_to_group(local_of(value), state.group_name))
             return _cast(state, local_of(value))
         return value
@@ -302,15 +320,17 @@ def parallel_class(
     style: str,
     sequence_kind: str = "",
     has_precision: bool = False,
-    has_counts: bool = False,
+    has_local_attributes: bool = False,
     is_shard_dropout: bool = False,
     explains: bool = False,
+    is_scope: bool = False,
 ) -> type[nn.Module]:
     """Return the class of a module of class `cls` for a style ("" and "replicate": its own forward).
 
     `sequence_kind`: the kind of its role, if activations are sharded along the sequence. `has_precision`: it computes
-    in a dtype of its own. `has_counts`: attributes have this rank's head counts while its forward runs.
+    in a dtype of its own. `has_local_attributes`: attributes have this rank's head counts while its forward runs.
     `is_shard_dropout`: its input is one rank's shard. `explains`: errors of sharded modules inside are explained.
+    `is_scope`: its forward is the scope of layers inside.
     """
     namespace: dict[str, Any] = {"__module__": cls.__module__, "__getattr__": _getattr_of(cls)}
     own_dropout = _shard_dropout_forward if is_shard_dropout else None
@@ -323,7 +343,9 @@ def parallel_class(
         namespace["forward"] = functools.update_wrapper(forward, cls.forward)  # keeps the signature
     elif cls.forward is not nn.Module.forward:
         forward_of = _sequence_forward_of if sequence_kind in ("block", "gathers") else _plain_forward_of
-        namespace["forward"] = forward_of(cls, has_counts)
+        namespace["forward"] = forward_of(cls, has_local_attributes)
+    if is_scope and "forward" in namespace and style != "column_row_mlp":  # whose operator calls no layers
+        namespace["forward"] = with_scope(namespace["forward"])
     if explains and "forward" in namespace:
         namespace["forward"] = _explained_forward(namespace["forward"])
     if has_precision and (styled is not None or cls.forward is not nn.Module.forward):
@@ -335,15 +357,16 @@ def parallel_class(
 
 def set_parallel_class(module: nn.Module, state: ModuleState) -> None:
     """Give a module the class and state of its style."""
-    kind = "" if state.sequence is None else state.sequence.kind
+    kind = "" if state.sequence_role is None else state.sequence_role.kind
     module.__class__ = parallel_class(
         state.original_class,
         state.style,
         kind,
         state.precision is not None,
-        bool(state.counts),
-        bool(state.dropouts),
-        state.explains,
+        bool(state.local_attributes),
+        bool(state.dropout_inputs),
+        state.is_root,
+        state.own_scope is not None,
     )
     module.__dict__["_weft_state"] = state
     if isinstance(module, nn.TransformerEncoderLayer):

@@ -75,7 +75,7 @@ def _shards_of(module: nn.Module) -> list[tuple[str, ModuleState, DTensor]]:
 def _advice_on_heads(module: nn.Module) -> str:
     """Return the advice to divide an attribute that counts heads and is not divided; "" without such an attribute."""
     state = state_of(module)
-    divided = set() if state is None else {name for name, _ in state.counts}
+    divided = set() if state is None else {name for name, _ in state.local_attributes}
     names = [
         name
         for name, value in module.__dict__.items()

@@ -31,15 +31,18 @@ def why_not_in_backward(optimizer: Optimizer) -> str | None:
 class StepInBackward:
     """Makes an optimizer step each parameter when its gradient is complete, and frees the gradient.
 
-    With `by_rows` the full gradients of fused MLPs' weights are never materialized: their rows are stepped as they
-    come out of the product, a megabyte at a time. A weight with hooks of the user gets a full gradient again.
+    With `by_rows`, the backward computes the gradient of a fused MLP's weight a megabyte of rows at a time and steps
+    these rows, so that the full gradient never exists. A weight that has hooks of the user, or several uses in one
+    backward, gets its full gradient and is stepped like other parameters.
 
     The optimizer object stays the user's: the options of its groups are read at each step, its state stays in it, and
     its `step()` must still be called after the backward; it finds no gradients, ends the step, and allows the next one.
 
     Raises, in a backward:
-        RuntimeError: a second backward before `step()`, which would be accumulation, or one inside the backward, as
-            reentrant checkpointing runs it.
+        RuntimeError: a second backward before `step()`, which would accumulate gradients; a backward inside another
+            one, as reentrant checkpointing runs it; or another gradient of a weight whose rows are updated already,
+            from a use of the weight outside of its MLP.
+        NotImplementedError: with `by_rows`, a backward with create_graph=True.
     """
 
     def __init__(
@@ -51,14 +54,15 @@ class StepInBackward:
     ) -> None:
         """
         Args:
-            model: gives the parameters their names in errors.
+            model: holds the optimizer's parameters, and gives them their names in errors.
             optimizer: one of torch's Adam, AdamW, SGD.
-            before_step: called with each parameter that has its gradient, or with rows of it that have theirs.
-            by_rows: the model is parallelized, and its fused MLPs step their own weights.
+            before_step: called before each step with a parameter whose `grad` is complete or, by rows, with a tensor of
+                some of its rows; may change the `grad`, for example average or clip it. None: not called.
+            by_rows: step the weights of fused MLPs by rows; the model must be parallelized.
 
         Raises:
             ValueError: the optimizer cannot step inside the backward, or has parameters that are not the model's; or
-                there is no fused MLP to step by rows.
+                `by_rows` is set, and the model has no fused MLP to step by rows, or another StepInBackward steps it.
         """
         if (why_not := why_not_in_backward(optimizer)) is not None:
             raise ValueError(
@@ -66,7 +70,7 @@ class StepInBackward:
             )
         self._optimizer = optimizer
         self._before_step = before_step
-        # Without the code that runs once a step: hooks of users and profilers, counters of schedulers.
+        # Unwrapped: the wrapper's hooks and profiling must run once for each `step()`, not for each parameter.
         step: Any = type(optimizer).step
         self._optimizer_step: Callable[[Optimizer], Any] = step.__wrapped__
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
@@ -106,7 +110,7 @@ class StepInBackward:
         return [name for names in self._mlps.values() for name in names]
 
     def remove(self) -> None:
-        """Restore the optimizer."""
+        """Stop stepping in backwards; the optimizer steps in `step()` again."""
         stop_stepping(self._mlps)
         self._mlps = {}
         for handle in self._handles:
@@ -145,14 +149,14 @@ class StepInBackward:
         elif backward != self._backward:
             raise RuntimeError(
                 f"optimizer_in_backward: '{self._names.get(parameter, '?')}' got a gradient from a second backward "
-                f"after {len(self._stepped)} parameters were stepped, which are updated now: call the optimizer's "
-                "step() after each backward, without gradient accumulation or reentrant checkpointing "
-                "(use_reentrant=False), or pass optimizer_in_backward=False."
+                f"after {len(self._stepped)} parameters had already been updated: call the optimizer's step() after "
+                "each backward, without gradient accumulation or reentrant checkpointing (use_reentrant=False), or "
+                "pass optimizer_in_backward=False."
             )
         if parameter in self._stepped_by_rows:
             raise RuntimeError(
                 f"optimizer_in_backward='rows': '{self._names.get(parameter, '?')}' got another gradient after its "
-                "rows were stepped, which are updated now: use it in its MLP alone, or pass optimizer_in_backward=True."
+                "rows had already been updated: use it in its MLP alone, or pass optimizer_in_backward=True."
             )
 
     def _end(self, *_: object) -> None:

@@ -35,7 +35,7 @@ class RowSteps:
         Args:
             optimizer: its states are used, and created at a weight's first step.
             step: called with a parameter and some of its rows, which have their gradient; steps these rows.
-            before_step: called with the same arguments before that.
+            before_step: called with the rows before that.
             block_bytes: the bytes of a gradient that exist at a time; at least one row.
         """
         self._optimizer = optimizer

@@ -59,7 +59,7 @@ def pipeline_group(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 def check_no_sequence_parallel(model: nn.Module) -> None:
     states = {name: state_of(module) for name, module in model.named_modules()}
-    name = next((name for name, state in states.items() if state is not None and state.sequence is not None), None)
+    name = next((name for name, state in states.items() if state is not None and state.sequence_role is not None), None)
     if name is not None:
         raise ValueError(
             f"pipeline: the plan has {name!r} work on parts of the sequence, which no stage can hand to the next; use "

@@ -25,7 +25,10 @@ def edge_of(output: Tensor) -> GradientEdge | None:
 
 
 def backward(outputs: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
-    """Accumulate the gradients of all leaves; frees the graph."""
+    """Accumulate the gradients of all leaves, and free the graph.
+
+    `gradients`: those of `outputs`.
+    """
     if outputs:
         torch.autograd.backward(list(outputs), list(gradients))
 
@@ -49,10 +52,10 @@ def backward_input(
     arrived: dict[Node, tuple[Tensor | None, ...]] = {}
     hooks = [node.register_prehook(_store_gradients_hook(node, arrived)) for node in graph.junctions]
     wanted = [*map(get_gradient_edge, inputs), *(GradientEdge(*edge) for edge in graph.shared)]
-    found: Sequence[Tensor | None] = [None] * len(wanted)
+    grads: Sequence[Tensor | None] = [None] * len(wanted)
     try:
         if main:
-            found = torch.autograd.grad(
+            grads = torch.autograd.grad(
                 [output for output, _ in main],
                 wanted,
                 [gradient for _, gradient in main],
@@ -62,7 +65,7 @@ def backward_input(
     finally:
         for hook in hooks:
             hook.remove()
-    input_gradients, shared = list(found[: len(inputs)]), found[len(inputs) :]
+    input_gradients, shared = list(grads[: len(inputs)]), grads[len(inputs) :]
     initial = [(edge, g) for edge, g in zip(wanted[len(inputs) :], shared, strict=True) if g is not None]
     return input_gradients, WeightHalf(graph.junctions, list(arrived.items()), [*initial, *separate])
 
@@ -78,9 +81,7 @@ class _Graph:
     """The nodes of a graph between outputs and inputs, and their edges to weights.
 
     to_inputs: the nodes from which an input can be reached.
-    junctions: those of them with edges to nodes that lead only to weights, with these edges, unless another node has
-    the
-        same edges.
+    junctions: those of them with edges to nodes that lead only to weights, with the edges that no other node has.
     shared: such edges that several nodes have.
     can_be_split: whether the weights' gradients come only from these edges.
     """
@@ -152,15 +153,15 @@ class WeightHalf:
             sources = [(GradientEdge(node, i), gradient) for i, gradient in enumerate(arrived) if gradient is not None]
             sides = [GradientEdge(*edge) for edge in self._junctions[node]]
             # The weights are reached only along these edges: other successors of the node do not run.
-            found = torch.autograd.grad(
+            side_gradients = torch.autograd.grad(
                 [source for source, _ in sources],
                 sides,
                 [gradient for _, gradient in sources],
                 retain_graph=True,
                 allow_unused=True,
             )
-            edges += [side for side, gradient in zip(sides, found, strict=True) if gradient is not None]
-            gradients += [gradient for gradient in found if gradient is not None]
+            edges += [side for side, gradient in zip(sides, side_gradients, strict=True) if gradient is not None]
+            gradients += [gradient for gradient in side_gradients if gradient is not None]
         self._arrived.clear()
         self._initial.clear()
         backward(edges, gradients)

@@ -95,7 +95,7 @@ class Pipeline:
             raise ValueError(f"pipeline: this {type(model).__name__} is in stages already; build the model anew.")
         self._group = pipeline_group(mesh)
         num_ranks = self._group.size()
-        of_parameters = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        parameter_device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._shares = shares_of(schedule, num_micro_batches, micro_batch_shares, num_ranks)
         if auto is not None:
             choice = agree_on_cuts(
@@ -105,7 +105,7 @@ class Pipeline:
                 schedule,
                 num_ranks=num_ranks,
                 num_micro_batches=len(self._shares),
-                device=device or of_parameters,
+                device=device or parameter_device,
             )
             if dist.get_rank() == 0:
                 _log.info(choice.text)
@@ -137,7 +137,7 @@ class Pipeline:
         self._verify(model, layers, mesh, verify)
         self._staged = StagedModel(model, layers, own_stages, device)
         peers = peers_of(self._group.rank(), rank_of, [tied.name_on for tied in self._staged.tied])
-        link_stages(self._group, peers, device or of_parameters)
+        link_stages(self._group, peers, device or parameter_device)
         self._runner = Runner(self._staged, self._group)
         # The strategies' steps do more than those here, and also publish failures of that.
         self.failures = Failures()
@@ -403,13 +403,13 @@ class Pipeline:
                 recordings.remove(recording)
                 recordings.append(recording)
                 return recording
-        made = self._staged.record(step, micro_batch)
-        self._check_no_shard_reads(made)
-        recordings.append(made)
+        recording = self._staged.record(step, micro_batch)
+        self._check_no_shard_reads(recording)
+        recordings.append(recording)
         del recordings[:-_MAX_PATHS]
         if len(self._recordings) > _MAX_RECORDED:
             del self._recordings[next(iter(self._recordings))]
-        return made
+        return recording
 
     def _check_no_shard_reads(self, recording: Recording) -> None:
         """Raise if code between layers reads a layer that it never calls: FSDP2 would not reduce its gradients."""

@@ -1,4 +1,9 @@
-"""Records once, on fake tensors, what a model's forward computes between its layers."""
+"""Records once, on fake tensors, what a model's forward computes between its layers.
+
+The forward of the model's *skeleton* runs: a copy of the full model in which parameters, and buffers of layers, are
+fake tensors, which have shapes and no values. A value that depends on a layer or a parameter is then a fake tensor,
+too; code between layers that depends only on the model's inputs computes on real tensors.
+"""
 
 from __future__ import annotations
 
@@ -37,21 +42,28 @@ VALUE_READS = {
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """The result of a layer or a torch function in a forward; `output` holds fake tensors if it comes from layers."""
+    """A call, in a forward, of a layer or of a torch function between layers, which returned tensors.
+
+    name: of the layer or the function, for errors.
+    callee: the layer's name, or the function itself.
+    output: the result if it contains fake tensors; else None.
+    has_fakes: whether the result contains fake tensors, which are values that depend on layers or parameters.
+    """
 
     name: str
-    function: Any
+    callee: Any
     output: Any
-    is_fake: bool
+    has_fakes: bool
 
 
 @dataclasses.dataclass
 class Recording:
     """One forward of the full model.
 
-    events: the calls outside of layers that returned tensors, in order.
-    values: the values that come from layers, by number; each fake tensor once.
-    crossings: the numbers of the values that cross each boundary, that from stage b to b + 1 at index b.
+    events: the calls of layers, and of torch functions between them, that returned tensors, in order.
+    values: the fake tensors that these calls took or returned, each once: results of layers, values computed from them,
+        and parameters that code between layers reads.
+    crossings: crossings[b] has the indices, in `values`, of those that cross the boundary from stage b to b + 1.
     read_values: the values of inputs that the code between layers asked for, and on which its path may depend.
     arguments: the signature of the model's arguments.
     """
@@ -62,35 +74,37 @@ class Recording:
     values: list[FakeTensor] = dataclasses.field(default_factory=list)
     crossings: list[list[int]] = dataclasses.field(default_factory=list)
     read_values: list[Any] = dataclasses.field(default_factory=list)
-    _numbers: dict[int, int] = dataclasses.field(default_factory=dict)
+    _indices: dict[int, int] = dataclasses.field(default_factory=dict)
 
-    def number_of(self, value: Tensor) -> int | None:
-        return self._numbers.get(id(value))
+    def idx_of(self, value: Tensor) -> int | None:
+        """Return the index of a fake tensor in `values`; None: it is not one of them."""
+        return self._indices.get(id(value))
 
     def add(self, value: FakeTensor) -> int:
-        number = self._numbers.setdefault(id(value), len(self.values))
-        if number == len(self.values):
+        """Add a fake tensor to `values`, unless it is one of them; return its index."""
+        idx = self._indices.setdefault(id(value), len(self.values))
+        if idx == len(self.values):
             self.values.append(value)
-        return number
+        return idx
 
 
 class _Recorder(Mode):
-    """Runs a skeleton's forward on fake tensors."""
+    """Records the calls of a skeleton's forward; the arguments are those of `record`."""
 
-    def __init__(self, recording: Recording, fake_mode: FakeTensorMode, owners: dict[int, int]) -> None:
+    def __init__(self, recording: Recording, fake_mode: FakeTensorMode, stage_of_parameter: dict[int, int]) -> None:
         super().__init__()
         self._recording = recording
         self._fake_mode = fake_mode
         self._stage = 0  # the stage that the forward has reached
-        self._produced: dict[int, int] = {}  # the stage that each value comes from, by its number
-        self._last_use: dict[int, int] = {}
+        self._produced: dict[int, int] = {}  # the stage that each value comes from, by its index
+        self._last_use: dict[int, int] = {}  # the last stage that uses each value, by its index
         self._versions: list[list[int]] = []  # of all values, at the time each boundary was crossed
-        self._owners = owners  # the stage of each parameter of the trunk, by the id of its fake tensor
+        self._stage_of_parameter = stage_of_parameter
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        fakes = self._use((args, kwargs))
-        if not fakes:
+        has_fakes = self._use((args, kwargs))
+        if not has_fakes:
             output = func(*args, **kwargs)
             if name_of(func) in VALUE_READS:
                 self._recording.read_values.append(comparable_value(output))
@@ -107,19 +121,22 @@ class _Recorder(Mode):
     def call_layer(self, layer: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name, stage = layer._weft_layer
         if stage != ANY_STAGE and stage < self._stage:
-            remedy = f"pass layer_stages={{{name!r}: {self._stage}}}"
-            if any(event.function == name for event in self._recording.events):
-                remedy = "give each stage a module of its own"
+            remedy = (
+                f"pass pipeline_cuts='auto' with an example of the inputs (to a Pipeline: "
+                f"layer_stages={{{name!r}: {self._stage}}})"
+            )
+            if any(event.callee == name for event in self._recording.events):
+                remedy = "give each stage its own module"
             raise ValueError(
-                f"pipeline: the forward calls the layer {name!r} of stage {stage} after layers of stage {self._stage}; "
-                f"move the cuts, or {remedy}."
+                f"pipeline: the forward calls the layer {name!r} of stage {stage} after layers of stage {self._stage}, "
+                f"and layers must be called in the order of their stages; move the cuts, or {remedy}."
             )
         if stage > self._stage:
             # Values cross with these versions: a value with a later version was changed in place afterwards.
             self._versions += (stage - self._stage) * [[value._version for value in self._recording.values]]
             self._stage = stage
-        fakes = self._use((args, kwargs))
-        if stage == ANY_STAGE and not fakes:
+        has_fakes = self._use((args, kwargs))
+        if stage == ANY_STAGE and not has_fakes:
             output = self._without_interception(lambda: layer.call_directly(args, kwargs))
         else:
             try:
@@ -131,62 +148,67 @@ class _Recorder(Mode):
         return output
 
     def _use(self, arguments: Any) -> bool:
+        """Record that the current stage uses the fake tensors in a call's arguments; return whether there are any."""
         fakes = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, FakeTensor)]
         for fake in fakes:
-            number = self._recording.add(fake)
-            self._produced.setdefault(number, self._owners.get(id(fake), self._stage))
-            self._last_use[number] = self._stage
+            idx = self._recording.add(fake)
+            self._produced.setdefault(idx, self._stage_of_parameter.get(id(fake), self._stage))
+            self._last_use[idx] = self._stage
         return bool(fakes)
 
-    def _record_output(self, name: str, function: Any, output: Any) -> None:
+    def _record_output(self, name: str, callee: Any, output: Any) -> None:
         leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
         if not leaves:
             return
         fakes = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
         for fake in fakes:
             self._produced.setdefault(self._recording.add(fake), self._stage)
-        self._recording.events.append(Event(name, function, output if fakes else None, bool(fakes)))
+        self._recording.events.append(Event(name, callee, output if fakes else None, bool(fakes)))
 
     def finish(self, output: Any) -> None:
-        """Note that the forward's result is used on the last stage."""
+        """Complete the recording: determine the values that cross boundaries, and check them.
+
+        `output`: the forward's result, which the last stage uses.
+        """
         recording = self._recording
         self._stage = recording.num_stages - 1
         self._use(output)
         recording.crossings = [
-            [n for n in range(len(recording.values)) if self._produced[n] <= b < self._last_use.get(n, -1)]
+            [idx for idx in range(len(recording.values)) if self._produced[idx] <= b < self._last_use.get(idx, -1)]
             for b in range(recording.num_stages - 1)
         ]
         self._check_aliases()
         _drop_graphs(recording)
 
     def _check_writes(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Raise if layers' values are written into a real tensor: stages without them would keep its old values."""
+        """Raise ValueError if a value of layers is written into a real tensor, which other stages would not change."""
         targets = [kwargs.get("out")]
         if writes_in_place(name_of(func)) and args:
             targets.append(args[0])
         is_real = any(isinstance(t, Tensor) and not isinstance(t, FakeTensor) for t in pytree.tree_leaves(targets))
         if is_real and self._recording.num_stages > 1:
             raise ValueError(
-                f"pipeline: {name_of(func)} writes what layers compute into a tensor that was made between them, which "
-                "stages without these values cannot do; make a new tensor of both (torch.where, torch.cat, +), or let "
-                "a layer do it."
+                f"pipeline: {name_of(func)} writes a value that layers compute into a tensor that was made between the "
+                "layers, which stages without the value cannot do; make a new tensor of both (torch.where, torch.cat, "
+                "+), or write inside a layer."
             )
 
     def _check_aliases(self) -> None:
+        """Raise ValueError if a value and a view of it cross a boundary, and one is changed in place afterwards."""
         recording = self._recording
-        for b, numbers in enumerate(recording.crossings):
+        for b, indices in enumerate(recording.crossings):
             by_storage: dict[int, list[int]] = {}
-            for number in numbers:
-                storage = recording.values[number].untyped_storage()._cdata
-                by_storage.setdefault(storage, []).append(number)
+            for idx in indices:
+                storage = recording.values[idx].untyped_storage()._cdata
+                by_storage.setdefault(storage, []).append(idx)
             versions = self._versions[b] if b < len(self._versions) else []
-            for group in by_storage.values():
-                changed = [n for n in group if n < len(versions) and recording.values[n]._version != versions[n]]
-                if len(group) > 1 and changed:
+            for aliases in by_storage.values():
+                changed = [i for i in aliases if i < len(versions) and recording.values[i]._version != versions[i]]
+                if len(aliases) > 1 and changed:
                     raise ValueError(
                         f"pipeline: a value of shape {tuple(recording.values[changed[0]].shape)} and a view of it "
-                        f"cross to stage {b + 1}, where it is changed in place and the view would not follow; change "
-                        "a copy."
+                        f"cross to stage {b + 1} as separate tensors, and one of them is changed in place there, which "
+                        "the other would not show; change a clone instead."
                     )
 
     @staticmethod
@@ -208,6 +230,7 @@ _IN_PLACE = ("add", "sub", "mul", "truediv", "floordiv", "and", "or", "xor", "ls
 
 
 def writes_in_place(name: str) -> bool:
+    """Return whether a tensor's method of this name changes the tensor."""
     is_method = name.endswith("_") and not name.startswith("__")
     return is_method or name == "__setitem__" or name in {f"__i{operation}__" for operation in _IN_PLACE}
 
@@ -223,17 +246,24 @@ def record(
     skeleton: nn.Module,
     num_stages: int,
     fake_mode: FakeTensorMode,
-    owners: dict[int, int],
+    stage_of_parameter: dict[int, int],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Recording:
-    """Run a skeleton's forward on these inputs without changing random states.
+    """Return a recording of a skeleton's forward; random states do not change.
+
+    Args:
+        skeleton: the model with fake tensors, whose layers' calls are intercepted (`intercept_calls`).
+        num_stages: of the pipeline.
+        fake_mode: the mode of the skeleton's fake tensors.
+        stage_of_parameter: the stage of each parameter, by the id of its fake tensor.
+        args, kwargs: the real arguments of the forward.
 
     Raises:
         ValueError: layers are called out of the order of their stages, or a call fails on fake tensors.
     """
     recording = Recording(num_stages, signature((args, kwargs)))
-    recorder = _Recorder(recording, fake_mode, owners)
+    recorder = _Recorder(recording, fake_mode, stage_of_parameter)
     with preserving_random_state():
         output = run_in_mode(recorder, lambda: skeleton.forward(*args, **kwargs))
     recorder.finish(output)
@@ -241,8 +271,10 @@ def record(
 
 
 def comparable_value(output: Any) -> Any:
-    return output if isinstance(output, (bool, int)) else repr(output)  # nan is not equal to itself
+    """Return a value read from a tensor in a form that is equal for equal values, also for nan."""
+    return output if isinstance(output, (bool, int)) else repr(output)
 
 
 def name_of(function: Any) -> str:
+    """Return a function's name."""
     return getattr(function, "__name__", str(function))

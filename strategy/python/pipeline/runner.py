@@ -148,7 +148,7 @@ class _Run:
 
     def _incoming(self, stage: int, i: int) -> list[Tensor]:
         recording = self._work.recordings[i]
-        return [recording.values[number] for number in recording.crossings[stage - 1]] if stage > 0 else []
+        return [recording.values[idx] for idx in recording.crossings[stage - 1]] if stage > 0 else []
 
     def _outgoing(self, stage: int, i: int) -> list[Tensor]:
         return self._incoming(stage + 1, i) if stage < self._last_stage else []

@@ -1,4 +1,4 @@
-"""One rank's part of a model in stages, and the skeleton of the full model."""
+"""One rank's part of a model in stages, and the skeleton of the full model (see `recording`)."""
 
 from __future__ import annotations
 
@@ -58,13 +58,12 @@ class StagedModel:
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._skeleton = _skeleton_of(model, self.layers, self._fake_mode, device)
         # The stage of each parameter: the code between layers may compute with any of them.
-        self._owners = {id(p): stage for _, p, stage in _parameters_with_stage(self._skeleton, self.layers)}
+        self._stage_of_parameter = {id(p): stage for _, p, stage in _parameters_with_stage(self._skeleton, self.layers)}
         self._local_parameters = [
             (fake, name) for name, fake, stage in _parameters_with_stage(self._skeleton, self.layers) if stage in stages
         ]
-        self._local_layers: list[
-            nn.Module
-        ] = []  # and the stand-ins of other stages' layers, once calls are intercepted
+        # All layers, with RemoteLayers for those of other stages, once calls are intercepted.
+        self._local_layers: list[nn.Module] = []
         self._task: _Task | None = None
         model.__dict__[_KEY] = self
         _remove_layers(model, self._skeleton, self.layers, stages)
@@ -155,12 +154,12 @@ class StagedModel:
 
     def layers_only_read(self, recording: Recording) -> list[str]:
         """Return the layers, of any stage, whose parameters the code between layers reads and which it never calls."""
-        called = {event.function for event in recording.events}
+        called = {event.callee for event in recording.events}
         return [
             name
             for name in self.layers.stage_of
             if name not in called
-            and any(recording.number_of(p) is not None for p in self._skeleton.get_submodule(name).parameters())
+            and any(recording.idx_of(p) is not None for p in self._skeleton.get_submodule(name).parameters())
         ]
 
     def matches(self, recording: Recording, step: Any, micro_batch: Any) -> bool:
@@ -187,7 +186,7 @@ class StagedModel:
         """
         run = StageRun(recording, stage, received, before_layers)
         for fake, name in self._local_parameters:
-            if recording.number_of(fake) is not None:
+            if recording.idx_of(fake) is not None:
                 run.add_value(fake, local_of(self.model.get_parameter(name)))
         result = self._run(_Task(self, run), step, micro_batch)
         is_last = stage == self.layers.num_stages - 1
@@ -235,8 +234,9 @@ class StagedModel:
             task.call = (signature((args, kwargs)), _autocast_dtypes())
             raise ForwardExit
         if task.run is None:
-            owners, num_stages = self._owners, self.layers.num_stages
-            task.recording = record(self._skeleton, num_stages, self._fake_mode, owners, args, kwargs)
+            task.recording = record(
+                self._skeleton, self.layers.num_stages, self._fake_mode, self._stage_of_parameter, args, kwargs
+            )
             raise ForwardExit
         if signature((args, kwargs)) != task.run.arguments:
             raise OtherPathError(
@@ -273,7 +273,12 @@ def find_staged(module: nn.Module) -> tuple[str, StagedModel] | None:
 
 @dataclasses.dataclass
 class _Task:
-    """The task of a call of the model: to be recorded, or to run one stage."""
+    """The purpose of a step's call of the model.
+
+    run: the stage to run; None: record the call, or with `is_signature_only` only its signature.
+    recording, call: the results, of a recording and of a signature.
+    num_calls: how often the step has called the model.
+    """
 
     staged: StagedModel
     run: StageRun | None
@@ -307,8 +312,8 @@ def _intercept_layer_calls(model: nn.Module, layers: Layers) -> None:
 
 def _skeleton_of(model: nn.Module, layers: Layers, fake_mode: FakeTensorMode, device: torch.device | None) -> nn.Module:
     """Return a copy with fake parameters and fake buffers of layers; the trunk's buffers are the same tensors."""
-    of_layers = [buffer for name in layers.stage_of for buffer in model.get_submodule(name).buffers()]
-    return fake_copy(model, of_layers, fake_mode, device)
+    layer_buffers = [buffer for name in layers.stage_of for buffer in model.get_submodule(name).buffers()]
+    return fake_copy(model, layer_buffers, fake_mode, device)
 
 
 def fake_copy(
@@ -342,6 +347,7 @@ def fake_like(tensor: Tensor, fake_mode: FakeTensorMode, device: torch.device | 
 
 
 def tied_parameters(model: nn.Module, layers: Layers) -> list[TiedParameter]:
+    """Return the parameters that layers of several stages hold."""
     names_by_stage: dict[int, dict[int, str]] = {}
     for name, parameter, stage in _parameters_with_stage(model, layers):
         if stage != ANY_STAGE:
@@ -350,6 +356,7 @@ def tied_parameters(model: nn.Module, layers: Layers) -> list[TiedParameter]:
 
 
 def _parameters_with_stage(model: nn.Module, layers: Layers) -> Iterator[tuple[str, nn.Parameter, int]]:
+    """Yield (name, parameter, stage) for the parameters of layers, under all their names, and of the trunk."""
     for layer, stage in layers.stage_of.items():
         for name, parameter in model.get_submodule(layer).named_parameters(remove_duplicate=False):
             yield join(layer, name), parameter, stage

@@ -62,16 +62,16 @@ class StageRun(Mode):
         self._stage = 0
         self._read_values: list[Any] = []
         self._next_event = 0
-        numbers = recording.crossings[stage - 1] if stage > 0 and received is not None else []
-        self._values = dict(zip(numbers, received or (), strict=True))
+        incoming = recording.crossings[stage - 1] if stage > 0 and received is not None else []
+        self._values = dict(zip(incoming, received or (), strict=True))  # by index in recording.values
         self._outgoing = set(recording.crossings[stage]) if stage + 1 < recording.num_stages else set()
         self.sent: list[Tensor] | None = None
 
     def add_value(self, fake: Tensor, value: Tensor) -> None:
         """Give the value of a parameter of the trunk on its own stage, because it may cross to others."""
-        number = self._recording.number_of(fake)
-        if number is not None:
-            self._values.setdefault(number, value)
+        idx = self._recording.idx_of(fake)
+        if idx is not None:
+            self._values.setdefault(idx, value)
 
     @property
     def stage(self) -> int:
@@ -101,7 +101,7 @@ class StageRun(Mode):
         """Compute the layer, return its recorded result, or end the forward."""
         name, stage = layer._weft_layer
         if stage > self._target:
-            self.sent = [self._values[number] for number in self._recording.crossings[self._target]]
+            self.sent = [self._values[idx] for idx in self._recording.crossings[self._target]]
             raise ForwardExit
         self._stage = max(self._stage, stage)
         if self._is_earlier_stage and (stage != ANY_STAGE or _has_fakes(args) or _has_fakes(kwargs)):
@@ -124,35 +124,36 @@ class StageRun(Mode):
         return pytree.tree_map(lambda leaf: self._value_of(leaf) if isinstance(leaf, FakeTensor) else leaf, tree)
 
     def _value_of(self, fake: FakeTensor) -> Tensor:
-        number = self._recording.number_of(fake)
-        if number is None or number not in self._values:
+        idx = self._recording.idx_of(fake)
+        if idx is None or idx not in self._values:
             raise RuntimeError(
                 f"pipeline: stage {self._target} was given a tensor of shape {tuple(fake.shape)} that an earlier stage "
                 "has and nothing recorded; call functions of torch between layers, not an autograd.Function, or put it "
                 "inside a layer."
             )
-        return self._values[number]
+        return self._values[idx]
 
-    def _next_recorded(self, function: Any) -> Event | None:
-        """Return the next event, if it is one of this function."""
+    def _next_recorded(self, callee: Any) -> Event | None:
+        """Return the next event and advance, if it is a call of this layer or function; else return None."""
         events = self._recording.events
-        if self._next_event < len(events) and events[self._next_event].function == function:
+        if self._next_event < len(events) and events[self._next_event].callee == callee:
             self._next_event += 1
             return events[self._next_event - 1]
         return None
 
-    def _store_output(self, name: str, function: Any, output: Any) -> None:
-        event = self._next_recorded(function)
+    def _store_output(self, name: str, callee: Any, output: Any) -> None:
+        """Store those values of a call's output that cross the boundary after this stage."""
+        event = self._next_recorded(callee)
         if event is None:
             raise self._path_error(name)
-        if event.is_fake and not self._is_earlier_stage:
+        if event.has_fakes and not self._is_earlier_stage:
             recorded, values = pytree.tree_leaves(event.output), pytree.tree_leaves(output)
             if len(recorded) != len(values):
                 raise self._path_error(name)
             for fake, value in zip(recorded, values, strict=True):
-                number = self._recording.number_of(fake) if isinstance(fake, FakeTensor) else None
-                if number in self._outgoing:
-                    self._values[number] = value
+                idx = self._recording.idx_of(fake) if isinstance(fake, FakeTensor) else None
+                if idx in self._outgoing:
+                    self._values[idx] = value
 
     @property
     def matches_recording(self) -> bool:

@@ -140,7 +140,7 @@ def _try_to_fuse(result: Assignments, model: nn.Module, decision: Decision, evid
     found = result.find_activation(container, mlp, evidence.input_shapes(container))
     if isinstance(found, str):
         return []
-    result.fuse(decision.container, *found, False)
+    result.fuse(decision.container, container, *found, False)
     return [*decision.sources, decision.sink]
 
 

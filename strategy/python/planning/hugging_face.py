@@ -41,8 +41,8 @@ def assign_hugging_face(model: nn.Module, tp_size: int, verify: str = "auto", ex
     Raises:
         ValueError: no plan was found, it has a style that weft does not have, or heads do not divide.
     """
-    found = dict(_plans_inside(model))
-    if not found:
+    plans = dict(_plans_inside(model))
+    if not plans:
         raise ValueError(
             "plan='huggingface' finds no model with a plan of its own (tp_plan, or base_model_tp_plan of its config) "
             f"in a {type(model).__name__}; pass 'auto' or a plan of rules."
@@ -50,7 +50,7 @@ def assign_hugging_face(model: nn.Module, tp_size: int, verify: str = "auto", ex
     modules = dict(model.named_modules(remove_duplicate=False))
     evidence = Evidence(model, tp_size, verify, example)
     result = Assignments(tp_size, remarks=evidence.remarks())
-    for name, values in found.items():
+    for name, values in plans.items():
         rules = []
         for pattern, value in values.items():
             rule = _plan.Rule(join(name, pattern), style_of(pattern, value))
@@ -75,16 +75,17 @@ def _plans_inside(model: nn.Module) -> Iterator[tuple[str, Mapping[str, str]]]:
 
 
 def _plan_of(module: nn.Module) -> dict[str, str]:
+    """Return the plan that a module brings with it, from pattern to Hugging Face's style; {}: none."""
     config = module.__dict__.get("config")
-    of_base: Any = getattr(config, "base_model_tp_plan", None)
-    own: Any = getattr(module, "tp_plan", None) or getattr(module, "_tp_plan", None)
-    if isinstance(own, Mapping) and own:
-        return dict(own)
-    if not (isinstance(of_base, Mapping) and of_base):
+    base_plan: Any = getattr(config, "base_model_tp_plan", None)
+    own_plan: Any = getattr(module, "tp_plan", None) or getattr(module, "_tp_plan", None)
+    if isinstance(own_plan, Mapping) and own_plan:
+        return dict(own_plan)
+    if not (isinstance(base_plan, Mapping) and base_plan):
         return {}
     prefix = getattr(module, "base_model_prefix", "")
-    inside = prefix if prefix in module._modules else ""
-    return {join(inside, pattern): value for pattern, value in of_base.items()}
+    base_name = prefix if prefix in module._modules else ""  # the plan's patterns are names in the base model
+    return {join(base_name, pattern): value for pattern, value in base_plan.items()}
 
 
 def _assign(result: Assignments, modules: Mapping[str, nn.Module], plan: _plan.Plan, evidence: Evidence) -> None:
@@ -122,7 +123,7 @@ def _assign(result: Assignments, modules: Mapping[str, nn.Module], plan: _plan.P
 
 
 def _record_rules(result: Assignments, resolved: Mapping[str, _plan.Rule], used: Iterable[str]) -> list[str]:
-    """Record the rules that assigned layers; return the layers that have a rule."""
+    """Record, for `used` layers that have got styles, the patterns of their rules; return those that have a rule."""
     used = list(used)
     patterns = [resolved[name].pattern for name in used if name in resolved]
     for name in used:
@@ -132,8 +133,9 @@ def _record_rules(result: Assignments, resolved: Mapping[str, _plan.Rule], used:
     return [name for name in used if name in resolved]
 
 
-def _have_styles(styles: Mapping[str, _plan.Rule], layers: tuple[str, ...], *wanted: str) -> bool:
-    return [styles[layer].style if layer in styles else "" for layer in layers] == list(wanted)
+def _have_styles(rules: Mapping[str, _plan.Rule], layers: tuple[str, ...], *expected: str) -> bool:
+    """Return whether the rules of these layers have these styles."""
+    return [rules[layer].style if layer in rules else "" for layer in layers] == list(expected)
 
 
 def _assign_mlp(
@@ -141,7 +143,7 @@ def _assign_mlp(
 ) -> list[str]:
     """Assign an MLP; return the full names of its layers, empty if the module is not assigned."""
     mlp = mlp_layers.find_by_name(module)
-    if mlp is None or not _have_styles(styles, mlp.children, *("column" for _ in mlp.columns), "row"):
+    if mlp is None or not _have_styles(styles, mlp.children, *("column" for _ in mlp.column_layers), "row"):
         return []
     reason = assign_mlp(result, name, module, mlp, evidence.input_shapes(module))
     return [] if reason is not None else [join(name, child) for child in mlp.children]

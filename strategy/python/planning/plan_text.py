@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -31,6 +32,7 @@ KINDS = (
     "'auto', 'huggingface', the path of a YAML or JSON file, a mapping from pattern to style as YAML or JSON text, or "
     "a callable by its dotted name, such as 'mypackage.plans.llama'"
 )
+_EXPONENT = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+")
 _FILE_ENDINGS = (".yaml", ".yml", ".json")
 _ADVICE = "write one 'pattern: style' a line, or pass 'auto'"
 _OPTION_TYPES: dict[str, type | tuple[type, ...]] = {
@@ -57,6 +59,9 @@ def load(text: str, what: str, *, owner: str = "plan", key: str = "pattern", adv
             if duplicate is not None:
                 raise ValueError(f"{owner}: the {what} gives the {key} '{duplicate}' twice; keep one of them.")
             return super().construct_mapping(node, deep)
+
+    # JSON's numbers without a dot, such as 1e-06, which YAML 1.1 takes for text.
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
 
     try:
         rules = yaml.load(text, Loader)  # a SafeLoader

@@ -10,6 +10,7 @@ from torch import nn
 
 from weft.strategy import _plan
 from weft.strategy.recognition import probe
+from weft.strategy.recognition.attribute_reads import Watched, watched
 from weft.strategy.recognition.module_signatures import signature
 from weft.strategy.sharding.shard_dropout import ShardedDim
 from weft.strategy.sharding.state import MlpLayers
@@ -19,7 +20,9 @@ from weft.strategy.sharding.state import MlpLayers
 class Assignment:
     """The style of one module. `fused_into` names the MLP whose operator includes the layer; `recompute` is the MLP's.
 
-    `rule`: the pattern that gave the style, or "auto".
+    `rule`: the pattern that gave the style, or "auto". `container`: for column and row layers, the module in whose
+    forward they exchange shards; elsewhere they take and return full tensors. None: they exchange shards anywhere.
+    `watched`: the attributes of a fused MLP that must keep their values.
     """
 
     style: str
@@ -29,6 +32,8 @@ class Assignment:
     fused_into: str | None = None
     recompute: bool = False
     rule: str = ""
+    container: str | None = None
+    watched: tuple[Watched, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,14 +140,23 @@ class Assignments:
     def split_layers(self, container_name: str, mlp: MlpLayers, note: str) -> None:
         for child in mlp.children:
             style = "row" if child == mlp.down else "column"
-            self.styles[join(container_name, child)] = Assignment(style, note)
+            self.styles[join(container_name, child)] = Assignment(style, note, container=container_name)
 
-    def fuse(self, container_name: str, mlp: MlpLayers, activation: str, recompute: bool) -> None:
+    def fuse(self, container_name: str, container: nn.Module, mlp: MlpLayers, activation: str, recompute: bool) -> None:
         note = f"{activation}, {'gated' if mlp.gate is not None else 'plain'}{', recompute' if recompute else ''}"
-        self.styles[container_name] = Assignment("column_row_mlp", note, mlp, activation, recompute=recompute)
+        self.styles[container_name] = Assignment(
+            "column_row_mlp",
+            note,
+            mlp,
+            activation,
+            recompute=recompute,
+            watched=watched(container, self._cached(probe.attribute_reads, container, mlp)),
+        )
         for child in mlp.children:
             style = "row" if child == mlp.down else "column"
-            self.styles[join(container_name, child)] = Assignment(style, note, fused_into=container_name)
+            self.styles[join(container_name, child)] = Assignment(
+                style, note, fused_into=container_name, container=container_name
+            )
 
 
 def _as_pattern(name: str) -> str:
@@ -178,7 +192,7 @@ def assign_mlp(
     if reason is None:
         found = result.find_activation(container, mlp, shapes)
         if not isinstance(found, str):
-            result.fuse(name, *found, recompute)
+            result.fuse(name, container, *found, recompute)
             return None
         reason = found
     if recompute:

@@ -76,7 +76,7 @@ def assign_attention(
         return reason
     for projection in projections:
         style = "row" if projection == projections[-1] else "column"
-        result.styles[join(name, projection)] = Assignment(style)
+        result.styles[join(name, projection)] = Assignment(style, container=name)
     for norm in _head_norms(module, projections):
         result.styles[join(name, norm)] = Assignment("replicate_sum_gradients", "each rank uses it for its own heads")
     counts = _counts(module, (*_QUERY_COUNTS, *_KEY_COUNTS))

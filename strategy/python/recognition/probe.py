@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.strategy.recognition.attribute_reads import Read, reads_of, why_not_watched
 from weft.strategy.recognition.linears import features, is_conv1d, why_not_fusable
 from weft.strategy.recognition.shell import (
     buffer_copies,
@@ -77,13 +78,43 @@ def find_activation(
                 x, expected, grad_y = run
                 candidates = [each for each in candidates if _agrees(shell, *each, x, expected, grad_y)]
             stored = _stored(shell, before)
+            changed = _changed_numbers(container, shell)
         except Exception as error:  # whatever the user's forward raises is the answer
             return f"its forward does not run on one tensor and a part of its hidden units ({_first_line(error)})"
     if stored:
         return f"its forward keeps {stored}"
+    if changed:
+        return f"its forward changes the attribute '{changed}'"
     if candidates:
-        return candidates[0]
+        return why_not_watched(container, attribute_reads(container, mlp)) or candidates[0]
     return f"its forward agrees with none of the activations {', '.join(ACTIVATIONS)}"
+
+
+def attribute_reads(container: nn.Module, mlp: MlpLayers) -> list[Read]:
+    """Return the attributes that the forward of a container reads, besides its linear layers."""
+    dim, _ = features(child_of(container, mlp.up))
+    layers = set(mlp.children)
+
+    def run() -> None:
+        for training in (True, False):
+            shell.train(training)
+            type(shell).forward(shell, wide_range_input((2, 3, dim), 1.0, 200))
+
+    with isolated_execution():
+        shell, _ = _shell_with_hidden(container, mlp, _MAX_HIDDEN)
+        reads = reads_of(shell, run)
+    return [read for read in reads if (read.path or read.name) not in layers]
+
+
+def _changed_numbers(container: nn.Module, shell: nn.Module) -> str:
+    """Return the name of a number or text that the shell's forward has changed; "" if there is none."""
+    originals = dict(container.named_modules())
+    for path, copy in shell.named_modules():
+        for name, value in copy.__dict__.items():
+            before = originals[path].__dict__.get(name)
+            if name != "training" and isinstance(value, (bool, int, float, str)) and value != before and name != "nf":
+                return f"{path}.{name}" if path else name
+    return ""
 
 
 def why_not_split(container: nn.Module, mlp: MlpLayers) -> str | None:
@@ -97,12 +128,13 @@ def why_not_split(container: nn.Module, mlp: MlpLayers) -> str | None:
             return f"'{name}' is a Dropout with p={child.p}, which draws for all hidden units"
     with isolated_execution():
         try:
-            full, hidden = _hidden_values(container, mlp, slice(0, _MAX_HIDDEN))
-            half = hidden // 2
-            for units in (slice(0, half), slice(half, hidden)):
-                partial, _ = _hidden_values(container, mlp, units)
-                if not _close(partial, full[..., units]):
-                    return "its hidden units are not computed one by one (is there a norm between the layers?)"
+            for training in (True, False):
+                full, hidden = _hidden_values(container, mlp, slice(0, _MAX_HIDDEN), training)
+                half = hidden // 2
+                for units in (slice(0, half), slice(half, hidden)):
+                    partial, _ = _hidden_values(container, mlp, units, training)
+                    if not _close(partial, full[..., units]):
+                        return "its hidden units are not computed one by one (is there a norm or F.dropout between?)"
         except _NotSplit as error:
             return str(error)
         except Exception as error:  # whatever the user's forward raises is the answer
@@ -190,7 +222,7 @@ def _agrees(
         assert weight is not None
         return (weight.t() if is_conv1d(layer) else weight), layer._parameters.get("bias")
 
-    w1, b1 = weight_and_bias(mlp.columns[0])
+    w1, b1 = weight_and_bias(mlp.column_layers[0])
     w3, b3 = (None, None) if mlp.gate is None else weight_and_bias(mlp.up)
     w2, b2 = weight_and_bias(mlp.down)
     y = torch.ops.weft.column_row_mlp(x, w1, w2, w3, b1, b2, b3, activation=activation, group_name="")
@@ -200,13 +232,14 @@ def _agrees(
     return all(_close(a, b) for a, b in zip(gradients, expected[1:], strict=True))
 
 
-def _hidden_values(container: nn.Module, mlp: MlpLayers, units: slice) -> tuple[Tensor, int]:
+def _hidden_values(container: nn.Module, mlp: MlpLayers, units: slice, training: bool) -> tuple[Tensor, int]:
     """Return the input of the last layer if only these hidden units exist, and the number of hidden units."""
     shell, hidden = _shell_with_hidden(container, mlp, units)
-    shell.eval()
+    shell.train(training)
+    torch.default_generator.manual_seed(0)
     up_outputs: list[Tensor] = []
     down_inputs: list[Tensor] = []
-    for name in mlp.columns:
+    for name in mlp.column_layers:
         layer = child_of(shell, name)
 
         def up(x: Tensor, layer: nn.Module = layer) -> Tensor:
@@ -225,7 +258,7 @@ def _hidden_values(container: nn.Module, mlp: MlpLayers, units: slice) -> tuple[
     dim, _ = features(child_of(container, mlp.up))
     before = plain_tensors(shell)
     type(shell).forward(shell, wide_range_input((2, 3, dim), 1.0, 200))
-    if len(down_inputs) != 1 or len(up_outputs) != len(mlp.columns):
+    if len(down_inputs) != 1 or len(up_outputs) != len(mlp.column_layers):
         raise ValueError("it does not call each of its linear layers once")
     if stored := _stored(shell, before):
         raise _NotSplit(f"its forward keeps {stored}")

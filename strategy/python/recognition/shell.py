@@ -91,13 +91,27 @@ def buffer_copies(module: nn.Module) -> dict[int, Tensor]:
 
 
 def plain_tensors(shell: nn.Module) -> dict[tuple[str, str], Tensor]:
-    """Return the tensors that modules keep in attributes other than parameters and buffers, by module and attribute."""
-    return {
-        (name, attribute): value
-        for name, module in shell.named_modules()
-        for attribute, value in module.__dict__.items()
-        if isinstance(value, Tensor)
-    }
+    """Return the tensors that modules keep outside of parameters and buffers, by module and attribute.
+
+    Lists and dicts in attributes are searched, too.
+    """
+    found: dict[tuple[str, str], Tensor] = {}
+
+    def collect(module: str, place: str, value: Any) -> None:
+        if isinstance(value, Tensor):
+            found[module, place] = value
+        elif type(value) in (list, tuple):
+            for index, item in enumerate(value):
+                collect(module, f"{place}[{index}]", item)
+        elif type(value) is dict:
+            for key, item in value.items():
+                collect(module, f"{place}[{key!r}]", item)
+
+    for name, module in shell.named_modules():
+        for attribute, value in module.__dict__.items():
+            if attribute not in _REPLACED:
+                collect(name, attribute, value)
+    return found
 
 
 def wide_range_input(shape: Sequence[int], scale: float, seed: int) -> Tensor:

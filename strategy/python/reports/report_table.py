@@ -141,7 +141,7 @@ def _style_of(module: nn.Module, parameter: nn.Parameter) -> tuple[str, str]:
     state = state_of(module)
     if state is None:
         return ("dtensor" if isinstance(parameter, DTensor) else "plain"), ""
-    if state.fused:
+    if state.is_layer_of_fused:
         return "column_row_mlp", state.note
     return state.style or "replicate", state.note
 

@@ -36,7 +36,7 @@ def _kinds(model: nn.Module) -> list[str]:
     counts: Counter[tuple[str, str]] = Counter()
     for name, module in modules.items():
         state = state_of(module)
-        if state is None or state.fused:
+        if state is None or state.is_layer_of_fused:
             continue
         if state.style in (*_STYLE_TEXTS, *COLUMN_STYLES, *ROW_STYLES):
             sharded.add(name)

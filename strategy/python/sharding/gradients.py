@@ -105,10 +105,17 @@ def gradient_fingerprint(parameter: Tensor) -> Tensor:
 
 
 def _differing(gathered: Tensor, dtypes: list[torch.dtype]) -> Tensor:
-    """Return 1 for each parameter whose fingerprints `[rank, parameter, 3]` differ, 0 for the others."""
-    floor = _FLOOR * gathered[..., 1].norm(dim=1).max()
+    """Return 1 for each parameter whose fingerprints `[rank, parameter, 3]` differ, 0 for the others.
+
+    Gradients that are not finite on any rank count as equal: the loss, not the sharding, is the cause.
+    """
+    is_finite = gathered.isfinite().all(-1)
+    floor = _FLOOR * gathered[..., 1].where(is_finite, 0.0).norm(dim=1).max()
     result = torch.zeros(len(dtypes), dtype=torch.int32)
     for idx, dtype in enumerate(dtypes):
+        if not is_finite[:, idx].all():
+            result[idx] = bool(is_finite[:, idx].any())
+            continue
         exists, norms, sums = gathered[:, idx].unbind(-1)
         bound = _TOLERANCES.get(dtype, _HALF_TOLERANCE) * norms.max() + floor
         spread = torch.maximum(norms.max() - norms.min(), sums.max() - sums.min())

@@ -1,7 +1,7 @@
 """Dropout on a sharded tensor, with the same mask as on one device.
 
-Every rank draws the mask of the full tensor from the random state that the ranks of a group share, and takes its own
-shard. Afterwards the random states of all ranks are still equal to that of one device.
+The random states of a group's ranks are equal. Every rank draws the mask of the full tensor and takes its own shard, so
+that afterwards the random states are still equal to each other, and to that of one device.
 """
 
 from __future__ import annotations
@@ -16,41 +16,61 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True)
 class ShardedDim:
-    """A tensor of `ndim` dims whose dim `dim` has `size` elements on one device, divided evenly among the ranks."""
+    """Describes a sharded tensor.
+
+    ndim: its number of dims; any if the last dim is sharded.
+    dim: the dim that is divided evenly among the ranks.
+    size: the size of that dim in the full tensor.
+    """
 
     ndim: int
     dim: int
     size: int
 
     @classmethod
-    def between(cls, full: Sequence[int], shard_shape: Sequence[int], num_ranks: int) -> ShardedDim | None:
-        """Return the only dim in which a rank's shape differs, by the factor `num_ranks`; None for equal shapes.
+    def from_shapes(cls, full_shape: Sequence[int], shard_shape: Sequence[int], num_ranks: int) -> ShardedDim | None:
+        """Return the dim along which a rank's tensor is a shard of the full one; None if the shapes are equal.
 
         Raises:
-            ValueError: the shapes differ in another way.
+            ValueError: the shapes differ in more than one dim, or by another factor than `num_ranks`.
         """
-        differing = [dim for dim, (a, b) in enumerate(zip(full, shard_shape, strict=False)) if a != b]
-        if len(full) == len(shard_shape) and not differing:
+        differing = [dim for dim, (a, b) in enumerate(zip(full_shape, shard_shape, strict=False)) if a != b]
+        if len(full_shape) == len(shard_shape) and not differing:
             return None
         if (
-            len(full) != len(shard_shape)
+            len(full_shape) != len(shard_shape)
             or len(differing) != 1
-            or full[differing[0]] != num_ranks * shard_shape[differing[0]]
+            or full_shape[differing[0]] != num_ranks * shard_shape[differing[0]]
         ):
-            raise ValueError(f"a dropout got {list(shard_shape)} of {list(full)}, which is not a shard along one dim")
-        return cls(len(full), differing[0], full[differing[0]])
+            raise ValueError(
+                f"a dropout got {list(shard_shape)} of {list(full_shape)}, which must be one of {num_ranks} equal "
+                "shards along one dim; apply it to tensors that have a dim of heads or features"
+            )
+        return cls(len(full_shape), differing[0], full_shape[differing[0]])
 
     def matches(self, shard: Tensor, num_ranks: int) -> bool:
-        """Return whether a tensor may be one rank's shard."""
-        return shard.dim() == self.ndim and shard.shape[self.dim] * num_ranks == self.size
+        """Return whether a tensor has the shape of one rank's shard, as far as this object knows it."""
+        dim = self.dim_of(shard)
+        return dim is not None and shard.shape[dim] * num_ranks == self.size
+
+    def dim_of(self, shard: Tensor) -> int | None:
+        """Return the sharded dim of a tensor; None if it has another number of dims."""
+        if self.dim == self.ndim - 1 and shard.dim() > 0:
+            return shard.dim() - 1
+        return self.dim if shard.dim() == self.ndim else None
 
 
 def shard_dropout(shard: Tensor, p: float, sharded: ShardedDim, rank: int, num_ranks: int) -> Tensor:
-    """Return this rank's shard of the result of F.dropout with probability `p` on the full tensor."""
-    length = shard.shape[sharded.dim]
+    """Return this rank's shard of the result of F.dropout with probability `p` on the full tensor.
+
+    `rank`, `num_ranks`: this rank in the group, and the group's size.
+    """
+    sharded_dim = sharded.dim_of(shard)
+    assert sharded_dim is not None
+    length = shard.shape[sharded_dim]
     # F.dropout draws in memory order; the full tensor is assumed to have the shard's order of dims in memory.
     order = sorted(range(shard.dim()), key=shard.stride, reverse=True)
-    shape = [length * num_ranks if dim == sharded.dim else shard.shape[dim] for dim in order]
+    shape = [length * num_ranks if dim == sharded_dim else shard.shape[dim] for dim in order]
     inverse_order = [order.index(dim) for dim in range(shard.dim())]
     ones = torch.ones(shape, dtype=shard.dtype, device=shard.device).permute(inverse_order)
-    return shard * F.dropout(ones, p, True).narrow(sharded.dim, rank * length, length)
+    return shard * F.dropout(ones, p, True).narrow(sharded_dim, rank * length, length)

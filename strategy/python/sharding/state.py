@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from weft.strategy.sharding.scopes import Scope
 from weft.strategy.sharding.sequence_region import SequenceRole
 from weft.strategy.sharding.shard_dropout import ShardedDim
 
@@ -27,39 +28,47 @@ class MlpLayers:
     down: str
 
     @property
-    def columns(self) -> tuple[str, ...]:
+    def column_layers(self) -> tuple[str, ...]:
+        """Return the names of the layers that are sharded by column."""
         return (self.up,) if self.gate is None else (self.gate, self.up)
 
     @property
     def children(self) -> tuple[str, ...]:
-        return (*self.columns, self.down)
+        """Return the names of all layers, the row layer last."""
+        return (*self.column_layers, self.down)
 
 
 @dataclasses.dataclass(frozen=True)
 class ModuleState:
-    """`style` is one of weft.strategy.STYLES, or "" for a module that no rule named."""
+    """The state of one module; immutable.
+
+    `style`: one of weft.strategy.STYLES; "gather_weights", which only plan="auto" gives; "" for a module without one.
+    """
 
     original_class: type[nn.Module]
     style: str
     mesh: DeviceMesh
     group_name: str
     name: str = ""  # the name in the model that parallelize was called with
-    explains: bool = False  # whether it is that model: its forward explains errors of sharded modules
+    is_root: bool = False  # whether it is that model; its forward also explains errors of sharded modules
     rule: str = ""  # the pattern that gave the style, or "auto"
     note: str = ""
-    mlp: MlpLayers | None = None  # of a fused container, with its activation
-    activation: str = ""
-    recompute: bool = False  # a fused container saves only its input for the backward
-    child_classes: tuple[type, ...] = ()
+    mlp: MlpLayers | None = None  # the layers of a fused MLP
+    activation: str = ""  # of a fused MLP
+    recompute: bool = False  # a fused MLP saves only its input for the backward
+    watched: tuple[Any, ...] = ()  # `attribute_reads.Watched` of a fused MLP
+    child_classes: tuple[type, ...] = ()  # of a fused MLP's layers, in the order of `mlp.children`
     transposed: bool = False  # the weight is [in, out], as in GPT-2's Conv1D
     vocab_start: int = 0  # for a vocab_embedding or vocab_head: the first row on this rank
-    fused: bool = False  # a layer of a fused container
-    sequence: SequenceRole | None = None  # its role if activations are sharded along the sequence
+    is_layer_of_fused: bool = False  # whether it is a layer of a fused MLP
+    sequence_role: SequenceRole | None = None  # its role if activations are sharded along the sequence
     precision: torch.dtype | None = None  # the dtype that it computes in; None: that of the modules around it
-    counts: tuple[tuple[str, int], ...] = ()  # attributes and their values on this rank, while the forward runs
-    dropouts: tuple[ShardedDim, ...] = ()  # for an nn.Dropout between column and row layers
-    plan_key: Any = None  # set on the module that parallelize was called with
-    plan_notes: tuple[str, ...] = ()
+    local_attributes: tuple[tuple[str, int], ...] = ()  # names and this rank's values, such as head counts, in forwards
+    dropout_inputs: tuple[ShardedDim, ...] = ()  # the inputs of an nn.Dropout between column and row layers
+    scope: Scope | None = None  # of a column or row layer: the forward in which it returns or takes shards; None: any
+    own_scope: Scope | None = None  # of a module that contains such layers: its forward
+    plan_key: Any = None  # on the root: `key()` of the applied plan, by which another plan is detected
+    plan_notes: tuple[str, ...] = ()  # on the root: the notes of the report
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleState:
         return self  # immutable, and the mesh must stay the same mesh
@@ -77,13 +86,12 @@ def remove_state(module: nn.Module) -> None:
     module.__dict__.pop(_KEY, None)
 
 
-def with_local_counts(own_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward during which a module's attributes have the values of its state's `counts`."""
+def with_local_attributes(own_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward that runs `own_forward` with the module's attributes set to its state's `local_attributes`."""
 
     @functools.wraps(own_forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        counts = self._weft_state.counts
-        return with_values(self, counts, own_forward, (self, *args), kwargs)
+        return with_values(self, self._weft_state.local_attributes, own_forward, (self, *args), kwargs)
 
     return forward
 
@@ -95,7 +103,7 @@ def with_values(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Return `function(*args, **kwargs)`; during the call attributes of a module have these values."""
+    """Return `function(*args, **kwargs)`; during the call a module's attributes have these (name, value) pairs."""
     before = [(name, getattr(module, name)) for name, _ in values]
     for name, value in values:
         setattr(module, name, value)

@@ -45,15 +45,22 @@ class Decision:
 
 
 def decide(
-    model: nn.Module, rehearsal: Rehearsal, num_ranks: int, is_free: Callable[[nn.Module], bool], *, trust: bool = False
+    model: nn.Module,
+    rehearsal: Rehearsal,
+    num_ranks: int,
+    is_free: Callable[[nn.Module], bool],
+    *,
+    trust: bool = False,
+    rejects_stored: bool = False,
 ) -> list[Decision]:
     """Return the groups among the linear layers that are free to be sharded, with a verdict on each.
 
     Args:
         is_free: returns whether a linear layer may be sharded and is not sharded yet.
         trust: accept groups without comparing them.
+        rejects_stored: do not accept a group whose modules keep tensors of one rank's features in attributes.
     """
-    examiner = _Examiner(model, rehearsal, num_ranks, is_free, trust)
+    examiner = _Examiner(model, rehearsal, num_ranks, is_free, trust, rejects_stored)
     with isolated_execution():
         examiner.visit("", model)
     return examiner.decisions
@@ -85,8 +92,10 @@ class _Examiner:
         num_ranks: int,
         is_free: Callable[[nn.Module], bool],
         trust: bool,
+        rejects_stored: bool,
     ) -> None:
         self.model, self.rehearsal, self.num_ranks, self.trust = model, rehearsal, num_ranks, trust
+        self.rejects_stored = rejects_stored
         self.signatures = rehearsal.signatures
         self.free = {
             id(m) for m in model.modules() if id(m) in rehearsal.called and not _is_read(m, rehearsal) and is_free(m)
@@ -139,17 +148,17 @@ class _Examiner:
         if not verdict.is_accepted or not verdict.has_stored_tensors or self.trust:
             return verdict
         outermost = next((n for n, m in self.model.named_modules() if _is_above(n, name) and self._calls(m)), name)
-        if outermost == name:
+        if outermost == name or self.rejects_stored:
             reason = "it keeps tensors in attributes, which code outside may read; return them from its forward instead"
             return dataclasses.replace(verdict, is_accepted=False, reason=reason)
         prefix = name[len(outermost) + 1 :] if outermost else name
-        inside = Group(tuple(join(prefix, layer) for layer in group.sources), join(prefix, group.sink))
+        outer_group = Group(tuple(join(prefix, layer) for layer in group.sources), join(prefix, group.sink))
         counts = {join(prefix, module) if module else prefix: values for module, values in verdict.counts.items()}
         module = self.model.get_submodule(outermost)
-        found = verdict_on(module, inside, self._calls(module), self.num_ranks, [counts])
-        if found.is_accepted:
+        outer = verdict_on(module, outer_group, self._calls(module), self.num_ranks, [counts])
+        if outer.is_accepted:
             return verdict
-        return dataclasses.replace(verdict, is_accepted=False, reason=f"{found.reason} in {display_name(outermost)}")
+        return dataclasses.replace(verdict, is_accepted=False, reason=f"{outer.reason} in {display_name(outermost)}")
 
     def _has_own_calls(self, module: nn.Module) -> bool:
         return id(module) in self.rehearsal.calls
@@ -186,10 +195,10 @@ class _Examiner:
         run = Weightless(module, calls[0].scale)
         args, kwargs = calls[0].fresh()
         try:
-            shown = run.run(args, kwargs, training=calls[0].training)
-        except Exception:  # its code may raise anything: it may need state that its parent sets
+            result = run.run(args, kwargs, training=calls[0].training)
+            return flow_of(result) if len(result.calls) <= _MAX_CALLS_OF_LAYERS else None
+        except Exception:  # its code may raise anything: it may need state that its parent sets, or run twice
             return None
-        return flow_of(shown) if len(shown.calls) <= _MAX_CALLS_OF_LAYERS else None
 
     def _verdict(
         self,
@@ -279,9 +288,9 @@ def _candidates(container: nn.Module, group: Group, num_ranks: int) -> Iterator[
     values = {**counts, **widths, **others}
     yielded: list[Counts] = [{}]
     for choice in choices:
-        made: dict[str, dict[str, int]] = {}
-        for location in choice:
-            made.setdefault(location[0], {})[location[1]] = values[location] // num_ranks
-        if made not in yielded:
-            yielded.append(made)
-            yield made
+        divided: dict[str, dict[str, int]] = {}
+        for name, attribute in choice:
+            divided.setdefault(name, {})[attribute] = values[name, attribute] // num_ranks
+        if divided not in yielded:
+            yielded.append(divided)
+            yield divided

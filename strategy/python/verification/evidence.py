@@ -129,7 +129,14 @@ class Evidence:
         """Return the groups among the free layers; empty on one rank, where nothing is sharded."""
         if self.tp_size == 1:
             return []
-        return decide(self.model, self.rehearsal, self.tp_size, is_free, trust=self.mode == "never")
+        return decide(
+            self.model,
+            self.rehearsal,
+            self.tp_size,
+            is_free,
+            trust=self.mode == "never",
+            rejects_stored=self.mode == "always",
+        )
 
     def verdict_with(self, decision: Decision, counts: Counts) -> Verdict:
         """See `decide.verdict_with`."""
@@ -170,8 +177,8 @@ def assign_group(result: Assignments, decision: Decision, note: str = "") -> lis
     verdict, name = decision.verdict, decision.container
     if verdict.is_accepted:
         for source in decision.sources:
-            result.styles[source] = Assignment("column", note)
-        result.styles[decision.sink] = Assignment("row", note)
+            result.styles[source] = Assignment("column", note, container=name)
+        result.styles[decision.sink] = Assignment("row", note, container=name)
         summed = [join(name, module) if module else name for module in verdict.summed]
         for module in summed:
             note = "each rank uses it for its own heads"

@@ -32,6 +32,16 @@ def check_fit(result: Assignments, model: nn.Module, evidence: Evidence) -> None
             if name in modules and evidence.is_called(modules[name]):
                 (_check_column if style == "column" else _check_row)(name, flows, result)
     own = {id(modules[name]) for name in styles if name in modules}
+    uncalled = [name for name in styles if name in modules and not evidence.is_called(modules[name])]
+    if uncalled:
+        shown = _listed(tuple(uncalled[:4])) + (f" and {len(uncalled) - 4} more" if len(uncalled) > 4 else "")
+        _report(
+            f"the column and row rules for {shown} are not compared with the unsharded code ('{uncalled[0]}': "
+            f"{evidence.why_unknown(uncalled[0])}); give the module that calls them a forward, and an example if weft "
+            "cannot find its arguments.",
+            result,
+            evidence,
+        )
     for decision in evidence.decisions(lambda layer: id(layer) in own):
         if {styles[source] for source in decision.sources} == {"column"} and styles[decision.sink] == "row":
             _check_pair(decision, result, evidence)
@@ -40,21 +50,28 @@ def check_fit(result: Assignments, model: nn.Module, evidence: Evidence) -> None
 def _check_pair(decision: Decision, result: Assignments, evidence: Evidence) -> None:
     """Compare a group that rules shard by column and row; a difference is a remark, with verify="always" an error."""
     verdict, remedy = decision.verdict, "use column_gather_output and row_split_input for them"
-    given: dict[str, dict[str, int]] = {}
-    for (name, attribute), value in result.heads.items():
+    rule_counts: dict[str, dict[str, int]] = {}  # the attributes that the rules divide, by module in the container
+    local = [(name, attribute, value) for name, counts in result.counts.items() for attribute, value in counts.items()]
+    local += [(name, attribute, value) for (name, attribute), value in result.heads.items()]
+    for name, attribute, value in local:
         if name == decision.container or name.startswith(f"{decision.container}." if decision.container else ""):
-            given.setdefault(name[len(decision.container) :].lstrip("."), {})[attribute] = value
-    if verdict.is_compared and given != verdict.counts:
+            rule_counts.setdefault(name[len(decision.container) :].lstrip("."), {})[attribute] = value
+    if verdict.is_compared and rule_counts != verdict.counts:
         if verdict.is_accepted and verdict.counts:
             attributes = dict.fromkeys(key for counts in verdict.counts.values() for key in counts)
             remedy = f"add heads: {', '.join(attributes)} to the rules of its column layers, or {remedy}"
-        verdict = evidence.verdict_with(decision, given)
+        verdict = evidence.verdict_with(decision, rule_counts)
     if verdict.is_accepted or not (verdict.is_compared or evidence.mode == "always"):
         return
     text = (
         f"the rules for {_listed(decision.sources)} and '{decision.sink}' change what "
         f"{display_name(decision.container)} computes: {verdict.reason}; {remedy}."
     )
+    _report(text, result, evidence)
+
+
+def _report(text: str, result: Assignments, evidence: Evidence) -> None:
+    """Make a sentence a remark; with verify="always" raise it."""
     if evidence.mode == "always":
         raise ValueError(f"parallelize: {text}")
     result.remarks.append(text)
@@ -66,21 +83,23 @@ class _Flows:
     def __init__(self, model: nn.Module, evidence: Evidence) -> None:
         self._modules = dict(model.named_modules())
         self._calls = evidence.rehearsal.calls
-        self._found: dict[str, Flow | None] = {}
+        self._flow_of: dict[str, Flow | None] = {}
 
     def above(self, layer: str) -> list[tuple[str, Flow]]:
-        found = []
+        """Return (name, flow) for the modules around a layer that can be run, innermost first."""
+        named_flows = []
         name = layer
         while name:
             name = parent_name(name)
-            if name not in self._found:
-                self._found[name] = self._of(name)
-            flow = self._found[name]
+            if name not in self._flow_of:
+                self._flow_of[name] = self._run(name)
+            flow = self._flow_of[name]
             if flow is not None:
-                found.append((name, flow))
-        return found
+                named_flows.append((name, flow))
+        return named_flows
 
-    def _of(self, name: str) -> Flow | None:
+    def _run(self, name: str) -> Flow | None:
+        """Return the flow of a module; None: it was not called, cannot be run alone, or is too large."""
         calls = self._calls.get(id(self._modules[name]))
         if not calls:
             return None
@@ -109,8 +128,8 @@ def _check_column(name: str, flows: _Flows, result: Assignments) -> None:
         return
     # Beyond the outermost module that can be called, only another rule of the plan could take the shards.
     outermost, flow = above[-1]
-    inside = f"{outermost}." if outermost else ""
-    is_taken = any(_takes_shards(result, other) for other in result.styles if not other.startswith(inside))
+    prefix = f"{outermost}." if outermost else ""
+    is_taken = any(_takes_shards(result, other) for other in result.styles if not other.startswith(prefix))
     if not is_taken and OUTPUT in flow.reaches.get(_below(outermost, name), set()):
         raise ValueError(
             f"parallelize: the rule for '{name}' is column, which leaves its output sharded, but no row layer follows "
@@ -134,6 +153,7 @@ def _check_row(name: str, flows: _Flows, result: Assignments) -> None:
 
 
 def _below(container: str, name: str) -> str:
+    """Return the name of a layer below the container that holds it."""
     return name[len(container) + 1 :] if container else name
 
 
@@ -142,10 +162,12 @@ def _style(result: Assignments, name: str) -> str:
 
 
 def _takes_shards(result: Assignments, name: str) -> bool:
+    """Return whether a layer accepts an input that is sharded by features."""
     return _style(result, name) in ("row", "replicate_sum_gradients")
 
 
 def _gives_shards(result: Assignments, name: str) -> bool:
+    """Return whether a layer's output is sharded by features."""
     return _style(result, name) in ("column", "replicate_sum_gradients")
 
 

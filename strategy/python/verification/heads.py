@@ -85,9 +85,20 @@ def verdict_on(
         and len(in_eval) < len(calls)
         and _try(container, group, in_eval, num_ranks, rejection.counts, ranks).is_accepted
     ):
+        if not _draws_random_numbers(container, calls):
+            return dataclasses.replace(rejection, reason=f"{rejection.reason} in train mode")
         reason = "it draws random numbers for all heads, as F.dropout does; use an nn.Dropout module instead"
         return dataclasses.replace(rejection, reason=reason, difference=0.0)
     return rejection
+
+
+def _draws_random_numbers(container: nn.Module, calls: Sequence[Call]) -> bool:
+    """Return whether the forward draws random numbers in train mode."""
+    call = next(call for call in calls if call.training)
+    before = torch.default_generator.get_state()
+    args, kwargs = call.fresh()
+    Weightless(container, call.scale, full_values=True).run(args, kwargs, training=True)
+    return not torch.equal(before, torch.default_generator.get_state())
 
 
 def _parameters_outside_layers(container: nn.Module) -> list[Tensor]:
@@ -268,8 +279,8 @@ class _Comparison:
         for number, output in enumerate(_tensors(run.output)):
             others.append((output, self._cotangent(13, number, output.shape)))
         leaves = [call.output for call in run.calls]
-        of_sinks = _Gradients.of(sinks, leaves, self.runs.parameters, args)
-        return of_sinks, _Gradients.of(others, leaves, self.runs.parameters, args)
+        between = _Gradients.of(sinks, leaves, self.runs.parameters, args)
+        return between, _Gradients.of(others, leaves, self.runs.parameters, args)
 
     def _cotangent(self, kind: int, number: int, shape: torch.Size) -> Tensor:
         """Return the cotangent of a result, which is the same in the full run and on each rank."""
@@ -321,6 +332,8 @@ class _Comparison:
 
 @dataclasses.dataclass(frozen=True)
 class _Gradients:
+    """The gradients of layers' outputs (`leaves`), of parameters by id, and of arguments; None, or no entry: none."""
+
     leaves: list[Tensor | None]
     parameters: dict[int, Tensor]
     args: list[Tensor | None]
@@ -333,6 +346,7 @@ class _Gradients:
         parameters: Mapping[int, Tensor],
         args: list[Tensor],
     ) -> _Gradients:
+        """Return the gradients of `ends`, each with its cotangent."""
         ends = [(end, cotangent) for end, cotangent in ends if end.requires_grad and not end.is_complex()]
         trainable = {key: value for key, value in parameters.items() if value.requires_grad}
         inputs = [*leaves, *trainable.values(), *args]
@@ -345,10 +359,10 @@ class _Gradients:
             allow_unused=True,
             retain_graph=True,
         )
-        of_leaves, of_rest = list(grads[: len(leaves)]), list(grads[len(leaves) :])
-        of_parameters = dict(zip(trainable, of_rest[: len(trainable)], strict=True))
-        found = {key: grad for key, grad in of_parameters.items() if grad is not None}
-        return cls(of_leaves, found, of_rest[len(trainable) :])
+        leaf_grads, rest = list(grads[: len(leaves)]), list(grads[len(leaves) :])
+        parameter_grads, arg_grads = rest[: len(trainable)], rest[len(trainable) :]
+        by_id = {key: grad for key, grad in zip(trainable, parameter_grads, strict=True) if grad is not None}
+        return cls(leaf_grads, by_id, arg_grads)
 
 
 def _with_counts(module: nn.Module, forward: Callable[..., Any], counts: Mapping[str, int]) -> Callable[..., Any]:

@@ -244,7 +244,7 @@ class Weightless:
                     if number < len(shard_context.run.dropouts)
                     else tuple(input.shape)
                 )
-                sharded = ShardedDim.between(full, input.shape, shard_context.num_ranks)
+                sharded = ShardedDim.from_shapes(full, input.shape, shard_context.num_ranks)
                 run.sharded_dropouts.setdefault(name, set()).add(sharded)
                 if sharded is not None and copy.training and copy.p > 0:
                     return shard_dropout(input, copy.p, sharded, shard_context.rank, shard_context.num_ranks)

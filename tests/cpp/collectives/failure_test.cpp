@@ -45,7 +45,7 @@ TEST(Mismatch, Operation) {
     return rank == 1 ? barrier_call() : sum({4}, DType::kFloat32, values);
   });
   EXPECT_THAT(text,
-              HasSubstr("ranks 0, 2 brought all_reduce(sum, float32 [4]); rank 1 brought "
+              HasSubstr("ranks 0, 2 called all_reduce(sum, float32 [4]); rank 1 called "
                         "barrier()"));
 }
 
@@ -56,7 +56,7 @@ TEST(Mismatch, ShapeOfEqualSize) {
                values);
   });
   EXPECT_THAT(text,
-              HasSubstr("rank 0 brought all_reduce(sum, float32 [2, 6]); rank 1 brought "
+              HasSubstr("rank 0 called all_reduce(sum, float32 [2, 6]); rank 1 called "
                         "all_reduce(sum, float32 [3, 4])"));
 }
 
@@ -84,20 +84,20 @@ TEST(Mismatch, ReceiveCounts) {
                            {bytes(values), own},
                            {{bytes(values), 4}, {bytes(values), rank == 0 ? 4 : 6}});
   });
-  EXPECT_THAT(text, HasSubstr("gives [6, 6], expects [4, 6]"));
+  EXPECT_THAT(text, HasSubstr("sends [6, 6], receives [4, 6]"));
 }
 
 TEST(Mismatch, TensorsOfACoalescedCall) {
   // Tensor 3 of a coalesced call on rank 0 meets a single call of the same shape on rank 1.
   const auto text = common_text<CollectiveMismatchError>(2, [](int rank, Values& values) {
     CollectiveCall call = sum({4}, DType::kFloat32, values);
-    call.head.position = rank == 0 ? 2 : 0;
-    call.head.num_coalesced = rank == 0 ? 3 : 1;
+    call.header.position = rank == 0 ? 2 : 0;
+    call.header.num_coalesced = rank == 0 ? 3 : 1;
     return call;
   });
   EXPECT_THAT(text,
-              HasSubstr("rank 0 brought all_reduce(sum, float32 [4], tensor 3 of 3); rank 1 "
-                        "brought all_reduce(sum, float32 [4])"));
+              HasSubstr("rank 0 called all_reduce(sum, float32 [4], tensor 3 of 3); rank 1 "
+                        "called all_reduce(sum, float32 [4])"));
 }
 
 TEST(Mismatch, ShapesOfManyDims) {
@@ -107,7 +107,7 @@ TEST(Mismatch, ShapesOfManyDims) {
                DType::kFloat32,
                values);
   });
-  EXPECT_THAT(text, HasSubstr("float32 [1, 1, 1, 1, 1] and 2 dims more, 12 elements"));
+  EXPECT_THAT(text, HasSubstr("float32 [1, 1, 1, 1, 1] and 2 more dims, 12 elements"));
 }
 
 TEST(Mismatch, EightBitFormats) {

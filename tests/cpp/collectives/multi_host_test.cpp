@@ -175,7 +175,7 @@ TEST(MultiHostFailure, AMismatchIsTheSameErrorEverywhere) {
     texts.push_back(text);
   });
   EXPECT_THAT(texts.front(),
-              HasSubstr("ranks 0, 1, 2 brought all_reduce(sum, float32 [4]); rank 3 brought "
+              HasSubstr("ranks 0, 1, 2 called all_reduce(sum, float32 [4]); rank 3 called "
                         "all_reduce(sum, float32 [6])"));
   for (const std::string& text : texts) {
     EXPECT_EQ(text.substr(text.rfind("ranks 0, 1, 2")),

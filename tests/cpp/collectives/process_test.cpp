@@ -169,7 +169,7 @@ TEST(Processes, AForkedChildGetsAnErrorAndHarmsNothing) {
       const pid_t child = fork();
       if (child == 0) {
         const auto text = error_text<std::runtime_error>([&] { complete(engine, barrier_call()); });
-        _exit(text.find("in a process forked after the group was made") == std::string::npos);
+        _exit(text.find("in a process forked after the group was created") == std::string::npos);
       }
       if (exit_status(child) != 0) return 1;
     }

@@ -52,9 +52,9 @@ TEST(GroupConfig, DifferentStagingLimitsFailOnAllRanks) {
   EXPECT_LT(Clock::now() - start, std::chrono::seconds(2)) << "a rank waited for the timeout";
   for (const std::string& text : texts) EXPECT_EQ(text, texts.front());
   EXPECT_EQ(texts.front(),
-            "weft: the ranks of group 'test' on one host got different options "
-            "staging_limit_bytes: ranks 0, 2 brought 16777216; rank 1 brought 4194304; pass the "
-            "same on every rank of a host");
+            "weft: the ranks of group 'test' on one host have different "
+            "staging_limit_bytes: ranks 0, 2 have 16777216; rank 1 has 4194304; pass the "
+            "same value on every rank of a host");
 }
 
 // Groups are made one after another over one store; a slow rank may still be finishing one while
@@ -79,7 +79,7 @@ TEST(GroupConfig, StagingLimitsMayDifferBetweenHosts) {
   EXPECT_EQ(config_mismatch(layout, configs, "g"), std::nullopt);
   configs[1].staging_limit_bytes = 1;
   EXPECT_THAT(config_mismatch(layout, configs, "g").value_or(""),
-              HasSubstr("rank 0 brought 0; rank 1 brought 1"));
+              HasSubstr("rank 0 has 0; rank 1 has 1"));
 }
 
 TEST(GroupConfig, MultiHostGroupsNeedATransportOnAllRanks) {
@@ -87,7 +87,7 @@ TEST(GroupConfig, MultiHostGroupsNeedATransportOnAllRanks) {
   std::vector<GroupConfig> configs(3);
   configs[1].has_transport = true;
   EXPECT_THAT(config_mismatch(layout, configs, "g").value_or(""),
-              HasSubstr("on 2 hosts and no transport between them on rank 0, 2;"));
+              HasSubstr("run on 2 hosts, and these ranks have no transport: 0, 2;"));
   EXPECT_EQ(config_mismatch(HostLayout({"a", "a", "a"}, 1), configs, "g"), std::nullopt);
 }
 
@@ -101,9 +101,9 @@ TEST(GroupConfig, AnotherVersionIsNamedAndNotParsed) {
   EXPECT_TRUE(same.has_transport);
   const GroupConfig other = GroupConfig::parse("99.0 something else");
   EXPECT_EQ(other.staging_limit_bytes, 0U);
-  EXPECT_THAT(config_mismatch(layout, {own, other}, "g").value_or(""),
-              HasSubstr("rank 0 brought weft " + GroupConfig::own_version() +
-                        "; rank 1 brought weft 99.0"));
+  EXPECT_THAT(
+      config_mismatch(layout, {own, other}, "g").value_or(""),
+      HasSubstr("rank 0 has weft " + GroupConfig::own_version() + "; rank 1 has weft 99.0"));
 }
 
 TEST(Joining, AllRanksFailIfOneCannotOpenTheMemory) {
@@ -129,6 +129,25 @@ TEST(Joining, AllRanksFailIfOneCannotOpenTheMemory) {
   EXPECT_THAT(texts.front(),
               HasSubstr("rank 1 of group 'test' could not open the shared memory of rank 0"));
   EXPECT_THAT(texts.front(), HasSubstr("WEFT_HOST_ID"));
+}
+
+TEST(Joining, AStoreErrorIsNoTimeout) {
+  MemoryStore store;
+  Store failing = store.view();
+  failing.get = [get = failing.get](const std::string& key, milliseconds timeout) {
+    if (key == "host/1") throw std::runtime_error("connection closed");
+    return get(key, timeout);
+  };
+  EXPECT_EQ(error_text<GroupAbortedError>([&] { join_group(failing, group_of(2, 0), {}); }),
+            "weft: rank 0 of group 'test' cannot read the key 'host/1' of rank 1 from the store "
+            "(connection closed); check that the process that hosts the store still runs");
+}
+
+TEST(Joining, ATimeoutNamesTheRanksThatHaveNotJoined) {
+  MemoryStore store;
+  const GroupOptions options = group_of(3, 0, milliseconds(200));
+  EXPECT_THAT(error_text<CollectiveTimeoutError>([&] { make_engine(store.view(), options); }),
+              HasSubstr("timed out after 0.2 s; not joined: rank 1, rank 2; see what these ranks"));
 }
 
 class Child {
@@ -198,7 +217,7 @@ TEST(Joining, AllRanksFailIfTheMemoryCannotBeMade) {
     for (std::thread& thread : threads) thread.join();
   }
   for (const std::string& text : texts) EXPECT_EQ(text, texts.front());
-  EXPECT_THAT(texts.front(), HasSubstr("rank 0 of group 'test' could not make shared memory"));
+  EXPECT_THAT(texts.front(), HasSubstr("rank 0 of group 'test' could not create shared memory"));
 }
 
 // Otherwise the rank would be taken for one on another host.
@@ -230,7 +249,7 @@ TEST(Joining, ARankThatEndsMeanwhileIsNamed) {
   });
   const auto text = error_text<PeerLostError>([&] { make_engine(store.view(), group_of(3, 0)); });
   EXPECT_THAT(text, HasSubstr("rank 1 (pid " + std::to_string(child.pid())));
-  EXPECT_THAT(text, HasSubstr("ended while the group was made"));
+  EXPECT_THAT(text, HasSubstr("ended while the group was created"));
   ending.join();
 }
 

@@ -56,7 +56,7 @@ Results run(const Inputs& in) {
   results.normalizers = results.statistics.slice(1, 0, 2).t().contiguous();
   results.normalizers[1].log_();
   results.gradient = at::empty_like(in.logits);
-  cpu::cross_entropy_gradient({.grad = in.grad,
+  cpu::cross_entropy_gradient({.grad_losses = in.grad,
                                .logits = in.logits,
                                .target = in.target,
                                .normalizers = results.normalizers,
@@ -160,7 +160,7 @@ TEST(CrossEntropyErrors, NameTheMismatch) {
             "tensor's own device.");
   const at::Tensor normalizers = at::zeros({2, 2});
   const auto write = [&](const at::Tensor& gradient) {
-    cpu::cross_entropy_gradient({.grad = at::ones({2}),
+    cpu::cross_entropy_gradient({.grad_losses = at::ones({2}),
                                  .logits = logits,
                                  .target = target,
                                  .normalizers = normalizers,

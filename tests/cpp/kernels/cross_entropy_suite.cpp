@@ -101,7 +101,7 @@ class CrossEntropyKernels : public ::testing::Test {
                       const at::Tensor& target,
                       const at::Tensor& normalizers,
                       double smoothing) const {
-    kernels_.gradient({.grad = on_device(grad),
+    kernels_.gradient({.grad_losses = on_device(grad),
                        .logits = logits,
                        .target = on_device(target),
                        .normalizers = on_device(normalizers),

@@ -35,7 +35,7 @@ std::vector<at::Tensor> run(const NormInputs& in, Norm norm) {
   const auto backward = cpu::norm_backward(
       in.grad_y,
       in.residual,
-      {.v = forward.sum, .weight = in.weight, .mean = mean, .rstd = forward.rstd},
+      {.norm_input = forward.sum, .weight = in.weight, .mean = mean, .rstd = forward.rstd},
       {.input = true, .params = true, .bias = true});
   return {forward.y, forward.sum, forward.rstd, backward.input, backward.params};
 }

@@ -212,10 +212,8 @@ TEST(ColumnRowMlpErrors, OneSentenceBeforeAnyCommunication) {
         error(x, {w, w2, {}, at::ones({5})}),
         "weft::column_row_mlp: got b1 of shape [5], which must be [6], one entry for each row of "
         "w1; shard bias and weight alike.");
-    EXPECT_EQ(
-        error(x, {w, w2, {}, {}, {}, at::ones({6})}),
-        "weft::column_row_mlp: got b3 without w3, the half that it is the bias of; pass w3 too, or "
-        "leave b3 out.");
+    EXPECT_EQ(error(x, {w, w2, {}, {}, {}, at::ones({6})}),
+              "weft::column_row_mlp: got b3 without w3, whose bias it is; pass both or neither.");
     EXPECT_EQ(
         error(x, {w, w2}, "swish"),
         "weft::column_row_mlp: got activation 'swish'; pass one of 'silu', 'gelu', 'gelu_tanh', "

@@ -69,7 +69,9 @@ def test_error_classes_match_gloo(rank: int, world_size: int, case: str) -> None
 @on_ranks(2)
 def test_error_messages(rank: int, world_size: int) -> None:
     group = dist.new_group(backend="cpu:weft")
-    with pytest.raises(RuntimeError, match=r"got 5 elements|of 5 elements for parts of 2 .* one part for each rank"):
+    with pytest.raises(
+        RuntimeError, match=r"got 5 elements|of 5 elements for segments of 2 .* one segment for each rank"
+    ):
         dist.all_gather_into_tensor(torch.ones(5), torch.ones(2), group=group)
     with pytest.raises(RuntimeError, match="avg for tensors of bool"):
         dist.all_reduce(torch.ones(2, dtype=torch.bool), op=dist.ReduceOp.AVG, group=group)

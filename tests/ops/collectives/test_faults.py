@@ -79,7 +79,7 @@ def test_fork_after_init(rank: int, world_size: int) -> None:
     work.wait()
     text = forked_text(lambda: dist.all_reduce(torch.ones(3), group=group))
     assert text.startswith("RuntimeError: weft: got a call on group"), text
-    assert "in a process forked after the group was made" in text
+    assert "in a process forked after the group was created" in text
     assert forked_text(lambda: dist.destroy_process_group(group)) == ""
     tensor = torch.ones(3)
     dist.all_reduce(tensor, group=group)

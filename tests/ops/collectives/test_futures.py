@@ -81,7 +81,7 @@ def test_failure_can_be_read_repeatedly(rank: int, world_size: int) -> None:
     assert all(future.done() for future in futures)
     for _ in range(3):
         for future in futures:
-            with pytest.raises(weft.CollectiveMismatchError, match=r"rank 1 brought all_reduce\(sum, float32 \[4\]\)"):
+            with pytest.raises(weft.CollectiveMismatchError, match=r"rank 1 called all_reduce\(sum, float32 \[4\]\)"):
                 future.wait()
             with pytest.raises(weft.CollectiveMismatchError):
                 future.value()
@@ -98,7 +98,7 @@ def test_wait_for_parents_work_in_fork_raises(rank: int, world_size: int) -> Non
     received = torch.zeros(3)
     if rank == 0:
         work = dist.irecv(received, 1, group=group)
-        assert "in a process forked after the group was made" in forked_text(work.wait)
+        assert "in a process forked after the group was created" in forked_text(work.wait)
     dist.barrier(group=group)
     if rank == 0:
         work.wait()

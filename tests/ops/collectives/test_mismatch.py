@@ -65,10 +65,10 @@ CASES: dict[str, tuple[Body, Body, str, str]] = {
     "reduction": (sum_of(4, op="MAX"), sum_of(4), "max", "sum"),
     "operations": (barrier, sum_of(4), "barrier()", "all_reduce(sum, float32 [4])"),
     "all_gather": (gather_of(6), gather_of(4), "6", "4"),
-    "expected sizes": (gather_of(4, expected=5), gather_of(4), "expects [5, 5", "expects [4, 4"),
+    "expected sizes": (gather_of(4, expected=5), gather_of(4), "receives [5, 5", "receives [4, 4"),
     "roots": (broadcast_from(1), broadcast_from(0), "root 1", "root 0"),
     "broadcast": (broadcast_from(0, 5), broadcast_from(0, 4), "[5]", "[4]"),
-    "reduce_scatter": (reduce_scatter_of(3), reduce_scatter_of(2), "gives [3, 3", "gives [2, 2"),
+    "reduce_scatter": (reduce_scatter_of(3), reduce_scatter_of(2), "sends [3, 3", "sends [2, 2"),
 }
 
 
@@ -91,9 +91,9 @@ def test_same_error_on_every_rank(rank: int, world_size: int, case: str) -> None
         dist.barrier(group=group)  # for calls that a rank may complete before the others detect the mismatch
     text = str(caught.value)
     assert isinstance(caught.value, RuntimeError)
-    assert "made calls that do not belong together" in text
+    assert "made calls that do not match" in text
     assert other_text in text and usual_text in text, text
-    assert "rank 1 brought" in text
+    assert "rank 1 called" in text
     texts: list[str] = [""] * world_size
     dist.all_gather_object(texts, text)
     assert len(set(texts)) == 1, texts
@@ -103,7 +103,7 @@ def test_same_error_on_every_rank(rank: int, world_size: int, case: str) -> None
 @on_ranks(2)
 def test_splits(rank: int, world_size: int) -> None:
     group = new_group()
-    with pytest.raises(weft.CollectiveMismatchError, match=r"gives \[1, 3\]"):
+    with pytest.raises(weft.CollectiveMismatchError, match=r"sends \[1, 3\]"):
         (split(1, 3) if rank == 1 else split(2, 2))(group, rank)
     check_failed(group, weft.CollectiveMismatchError)
 
@@ -178,7 +178,7 @@ def test_mismatched_options_raise(rank: int, world_size: int) -> None:
     with pytest.raises(weft.CollectiveMismatchError) as caught:
         dist.new_group(backend="cpu:weft", pg_options=options, timeout=timedelta(seconds=20))
     text = str(caught.value)
-    assert "staging_limit_bytes: rank 2 brought 1048576; ranks 0, 1 brought 16777216; pass the same" in text, text
+    assert "staging_limit_bytes: rank 2 has 1048576; ranks 0, 1 have 16777216; pass the same" in text, text
     sum_of(4)(new_group(), rank)
 
 
@@ -264,7 +264,7 @@ def test_generated_mismatches(rank: int, world_size: int) -> None:
         if fits:
             call(group, rank)
         else:
-            with pytest.raises(weft.CollectiveMismatchError, match=rf"\brank {culprit} brought"):
+            with pytest.raises(weft.CollectiveMismatchError, match=rf"\brank {culprit} called"):
                 call(group, rank)
                 dist.barrier(group=group)
         dist.destroy_process_group(group)

@@ -79,8 +79,12 @@ def test_trunk_buffers_and_flags(rank: int, world_size: int) -> None:
             ValueError,
             "the layer 'a' raised RuntimeError (a and b must have same reduction dim",
         ),
-        ("order", ValueError, "pass layer_stages={'a': 1}"),
-        ("again", ValueError, "move the cuts, or give each stage a module of its own"),
+        (
+            "order",
+            ValueError,
+            "pass pipeline_cuts='auto' with an example of the inputs (to a Pipeline: layer_stages={'a': 1})",
+        ),
+        ("again", ValueError, "move the cuts, or give each stage its own module"),
     ],
 )
 def test_unrecordable_forwards_raise(world_size: int, path: str, error: type[Exception], message: str) -> None:
@@ -169,7 +173,9 @@ WRITES = {
 def test_writes_of_layer_values_raise(world_size: int, write: str) -> None:
     model = Between(lambda model, x: write_into_new_tensor(model, x, WRITES[write]))
     pipeline = Pipeline(model, init_device_mesh("cpu", (world_size,)), ["b"], num_micro_batches=2)
-    with pytest.raises(ValueError, match="writes what layers compute into a tensor that was made between them"):
+    with pytest.raises(
+        ValueError, match="writes a value that layers compute into a tensor that was made between the layers"
+    ):
         pipeline.step(torch.ones(4, 4), lambda x: model(x).sum())
 
 
@@ -185,7 +191,9 @@ def test_views_changed_after_boundary_raise(world_size: int) -> None:
     loss = Pipeline(model, mesh, ["b"], num_micro_batches=2).step(x, lambda x: model(x).square().mean())
     torch.testing.assert_close(loss, reference(x).square().mean().detach(), rtol=1e-12, atol=0)
     changing = Between(view_changed_after_boundary)
-    with pytest.raises(ValueError, match="a view of it cross to stage 1, where it is changed in place"):
+    with pytest.raises(
+        ValueError, match="a view of it cross to stage 1 as separate tensors, and one of them is changed in place"
+    ):
         Pipeline(changing, mesh, ["b"], num_micro_batches=2).step(x.float(), lambda x: changing(x).sum())
 
 

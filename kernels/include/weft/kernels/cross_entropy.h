@@ -7,12 +7,12 @@
 // The local computations of a vocabulary-parallel cross-entropy, whose logits are sharded over the
 // classes: the statistics that one pass over a shard's logits yields, and their gradient.
 //
-// Shapes: logits and gradient [tokens, v], for the classes [vocab_start, vocab_start + v); target
-// and grad [tokens]; normalizers [2, tokens]. Any strides are read; logits whose rows are not
-// contiguous are copied.
-// Dtypes: float32, float64, bfloat16, float16 for logits and gradient, int64 or int32 for target.
-// Half types are computed in float32 and rounded once. Statistics, grad and normalizers are
-// float32, or float64 for float64.
+// Shapes: logits and grad_logits [tokens, v], for the classes [vocab_start, vocab_start + v);
+// target and grad_losses [tokens]; normalizers [2, tokens]. Any strides are read; logits whose rows
+// are not contiguous are copied.
+// Dtypes: float32, float64, bfloat16, float16 for logits and grad_logits; int64 or int32 for
+// target. Half types are computed in float32 and rounded once. Statistics, grad_losses and
+// normalizers are float32, or float64 for float64.
 // Errors: c10::Error when shapes, dtypes or devices disagree, before anything is allocated.
 //
 // A target outside the classes of the logits belongs to another shard.
@@ -28,7 +28,7 @@ struct CrossEntropyStatisticsArguments {
 };
 
 struct CrossEntropyGradientArguments {
-  const at::Tensor& grad;  // of the losses
+  const at::Tensor& grad_losses;
   const at::Tensor& logits;
   const at::Tensor& target;
   // [2, tokens]: over all shards, the largest logit and the log of the sum of
@@ -47,10 +47,10 @@ namespace cpu {
 // -infinity and 0 if there are no classes or all are masked out.
 at::Tensor cross_entropy_statistics(const CrossEntropyStatisticsArguments& arguments);
 
-// Writes the gradient of the logits to `gradient`, contiguous and of their shape and dtype, which
-// may be `logits` itself.
+// Writes the gradient of the logits to `grad_logits`, contiguous and of their shape and dtype,
+// which may be `logits` itself.
 void cross_entropy_gradient(const CrossEntropyGradientArguments& arguments,
-                            const at::Tensor& gradient);
+                            const at::Tensor& grad_logits);
 
 }  // namespace cpu
 
@@ -61,7 +61,7 @@ namespace cuda {
 at::Tensor cross_entropy_statistics(const CrossEntropyStatisticsArguments& arguments);
 
 void cross_entropy_gradient(const CrossEntropyGradientArguments& arguments,
-                            const at::Tensor& gradient);
+                            const at::Tensor& grad_logits);
 
 }  // namespace cuda
 

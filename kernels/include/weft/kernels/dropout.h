@@ -13,13 +13,13 @@
 namespace weft::kernels {
 
 // The place of x in an unsharded tensor, which is sharded along one dim: viewed as
-// [outer, size, inner], x has entries [begin, begin + size) of the dim's `whole_size`. An unsharded
+// [outer, size, inner], x has entries [begin, begin + size) of the dim's `full_size`. An unsharded
 // tensor can be described with outer 1.
 struct DropoutPlace {
   int64_t inner;
   int64_t size;
   int64_t begin;
-  int64_t whole_size;
+  int64_t full_size;
 };
 
 // Returns x / (1 - p), with elements dropped (0) with probability p; 0 everywhere for p = 1. The

@@ -34,7 +34,7 @@ struct NormResult {
 };
 
 struct NormSaved {
-  const at::Tensor& v;  // the norm's input: NormResult::sum, or x without residual
+  const at::Tensor& norm_input;  // NormResult::sum, or x without residual
   const std::optional<at::Tensor>& weight;
   const std::optional<at::Tensor>& mean;  // absent for kRms
   const at::Tensor& rstd;

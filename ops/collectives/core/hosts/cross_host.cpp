@@ -32,11 +32,11 @@ CrossHost::CrossHost(Engine& local_group,
       what_(std::move(what)),
       timeout_(timeout),
       deadline_(deadline + kGrace),
-      wide_(wide_of(call.head.dtype)) {}
+      accumulate_dtype_(accumulate_dtype_of(call.header.dtype)) {}
 
 void CrossHost::run() {
   compare_signatures();
-  switch (call_.head.op) {
+  switch (call_.header.op) {
     case Op::kAllReduce:
       return all_reduce();
     case Op::kReduce:
@@ -88,7 +88,7 @@ List CrossHost::of_own_ranks(const List& by_rank) const {
 // broadcasts all records within its host.
 void CrossHost::compare_signatures() {
   const auto num_ranks = static_cast<size_t>(layout_.num_ranks());
-  const size_t record_bytes = sizeof(SignatureHead) + 2 * num_ranks * sizeof(int64_t);
+  const size_t record_bytes = sizeof(SignatureHeader) + 2 * num_ranks * sizeof(int64_t);
   std::vector<std::byte> records(num_ranks * record_bytes);  // grouped by host
   std::vector<std::byte*> record_of(num_ranks);
   std::byte* next = records.data();
@@ -100,8 +100,8 @@ void CrossHost::compare_signatures() {
   }
 
   std::byte* const own = record_of[static_cast<size_t>(layout_.rank)];
-  std::memcpy(own, &call_.head, sizeof call_.head);
-  auto* const counts = reinterpret_cast<int64_t*>(own + sizeof call_.head);
+  std::memcpy(own, &call_.header, sizeof call_.header);
+  auto* const counts = reinterpret_cast<int64_t*>(own + sizeof call_.header);
   std::ranges::copy(call_.send_counts, counts);
   std::ranges::copy(call_.receive_counts, counts + num_ranks);
 
@@ -125,9 +125,9 @@ void CrossHost::compare_signatures() {
   std::vector<Signature> by_rank;
   for (const std::byte* record : record_of) {
     Signature signature;
-    std::memcpy(&signature.head, record, sizeof signature.head);
-    const auto* numbers = reinterpret_cast<const int64_t*>(record + sizeof signature.head);
-    const size_t num_counts = has_counts(signature.head.op) ? num_ranks : 0;
+    std::memcpy(&signature.header, record, sizeof signature.header);
+    const auto* numbers = reinterpret_cast<const int64_t*>(record + sizeof signature.header);
+    const size_t num_counts = has_counts(signature.header.op) ? num_ranks : 0;
     signature.send_counts = {numbers, num_counts};
     signature.receive_counts = {numbers + num_ranks, num_counts};
     by_rank.push_back(signature);
@@ -156,36 +156,35 @@ void CrossHost::broadcast() {
 }
 
 void CrossHost::all_gather() {
-  run_on_host(all_gather_call(call_.head.dtype, input(), of_own_ranks(call_.outputs)));
+  run_on_host(all_gather_call(call_.header.dtype, input(), of_own_ranks(call_.outputs)));
   if (layout_.is_leader()) {
     exchange_with_leaders([&](TransferSet& transfers, int host, int leader) {
       for (const int rank : layout_.ranks_on(host)) {
-        receive_from(transfers, leader, call_.outputs[static_cast<size_t>(rank)]);
+        receive_from(transfers, leader, output_of(rank));
       }
       for (const int rank : layout_.own_ranks()) {
-        const Output& place = call_.outputs[static_cast<size_t>(rank)];
+        const Output& place = output_of(rank);
         send_to(transfers, leader, {place.data, place.num_elements});
       }
     });
   }
-  for_remote_ranks([&](int /*rank*/, size_t index) {
-    const Output& place = call_.outputs[index];
+  for_remote_ranks([&](int rank) {
+    const Output& place = output_of(rank);
     broadcast_on_host(place.data, call_.bytes_of(place.num_elements));
   });
 }
 
 void CrossHost::gather() {
   const bool is_root = root() == layout_.rank;
-  auto transfers = transfers_until(point_to_point_deadline());
+  auto transfers = transfers_with_deadline(point_to_point_deadline());
   if (!layout_.is_local(root())) {
     send_to(transfers, root(), input());
     return transfers.wait();
   }
   if (is_root) {
-    for_remote_ranks(
-        [&](int rank, size_t index) { receive_from(transfers, rank, call_.outputs[index]); });
+    for_remote_ranks([&](int rank) { receive_from(transfers, rank, output_of(rank)); });
   }
-  run_on_host(gather_call(call_.head.dtype,
+  run_on_host(gather_call(call_.header.dtype,
                           input(),
                           is_root ? of_own_ranks(call_.outputs) : std::vector<Output>(),
                           layout_.local_rank_of(root()),
@@ -196,16 +195,15 @@ void CrossHost::gather() {
 
 void CrossHost::scatter() {
   const bool is_root = root() == layout_.rank;
-  auto transfers = transfers_until(point_to_point_deadline());
+  auto transfers = transfers_with_deadline(point_to_point_deadline());
   if (!layout_.is_local(root())) {
     receive_from(transfers, root(), output());
     return transfers.wait();
   }
   if (is_root) {
-    for_remote_ranks(
-        [&](int rank, size_t index) { send_to(transfers, rank, call_.inputs[index]); });
+    for_remote_ranks([&](int rank) { send_to(transfers, rank, input_of(rank)); });
   }
-  run_on_host(scatter_call(call_.head.dtype,
+  run_on_host(scatter_call(call_.header.dtype,
                            is_root ? of_own_ranks(call_.inputs) : std::vector<Input>(),
                            output(),
                            layout_.local_rank_of(root()),
@@ -215,13 +213,13 @@ void CrossHost::scatter() {
 }
 
 void CrossHost::all_to_all() {
-  auto transfers = transfers_until(point_to_point_deadline());
-  for_remote_ranks([&](int rank, size_t index) {
-    receive_from(transfers, rank, call_.outputs[index]);
-    send_to(transfers, rank, call_.inputs[index]);
+  auto transfers = transfers_with_deadline(point_to_point_deadline());
+  for_remote_ranks([&](int rank) {
+    receive_from(transfers, rank, output_of(rank));
+    send_to(transfers, rank, input_of(rank));
   });
   run_on_host(
-      all_to_all_call(call_.head.dtype, of_own_ranks(call_.inputs), of_own_ranks(call_.outputs)));
+      all_to_all_call(call_.header.dtype, of_own_ranks(call_.inputs), of_own_ranks(call_.outputs)));
   transfers.wait();
 }
 

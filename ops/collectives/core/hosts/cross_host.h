@@ -1,9 +1,10 @@
 #pragma once
 
 // One multi-host collective from start to end. Within each host it runs as collectives of the
-// host's engine; between hosts the host leaders exchange data, or each pair of ranks does (gather,
-// scatter, all_to_all). Partial results are reduced in host order, within a host in rank order, so
-// the bits depend on the layout alone.
+// host's engine. Between hosts, the leaders exchange the data of reductions, all_gather and
+// broadcast; in a gather, scatter or all_to_all, the ranks send their data to each other directly.
+// Partial results are reduced in rank order within a host, and in host order between hosts: runs
+// with one assignment of ranks to hosts give the same bits.
 
 #include "engine.h"
 #include "layout.h"
@@ -40,28 +41,32 @@ class CrossHost {
 
   // Steps of a collective.
   void run_on_host(CollectiveCall step);
+  // Reduces the inputs of the ranks of this host into `out` of the leader.
   void reduce_on_host(const std::byte* in, std::byte* out, int64_t num_elements);
   // Broadcasts bytes from the leader to the ranks of this host.
   void broadcast_on_host(std::byte* data, size_t num_bytes);
+  // On a leader: reduce the partial results of all hosts. The result is on the leader of `host`, or
+  // on all leaders, which reduce a segment each if the tensor is large.
   void reduce_on_leader_of(int host, std::byte* partial, int64_t num_elements);
   void all_reduce_between_leaders(std::byte* partial, int64_t num_elements);
   void all_reduce_in_segments(std::byte* partial, int64_t num_elements);
   // Returns a buffer for `num_bytes` from each other host, one after another in host order.
   std::byte* receive_buffer(size_t num_bytes);
-  // Reduces, in host order, what the other hosts have sent and `own`, which is this host's.
+  // Reduces the partial results of all hosts in host order: `own` is that of this host, `received`
+  // holds those of the other hosts.
   void combine(const std::byte* received,
                const std::byte* own,
                std::byte* out,
                int64_t num_elements) const;
-  // Calls do_chunk(input in the wide dtype, buffer for the result, number of elements) for each
-  // chunk of the tensor; if `has_result`, the result is written to the output.
+  // Calls do_chunk(input in the accumulation dtype, buffer for the result, number of elements) for
+  // each chunk of the tensor; if `has_result`, writes the result to the output.
   template <typename DoChunk>
   void in_chunks(bool has_result, const DoChunk& do_chunk);
 
-  size_t wide_bytes(int64_t num_elements) const {
-    return static_cast<size_t>(num_elements) * size_of(wide_);
+  size_t accumulate_bytes(int64_t num_elements) const {
+    return static_cast<size_t>(num_elements) * size_of(accumulate_dtype_);
   }
-  TransferSet transfers_until(Deadline deadline) {
+  TransferSet transfers_with_deadline(Deadline deadline) {
     return {transport_, deadline, [this](int peer) { local_group_.publish_waiting(peer); }};
   }
   // The deadline of transfers between any two ranks, leaders or not.
@@ -70,17 +75,17 @@ class CrossHost {
   // transfers with its leader, and waits for all of them.
   template <typename Exchange>
   void exchange_with_leaders(const Exchange& exchange) {
-    auto transfers = transfers_until(deadline_);
+    auto transfers = transfers_with_deadline(deadline_);
     for (int host = 0; host < layout_.num_hosts(); ++host) {
       if (host != layout_.own_host()) exchange(transfers, host, layout_.leader_of(host));
     }
     transfers.wait();
   }
-  // Calls visit(rank, index in the lists of the call) for each rank of another host.
+  // Calls visit(rank) for each rank of another host.
   template <typename Visit>
   void for_remote_ranks(const Visit& visit) const {
     for (int rank = 0; rank < layout_.num_ranks(); ++rank) {
-      if (!layout_.is_local(rank)) visit(rank, static_cast<size_t>(rank));
+      if (!layout_.is_local(rank)) visit(rank);
     }
   }
   void send_to(TransferSet& transfers, int peer, const Input& source) const {
@@ -89,12 +94,15 @@ class CrossHost {
   void receive_from(TransferSet& transfers, int peer, const Output& target) const {
     transfers.receive(peer, target.data, call_.bytes_of(target.num_elements));
   }
-  bool converts() const { return wide_ != call_.head.dtype; }
+  bool converts() const { return accumulate_dtype_ != call_.header.dtype; }
   template <typename List>
   List of_own_ranks(const List& by_rank) const;
   Input input() const { return call_.inputs.front(); }
   Output output() const { return call_.outputs.front(); }
-  int root() const { return call_.head.root; }
+  // For a call with an input or output for each rank.
+  const Input& input_of(int rank) const { return call_.inputs[static_cast<size_t>(rank)]; }
+  const Output& output_of(int rank) const { return call_.outputs[static_cast<size_t>(rank)]; }
+  int root() const { return call_.header.root; }
   int local_rank() const { return local_group_.options().rank; }
 
   Engine& local_group_;
@@ -104,8 +112,8 @@ class CrossHost {
   const std::string what_;
   const std::chrono::milliseconds timeout_;
   const Deadline deadline_;
-  const DType wide_;
-  bool all_arrived_ = false;  // all ranks of this host have arrived
+  const DType accumulate_dtype_;  // of partial results, see convert.h
+  bool all_arrived_ = false;      // all ranks of this host have started this collective
   Scratch received_;
 };
 

@@ -1,5 +1,5 @@
-// Multi-host collectives that reduce. Partial sums of half types are communicated in float32 and
-// rounded once; an average is a sum until the partial results of the hosts are combined.
+// Multi-host collectives that reduce. Partial results are communicated in the accumulation dtype
+// and rounded once; an average is a sum until the partial results of the hosts are combined.
 #include "convert.h"
 #include "cross_host.h"
 #include "ranges.h"
@@ -12,7 +12,9 @@ namespace weft::collectives {
 
 namespace {
 
-// Tensors are exchanged between hosts in chunks of this size: a leader holds one chunk per host.
+// all_reduce and reduce process a tensor in chunks of this many bytes of the accumulation dtype, so
+// that a leader holds one chunk per host. reduce_scatter has no chunks: a leader holds its partial
+// result for the full input, and from each other host the segments of its own host.
 constexpr size_t kChunkBytes = size_t{8} << 20;
 
 // From this size on each leader reduces one segment and receives the other reduced segments,
@@ -23,10 +25,9 @@ ReduceOp partial_op(ReduceOp op) { return op == ReduceOp::kAvg ? ReduceOp::kSum 
 
 }  // namespace
 
-// The leader's `out` receives the partial result of the host.
 void CrossHost::reduce_on_host(const std::byte* in, std::byte* out, int64_t num_elements) {
-  run_on_host(reduce_call({wide_, {num_elements}},
-                          partial_op(call_.head.reduce_op),
+  run_on_host(reduce_call({accumulate_dtype_, {num_elements}},
+                          partial_op(call_.header.reduce_op),
                           {in, num_elements},
                           {out, num_elements},
                           0,
@@ -49,14 +50,15 @@ void CrossHost::combine(const std::byte* received,
       sources.push_back(own);
     } else {
       sources.push_back(received);
-      received += wide_bytes(num_elements);
+      received += accumulate_bytes(num_elements);
     }
   }
-  collectives::reduce(call_.head.reduce_op, wide_, out, sources, num_elements, layout_.num_ranks());
+  collectives::reduce(
+      call_.header.reduce_op, accumulate_dtype_, out, sources, num_elements, layout_.num_ranks());
 }
 
 void CrossHost::reduce_on_leader_of(int host, std::byte* partial, int64_t num_elements) {
-  const size_t num_bytes = wide_bytes(num_elements);
+  const size_t num_bytes = accumulate_bytes(num_elements);
   const bool is_receiver = host == layout_.own_host();
   std::byte* const received = is_receiver ? receive_buffer(num_bytes) : nullptr;
   std::byte* next = received;
@@ -70,7 +72,7 @@ void CrossHost::reduce_on_leader_of(int host, std::byte* partial, int64_t num_el
 }
 
 void CrossHost::all_reduce_between_leaders(std::byte* partial, int64_t num_elements) {
-  const size_t num_bytes = wide_bytes(num_elements);
+  const size_t num_bytes = accumulate_bytes(num_elements);
   if (layout_.num_hosts() > 2 && num_bytes >= kSegmentedBytes) {
     return all_reduce_in_segments(partial, num_elements);
   }
@@ -90,33 +92,33 @@ void CrossHost::all_reduce_in_segments(std::byte* partial, int64_t num_elements)
   const auto segment_of = [&](int host) {
     const auto segment = range_at<int64_t>(
         host, num_elements, num_ranges<int64_t>(num_elements, layout_.num_hosts()));
-    return Output{partial + wide_bytes(segment.first), segment.size};
+    return Output{partial + accumulate_bytes(segment.first), segment.size};
   };
   const Output own = segment_of(layout_.own_host());
-  const size_t own_bytes = wide_bytes(own.num_elements);
+  const size_t own_bytes = accumulate_bytes(own.num_elements);
   std::byte* const received = receive_buffer(own_bytes);
   std::byte* next = received;
   exchange_with_leaders([&](TransferSet& transfers, int host, int leader) {
     const Output segment = segment_of(host);
     transfers.receive(leader, next, own_bytes);
-    transfers.send(leader, segment.data, wide_bytes(segment.num_elements));
+    transfers.send(leader, segment.data, accumulate_bytes(segment.num_elements));
     next += own_bytes;
   });
   combine(received, own.data, own.data, own.num_elements);
   exchange_with_leaders([&](TransferSet& transfers, int host, int leader) {
     const Output segment = segment_of(host);
-    transfers.receive(leader, segment.data, wide_bytes(segment.num_elements));
+    transfers.receive(leader, segment.data, accumulate_bytes(segment.num_elements));
     transfers.send(leader, own.data, own_bytes);
   });
 }
 
 template <typename DoChunk>
 void CrossHost::in_chunks(bool has_result, const DoChunk& do_chunk) {
-  const DType dtype = call_.head.dtype;
+  const DType dtype = call_.header.dtype;
   const int64_t num_elements = input().num_elements;
-  const auto chunk_elements = static_cast<int64_t>(kChunkBytes / size_of(wide_));
-  const size_t buffer_bytes = wide_bytes(std::min(num_elements, chunk_elements));
-  const Scratch wide_input(converts() ? buffer_bytes : 0);
+  const auto chunk_elements = static_cast<int64_t>(kChunkBytes / size_of(accumulate_dtype_));
+  const size_t buffer_bytes = accumulate_bytes(std::min(num_elements, chunk_elements));
+  const Scratch widened_input(converts() ? buffer_bytes : 0);
   // Without a conversion the result is written to the output directly.
   const bool needs_buffer = converts() || !has_result;
   const Scratch buffer(needs_buffer ? buffer_bytes : 0);
@@ -124,8 +126,8 @@ void CrossHost::in_chunks(bool has_result, const DoChunk& do_chunk) {
     const auto range = range_at(chunk, num_elements, chunk_elements);
     const std::byte* in = input().data + call_.bytes_of(range.first);
     if (converts()) {
-      widen(dtype, in, wide_input.data(), range.size);
-      in = wide_input.data();
+      widen(dtype, in, widened_input.data(), range.size);
+      in = widened_input.data();
     }
     std::byte* const place = has_result ? output().data + call_.bytes_of(range.first) : nullptr;
     std::byte* const out = needs_buffer ? buffer.data() : place;
@@ -138,7 +140,7 @@ void CrossHost::all_reduce() {
   in_chunks(true, [&](const std::byte* in, std::byte* out, int64_t num_elements) {
     reduce_on_host(in, out, num_elements);
     if (layout_.is_leader()) all_reduce_between_leaders(out, num_elements);
-    broadcast_on_host(out, wide_bytes(num_elements));
+    broadcast_on_host(out, accumulate_bytes(num_elements));
   });
 }
 
@@ -150,7 +152,7 @@ void CrossHost::reduce() {
     if (layout_.is_leader()) reduce_on_leader_of(root_host, out, num_elements);
     const bool is_on_root_host = root_host == layout_.own_host();
     if (is_on_root_host && layout_.leader_of(root_host) != root()) {
-      broadcast_on_host(out, wide_bytes(num_elements));
+      broadcast_on_host(out, accumulate_bytes(num_elements));
     }
   });
 }
@@ -159,9 +161,7 @@ void CrossHost::reduce_scatter() {
   // The segments of all ranks, ordered by host: the segments of a host are contiguous.
   std::vector<int> order;
   std::vector<Range<int64_t>> segments_on;  // by host, in elements
-  const auto elements_of = [&](int rank) {
-    return call_.inputs[static_cast<size_t>(rank)].num_elements;
-  };
+  const auto elements_of = [&](int rank) { return input_of(rank).num_elements; };
   int64_t num_elements = 0;
   for (const std::vector<int>& on_host : layout_.ranks) {
     const int64_t first = num_elements;
@@ -171,33 +171,34 @@ void CrossHost::reduce_scatter() {
     }
     segments_on.push_back({first, num_elements - first});
   }
-  const Scratch partial(layout_.is_leader() ? wide_bytes(num_elements) : 0);
-  Scratch wide_input;
+  const Scratch partial(layout_.is_leader() ? accumulate_bytes(num_elements) : 0);
+  Scratch widened_input;
   size_t offset = 0;
   for (const int rank : order) {
-    const Input& input = call_.inputs[static_cast<size_t>(rank)];
+    const Input& input = input_of(rank);
     const std::byte* in = input.data;
     if (converts()) {
-      const size_t num_bytes = wide_bytes(input.num_elements);
-      if (wide_input.num_bytes() < num_bytes) wide_input = Scratch(num_bytes);
-      widen(call_.head.dtype, in, wide_input.data(), input.num_elements);
-      in = wide_input.data();
+      const size_t num_bytes = accumulate_bytes(input.num_elements);
+      if (widened_input.num_bytes() < num_bytes) widened_input = Scratch(num_bytes);
+      widen(call_.header.dtype, in, widened_input.data(), input.num_elements);
+      in = widened_input.data();
     }
     reduce_on_host(in, partial.data() + (layout_.is_leader() ? offset : 0), input.num_elements);
-    offset += wide_bytes(input.num_elements);
+    offset += accumulate_bytes(input.num_elements);
   }
 
   std::byte* own_segments = nullptr;  // of the ranks of this host, on its leader only
   if (layout_.is_leader()) {
     const Range<int64_t> own = segments_on[static_cast<size_t>(layout_.own_host())];
-    own_segments = partial.data() + wide_bytes(own.first);
-    std::byte* const received = receive_buffer(wide_bytes(own.size));
+    own_segments = partial.data() + accumulate_bytes(own.first);
+    std::byte* const received = receive_buffer(accumulate_bytes(own.size));
     std::byte* next = received;
     exchange_with_leaders([&](TransferSet& transfers, int host, int leader) {
       const Range<int64_t> theirs = segments_on[static_cast<size_t>(host)];
-      transfers.receive(leader, next, wide_bytes(own.size));
-      transfers.send(leader, partial.data() + wide_bytes(theirs.first), wide_bytes(theirs.size));
-      next += wide_bytes(own.size);
+      transfers.receive(leader, next, accumulate_bytes(own.size));
+      transfers.send(
+          leader, partial.data() + accumulate_bytes(theirs.first), accumulate_bytes(theirs.size));
+      next += accumulate_bytes(own.size);
     });
     combine(received, own_segments, own_segments, own.size);
   }
@@ -206,19 +207,19 @@ void CrossHost::reduce_scatter() {
   if (layout_.is_leader()) {
     for (const int rank : layout_.own_ranks()) {
       inputs.push_back({own_segments, elements_of(rank)});
-      own_segments += wide_bytes(elements_of(rank));
+      own_segments += accumulate_bytes(elements_of(rank));
     }
   }
   const Output result = output();
-  const Scratch wide_result(converts() ? wide_bytes(result.num_elements) : 0);
-  std::byte* const place = converts() ? wide_result.data() : result.data;
-  run_on_host(scatter_call(wide_,
+  const Scratch accumulated_result(converts() ? accumulate_bytes(result.num_elements) : 0);
+  std::byte* const place = converts() ? accumulated_result.data() : result.data;
+  run_on_host(scatter_call(accumulate_dtype_,
                            std::move(inputs),
                            {place, result.num_elements},
                            0,
                            local_rank(),
                            local_group_.options().size));
-  if (converts()) narrow(call_.head.dtype, place, result.data, result.num_elements);
+  if (converts()) narrow(call_.header.dtype, place, result.data, result.num_elements);
 }
 
 }  // namespace weft::collectives

@@ -89,8 +89,8 @@ MultiHostGroup::MultiHostGroup(const Store& store,
   // Wait until all ranks are connected: a rank that left earlier would close connections that
   // others are still making.
   store_barrier(store, options, "connected/" + nonce_, failure_key_);
-  worker_ = std::thread([this] { work(); });
-  watcher_ = std::thread([this] { watch(); });
+  worker_ = std::thread([this] { run_worker(); });
+  watcher_ = std::thread([this] { run_watcher(); });
 }
 
 MultiHostGroup::~MultiHostGroup() {
@@ -112,7 +112,7 @@ void MultiHostGroup::submit(OperationPtr operation, bool /*in_background*/) {
   const std::lock_guard lock(mutex_);
   if (is_left_) {  // after check_usable(): no thread would run the collective
     throw GroupAbortedError("weft: rank " + std::to_string(options_.rank) + " left group '" +
-                            options_.name + "' while it asked for " + operation->describe());
+                            options_.name + "' while it submitted " + operation->describe());
   }
   collective->sequence = ++num_collectives_;
   ++num_unfinished_;
@@ -144,7 +144,7 @@ void MultiHostGroup::begin(const MessagePtr& message) {
   });
 }
 
-void MultiHostGroup::work() {
+void MultiHostGroup::run_worker() {
   std::unique_lock lock(mutex_);
   for (;;) {
     changed_.wait(lock, [&] { return is_left_ || !queue_.empty(); });
@@ -152,12 +152,12 @@ void MultiHostGroup::work() {
     const auto collective = std::move(queue_.front());
     queue_.pop_front();
     lock.unlock();
-    carry_out(*collective);
+    execute(*collective);
     lock.lock();
   }
 }
 
-void MultiHostGroup::carry_out(CollectiveOperation& collective) {
+void MultiHostGroup::execute(CollectiveOperation& collective) {
   std::exception_ptr error;
   try {
     const std::string what = collective.describe();
@@ -190,19 +190,19 @@ void MultiHostGroup::finish(Operation& operation, const std::exception_ptr& erro
 }
 
 void MultiHostGroup::wait(Operation& operation, std::chrono::milliseconds timeout) {
-  // Called from its own on_done: all but that is complete.
+  // Called from the on_done of this operation: its data is complete.
   if (std::ranges::find(finishing_operations, &operation) != finishing_operations.end()) return;
   local_group_.check_not_forked();
   const auto until = timeout.count() == 0 ? Deadline::max() : Clock::now() + timeout;
   std::unique_lock lock(mutex_);
   if (is_worker_thread()) {
-    // Called from the on_done of another operation: no other thread would run the collectives that
-    // are queued before this one.
+    // Called from the on_done of another operation: no other thread would execute the collectives
+    // that are queued before this one.
     while (!operation.is_done() && !queue_.empty()) {
       const auto next = std::move(queue_.front());
       queue_.pop_front();
       lock.unlock();
-      carry_out(*next);
+      execute(*next);
       lock.lock();
     }
   }
@@ -288,7 +288,7 @@ bool MultiHostGroup::has_left(int rank) const {
   }
 }
 
-void MultiHostGroup::watch() {
+void MultiHostGroup::run_watcher() {
   std::unique_lock lock(mutex_);
   for (unsigned num_checks = 0; !is_left_ && !is_reported_; ++num_checks) {
     changed_.wait(lock, [&] { return is_left_ || num_unfinished_ > 0; });
@@ -396,8 +396,8 @@ std::shared_ptr<Group> join_group(const Store& store,
     throw;
   } catch (const std::exception& error) {
     const GroupAbortedError failure("weft: rank " + std::to_string(options.rank) + " of group '" +
-                                    options.name + "' could not make a transport (" + error.what() +
-                                    "); see its own output for why");
+                                    options.name + "' could not create a transport (" +
+                                    error.what() + "); see its own output for why");
     store.set(failure_key_of(identities), format_failure(failure));
     throw failure;
   }

@@ -43,8 +43,8 @@ class MultiHostGroup final : public Group {
   using CollectiveOperationPtr = std::shared_ptr<CollectiveOperation>;
 
   void begin(const MessagePtr& message);
-  void work();
-  void carry_out(CollectiveOperation& collective);
+  void run_worker();
+  void execute(CollectiveOperation& collective);
   void finish(Operation& operation, const std::exception_ptr& error);
   void fail(ErrorKind kind, const std::string& text);
   // Call it in a catch block of `operation`: fails the group if it has not failed yet, and returns
@@ -57,7 +57,7 @@ class MultiHostGroup final : public Group {
   // The key that a rank sets when it leaves: explains to others why its connections close.
   std::string left_key(int rank) const;
   bool has_left(int rank) const;
-  void watch();
+  void run_watcher();
   // `polls_store`: also checks the store for a failure of another host.
   void check_health(bool polls_store);
   bool is_worker_thread() const { return worker_.get_id() == std::this_thread::get_id(); }

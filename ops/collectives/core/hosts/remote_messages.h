@@ -1,9 +1,9 @@
 #pragma once
 
-// Point-to-point messages in a multi-host group. A message is a head with its size and dtype, which
-// includes the data if that is small (eager). Larger data follows under a tag that the head names:
-// the receiver posts the receive for it after it has checked size and dtype. All messages use the
-// transport, also within a host, so that a receive from any source waits in one place.
+// Point-to-point messages in a multi-host group. A message is a header with its size and dtype,
+// which includes the data if that is small (eager). Larger data follows under a tag that the header
+// names: the receiver posts the receive for it after it has checked size and dtype. All messages
+// use the transport, also within a host, so that a receive from any source waits in one place.
 
 #include "messages.h"
 #include "thread_safe_transport.h"
@@ -33,7 +33,7 @@ class RemoteMessages {
   std::vector<std::atomic<uint64_t>> num_sent_;  // by peer
 };
 
-struct MessageHead {
+struct MessageHeader {
   uint64_t num_bytes = 0;
   int32_t data_tag = 0;
   DType dtype = DType::kUInt8;
@@ -41,13 +41,13 @@ struct MessageHead {
 
 class RemoteMessages::Posted {
  public:
-  static constexpr size_t kHeadBytes = 1024;
-  static constexpr size_t kEagerBytes = kHeadBytes - sizeof(MessageHead);
+  static constexpr size_t kHeaderBytes = 1024;
+  static constexpr size_t kEagerBytes = kHeaderBytes - sizeof(MessageHeader);
 
   MessagePtr message;
-  std::array<std::byte, kHeadBytes> head{};
+  std::array<std::byte, kHeaderBytes> header{};
   // NOTE: declared last, to be destroyed before the memory above.
-  std::unique_ptr<Transfer> head_transfer;
+  std::unique_ptr<Transfer> header_transfer;
   std::unique_ptr<Transfer> data_transfer;
 };
 

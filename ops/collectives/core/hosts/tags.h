@@ -8,9 +8,9 @@ namespace weft::collectives {
 
 // Steps of collectives, which have the same order on all ranks.
 constexpr int kCollectiveTag = 0;
-// The head of a message with user tag t; larger user tags raise std::invalid_argument.
+// The header of a message with user tag t; larger user tags raise std::invalid_argument.
 constexpr int kMaxUserTag = (1 << 30) - 2;
-constexpr int head_tag(int user_tag) { return user_tag + 1; }
+constexpr int header_tag(int user_tag) { return user_tag + 1; }
 // The data of the sender's k-th message to a receiver.
 constexpr int data_tag(uint64_t k) { return (1 << 30) + static_cast<int>(k % ((1U << 30) - 1)); }
 // Receives that only probe a connection: no rank sends with this tag.

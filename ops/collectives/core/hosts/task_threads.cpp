@@ -7,7 +7,7 @@ namespace weft::collectives {
 TaskThreads::~TaskThreads() {
   {
     const std::lock_guard lock(mutex_);
-    is_over_ = true;
+    is_stopping_ = true;
   }
   changed_.notify_all();
   for (std::thread& thread : threads_) thread.join();
@@ -24,9 +24,9 @@ void TaskThreads::work() {
   std::unique_lock lock(mutex_);
   for (;;) {
     if (tasks_.empty()) {
-      if (is_over_) return;
+      if (is_stopping_) return;
       ++num_idle_;
-      changed_.wait(lock, [&] { return is_over_ || !tasks_.empty(); });
+      changed_.wait(lock, [&] { return is_stopping_ || !tasks_.empty(); });
       --num_idle_;
       continue;
     }
@@ -34,7 +34,7 @@ void TaskThreads::work() {
     tasks_.pop_front();
     lock.unlock();
     task();
-    task = nullptr;  // its captures may wait for a lock of a thread that waits for ours
+    task = nullptr;  // without the lock: destructors of its captures may wait for another thread
     lock.lock();
   }
 }

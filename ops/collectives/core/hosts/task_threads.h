@@ -29,7 +29,7 @@ class TaskThreads {
   std::condition_variable changed_;
   std::deque<std::function<void()>> tasks_;
   size_t num_idle_ = 0;
-  bool is_over_ = false;
+  bool is_stopping_ = false;
   std::vector<std::thread> threads_;
 };
 

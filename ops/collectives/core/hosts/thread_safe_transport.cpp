@@ -11,7 +11,7 @@ std::unique_ptr<Transfer> ThreadSafeTransport::post(int peer, const Post& post_i
   const std::lock_guard lock(posting_);
   {
     const std::lock_guard state(mutex_);
-    if (is_given_up_) throw TransportError(peer, "the group is over");
+    if (is_given_up_) throw TransportError(peer, "the group has failed or was left");
   }
   try {
     return post_it();
@@ -37,7 +37,7 @@ std::unique_ptr<Transfer> ThreadSafeTransport::receive(int peer,
 void ThreadSafeTransport::wait(Transfer& transfer, int peer, Deadline deadline) {
   {
     const std::lock_guard lock(mutex_);
-    if (is_given_up_) throw TransportError(peer, "the group is over");
+    if (is_given_up_) throw TransportError(peer, "the group has failed or was left");
     waited_for_.insert(&transfer);
   }
   const auto forget = [&] {

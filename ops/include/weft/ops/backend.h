@@ -41,8 +41,8 @@ struct BackendOptions final : c10d::Backend::Options {
                                                   std::chrono::milliseconds timeout)>
       make_transport;
 
-  // Upper limit of the shared memory of all ranks of the group on this host together. Must be equal
-  // on all ranks of a host.
+  // Upper limit of the staging buffers and message rings of all ranks of the group on this host
+  // together, unless their minimum sizes need more. Must be equal on all ranks of a host.
   std::size_t staging_limit_bytes = std::size_t{16} << 20;
 };
 
@@ -64,8 +64,9 @@ WEFT_OPS_API c10::intrusive_ptr<c10d::ProcessGroup> make_group(
 // CollectiveTimeoutError naming the ranks that did not join; CollectiveMismatchError, the same on
 // all ranks, for a multi-host group where a rank has no make_transport, and for ranks of one host
 // with different staging_limit_bytes; GroupAbortedError if shared memory cannot be created or
-// opened. The keys of a group that failed stay in the store, so that late ranks fail too: the next
-// group needs another store or another prefix.
+// opened, the store cannot be read, or a transport cannot be created. The keys of a group that
+// failed stay in the store, so that late ranks fail too: the next group needs another store or
+// another prefix.
 WEFT_OPS_API c10::intrusive_ptr<c10d::Backend> make_backend(
     const c10::intrusive_ptr<c10d::Store>& store,
     int rank,

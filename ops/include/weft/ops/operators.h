@@ -13,7 +13,9 @@
 // An optional full size (`sequence_size`, `dim_size`, ...) defaults to this rank's size times the
 // number of ranks.
 //
-// dtypes: float32, float64, bfloat16, float16, the same for all tensors of a call except ids.
+// dtypes: float32, float64, bfloat16, float16, the same for all tensors of a call except ids, and
+// float32 parameters of a norm whose x has a half-precision type.
+// "Saves" lists the tensors that are kept for the backward, besides weights.
 // Errors: c10::Error, one sentence, before anything is allocated or sent.
 
 #include <weft/ops/export.h>

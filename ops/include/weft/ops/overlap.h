@@ -1,15 +1,15 @@
 #pragma once
 
-// How the operators of sequence parallelism communicate: unchunked (one collective and one matrix
-// product) or chunked (the next chunk is communicated while the current one is multiplied). Both
-// give the same result up to rounding.
+// How the operators of sequence parallelism communicate: unchunked (one collective per tensor) or
+// chunked (the next chunk is communicated while the current one is multiplied). Both give the same
+// result up to rounding.
 //
-// "auto" measures: for each kind of shape (see OverlapEntry), the first calls of an operator use
-// both ways in turn, and the ranks of the group then agree on the faster one. Chunking is chosen
-// only if it gains at least 5 % on every rank and for every weight. A table of earlier choices
-// replaces the measurement. On CUDA, the device is timed and the times are read when the ranks
-// agree, which synchronizes with it; nothing is measured during stream capture. Under deterministic
-// algorithms, "auto" uses chunks only where the table says so.
+// "auto" measures: for each kind of shape (see OverlapEntry), the first calls of an operator run
+// both variants, in pairs of random order, and the ranks of the group then agree on the faster
+// variant. Chunking is chosen only if it gains at least 5 % on every rank and for every weight. A
+// table of earlier choices replaces the measurement. On CUDA, events measure the time; reading them
+// when the ranks agree synchronizes with the device. Nothing is measured during stream capture.
+// Under deterministic algorithms, "auto" uses chunks only where the table says so.
 
 #include <weft/ops/export.h>
 
@@ -31,9 +31,9 @@ struct OverlapEntry {
   double ratio = 0;  // largest ratio of chunked to unchunked time; 0 without a measurement
 };
 
-// Sets the mode, which must be equal on all ranks: "auto", "always" (chunks wherever a shard has at
-// least two rows) or "never". The initial mode is the environment variable WEFT_OVERLAP, or "auto".
-// Errors: ValueError for anything else.
+// Sets the mode, which must be equal on all ranks: "auto", "always" (chunks wherever the largest
+// shard has at least two rows) or "never". The initial mode is the environment variable
+// WEFT_OVERLAP, or "auto". Errors: ValueError for anything else.
 WEFT_OPS_API void set_overlap(const std::string& mode);
 WEFT_OPS_API std::string overlap();
 

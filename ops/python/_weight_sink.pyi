@@ -1,0 +1,12 @@
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+_T = TypeVar("_T")
+
+class WeightSink(Protocol):
+    def begin_backward(self) -> None: ...
+    def take(self, index: int, grad: Tensor, x: Tensor) -> bool: ...
+
+def call_with(sink: WeightSink, function: Callable[[], _T]) -> _T: ...
