@@ -146,7 +146,7 @@ class TrainerMixin(TrainerCheckpointsMixin, TrainerPipelineMixin, TrainerLoaders
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Build the optimizers, or take those that LightningCLI built with the model; fuse those of torch."""
-        with self._empty_groups_allowed():
+        with self._with_groups_of_all_stages():
             super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             self._replacements.update_optimizer(optimizer)

@@ -128,22 +128,21 @@ class TrainerPipelineMixin(PipelineMixin, TrainerMembers):
             self.model = self.precision_plugin.convert_module(self.model)
 
     @contextlib.contextmanager
-    def _empty_groups_allowed(self) -> Iterator[None]:
-        """Inside, optimizers accept an empty list of parameters, because a stage may have none."""
+    def _with_groups_of_all_stages(self) -> Iterator[None]:
+        """Inside, the user's code that makes optimizers sees a parameter for each one of other stages."""
         if self._pipeline is None:
             yield
             return
-        original_init = torch.optim.Optimizer.__init__
+        from weft.strategy.sharding.remote_layers import placeholder_parameters
 
-        def init(optimizer: Any, params: Any, defaults: dict[str, Any]) -> None:
-            groups = params if isinstance(params, Tensor) else list(params)
-            original_init(optimizer, groups if isinstance(groups, Tensor) or groups else [{"params": []}], defaults)
-
-        torch.optim.Optimizer.__init__ = init  # type: ignore[assignment, method-assign]
-        try:
+        with placeholder_parameters(self.model, self.root_device) as placeholders:
             yield
-        finally:
-            torch.optim.Optimizer.__init__ = original_init  # type: ignore[method-assign]
+        ids = {id(placeholder) for placeholder in placeholders}
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["params"] = [parameter for parameter in group["params"] if id(parameter) not in ids]
+            for placeholder in placeholders:
+                optimizer.state.pop(placeholder, None)
         for optimizer in self.optimizers:
             if any(cls.__name__ == "LBFGS" for cls in type(optimizer).__mro__):
                 raise ValueError(

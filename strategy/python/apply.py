@@ -136,9 +136,13 @@ def _is_library(module: str) -> bool:
 
 
 def _ignored_modules(model: nn.Module, assignments: Assignments) -> set[int]:
-    """Return the ids of the modules that a rule leaves unchanged, and of all modules below them."""
+    """Return the ids of the modules that stay unchanged: those of a rule, with all below them, and some embeddings.
+
+    An nn.Embedding with max_norm writes to its weight in the forward, which torch forbids for a view of a DTensor.
+    """
     names = [name for name, a in assignments.styles.items() if a.style == "ignore"]
-    return {id(module) for name in names for module in model.get_submodule(name).modules()}
+    embeddings = (m for m in model.modules() if isinstance(m, nn.Embedding) and m.max_norm is not None)
+    return {id(module) for name in names for module in model.get_submodule(name).modules()} | {*map(id, embeddings)}
 
 
 def parameter_dims(model: nn.Module, assignments: Assignments) -> dict[int, int | None]:

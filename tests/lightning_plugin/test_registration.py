@@ -212,5 +212,5 @@ def test_invalid_sizes_raise_before_launch(name: str) -> None:
     fitting = "'data_parallel=1,tensor_parallel=4', 'data_parallel=2,tensor_parallel=2'"
     with pytest.raises(RuntimeError, match=f"has 4 processes .* whose product is 4, such as {fitting}"):
         trainer_class(accelerator="cpu", devices=4, strategy=cls(plan={}, tensor_parallel_size=3), logger=False)
-    with pytest.raises(RuntimeError, match="'data_replicate=2,data_parallel=2,tensor_parallel=2' has 8 ranks"):
+    with pytest.raises(RuntimeError, match="layout 'rep2,dp2,tp2' has 8 ranks"):
         trainer_class(accelerator="cpu", devices=4, strategy=cls(layout="rep2,dp2,tp2"), logger=False)

@@ -69,7 +69,7 @@ def test_first_rank_logs_layout_and_bytes(rank: int, world_size: int, tmp_path: 
     start = f"weft: parameters: {full_bytes / 1e6:.3f} MB in all; MB held by rank 0: {local_bytes / 1e6:.3f}, rank 1"
     assert summary[-2].startswith(start)
     need = f"{2 * local_bytes / 1e6:.3f} MB"
-    assert f"{need} of parameters and gradients, {need} more with the states of Adam" in summary[-1]
+    assert f"at most {need} of parameters and gradients plus {need} of Adam states" in summary[-1]
 
 
 @on_ranks(4)

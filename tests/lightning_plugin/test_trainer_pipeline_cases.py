@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import SumMetric
 
+from support.parity import full
 from support.ranks import on_ranks, run_on_ranks
 
 
@@ -337,3 +338,36 @@ def test_counts_before_model_call(rank: int, world_size: int, tmp_path: Path, ki
     assert model.total.compute() == 16
     times = len(cuts) // 2 + 1  # a rank with several stages runs a step for each
     assert (model.count, sum(model.sizes), model.seen.item()) == (16 * times,) * 3
+
+
+class Grouped(Small):
+    """Its optimizer has the first layer's parameters only, in groups by dims."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        parameters = [parameter for name, parameter in self.model.named_parameters() if name.startswith("0.")]
+        assert [parameter.dim() for parameter in parameters] == [2, 1]
+        groups = [{"params": [p for p in parameters if p.dim() == dims], "lr": 0.1 * dims} for dims in (1, 2)]
+        return torch.optim.Adagrad([*groups, {"params": parameters[:0]}], lr=0.1)
+
+
+class FirstLayerOnly(Small):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.model[0].parameters(), lr=0.1)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", [Grouped, FirstLayerOnly])
+def test_optimizers_of_layers_on_another_stage(rank: int, world_size: int, tmp_path: Path, kind: type[Small]) -> None:
+    """The second stage has none of the parameters, and its optimizer has the same groups."""
+    on_warm_rank(rank, world_size)
+    model = kind()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    run = trainer(world_size, small_strategy(), tmp_path)
+    run.fit(model, ones_loader())
+    groups = run.optimizers[0].param_groups
+    expected = ([1, 1, 0] if kind is Grouped else [2]) if rank == 0 else [0] * len(groups)
+    assert [len(group["params"]) for group in groups] == expected
+    assert all(parameter.numel() for parameter in run.optimizers[0].state)
+    for name, value in model.state_dict().items():
+        assert torch.equal(full(value), before[name]) == ("1." in name), name
+    assert all(not module._parameters for module in model.modules() if type(module).__name__ == "RemoteLayer")

@@ -328,3 +328,13 @@ def test_dropout_between_layers_takes_any_number_of_dims(world_size: int) -> Non
         y = model(x)
         torch.set_rng_state(state)
         torch.testing.assert_close(y, reference(x))
+
+
+@on_ranks(2)
+def test_slice_of_fused_sequential(world_size: int) -> None:
+    model = nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)).double()
+    reference, x = copy.deepcopy(model), torch.randn(3, 8, dtype=torch.float64)
+    weft.parallelize(model, tensor_parallel(world_size), "auto")
+    assert report(model).rows[0].rule == "auto" and type(model[0]).__name__ == "WeftLinear"
+    torch.testing.assert_close(model[:2](x), reference[:2](x))
+    torch.testing.assert_close(model(x), reference(x))

@@ -318,3 +318,19 @@ def test_gradients_that_are_not_finite(rank: int, world_size: int, is_everywhere
         return
     with pytest.raises(ValueError, match=r"replicated parameters '1.weight' differ"):
         weft.strategy.check_replicated_gradients(model)
+
+
+@on_ranks(2)
+def test_embedding_with_max_norm(world_size: int) -> None:
+    """Its forward writes to its weight, so it stays a plain module."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(32, 8, max_norm=1.0), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).double()
+    reference, tokens = copy.deepcopy(model), torch.randint(32, (2, 5))
+    weft.parallelize(model, tensor_parallel(world_size), "auto")
+    for each in (model, reference):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            each(tokens).square().sum().backward()
+            optimizer.step()
+    torch.testing.assert_close(model[0].weight, reference[0].weight)

@@ -226,3 +226,34 @@ def test_rules_that_cannot_be_compared_are_named() -> None:
     with pytest.raises(ValueError, match=message):
         weft.strategy.Plan(rules, verify="always").assign(WithoutForward(), 2)
     assert not weft.strategy.Plan(rules, verify="never").assign(WithoutForward(), 2).warnings()
+
+
+class FailingInCollective(Failing):
+    def forward(self, x: Tensor) -> Tensor:
+        raise weft.PeerLostError("weft: rank 1 of group 'tp' ended during all_reduce, shape [3]")
+
+
+@on_ranks(2)
+def test_errors_of_collectives_propagate(world_size: int) -> None:
+    """They name ranks and operation; the styles of layers are no remedy."""
+    model = nn.Sequential(FailingInCollective())
+    weft.parallelize(model, tensor_parallel(world_size), {"0.up": "column_gather_output"})
+    with pytest.raises(weft.PeerLostError, match="ended during all_reduce"):
+        model(torch.randn(4, 8))
+
+
+class TwoReaders(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.one, self.two = nn.Linear(8, 12), nn.Linear(12, 8), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.router(x).relu()
+        return self.one(hidden) + self.two(hidden)
+
+
+def test_wrong_receiver_is_the_first_by_name() -> None:
+    """The error is the same on every rank, and row is no remedy for a layer with another rule."""
+    rules = {"router": "column", "one": "column", "two": "column"}
+    with pytest.raises(ValueError, match=r"reaches 'one' with the style 'column'; give 'router' column_gather_output"):
+        weft.strategy.Plan(rules).assign(TwoReaders(), 2)

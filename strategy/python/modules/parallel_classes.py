@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import types
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -303,6 +304,13 @@ def _flat_weights(self: Any) -> list[Tensor | None]:
     return [getattr(self, name, None) for name in self._flat_weights_names]
 
 
+def _sequential_getitem(self: Any, idx: int | slice) -> Any:
+    """As nn.Sequential's; a slice is a plain Sequential of the layers, as it has no state of its own."""
+    if isinstance(idx, slice):
+        return nn.Sequential(OrderedDict(list(self._modules.items())[idx]))
+    return nn.Sequential.__getitem__(self, idx)
+
+
 _STYLED_FORWARDS = {
     "column": _column_forward,
     "column_gather_output": _column_gather_output_forward,
@@ -350,6 +358,8 @@ def parallel_class(
         namespace["forward"] = _explained_forward(namespace["forward"])
     if has_precision and (styled is not None or cls.forward is not nn.Module.forward):
         namespace["forward"] = in_precision(namespace["forward"])
+    if issubclass(cls, nn.Sequential):
+        namespace["__getitem__"] = _sequential_getitem
     if issubclass(cls, nn.RNNBase):
         namespace["_flat_weights"] = property(_flat_weights, lambda self, value: None)
     return type(f"Weft{cls.__name__}", bases, namespace)

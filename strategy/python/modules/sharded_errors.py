@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from types import TracebackType
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -37,7 +38,8 @@ def explained() -> Iterator[None]:
 
 def explanation_of(error: BaseException) -> str | None:
     """Return one sentence on the innermost module in an error's traceback that has sharded layers; None: no module."""
-    if isinstance(error, ShardedModuleError) or not _SHARD_ERRORS.search(str(error)):
+    is_of_ranks = isinstance(error, (ShardedModuleError, dist.DistBackendError))  # its text names ranks and operation
+    if is_of_ranks or not _SHARD_ERRORS.search(str(error)):
         return None
     traceback_modules = list(reversed(_modules_of(error.__traceback__)))
     # The code that calls a layer causes the error, so modules with children come before layers.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 
 # The mode that intercepts the calls of the current forward, which runs in stages or is being recorded.
@@ -58,6 +61,27 @@ class RemoteLayer(nn.Module):
             f"pipeline: the layer {self._weft_name!r} ({type(self._weft_skeleton).__name__}) is on stage "
             f"{self._weft_stage}, and {what} on a rank of other stages; do that on a rank of its own stage."
         )
+
+
+@contextlib.contextmanager
+def placeholder_parameters(model: nn.Module, device: torch.device) -> Iterator[list[nn.Parameter]]:
+    """Inside, layers of other stages have a parameter without elements for each of their own, with its name and dims.
+
+    Code that sorts a model's parameters by names or dims, as for an optimizer's groups, then gives the same groups on
+    every stage, and no empty list of parameters, which optimizers reject.
+    """
+    remote_layers = [module for module in model.modules() if type(module) is RemoteLayer]
+    placeholders: list[nn.Parameter] = []
+    for layer in remote_layers:
+        for name, parameter in layer.__dict__["_weft_skeleton"].named_parameters():
+            empty = torch.empty((0,) * max(1, parameter.dim()), dtype=parameter.dtype, device=device)
+            placeholders.append(nn.Parameter(empty, requires_grad=parameter.requires_grad))
+            layer._parameters[name] = placeholders[-1]  # not by register_parameter, which takes no dots in names
+    try:
+        yield placeholders
+    finally:
+        for layer in remote_layers:
+            layer._parameters.clear()
 
 
 def names_with_remote_layers(model: nn.Module) -> list[str]:

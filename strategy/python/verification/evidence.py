@@ -107,7 +107,8 @@ class Evidence:
             return []
         return [
             f"the example_input_array is not used, because {type(self.model).__name__} cannot be called with it "
-            f"({reason}); its modules are called one by one with other inputs."
+            f"({reason}); its modules are called one by one with other inputs: give it a forward, such as "
+            "def forward(self, x): return self.model(x)."
         ]
 
     def input_shapes(self, module: nn.Module) -> InputShapes | None:

@@ -106,21 +106,26 @@ class _Flows:
         args, kwargs = calls[0].fresh()
         try:
             run = Weightless(self._modules[name]).run(args, kwargs, training=calls[0].training)
-        except Exception:  # its code may raise anything: it may need state that its parent sets
+            return flow_of(run) if len(run.calls) <= _MAX_LAYERS else None
+        except Exception:  # its code may raise anything: it may need state that its parent sets, or run twice
             return None
-        return flow_of(run) if len(run.calls) <= _MAX_LAYERS else None
 
 
 def _check_column(name: str, flows: _Flows, result: Assignments) -> None:
     above = flows.above(name)
     for container, flow in above:
-        targets = [join(container, target) for target in flow.reaches.get(_below(container, name), set()) - {OUTPUT}]
+        targets = [
+            join(container, target) for target in sorted(flow.reaches.get(_below(container, name), set()) - {OUTPUT})
+        ]
         wrong = [target for target in targets if not _takes_shards(result, target)]
         if wrong:
+            style = _style(result, wrong[0])
+            remedy = f"'{name}' column_gather_output"
+            if style == "replicate":
+                remedy = f"'{wrong[0]}' the style row, or {remedy}"
             raise ValueError(
                 f"parallelize: the rule for '{name}' is column, which leaves its output sharded, but the output "
-                f"reaches '{wrong[0]}' with the style '{_style(result, wrong[0])}'; give '{wrong[0]}' the style row, "
-                f"or '{name}' column_gather_output."
+                f"reaches '{wrong[0]}' with the style '{style}'; give {remedy}."
             )
         if targets:
             return

@@ -87,7 +87,8 @@ def rehearse(model: nn.Module, example: Sample | None = None) -> Rehearsal:
     if example is not None and "" in result.why_not:
         raise ValueError(
             f"plan: {type(model).__name__} cannot be called with the example ({result.why_not['']}); give arguments "
-            "that its forward takes, or leave the example out."
+            "that its forward takes, or leave the example out; a LightningModule without a forward needs one, such as "
+            "def forward(self, x): return self.model(x)."
         )
     return result
 
