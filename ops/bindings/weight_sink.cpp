@@ -10,10 +10,12 @@
 namespace weft {
 namespace {
 
+// Throws the exception in the form that the autograd engine passes on with its Python class.
 [[noreturn]] void throw_in_python(py::error_already_set& error) {
-  using namespace torch;  // NOLINT(google-build-using-namespace): older torch has it outside
   error.restore();
-  throw_python_error();
+  python_error persistent;
+  persistent.persist();
+  throw std::move(persistent);
 }
 
 // Calls the methods of the same names of a Python object.
