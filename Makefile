@@ -2,9 +2,8 @@
 # PYTHON: the interpreter to create the environment with, Python 3.10 or newer.
 PYTHON ?= python3
 JOBS ?= $(shell nproc)
-# Test files run in parallel; each may start up to four ranks, most of which wait. One more than the cores, because
-# ranks also wait while they start.
-TEST_JOBS ?= $(shell expr $(JOBS) + 1)
+# Test files run in parallel; each may start up to four ranks, most of which wait.
+TEST_JOBS ?= 2
 
 # For `make wheel` and `make compat`: a minor version of torch, such as 2.13, in place of the locked one.
 TORCH ?=
