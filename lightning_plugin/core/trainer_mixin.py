@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from weft._plugin.in_backward import check_optimizer_in_backward
+from weft._plugin.in_backward import check_optimizer_in_backward, is_overridden
 from weft._plugin.loaders_mixin import TrainerLoadersMixin
 from weft._plugin.options import Options, StockOptions
 from weft._plugin.parameter_code import CALL_GRADIENT_HOOKS, computing_with_parameters, run_step
@@ -22,11 +22,6 @@ from weft._plugin.trainer_pipeline import STEPS, TrainerPipelineMixin
 
 # The default of `empty_init`: the Trainer passes no argument around configure_model, and init_module passes its own.
 _IN_CONFIGURE_MODEL = object()
-
-
-def _is_overridden(name: str, module: Any) -> bool:
-    base = next(cls for cls in type(module).__mro__ if cls.__name__ == "LightningModule")
-    return name in vars(module) or getattr(type(module), name) is not getattr(base, name)
 
 
 def _check_no_averaging(trainer: Any) -> None:
@@ -119,7 +114,7 @@ class TrainerMixin(TrainerCheckpointsMixin, TrainerPipelineMixin, TrainerLoaders
     def _check_configure_model(self) -> None:
         """Raise TypeError, as the stock strategy does, if neither a plan nor `configure_model` shards the model."""
         module = self.lightning_module
-        if self._plan is None and not _is_overridden("configure_model", module):
+        if self._plan is None and not is_overridden("configure_model", module, "LightningModule"):
             raise TypeError(
                 f"{type(self).__name__} got no plan, and {type(module).__name__} does not override configure_model, so "
                 "nothing shards the model; pass plan='auto', or shard the model in configure_model."
@@ -136,7 +131,7 @@ class TrainerMixin(TrainerCheckpointsMixin, TrainerPipelineMixin, TrainerLoaders
 
     def _shard_model(self) -> bool:
         module = self.lightning_module
-        entry_points = [name for name in STEPS if _is_overridden(name, module)]
+        entry_points = [name for name in STEPS if is_overridden(name, module, "LightningModule")]
         before = parameters_of(self.model)  # local to this method: torch cannot move a DTensor with weak references
         has_meta_tensors = self._apply_plan(
             self.model, entry_points=entry_points, root_is_unit=module.automatic_optimization

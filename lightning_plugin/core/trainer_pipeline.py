@@ -143,7 +143,6 @@ class TrainerPipelineMixin(PipelineMixin, TrainerMembers):
                 group["params"] = [parameter for parameter in group["params"] if id(parameter) not in ids]
             for placeholder in placeholders:
                 optimizer.state.pop(placeholder, None)
-        for optimizer in self.optimizers:
             if any(cls.__name__ == "LBFGS" for cls in type(optimizer).__mro__):
                 raise ValueError(
                     f"pipeline_cuts: {type(optimizer).__name__} searches along the gradient of all parameters, and "

@@ -48,8 +48,8 @@ constexpr std::string_view kOp = "weft::column_row_mlp";
 
 enum Weight : std::uint8_t { kW1, kW2, kW3 };
 
-// What the nodes of one call share: the collectives that Row's backward starts and other nodes wait
-// for, and the weights whose gradients a sink may take.
+// The state that the nodes of one call share: the collectives that Row's backward starts and other
+// nodes wait for, and the weights whose gradients a sink may take.
 struct SharedState : torch::CustomClassHolder {
   SunkWeights weights;
   PendingCollective all_reduce;  // of grad_x, in place

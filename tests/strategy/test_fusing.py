@@ -231,13 +231,15 @@ class Configured(Mlp):
 
     def __init__(self) -> None:
         super().__init__()
-        self.act = nn.ReLU()
+        self.act, self.mask, self.offsets = nn.ReLU(), None, [0.0]
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.act(self.fc1(x))
         if self.normalizes:
             hidden = F.normalize(hidden, dim=-1)
-        return self.fc2(hidden) * self.scale * getattr(self, "factor", 1.0)
+        if self.mask is not None:
+            hidden = hidden * self.mask
+        return self.fc2(hidden) * self.scale * getattr(self, "factor", 1.0) + self.offsets[0]
 
 
 @on_ranks(2)
@@ -248,18 +250,32 @@ class Configured(Mlp):
         ("normalizes", True, "attribute 'normalizes' is True, but was False"),
         ("factor", 3.0, "attribute 'factor' is 3.0, but was 'no value'"),
         ("act", nn.GELU(), "attribute 'act' is <class 'torch.nn.modules.activation.GELU'>, but was"),
+        ("mask", torch.zeros(6), "attribute 'mask' is <class 'torch.Tensor'>, but was None"),
+        ("offsets", [1.0], r"attribute 'offsets' is \[1.0\], but was \[0.0\]"),
     ],
 )
 def test_changed_attribute_of_fused_mlp_raises(world_size: int, name: str, value: object, text: str) -> None:
     model, x = nn.Sequential(Configured()), torch.randn(3, 8)
     weft.parallelize(model, tensor_parallel(world_size), "auto")
     assert report(model).rows[0].style == "column_row_mlp"
-    y = model(x)
+    y, before = model(x), dict(vars(model[0]))
     setattr(model[0], name, value)
     with pytest.raises(ValueError, match=f"'0', a Configured, is a fused MLP and its {text}"):
         model(x)
-    delattr(model[0], name) if name in ("factor", "scale", "normalizes") else setattr(model[0], name, nn.ReLU())
-    torch.testing.assert_close(model(x), y)
+    vars(model[0]).pop(name, None)
+    vars(model[0]).update(before)
+    if name == "act":
+        model[0].act = nn.ReLU()
+    torch.testing.assert_close(copy.deepcopy(model)(x), y)
+
+
+@on_ranks(2)
+def test_changed_list_of_fused_mlp_raises(world_size: int) -> None:
+    model = nn.Sequential(Configured())
+    weft.parallelize(model, tensor_parallel(world_size), "auto")
+    model[0].offsets[0] = 1.0
+    with pytest.raises(ValueError, match=r"attribute 'offsets' is \[1.0\], but was \[0.0\]"):
+        model(torch.randn(3, 8))
 
 
 class ReadingBuffer(Mlp):

@@ -50,7 +50,8 @@ class Options:
         return ", ".join(parts + [f"precision {self.precision}"] * bool(self.precision))
 
 
-# The shapes with which a module is known to be called; in place of this, None: with other arguments than one tensor.
+# The shapes of the tensors with which a module is known to be called. None, where allowed: it is called with arguments
+# other than one tensor.
 InputShapes = Sequence[tuple[int, ...]]
 _EXPOSED = (
     "it keeps tensors in attributes, which have one rank's features now; code outside of the model that reads them "

@@ -28,7 +28,7 @@ class Read(NamedTuple):
 
 
 class Watched(NamedTuple):
-    """An attribute and its value: a plain value, or the class of a module."""
+    """An attribute and its value, as `_comparable` returns it."""
 
     path: str
     name: str
@@ -74,30 +74,33 @@ def why_not_watched(module: nn.Module, reads: list[Read]) -> str | None:
 
 
 def watched(module: nn.Module, reads: list[Read]) -> tuple[Watched, ...]:
-    """Return the values of the reads that can be compared later; objects with a state of their own cannot."""
+    """Return the present values of the reads, without parameters and linear layers, which a fused MLP checks itself."""
     found = []
     for path, name in reads:
         inner = module.get_submodule(path)
-        if name in inner._parameters or isinstance(inner._modules.get(name), nn.Linear):
-            continue  # the layers of a fused MLP are checked by themselves
-        value = _value_of(inner, name)
-        if value is not None or getattr(inner, name, _MISSING) is None:
-            found.append(Watched(path, name, value))
+        if name not in inner._parameters and not isinstance(inner._modules.get(name), nn.Linear):
+            found.append(Watched(path, name, _comparable(getattr(inner, name, _MISSING))))
     return tuple(found)
 
 
-def _value_of(module: nn.Module, name: str) -> Any:
-    """Return a value to compare; None for an object that cannot be compared."""
-    value = getattr(module, name, _MISSING)
-    if isinstance(value, nn.Module):
-        return original_class(value)
-    return value if isinstance(value, _PLAIN) else None
+def _comparable(value: Any) -> Any:
+    """Return a copy of a plain value, or of a list, tuple or dict of such; the class of any other object.
+
+    A model and its deep copy have equal results.
+    """
+    if isinstance(value, _PLAIN):
+        return value
+    if type(value) in (list, tuple):
+        return type(value)(map(_comparable, value))
+    if type(value) is dict:
+        return {key: _comparable(item) for key, item in value.items()}
+    return original_class(value) if isinstance(value, nn.Module) else type(value)
 
 
 def changes_in(module: nn.Module, attributes: tuple[Watched, ...]) -> Iterator[tuple[str, Any, Any]]:
     """Yield (name, value when watched, present value) of the attributes that have changed."""
     for path, name, before in attributes:
         inner = module if not path else module.get_submodule(path)
-        now = _value_of(inner, name)
+        now = _comparable(getattr(inner, name, _MISSING))
         if now is not before and now != before:
             yield f"{path}.{name}" if path else name, before, now

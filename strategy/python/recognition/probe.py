@@ -72,19 +72,19 @@ def find_activation(
     with isolated_execution():
         try:
             shell, _ = _shell_with_hidden(container, mlp, _MAX_HIDDEN)
-            before = plain_tensors(shell)
+            before, numbers = plain_tensors(shell), _plain_numbers(shell)
             runs = _reference_runs(shell, container, mlp, shapes)
             while (run := next(runs, None)) is not None:
                 x, expected, grad_y = run
                 candidates = [each for each in candidates if _agrees(shell, *each, x, expected, grad_y)]
             stored = _stored(shell, before)
-            changed = _changed_numbers(container, shell)
+            changed = [name for (_, name), value in _plain_numbers(shell).items() - numbers.items()]
         except Exception as error:  # whatever the user's forward raises is the answer
             return f"its forward does not run on one tensor and a part of its hidden units ({_first_line(error)})"
     if stored:
         return f"its forward keeps {stored}"
     if changed:
-        return f"its forward changes the attribute '{changed}'"
+        return f"its forward changes the attribute '{changed[0]}'"
     if candidates:
         return why_not_watched(container, attribute_reads(container, mlp)) or candidates[0]
     return f"its forward agrees with none of the activations {', '.join(ACTIVATIONS)}"
@@ -106,15 +106,14 @@ def attribute_reads(container: nn.Module, mlp: MlpLayers) -> list[Read]:
     return [read for read in reads if (read.path or read.name) not in layers]
 
 
-def _changed_numbers(container: nn.Module, shell: nn.Module) -> str:
-    """Return the name of a number or text that the shell's forward has changed; "" if there is none."""
-    originals = dict(container.named_modules())
-    for path, copy in shell.named_modules():
-        for name, value in copy.__dict__.items():
-            before = originals[path].__dict__.get(name)
-            if name != "training" and isinstance(value, (bool, int, float, str)) and value != before and name != "nf":
-                return f"{path}.{name}" if path else name
-    return ""
+def _plain_numbers(shell: nn.Module) -> dict[tuple[str, str], float | str]:
+    """Return the numbers and texts in attributes, by module and attribute; without the mode, which the probe sets."""
+    return {
+        (path, name): value
+        for path, module in shell.named_modules()
+        for name, value in module.__dict__.items()
+        if name != "training" and isinstance(value, (bool, int, float, str))
+    }
 
 
 def why_not_split(container: nn.Module, mlp: MlpLayers) -> str | None:
