@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -13,12 +14,20 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from weft._plugin import checkpoint as checkpoints
-from weft._plugin.loaders_mixin import FabricLoadersMixin
+from weft._plugin import fabric_pipeline
+from weft._plugin.engine import Engine
+from weft._plugin.loader_check import without_lockstep
+from weft._plugin.loaders import FabricLoaders
+from weft._plugin.model_setup import apply_plan
 from weft._plugin.optimizer_state import full_state, load_state, merge_parameter_groups, named_state
 from weft._plugin.options import TRAINER_ONLY, FabricOptions, Options, StockOptions
-from weft._plugin.parameter_replacements import ParameterReplacements, parameters_of
-from weft._plugin.pipeline_mixin import FabricPipelineMixin
+from weft._plugin.parameter_replacements import parameters_of
 from weft._plugin.strategy_mixin import StrategyMixin
+
+if TYPE_CHECKING:
+    from weft._plugin.stock_strategies import StockFabricStrategy
+else:
+    StockFabricStrategy = object
 
 
 def _identity(model: Module, device_mesh: Any) -> Module:
@@ -28,21 +37,18 @@ def _identity(model: Module, device_mesh: Any) -> Module:
 class _WithoutSync:
     """Implements `fabric.no_backward_sync`."""
 
-    def __init__(self, strategy: FabricMixin) -> None:
-        self._strategy = strategy
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
 
     def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
-        return self._strategy.data_axes.without_sync([module]) if enabled else nullcontext()
+        return self._engine.data_axes.without_sync([module]) if enabled else nullcontext()
 
 
-class FabricMixin(FabricPipelineMixin, FabricLoadersMixin, StrategyMixin):
+class FabricMixin(StrategyMixin, StockFabricStrategy):
     """Tensor parallelism by plan, and sharded or replicated data parallelism, for Fabric.
 
     A drop-in for Fabric's ModelParallelStrategy.
     """
-
-    _DEFERRED_CONTEXT = "fabric.init_module(empty_init=True)"
-    _OWNER = "fabric"
 
     OPTION_GROUPS = (FabricOptions, StockOptions, Options)
     OMITTED_OPTIONS = TRAINER_ONLY
@@ -59,27 +65,35 @@ class FabricMixin(FabricPipelineMixin, FabricLoadersMixin, StrategyMixin):
         super().__init__(**arguments)
         self._user_parallelize_fn = self._parallelize_fn
         self._parallelize_fn = self._parallelize
-        self._init_weft(options)
-        self._backward_sync_control = _WithoutSync(self)
+        self._engine = Engine(self, options, owner="fabric", building_context="fabric.init_module(empty_init=True)")
+        self._loaders = FabricLoaders(self._engine)
+        self._backward_sync_control = _WithoutSync(self._engine)
         self._modules: list[Module] = []
-        self._replacements = ParameterReplacements()
-        self._gradients_checked = False
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """As the stock one; with a plan, parameters that would be empty are deferred instead (see `empty_init`)."""
-        if not empty_init or self._plan is None or not self._options.empty_init:
+        if not empty_init or self.plan is None or not self._engine.options.empty_init:
             return super().module_init_context(empty_init)
         stack = ExitStack()
         stack.enter_context(super().module_init_context())
-        stack.enter_context(self._deferred_init())
+        stack.enter_context(self._engine.deferred_init())
         return stack
 
     def _parallelize(self, module: Module, device_mesh: Any) -> Module:
-        self._broadcast_values(module)
+        self._engine.broadcast_values(module)
         module = self._user_parallelize_fn(module, device_mesh)
         if isinstance(module, Module):  # else the stock strategy raises
-            self._has_meta_tensors = self._apply_plan(module)
+            self._has_meta_tensors = apply_plan(self._engine, module, self._engine.stages.divide)
         return module
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int] | None:
+        """See StrategyMixin; None with one data replica, so that Fabric keeps the loader's sampler."""
+        return None if self.data_axes.size == 1 else super().distributed_sampler_kwargs
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """See StrategyMixin; collective. Loops run in lockstep unless the loader's lengths are known and equal."""
+        return self._loaders.compared(super().process_dataloader(without_lockstep(dataloader)), self._modules)
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """As the stock one, over the data axes by default: replicas count once, and one alone does not communicate."""
@@ -101,8 +115,8 @@ class FabricMixin(FabricPipelineMixin, FabricLoadersMixin, StrategyMixin):
         self._check_clipping()
         self.precision.unscale_gradients(optimizer)
         parameters = self.precision.main_params(optimizer)
-        if self._pipeline is not None:
-            return self._pipeline.clip_grad_norm(
+        if self._engine.pipeline is not None:
+            return self._engine.pipeline.clip_grad_norm(
                 max_norm, norm_type, error_if_nonfinite=error_if_nonfinite, parameters=parameters
             )
         return clip_gradients_by_norm(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
@@ -113,7 +127,7 @@ class FabricMixin(FabricPipelineMixin, FabricLoadersMixin, StrategyMixin):
         super().clip_gradients_value(module, optimizer, clip_val)
 
     def _check_clipping(self) -> None:
-        if self._stepper is not None:
+        if self._engine.in_backward.is_active:
             raise RuntimeError(
                 "clip_gradients was called with optimizer_in_backward, which steps every weight in the backward and "
                 "leaves no gradient to clip; pass optimizer_in_backward=False."
@@ -121,39 +135,39 @@ class FabricMixin(FabricPipelineMixin, FabricLoadersMixin, StrategyMixin):
 
     def setup_module(self, module: Module) -> Module:
         """Run `parallelize_fn`, then apply the plan; replicas start from the values of their first rank."""
+        engine = self._engine
         before = parameters_of(module)
         module = super().setup_module(module)
-        self._replacements.record(before, module)
+        engine.replacements.record(before, module)
         if self._has_meta_tensors:
-            self._broadcast_values(module)
-        self._broadcast_random_state()
+            engine.broadcast_values(module)
+        engine.broadcast_random_state()
         module.register_forward_pre_hook(self._check_batch)
         self._modules.append(module)
-        self._average_gradients_of(module)
-        self._watch_memory(module)
-        self._gradients_checked = False
+        engine.average_gradients_of(module)
+        engine.memory_watch.begin(module)
+        engine.first_gradients.restart()
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Return the optimizer; if it was built before its modules were sharded, it now steps their new parameters."""
-        if self._options.optimizer_in_backward and (self._stepper is not None or not self._modules):
+        engine = self._engine
+        steps_in_backward = engine.options.optimizer_in_backward
+        if steps_in_backward and (engine.in_backward.is_active or not self._modules):
             raise ValueError(
                 "optimizer_in_backward takes one optimizer, set up with the model or after it; "
                 "pass optimizer_in_backward=False for several."
             )
         optimizer = super().setup_optimizer(optimizer)
-        self._replacements.update_optimizer(optimizer)
-        self._fuse_optimizer(optimizer, self._modules[-1] if self._modules else None)
-        self.data_axes.add_optimizer(optimizer)
-        if self._watch is not None:
-            self._watch.add_optimizer(optimizer)
-        if self._options.optimizer_in_backward:
-            self._step_in_backward(self._modules[-1], optimizer)
+        engine.add_optimizer(optimizer, self._modules[-1] if self._modules else None)
+        engine.memory_watch.add_optimizer(optimizer)
+        if steps_in_backward:
+            engine.in_backward.start(self._modules[-1], optimizer)
         return optimizer
 
     def _check_batch(self, module: Module, args: tuple[Any, ...]) -> None:
         stage = "training" if module.training else "evaluation"
-        self._batch_check.check(stage, args, self.tensor_parallel_group, self.root_device)
+        self._engine.check_batch(stage, args)
 
     def backward(self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
         """Run the backward and average gradients; after the first, check that those of replicated parameters agree."""
@@ -164,7 +178,36 @@ class FabricMixin(FabricPipelineMixin, FabricLoadersMixin, StrategyMixin):
             )
         super().backward(tensor, module, *args, **kwargs)
         self.data_axes.after_backward()
-        self._check_first_gradients(self._modules)
+        self._engine.first_gradients.check(self._modules)
+
+    def pipeline_step(
+        self,
+        batch: Any,
+        loss_fn: Callable[[Any, Any], Tensor],
+        *,
+        split: Callable[[Any, int], Sequence[Any]] | None = None,
+        weight: Callable[[Any], float] | None = None,
+    ) -> Tensor:
+        """Run forward and backward of one batch in micro-batches; average gradients over the data axes. Collective.
+
+        Args:
+            batch: the same on every stage of a replica, as Fabric's data loaders return it.
+            loss_fn: given the model and a micro-batch, calls the model once and returns its loss, a scalar.
+            split, weight: as `weft.strategy.pipeline.Pipeline.step` takes them.
+
+        Returns:
+            The weighted mean of the losses over this rank's share of the data, the same on every stage.
+
+        Raises:
+            ValueError: the stages have different batches, or the precision scales gradients ("16-mixed").
+        """
+        return fabric_pipeline.train_batch(self._engine, batch, loss_fn, split=split, weight=weight)
+
+    def pipeline_evaluate(
+        self, batch: Any, step: Callable[[Any, Any], Any], *, split: Callable[[Any, int], Sequence[Any]] | None = None
+    ) -> list[Any]:
+        """Run forwards only; return `step(model, micro_batch)` for each micro-batch, [] off the last stage."""
+        return fabric_pipeline.evaluate_batch(self._engine, batch, step, split)
 
     # ---- checkpoints: as the stock strategy's, but optimizers need not step before they are saved or loaded --
 
@@ -172,8 +215,9 @@ class FabricMixin(FabricPipelineMixin, FabricLoadersMixin, StrategyMixin):
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
         """Write `state` as `save_distributed_checkpoint` says; collective."""
+        engine = self._engine
         models = {key: value for key, value in state.items() if isinstance(value, Module)}
-        if self._plan is None or storage_options is not None or filter is not None or len(models) != 1:
+        if self.plan is None or storage_options is not None or filter is not None or len(models) != 1:
             super().save_checkpoint(path, state, storage_options, filter)
             return
         [(model_key, model)] = models.items()
@@ -186,7 +230,7 @@ class FabricMixin(FabricPipelineMixin, FabricLoadersMixin, StrategyMixin):
         target = Path(self.broadcast(path))
         checkpoints.check_checkpoint_path(target)
         sharded = self._save_distributed_checkpoint
-        if self._pipeline is not None and not sharded:
+        if engine.pipeline is not None and not sharded:
             raise ValueError(
                 f"{type(self).__name__} got save_distributed_checkpoint=False with a model in stages, of which no rank "
                 "has all; leave it out, and consolidate the directory afterwards."
@@ -195,9 +239,9 @@ class FabricMixin(FabricPipelineMixin, FabricLoadersMixin, StrategyMixin):
         weights = get_model_state_dict(model, options=options)
         if sharded:
             states = {key: named_state(model, optimizer) for key, optimizer in optimizers.items()}
-            for state_of_optimizer in states.values() if self._pipeline is not None else ():
+            for state_of_optimizer in states.values() if engine.pipeline is not None else ():
                 merge_parameter_groups(state_of_optimizer, self.pipeline_group)
-            stages = None if self._pipeline is None else self.pipeline_group
+            stages = None if engine.pipeline is None else self.pipeline_group
             checkpoints.write_directory(
                 {model_key: weights}, states, rest, target, self.is_global_zero, self.barrier, stages
             )
@@ -212,7 +256,7 @@ class FabricMixin(FabricPipelineMixin, FabricLoadersMixin, StrategyMixin):
     ) -> dict[str, Any]:
         """Load a checkpoint, saved at any number of ranks, into the objects of `state`; return the rest; collective."""
         optimizers = {}
-        if self._plan is not None and isinstance(state, dict):
+        if self.plan is not None and isinstance(state, dict):
             optimizers = {key: value for key, value in state.items() if isinstance(value, Optimizer)}
         if not optimizers:
             return super().load_checkpoint(path, state, strict, **checkpoints.without_none(weights_only=weights_only))

@@ -8,64 +8,63 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from weft._plugin.stock_strategies import StrategyMembers
-else:
-    StrategyMembers = object
+    from weft._plugin.engine import Engine
 
 _OTHERS_SHOWN = 8
 
 
-class StartSummaryMixin(StrategyMembers):
+class StartSummary:
     """For a strategy with a plan and a mesh: logs at most 12 lines on the first rank, each beginning with "weft: "."""
 
-    _OWNER: str
-    _summarized: torch.nn.Module | None
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._summarized: torch.nn.Module | None = None
 
-    def _log_start_summary(self, module: torch.nn.Module) -> None:
+    def log(self, module: torch.nn.Module) -> None:
         """Log the summary, once for a module; collective."""
         if self._summarized is module:
             return
         self._summarized = module
-        mesh = self.device_mesh
+        engine, mesh, plan = self._engine, self._engine.mesh, self._engine.plan
         if mesh.size() == 1:
-            self._log("weft: nothing is sharded, as there is one device (on CPU, devices='auto' means 1).")
+            engine.console.log("weft: nothing is sharded, as there is one device (on CPU, devices='auto' means 1).")
             return
-        assert mesh.mesh_dim_names is not None and self._plan is not None
+        assert mesh.mesh_dim_names is not None and plan is not None
         sizes = ", ".join(f"{name}={size}" for name, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True))
-        stage = f", zero_stage={self._options.sharding_stage}" if self.data_axes.size > 1 else ""
-        unverified = ", without verification" if self._plan.verify == "never" else ""
+        stage = f", zero_stage={engine.options.sharding_stage}" if engine.data_axes.size > 1 else ""
+        unverified = ", without verification" if plan.verify == "never" else ""
         lines = [
-            f"layout: {sizes}{stage}; plan: {self._plan.preset or 'rules'}{unverified}.",
+            f"layout: {sizes}{stage}; plan: {plan.preset or 'rules'}{unverified}.",
             *self._sharding_lines(module),
         ]
         lines += self._memory_of_ranks(module)
-        self._log("\n".join(f"weft: {line}" for line in lines))
+        engine.console.log("\n".join(f"weft: {line}" for line in lines))
         self._warn_on_replicated(module)
 
     def _sharding_lines(self, module: torch.nn.Module) -> list[str]:
         from weft.strategy.reports.summary import replicated, summary
 
-        if self.tensor_parallel_group.size() > 1:
+        if self._engine.tensor_parallel_group.size() > 1:
             return summary(module)
-        if self.data_axes.size > 1:
+        if self._engine.data_axes.size > 1:
             return replicated(module)
         return ["each rank has the layers of its own stages, which are not sharded."]
 
     def _memory_of_ranks(self, module: torch.nn.Module) -> list[str]:
         """Return lines on the bytes of parameters on each rank, and of gradients and Adam's states; collective."""
-        mesh = self.device_mesh
+        engine, mesh = self._engine, self._engine.mesh
         parameters = list(module.parameters())
         trainable = [p for p in parameters if p.requires_grad]
         parameter_bytes, trainable_bytes = (
             sum(getattr(p, "_local_tensor", p).nbytes for p in ps) for ps in (parameters, trainable)
         )
-        sizes = torch.tensor([parameter_bytes, trainable_bytes], device=self.root_device)
+        sizes = torch.tensor([parameter_bytes, trainable_bytes], device=engine.device)
         full_bytes = sum(p.nbytes for p in parameters)
-        groups = [self.tensor_parallel_group, self.data_group]  # innermost first, for the order of the ranks
-        if self._pipeline is not None:
-            groups.append(self.pipeline_group)
-            in_all = torch.tensor([full_bytes], device=self.root_device)
-            dist.all_reduce(in_all, group=self.pipeline_group)
+        groups = [engine.tensor_parallel_group, engine.data_group]  # innermost first, for the order of the ranks
+        if engine.pipeline is not None:
+            groups.append(engine.stages.group)
+            in_all = torch.tensor([full_bytes], device=engine.device)
+            dist.all_reduce(in_all, group=engine.stages.group)
             full_bytes = int(in_all)
         for group in groups:
             if group.size() > 1:
@@ -88,13 +87,13 @@ class StartSummaryMixin(StrategyMembers):
         from weft.strategy.reports.summary import REPLICATED_FRACTION, replicated_fraction
 
         share = replicated_fraction(module)
-        if self.tensor_parallel_group.size() == 1 or share <= REPLICATED_FRACTION:
+        if self._engine.tensor_parallel_group.size() == 1 or share <= REPLICATED_FRACTION:
             return
-        assert self._plan is not None
-        replicated_notes = [note for note in self._plan.report().notes if "left replicated" in note]
+        assert self._engine.plan is not None
+        replicated_notes = [note for note in self._engine.plan.report().notes if "left replicated" in note]
         example = f" ({replicated_notes[0]})" if replicated_notes else ""
-        self._warn(
+        self._engine.console.warn(
             f"weft: every rank holds {100 * share:.0f} % of the parameters' bytes in full{example}: name their modules "
             "in a plan, take strategy='weft_fsdp' or pipeline_cuts, which shard any parameter, or see "
-            f"print({self._OWNER}.strategy.plan.report())."
+            f"print({self._engine.owner}.strategy.plan.report())."
         )

@@ -1,4 +1,4 @@
-"""Declares, for type checkers only, what the mixins use of Lightning's strategies and of each other.
+"""Declares, for type checkers only, what weft uses of Lightning's strategies.
 
 Under TYPE_CHECKING the mixins have these classes as bases. At run time they have `object`, and `factory.py` puts
 Lightning's ModelParallelStrategy behind them. Lightning's objects are Any: each namespace has its own classes for them.
@@ -8,23 +8,15 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from weft._plugin.batch_check import BatchCheck
-from weft._plugin.data_axes import DataAxes
-from weft._plugin.optimizer_state import FullModel
-from weft._plugin.options import Options
-from weft._plugin.pipeline_target import PipelineTarget
-from weft.strategy import Plan
-from weft.strategy.pipeline import Pipeline
-
 class StockStrategy:
     """The members that the ModelParallelStrategy of the Trainer and of Fabric have in common."""
 
+    fabric_module: str  # set by factory.py: the name of the namespace's Fabric package
     cluster_environment: Any
     num_nodes: int
     precision: Any  # Fabric's; the Trainer's strategy calls it precision_plugin
@@ -54,41 +46,13 @@ class StockStrategy:
     def _configure_launcher(self) -> None: ...
     def _get_process_group_backend(self) -> str: ...
 
-class StrategyMembers(StockStrategy):
-    """The members of the mixins for both that other mixins use."""
-
-    _batch_check: BatchCheck
-    _gradients_checked: bool
-    _options: Options
-    _pipeline: Pipeline | None
-    _plan: Plan | None
-    _stages_batch_check: BatchCheck
-
-    @property
-    def data_axes(self) -> DataAxes: ...
-    @property
-    def data_group(self) -> dist.ProcessGroup: ...
-    @property
-    def pipeline_group(self) -> dist.ProcessGroup: ...
-    @property
-    def tensor_parallel_group(self) -> dist.ProcessGroup: ...
-    def _check_first_gradients(self, modules: list[Module]) -> None: ...
-    def _cut_into_stages(self, module: Module) -> None: ...
-    def _init_pipeline(self) -> None: ...
-    def _log(self, text: str) -> None: ...
-    def _log_once(self, text: str) -> None: ...
-    def _warn(self, text: str) -> None: ...
-
-class TrainerMembers(StrategyMembers):
-    """The further members of the Trainer's ModelParallelStrategy and of the mixins for it."""
+class StockTrainerStrategy(StockStrategy):
+    """The further members of the Trainer's ModelParallelStrategy."""
 
     lightning_module: Any
     model: Module
     optimizers: list[Optimizer]
     precision_plugin: Any
-    _is_fitting: bool
-    _target: PipelineTarget | None
-    _full_model: FullModel | None
 
     def lightning_module_state_dict(self) -> dict[str, Any]: ...
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]: ...
@@ -108,11 +72,10 @@ class TrainerMembers(StrategyMembers):
     def training_step(self, *args: Any, **kwargs: Any) -> Any: ...
     def validation_step(self, *args: Any, **kwargs: Any) -> Any: ...
 
-class FabricMembers(StrategyMembers):
-    """The further members of Fabric's ModelParallelStrategy and of the mixins for it."""
+class StockFabricStrategy(StockStrategy):
+    """The further members of Fabric's ModelParallelStrategy."""
 
     _backward_sync_control: Any
-    _modules: list[Module]
     _parallelize_fn: Any
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any: ...

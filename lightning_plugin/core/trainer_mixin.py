@@ -5,20 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from weft._plugin import trainer_checkpoints as checkpoints
+from weft._plugin.engine import Engine
 from weft._plugin.in_backward import check_optimizer_in_backward, is_overridden
-from weft._plugin.loaders_mixin import TrainerLoadersMixin
+from weft._plugin.loader_check import without_lockstep
+from weft._plugin.loaders import TrainerLoaders
+from weft._plugin.model_setup import apply_plan
 from weft._plugin.options import Options, StockOptions
 from weft._plugin.parameter_code import CALL_GRADIENT_HOOKS, computing_with_parameters, run_step
-from weft._plugin.parameter_replacements import ParameterReplacements, parameters_of
+from weft._plugin.parameter_replacements import parameters_of
 from weft._plugin.process_guard import guard
+from weft._plugin.stage_steps import STEPS
 from weft._plugin.strategy_mixin import StrategyMixin
-from weft._plugin.trainer_checkpoints import TrainerCheckpointsMixin
-from weft._plugin.trainer_pipeline import STEPS, TrainerPipelineMixin
+from weft._plugin.trainer_stages import TrainerStages
+
+if TYPE_CHECKING:
+    from weft._plugin.stock_strategies import StockTrainerStrategy
+else:
+    StockTrainerStrategy = object
 
 # The default of `empty_init`: the Trainer passes no argument around configure_model, and init_module passes its own.
 _IN_CONFIGURE_MODEL = object()
@@ -34,14 +43,11 @@ def _check_no_averaging(trainer: Any) -> None:
             )
 
 
-class TrainerMixin(TrainerCheckpointsMixin, TrainerPipelineMixin, TrainerLoadersMixin, StrategyMixin):
+class TrainerMixin(StrategyMixin, StockTrainerStrategy):
     """Tensor parallelism by plan, and sharded or replicated data parallelism, for the Trainer.
 
     A drop-in for Lightning's ModelParallelStrategy.
     """
-
-    _DEFERRED_CONTEXT = "configure_model"
-    _OWNER = "trainer"
 
     OPTION_GROUPS = (StockOptions, Options)
     OMITTED_OPTIONS: frozenset[str] = frozenset()
@@ -49,10 +55,11 @@ class TrainerMixin(TrainerCheckpointsMixin, TrainerPipelineMixin, TrainerLoaders
     def _construct(self, stock: StockOptions, options: Options) -> None:
         """Construct the strategy; `weft._plugin.factory` makes the `__init__` that takes the options as arguments."""
         super().__init__(**vars(stock))
-        self._init_weft(options)
-        self._replacements = ParameterReplacements()
-        self._gradients_checked = False
+        self._engine = Engine(self, options, owner="trainer", building_context="configure_model")
+        self._stages = TrainerStages(self._engine, self)
+        self._loaders = TrainerLoaders(self._engine, self)
         self._gradient_norm: Tensor | None = None
+        self._is_fitting = False
 
     # ---- start and end of a run ----------------------------------------------------------------------------
 
@@ -61,60 +68,60 @@ class TrainerMixin(TrainerCheckpointsMixin, TrainerPipelineMixin, TrainerLoaders
         super().setup_environment()
         # The stock strategy has set the mesh that it made itself, and LightningModule.device_mesh has no setter.
         self.lightning_module._device_mesh = self._device_mesh
-        self._gradients_checked = False
 
     @contextmanager
     def tensor_init_context(self, empty_init: Any = _IN_CONFIGURE_MODEL) -> Iterator[None]:
         """As the stock one; with a plan, parameters that would be empty are deferred instead (see `empty_init`)."""
         in_configure_model = empty_init is _IN_CONFIGURE_MODEL
-        if self._plan is None or not self._options.empty_init or not (in_configure_model or empty_init):
+        if self.plan is None or not self._engine.options.empty_init or not (in_configure_model or empty_init):
             with super().tensor_init_context(**({} if in_configure_model else {"empty_init": empty_init})):
                 yield
             return
-        with super().tensor_init_context(), self._deferred_init():
+        with super().tensor_init_context(), self._engine.deferred_init():
             yield
 
     def setup(self, trainer: Any) -> None:
         """Apply the plan to the model that `configure_model` has built, then run the stock setup."""
+        engine, options = self._engine, self._engine.options
         self._check_configure_model()
-        self._prepare_for_loaders(trainer)
+        self._loaders.prepare(trainer)
         # A step may compute with DTensors, which torch.inference_mode breaks. Lightning disables it only for groups
         # whose backend is named gloo.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False
         self._is_fitting = trainer.state.fn == "fit"
-        if self._plan is not None:
+        if self.plan is not None:
             self.precision_plugin.clip_grad_by_norm = self._clip_by_norm
-        if self._plan is not None and self._is_fitting:
+        if self.plan is not None and self._is_fitting:
             _check_no_averaging(trainer)
-        steps_in_backward = self._options.optimizer_in_backward and self._is_fitting
+        steps_in_backward = options.optimizer_in_backward and self._is_fitting
         if steps_in_backward:
             check_optimizer_in_backward(trainer)
-        if self._options.has_stages:
-            self._check_stage_support(trainer)
-            self._convert_before_cutting()
+        if options.has_stages:
+            self._stages.find_target(trainer)
+            self.model = self._stages.convert_before_cutting(self.model)
         has_meta_tensors = self._shard_model()
-        if self._plan is not None:
+        if self.plan is not None:
             self._wrap_gradient_hooks()
         with self._plan_instead_of_configure_model():
             super().setup(trainer)
         if has_meta_tensors:
-            self._broadcast_values(self.model)
-        self._broadcast_random_state()
-        if self._pipeline is not None:
-            self._setup_steps(self.model)
+            engine.broadcast_values(self.model)
+        engine.broadcast_random_state()
+        if engine.pipeline is not None:
+            self._stages.begin_steps(self.model, self._is_fitting)
         if self._is_fitting:
-            self._average_gradients_of(self.model)
-        self._watch_memory(self.model, *self.optimizers)
+            engine.average_gradients_of(self.model)
+        engine.memory_watch.begin(self.model, *self.optimizers)
         if steps_in_backward:
-            self._step_in_backward(self.model, self.optimizers[0], trainer.gradient_clip_val)
+            engine.in_backward.start(self.model, self.optimizers[0], trainer.gradient_clip_val)
             # No gradients are left after the backward, which torch's clipping reports as an error.
             self.precision_plugin.clip_gradients = lambda *_, **__: None
 
     def _check_configure_model(self) -> None:
         """Raise TypeError, as the stock strategy does, if neither a plan nor `configure_model` shards the model."""
         module = self.lightning_module
-        if self._plan is None and not is_overridden("configure_model", module, "LightningModule"):
+        if self.plan is None and not is_overridden("configure_model", module, "LightningModule"):
             raise TypeError(
                 f"{type(self).__name__} got no plan, and {type(module).__name__} does not override configure_model, so "
                 "nothing shards the model; pass plan='auto', or shard the model in configure_model."
@@ -127,48 +134,27 @@ class TrainerMixin(TrainerCheckpointsMixin, TrainerPipelineMixin, TrainerLoaders
             setattr(self.precision_plugin, name, computing_with_parameters(method, self._module_in_stages()))
 
     def _module_in_stages(self) -> Any:
-        return None if self._pipeline is None else self.lightning_module
+        return None if self._engine.pipeline is None else self.lightning_module
 
     def _shard_model(self) -> bool:
         module = self.lightning_module
         entry_points = [name for name in STEPS if is_overridden(name, module, "LightningModule")]
         before = parameters_of(self.model)  # local to this method: torch cannot move a DTensor with weak references
-        has_meta_tensors = self._apply_plan(
-            self.model, entry_points=entry_points, root_is_unit=module.automatic_optimization
+        has_meta_tensors = apply_plan(
+            self._engine,
+            self.model,
+            self._stages.divide,
+            entry_points=entry_points,
+            root_is_unit=module.automatic_optimization,
         )
-        self._replacements.record(before, self.model)
+        self._engine.replacements.record(before, self.model)
         return has_meta_tensors
-
-    def setup_optimizers(self, trainer: Any) -> None:
-        """Build the optimizers, or take those that LightningCLI built with the model; fuse those of torch."""
-        with self._with_groups_of_all_stages():
-            super().setup_optimizers(trainer)
-        for optimizer in self.optimizers:
-            self._replacements.update_optimizer(optimizer)
-            self._fuse_optimizer(optimizer, self.model)
-            self.data_axes.add_optimizer(optimizer)
-
-    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Clip by the norm over all ranks' shards; the norm before clipping is logged as "gradient_norm"."""
-        from weft.strategy.data_parallel import clip_gradients_by_norm
-
-        parameters = self.precision_plugin.main_params(optimizer)
-        if self._pipeline is not None:
-            self._gradient_norm = self._pipeline.clip_grad_norm(clip_val, parameters=parameters)
-        else:
-            self._gradient_norm = clip_gradients_by_norm(parameters, clip_val)
-        self.lightning_module.log("gradient_norm", self._gradient_norm)
-
-    @property
-    def gradient_norm(self) -> Tensor | None:
-        """Return the gradients' norm before the last clipping by norm; None: there was no such clipping."""
-        return self._gradient_norm
 
     @contextmanager
     def _plan_instead_of_configure_model(self) -> Iterator[None]:
         """With a plan, `configure_model` counts as overridden inside, which the stock `setup` requires."""
         module = self.lightning_module
-        if self._plan is None or "configure_model" in vars(module):
+        if self.plan is None or "configure_model" in vars(module):
             yield
             return
         original = module.configure_model
@@ -178,29 +164,37 @@ class TrainerMixin(TrainerCheckpointsMixin, TrainerPipelineMixin, TrainerLoaders
         finally:
             del module.configure_model
 
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Build the optimizers, or take those that LightningCLI built with the model; fuse those of torch."""
+        with self._stages.groups_of_all_stages():
+            super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            self._engine.add_optimizer(optimizer, self.model)
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """See StrategyMixin; collective. Raises ValueError on all ranks if lengths differ."""
+        return self._loaders.compared(super().process_dataloader(without_lockstep(dataloader)))
+
     def on_train_start(self) -> None:
         """Synchronize random states again: hooks since setup may have drawn numbers on some ranks only."""
         super().on_train_start()
-        self._broadcast_random_state()
+        self._engine.broadcast_random_state()
 
     def on_exception(self, exception: BaseException) -> None:
         """Mark this process as failed, so that its exit does not wait for other ranks."""
         super().on_exception(exception)
         guard().mark_failed(True)
-        if self._stepper is not None and self._stepper.num_stepped:
-            self._log(
-                f"weft: the run ended within a step, after {self._stepper.num_stepped} parameters were updated inside "
+        if num_stepped := self._engine.in_backward.num_stepped:
+            self._engine.console.log(
+                f"weft: the run ended within a step, after {num_stepped} parameters were updated inside "
                 "the backward and before the others were: go on from a checkpoint, not from these weights."
             )
 
     def teardown(self) -> None:
         """Run the stock teardown. The process group and the mesh stay, because the model remains usable after a run."""
         guard().watch_signals(False)
-        self._unwatch_memory()
-        self._stop_stepping()
-        self._end_steps()
-        if self._data_axes is not None:
-            self._data_axes.release()
+        self._engine.end_run()
+        self._stages.end_steps()
         for name in ("clip_gradients", "clip_grad_by_norm", *CALL_GRADIENT_HOOKS):
             vars(self.precision_plugin).pop(name, None)
         super().teardown()
@@ -224,30 +218,45 @@ class TrainerMixin(TrainerCheckpointsMixin, TrainerPipelineMixin, TrainerLoaders
         return self._step("prediction", super().predict_step, args, kwargs)
 
     def _step(self, stage: str, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        engine = self._engine
         if stage == "training":
-            self._begin_training_step()
+            self._loaders.begin_training_step()
         if args:
-            self._batch_check.check(stage, args[0], self.tensor_parallel_group, self.root_device)
-        if self._watch is not None:
-            self._watch.forward_begins(args)
-        if self._plan is None:
+            engine.check_batch(stage, args[0])
+        engine.memory_watch.forward_begins(args)
+        if engine.plan is None:
             return step(*args, **kwargs)
-        if self._pipeline is not None:
+        if engine.pipeline is not None:
             step = partial(run_step, step, self._module_in_stages())
-            return self._run_in_stages(stage, step, args, kwargs)
+            return self._stages.run_step(stage, step, args, kwargs)
         return run_step(step, None, *args, **kwargs)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Run the stock hook, and begin the phase "backward" of the memory count."""
         super().pre_backward(closure_loss)
-        if self._watch is not None:
-            self._watch.backward_begins()
+        self._engine.memory_watch.backward_begins()
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Average gradients; after a run's first backward, check that replicated parameters have equal gradients."""
         super().post_backward(closure_loss)
         self.data_axes.after_backward()
-        self._check_first_gradients([self.model])
+        self._engine.first_gradients.check([self.model])
+
+    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Clip by the norm over all ranks' shards; the norm before clipping is logged as "gradient_norm"."""
+        from weft.strategy.data_parallel import clip_gradients_by_norm
+
+        parameters = self.precision_plugin.main_params(optimizer)
+        if (pipeline := self._engine.pipeline) is not None:
+            self._gradient_norm = pipeline.clip_grad_norm(clip_val, parameters=parameters)
+        else:
+            self._gradient_norm = clip_gradients_by_norm(parameters, clip_val)
+        self.lightning_module.log("gradient_norm", self._gradient_norm)
+
+    @property
+    def gradient_norm(self) -> Tensor | None:
+        """Return the gradients' norm before the last clipping by norm; None: there was no such clipping."""
+        return self._gradient_norm
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -260,3 +269,30 @@ class TrainerMixin(TrainerCheckpointsMixin, TrainerPipelineMixin, TrainerLoaders
         if group is None and self.data_group.size() == 1:
             return tensor
         return super().reduce(tensor, group or self.data_group, reduce_op)
+
+    # ---- checkpoints; without a plan the stock ones --------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the state that this rank saves; only the last stage saves modules outside of the stages."""
+        return self._stages.own_state(super().lightning_module_state_dict())
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the optimizer's state for `save_checkpoint`; collective."""
+        if self.plan is None:
+            return super().optimizer_state(optimizer)
+        return checkpoints.optimizer_state(self._engine, self, optimizer)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint as `save_distributed_checkpoint` says; collective."""
+        if self.plan is None or not self._save_distributed_checkpoint or storage_options is not None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        else:
+            checkpoints.save(self._engine, self, checkpoint, filepath)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a directory or a file, saved at any number of ranks, into the live model and optimizers; collective."""
+        if self.plan is None:
+            return super().load_checkpoint(checkpoint_path, **checkpoints.without_none(weights_only=weights_only))
+        # A test after a fit still has the optimizers of the fit, which may belong to another model.
+        optimizers = self.optimizers if self._is_fitting else []
+        return checkpoints.load(self, checkpoint_path, optimizers, weights_only, self._stages.full_model)

@@ -178,7 +178,7 @@ def test_directory_hint_is_logged_once(rank: int, tmp_path: Path) -> None:
     log_lines: list[str] = []
     for fmt in FORMATS:
         strategy = _strategy(fmt)
-        strategy._log = log_lines.append
+        strategy._engine.console.log = log_lines.append
         run = trainer(1, strategy, tmp_path, max_steps=1)
         run.fit(Model(), loader())
         for _ in range(2):

@@ -114,7 +114,7 @@ def test_arguments_from_yaml_and_command_line(tmp_path: Path, package: str) -> N
     assert type(strategy) is importlib.import_module(ours).WeftModelParallelStrategy
     assert strategy.plan.is_auto and strategy._timeout == timedelta(seconds=40)
     assert (strategy._data_parallel_size, strategy._tensor_parallel_size) == ("auto", 2)
-    assert strategy._options.activation_checkpointing == ["layers.*"]
+    assert strategy._engine.options.activation_checkpointing == ["layers.*"]
     more = ["--trainer.strategy.plan", "{layer: column}", "--trainer.strategy.data_replicate_size", "2"]
     changed = parse_cli(config, *more, package=package).trainer.strategy
     assert changed.plan.to_dict() == {"layer": "column"} and changed._sizes.data_replicate == 2

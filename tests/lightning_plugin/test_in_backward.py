@@ -95,7 +95,7 @@ def test_rows_require_fused_tensor_parallel_mlps(rank: int, world_size: int, tmp
     on_warm_rank(rank, world_size)
     log_lines: list[str] = []
     strategy = WeftModelParallelStrategy(plan="auto", optimizer_in_backward="rows")
-    strategy._log = log_lines.append
+    strategy._engine.console.log = log_lines.append
     trainer(world_size, strategy, tmp_path, max_epochs=1).fit(Model(), loader())
     assert [line for line in log_lines if "rows" in line] == [
         "weft steps 3 weights of fused MLPs some rows at a time, from 'feed_forward.w1.weight' on."
@@ -174,7 +174,7 @@ def test_exception_in_backward_warns_of_partial_update(rank: int, tmp_path: Path
     on_warm_rank(rank, 1)
     strategy = WeftModelParallelStrategy(plan="auto", optimizer_in_backward=True)
     log_lines: list[str] = []
-    strategy._log = log_lines.append
+    strategy._engine.console.log = log_lines.append
     with pytest.raises(RuntimeError, match="in the middle"):
         trainer(1, strategy, tmp_path).fit(Failing(), loader())
     assert "the run ended within a step, after" in log_lines[-1]

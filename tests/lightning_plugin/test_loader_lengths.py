@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from support.ranks import on_ranks
-from weft._plugin import loaders_mixin
+from weft._plugin import loaders
 from weft._plugin.loader_check import UNKNOWN, LoaderState, LockstepLoader, check_equal_states, describe_length, gather
 from weft.lightning import WeftModelParallelStrategy
 from weft.lightning.fabric import WeftModelParallelStrategy as FabricStrategy
@@ -217,7 +217,7 @@ def test_equal_lengths_cost_one_collective(
 ) -> None:
     on_warm_rank(rank, world_size)
     events: list[str] = []
-    monkeypatch.setattr(loaders_mixin, "gather", lambda *a: (events.append("gathered"), gather(*a))[1])
+    monkeypatch.setattr(loaders, "gather", lambda *a: (events.append("gathered"), gather(*a))[1])
     monkeypatch.setattr(
         dist, "all_gather", lambda *a, own=dist.all_gather, **k: (events.append("compared"), own(*a, **k))
     )

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from support.ranks import on_ranks, run_on_ranks
-from weft.lightning import WeftModelParallelStrategy
+from weft._plugin.console import Console
 from weft.lightning.fabric import WeftModelParallelStrategy as FabricStrategy
 
 BACKWARDS = range(BATCH * NUM_BATCHES - 1, -1, -1)
@@ -108,7 +108,7 @@ def test_several_replicas_shuffle_and_log(
 ) -> None:
     on_warm_rank(rank, world_size)
     log_lines: list[str] = []
-    monkeypatch.setattr(WeftModelParallelStrategy, "_log", lambda self, text: log_lines.append(text))
+    monkeypatch.setattr(Console, "log", lambda self, text: log_lines.append(text))
     run = trainer(world_size, "weft_fsdp", tmp_path, use_distributed_sampler=True)
     for epochs in (1, 2):
         run.fit_loop.max_epochs = epochs

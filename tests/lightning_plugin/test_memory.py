@@ -124,7 +124,7 @@ def test_optimizers_are_fused_unless_kept(rank: int, world_size: int, tmp_path: 
         model = _UserOptimizer()
         model.keeps = keeps
         strategy = WeftModelParallelStrategy(plan="auto", fused_optimizers=fused_optimizers)
-        strategy._log = log_lines.append
+        strategy._engine.console.log = log_lines.append
         trainer(world_size, strategy, tmp_path).fit(model, _batches())
         [group] = strategy.optimizers[0].param_groups
         assert bool(group.get("fused")) == (fused_optimizers and not keeps)
@@ -142,8 +142,8 @@ def test_full_model_is_sharded_weight_by_weight_with_hint(rank: int, world_size:
     with counted() as count:
         model = Model()
         strategy = WeftModelParallelStrategy(plan="auto")
-        strategy._log = log_lines.append
-        strategy._watch_memory = lambda *_: log_lines.append(
+        strategy._engine.console.log = log_lines.append
+        strategy._engine.memory_watch.begin = lambda *_: log_lines.append(
             f"{count.peak() - count.peak('communication')} {count.now() - count.now('communication')}"
         )
         trainer(world_size, strategy, tmp_path).fit(model, _batches())
@@ -183,7 +183,7 @@ def _losses(rank: int, world_size: int, folder: str, empty_init: bool) -> tuple[
         model = _Configured()
         plan = {"feed_forward.w1": "column", "feed_forward.w3": "column", "feed_forward.w2": "row"}
         strategy = WeftModelParallelStrategy(plan=plan, empty_init=empty_init)
-        strategy._watch_memory = lambda *_: peaks.append(count.peak("other"))
+        strategy._engine.memory_watch.begin = lambda *_: peaks.append(count.peak("other"))
         peaks: list[int] = []
         trainer(world_size, strategy, folder).fit(model, data)
         return model.losses, peaks[0]

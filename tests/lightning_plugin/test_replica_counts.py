@@ -53,7 +53,7 @@ def test_first_rank_logs_layout_and_bytes(rank: int, world_size: int, tmp_path: 
     on_warm_rank(rank, world_size)
     log_lines: list[str] = []
     strategy = WeftModelParallelStrategy(plan="auto", layout="dp2,tp2", zero_stage=1)
-    strategy._log = log_lines.append
+    strategy._engine.console.log = log_lines.append
     run = trainer(world_size, strategy, tmp_path)
     model = Model()
     run.fit(model, loader())

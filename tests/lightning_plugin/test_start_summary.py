@@ -23,7 +23,7 @@ def test_one_device_logs_no_sharding(rank: int, world_size: int, tmp_path: Path)
     on_warm_rank(rank, world_size)
     log_lines: list[str] = []
     strategy = WeftModelParallelStrategy(plan="auto")
-    strategy._log = log_lines.append
+    strategy._engine.console.log = log_lines.append
     run = trainer(world_size, strategy, tmp_path)
     model = Model()
     run.fit(model, loader())
@@ -38,7 +38,7 @@ def test_replicated_model_warns(rank: int, world_size: int, tmp_path: Path) -> N
     on_warm_rank(rank, world_size)
     warned: list[str] = []
     strategy = WeftModelParallelStrategy(plan={"norm": "replicate"})
-    strategy._warn = warned.append
+    strategy._engine.console.warn = warned.append
     trainer(world_size, strategy, tmp_path).fit(Model(), loader())
     [text] = warned
     assert text.startswith("weft: every rank holds 100 % of the parameters' bytes in full")
@@ -75,7 +75,7 @@ def test_layouts_without_tensor_parallelism(
     on_warm_rank(rank, world_size)
     log_lines: list[str] = []
     strategy = WeftModelParallelStrategy(plan="auto", **options)
-    strategy._log = log_lines.append
+    strategy._engine.console.log = log_lines.append
     trainer(world_size, strategy, tmp_path).fit(Staged(), loader())
     [lines] = [text.splitlines() for text in log_lines if "layout:" in text]
     assert lines[1] == sentence and not any("sharded: " in line for line in lines)
@@ -107,7 +107,7 @@ def test_missing_verification_is_logged(rank: int, world_size: int, tmp_path: Pa
     on_warm_rank(rank, world_size)
     log_lines: list[str] = []
     strategy = WeftModelParallelStrategy(plan="auto", verify="never")
-    strategy._log = log_lines.append
+    strategy._engine.console.log = log_lines.append
     trainer(world_size, strategy, tmp_path).fit(Model(), loader())
     [text] = [text for text in log_lines if "layout:" in text]
     assert text.splitlines()[0].endswith("; plan: auto, without verification.")

@@ -246,7 +246,7 @@ def test_module_around_staged_model(rank: int, world_size: int, tmp_path: Path) 
     other, strategy = Wrapper(model.model), pipeline_strategy(pipeline_module="net")
     run = trainer(world_size, strategy, tmp_path)
     run.fit(other, text_loader())
-    assert strategy._full_model.parameter_names[:2] == ("bias", "net.tok_embeddings.weight")
+    assert strategy._stages.full_model.parameter_names[:2] == ("bias", "net.tok_embeddings.weight")
     assert [name for name, _ in other.named_parameters() if "." not in name] == ["bias"] * rank
 
 

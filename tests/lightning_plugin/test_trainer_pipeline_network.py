@@ -109,7 +109,7 @@ def test_auto_cuts_are_logged_once_and_reused(rank: int, world_size: int, tmp_pa
     model, log_lines = Wrapped(), []
     for _ in range(2):
         strategy = pipeline_strategy(pipeline_cuts="auto", pipeline_module=None)
-        strategy._log = log_lines.append
+        strategy._engine.console.log = log_lines.append
         trainer(world_size, strategy, tmp_path).test(model, text_loader(), verbose=False)
         assert strategy.pipeline.cuts == ("layers.2",) and strategy.pipeline.model is model.model
     [text] = [text for text in log_lines if text.startswith("weft cuts")]

@@ -72,6 +72,18 @@ def test_packages_of_strategy_import_in_one_direction() -> None:
     TopologicalSorter(graph).prepare()  # raises CycleError
 
 
+def test_parts_of_plugin_use_public_members_of_each_other() -> None:
+    """Checks that only a class itself uses its underscored members, except those that Lightning's strategies define."""
+    of_lightning = set(re.findall(r"`(_\w+)`", (ROOT / "lightning_plugin/core/engine.py").read_text().split('"""')[1]))
+    assert "_device_mesh" in of_lightning
+    for file in sorted((ROOT / "lightning_plugin/core").glob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Attribute) and re.fullmatch("_[a-z]\\w*", node.attr):
+                owner = ast.unparse(node.value)
+                names_a_part = re.search(r"(^|_|\.)(engine|strategy|stages|steps|loaders)$", owner) is not None
+                assert not names_a_part or node.attr in of_lightning, f"{file}: {owner}.{node.attr}"
+
+
 @pytest.mark.parametrize("folder", CPP_LAYERS)
 def test_cpp_includes(folder: str) -> None:
     files = [path for path in (ROOT / folder).rglob("*") if path.suffix in {".h", ".cpp", ".cu", ".cuh"}]

@@ -9,11 +9,13 @@ before each batch (`LockstepLoader`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
+from torch.nn import Module
 from torch.utils.data import DistributedSampler
 
 from weft._plugin.loader_check import (
@@ -27,98 +29,108 @@ from weft._plugin.loader_check import (
     has_reliable_length,
     in_lockstep,
     loader_length,
-    without_lockstep,
 )
 
 if TYPE_CHECKING:
-    from weft._plugin.stock_strategies import FabricMembers, StrategyMembers, TrainerMembers
-else:
-    FabricMembers = StrategyMembers = TrainerMembers = object
+    from weft._plugin.engine import Engine
+    from weft._plugin.stock_strategies import StockTrainerStrategy
 
 _NO_LIMIT = 2**62
 
 
-class LoadersMixin(StrategyMembers):
-    """The methods that the Trainer and Fabric share."""
+class Loaders:
+    """What the loaders of the Trainer and of Fabric have in common."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
 
     @property
-    def _compares_loaders(self) -> bool:
-        return self._batch_check.is_on and self.device_mesh.size() > 1
+    def are_compared(self) -> bool:
+        """Return whether lengths are compared between ranks."""
+        return self._engine.batch_check.is_on and self._engine.mesh.size() > 1
 
-    def _gather_states(self, *numbers: int, from_all_ranks: bool) -> list[LoaderState]:
+    def begin_epoch(self) -> None:
+        """Compare the next batch between ranks."""
+        for check in (self._engine.batch_check, self._engine.stages.batch_check):
+            check.begin_epoch()
+
+    def gather_states(self, *numbers: int, from_all_ranks: bool) -> list[LoaderState]:
         """Gather numbers on this rank's loader from all ranks, or from those that get this rank's batches."""
-        has_stages = self._options.has_stages
-        state = LoaderState(
-            dist.get_rank(), self.data_axes.rank, self.pipeline_group.rank() if has_stages else 0, tuple(numbers)
-        )
-        same_data = [self.tensor_parallel_group, *([self.pipeline_group] if has_stages else [])]
+        engine = self._engine
+        stage_groups = [engine.stages.group] if engine.options.has_stages else []
+        stage = stage_groups[0].rank() if stage_groups else 0
+        state = LoaderState(dist.get_rank(), engine.data_axes.rank, stage, tuple(numbers))
         world = dist.group.WORLD
         assert world is not None
-        return gather(state, [world] if from_all_ranks else same_data, self.root_device)
+        groups = [world] if from_all_ranks else [engine.tensor_parallel_group, *stage_groups]
+        return gather(state, groups, engine.device)
 
-    def _check_next(self, loader_name: str, advice: str, exchanged: str | None, has_batch: bool) -> None:
+    def check_next(self, loader_name: str, advice: str, exchanged: str | None, has_batch: bool) -> None:
         """Raise ValueError on all ranks if some have another batch and others do not; collective."""
-        states = self._gather_states(int(has_batch), from_all_ranks=exchanged is not None)
+        states = self.gather_states(int(has_batch), from_all_ranks=exchanged is not None)
         check_equal_states(states, exchanged, describe_next, loader_name, advice)
 
 
-class FabricLoadersMixin(LoadersMixin, FabricMembers):
-    """Sets up the loaders of `fabric.setup_dataloaders`; the user's code loops over them."""
+class FabricLoaders(Loaders):
+    """The loaders of `fabric.setup_dataloaders`; the user's code loops over them."""
 
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, int] | None:
-        """See StrategyMixin; None with one data replica, so that Fabric keeps the loader's sampler."""
-        return None if self.data_axes.size == 1 else super().distributed_sampler_kwargs
+    def compared(self, dataloader: Any, modules: Sequence[Module]) -> Any:
+        """Return a loader whose loops run in lockstep unless its lengths are known and equal; collective.
 
-    def process_dataloader(self, dataloader: Any) -> Any:
-        """See StrategyMixin; collective. Loops run in lockstep unless the loader's lengths are known and equal."""
-        dataloader = super().process_dataloader(without_lockstep(dataloader))
-        if not self._compares_loaders:
+        modules: those set up so far and later, for whose parameters ranks may have to wait.
+        """
+        if not self.are_compared:
             return dataloader
         length = loader_length(dataloader) if has_reliable_length(dataloader) else UNKNOWN
-        return in_lockstep(dataloader, partial(self._begin_loop, self._gather_states(length, from_all_ranks=True)))
+        states = self.gather_states(length, from_all_ranks=True)
+        return in_lockstep(dataloader, partial(self._begin_loop, states, modules))
 
-    def _begin_loop(self, states: list[LoaderState]) -> Any:
+    def _begin_loop(self, states: list[LoaderState], modules: Sequence[Module]) -> Any:
         """Start the comparisons of a loop's batches; return the check before each batch, or None, for LockstepLoader.
 
         `states`: with the loader's length on each rank.
         """
-        for check in (self._batch_check, self._stages_batch_check):
-            check.begin_epoch()
-        is_sharded = any(isinstance(inner, FSDPModule) for module in self._modules for inner in module.modules())
+        self.begin_epoch()
+        is_sharded = any(isinstance(inner, FSDPModule) for module in modules for inner in module.modules())
         exchanged = "parameters" if is_sharded else None
-        lengths = {s.numbers for s in states if is_sharded or s.data_rank == self.data_axes.rank}
+        lengths = {s.numbers for s in states if is_sharded or s.data_rank == self._engine.data_axes.rank}
         if len(lengths) == 1 and lengths != {(UNKNOWN,)}:
             return None
         advice = "give them loaders of one length, or leave the loop after the same number of batches on each"
-        return partial(self._check_next, "a data loader", advice, exchanged)
+        return partial(self.check_next, "a data loader", advice, exchanged)
 
 
-class TrainerLoadersMixin(LoadersMixin, TrainerMembers):
-    """Sets up the loaders of the Trainer's loops."""
+class TrainerLoaders(Loaders):
+    """The loaders of the Trainer's loops."""
 
-    _training_lengths_differ = False
-    _has_logged_order = False
+    def __init__(self, engine: Engine, strategy: StockTrainerStrategy) -> None:
+        super().__init__(engine)
+        self._strategy = strategy
+        self._training_lengths_differ = False
+        self._has_logged_order = False
 
-    def _prepare_for_loaders(self, trainer: Any) -> None:
+    def prepare(self, trainer: Any) -> None:
         """Prepare for the loaders of a run, before the Trainer sets them up."""
         self._training_lengths_differ = False
-        if self.data_axes.size == 1:
+        if self._engine.data_axes.size == 1:
             # Every rank gets all the data. Lightning's distributed sampler would shuffle any training data.
             trainer._accelerator_connector.use_distributed_sampler = False
 
-    def process_dataloader(self, dataloader: Any) -> Any:
-        """See StrategyMixin; collective. Raises ValueError on all ranks if lengths differ."""
-        dataloader = super().process_dataloader(without_lockstep(dataloader))
-        trainer = self.lightning_module.trainer
+    def compared(self, dataloader: Any) -> Any:
+        """Return the loader, or one that runs in lockstep; collective.
+
+        Raises:
+            ValueError: on all ranks, if lengths differ.
+        """
+        trainer = self._strategy.lightning_module.trainer
         if trainer.training:
             self._log_order(dataloader)
-        if not self._compares_loaders:
+        if not self.are_compared:
             return dataloader
         stage, limit_name = _stage_of(trainer)
         length = loader_length(dataloader)
         limited = _limited(length, getattr(trainer, limit_name))
-        states = self._gather_states(length, limited, int(has_reliable_length(dataloader)), from_all_ranks=True)
+        states = self.gather_states(length, limited, int(has_reliable_length(dataloader)), from_all_ranks=True)
         exchanged = self._exchanged_by_data_ranks(stage)
         loader_name, advice = f"the {stage} loader", _advice(limit_name)
 
@@ -137,26 +149,27 @@ class TrainerLoadersMixin(LoadersMixin, TrainerMembers):
         """Return the tensors that data-parallel ranks exchange in every batch of a stage; None: they exchange none."""
         if stage == "training":
             return "gradients"
-        return "parameters" if any(isinstance(module, FSDPModule) for module in self.model.modules()) else None
+        is_sharded = any(isinstance(module, FSDPModule) for module in self._strategy.model.modules())
+        return "parameters" if is_sharded else None
 
     def _check_next_batch(self, stage: str, loader_name: str, advice: str, has_batch: bool) -> None:
         exchanged = self._exchanged_by_data_ranks(stage)
-        if stage == "training" and not isinstance(self.lightning_module.trainer.train_dataloader, LockstepLoader):
+        trainer = self._strategy.lightning_module.trainer
+        if stage == "training" and not isinstance(trainer.train_dataloader, LockstepLoader):
             exchanged = None  # one of several loaders, which may restart while another continues
-        self._check_next(loader_name, advice, exchanged, has_batch)
+        self.check_next(loader_name, advice, exchanged, has_batch)
 
-    def _begin_training_step(self) -> None:
+    def begin_training_step(self) -> None:
         """Start the comparisons of an epoch's first step; later steps do not communicate."""
-        if self.lightning_module.trainer.fit_loop.batch_idx == 0:
-            for check in (self._batch_check, self._stages_batch_check):
-                check.begin_epoch()
+        if self._strategy.lightning_module.trainer.fit_loop.batch_idx == 0:
+            self.begin_epoch()
         if self._training_lengths_differ:
             self._compare_training_lengths()
 
     def _compare_training_lengths(self) -> None:
         """Raise ValueError if some ranks end an epoch before others and before max_steps."""
         self._training_lengths_differ = False
-        trainer = self.lightning_module.trainer
+        trainer = self._strategy.lightning_module.trainer
         end = _batches_before_max_steps(trainer)
         if end is None:
             return
@@ -164,7 +177,7 @@ class TrainerLoadersMixin(LoadersMixin, TrainerMembers):
         num_run = min(num_batches, end)
         val_interval = trainer.val_check_batch if trainer.enable_validation else None
         num_between_validations = int(val_interval) if val_interval is not None and val_interval <= num_run else 0
-        states = self._gather_states(num_batches, num_run, num_between_validations, from_all_ranks=True)
+        states = self.gather_states(num_batches, num_run, num_between_validations, from_all_ranks=True)
         check_equal_states(
             states,
             "gradients",
@@ -178,8 +191,9 @@ class TrainerLoadersMixin(LoadersMixin, TrainerMembers):
         sampler = getattr(dataloader, "sampler", None)
         if isinstance(sampler, DistributedSampler) and sampler.shuffle and not self._has_logged_order:
             self._has_logged_order = True
-            self._log(
-                f"weft: a distributed sampler splits the training data over {self.data_axes.size} data-parallel ranks "
+            num_data_ranks = self._engine.data_axes.size
+            self._engine.console.log(
+                f"weft: a distributed sampler splits the training data over {num_data_ranks} data-parallel ranks "
                 "and shuffles it, which Lightning does even for loaders with shuffle=False; to keep an order, give the "
                 "loader a sampler that splits the data itself, and pass Trainer(use_distributed_sampler=False)."
             )

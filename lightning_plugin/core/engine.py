@@ -1,0 +1,241 @@
+"""The engine of a strategy: its options, plan, mesh axes and the parts that set up and train a model.
+
+The strategies for the Trainer and for Fabric override Lightning's methods and call their engine, or one of its parts.
+A part uses the engine's public members, and Lightning's members of the strategy; it does not know the overrides.
+
+NOTE on names: `_configure_launcher`, `_launcher`, `_device_mesh`, `_data_parallel_size`, `_tensor_parallel_size`,
+`_save_distributed_checkpoint`, `_process_group_backend` and `_get_process_group_backend` are protected members of
+Lightning's ModelParallelStrategy, whose subclasses weft's strategies are; Lightning has no public equivalents.
+`use_distributed_sampler` is the Trainer's argument of that name, which only its `_accelerator_connector` keeps. No
+private function or module of Lightning is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from weft._plugin.batch_check import BatchCheck
+from weft._plugin.console import Console
+from weft._plugin.data_axes import DataAxes
+from weft._plugin.first_gradients import FirstGradients
+from weft._plugin.in_backward_steps import InBackwardSteps
+from weft._plugin.memory_watch import MemoryWatch
+from weft._plugin.meshes import PIPELINE_AXIS, TENSOR_AXIS
+from weft._plugin.options import Options, check_rows_without_replicas, resolve_sizes
+from weft._plugin.parameter_replacements import ParameterReplacements
+from weft._plugin.process_group import check_world_size
+from weft._plugin.replicas import broadcast_random_state, broadcast_values, random_state_of_first_rank
+from weft._plugin.stages import Stages
+from weft._plugin.start_summary import StartSummary
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from weft._plugin.stock_strategies import StockStrategy
+    from weft.strategy import Plan
+    from weft.strategy.pipeline import Pipeline
+    from weft.strategy.planning.layout import MeshSizes
+
+
+class Engine:
+    """Sets up and trains models for one strategy.
+
+    Args:
+        strategy: after the `__init__` of Lightning's ModelParallelStrategy.
+        options: the user's.
+        owner: the usual name, for messages, of the object that has the strategy.
+        building_context: the place, for messages, where users build models with deferred parameters.
+
+    Attributes:
+        name: the name of the strategy's class, for errors.
+        plan: the plan that is applied; None: the user's code shards the model.
+        stages: the model in stages, if there is a pipeline.
+        batch_check: compares batches between the ranks of a tensor-parallel group.
+
+    Raises:
+        ValueError, TypeError: an option that is invalid for any number of devices.
+    """
+
+    def __init__(self, strategy: StockStrategy, options: Options, owner: str, building_context: str) -> None:
+        from weft.strategy import Plan
+
+        self.strategy = strategy
+        self.options = options
+        self.owner = owner
+        self.building_context = building_context
+        self.name = type(strategy).__name__
+        self.console = Console(strategy.fabric_module)
+        self._sizes = options.validate(self.name, strategy._data_parallel_size, strategy._tensor_parallel_size)
+        plan = {} if options.plan is None and options.needs_plan else options.plan
+        if plan is not None:
+            plan = Plan(plan, sequence_parallel=options.sequence_parallel, verify=options.verify)
+        self.plan: Plan | None = plan
+        self.batch_check = BatchCheck(options.check_batches, options.check_batches_every)
+        self.stages = Stages(self)
+        self.first_gradients = FirstGradients(self)
+        self.in_backward = InBackwardSteps(self)
+        self.memory_watch = MemoryWatch()
+        self.replacements = ParameterReplacements()
+        self.start_summary = StartSummary(self)
+        self._data_axes: DataAxes | None = None
+
+    # ---- devices, mesh and groups --------------------------------------------------------------------------
+
+    @property
+    def mesh(self) -> Any:
+        return self.strategy.device_mesh
+
+    @property
+    def device(self) -> torch.device:
+        return self.strategy.root_device
+
+    @property
+    def precision(self) -> Any:
+        """Return Lightning's precision plugin."""
+        strategy = self.strategy
+        return strategy.precision_plugin if hasattr(strategy, "precision_plugin") else strategy.precision
+
+    @property
+    def tensor_parallel_group(self) -> dist.ProcessGroup:
+        """Return the group of the ranks that hold the shards of one replica, including this rank."""
+        group: dist.ProcessGroup = self.mesh.get_group(TENSOR_AXIS)
+        return group
+
+    @property
+    def data_group(self) -> dist.ProcessGroup:
+        """Return the group of the ranks that differ from this one only along the data axes; they see other data."""
+        return self.data_axes.group
+
+    @property
+    def data_axes(self) -> DataAxes:
+        """Return the axes data_replicate and data_parallel of the mesh; raises RuntimeError before `begin_run`."""
+        if self._data_axes is None:
+            raise RuntimeError(
+                f"{self.name} knows its data axes when its processes have met; ask later, in setup or fit."
+            )
+        return self._data_axes
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """Return the pipeline of the model in stages, or None."""
+        return self.stages.pipeline
+
+    def sizes_of_mesh(self) -> MeshSizes | None:
+        """Return the sizes of the axes for the strategy's devices; None: as ModelParallelStrategy takes its own.
+
+        Raises:
+            RuntimeError: the sizes do not fit the number of devices.
+        """
+        if self.options.is_stock:
+            return None
+        return resolve_sizes(self.name, self._sizes, self.strategy.num_processes, self.strategy.num_nodes)
+
+    def check_devices(self) -> None:
+        """Raise if the sizes do not fit the number of devices, before any process is launched."""
+        check_world_size(self.strategy.num_processes * self.strategy.num_nodes)
+        sizes = self.sizes_of_mesh()
+        if sizes is not None and self.options.optimizer_in_backward == "rows":
+            check_rows_without_replicas(self.name, sizes)
+
+    def check_offload_device(self, what: str, is_on: bool) -> None:
+        """Raise ValueError if activations are to be moved to the CPU, where the model is already."""
+        if is_on and self.device.type == "cpu":
+            raise ValueError(
+                f"{self.name} got {what} on CPU devices, whose memory is where activations would go; leave it out."
+            )
+
+    def begin_run(self, data_axes: DataAxes) -> None:
+        """Begin a run on these axes, once the process group and the mesh exist; collective."""
+        self._data_axes = data_axes
+        self.broadcast_random_state()
+        self.batch_check.restart()
+        self.stages.batch_check.restart()
+        self.first_gradients.restart()
+
+    def end_run(self) -> None:
+        """Remove what watches and steps parameters; the model, its mesh and its groups stay usable."""
+        self.memory_watch.end()
+        self.in_backward.stop()
+        if self._data_axes is not None:
+            self._data_axes.release()
+
+    # ---- equal values on all ranks -------------------------------------------------------------------------
+
+    def broadcast_random_state(self) -> None:
+        """Make the ranks that see the same data draw the same random numbers; collective."""
+        broadcast_random_state(self.tensor_parallel_group, self.device)
+        if self.options.has_stages:
+            broadcast_random_state(self.stages.group, self.device)
+
+    def broadcast_values(self, module: torch.nn.Module) -> None:
+        """Give all ranks the parameters and buffers of the first rank that has them; collective."""
+        from weft.strategy.pipeline import find_staged
+
+        is_staged = find_staged(module) is not None  # stages have different parameters
+        axes = [name for name in self.mesh.mesh_dim_names or () if name != PIPELINE_AXIS or not is_staged]
+        broadcast_values(module, self.mesh, self.device, axes)
+
+    @contextmanager
+    def deferred_init(self) -> Iterator[None]:
+        """With a plan, defer parameters created inside: applying the plan materializes only each rank's shards."""
+        if self.plan is None or not self.options.empty_init:
+            yield
+            return
+        from weft.strategy import deferred_init
+
+        # An earlier hook may have drawn on some ranks only, and deferred parameters are not synchronized later.
+        with contextlib.ExitStack() as stack:
+            if self._data_axes is not None:  # the process group exists; before `fit` there is none
+                groups = (self.data_group, self.tensor_parallel_group)
+                stack.enter_context(random_state_of_first_rank(*groups, self.device))
+            stack.enter_context(deferred_init())
+            yield
+
+    def check_batch(self, stage: str, batch: Any) -> None:
+        """Raise ValueError if the ranks of a tensor-parallel group have different batches; see `BatchCheck.check`."""
+        self.batch_check.check(stage, batch, self.tensor_parallel_group, self.device)
+
+    # ---- optimizers ----------------------------------------------------------------------------------------
+
+    def add_optimizer(self, optimizer: Optimizer, module: torch.nn.Module | None) -> None:
+        """Prepare an optimizer: the parameters of the sharded model, fused kernels, averaged gradients."""
+        self.replacements.update_optimizer(optimizer)
+        self._fuse_optimizer(optimizer, module)
+        self.data_axes.add_optimizer(optimizer)
+
+    def _fuse_optimizer(self, optimizer: Optimizer, module: torch.nn.Module | None) -> None:
+        """Fuse an optimizer if the options ask for it, and log the result."""
+        if not self.options.fused_optimizers:
+            return
+        from weft.strategy import fuse
+
+        was_fused = all(group.get("fused") for group in optimizer.param_groups)
+        why_not = fuse(optimizer, module)
+        name = type(optimizer).__name__
+        if why_not is not None:
+            self.console.log(f"weft leaves {name} as it is: {why_not}.")
+        elif not was_fused:
+            self.console.log(
+                f"weft has {name} use its fused kernels, without temporaries; fused_optimizers=False keeps it."
+            )
+
+    @contextmanager
+    def optimizer_step(self, optimizer: Any) -> Iterator[None]:
+        """Inside, an optimizer that combines elements of a parameter computes with those of all ranks."""
+        from weft.strategy import local_parameters
+        from weft.strategy.data_parallel import steps_elements_alone
+
+        is_simple = self.plan is None or steps_elements_alone(getattr(optimizer, "optimizer", optimizer))
+        with contextlib.nullcontext() if is_simple else local_parameters():
+            yield
+
+    def average_gradients_of(self, module: torch.nn.Module) -> None:
+        """Average a module's gradients in backwards, unless its optimizer steps in them."""
+        if self.plan is not None and not self.options.optimizer_in_backward:
+            self.data_axes.average_gradients_of(module)

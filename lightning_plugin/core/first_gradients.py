@@ -1,0 +1,49 @@
+"""Compares the gradients of replicated parameters between ranks, after the first backward of a run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from weft._plugin.engine import Engine
+
+
+class FirstGradients:
+    """The comparison of one strategy, once a run."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._is_checked = False
+        self._fingerprints: dict[Tensor, Tensor] = {}
+
+    def restart(self) -> None:
+        """Compare after the next backward again: a new run begins, or a module was added."""
+        self._is_checked = False
+
+    def record(self, parameter: Tensor) -> None:
+        """Record a complete gradient that is freed before `check`, if it is to be compared."""
+        from weft.strategy import gradient_fingerprint
+
+        is_replicated = any(placement.is_replicate() for placement in getattr(parameter, "placements", ()))
+        if is_replicated and not self._is_checked:
+            self._fingerprints[parameter] = gradient_fingerprint(parameter)
+
+    def check(self, modules: list[nn.Module]) -> None:
+        """After a run's first backward, raise unless replicated parameters have equal gradients on all ranks."""
+        if self._engine.plan is None or self._is_checked:
+            return
+        if self._engine.tensor_parallel_group.size() == 1:
+            self._is_checked = True
+            self._fingerprints.clear()
+            return
+        from weft.strategy import check_replicated_gradients
+
+        parameters = (parameter for module in modules for parameter in module.parameters())
+        if not self._fingerprints and all(parameter.grad is None for parameter in parameters):
+            return  # FSDP2 does not set `grad` while gradients are only accumulated
+        self._is_checked = True
+        for module in modules:
+            check_replicated_gradients(module, self._fingerprints, self._engine.data_group)
+        self._fingerprints.clear()

@@ -1,0 +1,91 @@
+"""Shards a module for one strategy, in the order of the steps: stages, layers, checkpoints, data axes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch.nn import Module
+
+from weft._plugin.data_axes import mixed_precision_policy
+from weft._plugin.metrics import synchronize_metrics_over
+from weft._plugin.replicas import has_meta_tensors, materialized_bytes
+
+if TYPE_CHECKING:
+    from weft._plugin.engine import Engine
+
+_LARGE_BYTES = 10**6
+
+
+def apply_plan(engine: Engine, module: Module, divide: Callable[[Module], None], **calls: Any) -> bool:
+    """Make the ranks' values equal, then shard; return whether some tensors have no values yet (meta tensors).
+
+    Args:
+        engine: after `begin_run`.
+        module: the user's, built.
+        divide: cuts the module into stages, with pipeline_cuts.
+        calls: how the module is called, as `DataAxes.shard` takes it.
+    """
+    synchronize_metrics_over(engine.data_group, module)
+    engine.broadcast_values(module)
+    has_meta = has_meta_tensors(module)
+    if engine.plan is not None:
+        _log_building_advice(engine, module)
+        engine.check_offload_device("a rule of its plan with offload", engine.plan.offloads(module))
+    if engine.options.has_stages:
+        _store_rehearsal(engine, module)
+        divide(module)
+    if engine.plan is not None:
+        _shard_layers(engine, module)
+    _checkpoint_activations(engine, module)
+    if engine.plan is not None:
+        _shard_over_data_axes(engine, module, **calls)
+        engine.start_summary.log(module)
+    return has_meta
+
+
+def _store_rehearsal(engine: Engine, module: Module) -> None:
+    from weft.strategy.verification.evidence import store_rehearsal
+
+    if engine.plan is not None and engine.tensor_parallel_group.size() > 1:
+        # The full model is rehearsed: afterwards no rank can call it with the example.
+        store_rehearsal(module, engine.plan.example)
+
+
+def _shard_layers(engine: Engine, module: Module) -> None:
+    from weft.strategy import parallelize
+
+    assert engine.plan is not None
+    stays_plain = engine.data_axes.shards_parameters and not engine.options.has_stages
+    parallelize(module, engine.mesh, engine.plan, keeps_plain_on_one_rank=stays_plain)
+
+
+def _shard_over_data_axes(engine: Engine, module: Module, **calls: Any) -> None:
+    policy = mixed_precision_policy(str(engine.precision.precision))
+    if engine.pipeline is None:
+        engine.data_axes.shard(module, policy, **calls)
+    elif engine.data_axes.shards_parameters and not engine.pipeline.is_fully_sharded:
+        engine.pipeline.fully_shard(engine.data_axes.sharding_mesh, mp_policy=policy)
+
+
+def _log_building_advice(engine: Engine, module: Module) -> None:
+    """Log advice if every rank has built the full model and keeps only a shard of it."""
+    num_bytes = materialized_bytes(module)
+    is_worth_logging = num_bytes >= max(_LARGE_BYTES, sum(p.nbytes for p in module.parameters()) // 2)
+    shards_parameters = engine.data_axes.shards_parameters
+    num_shards = engine.mesh.size() if shards_parameters else engine.tensor_parallel_group.size()
+    if is_worth_logging and num_shards > 1 and engine.options.empty_init:
+        engine.console.log(
+            f"weft got a model that was built in full, {num_bytes / 1e9:.3f} GB on every rank: build it in "
+            f"{engine.building_context}, and each rank makes its shards only."
+        )
+
+
+def _checkpoint_activations(engine: Engine, module: Module) -> None:
+    from weft.strategy import checkpoint_activations
+
+    options = engine.options
+    names = checkpoint_activations(module, options.activation_checkpointing, offload=options.activation_offload)
+    if names:
+        shown = ", ".join(names if len(names) <= 4 else [*names[:2], "...", names[-1]])
+        engine.console.log(f"weft computes the activations of {len(names)} modules again in the backward: {shown}.")
