@@ -1,11 +1,12 @@
 # Start with `make demo` or `make test`; each sets up everything it needs.
 # PYTHON: the interpreter to create the environment with, Python 3.10 or newer.
 PYTHON ?= python3
-JOBS ?= $(shell nproc)
-# Test files run in parallel; each may start up to four ranks, most of which wait.
+# nproc counts no more processors than OMP_NUM_THREADS.
+JOBS ?= $(shell env -u OMP_NUM_THREADS nproc)
+# The number of test files that run in parallel; each may start up to four ranks, most of which wait.
 TEST_JOBS ?= 2
 
-# For `make wheel` and `make compat`: a minor version of torch, such as 2.13, in place of the locked one.
+# For `make wheel` and `make compat`: a minor version of torch, such as 2.13, instead of the locked version.
 TORCH ?=
 
 VENV := .venv
@@ -28,8 +29,8 @@ test: test-cpp test-python
 test-cpp: build
 	ctest --test-dir build/dev --output-on-failure --parallel $(JOBS)
 
-# In the order of the folders: the long files of benchmarks/ and examples/ start first, so that no worker runs one alone
-# at the end.
+# Files start in the order of the folders: the long files of benchmarks/ and examples/ first, so that none of them runs
+# alone at the end.
 test-python: build
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 
@@ -37,7 +38,7 @@ test-python: build
 build: build/dev/.installed
 	@cmake --build build/dev --parallel $(JOBS)
 
-# --compile-bytecode, because every rank that tests start imports torch and Lightning.
+# --compile-bytecode saves time, because every rank that the tests start imports torch and Lightning.
 $(VENV)/.packages: requirements/dev.lock requirements/uv.lock
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/uv.lock
@@ -54,7 +55,7 @@ docs: build
 	$(PY) docs/generate_pipeline.py
 	OMP_NUM_THREADS=1 $(PY) docs/generate_verification.py
 
-# The documentation as a website, in build/site; a warning, such as a link to nowhere, is an error.
+# The documentation as a website, in build/site; a warning, such as a dead link, is an error.
 site: $(VENV)/.packages
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
 
@@ -72,8 +73,8 @@ format: $(VENV)/.packages
 	ruff format .
 	clang-format -i $(CPP)
 
-# The oldest supported torch, or TORCH, in an environment and a build folder of its own, with weft as a wheel from the
-# sdist. Only the oldest one has a lock.
+# Builds a wheel from the sdist against the oldest supported torch, or TORCH, in a separate environment and build folder.
+# Only the environment of the oldest torch has a lock.
 $(COMPAT)/.packages: requirements/compat.lock requirements/compat.in requirements/uv.lock
 	$(PYTHON) -m venv $(COMPAT)
 	$(COMPAT)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/uv.lock
@@ -88,7 +89,7 @@ endif
 compat: $(COMPAT)/.packages
 	CMAKE=$(CURDIR)/$(COMPAT)/bin/cmake PYTHON=$(CURDIR)/$(COMPAT)/bin/python sh cmake/compat.sh
 
-# An sdist and a wheel in dist/, installed and tried in an environment of its own.
+# Builds an sdist and a wheel in dist/, and tries the wheel in a new environment.
 wheel: $(if $(TORCH),$(COMPAT),$(VENV))/.packages
 	PYTHON=$(CURDIR)/$(if $(TORCH),$(COMPAT),$(VENV))/bin/python sh cmake/try_wheel.sh
 
@@ -105,7 +106,7 @@ bench: build
 	$(PY) benchmarks/memory.py --json
 
 # Takes an hour, so it is not part of `make test`. Random collectives; every rank killed and stopped in every
-# collective; 10,000 random argument sets for each operator.
+# collective; 10,000 random argument sets for each operator; random layouts.
 soak: build
 	OMP_NUM_THREADS=1 $(PY) tests/soak/collectives.py --seconds 600 --hosts aaaaaaaa
 	OMP_NUM_THREADS=1 $(PY) tests/soak/collectives.py --seconds 120 --hosts aabbbcba
