@@ -20,8 +20,8 @@ def join_outputs(outputs: Sequence[Any], sizes: Sequence[int | None], weights: S
     """Return one value for a batch, from a step's results for each of its micro-batches.
 
     Dicts, lists and tuples are joined item by item. Tensors with the samples along dim 0 are concatenated, and so are
-    lists with an item for each sample; numbers and tensors of one number become their weighted mean; equal values stay
-    one value.
+    lists with an item for each sample; numbers and tensors of one number become their weighted mean. Other
+    equal values without tensors stay one value.
 
     Args:
         outputs: the result for each micro-batch.
@@ -34,6 +34,8 @@ def join_outputs(outputs: Sequence[Any], sizes: Sequence[int | None], weights: S
     first = outputs[0]
     if len(outputs) == 1 or first is None:
         return first
+    if all(isinstance(v, list) and len(v) == size for v, size in zip(outputs, sizes, strict=True)):
+        return [item for value in outputs for item in value]
     if not _has_tensors(list(outputs)) and all(type(value) is type(first) and value == first for value in outputs):
         return first
     if isinstance(first, Tensor):
@@ -46,8 +48,6 @@ def join_outputs(outputs: Sequence[Any], sizes: Sequence[int | None], weights: S
         if all(value.keys() == first.keys() for value in outputs):
             joined = {key: join_outputs([value[key] for value in outputs], sizes, weights) for key in first}
             return joined if type(first) is dict else type(first)(joined)
-    elif isinstance(first, list) and all(len(v) == size for v, size in zip(outputs, sizes, strict=True)):
-        return [item for value in outputs for item in value]
     elif isinstance(first, (list, tuple)) and all(len(value) == len(first) for value in outputs):
         items = [join_outputs(each, sizes, weights) for each in zip(*outputs, strict=True)]
         return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)

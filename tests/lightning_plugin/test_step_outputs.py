@@ -43,6 +43,11 @@ def test_join_outputs(outputs: list[Any], expected: Any) -> None:
     assert is_equal(join_outputs(outputs, SIZES, WEIGHTS), expected)
 
 
+def test_equal_lists_of_samples_are_concatenated() -> None:
+    assert join_outputs([["cat"], ["cat"]], [1, 1], [1.0, 1.0]) == ["cat", "cat"]
+    assert join_outputs([["cat"], ["cat"]], SIZES, WEIGHTS) == ["cat"]
+
+
 def is_equal(left: Any, right: Any) -> bool:
     if type(left) is not type(right):
         return False
