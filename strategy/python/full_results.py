@@ -1,8 +1,8 @@
 """Lets code outside of a forward compute with parameters that are DTensors.
 
 A loss term, a norm for the log or an exponential average reads `self.parameters()`, some of which are sharded, and
-combines the results with plain tensors. DTensor raises for most of these operations, and reads a partial sum as if it
-were the sum. `FullResults` computes on the shards where DTensor can, and returns full results.
+combines the results with plain tensors. DTensor raises for most operations that mix both. `FullResults` computes on the
+shards where DTensor can, and returns full results.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from weft.strategy.data_parallel.local import shard_like
 from weft.strategy.sharding.local_tensor import reading_locals
 from weft.strategy.sharding.shards import TENSOR_PARALLEL
 
+# Names of functions that read values: they need full tensors.
 _READS = {"item", "tolist", "numpy", "tensor", "as_tensor", "__array__", "__format__", "__contains__"}
 _READS |= {f"__{name}__" for name in ("float", "int", "bool", "index", "complex")}
 _VIEWS = {"flatten", "ravel", "reshape", "unflatten", "view"}  # DTensor supports them only for even shards
@@ -65,7 +66,7 @@ class _Full(torch.autograd.Function):
 
 
 class _RestorePlacements(torch.autograd.Function):
-    """The identity of a parameter; its gradient gets the parameter's placements, as FSDP2 and optimizers expect."""
+    """Returns a parameter unchanged; its gradient gets the parameter's placements, as FSDP2 and optimizers expect."""
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor) -> Tensor:
@@ -95,9 +96,10 @@ def local_parameters() -> Iterator[None]:
     (such as those of `parameters()`) is a plain tensor with the value and the gradients of one device; an operation
     with a DTensor and a plain tensor, or a DTensor on another mesh, all-gathers. So all ranks must run the same code.
 
-    The Trainer runs steps, and the hooks between a backward and the optimizer's step, inside it. Other code that
-    computes with parameters (a Fabric loop, a `generate` method) must enter it. The forward of a parallelized module
-    only gives local tensors for replicated parameters. Nests; holds for the calling thread.
+    The Trainer runs steps, and the hooks between a backward and the optimizer's step, inside this context. Other code
+    that computes with parameters (a Fabric loop, a `generate` method) must enter it. Inside the forward of a
+    parallelized module only the first sentence holds: attributes of replicated parameters are local tensors. Contexts
+    can be nested, and hold for the calling thread.
     """
     with reading_locals(FullResults()):
         yield
@@ -106,7 +108,7 @@ def local_parameters() -> Iterator[None]:
 class FullResults(TorchFunctionMode):
     """Inside, a number computed from DTensors is a plain tensor with the value that one device computes.
 
-    Results of other shapes stay DTensors until an operation combines them with a plain tensor or one on another mesh.
+    Results with dims stay DTensors until an operation combines them with a plain tensor or a DTensor on another mesh.
     """
 
     def __torch_function__(
@@ -128,7 +130,7 @@ class FullResults(TorchFunctionMode):
         if name in _READS:
             return self._on_full(func, args, kwargs)
         tensors, changed = _tensors(args, kwargs), _changed(name, args, kwargs)
-        if len({_mesh(each) for each in tensors if not _is_scalar(each, changed)}) > 1:
+        if len({_mesh(each) for each in tensors if not _mixes_as_number(each, changed)}) > 1:
             return self._mix(func, args, kwargs, changed)
         if changed is not None:
             return func(*args, **kwargs)
@@ -149,14 +151,20 @@ class FullResults(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name.startswith("_foreach_") and len(args[0]) > 1:
             return self._one_by_one(func, args, kwargs)
-        [target] = changed if isinstance(changed, (list, tuple)) else [changed]
+        targets = changed if isinstance(changed, (list, tuple)) else [changed]
+        if len(targets) > 1 and any(isinstance(target, DTensor) for target in targets):
+            raise ValueError(
+                f"{name} would write {len(targets)} sharded tensors from plain and sharded ones; it can write one; "
+                "compute out of place."
+            )
+        target = targets[0]
         if not isinstance(target, DTensor):
             return self._on_full(func, args, kwargs)
         to_placements = functools.partial(self._with_placements_of, name, target)
         return func(*tree_map_only(Tensor, to_placements, args), **tree_map_only(Tensor, to_placements, kwargs))
 
     def _one_by_one(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a function of lists for each index of the lists."""
+        """Call a function of lists, such as torch._foreach_add_, separately for each index of the lists."""
         count = len(args[0])
 
         def at(idx: int, value: Any) -> Any:
@@ -189,7 +197,10 @@ class FullResults(TorchFunctionMode):
         return shard_like(self.full(other) if isinstance(other, DTensor) else other, changed)
 
     def _usable(self, result: DTensor) -> Tensor:
-        """Return a result for later functions: full if it is a number, and not partial, for functions in place."""
+        """Return a result as later functions need it: a number in full, any other result without partial placements.
+
+        In-place functions do not support partial DTensors; while gradients are recorded, results may stay partial.
+        """
         if result.dim() == 0:
             return self.full(result)
         if torch.is_grad_enabled() or not _is_partial(result):
@@ -201,8 +212,11 @@ def _is_partial(tensor: DTensor) -> bool:
     return any(placement.is_partial() for placement in tensor.placements)
 
 
-def _is_scalar(tensor: Tensor, changed: Any) -> bool:
-    """Return whether a plain number may be combined with DTensors: its gradient would become a DTensor."""
+def _mixes_as_number(tensor: Tensor, changed: Any) -> bool:
+    """Return whether a tensor is a plain number that DTensor operations support.
+
+    Numbers that require a gradient are not: their gradient would be a DTensor. `changed`: as `_changed` returns it.
+    """
     if isinstance(tensor, DTensor) or tensor.dim() > 0:
         return False
     return changed is not None or not (tensor.requires_grad and torch.is_grad_enabled())

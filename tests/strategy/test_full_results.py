@@ -155,6 +155,8 @@ def test_errors(rank: int, world_size: int) -> None:
     with weft.strategy.local_parameters(), torch.no_grad():
         with pytest.raises(ValueError, match=r"would change a sharded tensor .* and takes one of the same shape"):
             weight.add_(torch.ones(weight.shape[1], dtype=weight.dtype))
+        with pytest.raises(ValueError, match=r"^max would write 2 sharded tensors .*; compute out of place\.$"):
+            torch.max(torch.ones(2, 3), 0, out=(weight, weight))
 
 
 @on_ranks(2)
